@@ -1,1 +1,1 @@
-"""The scheduler, pure: no I/O, no clock, no chance of its own. Start with `scheduler`."""
+"""The scheduler, which is pure: no I/O; time and randomness are passed in. Start with `scheduler`."""

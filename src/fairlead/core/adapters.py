@@ -1,20 +1,21 @@
-"""LoRA adapters: how long each endpoint takes until it can run one, and who loads them on demand.
+"""LoRA adapters: how long each endpoint needs until it can run one, and which engines load them on demand.
 
-What is known of an adapter at an endpoint, the best first:
+The states of an adapter at an endpoint, the best first:
 
-    runs          its metrics page has it, or a request of ours for it is about to begin there: nothing to wait for
-    is loaded     its list of models has it (static adapters are there from the start): it takes a slot, `activate_ms`
-    could load    it is known to load adapters on demand (dynamic ones): `load_ms`
-    no slot left  as many others run there as fit into a batch (`max_lora`): until one of them has no request any more,
-                  which takes about as long as an answer, and as often as others wait for the same
+    runs          its metrics page has it, or one of our requests for it is about to begin there: no wait
+    is loaded     its list of models has it (static adapters are there from the start): it needs a slot, `activate_ms`
+    could load    the engine is known to load adapters on demand (dynamic adapters): `load_ms`
+    no slot left  as many other adapters run there as fit into a batch (`max_lora`): wait until one of them has no more
+                  requests. This takes about as long as an answer, times the number of adapters that wait for a slot
 
 Rules
-* It is a term of the cost (`core.cost`), so adapters spread where there is load, and stay together where there is none.
-* Both times are learned from first tokens that came later than expected without them.
-* A server that runs an adapter that its list did not have either loads on demand, or was told to load it meanwhile. So
-  all lists are read again: if another engine of the same look still does not have it, engines of that look load on
-  demand, and any of them can serve an adapter that somebody has. The first 404 for one ends that for good.
-* Where nobody has an adapter, or nobody has slots, there is nothing to choose by: all are alike.
+* The wait is a term of the cost (`core.cost`), so adapters spread under load, and stay together without load.
+* Both times are learned from first tokens that arrived later than expected without the wait.
+* A server that runs an adapter which its list did not have either loads on demand, or was told to load it meanwhile. So
+  all lists are read again. If another engine of the same look (`Fleet`) still does not list it, engines of that look
+  load on demand, and any of them can serve an adapter that at least one endpoint has. The first 404 for such an adapter
+  ends this assumption for good.
+* If no endpoint has the adapter, or none has slots, all endpoints count the same.
 """
 
 from collections.abc import Hashable, Mapping
@@ -25,30 +26,31 @@ from msgspec import Struct
 from fairlead.core.columns import FloatColumn
 from fairlead.core.table import EndpointTable
 
-#: Milliseconds to begin with: copying an adapter's weights to the GPU; reading them from a disk.
+#: Initial values in milliseconds: copying an adapter's weights to the GPU; reading them from disk.
 ACTIVATE_MS, LOAD_MS = 10.0, 500.0
-#: Weight of the newest one, and by how much one may differ from what was expected, at least.
+#: Weight of a new measurement, and the least deviation in milliseconds at which it is cut.
 SHARE, BOUND_MS = 0.1, 20.0
 MOST_MS = 60_000.0
 
 
 class Cold(Struct, frozen=True):
-    """Of a request whose adapter did not run at its endpoint when it was charged."""
+    """The wait of a request whose adapter did not run at its endpoint when it was charged."""
 
     wait_ms: float
-    #: It was not on the list of models either.
+    #: The adapter was not on the list of models either.
     absent: bool
-    #: All slots were taken: the time says nothing of loading.
+    #: All slots were taken, so the time says nothing about loading.
     queued: bool
 
 
 class Adapters:
-    """Of one table. `starting`: by slot, adapters of our requests that are before their first token, and how many."""
+    """The adapters of one table. `starting`: by slot, the adapters of our requests before their first token, and how
+    many requests each has."""
 
     def __init__(self, table: EndpointTable, starting: Mapping[int, Mapping[str, int]]) -> None:
         self._table, self._starting = table, starting
         self.activate_ms, self.load_ms = ACTIVATE_MS, LOAD_MS
-        #: Looks of engines: the adapter that one of them may have loaded on demand; and whether they do.
+        #: By look of engines: the adapter that one of them may have loaded on demand; and whether they load on demand.
         self._suspected: dict[Hashable, str] = {}
         self._dynamic: dict[Hashable, bool] = {}
         self._news = False
@@ -56,7 +58,8 @@ class Adapters:
     # ---- what it costs ----
 
     def waits(self, model: str, hold_ms: float) -> FloatColumn | None:
-        """Milliseconds until each endpoint can run it; `None` = no difference. `hold_ms`: what an answer takes."""
+        """Return the milliseconds until each endpoint can run it; `None` = no difference. `hold_ms`: time of an
+        answer."""
         table = self._table
         running, listed = table.holders(model), table.listing(model)
         if running is None and not listed:
@@ -76,7 +79,7 @@ class Adapters:
         return waits
 
     def cold(self, model: str, slot: int, waits: FloatColumn, hold_ms: float) -> Cold | None:
-        """What a request for it meets at `slot`, before it counts there. `None` = its adapter runs."""
+        """Return the wait of a request for it at `slot`, before it is charged there. `None` = the adapter runs."""
         if model in (self._table.adapters[slot] or ()):
             return None
         wait_ms, listed = float(waits[slot]), self._table.listed[slot]
@@ -86,7 +89,7 @@ class Adapters:
         return Cold(wait_ms, listed is not None and model not in listed, queued)
 
     def took(self, cold: Cold, more_ms: float) -> None:
-        """A first token came so much later than it would have without waiting for its adapter."""
+        """Learn from a first token that arrived `more_ms` later than it would have without waiting for its adapter."""
         if cold.queued or not abs(more_ms) < MOST_MS:
             return
         known = self.load_ms if cold.absent else self.activate_ms
@@ -98,13 +101,13 @@ class Adapters:
             self.activate_ms = known
 
     def restore(self, activate_ms: float, load_ms: float) -> None:
-        """What they took before."""
+        """Restore the learned times."""
         self.activate_ms, self.load_ms = min(activate_ms, MOST_MS), min(load_ms, MOST_MS)
 
     # ---- what is known ----
 
     def seen(self, slot: int, look: Hashable) -> None:
-        """A page told of adapters that run; it is in the table."""
+        """Check the running adapters of a new metrics page, which is already in the table."""
         page, listed = self._table.adapters[slot], self._table.listed[slot]
         if page is None or listed is None or look in self._dynamic:
             return
@@ -113,21 +116,21 @@ class Adapters:
             self._suspected[look], self._news = min(unlisted), True
 
     def news(self) -> bool:
-        """Whether lists should be read again: an adapter runs that its server's list did not have."""
+        """Whether lists should be read again since the last call: an adapter runs that its server's list lacks."""
         news, self._news = self._news, False
         return news
 
     def listed(self, names: frozenset[str] | None, look: Hashable) -> bool:
-        """A list of models was read. Whether its endpoint loads on demand."""
+        """Take a list of models that was read. Return whether its endpoint loads adapters on demand."""
         suspected = self._suspected.get(look)
         if suspected is not None and names is not None and suspected not in names and look not in self._dynamic:
             self._dynamic[look] = True
         return self._dynamic.get(look, False)
 
     def refused(self, model: str, slot: int, look: Hashable) -> bool:
-        """A server answered 404. Whether engines of this look turn out not to load on demand."""
+        """Take a 404 from a server. Return whether engines of this look turn out not to load on demand."""
         listed = self._table.listed[slot]
         if listed is None or model in listed or self._table.loaded(model) is None:
-            return False  # nobody has it
+            return False  # no conclusion: its list is unknown or has the model, or no endpoint has it
         was, self._dynamic[look] = self._dynamic.get(look, False), False
         return was

@@ -1,6 +1,6 @@
-"""Which API a path speaks. Only whole path segments count: `/v1/foocompletions` is not `/v1/completions`.
+"""The API of a request path. Only whole path segments count: `/v1/foocompletions` is not `/v1/completions`.
 
-The names are labels of metrics and keys of what is learned per API: few, and they never change their meaning.
+The names are labels of metrics and keys of learned values, so there are few of them and their meaning never changes.
 """
 
 import re
@@ -27,25 +27,25 @@ SGLANG = "sglang"
 #: vLLM's gRPC engine service: `Generate` and `Embed`.
 GRPC = "grpc"
 GRPC_EMBED = "grpc_embed"
-#: Tokenise, detokenise, and turn a prompt into a token-in request (`…/render`).
+#: Tokenise and detokenise; and convert a prompt into a token-in request (`…/render`).
 TOKENIZE = "tokenize"
 RENDER = "render"
 #: The list of models.
 MODELS = "models"
-#: Everything that is passed on unread.
+#: Every other path; its body is passed on unread.
 OTHER = "other"
 
-#: No tokens are generated, or none that a scheduler could count.
+#: APIs that generate no tokens, or none that a scheduler could count.
 WITHOUT_OUTPUT = frozenset(
     (EMBEDDINGS, CONVERSATIONS, COUNT_TOKENS, SCORE, RERANK, POOLING, IMAGES, GRPC_EMBED, TOKENIZE, RENDER, MODELS)
 )
-#: What is not sent a second time once it may have begun: nobody knows what it does, or it changes what is stored.
-#: Everything else is sampling, or computes the same again.
+#: APIs whose requests are not repeated once they may have begun: their effect is unknown, or they change stored data.
+#: All others sample, or compute the same result again.
 BEGUN_ONCE = frozenset((OTHER, CONVERSATIONS))
-#: A request may ask for its answer as a stream. One that could not be read is taken to have asked for it.
+#: APIs whose requests may ask for a stream. A request that could not be read is assumed to have asked for one.
 STREAMING = frozenset((CHAT, COMPLETIONS, RESPONSES, MESSAGES, AUDIO, IMAGES, GENERATE, SGLANG, GRPC))
 
-#: Paths that are found behind any prefix: their own first segment says what they are.
+#: Paths that are recognised after any prefix, because they are unambiguous.
 ANYWHERE = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETIONS,
@@ -68,7 +68,7 @@ ANYWHERE = {
     "/v1/completions/render": RENDER,
     "/v1/models": MODELS,
 }
-#: Found only as the whole path, or behind the configured prefix: the same words stand at the end of other paths.
+#: Recognised only as the whole path, or after the configured prefix, because other paths end in the same words.
 _BARE = {
     "/generate": SGLANG,
     "/score": SCORE,
@@ -85,15 +85,15 @@ EXACT = ANYWHERE | _BARE
 _MAX_SEGMENTS = max(path.count("/") for path in EXACT)
 
 
-#: What servers read otherwise than it is written: escapes, empty and dot segments, parameters, a whole URL.
+#: Path syntax that servers may normalise: escapes, empty and dot segments, parameters, a whole URL.
 _ODD = re.compile(r"%|//|/\.|\\|;|^[^/]")
 _AUTHORITY = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*")
 _MOST_ESCAPED = 3
 
 
 def read_path(path: str) -> str:
-    """As a model server, or a gateway before it, may read a path that is written oddly, if that is the path of an API
-    that we know; else the path itself. So no spelling takes a request past the rules for its API."""
+    """Return the path as a model server or gateway may normalise it, if the result is the path of a known API; else the
+    path itself. So no unusual spelling can bypass the rules for an API."""
     if _ODD.search(path) is None:
         return path
     bare, question, query = _AUTHORITY.sub("", path, count=1).partition("?")
@@ -111,10 +111,10 @@ def read_path(path: str) -> str:
 
 
 def api_of(path: str, prefix: str | None = None) -> str:
-    """The API of a request path; the query and one trailing slash are ignored.
+    """Return the API of a request path; the query and one trailing slash are ignored.
 
-    `prefix` is what may stand before an API's own path, such as `/openai`; `None` allows any whole segments where the
-    path says enough (`/v1/…`). The bare path is always accepted, and of two the longer one wins. Nothing is decoded
+    `prefix` may precede an API's own path, such as `/openai`; `None` allows any whole segments before an unambiguous
+    path (`/v1/…`). The bare path is always accepted. If several API paths match, the longest wins. Nothing is decoded
     (`read_path` does). O(length of the path).
     """
     api = EXACT.get(path)

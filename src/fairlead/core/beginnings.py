@@ -1,11 +1,11 @@
-"""Which beginnings many prompts share now, so that they can be sent to an endpoint whose cache is empty.
+"""Beginnings that many recent prompts share, so that they can be sent to an endpoint whose cache is empty.
 
 Rules
-* The block hashes of the last `RECENT` prompts are counted. A chain contains all that its deeper blocks follow, so
-  counts fall along it, and bisection finds the deepest block that at least `shared` prompts begin with.
-* Later turns of a recognised conversation are not counted: what only they share, nobody else asks for.
-* Text is kept of such beginnings only, up to that block, at most `max_bytes` in all. The one that the fewest prompts
-  share gives way, and one that is no longer shared is forgotten.
+* The block hashes of the last `RECENT` prompts are counted. A prompt with a block also has all blocks before it, so
+  counts fall along a chain, and bisection finds the deepest block that at least `shared` prompts have.
+* Later turns of a recognised conversation are not counted, because no other request asks for what only they share.
+* Text is kept only of such beginnings, up to that block, and at most `max_bytes` in total. The beginning that the
+  fewest prompts share is dropped first; one that is no longer shared is forgotten.
 """
 
 from bisect import bisect_left
@@ -16,16 +16,16 @@ from msgspec import Struct
 from fairlead.core.request import RECOGNISED, Request
 
 RECENT = 1024
-#: Shorter beginnings (bytes) are computed faster than they are sent.
+#: Shorter beginnings (in bytes) are computed faster than they are sent.
 SHORTEST = 2048
-#: Beginnings with text; and refused ones that are remembered.
+#: Upper bounds: beginnings with text, and refused ones that are remembered.
 MOST, REFUSED = 256, 1024
 
 
 class Beginning(Struct, frozen=True):
-    """A request for one token whose prompt is the beginning."""
+    """A request for one token whose prompt is the shared beginning."""
 
-    #: Of its last block.
+    #: Hash of its last block.
     digest: int
     path: str
     body: bytes
@@ -38,17 +38,17 @@ class Beginnings:
         self._counts: Counter[int] = Counter()
         self._recent: deque[tuple[int, ...]] = deque()
         self._kept: dict[int, Beginning] = {}
-        #: Of those whose text cannot be had or found no room: with how many prompts it is wanted again.
+        #: Beginnings whose text is not available or had no room, and the count of prompts at which it is wanted again.
         self._refused: dict[int, int] = {}
-        #: Of text that is kept.
+        #: Bytes of text that is kept.
         self.bytes = 0
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def seen(self, request: Request) -> tuple[int, int]:
-        """Count a prompt. Returns (hash, end in bytes) of a shared beginning whose text is wanted, see `keep`; (0, 0) =
-        none is."""
+        """Count a prompt. Return (hash, end in bytes) of a shared beginning whose text is wanted, see `keep`; (0, 0) =
+        none."""
         hashes, counts = request.prefix.hashes, self._counts
         if not hashes or request.session.startswith(RECOGNISED):
             return 0, 0
@@ -64,7 +64,7 @@ class Beginnings:
         return (0, 0) if known else (digest, request.prefix.ends[depth - 1])
 
     def keep(self, digest: int, path: str, body: bytes) -> None:
-        """The text of a beginning that `seen` wanted; an empty one = it cannot be had."""
+        """Take the text of a beginning that `seen` asked for; empty = it is not available."""
         if body and self._has_room(digest, len(body)):
             self._kept[digest] = Beginning(digest, path, body)
             self.bytes += len(body)
@@ -74,11 +74,11 @@ class Beginnings:
         self._refused[digest] = 2 * self._counts[digest]
 
     def hottest(self) -> list[Beginning]:
-        """What the most prompts share comes first."""
+        """Return the kept beginnings, the most shared first."""
         return sorted(self._kept.values(), key=lambda kept: -self._counts[kept.digest])
 
     def _has_room(self, digest: int, size: int) -> bool:
-        """Make room for one more, at the cost of those that fewer share."""
+        """Make room for one more by dropping less shared ones. Return whether there is room."""
         while self._kept and (self.bytes + size > self._max_bytes or len(self._kept) >= MOST):
             least = min(self._kept, key=self._counts.__getitem__)
             if self._counts[least] >= self._counts[digest]:

@@ -1,4 +1,4 @@
-"""Time as an interface: a running asyncio loop already is a `Clock`, and so is the simulator's heap of timers."""
+"""The interface of clocks. An asyncio event loop is a `Clock`, and so is the simulator's heap of timers."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 class TimerHandle(Protocol):
     def cancel(self) -> None:
-        """Forget the timer. Harmless after it fired."""
+        """Cancel the timer. Harmless after it fired."""
 
 
 class Clock(Protocol):

@@ -1,20 +1,20 @@
-"""How many endpoints the load asks for, so that an autoscaler can order them before anybody waits.
+"""How many endpoints the load needs, so that an autoscaler can add them before requests have to wait.
 
-Theory. The cost kernel knows what a request takes of an engine's time: its uncached prompt tokens, and what each token
-of its answer adds to a step. The rest of a step (`c0`) is paid once however many run. So where tokens may take T ms on
-average (`tpot_ms` / `SPREAD`), an endpoint makes at least 1000 / T steps per second and has 1 - c0 / T of its time left
-for requests: the first bound on how many endpoints there must be. The second is on waiting. Requests go to whoever is
-free, so N endpoints are close to a queue with N servers. With s = the time that a prompt takes there and a = the load
-in endpoints (rate times s), the wait is longer than t with probability
+Theory. The cost kernel knows how much of an engine's time a request takes: its uncached prompt tokens, and what each
+token of its answer adds to a step. The rest of a step (`c0`) is the same for any number of requests. If tokens may take
+T ms on average (`tpot_ms` / `SPREAD`), an endpoint makes at least 1000 / T steps per second, and 1 - c0 / T of its time
+is left for requests. This gives the first lower bound on the number of endpoints. The second bound comes from waiting.
+Requests go to free endpoints, so N endpoints behave much like a queue with N servers. With s = the time that a prompt
+takes there and a = the load in endpoints (rate times s), the wait is longer than t with probability
 
     C(N) · exp(-(N - a) · t / s),      C(N) = (a / N) ^ (sqrt(2 (N + 1)) - 1)
 
-(Sakasegawa's approximation of Erlang's C, which is exact to some percent), and 95 % of the first tokens are in time
-where that is at most 5 % for t = `ttft_ms` - s. The third is on memory: what is in use may grow with the load to
-`MEMORY` of all there is.
+(Sakasegawa's approximation of Erlang's C, with an error of a few percent). 95 % of the first tokens are in time if this
+is at most 5 % for t = `ttft_ms` - s. The third bound is on memory: the memory in use grows with the load and may reach
+`MEMORY` of the total.
 
-The load is that of the last `RECENT_S` seconds, and where it grows what it will be after `startup_s`, since an endpoint
-that is ordered now serves only then. A fall is believed when it has happened.
+The load is that of the last `RECENT_S` seconds. If it grows, it is extrapolated by `startup_s`, since an endpoint that
+is ordered now serves only after that time. A falling load is not extrapolated.
 """
 
 from collections import deque
@@ -27,19 +27,19 @@ from msgspec import Struct
 from fairlead.core.cost import STEP_TOKENS, Known
 from fairlead.core.flow_control import FlowController
 
-#: Seconds whose requests are the load, and over which its growth is looked for; and between two totals that are kept.
+#: Seconds over which the load is measured, and over which its trend is; and seconds between two totals that are kept.
 RECENT_S, TREND_S, APART_S = 60.0, 300.0, 5.0
 #: Share of first tokens that may be late, and of memory that may be in use.
 LATE_SHARE, MEMORY = 0.05, 0.85
-#: Tokens of 95 % of answers take at most so many times the mean: a fifth is their usual standard deviation.
+#: In 95 % of answers the time per token is at most this many times the mean: its standard deviation is usually a fifth.
 SPREAD = 1.4
-#: What one forecast may ask for at most, in times the load now; and endpoints.
+#: Upper bounds: of the forecast load as a multiple of the present load, and of endpoints.
 AHEAD, MOST = 2.0, 10_000
 
 
 class Objective(Struct, frozen=True, kw_only=True):
-    """`ttft_ms`: to the first token, of 95 % of requests. `tpot_ms`: for each further one. `startup_s`: from the order
-    of an endpoint until it serves."""
+    """`ttft_ms`: the TTFT that 95 % of requests must keep. `tpot_ms`: the time for each further token. `startup_s`:
+    from ordering an endpoint until it serves."""
 
     ttft_ms: float = 2000.0
     tpot_ms: float = 50.0
@@ -47,7 +47,7 @@ class Objective(Struct, frozen=True, kw_only=True):
 
 
 class Totals(NamedTuple):
-    """Since the scheduler started, over routed requests. Tokens are of their prompts."""
+    """Totals over all routed requests since the scheduler started. Tokens are prompt tokens."""
 
     time: float
     requests: float
@@ -61,11 +61,12 @@ class Demand:
         self._totals: deque[Totals] = deque(maxlen=ceil(TREND_S / APART_S) + 2)
 
     def __len__(self) -> int:
-        """Totals that are kept."""
+        """The number of totals that are kept."""
         return len(self._totals)
 
     def observe(self, totals: Totals) -> None:
-        """Told now and then; more often than every few seconds is ignored. Totals that fall begin anew."""
+        """Take the present totals, every few seconds; more frequent calls are ignored. If totals fall, the older ones
+        are dropped."""
         kept = self._totals
         if kept and (totals.requests < kept[-1].requests or totals.time < kept[-1].time):
             kept.clear()
@@ -75,14 +76,16 @@ class Demand:
             kept.popleft()
 
     def desired(self, fleet: Known, flow: FlowController | None, now: float) -> int | None:
-        """How many there should be, by the load and by what waits (`flow`); `None` = too little is known of both."""
+        """Return the number of endpoints needed by the load and by the waiting requests (`flow`); `None` = not enough
+        is known yet."""
         asked = self.endpoints(fleet)
         if flow is None or not len(flow.flow):
             return asked
         return max(asked or 0, flow.wanted(fleet.table.count, now))
 
     def endpoints(self, fleet: Known) -> int | None:
-        """How many the load asks for, 0 where nothing comes; `None` = it was not looked at for long enough."""
+        """Return the number of endpoints needed by the load, 0 if there are no requests; `None` = it was not observed
+        for long enough."""
         recent = self._since(RECENT_S)
         if recent is None or recent.time < 0.5 * RECENT_S:
             return None
@@ -94,7 +97,7 @@ class Demand:
         return min(max(*self._needed(recent, expected, fleet), self._for_memory(expected / rate, fleet), 1), MOST)
 
     def _since(self, seconds: float) -> Totals | None:
-        """What came in the last `seconds`; `time` is how many they were."""
+        """Return the totals of the last `seconds`; `time` is the seconds that they actually cover."""
         kept = self._totals
         if len(kept) < 2:
             return None
@@ -103,7 +106,7 @@ class Demand:
         return Totals(*(now - then for now, then in zip(last, first, strict=True)))
 
     def _slope(self) -> float:
-        """Requests per second, per second: least squares over what is kept; 0 while that is short."""
+        """Return the growth in requests per second, per second: least squares over the kept totals; 0 = too few."""
         kept = self._totals
         if len(kept) < 3 or kept[-1].time - kept[0].time < 2.0 * RECENT_S:
             return 0.0
@@ -112,10 +115,10 @@ class Demand:
         return float(np.polyfit(middle - middle[0], np.diff(requests) / np.diff(times), 1)[0])
 
     def _needed(self, recent: Totals, rate: float, fleet: Known) -> tuple[int, int]:
-        """For the steps to be short enough, and for the first tokens to be in time."""
+        """Return the numbers of endpoints needed to keep steps short enough, and to keep first tokens in time."""
         learned, alive = fleet.predictor, fleet.table.alive
         rates = learned.rates
-        # What the factors say too much of, or too little, `kappa` makes up for.
+        # `kappa` corrects the error of the learned factors.
         columns = (rates.prefill, learned.kappa), (rates.step, learned.tpot_kappa), (rates.load, learned.tpot_kappa)
         prefill, step, load = (
             float((factor[alive] * kappa[alive]).mean()) if alive.any() else 1.0 for factor, kappa in columns
@@ -140,7 +143,8 @@ class Demand:
 
 
 def in_time(load: float, patience: float) -> int:
-    """Least number of servers where at most `LATE_SHARE` wait longer than `patience` service times; at least one."""
+    """Return the least number of servers, at least 1, with which at most `LATE_SHARE` of requests wait longer than
+    `patience` service times. `load` in servers."""
     patience = max(patience, 0.1)
     servers = ceil(load) + (load == ceil(load))
     while servers < MOST:

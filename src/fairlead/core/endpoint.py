@@ -1,4 +1,4 @@
-"""One replica of a model server, and what it last said of itself."""
+"""One replica of a model server, and its last metrics."""
 
 from collections.abc import Mapping
 
@@ -7,36 +7,36 @@ from msgspec import Struct, field
 #: Values of the role label that mean "decodes" / "prefills"; no label means "decodes".
 #: Source: the reference picker's decode-filter and prefill-filter (docs/architecture.md, "Roles").
 ROLE_LABEL = "llm-d.ai/role"
-#: Role labels that include each stage; an endpoint without the label decodes. `both` is the older `prefill-decode`.
+#: For each stage the roles that include it; an endpoint without the label decodes. `both` is an old `prefill-decode`.
 STAGES = {
     "decode": {"", "decode", "prefill-decode", "encode-decode", "both", "encode-prefill-decode"},
     "prefill": {"prefill", "encode-prefill", "prefill-decode", "both", "encode-prefill-decode"},
     "encode": {"encode", "encode-prefill", "encode-decode", "encode-prefill-decode"},
 }
-#: All that a role label may say.
+#: All values of the role label.
 ROLES = frozenset().union(*STAGES.values()) - {""}
 #: Roles that prefill and do not decode.
 PREFILL_ONLY = STAGES["prefill"] - STAGES["decode"]
 MODEL_LABEL = "model-id"
 ZONE_LABEL, NODE_LABEL = "topology.kubernetes.io/zone", "kubernetes.io/hostname"
-#: Ports of an InferencePool; each is an endpoint of its own.
+#: Ports of an InferencePool, at most; each port is a separate endpoint.
 MAX_PORTS = 8
 
 
 def host_port(host: str, port: int) -> str:
-    """`HOST:PORT`, an IPv6 address in brackets."""
+    """Return `HOST:PORT`, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class Endpoint(Struct, frozen=True):
-    """A replica that requests can be sent to. Equal in every field means unchanged."""
+    """A replica that requests can be sent to. It is unchanged if all fields are equal."""
 
     #: Unique in the pool, e.g. `default/vllm-0`.
     id: str
-    #: What Envoy dials: `10.0.0.1:8000` or `[fd00::1]:8000`. Always a literal address.
+    #: The address that Envoy connects to: `10.0.0.1:8000` or `[fd00::1]:8000`. Always a literal address.
     address: str
     labels: Mapping[str, str] = field(default_factory=dict)
-    #: Where metrics are read; empty = `http://{address}/metrics`.
+    #: URL of the metrics page; empty = `http://{address}/metrics`.
     metrics_url: str = ""
 
     @property
@@ -45,9 +45,9 @@ class Endpoint(Struct, frozen=True):
 
 
 class Topology(Struct, frozen=True):
-    """What it costs to reach endpoints that are not where we are."""
+    """The cost of reaching endpoints in other places, such as other zones."""
 
-    #: Label, its value where we are, and milliseconds anywhere else. An endpoint without the label may be here.
+    #: (label, our own value, milliseconds if the endpoint's value differs). Without the label nothing is added.
     places: tuple[tuple[str, str, float], ...] = ()
 
     def ms(self, labels: Mapping[str, str]) -> float:
@@ -55,13 +55,13 @@ class Topology(Struct, frozen=True):
 
 
 class Sample(Struct, frozen=True, kw_only=True):
-    """What one scrape of one endpoint said. `None` = the page did not contain it; the older value stays in force."""
+    """The values of one scrape of an endpoint. `None` = the page did not contain it; the older value stays in force."""
 
-    #: Requests waiting in the engine's own queue, summed over engines (ranks) of the page.
+    #: Requests waiting in the engine's own queue, summed over the engines (ranks) of the page.
     waiting: float | None = None
     #: Requests in the running batch, summed over engines.
     running: float | None = None
-    #: Share of KV blocks held by running requests, 0..1, the highest of the engines.
+    #: Share of KV blocks held by running requests, 0..1; the highest of the engines.
     kv_usage: float | None = None
     #: Adapters loaded and active; empty when LoRA is off. `None` = not reported.
     adapters: frozenset[str] | None = None
@@ -71,14 +71,14 @@ class Sample(Struct, frozen=True, kw_only=True):
     max_adapters: int = 0
     #: Tokens per KV block; 0 = unknown.
     block_size: int = 0
-    #: KV blocks of one engine times engines; 0 = unknown.
+    #: KV blocks of one engine times the number of engines; 0 = unknown.
     num_blocks: int = 0
     #: Prefix cache counters of the engine, in tokens, cumulative.
     prefix_queries: float | None = None
     prefix_hits: float | None = None
     #: Tokens generated, cumulative.
     generation_tokens: float | None = None
-    #: When the engine's process began, seconds since 1970.
+    #: Start of the engine's process, seconds since 1970.
     started: float | None = None
-    #: Further gauges by configured name.
+    #: Additional gauges by configured name.
     extra: Mapping[str, float] = field(default_factory=dict)

@@ -1,6 +1,6 @@
-"""Errors are few and name who is at fault. A refused request is a value (`instructions.Reject`), never an exception."""
+"""The exceptions, one per party at fault. A refused request is a value (`instructions.Reject`), not an exception."""
 
-#: How the admin port begins its answer to what it does not serve: clients that were pointed there recognise it.
+#: Beginning of the admin port's answer to paths that it does not serve, so that misdirected clients recognise it.
 ADMIN_PORT = "this is Fairlead's admin port"
 
 
@@ -20,7 +20,7 @@ class ConfigError(FairleadError):
 
 
 class ClientError(FairleadError):
-    """A client's request is wrong; it is answered with `status` in the shape of the API it spoke."""
+    """A client's request is wrong. It is answered with `status`, in the format of its API."""
 
     def __init__(self, message: str, status: int = 400, param: str | None = None, code: str | None = None) -> None:
         self.message = message
@@ -39,7 +39,7 @@ class EngineError(FairleadError):
 
 
 class PluginError(FairleadError):
-    """A plugin could not be loaded, or raised while it was asked."""
+    """A plugin could not be loaded, or raised when it was called."""
 
     def __init__(self, plugin: str, message: str) -> None:
         self.plugin = plugin

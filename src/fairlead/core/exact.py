@@ -1,22 +1,22 @@
-"""Exact prefix knowledge in decisions: what engines told of their caches, beside what was learned from own decisions.
+"""The exact index in decisions: what engines report about their caches, in addition to the learned index.
 
-`Fleet.match` stays the one question: the share of a prompt that each endpoint holds. Where this is switched on, the
-learned column is corrected here, endpoint by endpoint, as far as its events can be relied on.
+`Fleet.match` remains the only query: the share of a prompt that each endpoint has cached. If exact knowledge is
+switched on, the learned column is corrected here for each endpoint, as far as its events can be relied on.
 
-Theory. Keys are hashes of content, so an exact match cannot come about by accident, but an exact zero can: another
-tokeniser, template, block size or seed than the engine's never matches, and looks just like an empty cache. So a
-positive answer is believed from the beginning, a zero only of an endpoint that has proved its predictions.
+Theory. Keys are hashes of content, so an exact match cannot be an accident. An exact zero can: if we use another
+tokeniser, template, block size or seed than the engine, nothing ever matches, which looks like an empty cache. So a
+match is always believed, and a zero only for an endpoint whose predictions are proven.
 
-Rules
-* `learned`: no events were heard, or they are distrusted (`core.trust`). As if this module were not there.
-* `either`: events are heard, but not proven: exact where it says more than nothing, else learned.
-* `most`: history is missing, a replay is under way, or the connection is lost: whichever says more.
+Rules (`SOURCES`)
+* `learned`: no events have arrived, or they are distrusted (`core.trust`). Only the learned index is used.
+* `either`: events arrive but are not proven: the exact value if it is above zero, else the learned one.
+* `most`: history is missing, a replay is running, or the connection is lost: the higher of both values.
 * `exact`: proven and up to date.
-* A prompt that was just sent counts as held there until shortly after its first token, when its events have come.
-* Answers are compared with the exact prediction also while it is not used (`core.trust`), so an endpoint that
-  agrees again is believed again.
-* Token ids are the prompt in other words. They are no part of a request, so that no record or log can show them: the
-  request carries hashes (`Request.blocks`), the ids are kept here until it is sent, and then the hashes go too.
+* A prompt that was just sent counts as cached there until shortly after its first token, when its events have arrived.
+* Answers are compared with the exact prediction even while it is not used (`core.trust`), so an endpoint whose
+  predictions agree again is trusted again.
+* Token ids reveal the prompt. So they are not part of a request, and no record or log can show them: the request has
+  only hashes (`Request.blocks`). The ids are kept here until it is sent, and then the hashes are deleted, too.
 """
 
 from collections import OrderedDict, deque
@@ -36,56 +36,56 @@ from fairlead.core.request import Request, Usage
 from fairlead.core.trust import Awaited, SelfCheck
 
 _LEARNED, _EITHER, _MOST, _EXACT = range(4)
-#: How far an endpoint's events are relied on; see the rules.
+#: Which index is used for an endpoint; see the rules.
 SOURCES = ("learned", "either", "most", "exact")
 
-#: Seconds after the first token in which the engine's events come (vLLM 0.32: 6 ms at the median), and how long a
-#: prompt counts after its decision at most.
+#: Seconds after the first token within which the engine's events arrive (vLLM 0.32: 6 ms at the median), and the
+#: longest time that a prompt counts as cached after its decision.
 SETTLING = 0.05
 LEASE = 120.0
-#: Bytes of token ids of prompts that wait to be sent. The oldest give way; what was learned serves them.
+#: Bytes of token ids of prompts that wait to be sent. The oldest are dropped; the learned index serves these prompts.
 _MOST_WAITING = 64 << 20
-#: Names of adapters that events may make us know.
+#: Names of adapters that are remembered.
 _MOST_ADAPTERS = 10_000
-#: Added before tokens become a share, so that turning it back and rounding down gives them again.
+#: Added before tokens are converted to a share, so that converting back and rounding down gives the same tokens.
 _ROUNDING = 1e-6
 
 
 class PromptBlocks(Struct, eq=False, gc=False):
-    """`Request.blocks`: what was found for a prompt. Columns are in tokens, one entry per slot; `None` = nobody holds
-    anything. Empty once the request is decided."""
+    """The value of `Request.blocks`: what was found for a prompt. Columns are in tokens, one entry per slot; `None` =
+    no endpoint has any of it. Empty once the request is decided."""
 
-    #: For which model, and its blocks by size; `None` = not looked for yet.
+    #: The model that it was looked up for, and its blocks by block size; `None` = not looked up yet.
     model: str = ""
     chains: dict[int, BlockChain] | None = None
-    #: What it saves: less for what lies in a slower tier.
+    #: Tokens that need not be computed; tokens in a slower tier count for less.
     credit: FloatColumn | None = None
-    #: What the engine should report as cached.
+    #: Tokens that the engine should report as cached.
     hits: FloatColumn | None = None
-    #: The part of it that does not rest on prompts that were just sent.
+    #: The part of `hits` that does not depend on prompts that were just sent.
     certain: FloatColumn | None = None
 
     def clear(self) -> None:
-        """Keep nothing of the prompt: records keep requests."""
+        """Delete everything about the prompt, because records keep requests."""
         self.chains = self.credit = self.hits = self.certain = None
 
 
 class Predicted(Struct, eq=False, gc=False):
-    """What was predicted of a request that was sent: what it holds meanwhile, and what its answer is awaited for."""
+    """The prediction for a sent request: the guess that it is cached, and the comparison that awaits its answer."""
 
     guess: Guess | None
     awaited: Awaited | None
 
 
 class Prepared(Struct, frozen=True, gc=False):
-    """A prompt's blocks as they are named for a model, by block size; answers of another process are in the chains."""
+    """A prompt's blocks for a model, by block size. If another process keeps the index, the chains have its answers."""
 
     model: str
     chains: dict[int, BlockChain]
 
 
 class ExactKnowledge:
-    """Owned by `Fleet`, which tells it of endpoints and requests. Events reach `index` through `core.kv.events`."""
+    """Owned by `Fleet`, which reports endpoints and requests to it. Events reach `index` through `core.kv.events`."""
 
     def __init__(
         self, recipe: Recipe | None = None, index: KvIndex | None = None, costs: TierCosts | None = None
@@ -96,13 +96,13 @@ class ExactKnowledge:
         self._costs = costs or TierCosts()
         self._slots: set[int] = set()
         self._sources = np.zeros(0, np.int8)
-        #: Tokens per block, of all engines.
+        #: The block sizes of all engines, in tokens.
         self.sizes: tuple[int, ...] = ()
         self._adapters: set[str] = set()
-        #: Token ids of prompts that are not sent yet, and how many bytes they hold.
+        #: Token ids of prompts that are not sent yet, and their total size in bytes.
         self._offered: OrderedDict[PromptBlocks, TokenIds] = OrderedDict()
         self._waiting = 0
-        #: Some endpoint has events and has not settled: answers should be followed for what they report.
+        #: An endpoint has events and is not settled, so the cached tokens of answers should be read.
         self.curious = False
         self._settling: deque[tuple[float, Guess]] = deque()
 
@@ -123,7 +123,8 @@ class ExactKnowledge:
         self._sources[slot] = _LEARNED
 
     def refresh(self, sizes: tuple[int, ...] = ()) -> None:
-        """Take over the state of all feeds; O(endpoints), some times a second. `sizes`: block sizes known otherwise."""
+        """Take over the state of all feeds; O(endpoints), a few times a second. `sizes`: block sizes known from other
+        sources."""
         block_sizes = set(sizes)
         self.curious = False
         for slot in self._slots:
@@ -136,7 +137,7 @@ class ExactKnowledge:
         self.sizes = (self.recipe.block_size,) if self.recipe.block_size else tuple(sorted(block_sizes))
 
     def _judge(self, slot: int) -> None:
-        """How far the endpoint's events are relied on now."""
+        """Update the source that is used for the endpoint."""
         caches = self.index.caches_of(slot)
         self.check.lived(slot, sum(cache.lives for cache in caches))
         trust = self.check.trust(slot)
@@ -151,7 +152,7 @@ class ExactKnowledge:
         self._sources[slot] = source
 
     def know_adapters(self, names: Iterable[str]) -> None:
-        """Names that are adapters', as told otherwise than by events."""
+        """Add names of adapters that are known from other sources than events."""
         for name in names:
             if len(self._adapters) < _MOST_ADAPTERS:
                 self._adapters.add(name)
@@ -161,11 +162,11 @@ class ExactKnowledge:
         return frozenset(self._adapters)
 
     def adapter(self, model: str) -> str:
-        """The name as an adapter's; empty = it is none that is known."""
+        """Return the name if it is a known adapter, else an empty string."""
         return self._adapter(model)
 
     def source(self, slot: int) -> str:
-        """One of `SOURCES`."""
+        """Return the source that is used for the slot, one of `SOURCES`."""
         return SOURCES[self._sources[slot]]
 
     # ---------------------------------------------------------------- decisions
@@ -173,9 +174,9 @@ class ExactKnowledge:
     def refine(
         self, request: Request, learned: FloatColumn | None, slots: int, recompute_ms: FloatColumn
     ) -> FloatColumn | None:
-        """The learned column (shares of the prompt; `None` = all zero) with what is known better.
+        """Return the learned column (shares of the prompt; `None` = all zero), corrected by the exact index.
 
-        `recompute_ms`: per slot, what computing one token takes.
+        `recompute_ms`: per slot, the time to compute one token.
         """
         look = self._look(request, slots, recompute_ms)
         if look is None:
@@ -195,11 +196,11 @@ class ExactKnowledge:
         return chosen
 
     def prepare(self, tokens: TokenIds, model: str) -> "Prepared":
-        """Name the prompt's blocks before it is offered: where they are more than `recipe.long`, in another thread."""
+        """Compute the keys of the prompt's blocks before it is offered. Use a thread if it exceeds `recipe.long`."""
         return Prepared(model, self._chains(tokens, model))
 
     def offer(self, tokens: TokenIds, prepared: "Prepared | None" = None) -> PromptBlocks:
-        """The prompt of a request that is about to arrive, for its `blocks`."""
+        """Take the prompt of a request that is about to arrive. Return the value for `Request.blocks`."""
         look = PromptBlocks() if prepared is None else PromptBlocks(prepared.model, prepared.chains)
         self._offered[look] = tokens
         self._waiting += len(tokens.ids)
@@ -214,7 +215,7 @@ class ExactKnowledge:
         return tokens
 
     def dropped(self, request: Request) -> None:
-        """It will not be sent."""
+        """Forget the prompt of a request that will not be sent."""
         if request.blocks is not None:
             self._forget(request.blocks)
             request.blocks.clear()
@@ -264,8 +265,8 @@ class ExactKnowledge:
             look.credit = np.maximum(look.credit, credit)
 
     def sent(self, request: Request, slot: int, prefill_slot: int, now: float) -> Any:
-        """The request goes there: until events tell, its prompt counts as held. Returns what `first_token` and `ended`
-        want to know of it again."""
+        """The request is sent to the slot: its prompt counts as cached until events report it. Return the value that
+        `first_token` and `ended` need."""
         look: PromptBlocks | None = request.blocks
         if look is None:
             return None
@@ -279,14 +280,14 @@ class ExactKnowledge:
         chain = self._chain_at(chains, computing)
         if chain is not None:
             guess = self.index.speculation.add(computing, chain.keys, now + LEASE)
-        if prefill_slot < 0:  # else its answer tells of the one that decodes
+        if prefill_slot < 0:  # otherwise its answer reports the cached tokens of the decoding endpoint
             hits, certain = _at(look.hits, slot), _at(look.certain, slot)
             awaited = self.check.expect(slot, tokens, self._adapter(look.model), hits, certain == hits)
         look.clear()
         return Predicted(guess, awaited)
 
     def _chain_at(self, chains: dict[int, BlockChain], slot: int) -> BlockChain | None:
-        """In blocks of that endpoint, if it has events: without, nothing would confirm it."""
+        """Return the chain in blocks of that endpoint; `None` = it has no events, which would confirm the blocks."""
         for cache in self.index.caches_of(slot):
             if cache.heard and cache.block_size in chains:
                 return chains[cache.block_size]
@@ -295,13 +296,13 @@ class ExactKnowledge:
     # ---------------------------------------------------------------- afterwards
 
     def first_token(self, predicted: Any, now: float) -> None:
-        """Its blocks are computed, and the engine tells of them any moment. `predicted`: as `sent` returned it."""
+        """The prompt is computed, so the engine will report its blocks soon. `predicted`: as `sent` returned it."""
         if predicted is not None and predicted.guess is not None:
             self._settling.append((now + SETTLING, predicted.guess))
         self._settle(now)
 
     def ended(self, predicted: Any, usage: Usage, served: bool, now: float) -> None:
-        """A request is over. Not `served`: nobody knows how far it came."""
+        """The request has ended. `served` = False: it is not known how much of it was computed."""
         if served:
             self.first_token(predicted, now)
         if predicted is None:
@@ -318,7 +319,7 @@ class ExactKnowledge:
             self.index.speculation.release(settling.popleft()[1])
 
     def validate(self) -> None:
-        """Raise `AssertionError` when an invariant of any part is broken."""
+        """Raise `AssertionError` if an invariant of any part is violated."""
         self.index.validate()
         assert self._waiting == sum(len(tokens.ids) for tokens in self._offered.values()) <= _MOST_WAITING
         assert not any(self._sources[slot] for slot in range(len(self._sources)) if slot not in self._slots)

@@ -1,17 +1,16 @@
-"""Why this endpoint and not that one: a decision made again from the numbers that it was made from.
+"""Explains why a decision chose one endpoint over the others, by repeating it from its snapshot.
 
 Rules
-* The snapshot is what the policy saw. A policy without a memory of its own answers the same on it, so its terms add
-  up to the recorded totals to the last digit; where they do not (`reproduced` is False: it remembers, or draws
-  lots), the recorded totals stand and the terms are those of the repetition.
-* Everything is said so that more is better (`total`); a policy that reckons in costs has negative totals, in
-  milliseconds. `terms` have the sign of the total.
-* What it would have taken is found by trying: the endpoint's own numbers are changed until it ties with the chosen
-  one.
-* The policy that is asked must be a fresh one: asking may change it.
-* A request that waited was chosen as one of a pair. Its totals are what late binding compared endpoints by: the
-  policy's costs, and what else stands among the scorers of its trace. Endpoints that were not open are rated like the
-  others. A policy that has no costs in milliseconds is not asked: the terms are the cost kernel's.
+* The snapshot is what the policy saw. A policy without memory gives the same answer on it, so its terms add up exactly
+  to the recorded totals. If they do not (`reproduced` is False: the policy has memory or draws lots), the recorded
+  totals are shown with the terms of the repetition.
+* In `total` more is always better. A policy that computes costs has negative totals, in milliseconds. `terms` have the
+  sign of the total.
+* What an endpoint would have needed is found by search: its own numbers are changed until it ties with the chosen one.
+* Every repetition needs a fresh policy, because a decision may change a policy.
+* For a request that waited, late binding chose a pair of request and endpoint. The totals are what it compared: the
+  policy's costs and the other scorers of the trace. Endpoints that were not open are rated like the others. A policy
+  without costs in milliseconds is not repeated; the terms are then those of the cost kernel.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,57 +32,59 @@ from fairlead.core.snapshot import Restored
 from fairlead.core.stalls import LEVELS
 from fairlead.core.table import FLOATS
 
-#: What the default policy takes for nearly equal (its `nearTie`), with room for the other side of the comparison.
+#: Share of the total within which the default policy may have treated endpoints as equal: its `nearTie` and a margin.
 _NEAR = 0.12
 
-# What an explanation consists of; its JSON has the same names.
+# The parts of an explanation. Its JSON uses the same names.
 
 
 class Candidate(Struct, frozen=True, kw_only=True):
-    """One endpoint in one decision. Tokens and requests are what was believed at that moment."""
+    """One endpoint in one decision. Tokens and requests are the scheduler's estimates at that moment."""
 
     endpoint: str
     chosen: bool
-    #: The filters that spoke against it.
+    #: The filters that removed it.
     removed_by: tuple[str, ...] = ()
-    #: It hung: `suspect` or `out` (`fairlead.core.stalls`); empty = it did not.
+    #: Whether it hung: `suspect` or `out` (`fairlead.core.stalls`); empty = it did not.
     hung: str = ""
     cached_tokens: int = 0
     queued_requests: float = 0.0
     queued_tokens: float = 0.0
     running_requests: float = 0.0
     kv_usage: float = 0.0
-    #: Share of its KV cache that takes prompts before older ones have to go.
+    #: Share of its KV cache that can take prompts before older ones must be dropped.
     free_cache: float = 0.0
     #: `None` = it was not rated.
     total: float | None = None
-    #: How far it is behind the chosen one.
+    #: The total of the chosen endpoint minus its own.
     behind: float | None = None
     terms: dict[str, float] = {}
-    #: With so many more cached prompt tokens, or so many fewer queued ones, it would have tied; `None` = with none.
+    #: How many more cached prompt tokens, or fewer queued tokens, it would have needed to tie; `None` = no number would
+    #: have been enough.
     more_cached_tokens: int | None = None
     fewer_queued_tokens: float | None = None
 
 
 class Explanation(Struct, frozen=True, kw_only=True):
-    """`unit` is `ms` (of cost, negative) or `points`."""
+    """The explanation of one decision. `unit`: `ms` (costs, negative) or `points`."""
 
     policy: str
     unit: str
     endpoint: str
     reproduced: bool
-    #: The chosen one first, then by total.
+    #: The chosen endpoint first, then the others by total.
     candidates: tuple[Candidate, ...] = ()
     why: tuple[str, ...] = ()
-    #: Why it waited in a queue of ours before; `None` = it did not.
+    #: Why the request waited in our queue; `None` = it did not wait.
     waited: Waited | None = None
 
 
-# A choice between endpoints, in words.
+# The choice in words.
 
 
 def why(candidates: Sequence[Candidate], unit: str) -> list[str]:
-    """The choice in words: against the best of the others, and against who held most of the prompt."""
+    """Return the reasons in words: against the best other endpoint, and against the one with most of the prompt
+    cached."""
     if not candidates or not candidates[0].chosen:
         return ["no endpoint was chosen"]
     chosen, unchosen = candidates[0], candidates[1:]
@@ -107,7 +108,7 @@ def why(candidates: Sequence[Candidate], unit: str) -> list[str]:
 
 
 def _gone(candidate: Candidate) -> bool:
-    """A filter spoke against it. Endpoints that are only not open just now are rated all the same."""
+    """Whether a filter removed it. Endpoints that were just not open do not count: they are rated like the others."""
     return bool(candidate.removed_by) and candidate.removed_by != (FLOW_CONTROL,)
 
 
@@ -128,7 +129,7 @@ def _against(chosen: Candidate, rival: Candidate, unit: str) -> str:
 
 
 def _passed_over(chosen: Candidate, rival: Candidate) -> str:
-    """Why not one that rates higher."""
+    """Return why an endpoint with a higher rating was not chosen."""
     if rival.removed_by:
         return "it was not open"
     if chosen.free_cache - rival.free_cache > AS_FREE and abs(rival.behind or 0.0) <= _NEAR * abs(rival.total or 0.0):
@@ -138,7 +139,8 @@ def _passed_over(chosen: Candidate, rival: Candidate) -> str:
 
 
 def _differences(chosen: Candidate, rival: Candidate, unit: str, ahead: bool) -> str:
-    """By term, in the rival's cost or score (`loading +10.0`); what agrees with the verdict first."""
+    """Return the differences by term, as they change the rival's cost or score (`loading +10.0`). Terms that agree with
+    the choice come first."""
     gains = _largest({name: value - rival.terms.get(name, 0.0) for name, value in chosen.terms.items()})
     sign = 1.0 if unit == "ms" else -1.0
     agree = [f"{name} {signed(sign * gain)}" for name, gain in gains if (gain < 0) is ahead]
@@ -153,7 +155,7 @@ def signed(value: float) -> str:
 
 
 def needed_to_tie(candidate: Candidate) -> str:
-    """What it lacked, in words; empty = nothing of these would have helped."""
+    """Return what the endpoint would have needed to tie, in words; empty if neither of these would have been enough."""
     ways = []
     if candidate.more_cached_tokens:
         ways.append(f"{candidate.more_cached_tokens:,} more cached tokens")
@@ -169,7 +171,7 @@ _KEPT_BY = {
 
 
 def why_waited(waited: Waited) -> list[str]:
-    """The wait in words."""
+    """Return the reasons of the wait in words."""
     reasons = []
     if waited.closed_ms > 0.0:
         reasons.append(f"{waited.closed_ms:,.1f} ms because no endpoint was open")
@@ -193,18 +195,19 @@ def _largest(gains: dict[str, float]) -> list[tuple[str, float]]:
     )
 
 
-#: Halvings of a search: a prompt of 100,000 tokens to within a token.
+#: Steps of a bisection: enough to find the token in a prompt of 100,000 tokens.
 _HALVINGS = 18
-#: Candidates whose break-even is looked for one by one, where scores depend on the others'.
+#: Candidates whose break-even is searched one at a time, if the score of an endpoint depends on those of others.
 _ONE_BY_ONE = 12
-#: Rows of the table's columns that a shorter queue makes smaller.
+#: Rows of the table's columns that shrink with a shorter queue.
 _QUEUE = [
     FLOATS.index(name) for name in ("queue", "waiting", "pending", "pending_tokens", "queued_tokens", "queued_ms")
 ]
 
 
 def again(policy: Policy, request: Request, trace: Trace, chance: int = 0) -> tuple[str, Trace]:
-    """(endpoint, trace): what a fresh policy answers on the same numbers. Raises `ValueError` without a snapshot."""
+    """Return (endpoint, trace) of a fresh policy's decision from the same numbers. Raise `ValueError` without a
+    snapshot."""
     view = restored(trace)
     assert trace.snapshot is not None
     pick = policy.choose(request, view, Context(trace.snapshot.at, Random(chance)))
@@ -214,21 +217,22 @@ def again(policy: Policy, request: Request, trace: Trace, chance: int = 0) -> tu
 
 
 def restored(trace: Trace) -> Restored:
-    """The fleet as the decision saw it. Raises `ValueError` without a snapshot."""
+    """Return the fleet as the decision saw it. Raise `ValueError` without a snapshot."""
     if trace.snapshot is None:
         raise ValueError("the numbers of this decision were not kept")
     return Restored(trace.snapshot, trace.held, trace.loading)
 
 
 def explain(make: Callable[[], Policy], request: Request, trace: Trace, endpoint: str) -> Explanation:
-    """`make` gives a fresh policy each time. Raises `ValueError` without a snapshot."""
+    """Return the explanation of a decision. `make` returns a fresh policy each time. Raise `ValueError` without a
+    snapshot."""
     policy = make()
     view = restored(trace)
     totals = _column(trace.total, len(trace.endpoints))
     terms, unit = terms_of(policy, request, view, trace)
     chosen = trace.endpoints.index(endpoint) if endpoint in trace.endpoints else -1
     limits, reproduced = None, True
-    if trace.waited is None or isinstance(policy, Explainable):  # else the cost kernel chose in its place
+    if trace.waited is None or isinstance(policy, Explainable):  # otherwise the cost kernel chose instead of the policy
         _, repeated = again(make(), request, trace)
         rated = rating(trace)
         here = np.isfinite(rated) if trace.waited is not None else slice(None)
@@ -249,13 +253,13 @@ def explain(make: Callable[[], Policy], request: Request, trace: Trace, endpoint
 
 
 def rating(trace: Trace) -> FloatColumn:
-    """What the policy itself said, without what late binding added to it."""
+    """Return the ratings of the policy itself, without what late binding added."""
     said = next((column for name, _, column in trace.scorers if name == "cost" and trace.waited is not None), None)
     return _column(trace.total if said is None else said, len(trace.endpoints))
 
 
 def terms_of(policy: Policy, request: Request, view: Restored, trace: Trace) -> tuple[list[tuple[str, Any]], str]:
-    """([(name, column)], unit): what the totals are the sum of."""
+    """Return ([(name, column)], unit): the terms that add up to the totals."""
     late = trace.waited is not None
     if not late and not isinstance(policy, Explainable):
         return [(name, weight * np.asarray(column)) for name, weight, column in trace.scorers], "points"
@@ -272,7 +276,7 @@ def terms_of(policy: Policy, request: Request, view: Restored, trace: Trace) -> 
         terms += [(name, weight * np.asarray(column)) for name, weight, column in trace.scorers if name != "cost"]
         left = np.nan_to_num(_column(trace.total, len(view.table)), neginf=0.0) - sum(column for _, column in terms)
         if not isinstance(policy, Explainable) and np.abs(left[np.isfinite(trace.total)]).max(initial=0.0) > 1e-6:
-            terms.append(("order", left))  # such a policy only ranks: the kernel's costs, in its order
+            terms.append(("order", left))  # such a policy only ranks: it sets the order of the kernel's costs
     return terms, "ms"
 
 
@@ -318,7 +322,7 @@ def _candidates(
 
 
 class _Limits:
-    """Finds the numbers with which an endpoint would have tied with the chosen one."""
+    """Finds what each endpoint would have needed to tie with the chosen one."""
 
     def __init__(
         self, make: Callable[[], Policy], request: Request, trace: Trace, totals: FloatColumn, chosen: int
@@ -329,11 +333,11 @@ class _Limits:
         self._goal = totals[chosen]
         self._chosen = chosen
         self._behind = np.nan_to_num(totals, nan=-np.inf)
-        #: One column at a time changes where scores of one endpoint depend on those of others.
+        #: Whether endpoints are searched one at a time, because the score of one may depend on those of others.
         self._alone = not isinstance(make(), Explainable)
 
     def find(self, order: Sequence[int]) -> tuple[dict[int, int], dict[int, float]]:
-        """(more cached tokens, fewer queued tokens) by slot; who cannot tie is left out."""
+        """Return (more cached tokens, fewer queued tokens) by slot, without endpoints that cannot tie."""
         slots = [slot for slot in order if slot != self._chosen and -np.inf < self._behind[slot] < self._goal]
         groups = [[slot] for slot in slots[:_ONE_BY_ONE]] if self._alone else [slots] if slots else []
         cached: dict[int, int] = {}
@@ -351,8 +355,8 @@ class _Limits:
     def _search(
         self, group: Sequence[int], held: FloatColumn, more: FloatColumn, less: float
     ) -> list[tuple[int, float]]:
-        """The least share x in 0..1 with which each ties when it holds `held + x·more` and has 1 - x·`less` of its
-        queue; none if 1 is too little."""
+        """Return [(slot, x)]: the least x in 0..1 with which the slot ties if it has `held + x·more` cached and
+        1 - x·`less` of its queue. Slots that do not tie with x = 1 are left out."""
         mask = np.zeros(len(self._behind), dtype=np.bool_)
         mask[list(group)] = True
         low, high = np.zeros(len(mask)), np.where(mask, 1.0, 0.0)

@@ -1,16 +1,17 @@
-"""What schedulers that serve one pool tell each other ↔ bytes.
+"""The messages between schedulers of one pool: facts ↔ bytes.
 
-A batch has what its origin itself did and saw since the batch before: leases charged, first tokens, ends, failures,
-and prompts sent. A snapshot has the leases that its origin holds, and the prompts that it sent last.
+A batch has what its origin did and saw since the previous batch: leases charged, first tokens, ends, failures, and
+prompts sent. A snapshot has all leases that its origin holds, and the prompts that it sent last.
 
 Rules
-* Only facts, never sums: whatever arrives twice, late or not at all, the views that others keep of an origin converge.
-* Leases are numbered by their origin from 1. Endpoints are told once in a message, by a hash of their id, and referred
-  to by position.
-* A prompt's chain is told as its blocks that nobody told since their dictionary began (`generation`), behind `parent`,
-  the last block of it that somebody did; 0 = from the start. All new blocks of a message stand in one string of
-  bytes. Their sizes follow in another, unless all are cut as `ChainHasher` does by default.
-* Values may come from anybody who can reach the transport. Decoding refuses what is out of bounds.
+* Messages have facts, never sums. So the views that peers keep of an origin converge even if messages arrive twice,
+  late or not at all.
+* An origin numbers its leases from 1. A message lists its endpoints once, as hashes of their ids; facts refer to them
+  by position.
+* A prompt's chain is sent as the blocks that no scheduler has sent since its dictionary began (`generation`). They
+  follow `parent`, the last block that was sent before; 0 = the beginning of the prompt. All new blocks of a message
+  are in one byte string. Their sizes are in another, unless all are those of the default `ChainHasher`.
+* Any host that can reach the transport may send messages, so decoding refuses values that are out of bounds.
 """
 
 from array import array
@@ -30,21 +31,21 @@ VERSION = 2
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 Tokens = Annotated[int, Meta(ge=0, le=1_000_000_000)]
 Id = Annotated[int, Meta(ge=0)]
-#: Blocks of one chain, at most: `ChainHasher` cuts none of more than 400.
+#: Blocks of one chain, at most: `ChainHasher` makes at most 400.
 CHAIN_BLOCKS = 4096
 #: Bytes of a block's hash, and of its size.
 BLOCK_BYTES, SIZE_BYTES = 8, 2
-#: `Ended.tokens` of an answer that did not become complete, and of one whose length is not known.
+#: `Ended.tokens` of an incomplete answer, and of one whose length is not known.
 BROKEN, UNKNOWN = -2, -1
-#: Seconds in the unit of ages.
+#: The unit of ages, in seconds.
 AGE_UNIT = 1e-4
-#: Where blocks end that are cut as by default.
+#: End offsets of the blocks of the default `ChainHasher`.
 _USUAL = tuple(ChainHasher().borders(1 << 40))
 
 
 class Charged(Struct, frozen=True, array_like=True, gc=False):
-    """A lease at the endpoint of that position, with what `Lease` says of it. `age`: how long before the message was
-    made, in `AGE_UNIT`. `ttft_ms`: the forecast."""
+    """A lease at the endpoint of that position, with fields as in `Lease`. `age`: how long before the message it was
+    charged, in `AGE_UNIT`. `ttft_ms`: the forecast."""
 
     endpoint: Count
     age: Count
@@ -59,7 +60,8 @@ class Charged(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Sent(Struct, frozen=True, array_like=True, gc=False):
-    """A prompt went to that endpoint: its chain up to `parent`, and the next `blocks` of the message's blocks."""
+    """A prompt that was sent to that endpoint: its chain up to `parent`, then the next `blocks` of the message's
+    blocks."""
 
     endpoint: Count
     parent: Annotated[int, Meta(ge=0)]
@@ -67,22 +69,22 @@ class Sent(Struct, frozen=True, array_like=True, gc=False):
 
 
 class FirstToken(Struct, frozen=True, array_like=True, gc=False):
-    """Of the lease that was charged `back` leases before the next one. `age` is that of `Charged`."""
+    """The first token of the lease numbered (number of the next lease) - `back`. `age`: as in `Charged`."""
 
     back: Count
     age: Count
 
 
 class Ended(Struct, frozen=True, array_like=True, gc=False):
-    """A lease is over, see `FirstToken`. `tokens` of the answer, if it became complete."""
+    """The end of a lease. `back`: as in `FirstToken`. `tokens`: of the answer if it is complete; see `BROKEN`."""
 
     back: Count
     tokens: Annotated[int, Meta(ge=BROKEN, le=1_000_000_000)] = BROKEN
 
 
 class Held(Struct, frozen=True, array_like=True, gc=False):
-    """A flow: requests that wait, the age of the first of them in `AGE_UNIT`; those and the ones at endpoints;
-    milliseconds of work that it was given by this origin, ever. It replaces what was told of it before."""
+    """The state of a flow, which replaces its earlier state. `count`: waiting requests, `age`: that of the first one in
+    `AGE_UNIT`, `wanted`: requests waiting and at endpoints, `served_ms`: all work that this origin ever gave it."""
 
     priority: Annotated[int, Meta(ge=-(1 << 53), le=1 << 53)]
     model: str
@@ -94,16 +96,16 @@ class Held(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Avoided(Struct, frozen=True, array_like=True, gc=False):
-    """An endpoint that its origin avoids, after failures, for so many milliseconds from now."""
+    """An endpoint that the origin avoids after failures, for `left_ms` milliseconds from now."""
 
     endpoint: Count
     left_ms: Tokens
 
 
 class Batch(Struct, frozen=True, array_like=True, tag="batch", gc=False):
-    """`sequence` counts an origin's batches from 1. `number`: of the first lease charged; the others follow. `held`:
-    flows that changed. `failed`: endpoints, once for each response that they failed. `avoided`: all that are; `None` =
-    they are as before."""
+    """`sequence`: number of the batch, from 1. `number`: that of the first lease in `charged`; the others follow it.
+    `held`: flows that changed. `failed`: endpoints, once for each failed response. `avoided`: all avoided endpoints;
+    `None` = unchanged."""
 
     version: Count
     sequence: Count
@@ -122,8 +124,9 @@ class Batch(Struct, frozen=True, array_like=True, tag="batch", gc=False):
 
 
 class Snapshot(Struct, frozen=True, array_like=True, tag="snapshot", gc=False):
-    """All that the batches up to `sequence` come to, and perhaps more. `numbers`: of the leases `charged`, all below
-    `number`, which is the next one's. `pending`: of those before their first token. `held`: all flows with requests."""
+    """The state after the batches up to `sequence`; it may include later facts. `numbers`: those of the leases in
+    `charged`, all below `number`, the number of the next lease. `pending`: numbers of leases before their first token.
+    `held`: all flows with requests."""
 
     version: Count
     sequence: Count
@@ -151,7 +154,7 @@ def _reader(kind: type[_Message]) -> Callable[[bytes], _Message]:
     decoder = msgspec.msgpack.Decoder(kind)
 
     def decode(payload: bytes) -> _Message:
-        """Raises `ValueError`, with the reason, unless all of it makes sense."""
+        """Return the message. Raise `ValueError` with the reason if any part of it is invalid."""
         try:
             message = decoder.decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -179,19 +182,19 @@ read_snapshot = _reader(Snapshot)
 
 
 class Dictionary:
-    """Blocks that one origin told: block → a chain that has it, and how deep. Those of the generation before are kept
-    for others who have not heard yet that a new one began."""
+    """Blocks that one origin sent: block → a chain that has it, and its depth there. The previous generation is kept
+    for peers that do not know yet that a new one began."""
 
     def __init__(self) -> None:
         self.blocks: dict[int, tuple[PrefixChain, int]] = {}
         self._before: dict[int, tuple[PrefixChain, int]] = {}
 
     def begin(self) -> None:
-        """A new generation."""
+        """Begin a new generation."""
         self._before, self.blocks = self.blocks, {}
 
     def add(self, chain: PrefixChain, depth: int) -> None:
-        """All of it is told, and its blocks from that depth on were not."""
+        """Add the blocks of a chain from `depth` on; those before it are already known."""
         for position in range(depth, len(chain.hashes)):
             self.blocks[chain.hashes[position]] = chain, position + 1
 
@@ -200,7 +203,7 @@ class Dictionary:
 
 
 def endpoint_hash(endpoint_id: str) -> int:
-    """By which an endpoint is told."""
+    """Return the hash that stands for an endpoint in messages."""
     return xxh3_64_intdigest(endpoint_id.encode())
 
 
@@ -215,15 +218,16 @@ def block_hashes(blocks: bytes) -> "array[int]":
 
 
 def usual_ends(begin: int, count: int) -> tuple[int, ...] | None:
-    """Where `count` blocks behind `begin` end that are cut as by default; `None` = none begins there."""
+    """Return the end offsets of the `count` blocks after `begin`, as the default `ChainHasher` cuts them; `None` = it
+    has no such blocks."""
     first = bisect_left(_USUAL, begin) + 1
     usual = _USUAL[first : first + count]
     return usual if len(usual) == count and _USUAL[first - 1] == begin else None
 
 
 def block_sizes(parts: Iterable[tuple[int, Sequence[int]]]) -> bytes:
-    """Of all blocks, given where each part of a chain begins, and where its blocks end; empty = they are as usual. A
-    block of more than 64 KiB counts as one of so many: only its weight in a cache depends on that."""
+    """Return the sizes of all blocks; empty = all have default sizes. `parts`: for each part of a chain its begin and
+    the ends of its blocks. Sizes are cut at 64 KiB, which only affects a block's weight in a cache."""
     if all(usual_ends(begin, len(ends)) == ends for begin, ends in parts):
         return b""
     sizes = array("H")
@@ -233,7 +237,7 @@ def block_sizes(parts: Iterable[tuple[int, Sequence[int]]]) -> bytes:
 
 
 def sized_ends(begin: int, sizes: bytes) -> tuple[int, ...] | None:
-    """Where blocks of these sizes end; `None` = nowhere."""
+    """Return the end offsets of blocks of these sizes; `None` = a size is 0, which is invalid."""
     read = array("H")
     read.frombytes(sizes)
     return None if 0 in read else tuple(accumulate(read, initial=begin))[1:]

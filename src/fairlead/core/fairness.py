@@ -1,4 +1,4 @@
-"""Whose turn it is among the flows of a band, what flows have in flight, and who goes first within a flow."""
+"""The turns of flows in a band, the work that flows have in flight, and the order of requests within a flow."""
 
 from bisect import bisect_left, insort
 from collections import deque
@@ -15,29 +15,31 @@ from fairlead.core.table import EndpointTable
 
 # Fairness policies: whose turn it is among the flows of a band.
 #
-# Theory. A flow that sends more must not get more while others want some too. What is shared is work, in milliseconds
-# of an engine (`core.cost.work_ms`), not requests, since those differ 300-fold.
+# Theory. A flow that sends more requests must not get more while other flows want work, too. The shared quantity is
+# work in milliseconds of an engine (`core.cost.work_ms`), not requests, since the cost of requests differs 300-fold.
 #
-# Start-time fair queueing (Goyal, Vin and Cheng, 1996). A request of cost c that goes gets its flow's start tag S and
-# the flow the finish tag F = S + c/weight. The flow with the smallest tag goes first. Virtual time v is the start tag
-# of the request that went last; a flow that begins to wait gets S = max(F, v), or it would be owed what it never
-# wanted. So while two flows both wait, the work that they are given, over their weights, never differs by more than
-# c_f/w_f + c_g/w_g, the largest requests of each (the last one before they waited included):
-#   Whoever goes has the smallest tag, v, so each that waits has a tag between v and v + c/w: at first, because its last
-#   request had a start tag of at most v; and later, because a tag grows by c/w only when it was v. What a flow is given
-#   over its weight is what its tag grows by, so two flows' differ by no more than their two ranges do.
-# The bound holds for turns: where those whose turn it is cannot go, others may, and pay for it all the same. A cost
-# that was said too high or too low moves the tag when the truth is known, so it is made up for in later turns. There is
-# no quantum: a huge request delays nobody but its own flow.
+# Start-time fair queueing (Goyal, Vin and Cheng, 1996). A request of cost c is sent with its flow's start tag S, and
+# the flow gets the finish tag F = S + c/weight. The flow with the smallest tag goes first. Virtual time v is the start
+# tag of the request that was sent last. A flow that begins to wait gets S = max(F, v); otherwise it would be owed work
+# for times when it wanted none. While two flows f and g both wait, the work that they get, divided by their weights,
+# never differs by more than c_f/w_f + c_g/w_g, where c is the largest request of each (including the last one before
+# they waited). Proof:
+#   The flow that goes has the smallest tag, v. So each waiting flow has a tag between v and v + c/w: at first, because
+#   its last request had a start tag of at most v; later, because a tag grows by c/w only when it was v. A flow's tag
+#   grows by the work that it gets, divided by its weight, so the work of two flows differs by no more than the two
+#   ranges together.
+# The bound holds for turns: if a flow whose turn it is cannot send, others may, and they are charged all the same. A
+# cost that was predicted too high or too low is corrected in the tag once the real cost is known, so later turns
+# compensate for it. There is no quantum: a huge request delays only its own flow.
 #
-# What a look at a band costs does not depend on the number of its flows: rings and sorted lists are kept, not made.
+# A pass over a band does not depend on the number of its flows: rings and sorted lists are maintained, not rebuilt.
 
-#: Flows that one look at a band considers when those whose turn it is cannot go now.
+#: Flows considered in one pass over a band if those whose turn it is cannot send now.
 MOST_TURNS = 64
 
 
 class Strict:
-    """No fairness: the first of all by the ordering, whoever's it is. With `fcfs` this is one queue per band."""
+    """No fairness: the requests of all flows in one order. With the ordering `fcfs` this is one queue per band."""
 
     name = "global-strict"
 
@@ -141,11 +143,11 @@ class StartTimeFair:
             self._rank(flow)
 
     def due(self, flow: Flow) -> bool:
-        # What it has in flight was not given to it yet.
+        # Its tag already includes the work that it has in flight, which it has not received yet.
         return not self._ranked or flow.tag - flow.wanted_ms / flow.weight <= self._ranked[0][0]
 
     def _now(self) -> float:
-        # Flows that could not go while others did are behind the start tag of who went last.
+        # Flows that could not send while others did have tags below the start tag of the last sent request.
         return min(self._time, self._ranked[0][0]) if self._ranked else self._time
 
     def _rank(self, flow: Flow) -> None:
@@ -155,45 +157,46 @@ class StartTimeFair:
         del self._ranked[bisect_left(self._ranked, (flow.tag, flow.number))]
 
 
-# What flows want: turns alone protect nobody whose requests do not wait, or whose neighbours' do not.
+# The work that flows want. Turns alone do not protect a flow whose requests do not wait, or whose neighbours' requests
+# do not wait.
 #
-# Theory. An engine computes all that it holds at the same pace, so a flow's share of what is in flight is its share of
-# the engines now. D is the work that is in flight or waits, of all flows of a band, of which f has d_f; n flows (by
-# weight) have some.
+# Theory. An engine computes all of its requests at the same pace, so a flow's share of the work in flight is its
+# current share of the engines. D is the work in flight or waiting of all flows of a band; d_f is that of flow f; n
+# flows (by weight) have some.
 #
-# * A request of c ms of a flow with d_f + c <= (D + c)/2n, half an even share, is light. If it is its flow's turn, it
-#   goes at once, also where the gate says closed: engines are full of others' requests. Light requests in flight stay
-#   below half of all work in flight, so the gate's bound holds to a factor of two.
-# * A flow with d_f + c > (D + c)/min(n, 4), more than an even share and than a quarter of all, is heavy. At an endpoint
-#   where light requests run, or did within `LINGER` seconds, its requests are spaced so that computing their prompts
-#   takes `SHARE` of the time: a step there is then at most 1/(1 - SHARE) times as long. A prompt of more than a step
-#   counts as one step, or as its own length (spacing those out further would cost throughput, and the steps that they
-#   are in are long all the same), and one that was refused as the time that it was there. Where the engine runs few
-#   sequences at once, as many are left free as light requests were seen there. Nobody is held by this for more than
-#   `PATIENCE` seconds: where heavy flows need more, they get it.
+# * A request of c ms is light if d_f + c <= (D + c)/2n, half an even share. If it is its flow's turn, it is sent
+#   immediately, even to endpoints that the gate has closed: the engines are full with requests of other flows. Light
+#   requests stay below half of all work in flight, so the gate's bound is exceeded by at most a factor of two.
+# * A flow is heavy if d_f + c > (D + c)/min(n, 4), more than an even share and more than a quarter of all work. At an
+#   endpoint where light requests run, or ran within the last `LINGER` seconds, heavy requests are spaced so that
+#   computing their prompts takes `SHARE` of the time: a step there is then at most 1/(1 - SHARE) times as long. A
+#   prompt that takes longer than a step is spaced like one step, or by its own time if that is more (more space would
+#   cost throughput, and its own steps are long in any case). A refused request counts as the time that it spent there.
+#   If the engine runs few sequences at once, as many sequences are kept free as light requests were seen there. No
+#   request is held by this for more than `PATIENCE` seconds: heavy flows that need more get it.
 
-#: Of an even share what is light at most (and of all work in flight), and of all work what is heavy at least.
+#: A light request: the largest share of an even share (and of all work in flight). A heavy flow: the smallest share of
+#: all work.
 LIGHT, HEAVY = 0.5, 0.25
 SHARE, LINGER, PATIENCE = 0.2, 0.25, 5.0
 
 
 class Charge(Struct, eq=False):
-    """What a flow was charged for a request that is in flight."""
+    """What a flow was charged for a request in flight."""
 
     flow: Flow
     slot: int
-    #: Clock seconds when it went.
+    #: Clock seconds when it was sent.
     since: float
-    #: Milliseconds of work: computing its prompt, one token of its answer, and all.
+    #: Milliseconds of work: computing its prompt, one token of its answer, and the whole request.
     prompt_ms: float
     token_ms: float
     ms: float
     light: bool
 
     def done_ms(self, status: int, tokens: int, took_ms: float) -> float:
-        """Of the work that was charged, what the model server can have done: none of what it refused (by HTTP status),
-        and of one that broke off or of which nobody counted `tokens` (< 0) no more than `took_ms`, what it had time
-        for."""
+        """Return the milliseconds of work that the model server can have done: none if it refused the request (by HTTP
+        status), and at most `took_ms` if the answer broke off or its `tokens` are not known (< 0)."""
         if status >= 400:
             return 0.0
         if 200 <= status < 300 and tokens >= 0:
@@ -202,8 +205,9 @@ class Charge(Struct, eq=False):
 
 
 class _Guard(Struct):
-    """Of an endpoint where light requests are or were: how many are and were at most, until when it is guarded once
-    there are none, and clock seconds before which the next heavy one may not go."""
+    """Protects an endpoint that has or had light requests. `count`: light requests there, `most`: the highest count,
+    `until`: end of the protection once there are none, `paced`: earliest time for the next heavy request. Times are
+    clock seconds."""
 
     count: int = 0
     most: int = 0
@@ -215,7 +219,7 @@ class _Guard(Struct):
 
 
 class Demand:
-    """What the flows of a band want, and where heavy ones must wait. Milliseconds of work; slots are endpoints'."""
+    """The work that the flows of a band want, in milliseconds, and the endpoints at which heavy flows must wait."""
 
     def __init__(self) -> None:
         self._wanted_ms = self._in_flight_ms = self._light_ms = self._weight = 0.0
@@ -223,7 +227,7 @@ class Demand:
         self._guards: dict[int, _Guard] = {}
 
     def __len__(self) -> int:
-        """Requests in flight."""
+        """The number of requests in flight."""
         return self._in_flight
 
     def _add(self, flow: Flow, ms: float) -> None:
@@ -242,7 +246,7 @@ class Demand:
         if not flow.wanted:
             self._weight -= flow.weight
             flow.wanted_ms = 0.0
-        if not self._count:  # sums of floats
+        if not self._count:  # clears rounding errors of the sums
             self._wanted_ms = self._weight = 0.0
 
     def queued(self, waiting: Waiting) -> None:
@@ -254,7 +258,7 @@ class Demand:
         self._remove(waiting.flow, waiting.ms)
 
     def charge(self, charge: Charge, step_ms: float) -> None:
-        """It goes. `step_ms`: a step there that only decodes."""
+        """Charge a request that is sent. `step_ms`: a decode-only step at its endpoint."""
         flow, slot, now = charge.flow, charge.slot, charge.since
         guard = self._guards.get(slot)
         if charge.light:
@@ -274,7 +278,7 @@ class Demand:
         self._light_ms += charge.ms if charge.light else 0.0
 
     def settle(self, charge: Charge, done_ms: float, took_ms: float, now: float) -> None:
-        """It is over, with `done_ms` of work done, and was there for `took_ms`."""
+        """End the charge of a request that took `done_ms` of work and was at its endpoint for `took_ms`."""
         self._remove(charge.flow, charge.ms)
         charge.flow.in_flight -= 1
         self._in_flight -= 1
@@ -285,14 +289,14 @@ class Demand:
             guard.until = now + LINGER
             self._light_ms -= charge.ms
         elif guard is not None and done_ms < charge.ms:
-            # It was refused, or broke off: what it cost the endpoint is not known better than by the time it was there.
+            # It was refused or broke off: the best estimate of its cost is the time that it was there.
             guard.paced = min(guard.paced, now + took_ms * 1e-3 * (1.0 / SHARE - 1.0))
         if not self._in_flight:
             self._in_flight_ms = self._light_ms = 0.0
 
     @property
     def guarding(self) -> bool:
-        """Whether heavy requests may have to wait somewhere."""
+        """Whether heavy requests may have to wait at some endpoint."""
         return bool(self._guards)
 
     def light(self, flow: Flow, ms: float) -> bool:
@@ -300,7 +304,7 @@ class Demand:
         return flow.wanted_ms + ms <= LIGHT * self._even(flow, ms)
 
     def fits(self, ms: float) -> bool:
-        """Whether one more light request may go where the gate says closed."""
+        """Whether one more light request may be sent to an endpoint that the gate has closed."""
         return self._light_ms + ms <= LIGHT * (self._in_flight_ms + ms)
 
     def heavy(self, flow: Flow, ms: float) -> bool:
@@ -309,13 +313,13 @@ class Demand:
         return wanted_ms > self._even(flow, ms) * (1.0 + 1e-6) and wanted_ms > HEAVY * (self._wanted_ms + ms)
 
     def _even(self, flow: Flow, ms: float) -> float:
-        """An even share of what would be wanted with `ms` more of this flow, by weight."""
+        """Return the flow's even share, by weight, of all work if it wanted `ms` more."""
         weight = self._weight if flow.wanted else self._weight + flow.weight
         return (self._wanted_ms + ms) * flow.weight / weight
 
     def held(self, slot: int, table: EndpointTable, now: float) -> float:
-        """Clock seconds before which a heavy request must not go there; `inf` = before another ends,
-        `-inf` = it may go."""
+        """Return the clock seconds before which no heavy request may go to the slot; `-inf` = it may go now, `inf` =
+        not before another request ends."""
         guard = self._guards.get(slot)
         if guard is None or not guard.stands(now):
             return -inf
@@ -326,7 +330,8 @@ class Demand:
         return guard.paced if now < guard.paced else -inf
 
     def calm(self, table: EndpointTable, now: float) -> tuple[BoolColumn | None, float]:
-        """Where a heavy request may go now (`None` = everywhere), and the clock seconds when that is more."""
+        """Return the slots to which a heavy request may go now (`None` = all), and the clock seconds when there will be
+        more."""
         held = {slot: until for slot in self._guards if (until := self.held(slot, table, now)) > now}
         if not held:
             return None, inf
@@ -335,7 +340,7 @@ class Demand:
         return calm, min(held.values())
 
     def validate(self, flows: list[Flow]) -> None:
-        """Raise `AssertionError` unless the sums are those of `flows`, which are all that there are."""
+        """Raise `AssertionError` unless the sums match `flows`, which must be all flows of the band."""
         wanted = sum(flow.wanted_ms for flow in flows)
         assert abs(self._wanted_ms - wanted) <= 1e-6 * max(wanted, 1.0)
         assert abs(self._weight - sum(flow.weight for flow in flows if flow.wanted)) < 1e-6
@@ -345,12 +350,12 @@ class Demand:
         assert sum(guard.count for guard in self._guards.values()) <= self._in_flight
 
 
-# Orderings: who goes first within a flow.
+# Orderings: the order of requests within a flow.
 #
-# Starvation bounds, with requests arriving forever:
-# * `fcfs`: a request waits for those that arrived before it, no others.
-# * `edf`: one with a deadline is overtaken only by those with an earlier one, so not by any that arrives after its
-#   deadline less the shortest time to live. Without deadlines it is `fcfs` behind all that have one.
+# Starvation bounds if requests keep arriving:
+# * `fcfs`: a request waits only for requests that arrived before it.
+# * `edf`: a request with a deadline is overtaken only by earlier deadlines, so by no request that arrives later than
+#   its deadline less the shortest time to live. Requests without a deadline follow all others, in `fcfs` order.
 # * `least-work`: a request of w tokens is overtaken only by those that arrive within w / `ageing` seconds after it.
 
 
@@ -364,7 +369,7 @@ class Fcfs:
 
 
 class EarliestDeadline:
-    """The most urgent first: the earlier of the time to live's end and the client's TTFT objective."""
+    """Earliest deadline first: the end of the time to live, or of the client's TTFT objective if that is earlier."""
 
     name = "edf"
 
@@ -374,9 +379,9 @@ class EarliestDeadline:
 
 
 class LeastWork:
-    """The least predicted work first; `ageing` tokens of it are forgiven for each second that a request waits longer.
+    """The least predicted work first. Each second of waiting counts as `ageing` tokens less.
 
-    work - ageing · (now - since) ranks like work + ageing · since, which does not change while it waits.
+    work - ageing · (now - since) gives the same order as work + ageing · since, which does not change while it waits.
     """
 
     name = "least-work"

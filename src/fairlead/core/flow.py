@@ -1,18 +1,18 @@
-"""The contracts of flow control: how requests wait, in which order a flow's requests go, and whose turn it is.
+"""The contracts of flow control: how requests wait, the order of requests in a flow, and the turns of flows.
 
     band      all requests of one priority. Strict: a lower band is served only when no higher one can be.
-    flow      the requests of one model and one tenant (fairness id) inside a band
-    ordering  within a flow: who is first                     `Ordering.key`, smallest first
-    fairness  between the flows of a band: whose turn it is   `Fairness.turns`, charged by `Fairness.spent`
+    flow      the requests of one model and one tenant (fairness id) in a band
+    ordering  the order of requests within a flow             `Ordering.key`, smallest first
+    fairness  whose turn it is among the flows of a band      `Fairness.turns`, charged by `Fairness.spent`
 
 What the answers mean
-* An ordering's key must not change while a request waits: ageing is written as a key that grows with the arrival time,
-  which ranks alike. Keys of one ordering are compared with each other only.
-* Fairness does not take requests out; it says in which order flows may spend. Who chooses a request may pass over a
-  flow (its endpoints are all busy) and take one of a later flow: strictness must not become head-of-line blocking.
-* `spent` is told the predicted cost of each request that goes to an endpoint, whether it waited or not, in milliseconds
-  of an engine (`core.cost.work_ms`), and `corrected` what it turned out to be. Requests that leave otherwise cost
-  nothing.
+* An ordering's key must not change while a request waits. Ageing is expressed as a key that grows with the arrival
+  time, which gives the same order. Only keys of the same ordering are compared.
+* Fairness takes no requests out of the queues; it only gives the order in which flows may spend. The caller may pass
+  over a flow whose endpoints are all busy and take a request of a later flow, to avoid head-of-line blocking.
+* `spent` receives the predicted cost of each request that goes to an endpoint, whether it waited or not, in
+  milliseconds of an engine (`core.cost.work_ms`). `corrected` receives the later correction. Requests that leave for
+  another reason cost nothing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ from fairlead.core.request import Request
 
 
 class FlowKey(Struct, frozen=True, order=True):
-    """Names a flow. `model` as the client named it; `tenant` = the request's fairness id, empty = none."""
+    """Identifies a flow. `model`: as the client named it; `tenant`: the request's fairness id, empty = none."""
 
     priority: int
     model: str
@@ -34,50 +34,50 @@ class FlowKey(Struct, frozen=True, order=True):
 
 
 class Limit(Struct, frozen=True):
-    """At most so many requests, and bytes of their bodies; `inf` = any."""
+    """The maximum number of requests, and of bytes of their bodies; `inf` = unlimited."""
 
     requests: float = inf
     bytes: float = inf
 
     def full(self, requests: int, size: int, more: int) -> bool:
-        """Whether one further request of `more` bytes is too much. One alone always fits, however large."""
+        """Whether one more request of `more` bytes would exceed it. A single request may have any number of bytes."""
         return requests + 1 > self.requests or (requests > 0 and size + more > self.bytes)
 
 
 class Waiting(Struct, eq=False):
-    """One request in a queue."""
+    """A request in the queue."""
 
     request: Request
-    #: Clock seconds when it was queued, and when it must be answered at the latest; `inf` = never.
+    #: Clock seconds when it was queued, and its deadline; `inf` = none.
     since: float
     deadline: float
     #: Predicted work, in uncached prompt tokens; at least 1.
     work: float
-    #: Rises with each queued request: breaks ties, so equal keys go in the order of arrival.
+    #: Rises with each queued request. It breaks ties, so that equal keys go in the order of arrival.
     number: int
     #: The ordering's key.
     key: float = 0.0
     flow: "Flow | None" = None
-    #: The binder's memory of the request.
+    #: What late binding remembers about the request.
     known: Any = None
-    #: Expected tokens of the answer, and milliseconds of work in all.
+    #: Expected tokens of the answer, and milliseconds of work in total.
     output: float = 0.0
     ms: float = 0.0
-    #: What its flow is charged for it (`core.fairness.Charge`), once it has gone.
+    #: What its flow was charged for it (`core.fairness.Charge`), once it was sent.
     charge: Any = None
-    #: Why it did not go at the last look at which nobody did although an endpoint was open.
+    #: Why it was not sent in the last pass that sent no request although an endpoint was open.
     kept_by: str = ""
-    #: What `Tally` had counted when it was queued.
+    #: The counts of `Tally` when it was queued.
     counted: tuple[float, float, int] = (0.0, 0.0, 0)
 
     @property
     def size(self) -> int:
-        """Bytes that waiting costs: the body, which is held."""
+        """Bytes of memory that it takes while it waits: its body."""
         return self.request.body_bytes
 
 
 class Flow:
-    """The waiting requests of one flow, in the order of their keys. Only `Queues` adds and removes."""
+    """The waiting requests of one flow, ordered by key. Only `Queues` adds and removes them."""
 
     __slots__ = (
         "bytes", "dispatched", "in_flight", "key", "limit", "number", "seen", "served", "tag", "waiting", "wanted",
@@ -91,19 +91,19 @@ class Flow:
         self.limit = limit or Limit()
         #: Its share of the band's work is `weight` / sum of the weights of the flows that wait; at least 1.
         self.weight = weight
-        #: Unique among all flows that there were.
+        #: Unique among all flows, past and present.
         self.number = number
         #: (key, number, waiting), sorted.
         self.waiting: list[tuple[float, int, Waiting]] = []
         self.bytes = 0
         #: Clock seconds of its last arrival or dispatch.
         self.seen = now
-        #: For the fairness policy's use: whose turn it is, and the milliseconds of work that it was given.
+        #: For the fairness policy: the tag that decides its turn, and the milliseconds of work that it got.
         self.tag = 0.0
         self.served = 0.0
-        #: Requests that went to an endpoint from the queue.
+        #: Number of requests sent from the queue to an endpoint.
         self.dispatched = 0
-        #: Requests at endpoints, those and the waiting ones, and their milliseconds of work.
+        #: `in_flight`: requests at endpoints. `wanted`: these and the waiting ones; `wanted_ms`: their work.
         self.in_flight = self.wanted = 0
         self.wanted_ms = 0.0
 
@@ -111,7 +111,7 @@ class Flow:
         return len(self.waiting)
 
     def first(self, count: int) -> list[Waiting]:
-        """Up to `count` requests, the first of the order first."""
+        """Return the first `count` requests, or fewer, in order."""
         return [entry[2] for entry in self.waiting[:count]]
 
 
@@ -122,7 +122,7 @@ class Ordering(Protocol):
     def name(self) -> str: ...
 
     def key(self, waiting: Waiting) -> float:
-        """The smallest goes first."""
+        """Return the sort key; the smallest goes first."""
         ...
 
 
@@ -133,36 +133,36 @@ class Fairness(Protocol):
     def name(self) -> str: ...
 
     def queued(self, waiting: Waiting) -> None:
-        """A request joined its flow; it is in `waiting.flow.waiting` already."""
+        """Called when a request joined its flow; it is already in `waiting.flow.waiting`."""
 
     def left(self, waiting: Waiting) -> None:
-        """A request is no longer in its flow: sent, cancelled, expired."""
+        """Called when a request has left its flow: it was sent, cancelled, or it expired."""
 
     def turns(self, window: int) -> Iterable[list[Waiting]]:
-        """Windows of up to `window` requests each: those among which the next may be chosen; if none of them can go
-        now, those of the next window, and so on. Flows without waiting requests do not occur."""
+        """Iterate over windows of up to `window` requests. The next request is chosen from the first window; if none of
+        it can be sent now, from the second, and so on. Flows without waiting requests have no window."""
         ...
 
     def spent(self, flow: Flow, cost: float) -> None:
-        """A request of the flow is sent to an endpoint; called before it leaves the queue, if it waited."""
+        """Called when a request of the flow is sent to an endpoint; if it waited, before it leaves the queue."""
 
     def corrected(self, flow: Flow, more: float) -> None:
-        """One that was sent took so much more work than `spent` was told; negative = less."""
+        """Called when a sent request took `more` work than `spent` received; negative = less."""
 
     def due(self, flow: Flow) -> bool:
-        """Whether a light request of the flow, none of which waits, may go before those that wait."""
+        """Whether a light request of the flow, which has none waiting, may go before the waiting requests."""
         ...
 
 
 class Ceiling(Protocol):
-    """How full the pool may be for a band to be served."""
+    """Decides up to which saturation of the pool a band is served."""
 
     @property
     def name(self) -> str: ...
 
     def allowed(self, level: float, priorities: Sequence[int]) -> Sequence[bool]:
-        """Which bands (highest priority first, at least one) may send requests now. `level` is the pool's saturation, 1
-        = the gate's set point."""
+        """Return for each band (highest priority first, at least one) whether it may send requests now. `level` is the
+        pool's saturation, 1 = the gate's set point."""
         ...
 
 
@@ -173,21 +173,21 @@ NO_ENDPOINTS = "rejected-no-endpoints"
 SHUTTING_DOWN = "rejected-shutting-down"
 DISPLACED = Refused(SATURATED, "a more important request needed the place in the queue", status=429)
 EVICTED = Refused("evicted", "the request made way for a more important one; try again", status=429)
-#: Nobody is told: its client is gone.
+#: Not sent to anyone, since the client is gone.
 LEFT = Refused("rejected-context-cancelled", "client disconnected")
 NEVER = inf
 
-# How much may wait, and for how long: of all, of each band, of each flow.
+# How many requests may wait, and for how long: in total, per band and per flow.
 
 
 class FlowRule(Struct, frozen=True, kw_only=True):
-    """What is said of some flows. `None` stands for every name."""
+    """Settings for some flows. `model` and `tenant`: `None` = any."""
 
     model: str | None = None
     tenant: str | None = None
-    #: Seconds; 0 = as its band.
+    #: Seconds; 0 = that of the band.
     ttl: float = 0.0
-    #: `None` = as all flows.
+    #: `None` = that of all flows.
     limit: Limit | None = None
     #: Its part of the band's work, relative to other flows.
     weight: float = 1.0
@@ -200,7 +200,8 @@ ANY = FlowRule()
 
 
 class Limits(Struct, frozen=True):
-    """What may wait in total, per band and per flow. `bands`: those that differ. Of `rules` the first that fits."""
+    """Limits in total, per band and per flow. `bands`: bands with other limits. The first of `rules` that fits
+    applies."""
 
     total: Limit = Limit()
     band: Limit = Limit(5000, 1e9)
@@ -216,13 +217,13 @@ class Limits(Struct, frozen=True):
 
 
 class Times(Struct, frozen=True):
-    """Seconds that a request may wait; `inf` = for ever. What the request says goes first, then its flow's rule, then
-    its band."""
+    """Seconds that a request may wait; `inf` = forever. The request's own time comes first, then that of its flow's
+    rule, then that of its band."""
 
     ttl: float = 60.0
-    #: While the pool has no endpoint at all.
+    #: The most while the pool has no endpoints.
     no_endpoints: float = 60.0
-    #: Whatever a request says.
+    #: The most in any case, whatever a request asks for.
     longest: float = inf
     bands: Mapping[int, float] = {}
 

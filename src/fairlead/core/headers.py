@@ -1,23 +1,22 @@
 """The headers that steer an inference gateway, and who may set them.
 
 Three kinds
-* `CONTROL_HEADERS` name machines, or are the scheduler's own words. A client that could set them would choose its own
-  replica, or make a sidecar call any host. They are taken off every request, whatever they say; nobody but the
-  scheduler sets them.
-* `STEERING_HEADERS` are a client's hints to the scheduler: priority, tenant, latency, another model. The
-  configuration says which are listened to (`TRUST`). Model servers never see them, listened to or not.
-* Sessions and request ids are read, and pass: applications and engines use them too. No state is keyed by a request id
-  of a client.
+* `CONTROL_HEADERS` name hosts, or carry the scheduler's decisions. A client that could set them would choose its own
+  replica, or make a sidecar call any host. So they are removed from every request; only the scheduler sets them.
+* `STEERING_HEADERS` are a client's hints to the scheduler: priority, tenant, latency, another model. The configuration
+  says which are trusted (`TRUST`). Model servers never see them, trusted or not.
+* Session and request ids are read and passed on: applications and engines use them, too. No state is keyed by a
+  client's request id.
 
-Of a header with an older name the current name wins. Values come as Latin-1, byte for byte.
+If a header has a current and an older name, the current name wins. Values arrive as Latin-1, byte for byte.
 """
 
 from collections.abc import Mapping
 
-#: Set by us toward the gateway.
+#: Set by us for the gateway.
 DESTINATION = "x-gateway-destination-endpoint"
 DROPPED_REASON = "x-llm-d-request-dropped-reason"
-#: Set by us toward the sidecar of a decoding model server: who computes the prompt.
+#: Set by us for the sidecar of a decoding model server: the endpoint that computes the prompt.
 PREFILLER = "x-prefiller-host-port"
 
 #: Never accepted from a client.
@@ -29,7 +28,7 @@ CONTROL_HEADERS = frozenset(
     }
 )  # fmt: skip
 
-#: Where a session id may stand, first one wins. The last is the OpenAI clients' way.
+#: Headers with a session id; the first one present wins. OpenAI clients use the last one.
 SESSION_HEADERS = ("x-session-id", "x-claude-code-session-id", "x-session-affinity", "session-id", "session_id")
 
 FAIRNESS_HEADERS = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
@@ -41,15 +40,15 @@ TPOT_SLO_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 TTL_HEADERS = ("x-fairlead-ttl-ms",)
 PATH_HEADERS = (":path", "x-original-path", "x-forwarded-path")
 REQUEST_ID = "x-request-id"
-#: W3C Trace Context: read where requests are traced, and always passed on.
+#: W3C Trace Context: read if requests are traced, and always passed on.
 TRACE_HEADERS = ("traceparent", "tracestate")
 
-#: Conformance tests: addresses (`ip`, `ip:port`, comma list) to choose from, and who served, on the response. Model
-#: servers get it: the extension's tests look for it there.
+#: For conformance tests: addresses to choose from (`ip`, `ip:port`, comma-separated), and the endpoint that served, on
+#: the response. Model servers receive the former, because the extension's tests look for it there.
 TEST_SELECTION = "test-epp-endpoint-selection"
 TEST_SERVED = "x-conformance-test-served-endpoint"
 
-#: What a configuration can call trusted, and what it stands for.
+#: Names that a configuration can list as trusted, and their headers.
 TRUST: Mapping[str, tuple[str, ...]] = {
     "objective": OBJECTIVE_HEADERS,
     "fairness": FAIRNESS_HEADERS,
@@ -58,7 +57,7 @@ TRUST: Mapping[str, tuple[str, ...]] = {
     "model-rewrite": REWRITE_HEADERS,
     "test-selection": (TEST_SELECTION,),
 }
-#: The last one lets clients choose their replica: for tests of gateways only.
+#: Without `test-selection`, which lets clients choose their replica and is only for tests of gateways.
 TRUSTED = frozenset(TRUST) - {"test-selection"}
 
 STEERING_HEADERS = frozenset(
@@ -77,7 +76,7 @@ STEERING_HEADERS = frozenset(
         "epp-profile",
     }
 )
-#: What no model server gets from a client.
+#: Headers of clients that no model server receives.
 REMOVED_HEADERS = CONTROL_HEADERS | STEERING_HEADERS
 
 #: Every header of a client's request that the scheduler reads.
@@ -99,25 +98,25 @@ READ_HEADERS = (
     TEST_SELECTION,
 )
 
-#: Initial metadata with which a gateway announces, on every ext_proc stream, that it sends us its access log, and that
-#: the request body comes in one message.
+#: Initial metadata of an ext_proc stream. A gateway announces that it sends us its access log, and that the request
+#: body arrives in one message.
 ACCESS_LOG_METADATA = "fairlead-access-log"
 WHOLE_BODY_METADATA = "fairlead-whole-body"
-#: Likewise: the gateway takes the length off the response to a pick that carries `REWRITTEN` in its metadata, so that
-#: chunks may become longer or shorter.
+#: Also initial metadata: if a pick has `REWRITTEN` in its metadata, the gateway removes the content length of the
+#: response, so that chunks may become longer or shorter.
 RESIZABLE_METADATA = "fairlead-resizable"
-#: For a scheduler with several pools: `namespace/name` of the one that the stream is for.
+#: For a scheduler with several pools: `namespace/name` of the pool that the stream belongs to.
 POOL_METADATA = "fairlead-pool"
 REWRITTEN = "fairlead-rewritten"
-#: A namespace of its own for what `RESIZABLE_METADATA` also promises: with `FALLBACK` in it, the address of another
-#: endpoint, a request whose endpoint cannot be reached is repeated there.
+#: Metadata namespace of a second promise of `RESIZABLE_METADATA`: if it has the key `FALLBACK` with the address of
+#: another endpoint, a request whose endpoint cannot be reached is repeated there.
 OWN_NAMESPACE = "fairlead"
-#: The key is part of the configuration that gateways already run.
+#: The value cannot change: it is part of the configuration of gateways already in use.
 FALLBACK = "second"
-#: What the gateway then tells beside the first chunk of the response, if that is the first message of it.
+#: Attributes that the gateway then sends with the first chunk of the response, if that is its first message.
 ATTEMPTS = "upstream.request_attempt_count"
 ANSWERED_BY = "upstream.address"
-#: Of a pick with a fallback endpoint, read by the gateway alone: that it may be repeated also after it has begun, and
-#: after how many milliseconds it is sent there too.
+#: Headers of a pick with a fallback endpoint, read only by the gateway: that the request may be repeated even after it
+#: has begun, and after how many milliseconds it is also sent to the fallback endpoint.
 RETRY_ON = "x-envoy-retry-on"
 HEDGE_AFTER = "x-envoy-upstream-rq-per-try-timeout-ms"

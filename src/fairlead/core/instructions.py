@@ -1,4 +1,4 @@
-"""Orders, named in the imperative: all that `Pipeline.handle` may ask of the world outside."""
+"""Instructions, named in the imperative: everything that `Pipeline.handle` may ask the driver to do."""
 
 from typing import Any
 
@@ -14,28 +14,29 @@ class Route(Struct, frozen=True, gc=False):
 
     request_id: int
     endpoint: Endpoint
-    #: Address of the endpoint that computes the prompt for it; empty = it does so itself.
+    #: Address of the endpoint that computes the prompt for it; empty = `endpoint` does.
     prefill: str = ""
-    #: Address of the endpoint that gets it when no connection to the first can be made; empty = none.
+    #: Address of the endpoint that gets the request if no connection to `endpoint` can be made; empty = none.
     fallback: str = ""
-    #: The model's name that goes into the request's body; empty = the body stays as it is.
+    #: Model name to write into the request's body; empty = the body stays as it is.
     target: str = ""
-    #: Where that name stands in the response, the client reads this one instead; empty = the response stays as it is.
+    #: Model name that replaces `target` in the response; empty = the response stays as it is.
     shown: str = ""
-    #: It may have to make way: follow it to its end, so that an `Evict` can end it.
+    #: The request may be evicted: follow it to its end, so that an `Evict` can end it.
     evictable: bool = False
     #: `RequestArrived.client`, here and below.
     client: Any = None
-    #: The fallback endpoint may have it also after the first one has, as long as no byte of an answer came.
+    #: It may be repeated at the fallback endpoint even after `endpoint` received it, as long as no answer has begun.
     repeatable: bool = False
-    #: Milliseconds without a byte after which both may have it, and the first byte wins; 0 = never.
+    #: Milliseconds without a byte after which it may go to both endpoints, and the first byte wins; 0 = never.
     hedge_after_ms: float = 0.0
-    #: Where the answer names several: their addresses, comma-separated, `endpoint` first; empty = it alone.
+    #: If the answer to the gateway names several endpoints: their addresses, comma-separated, `endpoint` first; empty =
+    #: only `endpoint`.
     destination: str = ""
 
 
 class Reject(Struct, frozen=True, kw_only=True):
-    """Answer the client yourself."""
+    """Answer the client with an error."""
 
     request_id: int
     status: int
@@ -44,23 +45,23 @@ class Reject(Struct, frozen=True, kw_only=True):
     message: str
     #: Seconds for `Retry-After`; < 0 = send none.
     retry_after_s: float = -1.0
-    #: `chat`, `completions`, … : the shape of the error body.
+    #: `chat`, `completions`, …: sets the format of the error body.
     api: str = "other"
-    #: What in the request it is about, e.g. `model`; `None` = nothing in particular.
+    #: The parameter of the request that is wrong, e.g. `model`; `None` = none in particular.
     param: str | None = None
     client: Any = None
 
 
 class Evict(Struct, frozen=True, gc=False):
-    """End a request that was routed, free its model server, and feed `StreamLost` back."""
+    """End a routed request, so that its model server is free again, and feed `StreamLost` back."""
 
-    #: What its client is told, if it can still be told anything.
+    #: What its client is told, if that is still possible.
     told: Reject
     client: Any = None
 
 
 class Hold(Struct, frozen=True, gc=False):
-    """The request waits in a queue, for at most so many seconds: ask its gateway to be patient."""
+    """The request waits in the queue for at most so many seconds: ask its gateway to wait, too."""
 
     request_id: int
     seconds: float
@@ -68,62 +69,62 @@ class Hold(Struct, frozen=True, gc=False):
 
 
 class AskRemote(Struct, frozen=True):
-    """Ask the scheduler in another process where the request runs, and feed `RemotePicked` back."""
+    """Ask the scheduler in another process where the request should run, and feed `RemotePicked` back."""
 
-    #: Which one.
+    #: Name of the scheduler.
     remote: str
     request: Request
-    #: Column over slots: share of the prompt believed to be cached; `None` = nowhere any of it.
+    #: Column over slots: estimated share of the prompt that is cached; `None` = no endpoint has any of it.
     hits: Column | None
-    #: Bool column of the endpoints where it may go (able, with room under flow control); `None` = all.
+    #: Bool column of the endpoints that it may go to (able; with room under flow control); `None` = all.
     able: Column | None
-    #: Output tokens that are expected.
+    #: Expected output tokens.
     expected_output: float
 
 
 class JudgeShadows(Struct, frozen=True, gc=False):
-    """Have the policies on trial decide this too, at leisure, and feed `ShadowsJudged` back. May be left undone."""
+    """Let the policies on trial decide this, without hurry, and feed `ShadowsJudged` back. May be skipped."""
 
     case: ShadowCase
 
 
 class AdoptConfiguration(Struct, frozen=True, gc=False):
-    """A changed configuration decides from now on: let what stands around the core follow it."""
+    """A changed configuration is in force from now on: let everything outside of the core follow it."""
 
-    #: Of `Reconfigured`.
+    #: That of `Reconfigured`.
     document: Any
-    #: The `core.scheduling.Scheduling` that was built of it.
+    #: The `core.scheduling.Scheduling` that was built from it.
     scheduling: Any
 
 
 class RefuseConfiguration(Struct, frozen=True, gc=False):
-    """A changed configuration cannot be built; the former one stays in force. Tell people why."""
+    """A changed configuration cannot be built; the former one stays in force. Report why."""
 
     document: Any
     problem: str
 
 
 class ListAdapters(Struct, frozen=True, gc=False):
-    """An endpoint answered 404 for a model, or runs an adapter that was not on its list: read soon what it has loaded,
-    and the others, and feed `AdaptersListed`."""
+    """An endpoint answered 404 for a model, or runs an adapter that was not on its list: read its list of models and
+    those of the other endpoints soon, and feed `AdaptersListed` back."""
 
     endpoint_id: str
 
 
 class WarmUp(Struct, frozen=True, gc=False):
-    """The cache of this endpoint is empty: it is new, or was restarted. May be left undone."""
+    """Warm the cache of this endpoint, which is empty because it is new or was restarted. May be skipped."""
 
     endpoint_id: str
 
 
 class SetTimer(Struct, frozen=True, gc=False):
-    """Feed `TimerFired(name)` back at `at` (clock seconds). A second one of the same name replaces the first."""
+    """Feed `TimerFired(name)` back at `at` (clock seconds). A second timer of the same name replaces the first."""
 
     name: str
     at: float
 
 
-#: Something worth counting happened: for metrics, journal and logs. Never changes what is done.
+#: Records of events for metrics, journal and logs. They never change what is done.
 Record = DecisionRecord | OutcomeRecord | ShadowRecord | StallRecord
 
 Instruction = (

@@ -1,9 +1,9 @@
-"""What was learned, as values: a running scheduler takes it down, one that starts is given it (`fairlead.core.state`).
+"""Learned state as values. A running scheduler saves it, and a starting one restores it (`fairlead.core.state`).
 
 Rules
-* Values may come from a file that anybody could write. Decoding them refuses what is not finite; whoever is given them
-  keeps its own bounds.
-* Times are durations, never clock readings: each process has a clock of its own.
+* Values may come from a file that others can write. Decoding refuses values that are not finite; code that restores
+  them applies its own bounds.
+* Times are durations, never clock readings, because each process has its own clock.
 """
 
 from typing import Annotated
@@ -12,19 +12,19 @@ from msgspec import Meta, Struct
 
 from fairlead.core.endpoint import Sample
 
-#: Refuses NaN and infinity, too.
+#: The bounds also refuse NaN and infinity.
 Number = Annotated[float, Meta(ge=-1e15, le=1e15)]
 Amount = Annotated[float, Meta(ge=0.0, le=1e15)]
 Three = tuple[Amount, Amount, Amount]
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]
-#: What tells classes of engines apart, see `Fleet`.
+#: Identifies a class of engines, see `Fleet`.
 Look = tuple[tuple[str, str] | int, ...]
-#: A block of a prompt by its hash; a negative number is an answer, which no prompt begins with.
+#: Hash of a block of a prompt; a negative number is an answer, with which no prompt begins.
 Block = Annotated[int, Meta(gt=-(1 << 63))]
 
 
 class ClassLearned(Struct, frozen=True, array_like=True):
-    """Engines that look alike, see `fairlead.core.rates`."""
+    """What was learned of a class of engines, see `fairlead.core.rates`."""
 
     look: Look
     factors: Three
@@ -35,7 +35,7 @@ class ClassLearned(Struct, frozen=True, array_like=True):
     squares: Three
     products: Three
     observed: Three
-    #: The same of the lag: its products with the three, its square, its right-hand side.
+    #: The same for the lag: its products with the three, its square, its right-hand side.
     lagged: tuple[Amount, Amount, Amount, Amount, Amount] = (0.0, 0.0, 0.0, 0.0, 0.0)
 
 
@@ -46,7 +46,7 @@ class SpeedsLearned(Struct, frozen=True, array_like=True):
 
 
 class ForecastsLearned(Struct, frozen=True, array_like=True):
-    """See `fairlead.core.predictor`. A band is its newest log ratios; an empty one is that of all."""
+    """See `fairlead.core.predictor`. A band has its newest log ratios; an empty band stands for that of all kinds."""
 
     hold_ms: Amount
     answer_steps: Amount
@@ -57,7 +57,7 @@ class ForecastsLearned(Struct, frozen=True, array_like=True):
 
 
 class ModelLearned(Struct, frozen=True, array_like=True):
-    """Of a model and an API, see `fairlead.core.tokens`."""
+    """What was learned of a model and an API, see `fairlead.core.tokens`."""
 
     model: str
     api: str
@@ -67,7 +67,7 @@ class ModelLearned(Struct, frozen=True, array_like=True):
 
 
 class Common(Struct, frozen=True, tag="common"):
-    """What is known of the pool as a whole. `activate_ms`, `load_ms`: what adapters take."""
+    """What was learned of the pool as a whole. `activate_ms`, `load_ms`: times of adapters (`core.adapters`)."""
 
     forecasts: ForecastsLearned
     models: tuple[ModelLearned, ...]
@@ -77,7 +77,7 @@ class Common(Struct, frozen=True, tag="common"):
 
 
 class OwnLearned(Struct, frozen=True, array_like=True):
-    """How one endpoint differs from its class, `ratio`, which was found `idle_s` seconds ago from the two before."""
+    """How one endpoint differs from its class: `ratio`, computed `idle_s` seconds ago from `mean` and `weight`."""
 
     mean: Number
     weight: Amount
@@ -88,22 +88,22 @@ class OwnLearned(Struct, frozen=True, array_like=True):
 
 
 class EndpointLearned(Struct, frozen=True, tag="endpoint"):
-    """One endpoint. Its blocks follow in parts of their own. `age_s`: seconds since it was taken down, before all of
-    this was; of one that was not there since."""
+    """One endpoint. Its blocks follow in separate parts. `age_s`: how many seconds before the rest it was saved, if the
+    endpoint has not been in the pool since."""
 
     endpoint_id: str
     address: str
     look: Look
     own: OwnLearned
-    #: Its last metrics page: by its counters the same engine is known again.
+    #: Its last metrics page, whose counters show whether the engine is still the same.
     sample: Sample | None
-    #: Bytes of prompt text that its cache holds.
+    #: Capacity of its cache, in bytes of prompt text.
     capacity: Count
     age_s: Amount = 0.0
 
 
 class PrefixesLearned(Struct, frozen=True, tag="prefixes"):
-    """Blocks that an endpoint has, the newest first, and their bytes. `number` counts an endpoint's parts from 0."""
+    """Blocks that an endpoint has cached, the newest first, and their bytes. `number`: of this part, from 0."""
 
     endpoint_id: str
     number: Count

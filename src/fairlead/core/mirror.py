@@ -1,10 +1,10 @@
-"""A fleet as another process tells it: the same columns, written from outside.
+"""A copy of another process's fleet (the sender's): the same columns, written from its messages.
 
 Rules
-* What was told is kept apart from what is added here. After every change the columns are what was told, plus the own
-  charges that it does not include yet; so nothing drifts, whatever is forgotten or told twice.
-* The teller's slot numbers are its own: here an endpoint gets the next free slot, and `slots_of` translates.
-* Prefix knowledge comes with each request (`Request.blocks`), so `match` answers from there.
+* Received values are kept apart from own charges. After every change the columns are the received values plus the own
+  charges that these do not include yet. So nothing drifts, even if messages are lost or arrive twice.
+* The sender's slot numbers differ from ours: an endpoint gets the next free slot here, and `slots_of` translates.
+* The cached shares of a prompt arrive with its request (`Request.blocks`), so `match` returns them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -33,7 +33,7 @@ class _Charge(Struct):
 
 
 class MirrorFleet(Fleet):
-    """One per teller."""
+    """The copy of one sender's fleet."""
 
     def __init__(self, staleness: float = 2.0) -> None:
         super().__init__(staleness=staleness)
@@ -44,7 +44,7 @@ class MirrorFleet(Fleet):
     # ---- endpoints ----
 
     def join(self, slot: int, endpoint: Endpoint, adapters: frozenset[str] | None) -> None:
-        """An endpoint came, or changed; `slot` is the teller's."""
+        """An endpoint joined or changed; `slot` is the sender's."""
         here = self._here.get(slot)
         old = self.table.endpoints[here] if here is not None else None
         if old is not None and old.id != endpoint.id:
@@ -75,13 +75,13 @@ class MirrorFleet(Fleet):
             self.down(endpoint.id)
 
     def forget(self) -> None:
-        """Everything."""
+        """Forget all endpoints and charges."""
         for slot in list(self._here):
             self.leave(slot)
         self._charges.clear()
 
     def slots_of(self, remote_slots: Iterable[int]) -> NDArray[np.intp]:
-        """Where the teller's slots are here. Raises `ValueError` for one that it did not name."""
+        """Return our slots for the sender's slots. Raise `ValueError` for a slot without an endpoint."""
         try:
             return np.array([self._here[slot] for slot in remote_slots], dtype=np.intp)
         except KeyError as error:
@@ -90,7 +90,7 @@ class MirrorFleet(Fleet):
     # ---- load ----
 
     def load(self, remote_slots: Iterable[int], columns: Mapping[str, FloatColumn]) -> None:
-        """New values in the teller's slots; `fleet.table` names the columns, the factors are those of `COLUMNS`."""
+        """Take new values for the sender's slots. `columns`: names as in `fleet.table`, or factors (`_FACTORS`)."""
         here = self.slots_of(remote_slots)
         predictor = self.predictor
         rates = predictor.rates
@@ -108,13 +108,13 @@ class MirrorFleet(Fleet):
                 self.table.set_max_adapters(slot, value)
 
     def learned(self, hold_ms: float, answer_steps: float) -> None:
-        """What the teller knows of all answers."""
+        """Take what the sender has learned about all answers."""
         self.predictor.hold_ms, self.predictor.answer_steps = hold_ms, answer_steps
 
     # ---- own charges ----
 
     def take(self, request: Request, slot: int, hit_share: float, expected_output: float, batch: int) -> None:
-        """The request was given to the endpoint at `slot` (ours), in answer to that batch."""
+        """Charge a request that was sent to the endpoint at `slot` (ours), in answer to that batch."""
         endpoint = self.table.endpoints[slot]
         assert endpoint is not None
         uncached = min(max(request.prompt_tokens * (1.0 - hit_share), 1.0), MOST)
@@ -125,7 +125,7 @@ class MirrorFleet(Fleet):
         self._add(charge)
 
     def settle(self, batch: int) -> None:
-        """What was told includes the charges of batches up to this one: make the columns of it and the later ones."""
+        """Rebuild the columns: the received values include the charges of batches up to `batch`; add the later ones."""
         self._charges = [later for later in self._charges if later.batch > batch]
         self.table.floats[:] = self._told
         for charge in self._charges:
@@ -147,6 +147,6 @@ class MirrorFleet(Fleet):
         table.growth_tokens[slot] += charge.growth
 
     def match(self, request: Request) -> FloatColumn | None:
-        """`Request.blocks`: the share of the prompt that each slot holds, as the teller has it."""
+        """Return `Request.blocks`: the sender's estimate of the share of the prompt that each slot has cached."""
         hits: FloatColumn | None = request.blocks
         return hits

@@ -1,4 +1,4 @@
-"""Model names: what operators define of them, and what a request for a name means."""
+"""Model names: how operators define them, and which target, priority and latency a request for a name gets."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -16,35 +16,35 @@ from fairlead.core.instructions import Instruction, Reject
 from fairlead.core.records import DecisionRecord
 from fairlead.core.request import PrefixChain, Request
 
-# What operators say about model names: the three kinds of the Gateway API Inference Extension, as nouns.
+# The definitions of model names: the three kinds of the Gateway API Inference Extension.
 #
-# `InferenceModel` (group `inference.networking.x-k8s.io`) defines a name that clients may ask for, how urgent it is
-# and which models serve it. Its successors split that up: `InferenceObjective` names a priority that a header refers
-# to, `InferenceModelRewrite` (both also in group `llm-d.ai`) maps names to targets. Fields and defaults are those of
-# the published CRDs; how they act together stands in `fairlead.core.models`.
+# `InferenceModel` (group `inference.networking.x-k8s.io`) defines a name that clients may ask for, its criticality and
+# the models that serve it. Two successors replace it: `InferenceObjective` names a priority that a header refers to,
+# `InferenceModelRewrite` (both also in group `llm-d.ai`) maps names to targets. Fields and defaults are those of the
+# published CRDs. The rules further below say how the kinds work together.
 
-#: What a criticality means as a priority: above 0 goes first, below 0 may be shed. `Default` is the older name of the
-#: middle one, which also holds where none is set.
+#: The priority of each criticality: above 0 goes first, below 0 may be shed. `Default` is an older name of `Standard`,
+#: which also applies if none is set.
 CRITICALITY = {"Critical": 10, "Standard": 0, "Default": 0, "Sheddable": -10}
 
 
 class Origin(Struct, frozen=True, kw_only=True):
-    """Whose object it is."""
+    """Identifies an object, and says which pools it is for."""
 
     namespace: str
     name: str
-    #: `metadata.creationTimestamp`, seconds since 1970; of several objects the oldest counts. A file need not say it.
+    #: `metadata.creationTimestamp`, seconds since 1970. If objects conflict, the oldest wins. Optional in files.
     created: float = inf
-    #: Names of the pools it is for; empty = every pool.
+    #: Names of the pools that it is for; empty = every pool.
     pools: tuple[str, ...] = ()
 
     @property
     def age_order(self) -> tuple[float, str, str]:
-        """Sorts the objects of a kind, the one that counts first."""
+        """Sort key for objects of a kind: the one that wins comes first."""
         return self.created, self.namespace, self.name
 
     def is_for(self, pool: str, namespace: str) -> bool:
-        """Empty names stand for all."""
+        """Whether it applies to the pool; an empty name matches all pools or namespaces."""
         if namespace and self.namespace != namespace:
             return False
         return not pool or not self.pools or pool in self.pools
@@ -54,7 +54,7 @@ class Origin(Struct, frozen=True, kw_only=True):
 
 
 class Target(Struct, frozen=True):
-    """A model that serves a name, and its share of the traffic: weight / sum of weights."""
+    """A model that serves a name. Its share of the traffic is weight / sum of weights."""
 
     name: str
     #: `None` = not given.
@@ -75,9 +75,9 @@ class InferenceModel(Struct, frozen=True, kw_only=True):
     """A name that clients ask for."""
 
     origin: Origin
-    #: As it stands in the request's body.
+    #: The name in the request's body.
     model: str
-    #: Empty = the name itself.
+    #: Empty = a model of the same name.
     targets: tuple[Target, ...] = ()
     #: A key of `CRITICALITY`.
     criticality: str = "Standard"
@@ -85,7 +85,7 @@ class InferenceModel(Struct, frozen=True, kw_only=True):
 
 
 class InferenceObjective(Struct, frozen=True, kw_only=True):
-    """A priority and a latency with a name; requests refer to it by header."""
+    """A named priority and latency objective. Requests refer to it by header."""
 
     origin: Origin
     priority: int = 0
@@ -93,7 +93,7 @@ class InferenceObjective(Struct, frozen=True, kw_only=True):
 
 
 class RewriteRule(Struct, frozen=True):
-    """Requests for one of `models` go to `targets`; no models at all means every request, also one without a model."""
+    """Requests for one of `models` go to `targets`. Empty `models` = every request, also one that names no model."""
 
     models: tuple[str, ...]
     targets: tuple[Target, ...]
@@ -105,14 +105,14 @@ class InferenceModelRewrite(Struct, frozen=True, kw_only=True):
 
 
 class ModelSet(Struct, frozen=True):
-    """All that is defined at a time."""
+    """All objects that are defined at one time."""
 
     models: tuple[InferenceModel, ...] = ()
     objectives: tuple[InferenceObjective, ...] = ()
     rewrites: tuple[InferenceModelRewrite, ...] = ()
 
     def of_pool(self, pool: str = "", namespace: str = "") -> "ModelSet":
-        """What is for one pool: objects of its namespace that refer to it. An empty name stands for all of them."""
+        """Return the objects of the namespace that apply to the pool. An empty name matches all."""
         return ModelSet(
             tuple(item for item in self.models if item.origin.is_for(pool, namespace)),
             tuple(item for item in self.objectives if item.origin.is_for(pool, namespace)),
@@ -124,59 +124,58 @@ class ModelSet(Struct, frozen=True):
 
 
 class ModelRules(Struct, frozen=True, kw_only=True):
-    """How strictly names are taken; no manifest says this."""
+    """How strictly model names are checked. This is configuration; no manifest contains it."""
 
-    #: Requests for a name that nobody defined are refused, once at least one InferenceModel is defined.
+    #: Refuse requests for undefined names, once at least one InferenceModel is defined.
     reject_unmatched: bool = True
     #: Requests of one session always get the same target of a split.
     sticky_sessions: bool = False
 
 
-# Which model a request is for, how urgent it is, and which name its endpoint is asked for.
+# How the target model, the priority and the latency objective of a request are found.
 #
 # Rules, in this order (sources: the InferenceModel and InferenceModelRewrite CRDs, and the reference picker)
 # 1. The incoming model is the body's `model`; it may be absent.
 # 2. An InferenceModel of that name gives the target, by the weights of its targets, and a priority by its criticality.
 # 3. The header `x-llm-d-model-name-rewrite` gives another target.
-# 4. The InferenceModelRewrite rule that matches the *incoming* model overrides both. One rule is applied, never
-# several
-#    one after the other. A rule that names the model beats one for all models; then the oldest object counts, then the
-#    first rule in it.
-# 5. An objective, named by header, gives the priority instead. One that nobody defined changes nothing.
-# 6. A latency that the headers name counts, else that of the objective, else that of the InferenceModel.
+# 4. The InferenceModelRewrite rule that matches the *incoming* model overrides both. Only one rule is applied, never a
+#    chain of rules. A rule that names the model beats one for all models; then the oldest object wins, then its first
+#    rule.
+# 5. An objective, named by header, overrides the priority. An undefined objective changes nothing.
+# 6. The latency objective is that of the headers, else of the objective, else of the InferenceModel.
 #
-# Of equals the oldest object counts, by creation time, then by namespace and name. Of a split with weights on some
-# targets only, the others get nothing; without any weights all get the same.
+# If objects conflict, the oldest wins, by creation time, then by namespace and name. If only some targets of a split
+# have weights, the others get no traffic; if none have weights, all get the same share.
 #
-# Once an InferenceModel is defined, a name that neither 2 nor 4 knows is refused, and so is a header's target that
-# nobody defined: otherwise the header would be the way around. `ModelRules.reject_unmatched` switches that off. Where
-# no model is named and the API does not need one, there is nothing to check: such a request passes, and only its
-# priority is looked up. A body for a path that nobody here can read may name any model, and is refused.
+# Once an InferenceModel is defined, names that neither 2 nor 4 knows are refused. So are undefined targets in the
+# header: otherwise the header would bypass the check. `ModelRules.reject_unmatched` switches both off. If no model is
+# named and the API does not need one, there is nothing to check: the request passes, and only its priority is looked
+# up. A body on a path that we cannot read may name any model, so it is refused.
 
-#: Names in an error message.
+#: Names listed in an error message, at most.
 _SHOWN = 20
-#: Values of `Request.api` whose bodies need not name a model, or have no place for one. A name that one of them does
-#: give counts like any other.
+#: Values of `Request.api` whose bodies need not name a model, or cannot. If such a body does name one, the name is
+#: treated like any other.
 _NAMELESS = frozenset(("other", "models", "conversations", "sglang", "grpc", "grpc_embed", "tokenize", "render"))
 
 
-#: Machine-readable, as OpenAI has it.
+#: OpenAI's machine-readable error code.
 MODEL_NOT_FOUND = "model_not_found"
 
 
 class Resolution(Struct, frozen=True, gc=False):
-    """What a request turned out to be for."""
+    """The target model, priority and latency objective of a request."""
 
-    #: What the endpoint is asked for; empty = no model was named, and none is known.
+    #: The model that the endpoint is asked for; empty = the request named none, and none is known.
     target: str
     priority: int
-    #: The InferenceModelRewrite (`namespace/name`) that decided the target; empty = none did.
+    #: The InferenceModelRewrite (`namespace/name`) that decided the target; empty = none.
     rewrite: str = ""
     latency: Latency = ANY_LATENCY
 
 
 class Refusal(Struct, frozen=True):
-    """Why a request cannot be served, as the client is told."""
+    """Why a request is refused, as the client is told."""
 
     status: int
     code: str
@@ -185,7 +184,7 @@ class Refusal(Struct, frozen=True):
 
 
 def unnamed(request: Request, why: Refusal, now: float, policy: str, client: Any = None) -> list[Instruction]:
-    """Nobody defined the model: the answer, and the record of it."""
+    """Return the answer to a request whose model is refused, and the record of it."""
     reject = Reject(
         request_id=request.id,
         status=why.status,
@@ -200,8 +199,8 @@ def unnamed(request: Request, why: Refusal, now: float, policy: str, client: Any
 
 
 def applied(request: Request, resolution: Resolution) -> Request:
-    """The request with what was found for it. Its prompt counts as another one for another target: engines share no
-    cached prefix between models."""
+    """Return the request with its resolution. If the target differs from the named model, the prompt gets other hashes,
+    because engines share no cached prefixes between models."""
     target = resolution.target if resolution.target != request.model else ""
     latency = resolution.latency
     if not target and resolution.priority == request.priority and latency == ANY_LATENCY:
@@ -222,7 +221,7 @@ def applied(request: Request, resolution: Resolution) -> Request:
 
 
 class Split:
-    """Targets and their shares of the traffic. `names` is empty if no target may get any."""
+    """Targets and their shares of the traffic. `names` is empty if no target may get traffic."""
 
     __slots__ = ("_borders", "names")
 
@@ -234,8 +233,8 @@ class Split:
         self._borders = list(accumulate(weight for _, weight in shares))
 
     def choose(self, rng: Random, session: str = "") -> str:
-        """A target by chance; with a session always the same one, as long as the weights stay. When they change, no
-        more sessions move than must."""
+        """Return a target, drawn by weight. A session always gets the same target while the weights stay the same; if
+        they change, no more sessions move than necessary."""
         if len(self.names) == 1:
             return self.names[0]
         if session:
@@ -267,11 +266,11 @@ class Listed(Struct, frozen=True):
 
 
 class Catalogue:
-    """What is defined at a time, made ready for look-ups. An empty one changes nothing. Never changes itself."""
+    """All defined objects, indexed for look-ups. Immutable. An empty catalogue changes no request."""
 
     def __init__(self, models: ModelSet = ModelSet(), rules: ModelRules = ModelRules()) -> None:  # noqa: B008 frozen
         self._rules = rules
-        #: Objects that lose to an older one of the same name: (the loser, the one that counts).
+        #: Objects that lose to an older one of the same name: (the loser, the winner).
         self.conflicts: list[tuple[str, str]] = []
         self._names = self._index_models(models.models)
         self._exact: dict[str, _Rule] = {}
@@ -280,13 +279,13 @@ class Catalogue:
         self._objectives: dict[str, InferenceObjective] = {}
         for objective in sorted(models.objectives, key=lambda item: item.origin.age_order):
             self._objectives.setdefault(objective.origin.name, objective)
-        #: Every name that is defined, be it asked for or a target.
+        #: Every defined name: those that clients ask for, and targets.
         self.known = frozenset(self._names) | self._targets()
-        #: Only defined names are served.
+        #: Whether only defined names are served.
         self.strict = rules.reject_unmatched and bool(self._names)
-        #: Whether `resolve` could find another target than the name in the body, for a request without one of its own.
+        #: Whether `resolve` may find a target other than the name in the body, for requests without a rewrite header.
         self.rewrites = bool(self._names or self._exact or self._generic)
-        #: Nothing is defined.
+        #: Whether nothing is defined.
         self.empty = not (self.rewrites or self._objectives)
 
     def _index_models(self, models: Iterable[InferenceModel]) -> dict[str, _Name]:
@@ -319,7 +318,7 @@ class Catalogue:
 
     @property
     def listed(self) -> list[Listed]:
-        """What a client may ask for, by name. Empty while no InferenceModel is defined: then nobody knows."""
+        """Models that clients may ask for, sorted by name. Empty (not known) while no InferenceModel is defined."""
         if not self._names:
             return []
         names = {name: Listed(name, entry.created) for name, entry in self._names.items()}
@@ -327,7 +326,7 @@ class Catalogue:
         return [names[name] for name in sorted(names)]
 
     def offered(self, served: Iterable[str]) -> list[Listed]:
-        """`listed`; where other names pass too, with the names that endpoints serve."""
+        """Return `listed`, and the names that endpoints serve (`served`) unless only defined names pass."""
         if self.strict:
             return self.listed
         names = {name: Listed(name, 0) for name in (*served, *self._exact)}
@@ -335,7 +334,8 @@ class Catalogue:
         return [names[name] for name in sorted(names)]
 
     def resolve(self, request: Request, rng: Random) -> Resolution | Refusal:
-        """Decide for one request. Draws from `rng` only for a split that no session decides."""
+        """Return the resolution of a request, or why it is refused. Draws from `rng` only if a target must be drawn and
+        no session decides it."""
         if self.empty and not request.rewrite:
             return Resolution(request.model, request.priority)
         name = self._names.get(request.model)
@@ -356,14 +356,15 @@ class Catalogue:
         return Resolution(split.choose(rng, session), priority, rule.origin if rule else "", latency)
 
     def _wanted(self, request: Request, name: _Name | None) -> tuple[int, Latency]:
-        """Priority and latency."""
+        """Return the priority and the latency objective."""
         objective, latency = self._objectives.get(request.objective), name.latency if name else ANY_LATENCY
         if objective is not None:
             return objective.priority, latency if objective.latency == ANY_LATENCY else objective.latency
         return name.priority if name and not request.priority else request.priority, latency
 
     def _unread(self, request: Request) -> Refusal | None:
-        """A body that is there and could not be read may name anything."""
+        """Return the refusal of a body that is present but could not be read, as it may name any model; `None` = it
+        passes."""
         if not self.strict or request.unread in ("", "no-body"):
             return None
         if request.api in _NAMELESS and request.api != OTHER:
@@ -373,7 +374,7 @@ class Catalogue:
         )
 
     def _check(self, request: Request, name: _Name | None) -> Refusal | None:
-        """Is the name that the client gave, in body and header, one that somebody defined?"""
+        """Return the refusal if the name in the body or in the header is not defined; `None` = both are."""
         if name is None and request.model:
             return self._unknown(request.model)
         if request.rewrite and request.rewrite not in self.known:

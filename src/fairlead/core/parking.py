@@ -1,4 +1,4 @@
-"""Requests that wait for the answer of a scheduler in another process; the rules are those of `remote`."""
+"""Requests that wait for the answer of a scheduler in another process. `core.remote` has the rules."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import inf
@@ -15,64 +15,66 @@ from fairlead.core.policy import Answer, Picked, Policy, Refused
 from fairlead.core.remote import REFUSED, AsksElsewhere, RemotePolicy
 from fairlead.core.request import Request
 
-# What is reserved for a request that flow control lets through, while a scheduler elsewhere is asked for it.
+# Reservations: flow control lets a request through, and a scheduler in another process is asked where it goes.
 #
 # Rules
-# * *When* is flow control's word, *where* the scheduler's: it is asked once an endpoint is open, and may choose among
-#   those that are.
-# * Until it is decided the request is charged to one of them, as a reservation in the ledger: what is let through
-#   meanwhile finds less. So those that are asked for never need more than there is, whatever is answered, and when.
-# * Who waited has an endpoint already, late binding's: that is where it is charged, and where it goes if nobody
-#   answers. Who goes at once has none: it is charged where its prompt would be computed soonest. That is a place for
-#   the charge and no decision; if nobody answers, the built-in policy is asked.
+# * Flow control decides *when*, the other scheduler *where*: it is asked once an endpoint is open, and may choose among
+#   the open endpoints.
+# * Until the answer, the request is charged to one of these as a reservation in the ledger, so requests that are let
+#   through meanwhile find less room. So, whatever the answers are and whenever they arrive, the requests that are asked
+#   for never need more room than there is.
+# * A request that waited already has an endpoint, chosen by late binding: it is charged there, and goes there if there
+#   is no answer. A request that did not wait has none: it is charged where its prompt would be computed soonest. This
+#   only places the charge; without an answer, the built-in policy decides.
 
 
 class Reservation(Struct, eq=False):
-    """`opened`: endpoints that may be sent one more request; `None` = all."""
+    """`opened`: endpoints that may be sent another request; `None` = all."""
 
     opened: BoolColumn | None
-    #: Clock seconds since when the request has been here, and by when it must be decided.
+    #: Clock seconds of the request's arrival, and its deadline for a decision.
     since: float
     until: float = inf
-    #: Where; `None` = not known yet.
+    #: Where it is charged; `None` = not known yet.
     pick: Picked | None = None
-    #: The charge, while it is asked for.
+    #: The charge, while the scheduler is asked.
     lease: Lease | None = None
-    #: It has waited in a queue, and `pick` was chosen for it.
+    #: The request waited in the queue, and late binding chose `pick` for it.
     waited: bool = False
-    #: Who held which slot then.
+    #: `table.ids` at that time.
     ids: tuple[str, ...] = ()
 
     @property
     def slot(self) -> int:
-        """-1 = not known yet."""
+        """The slot where it is charged; -1 = not known yet."""
         return -1 if self.pick is None else self.pick.slot
 
     def queued_ms(self, now: float) -> float:
-        """Milliseconds that it has been here, 0 if it went on at once."""
+        """Return the milliseconds since its arrival if it waited in the queue, else 0."""
         return (now - self.since) * 1e3 if self.waited else 0.0
 
     def keep(self, request: Request, fleet: Fleet, hits: FloatColumn | None, able: BoolColumn | None, by: str) -> bool:
-        """Find the place. `able`: where it may be. False = what was chosen is not among these."""
+        """Choose where the request is charged, unless late binding did. `able`: where it may go. Return False if the
+        chosen slot is not among these."""
         pick = self.pick = self.pick or _soonest(request, fleet, hits, able)
         pick.by = pick.by or by
         self.ids = fleet.table.ids
         return able is None or bool(able[pick.slot])
 
     def kept(self, fleet: Fleet) -> Picked | None:
-        """The place, if the endpoint is still there."""
+        """Return the pick, if its endpoint is still in the pool."""
         pick, ids = self.pick, fleet.table.ids
         if pick is None or ids is self.ids:
             return pick if self.ids else None
         slot = pick.slot
         if slot >= min(len(ids), len(self.ids)) or ids[slot] != self.ids[slot]:
             return None
-        pick.fallback_slot = -1  # it may have left
+        pick.fallback_slot = -1  # its endpoint may have left
         return pick
 
     def fallback_slot(self, slot: int, fleet: Fleet) -> int:
-        """Who gets a request that waited, and was then sent to `slot`, if nobody is reached there: whom late binding
-        had in mind; -1 = nobody."""
+        """Return the fallback slot of a request that waited and was then sent to `slot`: the one that late binding had
+        chosen; -1 = none."""
         pick = self.kept(fleet) if self.waited else None
         return -1 if pick is None else pick.slot if pick.slot != slot else pick.fallback_slot
 
@@ -89,26 +91,26 @@ def _soonest(request: Request, fleet: Fleet, hits: FloatColumn | None, able: Boo
 
 
 TIMER = "remote-deadline"
-#: Requests that may be parked at once; more are decided by the built-in policy.
+#: Requests that may be parked at the same time; the built-in policy decides any further ones.
 MAX_PARKED = 4096
 
 
 class Question(Struct, eq=False):
-    """A request, whom to ask for it, and what to tell."""
+    """A request, the scheduler that is asked for it, and what the scheduler is told."""
 
     request: Request
     policy: RemotePolicy
     hits: FloatColumn | None
     able: BoolColumn | None
-    #: `table.ids` when it was asked for: who stood where.
+    #: `table.ids` when it was asked: the endpoint of each slot.
     ids: tuple[str, ...]
-    #: Under flow control.
+    #: Only under flow control.
     reservation: Reservation | None = None
     at: float = 0.0
     deadline: float = inf
 
 
-#: What it came to; `None` where the policy behind has to choose. Whatever is reserved is so still.
+#: A question and its answer; `None` = the fallback policy has to choose. Reservations are still charged.
 Decided = tuple[Question, Answer | None]
 
 
@@ -116,7 +118,7 @@ class Parking:
     """The requests of one pipeline that wait for answers, in the order in which they were asked for."""
 
     def __init__(self, remotes: Mapping[str, RemotePolicy] | None = None) -> None:
-        #: Those that may be asked, by name.
+        #: Schedulers that may be asked, by name.
         self.remotes: Mapping[str, RemotePolicy] = remotes or {}
         self._parked: dict[Question, None] = {}
         #: When the timer fires; `inf` = it is not set.
@@ -127,19 +129,19 @@ class Parking:
 
     @property
     def questions(self) -> Collection[Question]:
-        """Those that are open, in the order in which they were asked."""
+        """The open questions, in the order in which they were asked."""
         return self._parked.keys()
 
     def reaches(self, policy: Policy, request: Request, now: float) -> bool:
-        """Whether somebody elsewhere can be asked for the request."""
+        """Whether a scheduler in another process can be asked for the request."""
         remote = _remote(policy, request)
         return remote is not None and not self._why_not(remote, now)
 
     def question(
         self, policy: Policy, request: Request, fleet: Fleet, now: float, reservation: Reservation | None = None
     ) -> Question | None:
-        """What to ask for the request; `None` = it is decided here. Changes nothing but where the reservation is to be
-        (`reservation`: under flow control)."""
+        """Return the question to ask for the request; `None` = it is decided here. Changes only the pick of the
+        `reservation` (which exists under flow control)."""
         remote = _remote(policy, request)
         if remote is None or self._why_not(remote, now) or not fleet.table.count:
             return None
@@ -147,15 +149,14 @@ class Parking:
         if reservation is not None and reservation.opened is not None:
             able = reservation.opened if able is None else able & reservation.opened
         if able is not None and not able.any():
-            return None  # a refusal, and the built-in policy words it; or it has to wait
+            return None  # the built-in policy will refuse it with its reason, or the request has to wait
         hits = fleet.match(request)
         if reservation is not None and not reservation.keep(request, fleet, hits, able, remote.fallback.name):
             return None
         return Question(request, remote, hits, able, fleet.table.ids, reservation)
 
     def ask(self, question: Question, fleet: Fleet, now: float, output: float) -> list[Instruction]:
-        """Ask it, and take what is reserved for the request. `output` are the tokens that the answer is expected to
-        have."""
+        """Ask the question, and charge the reservation. `output`: expected tokens of the answer."""
         remote, request, reservation = question.policy, question.request, question.reservation
         remote.breaker.allows(now)
         question.at, question.deadline = now, now + remote.budget
@@ -170,7 +171,7 @@ class Parking:
         return [AskRemote(remote.name, request, question.hits, question.able, output), *self._by(question.deadline)]
 
     def missed(self, policy: Policy, request: Request, now: float) -> None:
-        """Counted, if somebody should have been asked and could not be."""
+        """Count the request if a scheduler should have been asked for it and could not be."""
         remote = _remote(policy, request)
         why = self._why_not(remote, now) if remote is not None else ""
         if remote is not None and why:
@@ -184,7 +185,7 @@ class Parking:
         return "" if remote.breaker.ready(now) else "breaker"
 
     def timer(self) -> list[Instruction]:
-        """For the next deadline; nothing when it is set already, or nobody waits."""
+        """Return the timer for the next deadline; nothing if it is already set, or no request waits."""
         return self._by(min((question.deadline for question in self._parked), default=inf))
 
     def _by(self, deadline: float) -> list[Instruction]:
@@ -194,16 +195,16 @@ class Parking:
         return [SetTimer(TIMER, deadline)]
 
     def up(self, remote: str) -> None:
-        """A scheduler may be asked."""
+        """A scheduler has connected and may be asked."""
         policy = self.remotes.get(remote)
         if policy is not None:
             policy.connected = True
-            policy.breaker.succeeded()  # what went wrong before says nothing about this one
+            policy.breaker.succeeded()  # failures before the reconnect say nothing about this connection
 
     def picked(
         self, event: RemotePicked, asked: Callable[[int], Question | None], fleet: Fleet, now: float
     ) -> list[Decided]:
-        """Answers. `asked`: the open question about the request of that id."""
+        """Handle answers. `asked` returns the open question for a request id."""
         decided: list[Decided] = []
         for pick in event.picks:
             question = asked(pick.request_id)
@@ -235,18 +236,18 @@ class Parking:
         return picked
 
     def expired(self, now: float) -> list[Decided]:
-        """The timer fired: who has waited for too long."""
+        """Handle the timer: return the questions whose deadline has passed."""
         self._due = inf
         late = [question for question in self._parked if question.deadline <= now]
         for question in late:
             if question.deadline < question.at + question.policy.budget:
-                question.policy.breaker.dropped()  # the request's own time was over first
+                question.policy.breaker.dropped()  # the request's own deadline was before the scheduler's budget ended
             else:
                 question.policy.breaker.failed(now)
         return self._given_up(late, "deadline")
 
     def lost(self, remote: str) -> list[Decided]:
-        """A scheduler is not connected any more."""
+        """Handle the loss of the connection to a scheduler: return its open questions."""
         policy = self.remotes.get(remote)
         if policy is not None:
             policy.connected = False
@@ -260,7 +261,7 @@ class Parking:
         return [(question, None) for question in questions]
 
     def cancel(self, question: Question) -> None:
-        """The client went away. Whatever is reserved is so still."""
+        """Drop the question, because the client is gone. The reservation is still charged."""
         del self._parked[question]
         question.policy.breaker.dropped()
 
@@ -270,12 +271,12 @@ class Parking:
 
 
 def _remote(policy: Policy, request: Request) -> RemotePolicy | None:
-    """Who is to be asked for it; `None` = nobody elsewhere."""
+    """Return the scheduler to ask for the request; `None` = it is decided here."""
     return policy.remote_for(request) if isinstance(policy, AsksElsewhere) else None
 
 
 def _believed(question: Question, pick: RemotePick, fleet: Fleet, now: float) -> tuple[Answer | None, str]:
-    """(the pick; why there is none, or that an alternative stands in)."""
+    """Return (the answer, why): `why` says why there is no answer, or that an alternative was taken."""
     if pick.outcome == Outcome.PASSED:
         return None, "passed"
     if pick.outcome == Outcome.REFUSED:
@@ -283,7 +284,7 @@ def _believed(question: Question, pick: RemotePick, fleet: Fleet, now: float) ->
     if pick.outcome != Outcome.PICKED or not pick.endpoint:
         return None, "invalid"
     able = question.able
-    if fleet.table.ids is not question.ids:  # endpoints came, went or changed: slots may be others now
+    if fleet.table.ids is not question.ids:  # endpoints joined, left or changed, so slots may have changed
         able = question.policy.able(question.request, fleet, now)
     gone = True
     names = pick.endpoint, *(name for name, _ in pick.alternatives)
@@ -302,7 +303,7 @@ def _believed(question: Question, pick: RemotePick, fleet: Fleet, now: float) ->
 
 
 def _alternatives(pick: Picked, names: Sequence[str], able: BoolColumn | None, fleet: Fleet) -> Iterator[int]:
-    """Those of these alternatives that are there and can serve it."""
+    """Iterate over the slots of the alternatives that are in the pool and can serve the request."""
     for name in names:
         slot = fleet.table.slot(name)
         if slot is not None and slot not in (pick.slot, pick.prefill_slot) and (able is None or able[slot]):

@@ -1,12 +1,13 @@
-"""What other schedulers of the pool hold in their queues, as they told (`fairlead.core.facts.Held`).
+"""The queues of the pool's other schedulers (peers), as they report them (`fairlead.core.facts.Held`).
 
 Rules
-* Bands are strict over all schedulers: while a peer holds a request of a higher band, an endpoint that opens is left to
-  it for `YIELD` times as long as it takes to hear of each other. What it has not taken by then it cannot use, and a
-  lower band may.
-* Within a band, who holds the oldest request goes first, and the next one `TURN` times as long later, and so on: by
-  then it has heard of a charge that closes the endpoint. If all went at once, they would meet at one endpoint.
-* Service counts over all: what a peer gave a flow moves the flow's turn here, too.
+* Bands are strict across all schedulers: while a peer holds a request of a higher band, an endpoint that opens is left
+  to the peer for `YIELD` times the report delay between schedulers. If the peer has not used it by then, it cannot, and
+  a lower band may.
+* Within a band, the scheduler with the oldest request goes first. Each next one goes `TURN` times the delay later: by
+  then it has heard of a charge that closes the endpoint. If all went at the same time, they would choose the same
+  endpoint.
+* Work is counted across all schedulers: what a peer gave to a flow moves the flow's turn here, too.
 """
 
 from collections.abc import Iterable
@@ -18,33 +19,33 @@ from fairlead.core.flow import FlowKey
 from fairlead.core.queues import Queues
 from fairlead.core.table import EndpointTable
 
-#: Multiples of the mean time from a charge until others know.
+#: Multiples of the mean time from a charge until peers know of it.
 YIELD, TURN = 8.0, 3.0
-#: That time, as long as it is not measured, and its bounds. Seconds.
+#: That time before it was measured, and its bounds. Seconds.
 DELAY_S, LEAST_S, MOST_S = 0.0125, 0.005, 0.1
-#: Flows kept of one peer: clients choose tenants' names.
+#: Flows kept per peer. The bound is needed because clients choose the names of tenants.
 MOST_FLOWS = 10_000
 
 
 class PeerQueues:
-    """By origin. Priority `top` is the highest that waits anywhere else; -inf = nobody does."""
+    """The queues of all peers, by origin. `top`: the highest priority that waits at any peer; -inf = none waits."""
 
     def __init__(self) -> None:
         self._held: dict[str, dict[FlowKey, Held]] = {}
         self._waiting: dict[int, int] = {}
         self.top = -inf
-        #: By slot: since when it is open to one more, and how many wait there for their first token.
+        #: By slot: since when it is open to another request, and how many requests there are before their first token.
         self._open_since: dict[int, tuple[float, float]] = {}
-        #: By origin and priority: flows that wait, and since when their first request does. Clock seconds.
+        #: By origin and priority: waiting flows, and since when their first request waits. Clock seconds.
         self._heads: dict[tuple[str, int], dict[FlowKey, float]] = {}
         self._delay_s = DELAY_S
 
     def measured(self, delay_s: float) -> None:
-        """From a charge until others know."""
+        """Take a new measurement of the time from a charge until peers know of it."""
         self._delay_s = min(max(delay_s, LEAST_S), MOST_S)
 
     def take(self, origin: str, held: Iterable[Held], queues: Queues, now: float) -> None:
-        """A peer told of these flows; of others nothing has changed."""
+        """Take over the flows that a peer reported; its other flows have not changed."""
         flows = self._held.setdefault(origin, {})
         for flow in held:
             key = FlowKey(flow.priority, flow.model, flow.tenant)
@@ -57,14 +58,14 @@ class PeerQueues:
                 heads[key] = now - flow.age * AGE_UNIT
             else:
                 heads.pop(key, None)
-            # A smaller sum than before is that of a flow which was forgotten there meanwhile.
+            # A smaller sum than before means that the peer forgot the flow in the meantime and counts from 0 again.
             if before is not None and flow.served_ms != before.served_ms:
                 credited = before.served_ms if before.served_ms < flow.served_ms else 0.0
                 queues.served_elsewhere(key, flow.served_ms - credited, now)
             self._count(flow.priority, flow.count - (before.count if before is not None else 0))
 
     def drop(self, origin: str) -> None:
-        """It is lost, and so is what waited there."""
+        """Forget a lost peer and its waiting requests."""
         for flow in self._held.pop(origin, {}).values():
             self._count(flow.priority, -flow.count)
             self._heads.pop((origin, flow.priority), None)
@@ -75,19 +76,19 @@ class PeerQueues:
             self.top = max((band for band, count in self._waiting.items() if count), default=-inf)
 
     def beside(self, only: FlowKey) -> bool:
-        """Whether some peer has requests of another flow."""
+        """Whether any peer has requests of a flow other than `only`."""
         return any(key != only and flow.wanted for flows in self._held.values() for key, flow in flows.items())
 
     def reopen(self) -> None:
-        """Nobody has looked for a while: what is open counts as opened now."""
+        """Treat open endpoints as opened now, because they were not looked at for a while."""
         self._open_since.clear()
 
     def waiting(self, key: FlowKey) -> int:
-        """Requests of the flow that wait elsewhere."""
+        """Return the number of requests of the flow that wait at peers."""
         return sum(flows[key].count for flows in self._held.values() if key in flows)
 
     def ahead(self, priority: int, since: float) -> int:
-        """Others who hold an older request of the band."""
+        """Return the number of peers that hold a request of the band older than `since`."""
         return sum(
             band == priority and min(heads.values(), default=inf) < since for (_, band), heads in self._heads.items()
         )
@@ -95,8 +96,8 @@ class PeerQueues:
     def left(
         self, priority: int, since: float, opened: BoolColumn, table: EndpointTable, now: float
     ) -> tuple[BoolColumn, float]:
-        """Of the endpoints that are open those that a band may have whose oldest request waits `since` then, and the
-        clock seconds when it may have more."""
+        """Return the open endpoints that a band may use whose oldest request waits since `since`, and the clock seconds
+        when it may use more."""
         slots: list[int] = opened.nonzero()[0].tolist()
         before, self._open_since = self._open_since, {}
         for slot in slots:

@@ -1,23 +1,23 @@
-"""Other schedulers that serve the same pool, as far as they have told of themselves (`fairlead.core.facts`).
+"""The other schedulers (peers) of the same pool, as known from the facts that they report (`fairlead.core.facts`).
 
 Theory
-* Each origin's facts are a view of its own, and only that origin changes it. So views cannot conflict, and what is
-  believed of the pool is their sum. A peer's lease stands in the ledger like an own one: columns, scrapes and forecasts
-  need to know nothing of peers.
-* Batches are counted. One that came already changes nothing. As long as some are missing, ends and first tokens that
-  come are remembered, so that a lease which is charged late is not charged for ever; a snapshot of the origin fills
-  what never came (`View.gap`).
+* There is one view per origin, and only the facts of that origin change it. So views cannot conflict, and the state of
+  the pool is their sum. A peer's lease is kept in the ledger like an own one, so columns, scrapes and forecasts need no
+  knowledge of peers.
+* Batches are numbered. A batch that arrives twice changes nothing. While a batch is missing, ends and first tokens are
+  remembered, so that a lease which is charged late does not stay charged forever. A snapshot of the origin fills in
+  batches that never arrive (`View.gap`).
 
 Rules
-* A peer's lease gives no record and nobody waits for its end. It ends with its origin's word, the endpoint's
-  (`Account.reconcile`), or after the ledger's time.
-* Of an origin that is lost the leases stay until the next scrape of their endpoint: that shows what still runs there
-  as the load of others, without a dip in between.
-* Of two schedulers that choose at once neither sees the other's choice. So each prefers some endpoints, and all know
-  which: for a prompt that is cached nowhere it leaves to a peer those that the peer prefers, if others cost nearly
-  the same. "Nearly" grows with what the peer sends until it is heard (`EndpointTable.collisions`). Cached prompts stay
-  where they are: moving them costs more where memory is short.
-* A message that makes no sense changes nothing; `View.problem` says why.
+* A peer's lease gives no record, and nothing waits for its end. It ends when its origin reports the end, when the
+  endpoint no longer has it (`Account.reconcile`), or when it expires in the ledger.
+* When an origin is lost, its leases are kept until the next scrape of their endpoint. The scrape shows what still runs
+  there as the load of others, so the load does not dip in between.
+* Two schedulers that choose at the same time do not see each other's choice. So each prefers some endpoints, and all
+  know which. For a prompt that is cached nowhere, a scheduler avoids endpoints that a peer prefers, if others cost
+  nearly the same. "Nearly" grows with the work that the peer sends before its report arrives
+  (`EndpointTable.collisions`). Cached prompts do not move, because that costs more when memory is short.
+* An invalid message changes nothing; `View.problem` says what is wrong with it.
 """
 
 from collections.abc import Callable
@@ -50,67 +50,68 @@ from fairlead.core.records import Forecast
 from fairlead.core.reports import SharedFleet
 from fairlead.core.request import NO_PREFIX, PrefixChain, Request
 
-#: Origins, leases of one, batches behind a missing one, blocks of a dictionary, and endpoints that are not known here.
+#: Upper bounds: origins; per origin leases, batches after a missing one, blocks of a dictionary, and unknown endpoints.
 MOST_ORIGINS, MOST_LEASES, MOST_BEYOND, MOST_BLOCKS, MOST_UNKNOWN = 256, 262_144, 4096, 262_144, 1024
-#: A peer's request is not known here: which one it is does not matter, only whether its first token is seen.
+#: Stand-ins for the requests of peers, which are not known here. Only whether the first token is seen matters.
 _REQUESTS = {stream: Request(id=-1, arrived=0.0, stream=stream) for stream in (False, True)}
-#: Seconds between two looks at what others send, and the weight of the newest one.
+#: Seconds between two measurements of the work that peers send, and the weight of the newest one.
 SPREAD_S, SPREAD_SHARE = 1.0, 0.5
 DELAY_SHARE = 0.1
-#: What a peer sends until it is heard counts so often: who comes second waits, so does who came first by interference,
-#: and a peer sends more to the endpoints that it prefers than to others. Simulated: 3 to 8 do as well.
+#: Factor on the work that a peer sends before its report arrives. Above 1, because in a collision the second request
+#: waits and the first is slowed down, and because a peer sends more to the endpoints that it prefers. In simulations, 3
+#: to 8 do equally well.
 COLLIDES = 5.0
 _Message = TypeVar("_Message", Batch, Snapshot)
-#: A chain and how much of it is meant: from the start, and of one that was never told.
+#: (chain, how many of its blocks): the empty beginning of a prompt, and a chain that was never reported.
 _START, _NOT_KNOWN = (NO_PREFIX, 0), (NO_PREFIX, -1)
 
 
 class View(Struct, eq=False):
-    """What one origin has told."""
+    """What one origin has reported."""
 
-    #: All batches up to this one are known, and these behind it.
+    #: All batches up to this one arrived, and these later ones.
     sequence: int = 0
     beyond: set[int] = field(default_factory=set)
-    #: Up to this batch something could not be used, and a snapshot can tell it again; -1 = all could.
+    #: A fact in a batch up to this one could not be used, and a snapshot can repeat it; -1 = all could be used.
     unusable: int = -1
-    #: By number. Those that are over here, but not by the origin's word, stay until it says so.
+    #: Leases by number. A lease that ended here without a report of its origin stays until the origin reports it.
     leases: dict[int, Lease] = field(default_factory=dict)
-    #: Leases told to have begun to answer since the first missing batch, and whether they have ended.
+    #: Leases whose first token or end was reported since the first missing batch; True = ended.
     early: dict[int, bool] = field(default_factory=dict)
     generation: int = 0
     dictionary: Dictionary = field(default_factory=Dictionary)
-    #: Endpoints that it sends to and that are not in the pool here, as it tells them.
+    #: Hashes of endpoints that it sends to and that are not in the pool here.
     unknown: set[int] = field(default_factory=set)
-    #: Endpoints that it avoids, likewise, and until when (clock seconds); of which message that is.
+    #: Hashes of endpoints that it avoids, until when (clock seconds), and the number of the message that said so.
     avoided: dict[int, float] = field(default_factory=dict)
     avoided_sequence: int = 0
-    #: Milliseconds of prompts charged since the last look, times the seconds until we heard of each; milliseconds that
-    #: are on their way at any time.
+    #: Sum over charges since the last measurement of prompt milliseconds times the seconds until we heard of the
+    #: charge; and the average milliseconds that are charged but not yet reported to us.
     unheard: float = 0.0
     unheard_ms: float = 0.0
-    #: Seconds from a charge until we hear of it, mostly.
+    #: Seconds from a charge until we hear of it, as a moving average.
     delay_s: float = 0.0
-    #: Messages taken, and refused; why the last one was.
+    #: Messages accepted and refused, and why the last refused one was.
     messages: int = 0
     refused: int = 0
     problem: str = ""
 
     @property
     def gap(self) -> bool:
-        """Whether something is missing that only a snapshot can tell. Of the last batches of an origin that is silent
-        now nobody knows: compare `sequence` with its own (`Reports.sequence`)."""
+        """Whether facts are missing that only a snapshot can repeat. Does not notice that the last batches of a silent
+        origin are missing: for that, compare `sequence` with the origin's own (`Reports.sequence`)."""
         return bool(self.beyond) or self.unusable >= 0
 
     @property
     def newest(self) -> int:
-        """Of the batches that came."""
+        """The highest number of a batch that arrived."""
         return max(self.beyond, default=self.sequence)
 
     def missed(self) -> None:
         self.unusable = self.newest
 
     def received(self, sequences: set[int]) -> None:
-        """These batches are known now, too."""
+        """Note that these batches arrived."""
         self.beyond |= sequences
         while self.sequence + 1 in self.beyond:
             self.sequence += 1
@@ -118,7 +119,7 @@ class View(Struct, eq=False):
 
 
 class Peers:
-    """Changed by events alone; see the module's rules."""
+    """The views of all peers. Only events change them; see the module's rules."""
 
     def __init__(self, clock: Clock, fleet: Fleet, flow: FlowControl | None = None) -> None:
         self._clock = clock
@@ -126,12 +127,12 @@ class Peers:
         self._flow = flow
         #: By origin.
         self.views: dict[str, View] = {}
-        #: Leases of origins that are lost, and when they were.
+        #: Lost origins: when each was lost (clock seconds), and its leases.
         self._orphans: dict[str, tuple[float, dict[int, Lease]]] = {}
-        #: Endpoints as others tell them.
+        #: Hash of an endpoint's id, as peers use it → id.
         self._ids: dict[int, str] = {}
         self._name = ""
-        #: What we told ourselves, if we do.
+        #: The dictionary of our own reports, if we send any.
         self._own: list[Dictionary] = []
         if isinstance(fleet, SharedFleet):
             self._own.append(fleet.reports.dictionary)
@@ -139,23 +140,23 @@ class Peers:
         self._spread_at = -inf
 
     def follow(self, flow: FlowControl) -> None:
-        """Flow control was turned on: tell it of what waits elsewhere."""
+        """Flow control was turned on: keep it informed of the queues of peers."""
         self._flow = flow
 
     @property
     def leases(self) -> set[Lease]:
-        """All that are on the books."""
+        """All leases of peers that are charged here."""
         views = [view.leases for view in self.views.values()] + [leases for _, leases in self._orphans.values()]
         return {lease for leases in views for lease in leases.values() if lease.held}
 
     def gaps(self) -> list[str]:
-        """Origins that should be asked for a snapshot, unless what is missing is still on its way."""
+        """Return origins that should be asked for a snapshot, unless the missing batches are still on their way."""
         return [origin for origin, view in self.views.items() if view.gap]
 
     # ---- messages ----
 
     def batch(self, origin: str, payload: bytes, lag_s: float = 0.0, to: str = "") -> None:
-        """A batch came, which was made `lag_s` seconds ago. `to`: our own name."""
+        """Handle a batch that was made `lag_s` seconds ago. `to`: our own name."""
         self._name = to
         view, batch = self._read(origin, payload, read_batch)
         if view is None or batch is None or batch.sequence <= view.sequence or batch.sequence in view.beyond:
@@ -192,7 +193,8 @@ class Peers:
             self._spread(now)
 
     def snapshot(self, origin: str, payload: bytes) -> None:
-        """All that it has running. What it began or ended after that, and was heard before, stands."""
+        """Handle a snapshot: all leases that the origin held when it was made. Later facts that have already arrived
+        remain in force."""
         view, snapshot = self._read(origin, payload, read_snapshot)
         if view is None or snapshot is None or snapshot.sequence < view.sequence:
             return
@@ -215,7 +217,7 @@ class Peers:
         self._settle(view)
 
     def lost(self, origin: str) -> None:
-        """It ended, or nobody hears of it."""
+        """The origin ended, or is silent for too long."""
         view = self.views.pop(origin, None)
         if self._flow is not None:
             self._flow.peers.drop(origin)
@@ -232,7 +234,7 @@ class Peers:
         if view is None:
             if len(self.views) >= MOST_ORIGINS:
                 return None, None
-            # If it was lost and is back, its snapshot will say which of them it has still.
+            # If the origin was lost and is back, its snapshot will say which of these leases it still has.
             _, orphans = self._orphans.pop(origin, (0.0, {}))
             view = self.views[origin] = View(leases={number: lease for number, lease in orphans.items() if lease.held})
         try:
@@ -252,7 +254,7 @@ class Peers:
     # ---- facts ----
 
     def _hold(self, origin: str, view: View, message: Batch | Snapshot, now: float) -> None:
-        """Flows and endpoints as they stand now: what is older than was told already says nothing."""
+        """Take over the message's flows and avoided endpoints, unless a newer message has already reported them."""
         if self._flow is not None and message.sequence >= view.newest:
             self._flow.peers.take(origin, message.held, self._flow.queues, now)
         if message.avoided is not None and message.sequence >= view.avoided_sequence:
@@ -262,14 +264,14 @@ class Peers:
                 self._avoid(endpoint)
 
     def _avoid(self, endpoint: int) -> None:
-        """As long as the last of the others does."""
+        """Avoid the endpoint until the latest time that any peer avoids it."""
         slot = self._slot(endpoint)
         if slot is not None:
             until = max((view.avoided.get(endpoint, -inf) for view in self.views.values()), default=-inf)
             self._fleet.avoid(slot, until, own=False)
 
     def _slot(self, endpoint: int) -> int | None:
-        """Where the endpoint is that is told so; `None` = it is not in the pool here."""
+        """Return the slot of the endpoint with this hash; `None` = it is not in the pool here."""
         endpoint_id = self._ids.get(endpoint)
         return None if endpoint_id is None else self._fleet.table.slot(endpoint_id)
 
@@ -348,11 +350,11 @@ class Peers:
                 self._fleet.table.free_cache[slot] = self._fleet.prefix.free(slot)
 
     def _known(self, block: int) -> bool:
-        """Whether others told of it lately."""
+        """Whether a peer reported the block recently."""
         return any(block in view.dictionary.blocks for view in self.views.values())
 
     def _find(self, block: int) -> tuple[PrefixChain, int]:
-        """A block that somebody told."""
+        """Return (a reported chain with this block, the block's depth in it), own or of a peer; depth -1 = unknown."""
         for dictionary in (*self._own, *(view.dictionary for view in self.views.values())):
             entry = dictionary.find(block)
             if entry is not None:
@@ -362,7 +364,7 @@ class Peers:
     # ---- endpoints ----
 
     def _spread(self, now: float) -> None:
-        """Look at what others send."""
+        """Measure the work that peers send and that was not yet reported to us."""
         passed, self._spread_at = now - self._spread_at + SPREAD_S, now + SPREAD_S
         for view in self.views.values():
             view.unheard_ms += SPREAD_SHARE * (view.unheard / min(passed, 2.0 * SPREAD_S) - view.unheard_ms)
@@ -373,7 +375,7 @@ class Peers:
         self._prefer()
 
     def _prefer(self) -> None:
-        """Who prefers which endpoints: in the order of their hashes one for each in turn."""
+        """Deal the endpoints, in the order of their hashes, to the schedulers in turn: each prefers its own ones."""
         table = self._fleet.table
         table.collisions = np.zeros(len(table.endpoints)) if self.views else None
         if table.collisions is None:
@@ -396,7 +398,7 @@ class Peers:
             view.unknown.add(endpoint)
 
     def joined(self, endpoint_id: str) -> None:
-        """An endpoint is in the pool (again): what was told of it before can be used."""
+        """An endpoint is in the pool (again): facts that were reported about it before can now be used."""
         endpoint = endpoint_hash(endpoint_id)
         if endpoint not in self._ids and len(self._ids) > 2 * len(self._fleet.table) + MOST_UNKNOWN:
             self._ids = {endpoint_hash(known.id): known.id for _, known in self._fleet.table.slots()}
@@ -411,7 +413,8 @@ class Peers:
                 self._avoid(endpoint)
 
     def sampled(self, endpoint_id: str, started: float) -> None:
-        """A scrape that was sent at `started` is about to be taken. It shows what lost origins still have there."""
+        """A scrape that was sent at `started` is about to be handled. It includes the requests that lost origins still
+        have there, so their leases end."""
         for origin, (lost_at, leases) in list(self._orphans.items()):
             if lost_at <= started:
                 for number in [number for number, lease in leases.items() if lease.endpoint_id == endpoint_id]:
@@ -420,7 +423,7 @@ class Peers:
                     del self._orphans[origin]
 
     def expire(self, now: float) -> None:
-        """Leases that are past their time are over, whatever their origin says, and endpoints are avoided no more."""
+        """End leases that have expired, whatever their origin says, and stop avoiding endpoints whose time is over."""
         for view in self.views.values():
             for endpoint in [endpoint for endpoint, until in view.avoided.items() if until <= now]:
                 del view.avoided[endpoint]

@@ -1,11 +1,11 @@
-"""The contracts of everything that chooses. Plugins implement them over columns, never one endpoint at a time.
+"""The contracts of policies and of their plugins. Plugins work on columns, never on one endpoint at a time.
 
 What the answers mean
-* A column has one entry per slot of `fleet.table`; slots without an endpoint are masked by the profile itself.
-* `None` from a filter means "keep all", from a scorer "nothing to say" (it then counts as 0 for all). Both save the
-  work of a column, which is most of the cost of a decision over few endpoints.
-* A refusal is a value (`Refused`), never an exception. A plugin that raises is the profile's
-  problem: it is left out of that decision and reported.
+* A column has one entry per slot of `fleet.table`; the profile masks slots without an endpoint.
+* `None` from a filter means "keep all endpoints". `None` from a scorer means "no opinion" and counts as 0 for all
+  endpoints. Both save a column, and columns are most of the cost of a decision over few endpoints.
+* A refusal is a value (`Refused`), never an exception. If a plugin raises, the profile leaves it out of that decision
+  and reports it.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,14 +23,14 @@ from fairlead.core.records import Trace
 from fairlead.core.request import Request
 from fairlead.core.view import FleetView
 
-# Typed state of one decision: written once, read by every plugin of the same decision.
+# Typed state of one decision: written once, read by all plugins that take part in it.
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
 
 
 class Key(Generic[T]):
-    """Names a value of type `T` in a `Cycle`. Make one per module, at import; compared by identity."""
+    """Names a value of type `T` in a `Cycle`. Create keys at import time: they are compared by identity."""
 
     __slots__ = ("name",)
 
@@ -42,24 +42,24 @@ class Key(Generic[T]):
 
 
 class Context(Struct, frozen=True, gc=False):
-    """What a policy may know besides request and fleet: time and chance, both handed in."""
+    """What a policy receives in addition to the request and the fleet: the time and a random generator."""
 
     #: Clock seconds of this decision.
     now: float
     rng: Random
-    #: Whether the reasons are wanted (`Picked.trace`).
+    #: Whether the answer should carry its reasons (`Picked.trace`).
     trace: bool = True
 
 
 class Cycle:
-    """One decision's scratch space. `once` computes a value at the first question and remembers it."""
+    """The scratch space of one decision. `once` computes a value on the first call and remembers it."""
 
     __slots__ = ("_values", "left", "now", "rng")
 
     def __init__(self, context: Context) -> None:
         self.now = context.now
         self.rng = context.rng
-        #: For filters: a mask of what those before them left; `None` = all slots.
+        #: For filters: a mask of the slots that the filters before them left; `None` = all slots.
         self.left: BoolColumn | None = None
         self._values: dict[Key[Any], Any] = {}
 
@@ -76,56 +76,56 @@ class Cycle:
 
 #: Slots that can serve the request and are up, before load filters; `None` = all. Written by the profile.
 CANDIDATES: Key[BoolColumn | None] = Key("candidates")
-#: Share of the prompt (0..1) that each endpoint is believed to hold; `None` = nobody holds any of it.
+#: Estimated share of the prompt (0..1) that each endpoint has cached; `None` = no endpoint has any of it.
 PREFIX_SHARE: Key[FloatColumn | None] = Key("prefix share")
 
 
-#: What `FleetView.loading` says of the request; `None` too where nobody has slots for adapters.
+#: The result of `FleetView.loading` for the request; also `None` where no endpoint has slots for adapters.
 LOADING: Key[FloatColumn | None] = Key("loading")
 
 
 def loading(request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
-    """The column of `LOADING`, found once per decision."""
+    """Return the column of `LOADING`, computed once per decision."""
     return cycle.once(LOADING, fleet.loading, request) if fleet.table.lora else None
 
 
 def prefix_share(request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
-    """The column of `PREFIX_SHARE`, looked up once per decision."""
+    """Return the column of `PREFIX_SHARE`, looked up once per decision."""
     return cycle.once(PREFIX_SHARE, fleet.match, request)
 
 
 class Picked(Struct):
-    """The answer for a request that goes somewhere."""
+    """The answer for a request that is sent to an endpoint."""
 
     #: Chosen slot.
     slot: int
-    #: Where the prompt is computed, if not there; -1 = there. `hit_share` is then that endpoint's.
+    #: The slot that computes the prompt, if it is another one; -1 = `slot` does. If set, `hit_share` refers to it.
     prefill_slot: int = -1
-    #: Every candidate was overloaded; the fallback chose. More replicas are wanted.
+    #: Every candidate was overloaded, so the profile's fallback chose. More replicas are needed.
     overloaded: bool = False
-    #: Share of the prompt believed to be cached at the chosen endpoint, and the best share anywhere.
+    #: Estimated share of the prompt that is cached at the chosen endpoint, and the highest such share in the pool.
     hit_share: float = 0.0
     best_share: float = 0.0
     trace: Trace | None = None
-    #: Who decided, where a policy has others decide for it; empty = the policy that was asked.
+    #: The policy that decided, if the policy that was called delegates; empty = the called policy itself.
     by: str = ""
-    #: Who gets it if no connection to `slot` can be made; -1, or `slot` itself, = the runner-up of `trace`, if there is
-    #: one.
+    #: The slot that gets the request if no connection to `slot` can be made; -1 or `slot` itself = the runner-up of
+    #: `trace`, if there is one.
     fallback_slot: int = -1
-    #: Who comes behind, for callers that take several; the best first.
+    #: Further slots for callers that accept several, the best first.
     alternatives: tuple[int, ...] = ()
 
 
 class Refused(Struct):
-    """The answer for a request that nobody can serve, or that may not wait, or wait any longer."""
+    """The answer for a request that no endpoint can serve, that may not wait, or that has waited too long."""
 
-    #: Machine-readable; and for the client.
+    #: `reason` is machine-readable; `message` is for the client.
     reason: str
     message: str = ""
     trace: Trace | None = None
     #: As in `Picked`.
     by: str = ""
-    #: Of the HTTP answer.
+    #: HTTP status of the answer.
     status: int = 503
 
 
@@ -134,7 +134,7 @@ Answer = Picked | Refused
 
 @runtime_checkable
 class Policy(Protocol):
-    """A request and a fleet in, a living endpoint or a refusal out. It reads the fleet and changes nothing."""
+    """Chooses a live endpoint for a request, or refuses it. A policy reads the fleet and never changes it."""
 
     @property
     def name(self) -> str: ...
@@ -144,42 +144,45 @@ class Policy(Protocol):
 
 @runtime_checkable
 class CostPolicy(Policy, Protocol):
-    """A policy that gives every endpoint a cost and takes the lowest. It decides for requests that wait, too."""
+    """A policy that gives every endpoint a cost and takes the lowest. It also decides for requests that wait."""
 
-    #: Its costs are milliseconds, so that those of different requests can be compared. Else they only rank endpoints.
+    #: Whether its costs are milliseconds, so that costs of different requests are comparable. If not, they only rank
+    #: endpoints.
     milliseconds: bool
-    #: How it weighs the time of others; for the price of memory, and of waiting.
+    #: How much the time of other requests counts. Also sets the price of memory and of waiting.
     weights: Weights
 
     def costs(
         self, requests: Sequence[Request], shares: FloatColumn, terms: Terms, fleet: FleetView, context: Context
     ) -> FloatColumn:
-        """requests × slots. `shares` of the prompts are believed to be cached; `terms` are the cost kernel's."""
+        """Return the costs (requests × slots). `shares`: estimated cached share of each prompt, same shape. `terms`:
+        the cost kernel's."""
         ...
 
 
 @runtime_checkable
 class Explainable(Protocol):
-    """A policy that can say what its costs are made of."""
+    """A policy that can list the parts of its costs."""
 
     def terms(self, request: Request, fleet: FleetView, cycle: Cycle) -> list[tuple[str, FloatColumn]]:
-        """The parts of an endpoint's cost in milliseconds, by name."""
+        """Return the parts of each endpoint's cost as (name, column in milliseconds)."""
         ...
 
 
 class Stage(IntEnum):
-    """When a filter runs, and what it means that it removed an endpoint."""
+    """When a filter runs, and why it removes an endpoint."""
 
-    #: It can never serve the request (role, model, subset). Where no endpoint is left, the request is refused.
+    #: The endpoint can never serve the request (role, model, subset). If no endpoint is left, the request is refused.
     ABILITY = 0
-    #: It had better not. The fallback respects that too; where the filter would leave nothing it is passed over.
+    #: The endpoint should not get requests now. The fallback respects this, too. A filter that would leave no endpoint
+    #: is ignored.
     AVAILABILITY = 1
-    #: It is overloaded. Where no endpoint is left, the fallback takes one of those that load filters removed.
+    #: The endpoint is overloaded. If no endpoint is left, the fallback takes one that the load filters removed.
     LOAD = 2
 
 
 class Filter(Protocol):
-    """Removes endpoints. Called for every request before any scorer, by stage, in configured order within each."""
+    """Removes endpoints. Filters run for every request before the scorers: by stage, then in configured order."""
 
     name: str
     stage: Stage
@@ -189,17 +192,17 @@ class Filter(Protocol):
 
 @runtime_checkable
 class SteadyFilter(Filter, Protocol):
-    """With `steady = True` it promises that its answer to requests without a subset is one of the target model and of
-    `fleet.table.version` alone, as long as the table is not `troubled`. Where all filters promise that, it is
-    remembered for which models they kept every endpoint."""
+    """A filter whose answer can be remembered. `steady = True` promises: for requests without a subset, and while the
+    table is not `troubled`, the answer depends only on the target model and on `fleet.table.version`. If all filters
+    of a profile promise this, the profile remembers the models for which they kept every endpoint."""
 
     steady: bool
 
 
 class Scorer(Protocol):
-    """Rates endpoints from 0 (worst) to 1 (best). Called with all slots, filtered or not.
+    """Rates endpoints from 0 (worst) to 1 (best). It rates all slots, filtered or not.
 
-    Built-in scorers keep to the range; others are `clamped`.
+    Built-in scorers stay in the range; the scores of others are `clamped`.
     """
 
     name: str
@@ -209,9 +212,9 @@ class Scorer(Protocol):
 
 @runtime_checkable
 class Demoter(Protocol):
-    """A filter may also be one: what it keeps, it can still make less likely.
+    """A filter that also makes endpoints less likely which it keeps.
 
-    `demote` gives a factor in [0, 1] per endpoint that the weighted sum is multiplied with; `None` = 1 for all.
+    `demote` returns one factor in [0, 1] per endpoint, by which the weighted sum is multiplied; `None` = 1 for all.
     """
 
     def demote(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None: ...
@@ -219,9 +222,10 @@ class Demoter(Protocol):
 
 @runtime_checkable
 class PickObserver(Protocol):
-    """A filter, scorer, picker or profile may also be one: it is told where each request goes.
+    """A filter, scorer, picker or profile that is notified of each pick.
 
-    Called once per decision, after the pick (the fallback's too), with the same `cycle`; never when there was none.
+    `chosen` is called once per decision, after the pick (also after the fallback's), with the same `cycle`. It is not
+    called if the request is refused.
     """
 
     def chosen(self, request: Request, slot: int, fleet: FleetView, cycle: Cycle) -> None: ...
@@ -229,13 +233,13 @@ class PickObserver(Protocol):
 
 @runtime_checkable
 class ReportsErrors(Protocol):
-    """A policy that says which of its plugins failed."""
+    """A policy that reports which of its plugins failed."""
 
     def report_to(self, on_plugin_error: Callable[[PluginError], None] | None) -> None: ...
 
 
 class Clamped:
-    """Keeps a scorer of unknown origin inside [0, 1]; NaN counts as 0. For one that observes picks see `clamped`."""
+    """Limits the scores of a third-party scorer to [0, 1]; NaN counts as 0. Use `clamped` if it may observe picks."""
 
     def __init__(self, scorer: Scorer) -> None:
         self.name = scorer.name
@@ -252,7 +256,7 @@ class Clamped:
 
 
 class _ClampedObserver(Clamped):
-    """Passes picks on to its scorer."""
+    """Passes picks on to the scorer that it wraps."""
 
     def __init__(self, scorer: Scorer, observer: PickObserver) -> None:
         super().__init__(scorer)
@@ -263,12 +267,12 @@ class _ClampedObserver(Clamped):
 
 
 def clamped(scorer: Scorer) -> Scorer:
-    """The scorer, kept inside [0, 1]."""
+    """Return the scorer, with its scores limited to [0, 1]."""
     return _ClampedObserver(scorer, scorer) if isinstance(scorer, PickObserver) else Clamped(scorer)
 
 
 class Picker(Protocol):
-    """Takes one slot. `totals` is -inf where filtered out; at least one entry is finite."""
+    """Picks one slot. `totals` is -inf for slots that were filtered out; at least one entry is finite."""
 
     name: str
 

@@ -1,16 +1,15 @@
 """Filter → score → pick, as a Policy.
 
     candidates = alive ∧ every ability filter                     none left → refused, 503
-    available  = candidates ∧ availability filters                each only as long as it leaves any
+    available  = candidates ∧ availability filters                a filter that would leave none is ignored
     preferred  = available ∧ every load filter                    none left → round robin over the available
     total      = Σ weight · score · Π demotion, -inf where not preferred
     pick       = picker(total)
 
-A plugin that raises is left out of that decision, counted, and reported through `on_plugin_error`; the request goes
-on.
+A plugin that raises is left out of that decision and reported through `on_plugin_error`; the request continues.
 
-In a trace Σ weight · score is always the total: a demotion stands among the scorers, with minus the sum of their
-weights and the share of it that it took away.
+In a trace the total always equals Σ weight · score. A demotion is therefore listed among the scorers: its weight is
+minus the sum of their absolute weights, its score the share of that sum that it took away.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,14 +43,14 @@ from fairlead.core.request import Request
 from fairlead.core.table import EndpointTable
 from fairlead.core.view import FleetView
 
-# What a request is expected to take everywhere, computed once per decision.
+# The estimated cost of a request at every endpoint, computed once per decision.
 
 #: Terms of the cost kernel over all slots.
 ESTIMATE: Key[Terms] = Key("estimate")
 
 
 def estimate(request: Request, fleet: FleetView, cycle: Cycle) -> Terms:
-    """The columns of `ESTIMATE`; those of several slots in milliseconds."""
+    """Return the columns of `ESTIMATE`, in milliseconds."""
     return cycle.once(ESTIMATE, _estimate, request, fleet, cycle)
 
 
@@ -63,7 +62,7 @@ def _estimate(request: Request, fleet: FleetView, cycle: Cycle) -> Terms:
 
 
 NO_ENDPOINTS = "rejected-no-endpoints"
-#: Clients choose the names.
+#: Models remembered in `Profile._passed`. The bound is needed because clients choose the names.
 _MAX_PASSED = 1024
 
 
@@ -92,7 +91,7 @@ class Profile:
         self._report = on_plugin_error
         self._turn = -1
         self._steady = all(isinstance(plugin, SteadyFilter) and plugin.steady for plugin in filters)
-        #: Models without an adapter for which the steady filters keep all, of this table in this version.
+        #: Models that load no adapter and for which the steady filters keep every endpoint of `_table` in `_version`.
         self._passed: set[str] = set()
         self._table: EndpointTable | None = None
         self._version = -1
@@ -124,7 +123,7 @@ class Profile:
     def _best(
         self, kept: BoolColumn | None, request: Request, fleet: FleetView, cycle: Cycle, trace: Trace | None
     ) -> int:
-        """The pick among those that the filters left."""
+        """Return the pick among the slots that the filters left."""
         totals = self._totals(request, fleet, cycle, trace)
         if kept is not None:
             totals = np.where(kept, totals, -np.inf)
@@ -133,7 +132,7 @@ class Profile:
         return self._pick(request, fleet, totals, cycle)
 
     def _lets_pass(self, request: Request, table: EndpointTable) -> bool:
-        """Whether the filters, all of them steady, are known to keep every endpoint."""
+        """Whether the filters, which are all steady, are known to keep every endpoint."""
         if table is not self._table or table.version != self._version or len(self._passed) > _MAX_PASSED:
             self._table, self._version = table, table.version
             self._passed.clear()
@@ -144,7 +143,7 @@ class Profile:
     def _filter(
         self, request: Request, fleet: FleetView, cycle: Cycle, trace: Trace | None, chain: Sequence[Filter]
     ) -> tuple[BoolColumn | None, BoolColumn | None, Filter | None]:
-        """(preferred, available, the filter that left nothing). `None` = all slots."""
+        """Return (preferred, available, the filter that left no endpoint). `None` = all slots; no such filter."""
         table = fleet.table
         kept = available = None if table.count == len(table) else table.alive
         for plugin in chain:
@@ -170,8 +169,8 @@ class Profile:
         return kept, available, None
 
     def able(self, request: Request, fleet: FleetView, context: Context) -> BoolColumn | None:
-        """Where the request can be served at all, busy or not: by the filters of ability and availability. `None` =
-        everywhere; nowhere = it would be refused. For flow control, which chooses among open endpoints itself."""
+        """Return the slots that can serve the request, busy or not, by the ability and availability filters. `None` =
+        all; no slot = the request would be refused. For flow control, which itself chooses among open endpoints."""
         kept, _, culprit = self._filter(request, fleet, Cycle(context), None, self._lasting)
         return kept if culprit is None else np.zeros(len(fleet.table), dtype=np.bool_)
 
@@ -222,15 +221,15 @@ class Profile:
         return int(np.nan_to_num(totals, nan=-1e300, neginf=-np.inf).argmax())
 
     def report_to(self, on_plugin_error: Callable[[PluginError], None] | None) -> None:
-        """Where failures of plugins go, for profiles that were made without saying so."""
+        """Set the callback for failures of plugins, if the constructor did not get it."""
         self._report = on_plugin_error
 
     def _overflow(self, available: BoolColumn | None, request: Request, fleet: FleetView, cycle: Cycle) -> int:
-        """One of the available endpoints, all of which are overloaded."""
+        """Return one of the available slots, all of which are overloaded."""
         return self._round_robin(available, len(fleet.table))
 
     def _round_robin(self, available: BoolColumn | None, slots: int) -> int:
-        """The next one after the last one chosen this way."""
+        """Return the next available slot after the last one that was chosen this way."""
         for step in range(1, slots + 1):
             slot = (self._turn + step) % slots
             if available is None or available[slot]:
@@ -271,29 +270,29 @@ def _check(mask: BoolColumn, slots: int) -> None:
         raise ValueError(f"{mask.dtype} of shape {mask.shape} is no mask of {slots} slots")
 
 
-# The fallback endpoint: which one gets a request when no connection to the chosen endpoint can be made.
+# The fallback endpoint: the endpoint that gets a request when no connection to the chosen endpoint can be made.
 #
 # Rules
-# * It is the runner-up of the same decision, so it can serve the request and is thought to be well. Where all are
-#   overloaded and nobody rated them it is the least loaded of those that can.
-# * Late binding names who would compute the prompt soonest, of those that are open if there is another. A scheduler in
-#   another process names the first of its alternatives that is there; if it has none, it is late binding's for a
-#   request that waited. A pick without any of this has no fallback endpoint; nor has one to which the filters left no
-#   choice.
-# * It is never who computes the prompt of a pair.
-# * The gateway repeats a request by itself and tells afterwards, when a response comes or at the end. The lease moves
-#   then, and the endpoint that was chosen counts as having failed: after a few of those it is avoided.
-# * What was predicted for the first endpoint says nothing of the fallback endpoint, so nothing is learned from such a
+# * It is the runner-up of the same decision, so it can serve the request and is believed to be healthy. If all
+#   endpoints are overloaded and were not rated, it is the least loaded endpoint that can serve the request.
+# * Late binding names the endpoint that would compute the prompt soonest, an open one if another is open. A scheduler
+#   in another process names the first of its alternatives that is in the pool; if it has none and the request waited,
+#   late binding's choice is used. A pick without any of these has no fallback endpoint, and neither has a pick to which
+#   the filters left no choice.
+# * It is never the endpoint that computes the prompt of a prefill/decode pair.
+# * The gateway repeats a request by itself and reports it afterwards, with the response or at the end. The lease then
+#   moves to the fallback endpoint, and the chosen endpoint is counted as failed: after a few failures it is avoided.
+# * The forecast for the chosen endpoint does not apply to the fallback endpoint, so nothing is learned from such a
 #   request.
 
 
 def runner_up(pick: Picked, table: EndpointTable) -> int:
-    """Its slot: as the pick says, else the best beside those of the pick; -1 = none. 1.0 us for 8 endpoints, 2 us for
-    1000."""
+    """Return the slot of the fallback endpoint: the one that the pick names, else the best slot that the pick does not
+    use; -1 = none. Takes 1.0 us for 8 endpoints, 2 us for 1000."""
     if pick.fallback_slot not in (-1, pick.slot):
         return pick.fallback_slot if pick.fallback_slot != pick.prefill_slot else -1
     trace = pick.trace
-    if trace is None or trace.endpoints is not table.ids or table.count < 2:  # else its columns are no columns of ours
+    if trace is None or trace.endpoints is not table.ids or table.count < 2:  # columns must match this table's slots
         return -1
     points = np.array(_by_load(trace.candidates, table) if trace.total is None else trace.total)
     points[pick.slot] = -inf
@@ -304,7 +303,7 @@ def runner_up(pick: Picked, table: EndpointTable) -> int:
 
 
 def in_order(pick: Picked, runner_up: int, table: EndpointTable, most: int) -> list[int]:
-    """At most `most` slots: of the pick, of its `runner_up` (-1 = none), and of those behind them, the best first."""
+    """Return at most `most` slots: the pick, its `runner_up` (-1 = none), then the others, the best first."""
     named = dict.fromkeys((pick.slot, runner_up, *pick.alternatives))
     order = [slot for slot in named if slot >= 0 and slot != pick.prefill_slot][:most]
     trace = pick.trace

@@ -1,12 +1,13 @@
-"""All queues: bands of flows of waiting requests, their limits, times to live and counts.
+"""The queues of waiting requests: bands and their flows, with limits, deadlines and counts.
 
 Rules
-* `Queues` is the only thing that adds and removes. A request is in exactly one flow, once, until it is taken,
-  cancelled or expired; `validate()` proves it, and that every count is the sum it claims to be.
-* Limits hold for requests and bytes: of all, of a band, of a flow. A newcomer over a limit is refused, unless the
-  limit is the global one and lower bands can make enough room: then the newest of the lowest give way.
-* Nothing here looks at a clock; deadlines are compared with the time that is handed in.
-* Idle flows are forgotten after `FLOW_MEMORY` seconds, or when there are `MOST_IDLE`: clients choose tenants' names.
+* Only `Queues` adds and removes requests. A request is in exactly one flow, once, until it is sent, cancelled or
+  expired. `validate()` proves this, and that every count equals the sum that it stands for.
+* Limits apply to requests and bytes: in total, per band, per flow. A new request over a limit is refused. The exception
+  is the total limit if lower bands can make enough room: then the newest requests of the lowest band are displaced.
+* The time is always passed in.
+* Idle flows are forgotten after `FLOW_MEMORY` seconds, or when there are more than `MOST_IDLE`, because clients choose
+  the names of tenants.
 """
 
 from bisect import bisect_left, insort
@@ -21,10 +22,11 @@ from fairlead.core.flow import SATURATED, Fairness, Flow, FlowKey, Limit, Limits
 from fairlead.core.policy import Refused
 from fairlead.core.request import Request
 
-# When waiting requests run out of time: in buckets, so that one who leaves early costs no more than one who is late.
+# The deadlines of waiting requests. They are kept in buckets, so that removing a request early costs no more than
+# expiring it.
 #
-# A heap would keep those that left until their time comes, or hold everybody up while it is cleaned. Here only the
-# bucket whose time comes next is sorted, once; most of it is in order already, as requests came.
+# A heap would keep removed requests until their deadlines, or block all others while it is cleaned. Here only the
+# bucket that is due next is sorted, once. Most of it is already in order, because requests are added as they arrive.
 
 #: Buckets per second.
 _PER_SECOND = 8
@@ -32,15 +34,15 @@ _deadline = attrgetter("deadline")
 
 
 class Deadlines:
-    """Waiting requests by their deadlines; those without one (`inf`) are not kept."""
+    """Waiting requests by deadline. Requests without a deadline (`inf`) are not kept."""
 
     def __init__(self) -> None:
         self._buckets: dict[int, dict[int, Waiting]] = {}
-        #: Keys of `_buckets`, and of some that are gone by now.
+        #: Heap of the keys of `_buckets`, and of some buckets that are already gone.
         self._keys: list[int] = []
-        #: The bucket that is next: its key, and negative deadlines and numbers of its members and some that left, the
-        #: next last. No tuples, for thousands of them would call the cycle collector; and no members, for thousands of
-        #: them would die in one call.
+        #: The bucket that is due next: its key, and the negated deadlines and the numbers of its members and of some
+        #: removed ones, the first due last. Two plain lists, because thousands of tuples would trigger the cycle
+        #: collector. No references to members, because thousands of them would then be freed in one call.
         self._next = -1
         self._times: list[float] = []
         self._numbers: list[int] = []
@@ -71,7 +73,7 @@ class Deadlines:
                 self._next = -1
 
     def first(self) -> Waiting | None:
-        """Who runs out of time first; of several, who came first."""
+        """Return the request with the earliest deadline; among equals the one that arrived first."""
         keys = self._keys
         while keys and keys[0] not in self._buckets:
             heappop(keys)
@@ -80,7 +82,7 @@ class Deadlines:
         bucket = self._buckets[keys[0]]
         if keys[0] != self._next:
             self._next = keys[0]
-            members = sorted(bucket.values(), key=_deadline)  # of equal ones who came first is first
+            members = sorted(bucket.values(), key=_deadline)  # stable: equal deadlines keep the order of arrival
             members.reverse()
             self._times = [-waiting.deadline for waiting in members]
             self._numbers = [waiting.number for waiting in members]
@@ -90,13 +92,13 @@ class Deadlines:
         return bucket[self._numbers[-1]]
 
     def members(self) -> set[int]:
-        """Numbers of all that are kept."""
+        """Return the numbers of all requests that are kept."""
         return {number for bucket in self._buckets.values() for number in bucket}
 
 
 FLOW_MEMORY = 300.0
 MOST_IDLE = 10_000
-#: Flows looked at per queued request to find idle ones.
+#: Idle flows checked for removal per queued request.
 _SWEEP = 2
 
 
@@ -108,58 +110,59 @@ class Band:
         self.limit = limit
         self.fairness = fairness
         self.ordering = ordering
-        #: Whether flows are protected from each other at all, and what they want.
+        #: Whether flows are protected from each other; and the work that they want.
         self.fair = not isinstance(fairness, Strict)
         self.demand = Demand()
         self.flows: dict[FlowKey, Flow] = {}
-        #: Who waits, by number, so in the order of their arrival.
+        #: Waiting requests by number, which is the order of arrival.
         self.members: OrderedDict[int, Waiting] = OrderedDict()
         self.count = 0
         self.bytes = 0
 
     def last(self) -> Waiting:
-        """Who joined last. Raises `StopIteration` when nobody waits."""
+        """Return the request that joined last. Raise `StopIteration` if none waits."""
         return next(reversed(self.members.values()))
 
     def longest_waiting(self) -> Waiting:
-        """Raises `StopIteration` when nobody waits."""
+        """Return the request that joined first. Raise `StopIteration` if none waits."""
         return next(iter(self.members.values()))
 
     def oldest(self) -> float:
-        """Since when it waits; `inf` = nobody does."""
+        """Return the clock seconds since when the longest-waiting request waits; `inf` = none waits."""
         return self.longest_waiting().since if self.members else inf
 
 
 class Queues:
-    """Requests that wait. `policies(priority)` makes the fairness policy and the ordering of a new band."""
+    """All waiting requests. `policies(priority)` creates the fairness policy and the ordering of a new band."""
 
     def __init__(self, policies: Callable[[int], tuple[Fairness, Ordering]], limits: Limits | None = None) -> None:
         self._policies = policies
         self.limits = limits or Limits()
-        #: By priority, highest first when iterated over with `bands`.
+        #: By priority. `_order` has the negated priorities, sorted.
         self._bands: dict[int, Band] = {}
         self._order: list[int] = []
-        #: How many wait.
+        #: Number of waiting requests.
         self.count = 0
         self._deadlines = Deadlines()
         #: The number of the request that joined last.
         self.newest = 0
         self._flows_made = 0
-        #: Who is idle for longest is first. (A plain dict would be walked through from its emptied front.)
+        #: Idle flows, the longest idle first. (In a plain dict, each search for the first entry would pass over all
+        #: deleted ones.)
         self._idle: OrderedDict[FlowKey, Flow] = OrderedDict()
         self.bytes = 0
-        #: Flows that others have not been told of since they changed; `None` = nobody is told.
+        #: Flows whose changes were not yet reported to peers; `None` = there are no peers to report to.
         self.changed: set[FlowKey] | None = None
 
     def __len__(self) -> int:
         return self.count
 
     def members(self) -> list[Waiting]:
-        """Everybody, highest priority first."""
+        """Return all waiting requests, highest priority first."""
         return [waiting for band in self.bands() for waiting in band.members.values()]
 
     def bands(self) -> list[Band]:
-        """Highest priority first; only those that ever had a request."""
+        """Return all bands that ever had a request, highest priority first."""
         return [self._bands[-negative] for negative in self._order]
 
     # ---- in ----
@@ -167,8 +170,8 @@ class Queues:
     def put(
         self, request: Request, now: float, ttl: float, work: float, output: float = 0.0, ms: float = 0.0
     ) -> tuple[Waiting | Refused, list[Waiting]]:
-        """Queue a request for at most `ttl` seconds. `work`, `output`, `ms`: see `Waiting`. Returns what became of it,
-        and who had to give way."""
+        """Queue a request for at most `ttl` seconds. `work`, `output`, `ms`: see `Waiting`. Return the waiting request
+        or its refusal, and the requests that it displaced."""
         band, flow = self.of(request, now)
         key = flow.key
         displaced = self._room(request, band, flow)
@@ -244,39 +247,39 @@ class Queues:
     # ---- out ----
 
     def turns(self, band: Band, window: int) -> Iterator[list[Waiting]]:
-        """Windows of a band, see `Fairness.turns`. Nothing may be added or removed while it is iterated over."""
+        """Iterate over the windows of a band, see `Fairness.turns`. Do not add or remove requests meanwhile."""
         return iter(band.fairness.turns(window))
 
     def key(self, request: Request) -> FlowKey:
-        """Of the request's flow."""
+        """Return the key of the request's flow."""
         return FlowKey(request.priority, request.model, request.fairness_id)
 
     def active(self) -> list[FlowKey]:
-        """Flows with requests that wait or are in flight."""
+        """Return the flows that have requests waiting or in flight."""
         return [key for band in self._bands.values() for key, flow in band.flows.items() if flow.wanted]
 
     def guarding(self, priority: int) -> bool:
-        """Whether heavy requests of the band may have to wait somewhere."""
+        """Whether heavy requests of the band may have to wait at some endpoint."""
         band = self._bands.get(priority)
         return band is not None and band.demand.guarding
 
     def of(self, request: Request, now: float) -> tuple[Band, Flow]:
-        """The band and the flow of the request, whether anything of it waits or not."""
+        """Return the band and the flow of the request, which are created if needed."""
         return self.named(self.key(request), now)
 
     def named(self, key: FlowKey, now: float) -> tuple[Band, Flow]:
         band = self._band(key.priority)
         flow = band.flows.get(key)
-        return band, self._flow(band, key, now) if flow is None else flow  # one without waiting requests is false
+        return band, self._flow(band, key, now) if flow is None else flow  # not `or`: an empty flow is false
 
     def served_elsewhere(self, key: FlowKey, ms: float, now: float) -> None:
-        """Another scheduler gave a flow so much work."""
+        """Account for `ms` of work that another scheduler gave to the flow."""
         band, flow = self.named(key, now)
         band.fairness.spent(flow, ms)
         flow.served -= ms
 
     def sent(self, flow: Flow, charge: Charge, step_ms: float) -> None:
-        """A request of the flow goes to an endpoint now. See `Demand.charge`; `settle` is for its end."""
+        """Charge the flow for a request that is sent to an endpoint now. See `Demand.charge`; `settle` ends it."""
         band = self._bands[flow.key.priority]
         band.fairness.spent(flow, charge.ms)
         band.demand.charge(charge, step_ms)
@@ -285,7 +288,7 @@ class Queues:
         self._note(flow.key)
 
     def settle(self, charge: Charge, done_ms: float, took_ms: float, now: float) -> None:
-        """It is over. See `Demand.settle`."""
+        """Settle the charge of a request that ended. See `Demand.settle`."""
         flow = charge.flow
         band = self._bands[flow.key.priority]
         band.fairness.corrected(flow, done_ms - charge.ms)
@@ -296,7 +299,7 @@ class Queues:
             self._forget_idle(now)
 
     def dispatch(self, waiting: Waiting, charge: Charge, step_ms: float) -> None:
-        """It leaves the queue for an endpoint now."""
+        """Take the request out of its queue and charge its flow: it is sent to an endpoint now."""
         flow = waiting.flow
         assert flow is not None
         waiting.charge = charge
@@ -305,7 +308,7 @@ class Queues:
         self.remove(waiting)
 
     def remove(self, waiting: Waiting) -> None:
-        """It waits no more: it goes, its time is over, or its client is gone."""
+        """Take the request out of its queue: it is sent, it expired, or its client is gone."""
         flow = waiting.flow
         assert flow is not None
         band = self._bands[flow.key.priority]
@@ -333,12 +336,12 @@ class Queues:
         return self._bands[waiting.request.priority].members.get(waiting.number) is waiting
 
     def next_deadline(self) -> float:
-        """Clock seconds; `inf` = nobody has one."""
+        """Return the earliest deadline in clock seconds; `inf` = there is none."""
         first = self._deadlines.first()
         return inf if first is None else first.deadline
 
     def expire(self, now: float, most: float = inf) -> list[Waiting]:
-        """Take out those whose time is over, the most overdue first, up to `most`."""
+        """Take out up to `most` requests whose deadline has passed, the most overdue first."""
         late: list[Waiting] = []
         while len(late) < most and (first := self._deadlines.first()) is not None and first.deadline <= now:
             self.remove(first)
@@ -346,7 +349,7 @@ class Queues:
         return late
 
     def clear(self, most: float = inf) -> list[Waiting]:
-        """Take out everybody, up to `most`: the highest band first, and in it who waits longest."""
+        """Take out up to `most` requests: the highest band first, in each band the longest-waiting first."""
         removed: list[Waiting] = []
         for band in self.bands():
             while len(removed) < most and band.count:
@@ -355,7 +358,7 @@ class Queues:
         return removed
 
     def validate(self) -> None:
-        """Raise `AssertionError` unless every request is in exactly one place and every count is right."""
+        """Raise `AssertionError` unless every request is in exactly one flow and every count is right."""
         seen: dict[Waiting, None] = {}
         assert sorted(self._order) == self._order == sorted(-priority for priority in self._bands)
         for priority, band in self._bands.items():
@@ -381,24 +384,24 @@ class Queues:
         assert self._deadlines.members() == {w.number for w in seen if w.deadline < inf}
 
 
-# Minimum shares: what a lower band gets although higher ones want everything.
+# Minimum shares: the work that a lower band gets even if higher bands want all of it.
 #
-# Theory. Bands are strict, so a lower one may starve. A band with a share `s` is owed `s` of all work that leaves the
-# queues while it waits, and pays with what it is given. While it is owed something it goes first; otherwise it takes
-# its turn below the others as ever. So a waiting band gets at least its share, late by at most `MOST` ms, and
-# never more than its share at the cost of a higher one.
+# Theory. Bands are strict, so a lower band may starve. While a band with a share `s` waits, it is owed `s` of all work
+# that leaves the queues, and the work that it gets is deducted. While it is owed work it goes before all other bands;
+# otherwise it keeps its place below the higher ones. So a waiting band gets at least its share, late by at most `MOST`
+# ms, and never more than its share at the expense of a higher band.
 #
 # Rules
-# * Nobody is owed anything for the time in which nobody of the band waits.
-# * A debt is bounded: a band that nobody could serve for a while does not take all afterwards.
+# * A band is owed nothing for times in which none of its requests wait.
+# * The debt is bounded, so a band that could not be served for a while does not take everything afterwards.
 # * Without shares nothing is counted.
 
-#: Milliseconds of work that a band is owed at most, or owes.
+#: Milliseconds of work that a band can be owed, or owe, at most.
 MOST = 3000.0
 
 
 class Shares:
-    """`of`: priority → share of the work, 0..1. Raises `ValueError` if they exceed the whole."""
+    """Minimum shares of bands. `of`: priority → share of the work, 0..1. Raises `ValueError` if the sum exceeds 1."""
 
     def __init__(self, of: Mapping[int, float]) -> None:
         self._of = {priority: share for priority, share in of.items() if share > 0.0}
@@ -408,14 +411,15 @@ class Shares:
         self.owed = dict.fromkeys(self._of, 0.0)
 
     def order(self, bands: Sequence[Band]) -> Sequence[Band]:
-        """`bands` in the order in which they are served; those that are owed something come first."""
+        """Return `bands` in the order in which they are served: those that are owed work first, the most owed first."""
         if not self._of:
             return bands
         owed = self.owed
         return sorted(bands, key=lambda band: -max(owed.get(band.priority, 0.0), 0.0))
 
     def spent(self, bands: Sequence[Band], priority: int, cost: float) -> None:
-        """A request of the band is sent to an endpoint. To be called while it is still counted in its band."""
+        """Account for a request of the band that is sent to an endpoint. Call it while the request still counts in its
+        band."""
         if not self._of:
             return
         waiting = {band.priority for band in bands if band.count}

@@ -1,14 +1,14 @@
-"""A scheduler in another process, as a Policy across a wire.
+"""A scheduler in another process, as a policy.
 
 Rules
-* A request that is asked for is parked until the answer, the deadline or the loss of the connection, whichever comes
-  first; the others find it gone and change nothing. So it is decided exactly once, and charged only when it is.
-* Whatever a scheduler does (late, silent, gone, nonsense), its requests are decided by the built-in policy behind
-  it. Only an explicit refusal reaches the client.
-* Under flow control it is asked once there is room, also for requests that waited (`room`).
-* A pick is believed only if the endpoint exists and can serve the request, by the filters of the built-in policy.
-* Late and invalid answers count for the breaker. Losing the connection does not: while there is none nobody is
-  asked.
+* A request that the scheduler is asked about is parked until the answer, the deadline or the loss of the connection,
+  whichever is first; later ones find it gone and change nothing. So it is decided exactly once, and charged only then.
+* If a scheduler is late, silent, gone or gives invalid answers, the fallback policy behind it decides its requests.
+  Only an explicit refusal reaches the client.
+* Under flow control it is asked once there is room, also for requests that waited (`core.parking`).
+* A pick is accepted only if the endpoint exists and can serve the request by the filters of the fallback policy.
+* Late and invalid answers count for the breaker. Losing the connection does not: without a connection the scheduler is
+  not asked.
 """
 
 from abc import ABC, abstractmethod
@@ -23,7 +23,7 @@ from fairlead.core.policy import Answer, Context, Policy, Refused
 from fairlead.core.request import Request
 from fairlead.core.view import FleetView
 
-# A circuit breaker: who fails again and again is left alone for a while, then tried with one request.
+# A circuit breaker: a scheduler that fails repeatedly is not asked for a while, then tried with one request.
 #
 # closed ── failures in a row ──► open ── cooldown ──► half-open ── one success ──► closed
 #                                  ▲                       │
@@ -34,14 +34,14 @@ STATES = (CLOSED, OPEN, HALF_OPEN)
 
 
 class BreakerRules(Struct, frozen=True, kw_only=True):
-    #: Failures in a row.
+    #: Failures in a row that open it.
     failures: int = 5
-    #: Seconds.
+    #: Seconds that it stays open.
     cooldown: float = 1.0
 
 
 class Breaker:
-    """Times are clock seconds, handed in."""
+    """A circuit breaker. Times are clock seconds and are passed in."""
 
     __slots__ = ("_failed", "_opened_at", "_probing", "opened", "rules", "state")
 
@@ -55,13 +55,13 @@ class Breaker:
         self._probing = False
 
     def ready(self, now: float) -> bool:
-        """Whether one more may be tried now; half open that is one at a time."""
+        """Whether another request may be tried now; if half-open, only one at a time."""
         if self.state == OPEN:
             return now - self._opened_at >= self.rules.cooldown
         return self.state == CLOSED or not self._probing
 
     def allows(self, now: float) -> bool:
-        """The same, and it is tried: `succeeded`, `failed` or `dropped` follows."""
+        """Return `ready`; if True, the request is tried, and `succeeded`, `failed` or `dropped` must follow."""
         if not self.ready(now):
             return False
         if self.state != CLOSED:
@@ -82,31 +82,31 @@ class Breaker:
             self._opened_at = now
 
     def dropped(self) -> None:
-        """One that was tried ended without a verdict."""
+        """A tried request ended without success or failure."""
         self._probing = False
 
 
-#: (request, fleet, now): where it can be served at all; `None` = everywhere.
+#: (request, fleet, now) → the slots that can serve the request; `None` = all.
 Able = Callable[[Request, FleetView, float], BoolColumn | None]
 
-#: The reason of a refusal that the scheduler wanted.
+#: The reason of a refusal by the scheduler.
 REFUSED = "rejected-by-scheduler"
 
 
 class RemoteStats(Struct):
-    """Sums over a policy's life."""
+    """Counts over a policy's life."""
 
     asked: int = 0
-    #: Of those, requests that had waited under flow control.
+    #: The part of `asked` that had waited under flow control.
     queued: int = 0
     #: Answers that decided a request (picks and refusals).
     answered: int = 0
     refused: int = 0
-    #: Answers that came when nobody waited any more.
+    #: Answers that arrived when the request no longer waited.
     late: int = 0
-    #: An alternative was taken because the endpoint had left.
+    #: Answers of which an alternative was taken, because the chosen endpoint had left.
     alternatives: int = 0
-    #: Requests that the built-in policy decided, by why: `down`, `breaker`, `full`, `deadline`, `lost`, `invalid`,
+    #: Requests that the fallback policy decided, by reason: `down`, `breaker`, `full`, `deadline`, `lost`, `invalid`,
     #: `gone` (the endpoint left in the meantime), `passed` (the scheduler had no opinion).
     fallbacks: dict[str, int] = field(default_factory=dict)
 
@@ -115,16 +115,16 @@ class RemoteStats(Struct):
 
 
 class AsksElsewhere(ABC):
-    """A policy that may have requests decided by a scheduler in another process."""
+    """A policy that may ask a scheduler in another process."""
 
     @abstractmethod
     def remote_for(self, request: Request) -> "RemotePolicy | None":
-        """Who is to be asked for this one; `None` = nobody."""
+        """Return the scheduler to ask for this request; `None` = it is decided here."""
 
 
 class RemotePolicy(AsksElsewhere):
-    """`fallback` decides what the scheduler does not; `able` are its filters; `budget` in seconds. `on_answer` is told
-    the seconds that an answer in time took."""
+    """A scheduler in another process. `fallback` decides if it does not; `able`: the fallback's filters; `budget` in
+    seconds. `on_answer` receives the seconds that each answer in time took."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class RemotePolicy(AsksElsewhere):
         self.on_answer = on_answer
 
     def behind(self, fallback: Policy, able: Able) -> "RemotePolicy":
-        """The same scheduler before another built-in policy: connection, breaker and counts are shared."""
+        """Return the same scheduler with another fallback policy. Connection, breaker and counts are shared."""
         made = RemotePolicy(self.name, fallback, able, self.budget, on_answer=self.on_answer)
         made.breaker, made.stats, made.connected = self.breaker, self.stats, self.connected
         return made
@@ -154,25 +154,25 @@ class RemotePolicy(AsksElsewhere):
         return self
 
     def choose(self, request: Request, fleet: FleetView, context: Context) -> Answer:
-        """The fallback's choice."""
+        """Return the fallback policy's choice."""
         pick = self.fallback.choose(request, fleet, context)
         pick.by = pick.by or self.fallback.name
         return pick
 
 
-# A share of the requests is decided by another policy: a canary.
+# A canary: another policy decides a share of the requests.
 #
 # Rules
-# * The requests of one session go one way, so that neither policy loses the other's cached prompts in
-#   mid-conversation; without a session each request is drawn for itself, by its number. No chance is involved: a
-#   replay goes the same ways.
-# * A canary that raises is replaced by the primary for that request, and reported.
+# * All requests of a session are decided by the same policy, so that its cached prompts are not lost in the middle of a
+#   conversation. A request without a session is assigned by its number. No randomness is involved, so a replay assigns
+#   requests in the same way.
+# * If a canary raises, the primary decides that request, and the error is reported.
 
 _PARTS = 10_000
 
 
 class Canary(AsksElsewhere):
-    """`percent` of the requests go by `canary`, the others by `primary`."""
+    """`canary` decides `percent` of the requests, `primary` the others."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class Canary(AsksElsewhere):
         self.canary = canary
         self._below = round(percent * _PARTS / 100)
         self._report = on_plugin_error
-        #: Decisions of each, by the name of the policy that was to decide.
+        #: Decisions made by each.
         self.decided = {"primary": 0, "canary": 0}
 
     @property
@@ -193,7 +193,7 @@ class Canary(AsksElsewhere):
         return self.primary.name
 
     def takes(self, request: Request) -> bool:
-        """Whether the canary decides it."""
+        """Whether the canary decides the request."""
         key = request.session or str(request.id)
         return crc32(key.encode("utf-8", "replace")) % _PARTS < self._below
 

@@ -1,10 +1,10 @@
-"""What this scheduler did and saw itself, for others that serve the same pool (`fairlead.core.facts`).
+"""Reports of what this scheduler did and saw, for the other schedulers of the pool (`fairlead.core.facts`).
 
 Rules
-* Facts are taken down where they happen, as references, and become bytes once per batch. A `Fleet` takes down nothing:
-  a scheduler that is alone pays nothing.
-* Memory is bounded. Who does not fetch batches loses them; the gap in the sequence tells the others.
-* A reservation is not told: it lasts for milliseconds, and the lease that follows is.
+* Facts are recorded where they happen, as references, and are encoded once per batch. A plain `Fleet` records nothing,
+  so a single scheduler pays nothing.
+* Memory is bounded. Batches that are not fetched are lost; peers notice the gap in the sequence.
+* Reservations are not reported: they last for milliseconds, and the lease that follows is reported.
 """
 
 from bisect import bisect_left
@@ -38,49 +38,49 @@ from fairlead.core.flow_control import FlowControl
 from fairlead.core.ledger import Lease, Ledger
 from fairlead.core.request import PrefixChain, Request
 
-#: Facts that wait for somebody to fetch them.
+#: Facts that may wait to be fetched.
 MOST_FACTS = 65_536
-#: Blocks told since the dictionary began. Then it begins anew, which costs each live chain one telling in full.
+#: Blocks in a dictionary. Then a new one begins, and each live chain is sent in full once more.
 DICTIONARY = 32_768
-#: Prompts in a snapshot: those sent last.
+#: Prompts in a snapshot: the last ones sent.
 RECENT = 512
-#: Forecasts are cut there: nothing that is sent takes a day.
+#: Forecasts are cut at one day.
 LONGEST_MS = 86_400_000.0
 #: Flows in a batch.
 MOST_FLOWS = 256
 
 
 class Reports:
-    """`batch` and `snapshot` are for the transport. Neither changes what decides."""
+    """Collects facts. The transport calls `batch` and `snapshot`; neither affects decisions."""
 
     def __init__(self, ledger: "ReportingLedger") -> None:
         self._ledger = ledger
-        #: Of the last batch.
+        #: Number of the last batch.
         self.sequence = 0
         self._next = 1
         self._charged: list[Lease] = []
         self._first_tokens: list[tuple[int, float]] = []
         self._ended: dict[int, int] = {}
         self._failed: list[str] = []
-        #: Endpoints that are avoided, and until when (clock seconds); whether others know.
+        #: Avoided endpoints, and until when (clock seconds); whether peers know the current state.
         self._avoided: dict[str, float] = {}
         self._avoided_told = True
-        #: Blocks that others know since the dictionary began, and whether they know one from somebody else.
+        #: Blocks sent since the dictionary began; and a test whether a peer has sent a block.
         self.dictionary = Dictionary()
         self.known_elsewhere: Callable[[int], bool] = _never
         self._generation = 1
         self._recent: deque[tuple[str, PrefixChain]] = deque(maxlen=RECENT)
         self._now = 0.0
         self._flow: FlowControl | None = None
-        #: The flow whose requests nobody counts, as it was told last.
+        #: The flow whose requests are not counted (`FlowControl.uncounted`), as last reported.
         self._only: FlowKey | None = None
 
     def follow(self, flow: FlowControl) -> None:
-        """Tell of what waits there, too."""
+        """Also report the flows of this flow control."""
         self._flow = flow
         flow.queues.changed = set()
 
-    # ---- taken down ----
+    # ---- recorded ----
 
     def charged(self, lease: Lease) -> None:
         lease.number = self._next
@@ -105,7 +105,7 @@ class Reports:
             self._drop()
 
     def avoided(self, endpoint_id: str, until: float) -> None:
-        """-inf = it is not any more."""
+        """Record that an endpoint is avoided until then (clock seconds); -inf = no longer."""
         self._avoided_told = False
         if until > -inf:
             self._avoided[endpoint_id] = until
@@ -113,7 +113,7 @@ class Reports:
             self._avoided.pop(endpoint_id, None)
 
     def _drop(self) -> None:
-        """Nobody fetches: what waits becomes a gap, and whoever listens again asks for a snapshot."""
+        """Drop facts that are not fetched. They become a gap in the sequence, so peers will ask for a snapshot."""
         self.sequence += 1
         self._forget()
         self._begin_dictionary()
@@ -125,10 +125,10 @@ class Reports:
         self.dictionary.begin()
         self._generation += 1
 
-    # ---- told ----
+    # ---- sent ----
 
     def batch(self, now: float) -> bytes:
-        """What is new since the last batch; `b""` = nothing. `now`: clock seconds."""
+        """Return the facts since the last batch, encoded; `b""` = none. `now`: clock seconds."""
         self._now = now
         held = self._changed(now)
         if not (self._charged or self._first_tokens or self._ended or held or self._failed) and self._avoided_told:
@@ -169,7 +169,7 @@ class Reports:
         return encode(message)
 
     def snapshot(self) -> bytes:
-        """What somebody needs who has missed batches, or all of them."""
+        """Return the encoded snapshot, for a peer that missed some or all batches."""
         endpoints = _Endpoints()
         prompts = _Prompts(endpoints, Dictionary(), _never)
         for endpoint_id, prefix in self._recent:
@@ -200,7 +200,7 @@ class Reports:
         return tuple([Avoided(endpoints.of(name), ms) for name, ms in left_ms.items()])
 
     def _changed(self, now: float) -> tuple[Held, ...]:
-        """Flows that changed since they were told of, the first `MOST_FLOWS`."""
+        """Return up to `MOST_FLOWS` flows that changed since they were last reported."""
         if self._flow is None or self._flow.queues.changed is None:
             return ()
         changed, only = self._flow.queues.changed, self._flow.uncounted
@@ -232,7 +232,7 @@ class _Endpoints(dict[int, int]):
 
 
 class _Prompts:
-    """The chains of one message. `dictionary`: blocks told before; those told now are added. `known_elsewhere`: see
+    """The chains of one message. `dictionary`: blocks sent before; new ones are added. `known_elsewhere`: as in
     `Reports`."""
 
     def __init__(self, endpoints: _Endpoints, dictionary: Dictionary, known_elsewhere: Callable[[int], bool]) -> None:
@@ -240,12 +240,12 @@ class _Prompts:
         self._dictionary, self._known_elsewhere = dictionary, known_elsewhere
         self.sent: list[Sent] = []
         self.hashes: list[int] = []
-        #: Of what is new of each chain: where it begins, and where its blocks end.
+        #: For the new blocks of each chain: where they begin, and the end of each.
         self.parts: list[tuple[int, tuple[int, ...]]] = []
 
     def add(self, endpoint_id: str, prefix: PrefixChain) -> None:
         hashes, blocks, elsewhere = prefix.hashes, self._dictionary.blocks, self._known_elsewhere
-        # Of a chain that is known in part the first blocks are.
+        # If only a part of a chain is known, it is the first blocks.
         depth = bisect_left(hashes, True, key=lambda block: not (block in blocks or elsewhere(block)))
         fresh = hashes[depth:]
         if fresh:
@@ -279,7 +279,7 @@ def _age(seconds: float) -> int:
 
 
 class ReportingLedger(Ledger):
-    """Leases of others have no number, and nothing is told of them."""
+    """A ledger that reports own leases. Leases of peers have no number and are not reported."""
 
     reports: Reports
 
@@ -308,7 +308,7 @@ class ReportingLedger(Ledger):
 
 
 class SharedFleet(Fleet):
-    """A fleet that others schedule for too: what happens to own leases is taken down in `reports`."""
+    """A fleet shared with other schedulers: events of own leases are recorded in `reports`."""
 
     ledger: ReportingLedger
 

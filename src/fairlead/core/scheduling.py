@@ -1,4 +1,4 @@
-"""What a configuration says about scheduling, built: a pipeline begins with one, a `Reconfigured` brings another."""
+"""The scheduling objects that are built from a configuration, at the start of a pipeline and at each `Reconfigured`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,13 +12,13 @@ from fairlead.core.shadow import CaseTaker
 
 
 class Scheduling(Struct, frozen=True, kw_only=True):
-    """One is replaced by the next as a whole. What did not change in the configuration is the same object in both."""
+    """Replaced as a whole on a reload. Objects whose configuration did not change are the same in both."""
 
-    #: Decides: the policy of the file, with the canary and schedulers in other processes around it.
+    #: The policy that decides: that of the file, wrapped by the canary and by schedulers in other processes.
     policy: Policy
-    #: The policy of the file itself. Flow control records its decisions under this name.
+    #: The policy of the file itself. Flow control records its decisions under this policy's name.
     base: Policy
-    #: Where a request can be served, by the filters of `base`. Flow control follows it.
+    #: The slots that can serve a request, by the filters of `base`. Flow control follows it.
     able: Able
     #: `None` = requests never wait.
     flow: FlowController | None
@@ -26,11 +26,12 @@ class Scheduling(Struct, frozen=True, kw_only=True):
     lease_ttl: float
     #: Schedulers in other processes, by name.
     remotes: Mapping[str, RemotePolicy] = {}
-    #: Takes down what shadows judge; `None` = there are no shadows.
+    #: Takes the cases that shadows judge; `None` = there are no shadows.
     shadows: CaseTaker | None = None
-    #: Policies on trial in this process, by the names of their shadows. Not for the core: whoever judges takes them.
+    #: Policies on trial in this process, by the names of their shadows. Used by the code that judges them, not by the
+    #: core.
     on_trial: Mapping[str, Policy] = {}
 
 
-#: Builds what a document says. Raises `PluginError` or `ConfigError`; then nothing has changed.
+#: Builds the objects from a document. Raises `PluginError` or `ConfigError`; then nothing has changed.
 Build = Callable[[Any], Scheduling]

@@ -1,16 +1,16 @@
-"""Policies on trial: shown each decision after it was made, from the same numbers, and nothing comes of it but figures.
+"""Policies on trial (shadows): they decide copies of the requests from the same numbers, and only figures result.
 
-Theory. A policy can only be compared with another one on the decisions that were made, not on those that it would have
-led to: what it says about the next request depends on where it would have sent the last. So a shadow's agreement and
-regret say how differently it chooses, by the reference cost's forecasts; what that does to latencies only the
-simulator, or a canary, can tell.
+Theory. A shadow is judged only on decisions that another policy made, not on those that it would have led to itself:
+its next choice would depend on where it had sent the last request. So its agreement and regret show how differently it
+chooses, by the forecasts of the reference cost. The effect on latencies can only be found with the simulator or a
+canary.
 
 Rules
-* A case is taken before the request is charged: the shadow sees what the policy saw. Taking it is all that happens in
-  the call that decides (about 5 µs).
-* Judging may happen anywhere, for instance in another thread: a case shares nothing that changes, and the policies on
-  trial are instances of their own.
-* Whatever a shadow raises or returns becomes the `error` of its verdict.
+* A case is taken before the request is charged, so the shadow sees what the policy saw. In the call that decides, only
+  the case is taken (about 5 µs).
+* Shadows may be judged anywhere, for instance in another thread: a case shares no changing data, and policies on trial
+  are separate instances.
+* Exceptions and invalid results of a shadow become the `error` of its verdict.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,15 +30,15 @@ from fairlead.core.records import ShadowCase, ShadowRecord, ShadowVerdict, Snaps
 from fairlead.core.request import NO_PREFIX, Request
 from fairlead.core.snapshot import Restored, Snapshots
 
-#: Milliseconds of everybody's time, by slot: what choices are compared by.
+#: The reference cost by slot, in milliseconds of all requests together. Choices are compared by it.
 Reference = Callable[[Request, Fleet, Cycle], FloatColumn]
-#: Where the request can be served; `None` = everywhere.
+#: The slots that can serve the request; `None` = all.
 Able = Callable[[Request, Fleet, float], BoolColumn | None]
 _MAX_ERROR = 200
 
 
 class CaseTaker:
-    """`share` of the decisions, drawn with `rng` (one of its own, so that shadows change no other draw)."""
+    """Takes a case of a `share` of the decisions, drawn with its own `rng`, so that shadows affect no other draw."""
 
     def __init__(self, share: float, rng: Random) -> None:
         self._share = share
@@ -48,7 +48,8 @@ class CaseTaker:
         self.failed = 0
 
     def take(self, request: Request, pick: Picked, fleet: Fleet, now: float, expected: float) -> list[Instruction]:
-        """Before the charge. Nothing, or that shadows are to judge it. Raises nothing: the request comes first."""
+        """Take a case before the request is charged. Return the order to judge it, or nothing. Never raises, so that
+        the request is not affected."""
         if self._share < 1.0 and self._rng.random() >= self._share:
             return []
         try:
@@ -68,7 +69,7 @@ class CaseTaker:
 
 
 class Replica:
-    """A fleet that becomes that of one case after the other; made anew only when endpoints change."""
+    """A fleet that is set to one case after another. It is rebuilt only if endpoints change."""
 
     def __init__(self) -> None:
         self._last: Snapshot | None = None
@@ -91,7 +92,7 @@ class Replica:
 
 
 class Terms(Struct):
-    """Of one case, by slot."""
+    """Costs of one case, by slot."""
 
     cost: FloatColumn
     ttft: FloatColumn
@@ -99,12 +100,12 @@ class Terms(Struct):
     lowest: float
 
 
-#: A case and what was computed of it.
+#: A case and its computed costs.
 Opened = tuple[ShadowCase, Terms]
 
 
 class Bench:
-    """Judges one case after the other, for one thread. `reference` says what choices cost, `able` who may serve."""
+    """Judges one case after another, in one thread. `reference`: cost of each choice; `able`: slots that can serve."""
 
     def __init__(self, reference: Reference, able: Able, rng: Random) -> None:
         self._reference = reference
@@ -115,7 +116,7 @@ class Bench:
         self._terms: Terms | None = None
 
     def open(self, case: ShadowCase) -> Restored:
-        """Begin with this case. Returns the fleet as it was."""
+        """Begin with this case. Return the fleet as it was."""
         fleet = self._replica.fleet(case)
         request, now = case.request, case.snapshot.at
         cycle = Cycle(Context(now, self._rng, trace=False))
@@ -131,7 +132,7 @@ class Bench:
 
     @property
     def opened(self) -> Opened:
-        """The case that is open, to come back to it later."""
+        """The open case, for a later `reopen`."""
         assert self._case is not None and self._terms is not None
         return self._case, self._terms
 
@@ -139,7 +140,7 @@ class Bench:
         self._case, self._terms = opened
 
     def decide(self, name: str, policy: Policy) -> ShadowVerdict:
-        """What a policy would have done. Raises nothing."""
+        """Return the verdict on what a policy would have done. Never raises."""
         case, fleet = self._case, self._replica.fleet
         assert case is not None
         try:
@@ -154,7 +155,7 @@ class Bench:
             return ShadowVerdict(name, error=f"{type(error).__name__}: {error}"[:_MAX_ERROR])
 
     def answered(self, name: str, pick: RemotePick, took_us: float) -> ShadowVerdict:
-        """What a scheduler in another process would have done. Raises nothing."""
+        """Return the verdict on what a scheduler in another process would have done. Never raises."""
         try:
             return replace(self._answered(name, pick), took_us=took_us)
         except ValueError as error:
@@ -177,7 +178,8 @@ class Bench:
         return self.verdict(name, slots[0])
 
     def verdict(self, name: str, slot: int) -> ShadowVerdict:
-        """Of a choice; -1 = it would have refused the request. Raises `ValueError` or `TypeError` for what is none."""
+        """Return the verdict on a choice; -1 = it would have refused the request. Raise `ValueError` or `TypeError` for
+        an invalid choice."""
         case, terms = self._case, self._terms
         assert case is not None and terms is not None
         slot = index(slot)

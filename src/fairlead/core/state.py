@@ -1,10 +1,10 @@
-"""All that a scheduler has learned ↔ bytes, part by part: for one that starts again, or starts beside others.
+"""Everything that a scheduler has learned ↔ bytes, part by part, for one that restarts or joins other schedulers.
 
 Rules
-* Parts are small and stand for themselves. Taking one down, encoding it and handling it again takes a millisecond or
-  two, so whoever does it lets others have their turn in between.
-* What ends with the process is not in here: leases, queues, sessions.
-* What a scheduler is given enters by events (`Restored`), so that a journal and its replay know of it too.
+* Parts are small and independent. Saving, encoding and restoring one takes a millisecond or two, so that other work can
+  run between two parts.
+* State that ends with the process is not included: leases, queues, sessions.
+* A scheduler receives parts as events (`Restored`), so that they are in the journal and in a replay, too.
 """
 
 from collections.abc import Iterator
@@ -17,16 +17,16 @@ from fairlead.core.learned import Amount, Common, EndpointLearned, Part, Prefixe
 from fairlead.core.tokens import TokenEstimator
 
 VERSION = 1
-#: Blocks of one part.
+#: Blocks in one part.
 PART_BLOCKS = 2048
-#: Blocks taken down of one endpoint, in one go. It is text for three million tokens.
+#: Blocks saved of one endpoint, which are read in one go. They cover text of three million tokens.
 ENDPOINT_BLOCKS = 32_768
-#: Bytes of an encoded block, at most: nine of its hash, five of its size.
+#: Bytes of an encoded block, at most: nine for its hash, five for its size.
 BLOCK_BYTES = 14
 
 
 class Head(Struct, frozen=True, tag="head"):
-    """What came first. `taken_at`: seconds since 1970. `finest`, `growth`: how prompts were cut (`ChainHasher`)."""
+    """The first part. `taken_at`: seconds since 1970. `finest`, `growth`: how prompts were cut (`ChainHasher`)."""
 
     version: int
     taken_at: Amount
@@ -45,7 +45,7 @@ def encode(part: Head | Part) -> bytes:
 
 
 def decode(data: bytes) -> Head | Part:
-    """Raises `ValueError` when it is no part."""
+    """Return the decoded part. Raise `ValueError` if it is not a part."""
     try:
         return _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -53,8 +53,8 @@ def decode(data: bytes) -> Head | Part:
 
 
 def taken(fleet: Fleet, tokens: TokenEstimator, now: float, most_blocks: int) -> Iterator[Part]:
-    """What is known, part by part; between two of them anything may happen. `most_blocks`: of all endpoints together,
-    shared evenly. `now`: clock seconds."""
+    """Iterate over the parts of what is known; the fleet may change between two parts. `most_blocks`: for all endpoints
+    together, divided evenly. `now`: clock seconds."""
     yield Common(
         forecasts=fleet.predictor.learned(),
         models=tokens.learned(),

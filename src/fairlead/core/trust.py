@@ -1,14 +1,15 @@
-"""Whether an endpoint's KV events may be believed: what they predicted against what the engine then reported.
+"""Whether an endpoint's KV events can be trusted: the cached tokens that they predict against those that the engine
+reports.
 
 Rules
-* Only informative pairs count: something was predicted or something reported, and the prediction did not rest on a
-  prompt that was still on its way there.
-* Some error is normal: between decision and computing, blocks come and go. A pair agrees within one block or a tenth
-  of the prompt, whichever is more.
-* `PROOFS` agreements in a row make an endpoint proven. It is distrusted once more than half of the last `WINDOW` pairs
-  disagree, three of them at least, and believed again after `RECOVERY` agreements in a row.
-* A silent zero (nothing predicted, much reported) is the mark of keys that can never match. An engine under pressure
-  makes errors in both directions; a broken recipe makes them all the time.
+* Only informative pairs count: tokens were predicted or reported, and the prediction did not depend on a prompt that
+  was still on its way to the endpoint.
+* Some error is normal, because blocks are stored and dropped between the decision and the prefill. A pair agrees if it
+  differs by at most one block or a tenth of the prompt, whichever is more.
+* `PROOFS` agreements in a row make an endpoint proven. It is distrusted once more than half of the last `WINDOW` pairs,
+  and at least three, disagree. It is trusted again after `RECOVERY` agreements in a row.
+* Nothing predicted and much reported is typical of keys that can never match. An engine under memory pressure causes
+  errors in both directions, and only at times; a wrong recipe causes them all the time.
 """
 
 from collections import deque
@@ -33,7 +34,7 @@ _TOLERANCE = 0.1
 
 
 class Trust:
-    """Of one endpoint."""
+    """The trust in one endpoint's events."""
 
     __slots__ = ("_row", "_window", "distrusted", "proven")
 
@@ -41,7 +42,7 @@ class Trust:
         self.reset()
 
     def reset(self) -> None:
-        """The engine is another one: nothing is known of it yet."""
+        """Forget everything, because there is a new engine."""
         self._window: deque[bool] = deque(maxlen=WINDOW)
         #: Agreements since the last disagreement.
         self._row = 0
@@ -50,16 +51,16 @@ class Trust:
 
     @property
     def level(self) -> float:
-        """Share of the last pairs that agreed; 0.5 while there are none."""
+        """The share of the last pairs that agreed; 0.5 if there are none."""
         return sum(self._window) / len(self._window) if self._window else 0.5
 
     @property
     def settled(self) -> bool:
-        """Proven, and nothing speaks against it: a sample of answers is enough to go on."""
+        """Whether it is proven and the last `WINDOW` pairs all agreed: then checking a sample of answers is enough."""
         return self.proven and self._row >= WINDOW
 
     def judge(self, agrees: bool) -> bool:
-        """Take one pair. True: the verdict has changed."""
+        """Take the result of one pair. Return whether the verdict has changed."""
         before = (self.proven, self.distrusted)
         self._window.append(agrees)
         self._row = self._row + 1 if agrees else 0
@@ -78,17 +79,17 @@ class Trust:
 
 
 def agrees(predicted: int, reported: int, prompt: int, block_size: int) -> bool:
-    """Within the tolerance of the module's rules. All in tokens."""
+    """Whether the pair agrees within the tolerance of the module's rules. All in tokens."""
     return abs(predicted - reported) <= max(block_size, _TOLERANCE * prompt)
 
 
-# Why exact predictions fail: the prompt as we read it, against what the engine told of what it stored lately.
+# Why exact predictions fail: our token ids of the prompt against the blocks that the engine reported as stored.
 #
-# Theory. An endpoint whose caches hit while nothing was predicted reads prompts otherwise than we do, and its events
-# show how. The tokens it stored for a prompt are either ours (then something else in the key differs: adapter, salt,
-# hash algorithm or seed, block size), or ours in another place (its chat template puts something else before or
-# between), or strange (another tokeniser). Single answers may deceive, since the store in question may not be among
-# the last ones; whoever counts causes sees which one dominates.
+# Theory. If an endpoint has cache hits that were not predicted, it reads prompts in another way than we do, and its
+# events show how. The tokens that it stored for a prompt are ours (then another part of the key differs: adapter, salt,
+# hash algorithm or seed, block size), or ours in another place (its chat template adds something else before or
+# between), or different (another tokeniser). A single diagnosis may be wrong, since the store in question may not be
+# among the last ones; counting the causes shows which one dominates.
 
 BLOCK_SIZE, SEED, ALGORITHM = "block-size", "hash-seed", "hash-algorithm"
 LORA, SALT = "lora", "extra-keys"
@@ -96,9 +97,9 @@ TEMPLATE, TOKENISER = "chat-template", "tokeniser"
 EVICTED, MISSING, UNKNOWN = "evicted", "events-missing", "unknown"
 CAUSES = (BLOCK_SIZE, SEED, ALGORITHM, LORA, SALT, TEMPLATE, TOKENISER, EVICTED, MISSING, UNKNOWN)
 
-#: Seeds that people set, tried in turn.
+#: Commonly used seeds, tried in turn.
 _SEEDS = (None, "0", "1", "42", "123", "1234", "12345")
-#: Tokens in a row that hardly occur twice by accident, and the share of them that makes two texts one.
+#: Length of token sequences that rarely repeat by accident, and the share of common ones that makes two texts alike.
 _GRAM = 4
 _ALIKE = 0.5
 
@@ -106,28 +107,29 @@ Ids = NDArray[np.uint64]
 
 
 class Finding(Struct, frozen=True):
-    """`cause` is one of `CAUSES`; `detail` is for people."""
+    """The cause of wrong predictions. `cause` is one of `CAUSES`; `detail` explains it in words."""
 
     cause: str
     detail: str = ""
 
 
 class Case(Struct, frozen=True):
-    """One wrong prediction. All numbers in tokens."""
+    """One wrong prediction. All numbers are in tokens."""
 
-    #: The prompt's token ids as we read it, little-endian 32-bit integers; perhaps only its beginning, or nothing.
+    #: Our token ids of the prompt, little-endian 32-bit integers; possibly only the beginning, or none.
     tokens: bytes
     count: int
     lora: str
     salt: str
     predicted: int
     reported: int
-    #: Of the prompt, as the engine counted; -1 = not told.
+    #: The engine's count of the prompt's tokens; -1 = not reported.
     counted: int
 
 
 def diagnose(recipe: Recipe, case: Case, heads: Sequence[Head]) -> Finding:
-    """`heads`: what the endpoint stored lately, of beginnings and of rests the newest last."""
+    """Return the likely cause. `heads`: what the endpoint stored recently, rests and beginnings of prompts, each with
+    the newest last."""
     if not heads:
         return Finding(MISSING, "its answers hit a cache of which no event told")
     newest = heads[-1]
@@ -137,7 +139,8 @@ def diagnose(recipe: Recipe, case: Case, heads: Sequence[Head]) -> Finding:
 
 
 def wrong_hashes(recipe: Recipe, heads: Sequence[Head]) -> Finding | None:
-    """Whether the engine hashes otherwise than configured; `None` = it does not, nothing tells, or it matters not."""
+    """Return the finding if the engine's hashes differ from the configured ones; `None` = they agree, cannot be
+    compared, or are not used."""
     plain = [head for head in heads if head.first and head.tokens and not head.lora and not any(head.extras)]
     if recipe.hasher is None or not plain or _makes(recipe.hasher, plain[-1]):
         return None
@@ -152,7 +155,7 @@ def wrong_hashes(recipe: Recipe, heads: Sequence[Head]) -> Finding | None:
 
 
 def _makes(hasher: EngineHasher, head: Head) -> bool:
-    """Whether this is how the engine came to its first hash."""
+    """Whether this hasher gives the engine's first hash."""
     ids = np.frombuffer(head.tokens, "<u4")[: head.block_size].tolist()
     return hasher.hashes(ids, head.block_size)[:1] == list(head.hashes[:1])
 
@@ -206,7 +209,7 @@ def _strange(case: Case) -> Finding:
 
 
 def _grams(tokens: bytes) -> Ids:
-    """A number for each `_GRAM` tokens in a row."""
+    """Return a number for each sequence of `_GRAM` tokens."""
     ids = np.frombuffer(tokens, "<u4").astype(np.uint64)
     size = max(len(ids) - _GRAM + 1, 0)
     mixed = np.zeros(size, np.uint64)
@@ -215,12 +218,12 @@ def _grams(tokens: bytes) -> Ids:
     return mixed
 
 
-# Comparing what exact knowledge predicted with what engines report, and what follows from it.
+# The comparison of predictions from the exact index with the engines' reports, and its consequences.
 #
-# An engine reports `cached_tokens` with an answer's usage. Against the prediction at the decision that shows,
-# endpoint by endpoint, whether its events can be relied on (`core.trust`) and, if not, why (`core.trust`).
+# An engine reports `cached_tokens` in the usage of an answer. Compared with the prediction of the decision, it shows
+# for each endpoint whether its events can be relied on and, if not, why.
 
-#: Awaited answers whose prompts are kept for a diagnosis, and what is kept of each, in tokens.
+#: Awaited answers whose prompts are kept for a diagnosis, and the tokens kept of each.
 MOST_AWAITED = 20_000
 _KEPT = 4096
 
@@ -229,7 +232,7 @@ _ELSEWHERE = Finding(UNKNOWN, "what was stored is known to the indexer only")
 
 
 class Verdict(Struct, frozen=True):
-    """An endpoint's predictions are trusted from now on, or not any more; see `Trust`."""
+    """An endpoint's predictions are trusted from now on, or no longer; see `Trust`."""
 
     slot: int
     trusted: bool
@@ -240,14 +243,14 @@ class Verdict(Struct, frozen=True):
 
 
 class Judged(Struct):
-    """Of one endpoint since it came. Answers, unless it says otherwise."""
+    """Counts for one endpoint since it joined. Unless noted, they count answers."""
 
     equal: int = 0
-    #: Within the tolerance, and beyond.
+    #: Within the tolerance, and beyond it.
     close: int = 0
     off: int = 0
-    #: Says nothing: nothing cached and nothing predicted, the prompt was just being computed for another request, or
-    #: events were known to be missing.
+    #: Not informative: nothing was cached and nothing predicted, the prompt was just being computed for another
+    #: request, or events were known to be missing.
     idle: int = 0
     predicted_tokens: int = 0
     reported_tokens: int = 0
@@ -255,7 +258,7 @@ class Judged(Struct):
 
 
 class _State(Struct):
-    #: Tells endpoints apart that had the same slot.
+    #: Distinguishes successive endpoints in the same slot.
     tenure: int
     trust: Trust = field(default_factory=Trust)
     judged: Judged = field(default_factory=Judged)
@@ -291,11 +294,11 @@ class SelfCheck:
         self._kept = 0
 
     def tell(self, report: Callable[[Verdict], None], heard: Callable[[], None]) -> None:
-        """`report` hears of verdicts that change; `heard` is called when an answer has reported its cached tokens."""
+        """Set callbacks: `report` receives changed verdicts; `heard` is called if an answer reported cached tokens."""
         self._report, self._heard = report, heard
 
     def suspects(self, finding: Finding) -> None:
-        """Known to be wrong with how prompts are read; named where stored blocks do not show the cause."""
+        """Set a known problem with the reading of prompts. It is reported if stored blocks do not show the cause."""
         self._suspect = finding
 
     def add_slot(self, slot: int) -> None:
@@ -312,11 +315,11 @@ class SelfCheck:
         return self._states[slot].judged
 
     def finding(self, slot: int) -> Finding | None:
-        """Why its predictions were wrong lately; `None` = they were not."""
+        """Return why its recent predictions were wrong; `None` = they were not."""
         return self._states[slot].finding
 
     def lived(self, slot: int, lives: int) -> None:
-        """How often its engine was found to be another one. A new one must prove itself."""
+        """Reset the trust if its engine is a new one. `lives`: how often a new engine was found there."""
         state = self._states[slot]
         if state.lives != lives:
             state.lives = lives
@@ -324,17 +327,18 @@ class SelfCheck:
             state.finding = None
 
     def expect(self, slot: int, tokens: TokenIds, lora: str, predicted: int, certain: bool) -> Awaited | None:
-        """A request goes there. `predicted`: cached tokens; not `certain` if they rest on what was just sent there."""
+        """Note the prediction for a request that is sent there. `predicted`: cached tokens; not `certain` if they
+        include prompts that were just sent there. Return what `ended` needs; `None` = there is no endpoint."""
         state = self._states.get(slot)
         if state is None:
             return None
-        # A settled endpoint is hardly ever diagnosed; its first disagreement unsettles it.
+        # A settled endpoint hardly ever needs a diagnosis; its first disagreement ends that state.
         kept = b"" if state.trust.settled or self._kept >= MOST_AWAITED else bytes(tokens.ids[: 4 * _KEPT])
         self._kept += bool(kept)
         return Awaited(slot, state.tenure, predicted, certain, kept, tokens.count, lora, tokens.salt)
 
     def ended(self, awaited: Awaited, usage: Usage) -> int:
-        """An answer is over, and with it what was awaited. Returns the slot that was judged; -1 = none."""
+        """Judge the prediction for an answer that ended. Return the slot that was judged; -1 = none."""
         self._kept -= bool(awaited.tokens)
         if usage.cached_tokens < 0:
             return -1
@@ -348,7 +352,7 @@ class SelfCheck:
         return awaited.slot
 
     def _judge(self, awaited: Awaited, state: _State, usage: Usage, block_size: int, missing: bool) -> None:
-        """`missing`: events are on their way or lost; that too little was predicted is no wonder then."""
+        """Judge one prediction. `missing`: events are on their way or lost, so predicting too little is expected."""
         predicted, reported, judged = awaited.predicted, usage.cached_tokens, state.judged
         judged.predicted_tokens += predicted
         judged.reported_tokens += reported

@@ -1,4 +1,4 @@
-"""What policies and plugins see of the fleet."""
+"""The fleet as policies and plugins see it."""
 
 from typing import Protocol
 
@@ -9,7 +9,7 @@ from fairlead.core.table import EndpointTable
 
 
 class FleetView(Protocol):
-    """All endpoints, to be read: columns of `table` and what `predictor` has learned are live and not to be written.
+    """All endpoints, read-only: the columns of `table` and of `predictor` are live and must not be written.
 
     `fairlead.testing` checks that a plugin changes nothing.
     """
@@ -21,21 +21,21 @@ class FleetView(Protocol):
 
     @property
     def predictor(self) -> Predictor:
-        """What was learned of the endpoints' speed."""
+        """What was learned about the endpoints' speed."""
         ...
 
     @property
     def staleness(self) -> float:
-        """Seconds after which a scrape no longer counts."""
+        """Seconds after which a scrape is too old to count."""
         ...
 
     def match(self, request: Request) -> FloatColumn | None:
-        """Share of the prompt (0..1) that each endpoint is believed to hold; `None` = nobody anything."""
+        """Return the estimated share of the prompt (0..1) that each endpoint has cached; `None` = none has any."""
         ...
 
     def loading(self, request: Request) -> FloatColumn | None:
-        """Milliseconds until each endpoint can run the request's adapter; `None` = there is none, or no difference.
-        Worth asking only where `table.lora`."""
+        """Return the milliseconds until each endpoint can run the request's adapter; `None` = it has none, or all are
+        equal. Only useful if `table.lora`."""
         ...
 
     def stale(self, slot: int, now: float) -> bool:
@@ -43,5 +43,5 @@ class FleetView(Protocol):
         ...
 
     def age(self, slot: int, now: float) -> float:
-        """Seconds since the last good scrape; infinite when there was none."""
+        """Return the seconds since the last good scrape; infinite if there was none."""
         ...

@@ -1,1 +1,1 @@
-"""The built-in plugins. They know the contracts of `core`, the fleet and the nouns, and not each other."""
+"""The built-in plugins. They depend on the contracts and data types of `core`."""

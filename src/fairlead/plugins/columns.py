@@ -1,4 +1,4 @@
-"""Small helpers over columns."""
+"""Small helpers for columns."""
 
 import re
 from collections.abc import Mapping
@@ -17,28 +17,28 @@ _ZERO = scalar(0.0)
 
 
 def unless_all(mask: BoolColumn) -> BoolColumn | None:
-    """`None` ("keep all") for an all-true mask: spares everybody after it the work of combining."""
+    """Return the mask, or `None` ("keep all") if it is all true, so that later filters need not combine it."""
     return None if np.count_nonzero(mask) == len(mask) else mask
 
 
 def below(column: FloatColumn, limit: float) -> BoolColumn | None:
-    """Where the column is below `limit`; `None` when it is everywhere."""
+    """Return a mask of the slots where the column is below `limit`; `None` = all are."""
     return None if column[column.argmax()] < limit else column < limit
 
 
 def not_negative(column: FloatColumn) -> FloatColumn:
-    """The column with 0 for what is below; the column itself when nothing is, which is the cheaper way."""
+    """Return the column with negative values replaced by 0; to save time, the column itself if it has none."""
     return column if column[column.argmin()] >= 0.0 else np.maximum(column, _ZERO)
 
 
 def entries(mask: BoolColumn) -> "np.ndarray[tuple[int], np.dtype[np.intp]]":
-    """The slots where the mask is true; seven times as fast as `np.flatnonzero` over few endpoints."""
+    """Return the slots where the mask is true. Seven times as fast as `np.flatnonzero` for few endpoints."""
     return mask.nonzero()[0]
 
 
-# Columns by name: what every endpoint has, and what a configuration adds under `metrics.engines.NAME.extra`.
+# Columns by name: built-in ones, and those that a configuration adds under `metrics.engines.NAME.extra`.
 
-#: Name in a configuration to that of the table's column.
+#: Name in a configuration → name of the table's column.
 COLUMNS: Final[Mapping[str, str]] = {
     "waiting": "waiting",
     "running": "running",
@@ -51,19 +51,19 @@ COLUMNS: Final[Mapping[str, str]] = {
 
 
 def metric_column(fleet: FleetView, name: str) -> FloatColumn:
-    """NaN where an endpoint does not report it."""
+    """Return the column of that name; NaN where an endpoint does not report it."""
     row = COLUMNS.get(name)
     return fleet.table.extra(name) if row is None else fleet.table.floats[FLOATS.index(row)]
 
 
-# The label that says which context lengths an endpoint is for, shared by the filter and the scorer of that name.
+# The label with the context lengths that an endpoint is for, used by the filter and the scorer `context-length`.
 
 LABEL = "llm-d.ai/context-length-range"
 _RANGE = re.compile(r"\s*(\d{1,12})\s*-\s*(\d{1,12})\s*")
 
 
 class ContextRanges:
-    """`0-8192` per endpoint as two columns of tokens, both ends included; NaN where the label is absent or no range."""
+    """The range (`0-8192`) of each endpoint as two columns of tokens, both inclusive; NaN = no label or no range."""
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -72,7 +72,7 @@ class ContextRanges:
         self.high: FloatColumn = np.zeros(0)
 
     def read(self, fleet: FleetView) -> bool:
-        """Whether any endpoint has a range. Labels are read once per set of endpoints."""
+        """Read the labels if endpoints have changed. Return whether any endpoint has a range."""
         if fleet.table.ids is not self._ids:
             self._ids = fleet.table.ids
             labels = [e.labels.get(self._label, "") if e else "" for e in fleet.table.endpoints]
@@ -89,19 +89,19 @@ def _ends(text: str) -> tuple[float, float]:
 
 
 def backlog_ms(fleet: FleetView, throughput: float) -> FloatColumn:
-    """Until the uncached prompt tokens in flight are through, at so many tokens per second."""
+    """Return the milliseconds to compute the uncached prompt tokens in flight, at `throughput` tokens per second."""
     return fleet.table.pending_tokens * (1000.0 / throughput)
 
 
 def ttft_ms(request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn:
-    """Time to first token, by the fleet's predictor."""
+    """Return the TTFT in milliseconds predicted by the fleet's predictor."""
     terms = estimate(request, fleet, cycle)
     ttft: FloatColumn = terms.ttft + fleet.predictor.memory_wait(terms)
     return ttft
 
 
 def tpot_ms(request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn:
-    """Time per output token, by the fleet's predictor."""
+    """Return the TPOT in milliseconds predicted by the fleet's predictor."""
     tpot: FloatColumn = fleet.predictor.tpot_kappa * estimate(request, fleet, cycle).step
     return tpot
 
@@ -109,10 +109,10 @@ def tpot_ms(request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn:
 def headroom(
     request: Request, fleet: FleetView, cycle: Cycle, ttft: float, tpot: float
 ) -> tuple[FloatColumn, BoolColumn]:
-    """(how much of its SLOs an endpoint leaves, which endpoints keep all of them).
+    """Return (headroom of each endpoint, mask of the endpoints that keep all SLOs).
 
-    The former is a weighted sum over the SLOs that the request has, of which there must be one, each as a share of the
-    SLO: 1 = answers at once, 0 = just in time, below 0 = too late.
+    The headroom is a weighted sum (`ttft`, `tpot`: weights) over the request's SLOs, of which there must be at least
+    one. Each counts as the share of the SLO that is left: 1 = immediate, 0 = just in time, below 0 = too late.
     """
     left: FloatColumn | float = 0.0
     keeps: BoolColumn = fleet.table.alive
@@ -126,9 +126,9 @@ def headroom(
 
 
 def lower_is_better(column: FloatColumn, candidates: BoolColumn | None) -> FloatColumn:
-    """(highest - value) / (highest - lowest) over the candidates (`None` = all), 1 everywhere when they are equal.
+    """Return (highest - value) / (highest - lowest) over the candidates (`None` = all); 1 for all if they are equal.
 
-    NaN does not count and stays NaN. What is no candidate is cut to 0..1.
+    NaN is ignored and stays NaN. The values of other slots are cut to 0..1.
     """
     among = column if candidates is None else column[candidates]
     among = among[~np.isnan(among)]

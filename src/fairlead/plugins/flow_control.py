@@ -1,5 +1,5 @@
-"""Flow control by the names of a configuration: who is next, how full the pool may be. `fairlead.core.fairness` and
-`fairlead.core.gates` say what each does.
+"""The flow-control plugins of a configuration: fairness, orderings, ceilings and saturation. `fairlead.core.fairness`
+and `fairlead.core.gates` implement them.
 """
 
 from math import inf
@@ -33,7 +33,7 @@ class RoundRobinFairness(Plain, RoundRobin):
 
 
 class StartTimeFairness(Plain, StartTimeFair):
-    """The flow that was given the least work goes first. The default."""
+    """The flow that got the least work goes first. The default."""
 
     type = "start-time-fair"
 
@@ -95,7 +95,7 @@ class HoldbackCeilingParams(Params):
 
 
 class HoldbackCeiling(Holdback):
-    """Lower for lower bands: what they may not use is kept free for those above."""
+    """A lower ceiling for lower bands, so that the rest stays free for higher bands."""
 
     type = "priority-holdback-policy"
     Params = HoldbackCeilingParams
@@ -145,7 +145,7 @@ class ConcurrencyDetectorParams(Params):
 
 
 class ConcurrencyDetector:
-    """Mean over endpoints of our own requests, prompt tokens or the larger of both, as a share of what is allowed."""
+    """Mean over endpoints of our own requests, prompt tokens or the larger of both, as a share of the maximum."""
 
     type = "concurrency-detector"
     Params = ConcurrencyDetectorParams

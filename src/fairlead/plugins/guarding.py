@@ -1,7 +1,7 @@
-"""Contracts of plugins beside the policy.
+"""Contracts of metric sources, parsers and saturation plugins, and guards around third-party plugins.
 
-Those of filters, scorers, pickers and policies are in `core.policy`, of fairness and ordering in
-`core.flow`. What goes wrong in those of other distributions is done without, see `plugins.guarding`.
+The contracts of filters, scorers, pickers and policies are in `core.policy`, those of fairness and ordering in
+`core.flow`. The guards report the errors of a plugin and continue without it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,48 +18,50 @@ from fairlead.core.view import FleetView
 
 
 class MetricSource(Protocol):
-    """Reads further columns from metrics pages. They stand beside those of `metrics.engines.NAME.extra`."""
+    """Reads additional columns from metrics pages, next to those of `metrics.engines.NAME.extra`."""
 
     name: str
-    #: Names of all columns that it may give.
+    #: Names of all columns that it may return.
     provides: tuple[str, ...]
 
     def measure(self, endpoint: Endpoint, page: bytes) -> Mapping[str, float]:
-        """Called for every page that was read. What is absent keeps its older value; NaN takes it away."""
+        """Return values by column name; called for every page that was read. A column that is absent keeps its older
+        value; NaN removes it."""
         ...
 
 
 class Parser(Protocol):
-    """Understands request bodies of paths that Fairlead does not know, or knows otherwise."""
+    """Parses request bodies of paths that Fairlead does not know, or in place of the built-in parser."""
 
     name: str
-    #: Ends of request paths, without the query: `/v1/rank`. The longest that fits decides.
+    #: Ends of request paths, without the query: `/v1/rank`. The longest that matches is used.
     paths: tuple[str, ...]
 
     def parse(self, path: str, body: bytes) -> ParsedRequest:
-        """Raises `ClientError` for a body that no model server could read. After any other exception the request is
-        scheduled unread."""
+        """Return the parsed request. Raise `ClientError` for a body that no model server could read. After any other
+        exception the request is scheduled unread."""
         ...
 
 
 class Saturation(Protocol):
-    """How full the pool is."""
+    """Measures how full the pool is."""
 
     name: str
 
     def level(self, fleet: FleetView, now: float) -> float:
-        """1 = the set point at which requests begin to wait; above it, oversubscribed."""
+        """Return the saturation: 1 = the set point at which requests begin to wait; above it, oversubscribed."""
         ...
 
 
-# Asks metric sources about a page; no source can break a scrape.
+# Calls metric sources for a page. No source can break a scrape.
 
-#: Larger values are cut: sums over them stay finite.
+#: Larger values are cut, so that sums over them stay finite.
 _MOST = 1e300
 
 
 class Measuring:
-    """The further columns of a page. A source that raises or says nonsense is left out for that page and reported."""
+    """Returns the additional columns of a page. A source that raises or returns invalid values is skipped for that page
+    and reported."""
 
     def __init__(self, sources: Sequence[MetricSource], report: Callable[[PluginError], None] | None = None) -> None:
         self._sources = tuple(sources)
@@ -81,15 +83,15 @@ class Measuring:
         return values
 
 
-# Parser plugins before the built-in parser; no plugin can break a request.
+# Calls parser plugins before the built-in parser. No plugin can break a request.
 
 
 class Parsing:
-    """Called as `parse_request` is. A plugin that raises anything but `ClientError` is reported, and its request
-    scheduled unread."""
+    """Called like `parse_request`. If a plugin raises anything but `ClientError`, the error is reported and the request
+    is scheduled unread."""
 
     def __init__(self, parsers: Sequence[Parser], report: Callable[[PluginError], None] | None = None) -> None:
-        #: (end of the path, parser), the longest end first; of equal ones the first parser configured.
+        #: (end of the path, parser), the longest end first; equal ends in the configured order.
         self._ends = sorted(
             ((end, parser) for parser in parsers for end in parser.paths), key=lambda entry: -len(entry[0])
         )
@@ -118,11 +120,11 @@ class Parsing:
             return unread(OTHER, "path", len(body))
 
 
-# Keeps requests safe from flow-control plugins of other distributions: what fails is reported and done without.
+# Protects requests from errors of third-party flow-control plugins. Errors are reported.
 #
-# An ordering that fails ranks by arrival. A fairness policy that fails is replaced by one queue per band, for good:
-# what it remembered can no longer be trusted. A saturation that fails counts as none, a ceiling that fails holds
-# nobody back.
+# If an ordering fails, the order of arrival is used. If a fairness policy fails, one queue per band replaces it
+# permanently, because its state can no longer be trusted. If a saturation fails, the pool counts as empty. If a ceiling
+# fails, all bands may send.
 
 Report = Callable[[PluginError], None] | None
 
@@ -150,7 +152,7 @@ class GuardedOrdering:
 
 
 class GuardedFairness:
-    """Beside the plugin it keeps the one queue that would take its place."""
+    """Keeps, next to the plugin, the single queue that would replace it."""
 
     def __init__(self, inner: Fairness, report: Report) -> None:
         self.name = inner.name
@@ -185,7 +187,8 @@ class GuardedFairness:
         return bool(due and due[0])
 
     def turns(self, window: int) -> Iterable[list[Waiting]]:
-        """The plugin's windows, without requests that do not wait; if it offers none, the one queue's."""
+        """Iterate over the plugin's windows, without requests that do not wait; if there are none, over those of the
+        single queue."""
         offered = False
         for turn in self._offered(window):
             kept = [waiting for waiting in turn if waiting.number in self._here][:window]

@@ -1,6 +1,6 @@
-"""What a plugin's parameters are made of: the base class, and quantities as people write them (`64MiB`, `1m30s`).
+"""The base class of plugin parameters, and quantities as people write them (`64MiB`, `1m30s`).
 
-The sections of a configuration file are made of the same.
+The sections of a configuration file use them, too.
 """
 
 import re
@@ -18,10 +18,10 @@ def camel(name: str) -> str:
 
 
 class Params(BaseModel):
-    """Subclass it with a default for every field that has a sensible one.
+    """Parameters of a plugin. Subclass it, with a default for every field that has a sensible one.
 
-    Fields are camelCase in files, unknown ones are errors, and nothing is converted: `"5"` is no number. Instances are
-    immutable. A list of the file becomes a tuple where the annotation says so.
+    Fields are camelCase in files, unknown fields are errors, and nothing is converted: `"5"` is not a number. Instances
+    are immutable. A list in the file becomes a tuple if the annotation says so.
     """
 
     model_config = ConfigDict(
@@ -40,7 +40,7 @@ class Params(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _from_nothing(cls, values: Any) -> Any:
-        """A mapping without anything in it may be written as nothing."""
+        """An empty mapping may be left out in the file."""
         return {} if values is None else values
 
     @classmethod
@@ -51,7 +51,7 @@ class Params(BaseModel):
 
 
 def _take_lists(schema: Any) -> None:
-    """Files have lists and no tuples, so tuples are the one thing that is not strict."""
+    """Accept lists for tuples, because files have no tuples. All other types remain strict."""
     if isinstance(schema, dict):
         if schema.get("type") == "tuple":
             schema["strict"] = False
@@ -66,7 +66,7 @@ class NoParams(Params):
 
 
 class Plain:
-    """The base of a plugin that needs nothing but its parameters, if any: `Params`."""
+    """The base of a plugin that needs only its parameters (`Params`), if any."""
 
     type: ClassVar[str]
     Params: ClassVar[Any] = NoParams
@@ -87,7 +87,7 @@ _POWERS = {"k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def duration(text: str) -> float:
-    """Seconds. Raises `ValueError` for a text that is no duration."""
+    """Return the duration in seconds. Raise `ValueError` if the text is not a duration."""
     if not _DURATION.fullmatch(text):
         raise ValueError("expected a duration such as 250ms, 5s, 1m30s, 15min, or a number of seconds")
     value = sum(float(number) * _SECONDS[unit] for number, unit in _PART.findall(text))
@@ -97,9 +97,9 @@ def duration(text: str) -> float:
 
 
 def size(text: str) -> int:
-    """Bytes. `k`, `M`, `G`, `T` count in thousands, with `i` in 1024s; a `B` may follow.
+    """Return the size in bytes. `k`, `M`, `G`, `T` are powers of 1000, with `i` of 1024; a `B` may follow.
 
-    Raises `ValueError` for a text that is no size.
+    Raise `ValueError` if the text is not a size.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
@@ -113,7 +113,7 @@ def size(text: str) -> int:
 
 
 class Quantity:
-    """Marks a number that may be written as text, which `read` turns into the number."""
+    """Marks a number that may also be written as text; `read` converts the text."""
 
     def __init__(self, unit: str, read: Callable[[str], float], pattern: str) -> None:
         self.unit = unit
@@ -139,9 +139,9 @@ class Quantity:
 DURATION = Quantity("duration", duration, rf"^(\d+(\.\d+)? ?{_UNIT} ?)+$|^0$")
 SIZE = Quantity("size", size, r"^\s*\d+(\.\d+)?\s*([kKMGT]i?)?B?\s*$")
 
-#: Seconds in Python; in a file a number of seconds or a text such as `1m30s`.
+#: Seconds in Python; in a file a number of seconds or text such as `1m30s`.
 Seconds = Annotated[float, Field(ge=0), DURATION]
-#: The same, but 0 makes no sense.
+#: The same, without 0.
 PositiveSeconds = Annotated[float, Field(gt=0), DURATION]
-#: Bytes in Python; in a file a whole number of bytes or a text such as `64MiB`.
+#: Bytes in Python; in a file a whole number of bytes or text such as `64MiB`.
 Bytes = Annotated[int, Field(ge=1), SIZE]

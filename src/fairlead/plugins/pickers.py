@@ -1,4 +1,4 @@
-"""Which of the rated endpoints gets the request."""
+"""Pickers: they choose one of the rated endpoints."""
 
 from math import nextafter
 
@@ -39,14 +39,14 @@ class MaxScore:
         return self.one_of(entries(near), totals, fleet, cycle)
 
     def one_of(self, ties: NDArray[np.intp], totals: FloatColumn, fleet: FleetView, cycle: Cycle) -> int:
-        """Of equals, a random one."""
+        """Return a random one of the slots whose totals count as equal."""
         return int(ties[int(cycle.rng.random() * len(ties))])
 
 
 # `top-k`: a random one of the k best (`selection.topK`).
 #
-# Taking the single best sends every request of a burst to the same endpoint until the next scrape. The documents report
-# P99 3.5 s for k = 1 against 450 ms for k = 3 at 20 requests/s, at the price of about 5 % cache hits.
+# The single best endpoint would get every request of a burst until the next scrape. The documents report a P99 of 3.5 s
+# for k = 1 and of 450 ms for k = 3 at 20 requests/s, at the cost of about 5 % of cache hits.
 
 
 class TopKParams(Params):
@@ -54,7 +54,7 @@ class TopKParams(Params):
 
 
 class TopK:
-    """Sort, take k, random among them. Equal totals at the border of the k are drawn at random too."""
+    """A random one of the `k` highest totals. Equal totals at the border of the `k` are also drawn at random."""
 
     type = "top-k"
     Params = TopKParams
@@ -76,7 +76,7 @@ class TopK:
 
 
 class WeightedRandom(Plain):
-    """Probability ∝ total; uniform over the candidates when every total is 0."""
+    """Probability proportional to the total; uniform over the candidates if every total is 0."""
 
     type = "weighted-random"
 
@@ -106,7 +106,7 @@ class RoundRobin:
 
 
 class Uniform(Plain):
-    """Any candidate, all alike."""
+    """A random candidate, all with the same probability."""
 
     type = "random"
 

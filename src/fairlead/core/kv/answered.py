@@ -1,12 +1,12 @@
-"""An index whose blocks are kept by another process: it knows of a prompt what was asked for it before.
+"""An index whose blocks are kept by another process. It uses the answers that were fetched for each prompt beforehand.
 
-Decisions read it as they read any index. What is of this process alone stays here: which prompts were just sent. The
-state of each endpoint's ranks is told now and then (`told`).
+Decisions read it like any index. Prompts that this process has just sent are still kept here. The state of each
+endpoint's ranks is updated from time to time (`told`).
 
 Rules
-* A chain without an answer is not a miss: nobody knows (`knows`), and what was learned serves the request.
-* An answer is about endpoints as they were when they were asked for. A slot that has another endpoint by now holds
-  nothing of it.
+* A chain without an answer is not a miss but unknown (`knows`); then the learned index serves the request.
+* An answer refers to the endpoints at the time of the question. It does not apply to a slot that has another endpoint
+  by now.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from fairlead.core.kv.keys import KeySpace
 from fairlead.core.kv.match import BlockChain, KvMatch
 from fairlead.core.kv.tiers import CREDITS
 
-#: Ranks of one endpoint that are believed.
+#: Ranks per endpoint, at most.
 MOST_RANKS = 256
 
 
 class RankState(Struct, frozen=True, kw_only=True):
-    """What the other process says of a rank; see `RankCache`. `lives`: how often its engine began anew."""
+    """The other process's state of a rank; see `RankCache`. `lives`: how often a new engine was found there."""
 
     rank: int = 0
     heard: bool = False
@@ -37,7 +37,7 @@ class RankState(Struct, frozen=True, kw_only=True):
 
 
 class AnsweredIndex(KvIndex):
-    """`add_slot`, `drop_slot`, `caches_of`, `look_up` and `speculation` are those of `KvIndex`; blocks it has none."""
+    """Has `add_slot`, `drop_slot`, `caches_of`, `look_up` and `speculation` like `KvIndex`, but no blocks."""
 
     tells_stores = False
 
@@ -57,11 +57,11 @@ class AnsweredIndex(KvIndex):
         del self._tenures[slot]
 
     def tenure(self, slot: int) -> int:
-        """Tells endpoints apart that had the same slot; 0 = it is empty."""
+        """Return a number that distinguishes successive endpoints in the same slot; 0 = the slot is empty."""
         return self._tenures.get(slot, 0)
 
     def told(self, slot: int, states: Sequence[RankState]) -> None:
-        """The ranks of an endpoint are now so. Those that are not named have fallen silent."""
+        """Take the new states of an endpoint's ranks. Ranks that are not listed count as disconnected."""
         for state in states[:MOST_RANKS]:
             cache = self.rank(slot, state.rank, self._model)
             cache.heard, cache.linked, cache.behind = state.heard, state.linked, state.behind
@@ -73,7 +73,7 @@ class AnsweredIndex(KvIndex):
                 cache.linked = False
 
     def silent(self) -> None:
-        """Nobody tells of any rank any more."""
+        """Mark all ranks as disconnected, because no states arrive any more."""
         for cache in self.caches():
             cache.linked = False
 
@@ -100,7 +100,7 @@ class AnsweredIndex(KvIndex):
 
 
 def bounded(tiers: Sequence[float], total: int) -> tuple[float, ...]:
-    """Blocks per tier as somebody else counted them: none below zero, and no more together than there are."""
+    """Return another process's counts of blocks per tier, limited to at least 0 each and at most `total` together."""
     left, clipped = float(total), list[float]()
     for blocks in tiers[: len(CREDITS)]:
         clipped.append(min(max(float(blocks), 0.0), left))

@@ -1,14 +1,15 @@
-"""Which blocks exist and who holds each. Holders are sets of bits, each distinct set kept once.
+"""The blocks that exist and the holders of each. Holders are sets of bits; each distinct set is stored once.
 
 Theory
-* The blocks of one prompt mostly have the same holders, so a block needs only the number of its set: 4 bytes, however
-  many endpoints there are. Eight endpoints make at most 255 sets; a hundred that share little make some thousands.
-* A bit is `plane * width + unit`: the unit says which cache (endpoint, rank, group), the plane in which tier. A set is
-  a Python int for single changes (two dict look-ups), and a row of 64-bit words for matching many blocks at once.
+* The blocks of one prompt mostly have the same holders, so a block only stores the number of its set: 4 bytes for any
+  number of endpoints. Eight endpoints have at most 255 sets; a hundred that share little have some thousands.
+* A bit is `plane * width + unit`. The unit stands for the cache (endpoint, rank, group), the plane for the tier. A set
+  is stored as a Python int for single changes (two dict look-ups), and as a row of 64-bit words for matching many
+  blocks.
 
 Rules
-* Set 0 is the empty one. A number is reused only after its last block is gone.
-* More units or planes than fit widen all sets, which costs O(sets) and happens when the pool doubles.
+* Set 0 is the empty set. A number is reused only after its last block is gone.
+* If a unit or plane does not fit, all sets are widened. This costs O(sets) and happens when the pool doubles.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ Rows = NDArray[np.uint64]
 
 
 class HolderSets:
-    """Interned sets with a count of the blocks that have each."""
+    """The distinct sets, with the number of blocks that have each."""
 
     def __init__(self) -> None:
         self.planes = 1
@@ -39,18 +40,18 @@ class HolderSets:
         self._rows: Rows = np.zeros((_GROWTH, 1), np.uint64)
 
     def __len__(self) -> int:
-        """Distinct sets in use, the empty one included."""
+        """The number of distinct sets in use, including the empty one."""
         return len(self._numbers)
 
     def bit(self, unit: int, plane: int) -> int:
-        """The bit of a unit in a plane, as a mask. Masks handed out before are void when `wide_enough` was false."""
+        """Return the bit of a unit in a plane, as a mask. Earlier masks are invalid after `widen`."""
         return 1 << plane * self.width + unit
 
     def wide_enough(self, unit: int, plane: int) -> bool:
         return unit < self.width and plane < self.planes
 
     def widen(self, unit: int, plane: int) -> None:
-        """Have room for that unit and plane."""
+        """Make room for that unit and plane."""
         width, planes, before = self.width, self.planes, self.width
         while unit >= width:
             width *= 2
@@ -67,11 +68,12 @@ class HolderSets:
             self._write(number, mask)
 
     def joined(self, number: int, bit: int) -> int:
-        """A block's set gets `bit`: the number of its new set, the same if it had it. 0 is a new block's set."""
+        """Add `bit` to a block's set. Return the number of its new set, the same if it had the bit. New blocks have set
+        0."""
         return self._moved(number, self._masks[number] | bit)
 
     def left(self, number: int, bit: int) -> int:
-        """A block's set loses `bit`, which it has."""
+        """Remove `bit` from a block's set, which must have it. Return the number of its new set."""
         return self._moved(number, self._masks[number] ^ bit)
 
     def _moved(self, number: int, mask: int) -> int:
@@ -87,7 +89,7 @@ class HolderSets:
         return new
 
     def leave_many(self, numbers: Positions, bit: int) -> Positions:
-        """`left` for many blocks at once."""
+        """Return the result of `left` for many blocks."""
         distinct, inverse, counts = np.unique(numbers, return_inverse=True, return_counts=True)
         new = []
         for number, count in zip(distinct.tolist(), counts.tolist(), strict=True):
@@ -104,27 +106,27 @@ class HolderSets:
         return result
 
     def have(self, numbers: Positions, bit: int) -> NDArray[np.bool_]:
-        """Which of these sets have the bit."""
+        """Return for each of these sets whether it has the bit."""
         masks = self._masks
         distinct, inverse = np.unique(numbers, return_inverse=True)
         result: NDArray[np.bool_] = np.array([bool(masks[number] & bit) for number in distinct.tolist()])[inverse]
         return result
 
     def words(self, units: int) -> NDArray[np.uint64]:
-        """A mask of units as a row of one plane."""
+        """Return a mask of units as a row of one plane."""
         return np.frombuffer(units.to_bytes(self.width // 8, "little"), np.uint64)
 
     def mask(self, number: int) -> int:
         return self._masks[number]
 
     def rows(self, numbers: NDArray[np.uint32]) -> NDArray[np.uint64]:
-        """Shape (len(numbers), planes, words): the sets as bits, lowest first."""
+        """Return the sets as bits, lowest first; shape (len(numbers), planes, words)."""
         taken = self._rows.take(numbers, axis=0)
         return taken.reshape(len(numbers), self.planes, self.width // _WORD)
 
     @property
     def nbytes(self) -> int:
-        """Estimated memory: rows, and per set an int, its dict entry and two list entries."""
+        """The estimated memory in bytes: rows, and per set an int, its dict entry and two list entries."""
         per_set = 8 * self._rows.shape[1] + 24 + 4 * (self.planes * self.width // 30 + 1) + 100
         return int(self._rows.nbytes + per_set * len(self._masks))
 
@@ -152,7 +154,7 @@ class HolderSets:
         self._rows[number] = np.frombuffer(row, np.uint64)
 
     def validate(self, blocks: dict[int, int]) -> None:
-        """Compare with a count of blocks per set number. Raises `AssertionError`."""
+        """Raise `AssertionError` unless the counts match `blocks`: set number → number of blocks."""
         assert self._masks[0] == 0 and self._numbers[0] == 0
         for mask, number in self._numbers.items():
             assert self._masks[number] == mask
@@ -162,34 +164,37 @@ class HolderSets:
         assert set(blocks) <= set(self._numbers.values())
 
 
-# Which blocks exist and who holds each: the two directions of the index, kept equal.
+# The two directions of the index, which are kept consistent.
 #
 # Rules
-# * A shelf knows a hash → (key, copies); the block table knows the key → (holder set, depth, used). The bit of a
-#   shelf is in a block's holder set exactly when the shelf has at least one copy under that key.
+# * A shelf maps a hash → (key, copies); the block table maps the key → (holder set, depth, used). The bit of a shelf is
+#   in a block's holder set exactly if the shelf has at least one copy under that key.
 # * A block without holders is not in the table.
-# * Everything that handles single blocks is O(1); what handles many does so for one segment (at most 1,024) at a time.
-# * Memory per block and copy: 15 and 18 bytes per place, places being 0.38 to 0.75 filled, so 44 to 88 bytes together.
+# * Methods for single blocks are O(1). Methods for many blocks handle one segment (at most 1,024) per call.
+# * Memory: 15 bytes per place of a block and 18 per place of a copy. Places are 38 to 75 % full, so a block and a copy
+#   take 44 to 88 bytes together.
 
 _DEEPEST = 0xFFFF
 
 
 class BlockTable:
-    """`max_blocks`: distinct blocks to have address space for (memory is taken when they come)."""
+    """`max_blocks`: distinct blocks to reserve address space for; memory is used only when they are stored."""
 
     def __init__(self, max_blocks: int) -> None:
         # Segments are between 0.375 and 0.75 full.
         segments = max_blocks // 384 + 2
         self.table = Table(("u4", "u2", "u1"), min(segments, 1 << 16), 1 << 20)
         self.holders = HolderSets()
-        # Large arrays get huge pages, which take the kernel 0.5 ms each to clear: the first ones now, not with events.
+        # Large arrays use huge pages, and the kernel needs 0.5 ms to clear each: touch the first ones now, not later
+        # while events are handled.
         for column in (self.table.keys, *self.table.columns):
             column[0] = 0
 
     def store(self, shelf: Shelf, hashes: Sequence[int], keys: Sequence[int], depth: int, copies: bool) -> int:
-        """Consecutive blocks from `depth` on lie on a shelf (once more, if `copies`). Returns how many are new there.
+        """Store consecutive blocks from `depth` on. Return how many are new on the shelf. `copies`: whether blocks that
+        are already there get one more copy.
 
-        Blocks for which there is no room are counted as refused and left out.
+        Blocks without room are left out and counted as refused.
         """
         since = shelf.cache.told
         shelf_table, blocks, joined = shelf.table, self.table, self.holders.joined
@@ -232,7 +237,7 @@ class BlockTable:
         return new
 
     def remove(self, shelf: Shelf, digest: int) -> int:
-        """One copy is gone. Returns copies left; -1 if there was none."""
+        """Remove one copy. Return the copies left; -1 = there was none."""
         table = shelf.table
         place = table.seek(digest)
         if place < 0:
@@ -248,7 +253,7 @@ class BlockTable:
         return 0
 
     def _leave_out(self, shelf_table: Table, digest: int) -> None:
-        """There is no room for a block: its hash must not stay on the shelf, where it may have been entered."""
+        """Remove the hash of a block without room from the shelf, where it may have been entered."""
         try:
             place = shelf_table.seek(digest)
         except TableFull:
@@ -271,21 +276,21 @@ class BlockTable:
             blocks.remove(block)
 
     def take_apart(self, shelf: Shelf, segment: int) -> int:
-        """Unmark all that one segment of a shelf holds, for a shelf that nobody asks any more. Returns copies."""
+        """Unmark all blocks in one segment of a dead shelf. Return the number of hashes in it."""
         positions = shelf.table.of_segment(segment)[1]
         keys = np.unique(shelf.table.vectors[0][positions])
         if len(keys):
             blocks = self.table.find_many(keys)
             blocks = blocks[blocks >= 0]
-            # Two hashes of one key may lie in different segments: the first unmarks, the other finds it done.
+            # Two hashes of one key may be in different segments; the block is unmarked with the first one.
             blocks = blocks[self.holders.have(self.table.vectors[0][blocks], shelf.bit)]
             self._unmark_many(blocks, shelf.bit)
         return len(positions)
 
     def evict(self, shelf: Shelf, forced: bool = False) -> int:
-        """Forget the deeper half of what one segment of a shelf holds and nobody has matched since the last look.
+        """Evict the deeper half of those blocks in the shelf's next segment that were not matched since the last pass.
 
-        Returns how many blocks; 0 when all of them were used, which gives each a second chance unless `forced`.
+        Return how many. If all were used, 0: each gets a second chance, unless `forced`.
         """
         segment = shelf.hand % shelf.table.segments
         shelf.hand = segment + 1
@@ -319,7 +324,7 @@ class BlockTable:
         self.table.remove_many(blocks[numbers == 0])
 
     def depth_of(self, key: int) -> int:
-        """Blocks up to and including this one; 0 when it is not known."""
+        """Return the number of blocks up to and including this one; 0 = not known."""
         block = self.table.seek(key)
         return self.table.columns[1][block] if block >= 0 else 0
 

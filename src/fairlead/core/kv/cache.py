@@ -1,5 +1,5 @@
-"""What one rank of one endpoint holds: a shelf per tier (the engine's hash of a block → its key and number of copies),
-and the blocks whose parent is not known yet."""
+"""The blocks of one rank of one endpoint: a shelf per group and tier (the engine's hash of a block → its key and number
+of copies), and the blocks whose parent is not known yet (orphans)."""
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ MOST_COPIES = 0xFFFF
 
 
 class Shelf:
-    """Blocks of one (endpoint, rank, group) in one tier. The index moves things in and out."""
+    """The blocks of one (endpoint, rank, group) in one tier. Only the index changes them."""
 
     __slots__ = ("bit", "cache", "dead", "doubles", "group", "hand", "number", "orphans", "reclaimed", "table", "tier",
                  "unit")  # fmt: skip
@@ -28,21 +28,22 @@ class Shelf:
         self.unit = unit
         #: The bit of unit and tier in holder sets.
         self.bit = 0
-        #: Never used twice.
+        #: Unique, never reused.
         self.number = number
         #: Columns: key, copies.
         self.table = Table(("u8", "u2"), reserve, limit)
-        #: Keys that more than one hash here stands for, with how many more; e.g. an adapter loaded from another path.
+        #: Keys that several hashes of this shelf map to, and how many additional hashes; e.g. if an adapter was loaded
+        #: from another path.
         self.doubles: dict[int, int] = {}
         #: Hashes of blocks that wait for their parent.
         self.orphans: set[int] = set()
         self.dead = False
-        #: Where the next search for a victim begins, and up to where a dead shelf is taken apart.
+        #: The segment where the next eviction begins; and how many segments of a dead shelf are taken apart.
         self.hand = 0
         self.reclaimed = 0
 
     def key_of(self, digest: int) -> int | None:
-        """The key of a block that lies here."""
+        """Return the key of a block on this shelf; `None` = it is not here."""
         position = self.table.seek(digest)
         return self.table.columns[0][position] if position >= 0 else None
 
@@ -51,60 +52,61 @@ class Shelf:
         return self.table.columns[1][position] if position >= 0 else 0
 
 
-# One rank of one endpoint as a holder of blocks, and what it has been told.
+# One rank of one endpoint as a holder of blocks, and counts of its events.
 
-#: Kinds of attention whose cached blocks serve every longer prompt. Of the others (sliding window, Mamba, chunked
-#: local, cross attention) only the last blocks are of use, so their groups would pretend prefixes that are not there.
+#: Kinds of attention whose cached blocks are useful for every longer prompt. For the others (sliding window, Mamba,
+#: chunked local, cross attention) only the last blocks are, so indexing their groups would show prefixes that are not
+#: usable.
 WHOLE_PREFIX_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 
 
-#: The slot of storage that all endpoints of a model share: what lies there counts for each of them.
+#: The slot of storage that all endpoints of a model share: its blocks count for each of them.
 EVERYONE = -1
-#: Groups of one rank that are believed (real models have a handful).
+#: Groups per rank, at most (real models have a handful).
 MOST_GROUPS = 64
 
 
 class Told(Struct):
-    """Counts since the rank was added. Blocks, unless it says otherwise."""
+    """Counts since the rank was added. Unless noted, they count blocks."""
 
     stored: int = 0
     #: Stored again: one more copy.
     copied: int = 0
     removed: int = 0
-    #: Removed, but not known to be here.
+    #: Removed, but not known here.
     removed_unknown: int = 0
-    #: In events.
+    #: Clear events.
     clears: int = 0
-    #: Told without tokens and not known from elsewhere.
+    #: Reported without tokens, and not known from another rank.
     nameless: int = 0
-    #: Of groups whose blocks serve no longer prompt.
+    #: Of groups whose blocks are not useful for longer prompts.
     not_indexable: int = 0
-    #: Parent unknown when they came; then: parent found, gone with their rank, given up.
+    #: Stored with an unknown parent (orphans); of these: parent found, and dropped (with their rank, or given up).
     orphaned: int = 0
     adopted: int = 0
     orphans_dropped: int = 0
-    #: One hash, two contents.
+    #: One hash with two contents.
     conflicts: int = 0
     #: No room, or too many colliding hashes.
     refused: int = 0
-    #: Forgotten here to stay within bounds.
+    #: Evicted from the index to stay within bounds.
     evicted: int = 0
-    #: In events; what contradicted itself.
+    #: Events that contradicted themselves.
     malformed: int = 0
 
 
-#: Stores that are remembered per rank, to find out why predictions fail, and tokens of each.
+#: Stores that are remembered per rank, to find out why predictions fail, and the tokens kept of each.
 _HEADS = 32
 HEAD_TOKENS = 256
 
 
 class Head(Struct, frozen=True, gc=False):
-    """The first blocks of one event that stored a prompt, or what was new of one."""
+    """The first blocks of an event that stored a prompt, or the new part of a prompt."""
 
-    #: It is the beginning of a prompt.
+    #: Whether it is the beginning of the prompt.
     first: bool
     hashes: tuple[int, ...]
-    #: At most `HEAD_TOKENS` of them, little-endian 32-bit integers.
+    #: At most `HEAD_TOKENS` token ids, little-endian 32-bit integers.
     tokens: bytes
     block_size: int
     lora: str = ""
@@ -112,7 +114,7 @@ class Head(Struct, frozen=True, gc=False):
 
 
 class RankCache:
-    """Created by `KvIndex.rank`. `model`: the base model, which sets its blocks apart from those of other models."""
+    """The blocks of one rank, created by `KvIndex.rank`. `model`: the base model, to which its blocks belong."""
 
     __slots__ = (
         "beginnings", "behind", "block_size", "heard", "kinds", "linked", "lives", "model", "provisional", "rank",
@@ -126,41 +128,42 @@ class RankCache:
         self.shelves: dict[tuple[int, Tier], Shelf] = {}
         #: Unit of each group that has been seen.
         self.units: dict[int, int] = {}
-        #: What each group said of its attention.
+        #: The reported kind of attention of each group.
         self.kinds: dict[int, str] = {}
-        #: History is missing: more may be cached than is known, and some that is known may be gone.
+        #: History is missing: more blocks may be cached than are known, and some known blocks may be gone.
         self.provisional = False
-        #: Whether requests of ours make the engine tell reused blocks again (`kv_cache_report_mode`); such stores start
-        #: at the root and are no further copies.
+        #: Whether our requests make the engine report reused blocks again (`kv_cache_report_mode`). Such stores start
+        #: at the root and are not additional copies.
         self.reports = False
         self.told = Told()
-        #: Tokens per block, as the last store said; 0 = none was told.
+        #: Tokens per block, from the last store; 0 = not reported yet.
         self.block_size = 0
-        #: The last stores of prompts, the beginnings apart from the rest; see `stores`.
+        #: The last stores of prompts: beginnings, and the rest; see `stores`.
         self.beginnings: deque[Head] = deque(maxlen=_HEADS // 2)
         self.rests: deque[Head] = deque(maxlen=_HEADS // 2)
-        #: Set by the rank's feed: it has said something in this life; it is connected; something is missing that is
-        #: being fetched; how often the engine was found to be another one.
+        #: Set by the rank's feed: events have arrived since the engine started; it is connected; missing events are
+        #: being fetched; how often a new engine was found there.
         self.heard = False
         self.linked = False
         self.behind = False
         self.lives = 0
 
     def stores(self) -> list[Head]:
-        """What was stored lately."""
+        """Return recent stores: rests first, then beginnings."""
         return [*self.rests, *self.beginnings]
 
     @property
     def current(self) -> bool:
-        """What it holds is all known, and up to date."""
+        """Whether its blocks are completely known and up to date."""
         return self.heard and self.linked and not self.behind and not self.provisional
 
     def mark_behind(self, behind: bool) -> None:
-        """Whether something that the engine has told is still to come."""
+        """Set whether events that the engine has already sent are still missing."""
         self.behind = behind
 
     def indexable(self, group: int, kind: str) -> bool:
-        """Remember a group's kind; an empty one is what it said before, and full attention if it never did."""
+        """Remember a group's kind, and return whether its blocks can be indexed. An empty kind means the last reported
+        one, or full attention if none was reported."""
         if kind and (group in self.kinds or len(self.kinds) < MOST_GROUPS):
             self.kinds[group] = kind
         else:
@@ -169,11 +172,11 @@ class RankCache:
 
     @property
     def blocks(self) -> int:
-        """Distinct blocks over groups and tiers."""
+        """The number of distinct blocks, summed over groups and tiers."""
         return sum(shelf.table.live for shelf in self.shelves.values())
 
     def key_of(self, digest: int, first: Shelf | None = None) -> int | None:
-        """The key of a block that lies anywhere here; `first` is looked at first."""
+        """Return the key of a block on any shelf, `first` being searched first; `None` = it is on none."""
         if first is not None and (key := first.key_of(digest)) is not None:
             return key
         for shelf in self.shelves.values():
@@ -182,23 +185,24 @@ class RankCache:
         return None
 
 
-# Blocks whose parent is not known: kept, because the parent may be told later or by another endpoint.
+# Blocks whose parent is not known (orphans). They are kept, because the parent may be reported later, or by another
+# endpoint.
 #
-# That happens when history is cut off in front: the first batches that are heard continue prompts that were stored
-# before. Without orphans such a prompt and all that ever follows it would be lost.
+# Orphans occur if the earlier history is missing: the first batches that arrive continue prompts that were stored
+# before. Without orphans, such a prompt and all blocks that ever follow it would be lost.
 #
 # Rules
-# * An orphan waits under its parent's hash, within the scope of a model: equal engine hashes mean equal content, so a
-#   parent that any endpoint tells will do.
-# * Who counts copies of an orphan is the orphan; a removed one is gone.
-# * There are at most `limit` of them; the oldest go first. After `ttl` seconds one is given up.
+# * An orphan waits under its parent's hash, within the scope of a model. Equal engine hashes mean equal content, so a
+#   parent that any endpoint reports is accepted.
+# * An orphan counts its own copies; when all are removed it is forgotten.
+# * There are at most `limit` orphans; the oldest are dropped first. After `ttl` seconds an orphan is given up.
 
 #: Estimated bytes per orphan: the struct, its dict entries, two ints, 64 bytes of tokens.
 _SIZE = 500
 
 
 class Orphan(Struct, gc=False):
-    """One block, and all that is needed to enter it once its parent's key is known."""
+    """A block, with everything that is needed to store it once its parent's key is known."""
 
     digest: int
     parent: int
@@ -212,7 +216,7 @@ class Orphan(Struct, gc=False):
 
 
 class Orphans:
-    """Those of all models. Keys are (scope, parent hash) and (shelf number, hash)."""
+    """The orphans of all models, by (scope, parent hash) and by (shelf number, hash)."""
 
     def __init__(self, limit: int = 50_000, ttl: float = 600.0) -> None:
         self.limit = limit
@@ -235,7 +239,7 @@ class Orphans:
         return (scope, parent) in self._children
 
     def add(self, orphan: Orphan) -> None:
-        """Keep it, or count one more copy of it. May give up the oldest."""
+        """Keep an orphan, or count one more copy of it. This may drop the oldest orphan."""
         name = (orphan.shelf.number, orphan.digest)
         known = self._entries.get(name)
         if known is not None:
@@ -248,7 +252,7 @@ class Orphans:
             self.give_up()
 
     def removed(self, shelf: Shelf, digest: int) -> bool:
-        """One copy is gone. False: no such orphan."""
+        """Remove one copy. Return False if there is no such orphan."""
         orphan = self._entries.get((shelf.number, digest))
         if orphan is None:
             return False
@@ -258,14 +262,14 @@ class Orphans:
         return True
 
     def adopt(self, scope: str, parent: int) -> Iterator[Orphan]:
-        """Those that wait for this parent, each taken out before it is given."""
+        """Iterate over the orphans that wait for this parent; each is taken out first."""
         while children := self._children.get((scope, parent)):
             orphan = next(iter(children.values()))
             self._forget(orphan)
             yield orphan
 
     def expire(self, now: float) -> None:
-        """Give up those that are too old: O(their number)."""
+        """Give up orphans that are too old: O(their number)."""
         while self._entries:
             oldest = next(iter(self._entries.values()))
             if oldest.until > now:
@@ -273,7 +277,7 @@ class Orphans:
             self.give_up()
 
     def drop_shelf(self, shelf: Shelf, most: int) -> int:
-        """Forget up to `most` orphans of a shelf; returns how many."""
+        """Forget up to `most` orphans of a shelf. Return how many."""
         dropped = 0
         while shelf.orphans and dropped < most:
             self._forget(self._entries[shelf.number, next(iter(shelf.orphans))])
@@ -281,7 +285,7 @@ class Orphans:
         return dropped
 
     def give_up(self) -> None:
-        """Forget the oldest."""
+        """Forget the oldest orphan."""
         oldest = next(iter(self._entries.values()))
         oldest.shelf.cache.told.orphans_dropped += 1
         self._forget(oldest)
@@ -297,7 +301,7 @@ class Orphans:
             del self._children[waiting]
 
     def validate(self) -> None:
-        """Raise `AssertionError` when the directions disagree."""
+        """Raise `AssertionError` if the two indexes or the shelves disagree."""
         assert sum(map(len, self._children.values())) == len(self._entries)
         for (number, digest), orphan in self._entries.items():
             assert digest in orphan.shelf.orphans and orphan.shelf.number == number and orphan.copies > 0

@@ -1,6 +1,6 @@
-"""What an engine says about its KV cache, in any format. `fairlead.pool.kv_events.wire` decodes into these.
+"""KV events of engines, independent of the format. `fairlead.pool.kv_events.wire` decodes into these.
 
-`hashes` are 64-bit patterns as unsigned integers. Names in other texts: `block_created` = `BlocksStored`,
+`hashes` are 64-bit patterns as unsigned integers. Names in other documents: `block_created` = `BlocksStored`,
 `block_evicted` = `BlocksRemoved`, `block_offloaded` = `BlocksStored` without tokens and with a slower medium.
 """
 
@@ -16,12 +16,12 @@ from fairlead.core.kv.tiers import tier_of
 
 
 class TokenStream(Protocol):
-    """Token ids that are read piece by piece, because there are too many to read at once."""
+    """Token ids that are read piece by piece, because there are too many to read in one go."""
 
     def __len__(self) -> int: ...
 
     def take(self, count: int) -> bytes:
-        """The next `count` token ids as little-endian 32-bit integers. Raises `ValueError` for what is none."""
+        """Return the next `count` token ids as little-endian 32-bit integers. Raise `ValueError` for an invalid id."""
         ...
 
 
@@ -31,17 +31,17 @@ class BlocksStored(Struct, gc=False):
     hashes: list[int]
     #: Hash of the block before the first; 0 = the sequence starts here.
     parent: int = 0
-    #: Token ids as little-endian 32-bit integers, `block_size` of them for every hash. Empty: the same blocks were put
-    #: into another tier, and only their hashes are told.
+    #: Token ids as little-endian 32-bit integers, `block_size` for each hash. Empty = known blocks were put into
+    #: another tier, and only their hashes are reported.
     tokens: bytes | TokenStream = b""
     block_size: int = 0
-    #: Name of the LoRA adapter; of older engines that tell only its number: `#3`. Empty = base model.
+    #: Name of the LoRA adapter; `#3` for older engines that report only its number. Empty = base model.
     lora: str = ""
     medium: str = ""
     group: int = 0
-    #: Kind of the group's attention; empty = not told.
+    #: Kind of the group's attention; empty = not reported.
     kind: str = ""
-    #: Per block what else is part of its identity (multimodal items, cache salt), not the adapter; `None` = nothing.
+    #: What else identifies each block (multimodal items, cache salt), without the adapter; `None` = nothing.
     extras: Sequence[tuple[str, ...]] | None = None
 
 
@@ -59,23 +59,23 @@ class AllCleared(Struct, gc=False):
 
 KvEvent = BlocksStored | BlocksRemoved | AllCleared
 
-# Events of one rank to changes of the index, in small steps.
+# Applies the events of one rank to the index, in small steps.
 #
 # Rules
-# * Events of one rank are applied in order, each to its end before the next; the caller may do other things between
+# * Events of one rank are applied in order, each completely before the next. The caller may do other things between
 #   two steps. A step handles at most `STEP` blocks (about 0.1 ms).
-# * A bad event raises `ValueError` before it changes anything, or after the part of it that was good; the caller
-#   counts it and goes on with the next.
-# * Stores whose parent nobody knows become orphans (not in a self-contained key space, where the parent is not
-#   needed).
+# * A bad event raises `ValueError` before it changes anything, or after its valid part was applied. The caller counts
+#   it and continues with the next event.
+# * Stores with an unknown parent become orphans, except in a self-contained key space, where the parent is not needed.
 
 STEP = 64
 
 
 def apply(index: KvIndex, cache: RankCache, event: KvEvent, now: float) -> Iterator[int] | None:
-    """Do what an event says. Raises `ValueError` when it contradicts itself.
+    """Apply an event. Raise `ValueError` if it contradicts itself.
 
-    What is more than one step is not begun but returned: iterating does a step and gives the number of its blocks.
+    An event of more than one step is not begun. Instead an iterator is returned: each iteration does one step and
+    yields its number of blocks.
     """
     if isinstance(event, BlocksStored):
         return _store(index, cache, event, now)
@@ -94,7 +94,7 @@ def apply(index: KvIndex, cache: RankCache, event: KvEvent, now: float) -> Itera
 
 
 def apply_all(index: KvIndex, cache: RankCache, event: KvEvent, now: float) -> None:
-    """`apply` to its end, and all that was put off: for the simulator and tests."""
+    """Apply an event completely, and do all deferred work. For the simulator and tests."""
     steps = apply(index, cache, event, now)
     if steps is not None:
         for _ in steps:
@@ -140,7 +140,7 @@ def _store(index: KvIndex, cache: RankCache, event: BlocksStored, now: float) ->
 
 
 class _Store:
-    """One store on its way: where it stands in its chain."""
+    """A store in progress, and its position in the chain."""
 
     __slots__ = ("_before", "_copies", "_depth", "_event", "_fresh", "_index", "_now", "_parent", "_root", "_shelf")
 
@@ -152,12 +152,12 @@ class _Store:
         self._now = now
         self._copies = not (cache.reports and not event.parent)
         cache.block_size = event.block_size
-        #: A prompt's blocks, of which none was entered yet. While an engine decodes they come one by one.
+        #: Whether these are the blocks of a prompt, and none was stored yet. (During decode, blocks arrive singly.)
         self._fresh = not event.parent or len(event.hashes) > 1
         self._root = root = index.space.root(cache.model, event.lora)
         self._depth = 0
         self._parent = event.parent
-        #: Key of the block before; `None` = nobody knows.
+        #: Key of the block before; `None` = unknown.
         self._before: int | None = root
         if event.parent:
             self._before = index.resolve(cache, event.parent, shelf)
@@ -217,8 +217,8 @@ class _Store:
 
 
 def _store_nameless(index: KvIndex, shelf: Shelf, event: BlocksStored) -> Iterator[int]:
-    """Blocks that are known by their hashes were put into another tier. Raises `ValueError` at the end if no tier was
-    named, and some are not known: by our own keys they can be found by their tokens only."""
+    """Store blocks that are identified only by their hashes, because they were put into another tier. Raise
+    `ValueError` at the end if no tier is named and a block is not known: our own keys can only be made from tokens."""
     cache, space = shelf.cache, index.space
     before = cache.told.nameless
     root = space.root(cache.model, event.lora)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from xxhash import xxh3_128_digest
 
-# vLLM's hashes of blocks, and as much of canonical CBOR (RFC 8949 §4.2) as they need: shortest, definite lengths.
+# The part of canonical CBOR (RFC 8949 §4.2) that vLLM's block hashes need: shortest encodings, definite lengths.
 
-#: What can be encoded. Booleans and floats do not occur in block hashes.
+#: Values that can be encoded. Booleans and floats do not occur in block hashes.
 Value = int | str | bytes | None | Sequence["Value"] | Mapping[str, "Value"]
 
 _UNSIGNED, _NEGATIVE, _BYTES, _TEXT, _ARRAY, _MAP = 0x00, 0x20, 0x40, 0x60, 0x80, 0xA0
@@ -16,7 +16,7 @@ _NULL = b"\xf6"
 
 
 def encode(value: Value) -> bytes:
-    """Bytes of a value. Raises `ValueError` for integers beyond 64 bits, `TypeError` for other types."""
+    """Return the encoded value. Raise `ValueError` for integers beyond 64 bits, `TypeError` for other types."""
     parts: list[bytes] = []
     _add(parts, value)
     return b"".join(parts)
@@ -56,23 +56,22 @@ def _head(major: int, argument: int) -> bytes:
     raise ValueError(f"{argument} needs more than 64 bits")
 
 
-# vLLM's own block hashes, for a key space of engine hashes and for checking what events say.
+# vLLM's own block hashes, for the key space of engine hashes and for checking events.
 #
 #     NONE_HASH = H(seed)
 #     block     = H((parent digest, token ids, extra))       parent of the first block: NONE_HASH
-#     extra     = None, or a tuple of ("lora", name, path), ("mm", id, offset), ("cache_salt", salt) on the first
-#     block,
-#                 ("prompt_embeds", digest)
+#     extra     = None, or a tuple of ("lora", name, path), ("mm", id, offset), ("prompt_embeds", digest),
+#                 and ("cache_salt", salt) on the first block
 #
 # H is one of `ALGORITHMS`: SHA-256 or 128-bit xxh3 over Python's pickle (protocol 5) or over canonical CBOR. The whole
-# digest is chained; an event's 64-bit hash is the last 8 bytes of it, big-endian. 0.32.0: all 88 captured vectors
-# agree.
+# digest is chained; the 64-bit hash in an event is its last 8 bytes, big-endian. With vLLM 0.32.0, all 88 captured
+# vectors agree.
 #
-# The seed is the text of PYTHONHASHSEED. Where that is unset it is "vllm-none-hash" for SHA-256 (0.29 and later), and
-# random for xxhash, whose hashes nobody outside the process can know. An adapter's path is as the server was told it;
-# it is not in events. Up to 0.30 the adapter's part of `extra` was its bare name.
+# The seed is the text of PYTHONHASHSEED. If it is unset, the seed is "vllm-none-hash" for SHA-256 (0.29 and later). For
+# xxhash it is then random, so the hashes are not known outside the process. An adapter's path is the one that was given
+# to the server; it is not in events. Up to 0.30 the adapter's part of `extra` was only its name.
 
-#: What vLLM hashes where PYTHONHASHSEED is not set.
+#: The seed that vLLM hashes if PYTHONHASHSEED is not set.
 DEFAULT_SEED = "vllm-none-hash"
 
 Extra = tuple[tuple[str | int, ...] | str, ...]
@@ -96,7 +95,7 @@ ALGORITHMS = tuple(_ENCODERS)
 
 
 class EngineHasher:
-    """Hashes as a vLLM server with that algorithm and PYTHONHASHSEED does. Raises `ValueError` when that is random."""
+    """Hashes like a vLLM server with that algorithm and PYTHONHASHSEED. Raises `ValueError` if its seed is random."""
 
     def __init__(self, algorithm: str = "sha256", seed: str | None = None) -> None:
         if algorithm not in _ENCODERS:
@@ -120,7 +119,8 @@ class EngineHasher:
         extras: Sequence[Extra] | None = None,
         parent: bytes | None = None,
     ) -> list[bytes]:
-        """Digests of all full blocks. `lora`: name and path; `extras`: further parts of each block's identity."""
+        """Return the digests of all full blocks. `lora`: name and path. `extras`: further parts of each block's
+        identity."""
         before = parent if parent is not None else self.none_hash
         digests: list[bytes] = []
         for block in range(len(tokens) // block_size):
@@ -139,15 +139,15 @@ class EngineHasher:
     def hashes(
         self, tokens: Sequence[int], block_size: int, lora: tuple[str, str] | None = None, salt: str | None = None
     ) -> list[int]:
-        """As events tell them."""
+        """Return the hashes of all full blocks, as in events."""
         return [short(digest) for digest in self.digests(tokens, block_size, lora, salt)]
 
 
 def short(digest: bytes) -> int:
-    """The 64-bit hash that events carry: the last 8 bytes, big-endian; fewer bytes are padded on the left."""
+    """Return the 64-bit hash of events: the last 8 bytes, big-endian. Fewer bytes are padded on the left."""
     return int.from_bytes(digest[-8:], "big")
 
 
 def _fresh(text: str) -> str:
-    """An equal string that is no other object: pickle writes a second reference to the same one differently."""
+    """Return an equal string that is a new object: pickle encodes a second reference to the same object differently."""
     return text.encode().decode()

@@ -1,15 +1,15 @@
-"""Exact prefix knowledge: which endpoint holds which blocks, told by the engines themselves.
+"""The exact index: which endpoint holds which blocks, as reported by the engines.
 
 Rules
-* The identity of a holder is (endpoint, rank, group, tier). A block is *held* while more copies were stored there than
-  removed: engines tell each physical copy, and with two the first removal changes nothing (vLLM 0.32, measured).
-* A match is contiguous from the first block. Within a rank a block counts in any tier, and in the fastest; over groups
-  the shortest match counts, since all groups of a model need the block; over ranks the best.
-* Clearing takes effect at once and costs nothing: what the rank held is disowned and taken apart later, piece by piece
-  (`tend`). No call does more than about 0.3 ms of work, whatever it is asked.
-* Memory is bounded by `max_blocks` copies. Who has just grown gives way if it has more than its share, else the
-  largest: of a sample the deepest blocks that no match has used lately.
-* Time is given by the caller, in seconds; nothing here reads a clock.
+* A holder is (endpoint, rank, group, tier). A block is *held* while more copies were stored there than removed: engines
+  report each physical copy, and with two copies the first removal changes nothing (vLLM 0.32, measured).
+* A match has no gap from the first block on. Within a rank a block may be in any tier, and counts in the fastest. Over
+  groups the shortest match counts, since all groups of a model need the block; over ranks the best match counts.
+* Clearing takes effect immediately and is cheap: the rank's blocks are disowned and removed later, piece by piece
+  (`tend`). No call does more than about 0.3 ms of work.
+* Memory is bounded by `max_blocks` copies. To make room, the shelf that has just grown is evicted from if it has more
+  than its share, else the largest shelf: from a sample, the deepest blocks that no match has used recently.
+* The caller passes the time, in seconds.
 """
 
 from collections import deque
@@ -26,19 +26,19 @@ from fairlead.core.kv.speculation import Speculation
 from fairlead.core.kv.table import SEGMENT, Keys
 from fairlead.core.kv.tiers import CREDITS, Tier
 
-#: Dead shelves beyond that many are taken apart at once instead of later: a rank that clears all the time must not
-#: make the list grow.
+#: Dead shelves beyond this number are taken apart immediately, so that a rank which clears all the time cannot make the
+#: list grow.
 _MOST_DEAD = 1024
-#: Segments of one shelf to have address space for: 64 k blocks, 2 MB that cost nothing until used.
+#: Segments of address space reserved for a shelf: 64 k blocks, 2 MB that cost nothing until used.
 _SHELF_RESERVE = 128
-#: Segments in which blocks that were used are spared, per search for a victim.
+#: Segments in which used blocks are spared, per search for blocks to evict.
 _LOOKS = 3
 
 
 class KvIndex:
-    """`slots` are those of the endpoint table, as for `fleet.prefix.PrefixIndex`, whose interface this one has too."""
+    """Slots are those of the endpoint table. The interface is that of the learned index, `core.prefix.PrefixIndex`."""
 
-    #: Its caches know what was stored lately.
+    #: Whether its caches remember recent stores.
     tells_stores = True
 
     def __init__(
@@ -56,7 +56,7 @@ class KvIndex:
         self.speculation = Speculation(max_leases)
         self.matcher = Matcher(self.blocks, self.speculation)
         self._caches: dict[int, dict[int, RankCache]] = {}
-        #: Blocks held, once per (endpoint, rank, group, tier); disowned ones count until they are taken apart.
+        #: Blocks held, counted per (endpoint, rank, group, tier). Disowned blocks count until they are taken apart.
         self.entries = 0
         self._shelf_numbers = 0
         self._dead: deque[Shelf] = deque()
@@ -65,20 +65,20 @@ class KvIndex:
     # ---------------------------------------------------------------- endpoints and ranks
 
     def add_slot(self, slot: int, capacity: int = 0) -> None:
-        """An endpoint joined. Its ranks are added as they speak. `EVERYONE`: storage that all endpoints share."""
+        """Add an endpoint. Its ranks are added with their first events. Slot `EVERYONE`: storage shared by all."""
         self._caches[slot] = {}
 
     def drop_slot(self, slot: int) -> None:
-        """An endpoint left: all its ranks are forgotten."""
+        """Remove an endpoint and all its ranks."""
         self.clear(slot)
         del self._caches[slot]
         self.speculation.drop_slot(slot)
 
     def set_capacity(self, slot: int, capacity: int) -> None:
-        """Nothing to do: engines tell what they forget. Here for the learned index's sake."""
+        """Do nothing: engines report what they drop. Exists because the learned index has it."""
 
     def rank(self, slot: int, rank: int, model: str) -> RankCache:
-        """The cache of one rank, which is made on first use. Raises `KeyError` when the slot was not added.
+        """Return the cache of one rank, created on first use. Raise `KeyError` if the slot was not added.
 
         A rank that changes its model is cleared.
         """
@@ -98,16 +98,16 @@ class KvIndex:
                     yield cache
 
     def caches_of(self, slot: int) -> Collection[RankCache]:
-        """The ranks of one endpoint that have spoken."""
+        """Return the ranks of one endpoint that have sent events."""
         return self._caches[slot].values()
 
     def clear(self, slot: int) -> None:
-        """Forget all of one endpoint."""
+        """Forget all blocks of one endpoint."""
         for cache in self._caches[slot].values():
             self.clear_rank(cache)
 
     def clear_rank(self, cache: RankCache) -> None:
-        """Forget all of one rank: at once for every match, O(its blocks) later, in `tend`."""
+        """Forget all blocks of one rank: immediately for matches; the O(blocks) work is done later, in `tend`."""
         cache.told.clears += 1
         for shelf in cache.shelves.values():
             shelf.dead = True
@@ -122,7 +122,7 @@ class KvIndex:
     # ---------------------------------------------------------------- blocks
 
     def shelf(self, cache: RankCache, group: int, tier: Tier) -> Shelf:
-        """Where a rank's blocks of that group and tier lie. Raises `ValueError` when it tells of too many groups."""
+        """Return the shelf of a rank for that group and tier. Raise `ValueError` if the rank has too many groups."""
         shelf = cache.shelves.get((group, tier))
         if shelf is None:
             unit = cache.units.get(group)
@@ -138,7 +138,7 @@ class KvIndex:
         return shelf
 
     def store(self, shelf: Shelf, hashes: list[int], keys: list[int], depth: int, copies: bool = True) -> None:
-        """Consecutive blocks, the first one `depth` blocks after the beginning. At most some hundred at a time."""
+        """Store consecutive blocks, at most a few hundred, the first one `depth` blocks after the beginning."""
         if shelf.dead:
             return
         self.entries += self.blocks.store(shelf, hashes, keys, depth, copies)
@@ -148,13 +148,13 @@ class KvIndex:
                 if self.orphans.waiting(model, digest):
                     self._parents.append((model, digest, keys[index], depth + index + 1))
         total = self.entries + len(self.orphans)
-        # Use matters only for who is evicted, and nobody is before the index is full.
+        # The use of blocks only matters for evictions, which begin when the index is full.
         self.matcher.note_use = 4 * total > 3 * self.max_blocks
         if total > self.max_blocks:
             self._make_room(shelf)
 
     def restore(self, shelf: Shelf, digest: int, key: int, depth: int, copies: int) -> None:
-        """A block as a snapshot has it, unless events have told it already."""
+        """Store a block from a snapshot, unless events have already reported it."""
         if shelf.table.seek(digest) < 0:
             self.store(shelf, [digest], [key], max(0, depth - 1))
             place = shelf.table.seek(digest)
@@ -162,7 +162,7 @@ class KvIndex:
                 shelf.table.columns[1][place] = max(1, copies)
 
     def remove(self, shelf: Shelf, digest: int) -> None:
-        """One copy of a block is gone."""
+        """Remove one copy of a block."""
         if shelf.dead:
             return
         left = self.blocks.remove(shelf, digest)
@@ -175,7 +175,7 @@ class KvIndex:
             self.entries -= 1
 
     def resolve(self, cache: RankCache, digest: int, first: Shelf | None = None) -> int | None:
-        """The key that an engine's hash stands for: as this rank says, else as another one of the same model does."""
+        """Return the key of an engine's hash, as reported by this rank, else by another rank of the same model."""
         key = cache.key_of(digest, first)
         if key is not None:
             return key
@@ -187,20 +187,21 @@ class KvIndex:
     # ---------------------------------------------------------------- questions
 
     def knows(self, chain: BlockChain) -> bool:
-        """Whether `look_up` can tell of it; else it is no miss that it finds nothing."""
+        """Whether `look_up` knows about the chain; if not, finding nothing is not a miss."""
         return True
 
     def look_up(self, chain: BlockChain, slots: int, worth: tuple[float, ...] = CREDITS) -> KvMatch | None:
-        """Who holds how much of a prompt; `None` when nobody holds its first block. `worth`: of a block, per tier."""
+        """Return how much of a prompt each slot holds; `None` = no slot holds its first block. `worth`: of a block, per
+        tier."""
         return self.matcher.match(chain, slots, worth)
 
     def match(self, chain: BlockChain, slots: int) -> FloatColumn | None:
-        """Matched tokens per slot as a column of length `slots`; `None` when nobody holds anything of it."""
+        """Return the matched tokens per slot as a column of length `slots`; `None` = no slot holds any of it."""
         matched = self.matcher.match(chain, slots, CREDITS)
         return matched.blocks * chain.block_size if matched is not None else None
 
     def matches(self, chain: BlockChain) -> Iterator[tuple[int, int]]:
-        """(slot, matched tokens) of every endpoint that holds at least the first block."""
+        """Iterate over (slot, matched tokens) of all endpoints that hold at least the first block."""
         tokens = self.match(chain, max(self._caches, default=-1) + 1)
         if tokens is not None:
             for slot in tokens.nonzero()[0].tolist():
@@ -210,7 +211,7 @@ class KvIndex:
 
     @property
     def nbytes(self) -> int:
-        """Estimated bytes of memory in use."""
+        """The estimated memory in use, in bytes."""
         shelves = [shelf for cache in self.caches() for shelf in cache.shelves.values()]
         tables = sum(shelf.table.nbytes + 1000 for shelf in (*shelves, *self._dead))
         return tables + self.blocks.nbytes + self.orphans.nbytes + self.speculation.nbytes
@@ -221,7 +222,7 @@ class KvIndex:
         return not self._dead and not self._parents
 
     def tend(self, now: float) -> bool:
-        """Do a little of what was put off (at most 0.3 ms). True: there is more."""
+        """Do a part of the deferred work (at most 0.3 ms). Return whether there is more."""
         if self._parents:
             self._adopt_one()
         elif self._dead:
@@ -231,7 +232,7 @@ class KvIndex:
         return not self.idle
 
     def _adopt_one(self) -> None:
-        """Enter some of the orphans of one parent."""
+        """Store some of the orphans of one parent."""
         model, parent, key, depth = self._parents.popleft()
         space = self.space
         for count, orphan in enumerate(self.orphans.adopt(model, parent)):
@@ -273,7 +274,8 @@ class KvIndex:
         self.matcher.hold_unit(shelf.unit)
 
     def _make_room(self, newest: Shelf) -> None:
-        """Back to the bound. Dead shelves go first, then who has grown beyond its share, else the largest."""
+        """Return to the bound: take dead shelves apart first, then evict from `newest` if it has more than its share,
+        else from the largest shelf."""
         looks = 0
         while self.entries + len(self.orphans) > self.max_blocks:
             if self._dead:
@@ -292,7 +294,7 @@ class KvIndex:
             looks += 1
 
     def validate(self) -> None:
-        """Raise `AssertionError` when the directions disagree or a bound is broken. O(everything)."""
+        """Raise `AssertionError` if shelves and holder sets disagree or a bound is exceeded. O(all blocks)."""
         shelves = [shelf for cache in self.caches() for shelf in cache.shelves.values()]
         marks: dict[int, int] = {}
         copies = 0
@@ -317,16 +319,16 @@ class KvIndex:
         self.speculation.validate()
 
 
-# The keys that an engine's hashes stand for: questions of those who know prompts by what engines call their blocks.
+# Translates engine hashes to keys, for callers that know a prompt only by its engine hashes.
 #
-# An engine's hash names its block and all before it. So whoever holds a block knows the keys of the whole beginning, as
-# long as it holds it, and the endpoint that holds the longest beginning knows them all.
+# An engine's hash identifies its block and all blocks before it. So a shelf that holds a block has the keys of the
+# whole beginning, as far as it still holds these, and the shelf with the longest beginning has all of them.
 
 
 def keys_of(index: KvIndex, hashes: Sequence[int], model: str) -> Keys:
-    """Keys of the leading blocks that anybody holds; of the others nobody could say more than that.
+    """Return the keys of the leading blocks that any shelf holds. The keys of the other blocks are not known.
 
-    One look into each shelf per block where it ends, 0.4 ms for 1,000 hashes and 100 endpoints.
+    Takes 0.4 ms for 1,000 hashes and 100 endpoints: a bisection in each shelf that may hold more than the best so far.
     """
     if index.space.self_contained:
         return np.array(hashes, np.uint64) ^ np.uint64(index.space.root(model, ""))
@@ -350,7 +352,7 @@ def keys_of(index: KvIndex, hashes: Sequence[int], model: str) -> Keys:
 
 
 def _longest(shelves: Sequence[Shelf], hashes: Sequence[int], start: int) -> tuple[Shelf | None, int]:
-    """Who holds most from there on, and up to where; `None` = nobody holds that block."""
+    """Return the shelf that holds most blocks from `start` on, and where these end; `None` = none holds that block."""
     best, end = None, start
     for shelf in shelves:
         seek = shelf.table.seek
@@ -371,7 +373,8 @@ def _longest(shelves: Sequence[Shelf], hashes: Sequence[int], start: int) -> tup
 
 
 def numbers(hashes: list[int | str]) -> list[int]:
-    """Hashes as unsigned 64-bit integers, from integers of either sign or decimal text. Raises `ValueError`."""
+    """Return hashes as unsigned 64-bit integers. `hashes`: integers of either sign, or decimal text. Raise `ValueError`
+    for others."""
     if set(map(type, hashes)) == {int} and min(hashes) >= 0 and max(hashes) < 1 << 64:  # type: ignore[operator]
         return hashes  # type: ignore[return-value]
     return list(_numbers(hashes))

@@ -1,15 +1,15 @@
-"""The key of a block in the index: own hashes of tokens, or the engine's.
+"""The keys of blocks in the index: our own hashes of tokens, or the engine's hashes.
 
-Own space (the default): `key = xxh3_64(tokens of the block as LE32, seed = key of the block before)`, the first seeded
-with a root that stands for model and adapter. What the engine calls a block is only an opaque name that events map to
-a key, so the engine's algorithm, seed and version need no agreement, and salted or multimodal blocks differ because
-their extras are hashed too. The request side must have the engine's token ids.
+Own space (the default): `key = xxh3_64(tokens of the block as LE32, seed = key of the block before)`; the seed of the
+first block is a root that stands for model and adapter. The engine's hash of a block is only an opaque name that events
+map to a key. So the engine's algorithm, seed and version do not matter. Salted or multimodal blocks get other keys,
+because their extras are hashed, too. To look up a prompt, the engine's token ids are needed.
 
-Engine space: the key is the engine's own 64-bit hash, set apart by model. It needs no tokens in events, so history
-that is cut off in front is of full use; the request side must know algorithm and seed (`engine_hash`).
+Engine space: the key is the engine's own 64-bit hash, combined with the model. It needs no tokens in events, so events
+whose earlier history is missing can be used. To look up a prompt, algorithm and seed are needed (`hashing`).
 
-Blocks are as long as the engine's: blocks of different length have different keys, and a prompt is hashed once for
-each length that a pool has, usually one. That is exact where translating between lengths is not.
+Blocks have the engine's length. Blocks of different lengths have different keys, so a prompt is hashed once for each
+length in the pool, usually one. This is exact; translating between lengths would not be.
 """
 
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
 from fairlead.core.kv.table import Keys
 
-#: What identifies each block beside its tokens; `None` = nothing.
+#: What identifies each block in addition to its tokens; `None` = nothing.
 Extras = Sequence[tuple[str, ...]] | None
 
 TOKEN_BYTES = 4
-#: Changes whenever own keys do, so that snapshots of another version are not taken for ours.
+#: Changes whenever own keys change, so that snapshots with keys of another version are refused.
 VERSION = 1
-#: Stands between tokens and extras. 32 bits that are no token id of any vocabulary.
+#: Separates tokens and extras: 32 bits that are not a token id of any vocabulary.
 _EXTRA = b"\xff\xff\xff\xff"
 
 
@@ -34,22 +34,22 @@ class KeySpace(Protocol):
     """How keys are made. `name` goes into snapshots."""
 
     name: str
-    #: Whether blocks can be entered without token ids and without knowing what is before them.
+    #: Whether blocks can be stored without their token ids and without the blocks before them.
     self_contained: bool
 
     def root(self, model: str, lora: str) -> int:
-        """Stands before the first block."""
+        """Return the key that stands before the first block."""
         ...
 
     def keys(
         self, before: int, root: int, hashes: Sequence[int], tokens: bytes, block_size: int, extras: Extras
     ) -> list[int]:
-        """Keys of consecutive blocks. `before`: key of the block before, or `root`."""
+        """Return the keys of consecutive blocks. `before`: key of the block before them, or `root`."""
         ...
 
 
 class OwnSpace:
-    """xxh3 over token ids; 35 ns per block of 16."""
+    """xxh3 over token ids. Takes 35 ns per block of 16 tokens."""
 
     name = f"own-{VERSION}"
     self_contained = False
@@ -64,7 +64,7 @@ class OwnSpace:
 
 
 class EngineSpace:
-    """The engine's hashes, set apart by model (not by adapter: the engine's hash knows it)."""
+    """The engine's hashes, combined with the model. The adapter is already part of the engine's hash."""
 
     name = "engine-1"
     self_contained = True
@@ -78,12 +78,12 @@ class EngineSpace:
         return [digest ^ root for digest in hashes]
 
     def of_hashes(self, model: str, hashes: Sequence[int]) -> Keys:
-        """Keys of a prompt from the engine's hashes of its blocks."""
+        """Return the keys of a prompt from the engine's hashes of its blocks."""
         return np.array(hashes, np.uint64) ^ np.uint64(self.root(model, ""))
 
 
 def block_keys(before: int, tokens: bytes, block_size: int, extras: Extras = None) -> list[int]:
-    """Keys of all full blocks in `tokens` (LE32) after the key `before`; a trailing part of a block has none."""
+    """Return the keys of all full blocks in `tokens` (LE32) after the key `before`. An incomplete block has no key."""
     width = block_size * TOKEN_BYTES
     digest = xxh3_64_intdigest
     keys: list[int] = []
@@ -97,7 +97,7 @@ def block_keys(before: int, tokens: bytes, block_size: int, extras: Extras = Non
 
 
 def prompt_keys(root: int, tokens: bytes, block_size: int, extras: Extras = None) -> Keys:
-    """`block_keys` of a whole prompt as an array, without a Python int per block in between."""
+    """Return `block_keys` of a whole prompt as an array, without creating a Python int per block."""
     if extras is not None:
         return np.array(block_keys(root, tokens, block_size, extras), np.uint64)
     width = block_size * TOKEN_BYTES

@@ -1,10 +1,10 @@
-"""From a prompt's block keys to what each endpoint holds of it, in numpy, for all endpoints at once.
+"""Computes from a prompt's block keys how much of it each endpoint holds, with numpy, for all endpoints in one pass.
 
 Theory
-* Neighbouring blocks mostly have the same holder set. The keys become set numbers (one table look-up for all), the
-  numbers become runs, and only the runs' rows of bits are combined: `and` along the prompt gives who still matches.
-* Run lengths times that matrix of bits is the matched length of every unit; with the bits of one tier masked in, it is
-  the part that lies there.
+* Neighbouring blocks mostly have the same holder set. One table look-up turns all keys into set numbers, the numbers
+  become runs, and only the runs' rows of bits are combined: `and` along the prompt gives the units that still match.
+* Run lengths times that matrix of bits is the matched length of every unit. Masked with the bits of one tier, it is the
+  part in that tier.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,8 @@ from fairlead.core.kv.cache import EVERYONE, RankCache
 from fairlead.core.kv.speculation import Speculation
 from fairlead.core.kv.table import Keys, Positions
 
-#: Most prompts that miss do so early: if the block at such a depth is unknown, those behind it are not looked up.
+#: Depths that are checked first, because most misses are early: if the block at one of these depths is unknown, blocks
+#: from there on are not looked up.
 _LOOKS = (1, 16, 64, 256)
 _NO_BITS, _ALL_BITS = np.uint64(0), np.uint64(0xFFFFFFFFFFFFFFFF)
 _LOOKED_AT = np.array(_LOOKS) - 1
@@ -28,7 +29,7 @@ Numbers = NDArray[np.uint32]
 
 
 class Held(NamedTuple):
-    """What an endpoint holds of a prompt, as another process says. `tiers`: blocks in each, fastest first."""
+    """What an endpoint holds of a prompt, reported by another process. `tiers`: blocks in each tier, fastest first."""
 
     slot: int
     tenure: int
@@ -40,54 +41,54 @@ class BlockChain(NamedTuple):
 
     keys: Keys
     block_size: int
-    #: Where another process keeps the blocks: its answer; `None` = there is none.
+    #: If another process keeps the index: its answer; `None` = there is none.
     held: tuple[Held, ...] | None = None
 
 
 class KvMatch(NamedTuple):
-    """All columns have one entry per slot."""
+    """The result of a look-up. All columns have one entry per slot."""
 
-    #: Blocks held contiguously from the beginning.
+    #: Blocks held without a gap from the beginning.
     blocks: FloatColumn
-    #: Sum over those blocks of what a block is worth in its tier.
+    #: Sum over these blocks of the worth of a block in its tier.
     worth: FloatColumn
-    #: Blocks of the prompt.
+    #: Number of full blocks of the prompt.
     total: int
     block_size: int
-    #: Of `blocks`, those in each tier that occurs, fastest first; shape (tiers, slots). Without speculative ones.
+    #: How many of `blocks` are in each tier, fastest first, without speculative ones; shape (tiers, slots).
     tiers: NDArray[np.float64]
     #: Per slot the rank that holds most; -1 = none.
     ranks: Positions
 
     def share(self) -> FloatColumn:
-        """0..1 of the prompt's full blocks."""
+        """Return the matched share (0..1) of the prompt's full blocks."""
         return self.blocks / max(self.total, 1)
 
     def hit_tokens(self, prompt_tokens: int) -> FloatColumn:
-        """Tokens that need no computing. An engine computes at least one: a prompt of exactly n held blocks hits n - 1
-        of them (vLLM 0.32, measured)."""
+        """Return the tokens that need not be computed. An engine always computes at least one token: of a prompt of
+        exactly n held blocks, n - 1 are hits (vLLM 0.32, measured)."""
         usable = max(0, prompt_tokens - 1) // self.block_size
         return np.minimum(self.blocks, usable) * self.block_size
 
 
 class _Layout(NamedTuple):
-    """Where units belong. Arrays have one entry per live unit."""
+    """The slot and rank of each unit. Arrays have one entry per live unit, unless noted."""
 
     units: Positions
     slots: Positions
     ranks: Positions
-    #: Number of the unit's (slot, rank), and for each number its slot and rank.
+    #: Number of the unit's (slot, rank); and for each such number its slot and its rank.
     caches: Positions
     cache_slots: Positions
     cache_ranks: Positions
-    #: Every slot has exactly one unit.
+    #: Whether every slot has exactly one unit.
     plain: bool
-    #: Bits of one plane that stand for storage shared by everyone; `None` = there is none.
+    #: Bits of one plane that stand for storage shared by all endpoints; `None` = there is none.
     shared: NDArray[np.uint64] | None
 
 
 class Matcher:
-    """Knows units; asks the block table."""
+    """Looks up prompts in the block table, and manages the numbers of units."""
 
     def __init__(self, blocks: BlockTable, speculation: Speculation) -> None:
         self._blocks = blocks
@@ -96,13 +97,13 @@ class Matcher:
         self._shelves_of: list[int] = []
         self._free: list[int] = []
         self._layout: _Layout | None = None
-        #: Whether blocks that matched are marked as used; a third of a match's cache misses.
+        #: Whether matched blocks are marked as used, which causes a third of a match's cache misses.
         self.note_use = False
 
     # ---------------------------------------------------------------- units
 
     def new_unit(self, cache: RankCache) -> int:
-        """A number for one group of one rank."""
+        """Return a number for one group of one rank."""
         self._layout = None
         if self._free:
             unit = self._free.pop()
@@ -114,22 +115,22 @@ class Matcher:
         return unit
 
     def hold_unit(self, unit: int) -> None:
-        """One more shelf has its bits."""
+        """Note that one more shelf uses the unit's bits."""
         self._shelves_of[unit] += 1
 
     def disown(self, unit: int) -> None:
-        """Its blocks count for nobody from now on."""
+        """Stop counting the unit's blocks for its endpoint."""
         self._layout = None
         self._units[unit] = None
 
     def release_unit(self, unit: int) -> None:
-        """A shelf has none of its bits set any more. The last one frees the number."""
+        """Note that a shelf no longer has any of the unit's bits set. The last shelf frees the number."""
         self._shelves_of[unit] -= 1
         if not self._shelves_of[unit]:
             self._free.append(unit)
 
     def widened(self) -> None:
-        """Sets have other bits than before."""
+        """Note that the bits of all sets have moved."""
         self._layout = None
 
     def _lay_out(self) -> _Layout:
@@ -176,7 +177,7 @@ class Matcher:
         return self.guess(combined, chain, slots, worth[0])
 
     def _known(self, keys: Keys) -> Numbers:
-        """Set numbers of the leading blocks that anybody holds."""
+        """Return the set numbers of the leading blocks that have any holder."""
         table = self._blocks.table
         end = len(keys)
         inside = _LOOKED_AT[: _LOOKED_AT.searchsorted(end)]
@@ -206,7 +207,7 @@ class Matcher:
         rows = self._blocks.holders.rows(numbers[edges[:-1]])
         planes = rows.shape[1]
         if layout.shared is not None:
-            # What everyone can load is as if each held it in that tier.
+            # Blocks in shared storage count as if every endpoint held them in that tier.
             rows |= np.where((rows & layout.shared).any(axis=2), _ALL_BITS, _NO_BITS)[:, :, None]
         held = rows[:, 0] if planes == 1 else np.bitwise_or.reduce(rows, axis=1)
         held = np.bitwise_and.accumulate(held, axis=0)
@@ -220,7 +221,7 @@ class Matcher:
         return _by_slot(tiers, np.array(worth[:planes]), layout, chain, slots)
 
     def guess(self, match: KvMatch | None, chain: BlockChain, slots: int, worth: float) -> KvMatch | None:
-        """Add what endpoints will soon hold, because prompts were just sent there."""
+        """Add blocks that endpoints will soon hold, because prompts were just sent there."""
         if not len(self._speculation):
             return match
         for slot, blocks in self._speculation.depths(chain.keys):
@@ -239,7 +240,7 @@ class Matcher:
 
 
 def _lengths(lengths: Floats, rows: NDArray[np.uint64]) -> Floats:
-    """Summed run lengths per unit, for rows of unit bits."""
+    """Return the sum of run lengths per unit, for rows of unit bits."""
     bits = np.unpackbits(np.ascontiguousarray(rows).view(np.uint8), axis=1, bitorder="little")
     summed: Floats = lengths @ bits.astype(np.float32)
     return summed
@@ -248,7 +249,7 @@ def _lengths(lengths: Floats, rows: NDArray[np.uint64]) -> Floats:
 def _by_slot(
     tiers: NDArray[np.float64], worth: FloatColumn, layout: _Layout, chain: BlockChain, slots: int
 ) -> KvMatch | None:
-    """Units to slots: over groups the least, over ranks the most."""
+    """Combine units to slots: the minimum over groups, then the maximum over ranks."""
     blocks = tiers.sum(axis=0)
     if not blocks.any():
         return None
@@ -258,7 +259,7 @@ def _by_slot(
         caches = layout.caches[order]
         shortest = order[np.flatnonzero(np.diff(caches, prepend=-1))]
         shortest = shortest[np.argsort(blocks[shortest], kind="stable")]
-        # Ascending, so that of several ranks the one with most is written last.
+        # Ascending, so that the rank with the most blocks is written last.
         tiers, blocks = tiers[:, shortest], blocks[shortest]
         owners, ranks = owners[shortest], ranks[shortest]
     inside = owners < slots

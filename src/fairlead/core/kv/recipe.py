@@ -1,9 +1,9 @@
-"""How a prompt's blocks are named, so that they can be looked up in the exact index.
+"""How the keys of a prompt's blocks are made, with which they are looked up in the exact index.
 
-Own keys (the default) hash token ids; algorithm, seed and block size of the engine need not be known, since events tell
-tokens and sizes. Engine keys are the engine's own hashes: for engines whose events have no tokens, or whose history is
-often cut off. Then algorithm and seed must be the engine's, and blocks of adapters cannot be named: their hashes have
-the adapter's path in them, which nobody tells.
+Own keys (the default) are hashes of token ids. They do not need the engine's algorithm, seed and block size, since
+events have tokens and sizes. Engine keys are the engine's own hashes, for engines whose events have no tokens or whose
+history is often incomplete. They need the engine's algorithm and seed. They do not work for blocks of adapters, whose
+hashes include the adapter's path, which is not in events.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.keys import EngineSpace, KeySpace, OwnSpace, prompt_keys
 from fairlead.core.kv.match import BlockChain
 
-#: Stands for the base model in all keys. What an endpoint holds is of the model that it serves, and token ids with the
-#: adapter say all else, so names that engines, topics and clients have for one model need no agreement.
+#: Stands for the base model in all keys. An endpoint's blocks belong to the model that it serves, and token ids and
+#: adapter identify the rest. So engines, topics and clients may use different names for one model.
 ANY_MODEL = "*"
 
 
@@ -36,14 +36,14 @@ class TokenIds(Protocol):
     def salt(self) -> str: ...
 
     def extras(self, block_size: int) -> Sequence[tuple[str, ...]] | None:
-        """What identifies each full block beside its tokens; `None` = nothing."""
+        """Return what identifies each full block in addition to its tokens; `None` = nothing."""
         ...
 
 
 class Recipe:
-    """`seed` is the engine's PYTHONHASHSEED, `None` = not set. `block_size` 0 = as events say.
+    """`seed`: the engine's PYTHONHASHSEED, `None` = not set. `block_size`: 0 = as in events.
 
-    Raises `ValueError` for an algorithm whose hashes nobody outside of the engine can know.
+    Raises `ValueError` for an algorithm whose hashes cannot be computed outside of the engine.
     """
 
     def __init__(
@@ -58,14 +58,15 @@ class Recipe:
         self.seed = seed
         self.block_size = block_size
         self.hasher = EngineHasher(algorithm, seed) if keys == "engine" else None
-        #: Tokens whose blocks take 0.3 ms to name; an event loop should not do more at a time.
+        #: Tokens whose keys take 0.3 ms to compute. An event loop should not do more at a time.
         self.long = 16_384 if self.hasher is None else 2_048
 
     def space(self) -> KeySpace:
         return OwnSpace() if self.hasher is None else EngineSpace()
 
     def chain(self, space: KeySpace, tokens: TokenIds, block_size: int, lora: str) -> BlockChain | None:
-        """The prompt in blocks of that size; `None` = it cannot be named. Own keys: 0.2 µs per block; engine: 2 µs."""
+        """Return the prompt in blocks of that size; `None` = it can have no keys. Own keys take 0.2 µs per block,
+        engine keys 2 µs."""
         if self.hasher is None:
             keys = prompt_keys(space.root(ANY_MODEL, lora), tokens.ids, block_size, tokens.extras(block_size))
             return BlockChain(keys, block_size)
@@ -79,5 +80,5 @@ class Recipe:
 
 
 def new_index(recipe: Recipe, max_blocks: int = 4_000_000) -> KvIndex:
-    """An index whose keys are of that recipe."""
+    """Return an index with keys of that recipe."""
     return KvIndex(max_blocks, recipe.space())

@@ -1,12 +1,12 @@
-"""The index as bytes, so that a restarted process starts warm.
+"""Saves and loads the index, so that a restarted process starts warm.
 
 Rules
-* A rank is named by its endpoint's id, since slots change. With its blocks go the sequence number and time stamp up to
-  which they are true, so that its feed can ask the engine for what came after.
-* What is loaded is provisional until events confirm it.
+* A rank is identified by its endpoint's id, since slots change. Its blocks are saved with the sequence number and time
+  stamp up to which they are valid, so that its feed can ask the engine for later events.
+* Loaded blocks are provisional until events confirm them.
 * Damaged bytes, or those of another version or key space, raise `ValueError` and load nothing. Blocks of endpoints that
-  are not there any more are left out.
-* Neither direction takes long at a time: one step saves or loads one segment (at most 1,024 blocks).
+  are no longer in the pool are left out.
+* Both directions work in short steps of at most one segment (1,024 blocks).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,19 +21,19 @@ from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.tiers import Tier
 
 _MAGIC = b"fairlead-kv-1\n"
-#: Blocks that are entered at once: 0.3 ms.
+#: Blocks loaded in one step, which takes 0.3 ms.
 _STEP = 128
 
 
 class Place(Struct, frozen=True):
-    """Up to where a rank's blocks are true."""
+    """The event up to which a rank's blocks are valid: sequence number and time stamp."""
 
     last: int = -1
     last_ts: float = 0.0
 
 
 class _ShelfPart(Struct, array_like=True):
-    """Some blocks of one shelf: columns of little-endian numbers, one entry per block."""
+    """Blocks of one shelf: columns of little-endian numbers, one entry per block."""
 
     endpoint: str
     rank: int
@@ -57,10 +57,11 @@ class _Snapshot(Struct, array_like=True):
 
 
 def save(index: KvIndex, endpoints: Mapping[int, str], places: Callable[[RankCache], Place]) -> Iterator[bytes]:
-    """The snapshot, in pieces to be joined. `endpoints`: slot to endpoint id; `places`: where a rank's feed stands.
+    """Iterate over the pieces of the snapshot, which must be joined. `endpoints`: slot → endpoint id. `places` returns
+    the last event of a rank.
 
-    Ranks that change while this goes on are saved partly as before and partly as after; their replay repairs it, since
-    their place is taken before their blocks.
+    If a rank changes meanwhile, some of its blocks are saved in the old and some in the new state. A replay of its
+    events repairs this, since its place is read before its blocks.
     """
     yield _MAGIC
     parts: list[bytes] = []
@@ -107,16 +108,17 @@ def _part(index: KvIndex, endpoint: str, shelf: Shelf, segment: int, place: Plac
 def load(
     index: KvIndex, content: bytes, slots: Mapping[str, int], place: Callable[[RankCache, Place], None]
 ) -> Iterator[int]:
-    """Enter a snapshot into an index that has the slots. Yields blocks entered per step.
+    """Load a snapshot into an index that already has the slots. Yield the number of blocks loaded in each step.
 
-    `place` is told for each rank where its feed should go on. Raises `ValueError` before the first step.
+    `place` receives for each rank the event after which its feed should continue. Raise `ValueError` before the first
+    step if the snapshot cannot be used.
     """
     parts = _read(index, content)
     return _enter(index, parts, slots, place)
 
 
 class Shelved:
-    """A snapshot whose endpoints come one by one. Raises `ValueError` for bytes that are none."""
+    """A snapshot whose endpoints join the pool one by one. Raises `ValueError` for an invalid snapshot."""
 
     def __init__(self, index: KvIndex, content: bytes) -> None:
         self._index = index
@@ -125,7 +127,7 @@ class Shelved:
             self._parts.setdefault(part.endpoint, []).append(part)
 
     def enter(self, endpoint: str, slot: int, place: Callable[[RankCache, Place], None]) -> Iterator[int]:
-        """`load` for one endpoint, which can be done once."""
+        """Load the blocks of one endpoint; see `load`. This works once per endpoint."""
         return _enter(self._index, self._parts.pop(endpoint, []), {endpoint: slot}, place)
 
 

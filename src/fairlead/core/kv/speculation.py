@@ -1,14 +1,15 @@
 """What endpoints will hold soon: prompts that were just sent there, each under a lease.
 
-Engines tell a block only once it is computed. Between the decision and that event an equal prompt must follow the
-first one, so the decision itself is entered here, until the request's first token or the lease's end.
+Engines report a block only once it is computed. Between the decision and that event, an equal prompt must follow the
+first one to the same endpoint. So the decision itself is entered here, until the request's first token or the end of
+the lease.
 
 Rules
-* A lease covers its prompt from the beginning to some depth, so holders only get fewer with depth, and how deep a slot
-  reaches is found by bisection.
-* Not all blocks are entered but those at depths 1, 2, … 16 and then about every sixteenth part further: 80 entries for
-  1,000 blocks. A guess may be one sixteenth too short, never too long.
-* Leases are counted: of two with the same prompt one may end and the other still holds.
+* A lease covers its prompt from the beginning to some depth. So a block never has more holders than the one before it,
+  and the depth that a slot holds is found by bisection.
+* Only blocks at certain depths are entered: 1, 2, … 16, then in steps of about a sixteenth of the depth. These are 80
+  entries for 1,000 blocks. A guess may be up to one sixteenth too short, but never too long.
+* Leases are counted: if one of two leases with the same prompt ends, the other still holds.
 """
 
 from bisect import bisect_right
@@ -32,14 +33,14 @@ class Guess(Struct, eq=False, gc=False):
 
 
 class Speculation:
-    """`limit`: the most leases; the oldest give way."""
+    """All leases. `limit`: their maximum number; beyond it the oldest are dropped."""
 
     def __init__(self, limit: int = 20_000) -> None:
         self.limit = limit
         self._depths = [1]
-        #: In the order of sending; an ordered set.
+        #: An ordered set, in the order of sending.
         self._leases: OrderedDict[Guess, None] = OrderedDict()
-        #: Key to slots to how many leases.
+        #: Key → slot → number of leases.
         self._holders: dict[int, dict[int, int]] = {}
 
     def __len__(self) -> int:
@@ -50,14 +51,14 @@ class Speculation:
         return _ENTRY_SIZE * len(self._holders) + _LEASE_SIZE * len(self._leases)
 
     def depths_up_to(self, blocks: int) -> list[int]:
-        """The depths at which blocks are entered."""
+        """Return the depths at which blocks are entered."""
         depths = self._depths
         while depths[-1] <= blocks:
             depths.append(depths[-1] + max(1, depths[-1] // 16))
         return depths[: bisect_right(depths, blocks)]
 
     def add(self, slot: int, keys: Keys, until: float) -> Guess | None:
-        """`slot` was sent the prompt with these keys. `None` = it has no whole block."""
+        """Enter a prompt with these keys that was sent to `slot`. Return its lease; `None` = it has no whole block."""
         depths = self.depths_up_to(len(keys))
         if not depths:
             return None
@@ -72,7 +73,8 @@ class Speculation:
         return guess
 
     def release(self, ended: Guess) -> None:
-        """The engine's own events take over, or the request is gone. Nothing if it has ended before."""
+        """End a lease, because the engine's own events take over or the request is gone. Does nothing if it has already
+        ended."""
         if ended not in self._leases:
             return
         del self._leases[ended]
@@ -86,7 +88,7 @@ class Speculation:
                 del self._holders[key]
 
     def expire(self, now: float) -> None:
-        """End leases that are over, oldest first; one that is shorter than those before it may live as long as they."""
+        """End expired leases, oldest first. A lease may last as long as an older one that expires later."""
         while self._leases:
             oldest = next(iter(self._leases))
             if oldest.until > now:
@@ -99,7 +101,7 @@ class Speculation:
             self.release(guess)
 
     def depths(self, keys: Keys) -> Iterator[tuple[int, int]]:
-        """(slot, blocks) of every slot that was sent at least the first block."""
+        """Iterate over (slot, blocks) of all slots that were sent at least the first block."""
         holders = self._holders
         here = holders.get(int(keys[0])) if len(keys) else None
         if here is None:
@@ -116,7 +118,7 @@ class Speculation:
             yield slot, depths[low]
 
     def validate(self) -> None:
-        """Raise `AssertionError` when leases and holders disagree."""
+        """Raise `AssertionError` if leases and holders disagree."""
         counted: dict[int, dict[int, int]] = {}
         for lease in self._leases:
             for key in lease.keys:

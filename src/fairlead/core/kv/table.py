@@ -1,19 +1,19 @@
 """A hash table from 64-bit keys to small integers, without a Python object per entry.
 
 Theory
-* Extendible hashing: a directory maps the top bits of a key to a segment of 1,024 places. A segment that gets crowded
-  is split in two, and that is all that growing ever costs (0.1 ms). A dict of two million entries stops the process
-  for 60 ms when it is resized, and needs 106 bytes per pair of ints.
-* Within a segment, places form groups of sixteen: two cache lines of keys. A key lies in its group, or in the next ones
-  if that was full. One look-up reads the group from the key's own place on and around; a thousand look-ups compare
-  whole groups at once. Both end at an empty place.
-* Keys are hashes already, so their bits are used as they are. Small keys (hashes that count up, as simulators send)
-  are spread first. Keys chosen to collide fill one segment; the table refuses more of them (`TableFull`).
+* Extendible hashing: a directory maps the top bits of a key to a segment of 1,024 places. To grow, a crowded segment is
+  split in two, which takes 0.1 ms. A dict of two million entries stops the process for 60 ms when it is resized, and
+  needs 106 bytes per pair of ints.
+* Within a segment, places form groups of sixteen: two cache lines of keys. A key is in its group, or in the following
+  ones if that was full. A single look-up reads the group in a circle from the key's own place on; a look-up of many
+  keys compares whole groups. Both end at an empty place.
+* Keys are already hashes, so their bits are used as they are. Small keys (counters, which simulators send as hashes)
+  are spread first. Keys chosen to collide fill one segment; then the table refuses more of them (`TableFull`).
 
 Rules
-* 0 means empty and 1 means removed; no key is stored under either, since small keys are spread.
+* 0 means empty and 1 means removed. No key is stored as either, since small keys are spread.
 * A position is valid until the next `enter`, which may move entries.
-* Columns are numpy arrays; single entries are reached through memoryviews of them, which is five times faster.
+* Columns are numpy arrays. Single entries are accessed through memoryviews of them, which is five times faster.
 """
 
 from collections.abc import Sequence
@@ -24,14 +24,14 @@ from numpy.typing import NDArray
 
 SEGMENT = 1024
 GROUP = 16
-#: A segment is split or cleaned when that many of its places are not empty.
+#: A segment is split or cleaned when this many of its places are not empty.
 _CROWDED = SEGMENT * 3 // 4
-#: With fewer entries than that a crowded segment is cleaned instead: removed places are most of the crowd.
+#: With at most this many entries, a crowded segment is cleaned instead of split, because it has many removed places.
 _SPARSE = SEGMENT // 2
 _EMPTY, _REMOVED = 0, 1
-#: So many keys are looked up one by one (0.5 µs each) rather than in another round over arrays (12 µs).
+#: Up to this many keys are looked up singly (0.5 µs each) instead of in another round over arrays (12 µs).
 _FEW = 12
-#: The top 30 bits address a place: a Python int of 30 bits is one digit and three times faster than one of 64.
+#: The top 30 bits address a place: a Python int of 30 bits has one digit and is three times faster than one of 64 bits.
 _TOP = 34
 _TOP_BITS = 30
 _VECTOR_TOP = np.uint64(_TOP)
@@ -43,7 +43,7 @@ _SMALL = 1 << 48
 _MASK = (1 << 64) - 1
 _HIGH_BIT = 1 << 63
 _SPREADER = 0x9FB21C651E98DF25
-#: The order in which the places of a group are read after the first, by offset.
+#: The order in which the other places of a group are read, by the offset of the first.
 _REST = tuple(tuple((start + step) % GROUP for step in range(1, GROUP)) for start in range(GROUP))
 _ALL = tuple((start, *_REST[start]) for start in range(GROUP))
 
@@ -52,16 +52,16 @@ Keys = NDArray[np.uint64]
 
 
 class TableFull(Exception):
-    """No room for a key: the table's limit is reached, or too many keys collide."""
+    """There is no room for a key: the table's limit is reached, or too many keys collide."""
 
 
 def spread(key: int) -> int:
-    """What a small key is stored as. Applying it again changes nothing."""
+    """Return the stored form of a small key, which is never small itself."""
     return (key + 3) * _SPREADER & _MASK | _HIGH_BIT
 
 
 class Table:
-    """`dtypes`: unsigned type of each column; `reserve`: segments to have address space for; `limit`: the most."""
+    """`dtypes`: unsigned type of each column. `reserve`: segments of address space to reserve. `limit`: the maximum."""
 
     def __init__(self, dtypes: Sequence[str], reserve: int = 64, limit: int = 1 << 16) -> None:
         self.live = 0
@@ -69,21 +69,21 @@ class Table:
         self._limit = limit
         self.segments = 1
         self._depths = [0]
-        #: Places of each segment that are not empty.
+        #: Number of places of each segment that are not empty.
         self._filled = [0]
         self._depth = 0
         self._shift = _TOP_BITS
         self._directory = [0]
         self._bases: Positions = np.zeros(1, np.int64)
         self._vector_keys: Keys = np.zeros(0, np.uint64)
-        #: One numpy array per column, and the same memory for access to single entries.
+        #: One numpy array per column. `columns` are memoryviews of them, for access to single entries.
         self.vectors: list[NDArray[Any]] = []
         self._allocate(max(1, min(reserve, limit)))
 
     # ---------------------------------------------------------------- single entries
 
     def seek(self, key: int) -> int:
-        """Position of a key; where there is none, `~place` with the place that it would get."""
+        """Return the position of a key; if it is not there, `~place` with the place that it would get."""
         if key < _SMALL:
             key = spread(key)
         top = key >> _TOP
@@ -120,9 +120,9 @@ class Table:
         return ~free
 
     def enter(self, key: int) -> int:
-        """Position of a key that was not there and is now, with all columns 0; `~position` of one that was.
+        """Enter a key. Return its position if it is new (its columns are 0 then); `~position` if it was already there.
 
-        Raises `TableFull`, and changes nothing then.
+        Raise `TableFull` if there is no room; then nothing has changed.
         """
         if key < _SMALL:
             key = spread(key)
@@ -150,7 +150,7 @@ class Table:
         return place
 
     def remove(self, position: int) -> None:
-        """Forget the entry at a position."""
+        """Remove the entry at a position."""
         self.keys[position] = _REMOVED
         for column in self.columns:
             column[position] = 0
@@ -159,20 +159,20 @@ class Table:
     # ---------------------------------------------------------------- many entries
 
     def find_many(self, keys: Keys) -> Positions:
-        """Position of every key, -1 for what is not there: 40 µs for 1,000."""
+        """Return the position of every key, -1 = not there. Takes 40 µs for 1,000 keys."""
         if len(keys) and keys.min() < _SMALL:
             keys = spread_many(keys)
         top = (keys >> _VECTOR_TOP).view(np.int64)
         positions: Positions = self._bases.take(top >> self._shift) + (top & _PLACE)
-        # Single keys first: half of them are it, and loads that do not wait for each other bring the lines of the rest.
-        # Here and below `take` and `nonzero` do what indexing and `flatnonzero` do, in a third of the time.
+        # First compare each key's own place: half of the keys are found there, and these independent loads bring the
+        # cache lines of the other places. `take` and `nonzero` take a third of the time of indexing and `flatnonzero`.
         (unmatched,) = (self._vector_keys.take(positions) != keys).nonzero()
         if len(unmatched):
             positions[unmatched] = self._find_on(keys.take(unmatched), positions.take(unmatched))
         return positions
 
     def _find_on(self, keys: Keys, places: Positions) -> Positions:
-        """As `find_many`, for keys that are not at their own places."""
+        """Return the same as `find_many`, for keys that are not at their own places."""
         positions = np.full(len(keys), -1, np.int64)
         left = np.arange(len(keys))
         bases = places & ~_PLACE
@@ -189,7 +189,7 @@ class Table:
             missed[which] = False
             (on,) = missed.nonzero()
             if len(on) > _FEW:
-                # An empty place ends the search; it goes on in the next group only where there is none.
+                # An empty place ends the search; it continues in the next group only if the group has none.
                 on = on[(rows[on] != 0).all(axis=1)]
             if len(on) <= _FEW:
                 for index, key in zip(left[on].tolist(), keys[on].tolist(), strict=True):
@@ -199,14 +199,14 @@ class Table:
             groups = groups[on] + GROUP & _GROUP_START
 
     def remove_many(self, positions: Positions) -> None:
-        """Forget the entries at distinct positions."""
+        """Remove the entries at distinct positions."""
         self._vector_keys[positions] = _REMOVED
         for column in self.vectors:
             column[positions] = 0
         self.live -= len(positions)
 
     def of_segment(self, segment: int) -> tuple[Keys, Positions]:
-        """Keys (small ones as they are stored) and positions of a segment: the way to walk a table in small steps."""
+        """Return keys (small ones in stored form) and positions of a segment. Use it to walk a table in small steps."""
         start = segment * SEGMENT
         keys = self._vector_keys[start : start + SEGMENT]
         inside = np.flatnonzero(keys > _REMOVED)
@@ -214,14 +214,14 @@ class Table:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that entries have touched, without address space that is only reserved."""
+        """Bytes of memory in use, without address space that is only reserved."""
         width = 8 + sum(np.dtype(dtype).itemsize for dtype in self._dtypes)
         return self.segments * (SEGMENT * width + 64) + len(self._directory) * 16
 
     # ---------------------------------------------------------------- growing
 
     def _make_room(self, key: int, segment: int) -> bool:
-        """Split or clean a crowded segment. False: nothing can be done, and there is still an empty place."""
+        """Split or clean a crowded segment. Return False if neither is possible and there is still an empty place."""
         entries = len(self.of_segment(segment)[0])
         if entries <= _SPARSE:
             self._refill(segment, segment)
@@ -249,7 +249,7 @@ class Table:
         self._depths[segment] = depth
         self._depths.append(depth)
         self._filled.append(0)
-        # The directory entries of a segment are neighbours; the upper half of them gets the new one.
+        # The directory entries of a segment are adjacent; the upper half of them gets the new segment.
         width = 1 << self._depth - depth
         first = (key >> 64 - depth | 1) * width
         self._directory[first : first + width] = [new * SEGMENT] * width
@@ -260,7 +260,7 @@ class Table:
         self._refill(segment, new)
 
     def _refill(self, segment: int, new: int) -> None:
-        """Take all entries of a segment out and put each where the directory says: there or into `new`."""
+        """Take all entries out of a segment, and put each one back into it or into `new`, by the directory."""
         start = segment * SEGMENT
         keys = self._vector_keys[start : start + SEGMENT]
         inside = np.flatnonzero(keys > _REMOVED)
@@ -278,7 +278,7 @@ class Table:
             self._filled[new] = moved
 
     def _place(self, moving: Keys) -> Positions:
-        """Write keys into empty places of their segments, most of them in two rounds at once."""
+        """Write keys into empty places of their segments, most of them in two vectorised rounds. Return the places."""
         top = (moving >> np.uint64(_TOP)).view(np.int64)
         first = self._bases[top >> self._shift] + (top & _PLACE)
         places = np.full(len(moving), -1, np.int64)
@@ -290,7 +290,7 @@ class Table:
             empty = keys[wanted] == 0
             wanted, who = wanted[empty], left[empty]
             keys[wanted] = moving[who]
-            # Of those that wanted the same place the last one has it.
+            # If several keys wanted the same place, the last one has got it.
             won = keys[wanted] == moving[who]
             places[who[won]] = wanted[won]
             left = np.flatnonzero(places < 0)
@@ -302,7 +302,7 @@ class Table:
         return places
 
     def _allocate(self, capacity: int) -> None:
-        """Have room for `capacity` segments. Fresh pages cost memory only once they are written to."""
+        """Allocate room for `capacity` segments. New pages use memory only once they are written to."""
         old = self.segments * SEGMENT
         arrays: list[NDArray[Any]] = [np.zeros(capacity * SEGMENT, dtype) for dtype in ("u8", *self._dtypes)]
         if self.vectors:
@@ -317,12 +317,12 @@ class Table:
 
 
 def _view(array: NDArray[Any]) -> "memoryview[int]":
-    """Native format codes: a memoryview indexes `Q`, but not numpy's `L` for the same thing, at full speed."""
+    """Return a memoryview with native format codes: it indexes `Q` at full speed, but not numpy's equivalent `L`."""
     codes: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
     return memoryview(array.data).cast("B").cast(codes[array.itemsize])
 
 
 def spread_many(keys: Keys) -> Keys:
-    """`spread` for all small keys of an array."""
+    """Return the keys of an array, the small ones in stored form (`spread`)."""
     spreaded = (keys + np.uint64(3)) * np.uint64(_SPREADER) | np.uint64(_HIGH_BIT)
     return np.where(keys < _SMALL, spreaded, keys)

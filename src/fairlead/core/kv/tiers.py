@@ -1,4 +1,4 @@
-"""Where a copy of a block lies, and what finding it there is worth."""
+"""The storage tiers of blocks, and what a cached block is worth in each."""
 
 from enum import IntEnum
 
@@ -6,16 +6,16 @@ from msgspec import Struct
 
 
 class Tier(IntEnum):
-    """Fastest first; a block that lies in several counts in the first of them."""
+    """The tiers, fastest first. A block in several tiers counts in the fastest one."""
 
     GPU = 0
     HOST = 1
     DISK = 2
-    #: A medium that we do not know. Worth as much as the slowest one we do.
+    #: An unknown medium. It is worth as much as the slowest known one.
     OTHER = 3
 
 
-#: Media as engines name them, lower-case. Empty and absent mean GPU ("GPU" even on CPU builds of vLLM).
+#: The engines' names of media, in lower case. An empty or absent name means GPU ("GPU" even on CPU builds of vLLM).
 MEDIA = {
     "": Tier.GPU,
     "gpu": Tier.GPU,
@@ -41,9 +41,9 @@ def tier_of(medium: str | None) -> Tier:
 
 
 class TierCosts(Struct, frozen=True):
-    """Milliseconds to bring one token's KV from a tier to the GPU; computing it anew instead costs `recompute_ms`.
+    """Milliseconds to bring one token's KV from a tier to the GPU, and to compute it again (`recompute_ms`).
 
-    The defaults are a GPU at 10,000 prompt tokens/s, PCIe for the host's memory and a fast disk.
+    The defaults are for a GPU at 10,000 prompt tokens/s, PCIe for the host's memory, and a fast disk.
     """
 
     recompute_ms: float = 0.1
@@ -54,9 +54,9 @@ class TierCosts(Struct, frozen=True):
         return {Tier.GPU: 0.0, Tier.HOST: self.host_ms}.get(tier, self.disk_ms)
 
     def saved_ms(self, tier: Tier) -> float:
-        """What a token found in a tier saves. Never negative: what is slower to fetch is computed."""
+        """Return the milliseconds that a token in a tier saves. At least 0, since slow tiers are not used."""
         return max(0.0, self.recompute_ms - self.transfer_ms(tier))
 
 
-#: Worth of a block by tier where no costs are known.
+#: Worth of a block by tier if no costs are known.
 CREDITS = (1.0, 0.75, 0.25, 0.25)

@@ -1,1 +1,1 @@
-"""plugins/filters"""
+"""The built-in filters."""

@@ -1,4 +1,4 @@
-"""Which endpoints can serve a request: by role, labels, context length, the gateway's subset hint, model."""
+"""Filters for endpoints that can serve a request: by role, labels, context length, the gateway's subset, model."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -46,7 +46,7 @@ class ByLabelParams(Params):
 
 
 class ByLabel:
-    """Keeps endpoints whose `label` is one of `validValues`; those without it as `allowsNoLabel` says."""
+    """Keeps endpoints whose `label` is one of `validValues`; `allowsNoLabel` also keeps those without the label."""
 
     type = "by-label"
     Params = ByLabelParams
@@ -99,7 +99,7 @@ class LabelSelector:
 
 
 def _holds(requirement: Requirement, labels: Mapping[str, str]) -> bool:
-    """Kubernetes semantics: `NotIn` also holds for an absent key."""
+    """Whether the requirement holds, with the semantics of Kubernetes: `NotIn` also holds for an absent key."""
     present = requirement.key in labels
     match requirement.operator:
         case "In":
@@ -134,10 +134,10 @@ class ContextLength:
         return unless_all(~((ranges.low > tokens) | (ranges.high < tokens)))  # both false for NaN
 
 
-# `subset`: only endpoints that the gateway's subset hint names.
+# `subset`: only endpoints in the gateway's subset hint.
 #
-# An entry is `ip:port` or `ip` (all ports), IPv6 in brackets or, without a port, bare. No hint means no restriction; an
-# empty hint allows nothing.
+# An entry is `ip:port` or `ip` (all ports). An IPv6 address is in brackets, which are optional without a port. No hint
+# means no restriction; an empty hint allows no endpoint.
 # Source: Gateway API Inference Extension, endpoint picker protocol 1.0.
 
 
@@ -164,16 +164,17 @@ def _named(address: str, subset: frozenset[str]) -> bool:
 
 # `model-compatibility`: only endpoints that serve the requested model or adapter.
 #
-# vLLM's metrics page has an adapter only while requests use it (`vllm:lora_requests_info`), `/v1/models` has all that
-# are loaded. An endpoint is kept when
+# vLLM's metrics page lists an adapter only while requests use it (`vllm:lora_requests_info`); `/v1/models` lists all
+# that are loaded. An endpoint is kept if
 #
 # * its label `model-id` is the requested model, or
-# * its page or `/v1/models` has the requested name as an adapter, or its label `lora-adapters` (comma list) says so, or
-# * somebody's does, no label promises it, and what this endpoint has loaded is not known: a page alone is no reason to
-#   send everything to the one that happens to run it, or
-# * somebody's does, no label promises it, and this endpoint loads adapters on demand (`core.adapters`), or
-# * nobody has or promises the name, and it has no label `model-id` (nothing is known of it), or
-# * nobody has or promises the name or has it as `model-id`, and it has adapter slots (it may load it on demand).
+# * its metrics page, its `/v1/models` or its label `lora-adapters` (comma-separated) has the requested name, or
+# * another endpoint has the adapter loaded, no label has it, and this endpoint's list of models is not known (not all
+#   requests should go to the only endpoint that happens to run the adapter), or
+# * another endpoint has the adapter loaded, no label has it, and this endpoint loads adapters on demand
+#   (`core.adapters`), or
+# * no endpoint has the name as an adapter, and this one has no label `model-id` (its model is not known), or
+# * no endpoint has the name as an adapter or as `model-id`, and this one has adapter slots (it may load it on demand).
 
 
 ADAPTERS_LABEL = "lora-adapters"

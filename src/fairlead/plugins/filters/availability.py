@@ -1,4 +1,5 @@
-"""Which endpoints to stay with as long as there are any: healthy ones, not too full, with the prompt, within SLOs."""
+"""Filters for preferred endpoints: healthy, not too full, with the prompt cached, within SLOs. A filter that would
+leave no endpoint is ignored."""
 
 from typing import Annotated, Literal
 
@@ -19,11 +20,11 @@ class HealthParams(Params):
 
 
 class Health:
-    """Removes endpoints that failed several scrapes, or several responses moments ago, and those that hang.
+    """Removes endpoints that failed several scrapes, or several recent responses, and those that hang.
 
-    It never removes the last ones: when all look ill, the fault is more likely ours, and a pool must not halt over it.
-    Of endpoints that hang it then keeps those that are only suspect (`fairlead.core.stalls`).
-    It is about availability, not load: where load filters leave nothing, the fallback still avoids ill endpoints.
+    It never removes all endpoints: if all look unhealthy, the fault is more likely ours, and the pool must go on
+    serving. If all hang, it keeps those that are only suspect (`fairlead.core.stalls`).
+    It is about availability, not load: if load filters leave no endpoint, the fallback still avoids unhealthy ones.
     """
 
     type = "health"
@@ -38,7 +39,7 @@ class Health:
     def keep(self, request: Request, fleet: FleetView, cycle: Cycle) -> BoolColumn | None:
         table = fleet.table
         if not table.troubled:
-            return None  # by far the most frequent case; an endpoint with no error is not ejected
+            return None  # by far the most frequent case: no endpoint has failed or hangs
         answers = (table.failures < self._failures) & (table.ejected_until <= cycle.now)
         for well in (answers & (table.suspicion < SUSPECT), answers & (table.suspicion < OUT_OF_USE)):
             healthy = np.count_nonzero(well & table.alive)
@@ -56,7 +57,7 @@ class UtilizationParams(Params):
 
 
 class Utilization:
-    """Keeps endpoints with max(waiting / threshold, kv / threshold) < 1 + headroom; all when none is below.
+    """Keeps endpoints with max(waiting / threshold, kv / threshold) < 1 + headroom; all if none is below.
 
     Source: the reference picker's utilization-detector, used as a filter.
     """
@@ -104,10 +105,10 @@ class PrefixAffinityParams(Params):
 
 
 class PrefixAffinity(Plain):
-    """Keeps endpoints that hold at least `affinityThreshold` of the prompt; all when nobody does, or none is worth it.
+    """Keeps endpoints that hold at least `affinityThreshold` of the prompt; all if none does, or if these are too slow.
 
-    Source: the reference picker's prefix-cache-affinity-filter, "sticky until saturated". A hit also saves work, which
-    the penalty deliberately does not count: it bounds waiting.
+    Source: the reference picker's prefix-cache-affinity-filter, "sticky until saturated". The penalty only limits the
+    wait, so it deliberately ignores the work that a hit saves.
     """
 
     type = "prefix-affinity"
@@ -144,10 +145,10 @@ class SloTierParams(Params):
 
 
 class SloTier(Plain):
-    """Keeps endpoints whose predicted latency is within the SLOs; all when none is. Silent without an SLO.
+    """Keeps endpoints whose predicted latency is within the SLOs; all if none is. Does nothing without an SLO.
 
-    Source: the reference picker's slo-headroom-tier-filter; there services beside the picker predict, here the fleet's
-    own predictor.
+    Source: the reference picker's slo-headroom-tier-filter. There, separate services predict; here, the fleet's
+    predictor does.
     """
 
     type = "slo-tier"

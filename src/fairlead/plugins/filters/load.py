@@ -1,4 +1,4 @@
-"""Which endpoints have room: by queue, KV memory, requests in flight, or any metric."""
+"""Filters for endpoints that have room: by queue, KV memory, requests in flight, or any metric."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal
@@ -37,7 +37,7 @@ class QueueDepth:
         return below(fleet.table.queue, self._limit)
 
 
-#: From this utilisation on an endpoint is kept but demoted, down to half its score at the limit.
+#: Above this utilisation an endpoint is kept but demoted, down to half its score at the limit.
 SOFT_LIMIT = 0.85
 
 
@@ -132,7 +132,7 @@ class MetricLimitParams(Params):
 
 
 class MetricLimit(Plain):
-    """Keeps endpoints where `metric operator value` holds. When none is left the fallback takes over, as for load."""
+    """Keeps endpoints where `metric operator value` holds. If none is left, the fallback chooses, as for load."""
 
     type = "metric-limit"
     Params = MetricLimitParams

@@ -1,1 +1,1 @@
-"""plugins/policies"""
+"""The built-in policies."""

@@ -1,4 +1,4 @@
-"""Published rules that send a request to where the least work waits."""
+"""Published policies that send a request to the endpoint with the least work."""
 
 from bisect import bisect_left
 from collections import deque
@@ -21,7 +21,7 @@ from fairlead.plugins.policies.ranked import Ranked
 
 
 class LeastRequests(Ranked):
-    """Waiting + running. What LiteLLM (`least-busy`), AIBrix (`least-request`) and others have without a cache."""
+    """Waiting + running. The policy of LiteLLM (`least-busy`), AIBrix (`least-request`) and others, without caches."""
 
     type = "least-requests"
 
@@ -41,7 +41,7 @@ class PowerOfTwo(Profile):
 
 
 class FewerOfTwo:
-    """The picker."""
+    """The picker of `power-of-two`."""
 
     name = "fewer-of-two"
 
@@ -69,17 +69,16 @@ class Lpwl(Ranked):
 
 
 def uncached(request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | float:
-    """Prompt tokens that each endpoint would have to compute, at least 1."""
+    """Return the prompt tokens that each endpoint would have to compute, at least 1."""
     share = prefix_share(request, fleet, cycle)
     tokens = float(max(request.prompt_tokens, 1))
     return tokens if share is None else (tokens - share * tokens).clip(1.0)
 
 
 class Lmetric(Ranked):
-    """argmin (pending + uncached) · (batch + 1). The + 1 keeps an idle endpoint from costing nothing whatever it must
-    compute.
+    """argmin (pending + uncached) · (batch + 1). Without the + 1, an idle endpoint would cost nothing for any prompt.
 
-    Source: the LMETRIC paper, which has no settings; SGLang's gateway and AIBrix have rules of that name too.
+    Source: the LMETRIC paper, which has no settings; SGLang's gateway and AIBrix also have rules of that name.
     """
 
     type = "lmetric"
@@ -89,12 +88,13 @@ class Lmetric(Ranked):
         return (table.pending_tokens + uncached(request, fleet, cycle)) * (table.queue + table.active + 1.0)
 
 
-# `remaining-work`: long prefills and short ones on servers of their own, by what is left to compute.
+# `remaining-work`: separate servers for long and for short prefills, by the tokens left to compute.
 #
-# Source: llm-d router 0.11 (September 2026), remaining-work routing as its context-length-aware scorer's README has it:
-# the prefix-cache-affinity filter first, then servers whose work range includes the tokens left to compute, here the
-# fewest tokens in flight among them. Set as there: 8,192 tokens, a penalty of 18 s at 15,928 tokens/s. Its labels are
-# parameters here, and no server fetches a prefix from another one: what is left is what that server itself lacks.
+# Source: llm-d router 0.11 (September 2026), remaining-work routing as in the README of its context-length-aware
+# scorer: first the prefix-cache-affinity filter, then the servers whose work range includes the tokens left to compute;
+# here, the one of these with the fewest tokens in flight. The settings are the same: 8,192 tokens, a penalty of 18 s at
+# 15,928 tokens/s. Its labels are parameters here. Servers do not fetch prefixes from each other, so the tokens left are
+# those that the server itself lacks.
 
 
 class RemainingWorkParams(Params):
@@ -105,7 +105,8 @@ class RemainingWorkParams(Params):
 
 
 class RemainingWork(Ranked):
-    """Stay at home until that is saturated. Then a server for work of that length, the fewest tokens in flight."""
+    """Servers with the prompt cached, or all if those are saturated; of these, one for work of that length with the
+    fewest tokens in flight."""
 
     type = "remaining-work"
     Params = RemainingWorkParams
@@ -123,17 +124,16 @@ class RemainingWork(Ranked):
         return cost
 
 
-#: More than any tokens in flight.
+#: More than any number of tokens in flight.
 _ELSEWHERE = 1e12
 
 # `dynamo-linear`: the cost of Dynamo's KV router.
 #
-# Source: Dynamo 1.6's router design and configuration pages (September 2026); since 1.3 the overlap's credit may exceed
-# 1 and nothing keeps the prefill part above 0. Defaults are Dynamo's own: credit 1, scale 1, weight 0. Its preset
-# `--agentic` is credit 2, scale 4, weight 64 (ai-dynamo/dynamo#13447). Blocks in use are counted as Dynamo does: those
-# of the prompts that are being answered, shared ones once, and those that the new prompt would add; not those of
-# answers, which Dynamo does not track unless told to. Nobody tells a
-# policy which request ended: the oldest one is taken.
+# Source: Dynamo 1.6's router design and configuration pages (September 2026). Since 1.3 the overlap credit may exceed
+# 1, and the prefill part may be below 0. The defaults are Dynamo's: credit 1, scale 1, weight 0. Its preset `--agentic`
+# is credit 2, scale 4, weight 64 (ai-dynamo/dynamo#13447). Blocks in use are counted as in Dynamo: those of the prompts
+# that are being answered, shared blocks once, and those that the new prompt would add. Blocks of answers do not count,
+# since Dynamo does not track them by default. A policy is not told which request ended, so the oldest is assumed.
 
 BLOCK_TOKENS = 16
 
@@ -145,18 +145,18 @@ class DynamoLinearParams(Params):
 
 
 class _ActiveBlocks:
-    """Prompts that are in flight at one endpoint, by the hashes of their blocks."""
+    """The prompts in flight at one endpoint, by the hashes of their blocks."""
 
     __slots__ = ("_counts", "_sent", "tokens")
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
         self._sent = deque[tuple[tuple[int, ...], list[float]]]()
-        #: In blocks that are in use, shared ones once.
+        #: Tokens in blocks in use; shared blocks count once.
         self.tokens = 0.0
 
     def keep(self, count: int) -> None:
-        """So many requests are in flight."""
+        """Forget the oldest prompts until `count` are left, the number of requests in flight."""
         while len(self._sent) > count:
             for digest, tokens in zip(*self._sent.popleft(), strict=True):
                 left = self._counts[digest] - 1
@@ -175,14 +175,15 @@ class _ActiveBlocks:
         self._sent.append((hashes, sizes))
 
     def more(self, request: Request) -> float:
-        """Tokens in blocks that it would add."""
+        """Return the tokens in blocks that the request would add."""
         hashes, sizes = _blocks(request)
         shared = bisect_left(hashes, True, key=lambda digest: digest not in self._counts)
         return sum(sizes[shared:])
 
 
 def _blocks(request: Request) -> tuple[tuple[int, ...], list[float]]:
-    """Hashes of its blocks and their tokens; what is behind the last whole block is one of its own."""
+    """Return the hashes of the request's blocks, and their tokens. The rest after the last whole block is a unique
+    block."""
     chain, per_byte = request.prefix, request.prompt_tokens / max(request.prompt_bytes, 1)
     ends = (0, *chain.ends)
     sizes = [(end - begin) * per_byte for begin, end in pairwise(ends)]

@@ -1,4 +1,4 @@
-"""Published rules that weigh the cached prefix against load."""
+"""Published policies that weigh the cached prefix against load."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -31,7 +31,7 @@ from fairlead.plugins.scorers.prefix import PrefixAware, PrefixAwareParams
 
 
 class Weights322(Profile):
-    """Σ weight · score, ties at random.
+    """Σ weight · score; ties are broken at random.
 
     Source: llm-d's optimised baseline up to 0.10 (2026) and its tuning guide: prefix 3, queue 2, KV cache 2.
     """
@@ -49,12 +49,12 @@ class Weights322(Profile):
         super().__init__(name, filters, scorers, MaxScore(MaxScoreParams(near_tie=0.0)))
 
 
-# `sticky-until-saturated`: stay where the prompt is cached until that costs too much waiting, else the least load.
+# `sticky-until-saturated`: endpoints with the prompt cached, unless they cost too much waiting; then the least load.
 #
-# Source: llm-d router 0.10 and 0.11 (August and September 2026), the default of its guides: the
-# prefix-cache-affinity filter, then token-load-scorer for pools that prefill binds, or active-request-scorer where
-# answers do. The filter's settings are its own: 80 % of the prompt, 18 s at 15,928 tokens/s, which is Qwen3-32B on two
-# H100 (a chunk of 8,192 tokens); its README's example has 5 s and explores 1 %. Those who run it are to measure the
+# Source: llm-d router 0.10 and 0.11 (August and September 2026), the default of its guides: the prefix-cache-affinity
+# filter, then token-load-scorer for pools limited by prefill, or active-request-scorer for pools limited by decode. The
+# filter's settings are the original ones: 80 % of the prompt, 18 s at 15,928 tokens/s, which is Qwen3-32B on two H100
+# (a chunk of 8,192 tokens). The example in its README has 5 s and explores 1 %. Operators are asked to measure the
 # throughput of their own servers.
 
 #: Tokens in flight at which an endpoint counts as full.
@@ -68,7 +68,7 @@ class StickyParams(PrefixAffinityParams):
 
 
 class StickyUntilSaturated(Profile):
-    """The filter `prefix-affinity` behind those that are configured, then the least load."""
+    """The filter `prefix-affinity` after the configured filters, then the least load."""
 
     type = "sticky-until-saturated"
     Params = StickyParams
@@ -84,12 +84,12 @@ class StickyUntilSaturated(Profile):
         )
 
 
-# `sglang-cache-aware`: the rule of SGLang's router.
+# `sglang-cache-aware`: the policy of SGLang's router.
 #
-# Source: SGLang's model gateway (sgl-model-gateway, 2026), its policy cache_aware with the settings of its command
-# line: where loads differ too much (max - min > 64 requests and max > 1.5 · min) the shortest queue; else the longest
-# match if it is more than 0.3 of the prompt; else, other than its earlier versions and their documents, which took the
-# smallest tree, the shortest queue again.
+# Source: SGLang's model gateway (sgl-model-gateway, 2026), its policy cache_aware with the default settings of its
+# command line. If loads differ too much (max - min > 64 requests and max > 1.5 · min), the shortest queue; else the
+# longest match if it is more than 0.3 of the prompt; else the shortest queue again. (Earlier versions and their
+# documents took the smallest tree in the last case.)
 
 
 MAX_DIFFERENCE = 64
@@ -98,7 +98,7 @@ MIN_MATCH = 0.3
 
 
 class SglangCacheAware(Ranked):
-    """Requests in flight, or the longest match."""
+    """The longest match, or the fewest requests in flight."""
 
     type = "sglang-cache-aware"
 
@@ -112,11 +112,12 @@ class SglangCacheAware(Ranked):
         return -share if share is not None and share[table.alive].max() > MIN_MATCH else load
 
 
-# `aibrix-prefix-cache`: the rule of AIBrix' gateway.
+# `aibrix-prefix-cache`: the policy of AIBrix's gateway.
 #
-# Source: AIBrix 0.5 (November 2025 and after), the README of its routing algorithms, with its default settings: where
-# requests in flight differ by more than 16, the fewest; else the longest match among those with at most mean + 2 ·
-# standard deviation of them, the fewest among equals; without a match the fewest. Its blocks are 128 characters.
+# Source: AIBrix 0.5 (November 2025 and later), the README of its routing algorithms, with its default settings. If the
+# numbers of requests in flight differ by more than 16, the endpoint with the fewest; else the longest match among
+# endpoints with at most mean + 2 · standard deviation of requests, and among equal matches the fewest requests; without
+# a match the fewest. Its blocks are 128 characters.
 
 
 class AibrixParams(Params):
@@ -125,7 +126,7 @@ class AibrixParams(Params):
 
 
 class AibrixPrefixCache(Ranked):
-    """The longest match that is not too busy."""
+    """The longest match at an endpoint that is not too busy."""
 
     type = "aibrix-prefix-cache"
     Params = AibrixParams
@@ -138,15 +139,15 @@ class AibrixPrefixCache(Ranked):
         if share is None or living.max() - living.min() > params.imbalance:
             return load
         matches = (share > 0.0) & (load <= living.mean() + params.deviations * living.std())
-        # Loads are far below 1e6, and shares that differ do so by more than a millionth.
+        # Loads are far below 1e6, and different shares differ by more than a millionth.
         return np.where(matches, load - 1e12 * np.round(share, 6), load)
 
 
-# `consistent-hashing-bounded`: equal beginnings go to one endpoint, as long as that is not overloaded.
+# `consistent-hashing-bounded`: prompts with equal beginnings go to the same endpoint, unless it is overloaded.
 #
-# Every endpoint gets a rank from a hash of (beginning of the prompt, endpoint id): rendezvous hashing, so several
-# schedulers agree and an endpoint that leaves moves only its own. The highest rank with at most 1.25 times the mean
-# load is taken (Mirrokni, Thorup, Zadimoghaddam 2018).
+# Every endpoint gets a rank from a hash of (beginning of the prompt, endpoint id). This is rendezvous hashing, so
+# several schedulers agree, and if an endpoint leaves, only its prompts move. The best rank among endpoints with at most
+# 1.25 times the mean load is taken (Mirrokni, Thorup, Zadimoghaddam 2018).
 
 
 _MULTIPLIER = np.uint64(0xBF58476D1CE4E5B9)
@@ -166,7 +167,8 @@ class ConsistentHashingParams(Params):
 
 
 class ConsistentHashingBounded(Ranked):
-    """Requests without a session or a whole block are spread by their id."""
+    """Equal sessions or beginnings of prompts go to the same endpoint, unless it is overloaded. Requests without a
+    session or a whole block are spread by their id."""
 
     type = "consistent-hashing-bounded"
     Params = ConsistentHashingParams
@@ -194,16 +196,16 @@ class ConsistentHashingBounded(Ranked):
         return xxh3_64_intdigest(request.id.to_bytes(8, "little"))
 
 
-# `dynamic-weights`: prefix and load weighed by how much of the traffic has been hitting.
+# `dynamic-weights`: the weights of prefix and load follow the recent hit rate.
 #
-# The documents' tuning guide as a policy: where most of the prompts is cached follow the cache, where hardly anything
-# is spread the load, in between both count the same.
+# The documents' tuning guide as a policy: follow the cache if most prompt tokens are cached, spread the load if hardly
+# any are, and weigh both equally in between.
 
 
 Share = Annotated[float, Field(ge=0, le=1)]
 #: Weights of (prefix-aware, load-aware) at high, low and middling hit rates.
 HIGH, LOW, MIDDLE = (100.0, 30.0), (20.0, 100.0), (60.0, 60.0)
-#: The hit rate is that of the last hundred requests or so, by tokens.
+#: Decay per request of the hit rate, which thus covers about the last hundred requests, by tokens.
 MEMORY = 0.99
 
 
@@ -214,7 +216,7 @@ class DynamicWeightsParams(Params):
 
 
 class DynamicWeights(Profile):
-    """Weights of prefix and load that follow the predicted hit rate."""
+    """Weights of prefix and load follow the predicted hit rate."""
 
     type = "dynamic-weights"
     Params = DynamicWeightsParams
@@ -234,7 +236,7 @@ class DynamicWeights(Profile):
 
     @property
     def hit_rate(self) -> float:
-        """Share of recent prompt tokens that were expected to be cached; 0.5 before any."""
+        """The share of recent prompt tokens that were expected to be cached; 0.5 before the first request."""
         return self._hits / self._tokens if self._tokens else 0.5
 
     def choose(self, request: Request, fleet: FleetView, context: Context) -> Answer:

@@ -1,4 +1,4 @@
-"""`prefill-decode`: whether another endpoint should compute the prompt, and which pair, by what it would gain.
+"""`prefill-decode`: decides whether another endpoint should compute the prompt, and chooses the pair, by cost.
 
 With J as in `cost-model`, in milliseconds:
 
@@ -6,13 +6,13 @@ With J as in `cost-model`, in milliseconds:
     pair    = min over p of A_p + fixed + min over d ≠ p of D_d
     A_p     = TTFT_p + interference·B_p·P_p + memory at p of u_p tokens   prefill at p
     D_d     = per token·u_d + 1.5·S_d + decode·steps·S_d + memory at d of u_d tokens
-                                                                          what d lacks is handed over, then d decodes
+                                                                          transfer of what d lacks, then decode at d
 
-The two minima are independent, so the best pair costs two passes over columns and not one per pair. A pair is taken
-only when it saves `margin` of the cost: a transfer is one more thing that can fail.
+The two minima are independent, so finding the best pair takes two passes over columns, not one per pair. A pair is
+taken only if it saves `margin` of the cost, because a transfer can fail.
 
-d has a role that decodes (or none), p one that prefills; an endpoint that does both can be either, and both at once is
-"alone". A pool without pure prefill endpoints is never split: the plain cost model decides.
+d has a role that decodes (or no role), p one that prefills. An endpoint that does both can be either; as both it is
+"alone". Requests are not split in a pool without pure prefill endpoints: there, the plain cost model decides.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,7 +51,7 @@ class PrefillDecodeParams(CostModelParams):
 
 
 class PrefillDecode:
-    """Splits a request over a prefill and a decode endpoint where that costs less than one endpoint for both."""
+    """Splits a request over a prefill and a decode endpoint if that costs less than one endpoint for both."""
 
     type = "prefill-decode"
     Params = PrefillDecodeParams
@@ -71,20 +71,20 @@ class PrefillDecode:
         self._decode = DecodePart(params, name, filters)
 
     def report_to(self, on_plugin_error: Callable[[PluginError], None] | None) -> None:
-        """Where failures of filters go."""
+        """Set the callback for failures of filters."""
         for policy in (self._alone, self._prefill, self._decode):
             policy.report_to(on_plugin_error)
 
     def costs(
         self, requests: Sequence[Request], shares: FloatColumn, terms: Terms, fleet: FleetView, context: Context
     ) -> FloatColumn:
-        """Of requests that wait: they are not split."""
+        """Return the costs of waiting requests, which are not split."""
         return self._alone.costs(requests, shares, terms, fleet, context)
 
     def choose(self, request: Request, fleet: FleetView, context: Context) -> Answer:
         if fleet.table.keeping(("role", "not prefill only"), _decodes) is None:
             return self._alone.choose(request, fleet, context)
-        traced = Context(context.now, context.rng)  # totals stand in traces
+        traced = Context(context.now, context.rng)  # the totals are read from traces
         alone, prefill, decode = (
             policy.choose(request, fleet, traced) for policy in (self._alone, self._prefill, self._decode)
         )
@@ -107,7 +107,7 @@ class PrefillDecode:
 
 
 class PrefillPart(CostModel):
-    """A_p. Its memory goes back as soon as the prompt is handed over, so no answer is decoded here."""
+    """The cost A_p. No answer is decoded here: the memory is free again once the prompt is handed over."""
 
     def __init__(self, params: PrefillDecodeParams, name: str, filters: Sequence[Filter]) -> None:
         super().__init__(params, name, filters)
@@ -115,7 +115,7 @@ class PrefillPart(CostModel):
 
 
 class DecodePart(CostModel):
-    """D_d."""
+    """The cost D_d."""
 
     def __init__(self, params: PrefillDecodeParams, name: str, filters: Sequence[Filter]) -> None:
         super().__init__(params, name, filters)
@@ -134,7 +134,7 @@ def _decodes(_: int, endpoint: Endpoint) -> bool:
 
 
 def _cost(pick: Answer) -> float:
-    """Of a pick with its trace; infinite where that does not have it (a refusal, or the fallback of overload)."""
+    """Return the cost of a pick from its trace; infinite if it has none (a refusal, or the fallback in overload)."""
     trace = pick.trace
     if isinstance(pick, Refused) or trace is None or trace.total is None:
         return float(np.inf)

@@ -1,8 +1,8 @@
-"""The base of a policy that gives every endpoint a cost and takes the lowest.
+"""The base of policies that give every endpoint a cost and take the lowest.
 
-Filters (role, subset, model, health, load), the fallback when all are overloaded and the refusal when none is left are
-those of `Profile`. What is left to write is `cost`; see docs/policies.md. A policy that
-remembers what it chose also has `chosen` (`core.policy.PickObserver`).
+Filters (role, subset, model, health, load), the fallback if all endpoints are overloaded and the refusal if none is
+left are those of `Profile`. A subclass only implements `cost`; see docs/policies.md. A policy that remembers its
+choices also has `chosen` (`core.policy.PickObserver`).
 """
 
 from abc import abstractmethod
@@ -23,12 +23,12 @@ from fairlead.plugins.pickers import MaxScore, MaxScoreParams
 
 
 class Ranked(Profile):
-    """Subclass it, set `type`, implement `cost`."""
+    """A policy by cost. Subclass it, set `type`, and implement `cost`."""
 
     type: ClassVar[str]
     Params: ClassVar[Any] = NoParams
     takes_filters = True
-    #: Whether costs are milliseconds. Others only rank endpoints, which is enough to choose one for a request.
+    #: Whether costs are milliseconds. Other costs only rank endpoints, which is enough to choose one for a request.
     milliseconds: bool = False
     weights = Weights()
 
@@ -42,16 +42,16 @@ class Ranked(Profile):
 
     @abstractmethod
     def cost(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn:
-        """One finite number per slot, any unit, the lowest is the best; ties are broken at random.
+        """Return one finite number per slot, in any unit. The lowest is the best; ties are broken at random.
 
-        Called once per decision with all slots, filtered or not. Read columns of `fleet.table`, change nothing.
+        Called once per decision, for all slots, filtered or not. Read columns of `fleet.table`; change nothing.
         """
 
     def costs(
         self, requests: Sequence[Request], shares: FloatColumn, terms: Terms, fleet: FleetView, context: Context
     ) -> FloatColumn:
-        """Those of several requests, one row each: late binding asks for them. Override it if that can be faster than
-        one request after the other. `shares` of the prompts are cached; `terms` are the cost kernel's."""
+        """Return the costs of several requests, one row each, for late binding. Override it if there is a faster way
+        than one request after another. `shares`: cached shares of the prompts; `terms`: the cost kernel's."""
         return np.array(
             [self._cost_of(request, share, fleet, context) for request, share in zip(requests, shares, strict=True)]
         )
@@ -62,14 +62,14 @@ class Ranked(Profile):
         return self.cost(request, fleet, cycle)
 
     def _overflow(self, available: BoolColumn | None, request: Request, fleet: FleetView, cycle: Cycle) -> int:
-        """Overload is when the choice matters most: the lowest cost, not the next in turn."""
+        """Return the slot with the lowest cost, instead of the next in turn: the choice matters most in overload."""
         totals = -self.cost(request, fleet, cycle)
         if available is not None:
             totals = np.where(available, totals, -np.inf)
         return self._pick(request, fleet, totals, cycle)
 
     def _totals(self, request: Request, fleet: FleetView, cycle: Cycle, trace: Trace | None) -> FloatColumn:
-        """The costs with a minus."""
+        """Return the negated costs."""
         try:
             totals = -self.cost(request, fleet, cycle)
             if totals.shape != (len(fleet.table),):

@@ -1,1 +1,1 @@
-"""plugins/scorers"""
+"""The built-in scorers."""

@@ -1,6 +1,6 @@
-"""Prefer endpoints by the latency that is expected there.
+"""Scorers that prefer endpoints with a low predicted latency.
 
-The predictor learns while it runs, in the process (`fairlead.core.predictor`); nothing has to be trained or deployed.
+The predictor learns at run time in the same process (`fairlead.core.predictor`); nothing has to be trained or deployed.
 """
 
 from typing import Annotated, Literal
@@ -16,7 +16,7 @@ from fairlead.core.view import FleetView
 from fairlead.plugins.columns import headroom, lower_is_better
 from fairlead.plugins.params import Params, Plain
 
-#: Predictions below this many milliseconds are alike.
+#: Predictions below this many milliseconds count the same.
 _LEAST = 1e-3
 
 
@@ -59,7 +59,7 @@ class PredictedLatency:
 
 
 Weight = Annotated[float, Field(ge=0)]
-#: What an endpoint with headroom scores at least, so that all of them stand above all without.
+#: The lowest score of an endpoint with headroom, so that all of these score higher than those without.
 _FLOOR = 0.01
 
 
@@ -81,11 +81,10 @@ class SloHeadroomParams(Params):
 
 
 class SloHeadroom(Plain):
-    """Headroom (the share of the SLOs that is left) scaled over the candidates that keep all SLOs, 0 for the others;
-    when none keeps them, the smallest deficit wins.
+    """Headroom (the share of the SLOs that is left) scaled over the candidates that keep all SLOs, 0 for the others; if
+    none keeps them, the smallest deficit scores highest.
 
-    Source: the reference picker's latency-scorer; there services beside the picker predict, here the fleet's own
-    predictor.
+    Source: the reference picker's latency-scorer. There, separate services predict; here, the fleet's predictor does.
     """
 
     type = "slo-headroom"

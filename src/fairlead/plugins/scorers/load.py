@@ -1,4 +1,4 @@
-"""Prefer endpoints with little load: waiting, running, prompt tokens, KV memory."""
+"""Scorers that prefer endpoints with little load: waiting and running requests, prompt tokens, KV memory."""
 
 import numpy as np
 from pydantic import Field
@@ -12,7 +12,7 @@ from fairlead.plugins.params import Params, Plain
 
 
 class Queue(Plain):
-    """(most - waiting) / (most - fewest), 1 when all wait alike. One request more or less can be the whole range."""
+    """(most - waiting) / (most - fewest), 1 if all are equal. One request more or less can be the whole range."""
 
     type = "queue"
 
@@ -28,7 +28,7 @@ class QueueThresholdParams(Params):
 
 
 class QueueThreshold:
-    """0.5 · (1 - waiting / threshold), at least 0. The best is 0.5, so that beside other scorers it weighs half.
+    """0.5 · (1 - waiting / threshold), at least 0. The best score is 0.5, half of that of other scorers.
 
     Source: the reference picker's load-aware-scorer.
     """
@@ -46,7 +46,7 @@ class QueueThreshold:
 
 
 class RunningRequests(Plain):
-    """(most - running) / (most - fewest), 1 when all run alike."""
+    """(most - running) / (most - fewest), 1 if all are equal."""
 
     type = "running-requests"
 
@@ -62,9 +62,10 @@ class ActiveRequestsParams(Params):
 
 
 class ActiveRequests:
-    """1 where idle, else (most - count) / most · `maxBusyScore`, over the candidates.
+    """1 for idle endpoints, else (most - count) / most · `maxBusyScore`, over the candidates.
 
-    Source: the reference picker's active-request-scorer. Counts are leases: charged at the decision, freed at the end.
+    Source: the reference picker's active-request-scorer. Counts are leases: charged at the decision, released at the
+    end.
     """
 
     type = "active-requests"
@@ -97,9 +98,9 @@ class LoadAwareParams(Params):
 
 
 class LoadAware:
-    """1 - load/50, at least 0. Load is what waits; with parameters, 0.7 · waiting + 0.3 · running.
+    """1 - load/50, at least 0. The load is the waiting requests; with parameters, 0.7 · waiting + 0.3 · running.
 
-    Both are effective: scraped, corrected by our own charges.
+    Both are effective numbers: scraped, and corrected by our own charges.
     """
 
     type = "load-aware"

@@ -1,4 +1,4 @@
-"""Prefer endpoints that have the requested adapter loaded."""
+"""Scorers that prefer endpoints with the requested adapter loaded."""
 
 import numpy as np
 
@@ -11,9 +11,9 @@ from fairlead.plugins.params import Plain
 
 
 class LoraAware(Plain):
-    """1 where the adapter is loaded, 0.5 where a slot is free, else 0. Silent when no adapter is asked for.
+    """1 where the adapter is loaded, 0.5 where a slot is free, else 0. No score if no adapter is requested.
 
-    A name counts as an adapter unless an endpoint carries it as its base model (`model-id`), or nobody has LoRA on.
+    A name counts as an adapter unless an endpoint has it as its base model (`model-id`), or no endpoint has LoRA slots.
     """
 
     type = "lora-aware"
@@ -37,10 +37,10 @@ LOADED, FREE_SLOT, WAITING = 1.0, 0.8, 0.6
 
 
 class LoraAffinity(Plain):
-    """1 where the adapter is loaded, 0.8 where a slot is free, 0.6 where requests wait for it already, else 0.
+    """1 where the adapter is loaded, 0.8 where a slot is free, 0.6 where requests already wait for it, else 0.
 
-    Silent when no adapter is asked for: the name is an endpoint's base model (`model-id`), or nobody has LoRA on.
-    Source: the reference picker's lora-affinity-scorer.
+    No score if no adapter is requested: the name is an endpoint's base model (`model-id`), or no endpoint has LoRA
+    slots. Source: the reference picker's lora-affinity-scorer.
     """
 
     type = "lora-affinity"

@@ -1,4 +1,4 @@
-"""Rate endpoints by any metric of theirs (a new one takes configuration only), or by a label with context lengths."""
+"""Scorers by any metric (a new metric only needs configuration), and by a label with context lengths."""
 
 from typing import Literal, Self
 
@@ -29,7 +29,7 @@ class MetricParams(Params):
 
 
 class Metric(Plain):
-    """The metric's place between the ends of `range`, 1 at the better end. Outside of the range it is cut."""
+    """The metric's position between the ends of `range`, 1 at the better end. Values outside of the range are cut."""
 
     type = "metric"
     Params = MetricParams
@@ -59,7 +59,7 @@ class ContextLengthScorer:
     """In range 0.3 + 0.7 · (0.7 / (1 + width/10000) + 0.3 · headroom/width); outside 0.3 / (1 + distance/1000); 0.5
     without a label.
 
-    Narrow ranges win over wide ones, then those with room above the prompt. Source: the reference picker's
+    Narrow ranges score higher than wide ones, then those with room above the prompt. Source: the reference picker's
     context-length-aware.
     """
 

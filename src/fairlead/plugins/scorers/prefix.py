@@ -1,4 +1,4 @@
-"""Prefer endpoints that hold the beginning of the prompt, and spread the prompts that nobody holds."""
+"""Scorers that prefer endpoints with the beginning of the prompt cached, and spread prompts that are cached nowhere."""
 
 import numpy as np
 from pydantic import Field
@@ -26,7 +26,7 @@ class PrefixAwareParams(Params):
 
 
 class PrefixAware:
-    """Contiguously matched share of the prompt, 0..1."""
+    """The share of the prompt, from its beginning, that is cached: 0..1."""
 
     type = "prefix-aware"
     Params = PrefixAwareParams
@@ -40,8 +40,7 @@ class PrefixAware:
         return prefix_share(request, fleet, cycle)
 
 
-# `prefix-length`: prefer endpoints that hold much of the prompt, where a long match counts for more than a short
-# one.
+# `prefix-length`: prefers endpoints that hold much of the prompt. In addition, the length of the match counts.
 
 
 class PrefixLengthParams(Params):
@@ -83,8 +82,8 @@ class NoHitLruParams(Params):
 
 
 class NoHitLru:
-    """Cold prompt: falls from 1 to 0 in the order of the pool for endpoints that never got one, then for the others,
-    the one that got one last at the end. Else 0.5 for all.
+    """For a prompt that is cached nowhere (cold): falls from 1 to 0, over the endpoints that never got a cold prompt in
+    the order of the pool, then over the others, the most recent one last. For other prompts 0.5 for all.
 
     Source: the reference picker's no-hit-lru-scorer.
     """
@@ -96,7 +95,7 @@ class NoHitLru:
     def __init__(self, params: NoHitLruParams, name: str = type) -> None:
         self.name = name
         self._size = params.lru_size
-        #: Endpoint ids, the one that got a cold request last at the end.
+        #: Endpoint ids in the order of their last cold request.
         self._used: dict[str, None] = {}
 
     def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
@@ -112,7 +111,7 @@ class NoHitLru:
         return score
 
     def chosen(self, request: Request, slot: int, fleet: FleetView, cycle: Cycle) -> None:
-        """The decision went to `slot`."""
+        """Remember the endpoint if the prompt is cold."""
         if prefix_share(request, fleet, cycle) is None:
             name = fleet.table.ids[slot]
             self._used.pop(name, None)

@@ -1,10 +1,10 @@
-"""`session-affinity`: keep a session at one endpoint.
+"""`session-affinity`: keeps a session at one endpoint.
 
 Rendezvous hashing: the session's endpoint is the one with the highest hash of (session, endpoint id). Nothing is
-stored, so several schedulers agree, a restart forgets nothing, and when an endpoint leaves only its sessions move.
+stored, so several schedulers agree, a restart changes nothing, and if an endpoint leaves, only its sessions move.
 
-Only endpoints that can serve the request and are up compete (`CANDIDATES`). Else every session whose home has another
-role or model would have none, and the sessions of an ill endpoint would scatter.
+Only endpoints that can serve the request and are up are considered (`CANDIDATES`). Otherwise, a session whose endpoint
+has another role or model would have no affinity, and the sessions of an unhealthy endpoint would be scattered.
 """
 
 import numpy as np
@@ -18,13 +18,13 @@ from fairlead.core.view import FleetView
 from fairlead.plugins.params import NoParams
 
 _CACHE = 4096
-#: The finaliser of splitmix64 (Steele, Lea, Flood 2014): mixes two 64-bit hashes over a whole column at once.
+#: The finaliser of splitmix64 (Steele, Lea, Flood 2014). It mixes two 64-bit hashes over a whole column in one pass.
 _STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 _MIX = tuple((np.array(shift, dtype=np.uint64), np.array(factor, dtype=np.uint64)) for shift, factor in _STEPS)
 
 
 class SessionAffinity:
-    """1 for the session's endpoint, 0 for the others. Silent for requests without a session."""
+    """1 for the session's endpoint, 0 for the others. No score for requests without a session."""
 
     type = "session-affinity"
     Params = NoParams
@@ -35,11 +35,11 @@ class SessionAffinity:
         self._ids: tuple[str, ...] | None = None
         self._hashes: NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)
         self._candidates: BoolColumn | None = None
-        #: Hash of a session to its slot, for the endpoints and candidates above.
+        #: Hash of a session → its slot, for the endpoints and candidates above.
         self._homes: dict[int, int] = {}
 
     def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
-        # A conversation that was recognised by its prompt is where its prompt is: no need to draw a home by lot.
+        # A conversation that was recognised by its prompt follows its cached prompt and needs no assigned endpoint.
         if not request.session or request.session[0] == RECOGNISED:
             return None
         ids, candidates = fleet.table.ids, cycle.get(CANDIDATES)
