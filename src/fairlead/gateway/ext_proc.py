@@ -15,6 +15,8 @@ from enum import IntEnum
 from functools import lru_cache
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from fairlead.core.errors import ProtocolError
 from fairlead.gateway.protobuf import (
     BYTES,
@@ -267,18 +269,18 @@ class Incoming:
 # The two messages that nearly every request consists of, in the form in which Envoy writes them.
 
 
-class Opening(NamedTuple):
-    """A message with request headers."""
+class Opening(Struct, frozen=True, eq=False, gc=False):
+    """What a first message says beside the two ids. Most say the same: theirs is one object, and hashed as that."""
 
-    headers: dict[str, str]
+    headers: Mapping[str, str]
     ended: bool
     modes: Modes | None
     subset: frozenset[str] | None
 
 
-def read_opening(data: bytes) -> tuple[dict[str, str], Opening] | None:
-    """A first message of an embedded gateway: its headers, and the rest, which is the same in most. `None` = it has
-    another form, and `Incoming` reads it."""
+def read_opening(data: bytes) -> tuple[Opening, str, str] | None:
+    """A first message of an embedded gateway, the gateway's own id of the request, and its x-request-id. `None` = the
+    message has another form, and `Incoming` reads it."""
     request_entry = data.rfind(_REQUEST_ENTRY)
     gateway_entry, behind = request_entry - _GATEWAY_SIZE, request_entry + _REQUEST_SIZE
     if (
@@ -290,11 +292,8 @@ def read_opening(data: bytes) -> tuple[dict[str, str], Opening] | None:
     known = _known_opening(data[:gateway_entry], data[behind:])
     if known is None:
         return None
-    return {
-        **known.headers,
-        _GATEWAY_ID: str(data[request_entry - _ID_SIZE : request_entry], "latin-1"),
-        _REQUEST_ID: str(data[behind - _ID_SIZE : behind], "latin-1"),
-    }, known
+    gateway_id = str(data[request_entry - _ID_SIZE : request_entry], "latin-1")
+    return known, gateway_id, str(data[behind - _ID_SIZE : behind], "latin-1")
 
 
 @lru_cache(maxsize=256)  # clients choose some of them

@@ -44,7 +44,7 @@ from random import Random
 from fairlead.apis.splice import splice_model
 from fairlead.core.errors import ClientError, ProtocolError
 from fairlead.core.events import FirstTokenSeen, RequestArrived, RequestMoved, StreamLost, UsageReported
-from fairlead.core.headers import ACCESS_LOG_METADATA, REMOVED_HEADERS, RESIZABLE_METADATA, WHOLE_BODY_METADATA
+from fairlead.core.headers import ACCESS_LOG_METADATA, REQUEST_ID, RESIZABLE_METADATA, WHOLE_BODY_METADATA
 from fairlead.core.instructions import Reject, Route
 from fairlead.core.request import Request
 from fairlead.gateway import ext_proc
@@ -62,10 +62,9 @@ from fairlead.gateway.ext_proc import (
 from fairlead.gateway.host import Host, Leave, ProcessingMode, processing_mode, without_access_log
 from fairlead.gateway.response import Renaming, ResponseWatch
 from fairlead.gateway.stream import HandlerFactory, ServerStream
-from fairlead.gateway.understand import Reading
+from fairlead.gateway.understand import NO_HEAD, Reading
 
 _INVALID_ARGUMENT, _INTERNAL = 3, 13
-_NO_HEADERS: Mapping[str, str] = {}
 _BODY_CONTINUES = CONTINUE[Kind.REQUEST_BODY]
 
 
@@ -105,8 +104,9 @@ class Session:
     # What a session begins with; some of it stays so.
     _state = SessionState.OPENED
     _request_end = RequestEnd.OPEN
-    _headers = _NO_HEADERS
-    _subset: frozenset[str] | None = None
+    _head = NO_HEAD
+    # The gateway's own id of the request, and its x-request-id.
+    _gateway_id = _request_id = ""
     # Of the body, and their size, where it comes in several.
     _parts: list[bytes] | None = None
     _size = 0
@@ -144,8 +144,8 @@ class Session:
             if state is SessionState.OPENED:
                 opening = read_opening(data)
                 if opening is not None:
-                    self._headers, known = opening
-                    self._subset = known.subset
+                    known, self._gateway_id, self._request_id = opening
+                    self._head = self._host.understanding.known_head(known)
                     mode = self._begin(known.modes)
                     if known.ended or mode.at_once:
                         self._after_headers(known.ended)
@@ -203,8 +203,9 @@ class Session:
         return mode
 
     def _on_request_headers(self, message: Incoming) -> None:
-        self._headers, ended = message.headers()
-        self._subset = message.subset()
+        headers, ended = message.headers()
+        self._head = self._host.understanding.head(headers, message.subset())
+        self._gateway_id, self._request_id = headers.get(GATEWAY_ID, ""), headers.get(REQUEST_ID, "")
         self._after_headers(ended)
 
     def _after_headers(self, ended: bool) -> None:
@@ -236,7 +237,7 @@ class Session:
         elif ended or mode.whole_body:
             self._complete_parts(Kind.REQUEST_HEADERS)
         else:
-            length = self._headers.get("content-length", "")
+            length = self._head.headers.get("content-length", "")
             expected = int(length) if length.isdecimal() and len(length) < 12 else 0
             self._stream.hold(self._size, min(max(expected, self._size + 1), self._host.max_body))
 
@@ -278,12 +279,12 @@ class Session:
         host = self._host
         models, mode = host.driver.pipeline.models, self._mode
         if not body:
-            page = models_page(models, self._headers, host.served)
+            page = models_page(models, self._head.headers, host.served)
             if page is not None:
                 self._answer(page)
                 return
         try:
-            request, reading = host.understanding.request(self._headers, body, self._subset, mode.blind)
+            request, reading = host.understanding.request(self._head, body, mode.blind, self._request_id)
         except ClientError as error:
             self._fail(error)
             return
@@ -309,7 +310,7 @@ class Session:
             self._host.driver.feed(RequestArrived(self._request, self))
 
     def _fail(self, error: ClientError) -> None:
-        api = self._host.understanding.api(self._headers)
+        api = self._host.understanding.api(self._head.headers)
         self._host.incidents.on_client_error(api, error.status)
         self._answer(client_error(api, error.status, error.message, error.param, error.code))
 
@@ -336,7 +337,7 @@ class Session:
         host, mode, request = self._host, self._mode, self._request
         if route.evictable:  # to the end: whoever may be evicted must be within reach
             mode = self._mode = without_access_log(mode)
-        removed = REMOVED_HEADERS.intersection(self._headers)
+        removed = self._head.removed
         # With trailers Envoy would double the body.
         marked = self._request_end is RequestEnd.MARKED
         fallback = route.fallback if mode.resizable and marked else ""
@@ -360,12 +361,11 @@ class Session:
         leaves = self._may_leave_at_pick(messages)
         if leaves:
             self._stream.send_last(*messages)
-            gateway_id = self._headers.get(GATEWAY_ID)
-            self._state, self._headers = SessionState.CLOSED, _NO_HEADERS
+            self._state, self._head = SessionState.CLOSED, NO_HEAD
             if self._body:
                 self._body = b""
-            if gateway_id:
-                host.logs.left(gateway_id, request.id)
+            if self._gateway_id:
+                host.logs.left(self._gateway_id, request.id)
         else:
             self._stream.send(*messages)
             if self._wired():
@@ -382,7 +382,7 @@ class Session:
     def _rewritten(self, route: Route, removed: frozenset[str], fallback: str, trace: str, retry: bytes) -> list[bytes]:
         """The pick with another model name in the body; nothing if there is no place for it."""
         request, mode = self._request, self._mode
-        body = splice_model(self._body, route.target, self._headers.get("content-type", ""), request.api)
+        body = splice_model(self._body, route.target, self._head.content_type, request.api)
         if body is None:
             return []
         if route.shown and mode.response is not BodyMode.NONE:
@@ -512,7 +512,7 @@ class Session:
     def _close(self) -> None:
         """Keep nothing that is of no more use: whoever has the request may refer to us for hours."""
         self._state = SessionState.CLOSED
-        self._headers, self._body = _NO_HEADERS, b""
+        self._head, self._body = NO_HEAD, b""
         self._parts = None
 
 
