@@ -13,6 +13,8 @@ Theory
 from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from functools import lru_cache
+from struct import Struct as BinaryStruct
+from struct import error as StructError
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -281,19 +283,17 @@ class Opening(Struct, frozen=True, eq=False, gc=False):
 def read_opening(data: bytes) -> tuple[Opening, str, str] | None:
     """A first message of an embedded gateway, the gateway's own id of the request, and its x-request-id. `None` = the
     message has another form, and `Incoming` reads it."""
-    request_entry = data.rfind(_REQUEST_ENTRY)
-    gateway_entry, behind = request_entry - _GATEWAY_SIZE, request_entry + _REQUEST_SIZE
-    if (
-        gateway_entry <= 0
-        or not behind <= len(data) <= _MAX_OPENING
-        or not data.startswith(_GATEWAY_ENTRY, gateway_entry)
-    ):
+    start = data.rfind(_GATEWAY_ENTRY)
+    try:
+        gateway_id, request_entry, request_id = _two_ids(data, start)
+    except StructError:  # there are none, or they are cut short
         return None
-    known = _known_opening(data[:gateway_entry], data[behind:])
+    if request_entry != _REQUEST_ENTRY or len(data) > _MAX_OPENING:
+        return None
+    known = _known_opening(data[:start], data[start + _BOTH_SIZE :])
     if known is None:
         return None
-    gateway_id = str(data[request_entry - _ID_SIZE : request_entry], "latin-1")
-    return known, gateway_id, str(data[behind - _ID_SIZE : behind], "latin-1")
+    return known, str(gateway_id, "latin-1"), str(request_id, "latin-1")
 
 
 @lru_cache(maxsize=256)  # clients choose some of them
@@ -445,6 +445,8 @@ _GATEWAY_ENTRY, _REQUEST_ENTRY = b"\x0a\x35\x0a\x0dx-fairlead-id\x1a\x24", b"\x0
 _REQUEST_SIZE = len(_REQUEST_ENTRY) + _ID_SIZE
 _GATEWAY_SIZE = len(_GATEWAY_ENTRY) + _ID_SIZE
 _BOTH_SIZE = _GATEWAY_SIZE + _REQUEST_SIZE
+#: Of the two entries: the gateway's id, how the entry behind it begins, and the other id.
+_two_ids = BinaryStruct(f"{len(_GATEWAY_ENTRY)}x{_ID_SIZE}s{len(_REQUEST_ENTRY)}s{_ID_SIZE}s").unpack_from
 #: Longer first messages are read each time.
 _MAX_OPENING = 2048
 #: What stands in front of them is mostly the same few bytes. Longer ones are read each time.
