@@ -199,18 +199,18 @@ class Conversations:
         hashes = chain.hashes
         if not hashes:
             return ""
-        prompt = memoryview(prompt)
-        last, key = chain.ends[-1], hashes[-1]
+        last, stem, end = chain.ends[-1], hashes[-1], len(prompt)
         step, blocks = _tail(last)
-        size = len(prompt)
-        keys = [key := xxh3_64_intdigest(prompt[block], key) for block in blocks[: (size - last) // step]]
-        start = last + step * len(keys)
-        end = start if len(keys) == _MAX_POINTS else size
-        seen = _Prompt(end, xxh3_64_intdigest(prompt[start:end], key), hashes[-1])
+        points = (end - last) // step
+        start, key = last + step * points, stem
+        if points >= _MAX_POINTS:
+            start = end = last + step * _MAX_POINTS
+        for block in blocks[:points]:
+            key = xxh3_64_intdigest(prompt[block], key)
+        seen = _Prompt(end, xxh3_64_intdigest(prompt[start:end], key), stem)
         stems = self._stems
         if not stems.keys().isdisjoint(hashes):
-            points = list(zip(range(last, end + 1, step), (hashes[-1], *keys), strict=True))
-            earlier = self._longest(chain, prompt, points, end)
+            earlier = self._longest(chain, prompt, end)
             if earlier is not None:
                 if earlier.length == end:
                     return earlier.id
@@ -221,20 +221,20 @@ class Conversations:
             self._add_alike(key, seen)
         else:
             self._ends[key] = [seen]
-            stems[seen.stem] = stems.get(seen.stem, 0) + 1
+            stems[stem] = stems.get(stem, 0) + 1
             self._known += 1
             if self._known > self._limit:
                 self._forget()
         return seen.id
 
-    def _longest(self, chain: PrefixChain, prompt: memoryview, tail: list[tuple[int, int]], end: int) -> _Prompt | None:
-        """The longest known prompt that `prompt` begins with. `tail`: the grid behind its last block."""
+    def _longest(self, chain: PrefixChain, prompt: bytes | memoryview, end: int) -> _Prompt | None:
+        """The longest known prompt that `prompt` begins with. `end`: of the grid behind its last block."""
         stems, hashes, ends = self._stems, chain.hashes, chain.ends
         last = len(hashes) - 1
         for i in range(last, -1, -1):
             if hashes[i] not in stems:
                 continue
-            points = tail if i == last else _grid(prompt, ends[i], ends[i + 1] - 1, hashes[i])
+            points = _grid(prompt, ends[i], end if i == last else ends[i + 1] - 1, hashes[i])
             for start, key in reversed(points):
                 alike = self._ends.get(key)
                 if alike is None:
@@ -284,7 +284,7 @@ def _tail(last: int) -> tuple[int, list[slice]]:
     return step, [slice(start, start + step) for start in range(last, last + _MAX_POINTS * step, step)]
 
 
-def _grid(prompt: memoryview, start: int, end: int, parent: int) -> list[tuple[int, int]]:
+def _grid(prompt: bytes | memoryview, start: int, end: int, parent: int) -> list[tuple[int, int]]:
     """Grid points (offset, hash of all before) from the end of a block on, the block's own first."""
     step = max(_FINEST, start >> _GROWTH)
     ends = range(start + step, end + 1, step)
@@ -294,7 +294,7 @@ def _grid(prompt: memoryview, start: int, end: int, parent: int) -> list[tuple[i
     ]
 
 
-def _match(alike: list[_Prompt], prompt: memoryview, start: int, key: int, end: int) -> _Prompt | None:
+def _match(alike: list[_Prompt], prompt: bytes | memoryview, start: int, key: int, end: int) -> _Prompt | None:
     """The longest of some prompts that `prompt` begins with; they agree up to `start`."""
     best: _Prompt | None = None
     for candidate in alike:
