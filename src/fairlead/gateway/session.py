@@ -117,9 +117,9 @@ class Session:
     # Once the request is whole. `_awaited`: the message that the pick answers. `_body`: where it is handed back or may
     # change. `_chunks`: in how many messages it came.
     _request: Request
-    _awaited: Kind
+    _awaited = Kind.REQUEST_HEADERS
     _body = b""
-    _chunks: int
+    _chunks = 1
     # While knowledge is asked for.
     _reading: Reading
     # From the pick on. `_picked`: an address. `_fallback`: who has the request if that one does not answer, an address
@@ -155,7 +155,7 @@ class Session:
                 if chunk is not None:
                     if self._parts is None and not self._mode.buffered and len(chunk) <= self._host.max_body:
                         self._request_end = RequestEnd.MARKED
-                        self._complete(Kind.REQUEST_HEADERS, chunk, 1)
+                        self._complete(chunk)
                     else:
                         self._take_chunk(chunk, True)
                     return
@@ -212,7 +212,8 @@ class Session:
         if ended:
             self._request_end = RequestEnd.MARKED
         if ended or self._mode.on_headers:
-            self._complete(Kind.REQUEST_HEADERS, b"", 0)
+            self._chunks = 0
+            self._complete(b"")
         elif self._mode.buffered:
             self._stream.send(CONTINUE[Kind.REQUEST_HEADERS])
 
@@ -233,9 +234,10 @@ class Session:
         if mode.request is BodyMode.BUFFERED_PARTIAL and not ended:
             self._answer(CONTINUE[Kind.REQUEST_BODY])  # waved through
         elif mode.buffered:
-            self._complete_parts(Kind.REQUEST_BODY)
+            self._awaited = Kind.REQUEST_BODY
+            self._complete_parts()
         elif ended or mode.whole_body:
-            self._complete_parts(Kind.REQUEST_HEADERS)
+            self._complete_parts()
         else:
             length = self._head.headers.get("content-length", "")
             expected = int(length) if length.isdecimal() and len(length) < 12 else 0
@@ -247,7 +249,7 @@ class Session:
             # Waved through. There is no body, and the headers are answered: nothing can carry a pick.
             self._answer(CONTINUE[Kind.REQUEST_TRAILERS])
         else:
-            self._complete_parts(Kind.REQUEST_HEADERS)
+            self._complete_parts()
 
     def _on_late_body(self, message: Incoming) -> None:
         """The choice is made, or under way, without it."""
@@ -266,16 +268,15 @@ class Session:
         if self._request_end is RequestEnd.TRAILERS:
             raise ProtocolError("the request goes on after its trailers")
 
-    def _complete_parts(self, awaited: Kind) -> None:
+    def _complete_parts(self) -> None:
         parts, self._parts = self._parts or [], None
+        self._chunks = len(parts)
         if len(parts) > 1:
             self._stream.hold(0)
-        self._complete(awaited, b"".join(parts), len(parts))
+        self._complete(b"".join(parts))
 
-    def _complete(self, awaited: Kind, body: bytes, chunks: int) -> None:
-        """The request is whole (or as whole as it will get before the choice), and its body came in so many messages:
-        have it scheduled."""
-        self._awaited, self._chunks = awaited, chunks
+    def _complete(self, body: bytes) -> None:
+        """The request is whole (or as whole as it will get before the choice): have it scheduled."""
         host = self._host
         models, mode = host.driver.pipeline.models, self._mode
         if not body:
@@ -405,7 +406,8 @@ class Session:
         host, request, leave = self._host, self._request, self._mode.leave
         if leave is Leave.NEVER or not host.logs.connected or self._renaming is not None or host.tells_served:
             return False
-        if host.pulse.doubtful(request.arrived):
+        pulse = host.pulse
+        if not pulse.sure_from <= request.arrived <= pulse.sure_until:
             return False
         if leave is Leave.UNSTREAMED:
             return not request.stream and request.api != "other" and not host.inspect(False)
