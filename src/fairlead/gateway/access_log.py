@@ -290,7 +290,7 @@ class AccessLogs:
             del self._over[next(iter(self._over))]
 
     def entry(self, entry: AccessLogEntry) -> None:
-        request_id = self._answers.request_id(entry.lease) if entry.lease else None
+        request_id = self._answers.request_id(entry.lease)
         if request_id is not None:
             if entry.attempts > 1:
                 self._driver.feed(RequestMoved(request_id, entry.upstream))

@@ -324,24 +324,24 @@ _LAST_CHUNK = b"\x10\x01B\x00"
 
 def read_last_chunk(data: bytes) -> bytes | None:
     """The chunk of a message with the end of a request body; `None` = it has another form, and `Incoming` reads it."""
-    size = len(data)
-    head = _last_chunk_head(size)
+    head, chunk = _last_chunk(len(data))
     if data.startswith(head) and data.endswith(_LAST_CHUNK):
-        return data[len(head) : size - 4]
+        return data[chunk]
     return None
 
 
 @lru_cache(maxsize=4096)
-def _last_chunk_head(size: int) -> bytes:
-    """How a message of `size` bytes begins if it is a last chunk and `_LAST_CHUNK`: tags and lengths."""
+def _last_chunk(size: int) -> tuple[bytes, slice]:
+    """How a message of `size` bytes begins (tags and lengths) if it is a last chunk and `_LAST_CHUNK`, and where the
+    chunk stands."""
     for lengths in range(2, 20):  # bytes of both lengths
         chunk = size - 2 - lengths - len(_LAST_CHUNK)
         if chunk >= 0:
             part = b"\x0a" + varint(chunk)
             head = b"\x22" + varint(len(part) + chunk + 2) + part
             if len(head) == 2 + lengths:
-                return head
-    return b"\xff"  # no such message has this size
+                return head, slice(len(head), size - len(_LAST_CHUNK))
+    return b"\xff", slice(0)  # no such message has this size
 
 
 def _namespaces(metadata: bytes) -> Iterable[tuple[str, dict[str, Json]]]:

@@ -62,7 +62,7 @@ from fairlead.gateway.ext_proc import (
 from fairlead.gateway.host import Host, Leave, ProcessingMode, processing_mode, without_access_log
 from fairlead.gateway.response import Renaming, ResponseWatch
 from fairlead.gateway.stream import HandlerFactory, ServerStream
-from fairlead.gateway.understand import NO_HEAD, Reading
+from fairlead.gateway.understand import MAX_NAME, NO_HEAD, Reading
 
 _INVALID_ARGUMENT, _INTERNAL = 3, 13
 _BODY_CONTINUES = CONTINUE[Kind.REQUEST_BODY]
@@ -205,7 +205,7 @@ class Session:
     def _on_request_headers(self, message: Incoming) -> None:
         headers, ended = message.headers()
         self._head = self._host.understanding.head(headers, message.subset())
-        self._gateway_id, self._request_id = headers.get(GATEWAY_ID, ""), headers.get(REQUEST_ID, "")
+        self._gateway_id, self._request_id = headers.get(GATEWAY_ID, ""), headers.get(REQUEST_ID, "")[:MAX_NAME]
         self._after_headers(ended)
 
     def _after_headers(self, ended: bool) -> None:
@@ -359,8 +359,7 @@ class Session:
                 else:
                     trailers = self._request_end is RequestEnd.TRAILERS
                     messages += rest_of_request(mode.request, self._body, self._chunks, trailers)
-        leaves = self._may_leave_at_pick(messages)
-        if leaves:
+        if self._may_leave_at_pick(messages):
             self._stream.send_last(*messages)
             self._state, self._head = SessionState.CLOSED, NO_HEAD
             if self._body:

@@ -405,8 +405,9 @@ class Understanding:
     def request(
         self, head: Head, body: bytes, blind: bool = False, external_id: str = ""
     ) -> tuple[Request, Reading | None]:
-        """The request (`blind`: nobody will see its first token; `external_id`: its x-request-id), and who still reads
-        its prompt, for `known`. Raises `ClientError` when no model server could understand the body either."""
+        """The request (`blind`: nobody will see its first token; `external_id`: its x-request-id, of `MAX_NAME`
+        characters at most), and who still reads its prompt, for `known`. Raises `ClientError` when no model server
+        could understand the body either."""
         path, parser, hints = head.path, head.parser, head.hints
         if not body:  # none was sent, or the gateway does not show it: whether that is right the model server knows
             parsed = unread(api_of(path), "no-body")
@@ -450,7 +451,7 @@ class Understanding:
             hints.slo_ttft_ms,
             hints.slo_tpot_ms,
             hints.ttl_s,
-            external_id[:MAX_NAME],
+            external_id,
             blind,
             parsed.n,
         )
