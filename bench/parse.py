@@ -91,14 +91,14 @@ class Rig:
 
     def route(self, headers: dict[str, str], body: bytes) -> int:
         """Understand, decide, answer. The id of the request."""
-        request, _ = self.understanding.request(headers, body, None)
+        request, _ = self.understanding.request(self.understanding.head(headers), body)
         now = self.clock.time()
         pick = self.pipeline.policy.choose(request, self.pipeline.fleet, Context(now, self.rng))
         return self._answer(request.id, self.pipeline.fleet.table.endpoints[pick.slot])
 
     def book(self, headers: dict[str, str], body: bytes) -> int:
         """The same, and remember it."""
-        request, _ = self.understanding.request(headers, body, None)
+        request, _ = self.understanding.request(self.understanding.head(headers), body)
         for instruction in self.pipeline.handle(RequestArrived(request)):
             if type(instruction) is Route:
                 self._answer(request.id, instruction.endpoint)

@@ -2,11 +2,13 @@
 
 from functools import lru_cache
 from operator import attrgetter
+from typing import Annotated
 
-from msgspec import DecodeError, Raw, Struct
+from msgspec import DecodeError, Meta, Raw, Struct
 from msgspec.json import Decoder
+from msgspec.structs import asdict
 
-from fairlead.apis.body import ABSENT, MAX_COUNT, Body, Reader, Scalar, StreamOptions, count, flag
+from fairlead.apis.body import ABSENT, MAX_COUNT, Body, Reader, Scalar, StreamOptions, count, flag, is_utf8
 from fairlead.apis.parsed import (
     Parsed,
     ParsedRequest,
@@ -37,9 +39,6 @@ from fairlead.core.errors import ClientError
 
 # `/v1/chat/completions`.
 
-#: First byte of a list, last one of an object.
-_BRACKET, _BRACE = 0x5B, 0x7D
-
 
 class ChatBody(Body, gc=False):
     messages: Raw = ABSENT
@@ -57,8 +56,19 @@ class ChatBody(Body, gc=False):
     prompt_cache_key: Raw = ABSENT
 
 
-_chat = Reader(ChatBody)
-read_chat, _decode_chat = _chat.read, _chat.decode
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+
+
+class _UsualChat(ChatBody, gc=False):
+    """As most clients write it: then there is nothing to make of these fields, and the decoder sees that it is so."""
+
+    stream: bool = False
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+
+
+read_chat = Reader(ChatBody).read
+_decode_usual = Decoder(_UsualChat).decode
 #: What scopes a prompt beside the model, and that none of it was sent.
 _scoping = attrgetter(
     "tools",
@@ -74,15 +84,15 @@ _UNSCOPED = (ABSENT,) * 7
 
 def parse_chat(body: bytes, content_type: str = "") -> Parsed:
     """Raises `ClientError`. What is most common is read here, step by step, without a call for each."""
-    read: ChatBody | None
+    read: _UsualChat | None
     try:
-        read = _decode_chat(body) if body.isascii() else read_chat(body)
+        read = _decode_usual(body) if body.isascii() or is_utf8(body) else _unusual(body)
     except (DecodeError, UnicodeDecodeError, RecursionError):
-        read = read_chat(body)
+        read = _unusual(body)
     if read is None:
         return None
     messages = memoryview(read.messages)
-    if len(messages) > 2 and messages[0] == _BRACKET and messages[-2] == _BRACE:
+    if messages[-2:].tobytes() == b"}]":  # of JSON values only a list ends so
         messages = messages[:-1]
     else:
         messages = messages_of(read.messages)
@@ -97,12 +107,12 @@ def parse_chat(body: bytes, content_type: str = "") -> Parsed:
         items = media_items(messages)
         size += text_size(messages, items) - len(messages)
     limit = read.max_tokens if read.max_completion_tokens is None else read.max_completion_tokens
-    stream, options = read.stream, read.stream_options
+    options = read.stream_options
     return ParsedRequest(
         CHAT,
         read.model or "",
-        stream if stream is True or stream is False else flag(stream, "stream"),
-        limit if type(limit) is int and 0 <= limit <= MAX_COUNT else count(limit, "max_tokens"),
+        read.stream,
+        limit or 0,
         options is not None and flag(options.include_usage, "stream_options"),
         1 if read.n is None else choices(read.n),
         (messages,),
@@ -113,6 +123,19 @@ def parse_chat(body: bytes, content_type: str = "") -> Parsed:
         "",
         items,
     )
+
+
+def _unusual(body: bytes) -> _UsualChat | None:
+    """One that is written otherwise, as if it were written so. `None` = too large for a second reading. Raises
+    `ClientError`: what is wrong with the messages first, then the model."""
+    read = read_chat(body)
+    if read is None:
+        return None
+    messages_of(read.messages)
+    model_bytes(read.model)
+    limit = read.max_tokens if read.max_completion_tokens is None else read.max_completion_tokens
+    stream, limit = flag(read.stream, "stream"), count(limit, "max_tokens")
+    return _UsualChat(**asdict(read) | {"stream": stream, "max_tokens": limit, "max_completion_tokens": None})
 
 
 def messages_of(raw: Raw) -> memoryview:

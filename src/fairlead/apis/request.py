@@ -41,12 +41,25 @@ from fairlead.core import apis
 from fairlead.core.apis import EXACT, OTHER, api_of
 from fairlead.core.errors import ClientError
 
-__all__ = ["MAX_MODEL_CHARS", "MAX_USER_CHARS", "ParsedRequest", "model_span", "parse_request", "unread"]
+__all__ = [
+    "MAX_MODEL_CHARS",
+    "MAX_USER_CHARS",
+    "ParsedRequest",
+    "explained",
+    "model_span",
+    "parse_request",
+    "parser_of",
+    "too_large",
+    "unread",
+]
 
 #: Their bodies are not JSON, or need not be.
 _OTHER_TYPES = frozenset((apis.AUDIO, apis.IMAGES, apis.GRPC, apis.GRPC_EMBED))
 
-_PARSERS: Mapping[str, Callable[[bytes, str], Parsed]] = {
+#: Takes a body and its content type; raises `ClientError`.
+Parser = Callable[[bytes, str], Parsed]
+
+_PARSERS: Mapping[str, Parser] = {
     apis.CHAT: parse_chat,
     apis.COMPLETIONS: parse_completion,
     apis.EMBEDDINGS: parse_embeddings,
@@ -89,10 +102,27 @@ def parse_request(
     if not body:
         raise ClientError("The request has no body.")
     try:
-        parsed = parser(body, content_type)
-    except ClientError as exc:
-        if not content_type or "json" in content_type.lower() or api in _OTHER_TYPES:
-            raise
-        hint = f"{exc.message} Its content type is {content_type[:80]!r}; application/json is expected."
-        raise ClientError(hint, exc.status, exc.param, exc.code) from None
-    return parsed or unread(api, "too-large", len(body))
+        return parser(body, content_type) or too_large(path, body, prefix)
+    except ClientError as error:
+        raise explained(error, path, content_type, prefix) from None
+
+
+def parser_of(path: str, content_encoding: str = "") -> Parser | None:
+    """What `parse_request` would have read a body that is not empty; `None` = it reads none of these.
+
+    For whoever reads many bodies of one path: what the parser returns or raises goes to `too_large` or `explained`.
+    """
+    return None if content_encoding else _PARSERS.get(api_of(path))
+
+
+def explained(error: ClientError, path: str, content_type: str, prefix: str | None = None) -> ClientError:
+    """What a parser raised, with a hint where the body may be of another type."""
+    if not content_type or "json" in content_type.lower() or api_of(path, prefix) in _OTHER_TYPES:
+        return error
+    hint = f"{error.message} Its content type is {content_type[:80]!r}; application/json is expected."
+    return ClientError(hint, error.status, error.param, error.code)
+
+
+def too_large(path: str, body: bytes, prefix: str | None = None) -> ParsedRequest:
+    """In place of what a parser returned nothing for: the body is too large for a second reading."""
+    return unread(api_of(path, prefix), "too-large", len(body))

@@ -58,14 +58,16 @@ SUMMARY = (
     f"{TTFT} %DURATION% %BYTES_SENT% %UPSTREAM_HOST% %RESPONSE_FLAGS% "
     f"%UPSTREAM_REQUEST_ATTEMPT_COUNT% %REQ({GATEWAY_ID}):36%;"
 )
+#: Over the message as Latin-1: every byte is a character.
 _SUMMARY = re.compile(
-    rb"\x0a\x08fairlead\x12(?:[\x00-\x7f]|[\x80-\xff][\x01-\x7f])"  # the tag's name, and the length of its value
+    r"\x0a\x08fairlead\x12(?:[\x00-\x7f]|[\x80-\xff][\x01-\x7f])"  # the tag's name, and the length of its value
     # What Envoy does not know is `-` or nothing: without a response body the time to its first byte is empty. Both give
     # an empty group.
-    rb"(?:-|(\S*)) (?:-|(\d{0,3})) (?:-|(\d{0,18})) (?:-|(\d{0,18})) (?:-|(\d{0,18})) (?:-|(\S*)) (?:-|([A-Za-z,\-]*))"
-    rb"(?: (?:-|(\d{1,3}))(?=[ ;]))?"  # gateways that were told by an older version do not say it
+    r"(?:-|(\S*)) (?:-|(\d{0,3})) (?:-|(\d{0,18})) (?:-|(\d{0,18})) (?:-|(\d{0,18})) (?:-|(\S*)) (?:-|([A-Za-z,\-]*))"
+    r"(?: (?:-|(\d{1,3}))(?=[ ;]))?"  # gateways that were told by an older version do not say it
     # Other gateways may let a client write the last one: any bytes that a header can have.
-    rb"(?: (?:-(?=;)|([ -~\x80-\xff]{0,36})))?;"
+    r"(?: (?:-(?=;)|([ -~\x80-\xff]{0,36})))?;",
+    re.ASCII,
 )
 #: Of a log of its own, which has but the uploads that the gateway ended: client, bytes received, response flags, and
 #: the bytes of one that was refused because of its client's address.
@@ -84,7 +86,7 @@ UPLOAD_ENDS = {"OM": "memory", "SI": "paused", "DT": "slow"}
 #: Before an address inside of Envoy: there its second listener logs the request again.
 _WITHIN = "envoy://"
 #: Short names of the flags in `_CLIENT_GONE`.
-_GONE_FLAGS = frozenset((b"DC", b"DR"))
+_GONE_FLAGS = frozenset(("DC", "DR"))
 TTFT_TAG = b"ttft_us"
 #: ResponseFlags downstream_connection_termination and downstream_remote_reset.
 _CLIENT_GONE = (15, 28)
@@ -122,19 +124,19 @@ def read_uploads(message: bytes) -> list[tuple[str, int, str]]:
 
 def read_entries(message: bytes) -> list[AccessLogEntry]:
     """Decode a StreamAccessLogsMessage. TCP entries are skipped. Raises `ProtocolError` on malformed bytes."""
-    summaries = _SUMMARY.findall(message)
+    summaries = _SUMMARY.findall(message.decode("latin-1"))
     if summaries:
         return [
             AccessLogEntry(
-                lease.decode("latin-1"),
+                lease,
                 int(status or 0),
-                upstream.decode("latin-1"),
+                upstream,
                 int(ttft_us) / 1000.0 if ttft_us else -1.0,
                 float(duration_ms) if duration_ms else -1.0,
                 int(size) if size else -1,
-                bool(flags) and not _GONE_FLAGS.isdisjoint(flags.split(b",")),
+                bool(flags) and not _GONE_FLAGS.isdisjoint(flags.split(",")),
                 int(attempts or 0),
-                gateway_id.decode("latin-1"),
+                gateway_id,
             )
             for lease, status, ttft_us, duration_ms, size, upstream, flags, attempts, gateway_id in summaries
         ]
@@ -288,7 +290,7 @@ class AccessLogs:
             del self._over[next(iter(self._over))]
 
     def entry(self, entry: AccessLogEntry) -> None:
-        request_id = self._answers.request_id(entry.lease) if entry.lease else None
+        request_id = self._answers.request_id(entry.lease)
         if request_id is not None:
             if entry.attempts > 1:
                 self._driver.feed(RequestMoved(request_id, entry.upstream))
@@ -356,20 +358,15 @@ class Pulse:
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._beat = inf
-        self._doubt_until = -inf
+        #: Between these (clock seconds, both included) requests were read without doubt.
+        self.sure_from, self.sure_until = -inf, inf
 
     def beat(self) -> None:
         """Called twice a second or more often while the event loop turns. Who never calls it never hangs."""
         now = self._now()
-        self.doubtful(now)  # after a hang, timers may come before what the sockets hold
-        self._beat = now
-
-    def doubtful(self, now: float) -> bool:
-        """Whether a request read now may have been given up by its gateway while we hung."""
-        if now - self._beat > HANG:
-            self._doubt_until = now + HANG
-        return now < self._doubt_until
+        if now > self.sure_until:  # timers may come before what the sockets hold
+            self.sure_from = now + HANG
+        self.sure_until = now + HANG
 
 
 class AccessLogStream:

@@ -56,7 +56,7 @@ class Answers:
     def __init__(self, instance: str, retry: str = "hedge") -> None:
         """`retry`: as the configuration's `gateway.retry`."""
         self._instance = instance
-        self._retry = retry
+        self._repeats, self._hedges = retry != "connect", retry == "hedge"
         self._own_lease = re.compile(rf"{re.escape(instance)}\.([0-9a-f]{{16}})").fullmatch
         self._prefix = instance.encode()
         self._templates: dict[tuple[Kind, str, frozenset[str], str], tuple[bytes, bytes]] = {}
@@ -105,9 +105,9 @@ class Answers:
     def retry_headers(self, repeatable: bool, hedge_after_ms: float) -> bytes:
         """HeaderMutation of a pick with a fallback endpoint; see `Route`. Times are rounded up by a fifth at most: few
         different ones make few templates."""
-        if not repeatable or self._retry == "connect":
+        if not (repeatable and self._repeats):
             return b""
-        steps = ceil(4.0 * log2(hedge_after_ms)) if hedge_after_ms > 1.0 and self._retry == "hedge" else 0
+        steps = ceil(4.0 * log2(hedge_after_ms)) if self._hedges and hedge_after_ms > 1.0 else 0
         return _retry_headers(steps)
 
     def _fallback(self, kind: Kind, address: str, retry: bytes) -> bytes:

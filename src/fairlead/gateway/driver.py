@@ -162,12 +162,14 @@ class Driver:
                     except Exception:
                         self._failed(instruction)
                 if not events:
+                    self._busy = False
                     return
                 event = events.popleft()
-        finally:
+        except BaseException:  # of the pipeline: the events behind did nothing wrong
             self._busy = False
-            if events:  # the pipeline failed: those behind did nothing wrong
+            if events:
                 self.later(0.0, self._go_on)
+            raise
 
     def _go_on(self) -> None:
         if self._events:

@@ -13,7 +13,11 @@ Theory
 from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from functools import lru_cache
+from struct import Struct as BinaryStruct
+from struct import error as StructError
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from fairlead.core.errors import ProtocolError
 from fairlead.gateway.protobuf import (
@@ -267,34 +271,29 @@ class Incoming:
 # The two messages that nearly every request consists of, in the form in which Envoy writes them.
 
 
-class Opening(NamedTuple):
-    """A message with request headers."""
+class Opening(Struct, frozen=True, eq=False, gc=False):
+    """What a first message says beside the two ids. Most say the same: theirs is one object, and hashed as that."""
 
-    headers: dict[str, str]
+    headers: Mapping[str, str]
     ended: bool
     modes: Modes | None
     subset: frozenset[str] | None
 
 
-def read_opening(data: bytes) -> tuple[dict[str, str], Opening] | None:
-    """A first message of an embedded gateway: its headers, and the rest, which is the same in most. `None` = it has
-    another form, and `Incoming` reads it."""
-    request_entry = data.rfind(_REQUEST_ENTRY)
-    gateway_entry, behind = request_entry - _GATEWAY_SIZE, request_entry + _REQUEST_SIZE
-    if (
-        gateway_entry <= 0
-        or not behind <= len(data) <= _MAX_OPENING
-        or not data.startswith(_GATEWAY_ENTRY, gateway_entry)
-    ):
+def read_opening(data: bytes) -> tuple[Opening, str, str] | None:
+    """A first message of an embedded gateway, the gateway's own id of the request, and its x-request-id. `None` = the
+    message has another form, and `Incoming` reads it."""
+    start = data.rfind(_GATEWAY_ENTRY)
+    try:
+        gateway_id, request_entry, request_id = _two_ids(data, start)
+    except StructError:  # there are none, or they are cut short
         return None
-    known = _known_opening(data[:gateway_entry], data[behind:])
+    if request_entry != _REQUEST_ENTRY or len(data) > _MAX_OPENING:
+        return None
+    known = _known_opening(data[:start], data[start + _BOTH_SIZE :])
     if known is None:
         return None
-    return {
-        **known.headers,
-        _GATEWAY_ID: str(data[request_entry - _ID_SIZE : request_entry], "latin-1"),
-        _REQUEST_ID: str(data[behind - _ID_SIZE : behind], "latin-1"),
-    }, known
+    return known, str(gateway_id, "latin-1"), str(request_id, "latin-1")
 
 
 @lru_cache(maxsize=256)  # clients choose some of them
@@ -325,24 +324,24 @@ _LAST_CHUNK = b"\x10\x01B\x00"
 
 def read_last_chunk(data: bytes) -> bytes | None:
     """The chunk of a message with the end of a request body; `None` = it has another form, and `Incoming` reads it."""
-    size = len(data)
-    head = _last_chunk_head(size)
+    head, chunk = _last_chunk(len(data))
     if data.startswith(head) and data.endswith(_LAST_CHUNK):
-        return data[len(head) : size - 4]
+        return data[chunk]
     return None
 
 
 @lru_cache(maxsize=4096)
-def _last_chunk_head(size: int) -> bytes:
-    """How a message of `size` bytes begins if it is a last chunk and `_LAST_CHUNK`: tags and lengths."""
+def _last_chunk(size: int) -> tuple[bytes, slice]:
+    """How a message of `size` bytes begins (tags and lengths) if it is a last chunk and `_LAST_CHUNK`, and where the
+    chunk stands."""
     for lengths in range(2, 20):  # bytes of both lengths
         chunk = size - 2 - lengths - len(_LAST_CHUNK)
         if chunk >= 0:
             part = b"\x0a" + varint(chunk)
             head = b"\x22" + varint(len(part) + chunk + 2) + part
             if len(head) == 2 + lengths:
-                return head
-    return b"\xff"  # no such message has this size
+                return head, slice(len(head), size - len(_LAST_CHUNK))
+    return b"\xff", slice(0)  # no such message has this size
 
 
 def _namespaces(metadata: bytes) -> Iterable[tuple[str, dict[str, Json]]]:
@@ -446,6 +445,8 @@ _GATEWAY_ENTRY, _REQUEST_ENTRY = b"\x0a\x35\x0a\x0dx-fairlead-id\x1a\x24", b"\x0
 _REQUEST_SIZE = len(_REQUEST_ENTRY) + _ID_SIZE
 _GATEWAY_SIZE = len(_GATEWAY_ENTRY) + _ID_SIZE
 _BOTH_SIZE = _GATEWAY_SIZE + _REQUEST_SIZE
+#: Of the two entries: the gateway's id, how the entry behind it begins, and the other id.
+_two_ids = BinaryStruct(f"{len(_GATEWAY_ENTRY)}x{_ID_SIZE}s{len(_REQUEST_ENTRY)}s{_ID_SIZE}s").unpack_from
 #: Longer first messages are read each time.
 _MAX_OPENING = 2048
 #: What stands in front of them is mostly the same few bytes. Longer ones are read each time.

@@ -37,7 +37,9 @@ _u32 = h2.U32.unpack_from
 _heads = Struct(">IBIBI").unpack_from
 _PREFIX_SIZE, _HEAD_SIZE, _MESSAGE_AT = grpc.PREFIX_SIZE, h2.HEAD_SIZE, h2.HEAD_SIZE + grpc.PREFIX_SIZE
 _MAX_STREAM, _RST_LENGTH = h2.MAX_STREAM_ID, 4 << 8 | h2.RST_STREAM
-_END_HEADERS, _END_STREAM = h2.END_HEADERS, h2.END_STREAM
+_HEADERS, _END_HEADERS, _END_STREAM = h2.HEADERS, h2.END_HEADERS, h2.END_STREAM
+#: Of a DATA frame that is one message: what its length and type are above the message's length.
+_PREFIX_LENGTH = _PREFIX_SIZE << 8 | h2.DATA
 
 
 class Scratch:
@@ -72,6 +74,9 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
         #: The first four bytes of a frame (its length, and any type) at most, and of one that is a whole message.
         self._max_length = limits.max_frame << 8 | 0xFF
         self._max_message = min(limits.max_frame, limits.max_message + _PREFIX_SIZE) << 8
+        #: The longest frame (as above) that may be handled without its handler: none during the handshake and in the
+        #: middle of a header block.
+        self._longest = 0
         #: The incomplete frame at the end of what was read, and the length that it must reach to be worth looking at;
         #: 0 = there is none.
         self._carry = bytearray()
@@ -106,66 +111,68 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
         if self.closing:
             return
         self.corked = True
-        plain = not self._need
         try:
-            if plain:
-                data, end = bytes(self._scratch[: nbytes + _PREFIX_SIZE]), nbytes
-            else:
+            if self._need:
                 data, end = self._with_carry(nbytes)
-            pos, last = 0, end - _HEAD_SIZE
-            longest = self._max_message if self.handlers is self._table else 0
+            else:
+                data, end = bytes(self._scratch[: nbytes + _PREFIX_SIZE]), nbytes
+            pos, last, longest = 0, end - _HEAD_SIZE, self._longest
             while pos <= last:
-                length, flags, stream_id, compressed, size = _heads(data, pos)
-                stop = pos + _HEAD_SIZE + (length >> 8)
+                length, flags, stream_id, compressed, message_size = _heads(data, pos)
+                size = length >> 8
+                stop = pos + _HEAD_SIZE + size
                 if stop > end:
                     break
-                size += _PREFIX_SIZE
                 if (
-                    size << 8 == length  # DATA
+                    length - (message_size << 8) == _PREFIX_LENGTH
                     and length <= longest
                     and not (flags or compressed)
                     and (stream := self.streams.get(stream_id)) is not None
                     and (take := stream.take) is not None
                     and (window := stream.receive_window - size) > self._low_window
                 ):
-                    stream.receive_window, self._credit = window, self._credit - size
+                    stream.receive_window = window
+                    self._credit -= size
                     try:
                         take(data[pos + _MESSAGE_AT : stop])
                     except Exception:
                         stream.crashed()
-                elif length == _RST_LENGTH and longest and stream_id in self.lingering:
-                    del self.lingering[stream_id]  # Envoy resets every exchange that we finished
+                elif length == _RST_LENGTH and longest and self.lingering.pop(stream_id, None) is not None:
+                    pass  # Envoy resets every exchange that we finished
                 elif (
                     longest
                     and flags == _END_HEADERS
                     and (opening := self._blocks.recent.get(data[pos + _HEAD_SIZE : stop])) is not None
-                    and length & 0xFF == h2.HEADERS
-                    and self._last_stream < stream_id <= _MAX_STREAM
+                    and length & 0xFF == _HEADERS
+                    and self._last_stream < stream_id <= self._last_accepted
                     and stream_id & 1
                 ):
-                    self._open(flags, stream_id, opening)
+                    self._open(stream_id, opening)
                 else:
-                    plain, longest = False, self._on_frame(length, flags, stream_id, data, pos, stop)
+                    longest = self._on_frame(length, flags, stream_id, data, pos, stop)
                 pos = stop
             if pos < end:
-                plain = False
                 self._keep(memoryview(data)[pos:end], length if pos <= last else -1)
             if self._credit <= self._low_credit:
                 self._give_credit()
         except Exception as error:
             self._crashed(error)
         self.corked = False
-        if not plain:
-            self.settled = self._acknowledged and not self._need and self.handlers is self._table
-        if self.out or self.restless or not plain:  # an access log's whole messages are not answered
+        if self.out or self.restless:  # an access log's whole messages are not answered
             self.flush()
 
     def _on_frame(self, length: int, flags: int, stream_id: int, data: bytes, pos: int, stop: int) -> int:
-        """Any other frame. Returns the longest one that may be handled without its handler from now on: none in the
-        middle of a header block."""
+        """Any other frame. Returns the longest one that may be handled without its handler from now on."""
         self._check_length(length)
         self.handlers[length & 0xFF](flags, stream_id & _MAX_STREAM, data, pos + _HEAD_SIZE, stop)
-        return self._max_message if self.handlers is self._table else 0
+        self._longest = self._max_message if self.handlers is self._table else 0
+        self._settle()
+        return self._longest
+
+    def _settle(self) -> None:
+        """What is settled may have changed."""
+        self.settled = self._acknowledged and not self._need and self._longest > 0
+        self.restless = True
 
     def _crashed(self, error: Exception) -> None:
         if isinstance(error, ProtocolError):
@@ -194,6 +201,7 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
         end = len(carry)
         carry += bytes(_PREFIX_SIZE)
         self._carry, self._need = bytearray(), 0
+        self._settle()
         return bytes(carry), end
 
     def _check_length(self, length: int) -> None:
@@ -207,6 +215,7 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
         need = _HEAD_SIZE + max(length >> 8, 0)
         self._need = need
         self._carry += part
+        self._settle()
         if need > ByteBudget.SMALL and self.budget is not None and not self.budget.ask(self._frame, need, need):
             raise ProtocolError("too many unfinished frames are held already", ErrorCode.ENHANCE_YOUR_CALM)
 
@@ -250,25 +259,25 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
         opening = self._blocks.read(block)
         if stream_id <= self._last_stream:
             self._on_late_block(flags, stream_id, opening)
+        elif stream_id > self._last_accepted:
+            self._last_stream = stream_id
         else:
-            self._open(flags, stream_id, opening)
+            self._open(stream_id, opening, flags & _END_STREAM > 0)
 
-    def _open(self, flags: int, stream_id: int, opening: Opening) -> None:
+    def _open(self, stream_id: int, opening: Opening, ended: bool = False) -> None:
+        """`ended`: the peer sends nothing more on it."""
         self._last_stream, self.restless = stream_id, True
-        if stream_id > self._last_accepted:
-            return
-        crowded = len(self.streams) >= self.limits.max_streams
-        if crowded or opening.malformed:
+        if opening.malformed or len(self.streams) >= self.limits.max_streams:
+            crowded = len(self.streams) >= self.limits.max_streams
             self.send_reset(stream_id, ErrorCode.REFUSED_STREAM if crowded else ErrorCode.PROTOCOL_ERROR)
             self._spend_control()
             return
         stream = self.streams[stream_id] = H2Stream(self, stream_id)
-        ended = flags & _END_STREAM
         if ended:
             stream.remote_closed = True
         factory = self._routes.get(opening.path)
-        status = opening.http_status
-        if factory is None or status:
+        if factory is None or opening.http_status:
+            status = opening.http_status
             stream.refuse(
                 grpc.http_error(status)
                 if status
@@ -418,7 +427,8 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
         assert len(self._reset) <= _REMEMBERED
         assert len(self._carry) <= self.limits.max_frame + 9
         assert len(self._blocks) <= 128
-        assert self.watched == sum(stream.watching for stream in streams if not stream.finished)
+        assert self.quiet == sum(not stream.watching for stream in streams if not stream.finished)
+        assert self.closing or self._longest == (self._max_message if self.handlers is self._table else 0)
         assert self.partial == sum(stream.partial for stream in streams)
         assert self.queued == sum(stream.queued for stream in streams)
         assert self.blocked.keys() <= self.streams.keys()

@@ -96,8 +96,8 @@ class H2Sender:
         self.blocked: OrderedDict[int, H2Stream] = OrderedDict()
         #: Message bytes that wait in streams.
         self.queued = 0
-        #: Unfinished streams that want to know of cancels at once.
-        self.watched = 0
+        #: Unfinished streams whose handlers need not know of cancels at once.
+        self.quiet = 0
         #: Streams that hold part of a message.
         self.partial = 0
         self.corked = False
@@ -113,6 +113,11 @@ class H2Sender:
         self._merge = merge_wakeups
         self._mark = 1
         self._socket: socket.socket | None = None
+
+    @property
+    def watched(self) -> int:
+        """Streams of which something must be heard at once: of a cancel, or that what waits in them may leave."""
+        return len(self.streams) - self.quiet
 
     def flush_soon(self) -> None:
         """Something was written: see that it leaves."""
@@ -135,7 +140,14 @@ class H2Sender:
             if self.paused and self.transport.get_write_buffer_size() > self.limits.max_pending:
                 self.overflow()
         if self._merge:
-            busy = self.watched or self.partial or self.queued or self.paused or self.draining or self.closing
+            busy = (
+                len(self.streams) > self.quiet
+                or self.partial
+                or self.queued
+                or self.paused
+                or self.draining
+                or self.closing
+            )
             mark = 1 if busy or not self.settled else _MERGING_MARK
             if mark != self._mark:
                 self._put_mark(mark)
@@ -236,7 +248,6 @@ class H2Stream:
         self.window = connection.peer_window
         self.receive_window = connection.limits.stream_window
         self._connection = connection
-        connection.watched += 1
 
     # ---- ServerStream ----
 
@@ -299,8 +310,8 @@ class H2Stream:
             self._release(self.claim)
         self.finished = True
         self.handler = self.take = None
-        if self._watching:
-            connection.watched -= 1
+        if not self._watching:
+            connection.quiet -= 1
         connection.ended(self)
         if not connection.corked:
             connection.flush_soon()
@@ -376,7 +387,7 @@ class H2Stream:
         together with the peer's next data. Only matters with merged wake-ups."""
         if on != self._watching and not self.finished:
             self._watching = on
-            self._connection.watched += 1 if on else -1
+            self._connection.quiet += -1 if on else 1
             self._connection.restless = True
             self._connection.flush_soon()
 
@@ -484,8 +495,8 @@ class H2Stream:
         if self._reader is not None:
             self._reader = None
             self._connection.partial -= 1
-        if self._watching:
-            self._connection.watched -= 1
+        if not self._watching:
+            self._connection.quiet -= 1
 
     # ---- output ----
 

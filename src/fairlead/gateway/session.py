@@ -44,7 +44,7 @@ from random import Random
 from fairlead.apis.splice import splice_model
 from fairlead.core.errors import ClientError, ProtocolError
 from fairlead.core.events import FirstTokenSeen, RequestArrived, RequestMoved, StreamLost, UsageReported
-from fairlead.core.headers import ACCESS_LOG_METADATA, REMOVED_HEADERS, RESIZABLE_METADATA, WHOLE_BODY_METADATA
+from fairlead.core.headers import ACCESS_LOG_METADATA, REQUEST_ID, RESIZABLE_METADATA, WHOLE_BODY_METADATA
 from fairlead.core.instructions import Reject, Route
 from fairlead.core.request import Request
 from fairlead.gateway import ext_proc
@@ -62,10 +62,9 @@ from fairlead.gateway.ext_proc import (
 from fairlead.gateway.host import Host, Leave, ProcessingMode, processing_mode, without_access_log
 from fairlead.gateway.response import Renaming, ResponseWatch
 from fairlead.gateway.stream import HandlerFactory, ServerStream
-from fairlead.gateway.understand import Reading
+from fairlead.gateway.understand import MAX_NAME, NO_HEAD, Reading
 
 _INVALID_ARGUMENT, _INTERNAL = 3, 13
-_NO_HEADERS: Mapping[str, str] = {}
 _BODY_CONTINUES = CONTINUE[Kind.REQUEST_BODY]
 
 
@@ -105,8 +104,9 @@ class Session:
     # What a session begins with; some of it stays so.
     _state = SessionState.OPENED
     _request_end = RequestEnd.OPEN
-    _headers = _NO_HEADERS
-    _subset: frozenset[str] | None = None
+    _head = NO_HEAD
+    # The gateway's own id of the request, and its x-request-id.
+    _gateway_id = _request_id = ""
     # Of the body, and their size, where it comes in several.
     _parts: list[bytes] | None = None
     _size = 0
@@ -117,9 +117,9 @@ class Session:
     # Once the request is whole. `_awaited`: the message that the pick answers. `_body`: where it is handed back or may
     # change. `_chunks`: in how many messages it came.
     _request: Request
-    _awaited: Kind
+    _awaited = Kind.REQUEST_HEADERS
     _body = b""
-    _chunks: int
+    _chunks = 1
     # While knowledge is asked for.
     _reading: Reading
     # From the pick on. `_picked`: an address. `_fallback`: who has the request if that one does not answer, an address
@@ -144,8 +144,8 @@ class Session:
             if state is SessionState.OPENED:
                 opening = read_opening(data)
                 if opening is not None:
-                    self._headers, known = opening
-                    self._subset = known.subset
+                    known, self._gateway_id, self._request_id = opening
+                    self._head = self._host.understanding.known_head(known)
                     mode = self._begin(known.modes)
                     if known.ended or mode.at_once:
                         self._after_headers(known.ended)
@@ -155,7 +155,7 @@ class Session:
                 if chunk is not None:
                     if self._parts is None and not self._mode.buffered and len(chunk) <= self._host.max_body:
                         self._request_end = RequestEnd.MARKED
-                        self._complete(Kind.REQUEST_HEADERS, chunk, 1)
+                        self._complete(chunk)
                     else:
                         self._take_chunk(chunk, True)
                     return
@@ -203,15 +203,17 @@ class Session:
         return mode
 
     def _on_request_headers(self, message: Incoming) -> None:
-        self._headers, ended = message.headers()
-        self._subset = message.subset()
+        headers, ended = message.headers()
+        self._head = self._host.understanding.head(headers, message.subset())
+        self._gateway_id, self._request_id = headers.get(GATEWAY_ID, ""), headers.get(REQUEST_ID, "")[:MAX_NAME]
         self._after_headers(ended)
 
     def _after_headers(self, ended: bool) -> None:
         if ended:
             self._request_end = RequestEnd.MARKED
         if ended or self._mode.on_headers:
-            self._complete(Kind.REQUEST_HEADERS, b"", 0)
+            self._chunks = 0
+            self._complete(b"")
         elif self._mode.buffered:
             self._stream.send(CONTINUE[Kind.REQUEST_HEADERS])
 
@@ -232,11 +234,12 @@ class Session:
         if mode.request is BodyMode.BUFFERED_PARTIAL and not ended:
             self._answer(CONTINUE[Kind.REQUEST_BODY])  # waved through
         elif mode.buffered:
-            self._complete_parts(Kind.REQUEST_BODY)
+            self._awaited = Kind.REQUEST_BODY
+            self._complete_parts()
         elif ended or mode.whole_body:
-            self._complete_parts(Kind.REQUEST_HEADERS)
+            self._complete_parts()
         else:
-            length = self._headers.get("content-length", "")
+            length = self._head.headers.get("content-length", "")
             expected = int(length) if length.isdecimal() and len(length) < 12 else 0
             self._stream.hold(self._size, min(max(expected, self._size + 1), self._host.max_body))
 
@@ -246,7 +249,7 @@ class Session:
             # Waved through. There is no body, and the headers are answered: nothing can carry a pick.
             self._answer(CONTINUE[Kind.REQUEST_TRAILERS])
         else:
-            self._complete_parts(Kind.REQUEST_HEADERS)
+            self._complete_parts()
 
     def _on_late_body(self, message: Incoming) -> None:
         """The choice is made, or under way, without it."""
@@ -265,25 +268,24 @@ class Session:
         if self._request_end is RequestEnd.TRAILERS:
             raise ProtocolError("the request goes on after its trailers")
 
-    def _complete_parts(self, awaited: Kind) -> None:
+    def _complete_parts(self) -> None:
         parts, self._parts = self._parts or [], None
+        self._chunks = len(parts)
         if len(parts) > 1:
             self._stream.hold(0)
-        self._complete(awaited, b"".join(parts), len(parts))
+        self._complete(b"".join(parts))
 
-    def _complete(self, awaited: Kind, body: bytes, chunks: int) -> None:
-        """The request is whole (or as whole as it will get before the choice), and its body came in so many messages:
-        have it scheduled."""
-        self._awaited, self._chunks = awaited, chunks
+    def _complete(self, body: bytes) -> None:
+        """The request is whole (or as whole as it will get before the choice): have it scheduled."""
         host = self._host
         models, mode = host.driver.pipeline.models, self._mode
         if not body:
-            page = models_page(models, self._headers, host.served)
+            page = models_page(models, self._head.headers, host.served)
             if page is not None:
                 self._answer(page)
                 return
         try:
-            request, reading = host.understanding.request(self._headers, body, self._subset, mode.blind)
+            request, reading = host.understanding.request(self._head, body, mode.blind, self._request_id)
         except ClientError as error:
             self._fail(error)
             return
@@ -309,7 +311,7 @@ class Session:
             self._host.driver.feed(RequestArrived(self._request, self))
 
     def _fail(self, error: ClientError) -> None:
-        api = self._host.understanding.api(self._headers)
+        api = self._host.understanding.api(self._head.headers)
         self._host.incidents.on_client_error(api, error.status)
         self._answer(client_error(api, error.status, error.message, error.param, error.code))
 
@@ -336,7 +338,7 @@ class Session:
         host, mode, request = self._host, self._mode, self._request
         if route.evictable:  # to the end: whoever may be evicted must be within reach
             mode = self._mode = without_access_log(mode)
-        removed = REMOVED_HEADERS.intersection(self._headers)
+        removed = self._head.removed
         # With trailers Envoy would double the body.
         marked = self._request_end is RequestEnd.MARKED
         fallback = route.fallback if mode.resizable and marked else ""
@@ -357,15 +359,13 @@ class Session:
                 else:
                     trailers = self._request_end is RequestEnd.TRAILERS
                     messages += rest_of_request(mode.request, self._body, self._chunks, trailers)
-        leaves = self._may_leave_at_pick(messages)
-        if leaves:
+        if self._may_leave_at_pick(messages):
             self._stream.send_last(*messages)
-            gateway_id = self._headers.get(GATEWAY_ID)
-            self._state, self._headers = SessionState.CLOSED, _NO_HEADERS
+            self._state, self._head = SessionState.CLOSED, NO_HEAD
             if self._body:
                 self._body = b""
-            if gateway_id:
-                host.logs.left(gateway_id, request.id)
+            if self._gateway_id:
+                host.logs.left(self._gateway_id, request.id)
         else:
             self._stream.send(*messages)
             if self._wired():
@@ -382,7 +382,7 @@ class Session:
     def _rewritten(self, route: Route, removed: frozenset[str], fallback: str, trace: str, retry: bytes) -> list[bytes]:
         """The pick with another model name in the body; nothing if there is no place for it."""
         request, mode = self._request, self._mode
-        body = splice_model(self._body, route.target, self._headers.get("content-type", ""), request.api)
+        body = splice_model(self._body, route.target, self._head.content_type, request.api)
         if body is None:
             return []
         if route.shown and mode.response is not BodyMode.NONE:
@@ -405,7 +405,8 @@ class Session:
         host, request, leave = self._host, self._request, self._mode.leave
         if leave is Leave.NEVER or not host.logs.connected or self._renaming is not None or host.tells_served:
             return False
-        if host.pulse.doubtful(request.arrived):
+        pulse = host.pulse
+        if not pulse.sure_from <= request.arrived <= pulse.sure_until:
             return False
         if leave is Leave.UNSTREAMED:
             return not request.stream and request.api != "other" and not host.inspect(False)
@@ -512,7 +513,7 @@ class Session:
     def _close(self) -> None:
         """Keep nothing that is of no more use: whoever has the request may refer to us for hours."""
         self._state = SessionState.CLOSED
-        self._headers, self._body = _NO_HEADERS, b""
+        self._head, self._body = NO_HEAD, b""
         self._parts = None
 
 

@@ -11,12 +11,14 @@ from msgspec import Struct
 from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
-from fairlead.apis.request import ParsedRequest, parse_request, unread
+from fairlead.apis.request import ParsedRequest, Parser, explained, parse_request, parser_of, too_large, unread
 from fairlead.core import headers as names
 from fairlead.core.apis import EXACT, STREAMING, api_of, read_path
+from fairlead.core.errors import ClientError
 from fairlead.core.prefix import ChainHasher
 from fairlead.core.request import NO_PREFIX, RECOGNISED, PrefixChain, Request
 from fairlead.core.tokens import TokenEstimator
+from fairlead.gateway.ext_proc import Opening
 
 # What a client's headers ask of the scheduler, as far as the configuration trusts them.
 
@@ -197,18 +199,18 @@ class Conversations:
         hashes = chain.hashes
         if not hashes:
             return ""
-        prompt = memoryview(prompt)
-        last, key = chain.ends[-1], hashes[-1]
+        last, stem, end = chain.ends[-1], hashes[-1], len(prompt)
         step, blocks = _tail(last)
-        size = len(prompt)
-        keys = [key := xxh3_64_intdigest(prompt[block], key) for block in blocks[: (size - last) // step]]
-        start = last + step * len(keys)
-        end = start if len(keys) == _MAX_POINTS else size
-        seen = _Prompt(end, xxh3_64_intdigest(prompt[start:end], key), hashes[-1])
+        points = (end - last) // step
+        start, key = last + step * points, stem
+        if points >= _MAX_POINTS:
+            start = end = last + step * _MAX_POINTS
+        for block in blocks[:points]:
+            key = xxh3_64_intdigest(prompt[block], key)
+        seen = _Prompt(end, xxh3_64_intdigest(prompt[start:end], key), stem)
         stems = self._stems
         if not stems.keys().isdisjoint(hashes):
-            points = list(zip(range(last, end + 1, step), (hashes[-1], *keys), strict=True))
-            earlier = self._longest(chain, prompt, points, end)
+            earlier = self._longest(chain, prompt, end)
             if earlier is not None:
                 if earlier.length == end:
                     return earlier.id
@@ -219,20 +221,20 @@ class Conversations:
             self._add_alike(key, seen)
         else:
             self._ends[key] = [seen]
-            stems[seen.stem] = stems.get(seen.stem, 0) + 1
+            stems[stem] = stems.get(stem, 0) + 1
             self._known += 1
             if self._known > self._limit:
                 self._forget()
         return seen.id
 
-    def _longest(self, chain: PrefixChain, prompt: memoryview, tail: list[tuple[int, int]], end: int) -> _Prompt | None:
-        """The longest known prompt that `prompt` begins with. `tail`: the grid behind its last block."""
+    def _longest(self, chain: PrefixChain, prompt: bytes | memoryview, end: int) -> _Prompt | None:
+        """The longest known prompt that `prompt` begins with. `end`: of the grid behind its last block."""
         stems, hashes, ends = self._stems, chain.hashes, chain.ends
         last = len(hashes) - 1
         for i in range(last, -1, -1):
             if hashes[i] not in stems:
                 continue
-            points = tail if i == last else _grid(prompt, ends[i], ends[i + 1] - 1, hashes[i])
+            points = _grid(prompt, ends[i], end if i == last else ends[i + 1] - 1, hashes[i])
             for start, key in reversed(points):
                 alike = self._ends.get(key)
                 if alike is None:
@@ -282,7 +284,7 @@ def _tail(last: int) -> tuple[int, list[slice]]:
     return step, [slice(start, start + step) for start in range(last, last + _MAX_POINTS * step, step)]
 
 
-def _grid(prompt: memoryview, start: int, end: int, parent: int) -> list[tuple[int, int]]:
+def _grid(prompt: bytes | memoryview, start: int, end: int, parent: int) -> list[tuple[int, int]]:
     """Grid points (offset, hash of all before) from the end of a block on, the block's own first."""
     step = max(_FINEST, start >> _GROWTH)
     ends = range(start + step, end + 1, step)
@@ -292,7 +294,7 @@ def _grid(prompt: memoryview, start: int, end: int, parent: int) -> list[tuple[i
     ]
 
 
-def _match(alike: list[_Prompt], prompt: memoryview, start: int, key: int, end: int) -> _Prompt | None:
+def _match(alike: list[_Prompt], prompt: bytes | memoryview, start: int, key: int, end: int) -> _Prompt | None:
     """The longest of some prompts that `prompt` begins with; they agree up to `start`."""
     best: _Prompt | None = None
     for candidate in alike:
@@ -307,6 +309,28 @@ def _match(alike: list[_Prompt], prompt: memoryview, start: int, key: int, end: 
 
 
 # Both, and the body: a request.
+
+#: Heads that are kept: one per opening, and of these as many as `ext_proc` keeps.
+_MAX_HEADS = 256
+
+
+class Head(Struct, frozen=True, gc=False):
+    """What a request's headers say. That is the same in most requests, so it is read once for all that begin alike."""
+
+    headers: Mapping[str, str]
+    path: str = ""
+    content_type: str = ""
+    encoding: str = ""
+    #: Reads a body that is not empty; `None` = only `Understanding.parse` does.
+    parser: Parser | None = None
+    hints: ClientHints = NO_HINTS
+    #: Addresses that the gateway and the client allow; `None` = any.
+    subset: frozenset[str] | None = None
+    #: Headers that no model server gets.
+    removed: frozenset[str] = frozenset()
+
+
+NO_HEAD = Head({})
 
 
 class PromptKnown(Struct, frozen=True, gc=False):
@@ -358,25 +382,42 @@ class Understanding:
         self._conversations = Conversations() if conversations else None
         self._prompts = prompts
         self._trace = trace
+        #: The head of a request that begins as others do: one for all of them.
+        self.known_head: Callable[[Opening], Head] = lru_cache(maxsize=_MAX_HEADS)(self._head_of)
 
     def api(self, headers: Mapping[str, str]) -> str:
         """The API of a request, for answers to one that cannot be understood."""
         return api_of(_path(headers))
 
-    def request(
-        self, headers: Mapping[str, str], body: bytes, subset: frozenset[str] | None, blind: bool = False
-    ) -> tuple[Request, Reading | None]:
-        """The request (`blind`: nobody will see its first token), and who still reads its prompt, for `known`.
-        Raises `ClientError` when no model server could understand the body either."""
-        path = usual if (usual := headers.get(":path", "")) in EXACT else _path(headers)
-        if body:
-            encoding = headers.get("content-encoding", "")
-            parsed = self._parse(path, body, headers.get("content-type", ""), content_encoding=encoding)
-        else:  # none was sent, or the gateway does not show it: whether that is right the model server knows
-            parsed = unread(api_of(path), "no-body")
-        hints = NO_HINTS if self._hints.names.isdisjoint(headers) else self._hints.read(headers)
+    def head(self, headers: Mapping[str, str], subset: frozenset[str] | None = None) -> Head:
+        """What these headers say; `subset`: addresses that the gateway allows, `None` = any."""
+        path, encoding = _path(headers), headers.get("content-encoding", "")
+        parser = parser_of(path, encoding) if self._parse is parse_request else None
+        hints = self._hints.read(headers)
         if hints.selection is not None:
             subset = within(subset, hints.selection)
+        removed = names.REMOVED_HEADERS.intersection(headers)
+        return Head(headers, path, headers.get("content-type", ""), encoding, parser, hints, subset, removed)
+
+    def _head_of(self, opening: Opening) -> Head:
+        return self.head(opening.headers, opening.subset)
+
+    def request(
+        self, head: Head, body: bytes, blind: bool = False, external_id: str = ""
+    ) -> tuple[Request, Reading | None]:
+        """The request (`blind`: nobody will see its first token; `external_id`: its x-request-id, of `MAX_NAME`
+        characters at most), and who still reads its prompt, for `known`. Raises `ClientError` when no model server
+        could understand the body either."""
+        path, parser, hints = head.path, head.parser, head.hints
+        if not body:  # none was sent, or the gateway does not show it: whether that is right the model server knows
+            parsed = unread(api_of(path), "no-body")
+        elif parser is None:
+            parsed = self._parse(path, body, head.content_type, content_encoding=head.encoding)
+        else:
+            try:
+                parsed = parser(body, head.content_type) or too_large(path, body)
+            except ClientError as error:
+                raise explained(error, path, head.content_type) from None
         api, model, prompt_bytes = parsed.api, parsed.model, parsed.prompt_bytes
         session, prefix, segments = hints.session or parsed.user, NO_PREFIX, parsed.prompt
         if segments:
@@ -406,19 +447,27 @@ class Understanding:
             session[:MAX_NAME],
             0,  # priority
             hints.fairness_id,
-            subset,
+            head.subset,
             hints.slo_ttft_ms,
             hints.slo_tpot_ms,
             hints.ttl_s,
-            headers.get(names.REQUEST_ID, "")[:MAX_NAME],
+            external_id,
             blind,
             parsed.n,
         )
+        if self._prompts is None and self._trace is None:
+            return request, None
+        return self._accompanied(request, head, body, parsed)
+
+    def _accompanied(
+        self, request: Request, head: Head, body: bytes, parsed: ParsedRequest
+    ) -> tuple[Request, Reading | None]:
+        """With what is known of its prompt, and its trace."""
         reading = None
         if self._prompts is not None:
-            read = self._prompts.read(parsed, body, hints.rewrite or parsed.model)
+            read = self._prompts.read(parsed, body, head.hints.rewrite or parsed.model)
             request, reading = (self.known(request, read), None) if isinstance(read, PromptKnown) else (request, read)
-        if self._trace is not None and (trace := self._trace(request, headers)) is not None:
+        if self._trace is not None and (trace := self._trace(request, head.headers)) is not None:
             request = replace(request, trace=trace)
         return request, reading
 

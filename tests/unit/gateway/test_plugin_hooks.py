@@ -69,8 +69,10 @@ async def test_a_page_that_changed_only_for_the_source_is_news() -> None:
 
 def test_a_body_is_read_by_the_parser_of_its_path() -> None:
     understanding = Understanding(TokenEstimator(), ChainHasher(), lambda: 1.0, parse=Parsing([Rank()]))
-    found, _ = understanding.request({":path": "/v1/rank", ":method": "POST"}, b"rank these " * 100, None)
+    found, _ = understanding.request(understanding.head({":path": "/v1/rank", ":method": "POST"}), b"rank these " * 100)
     assert (found.model, found.prompt_bytes) == ("ranker", 1100)
     assert found.prefix.hashes
-    other, _ = understanding.request({":path": "/v1/completions"}, b'{"model": "m", "prompt": "hi"}', None)
+    other, _ = understanding.request(
+        understanding.head({":path": "/v1/completions"}), b'{"model": "m", "prompt": "hi"}'
+    )
     assert (other.api, other.model) == ("completions", "m")

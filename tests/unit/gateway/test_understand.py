@@ -26,7 +26,7 @@ def maker(conversations: bool = True) -> Callable[..., Request]:
 
     def make(api: str, headers: dict[str, str] | None = None, **members: Any) -> Request:
         body = json.dumps({"model": "m"} | members).encode()
-        return understanding.request({":path": PATHS[api], **(headers or {})}, body, None)[0]
+        return understanding.request(understanding.head({":path": PATHS[api], **(headers or {})}), body)[0]
 
     return make
 
@@ -97,14 +97,14 @@ def test_a_system_prompt_of_its_own_is_hashed_before_the_messages() -> None:
 )
 def test_a_request_without_a_body(path: str, api: str, stream: bool) -> None:
     understanding = Understanding(TokenEstimator(), HASHER, lambda: 5.0)
-    request, _ = understanding.request({":path": path}, b"", None)
+    request, _ = understanding.request(understanding.head({":path": path}), b"")
     assert (request.api, request.stream, request.unread, request.prefix) == (api, stream, "no-body", NO_PREFIX)
 
 
 def test_a_compressed_body() -> None:
     understanding = Understanding(TokenEstimator(), HASHER, lambda: 5.0)
     headers = {":path": "/v1/messages", "content-encoding": "br"}
-    request, _ = understanding.request(headers, b"\x0b\x02", None)
+    request, _ = understanding.request(understanding.head(headers), b"\x0b\x02")
     assert (request.api, request.stream, request.unread, request.body_bytes) == (
         "messages",
         True,
@@ -119,7 +119,7 @@ def test_the_api_of_what_cannot_be_understood() -> None:
     assert understanding.api(headers) == "messages"
     assert understanding.api({}) == "other"
     with pytest.raises(ClientError):
-        understanding.request(headers, b"{", None)
+        understanding.request(understanding.head(headers), b"{")
 
 
 @pytest.mark.parametrize("text", ["The quick brown fox. ", "Der schnelle Fuchs – 日本語 🦊 "])
@@ -129,10 +129,10 @@ def test_nothing_of_a_large_chat_is_copied(text: str) -> None:
     assert len(body) > 400_000
     understanding = Understanding(TokenEstimator(), HASHER, lambda: 5.0)
     headers = {":path": PATHS["chat"], "content-type": "application/json"}
-    understanding.request(headers, b'{"messages":[1]}', None)
+    understanding.request(understanding.head(headers), b'{"messages":[1]}')
     tracemalloc.start()
     try:
-        request, _ = understanding.request(headers, body, None)
+        request, _ = understanding.request(understanding.head(headers), body)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -164,7 +164,7 @@ def test_no_spelling_of_a_path_hides_the_model(path: str) -> None:
     understanding = Understanding(TokenEstimator(), HASHER, lambda: 5.0)
     body = json.dumps({"model": "forbidden", "messages": messages("a")}).encode()
     for name in (":path", PATH_HEADERS[0]):
-        request, _ = understanding.request({name: path}, body, None)
+        request, _ = understanding.request(understanding.head({name: path}), body)
         assert (request.api, request.model) == ("chat", "forbidden")
         assert understanding.api({name: path}) == "chat"
 
@@ -174,5 +174,5 @@ def test_no_spelling_of_a_path_hides_the_model(path: str) -> None:
 )
 def test_a_path_of_nobody_stays_as_it_is(path: str) -> None:
     understanding = Understanding(TokenEstimator(), HASHER, lambda: 5.0)
-    request, _ = understanding.request({":path": path}, b"{}", None)
+    request, _ = understanding.request(understanding.head({":path": path}), b"{}")
     assert (request.api, request.path, request.unread) == ("other", path, "path")

@@ -8,7 +8,7 @@ Rules
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -23,7 +23,7 @@ from fairlead.core.events import Event, FirstTokenSeen, RequestArrived, Response
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import Reject, Route, WarmUp
 from fairlead.core.request import Request
-from fairlead.gateway.understand import Reading, Understanding
+from fairlead.gateway.understand import Head, Reading, Understanding
 from fairlead.pool.aio import cancelled
 from fairlead.server.observe.component_metrics import WarmingCounts
 from fairlead.server.observe.log import get
@@ -46,9 +46,9 @@ class Noticing(Understanding):
         self.quietly = super().request
 
     def request(
-        self, headers: Mapping[str, str], body: bytes, subset: frozenset[str] | None, blind: bool = False
+        self, head: Head, body: bytes, blind: bool = False, external_id: str = ""
     ) -> tuple[Request, Reading | None]:
-        request, reading = self.quietly(headers, body, subset, blind)
+        request, reading = self.quietly(head, body, blind, external_id)
         digest, end = self.beginnings.seen(request)
         if end:
             self.beginnings.keep(digest, request.path, beginning(request.api, body, end))
@@ -156,8 +156,9 @@ class Warming:
 
     async def _request(self, kept: Beginning, address: str) -> Request | None:
         headers = {":path": kept.path, "content-type": "application/json"}
+        head = self._understanding.head(headers, frozenset((address,)))
         try:
-            request, reading = self._understanding.quietly(headers, kept.body, frozenset((address,)))
+            request, reading = self._understanding.quietly(head, kept.body)
         except ClientError:
             return None
         if reading is not None:

@@ -93,9 +93,8 @@ class Watch:
         self.troubles.watch("gateway-uploads", self.uploads.note)
         if not one_of_several:
             watch_process(self.troubles)
-        #: What waits to be counted, and how long each decision took.
-        self._decisions: list[DecisionRecord] = []
-        self._durations: list[float] = []
+        #: What waits to be counted; each decision with the seconds that it took.
+        self._decisions: list[tuple[DecisionRecord, float]] = []
         self._outcomes: list[OutcomeRecord] = []
         self._unscheduled = 0
         self._unscheduled_logged_at = -inf
@@ -115,8 +114,7 @@ class Watch:
             self._on_routed(record.endpoint)
         if self._tracing is not None:
             self._tracing.on_decision(record, duration_s)
-        self._decisions.append(record)
-        self._durations.append(duration_s)
+        self._decisions.append((record, duration_s))
         if record.overloaded or not record.endpoint:
             self.count()
             if record.overloaded:
@@ -135,9 +133,11 @@ class Watch:
 
     def count(self) -> None:
         """Count what waits to be counted."""
-        decisions, durations, outcomes = self._decisions, self._durations, self._outcomes
-        self._decisions, self._durations, self._outcomes = [], [], []
-        if decisions:
+        timed, outcomes = self._decisions, self._outcomes
+        self._decisions, self._outcomes = [], []
+        decisions: Sequence[DecisionRecord] = ()
+        if timed:
+            decisions, durations = zip(*timed, strict=True)
             self.metrics.on_decisions(decisions, durations)
             self.queue.on_decisions(decisions)
             self.journal.on_decisions(decisions)
