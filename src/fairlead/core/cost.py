@@ -45,6 +45,7 @@ Shapes. One request: `prompts` is a number, `cached` a column, and so are the te
 array, `cached` R × slots, and terms are matrices. A term that is the same everywhere may be a number (0-d array).
 """
 
+from collections.abc import Iterable, Sequence
 from math import ceil, inf
 from typing import Any, Protocol
 
@@ -53,6 +54,7 @@ from msgspec import Struct
 from msgspec.structs import astuple
 
 from fairlead.core.columns import FloatColumn, scalar
+from fairlead.core.records import Forecast
 from fairlead.core.table import EndpointTable
 
 #: Slots up to which what the request does not change is kept ready.
@@ -109,6 +111,9 @@ class StepModel(Struct, frozen=True):
 
 #: Qwen3-32B on two H100: a least-squares fit to a vendor's measured kernels. Any model will do to begin with.
 PRIOR = StepModel(c0=13.16, c_pf=43.34e-3, c_attn=1.642e-6, c_seq=25.9e-3, c_kv=45.32e-6)
+#: Kinds of forecasts, with and without a cached beginning: idle endpoint, 0, 1, more requests queued there, no memory
+#: or no slot. Four more are those of requests that waited: with and without both.
+KINDS = 5
 #: What takes more than so many times as long as expected is late.
 LATE = 1.5
 _PER_STEP = 1.0 / STEP_TOKENS
@@ -118,13 +123,19 @@ class Factors(Protocol):
     """Columns that multiply the coefficients of the prior: of prefill, of what every step costs, and of its load."""
 
     prior: StepModel
-    #: 5 × slots: `kappa` and `tpot_kappa`, and the three below.
-    columns: FloatColumn
+    #: Slots × 5: `kappa` and `tpot_kappa`, and the three below.
+    by_slot: FloatColumn
     #: `prior.columnwise()`.
     columnwise: StepModel
     prefill: FloatColumn
     step: FloatColumn
     load: FloatColumn
+
+
+class Quantiles(Protocol):
+    """How far off forecasts of one kind are: what the middle, the lower and the upper end are multiplied with."""
+
+    factors: tuple[float, float, float]
 
 
 class Learned(Protocol):
@@ -133,14 +144,19 @@ class Learned(Protocol):
     @property
     def rates(self) -> Factors: ...
 
+    @property
+    def bands(self) -> Sequence[Quantiles]:
+        """By kind of forecast."""
+        ...
+
     kappa: FloatColumn
     tpot_kappa: FloatColumn
     hold_ms: float
     answer_steps: float
-    #: What is kept ready, see below: `READY` × slots, its rows, and a tuple by slot.
-    ready: FloatColumn
+    #: What is kept ready, see below: the `READY` columns, the same as slots × `READY`, and what is of one slot.
     rows: list[FloatColumn]
-    slots: list[tuple[float, ...]]
+    by_slot: FloatColumn
+    slots: list["Ready"]
 
 
 class Known(Protocol):
@@ -340,7 +356,7 @@ def memory_wait(used: Any, usage: Any, hold_ms: float) -> Any:
 # caches several: by the columns above a whole request takes 11 % more CPU at 8 endpoints (`bench/extproc.py`, closed
 # loop of 32). So what does not depend on the request is kept ready, slot by slot. A test holds the two together.
 
-# `Learned.ready` has these rows; true of all slots that are not in `EndpointTable.stale`.
+# `Learned.rows` are these columns; true of all slots that are not in `EndpointTable.stale`.
 #
 #     own, pausing        the request's own TTFT, and what answers lose by it that run then, per millisecond of prefill
 #                         at the prior's speed
@@ -352,69 +368,109 @@ def memory_wait(used: Any, usage: Any, hold_ms: float) -> Any:
 #                         how much later all that is queued will be for each millisecond of that
 #     kappa
 #     easy                for up to so many tokens to compute, one step is enough, and memory has no price
-#
-# `Learned.slots` has a tuple by slot: the same, and for forecasts, as the columns of these names have them,
-# `queued_tokens`, `queue`, `active`, `pending`, `kv` and `per_capacity`; a step with one sequence more; `slots`; the
-# factor of prefill.
 READY = 10
-#: Places in one of those tuples.
-AT_QUEUE, AT_KV = 11, 14
 
 
-def renew(slot: int, table: EndpointTable, learned: Learned) -> None:
-    """Make one slot ready from its columns. The caller takes it out of `EndpointTable.stale`."""
+class Ready(Struct, gc=False):
+    """The same of one slot, and what else forecasts need, as the columns of these names have it."""
+
+    step: float
+    #: With one sequence more.
+    next_step: float
+    done_ms: float
+    left_ms: float
+    due_ms: float
+    pace: float
+    kappa: float
+    #: Of prefill.
+    factor: float
+    queued_tokens: float
+    queue: float
+    active: float
+    pending: float
+    kv: float
+    per_capacity: float
+    max_seqs: float
+
+    def wait_ms(self, now: float) -> float:
+        """The sum of `waits` at the slot."""
+        now_ms = now * 1e3
+        return max(self.done_ms - now_ms, self.left_ms, (now_ms - self.due_ms) * self.pace)
+
+
+def renew(slots: Iterable[int], table: EndpointTable, learned: Learned) -> None:
+    """Make these slots ready from their columns. The caller takes them out of `EndpointTable.stale`."""
     factors = learned.rates
-    (
-        _, _, kv, queue, active, held, pending, _, queued, queued_ms, since_ms, kv_tokens, growth, head_ms, *_,
-        per_capacity, slots, _, _,
-    ) = table.floats[:, slot].tolist()  # fmt: skip
-    kappa, tpot_kappa, factor, base, load = factors.columns[:, slot].tolist()
     prior = factors.prior
-    step = base * prior.c0 + load * (prior.c_seq * active + prior.c_kv * kv_tokens)
-    next_step = step + load * prior.c_seq
-    left_ms, due_ms, pace = 0.0, inf, 1.0
-    if queued:
-        queued_ms *= factor
-        done_ms = since_ms + queued_ms
-        if head_ms < inf:
-            left_ms = max(queued_ms - factor * prior.c_pf * STEP_TOKENS, 0.0)
-            if kv <= CROWDED:
-                first_ms = factor * head_ms + 2.0 * step
-                due_ms, pace = since_ms + LATE * first_ms, (queued_ms + 2.0 * step) / first_ms
-    else:
-        done_ms = -inf
-    if slots and queue + active >= slots:
-        if active >= slots:
-            done_ms, left_ms, due_ms, pace = -inf, queued_ms, inf, 1.0
-        answer_ms = 2.0 * growth / max(held, 1.0) * tpot_kappa * step
-        wait = (queue + active + 0.5 - slots) * answer_ms / slots
-        done_ms, left_ms = done_ms + wait, left_ms + wait
-    free = (FULL_FROM - kv) / per_capacity if per_capacity else inf if kv <= FULL_FROM else 0.0
-    easy = (free if free < STEP_TOKENS else STEP_TOKENS) - queued
-    pausing = factor * (active + queue)
-    ready = kappa * factor, pausing, 1.5 * kappa * step, step, done_ms, left_ms, due_ms, pace, kappa, easy
-    learned.ready[:, slot] = ready
-    learned.slots[slot] = ready + (queued, queue, active, pending, kv, per_capacity, next_step, slots, factor)  # noqa: RUF005
+    for slot in slots:
+        (
+            _, _, kv, queue, active, held, pending, _, queued, queued_ms, since_ms, kv_tokens, growth, head_ms, *_,
+            per_capacity, limit, _, _,
+        ) = table.by_slot[slot].tolist()  # fmt: skip
+        kappa, tpot_kappa, factor, base, load = factors.by_slot[slot].tolist()
+        step = base * prior.c0 + load * (prior.c_seq * active + prior.c_kv * kv_tokens)
+        left_ms, due_ms, pace = 0.0, inf, 1.0
+        if queued:
+            queued_ms *= factor
+            done_ms = since_ms + queued_ms
+            if head_ms < inf:
+                left_ms = max(queued_ms - factor * prior.c_pf * STEP_TOKENS, 0.0)
+                if kv <= CROWDED:
+                    first_ms = factor * head_ms + 2.0 * step
+                    due_ms, pace = since_ms + LATE * first_ms, (queued_ms + 2.0 * step) / first_ms
+        else:
+            done_ms = -inf
+        if limit and queue + active >= limit:
+            if active >= limit:
+                done_ms, left_ms, due_ms, pace = -inf, queued_ms, inf, 1.0
+            answer_ms = 2.0 * growth / max(held, 1.0) * tpot_kappa * step
+            wait = (queue + active + 0.5 - limit) * answer_ms / limit
+            done_ms, left_ms = done_ms + wait, left_ms + wait
+        free = (FULL_FROM - kv) / per_capacity if per_capacity else inf if kv <= FULL_FROM else 0.0
+        easy = (free if free < STEP_TOKENS else STEP_TOKENS) - queued
+        learned.by_slot[slot] = (
+            kappa * factor, factor * (active + queue), 1.5 * kappa * step, step, done_ms, left_ms, due_ms, pace, kappa,
+            easy,
+        )  # fmt: skip
+        learned.slots[slot] = Ready(
+            step, step + load * prior.c_seq, done_ms, left_ms, due_ms, pace, kappa, factor,
+            queued, queue, active, pending, kv, per_capacity, limit,
+        )  # fmt: skip
 
 
-def ready_at(slot: int, table: EndpointTable, learned: Learned) -> tuple[float, ...]:
+def ready_at(slot: int, table: EndpointTable, learned: Learned) -> Ready:
     """What is kept ready of one slot, as it is now."""
     if slot in table.stale:
-        renew(slot, table, learned)
+        renew((slot,), table, learned)
         table.stale.discard(slot)
     return learned.slots[slot]
 
 
-def wait_at(ready: tuple[float, ...], now: float) -> float:
-    """The sum of `waits` at one slot."""
-    _, _, _, _, done_ms, left_ms, due_ms, pace, *_ = ready
-    return max(done_ms - now * 1e3, left_ms, (now * 1e3 - due_ms) * pace)
-
-
-def ttft_at(ready: tuple[float, ...], alone_ms: float, uncached: float, now: float) -> float:
-    """`Terms.model_ttft` of one request at one slot. `alone_ms`: its prefill at the prior's speed."""
-    step, queued, factor = ready[3], ready[10], ready[-1]
-    return factor * alone_ms + step * (ceil((queued + uncached) * _PER_STEP) + 0.5) + wait_at(ready, now)
+def forecast(slot: int, prompt: float, uncached: float, alone_ms: float, fleet: Known, now: float) -> Forecast:
+    """What a request is expected to take at one slot, with the wait for memory and the band. `uncached` of its tokens
+    (at least 1) are to be computed, which takes `alone_ms` at the prior's speed. Where memory is full, answers end one
+    by one, and a request waits for those before it."""
+    learned = fleet.predictor
+    ready = ready_at(slot, fleet.table, learned)
+    kv, queue, queued = ready.kv, ready.queue, ready.queued_tokens
+    tokens = queued + uncached
+    ttft = ready.factor * alone_ms + ready.step * (ceil(tokens * _PER_STEP) + 0.5) + ready.wait_ms(now)
+    used = kv + tokens * ready.per_capacity
+    if used > 1.0:
+        ttft += (used - 1.0) * (learned.hold_ms / max(kv, LEAST_USAGE))
+        kind = KINDS - 1
+    elif ready.max_seqs and queue + ready.active >= ready.max_seqs:
+        kind = KINDS - 1
+    else:
+        kind = min(int(ready.pending), 2) + 1 if queued or ready.active else 0
+    if queue >= 1.0 and kv > FULL:
+        ttft = max(ttft, queue * learned.hold_ms / max(ready.active, 1.0))
+    if uncached < prompt:
+        kind += KINDS
+    middle, low, high = learned.bands[kind].factors
+    expected, step = ttft * ready.kappa, ready.next_step
+    tpot = step * learned.tpot_kappa.item(slot)
+    return Forecast(expected * middle, expected * low, expected * high, tpot, ttft, step, kind)
 
 
 def cost_of_one(prompt: float, share: FloatColumn | None, weights: Weights, fleet: Known, now: float) -> FloatColumn:
@@ -424,11 +480,9 @@ def cost_of_one(prompt: float, share: FloatColumn | None, weights: Weights, flee
         cached = None if share is None else share * scalar(prompt)
         costs = weighed(cost(prompt, cached, fleet, now), weights, fleet)
         return costs + table.collisions if share is None and table.collisions is not None else costs
-    stale = table.stale
-    if stale:
-        for slot in stale:
-            renew(slot, table, learned)
-        stale.clear()
+    if table.stale:
+        renew(table.stale, table, learned)
+        table.stale.clear()
     own, pausing, steps, step, done_ms, left_ms, due_ms, pace, kappa, easy = learned.rows
     uncached: Any = max(prompt, 1.0)
     crowded = easy[easy.argmin()] < uncached

@@ -8,7 +8,7 @@ import numpy as np
 
 from fairlead.core.adapters import Adapters, Cold
 from fairlead.core.columns import FloatColumn
-from fairlead.core.cost import CROWDED, PRIOR, StepModel
+from fairlead.core.cost import CROWDED, PRIOR, StepModel, forecast
 from fairlead.core.endpoint import MODEL_LABEL, Endpoint, Sample, Topology
 from fairlead.core.exact import ExactKnowledge
 from fairlead.core.learned import Common, EndpointLearned, Look, Part, PrefixesLearned
@@ -303,7 +303,7 @@ class Fleet:
             hit_tokens,
             min(round(1e3 * alone_ms), MOST_WORK),
             min(max(0.0, half), MOST) // 1.0,
-            self.predictor.forecast(slot, prompt, uncached, alone_ms, now),
+            forecast(slot, prompt, uncached, alone_ms, self, now),
             auxiliary or reserved,
             request.blind or not request.stream,
             request.sequences,

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from fairlead.core.columns import BoolColumn, FloatColumn
-from fairlead.core.cost import AT_KV, AT_QUEUE, FULL, ready_at, step_ms, wait_at, waits
+from fairlead.core.cost import FULL, ready_at, step_ms, waits
 from fairlead.core.flow import Ceiling
 from fairlead.core.view import FleetView
 
@@ -42,9 +42,9 @@ class LedgerGate:
     def admits(self, slot: int, fleet: FleetView, now: float) -> bool:
         learned = fleet.predictor
         ready = ready_at(slot, fleet.table, learned)
-        if ready[AT_KV] > FULL or ready[AT_QUEUE] >= self._requests:
+        if ready.kv > FULL or ready.queue >= self._requests:
             return False
-        return wait_at(ready, now) <= self._steps * learned.whole_step_ms * ready[-1]
+        return ready.wait_ms(now) <= self._steps * learned.whole_step_ms * ready.factor
 
     def level(self, fleet: FleetView, now: float) -> float:
         return _mean(np.maximum(self._levels(fleet, now), fleet.table.queue / self._requests), fleet.table.alive)
