@@ -285,17 +285,19 @@ class Fleet:
         """Charge a lease and remember the prompt's prefix for the endpoint. `expected_output`: tokens of all its
         sequences. `reserved`: only keep a place there for a request that may go elsewhere in the end; nothing is
         learned of it."""
+        table, predictor = self.table, self.predictor
         prompt = request.prompt_tokens
         half = expected_output / 2
         uncached = float(min(max(prompt - hit_tokens, 1), MOST))
-        refused = uncached * self.table.per_capacity[slot] > 1.0
+        refused = uncached * table.per_capacity[slot] > 1.0
         if refused:  # larger than all its memory: the engine says so at once, and computes nothing
             prompt, half, uncached = 1, 0.0, 1.0
         alone_ms = self._prior.prefill_ms(prompt, uncached)
+        blind = request.blind or not request.stream
         lease = Lease(
             request,
             slot,
-            self.table.ids[slot],
+            table.ids[slot],
             now,
             uncached,
             # Whole tokens: sums of them are exact whatever comes and goes. NaN counts as the least.
@@ -305,20 +307,19 @@ class Fleet:
             min(max(0.0, half), MOST) // 1.0,
             forecast(slot, prompt, uncached, alone_ms, self, now),
             auxiliary or reserved,
-            request.blind or not request.stream,
+            blind,
             request.sequences,
         )
-        if lease.blind and now >= self.predictor.marks_at[slot]:
-            self.predictor.marks_at[slot] = now + BLIND_S
-            lease.mark = self.predictor.blind_mark(slot, self.ledger.blind_ms(slot), now)
+        if blind and now >= predictor.marks_at[slot]:
+            predictor.marks_at[slot] = now + BLIND_S
+            lease.mark = predictor.blind_mark(slot, self.ledger.blind_ms(slot), now)
         self.ledger.charge(lease)
-        if self.table.lora:
+        if table.lora:
             self._meet(lease)
         if reserved:
             self.ledger.reserved[lease] = None
         elif request.prefix.hashes and not refused:
-            self.prefix.insert(slot, request.prefix)
-            self.table.free_cache[slot] = self.prefix.free(slot)
+            table.free_cache[slot] = self.prefix.insert(slot, request.prefix)
         return lease
 
     def _meet(self, lease: Lease) -> None:
@@ -513,8 +514,9 @@ class Fleet:
         Learned shares are of its bytes, exact ones (`fleet.exact`) of its tokens.
         """
         chain, slots = request.prefix, len(self.table.endpoints)
-        # Inline media count for less in `prompt_bytes` than they take up in the chain.
-        column = self.prefix.match(chain, slots, max(request.prompt_bytes, chain.ends[-1])) if chain.hashes else None
+        column = self.prefix.match(chain, slots)
+        if column is not None:  # inline media count for less in `prompt_bytes` than they take up in the chain
+            column /= max(request.prompt_bytes, chain.ends[-1])
         if self.exact is not None:
             rates = self.predictor.rates
             return self.exact.refine(request, column, slots, rates.prior.c_pf * rates.prefill)
