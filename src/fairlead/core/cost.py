@@ -47,6 +47,7 @@ array, `cached` R × slots, and terms are matrices. A term that is the same ever
 
 from collections.abc import Iterable, Sequence
 from math import ceil, inf
+from operator import itemgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -55,7 +56,7 @@ from msgspec.structs import astuple
 
 from fairlead.core.columns import FloatColumn, scalar
 from fairlead.core.records import Forecast
-from fairlead.core.table import EndpointTable
+from fairlead.core.table import FLOATS, EndpointTable
 
 #: Slots up to which what the request does not change is kept ready.
 FEW = 16
@@ -74,6 +75,8 @@ CROWDED = 0.9
 FULL = 0.98
 #: Memory comes back at a rate that is proportional to what is in use; no less than this share of it.
 LEAST_USAGE = 0.1
+#: Per millisecond of one and a half steps, as the `steps` of few endpoints are.
+_COMING = 1.5 * COMING
 _ZERO, _ONE, _PASSING = scalar(0.0), scalar(1.0), scalar(PASSING)
 _FULL_FROM, _FULL_SLOPE, _LEAST_USAGE = scalar(FULL_FROM), scalar(FULL_SLOPE), scalar(LEAST_USAGE)
 
@@ -153,6 +156,8 @@ class Learned(Protocol):
     tpot_kappa: FloatColumn
     hold_ms: float
     answer_steps: float
+    #: As the prior has it.
+    whole_step_ms: float
     #: What is kept ready, see below: the `READY` columns, the same as slots × `READY`, and what is of one slot.
     rows: list[FloatColumn]
     by_slot: FloatColumn
@@ -369,6 +374,16 @@ def memory_wait(used: Any, usage: Any, hold_ms: float) -> Any:
 #     kappa
 #     easy                for up to so many tokens to compute, one step is enough, and memory has no price
 READY = 10
+#: Of the columns' values at one slot, those that `renew` reads.
+_LOAD_OF = itemgetter(
+    *map(
+        FLOATS.index,
+        (
+            "kv", "queue", "active", "inflight", "pending", "queued_tokens", "queued_ms", "prefill_since_ms",
+            "kv_tokens", "growth_tokens", "head_ms", "per_capacity", "max_seqs",
+        ),
+    )
+)  # fmt: skip
 
 
 class Ready(Struct, gc=False):
@@ -399,14 +414,14 @@ class Ready(Struct, gc=False):
 
 
 def renew(slots: Iterable[int], table: EndpointTable, learned: Learned) -> None:
-    """Make these slots ready from their columns. The caller takes them out of `EndpointTable.stale`."""
+    """Make these slots ready from their columns: they are no longer in `EndpointTable.stale`."""
     factors = learned.rates
     prior = factors.prior
     for slot in slots:
         (
-            _, _, kv, queue, active, held, pending, _, queued, queued_ms, since_ms, kv_tokens, growth, head_ms, *_,
-            per_capacity, limit, _, _,
-        ) = table.by_slot[slot].tolist()  # fmt: skip
+            kv, queue, active, held, pending, queued, queued_ms, since_ms, kv_tokens, growth, head_ms, per_capacity,
+            limit,
+        ) = _LOAD_OF(table.by_slot[slot].tolist())  # fmt: skip
         kappa, tpot_kappa, factor, base, load = factors.by_slot[slot].tolist()
         step = base * prior.c0 + load * (prior.c_seq * active + prior.c_kv * kv_tokens)
         left_ms, due_ms, pace = 0.0, inf, 1.0
@@ -436,14 +451,19 @@ def renew(slots: Iterable[int], table: EndpointTable, learned: Learned) -> None:
             step, step + load * prior.c_seq, done_ms, left_ms, due_ms, pace, kappa, factor,
             queued, queue, active, pending, kv, per_capacity, limit,
         )  # fmt: skip
+    table.stale.difference_update(slots)
 
 
-def ready_at(slot: int, table: EndpointTable, learned: Learned) -> Ready:
-    """What is kept ready of one slot, as it is now."""
-    if slot in table.stale:
-        renew((slot,), table, learned)
-        table.stale.discard(slot)
-    return learned.slots[slot]
+def open_at(steps: float, requests: float, slot: int, fleet: Known, now: float) -> bool:
+    """Whether what is queued at one slot is computed within so many whole steps, and fewer requests than that wait
+    there, none of them for memory (`core.gates.LedgerGate`)."""
+    learned = fleet.predictor
+    if slot in fleet.table.stale:
+        renew((slot,), fleet.table, learned)
+    ready = learned.slots[slot]
+    if ready.kv > FULL or ready.queue >= requests:
+        return False
+    return ready.wait_ms(now) <= steps * learned.whole_step_ms * ready.factor
 
 
 def forecast(slot: int, prompt: float, uncached: float, alone_ms: float, fleet: Known, now: float) -> Forecast:
@@ -451,7 +471,9 @@ def forecast(slot: int, prompt: float, uncached: float, alone_ms: float, fleet: 
     (at least 1) are to be computed, which takes `alone_ms` at the prior's speed. Where memory is full, answers end one
     by one, and a request waits for those before it."""
     learned = fleet.predictor
-    ready = ready_at(slot, fleet.table, learned)
+    if slot in fleet.table.stale:
+        renew((slot,), fleet.table, learned)
+    ready = learned.slots[slot]
     kv, queue, queued = ready.kv, ready.queue, ready.queued_tokens
     tokens = queued + uncached
     ttft = ready.factor * alone_ms + ready.step * (ceil(tokens * _PER_STEP) + 0.5) + ready.wait_ms(now)
@@ -474,25 +496,26 @@ def forecast(slot: int, prompt: float, uncached: float, alone_ms: float, fleet: 
 
 
 def cost_of_one(prompt: float, share: FloatColumn | None, weights: Weights, fleet: Known, now: float) -> FloatColumn:
-    """`weighed` of one request without an adapter; `share` of the prompt is cached there."""
+    """`weighed` of one request without an adapter; `share` of the prompt, whole tokens, is cached there."""
     table, learned = fleet.table, fleet.predictor
-    if len(table.endpoints) > FEW:
+    slots = len(table.endpoints)
+    if slots > FEW:
         cached = None if share is None else share * scalar(prompt)
         costs = weighed(cost(prompt, cached, fleet, now), weights, fleet)
         return costs + table.collisions if share is None and table.collisions is not None else costs
     if table.stale:
         renew(table.stale, table, learned)
-        table.stale.clear()
     own, pausing, steps, step, done_ms, left_ms, due_ms, pace, kappa, easy = learned.rows
-    uncached: Any = max(prompt, 1.0)
+    uncached: Any = prompt or 1.0
     crowded = easy[easy.argmin()] < uncached
     if share is not None:
         uncached = np.maximum(prompt - share * prompt, _ONE)
     now_ms = now * 1e3
     wait = kappa * np.maximum(np.maximum(done_ms - now_ms, left_ms), (now_ms - due_ms) * pace)
-    alone, answer = learned.rates.prior.prefill_ms(prompt, uncached), max(learned.answer_steps, 1.0)
+    alone = learned.rates.prior.prefill_ms(prompt, uncached)
+    answer = max(learned.answer_steps, 1.0)
     ttft: FloatColumn = own * alone
-    coming = ttft * (1.5 * COMING / answer) / steps
+    coming = ttft * (_COMING / answer) / steps
     total: FloatColumn = weights.interference * pausing * alone * (coming + _ONE) + weights.decode * answer * step
     ttft += steps + wait
     if crowded:
@@ -501,7 +524,7 @@ def cost_of_one(prompt: float, share: FloatColumn | None, weights: Weights, flee
         per_token = memory_price_per_token(table.kv + tokens * table.per_capacity, weights, fleet)
         if per_token is not None:
             total += per_token * uncached
-    best = ttft[ttft.argmin()] if table.count == len(table.endpoints) else best_offer(ttft, table)
+    best = ttft[ttft.argmin()] if table.count == slots else best_offer(ttft, table)
     excess = np.maximum(ttft - FAIR * best, _ZERO)
     total += ttft + excess * excess * (0.5 / best)
     if table.distant:

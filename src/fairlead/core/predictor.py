@@ -30,7 +30,6 @@ from fairlead.core.cost import (
     StepModel,
     Terms,
     memory_wait,
-    ready_at,
     renew,
 )
 from fairlead.core.learned import ForecastsLearned, OwnLearned
@@ -264,7 +263,9 @@ class Predictor:
         """The mark of a request whose first token nobody sees. `blind_ms`: all such prompts that were charged there,
         computed or still in the queue."""
         computed_ms, load_ms = self.mark(slot)
-        ready = ready_at(slot, self._table, self)
+        if slot in self._table.stale:
+            renew((slot,), self._table, self)
+        ready = self.slots[slot]
         return computed_ms + blind_ms - ready.wait_ms(now) / ready.factor, load_ms
 
     def mark(self, slot: int) -> tuple[float, float]:
