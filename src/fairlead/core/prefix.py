@@ -147,8 +147,8 @@ class PrefixIndex:
             for slot in _bits(holders):
                 yield slot, matched
 
-    def match(self, chain: PrefixChain, slots: int) -> FloatColumn | None:
-        """Matched bytes, as a column of length `slots`; `None` when nobody holds anything of it."""
+    def match(self, chain: PrefixChain, slots: int, total_bytes: int = 1) -> FloatColumn | None:
+        """Matched bytes over `total_bytes`, as a column of length `slots`; `None` when nobody holds anything of it."""
         if not chain.hashes:
             return None
         first = chain.hashes[0]
@@ -160,10 +160,10 @@ class PrefixIndex:
                 column = np.zeros(slots)
             if holders.bit_count() < _FEW:
                 while holders:
-                    column[holders.bit_length() - 1] = matched
+                    column[holders.bit_length() - 1] = matched / total_bytes
                     holders &= ~(1 << holders.bit_length() - 1)
             else:
-                column[_mask(holders, slots)] = matched
+                column[_mask(holders, slots)] = matched / total_bytes
         return column
 
     def _depths(self, chain: PrefixChain) -> Iterator[tuple[int, int]]:
