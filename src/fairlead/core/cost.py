@@ -45,7 +45,9 @@ Shapes. One request: `prompts` is a number, `cached` a column, and so are the te
 array, `cached` R × slots, and terms are matrices. A term that is the same everywhere may be a number (0-d array).
 """
 
+from collections.abc import Iterable, Sequence
 from math import ceil, inf
+from operator import itemgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -53,7 +55,8 @@ from msgspec import Struct
 from msgspec.structs import astuple
 
 from fairlead.core.columns import FloatColumn, scalar
-from fairlead.core.table import EndpointTable
+from fairlead.core.records import Forecast
+from fairlead.core.table import FLOATS, EndpointTable
 
 #: Slots up to which what the request does not change is kept ready.
 FEW = 16
@@ -72,6 +75,8 @@ CROWDED = 0.9
 FULL = 0.98
 #: Memory comes back at a rate that is proportional to what is in use; no less than this share of it.
 LEAST_USAGE = 0.1
+#: Per millisecond of one and a half steps, as the `steps` of few endpoints are.
+_COMING = 1.5 * COMING
 _ZERO, _ONE, _PASSING = scalar(0.0), scalar(1.0), scalar(PASSING)
 _FULL_FROM, _FULL_SLOPE, _LEAST_USAGE = scalar(FULL_FROM), scalar(FULL_SLOPE), scalar(LEAST_USAGE)
 
@@ -109,6 +114,9 @@ class StepModel(Struct, frozen=True):
 
 #: Qwen3-32B on two H100: a least-squares fit to a vendor's measured kernels. Any model will do to begin with.
 PRIOR = StepModel(c0=13.16, c_pf=43.34e-3, c_attn=1.642e-6, c_seq=25.9e-3, c_kv=45.32e-6)
+#: Kinds of forecasts, with and without a cached beginning: idle endpoint, 0, 1, more requests queued there, no memory
+#: or no slot. Four more are those of requests that waited: with and without both.
+KINDS = 5
 #: What takes more than so many times as long as expected is late.
 LATE = 1.5
 _PER_STEP = 1.0 / STEP_TOKENS
@@ -118,13 +126,19 @@ class Factors(Protocol):
     """Columns that multiply the coefficients of the prior: of prefill, of what every step costs, and of its load."""
 
     prior: StepModel
-    #: 5 × slots: `kappa` and `tpot_kappa`, and the three below.
-    columns: FloatColumn
+    #: Slots × 5: `kappa` and `tpot_kappa`, and the three below.
+    by_slot: FloatColumn
     #: `prior.columnwise()`.
     columnwise: StepModel
     prefill: FloatColumn
     step: FloatColumn
     load: FloatColumn
+
+
+class Quantiles(Protocol):
+    """How far off forecasts of one kind are: what the middle, the lower and the upper end are multiplied with."""
+
+    factors: tuple[float, float, float]
 
 
 class Learned(Protocol):
@@ -133,14 +147,21 @@ class Learned(Protocol):
     @property
     def rates(self) -> Factors: ...
 
+    @property
+    def bands(self) -> Sequence[Quantiles]:
+        """By kind of forecast."""
+        ...
+
     kappa: FloatColumn
     tpot_kappa: FloatColumn
     hold_ms: float
     answer_steps: float
-    #: What is kept ready, see below: `READY` × slots, its rows, and a tuple by slot.
-    ready: FloatColumn
+    #: As the prior has it.
+    whole_step_ms: float
+    #: What is kept ready, see below: the `READY` columns, the same as slots × `READY`, and what is of one slot.
     rows: list[FloatColumn]
-    slots: list[tuple[float, ...]]
+    by_slot: FloatColumn
+    slots: list["Ready"]
 
 
 class Known(Protocol):
@@ -340,7 +361,7 @@ def memory_wait(used: Any, usage: Any, hold_ms: float) -> Any:
 # caches several: by the columns above a whole request takes 11 % more CPU at 8 endpoints (`bench/extproc.py`, closed
 # loop of 32). So what does not depend on the request is kept ready, slot by slot. A test holds the two together.
 
-# `Learned.ready` has these rows; true of all slots that are not in `EndpointTable.stale`.
+# `Learned.rows` are these columns; true of all slots that are not in `EndpointTable.stale`.
 #
 #     own, pausing        the request's own TTFT, and what answers lose by it that run then, per millisecond of prefill
 #                         at the prior's speed
@@ -352,93 +373,149 @@ def memory_wait(used: Any, usage: Any, hold_ms: float) -> Any:
 #                         how much later all that is queued will be for each millisecond of that
 #     kappa
 #     easy                for up to so many tokens to compute, one step is enough, and memory has no price
-#
-# `Learned.slots` has a tuple by slot: the same, and for forecasts, as the columns of these names have them,
-# `queued_tokens`, `queue`, `active`, `pending`, `kv` and `per_capacity`; a step with one sequence more; `slots`; the
-# factor of prefill.
 READY = 10
-#: Places in one of those tuples.
-AT_QUEUE, AT_KV = 11, 14
+#: Of the columns' values at one slot, those that `renew` reads.
+_LOAD_OF = itemgetter(
+    *map(
+        FLOATS.index,
+        (
+            "kv", "queue", "active", "inflight", "pending", "queued_tokens", "queued_ms", "prefill_since_ms",
+            "kv_tokens", "growth_tokens", "head_ms", "per_capacity", "max_seqs",
+        ),
+    )
+)  # fmt: skip
 
 
-def renew(slot: int, table: EndpointTable, learned: Learned) -> None:
-    """Make one slot ready from its columns. The caller takes it out of `EndpointTable.stale`."""
+class Ready(Struct, gc=False):
+    """The same of one slot, and what else forecasts need, as the columns of these names have it."""
+
+    step: float
+    #: With one sequence more.
+    next_step: float
+    done_ms: float
+    left_ms: float
+    due_ms: float
+    pace: float
+    kappa: float
+    #: Of prefill.
+    factor: float
+    queued_tokens: float
+    queue: float
+    active: float
+    pending: float
+    kv: float
+    per_capacity: float
+    max_seqs: float
+
+    def wait_ms(self, now: float) -> float:
+        """The sum of `waits` at the slot."""
+        now_ms = now * 1e3
+        return max(self.done_ms - now_ms, self.left_ms, (now_ms - self.due_ms) * self.pace)
+
+
+def renew(slots: Iterable[int], table: EndpointTable, learned: Learned) -> None:
+    """Make these slots ready from their columns: they are no longer in `EndpointTable.stale`."""
     factors = learned.rates
-    (
-        _, _, kv, queue, active, held, pending, _, queued, queued_ms, since_ms, kv_tokens, growth, head_ms, *_,
-        per_capacity, slots, _, _,
-    ) = table.floats[:, slot].tolist()  # fmt: skip
-    kappa, tpot_kappa, factor, base, load = factors.columns[:, slot].tolist()
     prior = factors.prior
-    step = base * prior.c0 + load * (prior.c_seq * active + prior.c_kv * kv_tokens)
-    next_step = step + load * prior.c_seq
-    left_ms, due_ms, pace = 0.0, inf, 1.0
-    if queued:
-        queued_ms *= factor
-        done_ms = since_ms + queued_ms
-        if head_ms < inf:
-            left_ms = max(queued_ms - factor * prior.c_pf * STEP_TOKENS, 0.0)
-            if kv <= CROWDED:
-                first_ms = factor * head_ms + 2.0 * step
-                due_ms, pace = since_ms + LATE * first_ms, (queued_ms + 2.0 * step) / first_ms
+    for slot in slots:
+        (
+            kv, queue, active, held, pending, queued, queued_ms, since_ms, kv_tokens, growth, head_ms, per_capacity,
+            limit,
+        ) = _LOAD_OF(table.by_slot[slot].tolist())  # fmt: skip
+        kappa, tpot_kappa, factor, base, load = factors.by_slot[slot].tolist()
+        step = base * prior.c0 + load * (prior.c_seq * active + prior.c_kv * kv_tokens)
+        left_ms, due_ms, pace = 0.0, inf, 1.0
+        if queued:
+            queued_ms *= factor
+            done_ms = since_ms + queued_ms
+            if head_ms < inf:
+                left_ms = max(queued_ms - factor * prior.c_pf * STEP_TOKENS, 0.0)
+                if kv <= CROWDED:
+                    first_ms = factor * head_ms + 2.0 * step
+                    due_ms, pace = since_ms + LATE * first_ms, (queued_ms + 2.0 * step) / first_ms
+        else:
+            done_ms = -inf
+        if limit and queue + active >= limit:
+            if active >= limit:
+                done_ms, left_ms, due_ms, pace = -inf, queued_ms, inf, 1.0
+            answer_ms = 2.0 * growth / max(held, 1.0) * tpot_kappa * step
+            wait = (queue + active + 0.5 - limit) * answer_ms / limit
+            done_ms, left_ms = done_ms + wait, left_ms + wait
+        free = (FULL_FROM - kv) / per_capacity if per_capacity else inf if kv <= FULL_FROM else 0.0
+        easy = (free if free < STEP_TOKENS else STEP_TOKENS) - queued
+        learned.by_slot[slot] = (
+            kappa * factor, factor * (active + queue), 1.5 * kappa * step, step, done_ms, left_ms, due_ms, pace, kappa,
+            easy,
+        )  # fmt: skip
+        learned.slots[slot] = Ready(
+            step, step + load * prior.c_seq, done_ms, left_ms, due_ms, pace, kappa, factor,
+            queued, queue, active, pending, kv, per_capacity, limit,
+        )  # fmt: skip
+    table.stale.difference_update(slots)
+
+
+def open_at(steps: float, requests: float, slot: int, fleet: Known, now: float) -> bool:
+    """Whether what is queued at one slot is computed within so many whole steps, and fewer requests than that wait
+    there, none of them for memory (`core.gates.LedgerGate`)."""
+    learned = fleet.predictor
+    if slot in fleet.table.stale:
+        renew((slot,), fleet.table, learned)
+    ready = learned.slots[slot]
+    if ready.kv > FULL or ready.queue >= requests:
+        return False
+    return ready.wait_ms(now) <= steps * learned.whole_step_ms * ready.factor
+
+
+def forecast(slot: int, prompt: float, uncached: float, alone_ms: float, fleet: Known, now: float) -> Forecast:
+    """What a request is expected to take at one slot, with the wait for memory and the band. `uncached` of its tokens
+    (at least 1) are to be computed, which takes `alone_ms` at the prior's speed. Where memory is full, answers end one
+    by one, and a request waits for those before it."""
+    learned = fleet.predictor
+    if slot in fleet.table.stale:
+        renew((slot,), fleet.table, learned)
+    ready = learned.slots[slot]
+    kv, queue, queued = ready.kv, ready.queue, ready.queued_tokens
+    tokens = queued + uncached
+    ttft = ready.factor * alone_ms + ready.step * (ceil(tokens * _PER_STEP) + 0.5) + ready.wait_ms(now)
+    used = kv + tokens * ready.per_capacity
+    if used > 1.0:
+        ttft += (used - 1.0) * (learned.hold_ms / max(kv, LEAST_USAGE))
+        kind = KINDS - 1
+    elif ready.max_seqs and queue + ready.active >= ready.max_seqs:
+        kind = KINDS - 1
     else:
-        done_ms = -inf
-    if slots and queue + active >= slots:
-        if active >= slots:
-            done_ms, left_ms, due_ms, pace = -inf, queued_ms, inf, 1.0
-        answer_ms = 2.0 * growth / max(held, 1.0) * tpot_kappa * step
-        wait = (queue + active + 0.5 - slots) * answer_ms / slots
-        done_ms, left_ms = done_ms + wait, left_ms + wait
-    free = (FULL_FROM - kv) / per_capacity if per_capacity else inf if kv <= FULL_FROM else 0.0
-    easy = (free if free < STEP_TOKENS else STEP_TOKENS) - queued
-    pausing = factor * (active + queue)
-    ready = kappa * factor, pausing, 1.5 * kappa * step, step, done_ms, left_ms, due_ms, pace, kappa, easy
-    learned.ready[:, slot] = ready
-    learned.slots[slot] = ready + (queued, queue, active, pending, kv, per_capacity, next_step, slots, factor)  # noqa: RUF005
-
-
-def ready_at(slot: int, table: EndpointTable, learned: Learned) -> tuple[float, ...]:
-    """What is kept ready of one slot, as it is now."""
-    if slot in table.stale:
-        renew(slot, table, learned)
-        table.stale.discard(slot)
-    return learned.slots[slot]
-
-
-def wait_at(ready: tuple[float, ...], now: float) -> float:
-    """The sum of `waits` at one slot."""
-    _, _, _, _, done_ms, left_ms, due_ms, pace, *_ = ready
-    return max(done_ms - now * 1e3, left_ms, (now * 1e3 - due_ms) * pace)
-
-
-def ttft_at(ready: tuple[float, ...], alone_ms: float, uncached: float, now: float) -> float:
-    """`Terms.model_ttft` of one request at one slot. `alone_ms`: its prefill at the prior's speed."""
-    step, queued, factor = ready[3], ready[10], ready[-1]
-    return factor * alone_ms + step * (ceil((queued + uncached) * _PER_STEP) + 0.5) + wait_at(ready, now)
+        kind = min(int(ready.pending), 2) + 1 if queued or ready.active else 0
+    if queue >= 1.0 and kv > FULL:
+        ttft = max(ttft, queue * learned.hold_ms / max(ready.active, 1.0))
+    if uncached < prompt:
+        kind += KINDS
+    middle, low, high = learned.bands[kind].factors
+    expected, step = ttft * ready.kappa, ready.next_step
+    tpot = step * learned.tpot_kappa.item(slot)
+    return Forecast(expected * middle, expected * low, expected * high, tpot, ttft, step, kind)
 
 
 def cost_of_one(prompt: float, share: FloatColumn | None, weights: Weights, fleet: Known, now: float) -> FloatColumn:
-    """`weighed` of one request without an adapter; `share` of the prompt is cached there."""
+    """`weighed` of one request without an adapter; `share` of the prompt, whole tokens, is cached there."""
     table, learned = fleet.table, fleet.predictor
-    if len(table.endpoints) > FEW:
+    slots = len(table.endpoints)
+    if slots > FEW:
         cached = None if share is None else share * scalar(prompt)
         costs = weighed(cost(prompt, cached, fleet, now), weights, fleet)
         return costs + table.collisions if share is None and table.collisions is not None else costs
-    stale = table.stale
-    if stale:
-        for slot in stale:
-            renew(slot, table, learned)
-        stale.clear()
+    if table.stale:
+        renew(table.stale, table, learned)
     own, pausing, steps, step, done_ms, left_ms, due_ms, pace, kappa, easy = learned.rows
-    uncached: Any = max(prompt, 1.0)
+    uncached: Any = prompt or 1.0
     crowded = easy[easy.argmin()] < uncached
     if share is not None:
         uncached = np.maximum(prompt - share * prompt, _ONE)
     now_ms = now * 1e3
     wait = kappa * np.maximum(np.maximum(done_ms - now_ms, left_ms), (now_ms - due_ms) * pace)
-    alone, answer = learned.rates.prior.prefill_ms(prompt, uncached), max(learned.answer_steps, 1.0)
+    alone = learned.rates.prior.prefill_ms(prompt, uncached)
+    answer = max(learned.answer_steps, 1.0)
     ttft: FloatColumn = own * alone
-    coming = ttft * (1.5 * COMING / answer) / steps
+    coming = ttft * (_COMING / answer) / steps
     total: FloatColumn = weights.interference * pausing * alone * (coming + _ONE) + weights.decode * answer * step
     ttft += steps + wait
     if crowded:
@@ -447,7 +524,7 @@ def cost_of_one(prompt: float, share: FloatColumn | None, weights: Weights, flee
         per_token = memory_price_per_token(table.kv + tokens * table.per_capacity, weights, fleet)
         if per_token is not None:
             total += per_token * uncached
-    best = ttft[ttft.argmin()] if table.count == len(table.endpoints) else best_offer(ttft, table)
+    best = ttft[ttft.argmin()] if table.count == slots else best_offer(ttft, table)
     excess = np.maximum(ttft - FAIR * best, _ZERO)
     total += ttft + excess * excess * (0.5 / best)
     if table.distant:

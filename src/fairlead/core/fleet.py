@@ -8,7 +8,7 @@ import numpy as np
 
 from fairlead.core.adapters import Adapters, Cold
 from fairlead.core.columns import FloatColumn
-from fairlead.core.cost import CROWDED, PRIOR, StepModel
+from fairlead.core.cost import CROWDED, PRIOR, StepModel, forecast
 from fairlead.core.endpoint import MODEL_LABEL, Endpoint, Sample, Topology
 from fairlead.core.exact import ExactKnowledge
 from fairlead.core.learned import Common, EndpointLearned, Look, Part, PrefixesLearned
@@ -285,17 +285,19 @@ class Fleet:
         """Charge a lease and remember the prompt's prefix for the endpoint. `expected_output`: tokens of all its
         sequences. `reserved`: only keep a place there for a request that may go elsewhere in the end; nothing is
         learned of it."""
+        table, predictor = self.table, self.predictor
         prompt = request.prompt_tokens
         half = expected_output / 2
         uncached = float(min(max(prompt - hit_tokens, 1), MOST))
-        refused = uncached * self.table.per_capacity[slot] > 1.0
+        refused = uncached * table.per_capacity[slot] > 1.0
         if refused:  # larger than all its memory: the engine says so at once, and computes nothing
             prompt, half, uncached = 1, 0.0, 1.0
         alone_ms = self._prior.prefill_ms(prompt, uncached)
+        blind = request.blind or not request.stream
         lease = Lease(
             request,
             slot,
-            self.table.ids[slot],
+            table.ids[slot],
             now,
             uncached,
             # Whole tokens: sums of them are exact whatever comes and goes. NaN counts as the least.
@@ -303,22 +305,21 @@ class Fleet:
             hit_tokens,
             min(round(1e3 * alone_ms), MOST_WORK),
             min(max(0.0, half), MOST) // 1.0,
-            self.predictor.forecast(slot, prompt, uncached, alone_ms, now),
+            forecast(slot, prompt, uncached, alone_ms, self, now),
             auxiliary or reserved,
-            request.blind or not request.stream,
+            blind,
             request.sequences,
         )
-        if lease.blind and now >= self.predictor.marks_at[slot]:
-            self.predictor.marks_at[slot] = now + BLIND_S
-            lease.mark = self.predictor.blind_mark(slot, self.ledger.blind_ms(slot), now)
+        if blind and now >= predictor.marks_at[slot]:
+            predictor.marks_at[slot] = now + BLIND_S
+            lease.mark = predictor.blind_mark(slot, self.ledger.blind_ms(slot), now)
         self.ledger.charge(lease)
-        if self.table.lora:
+        if table.lora:
             self._meet(lease)
         if reserved:
             self.ledger.reserved[lease] = None
         elif request.prefix.hashes and not refused:
-            self.prefix.insert(slot, request.prefix)
-            self.table.free_cache[slot] = self.prefix.free(slot)
+            table.free_cache[slot] = self.prefix.insert(slot, request.prefix)
         return lease
 
     def _meet(self, lease: Lease) -> None:

@@ -1,13 +1,14 @@
 """Saturation: which endpoints may be sent one more request, how full the pool may be for a band, and early shedding."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf
 from typing import Literal
 
 import numpy as np
 
 from fairlead.core.columns import BoolColumn, FloatColumn
-from fairlead.core.cost import AT_KV, AT_QUEUE, FULL, ready_at, step_ms, wait_at, waits
+from fairlead.core.cost import FULL, open_at, step_ms, waits
 from fairlead.core.flow import Ceiling
 from fairlead.core.view import FleetView
 
@@ -33,18 +34,13 @@ class LedgerGate:
             raise ValueError("a gate that is never open would stop all traffic")
         self._steps = steps
         self._requests = requests
+        #: See `core.flow_control.Gate`.
+        self.admits: Callable[[int, FleetView, float], bool] = partial(open_at, steps, requests)
 
     def open(self, fleet: FleetView, now: float) -> BoolColumn | None:
         table = fleet.table
         opened: BoolColumn = (self._levels(fleet, now) <= 1.0) & (table.queue < self._requests) & table.alive
         return None if np.count_nonzero(opened) == len(table) else opened
-
-    def admits(self, slot: int, fleet: FleetView, now: float) -> bool:
-        learned = fleet.predictor
-        ready = ready_at(slot, fleet.table, learned)
-        if ready[AT_KV] > FULL or ready[AT_QUEUE] >= self._requests:
-            return False
-        return wait_at(ready, now) <= self._steps * learned.whole_step_ms * ready[-1]
 
     def level(self, fleet: FleetView, now: float) -> float:
         return _mean(np.maximum(self._levels(fleet, now), fleet.table.queue / self._requests), fleet.table.alive)

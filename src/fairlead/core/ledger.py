@@ -12,7 +12,7 @@ Rules
 * What scrapes do to the sums, and when leases are dropped because of them: see `fairlead.core.ledger`.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -327,7 +327,7 @@ class Ledger:
         #: In the order of their charge; an ordered set, as is that of the reservations, which `Fleet.charge` adds to.
         self._leases: dict[Lease, None] = {}
         self.reserved: dict[Lease, None] = {}
-        self._accounts: dict[int, Account] = {}
+        self._accounts: defaultdict[int, Account] = defaultdict(Account)
         #: By slot: adapters of leases before their first token, and how many.
         self.starting: dict[int, dict[str, int]] = {}
 
@@ -344,7 +344,7 @@ class Ledger:
         lease.held = True
         self._leases[lease] = None
         slot = lease.slot
-        account = self._accounts.get(slot) or self.account(slot)
+        account = self._accounts[slot]
         account.leases[lease] = None
         if not account.pending:
             account.prefill_since = lease.charged_at
@@ -499,10 +499,7 @@ class Ledger:
 
     def account(self, slot: int) -> Account:
         """What the leases at one slot add up to."""
-        account = self._accounts.get(slot)
-        if account is None:
-            account = self._accounts[slot] = Account()
-        return account
+        return self._accounts[slot]
 
     def validate(self) -> None:
         """Raise `AssertionError` unless every column is exactly the sum of the leases."""

@@ -346,8 +346,7 @@ class Peers:
             if slot is None:
                 self._unknown(view, message.endpoints[sent.endpoint])
             elif base.hashes:
-                self._fleet.prefix.insert(slot, base)
-                self._fleet.table.free_cache[slot] = self._fleet.prefix.free(slot)
+                self._fleet.table.free_cache[slot] = self._fleet.prefix.insert(slot, base)
 
     def _known(self, block: int) -> bool:
         """Whether a peer reported the block recently."""

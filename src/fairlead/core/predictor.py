@@ -22,18 +22,15 @@ from msgspec import Struct
 from fairlead.core.columns import FloatColumn
 from fairlead.core.cost import (
     CROWDED,
-    FULL,
-    LEAST_USAGE,
+    KINDS,
     PRIOR,
     READY,
     STEP_TOKENS,
+    Ready,
     StepModel,
     Terms,
     memory_wait,
-    ready_at,
     renew,
-    ttft_at,
-    wait_at,
 )
 from fairlead.core.learned import ForecastsLearned, OwnLearned
 from fairlead.core.rates import Band, Rates
@@ -57,9 +54,6 @@ ANSWER_STEPS = 250.0
 SAME_STEP = 0.001
 #: A stretch ends after so many tokens even if there is more to compute, or so many steps and seconds.
 LONG_STRETCH, LONG_STEPS, LONG_S = 5 * STEP_TOKENS, 4.0, 1.0
-#: Kinds of forecasts, with and without a cached beginning: idle endpoint, 0, 1, more requests queued there, no memory
-#: or no slot. Four more are those of requests that waited: with and without both.
-KINDS = 5
 
 
 class _Stretch(Struct):
@@ -97,11 +91,11 @@ class Predictor:
         self.answer_steps = ANSWER_STEPS
         self._answers = 0
         #: See `core.cost`.
-        self.ready: FloatColumn = np.zeros((READY, 0))
         self.rows: list[FloatColumn] = []
-        self.slots: list[tuple[float, ...]] = []
+        self.by_slot: FloatColumn = np.zeros((0, READY))
+        self.slots: list[Ready] = []
         self._all = Band()
-        self._bands = [self._all] * (2 * KINDS + 4)
+        self.bands = [self._all] * (2 * KINDS + 4)
         self._stretches: list[_Stretch | None] = []
         self._computed_ms: list[float] = []
         #: Clock seconds from when on the next request teaches whose first token nobody sees.
@@ -114,9 +108,9 @@ class Predictor:
             self._stretches.append(None)
             self._computed_ms.append(0.0)
             self.marks_at.append(0.0)
-            self.ready = np.hstack((self.ready, np.zeros((READY, 1))))
-            self.rows = list(self.ready)
-            self.slots.append(())
+            ready = np.hstack((self.by_slot.T, np.zeros((READY, 1))))
+            self.rows, self.by_slot = list(ready), ready.T
+            self.slots.append(Ready(*[0.0] * len(Ready.__struct_fields__)))
         self.kappa, self.tpot_kappa = self.rates.kappa, self.rates.tpot_kappa
         self._stretches[slot] = None
         self.kappa[slot] = self.tpot_kappa[slot] = 1.0
@@ -134,40 +128,9 @@ class Predictor:
         busy = np.minimum(table.pending, 2.0) + np.minimum(table.queued_tokens + table.active, 1.0)
         busy = np.where((terms.used > 1.0) | (terms.slots > 0.0), KINDS - 1.0, np.minimum(busy, KINDS - 2.0))
         kinds = (busy + KINDS * (terms.uncached < prompt)).astype(np.intp)
-        factors = np.array([exp(band.at(p)) for band in self._bands])
+        factors = np.array([exp(band.at(p)) for band in self.bands])
         quantile: FloatColumn = (terms.ttft + self.memory_wait(terms)) * factors[kinds]
         return quantile
-
-    def forecast(self, slot: int, prompt: float, uncached: float, alone_ms: float, now: float) -> Forecast:
-        """What a request is expected to take at one slot, with the wait for memory and the band. `uncached` of its
-        tokens (at least 1) are to be computed, which takes `alone_ms` at the prior's speed. Where memory is full,
-        answers end one by one, and a request waits for those before it."""
-        ready = ready_at(slot, self._table, self)
-        kappa, _, queued, queue, active, pending, kv, per_capacity, next_step, slots, _ = ready[8:]
-        ttft = ttft_at(ready, alone_ms, uncached, now)
-        used = kv + (queued + uncached) * per_capacity
-        if used > 1.0:
-            ttft += (used - 1.0) * (self.hold_ms / max(kv, LEAST_USAGE))
-            kind = KINDS - 1
-        elif slots and queue + active >= slots:
-            kind = KINDS - 1
-        else:
-            kind = min(int(pending), 2) + 1 if queued or active else 0
-        if queue >= 1.0 and kv > FULL:
-            ttft = max(ttft, queue * self.hold_ms / max(active, 1.0))
-        if uncached < prompt:
-            kind += KINDS
-        middle, low, high = self._bands[kind].factors
-        expected = ttft * kappa
-        return Forecast(
-            expected * middle,
-            expected * low,
-            expected * high,
-            next_step * self.tpot_kappa.item(slot),
-            ttft,
-            next_step,
-            kind,
-        )
 
     def behind(self, slot: int, forecast: Forecast, wait_ms: float) -> Forecast:
         """The same for a request that waits `wait_ms` for its adapter first."""
@@ -184,7 +147,7 @@ class Predictor:
 
     def _of_kind(self, slot: int, forecast: Forecast, ttft: float, kind: int) -> Forecast:
         expected = ttft * float(self.kappa[slot])
-        middle, low, high = (expected * factor for factor in self._bands[kind].factors)
+        middle, low, high = (expected * factor for factor in self.bands[kind].factors)
         return Forecast(middle, low, high, forecast.tpot_ms, ttft, forecast.model_tpot_ms, kind)
 
     # ---- learning ----
@@ -210,10 +173,10 @@ class Predictor:
         """A first token took so long."""
         if not (0.0 < took_ms < 1e8 and forecast.model_ttft_ms > 0.0):
             return
-        band = self._bands[forecast.kind]
+        band = self.bands[forecast.kind]
         kappa = float(self.kappa[slot])
         if band is self._all:
-            band = self._bands[forecast.kind] = Band(band)
+            band = self.bands[forecast.kind] = Band(band)
         off = log(min(max(took_ms / forecast.model_ttft_ms, 1e-2), 1e2) / kappa)
         bounded = min(max(off - band.middle, -0.3), 0.3)
         below, above = took_ms < forecast.low_ms, took_ms > forecast.high_ms
@@ -300,8 +263,10 @@ class Predictor:
         """The mark of a request whose first token nobody sees. `blind_ms`: all such prompts that were charged there,
         computed or still in the queue."""
         computed_ms, load_ms = self.mark(slot)
-        ready = ready_at(slot, self._table, self)
-        return computed_ms + blind_ms - wait_at(ready, now) / ready[-1], load_ms
+        if slot in self._table.stale:
+            renew((slot,), self._table, self)
+        ready = self.slots[slot]
+        return computed_ms + blind_ms - ready.wait_ms(now) / ready.factor, load_ms
 
     def mark(self, slot: int) -> tuple[float, float]:
         """What an endpoint has computed of prompts so far, and what decoding adds to its steps now. Both in
@@ -342,7 +307,7 @@ class Predictor:
     # ---- taken down, and given back ----
 
     def learned(self) -> ForecastsLearned:
-        bands = tuple(() if band is self._all else band.values for band in self._bands)
+        bands = tuple(() if band is self._all else band.values for band in self.bands)
         return ForecastsLearned(
             self.hold_ms, self.answer_steps, self._answers, self._all.values, bands, self.rates.learned()
         )
@@ -353,7 +318,7 @@ class Predictor:
         self._answers = learned.answers
         self._all = Band(values=learned.all_kinds)
         bands = [Band(values=values) if values else self._all for values in learned.bands]
-        self._bands = (bands + [self._all] * len(self._bands))[: len(self._bands)]
+        self.bands = (bands + [self._all] * len(self.bands))[: len(self.bands)]
         self.rates.restore(learned.speeds)
         self._table.rewritten()
 
@@ -370,13 +335,13 @@ class Predictor:
     def validate(self) -> None:
         self.rates.validate()
         for slot in set(range(len(self._stretches))) - self._table.stale:
-            ready, column = self.slots[slot], self.ready[:, slot].tolist()
-            renew(slot, self._table, self)
-            assert self.slots[slot] == ready and list(ready[:READY]) == column, (
+            before = self.slots[slot], self.by_slot[slot].tolist()
+            renew((slot,), self._table, self)
+            assert before == (self.slots[slot], self.by_slot[slot].tolist()), (
                 f"slot {slot} changed, and nobody was told"
             )
         low, high = KAPPA
         assert ((self.kappa >= low) & (self.kappa <= high)).all()
         assert np.isfinite(self.tpot_kappa).all() and 0.0 <= self.hold_ms < 1e9 and 0.0 <= self.answer_steps <= 1e6
-        for band in self._bands:
+        for band in self.bands:
             band.validate()

@@ -67,13 +67,13 @@ class ChainHasher:
     def chain(self, root: bytes, prompt: bytes | memoryview) -> PrefixChain:
         """Hash `prompt` under `root`. O(bytes) at memory speed, without a copy."""
         text = memoryview(prompt)
-        length = min(len(text), self._max_bytes)
-        if length < self.finest:
-            return NO_PREFIX
-        borders = self._borders
+        length, borders = len(text), self._borders
         if borders[-1] <= length:
+            length = min(length, self._max_bytes)
             self.borders(length)
         count = bisect_right(borders, length) - 1
+        if not count:
+            return NO_PREFIX
         ends = self._ends.get(count)
         if ends is None:
             ends = self._ends[count] = tuple(borders[1 : count + 1])
@@ -97,6 +97,7 @@ class PrefixIndex:
         self._free: dict[int, int] = {}
         self._capacity: dict[int, int] = {}
         self._entries = 0
+        #: The newest block of an answer. Hashes of prompts are not negative.
         self._occupied = 0
         self._max_entries = max_entries
 
@@ -190,14 +191,14 @@ class PrefixIndex:
                 yield ending, chain.ends[low]
             here, depth = deeper, high
 
-    def insert(self, slot: int, chain: PrefixChain) -> None:
-        """`slot` was sent a prompt with this chain: it has it now, and used it last."""
+    def insert(self, slot: int, chain: PrefixChain) -> float:
+        """`slot` was sent a prompt with this chain: it has it now, and used it last. Returns what is `free` then."""
         if self._leaving:
             self._sweep()
-        lru, holders, bit = self._lru[slot], self._holders, 1 << slot
         hashes, ends = chain.hashes, chain.ends
         if not hashes:
-            return
+            return self.free(slot)
+        lru, holders, bit = self._lru[slot], self._holders, 1 << slot
         before, added = len(lru), hashes
         free = self._free[slot] - ends[-1]
         blocks: Iterator[tuple[int, int]] = zip(reversed(hashes), _sizes(ends))  # noqa: B905 - equally long
@@ -208,7 +209,8 @@ class PrefixIndex:
             blocks = islice(blocks, len(added))
             free += ends[known - 1]
         lru.update(blocks)
-        if len(lru) - before != len(added):  # two blocks of the chain have the same hash
+        grown = len(lru) - before
+        if grown != len(added):  # two blocks of the chain have the same hash
             free = self._capacity[slot] - sum(lru.values())
         for block in added:
             holders[block % _PARTS][block] |= bit
@@ -219,24 +221,26 @@ class PrefixIndex:
                 for block, size in zip(reversed(hashes), _sizes(ends), strict=True):
                     lru[block] = lru.pop(block, size)
                     holders[block % _PARTS][block] |= bit
+                grown = len(lru) - before
                 free = self._capacity[slot] - sum(lru.values())
         self._free[slot] = free
-        self._entries += len(lru) - before
+        self._entries = entries = self._entries + grown
         if free < 0:
             self._trim(slot)
-        if self._entries > self._max_entries:
+        if entries > self._max_entries:
             self._make_room(slot)
+        return self._free[slot] / (self._capacity[slot] or 1)
 
     def occupy(self, slot: int, size: int) -> None:
         """Something took `size` bytes of the endpoint's memory that no prompt begins with, such as an answer. Nobody
         will look for it, so it has no holders."""
-        self._occupied += 1
-        self._lru[slot][-self._occupied] = size  # hashes of prompts are not negative
-        self._entries += 1
+        self._occupied -= 1
+        self._lru[slot][self._occupied] = size
+        self._entries = entries = self._entries + 1
         self._free[slot] = free = self._free[slot] - size
         if free < 0:
             self._trim(slot)
-        if self._entries > self._max_entries:
+        if entries > self._max_entries:
             self._make_room(slot)
 
     # ---- taken down, and given back ----
@@ -274,8 +278,8 @@ class PrefixIndex:
                 last = None
                 break
             if block < 0:
-                self._occupied += 1
-                block = -self._occupied
+                self._occupied -= 1
+                block = self._occupied
             lru[block] = size
             lru.move_to_end(block, last=False)
             if block >= 0:

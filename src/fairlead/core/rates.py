@@ -371,10 +371,10 @@ class Rates:
         self.prior = prior
         self.columnwise = prior.columnwise()
         self._stale = set() if stale is None else stale
-        #: 5 × slots, and its rows: the factors of first tokens and of output tokens (`core.predictor` learns them), of
-        #: prefill, of a step and of its load.
+        #: 5 × slots, its rows, and the same by slot: the factors of first tokens and of output tokens (`core.predictor`
+        #: learns them), of prefill, of a step and of its load.
         self.columns: FloatColumn = np.ones((5, 0))
-        self.kappa, self.tpot_kappa, self.prefill, self.step, self.load = self.columns
+        self._name_rows()
         self._ratios: FloatColumn = np.ones(0)
         self._classes: dict[Hashable, _Class] = {}
         self._looks: list[Hashable] = []
@@ -383,13 +383,17 @@ class Rates:
         self._observed = 0
         self._turn = 0
 
+    def _name_rows(self) -> None:
+        self.kappa, self.tpot_kappa, self.prefill, self.step, self.load = self.columns
+        self.by_slot = self.columns.T
+
     def reset(self, slot: int, look: Hashable = None) -> None:
         """A new endpoint stands at `slot`, or the engine there was started anew: it is what it looks like."""
         while slot >= len(self._own):
             self._own.append(_Own())
             self._looks.append(None)
             self.columns = np.hstack((self.columns, np.ones((5, 1))))
-            self.kappa, self.tpot_kappa, self.prefill, self.step, self.load = self.columns
+            self._name_rows()
             self._ratios = np.append(self._ratios, 1.0)
         before = self._classes.get(self._looks[slot])
         if before is not None and slot in before.members:

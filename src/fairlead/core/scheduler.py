@@ -30,7 +30,7 @@ from fairlead.core.apis import BEGUN_ONCE
 from fairlead.core.clock import Clock
 from fairlead.core.errors import ConfigError, PluginError
 from fairlead.core.fleet import Fleet
-from fairlead.core.flow import DISPLACED, LEFT, Waiting
+from fairlead.core.flow import DISPLACED, LEFT, FlowKey, Waiting
 from fairlead.core.flow_control import ANYBODY, MARGIN, Bound, FlowControl, FlowController
 from fairlead.core.instructions import (
     AdoptConfiguration,
@@ -138,7 +138,7 @@ class Pipeline:
         taken. `alternatives`: endpoints that a `Route` names beside its own."""
         self._clock = clock
         self._rng = rng
-        self.fleet, self._stalls = fleet, fleet.stalls
+        self.fleet, self._stalls, self._stalled = fleet, fleet.stalls, fleet.stalls.changes
         self.policy = policy
         #: Read by parsers to estimate prompt tokens; learns only in here.
         self.tokens = tokens
@@ -188,7 +188,7 @@ class Pipeline:
                 instructions = []  # late
             else:
                 instructions = self._handlers[kind](entry, event)
-        if self._stalls.changes:
+        if self._stalled:
             instructions = [*instructions, *self._stalls.take_changes()]
         flow = self.flow_controller
         if flow is not None and flow.flow.queues.count:
@@ -213,30 +213,34 @@ class Pipeline:
             if isinstance(resolution, Refusal):
                 return unnamed(request, resolution, now, self.policy.name, event.client)
             request = applied(request, resolution)
-        entry = self.requests.add(request, event.client)
+        entry, pick = self.requests.add(request, event.client), None
         flow = self.flow_controller
         if flow is not None:
-            return self._admitted(flow, entry, now)
+            control = flow.flow
+            only = control.only
+            if only is not None and self.parking is None:
+                key = FlowKey(request.priority, request.model, request.fairness_id)
+                if only is ANYBODY:
+                    only = control.only = key
+                if key == only:
+                    pick = self._choose(request, now)
+                    if isinstance(pick, Picked) and control.gate.admits(pick.slot, self.fleet, now):
+                        return self._route(entry, ev.RequestArrived, pick, now)
+                self._count(control)
+            return self._admitted(flow, entry, now, pick)
         if self.parking is not None:
             asked = self._ask(self.parking, entry, ev.RequestArrived, now)
             if asked:
                 return asked
         return self._send(entry, ev.RequestArrived, self._choose(request, now), now)
 
-    def _admitted(self, flow: FlowController, entry: RequestEntry, now: float) -> list[Instruction]:
-        """Flow control. Where another process decides, an open endpoint somewhere is enough to go on."""
-        question = pick = None
-        request, control, fleet = entry.request, flow.flow, self.fleet
-        arrived = ev.RequestArrived
-        only = control.only
-        if only is not None and self.parking is None:
-            if only is ANYBODY:
-                only = control.only = control.queues.key(request)
-            if request.model == only.model and request.fairness_id == only.tenant and request.priority == only.priority:
-                pick = self._choose(request, now)
-                if isinstance(pick, Picked) and control.gate.admits(pick.slot, fleet, now):
-                    return self._send(entry, arrived, pick, now)
-            self._count(control)
+    def _admitted(
+        self, flow: FlowController, entry: RequestEntry, now: float, pick: Answer | None
+    ) -> list[Instruction]:
+        """Flow control. Where another process decides, an open endpoint somewhere is enough to go on. `pick`: what the
+        policy chose, if it was asked."""
+        question = None
+        request, control, arrived = entry.request, flow.flow, ev.RequestArrived
         reservation = Reservation(None, now)
         if flow.asks(request, self.fleet, now):
             if self.parking is not None and self.parking.reaches(self.policy, request, now):
@@ -417,8 +421,14 @@ class Pipeline:
     ) -> list[Instruction]:
         if isinstance(pick, Refused):
             return self._refused(entry, trigger, pick, now, queued_ms)
-        request, fleet, slot, flow = entry.request, self.fleet, pick.slot, self.flow_controller
-        endpoints = fleet.table.endpoints
+        return self._route(entry, trigger, pick, now, queued_ms)
+
+    def _route(
+        self, entry: RequestEntry, trigger: type | Trigger, pick: Picked, now: float, queued_ms: float = 0.0
+    ) -> list[Instruction]:
+        """Charge it to the endpoint, and tell everybody."""
+        request, fleet, slot = entry.request, self.fleet, pick.slot
+        endpoints, flow = fleet.table.endpoints, self.flow_controller
         endpoint = endpoints[slot]
         assert endpoint is not None, "policies pick among living endpoints"
         model, hit = request.target or request.model, int(pick.hit_share * request.prompt_tokens)
@@ -436,7 +446,7 @@ class Pipeline:
         if queued_ms:
             lease.queued_ms, lease.forecast = queued_ms, fleet.predictor.late(slot, lease.forecast)
         entry.lease = lease
-        if flow is not None and entry.charge is None and flow.flow.only is None:
+        if flow is not None and flow.flow.only is None and entry.charge is None:
             entry.charge = flow.flow.sent(request, slot, lease.uncached_tokens, expected, fleet, now)
         self.requests.move(entry, trigger, S.ROUTED)
         fallback_slot = pick.fallback_slot
@@ -531,8 +541,7 @@ class Pipeline:
             self.tokens.learn_output(request.target_model, tokens, request.max_tokens, request.api)
 
     def _response_ended(self, entry: RequestEntry, event: ev.ResponseEnded) -> list[Instruction]:
-        lease, fleet = entry.lease, self.fleet
-        status, usage = event.status, event.usage
+        lease, fleet, status = entry.lease, self.fleet, event.status
         assert lease is not None
         now = self._clock.time()
         fleet.ledger.release(lease)
@@ -541,6 +550,7 @@ class Pipeline:
         done = 200 <= status < 300
         if not done or fleet.table.troubled:
             fleet.answered(lease.slot, 0 < status < 500, now)
+        usage = event.usage
         if usage is not None:
             self._learn(entry.request, usage)
             self.tokens.learn_answer(entry.request, event.response_bytes, usage.completion_tokens)

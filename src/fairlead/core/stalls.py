@@ -97,7 +97,7 @@ class Stalls:
         self._watched: list[_Watched] = []
         #: Clock seconds of the next look that is worth it.
         self.due = -inf
-        #: What changed, until somebody takes it.
+        #: What changed, until somebody takes it; always the same list.
         self.changes: list[StallRecord] = []
         #: Lengthens what is overdue, 1 to `MOST`.
         self.caution = 1.0
@@ -115,7 +115,8 @@ class Stalls:
 
     def take_changes(self) -> list[StallRecord]:
         """Those since the last call."""
-        changes, self.changes = self.changes, []
+        changes = self.changes.copy()
+        self.changes.clear()
         return changes
 
     # ---- progress ----

@@ -324,8 +324,8 @@ class EndpointTable:
     def _name_rows(self) -> None:
         for name, row in zip(FLOATS, self.floats, strict=True):
             setattr(self, name, row)
-        #: A row per slot with its `LOAD`, written in one go.
-        self.load = self.floats[_LOAD].T
+        #: A row per slot: of all, and with its `LOAD`, written in one go.
+        self.by_slot, self.load = self.floats.T, self.floats[_LOAD].T
 
     def _judge_unlisted(self, slot: int) -> None:
         listed, alive = self.listed[slot], bool(self.alive[slot])

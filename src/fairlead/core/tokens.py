@@ -38,6 +38,7 @@ ENVELOPE = 350
 class _Learned(Struct):
     bytes_seen: float = PRIOR_WEIGHT
     tokens_seen: float = PRIOR_WEIGHT / DEFAULT_BYTES_PER_TOKEN
+    #: At least 1.
     output: float = DEFAULT_OUTPUT_TOKENS
     #: Of whole answers, without what is around each: decaying sums.
     answer_bytes: float = 0.0
@@ -88,7 +89,7 @@ class TokenEstimator:
         """Completion tokens to expect, at most `max_tokens` (0 = no limit), at least 1; 1 where none are generated."""
         if api in WITHOUT_OUTPUT:
             return 1
-        expected = max(round(self._learned.get((model, api), _UNKNOWN).output), 1)
+        expected = round(self._learned.get((model, api), _UNKNOWN).output)
         return min(expected, max_tokens) if max_tokens > 0 else expected
 
     def learn_output(self, model: str, completion_tokens: int, max_tokens: int = 0, api: str = "chat") -> None:
@@ -132,7 +133,7 @@ class TokenEstimator:
             if not likely or (each.model, each.api) in self._learned:
                 continue
             known = self._entry(each.model, each.api)
-            known.bytes_seen, known.tokens_seen, known.output = each.bytes_seen, tokens, each.output
+            known.bytes_seen, known.tokens_seen, known.output = each.bytes_seen, tokens, max(1.0, each.output)
 
     def _entry(self, model: str, api: str) -> _Learned:
         key = (model, api)

@@ -7,18 +7,19 @@ import pytest
 
 from fairlead.core.cost import (
     FEW,
+    FULL,
     FULL_FROM,
     PRIOR,
     StepModel,
     Weights,
     cost,
     cost_of_one,
+    forecast,
     interference,
     memory_price,
+    memory_wait,
     parts,
     patience_price,
-    renew,
-    ttft_at,
     weighed,
 )
 from fairlead.core.endpoint import Endpoint
@@ -63,11 +64,14 @@ def test_one_request_many_requests_and_one_endpoint_agree(seed: int) -> None:
         assert weighed(single, weights, fleet) == pytest.approx(total[row], rel=1e-12)
         if not cached[row].any():
             assert cost(prompt, None, fleet, NOW).ttft == pytest.approx(single.ttft, rel=1e-12)
+        table, hold_ms = fleet.table, fleet.predictor.hold_ms
+        expected = single.model_ttft + memory_wait(single.used, table.kv, hold_ms)
+        one_by_one = np.where(table.kv > FULL, table.queue * hold_ms / np.maximum(table.active, 1.0), 0.0)
+        expected = np.where(table.queue >= 1.0, np.maximum(expected, one_by_one), expected)
         for slot in range(6):
             uncached = max(prompt - cached[row, slot], 1.0)
-            renew(slot, fleet.table, fleet.predictor)
-            here = ttft_at(fleet.predictor.slots[slot], PRIOR.prefill_ms(prompt, uncached), uncached, NOW)
-            assert here == pytest.approx(single.model_ttft[slot], rel=1e-12)
+            here = forecast(slot, prompt, uncached, PRIOR.prefill_ms(prompt, uncached), fleet, NOW)
+            assert here.model_ttft_ms == pytest.approx(expected[slot], rel=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -6,6 +6,7 @@ from random import Random
 import numpy as np
 import pytest
 
+from fairlead.core import cost as kernel
 from fairlead.core.cost import LEAST_USAGE, PRIOR, cost
 from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.fleet import Fleet
@@ -31,7 +32,7 @@ def sent(number: int, tokens: int, stream: bool = True) -> Request:
 
 
 def forecast(fleet: Fleet, slot: int, prompt: float, uncached: float, now: float) -> Forecast:
-    return fleet.predictor.forecast(slot, prompt, uncached, PRIOR.prefill_ms(prompt, uncached), now)
+    return kernel.forecast(slot, prompt, uncached, PRIOR.prefill_ms(prompt, uncached), fleet, now)
 
 
 def test_columns_and_single_forecasts_agree() -> None:

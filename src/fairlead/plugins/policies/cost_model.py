@@ -106,7 +106,7 @@ class CostModel(Ranked):
         ):
             # The same as below, without asking plugins that have nothing to say.
             share = fleet.match(request)
-            costs = cost_of_one(float(request.prompt_tokens), share, self.weights, fleet, context.now)
+            costs = cost_of_one(request.prompt_tokens, share, self.weights, fleet, context.now)
             count = len(costs)
             if count > FEW:
                 pick = Picked(self._lowest(costs, fleet, context.rng))
@@ -115,7 +115,7 @@ class CostModel(Ranked):
                 order = sorted(range(count), key=cost_at)
                 slot = order[0]
                 least = cost_at(slot)
-                ties = bisect_right(order, least + abs(least) * self._near, key=cost_at)
+                ties = bisect_right(order, least + least * self._near, key=cost_at)
                 if ties > 1:
                     slot = _most_free_cache(order[:ties], cost_at, fleet, context.rng)
                 pick = Picked(slot)
