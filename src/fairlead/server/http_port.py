@@ -14,6 +14,7 @@ import base64
 import binascii
 import hmac
 import os
+import re
 import socket
 from collections.abc import Callable, Collection, Iterable
 from ipaddress import ip_address
@@ -29,6 +30,10 @@ from fairlead.gateway.tls import ServerTls
 #: Connections of one port; more are closed at once, so that nobody uses up the process's descriptors here.
 MOST_CONNECTIONS = 256
 _TLS_LOOK_S = 5.0
+
+
+#: What ends a host's name in a URL or stands before it; a `Host` header has none of them (RFC 9110, section 7.2).
+_NO_HOST = re.compile(r"[@/\\?#]")
 
 
 class Tokens:
@@ -49,7 +54,8 @@ class Tokens:
         except ConfigError:
             pass  # between two versions: the last one counts
         kind, _, given = authorization.partition(" ")
-        offered = given.strip().encode()
+        # Headers may hold any bytes, which aiohttp keeps so; a token of such bytes is compared like any other.
+        offered = given.strip().encode(errors="surrogateescape")
         if kind.lower() == "basic":
             try:
                 offered = base64.b64decode(offered, validate=True).partition(b":")[2]
@@ -73,6 +79,14 @@ class Tokens:
             self._identity, self._known = identity, known
 
 
+def _host_of(origin: str) -> str:
+    """Host and port of an origin; empty for what is none."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return ""
+
+
 class Access:
     """`hosts`: further names that are ours; one that begins with a dot stands for all that end with it."""
 
@@ -94,7 +108,7 @@ class Access:
         if host is not None and not self.ours(host):
             return self._refuse(403, f"{host[:80]!r} is not a name of this server; see admin.hosts\n")
         origin = request.headers.get("Origin")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and _host_of(origin) != host:
             return self._refuse(403, "pages of other origins may not ask\n")
         if self._tokens is not None and not self._tokens.accept(request.headers.get("Authorization", "")):
             return self._refuse(401, "a token is needed\n", {"WWW-Authenticate": 'Basic realm="fairlead"'})
@@ -102,6 +116,8 @@ class Access:
 
     def ours(self, host: str) -> bool:
         """Whether a `Host` header names us: a literal address or one of our names, with or without a port."""
+        if _NO_HOST.search(host):
+            return False
         try:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:

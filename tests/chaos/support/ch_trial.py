@@ -30,8 +30,6 @@ LASTS_S = 10.0 if FULL else 1.2
 AFTER_S, LATER_S = (5.0, 60.0) if FULL else (0.3, 0.3)
 #: The polite client's p99 is allowed this much whatever it was before: below it lies what the machine does by itself.
 LEAST_P99_MS = 25.0
-#: By so much Envoy's memory differs between two runs of the same traffic.
-CHANCE_MIB = 5.0
 MIB = 1 << 20
 
 
@@ -239,7 +237,7 @@ def broken(row: Row, bounds: Bounds) -> list[str]:
     ):
         if limit is not None and most > limit:
             found.append(f"{what} took {most:.0f} MiB, at most {limit:.0f}")
-        if FULL and bounds.after_times is not None and after > bounds.after_times * calm + CHANCE_MIB:
+        if FULL and bounds.after_times is not None and after > bounds.after_times * calm:
             found.append(f"{what} has {after:.0f} MiB {bounds.after_s:g} s later, it had {calm:.0f}")
     limit_ms = max((bounds.p99_times or 0.0) * row.calm_p99_ms, LEAST_P99_MS, bounds.p99_ms or 0.0)
     if FULL and bounds.p99_times is not None and row.p99_ms > limit_ms:

@@ -57,6 +57,9 @@ async def started(**options: Any) -> Admin:
         ("", False),
         ("[::1", False),
         ("a@localhost.evil", False),
+        ("evil.example@localhost", False),
+        ("localhost/evil.example", False),
+        ("localhost#evil.example", False),
     ],
 )
 def test_names_that_are_ours(host: str, ours: bool) -> None:
@@ -102,6 +105,28 @@ async def test_a_token(tmp_path: Path) -> None:
     assert await ask(admin.port, "/metrics", Authorization="Bearer third") == 200
     file.write_text("\n")
     assert await ask(admin.port, "/metrics", Authorization="Bearer ") == 401
+    await admin.close()
+
+
+@pytest.mark.parametrize(
+    ("lines", "status"),
+    [
+        (b"authorization: Bearer \xff\xfe", 401),
+        (b"authorization: Basic \xff\xfe", 401),
+        (b"authorization: Bearer wrong\r\nauthorization: Bearer first", 401),
+        (b"authorization: Bearer first\r\norigin: http://[::1", 403),
+        (b"authorization: Bearer first\r\norigin: http://a\xe2\x84\x80b", 403),
+    ],
+)
+async def test_odd_headers_are_refused_without_an_error(lines: bytes, status: int, tmp_path: Path) -> None:
+    """They were answered 500, each with a traceback in the log."""
+    file = tmp_path / "tokens"
+    file.write_text("first\n")
+    admin = await started(access=admin_access([], str(file)))
+    reader, writer = await asyncio.open_connection("127.0.0.1", admin.port)
+    writer.write(b"GET /metrics HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n%b\r\n\r\n" % lines)
+    assert int((await reader.read())[9:12]) == status
+    writer.close()
     await admin.close()
 
 

@@ -255,6 +255,10 @@ _HURRIED_PERCENT = 10
 #: While Envoy's heap is larger, it gives free pages back at once. Otherwise it keeps pages of which a small part is in
 #: use for minutes, whatever it is told to release in the background (measured, 1.40).
 _KEPT = 32 << 20
+#: Envoy's allocator caches freed blocks per thread and, between threads, per size. The second kind it gives up only in
+#: a thread that runs if it is told to release something in the background: 1 KiB a second is too little to matter.
+#: Without it a minute after large uploads 6 MiB were left in those caches (measured, 1.40).
+_MEMORY = {"soft_memory_limit_bytes": _KEPT, "bytes_to_release": 1024, "memory_release_interval": "1s"}
 #: How large regular expressions may be, in RE2's own unit: that of paths takes about 400.
 _RUNTIME = {"re2.max_program_size.error_level": 10_000, "re2.max_program_size.warn_level": 10_000}
 #: Uploads count from 2 ** this bytes on.
@@ -271,7 +275,7 @@ def build(options: Options) -> Json:
         "bootstrap_extensions": [{"name": "envoy.bootstrap.internal_listener", "typed_config": {"@type": _INTERNAL}}],
         "layered_runtime": {"layers": [{"name": "fairlead", "static_layer": _RUNTIME}]},
         "overload_manager": _overload(options),
-        "memory_allocator_manager": {"soft_memory_limit_bytes": _KEPT},
+        "memory_allocator_manager": _MEMORY,
     }
     admin = _admin(options)
     if admin is not None:
