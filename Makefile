@@ -46,6 +46,8 @@ ifdef LOCKED
 else
 	@$(BIN)/python -m pip install --disable-pip-version-check --only-binary :all: -e '.[dev]'
 endif
+# Where PYTHONDONTWRITEBYTECODE is set, each of the hundreds of processes that tests start would compile it anew.
+	@$(BIN)/python -m compileall -q src
 	@touch $@ $(VENV)/.run
 
 demo: $(VENV)/.run ## the main job: real Envoy, 8 stub replicas, round robin against Fairlead (about 3 minutes)

@@ -70,6 +70,7 @@ class Helm:
 
     def __init__(self, binary: Path, home: Path) -> None:
         self._binary = binary
+        self._rendered: dict[tuple[str, ...], str] = {}
         self._environment = {**os.environ, "HELM_CACHE_HOME": f"{home}", "HELM_CONFIG_HOME": f"{home}"}
 
     def run(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -84,11 +85,19 @@ class Helm:
         assert run.returncode != 0, "it was rendered"
         return run.stderr
 
-    def render(self, *arguments: str, release: str = "one", namespace: str = "default") -> list[dict[str, Any]]:
-        """The objects, without CRDs. `arguments`: `--set`, `--values`, …"""
-        run = self.run("template", release, str(CHART), "--namespace", namespace, *arguments)
-        assert run.returncode == 0, run.stderr
-        return [thing for thing in yaml.safe_load_all(run.stdout) if thing]
+    def render(
+        self, *arguments: str, release: str = "one", namespace: str = "default", anew: bool = False
+    ) -> list[dict[str, Any]]:
+        """The objects, new ones each time, without CRDs. `arguments`: `--set`, `--values`, …
+
+        Helm runs once for the same arguments, or `anew`: the chart and the files of values do not change meanwhile.
+        """
+        command = ("template", release, str(CHART), "--namespace", namespace, *arguments)
+        if anew or command not in self._rendered:
+            run = self.run(*command)
+            assert run.returncode == 0, run.stderr
+            self._rendered[command] = run.stdout
+        return [thing for thing in yaml.load_all(self._rendered[command], yaml.CSafeLoader) if thing]
 
     def notes(self, *arguments: str) -> str:
         run = self.run("install", "one", str(CHART), "--dry-run=client", *arguments)

@@ -154,8 +154,14 @@ def _held(trace: Any, slot: int, more: float) -> Any:
     return held
 
 
-def test_who_held_more_and_lost_is_named(record_run: Callable[..., Any], tmp_path: Path) -> None:
-    for record in records(record_run(tmp_path, rate=30.0, seconds=8.0)):
+@pytest.fixture(scope="module")
+def crowded(record_run: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> list[DecisionRecord]:
+    """Decisions of a run with more requests."""
+    return records(record_run(tmp_path_factory.mktemp("crowded"), rate=30.0, seconds=8.0))
+
+
+def test_who_held_more_and_lost_is_named(crowded: list[DecisionRecord]) -> None:
+    for record in crowded:
         assert record.trace is not None
         found = explain(maker(), record.request, record.trace, record.endpoint)
         chosen = found.candidates[0]
@@ -168,9 +174,9 @@ def test_who_held_more_and_lost_is_named(record_run: Callable[..., Any], tmp_pat
     pytest.fail("the run has no decision against the larger hit")
 
 
-def test_who_cost_less_and_has_less_free_cache_is_named(record_run: Callable[..., Any], tmp_path: Path) -> None:
+def test_who_cost_less_and_has_less_free_cache_is_named(crowded: list[DecisionRecord]) -> None:
     told = 0
-    for record in records(record_run(tmp_path, rate=30.0, seconds=8.0)):
+    for record in crowded:
         assert record.trace is not None
         found = explain(maker(), record.request, record.trace, record.endpoint)
         chosen, *others = found.candidates
