@@ -24,6 +24,8 @@ TRTLLM_PATH = "/prometheus/metrics"
 class EngineMetrics(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Specs for each field of `Sample`. An empty tuple means that the engine does not report the field."""
 
+    #: Label that tells data-parallel engines of one page apart; empty = there is none.
+    rank_label: str = ""
     #: Summed over all matching series (one per data-parallel engine).
     waiting: tuple[str, ...] = ()
     running: tuple[str, ...] = ()
@@ -94,6 +96,7 @@ def _matchers(inner: str, text: str, path: str) -> tuple[tuple[str, str], ...]:
 class EngineSpecs(Struct, frozen=True, kw_only=True):
     """An `EngineMetrics` with its specs parsed; shared by all readers of one engine."""
 
+    rank_label: str
     waiting: tuple[Spec, ...]
     running: tuple[Spec, ...]
     kv_usage: tuple[Spec, ...]
@@ -120,6 +123,7 @@ def compile_engine(metrics: EngineMetrics, path: str = "$") -> EngineSpecs:
         return tuple(parse_spec(text, f"{path}.{name}[{i}]") for i, text in enumerate(named[name]))
 
     return EngineSpecs(
+        rank_label=metrics.rank_label,
         waiting=parse("waiting"),
         running=parse("running"),
         kv_usage=parse("kv_usage"),
@@ -161,6 +165,7 @@ _TRT_BLOCKS = "nv_trt_llm_kv_cache_block_metrics"
 #: First the names seen on vLLM 0.32, then older names and names after relabeling.
 ENGINES: Mapping[str, EngineMetrics] = {
     "vllm": EngineMetrics(
+        rank_label="engine",
         waiting=("vllm:num_requests_waiting", "vllm_num_requests_waiting", "vllm_queue_depth"),
         running=("vllm:num_requests_running", "vllm_num_requests_running"),
         kv_usage=(
@@ -179,6 +184,7 @@ ENGINES: Mapping[str, EngineMetrics] = {
     # With priority scheduling, the total has an empty label `priority`, and there is one more series per priority. Each
     # pipeline stage reports the same queues, and each tensor-parallel rank the same page count (gauges since 0.5.11).
     "sglang": EngineMetrics(
+        rank_label="dp_rank",
         waiting=(
             'sglang:num_queue_reqs{priority="",pp_rank=0}',
             'sglang:num_queue_reqs{priority=""}',

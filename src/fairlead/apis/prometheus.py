@@ -195,7 +195,8 @@ def _series(page: bytes, name: bytes, start: int, end: int) -> Series:
 # Rules
 # * A field that cannot be read is `None` and says so in `Reading.problems`; nothing here raises, whatever the bytes.
 # * With several series (data-parallel engines on one page) counts are summed and KV usage is the highest. If one of
-#   them is unreadable the whole field is: half a sum would look like an idle endpoint.
+#   them is unreadable the whole field is: half a sum would look like an idle endpoint. How many engines there are, is
+#   how many values their label has.
 # * `lora_requests_info` keeps old label sets for ever and its value is the time they were true: the newest counts.
 # * Within one process that family never leaves the page. A whole page without it, of an endpoint that had it before,
 #   is that of a new process, which has loaded nothing yet: `adapters` is empty, not `None`.
@@ -295,6 +296,7 @@ class _Interpreter:
         running_adapters, waiting_adapters, max_adapters = self._adapters()
         block_size, num_blocks = self._cache()
         sample = Sample(
+            ranks=self._ranks(),
             waiting=self._number("waiting", specs.waiting, sum, required=True),
             running=self._number("running", specs.running, sum, required=True),
             kv_usage=self._number("kv_usage", specs.kv_usage, max, required=True, limit=1.0 + _SHARE_TOLERANCE),
@@ -332,6 +334,14 @@ class _Interpreter:
                 if series:
                     return series
         return []
+
+    def _ranks(self) -> int:
+        """Engines that tell their load."""
+        specs = self._specs
+        series = self._series(specs.running) or self._series(specs.waiting) or self._series(specs.kv_usage)
+        if len(series) < 2 or not specs.rank_label:
+            return min(len(series), 1)
+        return len({(row.labels() or {}).get(specs.rank_label) for row in series})
 
     def _number(
         self,

@@ -34,7 +34,7 @@ REPEAT = 1.0
 _JITTER = 1.2
 _NO_TOKENS = "name a modelPath or a tokenizerFile, or set render: engine"
 #: Of `EngineNames`, what is no metric.
-_LABELS = ("block_size_label", "num_blocks_label")
+_LABELS = ("rank_label", "block_size_label", "num_blocks_label")
 
 
 def resolve(settings: Settings, base: Path | None, report: Report) -> Settings:

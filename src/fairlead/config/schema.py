@@ -234,6 +234,9 @@ class EngineNames(Section):
     cache_info: str | list[str] | None = Field(
         default=None, description="Gauge whose labels tell block size and number of blocks."
     )
+    rank_label: str | None = Field(
+        default=None, description="Label by which data-parallel engines on one page are told apart."
+    )
     block_size_label: str | None = Field(default=None, description="Label of `cacheInfo` with the block size.")
     num_blocks_label: str | None = Field(default=None, description="Label of `cacheInfo` with the number of blocks.")
     block_size: str | list[str] | None = Field(

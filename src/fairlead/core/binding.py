@@ -218,6 +218,8 @@ class _Judged(Struct):
     prompt_ms: FloatColumn
     #: Where it waits for memory; `None` = nowhere.
     full: BoolColumn | None
+    #: By slot, how much longer the next one waits for each millisecond of a prompt: engines behind one address share.
+    delay: FloatColumn | None = None
 
 
 def _first(judged: _Judged) -> tuple[int, int] | None:
@@ -232,7 +234,7 @@ def _first(judged: _Judged) -> tuple[int, int] | None:
         if there[slot] < inf and not (full is not None and full[row, slot]):
             if unwanted is None and np.count_nonzero(may[row]):
                 unwanted = row, slot
-            ahead[slot] += own[row, slot]
+            ahead[slot] += own[row, slot] * (1.0 if judged.delay is None else judged.delay[slot])
     return unwanted
 
 
@@ -316,7 +318,7 @@ class PairBinder:
         rows = np.arange(len(window))
         best = costs.argmin(axis=1)
         rank = own[rows, best] + memory_ms(terms, fleet)[rows, best] - AGEING * waited
-        return _Judged(costs, may, rank, policy_cost, own, own + terms.queue, full)
+        return _Judged(costs, may, rank, policy_cost, own, own + terms.queue, full, fleet.table.per_rank)
 
     def look(self, request: Request, fleet: Fleet, now: float) -> tuple[float, _Known]:
         known = _Known()

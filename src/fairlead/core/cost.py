@@ -39,6 +39,11 @@ Theory. At endpoint i, for a prompt of n tokens of which u must be computed:
 The coefficients are those of `PRIOR`, times three factors per endpoint that are learned, as N is (`core.rates`).
 `kappa`, `hold` and A are learned by `core.predictor`.
 
+An address that divides its requests among R engines (data-parallel ranks, R as its metrics page tells) counts as one of
+them with a share of the load: W, B, KV, N, Q and those that wait are divided by R. What one prompt takes is not: it is
+computed by one engine, in a memory of capacity/R. While only P < R prompts are computed there, one more meets one of
+them with a chance of P/R, and on average half of it is left: Q = Σ P/2R.
+
 Where endpoints are elsewhere, `topology` is added: what that was configured to cost.
 
 Shapes. One request: `prompts` is a number, `cached` a column, and so are the terms. R requests: `prompts` is an R × 1
@@ -222,7 +227,7 @@ def cost(
     step = step_ms(fleet)
     queue, slots = waits(fleet, step, now)
     prefill = rates.prefill * rates.prior.prefill_ms(prompts, uncached)
-    tokens = table.queued_tokens + uncached
+    tokens = per_rank(table.queued_tokens, table) + uncached
     steps = step * (np.ceil(tokens * _PER_STEP) + 0.5)
     used = table.kv + tokens * table.per_capacity
     model_ttft, kappa = prefill + steps + queue + slots, learned.kappa
@@ -233,10 +238,15 @@ def cost(
     return terms
 
 
+def per_rank(column: FloatColumn, table: EndpointTable) -> FloatColumn:
+    """What one engine has of a load that the engines behind an address share."""
+    return column if table.per_rank is None else column * table.per_rank
+
+
 def step_ms(fleet: Known) -> FloatColumn:
     """Of a step that only decodes."""
     table, rates = fleet.table, fleet.predictor.rates
-    load: FloatColumn = rates.load * rates.columnwise.load_ms(table.active, table.kv_tokens)
+    load = per_rank(rates.load * rates.columnwise.load_ms(table.active, table.kv_tokens), table)
     return rates.step * rates.columnwise.c0 + load
 
 
@@ -247,18 +257,23 @@ def waits(fleet: Known, step: FloatColumn, now: float) -> tuple[Any, Any]:
     slots: Any = _ZERO
     if np.count_nonzero(table.queued_tokens):
         factor, since = learned.rates.prefill, now * 1e3 - table.prefill_since_ms
+        queued_ms = per_rank(factor * table.queued_ms, table)
         full = (table.max_seqs > 0.0) & (table.active >= table.max_seqs)
         seen = table.head_ms < inf
         step_long = np.where(seen, factor * learned.rates.prior.whole_step_ms, inf)
         progress = np.where(full, 0.0, np.minimum(since, step_long))
-        queue = np.maximum(factor * table.queued_ms - progress, 0.0)
+        if table.per_rank is not None:
+            idle = seen & (table.pending < table.ranks) & (table.ranks > 1.0)
+            queued_ms, progress = np.where(idle, 0.5 * queued_ms, queued_ms), np.where(idle, 0.0, progress)
+        queue = np.maximum(queued_ms - progress, 0.0)
         first = factor * np.where(seen, table.head_ms, 0.0) + 2.0 * step
         late = since - LATE * first
         moving = seen & (table.queued_tokens > 0.0) & (table.kv <= CROWDED) & ~full
-        queue = np.maximum(queue, np.where(moving, late * (factor * table.queued_ms + 2.0 * step) / first, 0.0))
+        queue = np.maximum(queue, np.where(moving, late * (queued_ms + 2.0 * step) / first, 0.0))
     if np.count_nonzero(table.max_seqs):
         answer = 2.0 * table.growth_tokens / np.maximum(table.inflight, _ONE)
-        slots = slot_wait(table.queue + table.active, table.max_seqs, answer * learned.tpot_kappa * step)
+        there, most = per_rank(table.queue + table.active, table), per_rank(table.max_seqs, table)
+        slots = slot_wait(there, most, answer * learned.tpot_kappa * step)
     return queue, slots
 
 
@@ -296,7 +311,7 @@ def interference(terms: Terms, weights: Weights, fleet: Known) -> FloatColumn:
     """Milliseconds that those lose that run while the prompt is computed, or come meanwhile."""
     table, prefill = fleet.table, terms.prefill
     coming = prefill / terms.step * (COMING / max(fleet.predictor.answer_steps, 1.0))
-    return prefill * (weights.interference * (table.active + table.queue)) * (1.0 + coming)
+    return prefill * (weights.interference * per_rank(table.active + table.queue, table)) * (1.0 + coming)
 
 
 def patience_price(ttft: FloatColumn, table: EndpointTable) -> FloatColumn | None:
@@ -330,7 +345,7 @@ def memory_price_per_token(used: FloatColumn, weights: Weights, fleet: Known) ->
     if used.item(used.argmax()) <= FULL_FROM:
         return None
     table = fleet.table
-    delayed = table.queue + _PASSING * table.active + _ONE
+    delayed = per_rank(table.queue + _PASSING * table.active, table) + _ONE
     hold_ms = scalar(weights.memory * fleet.predictor.hold_ms) * table.per_capacity
     price: FloatColumn = shortage(used) * delayed * hold_ms
     return price
@@ -348,7 +363,7 @@ def work_ms(slot: int, prompt: float, uncached: float, fleet: Known) -> tuple[fl
 
 def slot_wait(there: Any, slots: Any, answer_ms: Any) -> Any:
     """Milliseconds until one more than those that are `there` runs. `slots`: sequences at once, 0 = no limit."""
-    ahead = np.maximum(there + 0.5 - slots, _ZERO)
+    ahead = np.where(there >= slots, there + 0.5 - slots, _ZERO)
     return np.where(slots > 0.0, ahead * answer_ms / np.maximum(slots, _ONE), _ZERO)
 
 
@@ -380,14 +395,15 @@ _LOAD_OF = itemgetter(
         FLOATS.index,
         (
             "kv", "queue", "active", "inflight", "pending", "queued_tokens", "queued_ms", "prefill_since_ms",
-            "kv_tokens", "growth_tokens", "head_ms", "per_capacity", "max_seqs",
+            "kv_tokens", "growth_tokens", "head_ms", "per_capacity", "max_seqs", "ranks",
         ),
     )
 )  # fmt: skip
 
 
 class Ready(Struct, gc=False):
-    """The same of one slot, and what else forecasts need, as the columns of these names have it."""
+    """The same of one slot, and what else forecasts need, as the columns of these names have it, for one of the
+    endpoint's engines."""
 
     step: float
     #: With one sequence more.
@@ -420,8 +436,11 @@ def renew(slots: Iterable[int], table: EndpointTable, learned: Learned) -> None:
     for slot in slots:
         (
             kv, queue, active, held, pending, queued, queued_ms, since_ms, kv_tokens, growth, head_ms, per_capacity,
-            limit,
+            limit, ranks,
         ) = _LOAD_OF(table.by_slot[slot].tolist())  # fmt: skip
+        if ranks > 1.0:
+            queue, active, pending, limit = queue / ranks, active / ranks, pending / ranks, limit / ranks
+            queued, queued_ms, kv_tokens = queued / ranks, queued_ms / ranks, kv_tokens / ranks
         kappa, tpot_kappa, factor, base, load = factors.by_slot[slot].tolist()
         step = base * prior.c0 + load * (prior.c_seq * active + prior.c_kv * kv_tokens)
         left_ms, due_ms, pace = 0.0, inf, 1.0
@@ -430,6 +449,9 @@ def renew(slots: Iterable[int], table: EndpointTable, learned: Learned) -> None:
             done_ms = since_ms + queued_ms
             if head_ms < inf:
                 left_ms = max(queued_ms - factor * prior.c_pf * STEP_TOKENS, 0.0)
+                if pending < 1.0 < ranks:
+                    queued_ms *= 0.5
+                    done_ms, left_ms = -inf, queued_ms
                 if kv <= CROWDED:
                     first_ms = factor * head_ms + 2.0 * step
                     due_ms, pace = since_ms + LATE * first_ms, (queued_ms + 2.0 * step) / first_ms
@@ -440,7 +462,7 @@ def renew(slots: Iterable[int], table: EndpointTable, learned: Learned) -> None:
                 done_ms, left_ms, due_ms, pace = -inf, queued_ms, inf, 1.0
             answer_ms = 2.0 * growth / max(held, 1.0) * tpot_kappa * step
             wait = (queue + active + 0.5 - limit) * answer_ms / limit
-            done_ms, left_ms = done_ms + wait, left_ms + wait
+            done_ms, left_ms, due_ms = done_ms + wait, left_ms + wait, due_ms - wait / pace
         free = (FULL_FROM - kv) / per_capacity if per_capacity else inf if kv <= FULL_FROM else 0.0
         easy = (free if free < STEP_TOKENS else STEP_TOKENS) - queued
         learned.by_slot[slot] = (
@@ -519,7 +541,7 @@ def cost_of_one(prompt: float, share: FloatColumn | None, weights: Weights, flee
     total: FloatColumn = weights.interference * pausing * alone * (coming + _ONE) + weights.decode * answer * step
     ttft += steps + wait
     if crowded:
-        tokens = table.queued_tokens + uncached
+        tokens = per_rank(table.queued_tokens, table) + uncached
         ttft += steps * ((np.ceil(tokens * _PER_STEP) - 1.0) / 1.5)
         per_token = memory_price_per_token(table.kv + tokens * table.per_capacity, weights, fleet)
         if per_token is not None:

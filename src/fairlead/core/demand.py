@@ -131,10 +131,12 @@ class Demand:
         fixed_ms = step * rates.prior.c0
         own = max(1.0 - fixed_ms * SPREAD / self.objective.tpot_ms, 0.1)
         answer_ms = answer * token_ms
-        enough = ceil(rate * (prompt_ms + answer_ms) * 1e-3 / own)
+        engines = float(np.maximum(fleet.table.ranks[alive], 1.0).mean()) if alive.any() else 1.0
+        enough = ceil(rate * (prompt_ms + answer_ms) * 1e-3 / own / engines)
         decoding = own * answer_ms / (prompt_ms + answer_ms)
         serves_ms = prompt_ms + (ceil(uncached / STEP_TOKENS) + 0.5) * fixed_ms / (1.0 - decoding)
-        return enough, in_time(rate * serves_ms * 1e-3, self.objective.ttft_ms / serves_ms - 1.0)
+        timely = in_time(rate * serves_ms * 1e-3, self.objective.ttft_ms / serves_ms - 1.0)
+        return enough, ceil(timely / engines)
 
     def _for_memory(self, growth: float, fleet: Known) -> int:
         table = fleet.table

@@ -57,11 +57,13 @@ class Topology(Struct, frozen=True):
 class Sample(Struct, frozen=True, kw_only=True):
     """The values of one scrape of an endpoint. `None` = the page did not contain it; the older value stays in force."""
 
-    #: Requests waiting in the engine's own queue, summed over the engines (ranks) of the page.
+    #: Data-parallel engines of the page, among which its server divides requests; 0 = unknown.
+    ranks: int = 0
+    #: Requests waiting in the engine's own queue, summed over the ranks.
     waiting: float | None = None
-    #: Requests in the running batch, summed over engines.
+    #: Requests in the running batch, summed over the ranks.
     running: float | None = None
-    #: Share of KV blocks held by running requests, 0..1; the highest of the engines.
+    #: Share of KV blocks held by running requests, 0..1; the highest of the ranks.
     kv_usage: float | None = None
     #: Adapters loaded and active; empty when LoRA is off. `None` = not reported.
     adapters: frozenset[str] | None = None
@@ -71,7 +73,7 @@ class Sample(Struct, frozen=True, kw_only=True):
     max_adapters: int = 0
     #: Tokens per KV block; 0 = unknown.
     block_size: int = 0
-    #: KV blocks of one engine times the number of engines; 0 = unknown.
+    #: KV blocks of all ranks; 0 = unknown.
     num_blocks: int = 0
     #: Prefix cache counters of the engine, in tokens, cumulative.
     prefix_queries: float | None = None

@@ -152,11 +152,16 @@ class Fleet:
             table.set_max_adapters(slot, _gauge(sample.max_adapters, 0.0))
             if sample.adapters:
                 self.adapters.seen(slot, self._looks[slot])
+        ranks = _gauge(sample.ranks or None, table.ranks[slot])
         capacity = _gauge(sample.block_size * sample.num_blocks, 0.0)
         if capacity and capacity != table.capacity_tokens[slot]:
             table.capacity_tokens[slot] = capacity
-            table.per_capacity[slot] = 1.0 / capacity
+            table.per_capacity[slot] = max(ranks, 1.0) / capacity
             self.prefix.set_capacity(slot, int(capacity * self._budgeted_with))
+        if ranks != table.ranks[slot]:
+            table.set_ranks(slot, ranks)
+            known = table.capacity_tokens[slot]
+            table.per_capacity[slot] = ranks / known if known else 0.0
         restarted = before is not None and _restarted(before, sample)
         if restarted:
             self._emptied(slot)
@@ -180,9 +185,10 @@ class Fleet:
         if sample.waiting is None and sample.running is None:
             return []
         # There is room for one or two more, and what waits, or a whole step of it, should have been computed by now.
-        due_ms = self.predictor.rates.prefill[slot] * min(table.queued_ms[slot], self._prior.whole_step_ms)
+        engines = max(table.ranks[slot], 1.0)
+        due_ms = self.predictor.rates.prefill[slot] * min(table.queued_ms[slot] / engines, self._prior.whole_step_ms)
         overdue = now * 1e3 - table.prefill_since_ms[slot] > due_ms
-        if overdue and table.kv[slot] * (1.0 + 2.0 / max(running, 1.0)) < CROWDED:
+        if overdue and table.kv[slot] * (1.0 + 2.0 / max(running / engines, 1.0)) < CROWDED:
             self.predictor.rates.sampled(slot, waiting, running)
         # What was seen at others of its class holds for it, too.
         table.max_seqs[slot] = self.predictor.rates.limit(slot)
@@ -437,7 +443,8 @@ class Fleet:
             if mark is not None:
                 predictor.logged(slot, lease.forecast, uncached, lease.work_us * 1e-3, took_ms, mark[1], now)
         if mark is not None and tokens > 0:
-            predictor.complete(slot, uncached, complete_ms, tokens, mark, self.ledger.blind_ms(slot), now)
+            own_ms, blind_ms = lease.work_us * 1e-3, self.ledger.blind_ms(slot)
+            predictor.complete(slot, uncached, complete_ms, tokens, mark, blind_ms, now, own_ms)
         lease.first_token_at = lease.charged_at + took_ms * 1e-3
 
     def measured(self, bytes_per_token: float, share: float = BYTES_SHARE) -> None:

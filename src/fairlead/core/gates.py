@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from fairlead.core.columns import BoolColumn, FloatColumn
-from fairlead.core.cost import FULL, open_at, step_ms, waits
+from fairlead.core.cost import FULL, open_at, per_rank, step_ms, waits
 from fairlead.core.flow import Ceiling
 from fairlead.core.view import FleetView
 
@@ -24,7 +24,8 @@ from fairlead.core.view import FleetView
 
 
 class LedgerGate:
-    """Open: what is queued there is computed within `steps` steps, and fewer than `requests` of it are not begun."""
+    """Open: what is queued there is computed within `steps` steps, and fewer than `requests` of it are not begun; on
+    average of the engines behind an address."""
 
     name = "ledger"
     soft = True
@@ -39,21 +40,22 @@ class LedgerGate:
 
     def open(self, fleet: FleetView, now: float) -> BoolColumn | None:
         table = fleet.table
-        opened: BoolColumn = (self._levels(fleet, now) <= 1.0) & (table.queue < self._requests) & table.alive
+        waiting = per_rank(table.queue, table)
+        opened: BoolColumn = (self._levels(fleet, now) <= 1.0) & (waiting < self._requests) & table.alive
         return None if np.count_nonzero(opened) == len(table) else opened
 
     def level(self, fleet: FleetView, now: float) -> float:
-        return _mean(np.maximum(self._levels(fleet, now), fleet.table.queue / self._requests), fleet.table.alive)
+        table = fleet.table
+        return _mean(np.maximum(self._levels(fleet, now), per_rank(table.queue, table) / self._requests), table.alive)
 
     def _levels(self, fleet: FleetView, now: float) -> FloatColumn:
         """The wait there over the longest with which it is open."""
         table, learned = fleet.table, fleet.predictor
         queue, slots = waits(fleet, step_ms(fleet), now)
-        crowded = (table.kv > FULL) & (table.queue >= 1.0)
+        waiting, running = per_rank(table.queue, table), per_rank(table.active, table)
+        crowded = (table.kv > FULL) & (waiting >= 1.0)
         if np.count_nonzero(crowded):
-            queue = np.maximum(
-                queue, np.where(crowded, table.queue * learned.hold_ms / np.maximum(table.active, 1.0), 0.0)
-            )
+            queue = np.maximum(queue, np.where(crowded, waiting * learned.hold_ms / np.maximum(running, 1.0), 0.0))
         longest = self._steps * learned.rates.prior.whole_step_ms * learned.rates.prefill
         levels: FloatColumn = (queue + slots) / longest
         return levels

@@ -100,9 +100,10 @@ class MirrorFleet(Fleet):
                 factors[_FACTORS.index(name)][here] = column
             else:
                 self._told[_ROW[name], here] = column
-        if "capacity_tokens" in columns:
-            capacity = self._told[_ROW["capacity_tokens"], here]
-            self._told[_ROW["per_capacity"], here] = np.where(capacity > 0, 1.0 / np.maximum(capacity, 1e-9), 0.0)
+        if "capacity_tokens" in columns or "ranks" in columns:
+            capacity, ranks = self._told[_ROW["capacity_tokens"], here], self._told[_ROW["ranks"], here]
+            per_capacity = np.maximum(ranks, 1.0) / np.maximum(capacity, 1e-9)
+            self._told[_ROW["per_capacity"], here] = np.where(capacity > 0, per_capacity, 0.0)
         if "max_adapters" in columns:
             for slot, value in zip(here.tolist(), columns["max_adapters"].tolist(), strict=True):
                 self.table.set_max_adapters(slot, value)

@@ -10,6 +10,8 @@ Rules
 * Forecasts are judged by streamed answers: in others the first byte is the last. How fast engines are is learned from
   those too, and from streams that the gateway does not show: a whole answer is a stretch of so many steps, and of what
   was computed of prompts meanwhile. Where tokens are not told, the size of the answer tells them (`core.tokens`).
+* Engines behind one address compute at the same time, and which one has what is not known. There a first token is a
+  stretch of its own, if fewer wait than there are engines; and of what was computed meanwhile each had a share.
 * Nothing learned leaves its bounds, whatever clocks and clients do.
 """
 
@@ -30,6 +32,7 @@ from fairlead.core.cost import (
     StepModel,
     Terms,
     memory_wait,
+    per_rank,
     renew,
 )
 from fairlead.core.learned import ForecastsLearned, OwnLearned
@@ -125,7 +128,8 @@ class Predictor:
     def ttft_quantile(self, terms: Terms, prompt: float, p: float) -> FloatColumn:
         """TTFT that is kept with probability `p` (0.05..0.95), the wait for memory included."""
         table = self._table
-        busy = np.minimum(table.pending, 2.0) + np.minimum(table.queued_tokens + table.active, 1.0)
+        pending = np.floor(per_rank(table.pending, table))
+        busy = np.minimum(pending, 2.0) + np.minimum(table.queued_tokens + table.active, 1.0)
         busy = np.where((terms.used > 1.0) | (terms.slots > 0.0), KINDS - 1.0, np.minimum(busy, KINDS - 2.0))
         kinds = (busy + KINDS * (terms.uncached < prompt)).astype(np.intp)
         factors = np.array([exp(band.at(p)) for band in self.bands])
@@ -165,9 +169,16 @@ class Predictor:
     ) -> None:
         """A request charged at `sent` got its first token. Call it before the ledger learns of it. `cold`: it waited
         for its adapter, too."""
-        self._computed_ms[slot] += work_ms
         self.judge(slot, forecast, (now - sent) * 1e3)
-        self._stretch(slot, uncached, cached, work_ms, sent, now, cold)
+        if self._table.per_rank is None or self._table.ranks[slot] <= 1.0:
+            self._computed_ms[slot] += work_ms
+            self._stretch(slot, uncached, cached, work_ms, sent, now, cold)
+        else:
+            self._stretches[slot] = None
+            self._computed_ms[slot] += work_ms * float(self._table.per_rank[slot])
+            if not cold and self._table.kv[slot] <= CROWDED:
+                took_ms = (now - sent) * 1e3
+                self.logged(slot, forecast, uncached, work_ms, took_ms, self.mark(slot)[1], now, cached)
 
     def judge(self, slot: int, forecast: Forecast, took_ms: float) -> None:
         """A first token took so long."""
@@ -237,12 +248,14 @@ class Predictor:
         took_ms: float,
         load_ms: float,
         now: float,
+        cached: float = 0.0,
     ) -> None:
-        """A first token took so long; it is told only now, when the answer is over. `load_ms`: what decoding added to a
-        step when it was charged. Where it found nobody before it, it is a stretch of its own."""
+        """A first token took so long, and no stretch has it: it is told only now, when the answer is over, or there are
+        several engines. `load_ms`: what decoding added to a step when it was charged. Where it found nobody before it,
+        it is a stretch of its own."""
         if forecast.kind < 2 * KINDS and forecast.kind % KINDS < 2:
             lags = float(forecast.kind % KINDS)
-            self.rates.observe(slot, work_ms, _steps(uncached) + 0.5 * lags, load_ms, took_ms, now, lags)
+            self.rates.observe(slot, work_ms, _steps(uncached) + 0.5 * lags, load_ms, took_ms, now, lags, cached)
 
     def complete(
         self,
@@ -253,9 +266,12 @@ class Predictor:
         mark: tuple[float, float],
         blind_ms: float,
         now: float,
+        work_ms: float = 0.0,
     ) -> None:
-        """An answer of so many tokens, whose first nobody saw, took so long. `mark` is that of its charge."""
+        """An answer of so many tokens, whose first nobody saw, took so long. `mark` is that of its charge, `work_ms`
+        its own part of `blind_ms`."""
         (before_ms, load_then), (computed_ms, load_ms) = mark, self.blind_mark(slot, blind_ms, now)
+        computed_ms += work_ms * (1.0 - self._share(slot))
         steps, load_ms = _steps(uncached) + completion_tokens - 1.0, 0.5 * (load_then + load_ms)
         self.rates.observe(slot, max(computed_ms - before_ms, 0.0), steps, load_ms, took_ms, now)
 
@@ -266,14 +282,19 @@ class Predictor:
         if slot in self._table.stale:
             renew((slot,), self._table, self)
         ready = self.slots[slot]
-        return computed_ms + blind_ms - ready.wait_ms(now) / ready.factor, load_ms
+        return computed_ms + blind_ms * self._share(slot) - ready.wait_ms(now) / ready.factor, load_ms
 
     def mark(self, slot: int) -> tuple[float, float]:
-        """What an endpoint has computed of prompts so far, and what decoding adds to its steps now. Both in
+        """What an endpoint's engine has computed of prompts so far, and what decoding adds to its steps now. Both in
         milliseconds at the prior's speed."""
         table = self._table
         load_ms = self.rates.prior.load_ms(float(table.active[slot]), float(table.kv_tokens[slot]))
-        return self._computed_ms[slot], load_ms
+        return self._computed_ms[slot], load_ms * self._share(slot)
+
+    def _share(self, slot: int) -> float:
+        """Of an endpoint's load, what one of its engines has."""
+        per_rank = self._table.per_rank
+        return 1.0 if per_rank is None else float(per_rank[slot])
 
     def ended(
         self,

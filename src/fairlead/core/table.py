@@ -22,7 +22,7 @@ FLOATS = (
     "waiting", "running", "kv", "queue", "active", "inflight", "pending", "pending_tokens", "queued_tokens",
     "queued_ms", "prefill_since_ms", "kv_tokens", "growth_tokens", "head_ms",
     "sampled_at", "failures", "errors", "ejected_until", "suspicion", "max_adapters", "loaded_adapters",
-    "capacity_tokens", "per_capacity", "max_seqs", "distance_ms", "free_cache",
+    "capacity_tokens", "per_capacity", "max_seqs", "distance_ms", "free_cache", "ranks",
 )  # fmt: skip
 #: Those that the leases add up to (`fairlead.core.ledger`), side by side in `FLOATS`.
 LOAD = (
@@ -72,7 +72,7 @@ class EndpointTable:
     max_adapters: FloatColumn
     loaded_adapters: FloatColumn
     capacity_tokens: FloatColumn
-    #: Its inverse, 0 = unknown.
+    #: The share of a rank's cache that one token takes, 0 = unknown.
     per_capacity: FloatColumn
     #: Sequences that the engine runs at once; 0 = no limit is known.
     max_seqs: FloatColumn
@@ -81,6 +81,9 @@ class EndpointTable:
     #: Share of the KV cache (0..1) that takes prompts before older ones have to go, by what we sent there; as of the
     #: last prompt.
     free_cache: FloatColumn
+    #: Data-parallel engines behind the address; 0 = unknown. All other columns are of all of them together, except
+    #: `kv`, which is that of the fullest.
+    ranks: FloatColumn
     #: 1 = it seems to hang, 2 = it does (`fairlead.core.stalls`).
     suspicion: FloatColumn
 
@@ -97,6 +100,8 @@ class EndpointTable:
         self.dynamic: BoolColumn = np.zeros(0, dtype=np.bool_)
         #: Some endpoint has slots for adapters.
         self.lora = False
+        #: 1 / `ranks`: the part of an endpoint's load that one of its engines has; `None` = each has one engine.
+        self.per_rank: FloatColumn | None = None
         #: Some endpoint is elsewhere.
         self.distant = False
         self.samples: list[Sample | None] = []
@@ -263,6 +268,11 @@ class EndpointTable:
             self.lora = bool(np.count_nonzero(self.max_adapters))
             self._adapters_changed()
 
+    def set_ranks(self, slot: int, ranks: float) -> None:
+        """The caller sees to `per_capacity`."""
+        self.ranks[slot] = ranks
+        self._judge_ranks()
+
     def set_distance(self, slot: int, ms: float) -> None:
         self.distance_ms[slot] = ms
         self.distant = bool(np.count_nonzero(self.distance_ms))
@@ -272,6 +282,7 @@ class EndpointTable:
         self.stale.update(range(len(self.endpoints)))
         self.lora = bool(np.count_nonzero(self.max_adapters))
         self.distant = bool(np.count_nonzero(self.distance_ms))
+        self._judge_ranks()
         self.judge_trouble()
 
     def judge_trouble(self) -> None:
@@ -302,6 +313,7 @@ class EndpointTable:
         self.alive[slot] = endpoint is not None
         self._judge_unlisted(slot)
         self.floats[:, slot] = 0.0
+        self._judge_ranks()
         for column in self._extra.values():
             column[slot] = nan
         self.sampled_at[slot] = self.ejected_until[slot] = -inf
@@ -326,6 +338,10 @@ class EndpointTable:
             setattr(self, name, row)
         #: A row per slot: of all, and with its `LOAD`, written in one go.
         self.by_slot, self.load = self.floats.T, self.floats[_LOAD].T
+
+    def _judge_ranks(self) -> None:
+        ranks = np.maximum(self.ranks, 1.0)
+        self.per_rank = 1.0 / ranks if np.count_nonzero(ranks > 1.0) else None
 
     def _judge_unlisted(self, slot: int) -> None:
         listed, alive = self.listed[slot], bool(self.alive[slot])

@@ -57,6 +57,7 @@ def test_captured_page_reads_as_the_reference_parser_does(path: Path) -> None:
 def test_figures_of_the_captured_pages() -> None:
     assert (read(page_of("under-load")).sample.waiting, read(page_of("under-load")).sample.running) == (28.0, 0.0)
     two = read(page_of("dp2")).sample
+    assert (two.ranks, read(page_of("idle")).sample.ranks) == (2, 1)
     assert (two.block_size, two.num_blocks, two.prefix_queries) == (32, 8192, 600.0)
     lora = read(page_of("lora")).sample
     assert (lora.waiting, lora.running, lora.max_adapters) == (16.0, 4.0, 2)

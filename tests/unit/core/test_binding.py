@@ -107,6 +107,15 @@ def test_those_that_are_held_for_an_endpoint_go_there_first(fleet, queue):
     assert binder().bind(window[:2], fleet, one_open, NOW).slot == 2, "nobody wants the open one"
 
 
+def test_those_that_are_held_for_several_engines_wait_less_for_each_other(fleet, queue):
+    """As above; but with eight engines, none of ten that are held for them waits long enough to go elsewhere."""
+    fleet.table.set_ranks(2, 8.0)
+    fleet.table.active[:] = [30.0, 30.0, 0.0]
+    one_open = np.array([True, False, False])
+    bound = binder().bind([queue(30_000) for _ in range(10)], fleet, one_open, NOW)
+    assert bound.slot == 2, "nobody wants the open one"
+
+
 def test_only_endpoints_that_are_able_count(fleet, queue):
     def able(request, fleet, now):
         return np.array([False, True, False]) if request.session == "one" else None

@@ -1,16 +1,19 @@
 """The cost kernel: one request and many give the same numbers, one endpoint and all, and parts add up."""
 
+from math import inf
 from random import Random
 
 import numpy as np
 import pytest
 
+from fairlead.core.columns import FloatColumn
 from fairlead.core.cost import (
     FEW,
     FULL,
     FULL_FROM,
     PRIOR,
     StepModel,
+    Terms,
     Weights,
     cost,
     cost_of_one,
@@ -20,9 +23,10 @@ from fairlead.core.cost import (
     memory_wait,
     parts,
     patience_price,
+    per_rank,
     weighed,
 )
-from fairlead.core.endpoint import Endpoint
+from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.fleet import Fleet
 from fairlead.core.table import FLOATS
 
@@ -50,6 +54,16 @@ def world(rng: Random, slots: int = 6, prior: StepModel = PRIOR) -> Fleet:
     return fleet
 
 
+def with_memory_waits(terms: Terms, fleet: Fleet) -> FloatColumn:
+    """The model's TTFT by slot, as forecasts have it: with the wait for memory, and for those that wait for it."""
+    table, hold_ms = fleet.table, fleet.predictor.hold_ms
+    queue, active = per_rank(table.queue, table), per_rank(table.active, table)
+    expected = terms.model_ttft + memory_wait(terms.used, table.kv, hold_ms)
+    one_by_one = np.where(table.kv > FULL, queue * hold_ms / np.maximum(active, 1.0), 0.0)
+    waited: FloatColumn = np.where(queue >= 1.0, np.maximum(expected, one_by_one), expected)
+    return waited
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_one_request_many_requests_and_one_endpoint_agree(seed: int) -> None:
     rng = Random(seed)
@@ -64,10 +78,7 @@ def test_one_request_many_requests_and_one_endpoint_agree(seed: int) -> None:
         assert weighed(single, weights, fleet) == pytest.approx(total[row], rel=1e-12)
         if not cached[row].any():
             assert cost(prompt, None, fleet, NOW).ttft == pytest.approx(single.ttft, rel=1e-12)
-        table, hold_ms = fleet.table, fleet.predictor.hold_ms
-        expected = single.model_ttft + memory_wait(single.used, table.kv, hold_ms)
-        one_by_one = np.where(table.kv > FULL, table.queue * hold_ms / np.maximum(table.active, 1.0), 0.0)
-        expected = np.where(table.queue >= 1.0, np.maximum(expected, one_by_one), expected)
+        expected = with_memory_waits(single, fleet)
         for slot in range(6):
             uncached = max(prompt - cached[row, slot], 1.0)
             here = forecast(slot, prompt, uncached, PRIOR.prefill_ms(prompt, uncached), fleet, NOW)
@@ -123,6 +134,79 @@ def test_few_endpoints_that_are_kept_ready_cost_the_same(seed: int) -> None:
     share = np.array([rng.choice((0.0, 1.0, rng.random())) for _ in range(slots)]) if rng.random() < 0.7 else None
     columns = weighed(cost(prompt, None if share is None else share * prompt, fleet, NOW), weights, fleet)
     assert cost_of_one(prompt, share, weights, fleet, NOW) == pytest.approx(columns, rel=1e-12)
+
+
+def ranked(rng: Random, slots: int) -> Fleet:
+    """Some addresses have several engines behind them, in every state that the kernel tells apart."""
+    fleet = world(rng, slots)
+    table = fleet.table
+    table.ranks[:] = [rng.choice((0.0, 1.0, 2.0, 4.0, 8.0)) for _ in range(slots)]
+    table.pending[:] = [rng.randrange(12) for _ in range(slots)]
+    table.max_seqs[:] = [rng.choice((0.0, 64.0, 256.0)) for _ in range(slots)]
+    table.growth_tokens[:] = [3e4 * rng.random() for _ in range(slots)]
+    table.inflight[:] = [rng.randrange(1, 500) for _ in range(slots)]
+    table.head_ms[:] = [rng.choice((inf, table.queued_ms[slot] * rng.random())) for slot in range(slots)]
+    table.rewritten()
+    return fleet
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_columns_and_few_endpoints_agree_where_engines_share_an_address(seed: int) -> None:
+    rng = Random(seed)
+    slots, weights = rng.randrange(1, FEW + 1), Weights(rng.random(), rng.random(), rng.choice((0.0, 2.0)))
+    fleet, prompt = ranked(rng, slots), float(rng.choice((1, 250, 8192, 90_000)))
+    share = np.array([rng.choice((0.0, 1.0, rng.random())) for _ in range(slots)])
+    terms = cost(prompt, share * prompt, fleet, NOW)
+    assert cost_of_one(prompt, share, weights, fleet, NOW) == pytest.approx(weighed(terms, weights, fleet), rel=1e-12)
+    expected = with_memory_waits(terms, fleet)
+    for slot in range(slots):
+        uncached = max(prompt - share[slot] * prompt, 1.0)
+        here = forecast(slot, prompt, uncached, PRIOR.prefill_ms(prompt, uncached), fleet, NOW)
+        assert here.model_ttft_ms == pytest.approx(expected[slot], rel=1e-12)
+
+
+def alike(engines: int, share_an_address: bool) -> Fleet:
+    """The same load on each engine: behind one address, or one of them alone."""
+    fleet = Fleet()
+    fleet.up(Endpoint("e", "10.0.0.1:8000"))
+    size = 1 if not share_an_address else engines
+    known = Sample(waiting=0.0, running=0.0, kv_usage=0.8, block_size=16, num_blocks=20_000 * size, ranks=size)
+    fleet.sampled("e", NOW, NOW, known)
+    table = fleet.table
+    for name, each in (
+        ("queue", 3.0),
+        ("active", 40.0),
+        ("pending", 3.0),
+        ("queued_tokens", 9000.0),
+        ("max_seqs", 42.0),
+        ("queued_ms", 600.0),
+        ("kv_tokens", 150_000.0),
+        ("growth_tokens", 9000.0),
+        ("inflight", 43.0),
+    ):
+        table.floats[FLOATS.index(name)] = each * size
+    table.head_ms[:] = inf
+    table.prefill_since_ms[:] = 1e3 * NOW - 100.0
+    return fleet
+
+
+def test_an_address_with_four_engines_costs_what_one_of_them_does() -> None:
+    four, one = alike(4, True), alike(4, False)
+    for fleet in (four, one):
+        fleet.table.rewritten()
+    terms = [cost(20_000.0, None, fleet, NOW) for fleet in (four, one)]
+    for name in ("prefill", "queue", "steps", "slots", "used", "ttft"):
+        assert getattr(terms[0], name) == pytest.approx(getattr(terms[1], name), rel=1e-12), name
+    costs = [weighed(term, Weights(), fleet) for term, fleet in zip(terms, (four, one), strict=True)]
+    assert costs[0] == pytest.approx(costs[1], rel=1e-12)
+
+
+def test_one_more_meets_one_of_the_engines_that_compute_by_chance() -> None:
+    fleet = alike(4, True)
+    fleet.table.pending[:], fleet.table.head_ms[:] = 2.0, 1200.0
+    fleet.table.rewritten()
+    queue = [float(cost(100.0, None, fleet, at).queue[0]) for at in (NOW, NOW + 0.1)]
+    assert queue == [pytest.approx(2400.0 / 4 / 2)] * 2
 
 
 def crowd(waiting: float = 0.0) -> Fleet:

@@ -54,6 +54,19 @@ def test_more_load_never_asks_for_less(rate: float, times: float, prompt: float,
     assert 1 <= less <= more <= MOST
 
 
+def test_engines_behind_one_address_count_as_so_many() -> None:
+    demand = Demand(Objective())
+    for step in range(40):
+        at = 5.0 * step
+        demand.observe(Totals(at, 80.0 * at, 80.0 * at * 4000.0, 0.0))
+    ranked = fleet()
+    for slot in range(4):
+        ranked.table.set_ranks(slot, 4.0)
+    one, four = demand.endpoints(fleet()), demand.endpoints(ranked)
+    assert one is not None and four is not None
+    assert four == -(-one // 4)
+
+
 def test_what_is_cached_need_not_be_computed() -> None:
     cold, warm = asked(20.0, 6000.0), asked(20.0, 6000.0, 5500.0)
     assert cold is not None and warm is not None

@@ -120,6 +120,21 @@ def test_a_reading_fills_the_row() -> None:
     assert fleet.stale(0, 3.2)
 
 
+def test_engines_behind_an_address_share_its_load_and_each_has_its_memory() -> None:
+    fleet = fleet_of(2)
+    assert fleet.table.per_rank is None
+    fleet.sampled("e1", 0.0, 0.0, Sample(waiting=0.0, block_size=16, num_blocks=4000, ranks=4))
+    assert fleet.table.ranks.tolist() == [0.0, 4.0]
+    assert fleet.table.per_rank is not None and fleet.table.per_rank.tolist() == [1.0, 0.25]
+    assert fleet.table.per_capacity[1] == 4.0 / 64_000
+    fleet.sampled("e1", 1.0, 1.0, Sample(waiting=0.0))
+    assert fleet.table.ranks[1] == 4.0, "the page said nothing of them"
+    fleet.sampled("e1", 2.0, 2.0, Sample(waiting=0.0, ranks=2))
+    assert fleet.table.per_capacity[1] == 2.0 / 64_000
+    fleet.down("e1")
+    assert fleet.table.per_rank is None
+
+
 def test_what_a_page_does_not_say_stays_in_force() -> None:
     fleet = fleet_of(1)
     fleet.sampled("e0", 0.0, 0.0, Sample(waiting=2.0, running=5.0, kv_usage=0.25, adapters=frozenset("a")))

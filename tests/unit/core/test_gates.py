@@ -45,6 +45,16 @@ def test_more_than_the_running_step_takes_with_it_closes_an_endpoint():
     assert LedgerGate().level(fleet, NOW) == pytest.approx(5000 / 4096 / 3, rel=0.1)
 
 
+def test_four_engines_behind_an_address_compute_four_times_as_much_at_once():
+    fleet = pool()
+    fleet.sampled("e1", NOW, NOW, Sample(waiting=0.0, running=0.0, kv_usage=0.0, ranks=4))
+    charge(fleet, 1, tokens=3500, count=4)
+    assert LedgerGate().open(fleet, NOW) is None and LedgerGate().admits(1, fleet, NOW)
+    charge(fleet, 1, tokens=3500)
+    assert LedgerGate().open(fleet, NOW).tolist() == [True, False, True]
+    assert not LedgerGate().admits(1, fleet, NOW)
+
+
 def test_it_opens_again_as_the_prompts_are_computed():
     fleet = pool()
     charge(fleet, 1, tokens=6000)

@@ -317,3 +317,20 @@ def test_corrections_do_not_chase_each_other_while_many_are_in_flight() -> None:
             worst = max(worst, forecast.ttft_ms / 7500.0, 7500.0 / forecast.ttft_ms)
     fleet.validate()
     assert worst < 2.0
+
+
+def test_engines_that_compute_at_once_are_not_taken_for_a_faster_one() -> None:
+    """Four engines compute a prompt each at the same time, again and again, exactly as fast as believed."""
+    fleet = Fleet()
+    fleet.up(Endpoint("e", "10.0.0.1:80"))
+    fleet.sampled("e", 0.0, 0.0, Sample(waiting=0.0, running=0.0, kv_usage=0.0, ranks=4))
+    now = 0.0
+    for turn in range(60):
+        leases = [fleet.charge(sent(4 * turn + each, 4000), 0, now, 0, 10.0) for each in range(4)]
+        now += (PRIOR.prefill_ms(4000.0, 4000.0) + PRIOR.c0) * 1e-3
+        for lease in leases:
+            fleet.first_token(lease, now)
+            fleet.ledger.release(lease)
+        now += 0.1
+    assert fleet.predictor.rates.prefill[0] == pytest.approx(1.0, rel=0.1)
+    fleet.validate()

@@ -146,6 +146,7 @@ class Server:
         spec, stats = self.replica.engine, [engine.stats for engine in self.engine.ranks]
         gauges = [each.gauges for each in stats]
         sample = Sample(
+            ranks=len(gauges),
             waiting=sum(gauge.waiting for gauge in gauges),
             running=sum(gauge.running for gauge in gauges),
             kv_usage=max(gauge.kv_usage for gauge in gauges),

@@ -52,6 +52,7 @@ COLUMNS: Mapping[int, str] = {
     26: "max_seqs",
     27: "head_ms",
     28: "free_cache",
+    29: "ranks",
     **FACTORS,
 }  # fmt: skip
 #: Highest slot that is taken from a peer: columns are as long as the highest one.

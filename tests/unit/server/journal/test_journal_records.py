@@ -168,3 +168,25 @@ def test_a_restored_fleet_reads_as_the_real_one() -> None:
     assert again.table.holders("a") is not None
     there.table.queue[0] = 99.0
     assert snapshot.floats.max() < 99.0, "a snapshot is a copy"
+
+
+def test_a_journal_from_before_ranks_were_read_is_read_as_one_of_single_engines() -> None:
+    """Its samples and snapshots lack the number."""
+    sample = msgspec.msgpack.encode({"waiting": 2.0, "running": 1.0, "block_size": 16, "num_blocks": 100})
+    old = msgspec.msgpack.decode(sample, type=Sample)
+    there = Fleet()
+    there.up(Endpoint("e", "10.0.0.1:80"))
+    there.sampled("e", 1.0, 1.0, old)
+    assert there.table.per_rank is None
+    snapshot = Snapshots()(there, 1.0)
+    restored = Restored(msgspec.structs.replace(snapshot, floats=snapshot.floats[:-1]), None)
+    assert restored.table.per_rank is None
+    assert restored.table.floats.tolist() == there.table.floats.tolist()
+
+
+def test_a_restored_fleet_knows_how_many_engines_share_an_address() -> None:
+    there = Fleet()
+    there.up(Endpoint("e", "10.0.0.1:80"))
+    there.sampled("e", 1.0, 1.0, Sample(waiting=2.0, running=1.0, ranks=4))
+    restored = Restored(Snapshots()(there, 1.0), None)
+    assert restored.table.per_rank is not None and restored.table.per_rank.tolist() == [0.25]
