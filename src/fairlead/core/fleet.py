@@ -152,16 +152,7 @@ class Fleet:
             table.set_max_adapters(slot, _gauge(sample.max_adapters, 0.0))
             if sample.adapters:
                 self.adapters.seen(slot, self._looks[slot])
-        ranks = _gauge(sample.ranks or None, table.ranks[slot])
-        capacity = _gauge(sample.block_size * sample.num_blocks, 0.0)
-        if capacity and capacity != table.capacity_tokens[slot]:
-            table.capacity_tokens[slot] = capacity
-            table.per_capacity[slot] = max(ranks, 1.0) / capacity
-            self.prefix.set_capacity(slot, int(capacity * self._budgeted_with))
-        if ranks != table.ranks[slot]:
-            table.set_ranks(slot, ranks)
-            known = table.capacity_tokens[slot]
-            table.per_capacity[slot] = ranks / known if known else 0.0
+        self._sized(slot, sample)
         restarted = before is not None and _restarted(before, sample)
         if restarted:
             self._emptied(slot)
@@ -197,6 +188,21 @@ class Fleet:
             if lease.auxiliary:
                 self.ledger.release(lease)
         return [lease for lease in dropped if not lease.auxiliary]
+
+    def _sized(self, slot: int, sample: Sample) -> None:
+        """Take over how many engines the address has, and how much KV cache."""
+        table = self.table
+        ranks = _gauge(sample.ranks or None, table.ranks[slot])
+        known = table.capacity_tokens[slot]
+        capacity = _gauge(sample.block_size * sample.num_blocks, 0.0) or known
+        if ranks == table.ranks[slot] and capacity == known:
+            return
+        if ranks != table.ranks[slot]:
+            table.set_ranks(slot, ranks)
+        if capacity != known:
+            table.capacity_tokens[slot] = capacity
+            self.prefix.set_capacity(slot, int(capacity * self._budgeted_with))
+        table.per_capacity[slot] = max(ranks, 1.0) / capacity if capacity else 0.0
 
     def adapters_listed(self, endpoint_id: str, adapters: frozenset[str] | None) -> None:
         """Its list of models was read; `None` = it does not tell."""
