@@ -48,6 +48,8 @@ class HeapTrim:
         self._interval = interval_s
         #: Free bytes, the fewest since the last trim, and at the last look.
         self._least = self._last = 0
+        #: Times that memory was given back.
+        self.trims = 0
         with contextlib.suppress(OSError, AttributeError):
             libc = ctypes.CDLL("libc.so.6")
             self._info, self._trim = ctypes.CFUNCTYPE(_Mallinfo)(("mallinfo2", libc)), libc.malloc_trim
@@ -58,6 +60,7 @@ class HeapTrim:
         self._least = min(self._least, free)
         if min(free, self._last) - self._least > self.MOST:
             self._trim(0)
+            self.trims += 1
             self._least = free
         self._last = free
         self._timer = self._loop.call_later(self._interval, self.look)
