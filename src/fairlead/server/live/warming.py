@@ -166,7 +166,7 @@ class Warming:
         return replace(request, priority=PRIORITY, fairness_id=TENANT, session="")
 
     async def _send(self, request: Request, kept: Beginning) -> str:
-        """Send a beginning. Returns what went wrong; empty = nothing. The ledger drops the request in any case."""
+        """Send a beginning. Returns what went wrong; empty = nothing. The registry drops the request in any case."""
         client = _Client()
         self._feed(RequestArrived(request, client))
         end: Event = StreamLost(request.id)
