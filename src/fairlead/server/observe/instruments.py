@@ -106,8 +106,7 @@ class Family(Generic[Child]):
             self.child()
 
     def child(self, *values: str) -> Child:
-        """The child for these label values, in the order of `labels`. Raises `ValueError` for a wrong number of
-        them."""
+        """The child for these label values, in the order of `labels`. Raises `ValueError` if their number is wrong."""
         existing = self.children.get(values)
         if existing is not None:
             return existing
