@@ -218,8 +218,7 @@ _FORMS = "give the name of a built-in policy, a configuration file (.yaml), or M
 
 
 def policy_maker(target: str, report: Callable[[PluginError], None] | None = None) -> Callable[[], Policy]:
-    """Makes one policy per stream. Raises `ConfigError`, which says what to give; a first one is made here as a
-    test."""
+    """Makes one policy per stream. Raises `ConfigError`, which says what to give; a policy is made here as a test."""
     if ":" in target:
         make = _from_module(*target.rsplit(":", 1))
     elif target.endswith((".yaml", ".yml", ".json")):
