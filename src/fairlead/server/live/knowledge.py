@@ -187,7 +187,6 @@ def recipe_of(settings: KvEvents) -> Recipe:
 # * One endpoint at a time is asked, with a limit of `TIMEOUT` seconds per question. A model is compared once. If that
 #   fails, it is tried again with each endpoint that appears, and up to `TRIES` times with the same one.
 # * At most `MOST_MODELS` models. Adapters have their base model's tokens and are left out.
-# * At most `MOST_MODELS` models. Adapters have their base model's tokens and are left out.
 
 TIMEOUT, TRIES, LATER = 2.0, 3, 20.0
 MOST_MODELS, _MOST_QUEUED, _MOST_BYTES = 64, 256, 1 << 20
