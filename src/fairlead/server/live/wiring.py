@@ -75,8 +75,7 @@ from fairlead.server.state import StateFile
 
 
 class LoopClock:
-    """The event loop's clock. asyncio's own `time` reads the same clock through a Python function, and this is called
-    several times per request."""
+    """The event loop's clock, without asyncio's Python function: it is read several times per request."""
 
     time = staticmethod(time.monotonic)
 

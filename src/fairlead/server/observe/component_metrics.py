@@ -177,8 +177,7 @@ def _kind(verdict: ShadowVerdict) -> str:
 
 
 class GatewayMetrics:
-    """What the gateway's Envoys count. `keep`: the file that outlives schedulers; the next scheduler continues from its
-    counts."""
+    """What the gateway's Envoys count. `keep`: the file that outlives schedulers; the next one continues from it."""
 
     def __init__(self, registry: Registry, keep: Path | None, envoys: int) -> None:
         self._keep = keep

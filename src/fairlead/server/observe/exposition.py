@@ -196,8 +196,7 @@ class Registry:
         self._before.append(refresh)
 
     def follow(self, kind: str, name: str, help_text: str, read: Callable[[], Any], label: str = "") -> None:
-        """Show what `read` returns at every rendering: a number, or with a `label` numbers by its values; `None` =
-        nothing yet."""
+        """Show what `read` returns at every rendering: a number, or numbers by values of `label`; `None` = nothing."""
         family = Readings(kind, *([label] if label else ()))
 
         def refresh() -> None:

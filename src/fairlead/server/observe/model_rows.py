@@ -1,5 +1,4 @@
-"""What the dashboard shows of each model that clients name: its traffic now and in the last hour, its targets, and
-where adapters are."""
+"""What the dashboard shows of each model: its traffic now and in the last hour, its targets, where adapters are."""
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
