@@ -1,5 +1,5 @@
-"""The command line as typer runs it. A command's module is imported when the command is run (or asked for its own
-`--help`), never to list the commands: a command whose optional dependency is missing hurts nobody else.
+"""The command line as typer runs it. A command's module is imported when the command runs (or shows its own `--help`),
+never to list the commands: a command whose optional dependency is missing does not affect the others.
 """
 
 from importlib import import_module
@@ -13,16 +13,16 @@ from fairlead.cli.commands import COMMANDS, GROUPS, RENAMED, Command, members, o
 from fairlead.cli.options import note_renamed
 from fairlead.core.errors import FairleadError
 
-#: Optional dependencies, and the extra that brings each.
+#: Optional dependencies, and the extra that installs each.
 EXTRAS = {"matplotlib": "report", "distributed": "cluster"}
 
 
 class CommandError(FairleadError):
-    """A command that is listed cannot be run in this installation."""
+    """A listed command cannot run in this installation."""
 
 
 class LazyGroup(TyperGroup):
-    """Lists commands from the table, and loads the one that is about to run."""
+    """Lists commands from the table, and loads only the one that is about to run."""
 
     path = ""
 
@@ -30,7 +30,7 @@ class LazyGroup(TyperGroup):
         return members(self.path)
 
     def get_command(self, ctx: Any, name: str) -> Any:
-        """A group, or a placeholder that knows the command's name and help."""
+        """A group, or a placeholder that has the command's name and help."""
         path = f"{self.path} {name}".strip()
         if name not in members(self.path):
             return None
@@ -63,7 +63,7 @@ class LazyGroup(TyperGroup):
 
 
 def _meant(group: str, name: str) -> str:
-    """Also a command of another group: its last word is what people remember."""
+    """A hint at the nearest command, also of another group: people remember a command's last word."""
     from difflib import get_close_matches
 
     known = {path.rpartition(" ")[2]: path for path in (*GROUPS, *COMMANDS)}
@@ -73,7 +73,7 @@ def _meant(group: str, name: str) -> str:
 
 
 def load_command(path: str, command: Command) -> Any:
-    """The click command of a typer function. Raises `CommandError` when it cannot be imported."""
+    """The click command of a typer function. Raises `CommandError` if it cannot be imported."""
     try:
         module = import_module(command.module)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""What commands share and needs no typer: `validate` runs without it, see `fairlead.cli.main`."""
+"""What commands share and what needs no typer: `validate` runs without it, see `fairlead.cli.main`."""
 
 import sys
 from collections.abc import Iterator
@@ -9,12 +9,12 @@ from pathlib import Path
 FAILED = 1
 WRONG_INPUT = 2
 INTERRUPTED = 130
-#: What `fairlead init` writes, and others read where no file is named.
+#: What `fairlead init` writes, and what other commands read by default.
 DEFAULT_FILE = Path("fairlead.yaml")
 
 
 def config_file(file: Path) -> Path:
-    """Raises `ConfigError` where none was named and the usual one is not here."""
+    """The configuration file. Raises `ConfigError` if none was named and the default file does not exist."""
     if file == DEFAULT_FILE and not file.exists():
         from fairlead.core.errors import ConfigError
 
@@ -24,8 +24,8 @@ def config_file(file: Path) -> Path:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Of a thousand modules that are imported nothing becomes garbage; looking for it takes a tenth of the start, and
-    as much of a short command's end."""
+    """Run without the cycle collector. Importing a thousand modules makes no garbage, and looking for it would take a
+    tenth of the start, and as much of a short command's end."""
     import gc
 
     gc.disable()
@@ -37,7 +37,7 @@ def without_collection() -> Iterator[None]:
 
 
 def echo_json(value: object) -> None:
-    """Indented, on stdout."""
+    """Print the value as indented JSON on stdout."""
     import msgspec
 
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(value)).decode() + "\n")

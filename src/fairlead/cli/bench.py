@@ -1,4 +1,4 @@
-"""`fairlead bench`: open-loop load against any OpenAI endpoint, and what came of it."""
+"""`fairlead bench`: open-loop load against any OpenAI endpoint, and its results."""
 
 import math
 from pathlib import Path
@@ -155,14 +155,14 @@ def _options(load: "Load", headers: dict[str, str], timeout: float, max_in_fligh
         duration_s=load.seconds,
         max_in_flight=max_in_flight,
         timeout_s=timeout,
-        # Every request has its own bound; this one only has to be later than any trace.
+        # Every request has its own limit; this one must only be later than the end of any trace.
         time_limit_s=7 * 86400.0,
         headers=headers,
     )
 
 
 def _run(url: str, load: "Load", model: str, options: "Options") -> "RunResult":
-    """Ask for the model's name, send everything, show how it goes."""
+    """Ask for the model's name, send all requests, show the progress."""
     import asyncio
 
     from fairlead.cli.bench_load import BenchProgress

@@ -1,4 +1,4 @@
-"""What `fairlead bench` is asked for on its command line → what to send, and when."""
+"""Turns the command line of `fairlead bench` into what to send, and when."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,14 +16,14 @@ from fairlead.lab.workload.conversation import Conversation
 from fairlead.lab.workload.generate import ADVERSARIAL, CATALOGUE, Pace, arrivals_of, generate
 from fairlead.lab.workload.record import Record
 
-#: Smaller than those of published figures, so that any endpoint answers them in a minute.
+#: Smaller than in published figures, so that any endpoint answers them within a minute.
 SHARED_PREFIX = SharedPrefix(groups=20, prompts=10, system_tokens=2000, question_tokens=200, output_tokens=200)
 CHAT = Chat()
-#: Made as one long list before the run.
+#: Workloads that are generated as one long list before the run.
 SESSIONS = ("conversation", *CATALOGUE)
 KINDS = ("shared-prefix", "chat", *SESSIONS, *ADVERSARIAL)
 DEFAULT_RATE, DEFAULT_REQUESTS = 5.0, 200
-#: Conversations start at this rate before they are paced: with 45 s between turns, some 30 go on at a time.
+#: Conversations start at this rate before they are paced: with 45 s between turns, about 30 run at the same time.
 _SESSION_RATE = 0.2
 
 
@@ -49,22 +49,22 @@ class Load(msgspec.Struct, kw_only=True):
     """What to send and when; `workload` makes the requests once the model's name is known."""
 
     arrivals: OpenLoop | ClosedLoop
-    #: One of both bounds the run.
+    #: One of the two limits the run.
     requests: int
     seconds: float
-    #: In words, for the title and the summary.
+    #: The load in words, for the title and the summary.
     described: str
-    #: `None`: made endlessly from `options`.
+    #: `None` = made endlessly from `options`.
     records: Sequence[Record] | None
     options: LoadOptions
 
     @property
     def names_models(self) -> bool:
-        """Every record says which model it wants."""
+        """Whether every record names its model."""
         return self.records is not None and all(record.model or record.lora for record in self.records)
 
     def workload(self, model: str, fallback: str) -> Workload:
-        """Raises ConfigError for a parameter that cannot be. `fallback` is used where nobody names a model."""
+        """Raises ConfigError for an invalid parameter. `fallback` is the model of records that name none."""
         options = self.options
         if self.records is not None:
             return Replay(
@@ -79,7 +79,7 @@ class Load(msgspec.Struct, kw_only=True):
 
 
 def build(options: LoadOptions) -> Load:
-    """Raises ConfigError for options that make no sense, TraceError or OSError for a file that cannot be read."""
+    """Raises ConfigError for invalid options, TraceError or OSError for a file that cannot be read."""
     _check(options)
     records = _records(options)
     if records is None:
@@ -147,7 +147,7 @@ def _paced(options: LoadOptions) -> tuple[OpenLoop, str]:
 
 
 def _records(options: LoadOptions) -> Sequence[Record] | None:
-    """`None` for a workload that has no end."""
+    """The records to send; `None` for a workload without an end."""
     if options.workload in ("shared-prefix", "chat"):
         return None
     if options.workload not in KINDS:
@@ -161,13 +161,13 @@ def _records(options: LoadOptions) -> Sequence[Record] | None:
 
 
 def _conversations(options: LoadOptions) -> Sequence[Record]:
-    """So many sessions that they hold the requests wanted; turns of many sessions lie between each other."""
+    """Turns of enough sessions to hold the wanted requests; turns of different sessions alternate."""
     count = options.requests or DEFAULT_REQUESTS
     if options.seconds and not options.requests:
-        # Half as many again as are expected, since arrivals are random.
+        # Half as many again as expected, since arrivals are random.
         count = int(max(options.rate or DEFAULT_RATE, options.to_rate) * options.seconds * 1.5) + 100
     spec = CATALOGUE[options.workload].spec if options.workload in CATALOGUE else Conversation()
-    # A few long ones hold as much as many short ones, and a list of all turns has to fit into memory.
+    # A few long sessions hold as much as many short ones, and a list of all turns has to fit into memory.
     sessions = max(int(2 * count / spec.turns) + 1, 20 if spec.turns <= 30 else 4)
     while True:
         pace = Pace(rate=_SESSION_RATE, count=sessions, seed=options.seed)
@@ -193,13 +193,13 @@ def _endless(options: LoadOptions, model: str) -> SharedPrefix | Chat:
         raise ConfigError(str(error), "--set") from None
 
 
-# What a person sees while `fairlead bench` runs, and what it advises afterwards.
+# What people see while `fairlead bench` runs, and its hints afterwards.
 
 if TYPE_CHECKING:
     from fairlead.lab.load.report import Summary
     from fairlead.lab.load.spec import Progress as Look
 
-#: Seconds between two lines where nothing can be drawn over.
+#: Seconds between two lines where no bar can be drawn.
 _LINE_EVERY_S = 5.0
 _HINTS = {
     "status_400": "refused as invalid: too long for the model, or a field in --extra that it does not know",
@@ -215,7 +215,7 @@ _HINTS = {
 
 
 class BenchProgress:
-    """One line on stderr: drawn over where that is a terminal, else repeated now and then."""
+    """One line on stderr: redrawn on a terminal, else repeated every few seconds."""
 
     def __init__(self, title: str) -> None:
         self._console = Console(stderr=True)
@@ -234,7 +234,7 @@ class BenchProgress:
         self._bar.stop()
 
     def step(self, look: "Look") -> None:
-        """For `fairlead.lab.load.runner.run`."""
+        """The progress callback for `fairlead.lab.load.runner.run`."""
         text = line(look)
         self._bar.update(self._task, completed=look.done, total=look.total or None, description=text)
         if not self._console.is_terminal and look.elapsed_s >= self._next_line_s:
@@ -243,9 +243,9 @@ class BenchProgress:
 
 
 def line(look: "Look") -> str:
-    """How it goes, in a few words."""
+    """The progress in a few words."""
     done = f"{look.done:,} of {look.total:,}" if look.total else f"{look.done:,} done"
-    # Of the whole run so far: a quarter of a second holds too few to tell a rate.
+    # The rate is of the whole run so far: a quarter of a second holds too few requests for one.
     parts = [done, f"{look.in_flight:,} in flight", f"{look.done / max(look.elapsed_s, 1e-9):.1f}/s"]
     if look.waiting:
         parts.append(f"{look.waiting:,} held back")
@@ -257,7 +257,7 @@ def line(look: "Look") -> str:
 
 
 def hints(summary: "Summary") -> Iterator[str]:
-    """What to do about failures, and about figures that are not the server's."""
+    """What to do about failures, and about figures that the server is not responsible for."""
     for reason, count in summary["failed_by_reason"].items():
         if reason in _HINTS:
             yield f"hint: {count:,} × {reason}: {_HINTS[reason]}"

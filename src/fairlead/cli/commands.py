@@ -1,19 +1,19 @@
-"""Which commands there are, where they live, and what `fairlead --help` prints. It imports nothing, to be fast."""
+"""The table of commands, where they are implemented, and the text of `fairlead --help`. Imports nothing, to be fast."""
 
 from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    """Where a command lives."""
+    """Where a command is implemented."""
 
     module: str
     function: str
     help: str
-    #: It reads its flags by itself.
+    #: Whether it parses its flags by itself.
     raw: bool = False
 
 
-#: The words behind `fairlead` → the command.
+#: The words after `fairlead` → the command.
 COMMANDS: dict[str, Command] = {
     "demo": Command("fairlead.cli.demo", "demo", "Compare Fairlead with round robin on simulated servers."),
     "init": Command("fairlead.cli.init", "init", "Write a configuration for your model servers."),
@@ -56,7 +56,7 @@ GROUPS = {
     "sim workload": "Inspect, convert and generate workloads.",
 }
 
-#: How `fairlead --help` lists them.
+#: The sections of `fairlead --help`.
 SECTIONS = {
     "Set up": ("demo", "init", "validate", "config", "key"),
     "Run": ("serve", "epp", "envoy", "indexer", "scheduler"),
@@ -64,7 +64,7 @@ SECTIONS = {
     "Measure and plan": ("bench", "stub", "sim", "plan", "tune"),
 }
 
-#: Names of 0.1, which work until 0.3 → the names of today.
+#: Names of 0.1, which work until 0.3 → present names.
 RENAMED = {
     "schema": "config schema",
     "envoy-config": "envoy config",
@@ -77,13 +77,13 @@ RENAMED = {
 
 
 def members(group: str) -> list[str]:
-    """Commands and groups directly inside of a group; "" = of `fairlead` itself."""
+    """Commands and groups directly inside a group; "" = of `fairlead` itself."""
     inside = [path.removeprefix(group).split() for path in COMMANDS if not group or path.startswith(f"{group} ")]
     return list(dict.fromkeys(words[0] for words in inside))
 
 
 def overview() -> str:
-    """What `fairlead --help` prints: at most 80 columns."""
+    """The text of `fairlead --help`: at most 80 columns."""
     lines = ["Usage: fairlead COMMAND [OPTIONS]", "", "  " + ABOUT]
     for title, names in SECTIONS.items():
         known = [name for name in names if name in members("")]

@@ -58,7 +58,7 @@ def gate(
     engine: str = "",
     head: int = 0,
 ) -> None:
-    """Print both and exit with 1 when a condition is broken, 2 on wrong usage."""
+    """Print both runs' figures. Exit with 1 if a condition is broken, with 2 on wrong usage."""
     from fairlead.cli.options import busy
     from fairlead.core.errors import FairleadError
     from fairlead.lab.simulator.result import FIGURES, condition
@@ -105,7 +105,7 @@ def _figures(
 
 
 def _simulated(run: "Run", policy: str, load: float, servers: int, preset: str, head: int) -> dict[str, float]:
-    """The journal's traffic on as many servers as it had."""
+    """The figures of the journal's traffic, simulated on as many servers as it had."""
     from fairlead.compat.recorded import restore
     from fairlead.lab.engine.presets import DEFAULT_PRESET
     from fairlead.lab.engine.presets import preset as find_preset
@@ -142,10 +142,10 @@ _TIMEOUT_S = 10.0
 
 @contextmanager
 def on_cluster(address: str) -> Iterator[Runner]:
-    """Runs cells on the workers of the scheduler at `address`, e.g. tcp://host:8786.
+    """Run cells on the workers of the scheduler at `address`, e.g. tcp://host:8786.
 
-    Raises `ValueError` when Dask is not installed, nothing answers, there are no workers, or a worker has other code:
-    results are kept under the version of the code here.
+    Raises `ValueError` if Dask is not installed, nothing answers, there are no workers, or a worker has other code:
+    results are kept under the version of the local code.
     """
     try:
         dask = import_module("distributed")
@@ -177,7 +177,7 @@ def _check(client: Any, address: str) -> None:
 
 
 def _run(dask: Any, client: Any, cells: Sequence[tuple[Cell, str]]) -> Iterator[CellResult]:
-    """Results as they come. Cells of a worker that dies go to another; what no worker can run becomes an error."""
+    """Yield results as they arrive. If a worker dies, another runs its cells; a cell that fails becomes an error."""
     futures = {client.submit(run_cell, cell, key, pure=False): (cell, key) for cell, key in cells}
     for future in dask.as_completed(list(futures)):
         cell, key = futures.pop(future)
@@ -265,7 +265,7 @@ def compare(
 
 
 def kept_results(out: Path, fresh: bool) -> Path:
-    """The file of an interrupted run to resume, in a directory that is there from now on."""
+    """The results of an interrupted run to resume. Its directory is created."""
     out.mkdir(parents=True, exist_ok=True)
     kept = out / "cells.jsonl"
     if fresh:
@@ -274,7 +274,7 @@ def kept_results(out: Path, fresh: bool) -> Path:
 
 
 def end_with_errors(results: list[CellResult]) -> None:
-    """End the command with what failed, if anything did."""
+    """Print the errors and end the command with a failure, if there are any."""
     errors = [result for result in results if result.error]
     for result in errors:
         complain(f"{result.policy} on {result.scenario}: {result.error}")
@@ -290,7 +290,7 @@ def _print_json(results: list[CellResult]) -> None:
 
 
 def _cells(spec: "ScenarioSpec", scenarios: list[str], policies: list[str], load: str, seeds: int) -> list[Cell]:
-    """`spec`: what the scenarios have in common."""
+    """The cells to simulate. `spec`: what the scenarios have in common."""
     from msgspec.structs import replace
 
     from fairlead.config.problems import suggestion
@@ -327,7 +327,7 @@ def texts_of(policies: Sequence[str]) -> dict[str, str]:
 
 
 def _name(policy: str) -> str:
-    """As it stands in tables: what is before the `=`, or the name; of a Python file without its folder and ending."""
+    """The policy's name in tables: what is before the `=`, or the name; a Python file's without folder and ending."""
     name = policy.partition("=")[0]
     return Path(name).stem if name == policy and name.endswith(".py") else name
 

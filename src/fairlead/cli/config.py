@@ -1,4 +1,4 @@
-"""`fairlead validate` and `fairlead config`: what is wrong with a configuration, what it is, what it may say."""
+"""`fairlead validate` and `fairlead config`: a configuration's problems, its values, and its reference."""
 
 from typing import Annotated
 

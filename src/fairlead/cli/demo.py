@@ -1,4 +1,4 @@
-"""`fairlead demo`: the main job on real parts, measured."""
+"""`fairlead demo`: the main job with real parts, measured."""
 
 from pathlib import Path
 from typing import Annotated

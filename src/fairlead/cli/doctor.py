@@ -1,4 +1,4 @@
-"""`fairlead doctor`: what is wrong with a configuration and the installation that runs by it."""
+"""`fairlead doctor`: what is wrong with a configuration and the installation that uses it."""
 
 import os
 import sys
@@ -106,7 +106,7 @@ def _examined(config: "Config", checks: "tuple[Check, ...]", urls: dict[str, str
 
 
 class _Progress:
-    """Tells on stderr, where that is a terminal, how far it is."""
+    """Shows the progress on stderr, if it is a terminal."""
 
     def __init__(self, checks: int) -> None:
         self._left = checks

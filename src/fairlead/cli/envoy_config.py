@@ -1,4 +1,4 @@
-"""`fairlead envoy config`: the gateway's configuration, for an Envoy that somebody else runs."""
+"""`fairlead envoy config`: the gateway's configuration, for an Envoy that Fairlead does not run."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -17,7 +17,7 @@ class RequestMode(StrEnum):
     buffered = "buffered"
 
 
-#: Options of the gateway whose flag is called otherwise.
+#: Options of the gateway whose flag has another name.
 _FLAGS = {"host": "listen", "port": "listen", "endpoints": "endpoint", "tls": "tls-ca"}
 
 
@@ -128,7 +128,7 @@ def envoy_config(
 
 
 def _rendered(options: "Options", validate: bool) -> str:
-    """Raises `ConfigError` that names the flag."""
+    """The configuration as text. Raises `ConfigError` that names the flag."""
     from fairlead.core.errors import ConfigError
     from fairlead.gateway.envoy.binary import validate as check
     from fairlead.gateway.envoy.config import render
@@ -143,7 +143,7 @@ def _rendered(options: "Options", validate: bool) -> str:
 
 
 def _of_file(file: Path) -> "Options":
-    """Of the gateway that would be started for this configuration. Raises `ConfigError`."""
+    """Options of the gateway that would be started for this configuration. Raises `ConfigError`."""
     import asyncio
 
     from msgspec.structs import replace
@@ -157,6 +157,6 @@ def _of_file(file: Path) -> "Options":
 
 
 def _flag(path: str) -> str:
-    """Who said what stands at a path of the options: `$.body_limit` -> `--body-limit`."""
+    """The flag for a path in the options: `$.body_limit` -> `--body-limit`."""
     name = path.removeprefix("$.").partition("[")[0].partition(".")[0]
     return f"--{_FLAGS.get(name, name.replace('_', '-'))}"

@@ -1,4 +1,4 @@
-"""`fairlead epp`: serve by the reference picker's command line."""
+"""`fairlead epp`: serve with the reference picker's command line."""
 
 import subprocess
 import tempfile
@@ -18,7 +18,7 @@ _METRICS = {
     "lora-info-metric": "lora",
     "cache-info-metric": "cacheInfo",
 }
-#: What the reference runs by when it is given no configuration.
+#: What the reference uses if it is given no configuration.
 _DEFAULT = "{apiVersion: llm-d.ai/v1alpha1, kind: EndpointPickerConfig}\n"
 _LEVELS = {"debug": "debug", "info": "info", "warn": "warning", "error": "error", "panic": "error"}
 
@@ -62,8 +62,8 @@ def _configuration(given: Mapping[str, str], directory: Path) -> Path:
 
 
 def configured(given: Mapping[str, str], directory: Path) -> dict[str, Any]:
-    """The flags as values of the configuration, in the file's shape. `directory`: for a certificate that is made.
-    Raises `ConfigError`."""
+    """The flags as values of the configuration, in the file's shape. `directory`: where a certificate is created if
+    needed. Raises `ConfigError`."""
     from fairlead.cli.serve import overlay
 
     if given.get("pool-name") and given.get("endpoint-selector"):
@@ -120,7 +120,7 @@ def _add_metrics(given: Mapping[str, str], values: dict[str, Any]) -> None:
 
 
 def self_signed(directory: Path) -> str:
-    """A certificate that nobody vouches for, as the reference makes one: its gateways do not verify it."""
+    """Create a self-signed certificate, as the reference does: its gateways do not verify it. Returns its directory."""
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
     command += ["-days", "3650", "-subj", "/O=Fairlead", "-addext", "subjectAltName=DNS:localhost"]
     command += ["-keyout", str(directory / "tls.key"), "-out", str(directory / "tls.crt")]

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from fairlead.core.explain import Candidate
 
 
-#: Characters of a table that is measured, not shown.
+#: Width in characters at which a table is measured.
 _WIDEST = 10_000
 
 
 def show(explained: dict[str, Any], top: int) -> None:
-    """Print it. `explained`: what `server.observe.decisions.explained` makes."""
+    """Print an explanation. `explained`: the result of `server.observe.decisions.explained`."""
     console = Console(highlight=False, markup=False)
     where = explained["endpoint"] or f"nowhere ({explained['outcome']})"
     name = f"request {explained['request_id']}" + (f" ({explained['external_id']})" if explained["external_id"] else "")
@@ -48,7 +48,7 @@ def show(explained: dict[str, Any], top: int) -> None:
 
 
 def _say(console: Console, *lines: str) -> None:
-    """Indented, and broken between words where the terminal ends."""
+    """Print lines indented, wrapped between words."""
     for line in lines:
         console.print(Padding(line, (0, 0, 0, 2), expand=False))
 
@@ -61,7 +61,7 @@ def _delay(explained: dict[str, Any]) -> str:
 
 
 def _candidates(console: Console, explanation: dict[str, Any], top: int) -> None:
-    """The reasons, then what each endpoint costs: a column for each term where the terminal is wide enough, else the
+    """Print the reasons, then what each endpoint costs: a column for each term if the terminal is wide enough, else the
     terms below each other."""
     from msgspec import convert
 
@@ -168,7 +168,7 @@ def _measured(ms: float | None) -> str:
     return "not measured" if ms is None else f"measured {ms:,.1f} ms"
 
 
-# `fairlead explain`: why a request went where it went.
+# `fairlead explain`: why a request went to its endpoint.
 
 
 @examples("""
@@ -219,7 +219,7 @@ def explain(
 
 
 def _fetch(url: str, request: str) -> dict[str, Any]:
-    """Raises `ValueError`, `OSError`, or `EngineError` where nothing answers."""
+    """Raises `ValueError`, `OSError`, or `EngineError` if nothing answers."""
     from urllib.parse import quote
 
     import msgspec

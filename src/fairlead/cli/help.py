@@ -1,4 +1,4 @@
-"""A command's usage and `--help` as plain text, and its options by the names they had before."""
+"""A command's usage and `--help` as plain text, and the former names of its options."""
 
 from collections.abc import Iterator, Sequence
 from enum import Enum
@@ -31,7 +31,7 @@ RENAMED_OPTIONS: dict[str, dict[str, str]] = {
 
 
 class PlainCommand(TyperCommand):
-    """Shows what a value is only where an option takes parameter, and a default only where there is one."""
+    """Shows a value only for an option that takes one, and a default only if there is one."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         renamed = RENAMED_OPTIONS.get(ctx.command_path.partition(" ")[2], {})
@@ -50,7 +50,7 @@ class PlainCommand(TyperCommand):
 
 
 def with_new_names(args: Sequence[str], renamed: dict[str, str]) -> Iterator[str]:
-    """Each old name is reported once on stderr."""
+    """The arguments with new names of options. Each old name is reported once on stderr."""
     reported: set[str] = set()
     for place, arg in enumerate(args):
         if arg == "--":
@@ -58,7 +58,7 @@ def with_new_names(args: Sequence[str], renamed: dict[str, str]) -> Iterator[str
             return
         name, equals, value = arg.partition("=")
         new = renamed.get(name)
-        # An old name that is a new one too: the old one took a file, the new one takes a number.
+        # An old name can also be a new name: the old option took a file, the new one takes a number.
         if new is None or (name in renamed.values() and (value or "".join(args[place + 1 : place + 2])).isdigit()):
             yield arg
             continue
@@ -75,12 +75,12 @@ def usage(command: Any) -> list[str]:
 
 
 def arguments(command: Any) -> list[tuple[str, str, str]]:
-    """Name, default and help."""
+    """Name, default and help of each argument."""
     return [(_place(item), _default(item), item.help or "") for item in _visible(command, "argument")]
 
 
 def options(command: Any) -> list[tuple[str, str, str]]:
-    """Names with what they take, default and help."""
+    """Names and value, default and help of each option."""
     return [(_names(item), _default(item), item.help or "") for item in _visible(command, "option")]
 
 
@@ -103,7 +103,7 @@ def _value(parameter: Any) -> str:
 
 
 def _default(parameter: Any) -> str:
-    """In words; "" where there is none that says something."""
+    """The default in words; "" if there is none worth showing."""
     default = parameter.default.value if isinstance(parameter.default, Enum) else parameter.default
     if isinstance(parameter.show_default, str):
         return parameter.show_default

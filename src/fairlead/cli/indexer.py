@@ -60,7 +60,7 @@ def indexer(
 
 
 def _address(text: str) -> tuple[str, int]:
-    """Raises `ConfigError`."""
+    """The host and port in `text`. Raises `ConfigError`."""
     from fairlead.core.errors import ConfigError
 
     host, colon, port = text.rpartition(":")

@@ -1,4 +1,4 @@
-"""`fairlead init`: looks at model servers and writes a configuration for them."""
+"""`fairlead init`: examines model servers and writes a configuration for them."""
 
 import sys
 from pathlib import Path
@@ -97,7 +97,7 @@ def _ask() -> tuple[list[str], list[str], str, str]:
 
 
 def _surveyed(addresses: list[str], probe: bool) -> "list[Server]":
-    """What the servers say, printed too. Ends the command when one does not answer."""
+    """What the servers report, which is also printed. Ends the command if one does not answer."""
     if not addresses or not probe:
         return []
     import asyncio
@@ -175,7 +175,7 @@ def _kv(wanted: bool, tokenizer: str) -> list[str]:
 
 
 def _write(out: Path, text: str, force: bool) -> None:
-    """Raises `ConfigError` for what would not load: the file is left as it is then."""
+    """Write the file. Raises `ConfigError` if the text would not load; then the file is unchanged."""
     from fairlead.compat.load import load
     from fairlead.core.errors import ConfigError
 

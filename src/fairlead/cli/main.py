@@ -10,8 +10,8 @@ from fairlead.cli.commands import overview
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command and exit. Errors made on purpose become one line on stderr, others a traceback. SIGTERM ends a
-    command as Ctrl-C does, with what it started; the exit code is 143, or 130.
+    """Run one command and exit. Expected errors become one line on stderr, others a traceback. SIGTERM ends a command
+    and what it started, as Ctrl-C does; the exit code is 143, or 130 for Ctrl-C.
 
     With NO_COLOR in the environment nothing is drawn: neither colours nor bars, no escape codes at all.
     """
@@ -19,13 +19,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given == ["--help"]:
         sys.stdout.write(overview() + "\n")  # without typer, which takes three times as long
         sys.exit()
-    # Otherwise pydantic looks for plugins of its own in all installed packages: 6 % of what `validate` takes.
+    # Otherwise pydantic looks for its plugins in all installed packages, which takes 6 % of the time of `validate`.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     from fairlead.cli.basics import FAILED, INTERRUPTED, WRONG_INPUT
     from fairlead.core.errors import ConfigError, FairleadError, PluginError
 
     if os.environ.get("NO_COLOR"):
-        os.environ["TERM"] = "dumb"  # What rich and click look at; NO_COLOR alone leaves bold, dim and cursor codes.
+        os.environ["TERM"] = "dumb"  # Rich and click look at TERM; NO_COLOR alone leaves bold, dim and cursor codes.
     with _terminable() as terminated:
         try:
             _run(given)
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run(given: list[str]) -> None:
     files = [word for word in given[1:] if word != "--json"]
     if given[:1] == ["validate"] and len(files) < 2 and not any(word.startswith("-") for word in files):
-        # Without typer, too, which takes a quarter of the time.
+        # Also without typer, which takes a quarter of the time.
         from pathlib import Path
 
         from fairlead.cli.basics import DEFAULT_FILE, config_file
@@ -67,19 +67,19 @@ def _complain(error: Exception) -> None:
 
 @contextmanager
 def _terminable() -> Iterator[list[int]]:
-    """SIGTERM does what Ctrl-C does, also in an event loop, until a command has a handler of its own. Yields a list
-    that is empty until it came."""
+    """Make SIGTERM act like Ctrl-C, also in an event loop, until a command sets a handler of its own. Yields a list
+    that is empty until SIGTERM arrives."""
     came: list[int] = []
 
     def terminate(number: int, _: object) -> None:
         came.append(number)
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what runs in the background
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start background jobs
             raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)
 
     try:
         before = signal.signal(signal.SIGTERM, terminate)
-    except ValueError:  # not the main thread: signals are somebody else's
+    except ValueError:  # not the main thread: it cannot handle signals
         yield came
         return
     try:

@@ -12,7 +12,7 @@ from fairlead.cli.basics import config_file
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: Where something else answers than was expected.
+#: The message if a port answers but is not the expected one.
 OTHER_PORT = "this is not Fairlead's admin port (admin.port, default 9090)"
 
 
@@ -23,7 +23,7 @@ ConfigFile = Annotated[
 
 
 def complain(problem: str | Exception) -> None:
-    """One line on stderr for each line of the message; of a file that cannot be used, its name and the reason."""
+    """Print each line of the message on stderr; for a file that cannot be used, its name and the reason."""
     message = str(problem)
     if isinstance(problem, OSError) and problem.filename and problem.strerror:
         message = f"{problem.filename}: {problem.strerror}"
@@ -32,12 +32,12 @@ def complain(problem: str | Exception) -> None:
 
 
 def note_renamed(old: str, new: str) -> None:
-    """One line on stderr for a name that is about to go."""
+    """Print one line on stderr about a name that will be removed."""
     typer.echo(f"note: `{old}` is now `{new}`; the old name goes in 0.3", err=True)
 
 
 def needed_out(out: Path | None, old: Path | None) -> Path:
-    """What `--out` names. `old`: the second argument, as it was before 0.2. Raises `ConfigError`."""
+    """The file of `--out`. `old`: the second argument, as it was before 0.2. Raises `ConfigError`."""
     if old is not None:
         note_renamed("IN OUT", "IN --out OUT")
     if (path := out or old) is None:
@@ -47,7 +47,7 @@ def needed_out(out: Path | None, old: Path | None) -> Path:
     return path
 
 
-# What the shell completes.
+# Completions for the shell.
 
 
 def policies(incomplete: str) -> list[str]:
@@ -68,7 +68,7 @@ def presets(incomplete: str) -> list[str]:
     return [name for name in PRESETS if name.startswith(incomplete)]
 
 
-# Options that several commands have, each with its own words.
+# Options that several commands have, each with its own help text.
 
 
 def policy_option(help: str, **more: Any) -> Any:
@@ -85,7 +85,7 @@ def engine_option(help: str, **more: Any) -> Any:
 
 @contextmanager
 def exits(code: int, *errors: type[Exception]) -> Iterator[None]:
-    """These errors become lines on stderr and the exit code."""
+    """Turn these errors into lines on stderr and the exit code."""
     try:
         yield
     except errors as error:
@@ -94,7 +94,7 @@ def exits(code: int, *errors: type[Exception]) -> Iterator[None]:
 
 
 def examples(text: str) -> Callable[[F], F]:
-    """Put `text`, examples and what else a command says of itself, behind the first part of its description."""
+    """Insert `text`, with examples and further notes, after the first part of a command's description."""
 
     def add(command: F) -> F:
         command.__doc__ = f"{cleandoc(command.__doc__ or '')}\n{text}"
@@ -104,7 +104,7 @@ def examples(text: str) -> Callable[[F], F]:
 
 
 def wrapped(text: str, indent: int) -> str:
-    """Broken between words where the terminal ends."""
+    """The text wrapped between words to the terminal's width."""
     from shutil import get_terminal_size
     from textwrap import fill
 
@@ -114,7 +114,7 @@ def wrapped(text: str, indent: int) -> str:
 
 
 def json_object(text: str, option: str = "--extra") -> dict[str, Any]:
-    """What `option` was given; nothing = an empty one. Raises `ConfigError`."""
+    """The JSON object given for `option`; an empty one if none was given. Raises `ConfigError`."""
     import msgspec
 
     from fairlead.core.errors import ConfigError
@@ -126,7 +126,7 @@ def json_object(text: str, option: str = "--extra") -> dict[str, Any]:
 
 
 def pairs(settings: Sequence[str] | None, option: str, underscores: bool = False) -> dict[str, str]:
-    """What `option` was given as NAME=VALUE, any number of times. Raises `ConfigError`."""
+    """The NAME=VALUE pairs given for `option`. Raises `ConfigError`."""
     from fairlead.core.errors import ConfigError
 
     found = {}
@@ -139,11 +139,11 @@ def pairs(settings: Sequence[str] | None, option: str, underscores: bool = False
 
 
 def numbers(text: str) -> tuple[float, ...]:
-    """`1,1,0.4`. Raises `ValueError`."""
+    """The numbers in a text like `1,1,0.4`. Raises `ValueError`."""
     return tuple(float(part) for part in text.split(",") if part.strip())
 
 
-# Limits of a model server, where they are not to be the preset's.
+# Limits of a model server that differ from the preset's.
 MaxNumSeqs = Annotated[
     int, typer.Option(metavar="N", min=0, help="Requests in one batch.", show_default="the preset's")
 ]
@@ -174,7 +174,7 @@ DEFAULT_ADMIN = "http://localhost:9090"
 
 
 def admin_url(given: str, old: str = "") -> str:
-    """Of the admin port, with its scheme. `old`: what stood where an argument was before 0.2."""
+    """The URL of the admin port, with its scheme. `old`: the URL as an argument, as it was before 0.2."""
     if old:
         note_renamed("URL", "--admin URL")
     url = given or old or DEFAULT_ADMIN
@@ -200,7 +200,7 @@ Set = Annotated[
 
 
 def change(policy: str, settings: Sequence[str] | None) -> "Callable[[Config], Config] | None":
-    """What the options do to a recorded configuration; `None` = nothing. Raises `ConfigError` or `ValueError`."""
+    """How the options change a recorded configuration; `None` = not at all. Raises `ConfigError` or `ValueError`."""
     from fairlead.compat.load import load
     from fairlead.compat.recorded import changed
     from fairlead.lab.simulator.run import policy_text
@@ -221,15 +221,15 @@ def change(policy: str, settings: Sequence[str] | None) -> "Callable[[Config], C
     return apply
 
 
-# Bars on stderr for what takes longer than a second. Nothing is drawn where stderr is no terminal.
+# Progress bars on stderr for work that takes longer than a second. Nothing is drawn if stderr is no terminal.
 
-#: Steps between two looks at the bar: drawing must not cost what is measured.
+#: Steps between two updates of the bar: drawing must not slow down what is measured.
 _EVERY = 64
 
 
 @contextmanager
 def counted(title: str, total: int) -> Iterator[Callable[[], None] | None]:
-    """Gives a function to be called once per step; `None` where nobody would see it."""
+    """Yields a function to be called once per step; `None` if no bar is drawn."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -252,8 +252,7 @@ def counted(title: str, total: int) -> Iterator[Callable[[], None] | None]:
 
 @contextmanager
 def busy(title: str) -> Iterator[Callable[[str], None]]:
-    """Something moves, and the seconds are counted, while it is not known how much there is to do. Gives a function
-    that changes the title."""
+    """Show a spinner and the seconds for work of unknown length. Yields a function that changes the title."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -265,7 +264,7 @@ def busy(title: str) -> Iterator[Callable[[str], None]]:
 
 
 def with_token(url: str) -> "Request":
-    """To ask an admin port; `http://:TOKEN@HOST` gives its token along."""
+    """A request to an admin port; `http://:TOKEN@HOST` sends the token along."""
     from urllib import request as http
     from urllib.parse import unquote, urlsplit
 
@@ -277,8 +276,8 @@ def with_token(url: str) -> "Request":
 
 
 def fetched(page: str, base: str, ours: str, timeout_s: float = 10.0) -> bytes:
-    """A page of the admin port at `base`. Raises `ValueError` for a refusal, with its words if `ours` is among them,
-    else that something else listens there; `EngineError` where nothing answers."""
+    """A page of the admin port at `base`. Raises `ValueError` for a refusal, with its text if `ours` is in it, else
+    saying that something else listens there; `EngineError` if nothing answers."""
     from urllib.error import HTTPError, URLError
     from urllib.request import urlopen
 
@@ -289,7 +288,7 @@ def fetched(page: str, base: str, ours: str, timeout_s: float = 10.0) -> bytes:
             return bytes(answer.read())
     except HTTPError as error:
         said = error.read(500).decode(errors="replace").strip()
-        # The gateway and model servers answer 404 too, and say nothing of us.
+        # The gateway and model servers also answer 404, with texts that do not name Fairlead.
         raise ValueError(said if ours in said or error.code != 404 else f"{base}: {OTHER_PORT}") from None
     except URLError as error:
         raise EngineError(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fairlead.lab.simulator.plan import Case, Tried
     from fairlead.lab.simulator.world import Scenario
 
-#: Of a running scheduler's journal, so many of the newest bytes are fetched at most.
+#: How many of the newest bytes of a running scheduler's journal are fetched at most.
 _MOST_FETCHED = 256 << 20
 
 Workload = Annotated[str, workload_option("NAME|FILE", "A workload file, a scenario, or a kind of workload.")]
@@ -118,7 +118,7 @@ def plan(
 def _case(
     spec: "ScenarioSpec", slo: str, policy: str, live: str, last: str, warm_up: str, spare: int
 ) -> "tuple[Case, int]":
-    """What to plan for, and how many replicas there are; 0 = that is not known. Raises as what it calls."""
+    """What to plan for, and the present number of replicas; 0 = unknown. Raises what the called functions raise."""
     from msgspec import structs
 
     from fairlead.lab.simulator.build import build
@@ -213,7 +213,7 @@ def _said(planned: dict[str, Any]) -> str:
 
 
 def _times(text: str) -> float:
-    """`2x`. Raises `ValueError`."""
+    """The factor in a text like `2x`. Raises `ValueError`."""
     try:
         times = float(text.lower().removesuffix("x"))
     except ValueError:
@@ -234,7 +234,7 @@ def _engine(engine: str) -> str:
 
 
 def _recorded(live: str, last_s: float, spec: "ScenarioSpec") -> "tuple[Scenario, Any, int]":
-    """What was recorded, the policy then in force, and how many replicas there were. Raises `JournalError`,
+    """The recorded traffic, the policy then in force, and the number of replicas then. Raises `JournalError`,
     `ValueError` or `OSError`."""
     from fairlead.lab.engine.presets import preset
     from fairlead.lab.simulator.journal import one_run
@@ -261,7 +261,7 @@ def _recorded(live: str, last_s: float, spec: "ScenarioSpec") -> "tuple[Scenario
 
 @contextmanager
 def _journal(source: str) -> Iterator[Path]:
-    """A directory with it: its newest segments, where the admin port is asked. Raises `ValueError` or `OSError`."""
+    """The journal's directory; for an admin port, a copy of the newest segments. Raises `ValueError` or `OSError`."""
     from tempfile import TemporaryDirectory
 
     import msgspec
@@ -286,7 +286,7 @@ def _journal(source: str) -> Iterator[Path]:
 
 @contextmanager
 def _progress() -> "Iterator[Callable[[Tried], None]]":
-    """What was tried so far, on stderr where that is a terminal."""
+    """Shows what was tried so far on stderr, if it is a terminal."""
     with busy("simulating") as say:
         counts = [0, 0]
 

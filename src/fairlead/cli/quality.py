@@ -1,4 +1,4 @@
-"""`fairlead sim quality`: policies on every scenario, and how far each is from the best."""
+"""`fairlead sim quality`: simulates policies on every scenario, and shows how far each is from the best."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Set(StrEnum):
-    """Scenarios that may be looked at while something is tuned, and those that may not."""
+    """Scenarios that may be used for tuning, and scenarios that may not."""
 
     DEVELOPMENT = "development"
     HELD_OUT = "held-out"

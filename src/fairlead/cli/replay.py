@@ -1,4 +1,4 @@
-"""`fairlead journal replay`: a journal's events through the scheduler again."""
+"""`fairlead journal replay`: runs a journal's events through the scheduler again."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated

@@ -1,4 +1,4 @@
-"""Flags of `fairlead serve` that users of the reference picker know, as values of the configuration."""
+"""`fairlead serve`, and its flags that users of the reference picker know, as values of the configuration."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +22,7 @@ def overlay(
     leader_election: bool = False,
     ports: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """In the shape of the file; what was not given is absent. Raises `ConfigError` for what cannot be read."""
+    """The flags in the shape of the file, without those not given. Raises `ConfigError` for invalid ones."""
     kubernetes: dict[str, Any] = {
         key: value
         for key, value in (("pool", pool), ("namespace", namespace), ("group", group), ("kubeconfig", kubeconfig))
@@ -152,7 +152,7 @@ def serve_file(
     notes: Sequence[tuple[str, str]] = (),
     workers: int = 1,
 ) -> None:
-    """`notes`: flags without an effect, and why."""
+    """Serve with the configuration in `file`. `notes`: flags without an effect, and why."""
     import asyncio
 
     with without_collection():

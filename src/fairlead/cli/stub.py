@@ -34,7 +34,7 @@ class KvEncoding(StrEnum):
     BIN = "bin"
 
 
-#: What each changes of `lab.stub.kv_publisher.Encoding`.
+#: What each changes in `lab.stub.kv_publisher.Encoding`.
 _ENCODINGS: dict[KvEncoding, dict[str, Any]] = {
     KvEncoding.MAP: {"events": "map"},
     KvEncoding.ARRAY: {"events": "array"},

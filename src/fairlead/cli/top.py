@@ -1,6 +1,6 @@
-"""Where `fairlead top` has its numbers from: the dashboard's stream, or one snapshot of it.
+"""`fairlead top`: reads the dashboard's stream, or one snapshot of it, and draws it in a terminal.
 
-A connection that is lost is tried again, for as long as somebody watches.
+A lost connection is retried until the command ends.
 """
 
 import re
@@ -22,7 +22,7 @@ from fairlead.cli.basics import FAILED
 from fairlead.cli.options import OTHER_PORT, Admin, admin_url, complain, examples, with_token
 from fairlead.core.errors import ADMIN_PORT
 
-#: Seconds without a word after which a connection counts as lost; between two attempts.
+#: Seconds of silence after which a connection counts as lost, and seconds between two attempts.
 _SILENCE, _AGAIN = 5.0, 1.0
 _MAX_LINE = 64 << 20
 
@@ -30,7 +30,7 @@ Told = dict[str, Any]
 
 
 def snapshot(base: str) -> Told:
-    """`about` and `now`. Raises `OSError` or `ValueError`."""
+    """One snapshot, with `about` and `now`. Raises `OSError` or `ValueError`."""
     with _open(f"{base}/dashboard/snapshot") as answer:
         message = msgspec.json.decode(answer.read(_MAX_LINE))
     if not isinstance(message, dict) or "now" not in message:
@@ -40,7 +40,7 @@ def snapshot(base: str) -> Told:
 
 
 def follow(base: str, every: float) -> Iterator[tuple[Told, str]]:
-    """What is told every so many seconds, and beside it the problem while there is one. Never ends."""
+    """Yield the state every `every` seconds, each with the present problem, if any. Never ends."""
     state: Told = {}
     while True:
         try:
@@ -64,13 +64,13 @@ def _stream(base: str, every: float) -> Iterator[Told]:
             elif line.startswith(b"data: ") and event == b"beginning":
                 about = msgspec.json.decode(line[6:])["about"]
             elif line.startswith(b"data: ") and event == b"now" and time.monotonic() >= due:
-                # A moment early is no harm: snapshots come at their own pace.
+                # Slightly early is fine: snapshots arrive at their own pace.
                 due = time.monotonic() + every - 0.1
                 yield {"about": about, "now": msgspec.json.decode(line[6:])}
 
 
 def _open(url: str) -> HTTPResponse:
-    """Raises `OSError` with what the server says."""
+    """Open a page. Raises `OSError` with the server's text."""
     try:
         return cast(HTTPResponse, urlopen(with_token(url), timeout=_SILENCE))
     except urllib.error.HTTPError as error:
@@ -84,13 +84,13 @@ def _open(url: str) -> HTTPResponse:
         raise OSError(said or str(error.reason)) from None
 
 
-# What `fairlead top` draws: the same numbers as the dashboard, with the same words.
+# Draws the same numbers as the dashboard, with the same words.
 
 Row = dict[str, Any]
 
-#: Columns to sort by; all but names with the most first.
+#: Columns to sort by; all except names in descending order.
 SORTS: dict[str, Callable[[Row], Any]] = {
-    # Numbers in names by their value.
+    # Numbers in names are compared as numbers.
     "name": lambda row: [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", row["id"])],
     "waiting": lambda row: -row["queue"],
     "running": lambda row: -row["active"],
@@ -100,12 +100,12 @@ SORTS: dict[str, Callable[[Row], Any]] = {
     "ttft": lambda row: -(row["actual_ms"] or 0.0),
 }
 _DASH = "–"
-#: Lines of the screen that are not rows of the table of endpoints.
+#: Lines of the screen other than rows of the table of endpoints.
 _OTHER_LINES = 17
 
 
 def view(state: dict[str, Any], sort: str, width: int, height: int | None = None, problem: str = "") -> RenderableType:
-    """`width`, `height`: characters and lines of the screen; `None` = as many as it takes."""
+    """The whole screen. `width`, `height`: its characters and lines; `None` = as many lines as needed."""
     if not state:
         return Text(problem or "waiting for the first numbers …", "bold red" if problem else "")
     about, now = state["about"], state["now"]
@@ -177,11 +177,11 @@ def _endpoints(rows: list[Row], width: int, most: int | None) -> Table:
 
 
 def _near(row: Row) -> str:
-    """Before numbers that are estimated."""
+    """The sign before estimated numbers."""
     return "" if row["fresh"] else "≈"
 
 
-#: Columns of endpoints: the name, from which width of the screen on it is shown, and what it says.
+#: Columns of endpoints: the name, the screen width from which on it is shown, and its content.
 _COLUMNS: tuple[tuple[str, int, Callable[[Row], str | Text]], ...] = (
     ("endpoint", 0, lambda row: row["id"]),
     ("state", 0, lambda row: Text(*_state(row))),
@@ -244,7 +244,7 @@ def _queues(queues: Row) -> Table:
 def _table(names: Iterable[str], left: int, caption: str | None = None) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left", padding=(0, 1))
     for i, name in enumerate(names):
-        # Names go on in the next line where there is no room; figures are never cut.
+        # Names are wrapped if there is no room; figures are never cut.
         table.add_column(
             name, justify="left" if i < left else "right", no_wrap=i > 0 and name != "state", overflow="fold"
         )
@@ -268,7 +268,7 @@ def _ms(value: float | None) -> str:
 
 
 def _hour(value: float) -> str:
-    """Time of day here, with the date if it is longer ago than half a day."""
+    """The local time of day, with the date if it is more than half a day ago."""
     is_today = time.time() - value < 43_200.0
     return time.strftime("%H:%M" if is_today else "%d %b %H:%M", time.localtime(value))
 

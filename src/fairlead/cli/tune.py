@@ -1,4 +1,4 @@
-"""`fairlead tune`: a server's speed as a preset, and what it means for the parameters that people set."""
+"""`fairlead tune`: fits a preset to a server's speed, and suggests parameters from it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -118,7 +118,7 @@ def tune(
 
 
 def engine_argument(value: str) -> str:
-    """A preset's name as it is, or the text of the file or of the measured server that `value` names. Raises
+    """A preset's name unchanged, or the text of the file or of the measured server that `value` names. Raises
     `ValueError` or `OSError`."""
     path = Path(value)
     if "://" in value or (":" in value and path.suffix not in _PRESET_FILES):
@@ -133,7 +133,7 @@ def engine_argument(value: str) -> str:
 
 
 def preset_like(url: str) -> str:
-    """The preset of a running server as text; what was measured goes to stderr. A minute."""
+    """The preset of a running server as text; the measurements go to stderr. Takes a minute."""
     from msgspec.structs import replace
 
     from fairlead.lab.engine.presets import write_preset
@@ -175,8 +175,8 @@ def _ask(url: str, neighbour: str, model: str, max_num_seqs: int, headers: dict[
 
 
 def _probe(ask: "Ask", save: Path | None) -> "tuple[Measured, int]":
-    """What was seen until the end, or until the user or a request that failed stopped it; and the exit code. Raises
-    `TooLittle` where nothing was seen."""
+    """The observations until the end, or until the user or a failed request stopped the probing; and the exit code.
+    Raises `TooLittle` if there are none."""
     import asyncio
 
     import msgspec
@@ -213,7 +213,7 @@ def _probe(ask: "Ask", save: Path | None) -> "tuple[Measured, int]":
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on stderr where that is a terminal."""
+    """A bar on stderr, if it is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def run_validate(file: Path, as_json: bool) -> int:
-    """Prints what is wrong with the file, or what it is. Returns the exit code. Raises `ConfigError`."""
+    """Print the file's problems, or a summary of it. Returns the exit code. Raises `ConfigError`."""
     with without_collection():
         from fairlead.compat.load import examine
 
@@ -54,7 +54,7 @@ def _as_json(file: Path, config: "Config | None", report: "Report") -> int:
 
 
 def _keys_problems(config: "Config") -> list[str]:
-    """Of the file of API keys."""
+    """Problems of the file of API keys."""
     from fairlead.core.errors import ConfigError
 
     if config.gateway.keys is None:
@@ -69,7 +69,7 @@ def _keys_problems(config: "Config") -> list[str]:
 
 
 def _names(config: "Config") -> tuple[str, list[str]]:
-    """How much is defined of model names, and what is wrong with them."""
+    """How many model names are defined, and what is wrong with them."""
     if not config.models.given:
         return "", []
     from fairlead.pool.models_file import check_models

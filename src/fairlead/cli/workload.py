@@ -1,4 +1,4 @@
-"""`fairlead sim workload`: look at, convert and generate workloads."""
+"""`fairlead sim workload`: shows, converts and generates workloads."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ _File = Annotated[Path, typer.Argument(metavar="FILE", help="A workload file.")]
 _From = Annotated[str, typer.Option("--from", metavar="FORMAT", help="Format of FILE. Default: by its content.")]
 _To = Annotated[str, typer.Option(metavar="FORMAT", help="Format to write.")]
 _Json = Annotated[bool, typer.Option("--json", help="Figures as JSON.")]
-#: Where it was before 0.2.
+#: The output file as an argument, as it was before 0.2.
 _OldOut = Annotated[Path | None, typer.Argument(hidden=True)]
 
 

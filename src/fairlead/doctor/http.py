@@ -1,4 +1,4 @@
-"""One careful HTTP client for all checks: bounded in time and size, no redirects, no proxy of the environment."""
+"""One careful HTTP client for all checks: bounded in time and size, no redirects, no proxy from the environment."""
 
 import asyncio
 import json
@@ -17,15 +17,15 @@ from fairlead.pool.aio import read_at_most
 
 Trouble = Literal["refused", "silent", "not-http", "tls", "untrusted", "other"]
 TIMEOUT = 3.0
-#: Requests at once, over all endpoints. Who waits for its turn is not late yet.
+#: Requests at the same time, over all endpoints. The time limit of a request begins once it is sent.
 AT_ONCE = 128
 _MOST_BYTES = 16 << 20
-#: How much longer than the scraper we wait for a page, to tell late ones from absent ones.
+#: How many times longer than the scraper to wait for a page, to tell late pages from missing ones.
 _PATIENCE = 3.0
 
 
 class Unreached(Exception):
-    """No answer. `trouble` says of which kind, the message why."""
+    """No answer. `trouble` is its kind, the message the reason."""
 
     def __init__(self, trouble: Trouble, reason: str) -> None:
         super().__init__(reason)
@@ -33,7 +33,7 @@ class Unreached(Exception):
 
 
 class Answer(Struct, frozen=True):
-    """Header names are in lower case. `sent` and `came` are Unix seconds around the exchange."""
+    """Header names are in lower case. `sent` and `came` are Unix seconds before and after the exchange."""
 
     status: int
     headers: Mapping[str, str]
@@ -42,7 +42,7 @@ class Answer(Struct, frozen=True):
     came: float
 
     def json(self) -> Any:
-        """Raises `ValueError`, also for what is nested too deeply."""
+        """Raises `ValueError`, also for JSON that is nested too deeply."""
         try:
             return json.loads(self.body)
         except RecursionError:
@@ -53,8 +53,8 @@ class Answer(Struct, frozen=True):
         return self.came - self.sent
 
     def skew(self) -> float:
-        """Seconds by which the server's clock is surely ahead of ours (behind if negative); 0 = within what its `Date`
-        can tell, which has no fractions."""
+        """Seconds by which the server's clock is certainly ahead of ours (negative: behind); 0 = within the precision
+        of its `Date`, which has no fractions."""
         try:
             server_time = parsedate_to_datetime(self.headers.get("date", "")).timestamp()
         except (ValueError, TypeError, OverflowError):
@@ -63,7 +63,7 @@ class Answer(Struct, frozen=True):
 
 
 class Client:
-    """`async with Client(config.metrics) as client:`; certificates are judged as the scraper judges them."""
+    """`async with Client(config.metrics) as client:`; certificates are verified as the scraper verifies them."""
 
     def __init__(self, metrics: Metrics, most_bytes: int = _MOST_BYTES) -> None:
         self._metrics = metrics
@@ -72,7 +72,7 @@ class Client:
         self._turn = asyncio.Semaphore(AT_ONCE)
 
     async def __aenter__(self) -> "Client":
-        """Raises `OSError` for an authority or a token that cannot be read."""
+        """Raises `OSError` if the file of an authority cannot be read."""
         tls = self._metrics.tls
         if not tls.verify:
             self._ssl = False
@@ -100,7 +100,7 @@ class Client:
     async def post(
         self, url: str, body: bytes, headers: Mapping[str, str] | None = None, seconds: float = TIMEOUT
     ) -> Answer:
-        """JSON. Raises `Unreached`."""
+        """Post JSON. Raises `Unreached`."""
         return await self._ask("POST", url, body, {"Content-Type": "application/json", **(headers or {})}, seconds)
 
     async def scrape(self, url: str) -> Answer:
@@ -174,7 +174,7 @@ def _read(path: str) -> str:
 
 
 async def speaks_tls(host: str, port: int, seconds: float = 2.0) -> bool:
-    """Whether a TLS handshake is completed there, whatever the certificate says."""
+    """Whether a TLS handshake succeeds at this port, whatever the certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -188,7 +188,7 @@ async def speaks_tls(host: str, port: int, seconds: float = 2.0) -> bool:
 
 
 async def connects(host: str, port: int, seconds: float = 2.0) -> str:
-    """Why nothing can be reached there; empty = somebody accepts connections."""
+    """Why no connection to this port is possible; empty = connections are accepted."""
     try:
         async with asyncio.timeout(seconds):
             _, writer = await asyncio.open_connection(host, port)

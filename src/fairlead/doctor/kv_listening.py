@@ -1,6 +1,6 @@
-"""Listening to the KV events of all endpoints while the site is open: an index of our own beside a running one.
+"""Subscribes to the KV events of all endpoints while the site is open: an index of our own next to a running one.
 
-Publishers serve any number of subscribers, and replays are only read, so this changes nothing for anybody.
+Publishers serve any number of subscribers, and replays only read, so this does not disturb other subscribers.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from fairlead.pool.kv_events.discovery import Curve, KvSource
 from fairlead.pool.kv_events.feed import Sync
 from fairlead.pool.kv_events.subscriber import KvSubscriber, Subscription
 
-#: Seconds for connecting and for what engines have kept.
+#: Seconds for connecting, and for replaying the events that engines have kept.
 _CONNECTING, _REPLAYING = 3.0, 3.0
 _POLL = 0.02
 
@@ -32,13 +32,13 @@ class Source(Struct, frozen=True):
 
     source: KvSource | None = None
     reason: str = ""
-    #: The model server itself was not reached.
+    #: Whether the model server itself could not be reached.
     away: bool = False
     topic: str = ""
 
 
 class KvListening:
-    """Endpoints have the slots of their order in `site.endpoints`; only the first `MOST_FOLLOWED` are listened to."""
+    """Endpoints' slots follow the order of `site.endpoints`; only the first `MOST_FOLLOWED` are subscribed to."""
 
     def __init__(self, site: Site) -> None:
         settings = site.config.kv_events
@@ -49,7 +49,8 @@ class KvListening:
         self.sources: dict[int, Source] = {}
 
     async def start(self) -> "KvListening":
-        """Find publishers, connect, and wait until what engines have kept is known, for a few seconds at most.
+        """Find publishers, connect, and wait a few seconds at most until the events that engines have kept are
+        replayed.
 
         Raises `ConfigError` for CURVE keys that cannot be used."""
         site = self.site
@@ -96,7 +97,7 @@ class KvListening:
         return self._events.subscriptions(slot)
 
     def linked(self, slot: int) -> bool:
-        """Every rank is connected."""
+        """Whether every rank is connected."""
         caches = self.caches(slot)
         return bool(caches) and all(cache.linked for cache in caches)
 
@@ -107,15 +108,15 @@ class KvListening:
         )
 
     def heads(self, slot: int) -> list[Head]:
-        """What was stored lately."""
+        """Recently stored blocks."""
         return [head for cache in self.caches(slot) for head in cache.stores()]
 
     def told(self, slot: int) -> int:
-        """Events so far."""
+        """The number of events so far."""
         return sum(subscription.feed.count.events for subscription in self.subscriptions(slot))
 
     async def until(self, happened: Callable[[], bool], seconds: float) -> bool:
-        """Whether it happened in time."""
+        """Wait until `happened()`. Returns whether it happened in time."""
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
         while not happened():
@@ -126,12 +127,12 @@ class KvListening:
 
 
 async def listening(site: Site) -> KvListening:
-    """The same one for all checks. Raises `ConfigError`."""
+    """The same `KvListening` for all checks. Raises `ConfigError`."""
     return await site.once("kv listening", lambda: KvListening(site).start())
 
 
 def own_keys(site: Site) -> Curve | None:
-    """Raises `ConfigError`."""
+    """Our own CURVE keys; `None` = none are configured. Raises `ConfigError`."""
     settings = site.config.kv_events.curve
     if settings is None:
         return None

@@ -9,13 +9,13 @@ import msgspec
 from fairlead.doctor.run import Check, Examination, Finding, Severity
 from fairlead.doctor.site import NEEDS
 
-#: Places that are written out.
+#: How many places a finding lists by name.
 _MOST_PLACES = 5
 _COLOURS = {Severity.CRITICAL: "31;1", Severity.ERROR: "31", Severity.WARNING: "33", Severity.NOTE: "36"}
 
 
 def as_text(examination: Examination, colour: bool = False, width: int = 0) -> str:
-    """Findings, the most harmful first, then one line of summary. `width`: characters of a line; 0 = no bound."""
+    """Findings, the most harmful first, then one line of summary. `width`: characters per line; 0 = no limit."""
     return "\n".join([*_lines(examination.findings, colour, width), *_unable(examination), _summary(examination)])
 
 
@@ -29,14 +29,14 @@ def _lines(findings: tuple[Finding, ...], colour: bool, width: int) -> Iterator[
 
 
 def _wrapped(heading: str, text: str, width: int) -> str:
-    """Broken between words, and indented under the heading."""
+    """The text wrapped between words, and indented under the heading."""
     left = width - len(heading)
     lines = wrap(text, left, break_long_words=False, break_on_hyphens=False) if left > 0 else [text]
     return heading + f"\n{' ' * len(heading)}".join(lines)
 
 
 def _plain(text: str) -> str:
-    """What a server said may hold anything."""
+    """The text without control characters: text from a server may hold anything."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
@@ -81,7 +81,7 @@ def as_json(examination: Examination) -> str:
 
 
 def listed(checks: tuple[Check, ...]) -> str:
-    """All checks, what each looks at and needs, and what it can find."""
+    """All checks: what each examines and needs, and what it can find."""
     lines = []
     for check in checks:
         lines.append(f"{check.name}: {check.about}")

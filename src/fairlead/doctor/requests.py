@@ -1,4 +1,4 @@
-"""The smallest requests that say something: of one output token, marked so that they can be told in logs."""
+"""The smallest requests that show something: with one output token, and marked so that logs can tell them apart."""
 
 import json
 import secrets
@@ -10,7 +10,7 @@ from fairlead.doctor.http import Answer
 from fairlead.doctor.site import Site
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-#: Ids of the made-up prompt: below the size of every vocabulary in use, above the control tokens.
+#: Token ids of the made-up prompt: within every vocabulary in use, above the control tokens.
 _FIRST_ID, _IDS = 1_000, 20_000
 
 
@@ -31,18 +31,18 @@ def _messages(words: int) -> list[dict[str, str]]:
 
 
 def chat(model: str, words: int) -> bytes:
-    """A prompt of at least so many tokens that nobody has sent before."""
+    """A chat with a new prompt of at least this many tokens."""
     return json.dumps({"model": model, "max_tokens": 1, "messages": _messages(words)}).encode()
 
 
 def completion(model: str, tokens: int) -> bytes:
-    """Likewise, as token ids, so that no tokeniser is needed."""
+    """A completion with a new prompt of this many tokens, as token ids, so that no tokeniser is needed."""
     ids = [_FIRST_ID + secrets.randbelow(_IDS) for _ in range(tokens)]
     return json.dumps({"model": model, "max_tokens": 1, "prompt": ids}).encode()
 
 
 class ReportedUsage(Struct, frozen=True):
-    """Usage of an answer, in tokens; -1 = not told."""
+    """The usage in an answer, in tokens; -1 = not reported."""
 
     prompt: int = -1
     cached: int = -1
@@ -59,7 +59,7 @@ def usage(answer: Answer) -> ReportedUsage:
 
 
 def shown(answer: Answer) -> str:
-    """Of an answer that is an error."""
+    """An answer that is an error, in short."""
     return f"{answer.status} {answer.body[:160].decode('utf-8', 'replace')}"
 
 

@@ -1,4 +1,4 @@
-"""What checks are and find, and how they are run: at once, each within its own time, findings in order of harm."""
+"""What checks and findings are, and how checks run: all at the same time, each with its own time limit."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -11,11 +11,11 @@ from fairlead.doctor.site import NEEDS, Need, Site
 
 
 class Severity(IntEnum):
-    """By harm."""
+    """Levels of harm."""
 
     #: Good to know; everything works.
     NOTE = 0
-    #: Works, and wastes something or will break.
+    #: Works, but wastes something or will break.
     WARNING = 1
     #: Decisions are made from wrong or missing knowledge.
     ERROR = 2
@@ -28,7 +28,7 @@ class Severity(IntEnum):
 
 
 class Finding(Struct, frozen=True, kw_only=True):
-    """`where` are ids of endpoints, or names of what else is meant; empty = the whole installation."""
+    """`where`: ids of endpoints, or names of other places; empty = the whole installation."""
 
     code: str
     severity: Severity
@@ -41,7 +41,7 @@ class Finding(Struct, frozen=True, kw_only=True):
 
 
 class Kind(Struct, frozen=True):
-    """What can be found. `code` is `check.name` and does not change between versions."""
+    """A kind of finding. `code` is `check.name` and does not change between versions."""
 
     code: str
     severity: Severity
@@ -62,7 +62,7 @@ class Kind(Struct, frozen=True):
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
-    """What is the same at several places as one finding, with the evidence of the first; the most harmful first."""
+    """Equal findings at several places as one finding, with the evidence of the first; the most harmful first."""
     groups: dict[tuple[str, str, str], Finding] = {}
     for finding in findings:
         key = finding.code, finding.what, finding.fix
@@ -76,11 +76,11 @@ State = Literal["well", "found", "skipped", "unfinished", "failed"]
 
 
 class Skipped(Exception):
-    """Raised by a check that finds that there is nothing for it to look at; the message says why."""
+    """Raised by a check that has nothing to examine; the message says why."""
 
 
 class Check(Struct, frozen=True, kw_only=True):
-    """`run` is called once, with what it `needs` at hand. `budget`: seconds after which it is given up."""
+    """`run` is called once, when what it `needs` is available. `budget`: seconds after which the check is given up."""
 
     name: str
     #: Completes "checks that …".
@@ -94,7 +94,7 @@ class Check(Struct, frozen=True, kw_only=True):
 def check(
     name: str, about: str, kinds: tuple[Kind, ...], needs: tuple[Need, ...] = (), budget: float = 15.0
 ) -> Callable[[Run], Check]:
-    """Makes a check of a function of the site."""
+    """Make a check from a function of the site."""
     return lambda run: Check(name=name, about=about, kinds=kinds, run=run, needs=needs, budget=budget)
 
 
@@ -115,7 +115,7 @@ class Examination(Struct, frozen=True):
 
     @property
     def well(self) -> bool:
-        """Nothing but notes was found, and every check that could run came to its end."""
+        """Whether only notes were found, and every check that could run has finished."""
         harmless = all(item.severity is Severity.NOTE for item in self.findings)
         return harmless and not any(item.state in ("unfinished", "failed") for item in self.outcomes)
 
@@ -123,7 +123,7 @@ class Examination(Struct, frozen=True):
 async def examine(
     site: Site, checks: Sequence[Check], progress: Callable[[Outcome], object] = lambda outcome: None
 ) -> Examination:
-    """`progress` hears of every check that is over. Never raises but for cancellation."""
+    """Run the checks. `progress` receives each outcome. Never raises except for cancellation."""
     findings: dict[str, list[Finding]] = {}
 
     async def attempt(check: Check) -> Outcome:
@@ -150,7 +150,7 @@ async def _attempt(site: Site, check: Check, findings: dict[str, list[Finding]])
     except TimeoutError:
         detail = f"not over after {check.budget:g} s"
         return Outcome(check=check.name, state="unfinished", seconds=check.budget, detail=detail)
-    except Exception as error:  # a check that breaks costs only its own answer
+    except Exception as error:  # a check that breaks costs only its own result
         detail = f"{type(error).__name__}: {error}"
         return Outcome(check=check.name, state="failed", seconds=loop.time() - started, detail=detail)
     return Outcome(check=check.name, state="found" if listed else "well", seconds=loop.time() - started)

@@ -1,4 +1,4 @@
-"""What checks look at: the configuration, the endpoints, and the pages of both, each of them fetched once."""
+"""What checks examine: the configuration, the endpoints, and the pages of both, each of them fetched once."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ NEEDS: dict[Need, str] = {
 
 
 class Row(Struct, frozen=True):
-    """An endpoint as the admin page tells it; see `fairlead.server.observe.fleet_gauges.EndpointStatus`."""
+    """An endpoint on the admin page; see `fairlead.server.observe.fleet_gauges.EndpointStatus`."""
 
     id: str
     address: str
@@ -59,7 +59,7 @@ class Row(Struct, frozen=True):
 
     @property
     def load(self) -> float:
-        """Requests that it has, as it says itself."""
+        """The endpoint's requests, as it reports them."""
         return (self.waiting or 0.0) + (self.running or 0.0)
 
 
@@ -68,7 +68,7 @@ class _Rows(Struct):
 
 
 def rows_of(page: Any) -> list[Row]:
-    """Of the decoded page `/debug/endpoints`; empty where it is another one."""
+    """The rows of the decoded page `/debug/endpoints`; empty if it is another page."""
     try:
         return msgspec.convert(page, _Rows, strict=False).endpoints
     except msgspec.ValidationError:
@@ -77,12 +77,12 @@ def rows_of(page: Any) -> list[Row]:
 
 T = TypeVar("T")
 
-#: Endpoints that are looked at one by one where this takes a connection that stays open.
+#: How many endpoints are examined where that takes a connection that stays open.
 MOST_FOLLOWED = 64
 
 
 def series(page: Answer | None, name: str) -> list[tuple[dict[str, str], float]]:
-    """Labels and values of one family on a metrics page; empty where there is no page or no such family."""
+    """Labels and values of one family on a metrics page; empty if there is no page or no such family."""
     family = find_family(page.body, name.encode()) if page is not None and page.status == 200 else None
     listed = family.series if family is not None else []
     return [(row.labels() or {}, row.value) for row in listed if row.value is not None]
@@ -93,7 +93,7 @@ class CannotExamine(FairleadError):
 
 
 class Site:
-    """`async with Site(config) as site:`. Addresses are looked up and a running scheduler is looked for at entry."""
+    """`async with Site(config) as site:`. On entry addresses are resolved and a running scheduler is looked for."""
 
     def __init__(
         self,
@@ -105,16 +105,16 @@ class Site:
         probe: bool = False,
         tokeniser: PromptTokeniser | None = None,
     ) -> None:
-        """`admin`: URL of a running scheduler's admin port; empty = as configured, and it need not be there.
-        `gateway`: URL where clients connect; `gateway_admin`: of Envoy's admin page, empty = as configured for the
-        embedded one. `tokeniser`: instead of the configured ones."""
+        """`admin`: URL of a running scheduler's admin port; empty = as configured, and then it may be down.
+        `gateway`: URL for clients; `gateway_admin`: URL of Envoy's admin page, empty = as configured for the
+        embedded gateway. `tokeniser`: used instead of the configured ones."""
         self.config = config
         self.gateway = gateway.rstrip("/")
         own = config.gateway.admin_port if config.gateway.mode == "embedded" else 0
         self.gateway_admin = gateway_admin.rstrip("/") or (f"http://127.0.0.1:{own}" if own else "")
         self.probe = probe
         self.endpoints: list[Endpoint] = []
-        #: Ids of endpoints that have no address, and why.
+        #: Ids of endpoints without an address, and why.
         self.nameless: dict[str, str] = {}
         self.client = Client(config.metrics)
         self._wanted = admin.rstrip("/")
@@ -144,11 +144,11 @@ class Site:
         await self._stack.aclose()
 
     def keep(self, cleanup: Callable[[], Awaitable[object]]) -> None:
-        """Call it when the site is left."""
+        """Call `cleanup` when the site is left."""
         self._stack.push_async_callback(cleanup)
 
     def has(self, need: Need) -> bool:
-        """Whether a check that needs this can run."""
+        """Whether the site has what a check needs."""
         config = self.config
         return {
             "endpoints": bool(self.endpoints),
@@ -162,14 +162,14 @@ class Site:
         }[need]
 
     async def once(self, key: Hashable, make: Callable[[], Awaitable[T]]) -> T:
-        """What `make` gives, made for the first who asks. A check that is given up does not end it for the others."""
+        """The result of `make`, which is called once for all checks. A check that is given up does not cancel it."""
         if key not in self._known:
             self._known[key] = asyncio.ensure_future(make())
         value: T = await asyncio.shield(self._known[key])
         return value
 
     async def each(self, ask: Callable[[Endpoint], Awaitable[Iterable[T]]]) -> list[T]:
-        """Of all endpoints at once, in their order."""
+        """The results for all endpoints, asked at the same time, in their order."""
         parts = await asyncio.gather(*(ask(endpoint) for endpoint in self.endpoints))
         return [item for part in parts for item in part]
 
@@ -205,11 +205,11 @@ class Site:
             return None
 
     async def rows(self) -> list[Row]:
-        """Endpoints as the running scheduler sees them; empty = there is none, or it does not tell."""
+        """Endpoints as the running scheduler sees them; empty = there is no scheduler, or no such page."""
         return rows_of(await self.told("/debug/endpoints")) if self._admin else []
 
     async def metric(self, name: str) -> list[tuple[dict[str, str], float]]:
-        """All series of one family on the scheduler's metrics page, as it was when a check first asked for it."""
+        """All series of one family on the scheduler's metrics page, which is fetched once for all checks."""
         try:
             answer = await self.admin("/metrics")
         except Unreached:
@@ -217,7 +217,7 @@ class Site:
         return series(answer, name)
 
     async def metrics_now(self) -> Answer | None:
-        """The scheduler's metrics page, fetched anew; `None` = it did not come."""
+        """The scheduler's metrics page, fetched again; `None` = it could not be fetched."""
         try:
             return await self.client.get(self._admin + "/metrics")
         except Unreached:
@@ -250,7 +250,7 @@ class Site:
         return structs.replace(endpoint, address=host_port(address, entry.port), metrics_url=endpoint.scrape_url)
 
     def engine(self, endpoint: Endpoint) -> str:
-        """Name of the engine that its page is read for."""
+        """The name of the engine that the endpoint's metrics page is read for."""
         return engine_of(endpoint.labels, self._engines, self.config.metrics.default_engine)
 
     def specs(self, engine: str) -> EngineSpecs:
@@ -261,7 +261,7 @@ class Site:
         return self._engines
 
     async def ask(self, endpoint: Endpoint, path: str) -> Answer:
-        """A page of the model server itself. Raises `Unreached`; trouble `tls`: it speaks TLS, and nobody else does."""
+        """A page of the model server itself. Raises `Unreached`; with trouble `tls` if it only speaks TLS."""
         return await self.once((endpoint.address, path), lambda: self._ask(endpoint, path))
 
     async def _ask(self, endpoint: Endpoint, path: str) -> Answer:
@@ -273,7 +273,7 @@ class Site:
             raise
 
     async def is_tls(self, url: str) -> bool:
-        """Whether a TLS handshake is completed where the URL points."""
+        """Whether a TLS handshake succeeds at the URL's host and port."""
         try:
             address = page_address(url)
         except ValueError:
@@ -283,16 +283,16 @@ class Site:
         )
 
     async def page(self, endpoint: Endpoint) -> Answer:
-        """Its metrics page, as the scraper asks for it. Raises `Unreached`."""
+        """The endpoint's metrics page, fetched as the scraper does. Raises `Unreached`."""
         return await self.once(("page", endpoint.scrape_url), lambda: self.client.scrape(endpoint.scrape_url))
 
     @staticmethod
     def own_page(endpoint: Endpoint) -> bool:
-        """Its metrics are a page of the model server itself, at the address where requests go."""
+        """Whether its metrics are a page of the model server itself, at the address that requests go to."""
         return endpoint.scrape_url.startswith(f"http://{endpoint.address}/")
 
     async def alone(self, ask: Callable[[], Awaitable[Answer]], before: Answer) -> Answer:
-        """Ask again while nobody else does, since many answers at once take long to read here; `before` if it fails."""
+        """Ask again without competition, since reading many answers at the same time is slow; `before` if it fails."""
         async with self._alone:
             try:
                 return await ask()
@@ -300,7 +300,7 @@ class Site:
                 return before
 
     async def reading(self, endpoint: Endpoint) -> Reading | None:
-        """What its metrics page says; `None` = there is no page."""
+        """The content of the endpoint's metrics page; `None` = there is no page."""
         try:
             answer = await self.page(endpoint)
         except Unreached:
@@ -308,7 +308,7 @@ class Site:
         return read_page(answer.body, self.specs(self.engine(endpoint))) if answer.status == 200 else None
 
     async def served(self, endpoint: Endpoint) -> dict[str, bool]:
-        """Names of models that it serves, and whether each is an adapter; empty = it does not tell."""
+        """Names of the models that it serves, and whether each is an adapter; empty = unknown."""
         try:
             answer = await self.ask(endpoint, "/v1/models")
             rows = answer.json()["data"] if answer.status == 200 else []
@@ -317,11 +317,11 @@ class Site:
             return {}
 
     async def model(self, endpoint: Endpoint) -> str:
-        """The base model of an endpoint; empty = it does not tell."""
+        """The base model of an endpoint; empty = unknown."""
         return next((name for name, adapter in (await self.served(endpoint)).items() if not adapter), "")
 
     async def tokeniser(self) -> PromptTokeniser:
-        """Loads the configured ones: seconds for each large vocabulary."""
+        """Load the configured tokenisers: takes seconds for each large vocabulary."""
         if self._lent is not None:
             return self._lent
         return await self.once("tokeniser", lambda: asyncio.to_thread(load_tokeniser, self.config.tokens))

@@ -1,4 +1,4 @@
-"""A first look at model servers: what `fairlead init` writes a configuration from."""
+"""A first look at model servers, from which `fairlead init` writes a configuration."""
 
 import asyncio
 
@@ -15,21 +15,21 @@ from fairlead.pool.kv_events.discovery import ask
 
 
 class Server(Struct, frozen=True, kw_only=True):
-    """What one model server said of itself."""
+    """What one model server reports of itself."""
 
-    #: `host:port`, as it was asked for.
+    #: `host:port`, as given by the user.
     address: str
-    #: Why no request can be sent there; empty = it answers.
+    #: Why no request can be sent to it; empty = it answers.
     problem: str = ""
-    #: A name of `engine_metrics.ENGINES`; empty = its metrics page is of none of them.
+    #: A name in `engine_metrics.ENGINES`; empty = its metrics page fits none of them.
     engine: str = ""
-    #: Where that page is, if not at `/metrics`.
+    #: URL of that page, if not at `/metrics`.
     metrics_url: str = ""
     version: str = ""
     models: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
     sample: Sample = Sample()
-    #: Address where it publishes KV events; empty = it does not tell of one.
+    #: Address where it publishes KV events; empty = it reports none.
     kv_events: str = ""
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class Server(Struct, frozen=True, kw_only=True):
 
 
 async def survey(addresses: list[str]) -> list[Server]:
-    """In their order. Raises `ConfigError` for what is no address."""
+    """The servers, in order of the addresses. Raises `ConfigError` for an invalid address."""
     async with Site(load("{endpoints: [" + ", ".join(f'"{address}"' for address in addresses) + "]}")) as site:
         known = {endpoint.id: endpoint for endpoint in site.endpoints}
         looks = (_look(site, known[address]) for address in addresses if address in known)

@@ -1,13 +1,13 @@
-"""The admin port: health, metrics and debug pages. Bound to 127.0.0.1 unless told otherwise, apart from all traffic.
+"""The admin port: health, metrics and debug pages. Bound to 127.0.0.1 by default, separate from all traffic.
 
 Rules
-* Everything shown comes from callables, asked at the moment of the request; this file knows nothing of the scheduler.
-* A provider that raises costs its own page (500), never the process.
+* All content comes from callables that are called per request; this file knows nothing of the scheduler.
+* A callable that raises costs its own page (500), never the process.
 * Pages are made piece by piece, and long ones take no more than a fifth of the loop's time (`_paced`).
-* All who ask for metrics at the same time get the same page, made once; debug pages are made one at a time, and who
-  finds `MOST_AT_ONCE` others there is asked to come back (503).
-* Nobody may take longer than `SEND_S` seconds to read a page: pages that are being sent are memory.
-* Debug pages and the dashboard tell addresses, labels and model names. They can be switched off; health and metrics
+* All clients that ask for metrics at the same time get the same page, made once. Debug pages are made one at a time; a
+  client that finds `MOST_AT_ONCE` others waiting gets 503.
+* No client may take longer than `SEND_S` seconds to read a page: pages that are being sent hold memory.
+* Debug pages and the dashboard show addresses, labels and model names. They can be switched off; health and metrics
   cannot. Health and metrics can have a port of their own, for the network, while this one stays on loopback.
 """
 
@@ -30,17 +30,17 @@ from fairlead.server import openapi
 from fairlead.server.dashboard import Dashboard, DashboardSources
 from fairlead.server.http_port import Access, HttpPort, Tokens
 
-#: Most decisions that one request may ask for.
+#: How many decisions one request may ask for at most.
 MAX_DECISIONS = 200
 _DEFAULT_DECISIONS = 20
 
-#: Debug pages that are asked for at once.
+#: How many debug pages may be requested at the same time.
 MOST_AT_ONCE = 8
-#: Seconds that somebody may take to read a page.
+#: How many seconds a client may take to read a page.
 SEND_S = 10.0
-#: Bytes of metrics pages that are being sent at most before a new one is made.
+#: While this many bytes of metrics pages are being sent, no new page is made.
 MOST_SENT = 32 << 20
-#: Seconds of work on a page that nobody notices, and how many times longer the pause after that is.
+#: Seconds of work on a page without a pause, and how many times longer the pause after that is.
 _TURN_S, _PAUSE = 0.002, 4.0
 _CHUNK = 64 << 10
 _PROBES = ("/healthz", "/readyz")
@@ -78,32 +78,32 @@ class AdminSources(Struct, frozen=True, kw_only=True):
 
     #: Pieces of the exposition.
     metrics: Callable[[], Iterable[bytes]]
-    #: Awaited before either is asked for; `None` = all is there.
+    #: Awaited before an exposition is made; `None` = there is nothing to wait for.
     refresh: Callable[[], Awaitable[None]] | None = None
     #: The same as OpenMetrics, for clients that ask for it; `None` = there is none.
     openmetrics: Callable[[], Iterable[bytes]] | None = None
-    #: Why we are not ready; empty = ready.
+    #: Why the scheduler is not ready; empty = ready.
     unready: Callable[[], Sequence[str]]
     #: Anything msgspec can encode, such as a list of `EndpointStatus`.
     endpoints: Callable[[], Any]
     #: The newest n decisions as plain values, made one by one.
     decisions: Callable[[int], Iterable[Any]]
-    #: What is wrong although requests can be served.
+    #: Problems that do not keep the scheduler from serving requests.
     notes: Callable[[], Iterable[str]] = tuple
-    #: One of them in full, by one of its names; `None` = it is not, or no longer, there.
+    #: One decision in full, by one of its names; `None` = it is not held (any more).
     decision: Callable[[str], Any] = lambda name: None
     #: What is known of prompts: tokenisers, KV events; `None` = nothing beyond their bytes.
     knowledge: Callable[[], Any] = lambda: None
     #: The segments of the journal, oldest first; `None` = none is kept.
     journal: Callable[[], Sequence[Path] | None] = lambda: None
-    #: Other replicas, and what is heard of them; `None` = there are none.
+    #: Other replicas, and what they reported; `None` = there are none.
     replicas: Callable[[], Any] = lambda: None
-    #: What the dashboard at `/` shows; `None` = there is none, and a list of pages in its place.
+    #: What the dashboard at `/` shows; `None` = there is no dashboard, and `/` lists the pages.
     dashboard: DashboardSources | None = None
 
 
 async def _paced(pieces: Iterable[bytes]) -> list[bytes]:
-    """All of them, with others served in between: at once while they are few, else in a fifth of the time."""
+    """All pieces, with pauses for other work: short ones while the work is short, else four fifths of the time."""
     made: list[bytes] = []
     worked, started = 0.0, perf_counter()
     for piece in pieces:
@@ -119,7 +119,7 @@ async def _paced(pieces: Iterable[bytes]) -> list[bytes]:
 
 
 class _Page(Struct, eq=False):
-    """A metrics page, and how many are reading it."""
+    """A metrics page, and how many clients are reading it."""
 
     parts: list[bytes]
     size: int
@@ -128,7 +128,7 @@ class _Page(Struct, eq=False):
 
 @web.middleware
 async def _elsewhere(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Who asks for what is not here is a client of models, most likely."""
+    """Answer requests for unknown pages with a hint: most of them are model requests for the gateway."""
     if isinstance(request.match_info.http_exception, web.HTTPNotFound):
         where = "Send model requests to the gateway (gateway.port, default 8080)"
         return web.Response(status=404, text=f"{ADMIN_PORT}: it has no {request.path}. {where}\n")
@@ -137,10 +137,10 @@ async def _elsewhere(request: web.Request, handler: Handler) -> web.StreamRespon
 
 
 class SharedPage:
-    """A page that is made once for all who asked before its making began, so that nobody sees an old one.
+    """A page that is made once for all clients that asked before it was begun, so that no client sees an old one.
 
-    Where so many different ones are still being sent that they fill `MOST_SENT` bytes, the last one serves again:
-    it is no older than `SEND_S` seconds, because by then its readers are cut off.
+    While different pages that are still being sent fill `MOST_SENT` bytes, the last one is served again. It is no older
+    than `SEND_S` seconds, because its readers are cut off by then.
     """
 
     def __init__(self, pieces: Callable[[], Iterable[bytes]], refresh: Callable[[], Awaitable[None]] | None) -> None:
@@ -152,7 +152,7 @@ class SharedPage:
 
     @asynccontextmanager
     async def read(self) -> AsyncIterator[list[bytes]]:
-        """The page, kept while the context lasts."""
+        """The newest page. It counts as being read while the context lasts."""
         page = await self._newest()
         page.readers += 1
         try:
@@ -180,7 +180,7 @@ class SharedPage:
 
 
 async def _send(request: web.Request, parts: Iterable[bytes], headers: dict[str, str]) -> web.StreamResponse:
-    """What was made, as far as it is read in time."""
+    """Send the page. A client that does not read it in time is cut off."""
     response = web.StreamResponse(headers=headers)
     parts = list(parts)
     response.content_length = sum(map(len, parts))
@@ -195,12 +195,12 @@ async def _send(request: web.Request, parts: Iterable[bytes], headers: dict[str,
         if request.transport is not None:
             request.transport.abort()
     except ConnectionError:
-        pass  # the reader left
+        pass  # the client left
     return response
 
 
 class Admin(HttpPort):
-    """`await start()`, then `port`; `await close()`. Raises `OSError` when a port is taken."""
+    """`await start()`, then `port`; `await close()`. Raises `OSError` if a port is taken."""
 
     def __init__(
         self,
@@ -215,8 +215,8 @@ class Admin(HttpPort):
         on_error: Callable[[str, Exception], object] | None = None,
         pools: Callable[[], Mapping[str, AdminSources]] | None = None,
     ) -> None:
-        """`metrics`: host and port where health and metrics are served too, and nothing else. `pools`: by their names,
-        where the debug pages of each come from (`?pool=`); `None` = from `sources`."""
+        """`metrics`: host and port of a second port for health and metrics only. `pools`: by name, the sources of the
+        debug pages of each pool (`?pool=`); `None` = all pages come from `sources`."""
         super().__init__(host, port, 1.0, tls)
         self._sources, self._pools = sources, pools
         self._debug = debug
@@ -247,12 +247,12 @@ class Admin(HttpPort):
 
     @property
     def metrics_port(self) -> int:
-        """Where metrics are served, once started."""
+        """The port of the metrics page, once started."""
         return self.port if self._public is None else self._public.port
 
     @property
     def refused(self) -> int:
-        """Requests that were refused for their name, origin or token."""
+        """How many requests were refused for their host name, origin or token."""
         return self._access.refused
 
     def _public_app(self) -> web.Application:
@@ -294,7 +294,7 @@ class Admin(HttpPort):
         app.router.add_get(path, guarded)
 
     def _heavy(self, pieces: Callable[[web.Request], Iterable[bytes]]) -> Handler:
-        """A JSON page that is made while no other one is."""
+        """A handler for a JSON page. Only one such page is made at a time."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
             if self._in_flight >= MOST_AT_ONCE:
@@ -311,7 +311,7 @@ class Admin(HttpPort):
         return answer
 
     async def _index(self, request: web.Request) -> web.Response:
-        """For browsers the dashboard, for others a list of what there is."""
+        """The dashboard for browsers, a list of the pages for other clients."""
         if self._dashboard is not None and "text/html" in request.headers.get("Accept", ""):
             return self._dashboard.page(request)
         return web.Response(
@@ -341,7 +341,7 @@ class Admin(HttpPort):
             return await _send(request, parts, {"Content-Type": kind, "Vary": "Accept"})
 
     def _of(self, request: web.Request) -> AdminSources:
-        """Where the pages about a pool come from."""
+        """The sources of pages about the requested pool. Raises 404 for an unknown pool."""
         if self._pools is None:
             return self._sources
         pools, name = self._pools(), request.query.get("pool", "")
@@ -391,7 +391,7 @@ class Admin(HttpPort):
         yield _json({"segments": [(path.name, path.stat().st_size) for path in self._segments(request)]}) + b"\n"
 
     async def _segment(self, request: web.Request) -> web.StreamResponse:
-        """Read by the system and not by this process, so that its size costs others nothing."""
+        """Send a segment. The operating system reads it, not this process, so its size does not delay other work."""
         for path in self._segments(request):
             if path.name == request.match_info["name"]:
                 return web.FileResponse(path)
@@ -406,5 +406,5 @@ def _json(value: Any) -> bytes:
 
 
 def admin_access(hosts: Iterable[str], token_file: str) -> Access:
-    """Who may ask an admin port. Raises `ConfigError` when the file of tokens cannot be used."""
+    """Who may use an admin port. Raises `ConfigError` if the file of tokens cannot be used."""
     return Access(hosts, Tokens(token_file) if token_file else None, free=_PROBES)

@@ -1,8 +1,8 @@
-"""The configuration file, followed while it changes.
+"""Follows the configuration file.
 
 Rules
-* Followed as `watched_files` says; loading happens in a thread too. The same bytes again are no change.
-* The first content is told too: the file may have changed since somebody loaded it.
+* It is followed as `watched_files` says; loading also happens in a thread. The same bytes again are no change.
+* The first content is reported too: the file may have changed since it was loaded at the start.
 * A file that cannot be read or has problems changes nothing; it is reported, once per content.
 """
 
@@ -18,7 +18,7 @@ from fairlead.pool.watched_files import WatchedFiles
 
 
 class ConfigFile:
-    """Calls `changed(config)` for each new valid content, `refused(lines)` for each that is not."""
+    """Calls `changed(config)` for each new valid content, `refused(lines)` for each invalid one."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class ConfigFile:
     def _tell(self, callback: Callable[..., object], what: object) -> None:
         try:
             callback(what)
-        except Exception as error:  # following goes on after a broken consumer
+        except Exception as error:  # continue to follow after an error in a consumer
             context = {"message": "taking over a configuration raised", "exception": error}
             asyncio.get_running_loop().call_exception_handler(context)
 
@@ -67,7 +67,7 @@ class ConfigFile:
         return load(self._path, need_endpoints=self._need_endpoints, flags=self._flags)
 
     def _read(self) -> bytes | str:
-        """The content, or why it cannot be read."""
+        """The content, or the reason why it cannot be read."""
         try:
             return read_bytes(self._path)
         except ConfigError as error:

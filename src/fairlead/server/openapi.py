@@ -1,5 +1,5 @@
-"""The admin port as an OpenAPI document. The schemas of JSON answers come from the types that they are encoded from, or
-are declared here for those that are made as plain dictionaries.
+"""The admin port as an OpenAPI document. The schemas of JSON answers come from the types that are encoded, or are
+declared here for answers that are made as plain dictionaries.
 """
 
 import re
@@ -22,7 +22,7 @@ class Endpoints(TypedDict):
     endpoints: list[EndpointStatus]
 
 
-_Moment = TypedDict("_Moment", {"at": float})  # noqa: UP013 a name of the answer, none of ours
+_Moment = TypedDict("_Moment", {"at": float})  # noqa: UP013 a name in the answer, not one of ours
 
 
 class Decision(_Moment):
@@ -81,7 +81,7 @@ class Knowledge(TypedDict, total=False):
 
 
 class Replicas(TypedDict):
-    """Other schedulers of the pool, and counts of what was told and heard."""
+    """Other schedulers of the pool, and counts of what was sent and received."""
 
     replica: str
     via: str
@@ -122,7 +122,7 @@ _QUERIES: Final[Mapping[str, Mapping[str, Values]]] = {
     "/dashboard/endpoint": {"id": {"type": "string"}},
     "/dashboard/model": {"name": {"type": "string"}},
 }
-#: Types of answers that are neither JSON nor plain text.
+#: Content types of answers that are neither JSON nor plain text.
 _TYPES: Final[Mapping[str, str]] = {
     "/dashboard/stream": "text/event-stream",
     "/debug/journal/{name}": "application/octet-stream",
@@ -131,7 +131,7 @@ _REFUSALS: Final = {"401": "a token is needed (`admin.tokenFile`)", "403": "for 
 
 
 def document(pages: Mapping[str, str]) -> dict[str, Any]:
-    """`pages`: what the port serves, and what each is."""
+    """The document. `pages`: the paths of the port, each with a summary."""
     schemas, components = msgspec.json.schema_components(_JSON.values(), ref_template="#/components/schemas/{name}")
     answers = dict(zip(_JSON, schemas, strict=True))
     paths = {}

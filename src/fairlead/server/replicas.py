@@ -1,26 +1,28 @@
-"""What schedulers of one pool tell each other, through a Valkey or Redis server.
+"""How schedulers of one pool share facts, through a Valkey or Redis server.
 
-    {fairlead:POOL}:told            one stream of all replicas; an entry is (kind → payload), and who says it
-    {fairlead:POOL}:replicas        the set of those that there may be
-    {fairlead:POOL}:alive:ORIGIN    there while that replica renews it: its lease, and the number of its last batch
-    {fairlead:POOL}:snapshot:ORIGIN all that it knows of itself, for half a minute, when somebody asked
+    {fairlead:POOL}:told            one stream of all replicas; an entry is (kind → payload), and its sender
+    {fairlead:POOL}:replicas        the set of replicas that may exist
+    {fairlead:POOL}:alive:ORIGIN    exists while that replica renews it: its lease, and the number of its last batch
+    {fairlead:POOL}:snapshot:ORIGIN all that it knows of itself, for half a minute, after another replica has asked
 
 Rules
-* No decision waits for any of this. Facts are taken from the core every few milliseconds if there are any, and written
-  in one entry; what others wrote is fed to the pipeline as events. What the payloads say is the core's business.
-* A stream, not pub/sub: whoever was away for a moment reads on where it stopped, its memory is bounded (MAXLEN), and a
-  reader that hangs costs the server nothing. One for all replicas: one read hears everybody, and our own entries that
-  come back tell the lag by our own clock.
-* A joiner asks everybody for a snapshot and reads the stream meanwhile, and so does whoever finds a gap. A snapshot
-  comes behind the batches that are in it and before all others.
-* Whoever does not renew its lease is lost. We lose all others when the server has been away for longer than a lease.
-* While the server is away, full or slow, each replica goes on alone. What was not told is kept and told later. Beyond
-  `MOST_UNSENT` bytes a snapshot takes its place, and beyond a lease: then the others have lost us and need one anyway.
+* No decision waits for any of this. Every few milliseconds facts are taken from the core, if there are any, and written
+  in one entry; entries of others are fed to the pipeline as events. The core defines the payloads.
+* A stream, not pub/sub: a reader that was away for a moment continues where it stopped, its memory is bounded (MAXLEN),
+  and a reader that hangs costs the server nothing. One stream for all replicas: one read receives from all others, and
+  our own entries that come back show the lag by our own clock.
+* A new replica asks all others for a snapshot and reads the stream meanwhile. A replica that finds a gap does the same.
+  A snapshot is written after the batches that it includes and before all later ones.
+* A replica that does not renew its lease is lost. All others are lost when the server has been away for longer than a
+  lease.
+* While the server is away, full or slow, each replica continues alone. Unsent batches are kept and sent later. Beyond
+  `MOST_UNSENT` bytes a snapshot replaces them, and also after a lease: then the others have lost this replica and need
+  a snapshot anyway.
 * Keys share a hash tag, so that they are on one node of a cluster, where there is one.
 
 Measured with 1.5 kB per batch, written and read: valkey with libvalkey 72-108 µs of CPU, valkey-glide 123-213 µs and
 twice the memory (50 MB instead of 27), libvalkey under a protocol of our own 21-44 µs. There are at most 200 batches a
-second, so the library that knows TLS, users and databases is worth the difference.
+second, so the library that supports TLS, users and databases is worth the difference.
 """
 
 import asyncio
@@ -42,45 +44,44 @@ from fairlead.server.observe.log import get
 
 log = get("replicas")
 
-#: `valkey.asyncio.Valkey`, whose types know no bytes as keys.
+#: `valkey.asyncio.Valkey`, whose type hints do not allow bytes as keys.
 Client = Any
 
 BATCH, SNAPSHOT, WANTED, GONE = b"batch", b"snapshot", b"wanted", b"gone"
 ORIGIN = b"from"
-#: Entries that the stream keeps: ten seconds of eight busy replicas.
+#: How many entries the stream keeps: ten seconds of eight busy replicas.
 _MOST_ENTRIES = 16_384
-#: Bytes of batches that wait for a server that is away.
+#: How many bytes of batches may wait for a server that is away.
 MOST_UNSENT = 1 << 20
-#: Entries that are read at once, and fed before others are served.
+#: How many entries are read together, and fed before other work gets a turn.
 _AT_ONCE, _TURN = 256, 16
-#: Others that are listened to.
+#: How many other replicas are followed at most.
 _MOST_PEERS = 64
-#: Seconds.
-#: A server that is silent for longer than `TIMEOUT_S` is away.
+#: Seconds. A server that is silent for longer than `TIMEOUT_S` is away.
 TIMEOUT_S = 2.0
 _BLOCK_S, _AGAIN_FIRST_S, _AGAIN_CAP_S, _JOIN_S, _FAREWELL_S = 1.0, 0.1, 0.5, 2.0, 1.0
-#: A server that was away has to answer within so long, or the next attempt is made: it may come back in between.
+#: Seconds within which a server that was away must answer an attempt: it may come back just after the attempt began.
 _BACK_S = 1.0
-#: A snapshot can be fetched for so long, and one replica makes no more than one in this time.
+#: How long a snapshot can be fetched, and the least time between two snapshots of one replica.
 _SNAPSHOT_KEPT_MS, _SNAPSHOT_PAUSE_S = 30_000, 0.25
-#: Pauses between two questions for the snapshot of one replica: doubled, for what it lacks may be an endpoint here.
+#: Pause between two requests for a replica's snapshot. It doubles: the cause may be an endpoint unknown here.
 _ASK_FIRST_S, _ASK_CAP_S = 0.5, 30.0
-#: Of the number in a lease, whoever wrote it.
+#: How many digits of the number in a lease are read, since the lease is not trusted.
 _DIGITS = 18
-#: A lag from which on it is said.
+#: Lag from which on there is a trouble.
 _SLOW_S = 1.0
 
 
 class Facts(Struct, frozen=True):
-    """What the core has to tell, and lacks."""
+    """What the core has to send, and what it lacks."""
 
     #: A batch of what happened here since the last call; empty = nothing did.
     batch: Callable[[], bytes]
     #: All that others should know of this replica now.
     snapshot: Callable[[], bytes]
-    #: The others of whom batches are missing.
+    #: The names of replicas whose batches are missing.
     gaps: Callable[[], Iterable[str]]
-    #: The number of the last batch, and of the last one that came from another replica.
+    #: The number of our last batch, and of the last batch received from another replica.
     sequence: Callable[[], int]
     newest: Callable[[str], int]
 
@@ -91,26 +92,26 @@ class Peer(Struct):
     since: float
     heard_at: float
     batches: int = 0
-    #: The number of its last batch, by its lease as it was read last.
+    #: The number of its last batch, according to its lease when last read.
     sequence: int = 0
-    #: Its snapshot is to be asked for from then on; 0 = nothing of it is missing.
+    #: When to ask for its snapshot; 0 = nothing of it is missing.
     ask_at: float = 0.0
-    #: How long to wait for the next one.
+    #: How long to wait before asking again.
     pause_s: float = _ASK_FIRST_S
 
 
 class Counts(Struct):
-    """Since the start. Batches sent, and received from peers."""
+    """Counts since the start: batches sent, and received from peers."""
 
     sent: int = 0
     sent_bytes: int = 0
     received: int = 0
     received_bytes: int = 0
-    #: Batches that were given up, because the server was away for too long.
+    #: Batches that were dropped because the server was away for too long.
     dropped: int = 0
     snapshots_sent: int = 0
     snapshots_received: int = 0
-    #: Times that something of another replica was missing, and that the server went away.
+    #: How often a replica's batches were missing, and how often the server went away.
     gaps: int = 0
     outages: int = 0
 
@@ -121,8 +122,8 @@ class Replicas:
     def __init__(
         self, settings: ReplicaSettings, pool: str, origin: str, facts: Facts, feed: Callable[[Event], object]
     ) -> None:
-        """`origin`: a name that no other replica has, nor this one had before it was started. Raises `ConfigError`
-        where the client is not installed."""
+        """`origin`: a name that is unique among all replicas and all former runs of this one. Raises `ConfigError` if
+        the client is not installed."""
         try:
             from valkey.exceptions import ValkeyError
         except ImportError as error:
@@ -133,26 +134,26 @@ class Replicas:
         self._facts = facts
         self._feed = feed
         self.origin = origin
-        #: By name, those that hold a lease.
+        #: The replicas that hold a lease, by name.
         self.peers: dict[str, Peer] = {}
         self.counts = Counts()
-        #: Why others are not heard; empty = they are.
+        #: Why there is no link to others; empty = there is one.
         self.problem = "not connected yet"
-        #: Seconds between our last entry's writing and its coming back.
+        #: Seconds from writing our last entry to reading it back.
         self.lag_s = 0.0
         self._alone_since = self._unheard_since = time.monotonic()
         self._untold: deque[bytes] = deque()
         self._untold_bytes = 0
-        #: The number of our last batch when none waited.
+        #: The number of our last batch when no batch was waiting.
         self._sequence = 0
         self._something = asyncio.Event()
-        #: A snapshot was asked for, or stands for batches that were dropped.
+        #: Whether to write a snapshot: a replica asked for one, or batches were dropped.
         self._owes_snapshot = False
         self._snapshot_at = 0.0
-        #: Where we are in the stream.
+        #: Our position in the stream.
         self._position = b""
         self._joined_at = 0.0
-        #: An entry of ours that has not come back, and when it was written.
+        #: An entry of ours that has not been read back yet, and when it was written.
         self._written, self._written_at = b"", 0.0
         self._tasks: set[asyncio.Task[None]] = set()
         self._name = origin.encode()
@@ -162,7 +163,7 @@ class Replicas:
 
     @property
     def missing(self) -> list[str]:
-        """The replicas of whom we lack something."""
+        """The replicas whose batches or snapshot are missing."""
         return sorted(name for name, peer in self.peers.items() if peer.ask_at)
 
     @property
@@ -172,7 +173,7 @@ class Replicas:
 
     @property
     def where(self) -> str:
-        """The server, without user and password."""
+        """The server's URL without user and password."""
         parts = urlsplit(self._settings.via)
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
@@ -185,13 +186,13 @@ class Replicas:
         return ""
 
     def note(self) -> str:
-        """For people, while there is no trouble."""
+        """The state of the link, for people, while there is no trouble."""
         count = len(self.peers)
         peers = f"{count} other{'' if count == 1 else 's'}, heard {self.lag_s * 1e3:.0f} ms late"
         return peers + (f"; facts of {', '.join(self.missing)} are missing" if self.missing else "")
 
     def page(self) -> dict[str, object]:
-        """For `/debug/replicas`."""
+        """The page `/debug/replicas`."""
         now = time.monotonic()
         return {
             "replica": self.origin,
@@ -214,7 +215,7 @@ class Replicas:
     # ---- life ----
 
     async def start(self) -> None:
-        """Returns when all others are known, the first attempt has failed, or it takes too long."""
+        """Returns once all others are known, the first attempt has failed, or the time for it is over."""
         tried = asyncio.Event()
         self._tasks = {asyncio.create_task(self._collect()), asyncio.create_task(self._run(tried))}
         await tried.wait()
@@ -223,7 +224,7 @@ class Replicas:
             await asyncio.sleep(self._settings.interval)
 
     async def close(self) -> None:
-        """Tell what there is to tell, and leave; only as far as that takes no time."""
+        """Send what is left and leave, if the server answers quickly."""
         await _cancelled(self._tasks)
         if not self._tasks or self.problem:
             return
@@ -236,7 +237,7 @@ class Replicas:
                 await self._write(client, GONE, b"")
 
     async def _collect(self) -> None:
-        """Take what the core has to tell, whether anybody can be told or not."""
+        """Take facts from the core, whether there is a server or not."""
         while True:
             await asyncio.sleep(self._settings.interval)
             self._take()
@@ -278,7 +279,7 @@ class Replicas:
             pause_s = min(pause_s * 2, _AGAIN_CAP_S)
 
     def _client(self) -> Client:
-        """Raises `OSError` when a file with a password or authorities cannot be read, `ValueError` for the address."""
+        """Raises `OSError` if a file with a password or authorities cannot be read, `ValueError` for a bad URL."""
         from valkey.asyncio import Valkey
 
         settings = self._settings
@@ -301,7 +302,7 @@ class Replicas:
             for name in list(self.peers):
                 self._lose(name)
 
-    # ---- the others ----
+    # ---- other replicas ----
 
     def _lose(self, name: str) -> None:
         del self.peers[name]
@@ -320,17 +321,17 @@ class Replicas:
         return peer
 
     def _want(self, name: str) -> None:
-        """Something of this replica is missing."""
+        """Note that batches or the snapshot of this replica are missing."""
         peer = self.peers.get(name)
         if peer is not None and not peer.ask_at:
             self.counts.gaps += 1
             peer.ask_at = time.monotonic() + peer.pause_s - _ASK_FIRST_S
             self._something.set()
 
-    # ---- while the server is there ----
+    # ---- while the server is available ----
 
     async def _join(self, client: Client) -> None:
-        """Say that we are here, and find our place in the stream."""
+        """Announce this replica, and find its position in the stream."""
         self._joined_at = time.monotonic()
         await self._renew(client)
         if self.counts.outages and self._joined_at - self._alone_since > self._settings.lease:
@@ -348,7 +349,7 @@ class Replicas:
         log.info("other replicas are heard", server=self.where, replica=self.origin, others=len(self.peers))
 
     async def _together(self, client: Client) -> None:
-        """Until something fails."""
+        """Send, receive and renew until one of them fails."""
         tasks = {asyncio.create_task(work(client)) for work in (self._tell, self._hear, self._stay)}
         self._tasks |= tasks
         try:
@@ -365,7 +366,7 @@ class Replicas:
             self._something.set()
 
     async def _renew(self, client: Client) -> None:
-        """Renew our lease, and look whose has run out."""
+        """Renew our lease, and find the leases that have expired."""
         async with client.pipeline(transaction=False) as pipe:
             pipe.set(self._alive + self._name, self._sequence, px=int(self._settings.lease * 1000))
             pipe.sadd(self._members, self._name)
@@ -377,14 +378,14 @@ class Replicas:
         if dead:
             await client.srem(self._members, *dead)
         there = {name.decode(errors="replace"): lease for name, lease in leases.items() if lease is not None}
-        # A server that was away may have lost what it knew, and others have to come back too.
+        # A server that was away may have lost its data, and others have to come back too.
         if time.monotonic() - self._joined_at > self._settings.lease:
             for name in self.peers.keys() - there:
                 self._lose(name)
         for name, lease in there.items():
             peer = self._meet(name)
             if peer is not None:
-                # What was lost on the way would not be missed before its next batch.
+                # A lost last batch would not be noticed before the replica's next batch.
                 if self._facts.newest(name) < peer.sequence:
                     self._want(name)
                 peer.sequence = int(lease[:_DIGITS]) if lease.isdigit() else 0
@@ -417,7 +418,7 @@ class Replicas:
 
     async def _tell_snapshot(self, client: Client) -> None:
         await asyncio.sleep(max(self._snapshot_at + _SNAPSHOT_PAUSE_S - time.monotonic(), 0.0))
-        self._take()  # what is in the snapshot comes before it
+        self._take()  # batches that the snapshot includes are sent before it
         snapshot = self._facts.snapshot()
         self._owes_snapshot, self._snapshot_at = False, time.monotonic()
         try:
@@ -446,7 +447,7 @@ class Replicas:
                     await self._entry(client, position, entry)
                     if turn % _TURN == 0:
                         await asyncio.sleep(0)
-            # Those who are told often are not woken for each.
+            # Read in larger groups, so that frequent entries do not wake this replica one by one.
             await asyncio.sleep(self._settings.interval)
 
     async def _entry(self, client: Client, position: bytes, entry: dict[bytes, bytes]) -> None:
@@ -478,7 +479,7 @@ class Replicas:
     async def _fetch(self, client: Client, name: str, peer: Peer) -> None:
         snapshot = await client.get(self._snapshots + name.encode())
         if snapshot is None:
-            return  # it is asked for again
+            return  # it will be requested again
         self.counts.snapshots_received += 1
         self.counts.received_bytes += len(snapshot)
         self._feed(PeerSnapshot(name, snapshot))
@@ -488,16 +489,16 @@ class Replicas:
 
 
 def _place(position: bytes) -> tuple[int, ...]:
-    """Of an entry in the stream: milliseconds, and a number among those of the same one."""
+    """The position of an entry in the stream: milliseconds, and a number within the same millisecond."""
     return tuple(map(int, position.split(b"-")))
 
 
 async def _cancelled(tasks: set[asyncio.Task[None]]) -> None:
-    """Returns when all have ended. Before Python 3.12 `asyncio.wait_for`, which the client uses, may swallow one."""
+    """Returns when all have ended. Before Python 3.12 the client's `asyncio.wait_for` may swallow a cancellation."""
     while pending := [task for task in tasks if not task.done()]:
         for task in pending:
             task.cancel()
         await asyncio.wait(pending, timeout=_AGAIN_FIRST_S)
     for task in tasks:
         if not task.cancelled():
-            task.exception()  # it was seen
+            task.exception()  # mark the exception as retrieved

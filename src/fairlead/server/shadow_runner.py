@@ -1,13 +1,13 @@
-"""Runs policies on trial in a thread beside the event loop.
+"""Runs policies on trial in a thread, apart from the event loop.
 
 Rules
-* The event loop hands cases over and takes verdicts back; it never waits. More than `MAX_WAITING` cases, or more CPU
-  than the budget: the case is left out and counted.
-* A shadow that does not come back within the limit is cut off: its thread is told to end (which it does in the next
-  line of Python that it runs), and a new one goes on without that shadow. One that took longer than the limit, or
-  failed `MAX_FAILURES` times in a row, is cut off as well. Cut off means: until the configuration changes.
-* The thread gives the interpreter away after every policy, and the switch interval is lowered, so that the event loop
-  waits for tens of microseconds at most, and for `SWITCH` where a shadow computes without end.
+* The event loop hands cases over and takes verdicts back; it never waits. With more than `MAX_WAITING` waiting cases,
+  or more CPU than the budget, a case is left out and counted.
+* A shadow that does not return within the limit is cut off: its thread is told to end (which it does in the next line
+  of Python that it runs), and a new thread continues without that shadow. A shadow that took longer than the limit, or
+  failed `MAX_FAILURES` times in a row, is cut off as well. It stays cut off until the configuration changes.
+* The thread releases the interpreter after every policy, and the switch interval is lowered, so that the event loop
+  waits for tens of microseconds at most, and for `SWITCH` if a shadow computes without end.
 """
 
 import asyncio
@@ -27,17 +27,17 @@ from fairlead.core.shadow import Bench
 
 MAX_WAITING = 64
 MAX_FAILURES = 20
-#: The `error` of a shadow that had no opinion; nothing is wrong with it.
+#: The `error` of a shadow that had no opinion, which is not a failure.
 PASSED = "passed"
-#: Seconds: of the interpreter's thread switch while there are shadows.
+#: The interpreter's thread switch interval while there are shadows, in seconds.
 SWITCH = 0.0005
-#: Seconds of CPU that may be used at once.
+#: Seconds of CPU that may be used in one burst.
 _BURST = 0.05
 
 
 class RunnerStats(Struct):
     judged: int = 0
-    #: Cases left out: too many waited, no CPU left.
+    #: Cases left out: too many waited, or no CPU was left.
     crowded: int = 0
     over_budget: int = 0
     cpu_s: float = 0.0
@@ -46,7 +46,7 @@ class RunnerStats(Struct):
 
 
 class ShadowRunner:
-    """`policies` by name, `make_bench` one per thread. `judged` is called on the event loop with each record."""
+    """`policies` by name; `make_bench` makes one per thread. `judged` is called on the event loop with each record."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class ShadowRunner:
         self._policies.clear()
 
     def judge(self, case: ShadowCase) -> None:
-        """Take it, if there is room."""
+        """Accept a case, if there is room."""
         if not self._policies:
             return
         if len(self._cases) >= MAX_WAITING:
@@ -103,7 +103,7 @@ class ShadowRunner:
 
     def _done(self, worker: "_Worker", record: ShadowRecord, cpu_s: float) -> None:
         if worker is not self._thread:
-            return  # left to itself a while ago
+            return  # a worker that was abandoned earlier
         self.stats.judged += 1
         self.stats.cpu_s += cpu_s
         for verdict in record.verdicts:
@@ -117,7 +117,7 @@ class ShadowRunner:
         self._judged(record)
 
     def _look(self) -> None:
-        """Is a shadow still at it that began long ago?"""
+        """Cut off a shadow that has been deciding for longer than the limit."""
         self._watch = None
         worker = self._thread
         if worker is None:
@@ -141,11 +141,11 @@ class ShadowRunner:
 
 
 class _Abandoned(BaseException):
-    """Raised in a thread by another one."""
+    """Raised in a worker's thread by the event loop's."""
 
 
 class _Worker:
-    """A thread and the bench that it works at."""
+    """A thread and its bench."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class _Worker:
         loop: asyncio.AbstractEventLoop,
         done: Callable[["_Worker", ShadowRecord, float], None],
     ) -> None:
-        #: (shadow, monotonic seconds when it was asked) while one is at it.
+        #: (shadow, monotonic seconds when it was asked) while a shadow decides.
         self.doing: tuple[str, float] | None = None
         self._bench = bench
         self._policies = policies
@@ -175,7 +175,7 @@ class _Worker:
         self._wanted.set()
 
     def abandon(self) -> None:
-        """End it from outside: else a policy that computes without end would do so as long as the process lives."""
+        """End the thread from outside: otherwise a policy that computes without end runs as long as the process."""
         self.stop()
         ident = self._thread.ident
         if ident is not None:
@@ -200,7 +200,7 @@ class _Worker:
             self._bench.open(case)
             verdicts = [self._ask(name, policy) for name, policy in list(self._policies.items())]
             record = self._bench.record(verdicts)
-        except Exception as error:  # the bench is ours, but nothing here may end the thread
+        except Exception as error:  # the bench is ours, but nothing may end the thread
             failed = ShadowVerdict("reference", error=f"{type(error).__name__}: {error}"[:200])
             record = ShadowRecord(case.request.id, case.snapshot.at, case.endpoint, verdicts=(failed,))
         if not self._stopped:

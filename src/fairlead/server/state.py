@@ -1,14 +1,14 @@
-"""The file with what was learned: read when the scheduler starts, written every now and then and at the end.
+"""The file of learned state: read when the scheduler starts, written periodically and at the end.
 
     file = b"fairlead state\\n" block*        a block is one part (`fairlead.core.state`) under a checksum
 
 Rules
-* A restart must not fail for it, nor a request wait. What cannot be read or written is a note in the log; the scheduler
-  goes on without.
-* Parts are taken down and given back one at a time, with others served in between. A thread writes them.
-* A new file takes the old one's place when it is whole and on the disk. So whoever is killed leaves the one before.
-* One process writes: it holds a lock that ends with it. Others read, and write once that has ended.
-* An endpoint's parts wait here until it joins. They are dropped when they have grown too old.
+* The file must not make a restart fail, nor a request wait. If it cannot be read or written, the log says so and the
+  scheduler continues without it.
+* Parts are taken and restored one at a time, with other work in between. A thread writes them.
+* A new file replaces the old one when it is complete and on the disk. A process that is killed leaves the old one.
+* One process writes: it holds a lock that ends with it. Others read, and write once that process has ended.
+* An endpoint's parts wait here until it joins. They are dropped when they have become too old.
 """
 
 import asyncio
@@ -36,26 +36,26 @@ from fairlead.server.observe.log import get
 log = get("state")
 
 MAGIC = b"fairlead state\n"
-#: Of the time between two files, taking one down and encoding it may use this share.
+#: Taking and encoding a file may use this share of the time between two files.
 _BUSY = 0.02
-#: This part of the largest file is kept for other things than prefixes.
+#: One part in this many of the largest file is reserved for data other than prefixes.
 _SPARED = 4
 _HELD = "another scheduler writes there; give each a file of its own"
 
 
 class Stored(Struct):
-    """What a file says. `problems`: in words, what of it cannot be used."""
+    """The content of a file. `problems`: in words, what of it cannot be used."""
 
     head: Head | None = None
     common: Common | None = None
-    #: By endpoint, its parts in order.
+    #: Parts by endpoint, in order.
     endpoints: dict[str, list[Part]] = {}
     problems: list[str] = []
 
 
 def read_state(path: Path, cut: ChainHasher, max_bytes: int) -> Stored:
-    """Never raises for what a file says or that it cannot be read. `cut`: prefixes that were cut otherwise are left
-    out. A file that is not there is no problem."""
+    """Read the file; never raises for its content or because it cannot be read. `cut`: prefixes that were cut with
+    other settings are left out. A missing file is no problem."""
     stored = Stored()
     try:
         with path.open("rb") as file:
@@ -111,19 +111,19 @@ def _understand(data: bytes, stored: Stored, cut: ChainHasher) -> None:
 
 
 class StateCounts(Struct):
-    """Since the start."""
+    """Counts since the start."""
 
     written: int = 0
     errors: int = 0
     #: Bytes of the newest file.
     bytes: int = 0
-    #: Blocks of prompts that were given back, of so many endpoints.
+    #: Blocks of prompts that were restored, and for how many endpoints.
     prefixes: int = 0
     endpoints: int = 0
 
 
 class StateFile:
-    """`start`, tell it of endpoints that come, `close`. All calls happen on the event loop's thread."""
+    """Call `start`, `joined` for each endpoint that appears, `close`. All on the event loop's thread."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class StateFile:
         feed: Callable[[Event], object],
         now: Callable[[], float],
     ) -> None:
-        """`now`: clock seconds, as the pipeline has them."""
+        """`now`: the pipeline's clock, in seconds."""
         self._path = path
         self._settings = settings
         self._fleet = pipeline.fleet
@@ -150,11 +150,11 @@ class StateFile:
         self.counts = StateCounts()
         #: Why the file cannot be written; empty = it can.
         self.problem = ""
-        #: What was given back, for people; empty = nothing.
+        #: What was restored, for people; empty = nothing.
         self.note = ""
 
     async def start(self) -> None:
-        """Read the file, and give back what is not of single endpoints."""
+        """Read the file, and restore what does not belong to single endpoints."""
         self._stored = stored = await asyncio.to_thread(read_state, self._path, self._cut, self._settings.max_bytes)
         for problem in stored.problems:
             log.warning("what was learned before is not all used", file=str(self._path), problem=problem)
@@ -166,19 +166,19 @@ class StateFile:
         self._writing = asyncio.create_task(self._write_on())
 
     def joined(self, endpoint: Endpoint) -> None:
-        """It is in the pool now: it may be given back what was known of it."""
+        """The endpoint is in the pool now: restore what was known of it."""
         if endpoint.id in self._stored.endpoints:
             self._joined.append(endpoint.id)
             if self._restoring is None or self._restoring.done():
                 self._restoring = asyncio.create_task(self._restore())
 
     async def settled(self) -> None:
-        """Wait until all endpoints that joined have what was known of them."""
+        """Wait until everything known of the joined endpoints is restored."""
         if self._restoring is not None:
             await self._restoring
 
     async def close(self) -> None:
-        """Write a last time, and end."""
+        """Write a last time, and stop."""
         for task in (self._restoring, self._writing):
             if task is not None:
                 task.cancel()
@@ -189,14 +189,14 @@ class StateFile:
             os.close(self._lock)
             self._lock = -1
 
-    # ---- given back ----
+    # ---- restoring ----
 
     def _age(self) -> float:
         head = self._stored.head
         return max(time.time() - head.taken_at, 0.0) if head is not None else 0.0
 
     def _known(self, endpoint_id: str) -> tuple[list[Part], float]:
-        """The parts of an endpoint that is away, and how old they are; none that are too old."""
+        """The parts of an endpoint that has not joined, and their age; no parts if they are too old."""
         parts = self._stored.endpoints[endpoint_id]
         first = parts[0]
         age_s = self._age() + (first.age_s if isinstance(first, EndpointLearned) else 0.0)
@@ -224,7 +224,7 @@ class StateFile:
         )
         log.info(self.note, file=str(self._path))
 
-    # ---- written ----
+    # ---- writing ----
 
     async def _write_on(self) -> None:
         pause_s = self._settings.interval
@@ -244,7 +244,7 @@ class StateFile:
                 yield replace(part, age_s=age_s) if isinstance(part, EndpointLearned) else part
 
     async def _write(self) -> float:
-        """Returns the seconds of the event loop that it took."""
+        """Write the file. Returns the seconds of the event loop that this took."""
         encoded, size, worked_s = list[bytes](), len(MAGIC), 0.0
         parts = self._parts()
         while True:

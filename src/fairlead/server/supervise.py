@@ -1,8 +1,8 @@
-"""The parent of the embedded gateway: keeps Envoy, the scheduler or several, and their Valkey running, and that is all.
+"""The parent of the embedded gateway: it only keeps Envoy, the schedulers, and their Valkey running.
 
-It lives as long as the gateway, so it imports what supervising needs and nothing more: neither the configuration nor
-numpy nor an HTTP library. The process that has read the configuration becomes this one by exec, when the first
-scheduler is its child already; see `embedded`, which also says what the hand-over holds.
+It lives as long as the gateway, so it imports only what supervising needs: neither the configuration nor numpy nor an
+HTTP library. The process that has read the configuration becomes this one by exec, when the first scheduler is already
+its child; see `embedded`, which also describes the hand-over.
 """
 
 import asyncio
@@ -23,39 +23,39 @@ from fairlead.server.observe.log import get, setup
 
 log = get("serve")
 
-#: Tells a scheduler that the gateway is about to end, and itself after that.
+#: Announces the end of the gateway, and then of the scheduler, to a scheduler.
 ENDING = signal.SIGUSR1
 #: Seconds that requests in flight get to finish at shutdown.
 DRAIN_SECONDS = 30.0
-#: Seconds before a scheduler that died is started again; doubled up to the cap while it keeps dying early.
+#: Seconds before a dead scheduler is started again; doubled up to the cap while it keeps dying early.
 _BACKOFF_FIRST, _BACKOFF_CAP = 0.1, 5.0
 _HEALTHY_SECONDS = 10.0
-#: Seconds after which a new scheduler has listened, and the gateway has noticed.
+#: Seconds after which a new scheduler certainly listens, and the gateway has noticed.
 _ASKED_AGAIN_S = 3.0
-#: Exit code of a scheduler that cannot use its configuration: starting it again helps only once the file has changed.
+#: Exit code of a scheduler that cannot use its configuration: a restart helps only once the file has changed.
 _WRONG_CONFIG = 2
 _FAILED, _INTERRUPTED = 1, 130
 
 
 class SchedulerFailed(FairleadError):
-    """The scheduler ended at its start; it has said why."""
+    """The scheduler ended at its start; it has logged why."""
 
 
 class Outage:
-    """Counts the requests that the gateway balances from a scheduler's death until another one is asked again."""
+    """Counts the requests that the gateway balances from a scheduler's death until a new one is asked again."""
 
     def __init__(self, admins: list[EnvoyAdmin]) -> None:
         self._admins = admins
         self._before: int | None = None
 
     async def begin(self) -> None:
-        """A scheduler died. If the one before had not been told of, they are one outage."""
+        """A scheduler died. Deaths before the last outage was reported belong to the same outage."""
         if self._before is None:
             self._before = await self._unscheduled()
 
     @contextlib.asynccontextmanager
     async def over(self) -> AsyncIterator[None]:
-        """A scheduler runs for as long as this lasts. Tells of the outage once it has surely been asked again."""
+        """A scheduler runs for as long as the context lasts. Report the outage once it is certainly asked again."""
         teller = asyncio.create_task(self._tell())
         try:
             yield
@@ -77,7 +77,7 @@ class Outage:
 
 
 class Child:
-    """A process of ours, however it was started."""
+    """A child process, however it was started."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -88,18 +88,18 @@ class Child:
         return not self._ended.done()
 
     async def wait(self) -> int:
-        """The exit code; that of a signal is negative."""
+        """The exit code; negative for a signal."""
         return await asyncio.shield(self._ended)
 
     def reap(self) -> None:
-        """Some child has ended: is it this one?"""
+        """Some child has ended: check whether it is this one."""
         if self.runs:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self._ended.set_result(os.waitstatus_to_exitcode(status))
 
     def signal(self, number: int) -> None:
-        # A child that was not reaped keeps its number, so nobody else can be hit.
+        # A child that was not reaped keeps its process id, so the signal cannot hit another process.
         if self.runs:
             os.kill(self.pid, number)
 
@@ -107,23 +107,23 @@ class Child:
 def spawn_tied(command: list[str]) -> int:
     """Start a process that ends with this one; returns its id."""
     tied = (sys.executable, "-I", "-S", str(Path(launcher.__file__)), str(os.getpid()), *command)
-    # A session of its own: Ctrl-C reaches only the parent, which then ends things in order.
+    # A session of its own: Ctrl-C reaches only the parent, which then ends its children in order.
     return os.posix_spawn(tied[0], tied, os.environ, setsid=True)
 
 
 class Keeper:
-    """Keeps one process running. Made on the event loop, while the first one runs already."""
+    """Keeps one process running. Made on the event loop, when the first process already runs."""
 
     def __init__(self, name: str, first: int, command: list[str], outage: Outage | None = None) -> None:
-        """`first`: its process id. `command`: what starts the next. `outage`: of the schedulers."""
+        """`first`: its process id. `command`: starts the next one. `outage`: counts for schedulers."""
         self.name = name
         self._command = command
         self._outage = outage
         self.child = Child(first)
 
     async def keep(self, stopping: asyncio.Event) -> None:
-        """One after another until `stopping`. Raises when the first start fails for good. Later ones may fail too, for
-        the file may have changed since: then the gateway goes on without, until one can be started."""
+        """Restart the process until `stopping`. Raises if the first start fails for good. Later ones may also fail, if
+        the file has changed since: then the gateway continues without the process until it can be started."""
         loop = asyncio.get_running_loop()
         pause = _BACKOFF_FIRST
         first = True
@@ -131,7 +131,7 @@ class Keeper:
             started = loop.time()
             if not first:
                 self.child = Child(await asyncio.to_thread(spawn_tied, self._command))
-            self.child.reap()  # it may have ended before anybody looked
+            self.child.reap()  # it may have ended already
             log.info(f"{self.name} runs", pid=self.child.pid)
             async with self._outage.over() if self._outage else contextlib.nullcontext():
                 code = await self.child.wait()
@@ -161,7 +161,7 @@ class Keeper:
 
 
 class Parent:
-    """`await run()` until a signal. Raises `FairleadError` when a child cannot be started at all."""
+    """`await run()` until a signal. Raises `FairleadError` if a child cannot be started at all."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class Parent:
         schedulers: list[tuple[int, list[str]]],
         valkey: tuple[int, list[str]] | None = None,
     ) -> None:
-        """Of each scheduler, and of the Valkey between them: the process id of the first, the command for the next."""
+        """For each scheduler, and for the Valkey between them: the first process id, and the command for the next."""
         self._gateway = gateway
         self._stopping = asyncio.Event()
         names = [f"worker {i}" if len(schedulers) > 1 else "the scheduler" for i in range(len(schedulers))]
@@ -204,7 +204,7 @@ class Parent:
             for task in kept:
                 if task.done():
                     task.result()
-            # Clients first: while they finish, schedulers still answer the gateway. Whoever waits is told to go.
+            # Clients first: while they finish, schedulers still answer the gateway. Queued requests are ended.
             for keeper in self._schedulers:
                 keeper.child.signal(ENDING)
             if started.done():
@@ -225,7 +225,7 @@ async def _run(handover: dict[str, Any]) -> None:
 
 
 def main(handover: dict[str, Any]) -> int:
-    """Returns the exit code of the command."""
+    """Run the parent. Returns the exit code of the command."""
     setup(*handover["log"])
     try:
         asyncio.run(_run(handover))

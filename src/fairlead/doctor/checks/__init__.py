@@ -1,4 +1,4 @@
-"""All checks. Findings of equal harm are told in this order."""
+"""All checks. Findings of equal harm are reported in this order."""
 
 from fairlead.doctor.checks import agreement, exposure, gateway, kv_events, metrics, pool, scheduler
 from fairlead.doctor.run import Check

@@ -1,4 +1,4 @@
-"""Checks of prompts: whether they become the same tokens and blocks here as in the engines."""
+"""Checks of prompts: whether Fairlead makes the same tokens and blocks of them as the engines."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ _SELF_CHECK = "docs/kv-events.md#the-self-check"
 _LOW_HITS = "docs/runbook.md#lowcachehitrate"
 
 _TEXT = "completion"
-#: Endpoints of one model that are asked.
+#: How many endpoints of one model are asked.
 _MOST = 3
 
 OTHER_TOKENS = Kind(
@@ -50,7 +50,7 @@ UNCHECKED = Kind(
 
 
 def settings_of(site: Site, model: str) -> ModelTokens | None:
-    """What is configured for a model's prompts."""
+    """The configuration for a model's prompts."""
     models = site.config.tokens.models
     return models.get(model, models.get("*"))
 
@@ -105,8 +105,8 @@ async def tokens(site: Site) -> list[Finding]:
 
 # `kv-agreement`: whether predictions from KV events come true: the self-check of a running scheduler, on demand.
 #
-# To each endpoint goes a prompt that nobody has sent before, one output token long, and then the same once more. After
-# the first the events should tell its blocks; what they then predict is held against the `cached_tokens` of the second.
+# Each endpoint gets a new prompt, one output token long, and then the same prompt again. After the first request the
+# events should report its blocks; the prediction from them is compared with the `cached_tokens` of the second answer.
 
 
 SILENT = Kind(
@@ -160,10 +160,10 @@ _CAUSES = {
     diagnosis.TEMPLATE: TEMPLATE,
     diagnosis.TOKENISER: TOKENISER,
 }
-#: Blocks that the prompt fills at least, and the block size where none is known.
+#: How many blocks the prompt fills at least, and the block size if none is known.
 _BLOCKS, _USUAL_SIZE = 6, 16
 _LARGEST_SIZE = 1024
-#: Seconds until an engine has told (vLLM 0.32: 6 ms at the median).
+#: Seconds within which an engine should have sent its events (vLLM 0.32: 6 ms at the median).
 _TELLING = 2.0
 _PATIENCE = 20.0
 
@@ -182,7 +182,7 @@ class _Pair(NamedTuple):
 
 
 async def _prompt(site: Site, model: str, address: str, size: int) -> _Prompt:
-    """A chat where chats can be read, else token ids; `tokens.reason` says why not."""
+    """A chat if chats can be tokenised, else token ids; `tokens.reason` says why neither was possible."""
     tokeniser, settings = await site.tokeniser(), settings_of(site, model)
     words = _BLOCKS * min(size, _LARGEST_SIZE)
     body = chat(model, words)
@@ -213,7 +213,7 @@ def _predicted(kv: KvListening, slot: int, tokens: PromptTokens) -> int:
 
 
 async def _sent(site: Site, address: str, prompt: _Prompt) -> ReportedUsage | str:
-    """Usage of the answer, or why there is none."""
+    """Usage in the answer, or why there is none."""
     try:
         answer = await site.client.post(f"http://{address}{prompt.path}", prompt.body, seconds=_PATIENCE)
     except Unreached as error:
@@ -227,7 +227,7 @@ async def _kv_agreement_of(site: Site, kv: KvListening, slot: int) -> list[Findi
     size = (reading.sample.block_size if reading is not None else 0) or _USUAL_SIZE
     prompt = await _prompt(site, model, endpoint.address, size)
     if prompt.tokens.reason:
-        return []  # the check `tokens` tells why
+        return []  # the check `tokens` reports why
     before = kv.told(slot)
     first = await _sent(site, endpoint.address, prompt)
     if isinstance(first, str):

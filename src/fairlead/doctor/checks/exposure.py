@@ -1,4 +1,4 @@
-"""A check of settings that are safe on one machine and are not on a network."""
+"""A check of settings that are safe on one machine but not on a network."""
 
 import contextlib
 import re
@@ -126,7 +126,7 @@ RECORDS = Kind(
     "chmod o-rwx the files; publish captures (`fairlead journal capture`), whose hashes are salted, never journals",
     "docs/security.md#what-it-does-not-protect",
 )  # fmt: skip
-#: Paths of vLLM that change or tell what clients may not.
+#: Paths of vLLM that change or show what clients should not reach.
 _ADMINISTRATIVE = (
     *("/sleep", "/wake_up", "/pause", "/resume", "/shutdown_weight_transfer_engine", "/v1/load_lora_adapter"),
     *("/v1/unload_lora_adapter", "/update_weights", "/collective_rpc", "/scale_elastic_ep", "/reset_prefix_cache"),
@@ -134,17 +134,17 @@ _ADMINISTRATIVE = (
 )
 
 
-#: A whole top-level domain, in which anybody can register a name; not those that are for private networks.
+#: A whole top-level domain, in which anyone can register a name; private top-level domains are left out.
 _PUBLIC = re.compile(r"\.(?!(internal|intranet|lan|local|localhost|private|corp|home|test)$)[^.]+")
 
 
 def _local_at(address: str) -> bool:
-    """Of `host:port`, or of a Unix socket."""
+    """Whether `host:port` is on this machine, or the address is a Unix socket."""
     return address.startswith("unix:") or is_loopback(address.rpartition(":")[0])
 
 
 def _clients(config: Config) -> Iterator[Finding]:
-    """What is unsafe where clients come in."""
+    """What is unsafe about the way clients connect."""
     gateway, trusted = config.gateway, config.headers.trust
     ours = gateway.mode == "embedded"
     host = gateway.host if ours else config.ext_proc.host or "0.0.0.0"
@@ -198,13 +198,13 @@ def _schedulers(config: Config) -> Iterator[tuple[str, SchedulerSettings]]:
 
 
 def _clear(url: str) -> bool:
-    """Of a URL that leads to another machine, without TLS."""
+    """Whether the URL leads to another machine without TLS."""
     parts = urlsplit(url)
     return parts.scheme in ("http", "valkey", "redis") and not is_loopback(parts.hostname or "")
 
 
 def _services(config: Config) -> Iterator[Finding]:
-    """What the scheduler talks to besides model servers and schedulers."""
+    """What is unsafe about connections other than those to model servers and schedulers."""
     indexer, replicas = config.kv_events.indexer, config.replicas
     for name, url in (("url", indexer.url), ("warmFrom", indexer.warm_from)):
         if _clear(url):
@@ -219,7 +219,7 @@ def _services(config: Config) -> Iterator[Finding]:
     if _clear(config.tracing.endpoint):
         yield TRACES.at("tracing.endpoint")
     if config.kubernetes.on:
-        with contextlib.suppress(ConfigError):  # there is none, or it cannot be read: another check tells
+        with contextlib.suppress(ConfigError):  # there is none, or it cannot be read: another check reports that
             where = find_access(config.kubernetes.kubeconfig, config.kubernetes.context).where
             if where.server.startswith("https:") and not where.verify:
                 yield CLUSTER.at("kubernetes.kubeconfig", where.server)
@@ -250,7 +250,7 @@ def _outgoing(site: Site) -> Iterator[Finding]:
 
 
 def _files(config: Config) -> Iterator[tuple[Kind, int, str]]:
-    """Kind of finding, mode bits that make one, file."""
+    """Kind of finding, mode bits that are unsafe, file."""
     curve, gateway = config.kv_events.curve, config.gateway
     secrets = [config.metrics.token_file, config.admin.token_file, config.replicas.password_file]
     secrets += [curve.secret_key_file] if curve else []
@@ -270,7 +270,7 @@ def _modes(config: Config) -> Iterator[Finding]:
         try:
             mode = Path(file).stat().st_mode & 0o777 if file else 0
         except OSError:
-            continue  # other checks tell
+            continue  # other checks report that
         if mode & unsafe:
             yield kind.at(file, f"mode {mode:o}")
 

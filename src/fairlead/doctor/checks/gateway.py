@@ -1,4 +1,4 @@
-"""Checks of the gateway: its configuration, whether it asks the scheduler, and whom it lets name a destination."""
+"""Checks of the gateway: its configuration, whether it asks the scheduler, and whether clients can steer it."""
 
 import asyncio
 import socket
@@ -54,7 +54,7 @@ async def gateway(site: Site) -> list[Finding]:
 
 
 def _validate(config: Config) -> None:
-    """As `fairlead serve` would start it."""
+    """Validate the configuration that `fairlead serve` would start."""
     validate(render(printed_options(config)))
 
 
@@ -110,12 +110,12 @@ async def asking(site: Site) -> list[Finding]:
 
 # `headers`: whether clients can steer the gateway to a machine of their choice.
 #
-# Theory. A destination header that a client sets must not survive: who can name the upstream can reach any address that
-# the gateway can reach. What a foreign gateway does cannot be read anywhere, but it can be tried: a request names a
-# listener of ours as its destination. If that is called, whatever arrives there is what any address would have got.
-# A scheduler that answers corrects such a header, so that this shows what gets past it. Where Envoy's admin page can be
-# read (`--gateway-admin`, or `gateway.adminPort`), its configuration is looked through as well: what it does not take
-# off reaches model servers, and sidecars that obey it, whenever the scheduler is not asked.
+# Theory. A destination header from a client must not survive: a client that can name the upstream can reach any address
+# that the gateway can reach. The configuration of an unknown gateway cannot be read, but its behaviour can be tested: a
+# request names a listener of ours as its destination. If the listener is called, any address could have been reached.
+# A scheduler that answers corrects such a header, so the test shows what gets past the scheduler. Where Envoy's admin
+# page can be read (`--gateway-admin`, or `gateway.adminPort`), its configuration is examined as well: headers that it
+# does not remove reach model servers, and sidecars that obey them, whenever the scheduler is not asked.
 
 
 _NAMING = (DESTINATION, f"{DESTINATION}-subset", PREFILLER)
@@ -135,7 +135,7 @@ NOT_STRIPPED = Kind(
 
 
 class _Trap:
-    """Notes the first line of what arrives."""
+    """Records the first line of each request that arrives."""
 
     def __init__(self) -> None:
         self.caught: list[str] = []
@@ -155,7 +155,7 @@ class _Trap:
 
 
 def _own_address(gateway: str) -> str:
-    """The address of this machine that the gateway sees; empty = there is no way to it."""
+    """The address of this machine that the gateway sees; empty = there is no route to it."""
     try:
         parts = urlsplit(gateway)
         family, kind, _, _, there = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
@@ -181,7 +181,7 @@ async def _listening(host: str) -> AsyncIterator[_Trap]:
 async def _tried(site: Site) -> list[Finding]:
     host = await asyncio.to_thread(_own_address, site.gateway) if site.gateway else ""
     if not host:
-        return []  # the check `asking` tells of a gateway that is not there
+        return []  # the check `asking` reports a gateway that does not answer
     path, body = await gateway_request(site)
     async with _listening(host) as trap:
         names = dict.fromkeys(_NAMING, trap.address)
@@ -214,12 +214,12 @@ async def _configured(site: Site) -> list[Finding]:
     return [NOT_STRIPPED.at("gateway", f"Envoy's configuration does not remove {', '.join(left[:4])}")]
 
 
-#: Where Envoy is told to take headers off: at entry, by a filter, at a route.
+#: Where Envoy's configuration removes headers: at entry, by a filter, at a route.
 _MUTATIONS, _AT_ROUTE = ("early_header_mutation_extensions", "request_mutations"), "request_headers_to_remove"
 
 
 def _removals(node: Any, within: bool = False) -> Iterator[str]:
-    """Names of headers that a configuration takes off requests, wherever in it that stands."""
+    """Names of headers that a configuration removes from requests, wherever in the configuration it says so."""
     if isinstance(node, list):
         for child in node:
             yield from _removals(child, within)

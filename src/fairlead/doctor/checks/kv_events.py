@@ -1,4 +1,4 @@
-"""Checks of KV events: whether they are heard, from engines that are dialled and from those that dial in."""
+"""Checks of KV events: whether they arrive, from engines that are connected to and from those that dial in."""
 
 import asyncio
 import contextlib
@@ -81,14 +81,14 @@ _CAUSES = {WRONG_SIZE: SIZE, WRONG_SEED: SEED, WRONG_ALGORITHM: ALGORITHM}
 
 
 def by_hashes(kv: KvListening, slot: int) -> Finding | None:
-    """Whether what the endpoint stored lately was named as configured."""
+    """A finding if recently stored blocks were not named as configured."""
     diagnosis = diagnose(kv.recipe, Case(b"", 0, "", "", 0, 0, -1), kv.heads(slot))
     kind = _CAUSES.get(diagnosis.cause)
     return kind.at(kv.endpoints[slot].id, diagnosis.detail) if kind is not None else None
 
 
 async def _size(site: Site, kv: KvListening, slot: int) -> Finding | None:
-    """By the metrics page, which also tells it when nothing was stored yet."""
+    """A finding by the block size on the metrics page, which is known even before a block was stored."""
     configured = kv.recipe.block_size
     reading = await site.reading(kv.endpoints[slot])
     reported = reading.sample.block_size if reading is not None else 0
@@ -113,7 +113,7 @@ async def _kv_events_of(site: Site, kv: KvListening, slot: int) -> list[Finding]
     size = await _size(site, kv, slot)
     findings = [size] if size is not None else []
     if source.source is None:
-        # The check `endpoints` tells of one that is not there.
+        # The check `endpoints` reports an endpoint that does not answer.
         return findings if source.away else [*findings, OFF.at(name, source.reason)]
     if not kv.linked(slot):
         return [*findings, UNCONNECTED.at(name, f"no connection to {source.source.events}")]
@@ -163,8 +163,9 @@ async def kv_events(site: Site) -> list[Finding]:
 
 # `kv-dialled`: with `kvEvents.bind`, whether publishers dial in under names of the pool.
 #
-# A running scheduler has the port, and says whom it hears and how much it refused. Without one we listen there
-# ourselves. Engines publish only what their work changes, so with `--probe` each gets small requests until it is heard.
+# A running scheduler has the port, and its metrics show which publishers it receives and how many batches it refused.
+# Without a scheduler the check listens at the port itself. Engines publish only changes, so with `--probe` each gets
+# small requests until its events arrive.
 
 
 TOPIC = Kind(
@@ -182,15 +183,15 @@ TAKEN = Kind(
 )  # fmt: skip
 
 #: Seconds of each round. A publisher loses what it sends before it has dialled again, so the endpoints that are still
-#: silent are asked anew in every round; the rounds grow to spare the engines.
+#: silent get another request in every round; the rounds grow longer to spare the engines.
 ROUNDS = (0.5, 1.0, 2.0, 4.0, 4.0)
-#: Seconds for the traffic of others, where we may send nothing ourselves.
+#: Seconds to wait for the traffic of clients if the check may not send requests.
 _WITHOUT_PROBE = 3.0
 _POLL = 0.1
 
 
 class _Received(Struct, frozen=True):
-    """What has come in so far: endpoints without events; batches of unknown publishers, and the last topic of these."""
+    """What has arrived so far: endpoints without events; batches of unknown publishers, and the last topic of those."""
 
     silent: list[Endpoint]
     strange: int = 0
@@ -201,7 +202,7 @@ _Look = Callable[[], Awaitable[_Received]]
 
 
 class _Listened(Struct, frozen=True):
-    """What had come in by the end, after `seconds` and `requests` to each silent endpoint."""
+    """What had arrived by the end, after `seconds` and `requests` to each silent endpoint."""
 
     heard: _Received
     seconds: float
@@ -214,7 +215,7 @@ class _Listened(Struct, frozen=True):
 
 
 async def _listened(site: Site, look: _Look, seconds: Sequence[float]) -> _Listened:
-    """Ends when all are heard, or in the round in which as many strange batches came in as endpoints are silent."""
+    """Wait until all endpoints have sent events, or a round brings as many unknown batches as endpoints are silent."""
     now = asyncio.get_running_loop().time
     started, requests, heard = now(), 0, await look()
     for length in seconds:
@@ -233,7 +234,7 @@ async def _listened(site: Site, look: _Look, seconds: Sequence[float]) -> _Liste
 
 
 async def _asked(site: Site, endpoint: Endpoint) -> None:
-    """Give the engine something to report."""
+    """Send the engine a request, so that it has something to report."""
     body = completion(await site.model(endpoint), 4 * 64)
     with contextlib.suppress(Unreached):
         await site.client.post(f"http://{endpoint.address}{COMPLETIONS}", body)
@@ -275,7 +276,7 @@ def _own_ear(site: Site, socket: Socket) -> _Look:
     heard = _Received(list(site.endpoints))
 
     async def look() -> _Received:
-        """A publisher that dials gets our subscription only while the socket is being read."""
+        """Read all waiting batches. A publisher that dials in gets our subscription only while the socket is read."""
         nonlocal heard
         while (frames := receive(socket)) is not None:
             with contextlib.suppress(ValueError):

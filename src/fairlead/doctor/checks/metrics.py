@@ -1,4 +1,4 @@
-"""Checks of metrics pages, clocks, and of limits that have to fit together."""
+"""Checks of metrics pages, of clocks, and of limits that must fit each other."""
 
 import asyncio
 import resource
@@ -16,7 +16,7 @@ from fairlead.gateway.memory import FEW_FILES, memory_limit
 _UNEVEN = "docs/runbook.md#load-is-uneven"
 _SETTINGS = "docs/configuration.md"
 
-#: Share of a limit from which on it is close.
+#: Share of a limit from which on a value is close to it.
 _CLOSE = 0.8
 
 UNREACHABLE = Kind(
@@ -61,7 +61,7 @@ async def _metrics_of(site: Site, endpoint: Endpoint) -> list[Finding]:
         answer = await site.page(endpoint)
     except Unreached as error:
         if error.trouble in ("tls", "untrusted", "not-http") or await _away(site, endpoint):
-            return []  # the checks `tls` and `endpoints` look into that
+            return []  # the checks `tls` and `endpoints` examine that
         if endpoint.scrape_url.startswith("https:") and not await site.is_tls(endpoint.scrape_url):
             return []
         if error.trouble == "silent":
@@ -77,7 +77,7 @@ async def _metrics_of(site: Site, endpoint: Endpoint) -> list[Finding]:
 
 
 async def _away(site: Site, endpoint: Endpoint) -> bool:
-    """The page is the model server's own, which is not there at all."""
+    """Whether the page is the model server's own, and the server does not answer at all."""
     if not site.own_page(endpoint):
         return False
     try:
@@ -134,12 +134,13 @@ async def metrics(site: Site) -> list[Finding]:
 
 # `freshness`: whether metrics pages are current.
 #
-# A page that stands still looks like a calm server. So it is read twice, with an answered request of ours in between:
-# engines count requests to `/v1/models`, and their process uses CPU time. Where neither is on the page nothing is said.
+# A page that does not change looks like an idle server. So it is read twice, with answered requests of ours in between:
+# engines count requests to `/v1/models`, and their process uses CPU time. If neither is on the page, there is no
+# finding.
 
 
 _MOVING = (b"http_requests_total", b"process_cpu_seconds_total")
-#: Seconds between the two pages: longer than servers keep a page for several readers.
+#: Seconds between the two pages: longer than servers cache a page for several readers.
 APART = 1.2
 
 FROZEN = Kind(
@@ -182,7 +183,7 @@ async def freshness(site: Site) -> list[Finding]:
     return findings
 
 
-#: Seconds beyond what the exchange and whole seconds explain.
+#: Seconds of difference beyond what the exchange and whole seconds explain.
 TOLERANCE = 2.0
 
 SKEW = Kind(
@@ -249,7 +250,7 @@ LEASE = Kind(
 )  # fmt: skip
 #: Answers of reasoning models take minutes.
 _SHORT_LEASE = 60.0
-#: What Envoy takes besides the heap that is limited.
+#: Memory that Envoy takes in addition to the limited heap.
 _BESIDE_HEAP = 80 << 20
 
 

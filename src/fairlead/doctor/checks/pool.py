@@ -1,4 +1,4 @@
-"""Checks of the pool: endpoints that answer, with the models and roles that labels say, over TLS or not as agreed."""
+"""Checks of the pool: endpoints that answer, with the models and roles of their labels, and with TLS as configured."""
 
 import asyncio
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ async def _endpoints_of(site: Site, endpoint: Endpoint) -> list[Finding]:
         return [SICK.at(endpoint.id, f"GET http://{endpoint.address}/health: {health.status}")]
     if await site.served(endpoint) or site.engine(endpoint).startswith("triton"):
         return []
-    # Not every engine lists its models; one that has neither them nor load gauges is none.
+    # Not every engine lists its models; a server with neither a list nor load gauges is not a model server.
     reading = await site.reading(endpoint)
     if health.status == 200 and reading is not None and not reading.empty:
         return []
@@ -131,7 +131,7 @@ async def _mixed(site: Site) -> list[Finding]:
                 by_name.setdefault(name, []).append(endpoint.id)
     everywhere = max(map(len, by_name.values()), default=0)
     known = {name for ids in by_name.values() for name in ids}
-    # An engine may have several names; one that all have is enough for a pool of one model.
+    # An engine may have several names; one name that all have is enough for a pool of one model.
     if len(by_name) < 2 or everywhere == len(known):
         return []
     return [MIXED.at(ids[0], f"{name} at {', '.join(ids[:3])}") for name, ids in by_name.items()]
@@ -140,12 +140,12 @@ async def _mixed(site: Site) -> list[Finding]:
 async def _unserved(site: Site) -> list[Finding]:
     defined, problems = check_models(site.config.models)
     if problems:
-        return []  # `fairlead validate` tells them
+        return []  # `fairlead validate` reports them
     served: set[str] = set()
     for endpoint in site.endpoints:
         names = await site.served(endpoint)
         if not names:
-            return []  # who does not tell may serve anything
+            return []  # a server without a list may serve anything
         served |= names.keys()
     targets: dict[str, str] = {}
     for model in defined.models:
@@ -261,7 +261,7 @@ async def _metrics(site: Site, endpoint: Endpoint) -> list[Finding]:
         if url.startswith("https:"):
             if error.trouble == "refused":
                 return []
-            if not await site.is_tls(url):  # a server may also wait in silence for the rest of what it takes for HTTP
+            if not await site.is_tls(url):  # a server may also wait silently for the rest of what it takes for HTTP
                 return [SECURE_URL.at(endpoint.id, f"{url}: {error}; no TLS handshake succeeds there")]
             return [UNTRUSTED.at(endpoint.id, f"{url}: {error}")] if error.trouble == "tls" else []
         if error.trouble == "not-http" and not site.own_page(endpoint) and await site.is_tls(url):
@@ -280,7 +280,7 @@ async def _ext_proc(site: Site) -> list[Finding]:
         return []
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(settings.host, settings.host)
     if await connects(host, settings.port):
-        return []  # the check `scheduler` tells that
+        return []  # the check `scheduler` reports that
     speaks = await speaks_tls(host, settings.port)
     if speaks == (settings.tls is not None):
         return []

@@ -1,4 +1,4 @@
-"""Checks of a running scheduler: ready, quick, spreading load, finding prompts in caches."""
+"""Checks of a running scheduler: whether it is ready and fast, spreads load, and finds prompts in caches."""
 
 from collections import Counter
 from collections.abc import Hashable
@@ -58,7 +58,7 @@ UNHEARD = Kind(
 "replicas.pool, which must be the same in all",
     "docs/replicas.md#what-to-watch",
 )  # fmt: skip
-#: Share of requests that went past the scheduler from which on it is told.
+#: Share of unscheduled requests from which on there is a finding.
 _MANY = 0.01
 
 
@@ -149,13 +149,13 @@ SLOW = Kind(
 
 _SLOW, _LATE = 0.05, 0.05
 _QUANTILE = 0.95
-#: Decisions from which on a quantile means something.
+#: How many observations a quantile needs to mean something.
 ENOUGH = 100
 _MOST = 0.5
 
 
 async def quantile(site: Site, name: str, share: float) -> tuple[float, float]:
-    """(upper bound of the bucket that it lies in, seconds; number of observations), over all series."""
+    """(upper bound in seconds of the quantile's bucket; number of observations), over all series."""
     counts: dict[float, float] = {}
     for labels, count in await site.metric(f"{name}_bucket"):
         bound = float(labels.get("le", "inf").replace("+Inf", "inf"))
@@ -218,17 +218,17 @@ STARVED = Kind(
     _UNEVEN,
 )  # fmt: skip
 
-#: Waiting requests that are many, and how many times the median they are.
+#: How many waiting requests are many, and how many times the median load is too much.
 _MANY_WAITING, _TIMES = 20.0, 4.0
-#: Requests of others that are many; from half of our own on, for two schedulers send as many.
+#: How many foreign requests are many, and as a share of our own: a second scheduler sends as many as this one.
 _STRANGERS, _STRANGE = 8.0, 0.5
-#: Learned speeds of equal servers are farther apart only where something is wrong.
+#: Learned speeds of equal servers differ by a larger factor only if something is wrong.
 _UNLIKE = 1.5
-#: Of its share of the last decisions; a share of so many means something.
+#: The share of its fair part of the last decisions below which an endpoint is starved; the least fair part to judge by.
 _STARVED, _SHARE = 0.1, 10.0
-#: Decisions that are asked for, and the part of a prompt that is cached from which on the cache decided.
+#: How many decisions are read, and the cached share of a prompt from which on the cache decided.
 _LAST, _CACHED = 200, 0.3
-#: Labels that may differ between equal servers: those of one pod or place.
+#: Labels that may differ between equal servers contain one of these words, which name a pod or place.
 _OF_ONE = ("pod", "host", "index", "zone", "topology", "name")
 
 
@@ -272,7 +272,7 @@ class _Decisions(Struct):
 
 
 async def _starved(site: Site, rows: list[Row]) -> list[Finding]:
-    """Of decisions that no cache made."""
+    """Findings from decisions that caches did not determine."""
     try:
         page = convert(await site.told(f"/debug/decisions?last={_LAST}"), _Decisions, strict=False)
     except ValidationError:
@@ -300,7 +300,7 @@ async def balance(site: Site) -> list[Finding]:
     rows = [row for row in await site.rows() if row.fresh]
     findings = []
     for row in rows:
-        # Only endpoints that could have been taken instead say anything.
+        # Only endpoints that could have been chosen instead are compared.
         peer_loads = [peer.load for peer in rows if peer is not row and _group(peer) == _group(row)]
         waiting, usual = row.waiting or 0.0, median(peer_loads) if peer_loads else 0.0
         if peer_loads and waiting > _MANY_WAITING and row.load > _TIMES * max(usual, 1.0):
@@ -330,7 +330,7 @@ LOW = Kind(
 "topics this is normal", _LOW_HITS,
 )  # fmt: skip
 
-#: Requests and tokens from which on shares mean something.
+#: How many requests and tokens a share needs to mean something.
 _REQUESTS, _TOKENS = 200, 100_000
 _LOW, _HALF = 0.3, 0.5
 

@@ -1,16 +1,16 @@
-"""Asking an indexer that runs elsewhere, within a budget of time.
+"""Queries an indexer in another process, within a time budget.
 
-Theory. A question costs a request its time whether it is answered or not, so it must not be asked of an indexer that
-does not answer. Whether it does again is found out beside requests, by asking for its state, which is asked for anyway.
+Theory. A question costs a request its time whether it is answered or not, so no questions go to an indexer that does
+not answer. Whether it answers again is found out apart from requests, by polling its state, which is needed anyway.
 
 Rules
-* `ask` never raises but for cancellation and never takes longer than the budget. `None`: what was learned serves.
-* `FAILURES` questions in a row that were late or failed make it `down`: nothing is asked until its state was had again,
-  and not before a rest of `REST` seconds, doubled each time that no question was answered since the last one. Then one
-  question that fails is enough.
-* The state is asked for every `POLL` seconds; while it cannot be had, ever later, up to `POLL_MOST`, with jitter.
-* At most `MOST_ASKED` questions are open; what would be one more is not asked. One connection each, kept.
-* No redirect is followed, no proxy of the environment is used, and large answers are none.
+* `ask` never raises except for cancellation, and never takes longer than the budget. On `None` learned prefixes serve.
+* `FAILURES` late or failed questions in a row make the indexer `down`: no question is sent until its state was read
+  again, and not before a rest of `REST` seconds, which doubles each time no question was answered since the last rest.
+  After a rest one failed question is enough.
+* The state is polled every `POLL` seconds; after failures less and less often, up to `POLL_MOST`, with jitter.
+* At most `MOST_ASKED` questions are open; further ones are not sent. One connection each, kept open.
+* No redirect is followed, no proxy from the environment is used, and answers that are too large are failures.
 """
 
 import asyncio
@@ -30,13 +30,13 @@ FAILURES, POLL, POLL_MOST, POLL_TIMEOUT = 3, 0.5, 5.0, 2.0
 REST, REST_MOST = 0.5, 8.0
 MOST_ASKED = 64
 MAX_ANSWER, MAX_STATE = 4 << 20, 64 << 20
-#: Ends of questions: late = not within the budget; down = not asked, since it did not answer before; busy = not asked,
-#: since too many were open.
+#: Results of questions: late = not within the budget; down = not sent, because the indexer did not answer before;
+#: busy = not sent, because too many were open.
 RESULTS = ("answered", "late", "failed", "down", "busy")
 
 
 class QueryCounts(Struct):
-    """Counts of questions by end, and of states that were had or not."""
+    """Counts of questions by result, and of polls of the state that succeeded or failed."""
 
     ends: dict[str, int]
     states: int = 0
@@ -44,7 +44,7 @@ class QueryCounts(Struct):
 
 
 class IndexClient:
-    """`url`: `http://host:port`. `on_state` gets each state, and `None` when there is none; `say` gets changes."""
+    """`url`: `http://host:port`. `on_state` receives each state, and `None` when it is lost; `say` receives changes."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class IndexClient:
         """`budget`: seconds for one question."""
         self.url = url.rstrip("/")
         self.counts = QueryCounts(dict.fromkeys(RESULTS, 0))
-        #: It answered last time that anything was asked.
+        #: Whether the indexer is in use: it answered last time.
         self.up = False
         self.budget = budget
         self._now = now
@@ -86,7 +86,7 @@ class IndexClient:
             self._session = None
 
     async def ask(self, **fields: Any) -> Answer | None:
-        """The fields of a `server.indexer.wire.Query`."""
+        """Send a question with the fields of a `server.indexer.wire.Query`. `None` = no answer within the budget."""
         ends = self.counts.ends
         if not self.up or self._session is None:
             ends["down"] += 1
@@ -166,13 +166,13 @@ class IndexClient:
         return received
 
 
-# The index of an indexer that runs already, for one that begins.
+# The index of a running indexer, for one that starts.
 
 TIMEOUT, MAX_SNAPSHOT = 30.0, 1 << 30
 
 
 async def fetch(session: aiohttp.ClientSession, url: str) -> bytes:
-    """`url`: `http://host:port`. Raises `ValueError`, for people: not there, too slow, too large."""
+    """The snapshot of the indexer at `url`, `http://host:port`. Raises `ValueError`: not there, too slow, too large."""
     try:
         async with (
             asyncio.timeout(TIMEOUT),

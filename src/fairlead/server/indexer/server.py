@@ -1,16 +1,16 @@
 """The indexer's HTTP port.
 
     POST /query      who holds how much of a prompt
-    GET  /state      the ranks of each endpoint, for schedulers that ask here
+    GET  /state      the ranks of each endpoint, for schedulers that use this indexer
     GET  /snapshot   the index as bytes, for a warm start elsewhere
-    PUT  /snapshot   take one in, where that is allowed
+    PUT  /snapshot   load a snapshot, where that is allowed
     GET  /healthz, /readyz, /metrics
 
 Rules
 * Every error is JSON, `{"error": {"status": 400, "message": "..."}}`, and says what would be right.
-* Bodies are bounded. What is larger is refused before it is read to its end.
-* A snapshot comes from the process as it is, segment by segment, with the loop running in between; one at a time.
-* Nothing a client sends changes the index, but for `PUT /snapshot`, which is off unless it is switched on.
+* Bodies are bounded. Larger ones are refused before they are read to the end.
+* A snapshot is made of the live index, segment by segment, while the loop runs in between; one at a time.
+* Clients cannot change the index, except by `PUT /snapshot`, which is off by default.
 """
 
 import asyncio
@@ -43,11 +43,11 @@ class IndexSources(Struct, frozen=True, kw_only=True):
     """Where the pages come from."""
 
     metrics: Callable[[], Iterable[bytes]]
-    #: Why we are not ready; empty = ready.
+    #: Why the indexer is not ready; empty = ready.
     unready: Callable[[], Sequence[str]]
     #: Pieces of a snapshot.
     snapshot: Callable[[], Iterable[bytes]]
-    #: Takes a snapshot in and returns how many endpoints it knew of; raises `ValueError`. `None` = not allowed.
+    #: Loads a snapshot and returns how many endpoints were filled from it; raises `ValueError`. `None` = not allowed.
     take: Callable[[bytes], int] | None = None
     on_error: Callable[[str, Exception], object] = lambda page, error: None
 
@@ -56,7 +56,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class IndexServer(HttpPort):
-    """`await start()`, then `port`; `await close()`. Raises `OSError` when the port is taken."""
+    """`await start()`, then `port`; `await close()`. Raises `OSError` if the port is taken."""
 
     def __init__(
         self, service: IndexService, sources: IndexSources, host: str, port: int, grace_s: float = 5.0
@@ -181,7 +181,7 @@ def _reason(request: web.Request, error: web.HTTPException) -> str:
 
 
 async def _whole(request: web.Request, most: int) -> bytes:
-    """Raises `QueryError` for more than `most` bytes."""
+    """The request's whole body. Raises `QueryError` for more than `most` bytes."""
     large = QueryError(413, f"the snapshot is larger than {most} bytes")
     if (request.content_length or 0) > most:
         raise large

@@ -1,11 +1,11 @@
-"""What an indexer answers: a question's prompt as block keys, and who holds how much of it.
+"""Answers questions to an indexer: a prompt as block keys, and who holds how much of it.
 
 Rules
 * A question never changes the index.
-* Texts that take long to encode, and prompts with many blocks, are prepared in a thread; the index itself is asked on
+* Texts that take long to encode, and prompts with many blocks, are prepared in a thread; the index itself is read on
   the loop's thread, which is the one that changes it.
-* Pods are named by an endpoint's id, the part of it after the last `/`, or its address; the answer uses the name of the
-  question.
+* Pods are named by an endpoint's id, the part of it after the last `/`, or its address; the answer uses the name from
+  the question.
 """
 
 import asyncio
@@ -31,26 +31,26 @@ from fairlead.core.kv.recipe import ANY_MODEL
 from fairlead.server.indexer.wire import TIERS, Answer, PodAnswer, PodState, Query, QueryError, StateAnswer
 
 _Result = TypeVar("_Result")
-#: Bytes of text and token ids beyond which a prompt is prepared in a thread.
+#: Prompts with more bytes of text or more token ids are prepared in a thread.
 _LONG_TEXT, _LONG_IDS = 16 << 10, 16_384
 _NOTHING = PodAnswer(matched=0, hit_rate=0.0)
 _TIER_NAMES = tuple(TIERS.values())
-#: Prompts that may wait for the thread.
+#: How many prompts may wait for the thread.
 _MOST_WAITING = 32
 
 
 class Asked(Struct):
-    """Counts since the start. `looked_up` and `hit` in blocks: of all prompts, and those of the best endpoint."""
+    """Counts since the start. `looked_up` and `hit` in blocks: of all prompts, and those at the best endpoint."""
 
     questions: int = 0
     looked_up: int = 0
     hit: int = 0
-    #: Of what was not answered, by HTTP status.
+    #: Refused questions, by HTTP status.
     refused: dict[int, int] = {}
 
 
 class IndexService:
-    """`endpoints` gives slot and endpoint of all; `tokeniser` the tokenisers as they are now."""
+    """`endpoints` returns slot and endpoint of all; `tokeniser` the present tokenisers."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class IndexService:
     # ---------------------------------------------------------------- the prompt
 
     async def _tokens(self, query: Query) -> PromptTokens | None:
-        """`None` = the question already names blocks."""
+        """The question's token ids; `None` = it already names blocks."""
         if query.token_ids is not None:
             try:
                 ids = packed(query.token_ids)
@@ -170,7 +170,7 @@ class IndexService:
 
 
 def _wanted(pods: Sequence[str] | None, endpoints: Sequence[tuple[int, Endpoint]]) -> tuple[dict[str, int], list[str]]:
-    """(slot of each endpoint that is asked for, by the name that was given; names of none)."""
+    """(slots of the requested endpoints, by the names in the question; the names that are unknown)."""
     if pods is None:
         return {endpoint.id: slot for slot, endpoint in endpoints}, []
     known: dict[str, int] = {}
@@ -182,7 +182,7 @@ def _wanted(pods: Sequence[str] | None, endpoints: Sequence[tuple[int, Endpoint]
 
 
 class _Columns(NamedTuple):
-    """What was found for one chain, one entry per slot. `size`: tokens of a block, 1 where it is not known."""
+    """The matches of one chain, one entry per slot. `size`: tokens per block, 1 if unknown."""
 
     blocks: list[float]
     tiers: list[list[float]]
@@ -196,7 +196,7 @@ def _columns(match: KvMatch, chain: BlockChain, given_blocks: int) -> _Columns:
 
 
 def _best(matches: Sequence[_Columns], slot: int) -> PodAnswer:
-    """Of an endpoint, in blocks of its own size: those of others have matched nothing."""
+    """The best match of an endpoint, in blocks of its own size: chains with other block sizes match nothing there."""
     best, most = _NOTHING, 0.0
     for columns in matches:
         blocks = columns.blocks[slot]

@@ -1,10 +1,10 @@
-"""Questions to a KV-cache indexer and its answers: the HTTP API's bodies, as JSON or (the same fields) as msgpack.
+"""Questions to a KV-cache indexer and its answers: the bodies of the HTTP API, as JSON or (the same fields) as msgpack.
 
     POST /query {"prompt_hash": [123, 456, 789], "pods": ["pod1", "pod2"]}
     {"total": 3, "pods": {"pod1": {"matched": 2, "hit_rate": 0.667, "tiers": {"gpu": 2}}, "pod2": {...}}}
 
-A prompt is given in one of five ways: the engine's block hashes (`prompt_hash`), own keys, token ids, a text, messages.
-In JSON bytes are base64. `StateAnswer` is what schedulers that ask elsewhere must know of the index besides.
+A prompt is given in one of five ways: the engine's block hashes (`prompt_hash`), our own keys, token ids, a text, or
+messages. In JSON bytes are base64. `StateAnswer` is what else schedulers must know of the index.
 """
 
 from collections.abc import Mapping
@@ -18,11 +18,11 @@ from fairlead.core.kv.answered import RankState
 from fairlead.core.kv.tiers import Tier
 
 JSON, MSGPACK = "application/json", "application/msgpack"
-#: Blocks of one prompt (a million tokens in blocks of 16), token ids, and pods of one question.
+#: Limits of one question: blocks of its prompt (a million tokens in blocks of 16), token ids, and pods.
 MOST_BLOCKS, MOST_TOKENS, MOST_PODS = 65_536, 1 << 20, 10_000
-#: How tiers are called.
+#: Names of tiers.
 TIERS = {Tier.GPU: "gpu", Tier.HOST: "cpu", Tier.DISK: "disk", Tier.OTHER: "other"}
-#: The fields of which a question has exactly one.
+#: A question has exactly one of these fields.
 PROMPTS = ("prompt_hash", "keys", "token_ids", "prompt", "messages")
 
 
@@ -30,26 +30,26 @@ class Query(Struct, kw_only=True, forbid_unknown_fields=True):
     """A question. `block_size` belongs to `keys`."""
 
     prompt_hash: list[int | str] | None = None
-    #: Own keys (`core.kv.keys`), little-endian 64-bit integers.
+    #: Our own keys (`core.kv.keys`), little-endian 64-bit integers.
     keys: bytes | None = None
     block_size: int = 0
     token_ids: list[int] | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
-    #: Which tokeniser and template; a name that is an adapter's is taken as one.
+    #: Selects tokeniser and template; an adapter's name also stands for the adapter.
     model: str = ""
     cache_salt: str = ""
     #: Ids, names or addresses of endpoints; absent = all.
     pods: list[str] | None = None
-    #: Unknown pods are an error.
+    #: Whether unknown pods are an error.
     strict: bool = False
-    #: Leave out pods that hold nothing.
+    #: Whether pods that hold nothing are left out.
     hits_only: bool = False
 
 
 class PodAnswer(Struct, frozen=True, kw_only=True, gc=False):
-    """Of one endpoint. `matched`: blocks from the beginning on; `tiers`: these by where they lie."""
+    """One endpoint. `matched`: blocks from the prompt's beginning; `tiers`: the matched blocks by tier."""
 
     matched: int
     hit_rate: float
@@ -57,7 +57,7 @@ class PodAnswer(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Answer(Struct, frozen=True, kw_only=True):
-    """`total`: blocks of the prompt; `block_size`: tokens of each, 0 = not known; `unknown`: pods that are none."""
+    """`total`: blocks of the prompt; `block_size`: tokens per block, 0 = unknown; `unknown`: names that are no pods."""
 
     total: int
     pods: dict[str, PodAnswer]
@@ -73,18 +73,18 @@ class PodState(Struct, frozen=True, kw_only=True):
 
 
 class StateAnswer(Struct, frozen=True, kw_only=True):
-    """`space`: how keys are made, which both sides must agree in; `pods`: the ranks of each endpoint, by its id."""
+    """`space`: how keys are made, which must be the same on both sides; `pods`: each endpoint's ranks, by its id."""
 
     space: str
     index_size: int
     pods: dict[str, PodState] = {}
     adapters: list[str] = []
-    #: Tokens per block that engines have.
+    #: Block sizes of engines, in tokens.
     block_sizes: list[int] = []
 
 
 class QueryError(ValueError):
-    """`status` is HTTP's; the message says what is wrong and what would be right."""
+    """`status` is an HTTP status; the message says what is wrong and what would be right."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -98,7 +98,7 @@ _state = msgspec.json.Decoder(StateAnswer)
 
 
 def read_query(body: bytes, content_type: str = JSON) -> Query:
-    """Raises `QueryError`: 400 for what cannot be read, 413 for too much."""
+    """The question in a body. Raises `QueryError`: 400 for a body that cannot be read, 413 for too much in it."""
     if not body:
         raise QueryError(400, 'the body is empty; expected {"prompt_hash": [...], "pods": [...]}')
     try:
@@ -133,19 +133,19 @@ def _check(query: Query) -> None:
 
 
 def write(answer: Any, content_type: str = JSON) -> bytes:
-    """Raises nothing that a client could cause."""
+    """The answer as bytes. Raises nothing that a client could cause."""
     if content_type == MSGPACK:
         return msgspec.msgpack.encode(answer)
     return msgspec.json.encode(answer)
 
 
 def write_query(fields: Mapping[str, Any]) -> bytes:
-    """As msgpack."""
+    """The question as msgpack."""
     return msgspec.msgpack.encode(fields)
 
 
 def read_answer(body: bytes) -> Answer:
-    """From msgpack. Raises `ValueError`."""
+    """An answer from msgpack. Raises `ValueError`."""
     try:
         return _answer.decode(body)
     except (DecodeError, ValidationError, UnicodeDecodeError, RecursionError, OverflowError) as error:
@@ -153,7 +153,7 @@ def read_answer(body: bytes) -> Answer:
 
 
 def read_state(body: bytes) -> StateAnswer:
-    """Raises `ValueError`."""
+    """A state from JSON. Raises `ValueError`."""
     try:
         return _state.decode(body)
     except (DecodeError, ValidationError, UnicodeDecodeError, RecursionError, OverflowError) as error:

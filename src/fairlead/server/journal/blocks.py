@@ -4,11 +4,11 @@
     block   = sync (4 bytes) · length (u32 LE) · crc32 (u32 LE) · packing (1 byte: 0 plain, 1 zlib) · length bytes
 
 Rules
-* The checksum covers packing and content. A writer can be killed at any byte: what is not whole and right is skipped,
-  counted, and reading goes on at the next sync that begins a good block. So a torn end costs the last block, and a bad
-  sector costs the blocks that it touches.
-* Nothing in a file is believed: lengths are bounded, and content never unpacks to more than `MAX_CONTENT`.
-* A reader may come while a writer is at work: an unfinished block at the end is not damage, it is not there yet.
+* The checksum covers packing and content. A writer can be killed at any byte: bytes that are not a complete, correct
+  block are skipped and counted, and reading continues at the next sync that begins a good block. So a torn end costs
+  the last block, and a bad sector costs the blocks that it touches.
+* Nothing in a file is trusted: lengths are bounded, and content never unpacks to more than `MAX_CONTENT`.
+* A file may be read while it is written: an unfinished block at the end is not damage, it is not complete yet.
 """
 
 import struct
@@ -26,16 +26,16 @@ SYNC = b"\xf7jB\x01"
 _HEAD = struct.Struct("<4sIIB")
 #: Bytes of a block before its content.
 OVERHEAD = _HEAD.size
-#: Of a block as it stands in the file, and unpacked. What writers make is a hundredth of that.
+#: Limits of a block in the file, and unpacked. Writers make blocks of a hundredth of that.
 MAX_BLOCK = 64 << 20
 MAX_CONTENT = 256 << 20
 _PLAIN, _ZLIB = 0, 1
-#: Fast: 1 costs a third of the usual 6 and packs journals almost as well.
+#: A fast level: 1 costs a third of the usual 6 and packs journals almost as well.
 _LEVEL = 1
 
 
 class Damage(Struct, frozen=True):
-    """Bytes that hold no good block. At the very end of a segment: a writer's last, unfinished one."""
+    """Bytes that hold no good block. At the very end of a segment: a writer's last, unfinished block."""
 
     offset: int
     size: int
@@ -76,7 +76,7 @@ def blocks(data: bytes) -> Iterator[tuple[int, bytes] | Damage]:
 
 
 def _block_at(data: bytes, offset: int) -> tuple[bytes, int] | None:
-    """(content, where it ends) of the good block that begins here."""
+    """(content, end offset) of the good block that begins at `offset`; `None` = there is none."""
     if len(data) - offset < OVERHEAD:
         return None
     sync, length, crc, packing = _HEAD.unpack_from(data, offset)
@@ -102,11 +102,11 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def sampled(request_id: int, share: float) -> bool:
-    """Whether a decision is among the share that is written with all its reasons: the same ones in every process."""
+    """Whether a decision belongs to the share that is written with all its reasons: the same ones in every process."""
     return share >= 1.0 or (request_id * _GOLDEN & 0xFFFFFFFFFFFFFFFF) < share * 2.0**64
 
 
-#: Where the fields of a record of the journal stand in the pipeline's.
+#: Where the journal's fields are in the pipeline's records.
 _DECIDED = attrgetter(
     *("request.id", "endpoint", "outcome", "status", "prefill", "hit_tokens", "best_hit_tokens", "overloaded"),
     *("queued_ms", "policy", "address", "forecast", "request.target", "request.rewritten_by", "request.priority"),

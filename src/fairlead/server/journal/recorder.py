@@ -1,12 +1,12 @@
-"""Takes down what the pipeline is fed and what it answers, while it does; a thread writes it.
+"""Records what the pipeline receives and what it answers; a thread writes the records.
 
 Rules
 * The event loop only appends a tuple to a deque (which is safe between two threads) and never waits: not for the disk,
-  not for the thread, not for a lock. Where the thread does not keep up, or the disk fails, records are dropped and
+  not for the thread, not for a lock. If the thread does not keep up, or the disk fails, records are dropped and
   counted; the journal says where (`lost`).
-* Everything that is taken down is immutable by the rules of `model` and `fleet`, so it may be looked at later.
-* The pipeline's clock stands still while it handles an event (`StillClock`): one event has one time, and a replay that
-  is given the same time sees the same world.
+* Everything that is recorded is immutable by the rules of `model` and `fleet`, so it may be read later.
+* The pipeline's clock stands still while it handles an event (`StillClock`): one event has one time, and a replay with
+  the same times sees the same state.
 """
 
 from collections import deque
@@ -23,20 +23,20 @@ from fairlead.core.scheduler import Pipeline
 from fairlead.gateway.driver import Driver, Handlers, Observer
 from fairlead.server.journal.records import LOST, Lost
 
-#: Records that wait for the thread, at most: some seconds of full load.
+#: How many records may wait for the thread: some seconds of full load.
 MAX_WAITING = 20_000
 
 
 class Counts(Struct):
-    """Since the start. Written by one thread each, read by any."""
+    """Counts since the start. Each is written by one thread, and read by any."""
 
-    #: Given up because too many waited, or because they could not be written.
+    #: Records lost because too many waited, and records that could not be written.
     dropped: int = 0
     unwritten: int = 0
     records: int = 0
     bytes: int = 0
     segments: int = 0
-    #: Bytes of the directory now.
+    #: Present size of the directory in bytes.
     size: int = 0
     #: Failures of the disk.
     errors: int = 0
@@ -74,15 +74,15 @@ class Recorder:
             waiting.append((now, what))
 
     def close(self) -> None:
-        """Nothing more is taken down."""
+        """Record nothing more."""
         self._closed = True
         self._gap = 1
 
     def _squeeze(self, now: float, what: Any) -> None:
-        """No room, or none a moment ago."""
+        """Record or drop an item while there is no room, or was none a moment ago."""
         if self._closed:
             return
-        if len(self.waiting) >= self._max // 2:  # not one record now and one then: a gap, and after it all
+        if len(self.waiting) >= self._max // 2:  # wait until half is free: one long gap instead of many short ones
             self._gap += 1
             self.counts.dropped += 1
             return
@@ -92,7 +92,7 @@ class Recorder:
 
 
 class RecordedDriver(Driver):
-    """A driver that has everything taken down."""
+    """A driver that records every event and instruction."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class RecordedDriver(Driver):
 
 
 class _Recorded:
-    """The observer, and the recorder beside it."""
+    """Passes records to the observer and to the recorder."""
 
     def __init__(self, observer: Observer, recorder: Recorder) -> None:
         self._observer = observer

@@ -1,16 +1,16 @@
-"""What stands in a block: records of (kind, clock seconds, body), as msgpack.
+"""The content of a block: records of (kind, clock seconds, body), as msgpack.
 
-    segment   the first record of every segment: whose it is, and what a replay that begins there needs
-    an event  by its class name (`RequestArrived`, …): what the pipeline was fed, in order
+    segment   the first record of every segment: its run, and what a replay that begins there needs
+    an event  by its class name (`RequestArrived`, …): what the pipeline received, in order
     decided   what the pipeline answered: one per decision, always
-    detail    why: verdicts, scores and the numbers they were made from; of sampled decisions
-    ended     what came of a routed request
+    detail    why: verdicts, scores and the numbers behind them; of sampled decisions
+    ended     how a routed request ended
     policy    the event `Reconfigured`: the scheduling part of its document (`fairlead.compat.recorded`)
-    lost      so many records are missing here, because the disk was too slow or full
+    lost      how many records are missing here, because the disk was too slow or full
 
 Rules
-* A kind that is not known here is passed over, and so are fields: older programs read newer journals.
-* A text that is no Unicode (half a surrogate pair in a model's name) is written with its escapes.
+* Unknown kinds and unknown fields are skipped: older programs read newer journals.
+* A text that is not valid Unicode (half a surrogate pair in a model's name) is written with escapes.
 """
 
 import struct
@@ -37,28 +37,28 @@ class Segment(Struct, frozen=True, kw_only=True):
     """The head of a segment."""
 
     version: int = VERSION
-    #: Of the process: the beginning of its decision ids.
+    #: Names the process: the beginning of its decision ids.
     run: str
-    #: 0 = the first of its run: a replay that begins there repeats the very decisions.
+    #: 0 = the first segment of its run: a replay that begins there repeats the decisions exactly.
     number: int = 0
     #: Seconds since 1970 at clock 0.
     epoch: float = 0.0
     #: See `fairlead.compat.recorded`.
     scheduling: Any = None
-    #: Of the random generator, before anything was decided.
+    #: State of the random generator before the first decision.
     chance: Any = None
-    #: Who was there, and what was defined of model names, when the segment began.
+    #: The endpoints and model definitions at the beginning of the segment.
     endpoints: tuple[Endpoint, ...] = ()
     models: ModelsChanged | None = None
     listed: tuple[AdaptersListed, ...] = ()
-    #: What decides beside the recorded policy and events, in words: a replay cannot be exact then.
+    #: What influences decisions but is not recorded, in words: a replay cannot be exact then.
     beside: tuple[str, ...] = ()
     #: Share of the decisions that have a detail.
     sample: float = 1.0
 
 
 class Decided(Struct, frozen=True, array_like=True):
-    """A decision in short. `endpoint` is empty when the request was refused."""
+    """A decision in short. `endpoint` is empty if the request was refused."""
 
     request_id: int
     endpoint: str = ""
@@ -72,7 +72,7 @@ class Decided(Struct, frozen=True, array_like=True):
     policy: str = ""
     address: str = ""
     forecast: Forecast | None = None
-    #: The model it was sent for, where that is another one than asked for, and who said so.
+    #: The model that the request was sent for, if it differs from the requested one, and what rewrote it.
     target: str = ""
     rewritten_by: str = ""
     priority: int = 0
@@ -121,7 +121,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def encode(item: Item) -> bytes:
-    """One record. Raises `ValueError`, `OverflowError` or `TypeError` when a body holds what msgpack cannot."""
+    """One record. Raises `ValueError`, `OverflowError` or `TypeError` if msgpack cannot encode its body."""
     kind, time_s, body = item
     if type(body) is RequestArrived:
         item = kind, time_s, RequestArrived(recorded(body.request))
@@ -139,7 +139,7 @@ def recorded(request: Request) -> Request:
 
 
 def joined(encoded: Iterable[bytes], count: int) -> bytearray:
-    """The content of a block of so many records."""
+    """The content of a block of `count` records."""
     content = bytearray(_ARRAY.pack(0xDD, count))
     for part in encoded:
         content += part
@@ -147,8 +147,8 @@ def joined(encoded: Iterable[bytes], count: int) -> bytearray:
 
 
 def decode(content: bytes) -> Iterator[Item]:
-    """The records of a block; bodies that cannot be read come as `Unknown`. Raises `msgspec.DecodeError` when the block
-    as a whole is none."""
+    """The records of a block; a body that cannot be read becomes `Unknown`. Raises `msgspec.DecodeError` if the whole
+    block cannot be read."""
     for kind, time_s, raw in _ROWS.decode(content):
         try:
             body = _DECODERS.get(kind, _ANYTHING).decode(raw)
@@ -167,13 +167,13 @@ def _escaped(value: Any) -> Any:
     return value
 
 
-# The detail of a decision ↔ plain values: columns become bytes, and only what changed since the one before is written.
+# The detail of a decision ↔ plain values: columns become bytes, and only changes since the previous one are written.
 #
 # Rules
-# * Within a block, a snapshot is the one before with some slots changed: between two decisions few endpoints move. The
-#   first of a block is whole, so every block can be read alone.
-# * Numbers are written as they are (IEEE 754, 64 bits): a decision that is made again from them comes out the same to
-#   the last bit.
+# * Within a block, a snapshot is the previous one with some slots changed: between two decisions few endpoints change.
+#   The first of a block is complete, so every block can be read alone.
+# * Numbers are written unchanged (IEEE 754, 64 bits): a decision that is repeated from them has the same result to the
+#   last bit.
 
 
 class Detail(Struct, frozen=True):
@@ -184,7 +184,7 @@ class Detail(Struct, frozen=True):
 
 
 class Packer:
-    """Details of one block, in order."""
+    """Packs the details of one block, in order."""
 
     def __init__(self) -> None:
         self._before: Any = None
@@ -233,7 +233,7 @@ _Names = tuple[frozenset[str] | None, ...]
 
 
 class Unpacker:
-    """The way back. Details of one block must come in their order."""
+    """The reverse of `Packer`. Details of one block must be given in order."""
 
     def __init__(self) -> None:
         self._before: Any = None
@@ -243,7 +243,7 @@ class Unpacker:
         self._listed: _Names = ()
 
     def unpack(self, packed: dict[str, Any]) -> Detail:
-        """Raises `ValueError` when it is none."""
+        """Raises `ValueError` if `packed` is not a detail."""
         try:
             snapshot = self._snapshot(packed["snapshot"]) if "snapshot" in packed else None
             arrays = [_read(array) for array in packed["arrays"]]
@@ -298,7 +298,7 @@ def _ids(endpoints: tuple[Endpoint | None, ...]) -> tuple[str, ...]:
 
 
 def _array(column: Any, known: dict[int, int], arrays: list[Any]) -> int | None:
-    """Its place among the arrays of this decision; those that stand there twice are written once."""
+    """The column's index among the arrays of this decision; an array that occurs twice is written once."""
     if column is None:
         return None
     place = known.get(id(column))

@@ -1,12 +1,12 @@
-"""The thread that makes blocks of what was taken down, and writes them.
+"""The thread that packs recorded items into blocks and writes them.
 
 Rules
-* It wakes every `TURN` seconds, encodes a few records at a time and lets go of the interpreter's lock in between: the
+* It wakes every `TURN` seconds, encodes a few records at a time and releases the interpreter's lock in between: the
   event loop never waits for more than one small slice (0.2 ms).
-* A block is written when it is large enough or `flush` seconds old. What was written survives the process; at most the
+* A block is written when it is large enough or `flush` seconds old. Written blocks survive the process; at most the
   last `flush` seconds are lost with it.
-* A record that cannot be encoded, a disk that is full or fails, cost those records: counted, said in the journal where
-  they are missing, and logged once until it works again.
+* A record that cannot be encoded, or a disk that is full or fails, costs those records: they are counted, the journal
+  says where they are missing, and the log reports it once until writing works again.
 """
 
 import os
@@ -39,31 +39,31 @@ from fairlead.server.journal.records import (
     joined,
 )
 
-# The directory of segments: one file open, all of them together never larger than the bound.
+# The directory of segments: one file is open, and all together are never larger than the limit.
 #
 # Rules
 # * Room is made before a write, never after it: at no moment is the directory too large. Segments of former runs count,
-#   and go first.
+#   and are deleted first.
 # * Files can be read by their owner only: they name models, tenants and sessions.
 # * One process writes there at a time: it holds a lock that ends with it. Two would throw away each other's segments.
-# * A name says when and whose: `20261121T101530-3f2a9c01-000000.journal`, so that names sort by age.
+# * A name has the time and the run: `20261121T101530-3f2a9c01-000000.journal`, so that names sort by age.
 
 SUFFIX = ".journal"
-#: A segment is at most this part of the bound, so that dropping one leaves most of the journal.
+#: A segment is at most this part of the limit, so that deleting one leaves most of the journal.
 _LEAST_SEGMENTS = 4
 
 
 def segments(path: str) -> list[Path] | None:
-    """Of the directory, oldest first; `None` = no path is set."""
+    """The segments in the directory, oldest first; `None` = no path is set."""
     return sorted(Path(path).glob(f"*{SUFFIX}")) if path else None
 
 
 class Full(Exception):
-    """The bound is reached, and nothing may be dropped."""
+    """The limit is reached, and nothing may be deleted."""
 
 
 class Directory:
-    """Bytes are those of files. Raises `OSError` where the disk does."""
+    """The directory of segments. Sizes are in bytes. Raises `OSError` if the disk fails."""
 
     def __init__(self, path: Path, max_bytes: int, segment_bytes: int, keep_oldest: bool, label: str) -> None:
         self.path = path
@@ -84,15 +84,15 @@ class Directory:
 
     @property
     def size(self) -> int:
-        """Of all segments."""
+        """The size of all segments."""
         return sum(self._sizes.values())
 
     def wants_segment(self, size: int) -> bool:
-        """A block of this size should begin a new segment."""
+        """Whether a block of this size should begin a new segment."""
         return self._file < 0 or (self._size + size > self._segment and self._size > len(MAGIC))
 
     def begin(self, head: bytes) -> None:
-        """A new segment with this block in it. Raises `Full`."""
+        """Begin a new segment with this block. Raises `Full`."""
         self.close()
         self._make_room(len(MAGIC) + len(head))
         path = self.path / f"{self._label}-{self.number:06d}{SUFFIX}"
@@ -103,7 +103,7 @@ class Directory:
         self._write(MAGIC + head)
 
     def write(self, block: bytes) -> None:
-        """Raises `Full`."""
+        """Append a block to the segment. Raises `Full`."""
         self._make_room(len(block))
         self._write(block)
 
@@ -112,21 +112,21 @@ class Directory:
             os.fsync(self._file)
 
     def release(self) -> None:
-        """Close it, and let others write there."""
+        """Close the segment and release the lock."""
         self.close()
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
     def close(self) -> None:
-        """The segment at hand is done."""
+        """Close the present segment."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
             self._current = None
 
     def _write(self, data: bytes) -> None:
-        """All of it. A disk that takes only a part leaves a torn block, which readers skip."""
+        """Write all of `data`. A disk that takes only a part leaves a torn block, which readers skip."""
         assert self._current is not None
         left = memoryview(data)
         while left:
@@ -148,7 +148,7 @@ class Directory:
 
 
 TURN = 0.05
-#: Records per slice; bytes after which a block is closed.
+#: Records per slice; bytes from which on a block is complete.
 _SLICE = 16
 _BLOCK = 256 << 10
 #: Seconds that the last records get to reach the disk when the process ends.
@@ -156,7 +156,7 @@ _STOPPED_AFTER = 5.0
 
 
 class Writer:
-    """`start()`, then `close()`. `head`: the first segment's; its roster is kept up to date for later ones."""
+    """`start()`, then `close()`. `head`: that of the first segment; endpoints and models are updated for later ones."""
 
     def __init__(
         self,
@@ -189,12 +189,12 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
 
     def start(self) -> None:
-        """Raises `OSError` when the directory cannot be written."""
+        """Raises `OSError` if the directory cannot be written."""
         self.begin()
         self._thread.start()
 
     def close(self) -> None:
-        """Write what was taken down so far, and end."""
+        """Write everything that was recorded so far, and stop."""
         self._recorder.close()
         self._stop.set()
         self._thread.join(_STOPPED_AFTER)
@@ -208,7 +208,7 @@ class Writer:
         self._directory.release()
 
     def turn(self, last: bool) -> None:
-        """One round of the thread. `last`: everything is written now."""
+        """One round of the thread. `last`: write everything now."""
         waiting = self._recorder.waiting
         while waiting:
             for _ in range(min(len(waiting), _SLICE)):
@@ -242,7 +242,7 @@ class Writer:
             self._put(kind.__name__, now, what)
 
     def _note(self, event: Any) -> None:
-        """Keep up with what a later segment must begin with."""
+        """Update what the head of a later segment must contain."""
         if isinstance(event, EndpointUp):
             self._endpoints[event.endpoint.id] = event.endpoint
         elif isinstance(event, EndpointDown):
@@ -265,7 +265,7 @@ class Writer:
         self._bytes += len(encoded)
 
     def _write(self) -> None:
-        """What has come together becomes a block."""
+        """Write the collected records as a block."""
         encoded, self._encoded, self._bytes = self._encoded, [], 0
         self._packer = Packer()
         if self._missing:
@@ -292,7 +292,7 @@ class Writer:
         self._directory.write(data)
 
     def begin(self) -> None:
-        """Begin a segment. `start` does this first, and so must whoever takes the turns without the thread."""
+        """Begin a segment. `start` calls this first; a caller that runs `turn` without the thread must do the same."""
         first = self._directory.number == 0
         head = replace(
             self._head,

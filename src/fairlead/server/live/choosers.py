@@ -1,4 +1,4 @@
-"""Connections to schedulers in other processes that decide here: one for each name that the configuration gives.
+"""Connections to schedulers in other processes that decide for this one, one for each name in the configuration.
 
 Rules
 * A scheduler whose settings have not changed keeps its connection through a reload.
@@ -30,13 +30,13 @@ class Connections:
         self._closing: set[asyncio.Task[None]] = set()
 
     def ask(self, question: AskRemote) -> None:
-        """Without a connection of that name nobody answers, and the deadline comes."""
+        """Send a question to its scheduler. Without a connection of that name it stays unanswered past its deadline."""
         connection = self._open.get(question.remote)
         if connection is not None:
             connection[1].ask(question)
 
     def follow(self, config: Config) -> None:
-        """Connect to those that are new, and leave those that are gone. `check_schedulers` has passed."""
+        """Open connections that are new in `config` and close those that are gone. `check_schedulers` has passed."""
         wanted = schedulers(config)
         for name, (settings, _) in list(self._open.items()):
             if wanted.get(name) != settings:
@@ -70,7 +70,7 @@ def _teller(name: str) -> Callable[[str, str], None]:
 
 
 def check_schedulers(config: Config) -> None:
-    """Raises `ConfigError` when TLS files of any scheduler cannot be used: no connection is tried without them."""
+    """Raise `ConfigError` if the TLS files of a scheduler cannot be used: no connection is tried without them."""
     for name, settings in schedulers(config).items():
         remote_options(name, settings, config)
     for shadow in config.shadows.policies:
@@ -79,7 +79,7 @@ def check_schedulers(config: Config) -> None:
 
 
 def remote_options(name: str, settings: SchedulerSettings, config: Config) -> RemoteOptions:
-    """The settings of a scheduler in the client's terms. Raises `ConfigError` when TLS files cannot be used."""
+    """The settings of a scheduler in the client's terms. Raises `ConfigError` if its TLS files cannot be used."""
     tls = None
     if settings.tls is not None:
         named = settings.tls

@@ -1,7 +1,7 @@
-"""An indexer: subscriber and index alone, with an HTTP port, for schedulers and others that ask.
+"""A standalone indexer: only the subscriber and the index, with an HTTP port for schedulers and other clients.
 
-Started in this order, stopped in the reverse one: subscriptions, endpoints, the port that answers. On SIGTERM or SIGINT
-readiness goes off first, then questions that are being answered are finished.
+The parts start in this order and stop in the reverse one: subscriptions, endpoints, the HTTP port. On SIGTERM or SIGINT
+readiness goes off first, then the queries in progress are finished.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ log = get("indexer")
 
 
 class LiveIndexer:
-    """`await run()` returns after `stop()` or a signal. `port` 0 = any; `port` tells which."""
+    """`await run()` returns after `stop()` or a signal. `port` 0 = any free one; the attribute has the real one."""
 
     def __init__(self, config: Config, host: str, port: int, accept_snapshots: bool = False) -> None:
         self.config = config = alone(config)
@@ -53,7 +53,7 @@ class LiveIndexer:
         self._stopping.set()
 
     async def run(self) -> None:
-        """Raises `ConfigError` when something that the configuration names cannot be used, e.g. a taken port."""
+        """Raises `ConfigError` if something that the configuration names cannot be used, e.g. a taken port."""
         loop = asyncio.get_running_loop()
         keep_heap()
         async with contextlib.AsyncExitStack() as stack:
@@ -124,7 +124,7 @@ class LiveIndexer:
 
 
 def alone(config: Config) -> Config:
-    """With what a scheduler's configuration says that an indexer does not do: asking another one, leading, models."""
+    """`config` without what an indexer does not do: query another indexer, lead, read model definitions."""
     events = config.kv_events
     indexer = KvIndexer(warm_from=events.indexer.warm_from)
     election = config.kubernetes.leader_election.model_copy(update={"enabled": False})

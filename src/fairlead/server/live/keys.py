@@ -1,4 +1,4 @@
-"""The files of API keys and of an issuer's keys are followed: what Envoy asks for changes with them."""
+"""Follows the files of API keys and of an issuer's keys, and updates what Envoy requires of clients accordingly."""
 
 import asyncio
 from collections.abc import Callable
@@ -17,12 +17,12 @@ log = get("keys")
 
 
 class FollowedKeys:
-    """Writes a filter where the gateway looks, whenever the file of keys that it is made from has changed."""
+    """Writes a filter to where the gateway reads it, whenever the file of keys behind it has changed."""
 
     def __init__(
         self, what: str, file: str, read: Callable[[], Any], write: Callable[[Any], None], poll_s: float = 0.5
     ) -> None:
-        """`what`: in the log. `read` raises `ConfigError`, `write` gets what it returned and raises `OSError`."""
+        """`what`: the name in the log. `read` raises `ConfigError`; `write` takes its result and raises `OSError`."""
         self._what, self._file, self._read, self._write = what, file, read, write
         self._watched = WatchedFiles(lambda: [file], self._load, poll_s, what)
         self._known: Any = None
@@ -30,7 +30,7 @@ class FollowedKeys:
         self.unusable = ""
 
     async def start(self) -> None:
-        """A file that cannot be used leaves in force what the gateway was given before."""
+        """Load the file and follow it. If it cannot be used, what the gateway had before stays in force."""
         await self._watched.note()
         await self._load()
         self._watched.start()
@@ -52,7 +52,7 @@ class FollowedKeys:
 
 
 def followed_keys(gateway: Gateway, directory: Path) -> list[FollowedKeys]:
-    """What the gateway with its files in `directory` asks for."""
+    """The files of keys to follow for the gateway whose files are in `directory`."""
     keys, jwt = gateway.keys, gateway.jwt
     followed = []
     if keys:

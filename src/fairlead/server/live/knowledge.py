@@ -1,8 +1,8 @@
-"""What decisions know of prompts beyond their bytes: token ids, and where there are KV events, who holds their blocks.
+"""What decisions know of prompts beyond their bytes: token ids and, with KV events, which endpoints hold their blocks.
 
 `Knowledge` alone reads prompts with the tokenisers of `tokens:`, so that their tokens are counted instead of estimated.
-With an `ExactKnowledge` the prompts are offered to it, and what answers report is compared with what it predicted.
-Subclasses say where the blocks are known: here (`live.kv`), or in another process (`live.kv_lookup`).
+With an `ExactKnowledge`, prompts are offered to it, and its predictions are compared with what responses report.
+Subclasses say where the blocks are known: in this process (`live.kv`) or in another one (`live.kv_lookup`).
 """
 
 import asyncio
@@ -33,14 +33,14 @@ from fairlead.server.observe.log import get
 
 log = get("kv-events")
 
-#: Answers that are followed for their cached tokens until one reports them.
+#: How many responses are followed for their cached tokens before the first one reports any.
 _FOLLOWED = 200
 
 
 class Knowledge:
-    """Made before the first endpoint is known, of a fleet with what `exact_knowledge(config)` gives.
+    """Made before the first endpoint is known, with a fleet that has what `exact_knowledge(config)` returns.
 
-    `start` loads tokenisers; all on the loop's thread. `asker`: see `PromptReading`.
+    `start` loads tokenisers. Everything runs on the loop's thread. `asker`: see `PromptReading`.
     """
 
     def __init__(self, config: Config, fleet: Fleet, registry: Registry, asker: Asker | None = None) -> None:
@@ -57,7 +57,7 @@ class Knowledge:
             exact.check.tell(self._verdict, self._heard)
 
     async def start(self, stack: contextlib.AsyncExitStack) -> None:
-        """Raises `ConfigError` when something that is configured cannot be used."""
+        """Raises `ConfigError` if something that is configured cannot be used."""
         await self.prompts.start()
         if self.exact is not None and not self.prompts.configured:
             log.warning("KV events serve only requests that carry token ids: no model has a tokeniser under tokens:")
@@ -67,15 +67,15 @@ class Knowledge:
             stack.push_async_callback(self.token_check.close)
 
     def endpoint(self, event: EndpointUp | EndpointDown) -> None:
-        """An endpoint came, changed or went. To be called after the pipeline was told, before anything else happens."""
+        """An endpoint appeared, changed or went. Call this right after the pipeline has handled the same event."""
         if isinstance(event, EndpointUp) and self.prompts.configured:
             self.token_check.up(event.endpoint)
 
     def inspecting(self, usual: Callable[[bool], bool]) -> Callable[[bool], bool]:
-        """Which responses are followed to their end: as usual, and so that predictions can be compared.
+        """Return the test for which responses to read to the end: those of `usual`, plus samples to check predictions.
 
-        While an endpoint has not proved itself, all; but no more than `_FOLLOWED` in vain, since engines may not report
-        cached tokens at all, and streams only if the client asks for usage.
+        While an endpoint's events are unproven, that is every response, but at most `_FOLLOWED` without a result:
+        engines may not report cached tokens at all, and streams do so only if the client asks for usage.
         """
         exact, share, rng = self.exact, self._settings.check, Random()
         if exact is None:
@@ -90,7 +90,7 @@ class Knowledge:
         return inspect
 
     def page(self) -> dict[str, Any]:
-        """For people: tokenisers, whether engines agree, and how far each endpoint's events are relied on."""
+        """For people: the tokenisers, whether engines agree, and how far each endpoint's events are trusted."""
         exact = self.exact
         content: dict[str, Any] = {
             "tokenisers": {
@@ -124,9 +124,9 @@ class Knowledge:
         self._budget = _FOLLOWED
 
     def _some_engine(self, model: str) -> str:
-        """An endpoint that can be asked for the tokens of a prompt; in turn, so that none is asked for all."""
+        """The address of an endpoint to ask for the tokens of a prompt, round-robin; empty if there is none."""
         endpoints = [endpoint for _, endpoint in self._fleet.table.slots()]
-        # Where endpoints are labelled with models, one that serves this one; an adapter's name is on no label.
+        # Prefer endpoints labelled with this model; an adapter's name is on no label.
         endpoints = [candidate for candidate in endpoints if candidate.labels.get(MODEL_LABEL) == model] or endpoints
         self._turn += 1
         return endpoints[self._turn % len(endpoints)].address if endpoints else ""
@@ -136,7 +136,7 @@ class Knowledge:
             yield slot, endpoint.id
 
     def _scraped_sizes(self) -> tuple[int, ...]:
-        """Tokens per block, as metrics pages say."""
+        """The block sizes in tokens that metrics pages report."""
         return tuple({sample.block_size for sample in self._fleet.table.samples if sample and sample.block_size})
 
     def _verdict(self, verdict: Verdict) -> None:
@@ -157,7 +157,7 @@ class Knowledge:
 
 
 def exact_knowledge(config: Config) -> ExactKnowledge | None:
-    """For a scheduler's fleet, with the index that is kept here or asked elsewhere; `None` = there are no KV events.
+    """For a scheduler's fleet, with an index in this process or in an indexer; `None` = KV events are off.
 
     Raises `ConfigError`.
     """
@@ -171,21 +171,21 @@ def exact_knowledge(config: Config) -> ExactKnowledge | None:
 
 
 def recipe_of(settings: KvEvents) -> Recipe:
-    """Raises `ConfigError`."""
+    """The recipe of block keys that the settings describe. Raises `ConfigError`."""
     try:
         return Recipe(settings.keys, settings.hash_algorithm, settings.hash_seed, settings.block_size)
     except ValueError as error:
         raise ConfigError(str(error), "$.kvEvents.hashAlgorithm") from None
 
 
-# Whether engines make the same token ids as we do, found out once for each model that they serve.
+# Whether engines make the same token ids as this process, checked once for each model that they serve.
 #
-# A tokeniser or template that differs makes no error anywhere: blocks just never match. So the first endpoint that
-# serves a model is asked for the ids of a few probes (`pool.render`), beside all requests.
+# A different tokeniser or template causes no error anywhere: blocks just never match. So the first endpoint that serves
+# a model is asked for the ids of a few probes (`pool.render`), apart from all client requests.
 #
 # Rules
-# * One endpoint at a time is asked, each question within `TIMEOUT` seconds. A model that was compared is not compared
-#   again; one that could not be is tried again with each endpoint that comes, and `TRIES` times later on.
+# * One endpoint at a time is asked, with a limit of `TIMEOUT` seconds per question. A model is compared once. If that
+#   fails, it is tried again with each endpoint that appears, and up to `TRIES` times with the same one.
 # * At most `MOST_MODELS` models. Adapters have their base model's tokens and are left out.
 
 TIMEOUT, TRIES, LATER = 2.0, 3, 20.0
@@ -194,9 +194,9 @@ AGREES, DIFFERS, UNKNOWN = "agrees", "differs", "unknown"
 
 
 class TokenCheck:
-    """`asks(model)`: whether an engine itself is asked for that model's ids, so that there is nothing to compare.
+    """`asks(model)`: whether the engine itself supplies that model's ids, so that there is nothing to compare.
 
-    `found` hears why predictions of blocks will fail, where token ids differ.
+    Where token ids differ, `found` receives the reason why block predictions will fail.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class TokenCheck:
         found: Callable[[Finding], object] = lambda finding: None,
         later: float = LATER,
     ) -> None:
-        #: By model, as engines call it.
+        #: By model name, as engines report it.
         self.results: dict[str, TokenCheckResult] = {}
         self._tokeniser, self._asks, self._found = tokeniser, asks, found
         self._later = later
@@ -222,7 +222,7 @@ class TokenCheck:
         self._task = None
 
     def up(self, endpoint: Endpoint) -> None:
-        """An endpoint came, or changed."""
+        """An endpoint appeared or changed."""
         if len(self._waiting) < _MOST_QUEUED:
             self._waiting[endpoint.id] = endpoint, TRIES
             self._wake.set()
@@ -251,7 +251,7 @@ class TokenCheck:
         self._wake.set()
 
     async def _check(self, session: aiohttp.ClientSession, client: RenderClient, endpoint: Endpoint) -> bool:
-        """Whether nothing is left to be found out there."""
+        """Whether all models of the endpoint are settled, so that it need not be checked again."""
         url = f"http://{endpoint.address}"
         settled = True
         names = await _served(session, url) or {endpoint.labels.get(MODEL_LABEL, "")} - {""}
@@ -286,13 +286,13 @@ class TokenCheck:
 
 
 def cause_of(result: TokenCheckResult) -> str:
-    """Chats that differ where plain texts agree are the template's fault."""
+    """The cause of a difference: the template if chats differ and plain texts agree, else the tokeniser."""
     plain = {name for name, (path, _) in PROBES.items() if path == "/v1/completions"}
     return TEMPLATE if plain & {*result.agreed} and not plain & {*result.differing} else TOKENISER
 
 
 async def _served(session: aiohttp.ClientSession, url: str) -> set[str]:
-    """Names of the base models that the engine says it serves; none if it does not say."""
+    """The names of the base models that the engine lists; empty if it has no usable list."""
     try:
         async with asyncio.timeout(TIMEOUT), session.get(f"{url}/v1/models", allow_redirects=False) as response:
             if response.status != 200:

@@ -1,13 +1,13 @@
-"""At home in Kubernetes: a pool's endpoints and models from the API server, and which replica leads.
+"""Running in Kubernetes: a pool's endpoints and models from the API server, and leader election between replicas.
 
-Readiness: not before pool, pods and definitions were read once, and with leader election only while we lead. Losing the
-API server later changes neither: routing goes on with what was known. Liveness depends on none of it.
+Readiness: only after pool, pods and definitions were read once and, with leader election, only while this replica
+leads. Losing the API server later changes neither: routing continues with what was known. Liveness depends on none of
+this.
 
-Handing over. Gateways must find the next leader before they lose the last one, and they look in ways of their own:
-health checks, each at its own pace, whose results Envoy delivers to its workers at most once a second
-(`update_merge_window`; measured: with no overlap 300 of 960 requests found no healthy picker for that second); or
-addresses that a control plane tells them. So both answer for `overlap`, and the last one goes on until that has been
-noticed.
+Handing over: gateways must find the next leader before they lose the last one. They find it either by health checks,
+each at its own pace, whose results Envoy delivers to its workers at most once a second (`update_merge_window`;
+measured: with no overlap 300 of 960 requests found no healthy picker for that second), or by addresses from a control
+plane. So both replicas answer for `overlap`, and the last leader continues until gateways have noticed.
 """
 
 import asyncio
@@ -40,14 +40,14 @@ from fairlead.server.observe.log import get
 
 log = get("kubernetes")
 
-#: Seconds that the start waits for the first lists; later ones make ready later.
+#: Seconds that the start waits for the first lists. If they arrive later, only readiness is delayed.
 START_S = 5.0
-#: Seconds that a leader which ends waits for another one, and after the overlap for gateways to notice that it is out.
+#: Seconds that an ending leader waits for a successor, and after the overlap for gateways to notice its end.
 SUCCESSOR_S, NOTICE_S = 3.0, 3.0
 
 
 class KubeLink:
-    """What following one pool and following several have in common: the link, who leads, readiness, metrics.
+    """What following one pool and following several share: the API client, leader election, readiness, metrics.
     `set_ready(part, reason)`: an empty reason clears it."""
 
     def __init__(
@@ -58,14 +58,14 @@ class KubeLink:
         pool: str,
         health_port: int = 0,
     ) -> None:
-        """`pool` names the lease. `health_port`: other replicas see there whether this one has ended. Raises
-        `ConfigError` when nothing says where the API server is."""
+        """`pool` is part of the lease's name. `health_port`: where other replicas see whether this one has ended.
+        Raises `ConfigError` if no API server is configured or found."""
         self._settings = settings
         self._set_ready = set_ready
         self._metrics = metrics
         self._rng = Random()
         self._synced = asyncio.Event()
-        #: The lease is given back on purpose: readiness lasts until the other one is known.
+        #: The lease was given back on purpose: readiness lasts until the successor is known.
         self._ending = False
         self._troubles: dict[str, str] = {}
         self.client = KubeClient(find_access(settings.kubeconfig, settings.context))
@@ -73,16 +73,16 @@ class KubeLink:
         self._lease = settings.leader_election.lease_name or f"epp-{self.namespace}-{pool}.fairlead"
         self.elector = self._elector(health_port) if settings.leader_election.enabled else None
 
-    # ---- what kinds of it fill in ----
+    # ---- what subclasses fill in ----
 
     @property
     def missing(self) -> str:
-        """What keeps us from being ready; empty = nothing."""
+        """What keeps this replica from being ready; empty = nothing."""
         raise NotImplementedError
 
     @property
     def work(self) -> Iterator[tuple[Coroutine[Any, Any, None], str]]:
-        """What goes on for as long as we follow, each with its name."""
+        """The coroutines that run for as long as Kubernetes is followed, each with its name."""
         raise NotImplementedError
 
     @property
@@ -99,7 +99,7 @@ class KubeLink:
     def publishers(self) -> list[EndpointSlicePublisher]:
         raise NotImplementedError
 
-    # ---- the same for all ----
+    # ---- common to all ----
 
     async def start(self, stack: AsyncExitStack) -> None:
         """Follow everything for as long as `stack` is open."""
@@ -119,9 +119,9 @@ class KubeLink:
             log.warning("not ready: Kubernetes was not read yet", reason="; ".join(self._troubles.values()) or "")
 
     async def hand_over(self) -> None:
-        """We are about to end: let another replica lead, and gateways find it before they lose us.
+        """This replica is about to end: let another one lead, and let gateways find it before they lose this one.
 
-        Both are ready for a moment. The other way round a gateway that asks for health in the wrong order has nobody.
+        Both are ready for a moment. Otherwise a gateway might find no ready replica between two health checks.
         """
         elector = self.elector
         if elector is None or not elector.leading:
@@ -182,7 +182,7 @@ class KubeLink:
         return self.elector is None or self.elector.leading
 
     def _judge(self) -> None:
-        """Is everything known that is needed to be ready?"""
+        """Set readiness by whether everything that it requires is known."""
         missing = self.missing
         if missing and self._troubles:
             missing = f"{missing}: {'; '.join(dict.fromkeys(self._troubles.values()))}"
@@ -210,7 +210,7 @@ class KubeLink:
 
 
 class Kube(KubeLink):
-    """One pool."""
+    """Follows one pool."""
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class Kube(KubeLink):
         metrics: KubeMetrics,
         health_port: int = 0,
     ) -> None:
-        """Raises `ConfigError` when nothing says where the API server is."""
+        """Raises `ConfigError` if no API server is configured or found."""
         super().__init__(settings, set_ready, metrics, settings.pool or "pods", health_port)
         self.endpoints = PoolEndpoints(
             self.client,
@@ -311,14 +311,14 @@ def report_unreadable(problem: str) -> None:
 
 
 def own_identity() -> str:
-    """What the lease calls this replica: by its pod, so that a container that was restarted takes its own lease back at
-    once; elsewhere by chance."""
+    """This replica's name on the lease. It contains the pod's uid, so that a restarted container takes its own lease
+    back immediately; outside of Kubernetes a random part."""
     name, uid = socket.gethostname(), os.environ.get("POD_UID", "")
     return f"{name}_{uid or secrets.token_hex(4)}"
 
 
 def _pod_ip() -> str:
-    """This pod's address, as the chart's environment tells; empty = it does not."""
+    """This pod's address from the chart's environment; empty = not set."""
     try:
         return str(ip_address(os.environ.get("POD_IP", "")))
     except ValueError:
@@ -326,13 +326,13 @@ def _pod_ip() -> str:
 
 
 def _answers_at(port: int) -> str:
-    """ADDRESS:PORT of this pod; empty = it has none that others could reach."""
+    """ADDRESS:PORT of this pod; empty = it has no address that other pods can reach."""
     address = _pod_ip()
     return host_port(address, port) if address and port else ""
 
 
 def own_place(namespace: str = "") -> Place:
-    """This pod, as the chart's environment tells. Raises `ConfigError`."""
+    """This pod, from the chart's environment. Raises `ConfigError`."""
     address = _pod_ip()
     if not address:
         path = "$.kubernetes.leaderElection"
@@ -345,12 +345,13 @@ def namespace_of(settings: Kubernetes, client: KubeClient) -> str:
 
 
 def wanted_pool(settings: Kubernetes, namespace: str) -> Pool:
-    """With a selector where the configuration has one; else only a name."""
+    """The configured pool: with a selector if the configuration has one, else by name only."""
     return Pool(namespace, settings.pool, settings.selector, settings.target_ports)
 
 
 async def follow_pool(stack: AsyncExitStack, settings: Kubernetes, feed: Feed) -> str:
-    """Endpoints only, for who balances on its own. Returns the pool's `appProtocol`, `http` while that is unknown.
+    """Follow a pool's endpoints only, for gateways that balance by themselves. Returns the pool's `appProtocol`; `http`
+    while it is unknown.
 
     Raises `ConfigError` as `Kube` does.
     """

@@ -1,7 +1,7 @@
-"""Every InferencePool of some namespaces: each is opened when it appears, and closed when it is gone.
+"""Every InferencePool of some namespaces: each is opened when it appears and closed when it is gone.
 
-An `endpointPickerRef` names a Service of the pool's own namespace. With leader election that Service has no selector,
-and the leader keeps its EndpointSlice, as it does for one pool: so pools of any namespace reach this process.
+An `endpointPickerRef` names a Service in the pool's own namespace. With leader election that Service has no selector,
+and the leader maintains its EndpointSlice, as with a single pool. So pools of any namespace reach this process.
 """
 
 import asyncio
@@ -37,26 +37,26 @@ from fairlead.server.observe.log import get
 
 log = get("kubernetes")
 
-#: In place of a list of namespaces.
+#: Stands for all namespaces.
 EVERYWHERE = "*"
 
 
 class ServedPool(Protocol):
-    """A pool that was opened."""
+    """An opened pool."""
 
     def endpoint(self, event: EndpointUp | EndpointDown) -> None: ...
 
     def defined(self, where: str, models: ModelSet) -> None: ...
 
     def changed(self, pool: Pool) -> None:
-        """The InferencePool is another one now."""
+        """The InferencePool has changed to `pool`."""
 
     async def close(self, *, at_once: bool = False) -> None:
-        """It is gone: finish what runs (or not), and keep nothing."""
+        """The pool is gone: let running requests finish (or not, with `at_once`), and release everything."""
 
 
 class _Entry:
-    """A pool that there is, and what serves it once that is open."""
+    """A pool that exists, and what serves it once it is open."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
@@ -74,7 +74,7 @@ class _Entry:
 
 
 class _Watched(Struct, eq=False):
-    """What is followed in a namespace (empty: in all)."""
+    """What is followed in one namespace (or, with the empty name, in all)."""
 
     pools: Pools
     models: PoolModels | None
@@ -83,7 +83,7 @@ class _Watched(Struct, eq=False):
 
 
 class KubePools(KubeLink):
-    """`open_pool(key, pool)` for each pool that appears; `key` is `namespace/name`."""
+    """Calls `open_pool(key, pool)` for each pool that appears; `key` is `namespace/name`."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class KubePools(KubeLink):
         metrics: KubeMetrics,
         health_port: int = 0,
     ) -> None:
-        """Raises `ConfigError` when nothing says where the API server is, or where this pod is."""
+        """Raises `ConfigError` if no API server is configured or found, or if this pod's address is unknown."""
         super().__init__(settings, set_ready, metrics, "pools", health_port)
         self._open = open_pool
         self._entries: dict[str, _Entry] = {}
@@ -150,12 +150,12 @@ class KubePools(KubeLink):
     async def _end(self) -> None:
         await cancelled(*(task for _, task in self._publishers.values()), *self._tasks)
 
-    # ---- for the link ----
+    # ---- what the base class needs ----
 
     @property
     def missing(self) -> str:
         if self._synced.is_set():
-            return ""  # a pool that appears later keeps nobody else waiting
+            return ""  # a pool that appears later does not hold up the others
         for watched in self._watched.values():
             missing = watched.pools.missing or (watched.models.missing if watched.models is not None else "")
             if missing:
@@ -243,10 +243,10 @@ class KubePools(KubeLink):
         served.defined("kubernetes", models)
         self._judge()
 
-    # ---- their services ----
+    # ---- the Services of pools ----
 
     def _publish(self) -> None:
-        """Point the services of the pools that there are at whoever leads."""
+        """Point the Services of all existing pools at the leader."""
         place = self._place
         if place is None or self.elector is None:
             return

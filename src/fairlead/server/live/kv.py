@@ -1,12 +1,12 @@
-"""KV events of a running scheduler: where they come from, and what they are good for.
+"""KV events of a running scheduler: where they come from, and what they are used for.
 
-    follow      endpoints come and go → their publishers are found (asked, or by configured ports) and subscribed to
-    refresh     ten times a second the state of the feeds is taken over into `fleet.exact`
-    keep        the index is saved now and then, and loaded endpoint by endpoint after a restart
+    follow      endpoints come and go → their publishers are found (by asking, or by configured ports) and subscribed to
+    refresh     ten times a second the state of the feeds is copied into `fleet.exact`
+    keep        the index is saved periodically, and loaded endpoint by endpoint after a restart
 
-Events reach the index in small steps between two events of the pipeline (`pool.kv_events.pump`). They are the one thing
-that changes what decisions see without going through `Pipeline.handle`: twenty thousand a second would cost more there
-than the decisions do.
+Events reach the index in small steps between two events of the pipeline (`pool.kv_events.pump`). Nothing else changes
+what decisions see without going through `Pipeline.handle`: at twenty thousand events a second that would cost more than
+the decisions themselves.
 """
 
 import asyncio
@@ -40,14 +40,14 @@ from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.kv_metrics import KvFeedStatus, KvMetrics
 from fairlead.server.observe.log import get
 
-# The index in a file, so that a restarted scheduler starts warm: written now and then and at the end, atomically.
+# The index in a file, so that a restarted scheduler starts warm. It is written periodically and at the end, atomically.
 
-#: Index, slot → endpoint id, and up to where each rank is true.
+#: The index, slot → endpoint id, and the place in each rank's feed up to which the index is complete.
 What = tuple[KvIndex, Mapping[int, str], Callable[[RankCache], Place]]
 
 
 class Keeper:
-    """`what` is asked whenever it is time; `trouble` is told why a file could not be read or written."""
+    """`what` returns the state to write; `trouble` receives the reason why a file cannot be read or written."""
 
     def __init__(self, path: Path, interval: float, what: Callable[[], What], trouble: Callable[[str], None]) -> None:
         self._path = path
@@ -57,7 +57,7 @@ class Keeper:
         self._task: asyncio.Task[None] | None = None
 
     async def read(self) -> bytes:
-        """What was written last; empty = nothing was, or it cannot be read."""
+        """The content of the last save; empty = there is none, or it cannot be read."""
         try:
             return await asyncio.to_thread(self._path.read_bytes)
         except FileNotFoundError:
@@ -70,7 +70,7 @@ class Keeper:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def close(self) -> None:
-        """Write once more, and end."""
+        """Write once more, and stop."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -78,7 +78,7 @@ class Keeper:
         await self.save()
 
     async def save(self) -> None:
-        """Write what is known now. The event loop is held for one segment at a time (1,024 blocks)."""
+        """Write the current state. The event loop is held for one segment at a time (1,024 blocks)."""
         pieces = []
         for piece in save(*self._what()):
             pieces.append(piece)
@@ -97,29 +97,29 @@ class Keeper:
 log = get("kv-events")
 
 _REFRESH = 0.1
-#: Seconds between two questions to an engine for its publisher: while it has none, and later.
+#: Seconds between two questions to an engine for its publisher: at first, and the most after repeated failures.
 _ASK_AGAIN = (1.0, 15.0)
 STILL_THERE = 10.0
 
 
 class KvListening(Knowledge):
-    """`start` opens sockets too."""
+    """KV events that this process subscribes to. `start` also opens sockets."""
 
     exact: ExactKnowledge
 
     def __init__(self, config: Config, fleet: Fleet, registry: Registry) -> None:
         super().__init__(config, fleet, registry)
-        #: By endpoint id: slot and address; the task that looks after its publisher; what is listened to.
+        #: By endpoint id: slot and address; the task that follows its publisher; the publisher that is subscribed to.
         self._known: dict[str, tuple[int, str]] = {}
         self._followed: dict[str, asyncio.Task[None]] = {}
         self._sources: dict[str, KvSource] = {}
-        #: What was said of an endpoint's hashes.
+        #: The last reported problem with an endpoint's block hashes, by endpoint id.
         self._unlike: dict[str, str] = {}
         self._shelved: Shelved | None = None
         KvMetrics(registry, self.exact, self._endpoints, self._feeds, self._rejected, self.prompts.without)
 
     async def start(self, stack: contextlib.AsyncExitStack) -> None:
-        """Raises `ConfigError` when something that is configured cannot be used."""
+        """Raises `ConfigError` if something that is configured cannot be used."""
         settings = self._settings
         self._loop = asyncio.get_running_loop()
         self._curve, clients = _keys(settings.curve)
@@ -151,7 +151,7 @@ class KvListening(Knowledge):
     # ---------------------------------------------------------------- endpoints
 
     def endpoint(self, event: EndpointUp | EndpointDown) -> None:
-        """An endpoint came, changed or went. To be called after the pipeline was told, before anything else happens."""
+        """An endpoint appeared, changed or went. Call this right after the pipeline has handled the same event."""
         super().endpoint(event)
         name = event.endpoint.id if isinstance(event, EndpointUp) else event.endpoint_id
         address = event.endpoint.address if isinstance(event, EndpointUp) else ""
@@ -178,7 +178,7 @@ class KvListening(Knowledge):
         self._events.unwatch(slot)
 
     def _allowed(self) -> dict[str, Publisher]:
-        """Pods are named in topics by address, or by what else the endpoint is called."""
+        """Publishers by the names that topics may give a pod: the endpoint's address, its id, or the id's last part."""
         allowed = {}
         for slot, endpoint in self._fleet.table.slots():
             for pod in (endpoint.address, endpoint.id, endpoint.id.rpartition("/")[2]):
@@ -186,7 +186,7 @@ class KvListening(Knowledge):
         return allowed
 
     async def _follow(self, endpoint: Endpoint, slot: int) -> None:
-        """Find its publisher, enter what was kept of it, listen; and look again whether it is still the same."""
+        """Find the endpoint's publisher, load what was saved of it, subscribe; then check regularly for changes."""
         places: dict[int, Place] = {}
         if self._shelved is not None:
             for _ in self._shelved.enter(endpoint.id, slot, lambda cache, place: places.update({cache.rank: place})):
@@ -205,7 +205,7 @@ class KvListening(Knowledge):
             self._compare_hashes(endpoint, slot)
 
     def _compare_hashes(self, endpoint: Endpoint, slot: int) -> None:
-        """Blocks that the engine names otherwise than we do are never found, and an empty cache looks the same."""
+        """Warn of block hashes that differ from ours. Such blocks are never found, which looks like an empty cache."""
         heads = [head for cache in self.exact.index.caches_of(slot) for head in cache.stores()]
         finding = wrong_hashes(self.exact.recipe, heads)
         if finding is not None and self._unlike.get(endpoint.id) != finding.detail:
@@ -227,7 +227,7 @@ class KvListening(Knowledge):
 
     def _watch(self, endpoint: Endpoint, slot: int, source: KvSource, places: dict[int, Place]) -> None:
         self._sources[endpoint.id] = source
-        if not places:  # its history will be told from the beginning
+        if not places:  # the feed replays its history from the beginning
             self.exact.index.clear(slot)
         try:
             self._events.watch(slot, source, places)
@@ -279,10 +279,10 @@ class KvListening(Knowledge):
         return save(*self._saved())
 
     def take(self, content: bytes) -> int:
-        """Enter a snapshot. Raises `ValueError` for bytes that are none.
+        """Load a snapshot. Raises `ValueError` for bytes that are not one.
 
-        Endpoints of which nothing was heard have it soon, later ones when they come; those that were heard know better.
-        Returns how many of the former there are.
+        Endpoints without any events so far are filled from it soon, later ones when they appear. Those that have sent
+        events keep their own state. Returns how many endpoints are filled now.
         """
         self._shelved = Shelved(self.exact.index, content)
         taken = 0
@@ -313,7 +313,7 @@ def _trouble(reason: str) -> None:
 
 
 def _keys(settings: KvCurve | None) -> tuple[Curve | None, list[str] | None]:
-    """Our own keys, and those that may dial in. Raises `ConfigError`."""
+    """Our own keys, and the public keys that may dial in. Raises `ConfigError`."""
     if settings is None:
         return None, None
     public, secret = (

@@ -1,11 +1,11 @@
-"""Exact knowledge that another process has: an indexer is asked for each prompt before its request arrives.
+"""Exact knowledge that another process has: an indexer is queried for each prompt before its request arrives.
 
     read        a prompt's token ids become block keys; the indexer is asked who holds them, within the budget
-    offer       the answer stands beside the request; without one (late, broken, down) what was learned serves it
-    follow      twice a second the indexer tells the state of each endpoint's feed, and which adapters it has seen
+    offer       the answer accompanies the request; without one (late, broken, down) learned prefixes are used
+    follow      twice a second the indexer reports the state of each endpoint's feed, and the adapters it has seen
 
-The pipeline stays as it is: it reads an index (`core.kv.answered`) whose blocks are those of the answer. Trust and
-sources, prompts that were just sent, and the comparison with what answers report are this process's own.
+The pipeline stays the same: it reads an index (`core.kv.answered`) whose blocks are those of the answer. Trust and
+sources, prompts that were just sent, and the comparison with what responses report stay in this process.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ _TIER_NAMES = tuple(TIERS.values())
 
 
 class KvLookup(Knowledge):
-    """`start` opens the connection too; an indexer that is not there yet is waited for beside requests."""
+    """Blocks known to an indexer. `start` also opens the connection; no request waits for an indexer that is not up."""
 
     exact: ExactKnowledge
 
@@ -48,7 +48,7 @@ class KvLookup(Knowledge):
         self.client = IndexClient(indexer.url, indexer.budget, self._on_state, self._say, metrics.took)
         metrics.watch(self.client)
         KvMetrics(registry, self.exact, self._endpoints, list, lambda: 0, self.prompts.without)
-        #: What the indexer said last; how it calls our endpoints, with slot and tenure of each.
+        #: The indexer's last report; its names for our endpoints, with slot and tenure of each.
         self._state: StateAnswer | None = None
         self._named: dict[str, tuple[int, int]] = {}
         self._complaint = ""
@@ -86,7 +86,7 @@ class KvLookup(Knowledge):
     # ---------------------------------------------------------------- one prompt
 
     async def _ask(self, prepared: Prepared) -> Prepared | None:
-        """With an answer in every chain; `None` = there is none."""
+        """`prepared` with an answer in every chain; `None` = there is no answer."""
         chains = {size: chain for size, chain in prepared.chains.items() if len(chain.keys)}
         if not chains or self._complaint or any(len(chain.keys) > MOST_BLOCKS for chain in chains.values()):
             return None

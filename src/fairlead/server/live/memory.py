@@ -1,4 +1,4 @@
-"""How this process treats its memory, and how late its event loop is."""
+"""How this process manages its memory, and how late its event loop is."""
 
 import asyncio
 import contextlib
@@ -11,18 +11,18 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 
 
 def settle_memory() -> None:
-    """What exists now lives to the end, and what comes later dies by reference count: the cycle collector need not walk
-    the former, and need not look at the latter often. Its pauses land in the middle of decisions, so the youngest must
-    be few: 50,000 of them take 7 to 9 ms, 5,000 half of one, and all in all they cost the same (bench/flow.py, where
-    10,000 requests queue up). Older ones are as rarely looked at as ever."""
+    """Tune the cycle collector. What exists now lives to the end, so the collector need not walk it; what is made later
+    is freed by reference count, so the collector need not run over it often. Its pauses land in the middle of
+    decisions, so the youngest generation must be small: 50,000 objects take 7 to 9 ms, 5,000 take 0.5 ms, and the total
+    cost is the same (bench/flow.py, where 10,000 requests queue up). Older generations are collected as rarely."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(5_000, 50, 400)
 
 
 def keep_heap() -> None:
-    """Have glibc keep freed memory. By default it gives back and faults in again the pages of every large body: 0.51 ms
-    instead of 0.09 ms for reading one of 500 KB (bench/transport.py). Other C libraries are left alone."""
+    """Make glibc keep freed memory. By default it returns the pages of every large body and faults them in again: 0.51
+    ms instead of 0.09 ms to read a body of 500 KB (bench/transport.py). Other C libraries are left alone."""
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         for option, value in ((_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, 256 << 20), (_M_TOP_PAD, 16 << 20)):
@@ -38,15 +38,15 @@ class _Mallinfo(ctypes.Structure):
 
 
 class HeapTrim:
-    """Gives back what glibc keeps of freed memory (`keep_heap`) once it has not been used again for a while: after an
-    attack or a burst of large bodies the process is as small as before. Where that cannot be asked nothing is done."""
+    """Returns to the system what glibc keeps of freed memory (`keep_heap`) once it has been unused for a while: after
+    an attack or a burst of large bodies the process shrinks to its former size. Needs glibc's mallinfo2."""
 
     MOST = 24 << 20
 
     def __init__(self, loop: asyncio.AbstractEventLoop, interval_s: float = 10.0) -> None:
         self._loop = loop
         self._interval = interval_s
-        #: Free bytes, the fewest since the last trim, and at the last look.
+        #: Free bytes: the fewest since the last trim, and at the last check.
         self._least = self._last = 0
         #: Times that memory was given back.
         self.trims = 0
@@ -70,7 +70,7 @@ class HeapTrim:
             self._timer.cancel()
 
 
-# How late the event loop fires its timers: the one number that tells whether something blocks it.
+# How late the event loop fires its timers: shows whether something blocks the loop.
 
 
 class LoopLag:

@@ -1,4 +1,4 @@
-"""What schedules for one pool: all of `wiring`, told of endpoints, of definitions and of changed configurations."""
+"""The scheduler of one pool: all of `wiring`, fed with endpoints, model definitions and changed configurations."""
 
 import asyncio
 import time
@@ -28,12 +28,12 @@ from fairlead.server.observe.tracing import Tracing
 
 log = get("serve")
 
-#: Problems of a changed configuration that are logged; `fairlead validate` prints all.
+#: How many problems of a changed configuration are logged; `fairlead validate` prints all.
 _SHOWN = 5
 
 
 def log_unusable(problems: Sequence[str]) -> str:
-    """A changed configuration cannot be used. Returns it in words."""
+    """Log why a changed configuration cannot be used. Returns the summary."""
     text = "the changed configuration cannot be used; the old one stays"
     for problem in problems[:_SHOWN]:
         log.error(text, problem=problem)
@@ -41,8 +41,8 @@ def log_unusable(problems: Sequence[str]) -> str:
 
 
 class PoolScheduler:
-    """`await start(stack)`, and `await settle(stack)` once endpoints may have been told. `one_of`: the pace of all
-    pools of this process; `None` = there is no other. `unready`: why requests cannot be served."""
+    """Call `await start(stack)`, then `await settle(stack)` once the first endpoints may be known. `one_of`: the pace
+    that all pools of this process share; `None` = this is the only pool. `unready`: why requests cannot be served."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class PoolScheduler:
         loop = asyncio.get_running_loop()
         self.config = config
         self._adopted, self._unready = adopted, unready
-        #: What is wrong with the configuration that came last.
+        #: What is wrong with the latest configuration; empty = nothing.
         self.unusable = ""
         self._definitions: dict[str, ModelSet] = {}
         self.core = core = wire(config, loop, tracing, self._adopt, self._refuse, counts_fallbacks, one_of)
@@ -66,7 +66,7 @@ class PoolScheduler:
         self.driver, self.host, self.scraper = core.driver, core.host, core.scraper
         self.label = pool_label(config, one_of is not None)
         self.registry, self.troubles, self.kube = self.watch.metrics.registry, self.watch.troubles, self.watch.kube
-        #: Who reads pages of endpoints and decisions in the dashboard.
+        #: Makes the dashboard's pages of endpoints and decisions.
         self.maker = SnapshotMaker(
             self.watch,
             loop.time,
@@ -78,7 +78,7 @@ class PoolScheduler:
         )
 
     async def start(self, stack: AsyncExitStack) -> None:
-        """Until `stack` is closed."""
+        """Start all parts; they run until `stack` is closed."""
         config, core = self.config, self.core
         if core.journal is not None:
             core.journal.begin()
@@ -113,7 +113,7 @@ class PoolScheduler:
 
     @property
     def leases(self) -> int:
-        """Requests that run."""
+        """The number of running requests."""
         return len(self.fleet.ledger)
 
     @property
@@ -121,11 +121,11 @@ class PoolScheduler:
         return self.fleet.table.count
 
     def empty_queue(self) -> None:
-        """We end: nobody waits any longer."""
+        """The process is ending: end the wait of every queued request."""
         self.driver.feed(StopAsked())
 
     def turned(self, late_s: float) -> None:
-        """The event loop turned, so much later than it should."""
+        """The event loop's timer has fired, `late_s` seconds late."""
         self.watch.metrics.families.loop_lag.child().observe(late_s)
         self.host.pulse.beat()
         self.troubles.look()
@@ -148,7 +148,7 @@ class PoolScheduler:
     # ---- a changed configuration ----
 
     def reconfigure(self, changes: Changes) -> bool:
-        """Put it to the pipeline. False = it is not used, and the log says why."""
+        """Apply the changes through the pipeline. False = they are not used; the log says why."""
         self.unusable = ""
         if not changes.paths:
             return False
@@ -177,19 +177,19 @@ class PoolScheduler:
         self.refuse([instruction.problem])
 
     def refuse(self, problems: Sequence[str]) -> None:
-        """The configuration cannot be used."""
+        """Note and log that the configuration cannot be used."""
         self.unusable = log_unusable(problems)
 
     def _follow(self, config: Config, scheduling: Scheduling) -> None:
-        """Connect to whom the configuration names, show shadows what they are to judge."""
+        """Connect to the schedulers that the configuration names, and give shadows the policies to run."""
         self.core.connections.follow(config)
         self.core.shadows.follow(config, scheduling.on_trial)
         self.watch.choosers.follow(scheduling.remotes, scheduling.policy)
 
-    # ---- what becomes known ----
+    # ---- news ----
 
     def endpoint(self, event: EndpointUp | EndpointDown) -> None:
-        """An endpoint came, changed or went: everybody who knows endpoints is told."""
+        """An endpoint appeared, changed or went: pass that to every part that follows endpoints."""
         if isinstance(event, EndpointUp) and (waited := self.watch.queue.on_endpoint()):
             log.info("a pool without endpoints has one again", endpoint=event.endpoint.id, waited_s=round(waited, 2))
         self.driver.feed(event)
@@ -212,7 +212,7 @@ class PoolScheduler:
             log.info("endpoint down", endpoint=event.endpoint_id)
 
     def defined(self, where: str, models: ModelSet) -> None:
-        """What is defined of model names there has changed."""
+        """The model definitions from the source `where` have changed."""
         self._definitions[where] = models
         models = sum(self._definitions.values(), ModelSet())
         settings = self.config.models
@@ -227,10 +227,10 @@ class PoolScheduler:
     def _models_problem(self, file: str, problem: Problem) -> None:
         log.warning("a definition of model names has a problem", file=file, problem=str(problem))
 
-    # ---- its pages ----
+    # ---- admin pages ----
 
     def notes(self) -> list[str]:
-        """For `/readyz`: what cannot be done, and what was known from the start."""
+        """For `/readyz`: present troubles, and notes on the state file and on replicas."""
         state, replicas = self.core.state, self.core.replicas
         notes = [state.note] if state is not None and state.note else []
         if replicas is not None and not replicas.problem:
@@ -238,7 +238,7 @@ class PoolScheduler:
         return [*self.troubles.look().values(), *notes]
 
     def sources(self, **more: Any) -> AdminSources:
-        """`more`: as `AdminSources` has it."""
+        """`more`: further fields of `AdminSources`."""
         core, watch, maker = self.core, self.watch, self.maker
         dashboard = DashboardSources(
             begin=maker.begin,

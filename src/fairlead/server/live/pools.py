@@ -1,4 +1,4 @@
-"""Several pools in one process: a scheduler for each, opened and closed while the others go on."""
+"""Several pools in one process: a scheduler for each, opened and closed while the others keep running."""
 
 import asyncio
 import gc
@@ -29,8 +29,8 @@ _POLL = 0.05
 
 
 def of_pool(config: Config, key: str) -> Config:
-    """The configuration of the pool `namespace/name`: what it has of its own, and the rest of `config`. Its journal and
-    its state have a place of their own beside those of others."""
+    """The configuration of the pool `namespace/name`: its own settings if it has any, else those of `config`. Its
+    journal and state get paths of their own, next to those of the other pools."""
     own: Config = config.pools.get(key, config)
     namespace, _, name = key.partition("/")
     directory = f"{namespace}.{name}"
@@ -45,7 +45,7 @@ def of_pool(config: Config, key: str) -> Config:
 
 
 class LivePools:
-    """What is there of each pool, and once for all of them. Offers what a `PoolScheduler` does."""
+    """The schedulers of all pools, and what they share. Has the interface of a `PoolScheduler`."""
 
     def __init__(self, config: Config, tracing: Tracing | None, unready: Callable[[], Sequence[str]]) -> None:
         now = asyncio.get_running_loop().time
@@ -55,7 +55,7 @@ class LivePools:
         self._tracing, self._unready = tracing, unready
         self._pace = Pace()
         self._unusable = ""
-        #: Gone, with requests that still run.
+        #: Pools that are gone but still have running requests.
         self._ending: dict[str, _Opened] = {}
         self.registry = Registry()
         self.troubles = Troubles(self.registry, now)
@@ -73,7 +73,7 @@ class LivePools:
     async def open(self, key: str, pool: Pool) -> "_Opened":
         """Raises `ConfigError` or `PluginError`."""
         before = self._ending.get(key)
-        if before is not None:  # it came back: its files are needed
+        if before is not None:  # the pool is back: its files are needed
             await before.close(at_once=True)
         opened = _Opened(self, key, pool)
         try:
@@ -107,7 +107,7 @@ class LivePools:
     # ---- a changed configuration ----
 
     def reconfigure(self, changes: Changes) -> bool:
-        """Put it to each pool. False = it changes none."""
+        """Apply the changes to each pool. False = no pool changes."""
         self._unusable = ""
         self.config = changes.config
         changed = False
@@ -130,7 +130,7 @@ class LivePools:
         return page_of([self.registry, *registries], openmetrics)
 
     def sources(self) -> AdminSources:
-        """Of the process; those of a pool are in `pages`."""
+        """The sources of the process; those of each pool are in `pages`."""
         return AdminSources(
             metrics=self.exposition,
             openmetrics=lambda: self.exposition(openmetrics=True),
@@ -150,7 +150,7 @@ class LivePools:
 
 
 class _Opened:
-    """A pool that is served: `server.live.kube_pools.ServedPool`."""
+    """An open pool; implements `server.live.kube_pools.ServedPool`."""
 
     def __init__(self, pools: LivePools, key: str, pool: Pool) -> None:
         self._pools, self._key, self._pool = pools, key, pool
@@ -183,7 +183,7 @@ class _Opened:
         self._pools.host.put(self._key, self.scheduler.host, service)
 
     async def close(self, *, at_once: bool = False) -> None:
-        """Take no new request, let those that run end, and free what is held."""
+        """Take no new requests, let running ones end (unless `at_once`), and free all resources."""
         if self._closed.is_set():
             return
         pools, scheduler, loop = self._pools, self.scheduler, asyncio.get_running_loop()

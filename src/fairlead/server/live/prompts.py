@@ -1,9 +1,9 @@
-"""Prompts of requests to token ids, before the requests arrive.
+"""Turns prompts of requests into token ids before the requests arrive in the pipeline.
 
-At once; in a thread if that would hold the loop; by an engine where the model is configured so.
+This happens immediately, or in a thread if it would hold the loop, or by an engine where the model is configured so.
 
-A request whose prompt is being read waits for it, `PATIENCE` seconds at most; then it goes on without ids, and what was
-learned of its bytes serves it. So do those that would have to queue for the thread.
+A request waits for its prompt at most `PATIENCE` seconds. Then it continues without ids, and learned prefixes of its
+bytes are used instead. The same applies to prompts that would have to queue for the thread.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from fairlead.pool.model_files import load_tokeniser
 from fairlead.pool.render import RenderClient
 
 PATIENCE = 1.0
-#: Prompts that are being read, in the thread and by engines.
+#: How many prompts may be read at the same time, in the thread and by engines.
 _MOST_READING = 32
 _OTHERS = "*"
 
@@ -32,10 +32,10 @@ Asker = Callable[[Prepared], Awaitable[Prepared | None]]
 
 
 class PromptReading:
-    """`exact` is offered the ids of each prompt; without it tokens are only counted, and no engine is asked for that.
+    """`exact` is offered the ids of each prompt. Without it tokens are only counted, and no engine is asked for them.
 
-    `engine` names an endpoint (`host:port`) to ask; empty = none. `asker`: where blocks are known in another process,
-    adds its answer to a prompt's chains; where it has none, the prompt is not offered.
+    `engine` returns an endpoint (`host:port`) to ask; empty = none. `asker`: where blocks are known in another process,
+    adds its answer to a prompt's chains; without an answer the prompt is not offered.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class PromptReading:
         self.tokeniser = PromptTokeniser()
         #: Prompts that are being read.
         self.reading: set[Reading] = set()
-        #: Prompts that came without ids, by reason.
+        #: How many prompts were not turned into ids, by reason.
         self.without: dict[str, int] = {}
-        #: There are models whose texts can be tokenised.
+        #: Whether any model's texts can be tokenised.
         self.configured = bool(settings.models)
         self._settings = settings
         self._asker = asker
@@ -58,7 +58,7 @@ class PromptReading:
         self._pool = ThreadPoolExecutor(1, "prompts")
 
     async def start(self) -> None:
-        """Load the tokenisers: seconds for each large vocabulary."""
+        """Load the tokenisers: takes seconds for each large vocabulary."""
         loop = asyncio.get_running_loop()
         self.tokeniser = await asyncio.to_thread(load_tokeniser, self._settings)
         if self._asked and self._exact is not None:
@@ -71,7 +71,7 @@ class PromptReading:
             await self._render.close()
 
     def read(self, parsed: ParsedRequest, body: bytes, model: str) -> PromptKnown | Reading:
-        """Nothing is known of a prompt that cannot be read, or not in time."""
+        """What is known of a prompt, now or later. Nothing if it cannot be read, or not in time."""
         if self._render is not None and not parsed.prompt_tokens and self.asks(model):
             return self._later(model, partial(self._ask, parsed, body, model))
         long = self._long
@@ -85,11 +85,11 @@ class PromptReading:
         return PromptKnown(tokens.total)
 
     def offer(self, known: PromptKnown) -> PromptBlocks | None:
-        """The request of a prompt that was read is about to arrive. Returns its `blocks`."""
+        """Return the `blocks` of a prompt that was read. Call this when its request is about to arrive."""
         return None if self._exact is None else self._exact.offer(*known.blocks)
 
     def asks(self, model: str) -> bool:
-        """Whether an engine is asked for the ids of its prompts."""
+        """Whether an engine is asked for the ids of this model's prompts."""
         return model in self._asked or (_OTHERS in self._asked and model not in self._settings.models)
 
     def _known(self, tokens: PromptTokens, prepared: Prepared | None = None) -> PromptKnown:

@@ -1,8 +1,8 @@
-"""One running scheduler: started, told of changes, stopped.
+"""One running scheduler: its start, its changes, its end.
 
-Started in this order, stopped in the reverse one, whatever happens in between: knowledge (scraper, endpoints), the port
-that answers, the admin page. On SIGTERM or SIGINT readiness goes off first, then running streams finish, then the rest
-goes. The embedded gateway is not in here: it must outlive a scheduler that dies, see `embedded`.
+The parts start in this order and stop in the reverse one, whatever happens in between: knowledge (scraper, endpoints),
+the ext_proc port, the admin page. On SIGTERM or SIGINT readiness goes off first, then running streams finish, then the
+rest stops. The embedded gateway is not part of this: it must outlive a scheduler that dies, see `embedded`.
 """
 
 import asyncio
@@ -47,26 +47,26 @@ from fairlead.server.supervise import DRAIN_SECONDS, ENDING
 log = get("serve")
 
 _POLL = 0.05
-#: Bytes of unfinished requests where the configuration does not say.
+#: Bytes of unfinished requests, unless configured; less on machines with little memory.
 _MOST_BUFFERED = 128 << 20
 
 
 class Live:
-    """A scheduler in this process: `await run()` returns after `stop()` or a signal. `gateway`: where the embedded
-    gateway's admin pages are, if one runs beside us (see `watch_gateway`); `pool`: the file with the endpoints that it
-    balances over by itself."""
+    """A scheduler in this process: `await run()` returns after `stop()` or a signal. `gateway`: the addresses of the
+    embedded gateway's admin pages, if it runs next to this process (see `watch_gateway`); `pool`: the file with the
+    endpoints that the gateway balances over by itself."""
 
     def __init__(self, config: Config, gateway: Sequence[str] = (), pool: str = "") -> None:
         self.config = config
         self._gateway = gateway
         self._pool = PoolWriter(Path(pool)) if pool else None
-        #: What the gateway counted, beside that file, which lives as long as the gateway does.
+        #: What the gateway has counted, next to that file, which lives as long as the gateway does.
         self._kept = Path(pool).with_name("counts.json") if pool else None
         self._keys = followed_keys(config.gateway, Path(pool).parent) if pool else []
         self._stopping = asyncio.Event()
-        #: What keeps us from being ready, by part.
+        #: What keeps this scheduler from being ready, by part.
         self._unready = {"start": "starting"}
-        #: The embedded gateway's own word that it asks us, as far as its admin page is known.
+        #: Whether the embedded gateway says that it asks this scheduler, according to its admin page.
         self._is_asked = False
         self.serving: PoolScheduler | LivePools
         self.kube: KubeLink | None = None
@@ -77,7 +77,7 @@ class Live:
         self._stopping.set()
 
     async def run(self) -> None:
-        """Raises `ConfigError` when something that the configuration names cannot be used, e.g. a taken port."""
+        """Raises `ConfigError` if something that the configuration names cannot be used, e.g. a taken port."""
         loop = asyncio.get_running_loop()
         keep_heap()
         files = raise_file_limit()
@@ -114,14 +114,14 @@ class Live:
             self.serving.empty_queue()
 
     def _one_pool(self, tracing: Tracing | None) -> PoolScheduler:
-        # Beside an embedded gateway the first worker has the file of the pool.
+        # Next to an embedded gateway only the first worker has the pool's file.
         counts = self._pool is not None or not self._gateway
         return PoolScheduler(
             self.config, tracing, counts_fallbacks=counts, unready=self._reasons, adopted=self._adopted
         )
 
     def _take(self, pool: PoolScheduler) -> None:
-        """This is the only pool."""
+        """Note that this is the only pool."""
         self.serving, self.core = pool, pool.core
         self.fleet, self.watch, self.pipeline = pool.fleet, pool.watch, pool.pipeline
         self.driver, self.host, self.scraper = pool.driver, pool.host, pool.scraper
@@ -192,7 +192,7 @@ class Live:
     # ---- a changed configuration ----
 
     def _changed(self, new: Config) -> None:
-        """The file changed: what only a restart can change stays, the rest is put to the pipeline."""
+        """The file changed. What only a restart can change stays; the rest is applied through the pipeline."""
         changes, refused = plan_reload(self.config, new)
         for problem in refused:
             log.warning("a change of the configuration is refused", file=new.source, problem=str(problem))
@@ -210,11 +210,11 @@ class Live:
         self.config = config
         self._budget.resize(_buffered(config))
 
-    # ---- the end of requests ----
+    # ---- the end ----
 
     async def _finish(self, server: Server) -> None:
-        """Give requests in flight their time. A gateway's access log tells their ends and has none itself: it ends with
-        the last of them."""
+        """Give requests in flight time to finish. A gateway's access log stream reports their ends but has no end of
+        its own: close it after the last request."""
         loop = asyncio.get_running_loop()
         until = loop.time() + DRAIN_SECONDS
         server.drain()
@@ -225,7 +225,7 @@ class Live:
         self.health.end_watches()
         await server.close(max(until - loop.time(), 0.0))
 
-    # ---- what becomes known ----
+    # ---- news ----
 
     def _endpoint(self, event: EndpointUp | EndpointDown) -> None:
         assert isinstance(self.serving, PoolScheduler)
@@ -272,9 +272,10 @@ class Live:
         return reasons
 
     async def _wait_for_gateway(self, admins: list[EnvoyAdmin]) -> None:
-        """A busy machine may answer Envoy's health check too late, and then Envoy asks nothing until the next one. Only
-        then does it listen: who is told that we are ready sends requests at once."""
-        beside = bool(self.config.replicas.via) and self._pool is None  # they may ask another worker and not us
+        """Wait until the embedded gateway asks this scheduler, then announce readiness. A busy machine may answer
+        Envoy's health check late, and then Envoy sends nothing until its next check. Clients send as soon as they see
+        `ready`, so the announcement also waits until Envoy listens."""
+        beside = bool(self.config.replicas.via) and self._pool is None  # Envoys may ask another worker instead
         for admin in admins:
             while not ((self.health.asked or not beside) and await admin.asks_scheduler() and await admin.listens()):
                 await asyncio.sleep(_POLL)
@@ -308,25 +309,25 @@ class Live:
 
 
 def _log_notes(config: Config) -> None:
-    """What `fairlead validate` says of a file that can be used."""
+    """Log what `fairlead validate` notes about a usable file."""
     for note in config.notes:
         log.warning("a note on the configuration", file=config.source, note=str(note))
 
 
 def _buffered(config: Config) -> int:
-    """Bytes that unfinished requests may hold."""
+    """How many bytes unfinished requests may hold."""
     return config.parsing.max_buffered_bytes or min(memory_limit() // 8, _MOST_BUFFERED)
 
 
 def watch_gateway(where: Sequence[str], keep: Path | None, registry: Registry) -> Callable[[], Awaitable[None]] | None:
     """Show how many requests the embedded gateway balanced by itself, by its own count, and its memory. Returns what to
-    await before the metrics page is made; `None` = nothing to ask.
+    await before the metrics page is made; `None` = there is no gateway to ask.
 
-    The access log tells of most of these requests, one by one and with the endpoint, but of none that ended while no
-    scheduler was there to be told. Envoy counts them all, and a scheduler that dies takes nothing of that along; what
-    an Envoy that died had counted is in the file `keep`.
+    The access log reports most of these requests, each with its endpoint, but none that ended while no scheduler was
+    there to receive the report. Envoy counts all of them, and its counts survive the death of a scheduler. What an
+    Envoy that died had counted is in the file `keep`.
 
-    `where`: the admin page of each of its Envoys, a socket's path or a port of 127.0.0.1; empty = it is not ours.
+    `where`: the admin page of each of its Envoys, a socket's path or a port of 127.0.0.1; empty = no embedded gateway.
     """
     if not where:
         return None

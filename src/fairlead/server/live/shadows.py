@@ -1,8 +1,8 @@
 """Policies on trial in a running scheduler: built-in ones in a thread, schedulers in other processes over their stream.
 
 Rules
-* Nothing here can raise into a decision, and nothing waits: what is too much is left out and counted.
-* A shadow that cannot be made stops the start, like every wrong setting; one that misbehaves later is cut off.
+* Nothing here can raise into a decision, and nothing waits: cases beyond the limits are left out and counted.
+* A shadow that cannot be made stops the start, like every wrong setting; one that fails later is cut off.
 """
 
 import asyncio
@@ -27,24 +27,24 @@ from fairlead.server.shadow_runner import MAX_FAILURES, PASSED, ShadowRunner
 
 log = get("shadow")
 
-#: Questions to one scheduler that may be open at once; with one more it is cut off.
+#: How many questions to one scheduler may be open at the same time; one more, and it is cut off.
 _MAX_OPEN = 256
 _BURST = 0.05
 
 
 class LiveShadows:
-    """`follow(config, …)` at the start and after each reload; `close()` at the end. `feed` takes what was judged."""
+    """Call `follow(config, …)` at the start and after each reload, `close()` at the end. `feed` gets the verdicts."""
 
     def __init__(self, fleet: Fleet, feed: Callable[[Event], None]) -> None:
         self._fleet, self._feed = fleet, feed
-        #: As they were built; the same ones again change nothing.
+        #: The policies as built; following the same ones again changes nothing.
         self._on_trial: Mapping[str, Policy] | None = None
         self._runner: ShadowRunner | None = None
         self._remotes: list[RemoteShadow] = []
         self._closing: set[asyncio.Task[None]] = set()
 
     def follow(self, config: Config, on_trial: Mapping[str, Policy]) -> None:
-        """`on_trial`: the policies that were built of `config`. `check_schedulers` has passed."""
+        """`on_trial`: the policies that were built from `config`. `check_schedulers` has passed."""
         if on_trial is self._on_trial:
             return
         settings = config.shadows
@@ -106,7 +106,7 @@ class LiveShadows:
 
 
 class RemoteShadow:
-    """A scheduler in another process on trial: asked in a turn of the loop of its own, about the moment before."""
+    """A scheduler in another process on trial. It is asked in a later turn of the loop, about the earlier state."""
 
     def __init__(
         self,
@@ -188,6 +188,6 @@ class RemoteShadow:
 
 
 def make_bench(config: Config) -> Bench:
-    """For one thread: everything in it is its own. Choices are compared by the default policy's cost."""
+    """A bench for use in one thread: it shares no state. Choices are compared by the default policy's cost."""
     reference = CostModel()
     return Bench(reference.cost, able_by(config, build_policy(config)), Random())

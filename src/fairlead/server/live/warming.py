@@ -1,8 +1,8 @@
-"""Pre-warming: an endpoint whose cache is empty is sent what many prompts begin with, before clients ask for it.
+"""Pre-warming: an endpoint with an empty cache is sent the beginnings that many prompts share, before clients ask.
 
 Rules
-* A beginning is a request for one token like any other: the pipeline charges it, and learns from it. Its priority is
-  below all others, so under flow control it waits for whoever waits. Only its endpoint may serve it.
+* A beginning is a request for one token like any other: the pipeline charges it and learns from it. Its priority is
+  below all others, so under flow control it waits for all other requests. Only its endpoint may serve it.
 * One at a time per endpoint, the most shared first, until `tokens` were sent or one fails. While `BUSY` requests wait
   there for their first token none is sent, and none at all after `PATIENCE_S`: its own traffic fills its cache then.
 """
@@ -37,12 +37,12 @@ TIMEOUT_S = 60.0
 
 
 class Noticing(Understanding):
-    """Remembers what prompts of clients have in common."""
+    """Remembers what clients' prompts have in common."""
 
     def __init__(self, beginnings: Beginnings, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self.beginnings = beginnings
-        #: The same for requests of ours, which nobody need remember.
+        #: The same for our own requests, which are not to be remembered.
         self.quietly = super().request
 
     def request(
@@ -56,14 +56,14 @@ class Noticing(Understanding):
 
 
 class _Client:
-    """What the pipeline says of a request of ours."""
+    """Receives what the pipeline decides for one of our own requests."""
 
     def __init__(self) -> None:
         self.routed: asyncio.Future[Route | None] = asyncio.get_running_loop().create_future()
         self._sending: asyncio.Task[Any] | None = None
 
     def send(self, task: asyncio.Task[Any] | None) -> None:
-        """Who sends it to its endpoint; `None` = it is over."""
+        """Note the task that sends the request to its endpoint; `None` = it is over."""
         self._sending = task
 
     def route(self, route: Route) -> None:
@@ -74,7 +74,7 @@ class _Client:
         self.fail()
 
     def hold(self, seconds: float) -> None:
-        """We have time."""
+        """Ignored: nothing here has a deadline for the answer."""
 
     def connected(self) -> bool:
         return not self.routed.done() or self._sending is not None
@@ -102,7 +102,7 @@ class Warming:
         self._session: aiohttp.ClientSession | None = None
 
     def warm(self, asked: WarmUp) -> None:
-        """Begin with an endpoint. One that is being warmed begins again: it has forgotten what it was sent."""
+        """Start warming an endpoint. One that is being warmed starts over: it has lost what it was sent."""
         before = self._tasks.pop(asked.endpoint_id, None)
         if before is not None:
             before.cancel()
@@ -146,7 +146,7 @@ class Warming:
         log.info("a cold endpoint was warmed", endpoint=endpoint_id, requests=sent, tokens=tokens, took_s=took, end=why)
 
     async def _free(self, endpoint_id: str) -> Endpoint | None:
-        """The endpoint, once few wait there; `None` = it is gone, or many have waited for long."""
+        """The endpoint, once few requests wait there; `None` = it is gone, or stayed busy for too long."""
         table, until = self._fleet.table, self._now() + PATIENCE_S
         while (slot := table.slot(endpoint_id)) is not None and self._now() < until:
             if table.queue[slot] < BUSY:
@@ -166,7 +166,7 @@ class Warming:
         return replace(request, priority=PRIORITY, fairness_id=TENANT, session="")
 
     async def _send(self, request: Request, kept: Beginning) -> str:
-        """What went wrong; empty = nothing. The registry forgets the request in any case."""
+        """Send a beginning. Returns what went wrong; empty = nothing. The registry drops the request in any case."""
         client = _Client()
         self._feed(RequestArrived(request, client))
         end: Event = StreamLost(request.id)

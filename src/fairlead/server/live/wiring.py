@@ -1,10 +1,10 @@
-"""All parts of a running scheduler, made of a configuration in the order in which they need each other.
+"""All parts of a running scheduler, made from a configuration in the order in which they need each other.
 
-What is told what
+How the parts are connected
 * The gateway's sessions, the scraper, connections to other schedulers, and shadows feed events to the driver.
-* The driver has the pipeline handle them, and carries out what it answers: routes and rejections go back to the
+* The driver has the pipeline handle them and carries out its instructions: routes and rejections go back to the
   sessions, questions to the connections, cases to the shadows, records to the watch (metrics, journal page, log).
-* A reload is an event too (`Reconfigured`). What the pipeline makes of it is carried out by `Live`.
+* A reload is an event too (`Reconfigured`). What the pipeline makes of it is carried out by `PoolScheduler`.
 """
 
 import asyncio
@@ -75,8 +75,7 @@ from fairlead.server.state import StateFile
 
 
 class LoopClock:
-    """The event loop's clock. asyncio's own `time` looks at the same one, through a function of Python: several times
-    per request."""
+    """The event loop's clock, without asyncio's Python function: it is read several times per request."""
 
     time = staticmethod(time.monotonic)
 
@@ -88,7 +87,7 @@ class LoopClock:
 
 
 class LiveJournal:
-    """`clock` is the pipeline's, `rng` its randomness. `begin` opens the files; `close` ends it."""
+    """`clock` and `rng` are those of the pipeline. `begin` opens the files; `close` ends the journal."""
 
     def __init__(self, config: Config, clock: Clock, run: str, rng: Random, registry: Registry) -> None:
         self._config = config
@@ -101,7 +100,7 @@ class LiveJournal:
         show_journal(registry, self.recorder.counts)
 
     def begin(self) -> None:
-        """Raises `ConfigError`. Nothing may have been decided yet: the state of chance is taken down here."""
+        """Raises `ConfigError`. Call this before the first decision: it records the state of the random generator."""
         settings = self._config.journal
         wall = time.time()
         head = Segment(
@@ -144,7 +143,7 @@ log = get("tracing")
 
 
 class Core(Struct):
-    """Complete when it is made. Nothing in it listens on a port, is connected or has handled an event."""
+    """Complete once it is made. Nothing in it listens on a port, is connected or has handled an event."""
 
     fleet: Fleet
     scraper: Scraper
@@ -153,9 +152,9 @@ class Core(Struct):
     kv: Knowledge | None
     builder: SchedulingBuilder
     journal: LiveJournal | None
-    #: What was learned, on disk; `None` = it is not kept.
+    #: Learned state on disk; `None` = it is not kept.
     state: StateFile | None
-    #: Others that schedule for the same pool; `None` = they are not told.
+    #: Other replicas that schedule for the same pool; `None` = none are informed.
     replicas: Replicas | None
     pipeline: Pipeline
     connections: Connections
@@ -163,7 +162,7 @@ class Core(Struct):
     driver: Driver
     inspection: Inspection
     host: Host
-    #: Sends shared beginnings to cold endpoints; `None` = nobody does.
+    #: Sends shared beginnings to cold endpoints; `None` = warming is off.
     warming: Warming | None
 
 
@@ -176,14 +175,14 @@ def wire(
     counts_fallbacks: bool = True,
     one_of: Pace | None = None,
 ) -> Core:
-    """`adopt` and `refuse` hear what became of a `Reconfigured`; `one_of`: the pace of all pools of this process.
-    Raises `ConfigError` or `PluginError`."""
+    """`adopt` and `refuse` receive the outcome of a `Reconfigured`; `one_of`: the pace that all pools of this process
+    share. Raises `ConfigError` or `PluginError`."""
     check_schedulers(config)
     rng, run, clock = Random(config.seed), secrets.token_hex(4), LoopClock(loop)
     inspection = Inspection(config.inspect.usage_sampling, Random(rng.random()), clock.time)
     fleet, tokens = _fleet(config), TokenEstimator()
 
-    def feed(event: Event) -> None:  # for those that the driver needs
+    def feed(event: Event) -> None:  # for parts that are made before the driver
         driver.feed(event)
 
     connections, shadows = Connections(fleet, feed), LiveShadows(fleet, feed)
@@ -263,7 +262,7 @@ def _fleet(config: Config) -> Fleet:
 def _state_file(
     config: Config, pipeline: Pipeline, driver: Driver, clock: Clock, registry: Registry
 ) -> StateFile | None:
-    """`None` = none is kept."""
+    """The file of learned state; `None` = none is kept."""
     path = config.state.path(config.journal)
     if not path:
         return None
@@ -275,7 +274,7 @@ def _state_file(
 def _replicas(
     run: str, config: Config, pipeline: Pipeline, driver: Driver, clock: Clock, registry: Registry
 ) -> Replicas | None:
-    """`None` = no others are told, or heard. Raises `ConfigError` where the client of Valkey is not installed."""
+    """The link to other replicas; `None` = there is none. Raises `ConfigError` if Valkey's client is not installed."""
     settings, fleet = config.replicas, pipeline.fleet
     if not isinstance(fleet, SharedFleet):
         return None
@@ -303,7 +302,7 @@ def _observers(
     counts_fallbacks: bool,
     pace: Pace | None,
 ) -> tuple[Scraper, ServedModels, Watch]:
-    """The scraper, who reads lists of models, and the watch that wakes the one and tells what it says."""
+    """The scraper, the reader of model lists, and the watch, which wakes the scraper and reports what it finds."""
     scraper = Scraper(
         loop,
         feed,
@@ -382,7 +381,7 @@ def scrape_options(config: Config) -> ScrapeOptions:
 
 
 def start_tracing(stack: AsyncExitStack, config: Config, loop: asyncio.AbstractEventLoop) -> Tracing | None:
-    """`None` = it is off. Raises `ConfigError` when tracing is asked for and OpenTelemetry is not there."""
+    """`None` = tracing is off. Raises `ConfigError` if it is configured and OpenTelemetry is not installed."""
     settings = config.tracing
     if not settings.endpoint:
         return None

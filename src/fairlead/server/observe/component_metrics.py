@@ -1,4 +1,4 @@
-"""Metrics of parts that not everybody runs: schedulers elsewhere, shadows, Kubernetes, tokenisers, the journal.
+"""Metrics of optional parts: remote schedulers, shadows, Kubernetes, tokenisers, the journal and others.
 
 Gauges and sums are set at each rendering.
 """
@@ -35,7 +35,7 @@ _SUMS = ("asked", "queued", "answered", "refused", "late", "alternatives")
 
 
 class ChooserMetrics:
-    """`follow` says what there is."""
+    """Metrics of remote schedulers and of a canary. `follow` sets which ones exist."""
 
     def __init__(self, registry: Registry) -> None:
         #: Schedulers in other processes, by name.
@@ -63,12 +63,12 @@ class ChooserMetrics:
         show("fairlead_canary_decisions_total", "Decisions made here, by the side that made them.", self._canary)
 
     def follow(self, remotes: Mapping[str, RemotePolicy], policy: Policy) -> None:
-        """At the start and after each reload. `policy` is the one that decides, perhaps a canary."""
+        """Call this at the start and after each reload. `policy` is the deciding one, which may be a canary."""
         self.remotes = remotes
         self._decides = policy if isinstance(policy, Canary) else None
 
     def took(self, scheduler: str) -> Histogram:
-        """For the seconds that its answers take."""
+        """Records how many seconds the scheduler's answers take."""
         return self._took.child(scheduler)
 
     def _refresh(self) -> None:
@@ -90,13 +90,13 @@ class ChooserMetrics:
                 self._canary.child(side).value = count
 
 
-# How policies on trial differ from the one that decides. All milliseconds are forecasts.
+# How policies on trial differ from the deciding one. All milliseconds are forecasts.
 
 REGRET_BOUNDS = (0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.1)
 
 
 class ShadowMetrics:
-    """`skipped` gives the cases left out by reason, `cut` the shadows that are cut off with the reason."""
+    """`skipped` returns the left-out cases by reason, `cut` the shadows that are cut off, each with the reason."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class ShadowMetrics:
 
     @property
     def primary_regret_ms(self) -> float:
-        """The same of the choices that were made, of all decisions that shadows judged."""
+        """The regret of the choices that were made, over all decisions that shadows judged, in milliseconds."""
         return self._primary.child().value
 
     def _refresh(self) -> None:
@@ -177,12 +177,11 @@ def _kind(verdict: ShadowVerdict) -> str:
 
 
 class GatewayMetrics:
-    """Of what the gateway's Envoys count. `keep`: the file that outlives schedulers; one that takes over goes on from
-    there."""
+    """What the gateway's Envoys count. `keep`: the file that outlives schedulers; the next one continues from it."""
 
     def __init__(self, registry: Registry, keep: Path | None, envoys: int) -> None:
         self._keep = keep
-        #: What Envoys that died had counted, and what each of these has.
+        #: The total of Envoys that have died, and the last count of each present one.
         self._before, self._last = self._kept(envoys)
         self._unscheduled, self._heap = Readings("counter"), Readings("gauge")
         text = "Requests that the embedded gateway balanced on its own, by its own count, also without a scheduler."
@@ -191,13 +190,13 @@ class GatewayMetrics:
         registry.show("fairlead_gateway_heap_ratio", text, self._heap)
 
     def take(self, vitals: Sequence[Vitals | None]) -> None:
-        """Of each Envoy; `None` = it does not answer."""
+        """Take the vitals of each Envoy; `None` = it does not answer."""
         known = {number: each for number, each in enumerate(vitals) if each is not None}
         if not known:
             return
         counts = [known[number].unscheduled if number in known else last for number, last in enumerate(self._last)]
         if counts != self._last:
-            # One that counts less is another Envoy.
+            # A count that went down comes from a new Envoy.
             self._before += sum(last for count, last in zip(counts, self._last, strict=True) if count < last)
             self._last = counts
             if self._keep is not None:
@@ -215,9 +214,9 @@ class GatewayMetrics:
         return 0, [0] * envoys
 
 
-# Uploads that the gateway ended.
+# Uploads that the gateway ended early.
 
-#: Seconds between two lines about them, and how long they are remembered for `/readyz`.
+#: Seconds between two log lines about uploads, and how long they are shown on `/readyz`.
 _UPLOADS_GAP = 10.0
 _MAX_CLIENTS, _NAMED = 256, 3
 _WORDS = {
@@ -229,13 +228,13 @@ _WORDS = {
 
 
 class UploadMetrics:
-    """Uploads that the embedded gateway ended before they were complete, and from whom."""
+    """Uploads that the embedded gateway ended before they were complete, by client and reason."""
 
     def __init__(self, registry: Registry, now: Callable[[], float]) -> None:
         self._now = now
         self._ended = counters("reason", cap=16, fold=("reason",))
         self._since = -inf
-        #: Of the last while: bytes by client, uploads by reason.
+        #: Recent bytes by client, and recent uploads by reason.
         self._clients: dict[str, int] = {}
         self._reasons: dict[str, int] = {}
         self._logged_at = -inf
@@ -246,7 +245,7 @@ class UploadMetrics:
         registry.show("fairlead_uploads_ended_total", text, self._ended)
 
     def ended(self, client: str, received: int, reason: str) -> None:
-        """`received`: bytes."""
+        """An upload of `client` was ended. `received`: bytes until then."""
         self._ended.child(reason).inc()
         now = self._now()
         if now - self._since > _UPLOADS_GAP:
@@ -261,7 +260,7 @@ class UploadMetrics:
             log.warning("the gateway ends uploads", **self._reasons, megabytes_by_client=self._who())
 
     def note(self) -> str:
-        """One sentence while there is something to tell, else nothing."""
+        """One sentence about recent uploads that were ended; empty if there were none."""
         if self._now() - self._since > _UPLOADS_GAP:
             return ""
         what = ", ".join(f"{count} {_WORDS.get(reason, reason)}" for reason, count in self._reasons.items())
@@ -273,7 +272,7 @@ class UploadMetrics:
 
 
 def show_budget(registry: Registry, budget: ByteBudget) -> None:
-    """What unfinished and waiting requests hold."""
+    """Show the memory that unfinished and waiting requests hold."""
     follow = registry.follow
     text = "Bytes of request bodies that are incomplete or wait here."
     follow("gauge", "fairlead_buffered_bytes", text, lambda: budget.used)
@@ -285,11 +284,11 @@ def show_budget(registry: Registry, budget: ByteBudget) -> None:
     follow("counter", ended, text, lambda: {"full": budget.refused, "slow": budget.cut}, "why")
 
 
-# What is known of the link to Kubernetes, as metrics.
+# The connection to Kubernetes, as metrics.
 
 
 class Followed(Struct, frozen=True, kw_only=True):
-    """One resource that is listed and watched; counts since the start."""
+    """One resource that is listed and watched; counts are since the start."""
 
     connected: bool
     objects: int
@@ -301,7 +300,7 @@ class Followed(Struct, frozen=True, kw_only=True):
 
 
 class KubeMetrics:
-    """Empty until there is something to `follow`."""
+    """Empty until `follow` is called."""
 
     def __init__(self, registry: Registry) -> None:
         self.followed: Callable[[], Mapping[str, Followed]] = dict
@@ -326,11 +325,11 @@ class KubeMetrics:
         registry.show("fairlead_kube_status_writes_total", "Status conditions written.", self._writes)
 
     def follow(self, source: Callable[[], Mapping[str, Followed]]) -> None:
-        """`source` says, by plural, what is listed and watched."""
+        """`source` returns, by plural name, the resources that are listed and watched."""
         self.followed = source
 
     def wrote(self, pool: str, conditions: int) -> None:
-        """So many conditions were written since the start."""
+        """Set how many conditions were written since the start."""
         self._writes.child(pool).value = conditions
 
     def _refresh(self) -> None:
@@ -342,13 +341,13 @@ class KubeMetrics:
                 family.child(resource).value = values[name]
 
 
-# Tokenisers, the pieces of prompts that they keep, and whether engines agree, on the metrics page.
+# Tokenisers, their caches, and whether engines agree with them, on the metrics page.
 
 _STATES = ("agrees", "differs", "unknown")
 
 
 class TokenMetrics:
-    """`tokeniser` gives what is loaded now; `check_states` the result for each compared model."""
+    """`tokeniser` returns the tokenisers loaded now; `check_states` the result for each compared model."""
 
     def __init__(
         self,
@@ -392,11 +391,11 @@ class TokenMetrics:
                 self._agreement.child(served, state).set(float(result == state))
 
 
-# What the journal on disk tells of itself, on the metrics page.
+# The counts of the journal on disk, on the metrics page.
 
 
 def show_journal(registry: Registry, counts: Counts) -> None:
-    """Read when somebody looks."""
+    """Show the journal's counts, which are read at each rendering."""
     prefix, follow = "fairlead_journal_", registry.follow
     follow("counter", prefix + "records_total", "Records written to the journal.", lambda: counts.records)
     text = "Records that are missing in the journal."
@@ -407,7 +406,7 @@ def show_journal(registry: Registry, counts: Counts) -> None:
     follow("gauge", prefix + "size_bytes", "Bytes of all segments in the journal's directory.", lambda: counts.size)
 
 
-# The same of the file with what was learned.
+# The same for the file of learned state.
 
 
 def show_state(registry: Registry, counts: StateCounts) -> None:
@@ -437,9 +436,9 @@ def show_warming(registry: Registry, counts: WarmingCounts) -> None:
     follow("gauge", prefix + "text_bytes", text, lambda: counts.kept.bytes)
 
 
-# What is told to other replicas and heard of them.
+# What is sent to other replicas and received from them.
 
-#: Both ways.
+#: Counted in both directions.
 _REPLICA_FLOWS = (
     ("batches", "Batches of facts, to and from other replicas.", "sent", "received"),
     ("bytes", "Bytes of batches and snapshots.", "sent_bytes", "received_bytes"),
@@ -448,7 +447,7 @@ _REPLICA_FLOWS = (
 
 
 def show_replicas(registry: Registry, replicas: Replicas | None) -> None:
-    """`None` = nothing is there to show, but its names."""
+    """`None` = show only the names, without values."""
 
     def follow(kind: str, name: str, text: str, read: Callable[[Replicas], Any], label: str = "") -> None:
         name = f"fairlead_replicas_{name}"

@@ -1,8 +1,8 @@
-"""The last hour of each endpoint: its load, its cache and its first tokens, in one array.
+"""The last hour of each endpoint: its load, its cache and its times to first token, in one array.
 
 Rules
-* A point every `STEP` seconds, whether or not somebody looks: 4 kB per endpoint, 4 MB for 1,000.
-* An endpoint that leaves takes its past along. One that comes back begins anew.
+* A point every `STEP` seconds, with or without viewers: 4 kB per endpoint, 4 MB for 1,000.
+* An endpoint that leaves loses its history. If it comes back, it starts without one.
 """
 
 from collections.abc import Iterable
@@ -27,12 +27,12 @@ class EndpointPoint(Struct, frozen=True):
     active: float | None
     #: Share of its blocks in use.
     kv: float | None
-    #: Mean milliseconds to the first token since the point before; `None` = none came.
+    #: Mean milliseconds to the first token since the last point; `None` = there were no first tokens.
     ttft_ms: float | None
 
 
 class EndpointHistory:
-    """`keep` now and then, and `of` an endpoint."""
+    """Call `keep` regularly; `of` returns the points of an endpoint."""
 
     def __init__(self) -> None:
         self._values = np.full((POINTS, 4, 0), np.nan, dtype=np.float32)
@@ -41,7 +41,7 @@ class EndpointHistory:
         self._next, self._last = 0, -np.inf
 
     def keep(self, table: EndpointTable, newest: Iterable[OutcomeRecord], now: float) -> None:
-        """Add a point if it is time. `newest`: ends of requests."""
+        """Add a point if it is due. `newest`: recent ends of requests."""
         if now < self._last + STEP:
             return
         self._follow(table)
@@ -52,7 +52,7 @@ class EndpointHistory:
         self._next = (self._next + 1) % POINTS
 
     def of(self, slot: int, table: EndpointTable, wall: float) -> list[EndpointPoint]:
-        """The oldest first. `wall`: seconds to add to the clock for the time of day."""
+        """The points of a slot, oldest first. `wall`: seconds to add to the clock to get the time of day."""
         self._follow(table)
         order = [(self._next + i) % POINTS for i in range(POINTS)]
         points = []
@@ -63,7 +63,7 @@ class EndpointHistory:
         return points
 
     def _follow(self, table: EndpointTable) -> None:
-        """Forget what was of another endpoint in the same slot."""
+        """Clear the history of slots that belong to another endpoint now."""
         if self._ids == table.ids:
             return
         known = len(self._ids)

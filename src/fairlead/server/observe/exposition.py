@@ -1,4 +1,4 @@
-"""Instruments to the Prometheus text format 0.0.4, or to OpenMetrics 1.0.
+"""Renders instruments in the Prometheus text format 0.0.4 or in OpenMetrics 1.0.
 
 Rules
 * A view shows a family under a name: with all of its labels, or some of them (children are summed), or renamed, and for
@@ -8,9 +8,9 @@ Rules
   bench/metrics.py measures the whole page.
 * Labels are sorted by name, as Go's client does; published tools match on that.
 * Children of labelled histograms appear with their first observation.
-* OpenMetrics adds examples to buckets (which decision was the last one in there). Series are the same in both formats:
-  `le="1"` stays so, though OpenMetrics would rather have `1.0`. Prometheus 2 takes the label as it stands, and a pool
-  whose series change their names because a scraper was updated is worse.
+* OpenMetrics adds exemplars to buckets (the last decision counted in the bucket). Series are the same in both formats:
+  `le="1"` is kept, though OpenMetrics prescribes `1.0`. Prometheus 2 keeps the label as written, and series that change
+  their names with an update of the scraper would be worse.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,10 +19,10 @@ from typing import Any
 
 from fairlead.server.observe.instruments import Counter, Family, Gauge, Histogram, Readings
 
-#: Of a request's number, the labels that tell which one it was.
+#: Returns the labels that identify a request, from its number.
 Naming = Callable[[int], Mapping[str, str]]
 
-#: Lines of a piece of the page.
+#: How many lines a piece of the page has.
 _PIECE = 500
 _SPECIAL = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf", "-0": "0"}
 _ESCAPES = {ord("\\"): "\\\\", ord('"'): '\\"', ord("\n"): "\\n"}
@@ -46,7 +46,7 @@ def label_text(names: Iterable[str], values: Iterable[str]) -> str:
 
 
 class View:
-    """A family under a name. `labels`: shown name by the family's own; `None` = all. `bounds`: a subset of its own."""
+    """A family under a name. `labels`: shown name by the family's name; `None` = all. `bounds`: some of its bounds."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class View:
         self.kind = family.kind
         self.shown_labels = (*sorted(self._names),)
         self._head = self._heading(name)
-        # In OpenMetrics a counter's name is that of its samples without the ending.
+        # In OpenMetrics a counter's name is the name of its samples without the ending.
         self._open_head = self._heading(name.removesuffix("_total") if family.kind == "counter" else name)
         self._prefixes: dict[tuple[str, ...], str] = {}
         self._last: tuple[Mapping[tuple[str, ...], float], str] = {}, ""
@@ -89,7 +89,7 @@ class View:
         rows = family.children if self._whole else self._summed(family)
         self._trim(len(rows))
         if self.kind == "histogram":
-            for values, histogram in list(rows.items()):  # others count in between
+            for values, histogram in list(rows.items()):  # copied: counting continues between pieces
                 self._histogram(out, values, histogram, naming)
                 if len(out) >= _PIECE:
                     yield "".join(out)
@@ -151,7 +151,7 @@ class View:
             out.append(f"{head}{suffix}{reached[stop - 1]}{beside}\n")
 
     def _summed(self, family: Family[Any]) -> dict[tuple[str, ...], Any]:
-        """Children that the shown labels do not tell apart, added up."""
+        """The family's children, with those added up that have the same shown labels."""
         rows: dict[tuple[str, ...], Any] = {}
         for values, child in family.children.items():
             key = tuple(values[i] for i in self._indexes)
@@ -171,19 +171,19 @@ def _add(row: Counter | Gauge | Histogram, child: Any) -> None:
 
 
 class Registry:
-    """Everything that is shown. `constant`: labels that all of it has."""
+    """All metrics that are shown. `constant`: labels that every series has."""
 
     def __init__(self, constant: Mapping[str, str] | None = None) -> None:
         self._constant = dict(constant or {})
-        #: All that is shown, in its order.
+        #: All views, in the order in which they are shown.
         self.views: list[View] = []
         self._names: set[str] = set()
-        #: Tells an observation's request in OpenMetrics.
+        #: Identifies the request of an observation in OpenMetrics.
         self.naming: Naming = lambda request_id: {}
         self._before: list[Callable[[], object]] = []
 
     def show(self, name: str, help_text: str, family: Family[Any] | Readings, **how: Any) -> None:
-        """Show a family under a name; `how` as for `View`. Raises `ValueError` for a name that is taken."""
+        """Show a family under a name; `how` as for `View`. Raises `ValueError` if the name is taken."""
         if name in self._names:
             raise ValueError(f"metric {name} is shown twice")
         self._names.add(name)
@@ -192,12 +192,11 @@ class Registry:
         self.views.append(View(name, help_text, family, **how))
 
     def before(self, refresh: Callable[[], object]) -> None:
-        """Call `refresh` at the beginning of every rendering, to set gauges that nobody keeps up to date."""
+        """Call `refresh` at the beginning of every rendering, to set gauges that are not updated otherwise."""
         self._before.append(refresh)
 
     def follow(self, kind: str, name: str, help_text: str, read: Callable[[], Any], label: str = "") -> None:
-        """Show what `read` says at every rendering: a number, or with a `label` numbers by its values; `None` = nothing
-        yet."""
+        """Show what `read` returns at every rendering: a number, or numbers by values of `label`; `None` = nothing."""
         family = Readings(kind, *([label] if label else ()))
 
         def refresh() -> None:
@@ -209,13 +208,13 @@ class Registry:
         self.show(name, help_text, family)
 
     def refresh(self) -> Iterator[None]:
-        """Set the gauges that nobody keeps up to date, one group at a time."""
+        """Set the gauges that are not updated otherwise, one group at a time."""
         for refresh in self._before:
             refresh()
             yield
 
     def parts(self, openmetrics: bool = False) -> Iterator[bytes]:
-        """The exposition, in pieces of one refreshing or some hundred lines: a server serves others in between."""
+        """The exposition, in pieces of one refresh or some hundred lines: a server does other work in between."""
         return page_of([self], openmetrics)
 
     def render(self) -> bytes:
@@ -223,8 +222,8 @@ class Registry:
 
 
 def page_of(registries: Iterable[Registry], openmetrics: bool = False) -> Iterator[bytes]:
-    """The page of several registries: a family that is in more than one is shown once, with the rows of all. Their
-    constant labels must tell the rows apart."""
+    """The page of several registries. A family that is in more than one is shown once, with the rows of all. The
+    registries' constant labels must make the rows distinct."""
     shown: dict[str, list[tuple[View, Naming | None]]] = {}
     for registry in registries:
         for _ in registry.refresh():

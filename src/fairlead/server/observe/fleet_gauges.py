@@ -1,4 +1,4 @@
-"""What the fleet looks like at one moment, for debug pages and as gauges. Made by whoever knows, read by all."""
+"""The state of the fleet at one moment, for debug pages and as gauges."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import nan
@@ -18,13 +18,13 @@ class EndpointStatus(Struct, frozen=True, kw_only=True):
     id: str
     address: str
     labels: Mapping[str, str] = {}
-    #: Whether its last good scrape is recent enough to be believed.
+    #: Whether its last good scrape is recent enough to be used.
     fresh: bool = False
     #: Seconds since that scrape.
     age_s: float | None = None
-    #: Why scrapes fail now; empty = they do not, or only just began to.
+    #: Why scrapes fail now; empty = they do not, or have only just begun to.
     last_error: str = ""
-    #: `well`, `suspect` or `out`, and for how many seconds nothing has moved there although there is work
+    #: `well`, `suspect` or `out`, and for how many seconds nothing has moved at the endpoint although it has work
     #: (`fairlead.core.stalls`).
     suspicion: str = "well"
     silent_s: float = 0.0
@@ -36,14 +36,14 @@ class EndpointStatus(Struct, frozen=True, kw_only=True):
     leases: int = 0
     pending_tokens: float = 0
     adapters: Sequence[str] = ()
-    #: As the engine reports: tokens of a KV block, blocks, and of all prompt tokens those it found in its cache.
+    #: As the engine reported: tokens per KV block, blocks, prompt tokens looked up in its cache, and those found there.
     block_size: int | None = None
     num_blocks: int | None = None
     prefix_queries: float | None = None
     prefix_hits: float | None = None
-    #: Sequences that it runs at once, as its page or its scrapes say.
+    #: How many sequences the engine runs at the same time, from its page or from scrapes.
     max_num_seqs: int | None = None
-    #: Learned: how many times longer than the prior says prefill and steps take.
+    #: Learned: how many times longer prefill and steps take than the prior predicts.
     prefill_factor: float = 1.0
     step_factor: float = 1.0
 
@@ -58,7 +58,7 @@ class FleetStatus(Struct, frozen=True, kw_only=True):
     scrapes: ScrapeStats | None = None
 
 
-# Gauges about the pool, set anew from a `FleetStatus` at every rendering.
+# Gauges about the pool, set from a `FleetStatus` at every rendering.
 
 _STATES = ("kv_cache_utilization", "queue_size", "running_requests")
 
@@ -66,8 +66,8 @@ _STATES = ("kv_cache_utilization", "queue_size", "running_requests")
 class FleetGauges:
     """`pool`: the value of the label `name` in the published names.
 
-    Means and deviations are over fresh endpoints only; with none (or, for deviations, one) they are NaN, which neither
-    fires nor hides behind an old value.
+    Means and deviations are over fresh endpoints only. Without any (or, for deviations, with one) they are NaN: NaN
+    neither triggers an alert nor shows an outdated value.
     """
 
     def __init__(self, registry: Registry, pool: str, status: Callable[[], FleetStatus]) -> None:

@@ -1,10 +1,10 @@
-"""What waits, for how long, and what became of it. Nothing is shown while flow control is off.
+"""What waits, for how long, and how it ends. Nothing is shown while flow control is off.
 
 Rules
-* Gauges are set anew from the queues at every rendering; the counter and the histogram with each decision.
-* Tenants and models are the clients' words: they are shown as `labels` says, which is `other` for what has earned no
-  place (see `metrics`).
-* `requests_total` and the histogram count every request that flow control has seen, also those that went at once.
+* Gauges are set from the queues at every rendering; the counter and the histogram with each decision.
+* Clients choose tenants and models: they are shown as `labels` returns them, which is `other` for labels that have
+  earned no place (see `metrics`).
+* `requests_total` and the histogram count every request that flow control has seen, including those sent immediately.
 * Published names and their deprecated twins as in `request_families`; `fairlead_flow_*` are our own.
 """
 
@@ -23,11 +23,11 @@ from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.instruments import counters, gauges, histograms
 from fairlead.server.observe.metrics import RequestLabels, grouped
 
-#: What decisions have in common that are counted as one.
+#: What decisions must have in common to be counted together.
 _KIND = attrgetter("outcome", "queued_ms", "request.model", "request.target", "request.fairness_id", "request.priority")
 _FLOW = ("fairness_id", "priority", "model_name", "target_model_name")
 _PREFIXES = ("llm_d_epp_flow_control_", "inference_extension_flow_control_")
-#: Seconds: from a process that starts to weights that are fetched.
+#: Seconds: from starting a process to also fetching weights.
 _COLD = (1.0, 5.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 #: Reason → the published outcome of a request that had not waited, and of one that had.
@@ -89,8 +89,8 @@ class FlowMetrics:
         return fairness_id, str(priority), model, target
 
     def on_endpoint(self) -> float:
-        """One is about to come. Returns for how many seconds the first of those has waited that wait for any endpoint
-        at all; 0 = nobody does."""
+        """An endpoint is about to join. If the pool has none, return how many seconds the oldest waiting request has
+        waited for one; 0 = no request waits for a first endpoint."""
         controller = self.flow_controller
         if controller is None or self._fleet.table.count or not len(controller.flow):
             return 0.0
@@ -140,7 +140,7 @@ class FlowMetrics:
                 age.set(max(age.value, now - min(entry[2].since for entry in flow.waiting)))
 
     def saturation(self) -> float | None:
-        """As the gauge shows it; `None` = flow control is off."""
+        """The saturation that the gauge shows; `None` = flow control is off."""
         return None if self.flow_controller is None else self._saturated(self.flow_controller, self._now())
 
     def _saturated(self, flow_controller: FlowController, now: float) -> float:
@@ -184,6 +184,6 @@ def _share(used: float, limit: float) -> float:
 
 
 def jains_index(work: list[float]) -> float:
-    """(Σx)² / (n·Σx²), 1/n..1; NaN where nobody got anything."""
+    """(Σx)² / (n·Σx²), 1/n..1; NaN where no flow got any work."""
     squares = sum(x * x for x in work)
     return sum(work) ** 2 / (len(work) * squares) if squares else nan

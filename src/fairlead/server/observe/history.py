@@ -1,10 +1,10 @@
-"""What is kept of the last hour whether or not somebody looks: points of the charts, rates, since when all is lost.
+"""What is kept of the last hour with or without viewers: chart points, rates, and since when every request fails.
 
 Rules
-* `look` twice a second. It costs next to nothing per request: counts are differences of the metrics' own, latencies
-  those of the last ten seconds in `watch.newest`.
-* An endpoint is out of use when the `health` filter takes it out: its scrapes fail, its answers fail, or it hangs.
-* Every request fails while there are server errors and no answer, for `FAILED` requests or more.
+* Call `look` twice a second. It costs almost nothing per request: counts are differences of the metrics' own counts,
+  latencies are those of the last ten seconds in `watch.newest`.
+* An endpoint is out of use when the `health` filter removes it: its scrapes fail, its answers fail, or it hangs.
+* Every request fails if there were `FAILED` or more server errors and no good answer.
 """
 
 from collections import deque
@@ -23,15 +23,15 @@ from fairlead.server.observe.recent import SHORT, percentiles
 from fairlead.server.observe.snapshot_shape import FAILS, HANGS, REFUSED, Failures, Latency, Point, Quantiles
 from fairlead.server.observe.watch import Watch
 
-#: Seconds between two points, and for how long they are kept.
+#: Seconds between two points, and for how long points are kept.
 POINT, HISTORY = 5.0, 3600.0
-#: Failures without an answer in between from which on every request is said to fail.
+#: How many failures without a good answer in between it takes to say that every request fails.
 FAILED = 5
 _SHARES = (0.5, 0.95, 0.99)
 
 
 class _Counts(NamedTuple):
-    """At one moment, since the start."""
+    """The counts at one moment, since the start."""
 
     time_s: float
     requests: float
@@ -48,7 +48,7 @@ class Rates(Struct, frozen=True):
     refused: float | None = None
     client_errors: float | None = None
     server_errors: float | None = None
-    #: Share of the requests that ended.
+    #: Share of the ended requests that failed.
     error_rate: float | None = None
 
 
@@ -60,7 +60,7 @@ class Out(Struct, frozen=True):
 
 
 class History:
-    """`look(now)` twice a second. `wall`: seconds to add to the clock for the time of day."""
+    """Call `look(now)` twice a second. `wall`: seconds to add to the clock to get the time of day."""
 
     def __init__(self, watch: Watch, now: float, wall: float) -> None:
         self._watch = watch
@@ -69,7 +69,7 @@ class History:
         self._next_point = now + POINT
         self.points: deque[Point] = deque(maxlen=int(HISTORY / POINT))
         self.rates = Rates()
-        #: Clock seconds since when every request fails; `None` = some are answered, or none comes.
+        #: Clock seconds since when every request fails; `None` = some are answered, or there are no requests.
         self.failing_since: float | None = None
         self._failed_since, self._failed, self._failed_at = now, 0, -inf
         #: Endpoints out of use, by id.
@@ -94,7 +94,7 @@ class History:
             self._next_point = now - now % POINT + POINT
 
     def failures(self) -> Failures:
-        """What is to be said about them."""
+        """What the notices say about failures."""
         since, rates = self.failing_since, self.rates
         errors = (rates.client_errors or 0.0) + (rates.server_errors or 0.0)
         share = (rates.server_errors or 0.0) / errors * (rates.error_rate or 0.0) if errors else 0.0
@@ -117,7 +117,7 @@ class History:
         )
 
     def latency(self, now: float) -> Latency:
-        """Of what was answered in the last ten seconds."""
+        """Latencies of the answers of the last ten seconds."""
         good = [record for record in self._watch.newest if record.at > now - SHORT and record.status < 400]
         streamed = [record for record in good if record.request.stream and record.ttft_ms >= 0.0]
         return Latency(
@@ -139,7 +139,7 @@ class History:
         return _Counts(now, requests, refused, metrics.answered, metrics.client_errors, metrics.server_errors)
 
     def _judge(self, before: _Counts, counts: _Counts) -> None:
-        """Since when every request fails."""
+        """Update since when every request fails."""
         failed = counts.server_errors - before.server_errors
         if counts.answered > before.answered:
             self._failed = 0

@@ -1,10 +1,10 @@
-"""Counters, gauges and histograms that cost next to nothing to update.
+"""Counters, gauges and histograms that cost almost nothing to update.
 
 Rules
-* Whoever counts often holds on to the child (`family.child("m", "t")`) and calls it: 45 ns for a counter, 130 ns for a
+* Code that counts often keeps the child (`family.child("m", "t")`) and calls it: 45 ns for a counter, 130 ns for a
   histogram (prometheus_client: 310-370 and 960-1,360, and 1,144 for `labels()`). All on one thread.
 * Label cardinality is bounded: past `cap` children the labels in `fold`, whose values clients choose, become `other`;
-  past four times `cap` all of them do. Counts are never lost, only merged.
+  past four times `cap` all labels do. Counts are never lost, only merged.
 """
 
 from bisect import bisect_left
@@ -43,9 +43,10 @@ class Gauge:
 
 
 class Histogram:
-    """`counts[i]` observations in (bounds[i-1], bounds[i]]; the last one is above all bounds.
+    """`counts[i]` observations in (bounds[i-1], bounds[i]]; the last count is of observations above all bounds.
 
-    `examples`: by bucket, the last observation whose request was told and that request's number; `None` = none was.
+    `examples`: by bucket, the last observation whose request is known and that request's number; `None` = none is
+    known.
     """
 
     __slots__ = ("bounds", "counts", "examples", "sum")
@@ -61,7 +62,7 @@ class Histogram:
         self.sum += value
 
     def observe_all(self, values: Sequence[float], request_ids: Sequence[int] = ()) -> None:
-        """Many at once. The last request of each bucket is shown beside it where the format can, if ids are given."""
+        """Add many observations. If ids are given, formats with exemplars show the last request of each bucket."""
         buckets = list(map(partial(bisect_left, self.bounds), values))
         for bucket in set(buckets):
             self.counts[bucket] += buckets.count(bucket)
@@ -96,7 +97,7 @@ class Family(Generic[Child]):
         self.labels = tuple(labels)
         self.bounds = bounds
         self.children: dict[tuple[str, ...], Child] = {}
-        #: How often something was counted under `other` labels for want of room, or because its own had no place.
+        #: How often a count went to `other` labels, for lack of room or because its own labels had no place.
         self.folded = 0
         self._make = make
         self._cap = cap
@@ -105,7 +106,7 @@ class Family(Generic[Child]):
             self.child()
 
     def child(self, *values: str) -> Child:
-        """The child for these label values, in the order of `labels`. Raises `ValueError` for a wrong number."""
+        """The child for these label values, in the order of `labels`. Raises `ValueError` if their number is wrong."""
         existing = self.children.get(values)
         if existing is not None:
             return existing
@@ -123,14 +124,14 @@ class Family(Generic[Child]):
         return made
 
     def keep(self, labels: Sequence[str], wanted: Container[tuple[str, ...]]) -> None:
-        """Drop children whose values of these labels are none of the wanted."""
+        """Drop children whose values of these labels are not among the wanted ones."""
         indexes = [self.labels.index(label) for label in labels]
         for key in [key for key in self.children if tuple(key[index] for index in indexes) not in wanted]:
             del self.children[key]
 
 
 class Readings:
-    """A gauge or counter whose values somebody else keeps: read when somebody looks, and replaced as a whole."""
+    """A gauge or counter whose values are kept elsewhere: read at each rendering, and replaced as a whole."""
 
     bounds: tuple[float, ...] = ()
     folded = 0
@@ -138,11 +139,11 @@ class Readings:
     def __init__(self, kind: str, *labels: str) -> None:
         self.kind = kind
         self.labels = labels
-        #: By label values. Never change the mapping, put another one in its place.
+        #: By label values. Never change the mapping in place; replace it.
         self.values: Mapping[tuple[str, ...], float] = {}
 
     def take(self, values: Mapping[tuple[str, ...], float]) -> None:
-        """Show these instead."""
+        """Show these values instead."""
         self.values = values
 
 
@@ -171,7 +172,7 @@ GENERAL = (
 )
 TTFT = tuple(bound for bound in GENERAL if bound <= 120.0)
 SIZE = tuple(float(1 << power) for power in range(6, 31))
-#: 32778 is a slip for 32768 that became part of what dashboards query.
+#: 32778 is a slip for 32768 in the published bounds; dashboards query it, so it stays.
 RESPONSE = (
     *(1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32778.0, 65536.0),
 )
@@ -183,7 +184,7 @@ TPOT_TWIN = (
     *(*TPOT[:-1], 1.5, 2.0, 3.0, 4.5, 6.0, 12.0, 18.0, 24.0, 30.0, 36.0, 48.0, 60.0, 90.0, 120.0, 180.0, 270.0, 360.0),
 )
 SCHEDULING = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
-#: The published ones end at 100 ms, where trouble only begins.
+#: The published bounds end at 100 ms, where problems only begin.
 SCHEDULING_LONG = (*SCHEDULING, 0.2, 0.5, 1.0)
 #: Observed over predicted.
 RATIO = (0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.11, 1.25, 1.5, 2.0, 4.0)

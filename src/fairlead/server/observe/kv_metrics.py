@@ -1,4 +1,4 @@
-"""Metrics of KV events (what is known, how far it is relied on) and of the indexer. Set anew at each rendering."""
+"""Metrics of KV events (what is known, how far it is trusted) and of the indexer. Set at each rendering."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class KvFeedStatus(Struct, frozen=True):
-    """One rank's feed. Counts are batches, unless they say otherwise."""
+    """One rank's feed. Counts are of batches unless named otherwise."""
 
     endpoint: str
     slot: int
@@ -36,7 +36,7 @@ class KvFeedStatus(Struct, frozen=True):
     failed_replays: int
 
 
-#: Metric, its text, and the field that it shows.
+#: Metric, its help text, and the field that it shows.
 _COUNTERS = (
     ("batches", "Batches of KV events that were applied.", "batches"),
     ("events", "KV events that were applied.", "events"),
@@ -57,9 +57,9 @@ _VERDICTS = ("equal", "close", "off", "idle")
 
 
 class KvMetrics:
-    """`feeds` tells all feeds as they are now, `endpoints` the slot and id of each endpoint.
+    """`feeds` returns the present state of all feeds, `endpoints` the slot and id of each endpoint.
 
-    `rejected` counts batches of strangers, `without` prompts without token ids by reason.
+    `rejected` counts batches from unknown publishers, `without` prompts without token ids by reason.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class KvMetrics:
         self._show(registry, rejected, without)
 
     def _refresh(self) -> None:
-        """Anew each time: endpoints come and go."""
+        """Set all values from scratch: endpoints come and go."""
         feeds = [(feed, (feed.endpoint, str(feed.rank))) for feed in self._feeds()]
         read = [(asdict(feed), labels) for feed, labels in feeds]
         for field, counter in self._counters.items():
@@ -151,19 +151,19 @@ class KvMetrics:
         follow("counter", "fairlead_kv_rejected_batches_total", "Batches from publishers outside the pool.", rejected)
 
 
-# Asking an indexer, and being one, on the metrics page.
+# Metrics of a scheduler that queries an indexer, and of an indexer.
 
 #: Seconds.
 _BOUNDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 1.0)
 
 
 class QueryMetrics:
-    """Of a scheduler that asks an indexer."""
+    """Metrics of a scheduler that queries an indexer."""
 
     def __init__(self, registry: Registry) -> None:
         self._asker: IndexClient | None = None
         seconds = histograms(bounds=_BOUNDS)
-        #: Observes how long an answer took, in seconds.
+        #: Records how long an answer took, in seconds.
         self.took = seconds.child().observe
         text = "Questions to the indexer by end; all but 'answered' leave the request to learned prefixes."
         name = "fairlead_indexer_questions_total"
@@ -177,12 +177,12 @@ class QueryMetrics:
 
 
 class IndexerMetrics:
-    """Of an indexer. `index_size` and the two `kv_cache_` names are those of published alerts."""
+    """Metrics of an indexer. `index_size` and the two `kv_cache_` names are those of published alerts."""
 
     def __init__(self, registry: Registry, index: KvIndex) -> None:
         self._questions: Asked | None = None
         seconds = histograms(bounds=_BOUNDS)
-        #: Observes how long a question took, in seconds, without reading and writing it.
+        #: Records how long a question took, in seconds, without reading it and writing the answer.
         self.took = seconds.child().observe
         registry.follow("gauge", "index_size", "Block copies in the index.", lambda: index.entries)
         follow, text = registry.follow, "Blocks of prompts that were looked up."

@@ -6,11 +6,11 @@
     time=2026-01-02T03:04:05.678Z level=warning component=scrape msg="endpoint cannot be scraped" endpoint=vllm-0 …
 
 Rules
-* The message is a constant; what varies goes into fields. That makes lines searchable, and it makes repetition visible:
-  a message (of one logger, about one endpoint) is written `BURST` times per `WINDOW_S`; the first after that says how
-  many were left out. Below warning nothing is left out.
-* Never a prompt, a body or a credential: fields of such names are replaced, all values are cut at `MAX_VALUE`.
-* It is the standard library's logging underneath, so what libraries log comes out the same way.
+* The message is a constant; what varies goes into fields. That makes lines searchable and repetition visible: a message
+  (of one logger, about one endpoint) is written `BURST` times per `WINDOW_S`; the first one after that says how many
+  were left out. Below the level of warning nothing is left out.
+* Never a prompt, a body or a credential: fields with such names are replaced, and all values are cut at `MAX_VALUE`.
+* The standard library's logging is underneath, so log lines of libraries have the same format.
 """
 
 import json
@@ -27,7 +27,7 @@ MAX_VALUE = 400
 _MAX_TRACEBACK = 4000
 _MAX_KEYS = 1000
 _ROOT = "fairlead"
-#: Fields that would carry what users said or what keeps others out.
+#: Names of fields that would carry users' text or credentials.
 _SECRET = frozenset(
     {
         "prompt", "body", "messages", "content", "input", "text", "authorization", "token", "api_key", "password",
@@ -80,20 +80,20 @@ def setup(level: str = "info", form: str = "logfmt", stream: TextIO | None = Non
     handler.addFilter(RepeatFilter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    # Libraries speak up when something is wrong; their chatter is theirs.
+    # Libraries log only warnings and errors.
     root.setLevel(max(_LEVELS[level], logging.WARNING))
     logging.getLogger(_ROOT).setLevel(_LEVELS[level])
 
 
 class Written:
-    """Lines that could not be written since the start: the disk is full, nobody reads."""
+    """Lines that could not be written since the start, e.g. because the disk is full or the pipe has no reader."""
 
     lost = 0
 
 
 class _Handler(logging.StreamHandler[TextIO]):
     def handleError(self, record: logging.LogRecord) -> None:
-        """Counted, not told: it would go where the line could not go."""
+        """Count the failure instead of reporting it: a report would fail in the same way."""
         Written.lost += 1
 
 
@@ -103,14 +103,14 @@ class RepeatFilter(logging.Filter):
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
-        #: Key to (start of its window, seen in it).
+        #: Key to (start of its window, lines seen in it).
         self._seen: OrderedDict[tuple[str, str, str], tuple[float, int]] = OrderedDict()
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno < logging.WARNING:
             return True
         fields: Mapping[str, object] = vars(record).get("fields", {})
-        # Ours come as an argument of "%s"; of a library's line the part that does not vary is its format.
+        # Our own messages are an argument of "%s"; in a library's line the constant part is the format.
         message = record.args[0] if record.msg == "%s" and isinstance(record.args, tuple) else record.msg
         key = (record.name, str(message)[:MAX_VALUE], str(fields.get("endpoint", "")))
         now = self._clock()

@@ -1,14 +1,14 @@
-"""Counts what was decided and what came of it: many records at once, column by column, so each costs next to nothing.
+"""Counts decisions and their outcomes: many records per call, column by column, so that each costs almost nothing.
 
 Rules
-* Each decision is told once to `on_decisions`, each routed request's end once to `on_outcomes`, and not before.
+* Each decision is passed once to `on_decisions`, and then each routed request's end once to `on_outcomes`.
 * Cache figures are in prompt tokens: `kv_cache_lookup_total` grows by the prompt of each routed request,
   `kv_cache_hit_total` by what was predicted to be cached at the chosen endpoint. Their ratio is the hit rate.
 * A set of request labels is shown once its names are declared (`declare`) or once a request with it was answered 2xx;
-  all else is `other`. Of those that were only answered at most `cap` are told apart, and each goes after `idle_s`
-  seconds without a request. Names that a client makes up and that nobody serves thus make no series, not even briefly.
-* Requests with labels that have not earned a place are counted at their end, when it is known where. Until then only
-  the gauge of running requests tells of them, under `other`.
+  all other sets are `other`. Of the sets that only an answer has earned, at most `cap` are shown, and each is dropped
+  after `idle_s` seconds without a request. So names that clients make up never become series, not even briefly.
+* Requests with labels that have no place yet are counted at their end, when it is known where. Until then only the
+  gauge of running requests includes them, under `other`.
 * `fairlead_scale_up_wanted` is 1 for `SCALE_UP_HOLD_S` after a decision found every candidate overloaded.
 """
 
@@ -31,16 +31,16 @@ SCALE_UP_HOLD_S = 60.0
 _MAX_LABEL = 200
 #: Children per label set of requests: error codes, streaming or not, endpoints.
 _FAMILY_ROOM = 10
-#: Requests whose labels have earned no place that wait for their end; more are counted as `other` at once.
+#: How many requests with unproven labels may wait for their end; further ones are counted as `other` immediately.
 _MOST_UNPROVEN = 4096
-#: Names that endpoints say they serve, at most, and how often they are read.
+#: How many names of served models are read from endpoints at most, and how often.
 _MOST_SERVED, _SERVED_S = 10_000, 1.0
-#: Endpoints' counters are kept for as many departed endpoints before they are swept, and how often that is looked at.
+#: How many departed endpoints keep their counters, and how often departed ones are swept.
 _DEPARTED_KEPT = 256
 _SWEEP_S = 30.0
 _POLICIES = 64
 
-#: HTTP status to the published `error_code` values; others by their hundreds.
+#: Published `error_code` by HTTP status; other statuses by their class.
 _ERROR_CODES = {429: "InferencePoolResourceExhausted", 503: "ServiceUnavailable", 500: "Internal"}
 
 
@@ -57,18 +57,18 @@ _REQUEST_BYTES, _RESPONSE_BYTES = attrgetter("request.body_bytes"), attrgetter("
 _PROMPT_TOKENS, _HIT_TOKENS = attrgetter("request.prompt_tokens"), attrgetter("hit_tokens")
 _INPUT_TOKENS, _COMPLETION_TOKENS = attrgetter("prompt_tokens"), attrgetter("completion_tokens")
 _CACHED_TOKENS = attrgetter("cached_tokens")
-#: Of a figure: it is not negative. A method of `float` takes integers too.
+#: Whether a figure is known (not negative). A method of `float` takes integers too.
 _KNOWN = (0.0).__le__
 #: Milliseconds → seconds.
 _SECONDS = (1000.0).__rtruediv__
 
 V = TypeVar("V")
-#: Model asked for, model that serves, fairness id, priority.
+#: Requested model, serving model, fairness id, priority.
 RequestLabels = tuple[str, str, str, int]
 
 
 def grouped(keys: list[Any], values: Sequence[V]) -> Iterable[tuple[Any, Sequence[V]]]:
-    """Values by their keys, each group in the order of the values. Mostly all have the same key."""
+    """Values by their keys, each group in the order of the values. Usually all have the same key."""
     if keys and keys.count(keys[0]) == len(keys):
         return ((keys[0], values),)
     groups: dict[Any, list[V]] = {}
@@ -78,8 +78,8 @@ def grouped(keys: list[Any], values: Sequence[V]) -> Iterable[tuple[Any, Sequenc
 
 
 def _counted(values: Iterable[V]) -> Iterable[tuple[V, int]]:
-    """Each value, in the order of the first ones, and how often it is there. For batches, which have few different
-    ones: `collections.Counter` takes as long for one batch as the counting itself."""
+    """Each distinct value with its count, in order of first appearance. For batches, which have few distinct values:
+    `collections.Counter` takes as long for one batch as the counting itself."""
     listed = list(values)
     return [(value, listed.count(value)) for value in dict.fromkeys(listed)]
 
@@ -87,7 +87,7 @@ def _counted(values: Iterable[V]) -> Iterable[tuple[V, int]]:
 def _told(
     records: Sequence[OutcomeRecord], column: Callable[[OutcomeRecord], Any]
 ) -> tuple[Sequence[OutcomeRecord], list[Any]]:
-    """Those records of which a figure is known (not negative), and the figures."""
+    """The records of which a figure is known (not negative), and the figures."""
     figures = list(map(column, records))
     if not figures or min(figures) >= 0:
         return records, figures
@@ -128,7 +128,7 @@ class _Bundle:
         self.reported = families.reported_hits.child(*model)
         #: By endpoint id and address.
         self.attempts: dict[tuple[str, str], Counter] = {}
-        #: When a request last ended or was decided.
+        #: When a request with these labels was last decided or ended.
         self.used = 0.0
 
     def attempt(self, endpoint: str, address: str) -> Counter:
@@ -143,9 +143,9 @@ class _Bundle:
 
 
 class SchedulerMetrics:
-    """`now` is the clock that records' `at` come from; `status` tells about the fleet when metrics are rendered;
-    `served` lists the models that endpoints say they serve; `desired` is how many endpoints the load asks for,
-    `None` = unknown; all have the labels `constant`."""
+    """`now` is the clock of the records' `at`; `status` returns the state of the fleet when metrics are rendered;
+    `served` returns the models that endpoints report; `desired` returns how many endpoints the load needs, `None` =
+    unknown; all series have the labels `constant`."""
 
     def __init__(
         self,
@@ -165,21 +165,21 @@ class SchedulerMetrics:
         self._status = status
         self._cap = cap
         self._idle_s = idle_s
-        #: Models that are defined, and those that endpoints say they serve.
+        #: Defined models, and models that endpoints report.
         self._defined: frozenset[str] = frozenset()
         self._served: frozenset[str] = frozenset()
         self._served_read_at = -inf
         self._list_served = served
         self._bundles: dict[RequestLabels, _Bundle] = {}
-        #: Of these, those whose place was earned by an answer.
+        #: Those whose place was earned by an answer.
         self._earned: set[RequestLabels] = set()
-        #: Call when label sets were dropped, with those that are kept.
+        #: Called after label sets were dropped, with the sets that are kept.
         self.on_forget: Callable[[Collection[tuple[str, ...]]], object] = lambda kept: None
-        #: Decisions whose labels had earned no place yet, by request, and where they are counted as running.
+        #: Decisions with unproven labels, by request, and the gauge that counts them as running.
         self._unproven: dict[int, tuple[DecisionRecord, Gauge]] = {}
         #: Since the start: answers that are no error, 4xx, and all other failures.
         self.answered = self.client_errors = self.server_errors = 0
-        #: Since the start: routed requests, and tokens of their prompts, in all and predicted to be cached.
+        #: Since the start: routed requests, their prompt tokens, and those of them that were predicted to be cached.
         self.routed = self.prompt_tokens = self.cached_tokens = 0
         self._overloaded_at: float | None = None
         self._swept_at = -inf
@@ -206,16 +206,16 @@ class SchedulerMetrics:
             self.registry.show(name, "[ALPHA] What is running.", info)
 
     def declare(self, models: Iterable[str]) -> None:
-        """These names are defined, instead of those of the last call: they keep their labels."""
+        """Set the defined names, instead of those of the last call. Defined names keep their labels."""
         self._defined = frozenset(models)
 
     @property
     def unproven(self) -> int:
-        """Requests that are decided and not counted yet."""
+        """The number of requests that are decided but not counted yet."""
         return len(self._unproven)
 
     def render(self) -> bytes:
-        """The exposition as a whole; `registry.parts()` gives it piece by piece."""
+        """The whole exposition; `registry.parts()` returns it piece by piece."""
         return self.registry.render()
 
     # ---------------- per request ----------------
@@ -246,7 +246,7 @@ class SchedulerMetrics:
                 self._routed(bundle, group)
 
     def _wait(self, key: RequestLabels, records: Sequence[DecisionRecord]) -> None:
-        """Nobody has declared these labels or been answered with them: their place is decided when the request ends."""
+        """Hold decisions with unproven labels until the request ends, and count them as running under `other`."""
         folded = self._folded(key)
         folded.running.value += len(records)
         for record in records:
@@ -286,7 +286,7 @@ class SchedulerMetrics:
                     self.families.ends.child(cause).value += number
                     if cause == "expired":
                         self.families.expired.child().value += number
-                    # A client that went away is nobody's error.
+                    # A client's disconnect is not an error.
                     if status >= 400 or cause in LOST:
                         failed = compress(group, map((status, cause).__eq__, map(_END, group)))
                         self._failed(bundle, status, list(failed))
@@ -306,7 +306,7 @@ class SchedulerMetrics:
         self.families.failed_duration.child(code).observe_all(list(map(_SECONDS, took)))
 
     def _earn(self, key: RequestLabels, records: Sequence[OutcomeRecord]) -> _Bundle:
-        """Whether one of these answers earns the labels a place, and there is room."""
+        """The labels' own bundle if one of these answers earns it and there is room, else the folded one."""
         folded = self._folded(key)
         if len(self._earned) >= self._cap or not any(200 <= record.status < 300 for record in records):
             self.families.requests.folded += len(records)
@@ -318,7 +318,7 @@ class SchedulerMetrics:
         return bundle
 
     def _prove(self, bundle: _Bundle, records: Sequence[OutcomeRecord]) -> int:
-        """Count the decisions of these requests that waited for their end. Returns how many others there are."""
+        """Count the held decisions of these requests. Returns how many of the requests had none."""
         waited = list(map(self._unproven.pop, map(_REQUEST_ID, records), repeat(None)))
         for decision, folded in filter(None, waited):
             folded.value -= 1
@@ -358,10 +358,10 @@ class SchedulerMetrics:
         bundle.predicted.value += sum(map(_HIT_TOKENS, known))
 
     def _judge(self, bundle: _Bundle, record: OutcomeRecord, forecast: Forecast) -> None:
-        """How good the forecast was. Only of streams: in other answers the first byte is the last."""
+        """Record how good the forecast was. Only for streams: in other answers the first byte arrives with the last."""
         if forecast.ttft_ms <= 0.0:
             return
-        # Compared with the histogram of whole times, so with what the request waited before.
+        # It is compared with the histogram of whole times, so it includes the time in the queue.
         self.families.predicted_ttft.child(*bundle.labels[:2]).observe((record.queued_ms + forecast.ttft_ms) / 1e3)
         if forecast.tpot_ms > 0.0:
             self.families.predicted_tpot.child(*bundle.labels[:2]).observe(forecast.tpot_ms / 1e3)
@@ -375,20 +375,20 @@ class SchedulerMetrics:
         self._error(self._bundle(model, model, "", 0), error_code(status), status)
 
     def on_fallback(self, address: str) -> None:
-        """The gateway served a request at this address without asking."""
+        """The gateway sent a request to this address without asking."""
         self.families.fallbacks.child(address).value += 1
 
-    # ---------------- seldom ----------------
+    # ---------------- rare events ----------------
 
     def _split(self, record: DecisionRecord, bundle: _Bundle) -> None:
-        """A policy that ever split a request does so on purpose: those that it does not split are counted too."""
+        """Count split decisions. Once a policy has split a request, its unsplit requests are counted too."""
         if len(self._splitting) < _POLICIES:
             self._splitting.add(record.policy)
         kind = "prefill-decode" if record.prefill else "decode-only"
         self.families.pairs.child(record.policy, bundle.labels[0], kind).value += 1
 
     def _refused(self, record: DecisionRecord) -> None:
-        # Nobody defined the model: names that clients make up get no labels.
+        # The model is not defined: names that clients make up get no labels.
         unknown = record.outcome == MODEL_NOT_FOUND
         bundle = self._bundle(OTHER, OTHER, "", 0) if unknown else self._bundle(*_LABELS(record))
         bundle.requests.value += 1
@@ -407,7 +407,7 @@ class SchedulerMetrics:
         self.families.errors.child(*bundle.labels, code).value += number
 
     def _bundle(self, model: str, target: str, fairness_id: str, priority: int) -> _Bundle:
-        """The bundle for these labels, or the one for others that have earned no place."""
+        """The bundle for these labels, or the folded one if they have no place."""
         bundle = self._known(model, target, fairness_id, priority)
         if bundle is None:
             self.families.requests.folded += 1
@@ -467,7 +467,7 @@ class SchedulerMetrics:
         self._folds.take({(name,): number for name, number in folded.values()})
 
     def _forget_idle(self) -> None:
-        """Label sets that nobody has used for a while, and names that nobody declares any more, make room."""
+        """Drop label sets that have not been used for a while and are not declared any more."""
         until = self._now() - self._idle_s
         idle = [
             key
@@ -487,7 +487,7 @@ class SchedulerMetrics:
         return since is not None and self._now() - since < SCALE_UP_HOLD_S
 
     def _forget_departed(self) -> None:
-        """Endpoints come and go under ever new names; their counters must not pile up."""
+        """Drop counters of departed endpoints. Endpoints come and go under new names, so counters would pile up."""
         attempts = self.families.attempts
         if len(attempts.children) <= _DEPARTED_KEPT:
             return
@@ -506,6 +506,6 @@ def _key(model: str, target: str, fairness_id: str, priority: int) -> RequestLab
 
 
 def error_code(status: int) -> str:
-    """The published `error_code` for a status that we answered ourselves."""
+    """The published `error_code` for a status that Fairlead itself answered with."""
     code = _ERROR_CODES.get(status)
     return code or ("BadRequest" if 400 <= status < 500 else "Internal")

@@ -1,5 +1,4 @@
-"""What the dashboard says of each model that clients name: its traffic now and in the last hour, its targets, and where
-adapters are."""
+"""What the dashboard shows of each model: its traffic now and in the last hour, its targets, where adapters are."""
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
@@ -16,14 +15,14 @@ from fairlead.server.observe.recent import SHORT, percentiles
 from fairlead.server.observe.snapshot_shape import ModelRow, TargetRow, TrafficRow
 from fairlead.server.observe.watch import Watch
 
-#: Endpoints per base model, and per adapter that they list or have loaded.
+#: The number of endpoints per base model, and per adapter that they list or have loaded.
 Served = tuple[Counter[str], Counter[str]]
-#: Models that a point of the past has, the busiest ones.
+#: How many models a point of the past has: the busiest ones.
 _MOST_MODELS = 64
 
 
 class ModelPoint(Struct, frozen=True):
-    """One moment of one model. `time`: seconds since 1970; the rest since the point before."""
+    """One moment of one model. `time`: seconds since 1970; the other fields cover the time since the previous point."""
 
     time: float
     per_s: float = 0.0
@@ -34,14 +33,14 @@ class ModelPoint(Struct, frozen=True):
 
 
 class ModelHistory:
-    """The last hour of each model that was asked for. `keep` now and then, and `of` a model."""
+    """The last hour of each requested model. Call `keep` regularly; `of` returns the points of a model."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, dict[str, ModelPoint]]] = deque(maxlen=POINTS)
         self._last, self._before = -inf, dict[str, list[float]]()
 
     def keep(self, watch: Watch, now: float) -> None:
-        """Add a point if it is time."""
+        """Add a point if it is due."""
         since = self._last
         if now < since + STEP:
             return
@@ -57,7 +56,7 @@ class ModelHistory:
         points = {}
         for model, (requests, errors) in counts.items():
             asked, failed = self._before.get(model, (0.0, 0.0))
-            # Counters of a model that nobody asks for are forgotten, and begin again at zero.
+            # Counters of a model without requests are dropped, and begin again at zero.
             rates = (max(requests - asked, 0.0) / (now - since), max(errors - failed, 0.0) / (now - since))
             if any(rates) or model in first_tokens:
                 p50, p95 = percentiles(first_tokens[model], (0.5, 0.95))
@@ -67,13 +66,13 @@ class ModelHistory:
         self._last, self._before = now, counts
 
     def of(self, model: str, wall: float) -> list[ModelPoint]:
-        """The oldest first. `wall`: seconds to add to the clock for the time of day."""
+        """The points of a model, oldest first. `wall`: seconds to add to the clock to get the time of day."""
         history = (points.get(model) or ModelPoint(time) for time, points in self._steps)
         return [replace(point, time=point.time + wall) for point in history]
 
 
 def model_rows(watch: Watch, traffic: Iterable[TrafficRow], served: Served, now: float) -> list[ModelRow]:
-    """The busiest first, then those that are served and not asked for."""
+    """The busiest models first, then models that are served but not requested."""
     by_model: dict[str, list[TrafficRow]] = defaultdict(list)
     for row in traffic:
         by_model[row.model].append(row)
@@ -127,7 +126,7 @@ def _row(
 
 
 def served_models(table: EndpointTable) -> Served:
-    """The same while `table.version` is."""
+    """The models that endpoints serve. The result stays valid while `table.version` is the same."""
     bases: Counter[str] = Counter()
     lists: Counter[frozenset[str]] = Counter()
     for slot, endpoint in table.slots():

@@ -1,10 +1,10 @@
-"""What was decided and answered in the last seconds, as sums that move with the time.
+"""What was decided and answered in the last seconds, as moving sums.
 
 Rules
-* It hears of records only while somebody looks; what it missed it takes from the decision journal, as far back as that
-  goes (`covered_since`).
-* Adding a record is O(1). Sums fall by whole bins, so a look costs nothing for what did not change.
-* Whatever clients send, at most `MAX_KEYS` keys are told apart in a window.
+* Records arrive only while there are viewers. Earlier ones come from the decision journal, as far back as it reaches
+  (`covered_since`).
+* Adding a record is O(1). Sums drop by whole bins, so reading costs nothing for sums that did not change.
+* Whatever clients send, at most `MAX_KEYS` keys are kept apart in a window.
 """
 
 from collections import deque
@@ -18,7 +18,7 @@ from fairlead.core.models import MODEL_NOT_FOUND
 from fairlead.core.records import DecisionRecord, OutcomeRecord
 from fairlead.server.observe.instruments import OTHER
 
-#: Seconds over which rates and percentiles are taken, and sums per endpoint.
+#: Seconds covered by rates and percentiles, and by sums per endpoint.
 SHORT, LONG = 10.0, 60.0
 MAX_KEYS = 1000
 _MAX_LABEL = 200
@@ -38,7 +38,7 @@ class Window(Generic[Key]):
         self.sums: dict[Key, list[float]] = {}
 
     def add(self, key: Key, now: float, values: Sequence[float]) -> None:
-        """Records come in the order of their time, nearly; one that is late counts for the newest bin."""
+        """Add values to a key. Records arrive almost in the order of time; a late one counts for the newest bin."""
         number = int(now // self._bin_s)
         if not self._bins or number > self._bins[-1][0]:
             self._bins.append((number, {}))
@@ -53,7 +53,7 @@ class Window(Generic[Key]):
                 row[i] += value
 
     def move(self, now: float) -> None:
-        """Let go of what is too old."""
+        """Drop bins that are too old."""
         self._expire(int(now // self._bin_s))
 
     def _expire(self, newest: int) -> None:
@@ -66,20 +66,20 @@ class Window(Generic[Key]):
 
 
 class EndpointSums(Struct, frozen=True, gc=False):
-    """Of one endpoint over the last `LONG` seconds; all are sums."""
+    """One endpoint over the last `LONG` seconds; all fields are sums."""
 
     #: Records of any kind; keeps the row alive.
     records: float = 0.0
     routed: float = 0.0
     prompt_tokens: float = 0.0
     hit_tokens: float = 0.0
-    #: Streamed answers with a forecast, their predicted and actual times since they were sent, and how many came within
-    #: the 90 % band.
+    #: Streamed answers with a forecast, their predicted and actual times from sending to first token, and how many were
+    #: within the 90 % band.
     judged: float = 0.0
     predicted_ms: float = 0.0
     actual_ms: float = 0.0
     inside: float = 0.0
-    #: Answers that reported cached tokens: predicted, reported, and how far apart.
+    #: Answers that reported cached tokens: predicted tokens, reported tokens, and the sum of the differences.
     predicted_hit: float = 0.0
     reported_hit: float = 0.0
     hit_error: float = 0.0
@@ -92,16 +92,16 @@ Traffic = tuple[str, str, int]
 
 
 class Recent:
-    """`seed`, then `on_decision` and `on_outcome`; `move(now)` before each look. `now` and `at` are one clock."""
+    """Call `seed`, then `on_decision` and `on_outcome`; `move(now)` before reading. `now` and `at` share one clock."""
 
     def __init__(self) -> None:
-        #: Clock seconds since when everything was heard of.
+        #: Clock seconds from which on all records are included.
         self.covered_since = inf
         self._endpoints: Window[str] = Window(LONG, 5.0, len(EndpointSums.__struct_fields__), OTHER)
         self.traffic: Window[Traffic] = Window(SHORT, 1.0, 2, (OTHER, OTHER, 0))
 
     def seed(self, records: Iterable[tuple[DecisionRecord, OutcomeRecord | None]], since: float) -> None:
-        """Begin with records of which there are none older, or that are complete since then, the oldest first."""
+        """Begin with earlier records, which are complete from `since` on; oldest first."""
         known = list(records)
         self.covered_since = since
         events: list[tuple[float, DecisionRecord | OutcomeRecord]] = []
@@ -146,20 +146,20 @@ class Recent:
         return _NOTHING if row is None else EndpointSums(*row)
 
     def per_second(self, count: float, now: float) -> float | None:
-        """Of a count of `traffic`; `None` = it was not watched long enough to tell."""
-        # The newest bin has only begun: in the mean the window holds half a bin less than its span.
+        """The rate of a count of `traffic`; `None` = not watched long enough."""
+        # The newest bin has only begun: on average the window holds half a bin less than its span.
         span = min(SHORT - 0.5, now - self.covered_since)
         return count / span if span >= 1.0 else None
 
 
 def percentiles(values: Iterable[float], shares: Sequence[float]) -> list[float | None]:
-    """Nearest rank; `None` where there are no values."""
+    """Percentiles by nearest rank; `None` where there are no values."""
     ordered = sorted(values)
     return [ordered[max(ceil(share * len(ordered)) - 1, 0)] if ordered else None for share in shares]
 
 
 def _traffic(record: DecisionRecord) -> Traffic:
-    """As `SchedulerMetrics` labels it."""
+    """The labels, as in `SchedulerMetrics`."""
     request = record.request
     if record.outcome == MODEL_NOT_FOUND:
         return OTHER, OTHER, 0

@@ -11,10 +11,10 @@ from fairlead.server.observe import instruments as buckets
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.instruments import Counter, Family, Histogram, counters, gauges, histograms
 
-#: Label values that clients choose; they are folded into `other` past the cap.
+#: Labels whose values clients choose; values are folded into `other` past the cap.
 CLIENT_LABELS = ("model_name", "target_model_name", "target_model", "fairness_id")
 REQUEST_LABELS = ("model_name", "target_model_name", "fairness_id", "priority")
-#: Their other names.
+#: Other names of the same labels.
 _REQUEST_LABEL = {"target_model": "target_model_name"}
 _PREDICTED = ("model_name", "target_model_name")
 _MODEL = {"model_name": "model_name", "target_model_name": "target_model_name"}
@@ -23,9 +23,9 @@ _MODEL_PRIORITY = {**_MODEL, "priority": "priority"}
 _LLMD = "llm_d_epp_"
 _OBJECTIVE = "inference_objective_"
 _EXTENSION = "inference_extension_"
-#: Of the time when models were defined by InferenceModel; dashboards of that time still ask for these names.
+#: From the time when InferenceModel defined models; dashboards of that time still query these names.
 _BY_MODEL = "inference_model_"
-#: The others' usage is never seen: reading it costs work for every chunk.
+#: The usage of other answers is not read: reading it costs work for every chunk.
 _SAMPLED = " Of the share whose usage is read, inspect.usageSampling."
 
 
@@ -75,7 +75,7 @@ class RequestFamilies:
         self.slo_violations = counted(*_PREDICTED, "type")
         self.pairs = counted("plugin_name", "model_name", "decision_type")
         self.forecasts = counters("result")
-        # All from the start: the share of those inside is no number while one is missing, not even zero.
+        # All results exist from the start: the share of those inside is undefined while a series is missing.
         for result in ("below", "inside", "above"):
             self.forecasts.child(result)
         self.forecast_ratio = histograms(bounds=buckets.RATIO)
@@ -89,7 +89,7 @@ class RequestFamilies:
                 family.keep(shared, {tuple(labels[place] for place in places) for labels in kept})
 
     def show(self, registry: Registry) -> None:
-        """Give everything its names."""
+        """Register all names."""
         self._show_requests(registry)
         self._show_by_model(registry)
         self._show_tokens(registry)

@@ -9,30 +9,30 @@ from fairlead.core.records import DecisionRecord, OutcomeRecord
 from fairlead.server.observe.decisions import request_number
 from fairlead.server.observe.snapshot_shape import DecisionRow
 
-#: Decisions that one search gives, at most.
+#: How many decisions one search returns at most.
 MAX_FOUND = 100
 
 Recorded = tuple[DecisionRecord, OutcomeRecord | None]
-#: `answered`: with less than 400. `failed`: with more, or the endpoint was lost. `cancelled`: the client left, or it
-#: expired.
+#: `answered`: status below 400. `failed`: status of 400 or more, or the endpoint was lost. `cancelled`: the client
+#: left, or the request expired.
 Outcome = Literal["", "running", "answered", "failed", "cancelled", "refused"]
 
 
 class Search(Struct, frozen=True, forbid_unknown_fields=True):
-    """All that is given must match; empty = any. Upper and lower case are the same."""
+    """Criteria of a search. All that are given must match; empty = any. Case is ignored."""
 
-    #: Our number, the decision id, or a part of the client's x-request-id.
+    #: Our request number, the decision id, or a part of the client's x-request-id.
     id: str = ""
-    #: A part of its name, as asked for or as sent.
+    #: A part of the model's name, as requested or as sent.
     model: str = ""
     #: A part of the fairness id.
     tenant: str = ""
-    #: The whole id.
+    #: The whole endpoint id.
     endpoint: str = ""
     outcome: Outcome = ""
 
     def among(self, records: Iterable[Recorded]) -> list[Recorded]:
-        """Those that match, in the same order."""
+        """The matching records, in the same order."""
         number, client_id = request_number(self.id), self.id.lower()
         model, tenant = self.model.lower(), self.tenant.lower()
         return [
@@ -48,7 +48,7 @@ class Search(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SearchResult(Struct, frozen=True):
-    """The newest of those that match, newest first; how many match, and how many were searched."""
+    """The newest matching decisions, newest first; how many match, and how many were searched."""
 
     decisions: list[DecisionRow]
     matches: int
@@ -56,7 +56,7 @@ class SearchResult(Struct, frozen=True):
 
 
 def outcome_of(decision: DecisionRecord, outcome: OutcomeRecord | None) -> Outcome:
-    """In a word, for searching."""
+    """The outcome in one word, for searching."""
     if not decision.endpoint:
         return "refused"
     if outcome is None:

@@ -1,4 +1,4 @@
-"""Everything that the dashboard shows, read where the metrics page reads it."""
+"""Everything that the dashboard shows, read from the same places as the metrics page."""
 
 from collections.abc import Callable, Mapping, Sequence
 from heapq import nlargest
@@ -25,9 +25,9 @@ from fairlead.server.observe.watch import Watch
 def endpoint_rows(
     watch: Watch, recent: Recent, out: Mapping[str, Out], now: float, wall: float
 ) -> list[shape.EndpointRow]:
-    """`out`: endpoints out of use; `wall`: seconds to add to the clock for the time of day."""
+    """`out`: endpoints out of use; `wall`: seconds to add to the clock to get the time of day."""
     table, staleness = watch.fleet.table, watch.fleet.staleness
-    # A value at a time out of numpy's arrays would take three times as long.
+    # Reading numpy's arrays value by value would take three times as long.
     sampled, kv, queue, active, leases, ejected, suspicion = (
         column.tolist()
         for column in (
@@ -93,7 +93,7 @@ def _knowledge(watch: Watch, slot: int) -> tuple[str, float | None]:
 
 
 def traffic_of(watch: Watch, recent: Recent, now: float) -> list[shape.TrafficRow]:
-    """By model and band, tenants added up; the busiest first."""
+    """Traffic by model and band, tenants added up; the busiest first."""
     families = watch.metrics.families
     sums: dict[tuple[str, str, str], list[float]] = {}
     families_of = ((families.requests, 0), (families.errors, 1), (families.running, 2))
@@ -218,7 +218,7 @@ def _share(part: float, total: float) -> float | None:
 
 
 def _left(seconds: float) -> float:
-    """At least 0; 0 where there is none."""
+    """At least 0, rounded; 0 for a value that is not finite."""
     return round(max(seconds, 0.0), 2) if isfinite(seconds) else 0.0
 
 
@@ -227,10 +227,10 @@ def _rounded(value: float | None, digits: int) -> float | None:
 
 
 # Rules
-# * The charts' points and since when something is out are kept always (`history`). All else is kept or computed while
-#   somebody looks: `begin` starts listening, with what the decision journal still holds; `end` stops it. `take` is
-#   called once per tick, however many look.
-# * Counts are those of the instruments themselves, and gauges are read where the metrics page reads them: both say the
+# * The charts' points and the start of each outage are always kept (`history`). All else is kept or computed only while
+#   there are viewers: `begin` starts listening, with what the decision journal still holds; `end` stops it. `take` is
+#   called once per tick for all viewers together.
+# * Counts are those of the instruments themselves, and gauges are read where the metrics page reads them: both show the
 #   same at the same moment.
 # * Time per `take` is linear in endpoints and label sets. Measured: 0.15 ms for 8 endpoints, 0.6 ms for 100.
 
@@ -249,17 +249,17 @@ class EndpointPast(msgspec.Struct, frozen=True):
 
 
 class ModelPast(msgspec.Struct, frozen=True):
-    """The last hour of a model, likewise."""
+    """The last hour of a model, a point every `point_s` seconds, the oldest first."""
 
     point_s: float
     points: list[ModelPoint]
 
 
 class SnapshotMaker:
-    """`begin`, then `take` once per tick, then `end`.
+    """Call `begin`, then `take` once per tick, then `end`.
 
-    `wall_offset`: seconds to add to the clock of records for the time of day. `reasons`: why we are not ready.
-    `replicas`: what is heard of other schedulers.
+    `wall_offset`: seconds to add to the clock of records to get the time of day. `reasons`: why this scheduler is not
+    ready. `replicas`: the state of the link to other schedulers.
     """
 
     def __init__(
@@ -280,7 +280,7 @@ class SnapshotMaker:
         self._reasons = reasons
         self._replicas = replicas
         self._happened = Happened()
-        #: The fleet's version, and what it serves since.
+        #: The fleet's version, and the models that it serves since then.
         self._served = -1, served_models(watch.fleet.table)
         self.history = History(watch, now(), wall_offset)
         self.about = shape.About(
@@ -288,7 +288,7 @@ class SnapshotMaker:
         )
 
     def begin(self) -> None:
-        """Somebody looks."""
+        """The first viewer has arrived."""
         watch, now = self._watch, self._now()
         watch.count()
         recent = Recent()
@@ -298,15 +298,15 @@ class SnapshotMaker:
         watch.recent = recent
 
     def end(self) -> None:
-        """Nobody looks any more."""
+        """The last viewer has left."""
         self._watch.recent = None
 
     def beginning(self) -> shape.Beginning:
-        """For a viewer that has just come."""
+        """What a new viewer gets first."""
         return shape.Beginning(about=self.about, history=list(self.history.points))
 
     def take(self) -> shape.Snapshot:
-        """Everything now. Call `begin` first."""
+        """The present state. Call `begin` first."""
         watch = self._watch
         recent, history, now = watch.recent, self.history, self._now()
         assert recent is not None, "somebody looks"
@@ -338,7 +338,7 @@ class SnapshotMaker:
         )
 
     def search(self, query: Mapping[str, str]) -> SearchResult:
-        """Decisions that are still held. Raises `msgspec.ValidationError` for what `Search` does not have."""
+        """Search the decisions that are still held. Raises `msgspec.ValidationError` for fields that `Search` lacks."""
         wanted = msgspec.convert(query, Search)
         self._watch.count()
         held = self._watch.journal.newest(len(self._watch.journal))
@@ -347,7 +347,7 @@ class SnapshotMaker:
         return SearchResult(shown, len(matches), len(held))
 
     def endpoint(self, query: Mapping[str, str]) -> EndpointPast | None:
-        """The last hour of an endpoint; `None` = it is not there."""
+        """The last hour of an endpoint; `None` = it is not in the pool."""
         table = self._watch.fleet.table
         slot = table.slot(query.get("id", ""))
         if slot is None:
@@ -355,7 +355,7 @@ class SnapshotMaker:
         return EndpointPast(STEP, self.history.endpoints.of(slot, table, self._wall))
 
     def model(self, query: Mapping[str, str]) -> ModelPast:
-        """The last hour of a model; of one that nobody asked for, nothing happened."""
+        """The last hour of a model; without traffic for a model that was not requested."""
         return ModelPast(STEP, self.history.models.of(query.get("name", ""), self._wall))
 
     def _totals(self) -> shape.Totals:

@@ -1,8 +1,8 @@
-"""What the dashboard and `fairlead top` are told: plain structs, and notices of what is not as it should be.
+"""What the dashboard and `fairlead top` receive: plain structs, and notices of problems.
 
 Field names say units; `None` = not known.
 
-Times of day are seconds since 1970. Counts run since the start, rates are of the last ten seconds, sums per endpoint of
+Times of day are seconds since 1970. Counts are since the start, rates over the last ten seconds, sums per endpoint over
 the last minute.
 """
 
@@ -17,8 +17,8 @@ from fairlead.server.observe.watch import Watch
 
 
 class Notice(Struct, frozen=True):
-    """Something that is not as it should be, in a sentence: `text`, then `since` a time of day if there is one, then
-    `detail`. `level`: `bad` (requests suffer) or `watch`."""
+    """A problem in one sentence: `text`, then `since` (a time of day) if there is one, then `detail`. `level`: `bad`
+    (requests suffer) or `watch`."""
 
     level: str
     text: str
@@ -29,16 +29,16 @@ class Notice(Struct, frozen=True):
 
 
 class EndpointRow(Struct, frozen=True, kw_only=True, gc=False):
-    """One endpoint, in the order in which they joined."""
+    """One endpoint; rows are in the order in which endpoints joined."""
 
     id: str
     address: str
     model: str
     role: str
-    #: `serving`; `unread` (its metrics cannot be read), `suspect` (it may hang): it is sent requests; `out`: it is not,
-    #: while there is another.
+    #: `serving`; `unread` (its metrics cannot be read) and `suspect` (it may hang) still get requests; `out` gets none
+    #: while another endpoint is available.
     state: str
-    #: Why it is not simply serving, and since when it is out.
+    #: Why the state is not `serving`, and since when the endpoint is out.
     reason: str
     since: float | None
     fresh: bool
@@ -47,28 +47,28 @@ class EndpointRow(Struct, frozen=True, kw_only=True, gc=False):
     #: As the engine reported.
     waiting: float | None
     running: float | None
-    #: Share of its blocks in use: as reported, or estimated while it is not fresh.
+    #: Share of its blocks in use: as reported, or estimated while the report is not fresh.
     kv: float | None
-    #: What decisions go by: the report, corrected by our own requests since.
+    #: What decisions use: the report, corrected by our own requests since.
     queue: float
     active: float
     #: Our own requests in flight.
     leases: int
-    #: Failed responses in a row keep it out for so many seconds.
+    #: For how many more seconds failed responses in a row keep the endpoint out.
     avoided_s: float
     #: Whether it hangs: `well`, `suspect`, `out`.
     suspicion: str
-    #: Last minute: requests sent, share of their prompt tokens that was predicted to be cached.
+    #: Last minute: requests sent, and the share of their prompt tokens that was predicted to be cached.
     sent: int
     hit_rate: float | None
-    #: Mean times to first token of streamed answers, how many they are, and the share within the forecast's 90 % band.
+    #: Mean times to first token of streamed answers, their number, and the share within the forecast's 90 % band.
     predicted_ms: float | None
     actual_ms: float | None
     judged: int
     inside: float | None
     failed: int
-    #: Where knowledge of its cache comes from (`learned`, or how far KV events are relied on), and how often that came
-    #: true: of events the share of compared answers, else how well predicted and reported tokens agree.
+    #: Where knowledge of its cache comes from (`learned`, or how far KV events are trusted), and how often it was
+    #: right: for events the share of compared answers, else how well predicted and reported tokens agree.
     source: str
     trust: float | None
 
@@ -77,7 +77,7 @@ class TrafficRow(Struct, frozen=True, kw_only=True):
     """Requests for one model in one band."""
 
     model: str
-    #: Where it is another name than the model's.
+    #: The target's name if it differs from the model's.
     target: str
     priority: str
     requests: int
@@ -89,12 +89,12 @@ class TrafficRow(Struct, frozen=True, kw_only=True):
 
 
 class TargetRow(Struct, frozen=True):
-    """Where requests for a model go."""
+    """A target of the requests for a model."""
 
     name: str
-    #: Of the model's requests; `None` = there was none.
+    #: Share of the model's requests; `None` = there were none.
     share: float | None
-    #: That serve it, as far as they say so; 0 = none says so.
+    #: How many endpoints report that they serve it; 0 = none does.
     endpoints: int
     adapter: bool
 
@@ -117,7 +117,7 @@ class ModelRow(Struct, frozen=True, kw_only=True):
 
 
 class FlowRow(Struct, frozen=True):
-    """What waits of one tenant for one model. `tenant`: empty = none named."""
+    """What one tenant has waiting for one model. `tenant`: empty = none was named."""
 
     tenant: str
     model: str
@@ -134,19 +134,19 @@ class BandRow(Struct, frozen=True, kw_only=True):
     bytes: int
     flows: int
     oldest_s: float
-    #: How long it will take at the present pace.
+    #: How long the queue will take at the present pace.
     delay_s: float
-    #: Share of the band's limit of requests; 0 = it has none.
+    #: Used share of the band's limit of requests; 0 = the band has no limit.
     used: float
-    #: The flows with the most that waits.
+    #: The flows with the most waiting requests.
     longest: list[FlowRow] = []
 
 
 class Queues(Struct, frozen=True, kw_only=True):
-    """Flow control; absent where it is off."""
+    """The queues of flow control; absent while it is off."""
 
     waiting: int
-    #: 1 = no endpoint may be sent one more request.
+    #: 1 = no endpoint can take one more request.
     saturation: float
     delay_s: float
     wanted_endpoints: int
@@ -154,7 +154,7 @@ class Queues(Struct, frozen=True, kw_only=True):
 
 
 class Quantiles(Struct, frozen=True):
-    """Of the last ten seconds; `n` values."""
+    """Percentiles over the last ten seconds; `n` values."""
 
     n: int
     p50: float | None
@@ -163,7 +163,7 @@ class Quantiles(Struct, frozen=True):
 
 
 class Latency(Struct, frozen=True, kw_only=True):
-    """Milliseconds, of streamed answers (`ttft`, and what was predicted for them) and of all that went well."""
+    """Milliseconds: of streamed answers (`ttft`, and its predictions) and of all good answers (`answer`)."""
 
     ttft: Quantiles
     predicted: Quantiles
@@ -171,9 +171,9 @@ class Latency(Struct, frozen=True, kw_only=True):
 
 
 class DecisionRow(Struct, frozen=True, kw_only=True):
-    """One of the last decisions. `endpoint` is empty when it was refused."""
+    """One of the last decisions. `endpoint` is empty if the request was refused."""
 
-    #: Names it on `/debug/decisions/ID`.
+    #: The request's number, as in `/debug/decisions/ID`.
     id: int
     at: float
     model: str
@@ -195,7 +195,7 @@ class DecisionRow(Struct, frozen=True, kw_only=True):
 
 
 class ShadowRow(Struct, frozen=True, kw_only=True):
-    """A policy on trial. Milliseconds are forecasts, in the mean per decision."""
+    """A policy on trial. Milliseconds are forecasts, as means per decision."""
 
     name: str
     agree: int
@@ -209,7 +209,7 @@ class ShadowRow(Struct, frozen=True, kw_only=True):
 
 
 class Totals(Struct, frozen=True, kw_only=True):
-    """Since the start, but for what is said to be now."""
+    """Counts since the start; `running` and the rates are present values."""
 
     requests: int
     errors: int
@@ -221,11 +221,11 @@ class Totals(Struct, frozen=True, kw_only=True):
     #: 4xx, and all other failures.
     client_errors_per_s: float | None
     server_errors_per_s: float | None
-    #: Share of the requests that ended with one of these; `None` = none ended.
+    #: Share of the ended requests that ended with one of these; `None` = none ended.
     error_rate: float | None
     prompt_tokens: float
     hit_tokens: float
-    #: Forecasts of times to first token, and those within their 90 % band.
+    #: Forecasts of times to first token, and those that were right within their 90 % band.
     forecasts: int
     inside: int
 
@@ -246,7 +246,7 @@ class Point(Struct, frozen=True, kw_only=True):
 
 
 class About(Struct, frozen=True, kw_only=True):
-    """What does not change from moment to moment."""
+    """What does not change from snapshot to snapshot."""
 
     version: str
     pool: str
@@ -266,7 +266,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     endpoints: list[EndpointRow]
     totals: Totals
     traffic: list[TrafficRow]
-    #: Rows that were too many; their requests are in `totals`.
+    #: How many rows were left out; their requests are in `totals`.
     traffic_left_out: int
     models: list[ModelRow]
     latency: Latency
@@ -275,36 +275,36 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     shadows: list[ShadowRow]
     #: Requests in flight that are charged to an endpoint.
     leases: int
-    #: Entries of the prefix index, and whether KV events are listened to.
+    #: Entries of the prefix index, and whether KV events are subscribed to.
     index_size: int
     kv_events: bool
-    #: What is heard of other schedulers of the pool, for people; empty = they are not told anything.
+    #: The state of the link to other schedulers of the pool, for people; empty = there is no link.
     replicas: str
     #: The newest point of the charts.
     point: Point
 
 
 class Beginning(Struct, frozen=True, kw_only=True):
-    """What a viewer is told first."""
+    """What a viewer receives first."""
 
     about: About
     history: list[Point]
 
 
-# What is not as it should be, in sentences that say what follows from it. The gravest first; empty = all is well.
+# Problems, in sentences that say what follows from them. The gravest first; empty = all is well.
 #
 # Rules
 # * One sentence per cause, not per endpoint: a hundred silent endpoints are one sentence with a count.
-# * Only what is so now, or was within the last minute.
+# * Only problems that are present or were within the last minute.
 
 BAD, WATCH = "bad", "watch"
-#: Names in one sentence.
+#: How many names one sentence lists.
 _NAMED = 3
-#: Forecasts of a minute from which on their share within the band is judged, and what it must be. They promise 0.9.
+#: How many forecasts in a minute it takes to judge their share within the band, and the least share. They promise 0.9.
 _ENOUGH, _LEAST_INSIDE = 50, 0.6
-#: Share of requests from which on failures are said to be bad.
+#: Share of failed requests from which on the notice is `bad`.
 _MANY_FAIL = 0.05
-#: Why an endpoint is out, said of one and of many; and what to do about it.
+#: Why an endpoint is out, in words for one endpoint and for many; and what to do about it.
 REFUSED, HANGS, FAILS = "connection refused", "hangs", f"{ERRORS_TO_EJECT} failed answers in a row"
 _DOES = {
     REFUSED: ("refuses connections", "refuse connections"),
@@ -312,12 +312,12 @@ _DOES = {
     FAILS: (f"failed {ERRORS_TO_EJECT} answers in a row", f"failed {ERRORS_TO_EJECT} answers in a row"),
 }
 _RUNBOOK = {HANGS: "FairleadEndpointHangs", FAILS: "FairleadErrorsHigh"}
-#: Seconds that somebody waits before it is worth a sentence.
+#: Seconds that a request must have waited to be mentioned.
 _LONG_WAIT = 5.0
 
 
 class Happened:
-    """Counters that only ever grow, watched for growth within the last minute."""
+    """Watches counters that only grow for growth within the last minute."""
 
     def __init__(self, minute: float = 60.0) -> None:
         self._minute = minute
@@ -325,7 +325,7 @@ class Happened:
         self._seen: dict[str, tuple[float, float]] = {}
 
     def lately(self, name: str, count: float, now: float) -> bool:
-        """Whether `count` grew within the last minute, as far as was looked."""
+        """Whether `count` grew within the last minute, as far as it was watched."""
         before, grew = self._seen.get(name, (count, -inf))
         if count > before:
             grew = now
@@ -334,8 +334,8 @@ class Happened:
 
 
 class Failures(Struct, frozen=True):
-    """`since`: seconds since 1970 since when every request fails; `None` = some are answered, or none comes. `rate`:
-    share of the requests of the last seconds that failed, clients' own errors left out."""
+    """`since`: seconds since 1970 since when every request fails; `None` = some are answered, or there are none.
+    `rate`: share of failed requests in the last seconds, without clients' own errors."""
 
     since: float | None = None
     rate: float = 0.0
@@ -350,7 +350,7 @@ def notices(
     happened: Happened,
     now: float,
 ) -> list[Notice]:
-    """`reasons`: why we are not ready."""
+    """`reasons`: why this scheduler is not ready."""
     listed = [*_outage(endpoints, failures)]
     listed += [Notice(BAD, f"Not ready: {reason}.") for reason in reasons]
     listed += _unread(endpoints)
@@ -365,7 +365,7 @@ def notices(
 
 
 def _outage(endpoints: Sequence[EndpointRow], failures: Failures) -> Iterable[Notice]:
-    """Which endpoints are out, in one sentence for each reason; if every request fails, one for all of it."""
+    """Which endpoints are out, one sentence per reason; if every request fails, one sentence for all."""
     by_reason: dict[str, list[EndpointRow]] = {}
     for row in endpoints:
         if row.state == "out":
@@ -517,7 +517,7 @@ def _seconds(value: float) -> str:
 
 
 def _failing(watch: Watch, happened: Happened, now: float) -> Iterable[Notice]:
-    """Of counters of things that should not happen."""
+    """Notices about counters of things that should not happen."""
     families = watch.metrics.families
     rows: tuple[tuple[str, float, str, Callable[[float], str]], ...] = (
         (

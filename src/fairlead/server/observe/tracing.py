@@ -1,4 +1,4 @@
-"""Spans of requests, by OpenTelemetry, which is loaded with the first `Tracing`.
+"""Spans of requests with OpenTelemetry, which is loaded with the first `Tracing`.
 
     gateway.request                 SERVER; from the request's arrival to the end of its response
     ├── fairlead.queue              while it waited in flow control; absent if it did not
@@ -6,12 +6,12 @@
 
 Rules
 * Whether a request is traced is decided before anything is made for it. Measured: 0.4 us without a header, 1.2 us with
-  one that says no, 79 us for two spans with their attributes.
-* The caller's trace is continued, and the model server's spans become children of `gateway.request`: it gets our
-  `traceparent`. A request that is not traced keeps its caller's headers as they are.
-* Callers cannot make us work without bound: at most `max_rate` requests a second are traced, at most `_OPEN` at a time.
+  a header that says no, 79 us for two spans with their attributes.
+* The caller's trace is continued, and the model server's spans become children of `gateway.request`: the server gets
+  our `traceparent`. A request that is not traced keeps its caller's headers unchanged.
+* Callers cannot cause unbounded work: at most `max_rate` requests a second are traced, at most `_OPEN` at a time.
 * Never a prompt: attributes are names, sizes, counts and times.
-* Names are those of OpenTelemetry's conventions for `gen_ai`, `http`, `server`, `error`; ours begin with `fairlead.`.
+* Names follow OpenTelemetry's conventions for `gen_ai`, `http`, `server`, `error`; ours begin with `fairlead.`.
 """
 
 from collections import OrderedDict
@@ -30,10 +30,10 @@ from fairlead.gateway import traceparent as w3c
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
 
-#: Requests whose span is open. Beyond that, and after `_LONGEST` seconds, the oldest are ended: nobody told their end.
+#: Open spans. Beyond this number, and after `_LONGEST` seconds, the oldest are ended: their end was never reported.
 _OPEN = 10_000
 _LONGEST = 3600.0
-#: Requests whose trace can still be named after their end.
+#: How many requests' traces can still be named after their end.
 _REMEMBERED = 4096
 _MAX_NAME = 200
 _CHAT = dict.fromkeys((apis.CHAT, apis.MESSAGES, apis.RESPONSES), "chat")
@@ -62,7 +62,7 @@ class RequestTrace:
         #: Clock seconds.
         self.began = began
         self.trace_id = context.trace_id
-        #: What the model server is told.
+        #: The header value for the model server.
         self.traceparent = w3c.render(context.trace_id, context.span_id, True)
 
     def __repr__(self) -> str:
@@ -70,9 +70,9 @@ class RequestTrace:
 
 
 class Tracing:
-    """`arrived` when a request is understood, then the records, whose requests carry what it gave.
+    """Call `arrived` when a request is understood, then pass the records, whose requests carry its result.
 
-    `now` is the clock of records; `epoch` what to add to it for seconds since 1970.
+    `now` is the clock of records; `epoch` is what to add to it to get seconds since 1970.
     """
 
     def __init__(
@@ -90,17 +90,17 @@ class Tracing:
         self._refilled = now()
         #: Oldest first.
         self._open: dict[RequestTrace, None] = {}
-        #: Of the last traced requests, by their number: metrics' examples name them when somebody looks.
+        #: Trace ids of the last traced requests, by request number: exemplars of metrics name them.
         self._traces: OrderedDict[int, int] = OrderedDict()
 
     def __len__(self) -> int:
-        """Spans that are open."""
+        """The number of open spans."""
         return len(self._open)
 
     # ---------------- before the decision ----------------
 
     def arrived(self, request: Request, headers: Mapping[str, str]) -> RequestTrace | None:
-        """What the request is to carry; `None` = it is not traced."""
+        """The trace that the request carries; `None` = it is not traced."""
         parent = w3c.parse(headers.get(w3c.HEADER, ""))
         if parent is not None and self._sampling.follow_parent:
             wanted = parent.sampled
@@ -111,7 +111,7 @@ class Tracing:
         return self._begin(request, parent, headers.get(w3c.STATE_HEADER, ""))
 
     def trace_id(self, request_id: int) -> str:
-        """Of one of the last traced requests; empty = it is none of them."""
+        """The trace id of a recently traced request; empty = not known."""
         trace = self._traces.get(request_id)
         return "" if trace is None else f"{trace:032x}"
 
@@ -199,7 +199,7 @@ class Tracing:
             span.end(self._nanoseconds(end))
 
     def close(self) -> None:
-        """End what is open."""
+        """End all open spans."""
         while self._open:
             trace, _ = self._open.popitem()
             self._fail(trace.span, "shutdown", self._now())
@@ -271,12 +271,11 @@ def _answered(record: OutcomeRecord) -> dict[str, Attribute]:
     return attributes
 
 
-# Sends spans to a collector, by OTLP over HTTP. OpenTelemetry is loaded with the first provider.
+# Sends spans to a collector by OTLP over HTTP. OpenTelemetry is loaded with the first provider.
 #
-# A thread of OpenTelemetry's sends them in batches. A collector that is slow or away costs spans, never a request: the
-# queue is bounded, and what finds no place in it is dropped. Headers for the collector and further attributes of this
-# process come from OpenTelemetry's own environment variables (`OTEL_EXPORTER_OTLP_HEADERS`,
-# `OTEL_RESOURCE_ATTRIBUTES`).
+# A thread of OpenTelemetry sends them in batches. A slow or absent collector costs spans, never a request: the queue is
+# bounded, and spans that do not fit are dropped. Headers for the collector and further attributes of this process come
+# from OpenTelemetry's own environment variables (`OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_RESOURCE_ATTRIBUTES`).
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -287,7 +286,7 @@ _EVERY_MS = 1000.0
 
 
 def make_provider(endpoint: str, service_name: str, timeout_s: float) -> "TracerProvider":
-    """Its `shutdown()` sends what is left, and may take that long: call it in a thread. Raises `ImportError`."""
+    """The provider. `shutdown()` sends the rest and may take `timeout_s`: call it in a thread. Raises `ImportError`."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider

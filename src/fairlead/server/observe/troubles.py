@@ -1,7 +1,7 @@
-"""What this process cannot do now: said within a second in the log, the metrics, `/readyz` and the dashboard.
+"""What this process cannot do now, shown within a second in the log, the metrics, `/readyz` and the dashboard.
 
-A check gives the reason in a few words, or nothing. All are asked twice a second, each on its own: one that raises is a
-trouble itself and hides no other.
+A check returns the reason in a few words, or an empty text. All checks run twice a second, each on its own: a check
+that raises counts as a trouble itself and does not hide the others.
 """
 
 import os
@@ -15,32 +15,32 @@ from fairlead.server.observe.log import Written, get
 
 log = get("troubles")
 
-#: How long something that happened at one moment is told.
+#: How long a momentary event is shown.
 HOLD_S = 60.0
-#: Share of the descriptors in use from which on it is said.
+#: Share of descriptors in use from which on there is a trouble.
 _FEW_LEFT = 0.9
 
 Check = Callable[[], str]
 
 
 class Troubles:
-    """`look()` twice a second. `now` in seconds."""
+    """Call `look()` twice a second. `now` in seconds."""
 
     def __init__(self, registry: Registry, now: Callable[[], float]) -> None:
         self._now = now
         self._checks: dict[str, Check] = {}
-        #: By name, the reasons of what cannot be done now.
+        #: Present troubles: the reasons by name.
         self.present: dict[str, str] = {}
         self._shown = Readings("gauge", "what")
         registry.before(self._refresh)
         registry.show("fairlead_trouble", "1 for what this process cannot do now; see the log.", self._shown)
 
     def watch(self, what: str, check: Check) -> None:
-        """`check` gives a reason while it cannot be done, else an empty text."""
+        """`check` returns a reason while there is a trouble, else an empty text."""
         self._checks[what] = check
 
     def lately(self, what: str, count: Callable[[], float], reason: str) -> None:
-        """Tell `reason` while `count` grows, and for `HOLD_S` after that."""
+        """Report `reason` while `count` grows, and for `HOLD_S` after that."""
         seen, grown_at = count(), -inf
 
         def check() -> str:
@@ -54,7 +54,7 @@ class Troubles:
         self._checks[what] = check
 
     def look(self) -> dict[str, str]:
-        """Ask all checks, log what changed; returns what cannot be done."""
+        """Run all checks and log changes; returns the present troubles."""
         before, self.present = self.present, {}
         for what, check in self._checks.items():
             try:
@@ -74,13 +74,13 @@ class Troubles:
 
 
 def watch_process(troubles: Troubles) -> None:
-    """What can be wrong with the process, whatever it does."""
+    """Watch for what can go wrong in any process."""
     troubles.watch("descriptors", descriptors)
     troubles.lately("log", lambda: Written.lost, "lines of the log cannot be written")
 
 
 def descriptors() -> str:
-    """Whether the process runs out of file descriptors: a new one gets the lowest free number."""
+    """A reason if the process runs out of file descriptors. A new descriptor gets the lowest free number."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         number = os.open(os.devnull, os.O_RDONLY)

@@ -5,7 +5,7 @@ import { $, make, setAttribute, setClass, setHidden, setText } from "./dom.js";
 import { Chart } from "./charts.js";
 import { Panels } from "./panels.js";
 
-// Without a message for so long the stream counts as lost; a notice stays for so long at least. Milliseconds.
+// Milliseconds: a stream that is silent for this long counts as lost; a notice stays at least this long.
 const SILENCE = 4000;
 const NOTICE = 4000;
 const RETRY = [1000, 2000, 5000];
@@ -92,7 +92,7 @@ function figures() {
   setText($("uptime"), seconds(Math.max(now.at - about.started, 0)));
 }
 
-// A notice that comes and goes with every number would be unrest: it stays a few seconds.
+// Notices stay a few seconds, so that they do not flicker with every number.
 const noticed = new Map();
 function notices() {
   const time = performance.now();
@@ -118,7 +118,7 @@ function notices() {
   });
 }
 
-// Read out what is new, and only that: ages that grow every second would never let anybody finish.
+// Read out only what is new: ages that grow every second would keep a screen reader talking.
 function announce(text, level = "") {
   setAttribute($("announce"), "role", level === "bad" ? "alert" : "status");
   setText($("announce"), text);
@@ -190,7 +190,7 @@ function connect() {
   });
 }
 
-// An EventSource does not tell why it failed; a look at the same address does.
+// An EventSource does not say why it failed; a request to the same address does.
 async function again() {
   try {
     const leave = new AbortController();

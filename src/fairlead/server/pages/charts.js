@@ -5,14 +5,14 @@ import { seconds } from "./format.js";
 
 const DASHES = { solid: [], dashed: [7, 4], dotted: [2, 3], mixed: [9, 3, 2, 3] };
 const WINDOWS = [60, 120, 300, 900, 3600];
-// A gap in time that is longer than so many points is shown as one.
+// A time without data is drawn as a gap if it is longer than this many points.
 const GAP = 4;
 
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
 export class Chart {
-  // lines: [{ title, color, dash, fill, dots, value(point) }]; `show` writes a value with its unit,
-  // `axis` one at the axis, whose label is `unit`; `least`: what the axis reaches at least.
+  // lines: [{ title, color, dash, fill, dots, value(point) }]; `show` formats a value with its unit,
+  // `axis` a value at the axis, whose label is `unit`; `least`: the least maximum of the axis.
   constructor({ chart, legend, lines, show, axis, name, unit, least }) {
     Object.assign(this, { chart, legend, lines, show, axis, name, unit, least });
     this.longest = 900;
@@ -106,7 +106,7 @@ export class Chart {
     }, this.data, this.chart);
   }
 
-  // The values at the cursor, else the newest.
+  // The values at the cursor, or the newest ones without a cursor.
   tell() {
     const last = this.data[0].length - 1;
     const at = this.at === null || this.at > last ? last : this.at;

@@ -1,4 +1,4 @@
-// Small help with the page's elements. Text is always set as text: nothing that a client named becomes markup.
+// Helpers for the page's elements. Text is always set as text: no name from a client becomes markup.
 
 export const $ = (id) => document.getElementById(id);
 
@@ -12,7 +12,7 @@ export function make(tag, attributes = {}, ...children) {
   return element;
 }
 
-// Touches the page only where something changed.
+// Changes the page only where the content has changed.
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }

@@ -1,4 +1,4 @@
-// One decision in full: asked of the scheduler when somebody wants to know.
+// One decision in full: fetched from the scheduler when the user opens it.
 
 import { count, decimal, DASH, milliseconds, percent } from "./format.js";
 import { $, make } from "./dom.js";

@@ -1,4 +1,4 @@
-// Numbers as people read them, each with its unit. What is not known is a dash.
+// Numbers for people, each with its unit. Unknown values are a dash.
 
 export const DASH = "–";
 const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });

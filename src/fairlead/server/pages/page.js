@@ -1,4 +1,4 @@
-// One endpoint or model: what is known of it now, its last hour, and its last decisions. The page's address names it.
+// One endpoint or model: its present state, its last hour, and its last decisions. The page's address names it.
 
 import { count, DASH, decimal, milliseconds, percent } from "./format.js";
 import { $, make, setHidden, setText } from "./dom.js";
@@ -9,7 +9,7 @@ const EVERY = 15000;
 const SHOWN = 20;
 const TTFT = { name: "ttft", title: "Time to first token", unit: "time", least: 10, show: milliseconds };
 
-// By kind. `key`: what names a row, and is asked for in the past; `facts`: those that are no columns of its table.
+// By kind. `key`: what identifies a row, also when its history is requested; `facts`: values that are not columns.
 const KINDS = {
   endpoint: {
     key: "id", ask: "id", facts: (row) => [["Address", row.address], ["Model", row.model || DASH], ["Role", row.role || DASH]],
@@ -42,7 +42,7 @@ const KINDS = {
 export const addressOf = (kind, id) => `#${kind}=${encodeURIComponent(id)}`;
 
 export class Page {
-  // `columns`: of the table of all; `table`: of its decisions.
+  // `columns`: those of the table of all rows; `table`: the table of its decisions.
   constructor(kind, columns, table) {
     this.kind = kind;
     this.of = KINDS[kind];

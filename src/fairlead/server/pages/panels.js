@@ -1,4 +1,4 @@
-// The tables and the strip: which columns there are, and what they say.
+// The tables and the strip: their columns, and the columns' content.
 
 import { bytes, count, DASH, decimal, hourOf, milliseconds, percent, rate, seconds, timeOfDay } from "./format.js";
 import { $, make, setAttribute, setClass, setHidden, setText } from "./dom.js";
@@ -8,7 +8,7 @@ import { Search, told } from "./search.js";
 import { meter, Table } from "./tables.js";
 
 const FIRST = 16;
-// Pixels: how wide a bar with a name is at least, and how high the highest one.
+// Pixels: the least width of a bar with a name, and the greatest height of a bar.
 const LABEL = 38;
 const BAR = 74;
 
@@ -174,7 +174,7 @@ export class Panels {
     this.showDecisions(this.found);
   }
 
-  // `found`: what a search gave; without one, the newest.
+  // `found`: the result of a search; without a search the newest decisions are shown.
   showDecisions(found) {
     const rows = found ? found.decisions ?? [] : this.newest;
     if (found || this.found || !this.paused) this.decisions.show(rows);
@@ -262,7 +262,7 @@ export class Panels {
   }
 }
 
-// Without what all names begin with, up to a separator.
+// The names without their common beginning, up to a separator.
 function shortNames(names) {
   let cut = 0;
   const [first = ""] = names;

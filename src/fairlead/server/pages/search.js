@@ -1,4 +1,4 @@
-// Search over the decisions that the scheduler still holds, repeated while it goes on deciding.
+// Search over the decisions that the scheduler still holds, repeated while it makes new ones.
 
 import { count } from "./format.js";
 import { $, setText } from "./dom.js";
@@ -8,7 +8,7 @@ const EVERY = 2000;
 const TYPING = 200;
 
 export class Search {
-  // `show({ decisions, matches, searched })`, or `show({ problem })`, or `show(null)` when nothing is looked for.
+  // `show({ decisions, matches, searched })`, or `show({ problem })`, or `show(null)` without a search.
   constructor(show) {
     this.show = show;
     this.form = $("search");
@@ -42,7 +42,7 @@ export class Search {
 export const told = ({ problem, matches, searched, decisions: shown }) => problem
   ?? `${count(matches)} of the last ${count(searched)} match${matches > shown.length ? `; the newest ${count(shown.length)} are shown` : ""}`;
 
-// What the scheduler answers, or { problem }.
+// The scheduler's answer, or { problem }.
 export async function ask(path) {
   try {
     const answer = await fetch(`/dashboard/${path}`);

@@ -1,6 +1,6 @@
 // Tables whose rows stay where they are while their numbers change.
 //
-// A column: { id, title, hint, text, value(row), sort(row), fill(cell, row) }. `value` gives a text, or { text, kind }
+// A column: { id, title, hint, text, value(row), sort(row), fill(cell, row) }. `value` returns a text, or { text, kind }
 // with a kind that the style sheet knows; `fill` sets up the cell itself; `sort` makes the column sortable.
 
 import { make, setAttribute, setClass, setText } from "./dom.js";
@@ -20,7 +20,7 @@ export class Table {
     head.append(...this.headings);
     this.table = make("table", { class: cards ? "cards" : "" },
       make("caption", { class: "hidden" }, caption), make("thead", {}, head), this.body);
-    // Rows may be laid out as cards; they stay a table to those who listen to it.
+    // Rows may be laid out as cards; for screen readers they stay a table.
     for (const [element, role] of [[this.table, "table"], [head, "row"], [this.body, "rowgroup"]]) {
       element.setAttribute("role", role);
     }
@@ -94,7 +94,7 @@ export class Table {
     const sign = this.descending ? -1 : 1;
     return [...this.data].sort((a, b) => {
       const [x, y] = [column.sort(a), column.sort(b)];
-      if (x == null || y == null) return (x == null) - (y == null); // what is not known comes last
+      if (x == null || y == null) return (x == null) - (y == null); // unknown values come last
       return sign * (typeof x === "string" ? x.localeCompare(y, "en", { numeric: true }) : x - y);
     });
   }
@@ -128,7 +128,7 @@ export class Table {
   }
 }
 
-// A bar with its number beside it, for a share between 0 and 1.
+// A bar and its number, for a share between 0 and 1.
 export function meter(share, text) {
   return (cell, row) => {
     let bar = cell.querySelector("i");

@@ -1,10 +1,10 @@
 """Keeps one stream to a scheduler open, and carries questions and answers.
 
 Rules
-* Requests of one turn of the event loop travel in one message, with what has changed of the fleet.
-* A scheduler counts as connected once it has welcomed us. Whenever the stream ends it is connected to again, after a
-  pause that doubles from 50 ms up to 1 s, for as long as we live; nothing has to be restarted.
-* What cannot be believed (malformed, another version, picks without a welcome) ends the stream.
+* Requests of one turn of the event loop travel in one message, together with the changes of the fleet.
+* A scheduler counts as connected once it has sent its welcome. Whenever the stream ends it is connected to again, after
+  a pause that doubles from 50 ms up to 1 s, until `close`; nothing has to be restarted.
+* Invalid answers (malformed, another version, picks without a welcome) end the stream.
 """
 
 import asyncio
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 
 #: Seconds between attempts to connect.
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
-#: Seconds from the beginning of an attempt to the welcome.
+#: Seconds from the start of an attempt to the welcome.
 WELCOME_WITHIN = 5.0
-#: Batches that are remembered as undecided, at most.
+#: How many undecided batches are remembered at most.
 _UNDECIDED_BATCHES = 4096
 
 
@@ -67,13 +67,13 @@ class RemoteOptions(Struct, frozen=True, kw_only=True):
 
 
 class _Undecided(Struct):
-    #: Requests without an answer, and the clock seconds from which nobody waits for one.
+    #: The number of requests without an answer, and the clock seconds from which on no answer is awaited.
     left: int
     until: float
 
 
 class RemoteClient:
-    """`start()`, then `await close()`. `feed` takes events; `report` gets what is worth a line in the log."""
+    """`start()`, then `await close()`. `feed` takes events; `report` receives messages for the log."""
 
     def __init__(
         self,
@@ -83,9 +83,9 @@ class RemoteClient:
         report: Callable[[str, str], None] = lambda what, why: None,
     ) -> None:
         self.options = options
-        #: Of the stream that is open; `None` while there is none.
+        #: The welcome of the open stream; `None` while there is none.
         self.welcome: Welcome | None = None
-        #: How often a welcome came.
+        #: How many welcomes have been received.
         self.connections = 0
         self._fleet = fleet
         self._feed = feed
@@ -98,17 +98,17 @@ class RemoteClient:
         self._state = StateFeed(fleet)
         self._waiting: list[AskRemote] = []
         self._batch = 0
-        #: Batches of which something is undecided, oldest first.
+        #: Batches that are not fully decided, oldest first.
         self._undecided: dict[int, _Undecided] = {}
         self._last_report = ""
 
     def start(self) -> None:
-        """Connect, and keep connected."""
+        """Connect, and stay connected."""
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name=f"scheduler {self.options.name}")
 
     async def close(self) -> None:
-        self._feed = lambda event: None  # whoever comes after us may have our name
+        self._feed = lambda event: None  # the next connection may have our name
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -121,14 +121,14 @@ class RemoteClient:
         await self._hang_up()
 
     def ask(self, instruction: AskRemote) -> None:
-        """Carry out the instruction, together with the others of this turn of the loop."""
+        """Send the instruction, together with the others of this turn of the loop."""
         if not self._waiting:
             self._loop.call_soon(self._flush)
         self._waiting.append(instruction)
 
     def ask_as_of(self, instruction: AskRemote, fleet: Fleet, snapshot: Snapshot) -> bool:
-        """Ask at once, about a moment that has passed: `fleet` and its numbers are as they were then. False = it cannot
-        be asked, for it is not connected or endpoints have changed since."""
+        """Ask immediately, about an earlier moment: `fleet` and its numbers are as they were then. False = not
+        possible, because there is no connection or endpoints have changed since."""
         if self.welcome is None or snapshot.floats.shape[1] != len(self._fleet.table):
             return False
         self._send([instruction], fleet, self._loop.time(), snapshot)
@@ -143,14 +143,14 @@ class RemoteClient:
             why = await self._once()
             if self._loop.time() - began > LONGEST_PAUSE:
                 pause = FIRST_PAUSE
-            if why != self._last_report:  # a failure that repeats is one line
+            if why != self._last_report:  # log a repeated failure once
                 self._last_report = why
                 self._report("the scheduler is not connected; the built-in policy decides", why)
             await asyncio.sleep(pause)
             pause = min(pause * 2, LONGEST_PAUSE)
 
     async def _once(self) -> str:
-        """One stream from beginning to end; returns why it ended."""
+        """Run one stream from beginning to end; returns why it ended."""
         self._ended = ended = self._loop.create_future()
         address, before = self.options.address, self.connections
         try:
@@ -165,8 +165,8 @@ class RemoteClient:
         finally:
             deadline.cancel()
         if self.connections == before:
-            # A fresh channel reads certificates anew and waits for nothing. A channel that worked is kept, because it
-            # has learned how often its server allows pings.
+            # A new channel reads certificates again and has no back-off. A channel that worked is kept, because it has
+            # learned how often its server allows pings.
             await self._hang_up()
         return why
 
@@ -247,7 +247,8 @@ class RemoteClient:
         if self._stream is None:
             return
         forecasts = self.welcome is not None and self.welcome.wants_forecasts
-        # Room is kept for these very requests: told of it, a scheduler would send them anywhere but there.
+        # The fleet's ledger reserves room for these requests. With the reservations a scheduler would avoid these
+        # endpoints.
         with self._fleet.ledger.without_reserved():
             state = self._state.changes(self._settled(now), snapshot)
             requests = [asked(question, fleet, now, forecasts) for question in waiting]
@@ -256,7 +257,7 @@ class RemoteClient:
         self._stream.send(encode_ask(Ask(state=state, batch=Batch(number=self._batch, now=now, requests=requests))))
 
     def _settled(self, now: float) -> int:
-        """The last batch of which, and of all before it, everything is decided."""
+        """The last batch that is decided, with all batches before it."""
         for number, batch in list(self._undecided.items()):
             if batch.left > 0 and batch.until > now and len(self._undecided) <= _UNDECIDED_BATCHES:
                 return number - 1
@@ -264,23 +265,23 @@ class RemoteClient:
         return self._batch
 
 
-# What a scheduler in another process is told about the fleet: all of it once, then what has changed since.
+# The state of the fleet for a scheduler in another process: all of it once, then what has changed since.
 #
 # Theory. Between two batches a handful of numbers change: the row of an endpoint that was charged, a scrape. The
-# columns lie in one array, so finding them is one comparison (5 µs for 8 endpoints, 60 µs for 1,000), and only
-# changed columns of changed slots travel.
+# columns lie in one array, so finding the changes is one comparison (5 µs for 8 endpoints, 60 µs for 1,000), and only
+# changed columns of changed slots are sent.
 
 _ROWS = [FLOATS.index(name) for name in list(COLUMNS.values())[: -len(FACTORS)]]
 _NUMBERS = list(COLUMNS)
-#: What a new endpoint begins with, by the contract.
+#: The values of a new endpoint, by the contract.
 _NEW = np.array([-np.inf if COLUMNS[number] in ("sampled_at", "ejected_until") else 0.0 for number in COLUMNS])
 _NEW[-len(FACTORS) :] = 1.0
-#: Changes of learned sums below this share are not worth a message.
+#: Learned sums that changed by less than this share are not sent again.
 _SAME = 0.01
 
 
 class StateFeed:
-    """One per stream."""
+    """The state that one stream has been sent. One per stream."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -292,9 +293,10 @@ class StateFeed:
         self._speeds = Speeds()
 
     def changes(self, settled: int, snapshot: Snapshot | None = None) -> State | None:
-        """Since the last call; `None` = nothing. `settled`: the last batch whose picks are charged, or never will be.
+        """The changes since the last call; `None` = none. `settled`: the last batch whose picks are charged, or never
+        will be.
 
-        `snapshot`: tell its numbers, not those of now; it must have the endpoints of now.
+        `snapshot`: send its numbers instead of the present ones; it must have the present endpoints.
         """
         state = State(full=self._version == 0, settled=settled)
         if self._fleet.table.version != self._table_version:
@@ -331,7 +333,7 @@ class StateFeed:
         floats, learned = table.floats, predictor.rates.columns
         if snapshot is not None:
             floats, learned = snapshot.floats, snapshot.learned
-        # As they are sent: of prefill, of a step, of first tokens, of output tokens, of load.
+        # In the order of the messages: prefill, steps, first tokens, output tokens, load.
         current = np.concatenate((floats[_ROWS], learned[[2, 3, 0, 1, 4], : len(table)]))
         changed = current != self._sent
         if not changed.any():
@@ -393,7 +395,7 @@ def _forecast(ask: AskRemote, fleet: Fleet, now: float) -> Forecast:
     tokens = ask.request.prompt_tokens
     loading = fleet.loading(ask.request) if fleet.table.lora else None
     terms = cost(tokens, None if hits is None else hits * tokens, fleet, now, loading)
-    # A term that is the same everywhere is a number.
+    # A term that is the same at all endpoints is a number.
     ttft, prefill, step, used = (
         np.broadcast_to(term, (size,)) for term in (terms.ttft, terms.prefill, terms.step, terms.used)
     )

@@ -1,6 +1,6 @@
 """Messages of `fairlead.scheduler.v1` as values; the contract is `proto/fairlead/scheduler/v1/scheduler.proto`.
 
-Below the values stand their fields, as tables that are read and written by. Columns travel as they lie in memory.
+Below the values are the tables of fields for reading and writing them. Columns are sent as they are in memory.
 """
 
 import struct
@@ -55,7 +55,7 @@ COLUMNS: Mapping[int, str] = {
     29: "ranks",
     **FACTORS,
 }  # fmt: skip
-#: Highest slot that is taken from a peer: columns are as long as the highest one.
+#: The highest slot that is accepted from a peer: columns are as long as the highest slot.
 MAX_SLOT = 65_535
 
 _NO_SLOTS: Slots = np.zeros(0, dtype=np.intp)
@@ -94,7 +94,7 @@ class State(Struct, kw_only=True):
     full: bool = False
     endpoints: list[EndpointState] = field(default_factory=list)
     gone: list[int] = field(default_factory=list)
-    #: Slots whose columns changed, and those columns by field number, parallel to it.
+    #: Slots whose columns changed, and those columns by field number, parallel to `slots`.
     slots: Slots = field(default_factory=lambda: _NO_SLOTS)
     columns: dict[int, Floats] = field(default_factory=dict)
     settled: int = 0
@@ -157,11 +157,11 @@ class Answer(Struct, frozen=True, kw_only=True):
 
 # Scalar and packed fields of `fairlead.scheduler.v1`, on top of `gateway.protobuf`.
 #
-# Encoders leave defaults out, as proto3 does. Decoders take packed and unpacked lists, as the specification asks,
-# refuse what cannot be meant (NaN where a number must order things is the receiver's matter), and never allocate more
-# than the message has bytes.
+# Encoders leave defaults out, as proto3 does. Decoders accept packed and unpacked lists, as the specification demands,
+# refuse invalid values (NaN where numbers are compared is the receiver's concern), and never allocate more than the
+# message has bytes.
 
-#: One field as `protobuf.fields` gives it.
+#: One field as `protobuf.fields` returns it.
 Part = tuple[int, int, int]
 _DOUBLE = struct.Struct("<d")
 
@@ -190,7 +190,7 @@ def slots(number: int, values: Iterable[int]) -> bytes:
 
 
 def read_text(data: bytes, part: Part, before: object = None) -> str:
-    """Raises `ProtocolError` for another kind of field and for what is not UTF-8, as proto3 asks."""
+    """Raises `ProtocolError` for another kind of field, and for text that is not UTF-8, as proto3 demands."""
     _, start, end = part
     if end < 0:
         raise ProtocolError("a text field is not a text")
@@ -217,7 +217,7 @@ def read_double(data: bytes, part: Part, before: object = None) -> float:
 
 
 def read_doubles(data: bytes, part: Part, before: Floats | None) -> Floats:
-    """A packed run, or one entry, put behind what came before."""
+    """A packed run, or one entry, appended to `before`."""
     _, start, end = part
     if end < 0:
         values = np.array([read_double(data, part)])
@@ -249,21 +249,21 @@ def read_slots(data: bytes, part: Part, before: Slots | None) -> Slots:
 
 
 def sub(part: Part) -> tuple[int, int]:
-    """Where a sub-message stands."""
+    """Where a sub-message begins and ends."""
     if part[2] < 0:
         raise ProtocolError("a message field is not a message")
     return part[1], part[2]
 
 
 class Form(NamedTuple):
-    """How a field travels. `write(number, value)` leaves a default out; `read` gets what came of the field before."""
+    """How a field is encoded. `write(number, value)` leaves a default out; `read` also receives the value so far."""
 
     write: Callable[[int, Any], bytes]
     read: Callable[[bytes, Part, Any], Any]
 
 
 class Message(Generic[T]):
-    """`forms`: fields by name, numbered from 1. `make` gets those that came, by name; `parts`: the values of all."""
+    """`forms`: fields by name, numbered from 1. `make` gets the present fields by name; `parts` returns all values."""
 
     def __init__(
         self, make: Callable[..., T], parts: Callable[[Any], Iterable[Any]] | None = None, /, **forms: Form
@@ -295,7 +295,7 @@ def _inner(message: "Message[Any]") -> Form:
 
 
 def _inner_list(message: "Message[Any]", most: int = 1 << 32) -> Form:
-    """Of more than `most` entries the others are passed over."""
+    """A repeated message. Entries beyond `most` are skipped."""
 
     def write(number: int, values: Iterable[Any]) -> bytes:
         return b"".join([protobuf_field(number, message.encode(value)) for value in values])
@@ -313,7 +313,7 @@ _UINT32 = (1 << 32) - 1
 _TEXT, _INTEGER, _REAL = Form(text, read_text), Form(integer, read_integer), Form(double, read_double)
 _INTEGER32 = Form(integer, partial(read_integer, highest=_UINT32))
 _SLOT = Form(integer, partial(read_integer, highest=MAX_SLOT))
-#: Cut where it does not fit.
+#: Larger values are cut to the field's limit.
 _COUNT = Form(lambda number, value: integer(number, min(value, _UINT32)), _INTEGER.read)
 _BOOL = Form(integer, lambda data, part, _: bool(read_integer(data, part)))
 _DOUBLES = Form(doubles, read_doubles)
@@ -328,7 +328,7 @@ def _zigzag(data: bytes, part: Part, before: Any) -> int:
 _SIGNED = Form(lambda number, value: integer(number, value << 1 if value >= 0 else ~(value << 1)), _zigzag)
 
 
-# ---- `Ask`: what Fairlead tells a scheduler, encoded for every batch ----
+# ---- `Ask`: what Fairlead sends to a scheduler, encoded for every batch ----
 
 _HELLO = Message(
     lambda version=0, **values: Hello(version=version, **values),
@@ -348,7 +348,7 @@ def _read_labels(data: bytes, part: Part, before: dict[str, str] | None) -> dict
 def _write_adapters(number: int, names: tuple[str, ...] | None) -> bytes:
     if names is None:
         return b""
-    # An empty name is no default here: it would shift nothing, but it is an entry.
+    # An empty name is not a default here, but an entry.
     return protobuf_field(number, b"".join([protobuf_field(1, name.encode("utf-8", "replace")) for name in names]))
 
 
@@ -461,11 +461,11 @@ _ASK = Message(Ask, hello=_inner(_HELLO), state=_inner(_STATE), batch=_inner(_BA
 encode_ask, decode_ask = _ASK.encode, _ASK.decode
 
 
-# ---- `Answer`: what a scheduler says. It comes from anybody: everything is bounded, nothing is believed yet ----
+# ---- `Answer`: what a scheduler sends. The sender is not trusted: everything is bounded and checked ----
 
-#: Alternatives of one pick that are kept.
+#: How many alternatives of one pick are kept.
 MAX_ALTERNATIVES = 16
-#: Characters of a reason that are kept.
+#: How many characters of a reason are kept.
 MAX_REASON = 200
 
 

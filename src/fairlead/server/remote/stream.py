@@ -1,9 +1,9 @@
 """One gRPC stream to a scheduler: messages both ways, in order, until one side ends it.
 
 Rules
-* `on_message` is called for each message, then `on_end` once, with the reason. Nothing is called after it.
-* What the peer does not take yet waits, up to `MAX_PENDING` bytes: a scheduler that does not read is gone, its requests
-  are decided elsewhere.
+* `on_message` is called for each message, then `on_end` once, with the reason. Nothing is called after that.
+* Messages that the peer does not read yet wait, up to `MAX_PENDING` bytes. A scheduler that does not read counts as
+  gone, and its requests are decided elsewhere.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ MAX_PENDING = 8 << 20
 
 
 class SchedulerStream:
-    """Opened at once, on a running loop; `send` may be called before the connection stands."""
+    """Opened immediately, on a running loop; `send` may be called before the connection is established."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class SchedulerStream:
         on_message: Callable[[bytes], None],
         on_end: Callable[[str], None],
     ) -> None:
-        """`address` is for messages only."""
+        """`address` is used in messages only."""
         self._call = channel.stream_stream(path)()
         self._address = address
         self._on_message, self._on_end = on_message, on_end
@@ -55,7 +55,7 @@ class SchedulerStream:
             self._writer = asyncio.create_task(self._write(), name="scheduler stream's writer")
 
     def end(self, why: str) -> None:
-        """Close, and tell why. Once."""
+        """Close the stream and report why, once."""
         if self._ended:
             return
         self._ended = True
@@ -64,7 +64,7 @@ class SchedulerStream:
         self._on_end(why)
 
     async def closed(self) -> None:
-        """Returns once both directions have come to rest after the end."""
+        """Return once both directions have stopped after the end."""
         await asyncio.wait([task for task in (self._reader, self._writer) if task is not None])
 
     async def _write(self) -> None:
@@ -77,7 +77,7 @@ class SchedulerStream:
                     await self._call.write(message)
                     self._pending_bytes -= len(message)
         except (AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError):
-            pass  # the call is over, and the reader is told why
+            pass  # the call is over; the reader learns why
         finally:
             self._writer = None
 
@@ -100,7 +100,7 @@ class SchedulerStream:
             else:
                 why = f"the peer ended the stream: gRPC status {code.value[0]} {text}".rstrip()
         except asyncio.CancelledError:
-            pass  # ours or the channel's
+            pass  # our own cancellation, or the channel's
         finally:
             self.end(why)
 
@@ -108,15 +108,15 @@ class SchedulerStream:
 # Where a scheduler is (`host:port` or `unix:/path`), and a gRPC channel to it.
 #
 # Rules
-# * gRPC is imported here and nowhere else on the client's side, and only once a channel is opened.
-# * The peer must answer a ping every `KEEPALIVE` seconds. gRPC asks less often where a server finds that too often.
-# * A connection is tried again for as long as the channel lives, after pauses of 0.1 up to 1 s.
+# * On the client's side gRPC is imported only here, and only once a channel is opened.
+# * The peer must answer a ping every `KEEPALIVE` seconds. gRPC pings less often if the server objects.
+# * The connection is retried for as long as the channel lives, after pauses of 0.1 to 1 s.
 
 UNIX = "unix:"
 #: Seconds.
 KEEPALIVE = 5.0
 CONNECT_WITHIN = 5.0
-#: One message of the peer; a batch of 4096 picks with alternatives is well below.
+#: Limit for one message of the peer; a batch of 4096 picks with alternatives is well below it.
 MAX_MESSAGE = 4 << 20
 
 _OPTIONS = (
@@ -126,7 +126,7 @@ _OPTIONS = (
     ("grpc.keepalive_timeout_ms", round(KEEPALIVE * 1000)),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # What gRPC calls the shortest back-off is also the longest that one attempt to connect may take.
+    # gRPC's shortest back-off is also the longest time that one attempt to connect may take.
     ("grpc.min_reconnect_backoff_ms", round(CONNECT_WITHIN * 1000)),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.use_local_subchannel_pool", 1),
@@ -137,10 +137,10 @@ _OPTIONS = (
 
 
 class ClientTls(Struct, frozen=True, kw_only=True):
-    """How the scheduler's certificate is checked, and our own. PEM files; empty = the system's, or none."""
+    """How to check the scheduler's certificate, and our own certificate. PEM files; empty = the system's, or none."""
 
     ca_file: str = ""
-    #: False takes whatever certificate the server shows.
+    #: False = accept any certificate.
     verify: bool = True
     #: Name in the certificate; empty = the host of the address.
     server_name: str = ""
@@ -148,7 +148,7 @@ class ClientTls(Struct, frozen=True, kw_only=True):
     cert_dir: str = ""
 
     def check(self) -> None:
-        """Raises `ConfigError` when a file cannot be used."""
+        """Raises `ConfigError` if a file cannot be used."""
         try:
             context = ssl.create_default_context(cafile=self.ca_file or None)
             if self.cert_dir:
@@ -159,8 +159,8 @@ class ClientTls(Struct, frozen=True, kw_only=True):
 
 
 async def open_channel(address: str, tls: ClientTls | None = None) -> "grpc.aio.Channel":
-    """A channel, which connects once it is used. Raises `ConfigError`; `OSError` when a certificate that shall be taken
-    unchecked cannot be had."""
+    """A channel, which connects once it is used. Raises `ConfigError`; `OSError` if a certificate that is to be
+    accepted unchecked cannot be fetched."""
     import grpc
     import grpc.aio
 
@@ -184,19 +184,19 @@ async def open_channel(address: str, tls: ClientTls | None = None) -> "grpc.aio.
 
 
 def _roots(tls: ClientTls) -> bytes | None:
-    """The authorities that are believed. Without the system's list gRPC has one of its own."""
+    """The trusted authorities. Without the system's list gRPC uses one of its own."""
     file = tls.ca_file or ssl.get_default_verify_paths().cafile
     return Path(file).read_bytes() if file else None
 
 
 async def _certificate(address: str) -> tuple[bytes, str]:
-    """The server's certificate as PEM, and a name that it is for. gRPC in Python always checks both: whoever asks for
-    no check believes what the server shows when the channel is opened."""
+    """The server's certificate as PEM, and a name in it. gRPC in Python always checks both, so without verification the
+    certificate that the server shows when the channel is opened is trusted."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     shown = await _handshake(address, context)
     pem = ssl.DER_cert_to_PEM_cert(shown.getpeercert(binary_form=True))
-    # Only a certificate that was verified is decoded: it vouches for itself.
+    # Python decodes only verified certificates, so this one is trusted as its own authority.
     context = ssl.create_default_context(cadata=pem)
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN

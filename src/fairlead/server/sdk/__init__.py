@@ -1,8 +1,8 @@
-"""For schedulers in a process of their own, written in Python; docs/replacement-scheduler.md.
+"""For schedulers in a process of their own, written in Python; see docs/replacement-scheduler.md.
 
 class LeastQueue:
     def pick(self, request, endpoints):
-        return min(endpoints, key=lambda one: one.queue).id
+        return min(endpoints, key=lambda endpoint: endpoint.queue).id
 
 $ fairlead scheduler serve my_module:LeastQueue --listen unix:/run/scheduler.sock
 """

@@ -1,6 +1,6 @@
-"""`fairlead scheduler check`: whether a scheduler keeps the contract, rule by rule. Any implementation can be checked.
+"""`fairlead scheduler check`: whether a scheduler keeps the contract, rule by rule. It checks any implementation.
 
-A scheduler may pass (or refuse) wherever it likes; what it picks must exist and be allowed.
+A scheduler may pass on (or refuse) any request; an endpoint that it picks must exist and be allowed.
 """
 
 import asyncio
@@ -34,18 +34,18 @@ from fairlead.server.remote.messages import (
 )
 from fairlead.server.remote.stream import ClientTls, SchedulerStream, open_channel
 
-# Talks to a scheduler by hand: for checks and benchmarks of one that may be wrong.
+# Talks to a scheduler message by message, for checks and benchmarks of schedulers that may be wrong.
 
 #: Seconds that one answer may take before a check gives up.
 PATIENCE = 5.0
 
 
 class Failed(FairleadError):
-    """What was expected did not come; the text says what came."""
+    """The expected answer did not arrive; the text says what arrived instead."""
 
 
 class Dialogue:
-    """One stream. State versions, batch and request numbers are counted here."""
+    """One stream. It counts state versions, batch numbers and request numbers."""
 
     def __init__(self) -> None:
         self.stream: SchedulerStream | None = None
@@ -75,7 +75,7 @@ class Dialogue:
         self.send_bytes(encode_ask(ask))
 
     async def answer(self) -> Answer:
-        """The next one. Raises `Failed`."""
+        """The next answer. Raises `Failed`."""
         try:
             async with asyncio.timeout(PATIENCE):
                 received = await self._answers.get()
@@ -85,10 +85,10 @@ class Dialogue:
             raise Failed(received)
         return received
 
-    # ---- what is said ----
+    # ---- sending and receiving ----
 
     async def greet(self, endpoints: Sequence[EndpointState], **columns: Sequence[float]) -> Answer:
-        """Hello and everything; returns the welcome, checked."""
+        """Send the hello and the whole state; returns the answer with the welcome, checked."""
         state = self.state(endpoints, (), **columns)
         self.send(Ask(hello=Hello(gateway="fairlead check", budget_us=5000), state=state))
         answer = await self.answer()
@@ -101,7 +101,7 @@ class Dialogue:
     def state(
         self, endpoints: Sequence[EndpointState] = (), gone: Iterable[int] = (), **columns: Sequence[float]
     ) -> State:
-        """The next version. `columns` by name are parallel to `endpoints`; those of idle endpoints where not given."""
+        """The next state. `columns`, by name, are parallel to `endpoints`; missing ones are those of idle endpoints."""
         self._version += 1
         state = State(version=self._version, full=self._version == 1, endpoints=list(endpoints), gone=list(gone))
         state.settled = self.batch
@@ -116,11 +116,11 @@ class Dialogue:
         return state
 
     def opened(self, stream: SchedulerStream) -> None:
-        """What is said goes there."""
+        """Send to this stream from now on."""
         self.stream = stream
 
     def batched(self) -> None:
-        """One more batch is about to be sent."""
+        """Count one more batch, which is about to be sent."""
         self.batch += 1
 
     def ask(self, count: int = 1, state: State | None = None, **fields: Any) -> list[int]:
@@ -137,7 +137,7 @@ class Dialogue:
         return [asked.request.id for asked in requests]
 
     async def picks(self, wanted: Sequence[int]) -> list[RemotePick]:
-        """The picks for these requests, in their order. Raises `Failed` when one is missing, twice or not asked for."""
+        """The picks for these requests, in their order. Raises `Failed` for a missing, double or unexpected one."""
         received: dict[int, RemotePick] = {}
         while len(received) < len(wanted):
             answer = await self.answer()
@@ -154,7 +154,7 @@ class Dialogue:
 
 @asynccontextmanager
 async def talk(address: str, tls: ClientTls | None = None) -> AsyncIterator[Dialogue]:
-    """A `Dialogue`. Where nobody is there its first answer, or this, raises `Failed`."""
+    """A `Dialogue`. If nothing listens at the address, its first answer or this raises `Failed`."""
     dialogue = Dialogue()
     try:
         channel = await open_channel(address, tls)
@@ -170,7 +170,7 @@ async def talk(address: str, tls: ClientTls | None = None) -> AsyncIterator[Dial
         await channel.close()
 
 
-#: Sequential batches that the latency is taken from.
+#: How many sequential batches the latency is measured over.
 _ROUNDS = 300
 
 
@@ -178,12 +178,12 @@ class Result(Struct, frozen=True):
     name: str
     rule: str
     ok: bool
-    #: What came instead, or a figure.
+    #: What happened instead, or a figure.
     detail: str = ""
 
 
 class Checker:
-    """`budget_ms`: what the 99th percentile of answers may take."""
+    """`budget_ms`: how long the 99th percentile of answers may take."""
 
     def __init__(self, address: str, tls: ClientTls | None = None, budget_ms: float = 100.0) -> None:
         self._address = address
@@ -191,7 +191,7 @@ class Checker:
         self._budget_ms = budget_ms
 
     async def run(self) -> list[Result]:
-        """All checks, each on a stream of its own. When nobody is there the others are left out."""
+        """Run all checks, each on a stream of its own. If the first one fails, the others are left out."""
         results = []
         for check in CHECKS:
             result = await self._one(check)
@@ -364,7 +364,7 @@ def _forecast(slots: int) -> Forecast:
 
 
 def _ask(say: Dialogue, slots: int, count: int = 1, **fields: Any) -> list[int]:
-    """A batch whose requests carry forecasts, as for a scheduler that asked for them."""
+    """Send a batch whose requests carry forecasts, as for a scheduler that asked for them."""
     return say.ask(count, None, forecast=_forecast(slots), **fields)
 
 
@@ -385,7 +385,7 @@ def _all_allowed(picks: Sequence[RemotePick], names: set[str]) -> None:
 
 
 async def _nothing_more(say: Dialogue) -> None:
-    """No further pick comes for what was answered."""
+    """Check that no further pick arrives for requests that were answered."""
     await asyncio.sleep(0.02)
     (number,) = say.ask(1, forecast=_forecast(3))
     await say.picks([number])

@@ -48,7 +48,7 @@ UNIX = "unix:"
 
 
 class SchedulerServer:
-    """`await start(address)`, then `await close()`. `make` gives a policy per stream."""
+    """`await start(address)`, then `await close()`. `make` returns a policy for each stream."""
 
     def __init__(self, make: Callable[[], Policy], tls: ServerTls | None = None) -> None:
         self.stats = SchedulerStats()
@@ -78,13 +78,13 @@ class SchedulerServer:
         await self._server.close(grace_s)
 
 
-# One stream of a gateway, on the scheduler's side: its fleet mirrored, its batches decided.
+# One stream of a gateway, on the scheduler's side: the fleet is mirrored, batches are decided.
 #
-# Rules (those of the contract, seen from here)
-# * The first message brings the hello and everything; versions of the state and numbers of batches rise by one. A peer
-#   that breaks this is told so with a gRPC status, and may connect again.
-# * Every request of a batch is answered in one `Answer`, before the next message is looked at. A policy that raises has
-#   no opinion on that request.
+# Rules (those of the contract, from this side)
+# * The first message has the hello and the whole state; state versions and batch numbers rise by one. A peer that
+#   breaks this gets a gRPC status that says so, and may connect again.
+# * Every request of a batch is answered in one `Answer`, before the next message is read. A policy that raises has no
+#   opinion on that request.
 # * Own picks are charged in the mirror until the gateway's figures include them.
 
 log = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class Session:
         self._stream.finish()
 
     def on_lost(self, why: str) -> None:
-        """Nothing is held but the mirror, which goes with us."""
+        """Ignored: the only state is the mirror, which ends with the session."""
 
     def _take(self, ask: Ask) -> None:
         if not self._greeted:
@@ -212,13 +212,13 @@ class Session:
         return RemotePick(request.id, Outcome.PICKED, endpoint.id, alternatives=alternatives, prefill=prefill)
 
 
-# `my.module:Name`, or the name of a built-in policy → something that makes policies.
+# `my.module:Name`, or the name of a built-in policy → a function that makes policies.
 
 _FORMS = "give the name of a built-in policy, a configuration file (.yaml), or MODULE:NAME"
 
 
 def policy_maker(target: str, report: Callable[[PluginError], None] | None = None) -> Callable[[], Policy]:
-    """One policy per stream. Raises `ConfigError` that says what to give; everything is tried once right here."""
+    """Makes one policy per stream. Raises `ConfigError`, which says what to give; a policy is made here as a test."""
     if ":" in target:
         make = _from_module(*target.rsplit(":", 1))
     elif target.endswith((".yaml", ".yml", ".json")):
@@ -236,7 +236,7 @@ def policy_maker(target: str, report: Callable[[PluginError], None] | None = Non
 
 @runtime_checkable
 class _Chooses(Protocol):
-    """Perhaps a policy."""
+    """Has the method of a policy, but is perhaps not one."""
 
     def choose(self, request: Any, fleet: Any, context: Any) -> Any: ...
 

@@ -11,7 +11,7 @@ from fairlead.core.policy import Answer, Context, Picked, Refused
 from fairlead.core.request import Request
 from fairlead.core.view import FleetView
 
-#: An endpoint's id, or several, the best first; `None` or nothing = no opinion.
+#: An endpoint's id, or several, the best first; `None` or an empty value = no opinion.
 Choice = str | Sequence[str] | None
 
 #: `Refused.reason` of "no opinion".
@@ -19,7 +19,7 @@ PASSED = "passed"
 
 
 class RefusedRequest(Exception):
-    """Raise it in `pick` when nobody may serve the request; the client reads the text."""
+    """Raise this in `pick` if no endpoint may serve the request; the client receives the text."""
 
 
 class EndpointView(Struct, frozen=True):
@@ -32,27 +32,27 @@ class EndpointView(Struct, frozen=True):
     queue: float
     active: float
     kv: float
-    #: Prompt tokens of the request that it is believed to have cached.
+    #: Prompt tokens of the request that the endpoint is believed to have cached.
     hit_tokens: float
-    #: Milliseconds to the request's first token there, as Fairlead would expect.
+    #: Milliseconds to the request's first token at this endpoint, as Fairlead predicts.
     ttft_ms: float
 
 
 @runtime_checkable
 class Scheduler(Protocol):
-    """What `fairlead scheduler serve` takes, beside any `Policy`."""
+    """What `fairlead scheduler serve` accepts, in addition to any `Policy`."""
 
     def pick(self, request: Request, endpoints: Sequence[EndpointView]) -> Choice:
         """The id of one of the endpoints, or of several, the best first: the next one gets the request if the first
-        has left or cannot be reached. `None` or nothing = no opinion, Fairlead's own policy decides.
+        has left or cannot be reached. `None` or an empty value = no opinion: Fairlead's own policy decides.
 
-        May raise `RefusedRequest`. Anything else that it raises counts as no opinion, and is logged.
+        May raise `RefusedRequest`. Any other exception counts as no opinion, and is logged.
         """
         ...
 
 
 class SimplePolicy:
-    """A `Policy` that asks a `Scheduler`, or a function of the same arguments."""
+    """A `Policy` that asks a `Scheduler`, or a function with the same arguments."""
 
     def __init__(self, pick: Callable[[Request, Sequence[EndpointView]], Choice], name: str) -> None:
         self.name = name
@@ -74,7 +74,7 @@ class SimplePolicy:
 
 
 def views(request: Request, fleet: FleetView, now: float) -> list[EndpointView]:
-    """Of the endpoints that can serve the request."""
+    """Views of the endpoints that can serve the request."""
     table = fleet.table
     share = fleet.match(request)
     hits = np.zeros(len(table)) if share is None else share * request.prompt_tokens
