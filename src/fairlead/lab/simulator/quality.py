@@ -1,11 +1,12 @@
-"""Every policy on every scenario: which entries meet in which scenarios, and each one's regret.
+"""Every policy on every scenario: which entries take part in which scenarios, and the regret of each.
 
-An entry has a key of the tables and a configuration. `entries()` are the policies by name. Whoever compares one more
-configuration adds it to `EXTRA`.
+An entry has a key of the tables and a configuration. `entries()` returns the policies by name. To compare a further
+configuration, add it to `EXTRA`.
 
-The scheduler does not begin with the truth: its prior, and its bytes per token, are wrong by drawn factors of 0.5 to
-1.5, no request says how long its answer becomes, and servers are read once per second. Beside that stands what the
-default does where all of it is known. A regret is value / best value of any policy that took part.
+The scheduler does not begin with the truth. Its prior and its bytes per token are wrong by drawn factors from 0.5 to
+1.5, requests do not announce the length of their answer, and servers are scraped once per second. The tables also show
+the results of the default when all of this is known. A regret is the value divided by the best value of any policy that
+took part.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,10 +32,10 @@ from fairlead.lab.simulator.scenarios import (
     SITUATIONS,
 )
 
-#: Further configurations that take part like a policy: key → text. Settings of rules that their makers publish besides
-#: their defaults (see the rules' files): Dynamo's scale of 2 and its preset for agents; llm-d's filter with the
-#: throughput of these servers (8,192 tokens in a step of 423 ms) and the penalty of its example, and for pools that
-#: answers bind.
+#: Further configurations that take part like a policy: key → text. They are settings that the authors of rules publish
+#: in addition to their defaults (see the files of the rules): Dynamo's scale of 2 and its preset for agents; llm-d's
+#: filter with the throughput of these servers (8,192 tokens in a step of 423 ms) and the penalty of its example, and
+#: for pools that are limited by answers.
 EXTRA: dict[str, str] = {
     "dynamo, scale 2": "policy: {type: dynamo-linear, parameters: {prefillLoadScale: 2}}\n",
     "dynamo, agentic": "policy: {type: dynamo-linear, parameters: "
@@ -43,12 +44,12 @@ EXTRA: dict[str, str] = {
     "{maxTTFTPenaltyMs: 5000, explorationProbability: 0.01, peakPrefillThroughput: 19350}}\n",
     "sticky, requests": "policy: {type: sticky-until-saturated, parameters: {load: requests}}\n",
 }
-#: The best of the others, with a queue in front of the servers as the default has.
+#: The best policies apart from the default, with a queue in front of the servers, as the default has.
 LATE_TOO = ("weights-322", "dynamo, agentic")
 FLOW = "flowControl: {ttl: 590s, limits: {band: {requests: null, bytes: null}}}\n"
-#: What the default is, under other names.
+#: Other names of the default.
 SAME = ("cost-model", "prefill-decode")
-#: Long scenarios are cut to their first so many requests: what comes after ranks the rules alike, and costs minutes.
+#: Long scenarios are cut to this many requests. The later ones rank the policies the same way and cost minutes.
 HEADS = {
     **dict.fromkeys(("conversation-1x", "conversation-1.5x", "conversation-2x", "unlike-hardware"), 4500),
     "apart-chat": 2000,
