@@ -216,8 +216,8 @@ def least(holds: Callable[[Sequence[int]], Sequence[bool]], guess: int, most: in
 
 
 def settle(share: Callable[[Sequence[int]], Sequence[float]], size: int, most: int) -> int | None:
-    """The border near `size` by the shares of seeds that hold: from `size`, go down while at least half of them hold
-    one size below, and up while fewer than half hold."""
+    """The border near `size`: the least size at which at least half of the seeds hold, while one size below fewer than
+    half do. `None` if not even `most` is such a size."""
     while True:
         here, below = share([size, size - 1]) if size > 1 else (share([size])[0], 0.0)
         if here < 0.5:
