@@ -58,10 +58,10 @@ HEADS = {
     "headline-steady-16": 4750,
     "headline-70b-20": 7000,
 }
-#: Added to the name of a scenario whose scheduler begins with the truth: the column beside the main one, in which
-#: nothing is known of engines, tokens and answers. Of these policies only.
+#: Added to the name of a scenario whose scheduler begins with the truth, and the policies that are shown this way, next
+#: to the main results, in which nothing is known of engines, tokens and answers.
 KNOWN, KNOWN_OF = ", truth known", ("default", AT_ONCE)
-#: Requests that the smaller version of a scenario keeps; 0 = all.
+#: The number of requests in the smaller version of a scenario; 0 = all.
 QUICK = {"shared-prefix-10": 600, "shared-prefix-14": 900, "shared-prefix-20": 900, "agents": 1200}
 QUICK_OTHERS = {
     **dict.fromkeys(QUALITY, 2500),
@@ -69,11 +69,11 @@ QUICK_OTHERS = {
     **dict.fromkeys(PUBLISHED, 1400),
     **dict.fromkeys((*SITUATIONS, *HELD_OUT), 800),
 }
-#: Sizes of the pools' prefill part, of 8 servers.
+#: How many of the 8 servers only prefill.
 PREFILL_SERVERS = (2, 3)
 PAIRS = "policy: prefill-decode\n"
 PAIRS_ALWAYS = "policy: {type: prefill-decode, parameters: {always: true}}\n"
-#: The scenarios that may be looked at while something is tuned, and those that may not (docs/workloads.md).
+#: The scenarios that may be used for tuning, and those that may not (docs/workloads.md).
 SETS = {
     "development": (*QUALITY, *ADVERSARIAL, *PUBLISHED, *SITUATIONS, *APART),
     "held_out": (*HELD_OUT,),
@@ -81,7 +81,7 @@ SETS = {
 
 
 def entries() -> dict[str, str]:
-    """Key → text of a configuration; `default` comes first."""
+    """Key → text of a configuration; `default` is first."""
     known = known_policies()
     rules = {name: text for name, text in known.items() if name not in SAME} | EXTRA
     late = {f"{name}+flow": rules[name] + FLOW for name in LATE_TOO}
@@ -89,14 +89,14 @@ def entries() -> dict[str, str]:
 
 
 def names(chosen: str = "all") -> list[str]:
-    """Of the scenarios of a set, or of all."""
+    """The names of the scenarios of a set, or of all sets."""
     return [name for key, scenarios in SETS.items() if chosen in (key, "all") for name in scenarios]
 
 
 def cells(
     scenarios: Sequence[str], texts: Mapping[str, str], traces: str, quick: bool, seeds: int, head: int = 0
 ) -> list[Cell]:
-    """Cells of a scenario follow each other."""
+    """The cells to run. Cells of one scenario are adjacent."""
     wanted = []
     for name in scenarios:
         requests = head or (requests_of_quick(name) if quick else HEADS.get(name, 0))
@@ -114,7 +114,7 @@ def cells(
 
 
 def _taking_part(name: str, texts: Mapping[str, str]) -> list[tuple[int, str, str]]:
-    """(prefill servers, key, text)."""
+    """Tuples of (prefill servers, key, text)."""
     if name not in APART:
         return [(0, key, text) for key, text in texts.items()]
     pools = [(0, "default", texts.get("default", "policy: default\n"))]
@@ -130,7 +130,7 @@ def requests_of_quick(name: str) -> int:
 
 
 def usable_traces(directory: str) -> tuple[str, str]:
-    """The directory if any published trace is there, else "", and a line on those that are missing."""
+    """The directory if it has any published trace, otherwise "", and a note about the missing traces."""
     path = Path(directory)
     missing = [name for name in (MOONCAKE, AZURE_CODE) if not (path / name).is_file()]
     where = directory or "--traces"
@@ -156,20 +156,20 @@ def summary_of(results: Sequence[CellResult]) -> Summary:
 
 
 def parted(summary: Summary) -> tuple[Summary, Summary]:
-    """What nothing was known at the beginning of, and what the truth was."""
+    """The scenarios in which the scheduler begins without knowledge, and those in which it knows the truth."""
     known = {name.removesuffix(KNOWN): rows for name, rows in summary.items() if name.endswith(KNOWN)}
     return {name: rows for name, rows in summary.items() if not name.endswith(KNOWN)}, known
 
 
 def regrets_of(chosen: str, summary: Summary) -> Regrets:
-    """Over the scenarios of a set, as far as they were simulated. Pools of prefill and decode servers are for other
-    rules."""
+    """The regrets over the simulated scenarios of a set. Pools of prefill and decode servers are left out, because they
+    compare other rules."""
     names = [name for name in SETS[chosen] if name in summary and name not in APART]
     return regrets({name: summary[name] for name in names})
 
 
 def judgement(regret: Regrets) -> dict[str, dict[str, dict[str, float]]]:
-    """{policy: {ttft_mean, ttft_p99, e2e_mean, goodput: {geomean, worst}}}: the form of `summary.json`."""
+    """{policy: {ttft_mean, ttft_p99, e2e_mean, goodput: {geomean, worst}}}, the form of `summary.json`."""
     return {
         policy: {
             figure.removesuffix("_ms"): {"geomean": row[figure], "worst": row[f"{figure}_worst"]} for figure in COMPARED
@@ -179,8 +179,8 @@ def judgement(regret: Regrets) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def write_summary(out: Path, results: Sequence[CellResult]) -> tuple[Summary, Summary, dict[str, Regrets]]:
-    """Writes `out/summary.json`, {set: {"policies": …, "code", "cpu_minutes"}}, where a set that was not simulated
-    keeps what was found last, and `out/scenarios.json`, {"scenarios", "known": {scenario: {policy: figures}}}. Returns
+    """Write `out/summary.json`, {set: {"policies": …, "code", "cpu_minutes"}}, in which a set that was not simulated
+    keeps its last results, and `out/scenarios.json`, {"scenarios", "known": {scenario: {policy: figures}}}. Returns
     scenarios, known and the regrets of each set."""
     summary, known = parted(summary_of(results))
     judged = {name: regret for name in SETS if (regret := regrets_of(name, summary))}
@@ -199,7 +199,7 @@ def _write(path: Path, document: object) -> None:
 
 
 def print_table(summary: Summary, judged: Mapping[str, Regrets]) -> None:
-    """`judged`: the regrets of each set."""
+    """Print the results. `judged`: the regrets of each set."""
     first: Regrets = next(iter(judged.values()), {})
     order = sorted(first, key=lambda policy: first[policy]["ttft_mean_ms"] * first[policy]["e2e_mean_ms"])
     order += [p for p in dict.fromkeys(p for row in summary.values() for p in row) if p not in first]

@@ -79,9 +79,7 @@ def compare(run: Run, change: Change) -> Compared:
 
 def _asked(result: Compared, record: DecisionRecord, before: str, answers: dict[int, tuple[str, Trace | None]]) -> None:
     answer = answers.pop(record.request.id, None)
-    if (
-        answer is None or record.trace is None or record.trace.waited is not None
-    ):  # the queried answer may be long out of date
+    if answer is None or record.trace is None or record.trace.waited is not None:  # the answer may be out of date
         return
     after, trace = answer
     result.decisions += 1

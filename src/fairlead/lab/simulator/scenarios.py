@@ -227,7 +227,7 @@ def stage(rate: float, seconds: float, preset: str = "") -> Scenario:
 
 PUBLISHED: dict[str, Callable[[], Scenario]] = {
     **{f"headline-stage-{rate:g}": partial(stage, rate, seconds) for rate, seconds in STAGES.items()},
-    # The same memory and warm caches under a load that lasts: about what the servers bear.
+    # The same memory and warm caches under a steady load, about as much as the servers can handle.
     "headline-steady-16": partial(stage, 16.0, 1200.0),
     # Here a prompt costs more relative to an answer, and the answers fit into the memory.
     "headline-70b-20": partial(stage, 20.0, 600.0, "llama-70b-h100-tp4"),

@@ -1,6 +1,4 @@
-"""A simulated model server: an engine, and a timer for its next relevant moment. Also the delayed KV events of the
-servers.
-"""
+"""A simulated model server: an engine, and a timer for its next relevant moment; and its delayed KV events."""
 
 from collections.abc import Callable, Sequence
 from random import Random
