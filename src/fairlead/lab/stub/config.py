@@ -61,7 +61,7 @@ if TYPE_CHECKING:  # imports ZMQ, which only pools with events need
     from fairlead.lab.stub.kv_publisher import KvEventsConfig
 
 VERSION = "0.32.0"
-#: Ports from one replica's publisher to the next one's: one for events, one for replays.
+#: Distance between the ports of one replica's publisher and the next: one port for events, one for replays.
 KV_PORTS = 2
 #: Far more than a CPU can follow. Beyond this, engine seconds would be too coarse for the steps of a server that has
 #: run for a day.
