@@ -117,7 +117,7 @@ class Plan(Struct, frozen=True, kw_only=True):
 
 
 def check_ports(plan: Plan) -> None:
-    """Raises `FairleadError` for the first port that cannot be listened on; says what to change."""
+    """Raise `FairleadError` for the first port that cannot be bound, and say what to change."""
     for port in (*plan.own_ports, *plan.replica_ports):
         error = obstacle(HOST, port)
         if error is not None:
@@ -132,13 +132,13 @@ def _taken(plan: Plan, port: int, error: OSError) -> str:
     )
 
 
-# What the demo is meant to show, and whether a run of it did.
+# The goals of the demo, and whether a run met them.
 
 P50_LOWER, P95_LOWER, HIT_RATE = 10.0, 5.0, 0.8
 
 
 class Goal(Struct, frozen=True):
-    """One of the goals, in words, and what a run came to."""
+    """One of the goals, in words, and the result of a run."""
 
     wanted: str
     got: str
@@ -146,7 +146,7 @@ class Goal(Struct, frozen=True):
 
 
 def judge(summaries: Mapping[str, Mapping[str, Any]]) -> list[Goal]:
-    """Hold a run against the goals. `summaries`: one of `load.report.summarise` per policy, by the policy's name."""
+    """Compare a run with the goals. `summaries`: one of `load.report.summarise` per policy, by the policy's name."""
     base, ours = summaries["round-robin"], summaries["default"]
     failed = sum(summary["failed"] for summary in summaries.values())
     return [
@@ -174,11 +174,11 @@ def _hits(rate: float | None) -> Goal:
 
 
 def _cut(value: float) -> str:
-    """One decimal, never rounded up: a goal that is missed must not read as if it was met."""
+    """One decimal, never rounded up, so that a missed goal is not shown as met."""
     return f"{floor(value * 10) / 10:g}"
 
 
-# The demo's pool to play with: a configuration next to the results, and commands that work as they are printed.
+# The demo's pool for manual use: a configuration next to the results, and commands that work as printed.
 #
 # The commands are for the directory in which the demo was run, whether or not `fairlead` is on PATH there.
 
@@ -196,7 +196,7 @@ endpoints: {{file: {endpoints}, watch: true}}
 
 
 class Commands(Struct, frozen=True):
-    """Lines for a shell: two servers, each in a terminal of its own, then a request; and a page to look at."""
+    """Shell commands: two servers, each in its own terminal, then a request; and the address of the dashboard."""
 
     stub: str
     serve: str
@@ -205,7 +205,7 @@ class Commands(Struct, frozen=True):
 
 
 def prepare(plan: Plan) -> Commands:
-    """Write `by-hand.yaml` into the demo's folder; returns the commands that use it."""
+    """Write `by-hand.yaml` into the demo's folder and return the commands that use it."""
     config, endpoints = plan.out / "by-hand.yaml", plan.out / "by-hand-endpoints.yaml"
     gateway, ext_proc, admin = plan.own_ports
     written = json.dumps(str(endpoints.absolute()), ensure_ascii=False)

@@ -1,7 +1,7 @@
 """Workloads that break routers: small and seeded, each made for one known weakness.
 
-`paced_prefix`    one client after another with the same beginning and no load in between: rules that only look at load spread
-                  them over all servers, and each server computes the beginning again.
+`paced_prefix`    one client after another with the same beginning and no load in between: rules that only look at load
+                  spread them over all servers, and each server computes the beginning again.
 `cold_bursts`     many requests with one new beginning within 100 ms: a router that learns a prefix only after it
                   was computed sends each of them to another server.
 `viral_prompt`    most requests have the same beginning: affinity without a price for load overloads one server.
