@@ -340,9 +340,7 @@ class _Assembly:
                 sections[name] = self._section(camel(name), model) or model.model_construct()
         if self._root.get("seed") is not None and read(Settings, {"seed": self._root["seed"]}, (), self._report):
             sections["seed"] = self._root["seed"]
-        settings = Settings.model_construct(
-            **sections
-        )  # all are checked: a validator of all takes 20 ms to build
+        settings = Settings.model_construct(**sections)  # all are checked: a validator of all takes 20 ms to build
         settings = resolve(settings, self._base, self._report)
         scorers = policy.scorers if policy else ()
         urls = [spec.parameters.cache_indexer_url for spec in scorers if spec.type == "prefix-aware"]
