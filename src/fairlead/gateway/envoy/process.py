@@ -88,8 +88,7 @@ class GatewayProcess:
         )
 
     async def _wait_for_scheduler(self) -> None:
-        """Wait until Envoy would query it. Earlier requests would keep model names unknown to servers, and skip the
-        rules."""
+        """Wait until Envoy would query it. Until then, model names would not be mapped, and rules would not apply."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._scheduler_timeout):
                 while not all([await admin.asks_scheduler(self._schedulers) for admin in self.admins]):
@@ -112,8 +111,8 @@ class GatewayProcess:
         raise GatewayError(envoy.explain())
 
     def _keep_port(self, port: int) -> None:
-        """A restart must come back where it was, also where any free port was asked for. Envoy heeds files that are
-        moved, so this one changes nothing yet."""
+        """Keep the port for restarts, even if any free port was requested. Envoy only notices files that are moved, so
+        this change has no effect yet."""
         path = self._directory / LISTENERS
         listeners: Any = json.loads(path.read_text())
         where = listeners["resources"][0]["address"]["socket_address"]

@@ -4,9 +4,10 @@ Step times are least-squares fits of `spec.LatencyModel` to a vendor's measured 
 mean absolute error of 5-7 %. A step of 8192 prompt tokens with 64 decodes of 8k is predicted at 449 ms; 502 ms were
 measured.
 
-KV capacity: Qwen3-32B on two H100 is known to hold 270,000 tokens. The others follow from the same formula, `(gpus ·
-(0.9 · memory - 8.7 GB) - weights) / KV bytes per token`. The server may use 0.9 of the memory. The 8.7 GB per GPU stand
-for activations, graphs and communication; they are chosen so that the formula gives 270,000 for the known case.
+KV capacity: Qwen3-32B on two H100 is known to hold 270,000 tokens. The others follow from the same formula,
+`(gpus · (0.9 · memory - 8.7 GB) - weights) / KV bytes per token`. The server may use 0.9 of the memory. The 8.7 GB per
+GPU stand for activations, graphs and communication; they are chosen so that the formula gives 270,000 for the known
+case.
 """
 
 import msgspec
