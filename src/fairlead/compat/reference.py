@@ -1,5 +1,5 @@
-"""Descriptions of every configuration field and every built-in plugin, for the reference page and `fairlead config
-explain`. All of it comes from the models that the loader uses.
+"""Descriptions of every configuration field and every built-in plugin, for the reference page and the command
+`fairlead config explain`. All of it comes from the models that the loader uses.
 """
 
 import inspect

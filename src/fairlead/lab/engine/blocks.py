@@ -90,8 +90,7 @@ class BlockManager:
             refs[block] += 1
 
     def take(self, count: int) -> list[int]:
-        """Take empty blocks for one request and evict the least recently used blocks for them. Needs `free >=
-        count`."""
+        """Take empty blocks for one request, evicting the least recently used ones. Needs `free >= count`."""
         taken = []
         pop = self._free.popitem
         hash_of, refs = self._hash_of, self._refs

@@ -31,9 +31,9 @@ from fairlead.pool.http1 import MalformedMessage, ResponseReader
 
 # What the generator reads from a response body: token usage, errors inside a 200, a digest.
 #
-# vLLM 0.32 answers a stream with 200 immediately and reports overload or a dead engine as an SSE event `data: {"error":
-# …}` inside it, so the status alone does not show success. It may also send `: keep-alive` comments while a request is
-# queued; these are not tokens.
+# vLLM 0.32 answers a stream with 200 immediately and reports overload or a dead engine inside it, as an SSE event
+# `data: {"error": …}`, so the status alone does not show success. It may also send `: keep-alive` comments while a
+# request is queued; these are not tokens.
 #
 # Usage and errors are in the last events of a stream, so only its tail is kept and read once. That costs 0.2 µs per
 # chunk; scanning each chunk costs 0.8 µs.
