@@ -252,7 +252,7 @@ _CONNECTION_BUFFER = 32_768
 #: is named, Envoy considers all private addresses internal. No client has the broadcast address.
 _NOBODY = {"unix_sockets": False, "cidr_ranges": [{"address_prefix": "255.255.255.255", "prefix_len": 32}]}
 #: Shares of the heap limit: upload timeouts are shortened from the first share on, to a tenth at the second; the
-#: largest uploads are ended from the third on, and all counted ones at the fourth; requests are refused from the last one on.
+#: largest uploads are ended from the third on, and all counted ones at the fourth; requests are refused from the last.
 _HEAP_HURRY, _HEAP_RESET, _HEAP_FULL = (0.50, 0.80), (0.60, 0.85), 0.95
 _HURRIED_PERCENT = 10
 #: While Envoy's heap is larger than this, it returns free pages immediately. Otherwise it keeps pages of which a small
