@@ -347,8 +347,7 @@ def _core_metrics(params: ref.CoreMetrics) -> str:
 
 
 def _engines(params: ref.CoreMetrics, settings: Settings) -> None:
-    """A configured engine replaces our engine of that name completely; a custom metric is an additional gauge of every
-    engine."""
+    """A configured engine replaces our engine of that name; a custom metric is an additional gauge of every engine."""
     engines: dict[str, dict[str, Any]] = {}
     for engine in params.engine_configs:
         specs = {

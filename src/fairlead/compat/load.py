@@ -246,8 +246,7 @@ class _Assembly:
             self._report.add((FLOW_CONTROL,), f"requests that wait cannot be split as '{SPLITTING}' does it", hint)
 
     def _check_endpoints_file(self, path: str, settings: Settings, policy: PolicySpec | None) -> None:
-        """Report problems in an endpoints file, and note its warnings, because a followed file continues despite
-        them."""
+        """Report problems in an endpoints file, and note its warnings, which do not stop a followed file."""
         if not path:
             return
         place = ("endpoints", "file") if "endpoints" in self._root else ("dataLayer", "discovery")

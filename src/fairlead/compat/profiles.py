@@ -279,8 +279,7 @@ class Profiles:
         return self._spec(profile.name, refs, plugins_place)
 
     def _split(self, handler: Instance, spec: PolicySpec | None) -> PolicySpec | None:
-        """The policy that forms pairs, with the filters of the decode profile; only that profile if nothing is
-        split."""
+        """The policy that forms pairs, with the filters of the decode profile; only that profile without a split."""
         parameters = handler.parameters
         name = (
             parameters.decider_plugin_name

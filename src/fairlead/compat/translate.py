@@ -231,8 +231,7 @@ class Translation(Struct):
 
 
 def translate(root: dict[str, Any], report: Report, registry: Registry, base: Path | None) -> Translation:
-    """Translate a document. `root` has the fields of a `Document`. Problems are reported, and then `policy` is
-    `None`."""
+    """Translate a document. `root` has the fields of a `Document`. If problems are reported, `policy` is `None`."""
     return _Translator(root, report, registry, base).translation()
 
 

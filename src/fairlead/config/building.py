@@ -1,5 +1,4 @@
-"""Builds the deciding parts from a configuration. The live server, the simulator and the replayer use it for their
-pipelines."""
+"""Builds the deciding parts from a configuration, for the pipelines of live server, simulator and replayer."""
 
 from collections.abc import Callable
 from math import inf

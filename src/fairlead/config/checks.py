@@ -265,8 +265,7 @@ def _check_indexer(section: KvEvents, report: Report) -> None:
 
 
 def asked_elsewhere(section: KvEvents, urls: Sequence[str], report: Report) -> KvEvents:
-    """`urls`: the `cacheIndexerURL`s of plugins. They set `indexer.url`, unless this process itself listens to KV
-    events."""
+    """`urls`: the `cacheIndexerURL`s of plugins. They set `indexer.url`, unless this process listens to KV events."""
     urls = [url for url in urls if url]
     if not urls:
         return section

@@ -241,8 +241,7 @@ class Listing(Struct, frozen=True):
 
 
 def parse_endpoints_text(text: bytes) -> Listing:
-    """Parse a file: a mapping with the key `endpoints`, or just a list. JSON is read as YAML, of which it is a
-    subset."""
+    """Parse a file: a mapping with the key `endpoints`, or just a list. JSON is read as YAML."""
     try:
         tree = parse_yaml(text)
     except YamlError as error:

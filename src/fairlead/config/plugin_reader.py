@@ -89,8 +89,8 @@ class PluginReader:
     def plugin(
         self, kind: Kind, entry: object, place: Place, places: Mapping[str, Place] | None = None, written: bool = True
     ) -> PluginSpec | None:
-        """Read one entry of a list. `places`: the places of keys that are not under `place`. `written`: the entry is in
-        the file and not a default."""
+        """Read one entry of a list. `places`: the places of keys not under `place`. `written`: it is in the file, no
+        default."""
         where = dict(places or {})
         if not isinstance(entry, Mapping):
             self.report.add(place, f"expected a mapping with a type, got {describe(entry)}")
@@ -402,8 +402,7 @@ class Extras:
 
 
 def check_metric_names(policy: PolicySpec, provided: Collection[str], metrics: Metrics, report: Report) -> None:
-    """Report plugins that use a metric that nothing provides. Otherwise it would be missing everywhere without a
-    message."""
+    """Report plugins that use a metric that nothing provides, which would otherwise be missing without a message."""
     named = [spec for spec in (*policy.filters, *policy.scorers) if spec.type in ("metric", "metric-limit")]
     if not named:
         return

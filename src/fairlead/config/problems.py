@@ -126,8 +126,7 @@ class Report:
         self.add(place, str(error))
 
     def unknown(self, place: Place, what: str, name: str, known: Iterable[str], hint: str = "") -> None:
-        """Report that `name` is not one of `known`. Without a better hint, the nearest or all known names are
-        listed."""
+        """Report that `name` is not one of `known`. Without a better hint, the nearest or all of these are listed."""
         if not hint and len(self.problems) < MAX_PROBLEMS:
             hint = suggestion(name, known)
         self.add(place, f"unknown {what} '{shorten(name)}'", hint)

@@ -588,8 +588,7 @@ class BandSettings(Section):
 
 
 class FlowRules(Section):
-    """An entry of `flowControl.flows`: the flows it applies to, and their settings. The first matching entry
-    applies."""
+    """An entry of `flowControl.flows`: the flows it applies to, and their settings. The first match applies."""
 
     model: str | None = Field(default=None, description="Absent = any.")
     fairness_id: str | None = Field(default=None, description="The tenant; absent = any.")
@@ -697,8 +696,7 @@ class SchedulerSettings(Section):
 
 
 class Canary(Section):
-    """Another policy or scheduler decides a share of the requests. All requests of a session are decided the same
-    way."""
+    """Another policy or scheduler decides a share of the requests, the same one for all requests of a session."""
 
     policy: PolicyEntry = Field(default="", description="Name of a policy, or a mapping with `type` and parameters.")
     scheduler: SchedulerSettings | None = Field(default=None, description="Or a scheduler in another process.")

@@ -49,8 +49,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     time_ratio: float = 8.0
     replicas: int = 8
     preset: str = "qwen3-32b-h100"
-    #: Tokens per streamed event, as vLLM's --stream-interval. Saves client and gateway work that does not affect the
-    #: result.
+    #: Tokens per streamed event, as vLLM's --stream-interval. Saves work that does not affect the result.
     stream_interval: int = 25
     seed: int = 1
     #: The port of the gateway; see `own_ports` and `replica_ports` for the others.
@@ -235,8 +234,7 @@ def program() -> list[str]:
 
 
 def _shown(file: Path) -> str:
-    """The path, relative to the current directory if inside it. It has a slash; otherwise the shell would search
-    PATH."""
+    """The path, relative to the current directory if inside it. A slash keeps the shell from searching PATH."""
     path = file.absolute()
     here = Path.cwd()
     if not path.is_relative_to(here):

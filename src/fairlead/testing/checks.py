@@ -166,8 +166,7 @@ def choose(policy: Policy, request: Request, fleet: Fleet, *, now: float = 0.0, 
 def assert_routed(
     policy: Policy, request: Request, fleet: Fleet, to: str | Collection[str], *, seeds: int = 20, now: float = 0.0
 ) -> None:
-    """Assert that with every seed the request goes to this endpoint (or one of these), and to each of several
-    sometimes."""
+    """Assert that with every seed the request goes to this endpoint (or one of these), and reaches each of these."""
     allowed = {to} if isinstance(to, str) else set(to)
     reached = set()
     for seed in range(seeds if len(allowed) < 2 else max(seeds, 20 * len(allowed))):

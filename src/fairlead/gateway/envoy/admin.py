@@ -85,8 +85,7 @@ class EnvoyAdmin:
         return Vitals(sum(values.values()) - heap, heap / 100)
 
     async def asks_scheduler(self, count: int = 1) -> bool:
-        """Whether Envoy considers `count` schedulers healthy, so that it would query one about the next request. False
-        if Envoy does not answer."""
+        """Whether Envoy considers `count` schedulers healthy, and would query one. False if Envoy does not answer."""
         try:
             return sum((await self.stats(_HEALTHY)).values()) >= count
         except (TimeoutError, OSError):

@@ -277,8 +277,7 @@ def _destination(name: str, protocol: Json, namespace: str, key: str) -> Json:
 
 
 def _pool(options: Options, name: str, protocol: Json) -> Json:
-    """Serves unscheduled requests. The scheduler does not see them, so dead endpoints are detected by failing
-    connects."""
+    """Serves unscheduled requests. No scheduler sees them, so dead endpoints are detected by failing connects."""
     cluster: Json = {
         "name": name,
         "connect_timeout": "5s",
@@ -382,8 +381,7 @@ def _ext_proc(options: Options) -> Json:
     cluster["outlier_detection"] = {
         "consecutive_5xx": 3,
         "consecutive_gateway_failure": 3,
-        # The health check detects a hanging scheduler after 2 s. If there are others, its first missed answer is
-        # enough.
+        # The health check detects a hanging scheduler after 2 s. If there are others, one missed answer is enough.
         "consecutive_local_origin_failure": 1 if options.peers else 3,
         "split_external_local_origin_errors": True,
         "interval": "0.5s",

@@ -306,8 +306,7 @@ def _listener(options: Options) -> Json:
     return {
         "name": LISTENER,
         "address": {"socket_address": address},
-        # With one worker, SO_REUSEPORT has no benefit, but would silently let a second gateway take half of the
-        # connections.
+        # With one worker, SO_REUSEPORT has no benefit, but would let a second gateway take half of the connections.
         "enable_reuse_port": options.concurrency != 1 or options.envoys > 1,
         "per_connection_buffer_limit_bytes": _CONNECTION_BUFFER,
         "filter_chains": [{"filters": [_connection_manager(options)]}],
@@ -315,8 +314,7 @@ def _listener(options: Options) -> Json:
 
 
 def _uploads(options: Options) -> Json:
-    """The listener that receives large uploads from the other listener, see `routes`. It is not reachable from
-    outside."""
+    """The listener that receives large uploads from the other listener, see `routes`. Not reachable from outside."""
     return {
         "name": UPLOADS,
         "internal_listener": {},

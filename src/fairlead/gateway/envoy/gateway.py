@@ -218,8 +218,7 @@ def command(binary: str, bootstrap: Path, concurrency: int) -> list[str]:
 
 
 def check_free(host: str, port: int) -> None:
-    """Raise `GatewayError` if the address cannot be bound, because with several workers Envoy would share a taken
-    port."""
+    """Raise `GatewayError` if the address cannot be bound: with several workers, Envoy would share a taken port."""
     error = obstacle(host, port)
     if error is None:
         return

@@ -78,8 +78,7 @@ class Options(Struct, frozen=True, kw_only=True):
     admin_path: str = ""
     #: The scheduler: `127.0.0.1:9002`, `[::1]:9002`, `epp.example:9002` or `unix:/run/epp.sock`.
     ext_proc: str = "127.0.0.1:9002"
-    #: The scheduler's access log service; empty = no log, and the ends of requests that were left early are not
-    #: reported.
+    #: The scheduler's access log service; empty = no log, and ends of requests that were left early are unknown.
     als: str = ""
     #: Further schedulers that decide as one with that of `ext_proc`. The scheduler with the fewest requests is queried,
     #: and all receive the access log.
@@ -117,8 +116,7 @@ class Options(Struct, frozen=True, kw_only=True):
     upstream_http2: bool = False
     #: How long a request may be silent in both directions, as non-streaming generations are.
     stream_idle_timeout: float = 86_400.0
-    #: The share of the heap limit that unfinished request bodies from one address may hold, at least `body_limit`; 1 =
-    #: all.
+    #: The share of the heap limit for unfinished request bodies from one address, at least `body_limit`; 1 = all.
     upload_share: float = 0.25
     #: How long a request body may pause while it is received.
     receive_idle: float = 15.0

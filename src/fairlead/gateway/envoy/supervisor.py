@@ -67,8 +67,7 @@ class Supervisor:
         return 0 if self._process is None or self._process.returncode is not None else self._process.pid
 
     async def start(self) -> None:
-        """Start, and return when Envoy serves. Raises `GatewayError` if it does not; then no process is left
-        running."""
+        """Start, and return when Envoy serves. Raises `GatewayError` if it does not; no process then runs."""
         try:
             await self._spawn_whole()
             await self._wait_ready()

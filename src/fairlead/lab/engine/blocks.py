@@ -152,8 +152,7 @@ class BlockManager:
             self.hooks.removed(digest)
 
     def validate(self, held: Iterable[Sequence[int]] | None = None) -> None:
-        """Raise `AssertionError` if a rule is broken. With `held` (the blocks of every request), check the counts
-        too."""
+        """Raise `AssertionError` if a rule is broken. `held` (the blocks of every request): check the counts too."""
         for block, refs in enumerate(self._refs):
             assert refs >= 0, f"block {block} has {refs} references"
             assert (refs == 0) == (block in self._free), f"block {block}: {refs} references, free {block in self._free}"
@@ -185,8 +184,7 @@ class LoraSlots:
         self._held: dict[str, None] = {}
         #: Requests per adapter, in the order in which the adapters became active.
         self._running: dict[str, int] = {}
-        #: Whether the set of active adapters has changed since this was last reset: deferred requests may be admitted
-        #: now.
+        #: Whether the set of active adapters has changed since the last reset, so deferred requests may be admitted.
         self.changed = False
 
     def admits(self, lora: str) -> bool:
@@ -262,8 +260,7 @@ class RequestBlocks:
         return True
 
     def _load(self, request: EngineRequest, tokens: int) -> None:
-        """Count the first `tokens` as computed by another server. Only once: after a preemption they are computed
-        here."""
+        """Count the first `tokens` as computed by another server. Only once; after a preemption they are computed."""
         request.loaded = 0
         if tokens > request.computed:
             self.extend(request, tokens)

@@ -31,8 +31,7 @@ class DecodeBatch:
         #: Tokens in the cache, over all members, after the last step that ended.
         self.kv_tokens = 0
         self.ring: list[dict[EngineRequest, None]] = [{} for _ in range(block_size)]
-        #: Requests by their last step, and these steps as a heap. A step is removed when it is reached, so none is in
-        #: the past.
+        #: Requests by their last step, and these steps as a heap. Steps are removed when reached, so none is past.
         self._endings: dict[int, list[EngineRequest]] = {}
         self._order: list[int] = []
 
@@ -84,8 +83,7 @@ class DecodeBatch:
         return self.ring[(self.steps + 1) % self.block_size]
 
     def steps_to_end(self) -> int:
-        """Steps until the first request ends, including the running one. After an abort maybe too few, never too
-        many."""
+        """Steps until the first request ends, including the running one. After an abort possibly too few."""
         return (self._order[0] if self._order else self.steps + 1) - self.steps
 
     def steps_to_shortage(self, free: int, most: int) -> int:

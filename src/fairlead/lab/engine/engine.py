@@ -75,13 +75,11 @@ class Engine:
         #: With asynchronous scheduling: requests that arrived when the running step was already settled.
         self._next: list[EngineRequest] = []
         self._waiting, self._deferred = deque[EngineRequest](), deque[EngineRequest]()
-        #: The number of free blocks when they were too few for the head of the queue, which is tried again when there
-        #: are more.
+        #: The free blocks when these were too few for the head of the queue, which is tried again when there are more.
         self._stuck_at = -1
 
         self._decoding = DecodeBatch(spec.block_size)
-        #: The one request whose prefill needs more than the running step; it is after all decoding requests in the
-        #: batch.
+        #: The one request whose prefill needs more than the running step; in the batch after all decoding requests.
         self._partial: EngineRequest | None = None
         #: The prefill of the running step: requests and tokens.
         self._chunks: list[tuple[EngineRequest, int]] = []
@@ -362,8 +360,7 @@ class Engine:
         return preempted
 
     def _continue_prefill(self, request: EngineRequest, budget: int) -> tuple[int, bool]:
-        """Returns the remaining budget, and whether the request, itself the last of the batch, was preempted for lack
-        of blocks."""
+        """Returns the remaining budget, and whether the request (the last of the batch) had to be preempted."""
         count = min(request.target - request.computed, budget)
         if not self._kv.extend(request, request.computed + count):
             self._preempt(request)

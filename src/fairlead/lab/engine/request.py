@@ -70,8 +70,7 @@ class EngineRequest:
         self.prompt_tokens = prompt_tokens or len(tokens) // TOKEN_BYTES
         #: Hashes of the full blocks of prompt and output, as far as known; `None` until the engine has computed them.
         self.hashes = hashes
-        #: The client's limit, and the tokens that will be generated: the model stops by itself after `stop_after` (0 =
-        #: never).
+        #: The client's limit, and the tokens to be generated: the model stops by itself after `stop_after` (0 = never).
         self.max_tokens = max_tokens
         self.limit = min(max_tokens, stop_after) if stop_after else max_tokens
         self.limit_reason = "stop" if 0 < stop_after < max_tokens else "length"
@@ -89,8 +88,7 @@ class EngineRequest:
         self.cached_tokens = -1
         #: Tokens whose KV was computed up to the last finished step; exact only while not decoding.
         self.computed = 0
-        #: Tokens to compute before the next output token can be sampled (the prompt; after a preemption also the
-        #: output).
+        #: Tokens to compute before the next output token can be sampled (prompt; after a preemption also output).
         self.target = 0
         #: Output tokens. While decoding, the number is `engine steps - base`, see `Engine.output_tokens`.
         self.output = 0
@@ -114,8 +112,7 @@ class EngineRequest:
 
 
 class StepResult:
-    """What the steps of one `Engine.step` call did. Decoding requests also got a token per step, see
-    `output_tokens`."""
+    """What the steps of one `Engine.step` call did. Decoding requests got a token per step (`output_tokens`)."""
 
     __slots__ = ("finished", "first", "steps")
 

@@ -36,8 +36,7 @@ _TEXT = _table() * 2
 
 
 def output(seed: int, start: int, stop: int) -> bytes:
-    """The text of output tokens from `start` to before `stop`, which is also their token ids; `4 * (stop - start)`
-    bytes."""
+    """The text of output tokens `start` to before `stop`, also their token ids; `4 * (stop - start)` bytes."""
     position = (seed + start) % PERIOD
     count = stop - start
     if count <= PERIOD:
@@ -58,8 +57,7 @@ def ids(tokens: bytes) -> list[int]:
 
 
 def from_ids(values: Sequence[int]) -> bytes:
-    """The opposite of `ids`. Raises `OverflowError` or `TypeError` for a value that is not a 32-bit unsigned
-    integer."""
+    """The opposite of `ids`. Raises `OverflowError` or `TypeError` if a value is not an unsigned 32-bit integer."""
     return np.array(values, dtype="<u4").tobytes()
 
 

@@ -358,8 +358,7 @@ class Client:
         self._sweep = self.loop.call_later(_SWEEP_S, self._on_sweep)
 
     def send(self, call: Call, record: Record, done: Done) -> None:
-        """Send a request; `done(record, now)` is called once, later. Raises ConfigError for a header that cannot be
-        sent."""
+        """Send a request; `done(record, now)` is called once, later. Raises ConfigError for an invalid header."""
         assert self._address is not None, "open the client first"
         message = self._message(call)
         connection = self._take_connection()

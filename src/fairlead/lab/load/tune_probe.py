@@ -191,8 +191,7 @@ class _Prober:
             return []
         first = [record.first_data for record in records]
         decoding = median(record.last_data - record.first_data for record in records)
-        # Requests that wait for a slot begin when others end. Half an answer is a clear distance even on a busy
-        # machine.
+        # Requests that wait for a slot begin when others end: half an answer is clear even on a busy machine.
         at_once = sum(start - min(first) < 0.5 * decoding for start in first)
         if at_once < item.batch:
             # A longer prompt may have to wait for memory, which is not a limit on sequences.
@@ -222,8 +221,7 @@ class _Prober:
         return Call(body=msgspec.json.encode(fields), path=CHAT_PATH)
 
     async def _send(self, calls: list[Call], together: bool) -> list[Record]:
-        """Send requests and return those answered in time. Raises `TooLittle` with the server's message if one
-        fails."""
+        """Send requests and return those answered in time. Raises `TooLittle` with the server's message on failure."""
         left = self.ends - monotonic()
         if left <= 0:
             return []

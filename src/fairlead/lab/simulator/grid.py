@@ -71,8 +71,7 @@ def version() -> str:
 
 
 def run_cell(cell: Cell, key: str = "") -> CellResult:
-    """Run a cell in this process. An error becomes part of the result, because one broken policy must not end a
-    comparison."""
+    """Run a cell in this process. An error becomes part of the result, so that the comparison continues."""
     begun = process_time()
     figures: dict[str, Any] = {}
     error = ""

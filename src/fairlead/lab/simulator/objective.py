@@ -23,8 +23,7 @@ _EXPECTED = "expected e.g. ttft_p95=2s,tpot_p95=50ms,e2e_p99=30s,failed=1%"
 
 
 class Objective(Struct, frozen=True):
-    """`share` of the requests stay within `limit` milliseconds. `failed` has no limit: `share` of the requests are
-    served."""
+    """`share` of the requests stay within `limit` milliseconds or, for `failed`, are served."""
 
     what: str
     share: float

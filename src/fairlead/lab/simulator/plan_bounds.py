@@ -1,5 +1,4 @@
-"""The limits of one engine: how many replicas a workload keeps busy, and which objectives no number of replicas
-holds."""
+"""The limits of one engine: how many replicas are busy, and which objectives no number of replicas holds."""
 
 from collections.abc import Iterator, Sequence
 from math import ceil, inf
@@ -38,8 +37,7 @@ def _cached(workload: Workload) -> Iterator[int]:
 
 
 def _alone_ms(what: str, replica: Replica, record: Record, cached: int) -> float | None:
-    """The least milliseconds of a request, if all parts of its prompt that were ever computed are cached; `None` = no
-    time."""
+    """The least milliseconds of a request, with all of its prompt cached that was computed before; `None` = none."""
     first_s, token_s = _prompt_s(replica, record.in_tokens, cached), _token_s(replica, record.in_tokens)
     if what == TPOT:
         return token_s * 1e3 if record.out_tokens > 1 else None

@@ -51,8 +51,7 @@ class Recorded(Struct, frozen=True):
     speeds: tuple[float, ...]
 
     def fleet(self, preset: Preset) -> tuple[Replica, ...]:
-        """The replicas with this preset. The learned preset keeps their speeds; with another one, all are equally
-        fast."""
+        """The replicas with this preset. With the learned one they keep their speeds; otherwise all are equal."""
         size, speeds = preset.block_size or self.workload.block_size or _BLOCK, self.speeds
         return replicas(self.replicas, preset, block_size=size, speeds=speeds if preset.name == LEARNED else ())
 

@@ -26,8 +26,7 @@ class Prompts:
         self._followers = _followers(workload)
 
     def request(self, index: int, record: Record, now: float, tokens: TokenEstimator) -> Request:
-        """The request as the live server would have understood it. Its prompt tokens are an estimate, not the true
-        number."""
+        """The request as the live server would have understood it. Its prompt tokens are an estimate."""
         size = max(int(record.in_tokens * self._rate), 1)
         api = "chat"
         return Request(

@@ -149,8 +149,7 @@ class Player:
             self._guided = True
 
     def _build(self, config: Config) -> Scheduling:
-        """Build as the live scheduler does, and wrap the policy in the one that follows the journal or queries
-        another."""
+        """Build like the live scheduler, and wrap the policy in one that follows the journal or queries another."""
         built = self._builder(config)
         policy = Guided(built.policy, self.recorded, self.own) if self._guided else built.policy
         if self._beside is not None:
@@ -275,8 +274,7 @@ def _compare(result: Replayed, record: DecisionRecord, endpoint: str, choice: De
 
 
 def judge(result: Replayed, run: Run, faults: Faults, lost: list[int], more_notes: list[str]) -> None:
-    """Record whether the replay can be exact, and why not. `more_notes`: what began to take part in the decisions
-    later."""
+    """Record whether the replay can be exact, and why not. `more_notes`: what took part in decisions later on."""
     numbers = [head.number for _, head in run.segments]
     if numbers[0]:
         result.notes.append(

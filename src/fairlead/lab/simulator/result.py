@@ -15,8 +15,7 @@ from fairlead.lab.workload.formats import write_table
 
 
 class Summary(Struct, frozen=True, kw_only=True):
-    """Times in milliseconds are over requests that were served to the end. Shed and failed requests are counted
-    separately."""
+    """Times in milliseconds are over requests served to the end. Shed and failed requests are counted apart."""
 
     requests: int
     done: int

@@ -303,8 +303,7 @@ def _groups(arrivals: Arrivals, seconds: float, servers: Sequence[Replica], spec
 
 
 def think_time() -> Scenario:
-    """Chat with turns 45 s after the previous answer, on servers with too little memory for all waiting
-    conversations."""
+    """Chat with turns 45 s after the previous answer, on servers with too little memory for all conversations."""
     spec = CATALOGUE["interactive-chat"].spec
     made = conversation(spec, seconds=150.0, rate=4.0, name="think-time")
     return Scenario(

@@ -85,8 +85,7 @@ class Server:
     def abort(self, request: EngineRequest) -> None:
         self._catch_up()
         if self.engine.abort(request, self._kernel.now):
-            # The blocks that an abort frees may let other requests in at the next step, sooner than the engine
-            # foresees.
+            # Blocks that an abort frees may let requests in at the next step, sooner than the engine foresees.
             self._schedule(self.engine.next_step_at())
 
     def slow(self, factor: float) -> None:
@@ -165,8 +164,7 @@ class Server:
     # ---- time ----
 
     def _catch_up(self) -> int:
-        """Finish the steps due by now and return their number. The engine accepts requests and aborts only after
-        this."""
+        """Finish the steps due by now and return their number. Required before the engine takes requests or aborts."""
         due = self.engine.next_step_at()
         if due is None or due > self._kernel.now:
             return 0

@@ -31,8 +31,7 @@ class Timer:
 
 
 class Kernel:
-    """Virtual time in seconds. Timers of the same moment fire in the order in which they were set, so a run is
-    reproducible."""
+    """Virtual time in seconds. Timers of the same moment fire in the order of setting, so a run is reproducible."""
 
     def __init__(self, start: float = 0.0) -> None:
         self.now = start

@@ -1,2 +1,1 @@
-"""The model-server stub: the API of vLLM 0.32 over a simulated engine (`fairlead.lab.engine`). Many replicas fit in one
-process."""
+"""The model-server stub: the API of vLLM 0.32 over a simulated engine. Many replicas fit in one process."""

@@ -15,8 +15,7 @@ _Seconds = Annotated[float, Meta(ge=0, le=3600)]
 
 
 class Faults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The faults in force, all off by default. A change replaces the whole value; running requests keep what they
-    drew."""
+    """Faults, all off by default. A change replaces the whole value; running requests keep what they drew."""
 
     #: Multiplies the duration of every engine step.
     slow_factor: Annotated[float, Meta(gt=0, le=1000)] = 1.0
@@ -97,8 +96,7 @@ class StubConfig(Struct, frozen=True, kw_only=True):
     max_loras: int = 0
     #: Requests that may wait before further requests are refused with 503 (`--max-num-queued-reqs`); 0 = no limit.
     max_queued: int = 0
-    #: Share of refused streams whose 503 is inside a 200; below 0 = as measured, 0.55 for completions and 0.85 for
-    #: chat.
+    #: Share of refused streams whose 503 is inside a 200; below 0 = as measured, completions 0.55 and chat 0.85.
     overload_in_stream: float = -1.0
     #: Replaces everything that the engine takes from the preset and the fields above; for tests.
     engine: EngineSpec | None = None

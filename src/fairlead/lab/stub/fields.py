@@ -66,8 +66,7 @@ def unknown_model(name: str, served: str) -> ApiError:
 
 
 def too_long(limit: int, tokens: int, counted: bool) -> ApiError:
-    """The error for a prompt beyond the context length. Text is tokenized only as far as needed, so its length is a
-    lower bound."""
+    """The error for too long a prompt. Text is tokenized only as far as needed: its length is a lower bound."""
     shown = tokens if counted else limit + 1
     least = "" if counted else "at least "
     return ApiError(

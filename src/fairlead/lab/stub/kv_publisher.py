@@ -173,8 +173,7 @@ def publisher_socket(context: Context, address: str, connect: bool, curve: Curve
 
 
 class Replays:
-    """Answers replay requests. `batches(start)` returns topic (or `None`), number and payload of all buffered
-    batches."""
+    """Answers replay requests. `batches(start)` returns topic (or `None`), number and payload of all in the buffer."""
 
     def __init__(self, context: Context, address: str, curve: Curve | None, batches: Callable[[int], Batches]) -> None:
         self._batches = batches

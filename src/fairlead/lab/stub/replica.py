@@ -187,8 +187,7 @@ class Replica:
                 yield request, prompt, stop
 
     def _refusal(self, plan: Plan) -> tuple[ApiError | None, bool]:
-        """The refusal of a request, if any; and whether it is sent inside a 200, as when the real server detects it too
-        late."""
+        """The refusal of a request, if any; and whether it is inside a 200, as if the server detected it too late."""
         faults = self._faults
         if faults.engine_dead:
             return ApiError(DEAD, 500), False
@@ -269,8 +268,7 @@ class Replica:
             self._stream()
         for request in result.finished:
             streaming.pop(request, None)
-            # An answer may start the next request of its connection, and thereby further steps, before this loop is
-            # done.
+            # An answer may start the next request of its connection, and thereby further steps, before this loop ends.
             ended = choices.get(request)
             if ended is not None:
                 ended.generation.finished(ended)

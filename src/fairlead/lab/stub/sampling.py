@@ -97,8 +97,7 @@ _RATES = 128
 
 
 def completion_logprobs(seed: int, start: int, stop: int, top: int, offset: int) -> bytes:
-    """JSON of the tokens from `start` to before `stop`. The text begins `offset` characters before the very first
-    token."""
+    """JSON of the tokens `start` to before `stop`. The text begins `offset` characters before the very first token."""
     width = tk.TOKEN_BYTES
     likely = [_likely(seed, position, max(1, top)) for position in range(start, stop)]
     offsets = b",".join(b"%d" % (offset + width * position) for position in range(start, stop))

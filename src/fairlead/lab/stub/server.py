@@ -421,8 +421,7 @@ def kv_event_sources(site: "ReplicaServer", connection: Connection, request: Htt
 
 
 def kv_faults(site: "ReplicaServer", connection: Connection, request: HttpRequest) -> None:
-    """POST loses batches, restarts the engine, offloads or drops blocks; GET only shows the current number of the
-    events."""
+    """POST loses batches, restarts the engine, offloads or drops blocks; GET only shows the events' number."""
     publisher = site.replica.kv_events
     if publisher is None:
         raise ApiError("This server publishes no KV events; start it with --kv-events.", 404)

@@ -23,8 +23,7 @@ def id_list(tokens: bytes) -> bytes:
 
 
 class Counts(Struct):
-    """Token counts of an answer. `created`: tokens that the prompt added to the prefix cache; `None` except for
-    chat."""
+    """Token counts of an answer. `created`: tokens that the prompt added to the cache; `None` except for chat."""
 
     prompt: int
     completion: int
@@ -56,8 +55,7 @@ class Counts(Struct):
 
 
 class Parts(Struct, frozen=True):
-    """The fields of a choice, or of one of its events, beside the text: JSON, `null` unless the client asked for
-    them."""
+    """The fields of a choice, or of one of its events, beside the text: JSON, `null` unless requested."""
 
     #: Why the choice ended; empty = it continues.
     reason: str = ""

@@ -69,8 +69,7 @@ class Borders:
         self._known = 0
 
     def chain(self, hashes: Sequence[int], full_blocks: int) -> PrefixChain:
-        """The prefix chain of a prompt. `hashes` are from `chained`; the first `full_blocks` of them are full
-        blocks."""
+        """The prefix chain of a prompt. `hashes` are from `chained`; the first `full_blocks` are full blocks."""
         if not full_blocks:
             return NO_PREFIX
         self._extend(full_blocks)

@@ -82,8 +82,7 @@ KINDS = ("shared-prefix", "conversation", *CATALOGUE, *ADVERSARIAL)
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
-    """Amount and rate of a workload. They count sessions if it has any, otherwise requests; `seconds` bounds their
-    starts."""
+    """Amount and rate of a workload, in sessions if it has any, otherwise requests. `seconds` bounds their starts."""
 
     rate: float = 10.0
     count: int = 0
