@@ -53,7 +53,7 @@ from fairlead.plugins.params import NoParams, Params
 #
 # Rules
 # * `priorityBands` become bands with their own limits and policies; `defaultPriorityBand` applies to all others. If an
-# entry leaves something out, it has the general default and not that of `defaultPriorityBand`, as in the reference.
+#   entry leaves something out, it has the general default and not that of `defaultPriorityBand`, as in the reference.
 # * Settings without a counterpart here are noted at their place, by name.
 
 FLOW: Place = ("flowControl",)

@@ -217,9 +217,9 @@ def _metrics_url(entry: _Entry, labels: Mapping[str, str], host: str, port: int)
 # Rules
 # * Nothing raises. Every error becomes a `Problem` with a JSON path and a line.
 # * A wrong entry only affects itself. `Listing.broken` contains its id if it could be read, so that a reload can keep
-# the earlier entry. `Listing.ok` is false if the text as a whole could not be read.
+#   the earlier entry. `Listing.ok` is false if the text as a whole could not be read.
 # * If two entries have the same id, the last one counts, with a warning. Two ids with the same address are both used,
-# also with a warning.
+#   also with a warning.
 
 MAX_ENDPOINTS = 10_000
 

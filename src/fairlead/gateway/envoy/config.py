@@ -111,10 +111,10 @@ def _uploads_log(options: Options, cluster: str) -> Json:
 # `whole`:
 #
 # * The first body message is the whole body, even if it does not say end of stream (then trailers follow, which are not
-# sent). Waiting for the end of the stream would never end.
+#   sent). Waiting for the end of the stream would never end.
 # * The answers to headers and body are sent in one write. No timeout of Envoy's applies between the two.
 # * A body is replaced in the answer to the headers (CONTINUE_AND_REPLACE), because one message cannot be applied in
-# part.
+#   part.
 # * A first message whose protocol_config has request body mode NONE is an upgrade: pick at the headers.
 #
 # Response: with a STREAMED body, Envoy keeps every chunk until it is answered, so the scheduler may leave, or die, at

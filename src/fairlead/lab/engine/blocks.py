@@ -260,7 +260,7 @@ class RequestBlocks:
         return True
 
     def _load(self, request: EngineRequest, tokens: int) -> None:
-        """Count the first `tokens` as computed by another server. Only once; after a preemption they are computed."""
+        """Count the first `tokens` as computed by another server; once: after a preemption they are computed here."""
         request.loaded = 0
         if tokens > request.computed:
             self.extend(request, tokens)

@@ -83,7 +83,7 @@ class DecodeBatch:
         return self.ring[(self.steps + 1) % self.block_size]
 
     def steps_to_end(self) -> int:
-        """Steps until the first request ends, including the running one. After an abort possibly too few."""
+        """Steps until the first request ends, with the running one. After an abort maybe too few, never too many."""
         return (self._order[0] if self._order else self.steps + 1) - self.steps
 
     def steps_to_shortage(self, free: int, most: int) -> int:
@@ -115,10 +115,10 @@ class DecodeBatch:
 #
 # Rules
 # * The additions are the same, in the same order, as in a full step. So times, gauges and histograms are equal to the
-# last bit whether steps are taken one by one or here. Only what cannot happen in such steps is left out: no request
-# ends, joins, is preempted or has a prefill.
+#   last bit whether steps are taken one by one or here. Only what cannot happen in such steps is left out: no request
+#   ends, joins, is preempted or has a prefill.
 # * Blocks are taken and sealed step by step, because which block is evicted for which request, and when, is part of the
-# result.
+#   result.
 
 
 class DecodeRun(NamedTuple):

@@ -348,7 +348,7 @@ class Engine:
                 self._accepted += 1
 
     def _grow(self, requests: tuple[EngineRequest, ...]) -> bool:
-        """Take a new block for each request; True if another request was preempted for it."""
+        """Take a new block for each request; True if a request was preempted for it."""
         preempted = False
         for request in requests:
             # A request that is not decoding was preempted a moment ago to free a block for another.
@@ -360,7 +360,7 @@ class Engine:
         return preempted
 
     def _continue_prefill(self, request: EngineRequest, budget: int) -> tuple[int, bool]:
-        """Returns the remaining budget, and whether the request (the last of the batch) had to be preempted."""
+        """Returns the remaining budget, and whether the request (the batch's last) was preempted for lack of blocks."""
         count = min(request.target - request.computed, budget)
         if not self._kv.extend(request, request.computed + count):
             self._preempt(request)

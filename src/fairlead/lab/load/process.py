@@ -31,7 +31,7 @@ def main(result_path: str) -> int:
     os.set_blocking(output, False)
 
     def report(progress: Progress) -> None:
-        # A parent that is too busy to read must not block the measurement. A short line is written as a whole.
+        # A parent that is too busy to read must not block the measurement. A short line is written whole or not.
         with suppress(BlockingIOError):
             os.write(output, msgspec.json.encode(progress) + b"\n")
 

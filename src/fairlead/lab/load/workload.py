@@ -239,7 +239,7 @@ def _at_least_one(value: int, name: str) -> None:
 #
 # Rules
 # * Equal block ids at equal positions give equal bytes, in every run with the same seed. So a prefix hit in the
-# recorded workload can be a hit again.
+#   recorded workload can be a hit again.
 # * The tail of a prompt that has no id, and a prompt without ids, are shared with no other request.
 # * A part of a block is a beginning of the whole block, so that the next turn of a conversation continues it.
 #

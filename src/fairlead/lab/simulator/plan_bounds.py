@@ -37,7 +37,7 @@ def _cached(workload: Workload) -> Iterator[int]:
 
 
 def _alone_ms(what: str, replica: Replica, record: Record, cached: int) -> float | None:
-    """The least milliseconds of a request, with all of its prompt cached that was computed before; `None` = none."""
+    """The least milliseconds of a request, with everything cached that was computed before; `None` = it has none."""
     first_s, token_s = _prompt_s(replica, record.in_tokens, cached), _token_s(replica, record.in_tokens)
     if what == TPOT:
         return token_s * 1e3 if record.out_tokens > 1 else None

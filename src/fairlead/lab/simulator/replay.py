@@ -78,13 +78,13 @@ def _name(pick: Answer, fleet: FleetView) -> str:
 #
 # Rules
 # * With the recorded policy, from the start of a process and without a gap, the decisions are exactly the same, and so
-# is their hash. Otherwise `exact` is False, and `notes` give the reasons.
+#   is their hash. Otherwise `exact` is False, and `notes` give the reasons.
 # * With another policy, the events are still the recorded ones: first tokens and ends come at the recorded times. So
-# the replay shows which decisions change; only the simulator can show what would have followed from them.
+#   the replay shows which decisions change; only the simulator can show what would have followed from them.
 # * A replay that begins later than its process (the oldest segments are gone) knows the endpoints and the policy, but
-# not the earlier leases and prompts. It follows the recorded decisions, so that its state becomes the recorded one, and
-# compares each with what the policy would have done. It does the same if something that is not recorded took part in
-# the decisions.
+#   not the earlier leases and prompts. It follows the recorded decisions, so that its state becomes the recorded one,
+#   and compares each with what the policy would have done. It does the same if something that is not recorded took part
+#   in the decisions.
 
 #: Turns a recorded configuration into a changed one.
 Change = Callable[[Config], Config]

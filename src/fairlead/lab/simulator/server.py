@@ -262,9 +262,9 @@ class Ranks:
 #
 # Rules
 # * What the engine stores and forgets is known `lag` later. The state of a busy engine is read when a request makes
-# progress and at every scrape, so blocks that answers fill may be another scrape interval late.
+#   progress and at every scrape, so blocks that answers fill may be another scrape interval late.
 # * A sent prompt counts as held from the decision until the events of its first token have arrived. Otherwise late
-# events would cause a burst to be computed once per server.
+#   events would cause a burst to be computed once per server.
 # * A server that left is forgotten. After it returns, it reports what it stores from the start.
 
 

@@ -78,10 +78,10 @@ def malformed(message: str, status: int = 400) -> bytes:
 #
 # Rules
 # * A request is passed on only when the answer to the request before it is complete, so pipelined requests are answered
-# in order. While an answer is in progress, or the client does not read, the client may send `_AHEAD` bytes ahead; then
-# reading pauses.
+#   in order. While an answer is in progress, or the client does not read, the client may send `_AHEAD` bytes ahead;
+#   then reading pauses.
 # * A stream never buffers more than the transport's high-water mark. Above it `paused` is set, and the exchange must
-# not write until `Exchange.writable` is called. Other answers are bounded by their own size.
+#   not write until `Exchange.writable` is called. Other answers are bounded by their own size.
 # * When the client disconnects, `Exchange.lost` is called once, and nothing more is written.
 
 _AHEAD = 256 * 1024

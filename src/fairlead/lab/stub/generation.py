@@ -32,7 +32,7 @@ def orca_line(wanted: str, waiting: float, kv_usage: float) -> bytes:
 # Rules (for streams too)
 # * The replica calls `progress` and `finished` after engine steps; the connection calls `lost` and `writable`.
 # * `lost`, `fail` and the last byte of the answer each end the generation, once. What still runs in the engine is then
-# aborted, and all later calls have no effect.
+#   aborted, and all later calls have no effect.
 
 
 class Host(Protocol):
@@ -229,7 +229,7 @@ class Generation:
 # Rules (in addition to the rules above)
 # * The head is sent before the engine has looked at the request; the first event is sent with the first token.
 # * While the connection is paused, nothing is written or stored. The text of all tokens since the last event can be
-# made at any time, so a slow client gets fewer and longer events.
+#   made at any time, so a slow client gets fewer and longer events.
 
 
 _NEVER = 1 << 62

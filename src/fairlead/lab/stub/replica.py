@@ -88,8 +88,8 @@ class LoraInfo:
 #
 # Rules
 # * One timer per replica is set for the end of the running step. It fires at most once per `_TICK_S`, and steps that
-# end in between are handled together. So a time ratio that makes steps shorter costs no more timer calls, and streams
-# get merged events.
+#   end in between are handled together. So a time ratio that makes steps shorter costs no more timer calls, and streams
+#   get merged events.
 # * Engine time is absolute, so late timer calls delay single events and never add up.
 
 if TYPE_CHECKING:
