@@ -1,7 +1,7 @@
 """The scheduling part of a configuration as plain values, for the journal, and the way back.
 
-The values in force are recorded, including defaults, so that a replay under a later version with other defaults is
-still exact. No other part of the configuration is recorded.
+The values in force are recorded, including defaults, so that a replay also works under a later version with other
+defaults. No other part of the configuration is recorded.
 """
 
 from collections.abc import Mapping

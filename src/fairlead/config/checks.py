@@ -30,7 +30,7 @@ from fairlead.plugins.params import camel
 
 #: The scraper repeats an idle endpoint's unchanged page at this interval, in seconds.
 REPEAT = 1.0
-#: Renewals are jittered downward. This factor leaves time for one between two renewals and the deadline.
+#: Renewals are jittered downward. The interval times this factor must still be shorter than the deadline.
 _JITTER = 1.2
 _NO_TOKENS = "name a modelPath or a tokenizerFile, or set render: engine"
 #: Fields of `EngineNames` that are not metrics.

@@ -25,8 +25,8 @@ class LatencyModel(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     #: Reading the weights, ms. If set, a step takes the longer of computing and reading (weights and cache), as in a
     #: roofline model, instead of their sum.
     weights_ms: float = 0.0
-    #: Pairs of (tokens in a step, ms): a step with at least so many tokens takes so much longer, because the weights of
-    #: more experts are read, or the next larger graph runs.
+    #: Pairs of (tokens in a step, ms): a step with at least this many tokens takes this much longer, because the
+    #: weights of more experts are read, or the next larger graph runs.
     jumps: tuple[tuple[int, float], ...] = ()
 
     @property

@@ -25,7 +25,7 @@ _SHORTEST_MS = 0.01
 
 
 def log_axis(axes: "Axes", name: Literal["x", "y"], values: Sequence[float], write: Callable[[float], str]) -> None:
-    """A log axis for values above 0, with some margin. It shows at least a decade: small differences look small."""
+    """A log axis for values above 0, with some margin. It shows at least a decade, so small differences look small."""
     from matplotlib.ticker import LogLocator
 
     low, high = max(min(values), _SHORTEST_MS), max(*values, _SHORTEST_MS)

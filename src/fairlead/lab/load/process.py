@@ -31,7 +31,7 @@ def main(result_path: str) -> int:
     os.set_blocking(output, False)
 
     def report(progress: Progress) -> None:
-        # A parent that is too busy to read must not block the measurement. A short line is written whole or not.
+        # A busy parent must not block the measurement. A short line is written completely or not at all.
         with suppress(BlockingIOError):
             os.write(output, msgspec.json.encode(progress) + b"\n")
 

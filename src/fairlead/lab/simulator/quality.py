@@ -35,7 +35,7 @@ from fairlead.lab.simulator.scenarios import (
 #: Further configurations that take part like a policy: key → text. They are settings that the authors of rules publish
 #: in addition to their defaults (see the files of the rules): Dynamo's scale of 2 and its preset for agents; llm-d's
 #: filter with the throughput of these servers (8,192 tokens in a step of 423 ms) and the penalty of its example, and
-#: for pools that are limited by answers.
+#: its variant for pools that are limited by answers.
 EXTRA: dict[str, str] = {
     "dynamo, scale 2": "policy: {type: dynamo-linear, parameters: {prefillLoadScale: 2}}\n",
     "dynamo, agentic": "policy: {type: dynamo-linear, parameters: "

@@ -157,7 +157,7 @@ class Condition(Struct, frozen=True):
     relative: bool
 
     def broken(self, before: Mapping[str, float], after: Mapping[str, float]) -> str:
-        """What is wrong, in words; empty = nothing. It is wrong for a figure to be missing on either side."""
+        """What is wrong, in words; empty = nothing. A figure that is missing on either side is wrong."""
         new = after.get(self.figure)
         old = before.get(self.figure) if self.relative else 0.0
         if new is None or old is None:

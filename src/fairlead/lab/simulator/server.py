@@ -205,8 +205,8 @@ class Server:
 
 class Ranks:
     """Engines behind one address, for vLLM's `--data-parallel-size`. Its API server sends a request to the rank with
-    the least 4 · waiting + running, whatever the caches hold, and shows all ranks on one page. The ranks do not step in
-    lockstep, as those of a mixture of experts would. The methods are those of an `Engine`."""
+    the least 4 · waiting + running, whatever the caches hold, and shows all ranks on one page. The ranks do not step
+    together, unlike those of a mixture of experts. The methods are those of an `Engine`."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.ranks = engines
