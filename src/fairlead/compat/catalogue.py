@@ -1,4 +1,4 @@
-"""Every plugin of the reference (0.10, August 2026) by its type, and what stands for it here."""
+"""Every plugin of the reference (0.10, August 2026) by its type, and its counterpart here."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
@@ -22,7 +22,7 @@ from fairlead.plugins.scorers.prefix import NoHitLruParams, PrefixAwareParams, P
 
 Model = TypeVar("Model", bound=Params)
 
-#: Where a plugin may be named: in a profile, or in the place of that name.
+#: Where a plugin may be named: in a profile, or in the place with that name.
 Role = Literal[
     "profile", "handler", "decider", "producer", "control", "flow", "saturation", "source", "extractor", "discovery",
     "parser",
@@ -30,7 +30,7 @@ Role = Literal[
 
 
 class Use(Struct, frozen=True):
-    """A plugin of ours in its stead. `share` of the configured weight goes to it."""
+    """One of our plugins that replaces a plugin of the reference. It gets `share` of the configured weight."""
 
     kind: Kind
     type: str
@@ -38,14 +38,14 @@ class Use(Struct, frozen=True):
 
 
 class Around(Struct):
-    """What the document says elsewhere."""
+    """Values from other parts of the document."""
 
     #: Tokens of a prefix block.
     block: int = 64
 
 
 class Settings(Struct):
-    """What plugins say that is a section of our own: section → field → value, and where each stands."""
+    """Values from plugins that belong to sections of our own: section → field → value."""
 
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -54,19 +54,20 @@ class Settings(Struct):
 
 
 class Entry(Struct, frozen=True):
-    """`refused`: naming it stops the start, with this way out. Else it is accepted, and `note` says what is different.
+    """A plugin of the reference. `refused`: naming it stops the start, with this advice. Otherwise it is accepted, and
+    `note` says what is different.
 
-    Deprecated and experimental plugins are accepted as far as that is free.
+    Deprecated and experimental plugins are accepted as far as that costs nothing.
     """
 
     role: Role
-    #: What does the same here, for people.
+    #: The counterpart here, for people.
     counterpart: str = ""
     params: Any = NoParams
-    #: A second place for it.
+    #: A second role in which it may be named.
     also: Role | None = None
     status: Literal["beta", "alpha", "deprecated"] = "beta"
-    #: Parameters → plugins for a profile.
+    #: Maps parameters to plugins for a profile.
     use: Callable[[Any, Around], list[Use]] | None = None
     note: str | Callable[[Any], str] = ""
     refused: str | Callable[[Any], str] = ""
@@ -83,7 +84,7 @@ Table = Mapping[str, Entry]
 
 
 def narrowed(params: Params, model: type[Model]) -> Model:
-    """A `model` with what it has in common with `params`."""
+    """A `model` with the fields that it has in common with `params`."""
     return model.model_validate({name: value for name, value in params if name in model.model_fields})
 
 
@@ -91,12 +92,12 @@ def narrowed(params: Params, model: type[Model]) -> Model:
 
 
 def _use(kind: Kind, type: str, model: type[Params] = NoParams) -> Callable[[Any, Around], list[Use]]:
-    """One plugin in the stead of one, with those parameters that have the same names."""
+    """One plugin replaces one, with the parameters that have the same names."""
     return lambda params, around: [Use(kind, type, narrowed(params, model))]
 
 
 def _same(kind: Kind, type: str, model: type[Params] = NoParams, params: Any = None, **more: Any) -> Entry:
-    """One plugin in the stead of one. `params`: the reference's, where it has more of them than our `model`."""
+    """One plugin replaces one. `params`: the reference's model, if it has more parameters than our `model`."""
     return Entry("profile", type, params or model, use=_use(kind, type, model), **more)
 
 
@@ -346,7 +347,7 @@ def _core_metrics(params: ref.CoreMetrics) -> str:
 
 
 def _engines(params: ref.CoreMetrics, settings: Settings) -> None:
-    """A configured engine replaces ours of that name whole; a custom metric is a further gauge of every engine."""
+    """A configured engine replaces our engine of that name; a custom metric is an additional gauge of every engine."""
     engines: dict[str, dict[str, Any]] = {}
     for engine in params.engine_configs:
         specs = {

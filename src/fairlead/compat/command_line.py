@@ -1,9 +1,9 @@
-"""The reference picker's command line: the flags of its releases (0.10, the extension's 1.x), and what they do here.
+"""The reference picker's command line: the flags of its releases (0.10, the extension's 1.x), and their effect here.
 
-Rules (pflag, and Go's flag package before it)
+Rules (of pflag, and of Go's flag package before it)
 * `--name=value`, `--name value`, `-v 4`, `-v=4`, `-v4`; also with one dash and in camel case, as in older releases.
-* A boolean takes a value behind `=` only; without one it is true.
-* The last one counts.
+* A boolean takes a value only after `=`; without one it is true.
+* If a flag is repeated, the last value counts.
 """
 
 import re
@@ -18,9 +18,9 @@ _TRUE, _FALSE = ("1", "t", "T", "TRUE", "true", "True"), ("0", "f", "F", "FALSE"
 
 class Flag(NamedTuple):
     kind: Literal["bool", "int", "text"]
-    #: Of the reference, as it shows it.
+    #: The default of the reference, as shown by it.
     default: str
-    #: For the reference of the command line; `ignored` without the word for it: the log says it too.
+    #: For the reference page of the command line, and for the log if the flag is `ignored`; without the word "ignored".
     meaning: str
     ignored: bool = False
 
@@ -98,7 +98,7 @@ FLAGS: Mapping[str, Flag] = {
 
 
 def parse(arguments: Sequence[str]) -> dict[str, str]:
-    """What was given, by name; booleans are `true` or `false`. Raises `ConfigError`."""
+    """The given values by name; booleans are `true` or `false`. Raises `ConfigError`."""
     given: dict[str, str] = {}
     words = iter(arguments)
     for argument in words:
@@ -138,7 +138,7 @@ def _checked(flag: Flag, value: str, name: str) -> str:
 
 
 def without_effect(given: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Flags that were given and change nothing, and why; and what is on by default there and not here."""
+    """Given flags without effect, and why; and what is on by default in the reference but not here."""
     for name, flag in FLAGS.items():
         if flag.ignored and (name in given or name == "metrics-endpoint-auth") and given.get(name) != "false":
             yield f"--{name}", flag.meaning

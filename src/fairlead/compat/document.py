@@ -8,7 +8,7 @@ from fairlead.config.schema import Name, Section
 from fairlead.plugins.params import SIZE, Seconds
 
 API_VERSIONS = ("llm-d.ai/v1alpha1", "inference.networking.x-k8s.io/v1alpha1", "llm-d.ai/v1")
-#: Feature gates and whether they are on by default.
+#: Feature gates, and whether each is on by default.
 GATES = {"flowControl": False, "haPopulateNonLeaderDatastore": True}
 
 #: Bytes or requests; 0 = no limit.
@@ -86,7 +86,7 @@ class RequestHandler(Section):
 
 
 class Parts(Section):
-    """What a document consists of, but for its identity."""
+    """The parts of a document, without its identity."""
 
     feature_gates: tuple[str, ...] | None = None
     plugins: tuple[Plugin, ...] | None = None

@@ -1,7 +1,7 @@
-"""The configuration as a JSON Schema (draft 2020-12), for editors. What `fairlead validate` says is the last word.
+"""The configuration as a JSON Schema (draft 2020-12), for editors. `fairlead validate` is authoritative.
 
-Everything comes from the models that the loader uses: sections and parameters by pydantic, the rest around them.
-Installed plugins are in it as well, so it describes this installation.
+Everything comes from the models that the loader uses: sections and parameters from pydantic, the rest is added around
+them. Installed plugins are included too, so the schema describes this installation.
 """
 
 from collections.abc import Iterable, Mapping
@@ -38,7 +38,7 @@ Schema = dict[str, Any]
 
 
 def json_schema(registry: Registry | None = None) -> Schema:
-    """One schema for our own form and for an `EndpointPickerConfig`; `kind` tells them apart."""
+    """One schema for our own form and for an `EndpointPickerConfig`; `kind` distinguishes them."""
     registry = registry or Registry()
     plugins = {kind: _plugins(kind, registry) for kind in BUILTINS}
     models: list[type[BaseModel]] = [*SECTIONS.values(), FlowSettings, BandSettings, FileSource, Document]
@@ -60,7 +60,7 @@ def json_schema(registry: Registry | None = None) -> Schema:
 
 
 class _Plain(GenerateJsonSchema):
-    """Without a title for every field, which would only repeat its name."""
+    """Leaves out the title of each field, which would only repeat its name."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -78,7 +78,7 @@ def _definitions(models: list[type[BaseModel]]) -> tuple[dict[type[BaseModel], S
 
 
 def _plugins(kind: Kind, registry: Registry) -> dict[str, RegisteredPlugin | None]:
-    """By every name that a file may use; `None` for an installed one that cannot be loaded."""
+    """The plugins by every name that a file may use; `None` for an installed plugin that cannot be loaded."""
     names: Iterable[str] = [*BUILTINS[kind], *ALIASES[kind], *sorted(registry.types(kind) - {*BUILTINS[kind]})]
     by_name: dict[str, RegisteredPlugin | None] = {}
     for name in names:
@@ -97,7 +97,7 @@ def _entry_name(kind: Kind) -> str:
 
 
 def _entry(kind: Kind, table: Mapping[str, RegisteredPlugin | None], ref: Mapping[type[BaseModel], Schema]) -> Schema:
-    """An entry of a list: parameters under one of three keys, or beside `type`."""
+    """An entry of a list, with parameters under one of three keys or next to `type`."""
     names = {"type": {"enum": sorted(table)}, "name": {"type": "string", "minLength": 1}}
     if kind == "scorer":
         names["weight"] = {"type": "number", "minimum": 0}
@@ -117,7 +117,7 @@ def _parameters(name: str, plugin: RegisteredPlugin | None, ref: Mapping[type[Ba
     schema = ref[plugin.params]
     pointer = schema["$ref"]
     beside: Schema = {field: {"$ref": f"{pointer}/properties/{_escaped(field)}"} for field in fields(plugin.params)}
-    # In one place a required parameter may be missing: it may stand in the other.
+    # A required parameter may be missing in one place, because it may be in the other.
     under: Schema = {"type": "object", "properties": beside, "additionalProperties": False}
     return {"if": condition, "then": {"properties": {**beside, **dict.fromkeys(PARAMETERS, under)}}}
 
@@ -184,7 +184,7 @@ def _or_nothing(schema: Schema) -> Schema:
 
 
 def _document(schema: Schema, own: Schema) -> Schema:
-    """The reference's fields, and those of ours that may stand beside them."""
+    """The reference's fields, and those of our fields that may be next to them."""
     beside = {key: own[key] for key in (*SECTIONS, METRIC_SOURCES, PARSERS, "endpoints", "seed", POOLS)}
     known = {"apiVersion": {"enum": list(API_VERSIONS)}, "kind": {"const": KIND}}
     properties = {**beside, **schema["properties"], **known}
@@ -193,7 +193,7 @@ def _document(schema: Schema, own: Schema) -> Schema:
     return {**schema, "properties": properties, "additionalProperties": False, "allOf": [plugins]}
 
 
-#: Nothing, which counts as absent.
+#: An empty value, which counts as absent.
 _ABSENT: Final[tuple[Schema, ...]] = ({"type": "null"}, {"type": "object", "maxProperties": 0})
 #: An entry of a list of endpoints.
 _ENDPOINT: Final[Schema] = {

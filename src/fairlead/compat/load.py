@@ -48,14 +48,14 @@ from fairlead.plugins.params import camel
 if TYPE_CHECKING:
     from fairlead.compat.translate import Translation
 
-#: Where the scheduling part may stand instead: the values of the extension's Helm chart.
+#: An alternative place of the scheduling part: the values of the extension's Helm chart.
 CHART = "inferenceExtension"
 CUSTOM = "pluginsCustomConfig"
 FIELDS = (*KEYS, *EXTRA_KEYS, *SECTIONS, "endpoints", "seed", POOLS, CHART)
 
-#: Where the reference listens; it has no gateway of its own.
+#: How the reference listens; it has no gateway of its own.
 _LISTENS: Mapping[str, Mapping[str, object]] = {"gateway": {"mode": "none"}, "extProc": {"healthPort": 9003}}
-#: What may stand beside the fields of another picker's configuration.
+#: Fields that may be next to those of another picker's configuration.
 BESIDE = (*SECTIONS, METRIC_SOURCES, PARSERS, "endpoints", "seed", POOLS)
 _NO_ENDPOINTS = "list them under endpoints:, name a file: there, or a pool: under kubernetes:"
 _NO_DISCOVERY = "add endpoints: or kubernetes: {pool: NAME}, or a file-discovery plugin and dataLayer.discovery"
@@ -66,7 +66,7 @@ __all__ = ["FIELDS", "examine", "load", "problems", "read_bytes"]
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a configuration file, or at least enough to see that it is too large."""
+    """The content of a configuration file, or at least enough of it to detect that it is too large."""
     try:
         with path.open("rb") as file:
             return file.read(MAX_BYTES + 1)
@@ -83,9 +83,9 @@ def load(
 ) -> Config:
     """Read a file (`Path`) or a text (`str`), YAML or JSON.
 
-    Raises `InvalidConfig` (a `ConfigError`) with all problems, or `PluginError` when the only thing wrong is that an
-    installed plugin cannot be loaded. `need_endpoints=False` accepts a configuration without endpoints.
-    `flags`: values that count before those of the file, in its shape.
+    Raises `InvalidConfig` (a `ConfigError`) with all problems, or `PluginError` if the only problem is an installed
+    plugin that cannot be loaded. `need_endpoints=False` accepts a configuration without endpoints. `flags`: values that
+    take precedence over those of the file, in the same structure.
     """
     config, report = _read(source, need_endpoints, registry, flags=flags or {})
     if config is None:
@@ -96,14 +96,14 @@ def load(
 
 
 def problems(source: Path | str, *, need_endpoints: bool = True, registry: Registry | None = None) -> list[Problem]:
-    """All that is wrong; empty for a configuration that loads. Raises `ConfigError` when the file cannot be read."""
+    """All problems; empty for a configuration that loads. Raises `ConfigError` if the file cannot be read."""
     return _read(source, need_endpoints, registry)[1].problems
 
 
 def examine(source: Path, registry: Registry | None = None) -> tuple[Config | None, Report]:
-    """As `load`, and further: plugins are made and an endpoints file is read, with what is wrong there in the report.
+    """Like `load`, but plugins are also built and an endpoints file is read, and their problems are in the report.
 
-    A configuration of the reference picker need not name endpoints: it usually takes them from Kubernetes.
+    A configuration of the reference picker need not name endpoints, because it usually takes them from Kubernetes.
     """
     return _read(source, True, registry, thorough=True)
 
@@ -136,7 +136,7 @@ def _read(
 
 
 class _Assembly:
-    """One pass over the root mapping."""
+    """One pass over the mapping at the root."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class _Assembly:
 
     def config(self, source: str, need_endpoints: bool) -> Config | None:
         policy = self._policy()
-        # In a document of the reference `flowControl` is the reference's.
+        # In a document of the reference, `flowControl` is the reference's.
         keys = [key for key in EXTRA_KEYS if key in self._root and not (self._translation and key == FLOW_CONTROL)]
         extras = Extras({key: self._root[key] for key in keys}, self._report, self._registry)
         sources = extras.list("metric-source", METRIC_SOURCES)
@@ -172,7 +172,7 @@ class _Assembly:
         if settings.kubernetes.on and (endpoints.static or endpoints.file):
             hint = "leave out endpoints: or kubernetes:"
             self._report.add(("endpoints",), "endpoints come from Kubernetes already", hint)
-        if not self._report.problems:  # or the entries are not where they stand in the file
+        if not self._report.problems:  # otherwise the entries may not be where they are in the file
             note_unknown_engines(endpoints.static, settings.metrics, ("endpoints",), self._report)
             if policy is not None:
                 note_pool(endpoints.static, policy, settings.gateway, ("endpoints",), self._report)
@@ -199,7 +199,7 @@ class _Assembly:
         )
 
     def _pools(self, source: str) -> dict[str, Config]:
-        """Of each pool that has something of its own, the whole: that, and the rest of this file."""
+        """The complete configuration of each pool that has its own settings: these, and the rest of the file."""
         value = self._root.get(POOLS) or {}
         if not isinstance(value, dict):
             self._report.add((POOLS,), f"expected a mapping from namespace/name, got {describe(value)}")
@@ -222,7 +222,7 @@ class _Assembly:
 
     def _pool(self, place: Place, own: dict[str, Any], source: str) -> Config | None:
         root = {key: value for key, value in self._root.items() if key != POOLS}
-        if any(key in KEYS for key in own):  # a policy is one whole
+        if any(key in KEYS for key in own):  # a policy is one unit
             shared = BESIDE if self._translation else (*BESIDE, FLOW_CONTROL)
             root = {key: value for key, value in root.items() if key in shared}
         report = Report(lambda inner: self._tree.line((*place, *inner)), place)
@@ -232,7 +232,7 @@ class _Assembly:
         return config
 
     def _check_made(self, *specs: PluginSpec) -> None:
-        """Those that the file names; what runs without it can be made."""
+        """Check that the plugins named in the file can be built. Default plugins always can."""
         named = [spec for spec in specs if spec.given is not None]
         if named:
             from fairlead.config.plugins import check_made
@@ -246,7 +246,7 @@ class _Assembly:
             self._report.add((FLOW_CONTROL,), f"requests that wait cannot be split as '{SPLITTING}' does it", hint)
 
     def _check_endpoints_file(self, path: str, settings: Settings, policy: PolicySpec | None) -> None:
-        """Reports what is wrong with an endpoints file, and notes what it warns of: who follows it goes on."""
+        """Report problems in an endpoints file, and note its warnings, which do not stop a followed file."""
         if not path:
             return
         place = ("endpoints", "file") if "endpoints" in self._root else ("dataLayer", "discovery")
@@ -263,7 +263,7 @@ class _Assembly:
             note_pool(listing.entries, policy, settings.gateway, place, self._report, path)
 
     def _policy(self) -> PolicySpec | None:
-        """From a configuration of the reference picker, wherever it stands, or from our own fields."""
+        """The policy, from a configuration of the reference picker, wherever it is, or from our own fields."""
         if is_document(self._root):
             allowed = document_fields()
             for key in self._root:
@@ -298,7 +298,7 @@ class _Assembly:
         return translation.policy
 
     def _scheduling(self) -> Source:
-        """The keys of the scheduling part, from the top or from under the chart's values."""
+        """The keys of the scheduling part, from the top of the file or from the chart's values."""
         source = Source({k: v for k, v in self._root.items() if k in KEYS}, {k: (k,) for k in self._root if k in KEYS})
         chart = self._root.get(CHART)
         if chart is None:
@@ -331,7 +331,7 @@ class _Assembly:
                 into.places[key] = (*place, key)
 
     def _settings(self, policy: PolicySpec | None) -> Settings:
-        """All sections; one that is absent or wrong has its defaults, for which no validator is built."""
+        """All sections. A section that is absent or wrong has its defaults, for which no validator is built."""
         sections: dict[str, Any] = {}
         for name in Settings.model_fields:
             model = SECTIONS.get(camel(name))
@@ -339,7 +339,7 @@ class _Assembly:
                 sections[name] = self._section(camel(name), model) or model.model_construct()
         if self._root.get("seed") is not None and read(Settings, {"seed": self._root["seed"]}, (), self._report):
             sections["seed"] = self._root["seed"]
-        settings = Settings.model_construct(**sections)  # all are checked: one validator of all takes 20 ms to be built
+        settings = Settings.model_construct(**sections)  # all are checked: a validator of all takes 20 ms to build
         settings = resolve(settings, self._base, self._report)
         scorers = policy.scorers if policy else ()
         urls = [spec.parameters.cache_indexer_url for spec in scorers if spec.type == "prefix-aware"]
@@ -353,7 +353,7 @@ class _Assembly:
             if not isinstance(node, str):
                 self._report.add((key,), f"expected embedded, none or a mapping; got {describe(node)}")
                 return None
-            node, places = {"mode": node}, {"mode": (key,)}  # `gateway: none` for `gateway: {mode: none}`
+            node, places = {"mode": node}, {"mode": (key,)}  # `gateway: none` is short for `gateway: {mode: none}`
         if key == "models" and isinstance(node, list):
             node, places = {"list": node}, {"list": (key,)}
         said: dict[str, object] = {}
@@ -381,7 +381,7 @@ class _Assembly:
         return self._endpoint_source(value)
 
     def _endpoint_source(self, value: object) -> EndpointSource:
-        """A list, or a `FileSource`. What a list is warned of is a problem here: what stands twice is a mistake."""
+        """A list, or a `FileSource`. The warnings about a list are problems here, because a duplicate is a mistake."""
         if isinstance(value, list):
             assert isinstance(self._tree.root.value, dict)
             listing = read_endpoints(self._tree.root.value["endpoints"], ("endpoints",))
@@ -400,7 +400,7 @@ class _Assembly:
 
 
 def overlaid(root: Mapping[str, object], flags: Mapping[str, object]) -> dict[str, object]:
-    """A configuration's mapping with the values of command-line flags in it; nested mappings are merged."""
+    """A configuration's mapping with the values of command-line flags added; nested mappings are merged."""
     merged = dict(root)
     for key, value in flags.items():
         inner = merged.get(key)

@@ -1,4 +1,4 @@
-"""Where an `EndpointPickerConfig` stands: as the file itself, or as text inside Helm values."""
+"""Where an `EndpointPickerConfig` is: the file itself, or text inside Helm values."""
 
 from typing import Any
 
@@ -13,13 +13,13 @@ KIND = "EndpointPickerConfig"
 #: The values of the reference's charts: `router.epp`, in older ones `inferenceExtension`.
 ROUTER, EPP, EXTENSION = "router", "epp", "inferenceExtension"
 CUSTOM, FILE, INLINE = "pluginsCustomConfig", "pluginsConfigFile", "pluginsConfig"
-#: Fields that only such a document has at its top.
+#: Fields that only such a document has at its top level.
 _TELLING = ("schedulingProfiles", "apiVersion", "kind")
 OF_THE_CHART = "belongs to the Helm chart; it has no effect here"
 
 
 class Located(Struct):
-    """The document, what to report into, and where it stands (empty = it is the file)."""
+    """The document, the report for its problems, and its place (empty = it is the file)."""
 
     values: dict[str, Any]
     report: Report
@@ -27,7 +27,7 @@ class Located(Struct):
 
 
 def document_fields() -> tuple[str, ...]:
-    """The fields that a document has at its top."""
+    """The top-level fields of a document."""
     from fairlead.compat.document import Document
 
     return tuple(fields(Document))
@@ -38,7 +38,7 @@ def is_document(root: dict[str, Any]) -> bool:
 
 
 def in_values(root: dict[str, Any], tree: Tree, report: Report) -> Located | None:
-    """The document inside of chart values, if there is one. What is wrong with the way to it is reported."""
+    """The document inside chart values, if there is one. Problems on the path to it are reported."""
     if isinstance(root.get(ROUTER), dict):
         for key in root[ROUTER]:
             if key != EPP:
@@ -76,7 +76,7 @@ def _in_chart(chart: dict[str, Any], place: Place, tree: Tree, report: Report) -
 
 
 def _text(place: Place, text: str, tree: Tree, report: Report) -> Located | None:
-    """The text of a block scalar begins a line below its key."""
+    """The document in a text value. The text of a block scalar begins a line below its key."""
     document = yaml.parse(text)
     before = _node(tree.root, place).line - (0 if "\n" in text else 1)
     inner = Report(lambda at: before + document.tree.line(at), place)

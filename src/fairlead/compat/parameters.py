@@ -1,5 +1,5 @@
-"""Parameters of the reference's plugins, with its defaults. Only what is accepted here; the catalogue says what each
-one does. Where ours are the same they are inherited."""
+"""Parameters of the reference's plugins, with its defaults; only the accepted ones. The catalogue describes their
+effect. Parameters that are the same as ours are inherited."""
 
 from typing import Annotated, Any, Literal
 

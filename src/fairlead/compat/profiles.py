@@ -1,4 +1,4 @@
-"""The plugins that a document declares, its scheduling profiles and their handler → the one policy that runs."""
+"""Maps the plugins that a document declares, its scheduling profiles and their handler to the one policy that runs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,10 +15,10 @@ from fairlead.config.registry import RegisteredPlugin, Registry
 from fairlead.config.schema import PluginSpec, PolicySpec
 from fairlead.core.errors import PluginError
 
-#: The reference hashes blocks of at least so many tokens, whatever is configured.
+#: The reference hashes blocks of at least this many tokens, regardless of the configuration.
 LEAST_BLOCK = 64
 PROFILE_KINDS: tuple[Kind, ...] = ("filter", "scorer", "picker")
-#: The reference makes these by their type where something refers to them and nothing declares them.
+#: Types that the reference instantiates if they are referred to but not declared.
 MADE = (
     *(name for name, entry in CATALOGUE.items() if entry.role == "parser"),
     "utilization-detector",
@@ -28,7 +28,7 @@ MADE = (
     "metrics-data-source",
     "core-metrics-extractor",
 )
-#: Parameters that prefix-cache-scorer had in former versions of the reference, and where they went.
+#: Parameters that prefix-cache-scorer had in earlier versions of the reference, and where they are now.
 _MOVED = "this is now {} of an approx-prefix-cache-producer; declare one under plugins"
 MOVED = {
     **dict.fromkeys(("blockSize", "hashBlockSize"), _MOVED.format("blockSizeTokens (tokens, not characters)")),
@@ -47,7 +47,7 @@ _PRODUCER_REFS = ("prefixMatchInfoProducerName", "inFlightLoadProducerName", "pr
 
 
 class Instance(Struct):
-    """One declared plugin. `entry` is `None` where the type is ours or an installed one."""
+    """One declared plugin. `entry` is `None` if the type is one of ours or of an installed plugin."""
 
     name: str
     type: str
@@ -72,7 +72,7 @@ class Instances:
         self._registry = registry
         self.by_name: dict[str, Instance] = {}
         self.settings = Settings()
-        #: Names whose declaration is wrong: references to them are not reported once more.
+        #: Names whose declaration is wrong. References to them are not reported again.
         self._broken: set[str] = set()
 
     def read(self, node: object, place: Place) -> None:
@@ -92,8 +92,7 @@ class Instances:
                 self._translate(instance, block)
 
     def ref(self, name: str, place: Place, role: str = "") -> Instance | None:
-        """The plugin of that name. Reports when there is none, or when it is of another kind than wanted (empty = of
-        any)."""
+        """The plugin of that name. Reports if there is none, or if it cannot have the wanted role (empty = any)."""
         if name in MADE and name not in self.by_name and name not in self._broken:
             self._declare({"type": name}, place)
         instance = self.by_name.get(name)
@@ -157,7 +156,7 @@ class Instances:
         return Instance(name, plugin.type, place, parameters, entry)
 
     def _ours(self, name: str, plugin: Plugin, place: Place) -> Instance | None:
-        """A type that the reference does not have."""
+        """A plugin of a type that the reference does not have."""
         registered = self._find(plugin.type, (*place, "type"))
         if registered is None:
             return None
@@ -182,7 +181,7 @@ class Instances:
         return None
 
     def _block(self) -> int:
-        """Tokens of a prefix block, by the first producer that says so."""
+        """Tokens of a prefix block, from the first producer that sets them."""
         for instance in self.by_name.values():
             if isinstance(instance.parameters, ApproxPrefix):
                 return max(instance.parameters.block_size_tokens, LEAST_BLOCK)
@@ -201,7 +200,7 @@ class Instances:
 
 # ---- profiles ----
 
-#: What the reference does outside of its plugins.
+#: Filters for what the reference does outside its plugins.
 ALWAYS = ("subset", "health")
 _DECIDER_STAGES = ("prefill", "encode", "decode")
 
@@ -216,7 +215,7 @@ class Profiles:
         registry: Registry,
         queues: bool,
     ) -> None:
-        """`queues`: requests may wait."""
+        """`queues`: whether requests may wait."""
         self._queues = queues
         self._profiles = profiles
         self._any_given = any_given
@@ -280,7 +279,7 @@ class Profiles:
         return self._spec(profile.name, refs, plugins_place)
 
     def _split(self, handler: Instance, spec: PolicySpec | None) -> PolicySpec | None:
-        """The policy that forms pairs, with the filters of the decode profile; that profile where nothing is split."""
+        """The policy that forms pairs, with the filters of the decode profile; only that profile without a split."""
         parameters = handler.parameters
         name = (
             parameters.decider_plugin_name

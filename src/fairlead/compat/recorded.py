@@ -1,7 +1,7 @@
-"""The scheduling part of a configuration as plain values, for the journal, and what is made of it again.
+"""The scheduling part of a configuration as plain values, for the journal, and the way back.
 
-Recorded is what was in force, defaults included: a replay under a later version, with other defaults, still is one.
-Nothing else of the configuration is recorded.
+The values in force are recorded, including defaults, so that a replay also works under a later version with other
+defaults. No other part of the configuration is recorded.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from fairlead.core.errors import ConfigError, PluginError
 
 
 def record(config: Config) -> dict[str, Any]:
-    """Plain values, msgpack and JSON can hold them."""
+    """The scheduling part as plain values for msgpack and JSON."""
     return {
         "policy": _policy(config.policy),
         "flow_control": None if config.flow_control is None else _flow(config.flow_control),
@@ -32,7 +32,7 @@ def record(config: Config) -> dict[str, Any]:
 
 
 def beside(config: Config) -> tuple[str, ...]:
-    """What decides beside the recorded policy and events, in words: a replay has it not."""
+    """What takes part in decisions besides the recorded policy and events, in words. A replay does not have it."""
     causes = []
     if config.kv_events.enabled:
         causes.append("KV events of the engines counted too, which are not in the journal")
@@ -60,9 +60,10 @@ def restore(recorded: Any, registry: Registry | None = None) -> Config:
 
 
 def changed(config: Config, setting: str) -> Config:
-    """The same with one number changed: `SCORER=WEIGHT`, `PLUGIN.PARAMETER=VALUE`, or `PARAMETER=VALUE` of a policy.
+    """The configuration with one number changed: `SCORER=WEIGHT`, `PLUGIN.PARAMETER=VALUE`, or `PARAMETER=VALUE` of a
+    policy.
 
-    Raises `ConfigError` that says what can be set.
+    Raises `ConfigError` that lists what can be set.
     """
     name, equals, text = setting.partition("=")
     if not equals:

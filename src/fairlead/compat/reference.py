@@ -1,5 +1,5 @@
-"""Every field of the configuration and every built-in plugin in words: the reference page, and `fairlead config
-explain`. All of it comes from the models that the loader uses.
+"""Descriptions of every configuration field and every built-in plugin, for the reference page and the command
+`fairlead config explain`. All of it comes from the models that the loader uses.
 """
 
 import inspect
@@ -21,7 +21,7 @@ from fairlead.config.registry import Registry
 from fairlead.config.schema import SECTIONS, BandSettings, FlowSettings
 from fairlead.plugins.params import Quantity
 
-#: What a kind of plugin is called in the file, and where it stands.
+#: The heading of each kind of plugin, and its place in the file.
 PLACES = {
     "filter": "Filters, in `filters`",
     "scorer": "Scorers, in `scorers`",
@@ -34,7 +34,7 @@ PLACES = {
     "saturation": "Saturation, in `flowControl.saturation`",
     "ceiling": "Ceilings, in `flowControl.ceiling`",
 }
-#: What stands at the top of a file and is no section.
+#: Top-level keys of a file that are not sections.
 TOP = {
     "policy": "Name of a policy, or a mapping with its `type` and parameters.",
     "filters": "List of filters; `[]` = none. Default: none, or `queue-depth` 200 with `scorers` or `selection`.",
@@ -55,19 +55,19 @@ TOP = {
     "router": "As in the values of a chart, with an EndpointPickerConfig.",
 }
 
-#: Where the short scheduling form may stand, beside the top of the file.
+#: Alternative places of the short scheduling form, besides the top of the file.
 _FORMS = ("scheduling.", "inferenceExtension.pluginsCustomConfig.")
 
 
 class Entry(Struct, frozen=True):
-    """A section, a plugin, or what stands at the top."""
+    """A section, a plugin, or the top level."""
 
-    #: `gateway`, `cost-model`; empty = the top.
+    #: For example `gateway`, `cost-model`; empty = the top level.
     name: str
     about: str
-    #: (field, type, default, meaning); of the top (field, "", "", meaning).
+    #: (field, type, default, meaning); at the top level (field, "", "", meaning).
     rows: tuple[tuple[str, str, str, str], ...]
-    #: Of a plugin.
+    #: The kind of a plugin.
     kind: str = ""
 
 
@@ -102,8 +102,8 @@ def plugins() -> list[Entry]:
 
 
 def look_up(wanted: str) -> list[Entry]:
-    """What is said of a field (`gateway.port`, also with `$.` before it and an index), a section or a plugin. A field
-    comes as an entry with one row. Empty = nothing is called so."""
+    """The description of a field (`gateway.port`, also with `$.` before it and an index), a section or a plugin. A
+    field is an entry with one row. Empty if the name is unknown."""
     name = re.sub(r"\[[0-9]*\]", "[]", wanted.removeprefix("$."))
     for form in _FORMS:
         name = name.removeprefix(form)
@@ -120,13 +120,13 @@ def look_up(wanted: str) -> list[Entry]:
 
 
 def choices(field: str) -> list[str]:
-    """Names of the built-in plugins that may stand in a field at the top."""
+    """Names of the built-in plugins that may be used in a top-level field."""
     ready = POLICIES if field == "policy" else ()
     return [*ready, *(entry.name for entry in plugins() if PLACES[entry.kind].endswith(f"`{field}`"))]
 
 
 def names() -> list[str]:
-    """All that `look_up` knows."""
+    """All names that `look_up` knows."""
     entries = [top(), *sections(), bands(), *plugins()]
     rows = (row[0] for entry in entries if not entry.kind for row in entry.rows)
     return [*filter(None, (entry.name for entry in entries)), *rows]
@@ -147,7 +147,7 @@ def _about(cls: type) -> str:
 
 
 def _fields(model: type[BaseModel], path: str) -> Iterator[tuple[str, str, str, str]]:
-    """Rows; a field that is a model itself is spread out, where it has defaults."""
+    """The rows of a model. A field that is itself a model is expanded if it has defaults."""
     for key, field in fields(model).items():
         name = f"{path}.{key}" if path else key
         said = field.description or ""
@@ -162,7 +162,7 @@ def _fields(model: type[BaseModel], path: str) -> Iterator[tuple[str, str, str, 
 
 
 def _inner(kind: Any) -> tuple[type[BaseModel] | None, str]:
-    """The model that a field holds, and how it is reached: as it is, one of a list, one by name."""
+    """The model that a field holds, and how its path continues: directly, as one of a list, or by name."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return kind, ""
     for argument in get_args(kind):
@@ -200,7 +200,7 @@ def _type(field: FieldInfo) -> str:
 
 
 def _marks(field: FieldInfo) -> Iterator[Any]:
-    """What is annotated, inside of unions too."""
+    """The annotations of a field, including those inside unions."""
     yield from field.metadata
     for argument in get_args(field.annotation):
         if get_origin(argument) is Annotated:

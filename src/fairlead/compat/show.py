@@ -1,4 +1,4 @@
-"""The effective configuration, value by value, with the origin of each."""
+"""The effective configuration, value by value, with the origin of each value."""
 
 import re
 from collections.abc import Iterator
@@ -93,7 +93,7 @@ class _Show:
         return f"line {line}, {spec.stands_for}" if spec.stands_for else f"line {line}"
 
     def _unsaid(self, spec: PluginSpec) -> str:
-        """Why a plugin is there that the file does not name."""
+        """Why a plugin is in force that the file does not name."""
         if spec.path.startswith("$.builtinFilters") or (self._foreign and spec.path == "$"):
             return "built in"
         if self._config.policy.name in POLICIES and self._config.policy.name != DEFAULT:
@@ -128,7 +128,7 @@ class _Show:
                 yield Value(show(path), text, self._origin(path, differs))
 
     def _origin(self, place: Place, differs: bool = False) -> str:
-        """`differs`: from the default."""
+        """The origin of the value at `place`. `differs`: from the default."""
         if self._stands(place):
             return f"line {self._tree.line(place)}"
         if place == ("gateway", "mode") and self._stands(("gateway",)) and isinstance(self._keys["gateway"].value, str):

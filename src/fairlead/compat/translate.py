@@ -1,11 +1,11 @@
-"""An `EndpointPickerConfig` → the policy and the settings that mean the same.
+"""An `EndpointPickerConfig` → the policy and the settings with the same meaning.
 
 Rules
-* What the reference would refuse is refused: unknown fields, gates and plugin types, references to nothing, two pickers
-  in a profile, several profiles without a handler.
-* A plugin is checked with its own parameters even where nothing refers to it; a note says what is different about it.
-* Types that the reference does not have are looked up among our own plugins and installed ones.
-* `subset` and `health` always run: the reference does both outside of its plugins.
+* What the reference would refuse is refused: unknown fields, gates and plugin types, references to undeclared plugins,
+  two pickers in a profile, several profiles without a handler.
+* A plugin is checked with its own parameters even if nothing refers to it. A note says what is different about it.
+* Types that the reference does not have are looked up among our own plugins and the installed ones.
+* `subset` and `health` always run, because the reference does both outside its plugins.
 """
 
 from collections.abc import Sequence
@@ -48,13 +48,13 @@ from fairlead.plugins.flow_control import (
 )
 from fairlead.plugins.params import NoParams, Params
 
-# The reference's flow control → ours. It is on with the feature gate `flowControl` only; what the document does not
-# name has our defaults, not the reference's: its detector stops the pool when scrapes fail.
+# The reference's flow control → ours. It is on only with the feature gate `flowControl`. What the document does not
+# name has our defaults, not the reference's, whose detector stops the pool when scrapes fail.
 #
 # Rules
-# * `priorityBands` become bands with limits and policies of their own, `defaultPriorityBand` what holds for all others.
-#   An entry that leaves something out has the general default of it, not that of `defaultPriorityBand`, as there.
-# * What cannot be said here is noted where it stands, by its name.
+# * `priorityBands` become bands with their own limits and policies; `defaultPriorityBand` applies to all others. If an
+#   entry leaves something out, it has the general default and not that of `defaultPriorityBand`, as in the reference.
+# * Settings without a counterpart here are noted at their place, by name.
 
 FLOW: Place = ("flowControl",)
 ADMITTER = "probabilistic-admitter"
@@ -65,7 +65,7 @@ NO_TEMPLATE = (
 )
 EVICTS = "requests below priority 0 make way for higher ones that have waited for {} ms, whatever the saturation is"
 OTHER_LEVEL = "the pool's saturation is that of flowControl.saturationDetector: its own thresholds are not used"
-#: The reference's type → the kind of ours, and its type.
+#: The reference's type → our kind and type.
 _TYPES: dict[str, tuple[Kind, str]] = {
     "global-strict-fairness-policy": ("fairness", "global-strict"),
     "round-robin-fairness-policy": ("fairness", "round-robin"),
@@ -79,7 +79,7 @@ _TYPES: dict[str, tuple[Kind, str]] = {
     "utilization-detector": ("saturation", "utilization-detector"),
     "concurrency-detector": ("saturation", "concurrency-detector"),
 }
-#: Parameters of ours, where a type has any.
+#: Our parameter models, for types that have parameters.
 _PARAMS: dict[str, type[Params]] = {
     "utilization-detector": UtilizationDetectorParams,
     "concurrency-detector": ConcurrencyDetectorParams,
@@ -89,7 +89,7 @@ _PARAMS: dict[str, type[Params]] = {
 
 
 class NamedBand(Struct):
-    """A band of the document, and the plugins that it refers to."""
+    """A band of the document and the plugins that it refers to."""
 
     place: Place
     band: Band
@@ -101,7 +101,7 @@ class NamedBand(Struct):
 
 
 class Named(Struct):
-    """The plugins that the document refers to. `bands`: those with a priority."""
+    """The plugins that the document refers to. `bands`: the bands with a priority."""
 
     default: NamedBand
     negative: NamedBand | None = None
@@ -112,7 +112,7 @@ class Named(Struct):
 
 
 def flow_spec(flow: FlowControl, named: Named, report: Report) -> FlowSpec:
-    """What it says in our words; what has no counterpart is noted."""
+    """The document's flow control as our settings. What has no counterpart is noted."""
     report.note(FLOW, OURS)
     if named.negative is not None and named.negative.says() != named.default.says():
         report.note(named.negative.place, NO_TEMPLATE)
@@ -155,7 +155,7 @@ def _bands(named: Named, report: Report) -> tuple[BandSpec, ...]:
 
 
 def _general(kind: Kind, default: Instance | None, band: NamedBand, report: Report) -> PluginSpec | None:
-    """What a band has that names none; `None` = that of all bands, which is the same."""
+    """The plugin of a band that names none; `None` = that of all bands, which is the same."""
     if default is None:
         return None
     cls: Any = StartTimeFairness if kind == "fairness" else LeastWorkOrdering
@@ -165,7 +165,7 @@ def _general(kind: Kind, default: Instance | None, band: NamedBand, report: Repo
 
 
 def _limit(band: Band) -> QueueLimit:
-    """0 = the default."""
+    """The limits of a band; 0 = the default."""
     usual = QueueLimits().band
     return QueueLimit(requests=band.max_requests or usual.requests, bytes=band.max_bytes or usual.bytes)
 
@@ -190,7 +190,7 @@ def _name(instance: Instance | None) -> str:
 
 
 def _ttl(said: float | None, default: float) -> float:
-    """0 = as long as a gateway waits."""
+    """The time to live; 0 = as long as a gateway waits."""
     return default if said is None else min(said or LONGEST_WAIT, LONGEST_WAIT)
 
 
@@ -217,21 +217,21 @@ def _spec(kind: Kind, instance: Instance | None, report: Report) -> PluginSpec |
     )
 
 
-#: Lists whose entries are looked at one by one.
+#: Lists whose entries are checked one by one.
 _LISTS = ("plugins", "schedulingProfiles")
 
 
 class Translation(Struct):
     policy: PolicySpec | None = None
     settings: Settings = field(default_factory=Settings)
-    #: `None` = the document names no discovery of its own.
+    #: `None` = the document names no discovery.
     endpoints: EndpointSource | None = None
     #: `None` = its flow control is off.
     flow: FlowSpec | None = None
 
 
 def translate(root: dict[str, Any], report: Report, registry: Registry, base: Path | None) -> Translation:
-    """Everything that is wrong goes to the report; then `policy` is `None`. `root` has the fields of a `Document`."""
+    """Translate a document. `root` has the fields of a `Document`. If problems are reported, `policy` is `None`."""
     return _Translator(root, report, registry, base).translation()
 
 
@@ -263,7 +263,7 @@ class _Translator:
         return Translation(None if failed else policy, self._instances.settings, endpoints, control)
 
     def _read(self) -> Parts:
-        """The parts that are right; one that is wrong is reported, and then counts as absent."""
+        """The valid parts. An invalid part is reported and then counts as absent."""
         given = {key: self._root[key] for key in fields(Parts) if key in self._root and key not in _LISTS}
         right = {key: value for key, value in given.items() if read(Parts, {key: value}, (), self._report)}
         return Parts.model_validate(right)
@@ -314,7 +314,7 @@ class _Translator:
         return None if ref is None else self._ref(ref.plugin_ref, (key, "pluginRef"), role)
 
     def _flow(self, given: FlowControl | None, detector: Instance | None) -> FlowSpec | None:
-        """`None` while the gate is off, as in the reference. `detector`: from where it is deprecated."""
+        """`None` while the gate is off, as in the reference. `detector`: the one from its deprecated place."""
         flow = given or FlowControl()
         named = Named(self._band("defaultPriorityBand", flow.default_priority_band), saturation=detector)
         if flow.default_negative_priority_band is not None:

@@ -1,4 +1,4 @@
-"""What an operator may say, and how it becomes objects.
+"""The configuration of an operator, and how it becomes objects.
 
-`load` reads one YAML file into a `schema.Config`, or raises with every problem it has; `registry` makes the policy
-of it."""
+`load` reads a YAML file into a `schema.Config`, or raises with all of its problems; `registry` finds the classes of its
+plugins."""

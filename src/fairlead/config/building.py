@@ -1,4 +1,4 @@
-"""Configuration → what decides. The live server, the simulator and the replayer build their pipelines here."""
+"""Builds the deciding parts from a configuration, for the pipelines of live server, simulator and replayer."""
 
 from collections.abc import Callable
 from math import inf
@@ -44,12 +44,12 @@ from fairlead.plugins.pickers import MaxScore, MaxScoreParams
 
 OnPluginError = Callable[[PluginError], None] | None
 
-#: Names of the schedulers in other processes that decide.
+#: Names of the deciding schedulers in other processes.
 PRIMARY, CANARY = "scheduler", "canary"
 
 
 def schedulers(config: Config) -> dict[str, SchedulerSettings]:
-    """Those in other processes that decide (shadows do not), by name."""
+    """The deciding schedulers in other processes (without shadows), by name."""
     by_role = {PRIMARY: config.scheduler} if config.scheduler.address else {}
     if config.canary.scheduler is not None and config.canary.percent:
         by_role[CANARY] = config.canary.scheduler
@@ -59,17 +59,17 @@ def schedulers(config: Config) -> dict[str, SchedulerSettings]:
 class _Built(Struct, frozen=True):
     config: Config
     scheduling: Scheduling
-    #: Decides the canary's share, where that is a policy of its own.
+    #: The policy that decides the canary's share, if the canary is a policy.
     other: Policy | None
 
 
 class SchedulingBuilder:
-    """Builds what one configuration after the other says; the `Build` of a pipeline.
+    """Builds successive configurations; the `Build` of a pipeline.
 
-    What two of them have in common stays the same object, with all that it has learned: the policy, a scheduler's
-    connection, counts and breaker. One that cannot be built leaves everything as it was.
+    What two successive configurations have in common stays the same object, with everything it has learned: the policy,
+    a scheduler's connection, counts and breaker. A configuration that cannot be built changes nothing.
 
-    `on_answer` gives, for a scheduler's name, who is told the seconds that its answers take.
+    `on_answer` returns, for a scheduler's name, the function that receives the seconds that its answers take.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class SchedulingBuilder:
         self._last: _Built | None = None
 
     def __call__(self, config: Config) -> Scheduling:
-        """Raises `PluginError`, or `ConfigError` where a configuration was never checked."""
+        """Build a configuration. Raises `PluginError`, or `ConfigError` if the configuration was never checked."""
         last = self._last
         if last is not None and meaning(last.config.policy) == meaning(config.policy):
             base, able = last.scheduling.base, last.scheduling.able
@@ -113,12 +113,12 @@ class SchedulingBuilder:
 
     @property
     def scheduling(self) -> Scheduling:
-        """What was built last."""
+        """The result of the last build."""
         assert self._last is not None, "something was built"
         return self._last.scheduling
 
     def fresh(self) -> Policy:
-        """A copy of the file's policy as it is in force, that has learned nothing: to ask it why."""
+        """A copy of the file's policy in force that has learned nothing, for explaining decisions."""
         assert self._last is not None, "something was built"
         return build_policy(self._last.config, registry=self._registry)
 
@@ -158,7 +158,7 @@ class SchedulingBuilder:
 
 
 def given(policy: Policy) -> Build:
-    """Builds with a policy that exists already, in the place of the file's."""
+    """A `Build` that uses an existing policy instead of the configured one."""
 
     def build(config: Config) -> Scheduling:
         flow = build_flow_controller(config, policy)
@@ -180,9 +180,9 @@ def build_pipeline(
     registry: Registry | None = None,
     snapshots: bool = False,
 ) -> Pipeline:
-    """The pipeline of a configuration; later ones reach it as `Reconfigured`, and `build` reads those too.
+    """The pipeline of a configuration. Later configurations reach it as `Reconfigured`, and `build` builds them too.
 
-    `snapshots`: take down what each decision is made from. Raises `PluginError` or `ConfigError`.
+    `snapshots`: record what each decision is made from. Raises `PluginError` or `ConfigError`.
     """
     build = build or SchedulingBuilder(on_plugin_error, registry)
     scheduling = build(config)
@@ -208,7 +208,7 @@ def build_pipeline(
 def build_entry(
     node: PolicyEntry, config: Config, on_plugin_error: OnPluginError = None, registry: Registry | None = None
 ) -> Policy:
-    """A policy named in `canary` or `shadows`. Raises `PluginError`, or `ConfigError` where it was never checked."""
+    """A policy named in `canary` or `shadows`. Raises `PluginError`, or `ConfigError` if it was never checked."""
     registry = registry or Registry()
     problems = Problems(lambda place: 0)
     spec = read_entry(node, ("policy",), problems, registry)
@@ -223,14 +223,14 @@ def build_entry(
 def build_flow_controller(
     config: Config, policy: Policy, on_plugin_error: OnPluginError = None, registry: Registry | None = None
 ) -> FlowController | None:
-    """`None` when flow control is off. Raises `PluginError` when a plugin cannot be made."""
+    """The flow controller; `None` if flow control is off. Raises `PluginError` if a plugin cannot be built."""
     flow = config.flow_control
     if flow is None or not flow.settings.enabled:
         return None
     registry = registry or Registry()
     settings = flow.settings
     for priority in {0, *(band.settings.priority for band in flow.bands)}:
-        _bands(flow, registry, None)(priority)  # what cannot be made must stop the start
+        _bands(flow, registry, None)(priority)  # a plugin that cannot be built must stop the start
     queues = Queues(_bands(flow, registry, on_plugin_error), _limits(flow))
     shedding, eviction = settings.early_shedding, settings.eviction
     control = FlowControl(
@@ -276,7 +276,7 @@ def _times(flow: FlowSpec) -> Times:
 def able_by(
     config: Config, policy: Policy, registry: Registry | None = None, on_plugin_error: OnPluginError = None
 ) -> WaitingRules:
-    """Where a request can be served, by the filters of the configured policy, which `policy` is, and what it costs."""
+    """Where a waiting request can be served, by the filters of `policy` (the configured one), and what it costs."""
     if isinstance(policy, Profile):
         chain = policy
     else:
@@ -311,7 +311,7 @@ def _ceiling(spec: PluginSpec | None, registry: Registry, report: OnPluginError)
 
 
 def _guarded(spec: PluginSpec, registry: Registry, guard: Callable[..., Any], report: OnPluginError) -> Any:
-    """The plugin; one that was installed stands behind `guard`, for it may raise."""
+    """The plugin. An installed plugin is wrapped in `guard`, because it may raise."""
     made, plugin = make(spec, registry), registry.find(spec.kind, spec.type)
     return guard(made, report) if plugin is not None and plugin.foreign else made
 

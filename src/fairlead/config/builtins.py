@@ -1,4 +1,4 @@
-"""What is built in: the table of plugins, other names for them, and what runs when the file does not say otherwise."""
+"""The built-in plugins: their table, other names for them, and what runs if the file does not set anything else."""
 
 from collections.abc import Iterator, Mapping
 from importlib import import_module
@@ -7,7 +7,7 @@ from typing import Any, Literal
 Kind = Literal[
     "filter", "scorer", "picker", "policy", "metric-source", "parser", "fairness", "ordering", "saturation", "ceiling"
 ]
-#: The policy that gives a request two endpoints, to compute its prompt and to answer it.
+#: The policy that gives a request two endpoints: one computes the prompt, the other answers.
 SPLITTING = "prefill-decode"
 #: The method that makes a class a plugin of a kind.
 METHODS: Mapping[Kind, str] = {
@@ -25,7 +25,7 @@ METHODS: Mapping[Kind, str] = {
 
 
 class Builtins(Mapping[str, Any]):
-    """Classes by type. One is imported when it is asked for: a configuration names a few of them."""
+    """Classes by type. A class is imported when it is needed, because a configuration names only a few of them."""
 
     def __init__(self, places: Mapping[str, str]) -> None:
         """`places`: type → `module:Class`, below `fairlead.plugins`."""
@@ -36,7 +36,7 @@ class Builtins(Mapping[str, Any]):
         return vars(import_module(f"fairlead.plugins.{module}"))[cls]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._places  # without importing it
+        return name in self._places  # does not import it
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -143,8 +143,8 @@ BUILTINS: Mapping[Kind, Mapping[str, Any]] = {
     ),
 }
 
-#: Other names of built-ins with the same meaning, and the parameters that they imply. Names of other pickers whose
-#: formula differs (`lora-affinity-scorer`, `load-aware-scorer`) are left out on purpose.
+#: Other names of built-ins with the same meaning, and the parameters that they imply. Names of other pickers with a
+#: different formula (`lora-affinity-scorer`, `load-aware-scorer`) are left out on purpose.
 ALIASES: Mapping[Kind, Mapping[str, tuple[str, Mapping[str, Any]]]] = {
     "filter": {
         "queue-depth-filter": ("queue-depth", {}),
@@ -180,7 +180,7 @@ ALIASES: Mapping[Kind, Mapping[str, tuple[str, Mapping[str, Any]]]] = {
     "fairness": {
         "global-strict-fairness-policy": ("global-strict", {}),
         "round-robin-fairness-policy": ("round-robin", {}),
-        # What there was before, for the same purpose.
+        # Earlier policies for the same purpose.
         "deficit-round-robin": ("start-time-fair", {}),
         "least-attained-service": ("start-time-fair", {}),
     },
@@ -194,11 +194,11 @@ ALIASES: Mapping[Kind, Mapping[str, tuple[str, Mapping[str, Any]]]] = {
 }
 
 
-# ---- defaults: the one place to tune weights; shapes are those of the file ----
+# ---- defaults: the one place to tune weights; the structures are those of the file ----
 
 Entry = Mapping[str, Any]
 
-#: Put before every configured filter list, unless it has the same type or `builtinFilters` is false.
+#: Placed before every configured filter list, unless the list has the same type or `builtinFilters` is false.
 ABILITY_FILTERS: tuple[Entry, ...] = (
     {"type": "role"},
     {"type": "subset"},
@@ -206,14 +206,15 @@ ABILITY_FILTERS: tuple[Entry, ...] = (
     {"type": "health"},
 )
 
-#: Where the file names neither a policy nor scorers; see docs/policies.md.
+#: The policy if the file names neither a policy nor scorers; see docs/policies.md.
 DEFAULT_POLICY = "cost-model"
 
 FILTERS: tuple[Entry, ...] = (
     # 80 % of vLLM's default max_num_seqs of 256.
-    # No memory-pressure filter: under load every engine's cache is nearly full, and a filter that then takes away the
-    # endpoint which holds the prefix makes others compute (and store) it again, which fills them too. On the demo's
-    # workload it costs a fourteenth of the throughput and ten times the p95 of TTFT; `kv-utilization` weighs instead.
+    # No memory-pressure filter: under load, every engine's cache is nearly full. A filter that then removes the
+    # endpoint that holds the prefix makes others compute (and store) it again, which fills their caches too. On the
+    # demo's workload, it costs a fourteenth of the throughput and multiplies the p95 of TTFT by ten. `kv-utilization`
+    # adds a weight instead.
     {"type": "queue-depth", "maxQueueLength": 200},
 )
 
@@ -228,7 +229,7 @@ SCORERS: tuple[Entry, ...] = (
 
 SELECTION: Entry = {"picker": "max-score"}
 
-#: For configurations that bring their own scorers and say nothing of selection.
+#: For configurations with their own scorers that do not set `selection`.
 CUSTOM_SELECTION: Entry = {"topK": 3}
 
 #: Shorthands: `policy: round-robin`.
@@ -238,7 +239,7 @@ POLICIES: Mapping[str, Mapping[str, Any]] = {
     "random": {"filters": (), "scorers": (), "selection": {"picker": "random"}},
 }
 
-#: Prompt bytes per token when a block size in tokens becomes one in bytes.
+#: Prompt bytes per token, used to convert a block size in tokens to bytes.
 BYTES_PER_TOKEN = 4
-#: Where no scorer names a block size, in tokens.
+#: Block size in tokens if no scorer sets one.
 HASH_BLOCK_SIZE = 64

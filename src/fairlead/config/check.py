@@ -1,6 +1,6 @@
-"""Values from a file → models, and what pydantic finds wrong with them in our words.
+"""Converts values from a file to models, and pydantic's errors to our messages.
 
-Every problem is reported, with its place in the file; names that are nearly right are guessed.
+Every problem is reported with its place in the file. Nearly correct names are suggested.
 """
 
 import re
@@ -18,7 +18,7 @@ from fairlead.plugins.params import Params, camel
 
 Model = TypeVar("Model", bound=BaseModel)
 
-#: What pydantic expected, by the type of its error.
+#: What was expected, by pydantic's error type.
 _EXPECTED = {
     "string_type": "a string",
     "int_type": "an integer",
@@ -30,7 +30,7 @@ _EXPECTED = {
     "dict_type": "a mapping",
     "model_type": "a mapping",
 }
-#: Limits by the type of the error: the key of its context, and how we say it.
+#: Limits by error type: the key in the error's context, and our text.
 _LIMITS = {
     "greater_than": ("gt", "{kind} > {limit}"),
     "greater_than_equal": ("ge", "{kind} >= {limit}"),
@@ -45,13 +45,13 @@ _LIMITS = {
 
 
 def fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """The fields by their names in files."""
+    """The fields of a model by their names in files."""
     named = camel if issubclass(model, Params) else str  # older pydantic generates aliases with the validator only
     return {str(field.validation_alias or named(name)): field for name, field in model.model_fields.items()}
 
 
 def plain(model: BaseModel) -> dict[str, Any]:
-    """The values by the fields' names in files, as JSON has them."""
+    """The values by the fields' names in files, as plain JSON values."""
     return dict(zip(fields(type(model)), model.model_dump(mode="json").values(), strict=False))
 
 
@@ -64,10 +64,10 @@ def read(
     hints: Mapping[str, str] | None = None,
     siblings: Collection[str] = (),
 ) -> Model | None:
-    """A `model` from a mapping, or `None` once the reasons are reported. Nothing at all counts as an empty mapping.
+    """A `model` from a mapping, or `None` after the problems are reported. `None` counts as an empty mapping.
 
-    `places` says where keys stand that do not stand under `place`; `hints` what to say about some unknown ones;
-    `siblings` are names that the caller takes itself, for suggestions.
+    `places`: the places of keys that are not under `place`. `hints`: hints for some unknown keys. `siblings`: names
+    that the caller handles itself, for suggestions.
     """
     if node is not None and not isinstance(node, dict):
         report.add(place, f"expected a mapping, got {describe(node)}")
@@ -99,8 +99,8 @@ def read(
 
 
 def any_case(kind: Any, node: Any) -> Any:
-    """`node` with the names of a model's fields as the model has them, in whatever case they were written: Go's
-    encoding/json does not distinguish. `kind`: the model, or an annotation that has models in it."""
+    """`node` with field names in the spelling of the model, whatever their case, because Go's encoding/json ignores
+    case. `kind`: the model, or an annotation that contains models."""
     if isinstance(node, list):
         return [any_case(_kind(kind, (i,)), value) for i, value in enumerate(node)]
     if not (isinstance(node, dict) and isinstance(kind, type) and issubclass(kind, BaseModel)):
@@ -114,7 +114,7 @@ def any_case(kind: Any, node: Any) -> Any:
 
 
 def _steps(node: Any, loc: tuple[str | int, ...]) -> Place:
-    """The part of an error's location that stands in the file. The rest names members of unions, or what is missing."""
+    """The part of an error's location that exists in the file. The rest names members of unions, or missing keys."""
     steps: list[str | int] = []
     for step in loc:
         listed = isinstance(node, list | tuple) and isinstance(step, int) and step < len(node)
@@ -125,7 +125,7 @@ def _steps(node: Any, loc: tuple[str | int, ...]) -> Place:
 
 
 def _position(node: Any, steps: Place, fault: ErrorDetails) -> tuple[float, ...]:
-    """Sorts as the text does; what is missing comes behind what is there."""
+    """A sort key for the order of the text. Missing keys come after existing ones."""
     order: list[float] = []
     for step in steps:
         order.append(step if isinstance(step, int) else list(node).index(step))
@@ -134,7 +134,7 @@ def _position(node: Any, steps: Place, fault: ErrorDetails) -> tuple[float, ...]
 
 
 def _kind(kind: Any, steps: Place) -> Any:
-    """The annotation of what stands at `steps` below a `kind`."""
+    """The annotation of the value at `steps` below a `kind`."""
     for step in steps:
         inner = (_inner(member, step) for member in _members(kind))
         kind = next((option for option in inner if option is not None), None)
@@ -163,7 +163,7 @@ def _inner(kind: Any, step: str | int) -> Any:
 
 
 def _mismatches(faults: list[ErrorDetails], deeper: bool) -> list[str]:
-    """What kinds of values were expected: of a union several, unless one of them was taken and is wrong further in."""
+    """The expected kinds of values: several for a union, unless a member matched and the problem is further inside."""
     kinds = list(dict.fromkeys(_EXPECTED[fault["type"]] for fault in faults if fault["type"] in _EXPECTED))
     if not kinds or deeper:
         return []

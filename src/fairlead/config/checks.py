@@ -1,4 +1,4 @@
-"""What must fit together across the fields of a configuration, and the values that follow from others."""
+"""Checks across the fields of a configuration, and values that follow from other values."""
 
 from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
@@ -28,17 +28,17 @@ from fairlead.core.endpoint import MAX_PORTS, PREFILL_ONLY, ROLE_LABEL, ROLES
 from fairlead.core.errors import ConfigError
 from fairlead.plugins.params import camel
 
-#: The scraper repeats an idle endpoint's unchanged page once in this many seconds.
+#: The scraper repeats an idle endpoint's unchanged page at this interval, in seconds.
 REPEAT = 1.0
-#: Renewals are jittered downward; this much time there must be between two of them and the deadline.
+#: Renewals are jittered downward. The interval times this factor must still be shorter than the deadline.
 _JITTER = 1.2
 _NO_TOKENS = "name a modelPath or a tokenizerFile, or set render: engine"
-#: Of `EngineNames`, what is no metric.
+#: Fields of `EngineNames` that are not metrics.
 _LABELS = ("rank_label", "block_size_label", "num_blocks_label")
 
 
 def resolve(settings: Settings, base: Path | None, report: Report) -> Settings:
-    """Fills in what depends on other sections and on the file's directory, and reports what does not fit together."""
+    """Fill in values that depend on other sections and on the file's directory, and report contradictions."""
     ext_proc, als = settings.ext_proc, settings.als
     if not ext_proc.host:
         host = "127.0.0.1" if settings.gateway.mode == "embedded" else "0.0.0.0"
@@ -63,7 +63,7 @@ def resolve(settings: Settings, base: Path | None, report: Report) -> Settings:
 
 
 def located(section: Section, base: Path) -> Any:
-    """With relative paths as seen from the directory `base`."""
+    """The section with its relative paths resolved against the directory `base`."""
     changes: dict[str, Any] = {}
     for name, value in section:
         if isinstance(value, Section):
@@ -78,7 +78,7 @@ def located(section: Section, base: Path) -> Any:
 
 
 def _check_ports(settings: Settings, report: Report) -> None:
-    """No two listeners on one port."""
+    """Check that no two listeners have the same port."""
     gateway, ext_proc, als = settings.gateway, settings.ext_proc, settings.als
     wanted: list[tuple[Place, int]] = []
     if gateway.mode == "embedded":
@@ -98,7 +98,7 @@ def _check_ports(settings: Settings, report: Report) -> None:
 
 
 def engine_table(metrics: Metrics) -> dict[str, EngineMetrics]:
-    """Metric names per engine. An engine that is built in keeps what the configuration does not mention."""
+    """Metric names per engine. A built-in engine keeps the names that the configuration does not mention."""
     table = dict(ENGINES)
     for name, names in metrics.engines.items():
         table[name] = replace(table.get(name, EngineMetrics()), **_given(names))
@@ -106,7 +106,7 @@ def engine_table(metrics: Metrics) -> dict[str, EngineMetrics]:
 
 
 def _given(names: EngineNames) -> dict[str, Any]:
-    """What a configuration says of an engine; one name or several are a tuple."""
+    """The configured names of an engine; one name and several both become a tuple."""
     said: dict[str, Any] = {}
     for field, value in names:
         if field in (*_LABELS, "extra"):
@@ -147,9 +147,9 @@ def _check_specs(value: str | list[str] | Mapping[str, str], place: Place, repor
 def note_unknown_engines(
     entries: Sequence[Listed], metrics: Metrics, place: Place, report: Report, file: str = ""
 ) -> None:
-    """Notes labels that name an engine which is in no table: such a page is read with the default engine's names.
+    """Note labels that name an unknown engine, whose page is then read with the default engine's names.
 
-    `entries` stand at `place`, or in `file`, which `place` names. One note for all endpoints of one engine.
+    `entries` are at `place`, or in `file`, which `place` refers to. One note covers all endpoints of one engine.
     """
     known = engine_table(metrics)
     strange: dict[str, list[int]] = {}
@@ -170,8 +170,9 @@ def note_unknown_engines(
 def note_pool(
     entries: Sequence[Listed], policy: PolicySpec, gateway: Gateway, place: Place, report: Report, file: str = ""
 ) -> None:
-    """Notes what is allowed and hardly meant: roles that nobody has, choices among more than there are, a gateway that
-    only this machine can reach. `entries` stand at `place`, or in `file`, which `place` names."""
+    """Note what is allowed but probably not intended: roles that no endpoint has, selections among more endpoints than
+    exist, a gateway that only this machine can reach. `entries` are at `place`, or in `file`, which `place` refers
+    to."""
 
     def note(message: str, entry: Place = place) -> None:
         report.note(place if file else entry, f"{file + ': ' if file else ''}{message}")
@@ -204,7 +205,7 @@ def note_pool(
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it."""
+    """Whether a host can only be reached from this machine."""
     try:
         return ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -264,7 +265,7 @@ def _check_indexer(section: KvEvents, report: Report) -> None:
 
 
 def asked_elsewhere(section: KvEvents, urls: Sequence[str], report: Report) -> KvEvents:
-    """`urls`: the `cacheIndexerURL`s of plugins. They stand for `indexer.url`, unless this process listens itself."""
+    """`urls`: the `cacheIndexerURL`s of plugins. They set `indexer.url`, unless this process listens to KV events."""
     urls = [url for url in urls if url]
     if not urls:
         return section
@@ -280,7 +281,7 @@ def asked_elsewhere(section: KvEvents, urls: Sequence[str], report: Report) -> K
 
 
 def is_url(text: str) -> bool:
-    """Of HTTP, with a host and nothing after the port that a page's name could not follow."""
+    """Whether a text is an HTTP URL with a host, to which a page's path can be appended."""
     try:
         parts = urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and not parts.query
@@ -326,12 +327,12 @@ def _check_kubernetes(section: Kubernetes, report: Report) -> None:
         report.add((key, "leaderElection", "leaseDuration"), "must be at least 1s, as leases count whole seconds")
 
 
-#: What one process with several pools cannot do, and what to do about it.
+#: The advice for settings that one process with several pools cannot have.
 _ONE_POOL_EACH = "leave it out, or run a scheduler for each pool (kubernetes.pool)"
 
 
 def _check_several(settings: Settings, report: Report) -> None:
-    """What belongs to one pool, but is there once in a process."""
+    """Report settings that belong to one pool but exist once per process."""
     refused: list[tuple[Place, bool, str]] = [
         (("gateway", "mode"), settings.gateway.mode == "embedded", "the embedded gateway has one pool"),
         (

@@ -1,10 +1,10 @@
 """Lists of endpoints. The format of an entry is that of file discovery, with short forms:
 
-- 10.0.0.1:8000             # an address and nothing else
+- 10.0.0.1:8000             # only an address
 - name: vllm-0              # optional; without it the id is the address
   namespace: default        # optional; the id is namespace/name
-  address: 10.0.0.1         # required: IPv4, IPv6 or a host name, with the port behind it or without
-  port: 8000                # where the address has none; 1-65535, number or string
+  address: 10.0.0.1         # required: IPv4, IPv6 or a host name, with or without the port
+  port: 8000                # if the address has none; 1-65535, number or string
   labels: {model-id: llama} # optional, scalars; metricsAddress and metricsPort change the metrics URL
   metricsUrl: http://10.0.0.1:9400/metrics    # optional; `metrics_url` is the same
 """
@@ -19,7 +19,7 @@ from fairlead.config.problems import Place, Problem, show
 from fairlead.config.yaml import Node, YamlError, parse_yaml
 from fairlead.core.endpoint import Endpoint, host_port
 
-#: Labels of one endpoint. Aliases may repeat a large mapping for every entry of a list.
+#: Most labels of one endpoint. Aliases may repeat a large mapping for every entry of a list.
 MAX_LABELS = 100
 KEYS = ("address", "labels", "metricsUrl", "name", "namespace", "port")
 _KEYS = frozenset({*KEYS, "metrics_url"})
@@ -29,12 +29,12 @@ _DIGITS = re.compile(r"[0-9]{1,5}")
 
 
 class Listed(Struct, frozen=True):
-    """One entry. `endpoint.address` and the default metrics URL hold the host as written."""
+    """One entry. `endpoint.address` and the default metrics URL contain the host as written."""
 
     endpoint: Endpoint
     host: str
     port: int
-    #: The host is an address and needs no resolving.
+    #: Whether the host is an address, which needs no resolving.
     literal: bool
 
     def at(self, ip: str) -> Endpoint:
@@ -44,7 +44,7 @@ class Listed(Struct, frozen=True):
 
 
 class WrongEntry(Exception):
-    """An entry cannot be used. `endpoint_id` is empty when it could not even be named."""
+    """An entry cannot be used. `endpoint_id` is empty if its id could not be read."""
 
     def __init__(self, message: str, line: int, place: Place, hint: str = "") -> None:
         self.problem = Problem(show(place), line, message, hint)
@@ -52,7 +52,7 @@ class WrongEntry(Exception):
 
 
 def read_entry(node: Node, place: Place) -> Listed:
-    """Raises `WrongEntry`."""
+    """Read one entry. Raises `WrongEntry`."""
     entry = _open(node, place)
     endpoint_id = _named(entry)
     try:
@@ -66,7 +66,7 @@ class _Entry(Struct):
     """An entry that is being read."""
 
     node: Node
-    #: Where its parts stand. Of the short form the address is the entry.
+    #: The place of its fields. In the short form, the address is the entry itself.
     place: Place
     fields: Mapping[str, Node]
 
@@ -105,7 +105,7 @@ def _open(node: Node, place: Place) -> _Entry:
 
 
 def _named(entry: _Entry) -> str:
-    """The id; empty when there is no name, so that it is the address."""
+    """The id; empty without a name, because the id is then the address."""
     name = entry.text("name")
     namespace = entry.text("namespace", "default")
     if not entry.has("name"):
@@ -130,7 +130,7 @@ def _listed(entry: _Entry, endpoint_id: str) -> Listed:
 
 
 def _split(entry: _Entry) -> tuple[str, str | None]:
-    """The address as (host, what stands behind its colon; `None` = no colon)."""
+    """The address as (host, text after its colon; `None` = no colon)."""
     text = entry.text("address")
     if not entry.has("address"):
         raise entry.missing("address")
@@ -152,7 +152,7 @@ def _host(entry: _Entry, text: str) -> tuple[str, bool]:
     try:
         address = ip_address(bare)
     except ValueError:
-        # All digits and dots is a mistyped IPv4 address: the resolver would make `10.1` into 10.0.0.1.
+        # Only digits and dots: a mistyped IPv4 address. The resolver would turn `10.1` into 10.0.0.1.
         numeric = bare.replace(".", "").isdigit()
         if bare != text or numeric or not _HOST.fullmatch(bare) or len(bare) > 253:
             wrong = f"{text[:80]!r} is neither an IP address nor a host name"
@@ -192,7 +192,7 @@ def _labels(entry: _Entry) -> dict[str, str]:
 
 
 def _metrics_url(entry: _Entry, labels: Mapping[str, str], host: str, port: int) -> str:
-    """The page, if it is not the default one."""
+    """The URL of the metrics page, if it is not the default one."""
     key = "metrics_url" if "metrics_url" in entry.fields else "metricsUrl"
     url = entry.text(key)
     if url:
@@ -208,29 +208,30 @@ def _metrics_url(entry: _Entry, labels: Mapping[str, str], host: str, port: int)
     return f"http://{host_port(other_host or host, int(other_port or port))}/metrics"
 
 
-# A list of endpoints to `Endpoint`s: the one reader of configurations and of endpoints files (YAML or JSON).
+# Converts a list of endpoints to `Endpoint`s: the one reader for configurations and endpoints files (YAML or JSON).
 #
 #     endpoints:
 #     - 10.0.0.1:8000
 #     - {name: vllm-1, address: 10.0.0.2, port: 8000, labels: {model-id: llama}}    # all fields: see the top
 #
 # Rules
-# * Nothing raises. Whatever is wrong becomes a `Problem` with a JSON path and a line.
-# * A wrong entry costs only itself; `Listing.broken` names it if its id could be read, so that a reload can keep what
-#   it knew of it. `Listing.ok` is false when the text as a whole could not be read.
-# * Of two entries with one id the last counts, with a warning. One address for two ids is used, with a warning too.
+# * Nothing raises. Every error becomes a `Problem` with a JSON path and a line.
+# * A wrong entry only affects itself. `Listing.broken` contains its id if it could be read, so that a reload can keep
+#   the earlier entry. `Listing.ok` is false if the text as a whole could not be read.
+# * If two entries have the same id, the last one counts, with a warning. Two ids with the same address are both used,
+#   also with a warning.
 
 MAX_ENDPOINTS = 10_000
 
 
 class Listing(Struct, frozen=True):
-    """What a list said."""
+    """The content of a list."""
 
     entries: tuple[Listed, ...] = ()
     problems: tuple[Problem, ...] = ()
-    #: Ids of entries that are there but wrong.
+    #: Ids of entries that exist but are wrong.
     broken: frozenset[str] = frozenset()
-    #: Some wrong entry could not even be named.
+    #: Whether the id of some wrong entry could not be read.
     nameless: bool = False
     ok: bool = True
 
@@ -240,7 +241,7 @@ class Listing(Struct, frozen=True):
 
 
 def parse_endpoints_text(text: bytes) -> Listing:
-    """A file's content: a mapping with the key `endpoints`, or a list alone. JSON is read as the YAML that it is."""
+    """Parse a file: a mapping with the key `endpoints`, or just a list. JSON is read as YAML."""
     try:
         tree = parse_yaml(text)
     except YamlError as error:
@@ -263,7 +264,7 @@ def parse_endpoints_text(text: bytes) -> Listing:
 
 
 def read_endpoints(node: Node, place: Place) -> Listing:
-    """A list that stands at `place` in a larger document."""
+    """Read a list at `place` in a larger document."""
     if not isinstance(node.value, list):
         return _unreadable(Problem(show(place), node.line, "expected a list of endpoints"))
     if len(node.value) > MAX_ENDPOINTS:
@@ -280,14 +281,14 @@ def _unreadable(problem: Problem) -> Listing:
 
 
 class _Reader:
-    """Takes entries one after the other."""
+    """Reads entries one after the other."""
 
     def __init__(self) -> None:
         self._entries: dict[str, Listed] = {}
         self._problems: list[Problem] = []
         self._broken: set[str] = set()
         self._nameless = False
-        #: Who has an address.
+        #: Endpoint ids by address.
         self._owners: dict[str, str] = {}
 
     def listing(self) -> Listing:

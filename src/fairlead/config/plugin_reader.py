@@ -1,4 +1,4 @@
-"""What a file says of scheduling → specs of plugins, policy and flow control, checked with the registry."""
+"""Converts the scheduling part of a file to specs of plugins, policy and flow control, checked with the registry."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -40,7 +40,7 @@ PARAMETERS = ("parameters", "params", "config")
 
 
 class Weighed(Params):
-    """What an entry has if it is a scorer's."""
+    """The additional key of a scorer's entry."""
 
     weight: float
 
@@ -51,7 +51,7 @@ def own_keys(kind: Kind) -> set[str]:
 
 
 class Source(Struct):
-    """The values of `KEYS`, and where each stands."""
+    """The values of `KEYS`, and the place of each."""
 
     values: dict[str, Any]
     places: dict[str, Place]
@@ -89,8 +89,8 @@ class PluginReader:
     def plugin(
         self, kind: Kind, entry: object, place: Place, places: Mapping[str, Place] | None = None, written: bool = True
     ) -> PluginSpec | None:
-        """One entry of a list. `places` says where its keys stand if not under `place`; `written`: it is in the file,
-        and no default."""
+        """Read one entry of a list. `places`: the places of keys not under `place`. `written`: it is in the file, no
+        default."""
         where = dict(places or {})
         if not isinstance(entry, Mapping):
             self.report.add(place, f"expected a mapping with a type, got {describe(entry)}")
@@ -164,7 +164,7 @@ class PluginReader:
     def _parameters(
         self, kind: Kind, entry: Mapping[str, Any], place: Place, where: dict[str, Place]
     ) -> dict[str, Any]:
-        """What stands beside `type`, and what stands under `parameters`; `where` learns the places of the latter."""
+        """The parameters next to `type` and those under `parameters`. The places of the latter are added to `where`."""
         given = {key: value for key, value in entry.items() if key not in own_keys(kind)}
         blocks = [key for key in PARAMETERS if entry.get(key) is not None]
         for key in blocks[1:]:
@@ -189,7 +189,7 @@ KEYS = ("policy", "filters", "scorers", "selection", "builtinFilters")
 
 
 def read_policy(source: Source, report: Report, registry: Registry) -> PolicySpec | None:
-    """`None` when something was wrong; the report has what."""
+    """Read the policy; `None` if there are problems, which are reported."""
     values = {key: value for key, value in source.values.items() if not _absent(key, value)}
     source = Source(values, {key: place for key, place in source.places.items() if key in values})
     before = len(report.problems)
@@ -205,7 +205,7 @@ def read_policy(source: Source, report: Report, registry: Registry) -> PolicySpe
 
 
 def _absent(key: str, value: object) -> bool:
-    """Whether there is nothing in it. `[]` is something: an empty list. A policy is a plugin and has a type."""
+    """Whether a value is empty. `[]` is not: it is an empty list. A policy is a plugin and has a type."""
     return value is None or (key == "selection" and value == {})
 
 
@@ -224,10 +224,11 @@ def _profile(reader: "_Reader", shorthand: str, values: Mapping[str, Any]) -> Po
 
 
 def _default(reader: "_Reader", values: Mapping[str, Any]) -> PolicySpec | None:
-    """The policy that needs no configuration, behind the file's own filters if it has any.
+    """The policy that needs no configuration, after the file's own filters if there are any.
 
-    It weighs queues itself. A limit on top takes away the endpoint that holds the prompt just when work must be spared:
-    at twice the load that the shared-prefix workload's servers can bear, hits fall from 92 % to 83 %.
+    It takes queues into account itself. An additional limit would remove the endpoint that holds the prompt just when
+    work must be saved: at twice the load that the servers of the shared-prefix workload can handle, hits fall from 92 %
+    to 83 %.
     """
     filters = reader.filters(values.get("filters", ()), values.get("builtinFilters", True))
     spec = reader.plugin("policy", {"type": DEFAULT_POLICY}, ("policy",), written=False)
@@ -248,10 +249,10 @@ def _shorthand(values: Mapping[str, Any], source: Source, report: Report) -> str
 
 
 class _Reader(PluginReader):
-    """The parts of a policy."""
+    """Reads the parts of a policy."""
 
     def filters(self, node: object, builtin: object) -> list[PluginSpec]:
-        """The configured filters, behind those ability filters that they do not replace."""
+        """The configured filters, after those ability filters that they do not replace."""
         if not isinstance(builtin, bool):
             self.report.add(self.source.place("builtinFilters"), f"expected true or false, got {describe(builtin)}")
         own = self.plugins("filter", "filters", node)
@@ -309,11 +310,11 @@ class _Reader(PluginReader):
         return self.plugin("picker", {"type": "top-k", "k": k}, place, {"type": where, "k": where}, written)
 
 
-# ---- policies that are named inside `canary` and `shadows` ----
+# ---- policies inside `canary` and `shadows` ----
 
 
 def read_entry(node: PolicyEntry, place: Place, report: Report, registry: Registry) -> PolicySpec | None:
-    """What `policy: node` means; `None` when something is wrong with it, which the report then says."""
+    """The policy that `policy: node` describes; `None` if there are problems, which are reported."""
     return read_policy(Source({"policy": node}, {"policy": place}), report, registry)
 
 
@@ -329,7 +330,7 @@ def check_choosers(canary: Canary, shadows: Shadows, report: Report, registry: R
 
 METRIC_SOURCES, PARSERS, FLOW_CONTROL = "metricSources", "parsers", "flowControl"
 EXTRA_KEYS = (METRIC_SOURCES, PARSERS, FLOW_CONTROL)
-#: What pools have of their own, by `namespace/name`, and what that may be.
+#: Settings per pool, by `namespace/name`, and the allowed keys.
 POOLS = "pools"
 OF_A_POOL = (*KEYS, FLOW_CONTROL, "models", "autoscaling", "inspect")
 FLOW_KINDS: tuple[Kind, ...] = ("fairness", "ordering", "saturation", "ceiling")
@@ -352,7 +353,7 @@ class Extras:
         return () if node is None else tuple(self._reader.plugins(kind, key, node))
 
     def provided(self, sources: tuple[PluginSpec, ...]) -> set[str]:
-        """Names of the columns that metric sources give."""
+        """Names of the columns that metric sources provide."""
         plugins = [self._registry.find(source.kind, source.type) for source in sources]
         return {name for plugin in plugins if plugin for name in plugin.cls.provides}
 
@@ -370,7 +371,7 @@ class Extras:
     def _mixed(
         self, kind: type[Section], node: dict[str, Any], place: Place, kinds: tuple[Kind, ...], *more_keys: str
     ) -> Any:
-        """A mapping of settings, plugins of `kinds` and `more_keys`."""
+        """Read a mapping of settings, plugins of `kinds` and `more_keys`."""
         plain = {key: value for key, value in node.items() if key not in (*kinds, *more_keys)}
         settings = read(kind, plain, place, self._report, siblings=(*kinds, *more_keys))
         given = [plugin_kind for plugin_kind in kinds if node.get(plugin_kind) is not None]
@@ -401,7 +402,7 @@ class Extras:
 
 
 def check_metric_names(policy: PolicySpec, provided: Collection[str], metrics: Metrics, report: Report) -> None:
-    """Reports plugins that look at a metric which nobody provides: it would be missing everywhere, silently."""
+    """Report plugins that use a metric that nothing provides, which would otherwise be missing without a message."""
     named = [spec for spec in (*policy.filters, *policy.scorers) if spec.type in ("metric", "metric-limit")]
     if not named:
         return

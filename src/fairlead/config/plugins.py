@@ -1,4 +1,4 @@
-"""Specs of plugins → the plugins, and the policy that uses them."""
+"""Builds plugins from their specs, and the policy that uses them."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -20,7 +20,7 @@ def build_policy(
 ) -> Policy:
     """The policy that `config.policy` describes: a profile, unless it names a policy plugin.
 
-    Raises `PluginError` when a plugin cannot be made.
+    Raises `PluginError` if a plugin cannot be built.
     """
     registry = registry or Registry()
     policy = config.policy
@@ -42,7 +42,7 @@ def build_policy(
 
 
 def check_made(specs: Iterable[PluginSpec], registry: Registry, report: Report) -> None:
-    """Reports plugins that refuse to be made."""
+    """Report plugins that cannot be built."""
     for spec in specs:
         more: dict[str, Any] = {}
         if spec.kind == "policy" and takes_filters(registry, spec.type):
@@ -70,7 +70,7 @@ def make(spec: PluginSpec, registry: Registry, **more: Any) -> Any:
 def build_measure(
     config: Config, on_plugin_error: Callable[[PluginError], None] | None = None, registry: Registry | None = None
 ) -> Measuring | None:
-    """What reads further columns from metrics pages; `None` when nothing does. Raises `PluginError`."""
+    """Reads additional columns from metrics pages; `None` if no source is configured. Raises `PluginError`."""
     registry = registry or Registry()
     sources = [make(spec, registry) for spec in config.metric_sources]
     return Measuring(sources, on_plugin_error) if sources else None
@@ -79,13 +79,13 @@ def build_measure(
 def build_parse(
     config: Config, on_plugin_error: Callable[[PluginError], None] | None = None, registry: Registry | None = None
 ) -> Callable[..., ParsedRequest]:
-    """What reads request bodies. Raises `PluginError`."""
+    """The function that reads request bodies. Raises `PluginError`."""
     registry = registry or Registry()
     parsers = [make(spec, registry) for spec in config.parsers]
     return Parsing(parsers, on_plugin_error) if parsers else parse_request
 
 
 def build_hasher(config: Config) -> ChainHasher:
-    """Cuts prompts as finely as the finest of the configured `prefix-aware` scorers wants."""
+    """A hasher with the finest block size of the configured `prefix-aware` scorers."""
     sizes = [spec.parameters.hash_block_size for spec in config.policy.scorers if spec.type == "prefix-aware"]
     return ChainHasher(finest=round(min(sizes, default=HASH_BLOCK_SIZE) * BYTES_PER_TOKEN))

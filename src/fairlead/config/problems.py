@@ -1,4 +1,4 @@
-"""Problems of a configuration: all of them, each with its path, its line and, where we can guess, the cure."""
+"""Problems of a configuration: all of them, each with its path, its line and, if possible, a suggestion."""
 
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
@@ -8,14 +8,14 @@ from msgspec import Struct
 
 from fairlead.core.errors import ConfigError, PluginError
 
-# What is wrong with a document, and where: shared by all readers of files.
+# A problem in a document and its place; shared by all readers of files.
 
-#: Where a value stands in a document: keys and indices from the root.
+#: The place of a value in a document: keys and indices from the root.
 Place = tuple[str | int, ...]
 
 
 class Problem(Struct, frozen=True):
-    """One thing that is wrong, or (as a warning or note) worth knowing."""
+    """An error or, as a warning or note, useful information."""
 
     #: JSON path, e.g. `$.scorers[1].weight`; empty = not about the text.
     path: str
@@ -23,7 +23,7 @@ class Problem(Struct, frozen=True):
     line: int
     message: str
     hint: str = ""
-    #: What it is about is used all the same.
+    #: A warning: its subject is used nevertheless.
     warning: bool = False
 
     def render(self, source: str = "") -> str:
@@ -54,17 +54,17 @@ def show(place: Place) -> str:
 
 
 def shorten(text: str, limit: int = 60) -> str:
-    """Printable, on one line, and not too long."""
+    """The text, printable, on one line, and not too long."""
     text = text if len(text) <= limit else text[: limit - 1] + "…"
     return "".join(c if c.isprintable() else "�" for c in text)
 
 
-#: Further problems are only counted: a hostile file must not cost minutes of guessing names.
+#: Further problems are only counted, because suggesting names for a hostile file would take minutes.
 MAX_PROBLEMS = 200
 
 
 class InvalidConfig(ConfigError):
-    """A configuration with `problems`, of which there is at least one. `str()` has one line for each."""
+    """A configuration with at least one problem. `str()` has one line per problem."""
 
     def __init__(self, problems: Sequence[Problem], source: str = "") -> None:
         first = problems[0]
@@ -76,17 +76,18 @@ class InvalidConfig(ConfigError):
 
 
 class Report:
-    """Collects problems and notes while a document is checked. Knows the line of each place, so that checkers need not.
+    """Collects problems and notes while a document is checked. Finds the lines, so that checkers need not know them.
 
-    `line` gives it: from 1, 0 = unknown. `prefix` is where the document stands if it is part of another one.
+    `line` returns the line of a place, from 1; 0 = unknown. `prefix`: the place of the document, if it is part of
+    another one.
     """
 
     def __init__(self, line: Callable[[Place], int], prefix: Place = ()) -> None:
         self.problems: list[Problem] = []
         self._omitted = 0
-        #: Not wrong, but worth knowing: what is accepted and has no effect.
+        #: Not wrong, but useful to know: what is accepted without effect.
         self.notes: list[Problem] = []
-        #: Plugins that were found and could not be loaded; each is in `problems` too.
+        #: Errors of plugins that exist but could not be loaded; each is in `problems` too.
         self.plugin_errors: list[PluginError] = []
         self.line = line
         self._prefix = prefix
@@ -96,7 +97,7 @@ class Report:
         return show((*self._prefix, *place))
 
     def take(self, inner: "Report") -> None:
-        """What the report about a part of the document says."""
+        """Add the content of a report about a part of the document."""
         self.extend(inner.problems)
         self._omitted += inner._omitted
         self.notes += inner.notes
@@ -111,7 +112,7 @@ class Report:
         self._omitted += max(len(problems) - room, 0)
 
     def close(self) -> None:
-        """Sort by line, and say how many problems were left out."""
+        """Sort by line, and add the number of omitted problems."""
         self.problems.sort(key=lambda problem: problem.line)
         if self._omitted:
             self.problems.append(Problem("$", 0, f"there are {self._omitted} problems more"))
@@ -125,7 +126,7 @@ class Report:
         self.add(place, str(error))
 
     def unknown(self, place: Place, what: str, name: str, known: Iterable[str], hint: str = "") -> None:
-        """`name` is none of the `known` ones; unless there is a better hint, the nearest or all of them are named."""
+        """Report that `name` is not one of `known`. Without a better hint, the nearest or all of these are listed."""
         if not hint and len(self.problems) < MAX_PROBLEMS:
             hint = suggestion(name, known)
         self.add(place, f"unknown {what} '{shorten(name)}'", hint)
@@ -135,7 +136,7 @@ class Report:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """What `name`, which is none of the `known` ones, may have been meant to be: the nearest, else all of them."""
+    """A suggestion for `name`, which is not one of `known`: the nearest known name, otherwise all of them."""
     known = sorted(known)
     lowered = {candidate.lower(): candidate for candidate in known}
     nearest = get_close_matches(name.lower(), lowered, n=1, cutoff=0.6)
@@ -145,7 +146,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def describe(node: object) -> str:
-    """A value from a file in a few words, safe to print."""
+    """A short description of a value from a file, safe to print."""
     match node:
         case None:
             return "nothing"

@@ -1,13 +1,13 @@
-"""Which plugins there are. Nothing here imports the class of a built-in one before it is asked for.
+"""Finds plugin classes. The class of a built-in plugin is imported only when it is needed.
 
 Rules
-* Built-ins are a table. Entry points (group `fairlead.plugins`, name = plugin type, value = class) are only looked at
-  when a configured type is not in it, so that nothing foreign is imported unless it was asked for by name.
-* A foreign plugin that was asked for and cannot be loaded stops the start: `PluginError` names its distribution.
-* A plugin is a class with `Params` (a pydantic model; none = no parameters) and one method that tells its kind: `keep`
-  (filter; also has `stage`), `score` (scorer), `pick` (picker) or `choose` (policy). It is called as
-  `cls(params, name=…)`. A policy with `takes_filters = True` is also given `filters=[…]`: the configured ones, behind
-  the built-in ability filters.
+* Built-ins are in a table. Entry points (group `fairlead.plugins`, name = plugin type, value = class) are searched only
+  if a configured type is not in it, so that foreign code is imported only if it was configured by name.
+* A configured foreign plugin that cannot be loaded stops the start: `PluginError` names its distribution.
+* A plugin is a class with `Params` (a pydantic model; none = no parameters) and one method that determines its kind:
+  `keep` (filter; also has `stage`), `score` (scorer), `pick` (picker) or `choose` (policy). It is created as
+  `cls(params, name=…)`. A policy with `takes_filters = True` also gets `filters=[…]`: the configured filters, after the
+  built-in ability filters.
 * Foreign scorers are `clamped`.
 """
 
@@ -28,13 +28,13 @@ GROUP = "fairlead.plugins"
 
 
 class RegisteredPlugin(Struct, frozen=True):
-    """A plugin class, under its canonical type."""
+    """A plugin class with its canonical type."""
 
     kind: Kind
     type: str
-    #: Parameters that the name which was used implies.
+    #: Parameters implied by the name in the file.
     implied: Mapping[str, Any] = field(default_factory=dict)
-    #: The class, if it is of another distribution.
+    #: The class, if it is from another distribution.
     foreign: Any = None
 
     @property
@@ -43,12 +43,12 @@ class RegisteredPlugin(Struct, frozen=True):
 
     @property
     def params(self) -> Any:
-        """The model of its parameters."""
+        """The model of the plugin's parameters."""
         return declared(self.cls, "Params", NoParams)
 
 
 def declared(cls: type, name: str, default: Any = None) -> Any:
-    """What a class that was found by its name, or one of its bases, has under `name`."""
+    """The attribute `name` of a class or of its bases."""
     return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), default)
 
 
@@ -59,14 +59,14 @@ def _installed() -> "Iterable[EntryPoint]":
 
 
 class Registry:
-    """Finds plugin classes by kind and type. `installed` lists entry points; asked only when a type is not built in."""
+    """Finds plugin classes by kind and type. `installed` lists entry points; called only if a type is not built in."""
 
     def __init__(self, installed: "Callable[[], Iterable[EntryPoint]]" = _installed) -> None:
         self._list = installed
         self._points: list[EntryPoint] | None = None
 
     def find(self, kind: Kind, name: str) -> RegisteredPlugin | None:
-        """`None` when nothing of that kind has that name. Raises `PluginError` when it cannot be loaded."""
+        """A plugin; `None` if nothing of that kind has that name. Raises `PluginError` if it cannot be loaded."""
         canonical, implied = ALIASES[kind].get(name, (name, {}))
         if canonical in BUILTINS[kind]:
             return RegisteredPlugin(kind, canonical, implied)
@@ -81,23 +81,23 @@ class Registry:
         return RegisteredPlugin(kind, name, foreign=foreign)
 
     def kind_of(self, name: str) -> Kind | None:
-        """The kind that `name` does exist as."""
+        """The kind for which `name` exists."""
         return next((kind for kind in METHODS if self.find(kind, name) is not None), None)
 
     def types(self, kind: Kind) -> set[str]:
-        """Names for suggestions: built-ins, their other names unless those are longer by the kind only, and installed
-        ones of whatever kind (they are not imported to find out)."""
+        """Names for suggestions: built-ins, their other names unless these only append the kind, and installed plugins
+        of any kind (they are not imported to determine it)."""
         aliases = (name for name in ALIASES[kind] if not name.endswith(f"-{kind}"))
         return {*BUILTINS[kind], *aliases, *(point.name for point in self._installed())}
 
     def _installed(self) -> "list[EntryPoint]":
-        """Listed once: a scan of all distributions takes about 20 ms."""
+        """The entry points, listed once, because a scan of all distributions takes about 20 ms."""
         if self._points is None:
             self._points = list(self._list())
         return self._points
 
     def _sources(self, name: str) -> str:
-        """The distributions that offer it."""
+        """The distributions that provide this plugin."""
         return " and ".join(sorted({_distribution(point) for point in self._installed() if point.name == name}))
 
     def _foreign(self, name: str) -> Any:
@@ -122,7 +122,7 @@ def _distribution(point: "EntryPoint") -> str:
 
 
 def _fault(cls: Any) -> str:
-    """Why a class is no plugin; empty when it is one."""
+    """Why a class is not a plugin; empty if it is one."""
     if not isinstance(cls, type):
         return "is not a class"
     params = declared(cls, "Params", NoParams)
@@ -134,7 +134,7 @@ def _fault(cls: Any) -> str:
 
 
 def _lacks(cls: Any, kind: Kind) -> str:
-    """What a class of that kind has to have besides its method and has not."""
+    """What a class of that kind must have in addition to its method but does not have; empty = nothing."""
     from fairlead.core.policy import Stage
 
     if kind == "filter" and not isinstance(declared(cls, "stage"), Stage):
@@ -151,6 +151,6 @@ def _names(value: object) -> bool:
 
 
 def takes_filters(registry: Registry, policy: str) -> bool:
-    """Whether the policy plugin wants the filters handed in."""
+    """Whether the policy plugin takes the configured filters."""
     registered = registry.find("policy", policy)
     return registered is not None and declared(registered.cls, "takes_filters") is True

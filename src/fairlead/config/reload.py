@@ -1,10 +1,10 @@
 """Which changes of a configuration apply to a running scheduler.
 
 Rules
-* What can be swapped between two decisions applies: the policy, limits, log level, the list of endpoints.
-* What a socket, a process or a scrape connection was opened with is refused, with the reason; the old value stays, and
-  everything else in the same file still applies.
-* Nothing is compared by where it stands: a file that was only rearranged changes nothing.
+* Changes that can take effect between two decisions apply: the policy, limits, log level, the list of endpoints.
+* Changes to settings with which a socket, a process or a scrape connection was opened are refused, with the reason. The
+  old value stays, and all other changes in the same file still apply.
+* Places in the file are not compared: a file that was only rearranged changes nothing.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ from fairlead.plugins.params import camel
 
 _PORTS: Final = "its port is open already"
 _PLUGINS: Final = "these plugins are made at the start"
-#: Fields of `Config` that never apply, and why.
+#: Fields of `Config` whose changes never apply, and why.
 _FIXED: Final[Mapping[str, str]] = {
     "gateway": "the gateway was started with it",
     "ext_proc": _PORTS,
@@ -55,22 +55,22 @@ _FIXED: Final[Mapping[str, str]] = {
 _QUEUES: Final = "its queues were made with it, and requests may wait in them"
 _HIGHER: Final = "the ports were opened for smaller bodies"
 _MANIFESTS: Final = "the files of models are followed on their own, this setting is not"
-#: Not settings.
+#: Fields that are not settings.
 _IGNORED: Final = frozenset({"source", "notes", "flags", "pools"})
 
 
 class Changes(Struct, frozen=True):
-    """What applies. `config` is the old configuration with just that; `paths` are JSON paths for people."""
+    """The changes that apply. `config` is the old configuration with just these; `paths` are JSON paths for people."""
 
     config: Config
     paths: tuple[str, ...] = ()
-    #: A new policy must be made; the listed endpoints are others.
+    #: Whether a new policy must be built, and whether the listed endpoints changed.
     policy: bool = False
     endpoints: bool = False
 
 
 def plan_reload(old: Config, new: Config) -> tuple[Changes, list[Problem]]:
-    """(what applies, what is refused). Pure; neither configuration is touched."""
+    """(changes that apply, changes that are refused). Pure; neither configuration is modified."""
     applied: dict[str, Any] = {"source": new.source, "notes": new.notes, "pools": new.pools}
     paths: list[str] = []
     refused: list[Problem] = []
@@ -92,7 +92,7 @@ def plan_reload(old: Config, new: Config) -> tuple[Changes, list[Problem]]:
 
 
 def _section(name: str, before: Any, after: Any, refused: list[Problem]) -> tuple[Any, list[str]]:
-    """(the new value with what is refused put back, paths that changed)."""
+    """(the new value without the refused changes, paths that changed)."""
     path = f"$.{camel(name)}"
     if isinstance(before, PolicySpec):
         if _block_sizes(before) != _block_sizes(after):
@@ -117,12 +117,12 @@ def _section(name: str, before: Any, after: Any, refused: list[Problem]) -> tupl
 
 
 def _queues(value: Any) -> bool:
-    """Flow control that is on."""
+    """Whether flow control is on."""
     return isinstance(value, FlowSpec) and value.settings.enabled
 
 
 def _differences(before: Any, after: Any, path: str) -> list[str]:
-    """The fields of a section that differ; anything else differs as a whole."""
+    """The paths of the fields of a section that differ. Any other value differs as a whole."""
     if not (isinstance(before, Section) and type(before) is type(after)):
         return [path] if before != after else []
     return [
@@ -133,13 +133,13 @@ def _differences(before: Any, after: Any, path: str) -> list[str]:
 
 
 def meaning(value: Any) -> Any:
-    """A value without where it stands in the file."""
+    """A value without its place in the file."""
     if isinstance(value, PolicySpec):
         return value.name, *map(meaning, (value.filters, value.scorers, value.picker, value.plugin))
     if isinstance(value, PluginSpec):
         return value.kind, value.type, value.name, value.weight, value.parameters
     if isinstance(value, FlowSpec):
-        if value.implied:  # a reload that says nothing of it leaves it as it is
+        if value.implied:  # a reload that does not mention it leaves it as it is
             return None
         return value.settings, *map(meaning, value.plugins()), *map(meaning, value.bands)
     if isinstance(value, BandSpec):

@@ -1,8 +1,8 @@
-"""What a configuration consists of. Every field of a section is a field of the file, in camelCase.
+"""The structure of a configuration. Every field of a section is a field of the file, in camelCase.
 
-The models are the one definition: what is accepted, the defaults, the JSON Schema and the reference page all come from
-them. `check` holds what must fit together across fields. The scheduling part of the file (`policy`, `filters`,
-`scorers`, `selection`) becomes a `PolicySpec`, `endpoints` an `EndpointSource`.
+The models are the single definition: the accepted values, the defaults, the JSON Schema and the reference page all come
+from them. `checks` has the checks across fields. The scheduling part of the file (`policy`, `filters`, `scorers`,
+`selection`) becomes a `PolicySpec`, `endpoints` an `EndpointSource`.
 """
 
 from typing import Annotated, Any, Literal, Self, cast
@@ -22,9 +22,9 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Percent = Annotated[float, Field(ge=0, le=100)]
 Name = Annotated[str, Field(min_length=1)]
 KubeName = Annotated[str, Field(max_length=253)]
-#: Requests, in a limit.
+#: A limit in requests.
 Count = Annotated[int, Field(ge=1)]
-#: The embedded gateway waits for 600 s at most; a gateway that is told more does not wait at all.
+#: The embedded gateway waits for 600 s at most; with a larger value it would not wait at all.
 LONGEST_WAIT = 590.0
 Wait = Annotated[float, Field(gt=0, le=LONGEST_WAIT), DURATION]
 #: The name of a policy, or `{type: …, parameters: {…}}`, as under `policy`.
@@ -33,7 +33,7 @@ Trust = Literal["objective", "fairness", "slo", "session", "model-rewrite", "tes
 
 
 class Section(Params):
-    """A mapping of the file."""
+    """A mapping in the file."""
 
 
 class Relative:
@@ -48,7 +48,7 @@ RelativePath = Annotated[str, RELATIVE]
 
 
 class ApiKeys(Section):
-    """Clients must show an API key, which names their tenant."""
+    """Clients must send an API key, which determines their tenant."""
 
     file: Annotated[str, Field(min_length=1), RELATIVE] = Field(
         description="One line per key, made by `fairlead key`: its SHA-256, a tenant and optionally an expiry date. "
@@ -58,7 +58,7 @@ class ApiKeys(Section):
 
 
 class JwtSettings(Section):
-    """Clients must show a JSON Web Token, or a key where both are set. A claim names their tenant."""
+    """Clients must send a JSON Web Token, or an API key if both are configured. A claim names their tenant."""
 
     issuer: Name = Field(description="Required value of the claim `iss`.")
     audiences: tuple[Name, ...] = Field(default=(), description="`aud` must contain one of them; empty = any.")
@@ -83,7 +83,7 @@ class JwtSettings(Section):
 
 
 class Gateway(Section):
-    """The embedded Envoy. `none`: a gateway of your own speaks to `extProc`."""
+    """The embedded Envoy. With mode `none`, your own gateway connects to `extProc`."""
 
     mode: Literal["embedded", "none"] = Field(
         default="embedded",
@@ -146,7 +146,7 @@ class Gateway(Section):
 
     @property
     def asks(self) -> bool:
-        """Clients have to say who they are."""
+        """Whether clients have to authenticate."""
         return self.keys is not None or self.jwt is not None
 
 
@@ -219,7 +219,7 @@ class ScrapeTls(Section):
 
 
 class EngineNames(Section):
-    """Metric names of one engine; what is absent keeps the built-in names. See `fairlead.apis.engine_metrics`."""
+    """Metric names of one engine. Absent names keep the built-in values. See `fairlead.apis.engine_metrics`."""
 
     waiting: str | list[str] | None = Field(
         default=None,
@@ -235,7 +235,7 @@ class EngineNames(Section):
         default=None, description="Gauge whose labels tell block size and number of blocks."
     )
     rank_label: str | None = Field(
-        default=None, description="Label by which data-parallel engines on one page are told apart."
+        default=None, description="Label that distinguishes data-parallel engines on one page."
     )
     block_size_label: str | None = Field(default=None, description="Label of `cacheInfo` with the block size.")
     num_blocks_label: str | None = Field(default=None, description="Label of `cacheInfo` with the number of blocks.")
@@ -359,7 +359,7 @@ class Kubernetes(Section):
 
 
 class KvCurve(Section):
-    """CurveZMQ. Keys are Z85 text of 40 characters."""
+    """CurveZMQ encryption. Keys are Z85 text of 40 characters."""
 
     public_key_file: RelativePath = Field(description="File with our public key.")
     secret_key_file: RelativePath = Field(description="File with our secret key.")
@@ -370,7 +370,7 @@ class KvCurve(Section):
 
 
 class KvIndexer(Section):
-    """An index that another process keeps (`fairlead indexer`)."""
+    """A prefix index in another process (`fairlead indexer`)."""
 
     url: str = Field(
         default="",
@@ -388,7 +388,7 @@ class KvIndexer(Section):
 
 
 class KvEvents(Section):
-    """Off unless `enabled`: then prefixes are learned from our own decisions only."""
+    """KV events of the engines. While it is off, prefixes are only learned from our own decisions."""
 
     enabled: bool = Field(default=False, description="Listen to KV events.")
     port: Port = Field(
@@ -432,7 +432,7 @@ class KvEvents(Section):
 
 
 class ModelTokens(Section):
-    """Of one model name."""
+    """The tokenizer of one model name."""
 
     model_path: RelativePath = Field(
         default="", description="Directory with `tokenizer.json` and the rest, as the engine loads it."
@@ -450,7 +450,7 @@ class ModelTokens(Section):
 
 
 class Tokens(Section):
-    """Off without `models`: then prompts are matched by their bytes."""
+    """Token ids of prompts. Off without `models`: prompts are then matched by their bytes."""
 
     models: dict[str, ModelTokens] = Field(default={}, description="By model name; `*` = every other one.")
     cache_bytes: Bytes = Field(default=256 << 20, description="Cache for encoded pieces of prompts, over all models.")
@@ -482,7 +482,7 @@ class Parsing(Section):
 
 
 class ModelEntry(Section):
-    """A name that clients ask for, and the models that serve it."""
+    """A model name that clients use, and the models that serve it."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)] = Field(description="What clients ask for.")
     targets: dict[Name, Annotated[int, Field(ge=0, le=1_000_000)]] = Field(
@@ -503,7 +503,7 @@ class ModelEntry(Section):
 
 
 class Models(Section):
-    """What model names mean. A list stands for `{list: …}`."""
+    """The meaning of model names. A list is short for `{list: …}`."""
 
     list: tuple[ModelEntry, ...] = Field(
         default=(), description="Names that clients ask for. They count before those of manifests."
@@ -526,7 +526,7 @@ class Models(Section):
 
     @property
     def given(self) -> bool:
-        """Something is defined."""
+        """Whether anything is defined."""
         return bool(self.file or self.list)
 
     @model_validator(mode="after")
@@ -553,7 +553,7 @@ class Inspect(Section):
 
 
 class QueueLimit(Section):
-    """What may wait at most; `None` = any number."""
+    """Limits on what may wait; `None` = any number."""
 
     requests: Count | None = Field(default=None, description="Requests that may wait; none = any number.")
     bytes: Bytes | None = Field(default=None, description="Bytes of bodies that may wait.")
@@ -574,7 +574,7 @@ class QueueLimits(Section):
 
 
 class BandSettings(Section):
-    """Of one entry of `flowControl.bands`, what is no plugin. What is `None` is as for all bands."""
+    """The settings of an entry of `flowControl.bands`, without plugins. `None` = as for all bands."""
 
     priority: int = Field(description="Which priority this is about.")
     ttl: Wait | None = Field(default=None, description="As `flowControl.ttl`, for this band.")
@@ -588,7 +588,7 @@ class BandSettings(Section):
 
 
 class FlowRules(Section):
-    """An entry of `flowControl.flows`: of which flows it speaks, and what it says. The first that fits counts."""
+    """An entry of `flowControl.flows`: the flows it applies to, and their settings. The first match applies."""
 
     model: str | None = Field(default=None, description="Absent = any.")
     fairness_id: str | None = Field(default=None, description="The tenant; absent = any.")
@@ -610,13 +610,13 @@ class Shedding(Section):
 
 
 class Evicting(Section):
-    """Requests below priority 0 that run make way for higher ones."""
+    """Running requests below priority 0 are ended in favour of higher ones."""
 
     after: PositiveSeconds = Field(default=0.25, description="How long a higher request must have waited.")
 
 
 class FlowSettings(Section):
-    """Of `flowControl`, what is neither a plugin nor a band."""
+    """The settings of `flowControl`, without plugins and bands."""
 
     enabled: bool = Field(default=True, description="`false` = requests never wait here.")
     ttl: Wait = Field(
@@ -649,11 +649,11 @@ class FlowSettings(Section):
     )
 
 
-# ---- who decides beside the policy: another process, for some requests, on trial ----
+# ---- other deciders: a scheduler in another process, a canary, shadows ----
 
 
 class SchedulerTls(Section):
-    """TLS to a scheduler. PEM files; empty = the system's authorities, no certificate of our own."""
+    """TLS to a scheduler, with PEM files. Empty = the system's authorities, and no client certificate."""
 
     ca_file: str = Field(default="", description="PEM bundle; empty = the system's.")
     verify: bool = Field(default=True, description="False accepts any certificate.")
@@ -696,7 +696,7 @@ class SchedulerSettings(Section):
 
 
 class Canary(Section):
-    """Another policy, or a scheduler, decides a share of the requests; those of one session go one way."""
+    """Another policy or scheduler decides a share of the requests, the same one for all requests of a session."""
 
     policy: PolicyEntry = Field(default="", description="Name of a policy, or a mapping with `type` and parameters.")
     scheduler: SchedulerSettings | None = Field(default=None, description="Or a scheduler in another process.")
@@ -709,7 +709,7 @@ class Canary(Section):
 
 
 class Shadow(Section):
-    """Decides the same requests, and nothing comes of it but figures."""
+    """Decides copies of the requests. Its answers are only recorded."""
 
     name: str = Field(default="", max_length=100, description="In metrics and records; empty = the policy's name.")
     policy: PolicyEntry = Field(default="", description="Name of a policy, or a mapping with `type` and parameters.")
@@ -800,7 +800,7 @@ class JournalSettings(Section):
 
 
 class StateSettings(Section):
-    """What was learned, on disk, for a restarted scheduler: see docs/operations.md."""
+    """Learned state on disk, for a restarted scheduler: see docs/operations.md."""
 
     enabled: bool = Field(default=True, description="Keep the file.")
     file: str = Field(default="", description="Empty = `learned.state` in `journal.path`; none if that is empty too.")
@@ -813,7 +813,7 @@ class StateSettings(Section):
     )
 
     def path(self, journal: JournalSettings) -> str:
-        """Of the file; empty = none is kept."""
+        """The path of the file; empty = no file."""
         beside = f"{journal.path}/learned.state" if journal.path else ""
         return (self.file or beside) if self.enabled else ""
 
@@ -845,7 +845,7 @@ class ReplicaSettings(Section):
 
 
 class Autoscaling(Section):
-    """What `fairlead_desired_replicas` asks endpoints for: see docs/kubernetes.md."""
+    """The targets of `fairlead_desired_replicas`: see docs/kubernetes.md."""
 
     ttft: PositiveSeconds = Field(default=2.0, description="Within which 95 % of requests get their first token.")
     tpot: PositiveSeconds = Field(default=0.05, description="What each further token of an answer may take.")
@@ -862,14 +862,14 @@ class Place(Section):
 
 
 class TopologySettings(Section):
-    """How much endpoints in another zone, or on another node, cost more."""
+    """The additional cost of endpoints in another zone, or on another node."""
 
     zone: Place = Field(default_factory=Place, description="By the label `topology.kubernetes.io/zone`.")
     node: Place = Field(default_factory=Place, description="By the label `kubernetes.io/hostname`.")
 
 
 class Warming(Section):
-    """New and restarted endpoints compute what many prompts begin with before clients ask: see docs/autoscaling.md."""
+    """New and restarted endpoints compute common prompt beginnings before clients use them: see docs/autoscaling.md."""
 
     enabled: bool = Field(default=False, description="Keep the text of shared beginnings in memory, and send it.")
     tokens: int = Field(default=100_000, ge=1, description="Prompt tokens that one endpoint is sent at most.")
@@ -882,7 +882,7 @@ class Warming(Section):
 
 
 class Tracing(Section):
-    """Off without `endpoint`: then OpenTelemetry is not loaded."""
+    """OpenTelemetry traces. Off without `endpoint`: OpenTelemetry is then not loaded."""
 
     endpoint: str = Field(
         default="", pattern="^(https?://.+)?$", description="OTLP over HTTP, e.g. `http://localhost:4318/v1/traces`."
@@ -900,18 +900,18 @@ class Tracing(Section):
     timeout: PositiveSeconds = Field(default=5.0, description="For sending a batch of spans; the rest is dropped.")
 
 
-# ---- what is made of a file ----
+# ---- the results of reading a file ----
 
 
 class EndpointSource(Struct, frozen=True, kw_only=True):
-    """Either a list in the configuration itself, or a file."""
+    """Endpoints from either a list in the configuration itself, or a file."""
 
     static: tuple[Listed, ...] = ()
-    #: Absolute, or as given when the configuration did not come from a file.
+    #: An absolute path, or as given if the configuration did not come from a file.
     file: str = ""
     #: Read the file again when it changes.
     watch: bool = True
-    #: Believe a file that has become empty.
+    #: Accept that a file has become empty.
     allow_empty: bool = False
 
 
@@ -921,15 +921,15 @@ class PluginSpec(Struct, frozen=True, kw_only=True):
     kind: Kind
     type: str
     name: str
-    #: An instance of the plugin's own `Params`; `None` = a built-in one with its defaults, which no file names.
+    #: An instance of the plugin's own `Params`; `None` = a built-in one with its defaults that is not in the file.
     given: Any
     #: Scorers only.
     weight: float = 0.0
-    #: Where it stands in the file, e.g. `$.scorers[0]`.
+    #: Its place in the file, e.g. `$.scorers[0]`.
     path: str = "$"
-    #: The lines of `type`, `weight` and those parameters that the file gives.
+    #: The lines of `type`, `weight` and the parameters in the file.
     lines: dict[str, int] = field(default_factory=dict)
-    #: The type in the file, where that is another picker's.
+    #: The type in the file, if it is another picker's.
     stands_for: str = ""
 
     @property
@@ -944,18 +944,18 @@ class PolicySpec(Struct, frozen=True, kw_only=True):
     name: str
     filters: tuple[PluginSpec, ...] = ()
     scorers: tuple[PluginSpec, ...] = ()
-    #: `None` exactly where there is a `plugin`.
+    #: `None` if and only if there is a `plugin`.
     picker: PluginSpec | None = None
-    #: A policy of its own. It gets the filters if it wants them.
+    #: A policy plugin. It gets the filters if it takes them.
     plugin: PluginSpec | None = None
 
     def plugins(self) -> tuple[PluginSpec, ...]:
-        """All of them."""
+        """All plugins of the policy."""
         return (*self.filters, *self.scorers, *(spec for spec in (self.picker, self.plugin) if spec is not None))
 
 
 class BandSpec(Struct, frozen=True, kw_only=True):
-    """An entry of `flowControl.bands`. A plugin that is `None` is that of all bands."""
+    """An entry of `flowControl.bands`. If a plugin is `None`, that of all bands applies."""
 
     settings: BandSettings
     fairness: PluginSpec | None = None
@@ -963,7 +963,7 @@ class BandSpec(Struct, frozen=True, kw_only=True):
 
 
 class FlowSpec(Struct, frozen=True, kw_only=True):
-    """The mapping `flowControl`. A plugin that is `None` has its default."""
+    """The mapping `flowControl`. If a plugin is `None`, the default applies."""
 
     settings: FlowSettings = field(default_factory=FlowSettings)
     fairness: PluginSpec | None = None
@@ -971,18 +971,19 @@ class FlowSpec(Struct, frozen=True, kw_only=True):
     saturation: PluginSpec | None = None
     ceiling: PluginSpec | None = None
     bands: tuple[BandSpec, ...] = ()
-    #: The file says nothing of it.
+    #: Whether the file does not mention it.
     implied: bool = False
 
     def plugins(self) -> tuple[PluginSpec, ...]:
-        """Those that are named, but for single bands."""
+        """The named plugins, without those of single bands."""
         named = self.fairness, self.ordering, self.saturation, self.ceiling
         return tuple(spec for spec in named if spec is not None)
 
 
 def implied_flow_control(policy: PolicySpec | None, given: "Settings") -> FlowSpec | None:
-    """Flow control where the file says nothing of it: with the default policy, unless the gateway is not ours and may
-    be impatient, or another process decides too. It has no limits, so that nothing is refused that was not before."""
+    """Flow control if the file does not mention it: on with the default policy, unless the gateway is not ours and may
+    have short timeouts, or another process also decides. It has no limits, so that no request is refused that would not
+    be refused without it."""
     plugin = policy.plugin if policy else None
     elsewhere = given.scheduler.address or given.canary.percent
     if given.gateway.mode != "embedded" or elsewhere or plugin is None or plugin.type != DEFAULT_POLICY:
@@ -992,7 +993,7 @@ def implied_flow_control(policy: PolicySpec | None, given: "Settings") -> FlowSp
 
 
 class Settings(Section):
-    """What is read as it stands in the file: the sections, and `seed`."""
+    """The sections that are read unchanged from the file, and `seed`."""
 
     gateway: Gateway = Field(default_factory=Gateway)
     ext_proc: ExtProc = Field(default_factory=ExtProc)
@@ -1024,12 +1025,12 @@ class Settings(Section):
 
     @property
     def trusted(self) -> tuple[Trust, ...]:
-        """The headers that are listened to: a gateway that knows the tenant writes its name itself."""
+        """The headers that are trusted. A gateway that knows the tenant sets the tenant header itself."""
         return (*self.headers.trust, "fairness") if self.gateway.asks else self.headers.trust
 
 
 class Config(Settings):
-    """A whole, valid configuration: defaults filled in, quantities in seconds and bytes."""
+    """A complete, valid configuration: defaults filled in, quantities in seconds and bytes."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
@@ -1046,7 +1047,7 @@ class Config(Settings):
     pools: dict[str, Any] = Field(default={}, description="By `namespace/name`, the configuration of a pool's own.")
 
 
-#: Sections that are read as they stand, by their name in the file.
+#: Sections that are read unchanged, by their name in the file.
 SECTIONS: dict[str, type[Section]] = {
     camel(name): cast(type[Section], one.annotation) for name, one in Settings.model_fields.items() if name != "seed"
 }

@@ -1,19 +1,18 @@
-"""YAML (and with it JSON) to a tree of nodes: mappings, lists, and scalars as text. All YAML that we read comes through
-here.
+"""Converts YAML (and therefore JSON) to a tree of nodes: mappings, lists, and scalars as text. All YAML is read here.
 
 Rules
-* Nothing raises but `YamlError`, for any bytes, and nothing takes long: bytes, values and depth are bounded before
-  anything is built. 1 MiB of whatever costs less than a second of CPU and 150 MB.
-* Built from the parser's events with a stack of our own. The library's composer recurses in C: a megabyte of `[` kills
-  the process with a segmentation fault (PyYAML 6.0.3), and the pure Python one is 10 times slower.
-* Scalars and keys stay text as written, so `port: 08000` or a label `1.10` does not become another number on the way.
-  Who wants numbers resolves them (`scalar`, `parse`): YAML 1.1 without its traps, so no dates, no base-60 numbers
+* Nothing raises except `YamlError`, for any bytes, and nothing takes long: bytes, values and depth are bounded before
+  anything is built. Any input of 1 MiB costs less than a second of CPU and 150 MB.
+* The tree is built from the parser's events with a stack of our own. The library's composer recurses in C: a megabyte
+  of `[` kills the process with a segmentation fault (PyYAML 6.0.3), and the pure Python composer is 10 times slower.
+* Scalars and keys stay text as written, so that `port: 08000` or a label `1.10` does not become another number. Callers
+  that want numbers resolve them (`scalar`, `parse`) as in YAML 1.1 without its traps: no dates, no base-60 numbers
   (`1:30` is a string), and `1e6` is a number as in JSON.
-* An alias is the very node of its anchor; nothing is ever copied, so nested aliases cost no memory. An anchor is known
-  once its node is complete, so no node can contain itself. `parse` unfolds them, within bounds: one that would unfold
-  to too much is an error, not an OOM.
-* `<<` merges; what it merges counts against the limit. Tags that would construct something are refused.
-* A key that stands twice and a `<<` that cannot be merged cost only themselves: they are noted in `Tree.faults`.
+* An alias is the same node as its anchor. Nothing is ever copied, so nested aliases cost no memory. An anchor is known
+  once its node is complete, so no node can contain itself. `parse` expands aliases within bounds: a document that would
+  expand to too much is an error and does not exhaust memory.
+* `<<` merges, and the merged values count against the limit. Tags that would construct an object are refused.
+* A duplicate key, or a `<<` that cannot be merged, only affects itself: it is recorded in `Tree.faults`.
 """
 
 import re
@@ -27,10 +26,10 @@ from fairlead.config.problems import Place, Problem, shorten, show
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 64
-#: Values of a document, merged ones included. Ten thousand endpoints with some labels have half as many.
+#: Values of a document, including merged ones. Ten thousand endpoints with some labels have half as many.
 MAX_VALUES = 300_000
 MAX_FAULTS = 200
-#: libyaml compares each tag directive with all before it: a megabyte of them takes 5 s.
+#: libyaml compares each tag directive with all earlier ones: a megabyte of them takes 5 s.
 _MAX_TAG_DIRECTIVES = 100
 _TAG_PREFIX = "tag:yaml.org,2002:"
 _TAGS = frozenset({"str", "int", "float", "bool", "null", "map", "seq"})
@@ -57,16 +56,16 @@ class Node:
     ) -> None:
         self.value = value
         self.line = line
-        #: A scalar without quotes.
+        #: Whether it is a scalar without quotes.
         self.plain = plain
-        #: What the text says it is: `str`, `int`, `float`, `bool`, `null`; empty = nothing.
+        #: The explicit type: `str`, `int`, `float`, `bool`, `null`; empty = none.
         self.tag = tag
-        #: Of a mapping: where each key stands.
+        #: For a mapping: the line of each key.
         self.key_lines: dict[str, int] = {} if isinstance(value, dict) else _NO_LINES
 
     @property
     def missing(self) -> bool:
-        """Written as nothing or as null."""
+        """Whether the value is empty or null."""
         return self.tag == "null" or (self.plain and not self.tag and self.value in _MISSING)
 
 
@@ -80,7 +79,7 @@ class Tree(Struct):
     faults: list[Problem]
 
     def line(self, place: Place) -> int:
-        """The line of `place`, or of the nearest thing around it that stands in the text; 0 = there is none."""
+        """The line of `place`, or of the nearest enclosing value in the text; 0 = none."""
         node, line = self.root, self.root.line
         for step in place:
             inner = node.value
@@ -95,7 +94,7 @@ class Tree(Struct):
 
 
 def parse_yaml(text: bytes | str) -> Tree:
-    """Raises `YamlError`. One text is one document."""
+    """Parse one document. Raises `YamlError`."""
     raw = _checked(text)
     builder = _Builder()
     try:
@@ -104,7 +103,7 @@ def parse_yaml(text: bytes | str) -> Tree:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         lines = raw.decode().splitlines()
-        line = min(mark.line + 1, len(lines)) if mark else 0  # the parser may notice only behind the end
+        line = min(mark.line + 1, len(lines)) if mark else 0  # the parser may detect the error only after the end
         if mark and mark.line < len(lines) and "\t" in lines[mark.line][: mark.column + 1]:
             tab = "not valid YAML: a tab, where only spaces may indent"
             raise YamlError(tab, line, "replace each tab with two spaces") from None
@@ -128,13 +127,13 @@ def _checked(text: bytes | str) -> bytes:
     if raw.count(b"%TAG") > _MAX_TAG_DIRECTIVES:
         raise YamlError("too many %TAG directives")
     if raw.lstrip()[:1] in (b"{", b"["):
-        # What JSON may do and YAML may not: tabs (they cannot stand inside a JSON string), and escaped surrogates.
+        # What JSON allows and YAML does not: tabs (never inside a JSON string), and escaped surrogates.
         raw = _ESCAPE.sub(_joined, raw.replace(b"\t", b" "))
     return raw
 
 
 def _joined(escape: re.Match[bytes]) -> bytes:
-    """`\\ud83d\\ude00` → `\\U0001f600`; any other escape as it was."""
+    """`\\ud83d\\ude00` → `\\U0001f600`; any other escape is unchanged."""
     high, low = escape.groups()
     if high is None:
         return escape[0]
@@ -149,7 +148,7 @@ class _Open:
     def __init__(self, node: Node, anchor: str | None) -> None:
         self.node = node
         self.anchor = anchor
-        #: The key that waits for its value, and whether it is `<<`.
+        #: The key that waits for its value, the key's line, and whether the key is `<<`.
         self.key: str | None = None
         self.key_line = 0
         self.merge = False
@@ -202,7 +201,7 @@ class _Builder:
             raise YamlError(f"nested more than {MAX_DEPTH} levels deep", line)
 
     def _complete(self, node: Node, anchor: str | None, line: int) -> None:
-        """Put a value (or a key) where it belongs."""
+        """Add a value (or a key) to the innermost open collection."""
         if anchor is not None:
             self._anchors[anchor] = node
         if not self._stack:
@@ -236,7 +235,7 @@ class _Builder:
             lines[key] = around.key_line
 
     def _merge(self, into: _Open, source: Node) -> None:
-        """`<<: *source`: keys that are not there yet."""
+        """`<<: *source`: add the keys that are not there yet."""
         inner = into.node.value
         assert isinstance(inner, dict)
         if not isinstance(source.value, dict):
@@ -249,7 +248,7 @@ class _Builder:
                 into.node.key_lines[key] = source.key_lines[key]
 
     def _place(self) -> Place:
-        """Where the innermost open collections stand."""
+        """The place of the innermost open collection."""
         return tuple(self._steps())
 
     def _steps(self) -> Iterator[str | int]:
@@ -270,7 +269,7 @@ class _Builder:
 
 
 def _tag(event: Any, line: int) -> str:
-    """The tag of an event, if it is one of the plain ones."""
+    """The tag of an event, if it is a plain one."""
     if event.tag is None or event.tag == "!":
         return ""
     tag = str(event.tag).removeprefix(_TAG_PREFIX)
@@ -281,9 +280,9 @@ def _tag(event: Any, line: int) -> str:
 
 # ---- values ----
 
-#: Values after aliases are unfolded.
+#: Values after aliases are expanded.
 MAX_UNFOLDED = 100_000
-#: Longer plain scalars are strings, whatever they look like.
+#: Longer plain scalars are always strings.
 _MAX_NUMBER = 64
 
 _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
@@ -299,16 +298,16 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
 
 
 class Document(Struct):
-    """`value` consists of dict (with str keys), list, str, int, float, bool and None."""
+    """The value of a text: dict (with str keys), list, str, int, float, bool and None."""
 
     value: Any
-    #: The same with every scalar as text, for who wants that.
+    #: The same document with every scalar as text.
     tree: Tree
     problems: list[Problem]
 
 
 def parse(text: str | bytes) -> Document:
-    """Never raises for any text: what is wrong with it stands in `problems`. An empty text has the value None."""
+    """Parse a text. Never raises: errors are in `problems`. An empty text has the value None."""
     try:
         tree = parse_yaml(text)
         value = _Expander().expand(tree.root, 0)
@@ -318,7 +317,7 @@ def parse(text: str | bytes) -> Document:
 
 
 class _Expander:
-    """Nodes → values."""
+    """Converts nodes to values."""
 
     def __init__(self) -> None:
         self._values = 0
@@ -336,7 +335,7 @@ class _Expander:
 
 
 def scalar(node: Node) -> str | int | float | bool | None:
-    """What a scalar stands for. Raises `YamlError` when it is not what its tag says."""
+    """The value of a scalar. Raises `YamlError` if it does not match its tag."""
     text, tag = node.value, node.tag
     assert isinstance(text, str)
     if not tag:

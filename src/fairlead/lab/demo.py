@@ -1,4 +1,4 @@
-"""The demo: what it runs, with which settings, and how; every choice is printed or written next to the results."""
+"""The demo: what it runs, with which settings, and how. Every choice is printed or written next to the results."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ from fairlead.lab.load.spec import Options, RunSpec
 from fairlead.lab.load.spec import Progress as LoadProgress
 from fairlead.lab.load.workload import Poisson, SharedPrefix
 
-#: The documents' headline workload: 150 groups × 5 prompts share a 6,000-token system prompt.
+#: The headline workload of the documentation: 150 groups × 5 prompts share a 6,000-token system prompt.
 WORKLOAD = SharedPrefix(groups=150, prompts=5, system_tokens=6000, question_tokens=1200, output_tokens=1000)
 
 HOST = "127.0.0.1"
@@ -41,7 +41,7 @@ POLICIES = {"round-robin": "round robin", "default": "Fairlead"}
 class Plan(Struct, frozen=True, kw_only=True):
     """One demo. Rates and times are in model time unless a name says `wall`."""
 
-    #: Requests per policy. Six passes over the workload: the first fills the caches.
+    #: Requests per policy: six passes over the workload, the first of which fills the caches.
     requests: int = 4500
     #: Poisson arrivals per second of model time, over the whole pool. Round robin saturates at about 7.
     rate: float = 13.8
@@ -49,16 +49,16 @@ class Plan(Struct, frozen=True, kw_only=True):
     time_ratio: float = 8.0
     replicas: int = 8
     preset: str = "qwen3-32b-h100"
-    #: Tokens per streamed event, as vLLM's --stream-interval; spares client and gateway work that decides nothing.
+    #: Tokens per streamed event, as vLLM's --stream-interval. Saves work that does not affect the result.
     stream_interval: int = 25
     seed: int = 1
-    #: The gateway's; see `own_ports` and `replica_ports` for the others.
+    #: The port of the gateway; see `own_ports` and `replica_ports` for the others.
     port: int = 8080
     out: Path = Path("out/demo")
 
     @property
     def own_ports(self) -> tuple[int, int, int]:
-        """Gateway, ext_proc, admin."""
+        """Ports of gateway, ext_proc and admin server."""
         return self.port, self.port + 1, self.port + 2
 
     @property
@@ -67,11 +67,11 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     @property
     def usual(self) -> bool:
-        """Whether it is the demo whose results are known; where it listens and writes makes no difference."""
+        """Whether this is the demo with the known results. Its port and output folder may differ."""
         return self == structs.replace(Plan(), port=self.port, out=self.out)
 
     def load(self, policy: str) -> RunSpec:
-        """The load run against the gateway. Model-time rates become wall-clock rates here."""
+        """The load run against the gateway, with model-time rates converted to wall-clock rates."""
         return RunSpec(
             target=f"http://{HOST}:{self.port}",
             name=POLICIES[policy],
@@ -79,7 +79,7 @@ class Plan(Struct, frozen=True, kw_only=True):
             arrivals=Poisson(self.rate * self.time_ratio, self.seed),
             options=Options(
                 requests=self.requests,
-                # Round robin's queue grows to half of all requests: nothing may hold the generator back meanwhile.
+                # Round robin's queue grows to half of all requests. The generator must not hold any of them back.
                 max_in_flight=self.requests,
                 time_ratio=self.time_ratio,
                 timeout_s=600.0,
@@ -116,7 +116,7 @@ class Plan(Struct, frozen=True, kw_only=True):
 
 
 def check_ports(plan: Plan) -> None:
-    """Raises `FairleadError` for the first port that cannot be listened on; says what to change."""
+    """Raise `FairleadError` for the first port that cannot be bound, and say what to change."""
     for port in (*plan.own_ports, *plan.replica_ports):
         error = obstacle(HOST, port)
         if error is not None:
@@ -131,13 +131,13 @@ def _taken(plan: Plan, port: int, error: OSError) -> str:
     )
 
 
-# What the demo is meant to show, and whether a run of it did.
+# The goals of the demo, and whether a run met them.
 
 P50_LOWER, P95_LOWER, HIT_RATE = 10.0, 5.0, 0.8
 
 
 class Goal(Struct, frozen=True):
-    """One of the goals, in words, and what a run came to."""
+    """One of the goals, in words, and the result of a run."""
 
     wanted: str
     got: str
@@ -145,7 +145,7 @@ class Goal(Struct, frozen=True):
 
 
 def judge(summaries: Mapping[str, Mapping[str, Any]]) -> list[Goal]:
-    """Hold a run against the goals. `summaries`: one of `load.report.summarise` per policy, by the policy's name."""
+    """Compare a run with the goals. `summaries`: one of `load.report.summarise` per policy, by the policy's name."""
     base, ours = summaries["round-robin"], summaries["default"]
     failed = sum(summary["failed"] for summary in summaries.values())
     return [
@@ -173,11 +173,11 @@ def _hits(rate: float | None) -> Goal:
 
 
 def _cut(value: float) -> str:
-    """One decimal, never rounded up: a goal that is missed must not read as if it was met."""
+    """One decimal, never rounded up, so that a missed goal is not shown as met."""
     return f"{floor(value * 10) / 10:g}"
 
 
-# The demo's pool to play with: a configuration next to the results, and commands that work as they are printed.
+# The demo's pool for manual use: a configuration next to the results, and commands that work as printed.
 #
 # The commands are for the directory in which the demo was run, whether or not `fairlead` is on PATH there.
 
@@ -195,7 +195,7 @@ endpoints: {{file: {endpoints}, watch: true}}
 
 
 class Commands(Struct, frozen=True):
-    """Lines for a shell: two servers, each in a terminal of its own, then a request; and a page to look at."""
+    """Shell commands: two servers, each in its own terminal, then a request; and the address of the dashboard."""
 
     stub: str
     serve: str
@@ -204,7 +204,7 @@ class Commands(Struct, frozen=True):
 
 
 def prepare(plan: Plan) -> Commands:
-    """Write `by-hand.yaml` into the demo's folder; returns the commands that use it."""
+    """Write `by-hand.yaml` into the demo's folder and return the commands that use it."""
     config, endpoints = plan.out / "by-hand.yaml", plan.out / "by-hand-endpoints.yaml"
     gateway, ext_proc, admin = plan.own_ports
     written = json.dumps(str(endpoints.absolute()), ensure_ascii=False)
@@ -225,7 +225,7 @@ def prepare(plan: Plan) -> Commands:
 
 
 def program() -> list[str]:
-    """How to start this very `fairlead` from the current directory."""
+    """The command that starts this `fairlead` from the current directory."""
     called = Path(sys.argv[0])
     for candidate in (called, Path(sys.executable).with_name("fairlead")):
         if candidate.name == "fairlead" and candidate.is_file() and os.access(candidate, os.X_OK):
@@ -234,7 +234,7 @@ def program() -> list[str]:
 
 
 def _shown(file: Path) -> str:
-    """Relative to the current directory where it lies below it; with a slash, or the shell would search PATH."""
+    """The path, relative to the current directory if inside it. A slash keeps the shell from searching PATH."""
     path = file.absolute()
     here = Path.cwd()
     if not path.is_relative_to(here):
@@ -243,12 +243,12 @@ def _shown(file: Path) -> str:
     return relative if "/" in relative else f"./{relative}"
 
 
-#: How commands begin each line of an error, see `cli.main`.
+#: The prefix of error lines of commands, see `cli.main`.
 _ERROR = "error: "
 
 
 class Child:
-    """A `fairlead` command in a process of its own. Its last output is kept, to be shown when it fails."""
+    """A `fairlead` command in a separate process. Its last output is kept, to be shown if it fails."""
 
     def __init__(self, *arguments: str) -> None:
         self._arguments = arguments
@@ -288,7 +288,7 @@ class Child:
             self._tail.append(line.decode(errors="replace").rstrip())
 
     async def ready(self, url: str, seconds: float = 30.0) -> None:
-        """Wait until `url` answers 200. Raises `FairleadError` with the child's last words if it does not."""
+        """Wait until `url` answers 200. Raises `FairleadError` with the child's last output if it does not."""
         assert self._process is not None
         deadline = asyncio.get_running_loop().time() + seconds
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2.0)) as session:
@@ -303,7 +303,7 @@ class Child:
         raise FairleadError(await self._complaint())
 
     async def _complaint(self) -> str:
-        """Why it is not ready: the errors that it told, else its last words."""
+        """Why the command is not ready: the errors it printed, otherwise its last output."""
         assert self._process is not None and self._reader is not None
         if self._process.returncode is not None:
             await self._reader
@@ -312,13 +312,13 @@ class Child:
         return f"`fairlead {self._arguments[0]}` did not become ready: {words}"
 
 
-# Runs the demo: for each policy a fresh pool and a fresh scheduler, then the table, the files and the plot.
+# Runs the demo: a new pool and a new scheduler for each policy, then the table, the files and the plot.
 
 
 async def run(plan: Plan, console: Console, check: bool = False) -> dict[str, dict[str, Any]]:
-    """Run all policies one after the other; returns and writes one summary per policy.
+    """Run all policies one after the other. Returns and writes one summary per policy.
 
-    Whether the goals are met is told of the usual demo only, and of others when asked for by `check`.
+    Whether the goals are met is shown only for the usual demo, and for others if `check` is set.
     """
     check_ports(plan)
     console.print(plan.describe(), highlight=False)

@@ -1,4 +1,4 @@
-"""The kit that plugin authors test with: builders, a clock that stands still, assertions, checks of the contracts."""
+"""The kit for testing plugins: builders, a clock under the test's control, assertions, checks of the contracts."""
 
 from fairlead.testing.builders import SimClock, busy, cycle, endpoint, fleet, holds, request
 from fairlead.testing.checks import (

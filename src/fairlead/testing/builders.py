@@ -24,13 +24,13 @@ _NUMBERS = count(1)
 
 
 def endpoint(name: str = "e0", address: str = "", labels: Mapping[str, str] | None = None) -> Endpoint:
-    """An endpoint; the address follows from the name if none is given (`e3` → 10.0.0.3:8000)."""
+    """An endpoint. If no address is given, it is derived from the name (`e3` → 10.0.0.3:8000)."""
     digits = "".join(c for c in name if c.isdigit()) or "0"
     return Endpoint(name, address or f"10.0.{int(digits) // 256 % 256}.{int(digits) % 256}:8000", dict(labels or {}))
 
 
 def request(prompt: str = "", *, model: str = "", **fields: Any) -> Request:
-    """A request with a prompt. `fields` are those of `core.request.Request`; each request has an id of its own."""
+    """A request with a prompt. `fields` are those of `core.request.Request`; each request has its own id."""
     raw = prompt.encode()
     chain = ChainHasher().chain(model.encode(), memoryview(raw)) if raw else NO_PREFIX
     made = Request(
@@ -47,9 +47,9 @@ def request(prompt: str = "", *, model: str = "", **fields: Any) -> Request:
 
 
 def fleet(*endpoints: Endpoint | str, samples: Mapping[str, Mapping[str, Any]] | None = None) -> Fleet:
-    """A fleet that knows these endpoints (or names of some), and what they last said.
+    """A fleet with these endpoints (given as objects or names) and their last metrics.
 
-    `samples` has fields of `core.endpoint.Sample` by endpoint, for example `{"e0": {"waiting": 3, "kv_usage": 0.5}}`.
+    `samples` maps endpoints to fields of `core.endpoint.Sample`, for example `{"e0": {"waiting": 3, "kv_usage": 0.5}}`.
     Everything happened at clock time 0.
     """
     made = Fleet()
@@ -63,14 +63,15 @@ def fleet(*endpoints: Endpoint | str, samples: Mapping[str, Mapping[str, Any]] |
 
 
 def lease_of(known: Fleet, request_id: int) -> Lease:
-    """What the request is charged for. Raises `StopIteration` when it is not."""
+    """The lease of a request. Raises `StopIteration` if it has none."""
     return next(lease for lease in known.ledger if lease.request.id == request_id and not lease.auxiliary)
 
 
 def dispatched(queues: Queues, waiting: Waiting, now: float, ms: float, slot: int = 0) -> Charge:
-    """It leaves its queue for an endpoint, and its flow is charged so many milliseconds of work, all for its prompt.
+    """Dispatch a request from its queue to an endpoint, and charge its flow `ms` milliseconds of work, all for its
+    prompt.
 
-    Returns what `queues.settle` takes at its end."""
+    Returns the argument for `queues.settle` at its end."""
     band, flow = queues.of(waiting.request, now)
     charge = Charge(flow, slot, now, ms, 0.0, ms, band.demand.light(flow, ms))
     queues.dispatch(waiting, charge, 13.0)
@@ -78,7 +79,7 @@ def dispatched(queues: Queues, waiting: Waiting, now: float, ms: float, slot: in
 
 
 def holds(known: Fleet, name: str, *prompts: Request) -> None:
-    """From here on the endpoint is believed to hold the prompts of these requests."""
+    """Make the fleet believe that the endpoint holds the prompts of these requests."""
     slot = known.table.slot(name)
     if slot is None:
         raise ValueError(f"there is no endpoint {name!r}")
@@ -88,7 +89,7 @@ def holds(known: Fleet, name: str, *prompts: Request) -> None:
 
 
 def busy(known: Fleet, name: str, requests: Iterable[Request]) -> None:
-    """From here on these requests are in flight at the endpoint, before their first token."""
+    """Put these requests in flight at the endpoint, before their first token."""
     slot = known.table.slot(name)
     if slot is None:
         raise ValueError(f"there is no endpoint {name!r}")
@@ -114,7 +115,7 @@ class _Timer:
 
 
 class SimClock:
-    """Starts at 1,000,000 s, so that code which mixes it up with another clock fails visibly.
+    """A clock that starts at 1,000,000 s, so that code which confuses it with another clock fails visibly.
 
     Timers due at the same moment fire in the order in which they were set.
     """
@@ -133,7 +134,7 @@ class SimClock:
         return timer
 
     def advance(self, seconds: float) -> None:
-        """Let time pass; fire what is due, each at its own moment."""
+        """Advance the time and fire the timers that are due, each at its own moment."""
         until = self._now + seconds
         while self._heap and self._heap[0][0] <= until:
             when, _, timer = heapq.heappop(self._heap)

@@ -1,10 +1,10 @@
-"""Does a plugin keep its contract? Each check drives it through pools that occur, and raises `AssertionError` if not.
+"""Checks whether a plugin keeps its contract. Each check runs it on realistic pools and raises `AssertionError` if not.
 
     from fairlead.testing import check_scorer
     def test_contract() -> None:
         check_scorer(MyScorer(MyScorer.Params(), name="mine"))
 
-What is tried: pools of one, some and a hundred endpoints, with holes where endpoints left, before the first scrape,
+The cases: pools of one, some and a hundred endpoints, with empty slots of departed endpoints, before the first scrape,
 idle, busy and full; requests with and without model, session, prompt, SLO. The same seed must give the same answer."""
 
 from collections.abc import Callable, Collection, Iterator
@@ -34,7 +34,7 @@ from fairlead.testing.builders import busy, endpoint, fleet, holds, request
 
 
 def check_filter(plugin: Filter) -> None:
-    """`keep` gives `None` or a mask of one bool per slot, and changes nothing."""
+    """Check that `keep` returns `None` or a mask of one bool per slot, and changes nothing."""
     _named(plugin)
     assert isinstance(plugin.stage, Stage), f"stage is {plugin.stage!r}, expected a Stage"
     for case, known, asked in _cases():
@@ -44,7 +44,7 @@ def check_filter(plugin: Filter) -> None:
 
 
 def check_scorer(plugin: Scorer) -> None:
-    """`score` gives `None` or one number from 0 to 1 per slot (slots of departed endpoints included)."""
+    """Check that `score` returns `None` or one number from 0 to 1 per slot (slots of departed endpoints included)."""
     _named(plugin)
     for case, known, asked in _cases():
         scores = _twice(case, known, partial(plugin.score, asked, known))
@@ -57,7 +57,7 @@ def check_scorer(plugin: Scorer) -> None:
 
 
 def check_picker(plugin: Picker) -> None:
-    """`pick` gives a slot whose total is finite."""
+    """Check that `pick` returns a slot whose total is finite."""
     _named(plugin)
     for case, known, asked in _cases():
         for totals in _totals(known):
@@ -68,7 +68,7 @@ def check_picker(plugin: Picker) -> None:
 
 
 def check_policy(policy: Policy) -> None:
-    """`choose` gives one answer; a chosen slot has an endpoint, a refusal a reason."""
+    """Check that `choose` returns one answer: a chosen slot has an endpoint, a refusal has a reason."""
     _named(policy)
     for case, known, asked in [*_cases(), ("nobody there", _empty(), request("hello"))]:
         pick = policy.choose(asked, known, Context(1.0, Random(1)))
@@ -85,7 +85,7 @@ def _named(plugin: Any) -> None:
 
 
 def _twice(case: str, known: Fleet, ask: Callable[[Cycle], Any]) -> Any:
-    """The answer, after proving that asking again gives the same and changes no column."""
+    """The answer, after checking that a second call gives the same answer and changes no column."""
     before, alive = known.table.floats.copy(), known.table.alive.copy()
     first, second = ask(_cycle(known)), ask(_cycle(known))
     same = (first is None) == (second is None) and (first is None or np.array_equal(first, second, equal_nan=True))
@@ -111,7 +111,7 @@ def _column(case: str, column: Any, known: Fleet, dtype: type) -> None:
 
 
 def _totals(known: Fleet) -> Iterator[Any]:
-    """Totals as a profile makes them: -inf for what is filtered out, at least one finite."""
+    """Totals as a profile makes them: -inf for endpoints that are filtered out, at least one finite value."""
     slots = np.flatnonzero(known.table.alive)
     for keep in (slots, slots[:1], slots[-1:]):
         for value in (0.0, 1.0, -3.0):
@@ -159,14 +159,14 @@ __all__ = ["check_filter", "check_picker", "check_policy", "check_scorer"]
 
 
 def choose(policy: Policy, request: Request, fleet: Fleet, *, now: float = 0.0, seed: int = 0) -> Answer:
-    """One decision, with its trace; nothing is charged."""
+    """Make one decision, with its trace, without charging a lease."""
     return policy.choose(request, fleet, Context(now, Random(seed)))
 
 
 def assert_routed(
     policy: Policy, request: Request, fleet: Fleet, to: str | Collection[str], *, seeds: int = 20, now: float = 0.0
 ) -> None:
-    """Whatever the dice say, the request goes to this endpoint (or one of these), and to each of several at times."""
+    """Assert that with every seed the request goes to this endpoint (or one of these), and reaches each of these."""
     allowed = {to} if isinstance(to, str) else set(to)
     reached = set()
     for seed in range(seeds if len(allowed) < 2 else max(seeds, 20 * len(allowed))):
@@ -179,7 +179,7 @@ def assert_routed(
 
 
 def assert_refused(policy: Policy, request: Request, fleet: Fleet, reason: str = "") -> None:
-    """Nobody gets the request."""
+    """Assert that the request is refused."""
     pick = choose(policy, request, fleet)
     if isinstance(pick, Picked):
         raise AssertionError(f"went to {fleet.table.ids[pick.slot]}")

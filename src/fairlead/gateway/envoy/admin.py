@@ -1,4 +1,4 @@
-"""Envoy's admin page, and what can be wrong with the gateway."""
+"""Envoy's admin page, and errors of the gateway."""
 
 import asyncio
 import contextlib
@@ -8,41 +8,42 @@ from urllib.parse import quote
 
 from fairlead.core.errors import FairleadError
 
-# What can be wrong with the gateway itself.
+# Errors of the gateway itself.
 
 
 class GatewayError(FairleadError):
-    """Envoy is missing, refuses its configuration, or does not come up. The message says what to do."""
+    """Envoy is missing, refuses its configuration, or does not start. The message says what to do."""
 
 
 # A client of Envoy's admin page, on a Unix socket or on 127.0.0.1.
 
-#: The listener that clients connect to.
+#: The name of the listener that clients connect to.
 LISTENER = "gateway"
 _TIMEOUT = 2.0
-#: The cluster of those that nobody scheduled, and its twin for gRPC.
+#: The cluster of unscheduled requests, and the same cluster for gRPC.
 _UNSCHEDULED = r"^cluster\.all_endpoints(_grpc)?\.upstream_rq_total$"
-#: Percent of the heap limit (`Options.max_heap`).
+#: Percentage of the heap limit in use (`Options.max_heap`).
 _HEAP = r"^overload\.envoy\.resource_monitors\.fixed_heap\.pressure$"
 _HEALTHY = r"^cluster\.ext_proc\.membership_healthy$"
-#: Seconds that whoever asks for a count is kept waiting for a gateway that does not answer.
+#: Seconds to wait for the counters of a gateway that does not answer.
 _PATIENCE = 0.5
 
 
 class Vitals(NamedTuple):
-    """What Envoy counts since its start."""
+    """Counters of Envoy since its start, and its heap."""
 
-    #: Requests that it balanced by itself.
+    #: Unscheduled requests, which Envoy balanced itself.
     unscheduled: int
-    #: Share of the heap limit that is taken.
+    #: The share of the heap limit in use.
     heap: float
 
 
 class EnvoyAdmin:
-    """Every call is one short connection. All raise `TimeoutError` or `OSError` while Envoy is not there.
+    """A client of the admin page. Every call is one short connection and raises `TimeoutError` or `OSError` if Envoy
+    does not run.
 
-    Written by hand, because the process that supervises Envoy holds no HTTP library in memory: each answer ends with
-    its connection.
+    Written by hand, so that the process that supervises Envoy need not load an HTTP library. Each answer ends with its
+    connection.
     """
 
     def __init__(self, path: str = "", port: int = 0) -> None:
@@ -51,15 +52,15 @@ class EnvoyAdmin:
 
     @classmethod
     def from_address(cls, where: str) -> "EnvoyAdmin":
-        """`where`: a socket's path or a port of 127.0.0.1."""
+        """A client for `where`: a socket's path or a port of 127.0.0.1."""
         return cls(port=int(where)) if where.isdigit() else cls(where)
 
     async def ready(self) -> bool:
-        """Envoy serves: clusters are warm, listeners are open."""
+        """Whether Envoy serves: clusters are warm, listeners are open."""
         return (await self._ask("GET", "/ready"))[0] == 200
 
     async def address(self, listener: str) -> tuple[str, int] | None:
-        """(host, port) where it listens; `None` while it does not."""
+        """(host, port) of a listener; `None` while it does not listen."""
         _, text = await self._ask("GET", "/listeners?format=json")
         for status in json.loads(text).get("listener_statuses", ()):
             if status["name"] == listener:
@@ -68,13 +69,13 @@ class EnvoyAdmin:
         return None
 
     async def stats(self, pattern: str) -> dict[str, int]:
-        """Counters and gauges whose names match a regular expression."""
+        """The counters and gauges whose names match a regular expression."""
         _, text = await self._ask("GET", f"/stats?filter={quote(pattern, safe='')}")
         pairs = (line.rsplit(": ", 1) for line in text.splitlines())
         return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
 
     async def vitals(self) -> Vitals | None:
-        """`None` while it does not answer."""
+        """The counters; `None` if Envoy does not answer."""
         try:
             async with asyncio.timeout(_PATIENCE):
                 values = await self.stats(f"{_UNSCHEDULED}|{_HEAP}")
@@ -84,15 +85,14 @@ class EnvoyAdmin:
         return Vitals(sum(values.values()) - heap, heap / 100)
 
     async def asks_scheduler(self, count: int = 1) -> bool:
-        """Envoy believes so many schedulers to be healthy, so it asks one about the next request; not while it is
-        silent."""
+        """Whether Envoy considers `count` schedulers healthy, and would query one. False if Envoy does not answer."""
         try:
             return sum((await self.stats(_HEALTHY)).values()) >= count
         except (TimeoutError, OSError):
             return False
 
     async def listens(self) -> bool:
-        """Clients can connect; not while Envoy is silent."""
+        """Whether clients can connect. False if Envoy does not answer."""
         try:
             return await self.address(LISTENER) is not None
         except (TimeoutError, OSError, ValueError):
@@ -123,7 +123,7 @@ class EnvoyAdmin:
 
 
 def _dechunked(body: bytes) -> bytes:
-    """Raises `ConnectionError` when the end is missing."""
+    """The content of a chunked body. Raises `ConnectionError` if its end is missing."""
     pieces: list[bytes] = []
     while True:
         line, separator, body = body.partition(b"\r\n")

@@ -1,12 +1,12 @@
-"""Who may send requests, and in which tenant's name: API keys and JSON Web Tokens, as Envoy checks them.
+"""Who may send requests, and for which tenant: API keys and JSON Web Tokens, checked by Envoy.
 
-Envoy checks them itself, so that they are asked for whether the scheduler is there or not. The tenant travels in the
-fairness id's header, which is taken off at entry: whom neither a key nor a token has named, the last filter refuses,
-also when one of the filters before it fails.
+Envoy checks them itself, so that they are required whether or not the scheduler runs. The tenant is passed in the
+header of the fairness id, which is removed at entry. If neither a key nor a token has set it again, the last filter
+refuses the request, even if an earlier filter fails.
 
-Keys are listed in a file, a line each: its SHA-256, the tenant that it names, and when it expires if it does. No filter
-of Envoy compares hashes, so a few lines of Lua do. Envoy takes a new list from a file that is moved over the old one
-(ECDS), without a new connection, and starts again with the last one.
+Keys are listed in a file, one per line: the key's SHA-256, its tenant, and optionally when it expires. No filter of
+Envoy compares hashes, so a few lines of Lua do. Envoy reads a new list from a file that is moved over the old one
+(ECDS), without a new connection, and uses the latest list after a restart.
 """
 
 import json
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
-#: Header with the tenant's name: taken off at entry, then set by whatever knows the client.
+#: The header with the tenant's name: removed at entry, then set by the filter that identifies the client.
 TENANT = FAIRNESS_HEADERS[0]
-#: Names of the filters.
+#: The names of the filters.
 KEYS, JWT, NAMED = "fairlead.keys", "envoy.filters.http.jwt_authn", "envoy.filters.http.rbac"
-#: The cluster of the issuer's keys.
+#: The cluster from which the issuer's keys are fetched.
 JWKS = "jwks"
-#: Of the file; with lines of 100 bytes enough for 10,000 keys.
+#: Size limit of the keys file; enough for 10,000 keys with lines of 100 bytes.
 MAX_BYTES = 1 << 20
 
 _LUA = "type.googleapis.com/envoy.extensions.filters.http.lua.v3.Lua"
@@ -49,7 +49,7 @@ _LINE = "the SHA-256 of a key in hex, a tenant, and if you like expires=2030-01-
 
 
 class Key(Struct, frozen=True):
-    """`expires`: seconds of Unix time, 0 = never."""
+    """A line of the keys file. `expires`: seconds of Unix time, 0 = never."""
 
     digest: str
     tenant: str
@@ -57,19 +57,19 @@ class Key(Struct, frozen=True):
 
     @property
     def line(self) -> str:
-        """Of the file."""
+        """The line in the file."""
         until = f" expires={datetime.fromtimestamp(self.expires, UTC):%Y-%m-%dT%H:%M:%SZ}" if self.expires else ""
         return f"{self.digest} {self.tenant}{until}"
 
 
 def new_key(tenant: str, expires: str = "") -> tuple[str, Key]:
-    """(a key of 256 random bits, what is kept of it). Raises `ConfigError` for a name or a time that cannot be one."""
+    """(a key of 256 random bits, its entry for the file). Raises `ConfigError` for an invalid name or time."""
     text = f"fl-{secrets.token_urlsafe(32)}"
     return text, _parse([sha256(text.encode()).hexdigest(), tenant, *([f"expires={expires}"] if expires else [])])
 
 
 def parse_keys(text: str) -> tuple[Key, ...]:
-    """Raises `ConfigError` that names the line, and never what stands there: it may be a key."""
+    """Parse a keys file. Raises `ConfigError` that names the line but never its content, which may be a key."""
     keys: dict[str, Key] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
@@ -104,7 +104,7 @@ def _parse(words: list[str]) -> Key:
 
 
 def read_keys(file: str) -> tuple[Key, ...]:
-    """Raises `ConfigError` for a file that cannot be read or has a mistake."""
+    """Read a keys file. Raises `ConfigError` if it cannot be read or is invalid."""
     try:
         with open(file, "rb") as opened:
             content = opened.read(MAX_BYTES + 1)
@@ -120,7 +120,7 @@ def read_keys(file: str) -> tuple[Key, ...]:
 
 
 def read_jwt(settings: "JwtSettings") -> Jwt:
-    """Raises `ConfigError` when a file that it names cannot be used."""
+    """Read the settings for tokens. Raises `ConfigError` if a file that they name cannot be used."""
     jwks, ca_file = "", settings.ca_file
     if settings.jwks_file:
         try:
@@ -150,7 +150,7 @@ def read_jwt(settings: "JwtSettings") -> Jwt:
 
 
 def authentication(options: Options) -> list[Json]:
-    """In the order in which they act; none unless something is asked for."""
+    """The filters, in the order in which they act; none if no authentication is configured."""
     filters = []
     if options.jwt is not None:
         typed = _jwt(options.jwt, optional=options.asks_for_keys)
@@ -166,13 +166,13 @@ def authentication(options: Options) -> list[Json]:
 
 
 def _jwt(jwt: Jwt, optional: bool) -> Json:
-    """`optional`: who has no valid token may have a key."""
+    """The filter for tokens. `optional`: a client without a valid token may use a key instead."""
     provider: Json = {
         "issuer": jwt.issuer,
         "audiences": list(jwt.audiences),
         "require_expiration": True,
         "forward": jwt.forward,
-        # By default a token in the query is taken too, which would stand in logs.
+        # By default, a token in the query is accepted too, which would appear in logs.
         "from_headers": [{"name": "authorization", "value_prefix": "Bearer "}],
         "claim_to_headers": [{"header_name": TENANT, "claim_name": jwt.tenant_claim}],
     }
@@ -262,7 +262,7 @@ _WHY = "this gateway asks for a valid API key: Authorization: Bearer KEY"
 
 
 def script(keys: Iterable[Key], forward: bool) -> str:
-    """Lua. `forward`: model servers get the key too."""
+    """The Lua script. `forward`: model servers get the key too."""
     listed = "\n".join(f"{key.digest} {key.tenant} {key.expires}" for key in keys)
     values = f'local LIST = [[\n{listed}\n]]\nlocal TENANT, WHY, FORWARD = "{TENANT}", "{_WHY}", {str(forward).lower()}'
     return values + _SOURCE
@@ -277,28 +277,28 @@ def _filter(name: str, typed: Json) -> Json:
 
 
 def _followed(name: str, path: str, typed: Json) -> Json:
-    """The same, as far as a file says that `_write` writes."""
+    """The filter with its content in a file that `_write` writes and Envoy follows."""
     source = {"path_config_source": {"path": path}, "resource_api_version": "V3"}
     return {"name": name, "config_discovery": {"config_source": source, "type_urls": [typed["@type"]]}}
 
 
 def _write(path: Path, name: str, typed: Json) -> None:
-    """A new version of a filter. Raises `OSError` when the disk does; then the old one stays in force."""
+    """Write a new version of a filter. Raises `OSError` on disk errors; the old version then stays in force."""
     replace_watched(path, json.dumps({"resources": [{"@type": _RESOURCE, **_filter(name, typed)}]}))
 
 
 def write_jwt(path: Path, jwt: Jwt, optional: bool) -> None:
-    """The filter for tokens, for `Options.jwt_file`. `optional`: who has no valid token may have a key. Raises
-    `OSError` when the disk does."""
+    """Write the filter for tokens, for `Options.jwt_file`. `optional`: a client without a valid token may use a key
+    instead. Raises `OSError` on disk errors."""
     _write(path, JWT, _jwt(jwt, optional))
 
 
 class KeysFile:
-    """Writes versions of the filter to `path`. Its directory must be one that nobody else writes to."""
+    """Writes versions of the filter to `path`. Nothing else may write to its directory."""
 
     def __init__(self, path: Path, forward: bool) -> None:
         self._path, self._forward = path, forward
 
     def write(self, keys: Iterable[Key]) -> None:
-        """Raises `OSError` when the disk does; then the old keys stay in force."""
+        """Write the keys. Raises `OSError` on disk errors; the old keys then stay in force."""
         _write(self._path, KEYS, _lua(script(keys, self._forward)))

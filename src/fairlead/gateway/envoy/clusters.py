@@ -18,20 +18,20 @@ from fairlead.gateway.ext_proc import DESTINATION, LB_NAMESPACE
 
 # The pool as a file that Envoy watches (endpoint discovery from a file, EDS).
 #
-# Envoy reacts to a file that is *moved* over the old one, so every version is written aside and renamed: it never
-# reads half a file, and never restarts. A file that it cannot read leaves the old endpoints in force.
+# Envoy reacts to a file that is *moved* over the old one. So every version is written to another file and renamed:
+# Envoy never reads an incomplete file, and never restarts. If it cannot read a file, the old endpoints stay in force.
 
 log = logging.getLogger("fairlead.gateway")
 
 CLUSTER = "all_endpoints"
-#: A burst of changes is written once; seconds.
+#: Seconds in which a burst of changes is collected, so that it is written once.
 _COALESCE = 0.02
 
 _ASSIGNMENT = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
 
 
 def assignment(addresses: Iterable[str]) -> dict[str, Any]:
-    """A ClusterLoadAssignment. Raises `ConfigError` for what is not `ip:port`."""
+    """A ClusterLoadAssignment. Raises `ConfigError` for an address that is not `ip:port`."""
     parsed = [parse_endpoint(address) for address in addresses]
     return {
         "cluster_name": CLUSTER,
@@ -47,13 +47,13 @@ def assignment(addresses: Iterable[str]) -> dict[str, Any]:
 
 
 def render(addresses: Iterable[str], version: int) -> str:
-    """The text of the file."""
+    """The content of the file."""
     resource = {"@type": _ASSIGNMENT, **assignment(addresses)}
     return json.dumps({"version_info": str(version), "resources": [resource]})
 
 
 class EndpointsFile:
-    """Writes versions of the pool to `path`. Its directory must be one that nobody else writes to."""
+    """Writes versions of the pool to `path`. Nothing else may write to its directory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -63,7 +63,7 @@ class EndpointsFile:
     def write(self, addresses: Iterable[str]) -> bool:
         """Make `addresses` the pool; order and repetitions do not matter. True if that changed anything.
 
-        Raises `ConfigError` for an address that is not `ip:port` (nothing is written), `OSError` when the disk does.
+        Raises `ConfigError` for an address that is not `ip:port` (nothing is written), or `OSError` on disk errors.
         """
         wanted = tuple(sorted(set(addresses)))
         if wanted == self._written:
@@ -85,8 +85,8 @@ class PoolWriter:
         self._due: asyncio.TimerHandle | None = None
 
     def set(self, addresses: Iterable[str]) -> None:
-        """Cheap: a burst of changes is written once. Raises `ConfigError` for what is not a literal `ip:port`; the old
-        pool stays in force then."""
+        """Set the pool. Cheap, because a burst of changes is written once. Raises `ConfigError` for an address that is
+        not a literal `ip:port`; the old pool then stays in force."""
         wanted = tuple(addresses)
         for address in wanted:
             if address not in self._known:
@@ -97,7 +97,7 @@ class PoolWriter:
             self._due = asyncio.get_running_loop().call_later(_COALESCE, self._write)
 
     def changed(self, event: EndpointUp | EndpointDown) -> None:
-        """As `set`, by one endpoint."""
+        """Like `set`, for a change of one endpoint."""
         if isinstance(event, EndpointUp):
             self._by_id[event.endpoint.id] = event.endpoint.address
         else:
@@ -105,7 +105,7 @@ class PoolWriter:
         self.set(self._by_id.values())
 
     def close(self) -> None:
-        """What is not written yet stays unwritten."""
+        """Stop. Pending changes are not written."""
         if self._due is not None:
             self._due.cancel()
             self._due = None
@@ -118,7 +118,7 @@ class PoolWriter:
             log.error("the gateway keeps its old endpoints: %s", error)
 
 
-# Where Envoy connects to: the scheduler, its access log service, the chosen endpoint, and the whole pool.
+# What Envoy connects to: the scheduler, its access log service, the chosen endpoint, and the whole pool.
 
 Json = dict[str, Any]
 
@@ -126,22 +126,22 @@ EXT_PROC = "ext_proc"
 ALS = "als"
 DESTINATION_CLUSTER = "dst"
 POOL = CLUSTER
-#: The same endpoints over cleartext HTTP/2, for gRPC. All else goes by HTTP/1.1 unless the pool says otherwise: vLLM's
-#: HTTP server has no other.
+#: The same endpoints over cleartext HTTP/2, for gRPC. Other requests use HTTP/1.1 unless the pool says otherwise,
+#: because vLLM's HTTP server supports nothing else.
 GRPC_DESTINATION = "dst_grpc"
 GRPC_POOL = "all_endpoints_grpc"
-#: The second listener, for what may become large (`routes`).
+#: The second listener, for bodies that may become large (`routes`).
 UPLOADS = "uploads"
-#: Behind these names stand two clusters each: the first attempt goes to the chosen endpoint, the one repetition to the
+#: Each of these names stands for two clusters: the first attempt goes to the chosen endpoint, the one retry to the
 #: fallback endpoint.
 EITHER, GRPC_EITHER = "dst_or_second", "dst_or_second_grpc"
 FALLBACK_DESTINATION, GRPC_FALLBACK = "dst_second", "dst_second_grpc"
 
 _HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 _TLS_CONTEXT = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
-#: In both directions unlimited in practice: flow control of the model servers is the scheduler's work.
+#: Practically no limit, in both directions, because limiting the load on model servers is the scheduler's task.
 _MANY = 40_000
-#: Also of repetitions at a time, of which Envoy by itself allows three.
+#: Also no limit on concurrent retries, of which Envoy allows three by default.
 _WIDE = {
     "thresholds": [
         {"max_connections": _MANY, "max_pending_requests": _MANY, "max_requests": _MANY, "max_retries": _MANY}
@@ -153,7 +153,7 @@ _COMPOSITE = "type.googleapis.com/envoy.extensions.clusters.composite.v3.Cluster
 
 
 def seconds(value: float) -> str:
-    """A protobuf Duration."""
+    """A duration in protobuf's JSON format."""
     return f"{value:.9f}".rstrip("0").rstrip(".") + "s"
 
 
@@ -175,16 +175,17 @@ def clusters(options: Options) -> list[Json]:
 
 
 def als(options: Options) -> dict[str, str]:
-    """Who is told the access log: address by cluster."""
+    """The receivers of the access log: address by cluster."""
     addresses = (options.als, *options.peers) if options.als else ()
     return {ALS if not i else f"{ALS}_{i}": address for i, address in enumerate(addresses)}
 
 
 def _destinations(protocol: Json, chosen: str, fallback: str, either: str, hold: bool = False) -> list[Json]:
-    """The endpoint that was chosen, the fallback endpoint, and first the one, then the other.
+    """Clusters for the chosen endpoint, for the fallback endpoint, and for first one and then the other.
 
-    A retry asks the same cluster for a host, and a cluster that dials what metadata name has one answer. A composite
-    cluster has one cluster per attempt, and no host for a third. `hold`: an answer begins with its first byte.
+    A retry asks the same cluster for a host, and a cluster that connects to the address in metadata has only one. A
+    composite cluster has one cluster per attempt, and no host for a third. `hold`: an answer begins with its first
+    byte.
     """
     first_then_fallback = {"@type": _COMPOSITE, "clusters": [{"name": chosen}, {"name": fallback}]}
     composite: Json = {
@@ -202,16 +203,16 @@ def _destinations(protocol: Json, chosen: str, fallback: str, either: str, hold:
     ]
 
 
-# An answer that begins with its first byte.
+# Makes an answer begin with its first byte.
 #
-# vLLM sends the headers of a stream at once, and the first byte when it has computed the prompt. Envoy repeats nothing
-# of which it has seen the headers. So a filter between the router and the connection keeps the headers until there is a
-# byte: then a request whose server dies or hangs meanwhile has no answer yet. No filter that Envoy brings does that; a
-# WebAssembly module of one function does, 251 bytes long:
+# vLLM sends the headers of a stream immediately, and the first byte when it has computed the prompt. Envoy retries no
+# request whose response headers it has seen. So a filter between the router and the connection holds the headers until
+# there is a byte: a request whose server dies or hangs before that has no answer yet. None of Envoy's filters does
+# that, but a WebAssembly module of 251 bytes with one function does:
 #
-#     proxy_on_response_headers(context, headers, end) → end == 0       1 = stop here; the first byte makes it go on
+#     proxy_on_response_headers(context, headers, end) → end == 0       1 = stop here; the first byte resumes it
 #
-# The other functions are those that the interface (proxy-wasm 0.2.1) demands. Envoy takes 16 MB more for its V8.
+# The other functions are those that the interface (proxy-wasm 0.2.1) requires. V8 adds 16 MB to Envoy's memory.
 
 
 def hold_module() -> bytes:
@@ -249,7 +250,7 @@ def hold_module() -> bytes:
 
 
 def _held(protocol: Json) -> Json:
-    """The same with that filter."""
+    """The protocol options with that filter added."""
     code = {"local": {"inline_bytes": b64encode(hold_module()).decode()}}
     plugin = {
         "name": "hold",
@@ -263,7 +264,7 @@ def _held(protocol: Json) -> Json:
 
 
 def _destination(name: str, protocol: Json, namespace: str, key: str) -> Json:
-    """Dials what the scheduler named. By metadata: a header could be set by a client."""
+    """A cluster that connects to the address named by the scheduler, in metadata because clients could set a header."""
     return {
         "name": name,
         "type": "ORIGINAL_DST",
@@ -276,7 +277,7 @@ def _destination(name: str, protocol: Json, namespace: str, key: str) -> Json:
 
 
 def _pool(options: Options, name: str, protocol: Json) -> Json:
-    """Serves what nobody scheduled. Nobody watches these requests, so dead endpoints are found by failing connects."""
+    """Serves unscheduled requests. No scheduler sees them, so dead endpoints are detected by failing connects."""
     cluster: Json = {
         "name": name,
         "connect_timeout": "5s",
@@ -286,7 +287,7 @@ def _pool(options: Options, name: str, protocol: Json) -> Json:
         "outlier_detection": {
             "split_external_local_origin_errors": True,
             "consecutive_local_origin_failure": 2,
-            # Only failing connects count: a 5xx of a model server may be the client's own fault.
+            # Only failing connects count: a 5xx of a model server may be caused by the client.
             "enforcing_consecutive_5xx": 0,
             "enforcing_consecutive_gateway_failure": 0,
             "enforcing_success_rate": 0,
@@ -346,13 +347,13 @@ def _protocol(options: Options, explicit: Json) -> Json:
 
 
 def _ext_proc(options: Options) -> Json:
-    """The schedulers, one or several. Every way of being dead has its own detector, for none sees them all (measured,
-    200 POST/s):
+    """The cluster of one or several schedulers. Each kind of failure has its own detector, because none detects them
+    all (measured, 200 POST/s):
 
-    refused connections: outlier detection, 10 ms; hung: message_timeout for each request, then the health check takes
-    the host out after 2 s; hung while requests queue with a longer timeout: the HTTP/2 ping closes the connection.
-    Panic threshold 0: an unhealthy host is not used "because it is the only one". Unless nobody else would serve the
-    request: then it asks even those, and again.
+    refused connections: outlier detection, 10 ms; hung: message_timeout for each request, then the health check removes
+    the host after 2 s; hung while requests queue with a longer timeout: the HTTP/2 ping closes the connection. Panic
+    threshold 0: an unhealthy host is not used just because it is the only one. Without `fail_open`, nothing else would
+    serve the request, so then unhealthy hosts are queried too, repeatedly.
     """
     cluster = _grpc(EXT_PROC, [options.ext_proc, *options.peers], options.tls, ping=True)
     cluster["circuit_breakers"] = {
@@ -371,7 +372,7 @@ def _ext_proc(options: Options) -> Json:
             "interval": "1s",
             "no_traffic_interval": "0.1s",
             "no_traffic_healthy_interval": "1s",
-            "unhealthy_interval": "0.1s",  # a scheduler that starts is asked at once
+            "unhealthy_interval": "0.1s",  # a scheduler that starts is queried immediately
             "unhealthy_threshold": 2,
             "healthy_threshold": 1,
             "grpc_health_check": {"service_name": "envoy.service.ext_proc.v3.ExternalProcessor"},
@@ -380,7 +381,7 @@ def _ext_proc(options: Options) -> Json:
     cluster["outlier_detection"] = {
         "consecutive_5xx": 3,
         "consecutive_gateway_failure": 3,
-        # The health check sees a scheduler that hangs after 2 s. Beside others, its first missed answer is enough.
+        # The health check detects a hanging scheduler after 2 s. If there are others, one missed answer is enough.
         "consecutive_local_origin_failure": 1 if options.peers else 3,
         "split_external_local_origin_errors": True,
         "interval": "0.5s",
@@ -388,8 +389,9 @@ def _ext_proc(options: Options) -> Json:
         "max_ejection_time": "5s",
         "max_ejection_percent": 100 * len(options.peers) // (len(options.peers) + 1) if options.peers else 100,
     }
-    # By default workers hear of a change of health up to 1 s later when another came within that second before: long
-    # enough to know nobody although the main thread knows somebody (measured: 300 requests of 960).
+    # By default, workers learn of a change of health up to 1 s later if another change came within the second before.
+    # That is long enough for a worker to know no healthy host although the main thread does (measured: 300 requests of
+    # 960).
     panic = 0 if options.fail_open else 1
     cluster["common_lb_config"] = {"healthy_panic_threshold": {"value": panic}, "update_merge_window": "0s"}
     return cluster
@@ -403,7 +405,7 @@ def _grpc(name: str, texts: list[str], tls: Tls | None, ping: bool = False) -> J
 
 
 def _jwks(jwt: Jwt) -> Json:
-    """Where the issuer's keys are fetched."""
+    """The cluster from which the issuer's keys are fetched."""
     url = urlsplit(jwt.jwks_uri)
     secure = url.scheme == "https"
     address = Address(url.hostname or "", url.port or (443 if secure else 80))
@@ -411,7 +413,7 @@ def _jwks(jwt: Jwt) -> Json:
 
 
 def _dialled(name: str, addresses: list[Address], tls: Tls | None, explicit: Json) -> Json:
-    """A cluster by the protocol of `explicit`. All addresses are of one kind."""
+    """A cluster with the protocol `explicit`. All addresses are of one kind."""
     address = addresses[0]
     cluster: Json = {
         "name": name,

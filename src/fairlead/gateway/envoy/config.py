@@ -34,11 +34,11 @@ from fairlead.gateway.envoy.routes import CHUNKED, LARGE, RECEIVED, local_replie
 from fairlead.gateway.envoy.uploads import bound
 from fairlead.gateway.ext_proc import LB_NAMESPACE
 
-#: Request headers that go *at entry*, before routing and before the scheduler: those that name a machine. Nobody but
-#: the scheduler may set them; what it sets itself comes later and passes.
+#: Request headers that are removed *at entry*, before routing and before the scheduler: headers that name a machine.
+#: Only the scheduler may set them, and what it sets is added later.
 AT_ENTRY: tuple[str, ...] = tuple(sorted(CONTROL_HEADERS))
 
-# What Envoy reports of each request: to the scheduler (ALS), and to the operator (a JSON line).
+# What Envoy reports about each request: to the scheduler (ALS), and to the operator (a JSON line).
 
 Json = dict[str, Any]
 
@@ -78,8 +78,9 @@ def access_logs(options: Options) -> list[Json]:
 
 
 def _als(options: Options, cluster: str, tag: str, value: str) -> Json:
-    """The lease comes back out of dynamic metadata, so no header has to reach the model server. One tag says all that
-    the scheduler reads: taking an entry apart field by field would cost it more than the decision."""
+    """The access log for the scheduler. The lease is read from dynamic metadata, so the model server need not get it in
+    a header. A single tag contains all that the scheduler reads, because parsing an entry field by field would cost the
+    scheduler more than the decision."""
     common = {
         "log_name": tag,
         "transport_api_version": "V3",
@@ -101,22 +102,23 @@ def _uploads_log(options: Options, cluster: str) -> Json:
     return {**_als(options, cluster, UPLOAD_TAG, UPLOAD), "filter": {"or_filter": {"filters": [flags, refused]}}}
 
 
-# The HTTP filters of the gateway: how requests reach the scheduler, and what it sees of responses.
+# The HTTP filters of the gateway: how requests reach the scheduler, and what the scheduler sees of responses.
 #
-# Request mode `whole`. The buffer filter stands in front of ext_proc and lets nothing pass until the request is
-# complete. ext_proc then sends headers and body without waiting in between, so the scheduler gets both in one read,
-# and answers both in one write. ext_proc's own BUFFERED mode (`buffered`) sends the body when the headers are
-# answered: one round trip more. Both keep the request until it is answered, so both fail open. Rules for the
-# scheduler under `whole`:
+# Request mode `whole`. The buffer filter precedes ext_proc and passes nothing on until the request is complete.
+# ext_proc then sends headers and body without waiting in between, so the scheduler gets both in one read and answers
+# both in one write. ext_proc's own BUFFERED mode (`buffered`) sends the body only after the headers are answered: one
+# more round trip. Both keep the request until it is answered, so both can fail open. Rules for the scheduler under
+# `whole`:
 #
-# * The first body message is the whole body, also when it does not say end of stream (then trailers follow, which are
-#   not sent). Waiting for the end of the stream would wait for ever.
-# * The answers to headers and body leave in one write. Between the two no timeout of Envoy's acts.
-# * A body is replaced in the headers answer (CONTINUE_AND_REPLACE): one message cannot be half applied.
+# * The first body message is the whole body, even if it does not say end of stream (then trailers follow, which are not
+#   sent). Waiting for the end of the stream would never end.
+# * The answers to headers and body are sent in one write. No timeout of Envoy's applies between the two.
+# * A body is replaced in the answer to the headers (CONTINUE_AND_REPLACE), because one message cannot be applied in
+#   part.
 # * A first message whose protocol_config has request body mode NONE is an upgrade: pick at the headers.
 #
-# Response: a STREAMED body keeps every chunk in Envoy until it is answered, so the scheduler may leave, or die, at any
-# moment. Without the headers message the first chunk is the first message, and tells the status in its attributes.
+# Response: with a STREAMED body, Envoy keeps every chunk until it is answered, so the scheduler may leave, or die, at
+# any moment. Without the headers message, the first chunk is the first message, and has the status in its attributes.
 
 _FORWARDED = sorted({*READ_HEADERS, GATEWAY_ID, ":status"})
 
@@ -134,10 +136,10 @@ _RESPONSE = {
 }
 
 
-#: Closed, a request that nobody schedules fails. A scheduler that ends has a successor, or starts again, within two
-#: seconds: until then the request asks again, the other one if there is one.
-#: Thirty pauses of 0.125 s on average are over before Envoy's timeout, which runs from the first one on: the answer
-#: is 503, not 504.
+#: With `fail_open` off, unscheduled requests fail. A scheduler that ends has a successor, or starts again, within two
+#: seconds. Until then the request retries, with the other scheduler if there is one.
+#: Thirty pauses of 0.125 s on average end before Envoy's timeout, which starts with the first attempt: the answer is
+#: 503, not 504.
 _ASK_AGAIN_S = 5.0
 _ASK_AGAIN = {
     "retry_on": "connect-failure,refused-stream,reset,unavailable",
@@ -156,23 +158,24 @@ _ASK_AGAIN = {
 
 
 def http_filters(options: Options) -> list[Json]:
-    """For ordinary requests."""
+    """The filters for ordinary requests."""
     filters = [_received(), _ext_proc(options, "BUFFERED"), router()]
     if options.request_mode == "whole":
         buffer = {
             "name": "envoy.filters.http.buffer",
             "typed_config": {"@type": _BUFFER, "max_request_bytes": options.body_limit},
         }
-        # The router keeps what it may have to send again where ext_proc keeps what it has to pass on. With request
-        # trailers ext_proc passes on twice, and the model server would get the body twice (measured, 1.40): the bytes
-        # behind the first would be its next request. A second buffer lets the router see each body once.
+        # The router keeps what it may have to send again in the same place where ext_proc keeps what it has to pass on.
+        # With request trailers, ext_proc passes the body on twice, and the model server would get it twice (measured,
+        # 1.40): the bytes after the first would be read as its next request. A second buffer makes the router see each
+        # body once.
         buffer_again = {**buffer, "name": "envoy.filters.http.buffer.again"}
         filters = [buffer, _received(), _ext_proc(options, "STREAMED"), buffer_again, router()]
     return filters
 
 
 def upgrade_filters(options: Options) -> list[Json]:
-    """For upgrades (WebSocket): there is no body to wait for, and what flows later is nobody's business."""
+    """The filters for upgrades (WebSocket): there is no body to wait for, and later data is not inspected."""
     filter_ = _ext_proc(options, "NONE")
     mode = filter_["typed_config"]["processing_mode"]
     mode["response_header_mode"], mode["response_body_mode"] = "SKIP", "NONE"
@@ -180,7 +183,7 @@ def upgrade_filters(options: Options) -> list[Json]:
 
 
 def _received() -> Json:
-    """The request is here: other deadlines hold from now on (`routes`)."""
+    """Marks the request as received: other deadlines apply from now on (`routes`)."""
     value = {"text_format_source": {"inline_string": "1"}}
     note = {"object_key": RECEIVED, "factory_key": "envoy.string", "format_string": value}
     typed = {"@type": _FILTER_STATE, "on_request_headers": [note], "clear_route_cache": True}
@@ -205,12 +208,12 @@ def _ext_proc(options: Options, body_mode: str) -> Json:
         "failure_mode_allow": options.fail_open,
         "status_on_error": {"code": "ServiceUnavailable"},
         "message_timeout": seconds(max(options.message_timeout, 0.0 if options.fail_open else _ASK_AGAIN_S)),
-        # Without a maximum Envoy ignores what the scheduler asks for.
+        # Without a maximum, Envoy ignores the scheduler's requests for more time.
         "max_message_timeout": seconds(options.queue_timeout),
-        # A length that no longer fits the body would shift every later request of the upstream connection, so the
+        # A length that no longer fits the body would shift every later request of the upstream connection. So the
         # scheduler changes bodies only together with their length.
         "allow_content_length_header": True,
-        # The rest is nobody's business here, and would have to be written, sent and read for every request.
+        # Other headers are not needed, and would have to be written, sent and read for every request.
         "forward_rules": {"allowed_headers": {"patterns": [{"exact": name} for name in _FORWARDED]}},
         "metadata_options": {"receiving_namespaces": {"untyped": [LB_NAMESPACE, OWN_NAMESPACE]}},
         "processing_mode": {
@@ -223,7 +226,7 @@ def _ext_proc(options: Options, body_mode: str) -> Json:
         },
     }
     if options.retry != "connect":
-        config["mutation_rules"] = {"allow_envoy": True}  # its headers say which request may be repeated, and when
+        config["mutation_rules"] = {"allow_envoy": True}  # its headers say which request may be retried, and when
     if whole_body:
         config["send_body_without_waiting_for_header_response"] = True
     if headers == "SKIP" and body != "NONE":
@@ -233,8 +236,8 @@ def _ext_proc(options: Options, body_mode: str) -> Json:
 
 # `build(options)`: Envoy's bootstrap as plain data, for Envoy 1.40; reasons: tests/integration/pitfalls/README.md.
 #
-# A request's way: headers that name machines are taken off → (buffer) → ext_proc asks the scheduler → the route is
-# chosen by the metadata of its answer → that endpoint, or round robin over the pool when there was no answer.
+# The path of a request: headers that name machines are removed → (buffer) → ext_proc queries the scheduler → the route
+# is chosen by the metadata of its answer → that endpoint, or round robin over the pool if there was no answer.
 
 _HCM = "type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
 _EARLY = "type.googleapis.com/envoy.extensions.http.early_header_mutation.header_mutation.v3.HeaderMutation"
@@ -243,30 +246,30 @@ _HEAP = "type.googleapis.com/envoy.extensions.resource_monitors.fixed_heap.v3.Fi
 _INTERNAL = "type.googleapis.com/envoy.extensions.bootstrap.internal_listener.v3.InternalListener"
 _TIMEOUTS = "type.googleapis.com/envoy.config.overload.v3.ScaleTimersOverloadActionConfig"
 
-#: Buffers of one connection. Bodies have their own limit.
+#: Size of one connection's buffers. Bodies have their own limit.
 _CONNECTION_BUFFER = 32_768
-#: Internal clients may set Envoy's own controls (x-envoy-upstream-rq-timeout-ms, x-envoy-retry-on, …), and while no
-#: range is named, Envoy takes all private addresses for internal. No client has the broadcast address.
+#: Internal clients may set Envoy's own controls (x-envoy-upstream-rq-timeout-ms, x-envoy-retry-on, …), and if no range
+#: is named, Envoy considers all private addresses internal. No client has the broadcast address.
 _NOBODY = {"unix_sockets": False, "cidr_ranges": [{"address_prefix": "255.255.255.255", "prefix_len": 32}]}
-#: Shares of the heap limit from which on uploads are given less time to go on, down to a tenth of it, from which on the
-#: largest uploads are ended, up to all that are counted, and from which on requests are refused.
+#: Shares of the heap limit: upload timeouts are shortened from the first share on, to a tenth at the second; the
+#: largest uploads are ended from the third on, and all counted ones at the fourth; requests are refused from the last.
 _HEAP_HURRY, _HEAP_RESET, _HEAP_FULL = (0.50, 0.80), (0.60, 0.85), 0.95
 _HURRIED_PERCENT = 10
-#: While Envoy's heap is larger, it gives free pages back at once. Otherwise it keeps pages of which a small part is in
-#: use for minutes, whatever it is told to release in the background (measured, 1.40).
+#: While Envoy's heap is larger than this, it returns free pages immediately. Otherwise it keeps pages of which a small
+#: part is in use for minutes, whatever it is configured to release in the background (measured, 1.40).
 _KEPT = 32 << 20
-#: Envoy's allocator caches freed blocks per thread and, between threads, per size. The second kind it gives up only in
-#: a thread that runs if it is told to release something in the background: 1 KiB a second is too little to matter.
-#: Without it a minute after large uploads 6 MiB were left in those caches (measured, 1.40).
+#: Envoy's allocator caches freed blocks per thread and, between threads, per size. It releases the second kind only in
+#: a thread that runs if it is configured to release something in the background. 1 KiB a second is too little to
+#: matter. Without it, 6 MiB were left in these caches a minute after large uploads (measured, 1.40).
 _MEMORY = {"soft_memory_limit_bytes": _KEPT, "bytes_to_release": 1024, "memory_release_interval": "1s"}
-#: How large regular expressions may be, in RE2's own unit: that of paths takes about 400.
+#: The largest regular expressions, in RE2's own unit; that of paths takes about 400.
 _RUNTIME = {"re2.max_program_size.error_level": 10_000, "re2.max_program_size.warn_level": 10_000}
-#: Uploads count from 2 ** this bytes on.
+#: Uploads are counted from 2 ** this number of bytes on.
 _COUNTED_FROM = LARGE.bit_length() - 1
 
 
 def build(options: Options) -> Json:
-    """The bootstrap. Raises `ConfigError` for options that contradict each other."""
+    """The bootstrap. Raises `ConfigError` for contradictory options."""
     options.check()
     listeners = [_listener(options)] + [_uploads(options)] * (options.request_mode == "whole")
     bootstrap: Json = {
@@ -303,7 +306,7 @@ def _listener(options: Options) -> Json:
     return {
         "name": LISTENER,
         "address": {"socket_address": address},
-        # With one worker SO_REUSEPORT brings nothing, but lets a second gateway take half of the connections unseen.
+        # With one worker, SO_REUSEPORT has no benefit, but would let a second gateway take half of the connections.
         "enable_reuse_port": options.concurrency != 1 or options.envoys > 1,
         "per_connection_buffer_limit_bytes": _CONNECTION_BUFFER,
         "filter_chains": [{"filters": [_connection_manager(options)]}],
@@ -311,7 +314,7 @@ def _listener(options: Options) -> Json:
 
 
 def _uploads(options: Options) -> Json:
-    """Takes large uploads from the other listener, see `routes`. Nobody outside can connect to it."""
+    """The listener that receives large uploads from the other listener, see `routes`. Not reachable from outside."""
     return {
         "name": UPLOADS,
         "internal_listener": {},
@@ -321,9 +324,9 @@ def _uploads(options: Options) -> Json:
 
 
 def _connection_manager(options: Options, outside: bool = True) -> Json:
-    """`outside`: of the listener that clients connect to."""
+    """`outside`: for the listener that clients connect to."""
     idle = seconds(options.stream_idle_timeout)
-    # The other listener has asked whom it passes on.
+    # The other listener has already authenticated the requests that it passes on.
     asks = authentication(options) if outside else []
     at_entry: list[Json] = [{"remove": name} for name in (*AT_ENTRY, *(FAIRNESS_HEADERS if asks else ()))]
     own_id = {"key": GATEWAY_ID, "value": "%UNIQUE_ID%"}
@@ -337,10 +340,10 @@ def _connection_manager(options: Options, outside: bool = True) -> Json:
         "generate_request_id": True,
         "preserve_external_request_id": True,
         "server_header_transformation": "PASS_THROUGH",
-        # Inside, the client is whom the other listener has put last into x-forwarded-for.
+        # Inside, the client is the last address in x-forwarded-for, which the other listener added.
         "use_remote_address": outside,
         "internal_address_config": _NOBODY,
-        # The path that is routed, decided and sent on is the one that a model server understands.
+        # The path that is routed, decided and sent on must be the one that a model server understands.
         "normalize_path": True,
         "merge_slashes": True,
         "path_with_escaped_slashes_action": "UNESCAPE_AND_FORWARD",
@@ -350,7 +353,7 @@ def _connection_manager(options: Options, outside: bool = True) -> Json:
             "initial_connection_window_size": 1_048_576,
         },
         "request_headers_timeout": "30s",
-        # From the first byte to the last one leaving for the model server, so the time in our queue counts too.
+        # From the first byte until the last one is sent to the model server, so the time in our queue counts too.
         "request_timeout": seconds(options.queue_timeout + 300),
         "stream_idle_timeout": idle,
         "early_header_mutation_extensions": [
@@ -361,7 +364,7 @@ def _connection_manager(options: Options, outside: bool = True) -> Json:
         ],
         "upgrade_configs": [
             {"upgrade_type": "websocket", "filters": [*asks, *upgrade_filters(options)]},
-            # A tunnel would wait in the buffer filter for a body without end. Its own chain refuses it at once.
+            # A tunnel would wait in the buffer filter for a body without end. Its own chain refuses it immediately.
             {"upgrade_type": "CONNECT", "filters": [router()]},
         ],
         "local_reply_config": local_replies(),
@@ -400,7 +403,7 @@ def _overload(options: Options) -> Json:
 
 
 def _action(name: str, share: float, all_of_it: float = 0.0) -> Json:
-    """From this share of the heap limit on; with `all_of_it` a little at first, and all at that share."""
+    """An overload action from `share` of the heap limit on. With `all_of_it`, it increases up to that share."""
     scaled = {"scaled": {"scaling_threshold": share, "saturation_threshold": all_of_it}}
     when = scaled if all_of_it else {"threshold": {"value": share}}
     trigger = {"name": "envoy.resource_monitors.fixed_heap", **when}

@@ -39,17 +39,17 @@ _LISTENER = "type.googleapis.com/envoy.config.listener.v3.Listener"
 
 
 class Plan(Struct, frozen=True):
-    """What `GatewayProcess` starts: plain values, so that another process can."""
+    """The arguments of `GatewayProcess`: plain values, so that another process can start it."""
 
     directory: str
-    #: How each Envoy is started, and where its admin page is: a socket's path, or a port of 127.0.0.1.
+    #: The command of each Envoy, and the address of its admin page: a socket's path, or a port of 127.0.0.1.
     commands: list[list[str]]
     admins: list[str]
     last_log: float
     start_timeout: float
-    #: Seconds to wait for the scheduler before clients are listened to.
+    #: Seconds to wait for the scheduler before the gateway listens for clients.
     scheduler_timeout: float = 0.0
-    #: How many there are of them.
+    #: The number of schedulers.
     schedulers: int = 1
 
     @property
@@ -70,10 +70,10 @@ def prepare(
     start_timeout: float = 20.0,
     scheduler_timeout: float = 0.0,
 ) -> Plan:
-    """Write the gateway's files into a new directory in `directory`, default the system's for temporary files.
-    `scheduler_timeout`: seconds to wait for the scheduler before clients are listened to.
+    """Write the gateway's files into a new directory in `directory`, by default the system's for temporary files.
+    `scheduler_timeout`: seconds to wait for the scheduler before the gateway listens for clients.
 
-    Raises `ConfigError` for options or endpoints that are wrong, `GatewayError`: no Envoy, port taken.
+    Raises `ConfigError` for invalid options or endpoints, or `GatewayError` if there is no Envoy or the port is taken.
     """
     options.check()
     binary = binary or find_envoy()
@@ -104,9 +104,9 @@ def prepare(
 
 
 def _write(directory: Path, number: int, binary: str, options: Options) -> list[str]:
-    """The files of one Envoy, of which all share the listener. Returns its command."""
+    """Write the files of one Envoy. All Envoys share the listener. Returns the command."""
     bootstrap = build(options)
-    # Clients are listened to later: Envoy takes this listener over when the file is moved over the empty one.
+    # The client listener starts later: Envoy opens it when its file is moved over the empty one.
     listener = {"@type": _LISTENER, **bootstrap["static_resources"]["listeners"].pop(0)}
     source = {"path": str(directory / LISTENERS)}
     bootstrap["dynamic_resources"] = {"lds_config": {"path_config_source": source, "resource_api_version": "V3"}}
@@ -129,8 +129,8 @@ class Gateway:
         directory: Path | None = None,
         start_timeout: float = 20.0,
     ) -> None:
-        """`options.port` 0 takes any free port. `directory`: where its own files go, default the system's for temporary
-        files. Raises `ConfigError` for options or endpoints that are wrong."""
+        """`options.port` 0 takes any free port. `directory`: the parent of the gateway's own directory, by default the
+        system's for temporary files. Raises `ConfigError` for invalid options or endpoints."""
         options.check()
         self._options = options
         self._endpoints = tuple(endpoints) or options.endpoints
@@ -149,12 +149,12 @@ class Gateway:
 
     @property
     def address(self) -> str:
-        """Where clients connect, `127.0.0.1:8080`; empty before `start`."""
+        """The address for clients, e.g. `127.0.0.1:8080`; empty before `start`."""
         return self._process.address if self._process is not None else ""
 
     @property
     def pid(self) -> int:
-        """Of the first Envoy; 0 while it does not run."""
+        """The process id of the first Envoy; 0 while it does not run."""
         return self._process.supervisors[0].pid if self._process is not None else 0
 
     @property
@@ -163,13 +163,13 @@ class Gateway:
 
     @property
     def admin(self) -> EnvoyAdmin:
-        """Of the first Envoy."""
+        """The admin page of the first Envoy."""
         if self._process is None:
             raise GatewayError("the gateway is not running")
         return self._process.supervisors[0].admin
 
     async def start(self) -> None:
-        """Returns when requests are served. Raises `GatewayError`: no Envoy, port taken, and so on."""
+        """Start, and return when requests are served. Raises `GatewayError`: no Envoy, port taken, and so on."""
         plan = prepare(
             self._options,
             self._endpoints,
@@ -182,9 +182,9 @@ class Gateway:
         self._process, self._pool = process, PoolWriter(plan.endpoints_file)
 
     def set_endpoints(self, addresses: Iterable[str]) -> None:
-        """The pool for requests that nobody scheduled is this from now on; Envoy follows in less than 0.1 s.
+        """Set the pool for unscheduled requests. Envoy follows in less than 0.1 s.
 
-        Raises `ConfigError` for what is not a literal `ip:port`; the old pool stays in force then.
+        Raises `ConfigError` for an address that is not a literal `ip:port`; the old pool then stays in force.
         """
         wanted = tuple(addresses)
         if self._pool is not None:
@@ -205,10 +205,11 @@ class Gateway:
 
 
 def command(binary: str, bootstrap: Path, concurrency: int) -> list[str]:
-    """How Envoy is started.
+    """The command that starts Envoy.
 
-    Hot restart is off: it needs shared memory by a number that two gateways might share. Without the scheduler ext_proc
-    would log a warning for every request; the access log and `ext_proc.failure_mode_allowed` count them.
+    Hot restart is off, because it needs shared memory with a number that two gateways might share. Without the
+    scheduler, ext_proc would log a warning for every request; the access log and `ext_proc.failure_mode_allowed` count
+    them.
     """
     arguments = [binary, "-c", str(bootstrap), "--disable-hot-restart", "--log-level", "warning"]
     arguments += ["--component-log-level", "ext_proc:error"]
@@ -217,7 +218,7 @@ def command(binary: str, bootstrap: Path, concurrency: int) -> list[str]:
 
 
 def check_free(host: str, port: int) -> None:
-    """Raises `GatewayError` when nobody can listen there: with several workers Envoy would share a taken port."""
+    """Raise `GatewayError` if the address cannot be bound: with several workers, Envoy would share a taken port."""
     error = obstacle(host, port)
     if error is None:
         return

@@ -4,7 +4,7 @@ Runs in a bare interpreter between fork and exec, and imports nothing of Fairlea
 Python in a forked copy of a threaded process, which may deadlock (Python 3.12 warns of it).
 
 PR_SET_PDEATHSIG (prctl(2)) survives execve, so the kernel ends Envoy when our parent dies, even by SIGKILL. The parent
-may be gone before the call: hence the look at its id afterwards.
+may have died before the call, so its id is checked afterwards.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Everything about the gateway that can be chosen. `config.build` turns it into Envoy's bootstrap."""
+"""All options of the gateway. `config.build` turns them into Envoy's bootstrap."""
 
 import os
 import re
@@ -11,15 +11,15 @@ from msgspec.structs import asdict, replace
 
 from fairlead.core.errors import ConfigError
 
-#: What may name a response header.
+#: Valid names of a response header.
 _HEADER = re.compile("x-[a-z0-9-]{1,62}", re.IGNORECASE)
 
-#: RFC 3986, `path`, without what Envoy would change before it looks; `*` at the end stands for anything.
+#: RFC 3986, `path`, without what Envoy would change before matching; `*` at the end stands for anything.
 _PATH = re.compile(r"/(?:[A-Za-z0-9._~!$&'()+,;=:@{}-]+/?)*\*?")
 
 
 class Address(Struct, frozen=True):
-    """Where something listens: a host and port, or the path of a Unix socket."""
+    """The address of a listener: a host and port, or the path of a Unix socket."""
 
     host: str = ""
     port: int = 0
@@ -27,7 +27,7 @@ class Address(Struct, frozen=True):
 
     @property
     def literal(self) -> bool:
-        """Needs no name service."""
+        """Whether no name has to be resolved."""
         try:
             ip_address(self.host)
         except ValueError:
@@ -38,112 +38,113 @@ class Address(Struct, frozen=True):
 class Tls(Struct, frozen=True, kw_only=True):
     """TLS toward the scheduler. Files are PEM."""
 
-    #: Who signed the scheduler's certificate. Without it only `verify=False` is accepted: there is no public authority
-    #: for a cluster's own names.
+    #: The authorities that may have signed the scheduler's certificate. Without it, only `verify=False` is accepted,
+    #: because no public authority signs a cluster's own names.
     ca_file: str = ""
     verify: bool = True
-    #: Name to ask for (SNI) and to find in the certificate; empty = the address's host.
+    #: The server name to send (SNI) and to expect in the certificate; empty = the address's host.
     server_name: str = ""
-    #: Client certificate, for a scheduler that demands one.
+    #: Client certificate, for a scheduler that requires one.
     cert_file: str = ""
     key_file: str = ""
 
 
 class Jwt(Struct, frozen=True, kw_only=True):
-    """JSON Web Tokens that clients have to show (RFC 7519)."""
+    """JSON Web Tokens that clients have to send (RFC 7519)."""
 
     issuer: str
-    #: One of them must be the token's; empty = any.
+    #: The token must have one of them; empty = any.
     audiences: tuple[str, ...] = ()
-    #: The issuer's keys (RFC 7517): where they are fetched, or else what they are.
+    #: The issuer's keys (RFC 7517): the address to fetch them from, or the keys themselves.
     jwks_uri: str = ""
     jwks: str = ""
-    #: For https: PEM file with whom to trust.
+    #: For https: PEM file with the trusted authorities.
     ca_file: str = ""
-    #: The claim that names the tenant; dots lead into nested ones.
+    #: The claim with the tenant's name; dots lead into nested claims.
     tenant_claim: str = "sub"
-    #: Model servers get the token too.
+    #: Whether model servers get the token too.
     forward: bool = False
 
 
 class Options(Struct, frozen=True, kw_only=True):
-    """One gateway. Times in seconds, sizes in bytes. `check` tells what is wrong."""
+    """The options of one gateway. Times in seconds, sizes in bytes. `check` reports errors."""
 
-    #: Where clients connect: a literal address; `::` takes IPv4 too.
+    #: The address that clients connect to, which must be literal; `::` accepts IPv4 too.
     host: str = "127.0.0.1"
     port: int = 8080
     #: Envoy's admin page on 127.0.0.1; 0 = no TCP port.
     admin_port: int = 0
-    #: Envoy's admin page on a Unix socket; the supervisor puts it into a directory that only its user can enter.
+    #: Envoy's admin page on a Unix socket, in a directory that only the user of the supervisor can access.
     admin_path: str = ""
     #: The scheduler: `127.0.0.1:9002`, `[::1]:9002`, `epp.example:9002` or `unix:/run/epp.sock`.
     ext_proc: str = "127.0.0.1:9002"
-    #: The scheduler's access log service; empty = no log, then nobody tells the ends of requests that were left early.
+    #: The scheduler's access log service; empty = no log, and ends of requests that were left early are unknown.
     als: str = ""
-    #: More schedulers that decide as one with that of `ext_proc`: whoever has the fewest requests is asked, and all are
-    #: told the access log.
+    #: Further schedulers that decide as one with that of `ext_proc`. The scheduler with the fewest requests is queried,
+    #: and all receive the access log.
     peers: tuple[str, ...] = ()
     #: For `ext_proc` and `als`; `None` = plaintext.
     tls: Tls | None = None
-    #: The pool, `ip:port`, for requests that nobody scheduled. Used when `endpoints_file` is empty.
+    #: The pool, `ip:port`, for unscheduled requests. Used if `endpoints_file` is empty.
     endpoints: tuple[str, ...] = ()
-    #: A file as `endpoints_file.render` writes it. Envoy follows it without a restart.
+    #: A file in the format of `clusters.render`. Envoy follows it without a restart.
     endpoints_file: str = ""
-    #: `whole`: headers and the complete body in one read. `buffered`: headers first, the body when they are answered.
+    #: `whole`: headers and the complete body in one read. `buffered`: headers first, the body after they are answered.
     request_mode: Literal["whole", "buffered"] = "whole"
     #: What the scheduler sees of responses. `none` and `first-chunk` cost nothing per token.
     response_mode: Literal["first-chunk", "headers", "none", "full"] = "first-chunk"
-    #: Larger request bodies are answered 413.
+    #: Larger request bodies are answered with 413.
     body_limit: int = 64 << 20
-    #: A scheduler that is silent for longer is taken for hung, unless it asked for more time.
+    #: A scheduler that does not answer for longer counts as hung, unless it requested more time.
     message_timeout: float = 1.0
-    #: The most time it may ask for: bounds how long a request can queue.
+    #: The longest time that a scheduler may request, and so the longest time that a request can queue.
     queue_timeout: float = 600.0
-    #: True: a dead or hung scheduler means round robin over the pool. False: 503.
+    #: True: if the scheduler is dead or hung, requests go round robin over the pool. False: they get 503.
     fail_open: bool = True
-    #: ext_proc streams at once: requests that wait for a decision, plus those before their first chunk. More go past
-    #: the scheduler (or get 503). Keeps a hung scheduler from holding every client.
+    #: Concurrent ext_proc streams: requests that wait for a decision, plus those before their first chunk. Further
+    #: requests bypass the scheduler (or get 503), so that a hung scheduler cannot hold every client.
     max_streams: int = 4096
-    #: Client connections at once.
+    #: Concurrent client connections.
     max_connections: int = 20_000
-    #: Large uploads are ended well below this heap size, the largest first; from 95 % on new requests get 503; 0 = no
+    #: Large uploads are ended well below this heap size, the largest first; from 95 % on, new requests get 503; 0 = no
     #: limit. A waiting request holds its body twice.
     max_heap: int = 4 << 30
-    #: An upstream connection idle for longer is closed. Below uvicorn's 5 s, which vLLM uses: who closes an idle
-    #: connection later than its peer loses requests to the race.
+    #: An upstream connection that is idle for longer is closed. Below the 5 s of uvicorn, which vLLM uses: if the peer
+    #: closes an idle connection first, requests may be lost in the race.
     upstream_idle_timeout: float = 4.0
-    #: Model servers take cleartext HTTP/2, by prior knowledge: `appProtocol: kubernetes.io/h2c` of an InferencePool.
+    #: Model servers accept cleartext HTTP/2 by prior knowledge: `appProtocol: kubernetes.io/h2c` of an InferencePool.
     upstream_http2: bool = False
-    #: A request may be silent in both directions this long: non-streaming generations are.
+    #: How long a request may be silent in both directions, as non-streaming generations are.
     stream_idle_timeout: float = 86_400.0
-    #: Of the heap limit, what unfinished request bodies from one address may hold, but `body_limit` at least; 1 = all.
+    #: The share of the heap limit for unfinished request bodies from one address, at least `body_limit`; 1 = all.
     upload_share: float = 0.25
-    #: A request body may pause this long while it is received.
+    #: How long a request body may pause while it is received.
     receive_idle: float = 15.0
-    #: Paths that are let in besides those of inference (`routes`); `*` at the end stands for anything.
+    #: Allowed paths in addition to those of inference (`routes`); `*` at the end stands for anything.
     paths: tuple[str, ...] = ()
-    #: A file as `authentication.KeysFile` writes it, which Envoy follows: clients have to show a key. Empty = none. The
-    #: supervisor takes it as relative to its directory.
+    #: A file written by `authentication.KeysFile`, which Envoy follows: clients have to send a key. Empty = none. The
+    #: supervisor interprets the path relative to its directory.
     keys_file: str = ""
-    #: Or what such a file says, for an Envoy that nobody writes files for.
+    #: The script itself instead of a file, for an Envoy without a supervisor that writes files.
     keys_script: str = ""
-    #: Clients have to show a token, or a key where both are asked for.
+    #: Clients have to send a token, or a key if both are required.
     jwt: Jwt | None = None
-    #: A file as `authentication.write_jwt` writes it, which Envoy follows, as `keys_file`; empty = it stays as it is.
+    #: A file written by `authentication.write_jwt`, which Envoy follows, like `keys_file`; empty = the filter is fixed.
     jwt_file: str = ""
     #: Seconds between messages of the access log service.
     als_interval: float = 0.05
     #: A JSON line per request into this file; `-` = stdout; empty = none.
     access_log: str = ""
-    #: When a request is sent to its fallback endpoint: if no connection came about; also if the first endpoint broke
-    #: off before the first byte of its answer; also if that is overdue, and then whoever answers first wins.
+    #: When a request is sent to its fallback endpoint. `connect`: if no connection was made. `unanswered`: also if the
+    #: first endpoint broke off before the first byte of its answer. `hedge`: also if that byte is overdue; the first
+    #: answer then counts.
     retry: Literal["connect", "unanswered", "hedge"] = "hedge"
-    #: Response header that tells clients the id of the decision; empty = none.
+    #: Response header that contains the id of the decision for clients; empty = none.
     decision_header: str = ""
-    #: Worker threads; 0 = one per CPU. Not part of the bootstrap: Envoy takes it as an argument.
+    #: Worker threads; 0 = one per CPU. Not part of the bootstrap, because Envoy takes it as an argument.
     concurrency: int = 1
-    #: Processes behind the one port, for whom heap, connections and threads above are meant together. What one of them
-    #: serves is all that its death costs.
+    #: Processes behind one port, over which heap, connections and threads above are divided. If one of them dies, only
+    #: its own requests are lost.
     envoys: int = 1
 
     @property
@@ -151,7 +152,7 @@ class Options(Struct, frozen=True, kw_only=True):
         return bool(self.keys_file or self.keys_script)
 
     def each(self, number: int, admin_path: str) -> "Options":
-        """Of one of the processes; the first has number 0. `admin_path`: where its admin page is if not on a port."""
+        """The options of one of the processes, numbered from 0. `admin_path`: its admin page, if not on a port."""
         several = self.envoys
         return replace(
             self,
@@ -163,7 +164,7 @@ class Options(Struct, frozen=True, kw_only=True):
         )
 
     def check(self) -> None:
-        """Raises `ConfigError` with a path such as `$.als` for what Envoy would refuse less clearly, or not at all."""
+        """Raise `ConfigError` with a path such as `$.als` for what Envoy would not refuse, or not as clearly."""
         _check_listener(self)
         parse_address(self.ext_proc, "$.ext_proc")
         if self.als:
@@ -216,7 +217,7 @@ def _check_tls(tls: Tls) -> None:
 
 
 def parse_address(text: str, path: str = "$") -> Address:
-    """`host:port`, `[v6]:port` or `unix:/path`. Raises `ConfigError` at `path`."""
+    """Parse `host:port`, `[v6]:port` or `unix:/path`. Raises `ConfigError` at `path`."""
     if text.startswith("unix:"):
         socket = text.removeprefix("unix:")
         if not socket.startswith("/") or len(socket.encode()) > 107:  # sun_path, unix(7)
@@ -234,7 +235,7 @@ def parse_address(text: str, path: str = "$") -> Address:
 
 
 def parse_endpoint(text: str, path: str = "$") -> Address:
-    """A literal `ip:port`; Envoy dials endpoints without asking for names. Raises `ConfigError` at `path`."""
+    """Parse a literal `ip:port`, because Envoy does not resolve names of endpoints. Raises `ConfigError` at `path`."""
     address = parse_address(text, path)
     if address.path or not address.literal:
         raise ConfigError(f"expected a literal ip:port, got '{text}'", path)
@@ -242,8 +243,8 @@ def parse_endpoint(text: str, path: str = "$") -> Address:
 
 
 def replace_watched(path: Path, text: str) -> None:
-    """A new version of a file that Envoy watches: it looks only when one is moved there. Raises `OSError` when the disk
-    does; then the old one stays."""
+    """Write a new version of a file that Envoy watches, by moving a file there, which is all that Envoy notices. Raises
+    `OSError` on disk errors; the old version then stays."""
     aside = path.with_suffix(".new")
     aside.write_text(text)
     os.replace(aside, path)

@@ -1,4 +1,4 @@
-"""The embedded gateway's process: started, drained, ended. All that whoever supervises it has to import.
+"""The embedded gateway's process: start, drain, end. This module is all that a supervising process has to import.
 
 The files that it needs are written before, see `gateway.prepare`.
 """
@@ -20,12 +20,12 @@ from fairlead.gateway.memory import raise_file_limit
 
 log = logging.getLogger("fairlead.gateway")
 
-#: Files in the gateway's directory; of the first two each Envoy has its own, by number.
+#: Files in the gateway's directory. Each Envoy has its own two of the first line, by number.
 ADMIN_SOCKET, BOOTSTRAP = "admin-{}.sock", "bootstrap-{}.json"
 ENDPOINTS, KEYS, JWT = "endpoints.json", "keys.json", "jwt.json"
-#: What Envoy listens to, and what it is to listen to once clients may come.
+#: The current listeners, and those to open when clients may connect.
 LISTENERS, LISTENERS_LATER = "listeners.json", "listeners-later.json"
-#: Of the metrics of the listener that clients connect to.
+#: The prefix of the metrics of the client listener.
 STAT_PREFIX = LISTENER
 _ACTIVE = rf"^http\.{STAT_PREFIX}\.downstream_rq_active$"
 _POLL = 0.05
@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 
 
 class GatewayProcess:
-    """One or several running Envoys between `start` and `stop`, behind one port, which all of them accept from
+    """One or several running Envoys between `start` and `stop`, which all accept connections from one port
     (SO_REUSEPORT). Belongs to one event loop."""
 
     def __init__(
@@ -47,8 +47,8 @@ class GatewayProcess:
         schedulers: int = 1,
     ) -> None:
         """`directory` is removed at the end. `admins`: for each of `commands`, see `EnvoyAdmin.from_address`.
-        `last_log`: seconds after which the access log's last entries are out. `scheduler_timeout`: seconds to wait for
-        all `schedulers` before clients are listened to."""
+        `last_log`: seconds until the last entries of the access log are sent. `scheduler_timeout`: seconds to wait for
+        all `schedulers` before the gateway listens for clients."""
         self._directory = Path(directory)
         self._last_log = last_log
         self._start_timeout, self._scheduler_timeout = start_timeout, scheduler_timeout
@@ -65,12 +65,12 @@ class GatewayProcess:
             )
             for number, (command, admin) in enumerate(zip(commands, self.admins, strict=True))
         ]
-        #: Where clients connect, `127.0.0.1:8080`; empty before `start`.
+        #: The address for clients, e.g. `127.0.0.1:8080`; empty before `start`.
         self.address = ""
 
     async def start(self) -> None:
-        """Returns when requests are served. Raises `GatewayError`."""
-        raise_file_limit()  # which Envoy inherits: two descriptors a request are what it needs
+        """Start, and return when requests are served. Raises `GatewayError`."""
+        raise_file_limit()  # inherited by Envoy, which needs two descriptors per request
         try:
             await _all(envoy.start() for envoy in self.supervisors)
             if self._scheduler_timeout:
@@ -88,7 +88,7 @@ class GatewayProcess:
         )
 
     async def _wait_for_scheduler(self) -> None:
-        """Until Envoy would ask it: before, models would go by names that no server knows, and rules would not hold."""
+        """Wait until Envoy would query it. Until then, model names would not be mapped, and rules would not apply."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._scheduler_timeout):
                 while not all([await admin.asks_scheduler(self._schedulers) for admin in self.admins]):
@@ -111,8 +111,8 @@ class GatewayProcess:
         raise GatewayError(envoy.explain())
 
     def _keep_port(self, port: int) -> None:
-        """A restart must come back where it was, also where any free port was asked for. Envoy heeds files that are
-        moved, so this one changes nothing yet."""
+        """Keep the port for restarts, even if any free port was requested. Envoy only notices files that are moved, so
+        this change has no effect yet."""
         path = self._directory / LISTENERS
         listeners: Any = json.loads(path.read_text())
         where = listeners["resources"][0]["address"]["socket_address"]
@@ -132,7 +132,7 @@ class GatewayProcess:
         await envoy.stop()
 
     async def _drain(self, admin: EnvoyAdmin, grace: float) -> None:
-        await admin.post("/healthcheck/fail")  # from now on answers say `connection: close`
+        await admin.post("/healthcheck/fail")  # from now on, answers say `connection: close`
         await admin.post("/drain_listeners")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace):
@@ -142,7 +142,7 @@ class GatewayProcess:
 
 
 async def _all(ones: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """What they return, once all of them are over. Raises the first error."""
+    """The results of the coroutines, after all have ended. Raises the first error."""
     results = await asyncio.gather(*ones, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
@@ -151,7 +151,7 @@ async def _all(ones: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
 
 
 def tie_to_parent(parent: int) -> None:
-    """End by SIGKILL when the parent ends, however that happens (prctl(2), PR_SET_PDEATHSIG). Linux only."""
+    """End by SIGKILL when the parent ends, for whatever reason (prctl(2), PR_SET_PDEATHSIG). Linux only."""
     import ctypes
     import signal
 

@@ -1,4 +1,4 @@
-"""Envoy's routes: what is let in, where it goes, and how Envoy words its own errors."""
+"""Envoy's routes: which requests are allowed, where they go, and the text of Envoy's own errors."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -27,50 +27,50 @@ from fairlead.gateway.ext_proc import LB_NAMESPACE, LEASE_KEY
 
 Json = dict[str, Any]
 
-#: Toward the model server headers go that only the scheduler reads, and the destination, which this gateway takes from
-#: metadata. Those that name a machine have gone before, at entry.
+#: Headers removed before the model server: those that only the scheduler reads, and the destination, which this gateway
+#: takes from metadata. Headers that name a machine were already removed at entry.
 TOWARD_UPSTREAM: tuple[str, ...] = (DESTINATION, *sorted(STEERING_HEADERS))
 
-# What is let in: the paths of inference, and what the configuration names. Model servers have others on the same port
-# that put them to sleep or load adapters.
+# The allowed paths: those of inference, and those in the configuration. Model servers have others on the same port that
+# put them to sleep or load adapters.
 
 _HEALTH = "/health"
-#: What a client may ask besides the APIs that Fairlead reads: stored responses and conversations, one model, health.
+#: Allowed paths besides the APIs that Fairlead reads: stored responses and conversations, a single model, health.
 _MORE = (r"(?:/.*)?/v1/(?:models/.+|(?:responses/resp|conversations/conv)_.+)", _HEALTH)
 
 
 def let_in(paths: tuple[str, ...]) -> str:
-    """The regular expression (RE2) of paths that pass. `paths`: further ones; `*` at the end stands for anything."""
+    """The regular expression (RE2) of allowed paths. `paths`: further ones; `*` at the end stands for anything."""
     anywhere = "|".join(map(re.escape, ANYWHERE))
     elsewhere = [re.escape(path) for path in EXACT if path not in ANYWHERE]
     named = [re.escape(path.removesuffix("*")) + ".*" * path.endswith("*") for path in paths]
     return "|".join((f"(?:/.*)?(?:{anywhere})/?", *(f"{path}/?" for path in elsewhere), *_MORE, *named))
 
 
-# A request is received under deadlines that end once it is here: a filter behind the buffer notes that and has the
-# route chosen anew. The routes before and after differ in their deadlines.
+# While a request is received, deadlines apply that end when it is complete: a filter after the buffer then sets a mark
+# and has the route chosen again. The routes before and after differ in their deadlines.
 #
 # Envoy ends the largest uploads when memory is short, but only those over HTTP/2 (measured, 1.40: it does not count
-# what HTTP/1.1 sends). So what may become large is passed on inside this Envoy, as HTTP/2, to a second listener that
-# has the same filters (`config.build`).
+# what HTTP/1.1 sends). So bodies that may become large are passed on inside this Envoy, as HTTP/2, to a second listener
+# with the same filters (`config.build`).
 
-#: Note of that filter.
+#: The mark set by that filter.
 RECEIVED = "fairlead.received"
-#: Bodies from this size on take that way, and those of unknown size.
+#: Bodies of at least this size, and those of unknown size, go to the second listener.
 LARGE = 256 << 10
-#: Header in which this Envoy remembers at entry that the size is unknown: routes do not see `transfer-encoding`.
+#: Header in which this Envoy records at entry that the size is unknown, because routes do not see `transfer-encoding`.
 CHUNKED = "x-fairlead-chunked"
-#: Request bodies up to (bytes) have to be here after (seconds); 218 kB/s is the slowest that a large one may be.
+#: Request bodies up to (bytes) must be complete after (seconds). A large one needs at least 218 kB/s.
 TOTAL = ((LARGE, 30.0), (8 << 20, 60.0))
 TOTAL_REST = 300.0
-#: Filters that wait for the body, or pass it on.
+#: Filters that wait for the body or pass it on.
 RECEIVING = (
     "envoy.filters.http.buffer",
     "envoy.filters.http.set_filter_state",
     "envoy.filters.http.ext_proc",
     "envoy.filters.http.buffer.again",
 )
-#: A body over HTTP/2 need not be announced. Of one that comes all the same no more is kept than a connection's buffer.
+#: A body over HTTP/2 need not be announced. If one arrives nevertheless, no more than a connection's buffer is kept.
 _NO_BODY = {
     "@type": "type.googleapis.com/envoy.extensions.filters.http.buffer.v3.BufferPerRoute",
     "buffer": {"max_request_bytes": 1},
@@ -80,7 +80,7 @@ _OFF, _ON = {"@type": _FILTER, "disabled": True}, {"@type": _FILTER, "config": {
 
 
 def _before(options: Options, outside: bool, without_body: Json) -> Iterator[Json]:
-    """Routes of requests that are not here yet. `without_body`: where those go of which nothing more will come."""
+    """Routes of requests that are not complete yet. `without_body`: the route if no more data will come."""
     allowed = {"safe_regex": {"regex": let_in(options.paths)}}
     unread = dict.fromkeys(RECEIVING, _OFF)
     if outside and options.request_mode == "whole":
@@ -88,7 +88,7 @@ def _before(options: Options, outside: bool, without_body: Json) -> Iterator[Jso
         for what in (_length(LARGE, 1 << 62), {"name": CHUNKED, "present_match": True}):
             yield {"match": {**allowed, "headers": [what]}, "route": on, "typed_per_filter_config": unread}
     if outside:
-        # No data of theirs would start the longer time of the next route.
+        # None of these has data that would start the longer time of the next route.
         no_post = {"name": ":method", "string_match": {"exact": "POST"}, "invert_match": True}
         none = [{"name": name, "present_match": False} for name in ("content-length", CHUNKED)]
         if options.asks_for_keys or options.jwt:
@@ -109,7 +109,7 @@ def _before(options: Options, outside: bool, without_body: Json) -> Iterator[Jso
 
 
 def _receiving(options: Options, total: float) -> Json:
-    """Its cluster is where nobody goes."""
+    """The action of a route for requests being received. No request goes to its cluster."""
     deadline = {"max_stream_duration": seconds(total)}
     idle = seconds(options.receive_idle)
     return {"cluster": POOL, "timeout": "0s", "idle_timeout": idle, "max_stream_duration": deadline}
@@ -120,35 +120,36 @@ def _length(least: int, below: int) -> Json:
 
 
 def _limits(options: Options) -> Json:
-    """Of requests that are here."""
+    """The timeouts of complete requests."""
     idle = seconds(options.stream_idle_timeout)
     return {"timeout": "0s", "idle_timeout": idle, "max_stream_duration": {"max_stream_duration": "0s"}}
 
 
-# Routes: to the chosen endpoint, else to the whole pool; and how Envoy words its own errors.
+# Routes: to the chosen endpoint, otherwise to the whole pool; and the text of Envoy's own errors.
 
 _CEL_FILTER = "type.googleapis.com/envoy.extensions.access_loggers.filters.cel.v3.ExpressionFilter"
-#: Only where the request certainly has not begun: generating twice costs as much as twice the requests. No connection
-#: came about, or nothing was written to it, or an HTTP/2 server says so (REFUSED_STREAM, RFC 9113 section 8.7).
+#: Retry only if the request has certainly not begun, because generating twice costs as much as twice the requests: if
+#: no connection was made, nothing was written to it, or an HTTP/2 server says so (REFUSED_STREAM, RFC 9113 section
+#: 8.7).
 _NOT_BEGUN = "connect-failure,refused-stream"
-#: Bodies up to this size are kept until the response has ended, in case they must be sent again; requests with larger
-#: ones are not repeated.
+#: Bodies up to this size are kept until the response has ended, in case they must be sent again. Requests with larger
+#: bodies are not retried.
 _REPEATABLE_BODY = 1 << 20
-#: Refusals of the scheduler carry response-code details that start like this; they are in the right form already.
+#: Refusals of the scheduler have response-code details with this prefix. They already have the right form.
 _OURS = "fairlead"
-#: Instead of Envoy's words for a request that got past the filters for keys and tokens.
+#: Replaces Envoy's text for a request that passed the filters for keys and tokens.
 _UNNAMED = "the token names no tenant: its issuer has to add the claim that this gateway is configured to read"
 
 
 def route_config(options: Options, outside: bool = True) -> Json:
-    """`outside`: of the listener that clients connect to, not of that for large uploads."""
+    """`outside`: for the listener that clients connect to, not the one for large uploads."""
     host: Json = {"name": "all", "domains": ["*"], "routes": _routes(options, outside)}
     if options.request_mode == "buffered":
-        # Raises the limit for bodies alone: the listener's buffers stay small.
+        # Raises only the limit for bodies; the listener's buffers stay small.
         host["request_body_buffer_limit"] = options.body_limit
     made: Json = {"name": "gateway", "virtual_hosts": [host]}
     if options.decision_header:
-        # Told by the gateway from the metadata of the pick: the scheduler need not see the response for it.
+        # Added by the gateway from the metadata of the pick, so that the scheduler need not see the response.
         value = f"%DYNAMIC_METADATA({LB_NAMESPACE}:{LEASE_KEY})%"
         header = {"key": options.decision_header, "value": value}
         made["response_headers_to_add"] = [{"header": header, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}]
@@ -156,7 +157,7 @@ def route_config(options: Options, outside: bool = True) -> Json:
 
 
 def _routes(options: Options, outside: bool) -> list[Json]:
-    """The scheduler's answer carries the destination as metadata and has the route chosen anew."""
+    """The routes. The scheduler's answer contains the destination as metadata and has the route chosen again."""
     chosen = [_present(EXT_PROC_DESTINATION)]
     limits = _limits(options)
     received = {"key": RECEIVED, "string_match": {"exact": "1"}}
@@ -185,10 +186,10 @@ def _routes(options: Options, outside: bool) -> list[Json]:
     picked: Json = {
         "match": {"prefix": "/", "dynamic_metadata": chosen},
         "route": {"cluster": DESTINATION_CLUSTER, **limits},
-        # Elsewhere it stays: it is what the access log tells requests by that have no lease.
+        # Other routes keep it: the access log uses it to identify requests without a lease.
         "request_headers_to_remove": [*removed, GATEWAY_ID],
     }
-    # The response will be changed, and ext_proc is not shown its headers: its length must go before it is too late.
+    # The response will be changed, and ext_proc does not see its headers, so its length must be removed beforehand.
     rewritten = {
         **picked,
         "match": {"prefix": "/", "dynamic_metadata": [*chosen, _present(REWRITTEN)]},
@@ -196,7 +197,7 @@ def _routes(options: Options, outside: bool) -> list[Json]:
     }
     refused: Json = {"match": {"connect_matcher": {}}, "direct_response": {"status": 405}}
     repeated = partial(_repeated, hedge=options.retry == "hedge")
-    # A model server's name never stands in a gRPC message, so nothing is rewritten there.
+    # A gRPC message never contains a model server's name, so nothing is rewritten there.
     grpc = [
         repeated(_for_grpc(picked, GRPC_DESTINATION), GRPC_EITHER),
         _for_grpc(picked, GRPC_DESTINATION),
@@ -208,7 +209,7 @@ def _routes(options: Options, outside: bool) -> list[Json]:
 
 
 def _too_much() -> Json:
-    """Of uploads of which the rest was thrown away (`uploads`)."""
+    """The route of uploads whose rest was discarded (`uploads`)."""
     return {
         "match": {"prefix": "/", "dynamic_metadata": [_present(REFUSED_UPLOAD, OWN_NAMESPACE)]},
         "direct_response": {"status": 429, "body": {"inline_string": WHY}},
@@ -217,8 +218,8 @@ def _too_much() -> Json:
 
 
 def _repeated(route: Json, cluster: str, hedge: bool) -> Json:
-    """The same where the scheduler named a fallback endpoint: once, and at once. Headers of the scheduler's answer say
-    of which requests that is true after they have begun (`answers.Answers.retry_headers`)."""
+    """The route with one immediate retry, if the scheduler named a fallback endpoint. Headers of the scheduler's answer
+    say which requests may be retried after they have begun (`answers.Answers.retry_headers`)."""
     named = [*route["match"]["dynamic_metadata"], _present(FALLBACK, OWN_NAMESPACE)]
     at_once = {"base_interval": "0.001s", "max_interval": "0.001s"}
     policy = {"retry_on": f"{_NOT_BEGUN},reset-before-request", "num_retries": 1, "retry_back_off": at_once}
@@ -234,7 +235,7 @@ def _repeated(route: Json, cluster: str, hedge: bool) -> Json:
 
 
 def _for_grpc(route: Json, cluster: str) -> Json:
-    """The same for requests of content type `application/grpc`."""
+    """The route for requests of content type `application/grpc`."""
     made = {**route, "match": {**route["match"], "grpc": {}}}
     if "route" in made:
         made["route"] = {**made["route"], "cluster": cluster}
@@ -242,12 +243,12 @@ def _for_grpc(route: Json, cluster: str) -> Json:
 
 
 def _present(key: str, namespace: str = LB_NAMESPACE) -> Json:
-    """The scheduler's answer has this key in its metadata."""
+    """Matches if the scheduler's answer has this key in its metadata."""
     return {"filter": namespace, "path": [{"key": key}], "value": {"present_match": True}}
 
 
 def local_replies() -> Json:
-    """Envoy's own errors as the clients of the OpenAI APIs know errors, or of the Anthropic API by its path."""
+    """Envoy's own errors in the format of the OpenAI APIs, or of the Anthropic API by its path."""
     anthropic = _replies(_anthropic_body, ANTHROPIC_TYPES, "api_error", "/v1/messages")
     return {"mappers": [*anthropic, *_replies(_body, TYPES, "GatewayError")]}
 
@@ -255,7 +256,7 @@ def local_replies() -> Json:
 def _replies(
     body: Callable[[str], Json], types: Mapping[int, str], fallback_type: str, path: str = ""
 ) -> Iterator[Json]:
-    """In one shape, for requests whose path begins so; `fallback_type`: the type of any other status."""
+    """Errors in one format, for requests with this path prefix. `fallback_type`: the type for any other status."""
     denied = {"filter": _all_of(_status(403), *_under(path), _details("startsWith('rbac_')"))}
     yield {**denied, "body": {"inline_string": _UNNAMED}, "body_format_override": body(types[403])}
     for status in (401, 403, 404, 408, 413, 429, 503, 504):
@@ -291,7 +292,7 @@ def _not_ours() -> Json:
 
 
 def _details(test: str, negated: str = "") -> Json:
-    """A test of why Envoy answers itself, in CEL."""
+    """A CEL test of the reason why Envoy itself answers."""
     typed = {"@type": _CEL_FILTER, "expression": f"{negated}response.code_details.{test}"}
     return {"extension_filter": {"name": "envoy.access_loggers.extension_filters.cel", "typed_config": typed}}
 

@@ -1,7 +1,8 @@
 """Keeps one Envoy running: starts it, reads its log, restarts it when it dies, ends it.
 
-Envoy runs in a session of its own, so that Ctrl-C at a terminal reaches only us and we can drain first; the kernel ends
-it with us (see `launcher`). A crash is followed by a restart after 0.2 s, doubling up to 10 s while it keeps dying.
+Envoy runs in its own session, so that Ctrl-C at a terminal reaches only us and we can drain first. The kernel ends it
+with us (see `launcher`). A crash is followed by a restart after 0.2 s, which doubles up to 10 s while Envoy keeps
+dying.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ log = logging.getLogger("fairlead.gateway")
 access = logging.getLogger("fairlead.gateway.access")
 
 BACKOFF_FIRST, BACKOFF_CAP = 0.2, 10.0
-#: Whoever ran this long was healthy: the next restart comes at once again.
+#: A process that ran this long was healthy: the delay before its next restart is the first one again.
 HEALTHY_SECONDS = 30.0
 _POLL = 0.02
 _KILL_AFTER = 3.0
@@ -32,7 +33,7 @@ _MAX_LINE = 16_384
 
 
 class Supervisor:
-    """One Envoy after another. `command` starts it; `admin` talks to it."""
+    """Runs one Envoy after another. `command` starts it; `admin` is its admin page."""
 
     def __init__(
         self,
@@ -44,8 +45,8 @@ class Supervisor:
         kill_after: float = _KILL_AFTER,
         on_restart: Callable[[], None],
     ) -> None:
-        """`name`: in the log. `kill_after`: seconds that it has to end by itself. `on_restart` is called after each
-        death that nobody asked for, before the next start."""
+        """`name`: for the log. `kill_after`: seconds for it to end by itself. `on_restart` is called after each
+        unexpected death, before the next start."""
         self.command = tuple(command)
         self.admin = admin
         self._name = name
@@ -57,16 +58,16 @@ class Supervisor:
         self._keeper: asyncio.Task[None] | None = None
         self._stopping = False
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        #: Deaths that nobody asked for.
+        #: The number of unexpected deaths.
         self.restarts = 0
 
     @property
     def pid(self) -> int:
-        """Of the Envoy that runs; 0 when none does."""
+        """The process id of the running Envoy; 0 if none runs."""
         return 0 if self._process is None or self._process.returncode is not None else self._process.pid
 
     async def start(self) -> None:
-        """Returns when Envoy serves. Raises `GatewayError` when it does not; nothing is left running then."""
+        """Start, and return when Envoy serves. Raises `GatewayError` if it does not; no process then runs."""
         try:
             await self._spawn_whole()
             await self._wait_ready()
@@ -76,7 +77,7 @@ class Supervisor:
         self._keeper = asyncio.create_task(self._keep(), name="gateway supervisor")
 
     async def stop(self) -> None:
-        """End it now. Draining is the caller's work."""
+        """End it now. Draining is the caller's task."""
         self._stopping = True
         try:
             if self._keeper is not None:
@@ -87,13 +88,13 @@ class Supervisor:
             await self._end(self._kill_after)
 
     def explain(self) -> str:
-        """Why Envoy does not do what it should, from its last words."""
+        """Why Envoy does not work, from its last output."""
         return explain(self._tail)
 
     # ---- one Envoy ----
 
     async def _spawn_whole(self) -> None:
-        """A start that is cancelled half-way would leave a process that nobody knows."""
+        """Complete a start even if it is cancelled; otherwise it would leave an unknown process running."""
         spawn = asyncio.ensure_future(self._spawn())
         try:
             await asyncio.shield(spawn)
@@ -153,7 +154,7 @@ class Supervisor:
                 reader.cancel()
             self._readers = []
 
-    # ---- one after another ----
+    # ---- restarts ----
 
     async def _keep(self) -> None:
         delay = BACKOFF_FIRST
@@ -186,12 +187,12 @@ class Supervisor:
         else:
             level, component, text = parsed
             if self._stopping:
-                level = min(level, logging.INFO)  # "caught SIGTERM" is no news
+                level = min(level, logging.INFO)  # "caught SIGTERM" is expected
             log.log(level, "envoy %s: %s", component, text)
 
 
 async def _lines(stream: asyncio.StreamReader, take: Callable[[str], None]) -> None:
-    """Call `take` for each line. Lines of any length are fine: their rest is dropped."""
+    """Call `take` for each line. Long lines are accepted, but cut off."""
     unfinished = b""
     while data := await stream.read(65_536):
         *lines, unfinished = (unfinished + data).split(b"\n")

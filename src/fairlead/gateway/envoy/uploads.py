@@ -1,12 +1,12 @@
-"""How much of Envoy's memory the unfinished uploads of one client's address may hold.
+"""Limits the memory of Envoy that the unfinished uploads from one client address may hold.
 
-No filter of Envoy counts that, so a few lines of Lua do: an upload counts with what it announces, or else with what has
-come of it, until it is complete or gone. Envoy does not tell scripts of requests that are gone, but their coroutines
-become garbage, so the script collects it before it refuses anybody. One that announces too much is refused at once.
-Of one that announces nothing the rest is thrown away, for an answer is no longer possible then; once it ends, the route
-for refused ones answers.
+No filter of Envoy counts this, so a few lines of Lua do. An upload counts with its announced size, or else with the
+bytes received so far, until it is complete or gone. Envoy does not report lost requests to scripts, but their
+coroutines become garbage, so the script collects garbage before it refuses a request. An upload that announces too much
+is refused immediately. If one without an announced size becomes too large, the rest of it is discarded, because an
+answer is no longer possible then. When it ends, the route for refused uploads answers.
 
-Each of Envoy's threads counts by itself, so each gets its part of the bytes.
+Each of Envoy's threads counts separately, so each gets its part of the bytes.
 """
 
 import os
@@ -18,7 +18,7 @@ from fairlead.gateway.envoy.options import Options
 
 Json = dict[str, Any]
 
-#: Name of the filter.
+#: The name of the filter.
 BOUND = "fairlead.uploads"
 WHY = "the unfinished uploads from this address hold as much as one address may: finish them first"
 
@@ -75,7 +75,7 @@ end
 
 
 def bound(options: Options, outside: bool) -> list[Json]:
-    """The filter; none where there is no limit. `outside`: it acts only where a route says so."""
+    """The filter; none if there is no limit. `outside`: it acts only if a route enables it."""
     if not options.max_heap or options.upload_share >= 1:
         return []
     threads = options.concurrency or os.cpu_count() or 1

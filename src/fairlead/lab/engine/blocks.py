@@ -1,17 +1,18 @@
-"""The paged KV cache: which block holds what, who uses it, and which one goes when room is needed.
+"""The paged KV cache: what each block holds, which requests use it, and which block is evicted when space is needed.
 
 Theory (as in vLLM 0.32's block pool)
-* A block has a reference count: the requests that read or write it now. It is *free* at zero.
-* A full block is *sealed*: known under the hash of its tokens and everything before them. It stays known when it
-  becomes free, so a later request can have it back. It is forgotten only when it is taken to hold something else.
-* Free blocks stand in a queue. New blocks are taken from its head; released ones join its tail, the last block of a
-  request first. So the least recently used goes first, and of one chain the tail before the head, since a head is
-  useful without its tail but not the other way round.
-* Two requests may compute the same tokens at the same time. Both copies are kept; a look-up finds the older.
+* The reference count of a block is the number of requests that read or write it now. A block is *free* at zero.
+* A full block is *sealed*: it can be found under the hash of its tokens and all tokens before them. It can still be
+  found after it becomes free, so a later request can use it again. It is forgotten only when it is taken to hold other
+  tokens.
+* Free blocks are in a queue. New blocks are taken from its head. Released blocks join its tail, the last block of a
+  request first. So the least recently used block is evicted first, and within a chain the tail before the head, because
+  a head is useful without its tail but not the other way round.
+* Two requests may compute the same tokens at the same time. Both copies are kept, and a lookup finds the older copy.
 
 Rules
-* `free + used == total` at all times, and no block is in the queue and in use.
-* Nothing here raises for lack of room: the caller asks `free` first."""
+* `free + used == total` at all times, and no block is both in the queue and in use.
+* Nothing here raises for lack of free blocks: the caller checks `free` first."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -22,21 +23,21 @@ from fairlead.lab.engine.request import EngineRequest
 
 
 class BlockHooks(Protocol):
-    """Told what the cache stores and forgets, in order. Called synchronously; must not call back."""
+    """Receives what the cache stores and forgets, in order. Called synchronously; must not call the cache back."""
 
     def salted(self, salt: str) -> None:
-        """What is stored next begins a sequence with this cache salt."""
+        """The next stored block begins a sequence with this cache salt."""
 
     def stored(self, hashes: Sequence[int], parent: int, tokens: Callable[[], bytes], lora: str) -> None:
-        """Full blocks were sealed, one after another. `parent` is the hash before the first, 0 at the beginning of a
-        sequence; `tokens()` gives their token ids as little-endian 32-bit integers and may be called only during this
-        call."""
+        """Consecutive full blocks were sealed. `parent` is the hash of the block before the first of them, 0 at the
+        beginning of a sequence. `tokens()` returns their token ids as little-endian 32-bit integers and may be called
+        only during this call."""
 
     def removed(self, digest: int) -> None:
         """One copy of a block was forgotten."""
 
     def cleared(self) -> None:
-        """Everything was forgotten."""
+        """All blocks were forgotten."""
 
 
 class BlockManager:
@@ -49,9 +50,9 @@ class BlockManager:
         self.hooks = hooks
         self._refs = [0] * total
         self._hash_of: list[int | None] = [None] * total
-        #: In order of eviction.
+        #: In order of eviction, the next block to evict first.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(total))
-        #: The oldest copy of each sealed block, and the further ones if there are any, in order.
+        #: By hash: the oldest copy of each sealed block, and its further copies, if any, from old to new.
         self._cached: dict[int, int] = {}
         self._copies: dict[int, list[int]] = {}
 
@@ -65,7 +66,7 @@ class BlockManager:
         return self.total - len(self._free)
 
     def find(self, hashes: Sequence[int], limit: int) -> list[int]:
-        """The blocks of the longest known chain: at most `limit`, fewer when a hash is unknown."""
+        """The blocks of the longest known start of this chain: at most `limit`, fewer if a hash is unknown."""
         hits = []
         cached = self._cached
         for digest in hashes[:limit]:
@@ -76,12 +77,12 @@ class BlockManager:
         return hits
 
     def idle(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks are free now, so that holding them takes room away."""
+        """The number of these blocks that are free now, so that holding them reduces `free`."""
         refs = self._refs
         return sum(1 for block in blocks if refs[block] == 0)
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """One more request uses these sealed blocks."""
+        """Add one user to each of these sealed blocks."""
         refs = self._refs
         for block in blocks:
             if refs[block] == 0:
@@ -89,7 +90,7 @@ class BlockManager:
             refs[block] += 1
 
     def take(self, count: int) -> list[int]:
-        """Empty blocks for one request, at the cost of the least recently used. Needs `free >= count`."""
+        """Take empty blocks for one request, evicting the least recently used ones. Needs `free >= count`."""
         taken = []
         pop = self._free.popitem
         hash_of, refs = self._hash_of, self._refs
@@ -103,7 +104,7 @@ class BlockManager:
         return taken
 
     def seal(self, blocks: Sequence[int], hashes: Sequence[int]) -> None:
-        """Held blocks became full; each can be found under its hash from now on."""
+        """Record that these held blocks are full, so that each can be found under its hash."""
         cached, hash_of = self._cached, self._hash_of
         for block, digest in zip(blocks, hashes, strict=True):
             hash_of[block] = digest
@@ -111,7 +112,7 @@ class BlockManager:
                 self._copies.setdefault(digest, []).append(block)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """A request lets go of its blocks, given in the order of its tokens."""
+        """Release the blocks of a request, given in the order of its tokens."""
         refs = self._refs
         free = self._free
         for block in reversed(blocks):
@@ -121,7 +122,7 @@ class BlockManager:
                 free[block] = None
 
     def clear(self) -> bool:
-        """Forget everything; refused (False) while a request holds a block."""
+        """Forget all blocks. Returns False, and does nothing, while a request holds a block."""
         if len(self._free) != self.total:
             return False
         self._hash_of = [None] * self.total
@@ -132,7 +133,7 @@ class BlockManager:
         return True
 
     def sealed(self) -> int:
-        """Distinct hashes that can be found."""
+        """The number of distinct hashes that can be found."""
         return len(self._cached)
 
     def _forget(self, block: int, digest: int) -> None:
@@ -151,7 +152,7 @@ class BlockManager:
             self.hooks.removed(digest)
 
     def validate(self, held: Iterable[Sequence[int]] | None = None) -> None:
-        """Check the rules, with `held` (the blocks of every request) also the counts. Raises `AssertionError`."""
+        """Raise `AssertionError` if a rule is broken. `held` (the blocks of every request): check the counts too."""
         for block, refs in enumerate(self._refs):
             assert refs >= 0, f"block {block} has {refs} references"
             assert (refs == 0) == (block in self._free), f"block {block}: {refs} references, free {block in self._free}"
@@ -172,25 +173,25 @@ class BlockManager:
 
 
 class LoraSlots:
-    """`limit` adapters at a time, and those used last stay in memory, `held` of them; the base model needs no slot."""
+    """At most `limit` adapters run at a time. The `held` used last stay in memory. The base model needs no slot."""
 
     __slots__ = ("_held", "_running", "changed", "held", "limit")
 
     def __init__(self, limit: int, held: int = 0) -> None:
         self.limit = limit
         self.held = max(held, limit)
-        #: In memory, the one used last at the end.
+        #: Adapters in memory, the most recently used last.
         self._held: dict[str, None] = {}
         #: Requests per adapter, in the order in which the adapters became active.
         self._running: dict[str, int] = {}
-        #: The set of active adapters changed since somebody last cleared this: deferred requests may get in now.
+        #: Whether the set of active adapters has changed since the last reset, so deferred requests may be admitted.
         self.changed = False
 
     def admits(self, lora: str) -> bool:
         return not lora or lora in self._running or len(self._running) < self.limit
 
     def enter(self, lora: str) -> bool:
-        """True when the adapter must be loaded first."""
+        """Add a request of this adapter; True if the adapter must be loaded first."""
         if not lora:
             return False
         count = self._running.get(lora, 0)
@@ -217,15 +218,15 @@ class LoraSlots:
 
 
 def adapters_of(requests: Iterable[EngineRequest]) -> tuple[str, ...]:
-    """Their adapters without repetition, in order."""
+    """The adapters of these requests without repetition, in order."""
     return tuple(dict.fromkeys(request.lora for request in requests if request.lora))
 
 
-# A request's side of the KV cache: which blocks it needs for its tokens and under which hashes they are known.
+# A request's side of the KV cache: which blocks its tokens need, and the hashes under which these can be found.
 
 
 class RequestBlocks:
-    """Gives blocks to requests and takes them back. Holds no state of its own beside the block manager."""
+    """Gives blocks to requests and takes them back. Has no state of its own apart from the block manager."""
 
     __slots__ = ("block_size", "blocks", "caching")
 
@@ -235,10 +236,11 @@ class RequestBlocks:
         self.caching = caching
 
     def begin(self, request: EngineRequest, target: int) -> bool:
-        """Hold what is cached of the first `target` tokens, provided that all of them will fit; False changes nothing.
+        """Hold the cached blocks of the first `target` tokens. Returns False, and changes nothing, if not all would
+        fit.
 
-        At least one token is left to compute, since only a computed token gives logits: a prompt of exactly n blocks
-        repeats with n - 1 of them (vLLM 0.32, measured).
+        At least one token is left to compute, because only a computed token gives logits: when a prompt of exactly n
+        blocks is repeated, n - 1 of them are hits (vLLM 0.32, measured).
         """
         size = self.block_size
         hits: list[int] = []
@@ -258,14 +260,14 @@ class RequestBlocks:
         return True
 
     def _load(self, request: EngineRequest, tokens: int) -> None:
-        """The KV of the first `tokens` came from another server. Once: after a preemption they are computed here."""
+        """Count the first `tokens` as computed by another server; once: after a preemption they are computed here."""
         request.loaded = 0
         if tokens > request.computed:
             self.extend(request, tokens)
             request.computed = tokens
 
     def extend(self, request: EngineRequest, end: int) -> bool:
-        """Have blocks for the tokens before `end`, and seal those that will be full then; False for lack of room."""
+        """Get blocks for the tokens before `end` and seal those that will be full; False if there are too few free."""
         held = request.blocks
         missing = -(-end // self.block_size) - len(held)
         if missing > self.blocks.free:
@@ -277,7 +279,7 @@ class RequestBlocks:
         return True
 
     def seal_last(self, request: EngineRequest) -> None:
-        """The request's last block gets its last token in this step."""
+        """Seal the request's last block, which gets its last token in this step."""
         last = len(request.blocks)
         self._seal(request, last - 1, last)
 
@@ -301,7 +303,7 @@ class RequestBlocks:
             hooks.stored(hashes[first:end], parent, lambda: self._tokens(request, first, end), request.lora)
 
     def _know(self, request: EngineRequest, count: int) -> None:
-        """Make the first `count` block hashes known."""
+        """Compute the first `count` block hashes if they are not known yet."""
         hashes = request.hashes
         if hashes is None:
             root = tk.root_hash(request.lora, request.salt)
@@ -312,7 +314,7 @@ class RequestBlocks:
             hashes.append(tk.block_hash(parent, self._tokens(request, index, index + 1)))
 
     def _tokens(self, request: EngineRequest, first: int, end: int) -> bytes:
-        """Token ids of the blocks `first`..`end`: prompt, then output."""
+        """Token ids of the blocks from `first` to before `end`: prompt, then output."""
         start, stop = first * self.block_size, end * self.block_size
         prompt = request.prompt_tokens
         part = request.tokens[start * tk.TOKEN_BYTES : stop * tk.TOKEN_BYTES] if start < prompt else b""

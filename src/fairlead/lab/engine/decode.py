@@ -1,11 +1,12 @@
 """The requests that decode. They all advance together, one token per step, so nothing is stored per token.
 
-A request's output is `steps - base`. What will happen to it is known when it joins: which step is its last
-(`_endings`), and which steps of every `block_size` need a new block or fill one (`ring`). A step looks only into
+The output of a request is `steps - base`. What will happen to a request is known when it joins: its last step
+(`_endings`), and which step out of every `block_size` needs a new block or fills one (`ring`). A step looks only at
 these, whatever the size of the batch.
 
-With `computed` tokens when it joins before step `s0`, a request writes token `computed + s - s0` in step `s`. That is
-the first of a block when `s ≡ s0 - computed (mod block_size)`: its place in the ring. The step before fills a block.
+A request that joins before step `s0` with `computed` tokens writes token `computed + s - s0` in step `s`. This token is
+the first of a block when `s ≡ s0 - computed (mod block_size)`, which is the request's index in the ring. The step
+before it fills a block.
 """
 
 from heapq import heappop, heappush
@@ -25,17 +26,17 @@ class DecodeBatch:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.members: dict[EngineRequest, None] = {}
-        #: Steps that ended, with or without anybody here.
+        #: Steps that have ended, including those without decoding requests.
         self.steps = 0
-        #: Tokens in the cache, over all members, as of the last step that ended.
+        #: Tokens in the cache, over all members, after the last step that ended.
         self.kv_tokens = 0
         self.ring: list[dict[EngineRequest, None]] = [{} for _ in range(block_size)]
-        #: By step, and these steps as a heap. A step is always taken out when it comes, so none lies in the past.
+        #: Requests by their last step, and these steps as a heap. Steps are removed when reached, so none is past.
         self._endings: dict[int, list[EngineRequest]] = {}
         self._order: list[int] = []
 
     def join(self, request: EngineRequest) -> None:
-        """A request whose prefill is complete; its `output` counts the token that the prefill gave."""
+        """Add a request whose prefill is complete. Its `output` counts the token that the prefill produced."""
         steps = self.steps
         request.phase = Phase.DECODE
         request.base = steps - request.output
@@ -44,7 +45,7 @@ class DecodeBatch:
         self.members[request] = None
         self.kv_tokens += request.computed
         self.ring[request.ring][request] = None
-        if request.end_step == steps:  # the caller ends it at once
+        if request.end_step == steps:  # the caller ends it immediately
             return
         ending = self._endings.get(request.end_step)
         if ending is None:
@@ -53,40 +54,40 @@ class DecodeBatch:
         ending.append(request)
 
     def leave(self, request: EngineRequest) -> None:
-        """Out of the batch, with `output` brought up to date."""
+        """Remove a request from the batch and update its `output`."""
         request.output = self.steps - request.base
-        # The last token that was sampled is not in the cache yet.
+        # The last sampled token is not in the cache yet.
         self.kv_tokens -= request.prompt_tokens + request.output - 1
         del self.members[request]
         del self.ring[request.ring][request]
 
     def advance(self) -> list[EngineRequest]:
-        """A step ended: everybody got a token. Returns those for whom it was the last one; they are still members."""
+        """End a step: every member got a token. Returns those for which it was the last; they are still members."""
         self.steps += 1
         self.kv_tokens += len(self.members)
         if not self._order or self._order[0] != self.steps:
             return []
         ending = self._endings.pop(heappop(self._order))
-        # Whoever was aborted, or was preempted and came back, is not at the step that was foreseen.
+        # A request that was aborted, or was preempted and came back, does not end at the step that was planned for it.
         return [r for r in ending if r.phase is Phase.DECODE and r.end_step == self.steps]
 
     def last(self) -> EngineRequest:
         return next(reversed(self.members))
 
     def growing(self) -> dict[EngineRequest, None]:
-        """Who needs a new block in the step that begins now."""
+        """The requests that need a new block in the step that begins now."""
         return self.ring[self.steps % self.block_size]
 
     def filling(self) -> dict[EngineRequest, None]:
-        """Whose last block becomes full in the step that begins now."""
+        """The requests whose last block becomes full in the step that begins now."""
         return self.ring[(self.steps + 1) % self.block_size]
 
     def steps_to_end(self) -> int:
-        """Steps until the first one ends, the one that runs included; maybe too few after an abort, never too many."""
+        """Steps until the first request ends, with the running one. After an abort maybe too few, never too many."""
         return (self._order[0] if self._order else self.steps + 1) - self.steps
 
     def steps_to_shortage(self, free: int, most: int) -> int:
-        """Steps after the one that runs, at most `most`, before one begins for which `free` blocks are not enough."""
+        """Steps after the running one, at most `most`, until a step needs more than `free` blocks."""
         for step in range(most):
             free -= len(self.ring[(self.steps + step + 1) % self.block_size])
             if free < 0:
@@ -94,8 +95,8 @@ class DecodeBatch:
         return most
 
     def validate(self, paused: bool = False) -> None:
-        """Raises `AssertionError` where the ring, the counts and the requests disagree. `paused`: nobody decodes in the
-        step that runs, so nobody got a block for it."""
+        """Raise `AssertionError` if the ring, the counts and the requests disagree. `paused`: no request decodes in the
+        running step, so none got a block for it."""
         assert len(self.members) == sum(map(len, self.ring)), "ring and batch disagree"
         kv_tokens = 0
         for request in self.members:
@@ -110,17 +111,18 @@ class DecodeBatch:
         assert kv_tokens == self.kv_tokens, "KV tokens of the batch are miscounted"
 
 
-# Steps in which nothing happens but decoding: most of a busy server's, so they are worth a loop of their own.
+# Steps that only decode. They are most of a busy server's steps, so they have a loop of their own.
 #
 # Rules
-# * The same additions in the same order as in a full step, so that times, gauges and histograms are equal to the last
-#   bit whether steps are taken one by one or here. Only what cannot happen in such steps is left out: nobody ends,
-#   joins, is preempted or has a prefill.
-# * Blocks are taken and sealed step by step: which block is evicted for whom, and when, is part of the result.
+# * The additions are the same, in the same order, as in a full step. So times, gauges and histograms are equal to the
+#   last bit whether steps are taken one by one or here. Only what cannot happen in such steps is left out: no request
+#   ends, joins, is preempted or has a prefill.
+# * Blocks are taken and sealed step by step, because which block is evicted for which request, and when, is part of the
+#   result.
 
 
 class DecodeRun(NamedTuple):
-    """When the step that now runs began and will end, how many ended, and how many blocks were taken for it."""
+    """When the running step began and will end, how many steps ended, and how many blocks the running step took."""
 
     began: float
     ends: float
@@ -138,9 +140,10 @@ def run_decode_steps(
     ends: float,
     now: float,
 ) -> DecodeRun:
-    """Finish steps due by `now`, up to the last one before somebody ends or finds no block. Seconds.
+    """Finish the steps due by `now`, up to the last one before a request ends or finds no block. Times in seconds.
 
-    A step that only decodes runs since `began` until `ends`; `factor` is how much slower than `latency` it is.
+    The running step only decodes; it began at `began` and ends at `ends`. A step takes `factor` times the time of
+    `latency`.
     """
     blocks, seal, caching = kv.blocks, kv.seal_last, kv.caching
     ring, size = decoding.ring, decoding.block_size
@@ -168,7 +171,7 @@ def run_decode_steps(
             for request in growing:
                 request.blocks += blocks.take(1)
         growing = ring[(steps + 1) % size]
-        if growing and caching:  # whoever needs a new block in the next step fills its last one in this
+        if growing and caching:  # a request that needs a new block in the next step fills its last one in this
             for request in growing:
                 seal(request)
         ends = began + factor * (fixed + per_token * kv_tokens)
@@ -182,16 +185,16 @@ def run_decode_steps(
 
 
 def foresee(decoding: DecodeBatch, free: int, latency: LatencyModel, factor: float, ends: float) -> float:
-    """When somebody will end or find none of the `free` blocks, if nothing but decoding goes on after `ends`.
+    """When a request will next end, or need more than the `free` blocks, if all steps after `ends` only decode.
 
-    A closed sum, so it may differ from what `run_decode_steps` comes to by a rounding error.
+    A closed sum, so it may differ from the result of `run_decode_steps` by a rounding error.
     """
     more = decoding.steps_to_end() - 1
     if more <= 0:
         return ends
     count = len(decoding.members)
     if free < count * (more // decoding.block_size + 1):
-        # Whoever is preempted may let others in: look no farther than that.
+        # A preemption may let other requests in, so look no further than that.
         more = decoding.steps_to_shortage(free, more)
         if more == 0:
             return ends

@@ -1,19 +1,21 @@
 """A model server as a step loop: continuous batching, chunked prefill, preemption, paged prefix cache.
 
 Theory (as in vLLM 0.32's scheduler)
-* Time goes in steps. A step gives every decoding request one token and spends the rest of its token budget on prefill.
-  What it costs is known when it begins (`LatencyModel`); its effects appear when it ends; the next one begins at once.
-* Running requests come first, in the order of admission; then the queue, first come first served, as far as token
+* Time is divided into steps. A step gives every decoding request one token and spends the rest of its token budget on
+  prefill. Its duration is known when it begins (`LatencyModel`). Its effects appear when it ends, and the next step
+  begins immediately.
+* Running requests are served first, in the order of admission; then the queue, first come first served, as far as token
   budget, sequences, KV blocks and adapter slots allow. So at most one request is in the middle of its prefill, and it
   is the last of the batch.
-* Without chunked prefill, a step computes either whole prompts or a token for everybody who decodes. With speculative
-  decoding, a step's accepted drafts are further steps that take no time; only decoding goes on in them.
-* A request that needs a block when there is none takes the blocks of the last of the batch, which goes back to the head
-  of the queue and starts over (its blocks may still be cached then). No one is admitted in a step that preempted.
+* Without chunked prefill, a step computes either whole prompts or one token for every decoding request. With
+  speculative decoding, the accepted drafts of a step are further steps that take no time and only decode.
+* A request that needs a block when none is free takes the blocks of the last request of the batch. That request goes
+  back to the head of the queue and starts again (its blocks may still be cached then). A step that preempted a request
+  admits none.
 
 Rules
-* No clock, no I/O, no chance but the generator that was given. The caller passes time in, in seconds, and never lets
-  it run backwards.
+* No clock, no I/O, and no randomness except the given generator. The caller passes the time in, in seconds, and it must
+  never go backwards.
 * `step(now)` finishes every step due by `now`.
 * Requests that arrive during a step wait until it ends, as in the real engine's input queue, and no gauge shows them.
 * Gauges change only when a step ends, or on an abort while nothing runs.
@@ -32,12 +34,12 @@ from fairlead.lab.engine.stats import EngineStats
 
 __all__ = ["Engine", "StepResult"]
 
-#: How many times longer a step of an engine that hangs takes.
+#: The factor on the duration of a step while the engine hangs.
 _FOREVER = 1e9
 
 
 class Engine:
-    """One replica. `add`, `abort` and `step` are the doors through which it changes."""
+    """One replica. Only `add`, `abort`, `step` and the few other public methods change it."""
 
     def __init__(
         self,
@@ -48,17 +50,17 @@ class Engine:
         slow_factor: float = 1.0,
         chance: Random | None = None,
     ) -> None:
-        """`fast_forward`: take steps that only decode in one loop. Off: one at a time, the same but slower. `chance`:
-        of noise and accepted drafts."""
+        """`fast_forward`: take steps that only decode in one loop. Off: one at a time, with the same result but slower.
+        `chance`: the generator of noise and accepted drafts."""
         self.spec = spec
         self._fast_forward = fast_forward and spec.foreseeable
         self._chance = chance or Random(0)
-        #: Of the logarithm of a step's time.
+        #: Standard deviation of the logarithm of a step's duration.
         self._sigma = sqrt(log(1.0 + spec.noise * spec.noise))
-        #: Multiplies the time of a step because of engines on the same machine.
+        #: Factors on the duration of a step: for the engines on the same machine, and while this engine hangs.
         self._pace = self._hang = 1.0
         self._peers = 0
-        #: When the running step began, or the last one ended.
+        #: When the running step began, or when the last one ended.
         self.now = now
         #: Multiplies the duration of every step that begins from now on.
         self.slow_factor = slow_factor
@@ -66,37 +68,37 @@ class Engine:
         self.blocks = BlockManager(spec.usable_blocks, hooks)
         self._kv = RequestBlocks(self.blocks, spec.block_size, spec.prefix_caching)
         self._loras = LoraSlots(spec.max_loras, spec.max_cpu_loras)
-        #: Seconds that the step which begins takes longer, because adapters are loaded for it.
+        #: Seconds added to the step that begins, because adapters are loaded for it.
         self._loading_s = 0.0
 
         self._incoming: list[EngineRequest] = []
-        #: With asynchronous scheduling: came while the step before was running, when this one was settled already.
+        #: With asynchronous scheduling: requests that arrived when the running step was already settled.
         self._next: list[EngineRequest] = []
         self._waiting, self._deferred = deque[EngineRequest](), deque[EngineRequest]()
-        #: Free blocks when the head of the queue found too few of them; it is asked again when there are more.
+        #: The free blocks when these were too few for the head of the queue, which is tried again when there are more.
         self._stuck_at = -1
 
         self._decoding = DecodeBatch(spec.block_size)
-        #: The one request whose prefill needs more than the step that runs; after all decoding ones in the batch.
+        #: The one request whose prefill needs more than the running step; in the batch after all decoding requests.
         self._partial: EngineRequest | None = None
-        #: Prefill of the step that runs: request and tokens.
+        #: The prefill of the running step: requests and tokens.
         self._chunks: list[tuple[EngineRequest, int]] = []
         self._step_tokens = 0
-        #: The running step is one of prefill alone.
+        #: Whether the running step only does prefill.
         self._prefill_only = False
-        #: Accepted drafts of the step before, still to be given out.
+        #: Accepted drafts of the last step whose tokens have not been handed out yet.
         self._accepted = 0
         self._ends = inf
 
-    # ---------------------------------------------------------------- doors
+    # ---------------------------------------------------------------- changes
 
     def slow_down(self, factor: float) -> None:
-        """Steps that begin from now on take so many times as long."""
+        """Multiply the duration of the steps that begin from now on by `factor`."""
         self.slow_factor = factor
 
     def share(self, peers: int, now: float) -> None:
-        """So many engines on the same machine compute from `now` on, also for what is left of the running step. Steps
-        due by `now` must have been finished."""
+        """Slow down for `peers` other engines that compute on the same machine from `now` on. This applies to the rest
+        of the running step too. Steps due by `now` must have been finished."""
         self._peers = peers
         pace = self._hang * (1.0 + self.spec.contention * peers)
         if self._ends < inf:
@@ -104,12 +106,12 @@ class Engine:
         self._pace = pace
 
     def hang(self, hangs: bool, now: float) -> None:
-        """It makes no step from `now` on, or goes on where it stood. Steps due by `now` must have been finished."""
+        """Stop making progress from `now` on, or continue. Steps due by `now` must have been finished."""
         self._hang = _FOREVER if hangs else 1.0
         self.share(self._peers, now)
 
     def add(self, request: EngineRequest, now: float) -> None:
-        """Queue a request. Raises `ValueError` for one that not even an empty engine could serve."""
+        """Queue a request. Raises `ValueError` for a request that not even an empty engine could serve."""
         self.spec.check(request.prompt_tokens, request.max_tokens, request.lora)
         request.arrived = now
         self._incoming.append(request)
@@ -117,7 +119,7 @@ class Engine:
             self._begin(now)
 
     def abort(self, request: EngineRequest, now: float) -> bool:
-        """Forget a request; False when it had ended. The step that runs still takes as long as it would have."""
+        """Forget a request; False if it had already ended. The duration of the running step does not change."""
         if request.phase is Phase.DONE:
             return False
         if request.phase is Phase.WAITING:
@@ -152,21 +154,21 @@ class Engine:
         """Forget the prefix cache; False (and nothing done) while requests hold blocks."""
         return self.blocks.clear()
 
-    # ---------------------------------------------------------------- what can be asked
+    # ---------------------------------------------------------------- queries
 
     @property
     def ranks(self) -> "tuple[Engine, ...]":
-        """Itself: the engines behind an address."""
+        """The engines behind an address: only this one."""
         return (self,)
 
     def next_step_at(self) -> float | None:
-        """When the running step ends; `None` when there is nothing to do."""
+        """When the running step ends; `None` if there is nothing to do."""
         return None if self._ends == inf else self._ends
 
     def next_event_at(self) -> float | None:
-        """When a request will next get its first token, end or be preempted, if nothing arrives and nobody is aborted.
+        """When a request next gets its first token, ends or is preempted, if no request arrives and none is aborted.
 
-        For simulators, which need not look at the steps before. `None` when there is nothing to do.
+        For simulators, which can skip the steps before it. `None` if there is nothing to do.
         """
         if self._ends == inf:
             return None
@@ -175,30 +177,30 @@ class Engine:
         return foresee(self._decoding, self.blocks.free, self.spec.latency, self.slow_factor, self._ends)
 
     def output_tokens(self, request: EngineRequest) -> int:
-        """Output tokens so far, as of the last step that ended."""
+        """The output tokens of a request after the last step that ended."""
         return self._decoding.steps - request.base if request.phase is Phase.DECODE else request.output
 
     def queued(self) -> int:
-        """Requests that have arrived and are in no batch, those that no gauge shows yet included."""
+        """Requests that have arrived and are not in the batch, including those that no gauge shows yet."""
         return len(self._incoming) + len(self._next) + len(self._waiting) + len(self._deferred)
 
     def running(self) -> int:
         """Requests in the batch."""
         return len(self._decoding.members) + len(self._chunks)
 
-    # ---------------------------------------------------------------- steps in which only decoding goes on
+    # ---------------------------------------------------------------- steps that only decode
 
     def _steady(self) -> bool:
-        """The running step only decodes, and nobody can join the batch before somebody leaves it."""
+        """Whether the running step only decodes and no request can join the batch before another leaves it."""
         if self._chunks or self._incoming or self._next or self._loras.changed or not self._decoding.members:
             return False
         if not self._waiting:
             return True
-        # Free blocks only get fewer until somebody leaves; then `_stuck_at` is compared again.
+        # The number of free blocks only falls until a request leaves; then it is compared with `_stuck_at` again.
         return self.blocks.free <= self._stuck_at or len(self._decoding.members) >= self.spec.max_num_seqs
 
     def _run_decoding(self, now: float, result: StepResult) -> None:
-        """Finish steps due by `now`, all but the one in which somebody ends or has to be preempted."""
+        """Finish the steps due by `now`, except a step in which a request ends or has to be preempted."""
         times = self.now, self._ends, now
         done = run_decode_steps(self._decoding, self._kv, self.spec.latency, self.slow_factor, self.stats, *times)
         if done.steps:
@@ -256,7 +258,7 @@ class Engine:
         result.finished.append(request)
 
     def _leave(self, request: EngineRequest) -> None:
-        """Out of the batch: give back blocks and adapter slot."""
+        """Remove a request from the batch and free its blocks and adapter slot."""
         if request.phase is Phase.DECODE:
             self._decoding.leave(request)
         else:
@@ -267,7 +269,7 @@ class Engine:
         self._loras.leave(request.lora)
 
     def _show(self, taken: int = 0) -> None:
-        """Set the gauges; `taken` blocks went to the step that has begun already and are not shown yet."""
+        """Set the gauges. `taken` blocks belong to the step that has already begun and are not shown yet."""
         gauges = self.stats.gauges
         gauges.running = len(self._decoding.members) + (self._partial is not None)
         gauges.waiting = len(self._waiting) + len(self._deferred)
@@ -313,7 +315,7 @@ class Engine:
         self._schedule_end(now)
 
     def _receive(self) -> None:
-        """Queue those who came before the step that begins now was settled."""
+        """Queue the requests that arrived before the step that begins now was settled."""
         self._waiting.extend(self._next)
         self._next.clear()
         if self.spec.async_scheduling and (self._decoding.members or self._partial is not None or self._waiting):
@@ -346,10 +348,10 @@ class Engine:
                 self._accepted += 1
 
     def _grow(self, requests: tuple[EngineRequest, ...]) -> bool:
-        """A new block for each; True when that cost somebody his place."""
+        """Take a new block for each request; True if a request was preempted for it."""
         preempted = False
         for request in requests:
-            # One that is not decoding was preempted a moment ago, for another one's sake.
+            # A request that is not decoding was preempted a moment ago to free a block for another.
             while not self.blocks.free and request.phase is Phase.DECODE:
                 self._preempt(self._partial or self._decoding.last())
                 preempted = True
@@ -358,7 +360,7 @@ class Engine:
         return preempted
 
     def _continue_prefill(self, request: EngineRequest, budget: int) -> tuple[int, bool]:
-        """Budget left, and whether the request, being the last of the batch itself, had to go for lack of room."""
+        """Returns the remaining budget, and whether the request (the batch's last) was preempted for lack of blocks."""
         count = min(request.target - request.computed, budget)
         if not self._kv.extend(request, request.computed + count):
             self._preempt(request)
@@ -402,7 +404,7 @@ class Engine:
             room -= 1
 
     def _start(self, request: EngineRequest, now: float, budget: int) -> int:
-        """Put an admitted request into this step; returns the tokens it takes of the budget."""
+        """Put an admitted request into this step; returns how many tokens of the budget it takes."""
         hits = request.computed
         request.phase = Phase.PREFILL
         if self._loras.enter(request.lora):
@@ -426,7 +428,7 @@ class Engine:
         yield from (request for request, _ in self._chunks)
 
     def validate(self) -> None:
-        """Check every invariant between the parts; for tests and debug modes. Raises `AssertionError`."""
+        """Raise `AssertionError` if the parts contradict each other. For tests and debug modes."""
         self.blocks.validate([request.blocks for request in self._batch()])
         self._decoding.validate(self._prefill_only)
         assert self.running() <= self.spec.max_num_seqs, "too many sequences"

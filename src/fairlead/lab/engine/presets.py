@@ -1,11 +1,13 @@
 """Model servers by name: step times fitted to measured kernels, and how many tokens their KV cache holds.
 
-Step times: least-squares fits of `spec.LatencyModel` to a vendor's measured kernel database (engine 0.24), with a mean
-absolute error of 5-7 %. A step of 8192 prompt tokens beside 64 decodes of 8k comes out as 449 ms; 502 were measured.
+Step times are least-squares fits of `spec.LatencyModel` to a vendor's measured kernel database (engine 0.24), with a
+mean absolute error of 5-7 %. A step of 8192 prompt tokens with 64 decodes of 8k is predicted at 449 ms; 502 ms were
+measured.
 
-KV capacity: Qwen3-32B on two H100 is known to hold 270,000 tokens. The others follow from the same sum,
-`(gpus · (0.9 · memory - 8.7 GB) - weights) / KV bytes per token`: 0.9 of the memory is the server's to use, and 8.7 GB
-per GPU for activations, graphs and communication is what makes the sum give 270,000 for the known one.
+KV capacity: Qwen3-32B on two H100 is known to hold 270,000 tokens. The others follow from the same formula,
+`(gpus · (0.9 · memory - 8.7 GB) - weights) / KV bytes per token`. The server may use 0.9 of the memory. The 8.7 GB per
+GPU stand for activations, graphs and communication; they are chosen so that the formula gives 270,000 for the known
+case.
 """
 
 import msgspec
@@ -20,16 +22,16 @@ _OVERHEAD_GB = 8.7
 
 
 class _Gpu(Struct, frozen=True):
-    #: As the driver reports it, in 10^9 bytes.
+    #: As reported by the driver, in 10^9 bytes.
     memory_gb: float
-    #: Of vLLM's API server by default: 1,024 from 70 GiB on, A100 excepted, else 256.
+    #: The default of vLLM's API server: 1,024 from 70 GiB on, except for the A100; otherwise 256.
     max_num_seqs: int = 1024
 
 
 class _Model(Struct, frozen=True):
-    #: 16-bit weights, in 10^9 bytes.
+    #: Size of the 16-bit weights, in 10^9 bytes.
     weights_gb: float
-    #: 2 (K and V) · layers · KV heads · head size · 2 bytes.
+    #: KV bytes per token: 2 (K and V) · layers · KV heads · head size · 2 bytes.
     kv_bytes: int
     max_len: int
 
@@ -42,23 +44,23 @@ _LLAMA_70B = _Model(141.1, 327_680, 131_072)
 
 
 class Preset(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model on given hardware, and the limits that its server was started with. Raises `ValueError` where no server
-    could start."""
+    """A model on given hardware, and the limits that its server was started with. Raises `ValueError` if no server
+    could start with them."""
 
     latency: LatencyModel
     name: str = "fitted"
     model: str = "fitted"
     kv_tokens: int = 270_000
     max_model_len: int = 40_960
-    #: Of one token's KV, which is what a prefill server hands over.
+    #: KV bytes per token, the size of what a prefill server hands over.
     kv_bytes: int = 262_144
-    #: 0 = not known: the stub takes 16, the simulator the workload's.
+    #: Tokens per KV block. 0 = unknown: the stub uses 16, the simulator the block size of the workload.
     block_size: int = 0
     max_num_seqs: int = 256
     max_batched_tokens: int = 8192
-    #: What a request takes besides its steps: HTTP, tokens, the way to the engine.
+    #: Time of a request in addition to its steps: HTTP, tokenization, the way to the engine.
     overhead_ms: float = 0.0
-    #: What one of them takes of the API server's CPU, and each prompt token of it: they take it one after another.
+    #: CPU time of the API server per request and per prompt token. The API server handles requests one after another.
     api_ms: float = 0.0
     api_us_per_token: float = 0.0
     #: As in `EngineSpec`.
@@ -67,7 +69,7 @@ class Preset(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     noise: float = 0.0
     draft_tokens: int = 0
     acceptance: float = 0.0
-    #: See `EngineSpec`; servers of such a preset are simulated on one machine. The overhead while another one computes.
+    #: See `EngineSpec`; servers of such a preset are simulated on one machine. Then: the overhead while others compute.
     contention: float = 0.0
     contended_overhead_ms: float = 0.0
 
@@ -92,9 +94,9 @@ class Preset(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         max_loras: int = 0,
         kv_tokens: int = 0,
     ) -> EngineSpec:
-        """An `EngineSpec` of this preset; 0 leaves the preset's own value in force, and steps have room for the tokens
-        of every sequence, or for the longest prompt that they must take whole. Raises `ValueError` on limits that no
-        server could start with."""
+        """An `EngineSpec` of this preset; 0 keeps the preset's own value. The token budget of a step is raised to fit
+        the tokens of every sequence, or the longest prompt if prompts are not chunked. Raises `ValueError` on limits
+        that no server could start with."""
         size = block_size or self.block_size or 16
         blocks = (kv_tokens or self.kv_tokens) // max(1, size)
         longest = max_model_len or self.max_model_len
@@ -126,7 +128,7 @@ class Preset(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def _capacity(model: _Model, gpu: _Gpu, count: int) -> int:
-    """Tokens of KV cache, rounded down to thousands."""
+    """Tokens that the KV cache holds, rounded down to thousands."""
     room_gb = count * (_UTILISATION * gpu.memory_gb - _OVERHEAD_GB) - model.weights_gb
     return int(room_gb * 1e9 / model.kv_bytes) // 1000 * 1000
 
@@ -162,15 +164,15 @@ _ALL = (
     _preset("llama-70b-h200-tp4", _LLAMA_70B_ID, _LLAMA_70B, _H200, 4, 11.58, 53.32, 1.019, 35.3, 20.75),
 )
 
-#: By name. All of the reference table's hardware.
+#: By name, for all hardware of the reference table.
 PRESETS: dict[str, Preset] = {preset.name: preset for preset in _ALL}
 
 DEFAULT_PRESET = "qwen3-32b-h100"
 
 
 def preset(name: str) -> Preset:
-    """The preset of that name, in any case and order of its parts (`h100-qwen3-32b`), or the one whose text, of more
-    than one line, it is. Raises `ValueError` that says which there are."""
+    """The preset of that name, in any case and with its parts in any order (`h100-qwen3-32b`). A `name` of more than
+    one line is read as the text of a preset. Raises `ValueError` that lists the known names."""
     if "\n" in name:
         return read_preset(name)
     parts = sorted(name.lower().split("-"))
@@ -191,7 +193,7 @@ def preset(name: str) -> Preset:
 
 
 def read_preset(text: str, where: str = "preset") -> Preset:
-    """Raises `ValueError` that names the field."""
+    """Parse a preset. Raises `ValueError` that names the field."""
     try:
         return msgspec.convert(yaml.safe_load(text), Preset)
     except yaml.YAMLError as error:
@@ -204,7 +206,7 @@ _ALWAYS = ("name", "model", "latency", "kv_tokens", "max_model_len", "max_num_se
 
 
 def write_preset(preset: Preset) -> str:
-    """The opposite of `read_preset`; of what is as usual, only the limits are written."""
+    """The opposite of `read_preset`. Of the values that equal the defaults, only the limits are written."""
     fields, usual = msgspec.to_builtins(preset), msgspec.to_builtins(Preset(latency=LatencyModel(1.0)))
     fields["latency"] = {
         name: float(f"{value:.5g}") if isinstance(value, float) else value

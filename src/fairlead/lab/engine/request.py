@@ -13,10 +13,10 @@ class Phase(IntEnum):
 
 
 class EngineRequest:
-    """What is asked for, and, written by the engine only, how far it is. Compared by identity.
+    """What a client requested, and its progress, which only the engine writes. Compared by identity.
 
-    `tokens` are the prompt's token ids as little-endian 32-bit integers. A simulator that has no text may leave them
-    empty and give `prompt_tokens` and the `hashes` of the prompt's full blocks instead.
+    `tokens` are the prompt's token ids as little-endian 32-bit integers. A simulator without text may leave them empty
+    and pass `prompt_tokens` and the `hashes` of the prompt's full blocks instead.
     """
 
     __slots__ = (
@@ -68,32 +68,32 @@ class EngineRequest:
         self.id = id
         self.tokens = tokens
         self.prompt_tokens = prompt_tokens or len(tokens) // TOKEN_BYTES
-        #: Of the full blocks of prompt and output, as far as known; `None` until the engine has computed them.
+        #: Hashes of the full blocks of prompt and output, as far as known; `None` until the engine has computed them.
         self.hashes = hashes
-        #: What the client allowed, and what there will be: the model stops by itself after `stop_after` (0 = never).
+        #: The client's limit, and the tokens to be generated: the model stops by itself after `stop_after` (0 = never).
         self.max_tokens = max_tokens
         self.limit = min(max_tokens, stop_after) if stop_after else max_tokens
         self.limit_reason = "stop" if 0 < stop_after < max_tokens else "length"
         self.seed = seed
         self.lora = lora
         self.salt = salt
-        #: Prompt tokens whose KV another server computed and handed over; they take memory and no time.
+        #: Prompt tokens whose KV another server computed and handed over. They take memory but no time.
         self.loaded = loaded
         #: For the `request_params_n` histogram; 0 on all but one of the siblings of a request with n > 1.
         self.params_n = params_n
 
         self.phase = Phase.WAITING
         self.blocks: list[int] = []
-        #: Prompt tokens found in the cache when it was first scheduled; -1 before.
+        #: Prompt tokens found in the cache when the request was first scheduled; -1 before.
         self.cached_tokens = -1
-        #: Tokens whose KV has been computed, up to the last finished step; exact only while not decoding.
+        #: Tokens whose KV was computed up to the last finished step; exact only while not decoding.
         self.computed = 0
-        #: Tokens to compute before the next output token can be sampled (prompt, after a preemption also output).
+        #: Tokens to compute before the next output token can be sampled (prompt; after a preemption also output).
         self.target = 0
-        #: Output tokens; while decoding it is `engine steps - base`, see `Engine.output_tokens`.
+        #: Output tokens. While decoding, the number is `engine steps - base`, see `Engine.output_tokens`.
         self.output = 0
         self.base = 0
-        #: Which steps of a block's period need a new block; see `DecodeBatch`.
+        #: Which step of a block's period needs a new block; see `DecodeBatch`.
         self.ring = 0
         self.end_step = -1
         self.preemptions = 0
@@ -112,20 +112,20 @@ class EngineRequest:
 
 
 class StepResult:
-    """What the steps of one `Engine.step` call did. Who decodes also got a token per step, see `output_tokens`."""
+    """What the steps of one `Engine.step` call did. Decoding requests got a token per step (`output_tokens`)."""
 
     __slots__ = ("finished", "first", "steps")
 
     def __init__(self) -> None:
         #: Steps that ended.
         self.steps = 0
-        #: Requests that got their first token, in order; one that also ended is in both lists.
+        #: Requests that got their first token, in order. A request that also ended is in both lists.
         self.first: list[EngineRequest] = []
         #: Requests that are complete, in order, with `finish_reason` and `finished_at`.
         self.finished: list[EngineRequest] = []
 
     def add(self, part: "StepResult") -> None:
-        """What another engine's steps did."""
+        """Add what the steps of another engine did."""
         self.steps += part.steps
         self.first += part.first
         self.finished += part.finished

@@ -1,4 +1,4 @@
-"""What a simulated model server is: its speed, its memory, its limits. Nothing here changes while it runs."""
+"""The properties of a simulated model server: speed, memory and limits. Nothing here changes while it runs."""
 
 from msgspec import Struct
 from msgspec.structs import asdict
@@ -22,11 +22,11 @@ class LatencyModel(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     c_seq_us: float = 0.0
     #: Reading the cache, per token of every decoding sequence, ns.
     c_kv_ns: float = 0.0
-    #: Reading the weights, ms. With it a step takes the longer of computing and reading (weights and cache), a
-    #: roofline, instead of their sum.
+    #: Reading the weights, ms. If set, a step takes the longer of computing and reading (weights and cache), as in a
+    #: roofline model, instead of their sum.
     weights_ms: float = 0.0
-    #: (tokens in a step, ms): from so many tokens on, a step takes so much longer, because more experts' weights are
-    #: read, or the next larger graph runs.
+    #: Pairs of (tokens in a step, ms): a step with at least this many tokens takes this much longer, because the
+    #: weights of more experts are read, or the next larger graph runs.
     jumps: tuple[tuple[int, float], ...] = ()
 
     @property
@@ -35,7 +35,7 @@ class LatencyModel(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
 
     def step_s(self, new: int, attention: float, decoding: int, kv_tokens: int) -> float:
         """Seconds of a step. `attention` is the sum of `new·(past + new/2)` over the prefill chunks, in token pairs.
-        `decoding` counts the tokens that decoding requests compute: one each, or more where drafts are verified."""
+        `decoding` counts the tokens that decoding requests compute: one each, or more if drafts are verified."""
         if not self.linear:
             return self._bent_s(new, attention, decoding, kv_tokens)
         return (
@@ -53,20 +53,20 @@ class LatencyModel(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
         return (self.c0_ms + work + sum(more for tokens, more in self.jumps if new + decoding >= tokens)) * 1e-3
 
     def decode_s(self, decoding: int) -> tuple[float, float]:
-        """(seconds, more seconds per token in the cache) of a step without prefill: `step_s(0, 0.0, decoding, kv)` is
-        first + second * kv, to the last bit. Linear models only."""
+        """(seconds, further seconds per token in the cache) of a step without prefill: `step_s(0, 0.0, decoding, kv)`
+        equals first + second * kv, to the last bit. Linear models only."""
         fixed = self.c0_ms * 1e-3 + self.c_pf_us * 1e-6 * 0 + self.c_attn_ns * 1e-9 * 0.0
         return fixed + self.c_seq_us * 1e-6 * decoding, self.c_kv_ns * 1e-9
 
 
 class EngineSpec(Struct, frozen=True, kw_only=True):
-    """One replica. Defaults are those of vLLM 0.32 on a data-centre GPU.
+    """The properties of one replica. Defaults are those of vLLM 0.32 on a data-centre GPU.
 
     Raises `ValueError` on limits that no server could start with.
     """
 
     latency: LatencyModel
-    #: KV blocks as the server reports them; one of them is the null block and holds nothing (vLLM 0.32).
+    #: KV blocks as the server reports them. One of them is the null block, which holds nothing (vLLM 0.32).
     num_blocks: int
     #: Tokens per KV block.
     block_size: int = 16
@@ -74,26 +74,26 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     max_model_len: int = 40_960
     #: Requests in one step.
     max_num_seqs: int = 256
-    #: Tokens in one step: decodes first, the rest is for prefill chunks.
+    #: Tokens in one step. Decodes come first; the rest is for prefill chunks.
     max_batched_tokens: int = 8192
     #: Adapters that may be in one batch; 0 = no adapters at all.
     max_loras: int = 0
-    #: Adapters kept in memory after use, at least `max_loras`, and what it takes to load one that is not there, during
-    #: which no step is made.
+    #: Adapters kept in memory after use, at least `max_loras`; and the time to load an adapter that is not in memory,
+    #: during which the engine takes no step.
     max_cpu_loras: int = 0
     lora_load_ms: float = 0.0
     prefix_caching: bool = True
-    #: Off: a step with prefill takes whole prompts and nobody decodes in it.
+    #: Off: a step with prefill computes whole prompts, and no request decodes in it.
     chunked_prefill: bool = True
-    #: A step is settled while the one before it runs: who comes meanwhile is in the one after it.
+    #: A step is settled while the step before it runs: a request that arrives meanwhile is in the step after it.
     async_scheduling: bool = False
     #: Coefficient of variation of a step's time, log-normal, drawn for each step.
     noise: float = 0.0
-    #: Tokens that are drafted and verified per decoding request and step, and the chance that one is accepted if all
-    #: before it were. What is drawn for a step holds for all of its requests.
+    #: Tokens that are drafted and verified per decoding request and step, and the probability that a draft is accepted
+    #: if all drafts before it were. One draw per step applies to all of its requests.
     draft_tokens: int = 0
     acceptance: float = 0.0
-    #: How much longer a step takes for each engine on the same machine that computes meanwhile: 1 = twice as long.
+    #: How much longer a step takes per engine that computes on the same machine at the same time: 1 = twice as long.
     contention: float = 0.0
 
     def __post_init__(self) -> None:
@@ -121,7 +121,7 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
 
     @property
     def foreseeable(self) -> bool:
-        """How long the next steps take follows from who decodes, in a closed sum."""
+        """Whether the duration of the next steps follows from the decoding requests, in a closed sum."""
         return self.latency.linear and not (self.noise or self.draft_tokens or self.contention)
 
     @property
@@ -134,7 +134,7 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
         return self.usable_blocks * self.block_size
 
     def check(self, prompt_tokens: int, max_tokens: int, lora: str) -> None:
-        """Raises `ValueError` for a request that not even an empty engine could serve."""
+        """Raise `ValueError` for a request that not even an empty engine could serve."""
         if prompt_tokens < 1 or max_tokens < 1:
             raise ValueError("a request needs at least one prompt token and one output token")
         if prompt_tokens + max_tokens > self.max_model_len:

@@ -1,4 +1,4 @@
-"""What the engine counts for the metrics page: counters, histograms, and the gauges as they were when a step ended."""
+"""What the engine counts for the metrics page: counters, histograms, and the gauges at the end of the last step."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from math import inf
 
 from fairlead.lab.engine.request import EngineRequest
 
-# Bounds as exposed by vLLM 0.32.0; +Inf is implied.
+# Bounds of vLLM 0.32.0; +Inf is implied.
 TTFT_BOUNDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0),
     *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -51,14 +51,15 @@ class Histogram:
         self.sum += value * times
 
     def run(self, times: int) -> "Run":
-        """For many observations of nearly equal values, each counted `times`."""
+        """An accumulator for many observations of nearly equal values, each counted `times`."""
         return Run(self, times)
 
 
 class Run:
-    """Observations in a row that mostly fall into the same bucket, which the caller need not look for each time.
+    """A series of observations that mostly fall into the same bucket, so that the caller need not search for it each
+    time.
 
-    The caller keeps the sum and counts the observations; nobody else may write to the histogram meanwhile.
+    The caller keeps the sum and counts the observations. Nothing else may write to the histogram meanwhile.
     """
 
     __slots__ = ("_bucket", "_histogram", "_times", "sum")
@@ -67,19 +68,19 @@ class Run:
         self._histogram = histogram
         self._times = times
         self._bucket = 0
-        #: As it was at the beginning.
+        #: The histogram's sum at the beginning.
         self.sum = histogram.sum
 
     def move(self, value: float, seen: int) -> tuple[float, float]:
-        """`seen` observations fell into the bucket so far; the next one is `value`. Returns (above, up to) what the
-        bucket goes that it falls into."""
+        """Count the `seen` observations in the current bucket and find the bucket of the next one, `value`. Returns
+        that bucket's bounds, (exclusive lower, inclusive upper)."""
         self._count(seen)
         bounds = self._histogram.bounds
         self._bucket = bucket = bisect_left(bounds, value)
         return bounds[bucket - 1] if bucket else -inf, bounds[bucket] if bucket < len(bounds) else inf
 
     def close(self, total: float, seen: int) -> None:
-        """`total` is the sum with all observations in it."""
+        """Count the `seen` observations in the current bucket; `total` is the sum including all observations."""
         self._count(seen)
         self._histogram.sum = total
 
@@ -89,7 +90,7 @@ class Run:
 
 
 class Gauges:
-    """As of the end of the last step, like the real server's: what happened since does not show."""
+    """Values at the end of the last step, as on a real server: later changes do not show yet."""
 
     __slots__ = ("awake", "deferred", "kv_usage", "running", "running_loras", "waiting", "waiting_loras")
 
@@ -99,17 +100,17 @@ class Gauges:
         self.running = 0
         #: Requests in the queue, deferred ones included.
         self.waiting = 0
-        #: Of these, the ones that wait for an adapter slot.
+        #: The part of `waiting` that waits for an adapter slot.
         self.deferred = 0
-        #: Share of blocks held by running requests, 0..1. Cached blocks that nobody holds count as free.
+        #: Share of blocks held by running requests, 0..1. Cached blocks that no request holds count as free.
         self.kv_usage = 0.0
-        #: In the order of their requests; empty when the engine has no adapters.
+        #: In the order of the requests; empty if the engine has no adapters.
         self.running_loras: tuple[str, ...] = ()
         self.waiting_loras: tuple[str, ...] = ()
 
 
 class EngineStats:
-    """Cumulative since start. Times are engine seconds, tokens are tokens."""
+    """Totals since the start. Times are in engine seconds."""
 
     def __init__(self, max_model_len: int) -> None:
         self.gauges = Gauges()
@@ -146,7 +147,7 @@ class EngineStats:
         self.prompt_tokens_cached += request.cached_tokens
 
     def done(self, request: EngineRequest) -> None:
-        """A request ended by itself. Aborted ones are not counted anywhere, as measured on vLLM 0.32.0."""
+        """Count a request that ended by itself. Aborted requests are not counted at all, as measured on vLLM 0.32.0."""
         self.finished[request.finish_reason] += 1
         end, first, start = request.finished_at, request.first_token_at, request.scheduled_at
         self.e2e.observe(end - request.arrived)

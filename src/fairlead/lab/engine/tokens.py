@@ -1,11 +1,11 @@
 """Token ids, their text and the chained hashes of KV blocks.
 
-A token is four bytes of text, and its id is those bytes as a little-endian 32-bit integer. So the UTF-8 bytes of a
-prompt, padded to a multiple of four, *are* its token ids, and output that comes back in the next turn's prompt has the
-ids it was generated with: the blocks that a decode filled are hit, as on a real server.
+A token is four bytes of text, and its id is these bytes as a little-endian 32-bit integer. So the UTF-8 bytes of a
+prompt, padded to a multiple of four, *are* its token ids. Output that returns in the prompt of the next turn has the
+ids it was generated with, so it hits the blocks that the decode filled, as on a real server.
 
-Output is a slice of one fixed table of words; a request's seed says where the slice starts. Text of any position costs
-a slice, so nobody has to store what was generated.
+Output is a slice of one fixed table of words, and the request's seed selects where the slice starts. Text at any
+position costs one slice, so generated text need not be stored.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ import numpy as np
 import xxhash
 
 TOKEN_BYTES = 4
-#: Tokens after which the table of output text repeats.
+#: The table of output text repeats after this many tokens.
 PERIOD = 1 << 16
 
 
 def _table() -> bytes:
-    """Words of three letters and a space: safe inside JSON, and unharmed by a client that strips them."""
+    """Words of three letters and a space: safe inside JSON, and unchanged if a client strips whitespace."""
     x = np.arange(1, PERIOD + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x ^= x >> np.uint64(27)
@@ -36,7 +36,7 @@ _TEXT = _table() * 2
 
 
 def output(seed: int, start: int, stop: int) -> bytes:
-    """The text of output tokens `start`..`stop`, which is also their token ids; `4 * (stop - start)` bytes."""
+    """The text of output tokens `start` to before `stop`, also their token ids; `4 * (stop - start)` bytes."""
     position = (seed + start) % PERIOD
     count = stop - start
     if count <= PERIOD:
@@ -47,7 +47,7 @@ def output(seed: int, start: int, stop: int) -> bytes:
 
 
 def encode(text: bytes) -> bytes:
-    """Token ids of a text, as the bytes of little-endian 32-bit integers; the last token is filled up with NUL."""
+    """Token ids of a text, as the bytes of little-endian 32-bit integers. The last token is padded with NUL."""
     return text + b"\0" * (-len(text) % TOKEN_BYTES)
 
 
@@ -57,17 +57,17 @@ def ids(tokens: bytes) -> list[int]:
 
 
 def from_ids(values: Sequence[int]) -> bytes:
-    """The opposite of `ids`. Raises `OverflowError` or `TypeError` for what is no 32-bit unsigned integer."""
+    """The opposite of `ids`. Raises `OverflowError` or `TypeError` if a value is not an unsigned 32-bit integer."""
     return np.array(values, dtype="<u4").tobytes()
 
 
 def text(tokens: bytes) -> str:
-    """What the tokens say. Bytes that are no UTF-8 become U+FFFD, as a real detokeniser does."""
+    """The text of these tokens. Invalid UTF-8 becomes U+FFFD, as with a real detokenizer."""
     return tokens.replace(b"\0", b"").decode("utf-8", "replace")
 
 
 def root_hash(lora: str = "", salt: str = "") -> int:
-    """The parent of a chain's first block: chains of another adapter or cache salt never meet."""
+    """The parent of a chain's first block. Chains of different adapters or cache salts have no hash in common."""
     if not lora and not salt:
         return 0
     return int(xxhash.xxh3_64_intdigest(f"{lora}\0{salt}".encode("utf-8", "surrogatepass"), 1))

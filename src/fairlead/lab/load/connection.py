@@ -1,16 +1,16 @@
-"""Keep-alive HTTP/1.1 connections of the load generator: one sends a request, times the response, says how it ended.
+"""Keep-alive HTTP/1.1 connections of the load generator. Each sends a request, times the response and reports its end.
 
 Rules
-* One request at a time. `start` is answered by exactly one later call of the client's `ended(connection, reusable,
-  now)`; the record then says everything. Nothing a peer does raises.
-* A response may arrive before the request has been sent completely (an early 413). It counts; the connection is then
-  not reused.
-* A send that fails is not a verdict yet: the peer may have answered before it closed. What it sent is read first.
+* One request at a time. `start` leads to exactly one later call of the client's `ended(connection, reusable, now)`; the
+  record is then complete. Nothing that a peer does raises.
+* A response may arrive before the request has been sent completely (an early 413). It counts, but the connection is not
+  reused.
+* A failed send does not decide the result: the peer may have answered before it closed. What it sent is read first.
 
-`Record.error`, the words: `status_<code>` (not 2xx) · `body_error_<code>` (an error inside a 200) · `sse_incomplete`
+Values of `Record.error`: `status_<code>` (not 2xx) · `body_error_<code>` (an error inside a 200) · `sse_incomplete`
 (stream without `[DONE]`) · `connect_<errno>` · `reset` · `closed_before_response` · `closed_in_headers` · `short_body`
-· `chunked_unterminated` · `malformed` · `extra_bytes` · `digest_mismatch` · `timeout` · `time_limit` (in flight when
-the run's hard bound came) · `not_sent` (scheduled, still held back then)."""
+· `chunked_unterminated` · `malformed` · `extra_bytes` · `digest_mismatch` · `timeout` · `time_limit` (in flight at the
+run's hard time bound) · `not_sent` (scheduled, but still held back then)."""
 
 import asyncio
 import errno
@@ -29,22 +29,22 @@ from fairlead.lab.load.spec import Histogram, Options, Record
 from fairlead.lab.load.workload import Call
 from fairlead.pool.http1 import MalformedMessage, ResponseReader
 
-# What the generator reads out of a response body: token usage, errors inside a 200, a digest.
+# What the generator reads from a response body: token usage, errors inside a 200, a digest.
 #
-# vLLM 0.32 answers a stream with 200 at once and reports overload or a dead engine as an SSE event `data: {"error": …}`
-# inside it, so a status alone does not tell success. It may also send `: keep-alive` comments while a request is
-# queued; those are no token.
+# vLLM 0.32 answers a stream with 200 immediately and reports overload or a dead engine inside it, as an SSE event
+# `data: {"error": …}`, so the status alone does not show success. It may also send `: keep-alive` comments while a
+# request is queued; these are not tokens.
 #
-# Usage and errors stand in the last events of a stream, so only its tail is kept, and read once: that costs a chunk 0.2
-# µs, where scanning each one costs 0.8 µs.
+# Usage and errors are in the last events of a stream, so only its tail is kept and read once. That costs 0.2 µs per
+# chunk; scanning each chunk costs 0.8 µs.
 
 
-#: Bytes of a stream's end that are read for usage, errors and `[DONE]`.
+#: Bytes at the end of a stream that are searched for usage, errors and `[DONE]`.
 STREAM_TAIL = 4096
 
 
 class BodyWatch:
-    """One response body. A `ResponseReader` fills `pieces`; `look` takes them from there, now and then."""
+    """One response body. A `ResponseReader` fills `pieces`; `look` processes them from time to time."""
 
     __slots__ = ("_digest", "_reader", "_scanner", "_stream", "_tail", "data_seen", "pieces")
 
@@ -55,11 +55,11 @@ class BodyWatch:
         self._stream = False
         self._tail = b""
         self.pieces: list[bytes] = []
-        #: Something other than an SSE comment was among what was looked at.
+        #: Whether the processed part has anything other than SSE comments.
         self.data_seen = False
 
     def look(self) -> None:
-        """Use up `pieces`."""
+        """Process the `pieces` and clear them."""
         if not self.pieces:
             return
         new = b"".join(self.pieces)
@@ -74,14 +74,14 @@ class BodyWatch:
         if self._stream:
             tail = self._tail + new
             if len(tail) > STREAM_TAIL:
-                # From the next line on: half an event cannot be read.
+                # Start at the next line, because half an event cannot be read.
                 tail = tail[tail.find(b"\n", len(tail) - STREAM_TAIL) + 1 :]
             self._tail = tail
         else:
             self._scanner.feed(new)
 
     def close(self) -> tuple[Usage | None, str]:
-        """What the whole body, all looked at, says of tokens, and why it failed all the same (empty = it did not)."""
+        """The token usage in the whole, processed body, and an error despite a 2xx status (empty = none)."""
         scanner = self._scanner
         if scanner is None:
             return None, ""
@@ -90,17 +90,17 @@ class BodyWatch:
         status = scanner.error_status
         if status:
             return scanner.usage, f"body_error_{status}"
-        # A server that dies politely ends its chunked body, but never says [DONE].
+        # A server that shuts down cleanly ends its chunked body but does not send [DONE].
         return scanner.usage, "sse_incomplete" if self._stream and not scanner.done else ""
 
     def sha256(self) -> str:
-        """Hex digest of the body so far; empty unless asked for."""
+        """Hex digest of the body so far; empty unless requested."""
         return self._digest.hexdigest() if self._digest is not None else ""
 
 
-#: Enough for every response head and body together on the fast path.
+#: Enough for every response head and body on the fast path.
 RECEIVE_BYTES = 262144
-#: Pieces of a body that may lie about before they are looked through.
+#: Pieces of a body that may accumulate before they are processed.
 _UNREAD_PIECES = 16
 
 SocketAddress = tuple[str, int] | tuple[str, int, int, int]
@@ -108,7 +108,7 @@ Address = tuple[socket.AddressFamily, SocketAddress]
 
 
 class Connection:
-    """Created closed; `start` connects when needed."""
+    """A connection that is created closed; `start` connects when needed."""
 
     __slots__ = ("_connecting", "_out", "_owner", "_reader", "_socket", "_times", "_watch", "idle_since", "record")
 
@@ -128,7 +128,7 @@ class Connection:
         return self._socket is not None
 
     def start(self, record: Record, message: bytes, address: Address) -> None:
-        """Send `message`, a whole request. The record's times are filled in as things happen."""
+        """Send `message`, a complete request. The record's times are filled in as events occur."""
         self.record = record
         options = self._owner.options
         watched = options.read_usage or options.sha256 or self._owner.digest_field
@@ -145,7 +145,7 @@ class Connection:
         except (BlockingIOError, InterruptedError):
             sent = 0
         except OSError:
-            # The pending error makes the socket readable; what is left unsent keeps it from being reused.
+            # The pending error makes the socket readable. The unsent rest prevents reuse of the connection.
             self._out = memoryview(message)
             return
         if sent < len(message):
@@ -153,12 +153,12 @@ class Connection:
             self._owner.reactor.change(self._socket.fileno(), READABLE | WRITABLE)
 
     def abort(self, error: str, now: float) -> None:
-        """Give up on the request in flight."""
+        """End the request in flight with `error`."""
         if self.record is not None:
             self._end(error, now)
 
     def close(self) -> None:
-        """Drop the socket; a request in flight gets no verdict. Harmless when repeated."""
+        """Close the socket. A request in flight gets no result. Safe to call again."""
         if self._socket is not None:
             self._owner.reactor.forget(self._socket.fileno())
             self._socket.close()
@@ -176,7 +176,7 @@ class Connection:
             code = error.errno or errno.EIO
         self._connecting = True
         if code not in (0, errno.EINPROGRESS):
-            # Loopback refuses at once; answering from within `start` would let a closed loop recurse without end.
+            # Loopback refuses immediately. Answering from within `start` would let a closed loop recurse without end.
             self._owner.loop.call_soon(self._refuse, record, code)
 
     def _refuse(self, record: Record, code: int) -> None:
@@ -184,7 +184,7 @@ class Connection:
             self._end(_connect_error(code), monotonic())
 
     def on_event(self, events: int, now: float) -> None:
-        """The socket is ready for something."""
+        """Handle the events of the socket."""
         if self._socket is None:
             return
         if (events & WRITABLE or self._connecting) and not self._write(now):
@@ -193,7 +193,7 @@ class Connection:
             self._read(now)
 
     def _write(self, now: float) -> bool:
-        """False once the request is over."""
+        """Send pending bytes; False once the request is over."""
         opened = self._socket
         assert opened is not None
         if self._connecting:
@@ -208,7 +208,7 @@ class Connection:
             except (BlockingIOError, InterruptedError):
                 return True
             except OSError:
-                pass  # cannot send the rest, may still read an early answer; `_out` stays, so it is not reused
+                pass  # an early answer can still be read; `_out` stays set, which prevents reuse
             else:
                 if self._out:
                     return True
@@ -228,7 +228,7 @@ class Connection:
             return
         record = self.record
         if record is None:
-            self.close()  # idle, and the peer closed or said something nobody asked for
+            self.close()  # idle, and the peer closed it or sent unexpected bytes
             return
         reader = self._reader
         if not size:
@@ -306,9 +306,9 @@ def _connect_error(code: int) -> str:
     return f"connect_{errno.errorcode.get(code, str(code)).lower()}"
 
 
-# A pool of keep-alive connections to one gateway: one per request in flight, the most recently used one first.
+# A pool of keep-alive connections to one gateway: one per request in flight; the most recently used is reused first.
 
-#: Common servers close an idle connection after 5 s (uvicorn); one that old is not trusted with a request.
+#: Common servers close an idle connection after 5 s (uvicorn), so older ones than this are not used for a request.
 MAX_IDLE_S = 4.0
 _SWEEP_S = 0.05
 
@@ -316,22 +316,22 @@ Done = Callable[[Record, float], object]
 
 
 class Client:
-    """Sends requests and times their responses. Use on one running loop: `await open()`, `send(…)`, `close()`."""
+    """Sends requests and times their responses. Use it on one running loop: `await open()`, `send(…)`, `close()`."""
 
     def __init__(self, target: str, options: Options, reactor: Reactor) -> None:
-        """`target`: `http://host:port`. Raises ConfigError for anything else."""
+        """`target`: `http://host:port`. Raises ConfigError for any other form."""
         self.loop = asyncio.get_running_loop()
         self.reactor = reactor
         self.options = options
-        #: Of all requests: gaps between arrivals of body bytes; first tokens. Up to date after `count`.
+        #: Over all requests: gaps between arrivals of body bytes, and first tokens. Complete after a call of `count`.
         self.gaps = Histogram()
         self.ttfts = Histogram()
-        #: Seconds between arrivals of body bytes, and from schedule to first token, until the next `count`.
+        #: Seconds between arrivals of body bytes, and from schedule to first token, since the last call of `count`.
         self.new_gaps: list[float] = []
         self.new_ttfts: list[float] = []
-        #: Shared by all connections: what was received is used up before the next one reads.
+        #: Shared by all connections: received bytes are processed before the next connection reads.
         self.buffer = bytearray(RECEIVE_BYTES)
-        #: The same bytes, to look at without a copy.
+        #: The same bytes, for access without a copy.
         self.received = memoryview(self.buffer)
         self.digest_field = options.digest_header.lower().encode("latin-1")
         self._host, self._port = _split_target(target)
@@ -339,7 +339,7 @@ class Client:
         self._heads: dict[tuple[str, str], bytes] = {}
         self._fields = _render_fields({"host": _authority(self._host, self._port), **options.headers})
         self._idle: list[Connection] = []
-        # In the order of sending, so the oldest request comes first.
+        # In the order of sending, so the oldest request is first.
         self._busy: dict[int, tuple[Connection, Done]] = {}
         self._sweep: asyncio.TimerHandle | None = None
 
@@ -358,7 +358,7 @@ class Client:
         self._sweep = self.loop.call_later(_SWEEP_S, self._on_sweep)
 
     def send(self, call: Call, record: Record, done: Done) -> None:
-        """Send now; `done(record, now)` is called once, later. Raises ConfigError for a header that cannot be sent."""
+        """Send a request; `done(record, now)` is called once, later. Raises ConfigError for an invalid header."""
         assert self._address is not None, "open the client first"
         message = self._message(call)
         connection = self._take_connection()
@@ -366,13 +366,13 @@ class Client:
         connection.start(record, message, self._address)
 
     def abort(self, error: str) -> None:
-        """Every request in flight ends now with `error`."""
+        """End every request in flight with `error`."""
         now = monotonic()
         for connection, _ in list(self._busy.values()):
             connection.abort(error, now)
 
     def close(self) -> None:
-        """Drop all connections. Requests in flight get no verdict. Harmless when repeated."""
+        """Close all connections. Requests in flight get no result. Safe to call again."""
         self.count()
         if self._sweep is not None:
             self._sweep.cancel()
@@ -384,7 +384,7 @@ class Client:
         self._idle.clear()
 
     def ended(self, connection: Connection, reusable: bool, now: float) -> None:
-        """A connection reports the end of its request."""
+        """Called by a connection at the end of its request."""
         record = connection.record
         assert record is not None
         connection.record = None
@@ -413,7 +413,7 @@ class Client:
         return b"%bcontent-length: %d\r\n%b\r\n%b" % (head, len(call.body), fields, call.body)
 
     def count(self) -> None:
-        """Bring `gaps` and `ttfts` up to date; many at once are cheaper than each when it comes."""
+        """Add the new values to `gaps` and `ttfts`. Adding many at a time is cheaper than adding each on arrival."""
         self.gaps.add_all(self.new_gaps)
         self.ttfts.add_all(self.new_ttfts)
         self.new_gaps.clear()
@@ -428,7 +428,7 @@ class Client:
             if connection.record is None or connection.record.sent > due:
                 break
             connection.abort("timeout", now)
-        # The oldest idle connections lie at the bottom of the stack.
+        # The oldest idle connections are at the bottom of the stack.
         while self._idle and self._idle[0].idle_since < now - MAX_IDLE_S:
             self._idle.pop(0).close()
         self._sweep = self.loop.call_later(_SWEEP_S, self._on_sweep)

@@ -1,7 +1,7 @@
-"""Load runs as pictures: several side by side, or one in full. Needs matplotlib, the extra `report`.
+"""Load runs as pictures: several side by side, or one in detail. Needs matplotlib, the extra `report`.
 
-Latencies are dots on a log axis of at least a decade: a bar there has no zero to grow from, so that its length would
-say nothing. Bars stand on zero.
+Latencies are dots on a log axis of at least a decade. Bars would have no zero to start from there, so their length
+would be meaningless. All bars start at zero.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,24 +16,23 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-#: Grey first: the first run is the one to beat.
+#: Grey is first, because the first run is the baseline.
 _COLOURS = ("#9aa7b4", "#e7a13b", "#2a78c2", "#1d9a83", "#c4553b", "#7c5aa8", "#b59f3b", "#4f5b66")
 _INK, _FAINT, _QUIET, _BAD = "#2b3138", "#d9dee3", "#6a747e", "#b3261e"
 _QUANTILES = ("p50", "p95", "p99")
-#: Below this, a log axis has nothing to show.
+#: Smallest value shown on a log axis.
 _SHORTEST_MS = 0.01
 
 
 def log_axis(axes: "Axes", name: Literal["x", "y"], values: Sequence[float], write: Callable[[float], str]) -> None:
-    """A log axis for values above 0, with some space around them. It shows a decade at least, so that a small
-    difference looks small."""
+    """A log axis for values above 0, with some margin. It shows at least a decade, so small differences look small."""
     from matplotlib.ticker import LogLocator
 
     low, high = max(min(values), _SHORTEST_MS), max(*values, _SHORTEST_MS)
     widen = max(1.6, (10.0 * low / high) ** 0.5)
     axes.set(**{f"{name}scale": "log", f"{name}lim": (low / widen, high * widen)})
     axis = {"x": axes.xaxis, "y": axes.yaxis}[name]
-    # Few enough to stand side by side.
+    # Few enough ticks to fit side by side.
     decades = high * widen * widen / low
     axis.set_major_locator(LogLocator(subs=(1.0,) if decades > 1e3 else (1.0, 2.0, 5.0)))
     axis.set_major_formatter(lambda value, _place: write(value))
@@ -43,7 +42,7 @@ def log_axis(axes: "Axes", name: Literal["x", "y"], values: Sequence[float], wri
 
 @contextmanager
 def _canvas(path: str | Path, title: str, note: str) -> "Iterator[Figure]":
-    """An empty picture, which is written in the end."""
+    """An empty picture, which is written to `path` at the end."""
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -60,8 +59,8 @@ def _canvas(path: str | Path, title: str, note: str) -> "Iterator[Figure]":
 
 
 def plot(summaries: Sequence[Summary], path: str | Path, title: str = "") -> None:
-    """Draw at least one summary (all in the same `time`) into a PNG: who makes users wait, who gets work done, who
-    reuses the cache, who drops requests."""
+    """Draw at least one summary (all in the same `time`) into a PNG: TTFT, output tokens per second, cache hits, and
+    failed requests."""
     if not summaries:
         raise ValueError("nothing to plot")
     with _canvas(path, title or "Load runs side by side", _clock(summaries)) as canvas:
@@ -80,8 +79,8 @@ def plot(summaries: Sequence[Summary], path: str | Path, title: str = "") -> Non
 
 
 def plot_run(result: RunResult, summary: Summary, path: str | Path, title: str) -> None:
-    """Draw one run in wall-clock time into a PNG: the latencies of its requests over time, and how its TTFT is
-    distributed."""
+    """Draw one run in wall-clock time into a PNG: the latencies of its requests over time, and the distribution of its
+    TTFT."""
     note = f"{summary['requests']:,} requests, {summary['failed']:,} failed"
     with _canvas(path, title, note) as canvas:
         over_time, distribution = canvas.subplots(2, 1, height_ratios=(1.25, 1))
@@ -136,7 +135,7 @@ def _latencies(axes: "Axes", name: Literal["x", "y"], values: Sequence[float]) -
 
 
 def _draw_ttft(axes: "Axes", summaries: Sequence[Summary]) -> None:
-    """Groups are quantiles, so what is compared stands side by side."""
+    """Draw TTFT grouped by quantile, so that the runs to compare are side by side."""
     width = 0.82 / len(summaries)
     size = 10 if len(summaries) <= 4 else 8
     for index, summary in enumerate(summaries):

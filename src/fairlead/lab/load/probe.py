@@ -1,4 +1,4 @@
-"""Is there an OpenAI endpoint at this address, and which model does it serve? Asked once, before a run."""
+"""Whether there is an OpenAI endpoint at an address, and which models it serves. Queried once, before a run."""
 
 from collections.abc import Mapping
 from http.client import HTTPConnection, HTTPException
@@ -9,7 +9,7 @@ import msgspec
 from fairlead.core.errors import ADMIN_PORT, ConfigError, FairleadError
 
 MODELS_PATH = "/v1/models"
-#: Of an answer: metrics pages are the largest.
+#: Most bytes of a response that are read: metrics pages are the largest.
 _MOST_BYTES = 8 << 20
 _CURES = (
     "check that the server runs and listens on this host and port (curl {target}{path}), that no firewall stands "
@@ -18,7 +18,7 @@ _CURES = (
 
 
 class NoAnswer(FairleadError):
-    """Nothing that speaks HTTP answers at the target."""
+    """No HTTP server answers at the target."""
 
 
 class Model(msgspec.Struct):
@@ -32,7 +32,7 @@ class _Models(msgspec.Struct):
 
 
 def normal_target(url: str) -> str:
-    """`http://host:port` from what people write: without a scheme, with a slash or `/v1` behind. Raises ConfigError."""
+    """`http://host:port` from user input: without a scheme, with a trailing slash or `/v1`. Raises ConfigError."""
     address = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1").rstrip("/")
     try:
         parts = urlsplit(address)
@@ -49,8 +49,8 @@ def normal_target(url: str) -> str:
 def exchanged(
     target: str, path: str, headers: Mapping[str, str], timeout_s: float = 10.0, body: bytes | None = None
 ) -> tuple[int, bytes]:
-    """(status, content) of one request: GET, or POST where there is a `body`. Raises `OSError`, `HTTPException`, or
-    `ValueError` for a header that cannot be sent."""
+    """Send a request, GET, or POST if there is a `body`; returns (status, content). Raises `OSError`, `HTTPException`,
+    or `ValueError` for a header that cannot be sent."""
     parts = urlsplit(target)
     connection = HTTPConnection(parts.hostname or "", parts.port or 80, timeout=timeout_s)
     try:
@@ -62,7 +62,7 @@ def exchanged(
 
 
 def ask_models(target: str, headers: Mapping[str, str], timeout_s: float = 10.0) -> tuple[int, list[str]]:
-    """(status, names) of `GET /v1/models`; no names when the answer is no list of models. Raises NoAnswer."""
+    """(status, names) of `GET /v1/models`; no names if the answer is not a list of models. Raises NoAnswer."""
     try:
         status, body = exchanged(target, MODELS_PATH, headers, timeout_s)
     except (OSError, HTTPException) as error:
@@ -82,5 +82,5 @@ def ask_models(target: str, headers: Mapping[str, str], timeout_s: float = 10.0)
 
 
 def _printable(text: str, most: int = 200) -> str:
-    """Part of what a peer may have sent, safe to show on a terminal."""
+    """A part of what a peer sent, safe to show on a terminal."""
     return "".join(letter if letter.isprintable() else " " for letter in text[:most]).strip()

@@ -1,8 +1,8 @@
-"""The load generator as a process of its own: `python -m fairlead.lab.load.process RESULT_FILE`, started by
+"""The load generator as a separate process: `python -m fairlead.lab.load.process RESULT_FILE`, started by
 `process.run_in_process`.
 
-A `RunSpec` comes in as JSON on standard input, progress goes out as JSON lines on standard output, the result as
-MessagePack into the file. A parent that goes away breaks the pipe, and with it the run.
+It reads a `RunSpec` as JSON from standard input, writes progress as JSON lines to standard output, and the result as
+MessagePack to the file. If the parent exits, the pipe breaks and the run ends.
 """
 
 import asyncio
@@ -20,19 +20,18 @@ from fairlead.core.errors import ConfigError, FairleadError
 from fairlead.lab.load.runner import OnProgress, run_spec
 from fairlead.lab.load.spec import Progress, RunResult, RunSpec
 
-#: Exit code for a run that its spec makes impossible; standard error then holds the reason.
+#: Exit code for a spec that cannot be run; the reason is on standard error.
 EXIT_CONFIG = 2
 
 
 def main(result_path: str) -> int:
-    """Returns the process's exit code."""
+    """Run the spec and return the exit code of the process."""
     allow_many_sockets()
     output = sys.stdout.fileno()
     os.set_blocking(output, False)
 
     def report(progress: Progress) -> None:
-        # A parent too busy to read must not stop the clock of what is measured. A short line goes out whole or not at
-        # all.
+        # A busy parent must not block the measurement. A short line is written completely or not at all.
         with suppress(BlockingIOError):
             os.write(output, msgspec.json.encode(progress) + b"\n")
 
@@ -50,7 +49,7 @@ def main(result_path: str) -> int:
 
 
 def allow_many_sockets() -> None:
-    """Each request in flight holds a socket; a common soft limit is 1024."""
+    """Raise the limit of open files, because each request in flight holds a socket and a common soft limit is 1024."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = hard if hard != resource.RLIM_INFINITY else 1 << 20
     with suppress(ValueError, OSError):
@@ -60,13 +59,13 @@ def allow_many_sockets() -> None:
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1]))
 
-# The load generator in a process of its own, so that it does not hold up the loop of the gateway it measures.
+# Runs the load generator in a separate process, so that it does not block the loop of the gateway that it measures.
 
 _KEPT_ERRORS = 4000
 
 
 async def run_in_process(spec: RunSpec, on_progress: OnProgress | None = None) -> RunResult:
-    """Run `spec` in a child process. `on_progress` is called on this loop. Cancelling ends the child.
+    """Run `spec` in a child process. `on_progress` is called on this loop. Cancelling kills the child.
 
     Raises ConfigError for a spec that cannot be run, FairleadError if the child fails.
     """
@@ -88,7 +87,7 @@ async def run_in_process(spec: RunSpec, on_progress: OnProgress | None = None) -
 
 
 async def _follow(child: Process, spec: RunSpec, on_progress: OnProgress | None) -> str:
-    """Hand over the spec, pass progress on until the child ends; returns what it wrote to standard error."""
+    """Send the spec and pass on progress until the child ends. Returns what the child wrote to standard error."""
     assert child.stdin is not None and child.stdout is not None and child.stderr is not None
     errors = asyncio.create_task(_read_tail(child.stderr))
     try:

@@ -1,9 +1,9 @@
-"""Many sockets behind a single entry of an asyncio loop, and a precise timer.
+"""Watches many sockets through a single entry of an asyncio loop, and provides a precise timer.
 
-Why not asyncio's own transports: they spend about 5 µs of bookkeeping on every read, and `Protocol.data_received`
-allocates 256 KiB per read on top (17 µs against 3.4 µs for `recv_into`, CPython 3.11 on Linux). A load generator shares
-its cores with what it measures. An epoll instance can itself be watched by epoll, so all connections cost the loop one
-wake-up per batch.
+Why not asyncio's own transports: they spend about 5 µs of bookkeeping on every read, and `Protocol.data_received` also
+allocates 256 KiB per read (17 µs against 3.4 µs for `recv_into`, CPython 3.11 on Linux). A load generator shares its
+cores with the system it measures. An epoll instance can itself be watched by epoll, so all connections cost the loop
+one wake-up per batch.
 
 Why not `call_at`: asyncio rounds waits up to whole milliseconds, which would be charged to every request as latency.
 
@@ -46,12 +46,12 @@ class Reactor:
         self._epoll.modify(descriptor, events)
 
     def forget(self, descriptor: int) -> None:
-        """Call before closing the descriptor."""
+        """Stop watching a descriptor. Call it before closing the descriptor."""
         if self._handlers.pop(descriptor, None) is not None:
             self._epoll.unregister(descriptor)
 
     def close(self) -> None:
-        """Harmless when repeated. Descriptors still watched are left open: they are their owners'."""
+        """Stop watching. Safe to call again. Watched descriptors stay open, because they belong to their owners."""
         if not self._epoll.closed:
             self._loop.remove_reader(self._epoll.fileno())
             self._handlers.clear()
@@ -80,7 +80,7 @@ class Alarm:
         loop.add_reader(self._descriptor, self._on_ready)
 
     def set(self, when: float) -> None:
-        """Ring at `when` (CLOCK_MONOTONIC seconds), at once if that is past. Replaces an earlier setting."""
+        """Ring at `when` (CLOCK_MONOTONIC seconds), or immediately if that is past. Replaces an earlier setting."""
         _timerfd_settime(self._descriptor, max(when, 1e-9))
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class _TimerSpec(ctypes.Structure):
     _fields_ = [("interval", _TimeSpec), ("value", _TimeSpec)]
 
 
-# Python has os.timerfd_create only from 3.13 on.
+# Python has os.timerfd_create only since 3.13.
 _CLOCK_MONOTONIC = 1
 _TFD_TIMER_ABSTIME = 1
 _libc: Any = ctypes.CDLL(None, use_errno=True)

@@ -1,15 +1,16 @@
-"""From a run's records to the figures people compare.
+"""The figures of a run from its records.
 
 Rules
-* `failed` counts everything that was not a success, shed requests (429, 503) too, which `shed` shows apart: a router
-  that sheds one in seven looks fast. Latencies are of successful requests only, so read them next to `failed`.
+* `failed` counts all requests without success, including shed requests (429, 503), which `shed` shows separately,
+  because a router that sheds one request in seven looks fast. Latencies are of successful requests only, so read them
+  together with `failed`.
 * Latencies count from the scheduled arrival. `send_lag_ms` shows how late the generator itself was. A run whose p99 is
   above `LAG_MS` is not `valid`: it has measured the generator, or `max_in_flight`, and not only the server.
-* Token counts are what the servers reported; `usage_missing` counts successes without a report. No report at all:
-  `None`.
-* A server that runs `time_ratio` times faster than what it models can be shown in model time: durations times the
-  ratio, rates divided by it. `time` says which of the two a summary is in; `send_lag_ms` and `client` always are
-  wall-clock.
+* Token counts are those reported by the servers; `usage_missing` counts successes without a report. `None` if there is
+  no report at all.
+* The results of a server that runs `time_ratio` times faster than the server it models can be shown in model time:
+  durations times the ratio, rates divided by it. `time` shows which of the two a summary uses. `send_lag_ms` and
+  `client` are always in wall-clock time.
 """
 
 import math
@@ -34,7 +35,7 @@ _SHED = {"status_429": "429", "body_error_429": "429", "status_503": "503", "bod
 def summarise(
     result: RunResult, time: Time = "wall", slo_ttft_ms: float = math.inf, slo_tpot_ms: float = math.inf
 ) -> Summary:
-    """One run as JSON-ready figures with stable keys. Durations in ms, except where a key says `_s`.
+    """The figures of one run, JSON-ready and with stable keys. Durations in ms, unless a key says `_s`.
 
     The service levels are in the time of the summary; infinite = none.
     """
@@ -81,7 +82,7 @@ def _tokens(good: Sequence[Record], duration: float) -> Summary:
     output = _total(record.completion_tokens for record in good)
     prompt = _total(record.prompt_tokens for record in good)
     cached = _total(record.cached_tokens for record in good)
-    # Only prompts whose server also reports cached tokens can hit.
+    # Only prompts whose server also reports cached tokens count.
     base = _total(record.prompt_tokens for record in good if record.cached_tokens >= 0)
     return {
         "output_tokens": output,
@@ -95,7 +96,7 @@ def _tokens(good: Sequence[Record], duration: float) -> Summary:
 
 
 def _goodput(records: Sequence[Record], ratio: float, duration: float, ttft_ms: float, tpot_ms: float) -> Summary:
-    """Share of all requests that succeeded within both levels; a response without a second token has no TPOT."""
+    """The share of all requests that succeeded within both levels. A response without a second token has no TPOT."""
     levels = {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms}
     within = sum(
         record.ttft() * ratio * 1000 <= ttft_ms and (tpot(record) or 0.0) * ratio * 1000 <= tpot_ms
@@ -119,7 +120,7 @@ def _rate(amount: int | None, duration: float) -> float | None:
 
 
 def tpot(record: Record) -> float | None:
-    """Seconds per output token after the first; None for a response without a second one or not streamed."""
+    """Seconds per output token after the first; None for a response with less than two tokens, or not streamed."""
     if record.completion_tokens < 2 or not 0 < record.first_data < record.last_data:
         return None
     return (record.last_data - record.first_data) / (record.completion_tokens - 1)
@@ -135,14 +136,14 @@ def _spread(seconds: Sequence[float]) -> Summary:
 
 
 def _gaps(result: RunResult, ratio: float) -> Summary:
-    """Time between arrivals of body bytes; tokens that arrive together count once. Quantiles are within 1 %."""
+    """Time between arrivals of body bytes. Tokens that arrive together count as one. Quantiles are within 1 %."""
     gaps = result.gaps
     spread = {"mean": gaps.mean(), **{name: gaps.quantile(share) for name, share in _QUANTILES.items()}}
     return {name: None if value is None else value * ratio * 1000 for name, value in spread.items()}
 
 
 def figure(value: float) -> str:
-    """A number as people read it: three digits that matter, thousands apart, no exponents."""
+    """A number for people: three significant digits, thousands separators, no exponents."""
     if value == int(value) or abs(value) >= 100:
         return f"{value:,.0f}"
     if abs(value) >= 0.1:
@@ -151,7 +152,7 @@ def figure(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A share as people read it; nearly all is not written as all, nor nearly none as none."""
+    """A share for people. Nearly all is never shown as all, nor nearly none as none."""
     hundredths = share * 100
     if hundredths in (0, 100) or 1 <= hundredths < 99:
         return f"{hundredths:.0f} %"
@@ -159,7 +160,7 @@ def percent(share: float) -> str:
 
 
 def table(summaries: Sequence[Summary]) -> Table:
-    """Several runs side by side, a column each."""
+    """Several runs side by side, one column each."""
     kinds = {summary["time"] for summary in summaries}
     ratios = {summary["time_ratio"] for summary in summaries}
     clock = "model time" if kinds == {"model"} else "wall-clock time" if kinds == {"wall"} else "mixed times"
@@ -177,7 +178,7 @@ def table(summaries: Sequence[Summary]) -> Table:
 
 
 def _goodput_row(summaries: Sequence[Summary]) -> tuple[str, list[str]]:
-    """Without a service level every success would be good: that is no figure of its own."""
+    """The goodput row, empty without a service level, because every success would then be good."""
     levels = {(summary["slo"]["ttft_ms"], summary["slo"]["tpot_ms"]) for summary in summaries}
     words = [f"{name} {level:g} ms" for name, level in zip(("TTFT", "TPOT"), levels.pop(), strict=True) if level]
     shown = bool(words) and not levels

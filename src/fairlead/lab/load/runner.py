@@ -1,11 +1,11 @@
-"""One load run: arrivals and workload in, records out, against a live server.
+"""One load run against a live server: takes arrivals and a workload, returns records.
 
 Rules
-* A request leaves at its scheduled time whether or not earlier ones were answered (open loop), unless `max_in_flight`
-  holds it back. Held back or late, its latency counts from the schedule.
-* Every scheduled request gets exactly one record. At the hard time bound those in flight end as `time_limit`, those
-  held back as `not_sent`; what was not yet scheduled does not exist.
-* What the server does never raises; what the caller's workload, arrivals or callback raise ends the run and is raised
+* A request is sent at its scheduled time whether or not earlier ones were answered (open loop), unless `max_in_flight`
+  holds it back. If it is held back or late, its latency still counts from the schedule.
+* Every scheduled request gets exactly one record. At the hard time bound, requests in flight end as `time_limit` and
+  those held back as `not_sent`; requests that were not scheduled yet get no record.
+* What the server does never raises. What the caller's workload, arrivals or callback raise ends the run and is raised
   by `run`.
 """
 
@@ -23,7 +23,7 @@ from fairlead.lab.load.reactor import Alarm, Reactor
 from fairlead.lab.load.spec import Options, Progress, Record, RunResult, RunSpec
 from fairlead.lab.load.workload import Call, ClosedLoop, OpenLoop, Workload
 
-#: Requests sent before the loop gets to read responses again.
+#: Requests sent before the loop can read responses again.
 _BURST = 32
 
 OnProgress = Callable[[Progress], object]
@@ -37,9 +37,9 @@ async def run(
     on_progress: OnProgress | None = None,
     name: str = "",
 ) -> RunResult:
-    """Run to the end and return what was measured. Raises ConfigError for a target or header that cannot be used.
+    """Run to the end and return the measurements. Raises ConfigError for a target or header that cannot be used.
 
-    `on_progress` is called on the loop about every `options.progress_s` and once at the end. Cancelling drops all
+    `on_progress` is called on the loop about every `options.progress_s` and once at the end. Cancelling closes all
     connections.
     """
     reactor = Reactor(asyncio.get_running_loop())
@@ -74,7 +74,7 @@ async def run(
 
 
 async def run_spec(spec: RunSpec, on_progress: OnProgress | None = None) -> RunResult:
-    """`run` for a run that is given as data."""
+    """`run` with its arguments as data."""
     return await run(spec.target, spec.workload, spec.arrivals, spec.options, on_progress, spec.name)
 
 
@@ -103,7 +103,7 @@ class _Load:
         self._next: float | None = None
         self._scheduled = 0
         self._exhausted = False
-        #: Scheduled times that `max_in_flight` holds back, oldest first.
+        #: Scheduled times of requests that `max_in_flight` holds back, oldest first.
         self._waiting: deque[float] = deque()
         self._thinking = 0
         self._failed = 0
@@ -128,7 +128,7 @@ class _Load:
         self._alarm.close()
 
     def _guard(self, step: Callable[..., None], *arguments: Any) -> None:
-        """Run one step of the run; what it raises ends the run."""
+        """Run one step of the run; an exception ends the run."""
         if self._finished.done():
             return
         try:
@@ -154,7 +154,7 @@ class _Load:
         self._guard(self._send_due)
 
     def _send_due(self) -> None:
-        """Send what is due; come back for the next one at its time."""
+        """Send what is due, and set the alarm for the next arrival."""
         now = time.monotonic()
         for _ in range(_BURST):
             if self._next is None:
@@ -186,7 +186,7 @@ class _Load:
     def _send(self, scheduled: float) -> None:
         call = next(self._calls, None)
         if call is None:
-            # The workload is at its end; what was scheduled beyond it is not part of the run.
+            # The workload has ended; requests scheduled after its end are not part of the run.
             self._exhausted = True
             self._waiting.clear()
             self._next = None

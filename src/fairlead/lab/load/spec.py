@@ -1,8 +1,8 @@
-"""The nouns of a load run: what to send, how, and what came back. All are plain data that cross a process boundary.
+"""The data types of a load run: what to send, how, and the results. All are plain data that can be sent to a process.
 
-Times are seconds on CLOCK_MONOTONIC, which processes of one host share; 0.0 = it never happened.
-Latency counts from `scheduled`, the moment the request should have left. A generator that counts from the actual send
-hides exactly the waiting it causes when the server stalls (coordinated omission).
+Times are seconds on CLOCK_MONOTONIC, which processes of one host share; 0.0 = it never happened. Latency counts from
+`scheduled`, the time when the request should have been sent. A generator that counts from the actual send hides exactly
+the waiting that it causes when the server stalls (coordinated omission).
 """
 
 from collections.abc import Sequence
@@ -19,18 +19,18 @@ from fairlead.lab.load.workload import AnyArrivals, AnyWorkload, Poisson, Shared
 #: Neighbouring buckets differ by this factor, so a quantile is off by less than 1 %.
 _STEP = log(1.02)
 _PER_LOG = 1 / _STEP
-#: Bucket 0 holds everything up to one microsecond, the last one everything from about five hours.
+#: Bucket 0 holds everything up to one microsecond, the last bucket everything from about five hours.
 _SHORTEST = 1e-6
 _SHIFT = -log(_SHORTEST) * _PER_LOG
 _LAST = 1200
 
 
 class Histogram(msgspec.Struct):
-    """Durations in seconds."""
+    """A histogram of durations in seconds."""
 
     count: int = 0
     total: float = 0.0
-    #: Bucket index -> durations in it.
+    #: Bucket index -> number of durations in it.
     buckets: dict[int, int] = {}
 
     def add(self, seconds: float) -> None:
@@ -42,7 +42,7 @@ class Histogram(msgspec.Struct):
         self.buckets[index] = self.buckets.get(index, 0) + 1
 
     def add_all(self, durations: Sequence[float]) -> None:
-        """`add` for many at once: 30 ns each."""
+        """`add` for many durations: 30 ns each."""
         if not durations:
             return
         seconds = np.maximum(np.asarray(durations), _SHORTEST)
@@ -56,7 +56,7 @@ class Histogram(msgspec.Struct):
         return self.total / self.count if self.count else None
 
     def quantile(self, share: float) -> float | None:
-        """The duration below which `share` (0-1) of all lie; None when empty."""
+        """The duration below which `share` (0-1) of all durations are; None if there are none."""
         if not self.count:
             return None
         wanted = share * self.count
@@ -70,38 +70,38 @@ class Histogram(msgspec.Struct):
 
 
 class Record(msgspec.Struct, gc=False):
-    """What happened to one request."""
+    """The times and results of one request."""
 
     index: int
     scheduled: float
     sent: float = 0.0
-    #: Head of the final response read.
+    #: When the head of the final response was read.
     headers: float = 0.0
     #: First byte of the response body.
     first_byte: float = 0.0
-    #: First byte of the body that is no SSE comment: the first token of a stream.
+    #: First byte of the body that is not an SSE comment: the first token of a stream.
     first_data: float = 0.0
     #: Last arrival of body bytes.
     last_data: float = 0.0
     end: float = 0.0
     status: int = 0
     body_bytes: int = 0
-    #: Chunks of a chunked response.
+    #: The number of chunks of a chunked response.
     chunks: int = 0
-    #: Why it failed; empty = success. See `fairlead.lab.load.connection` for the words.
+    #: Why the request failed; empty = success. See `fairlead.lab.load.connection` for the values.
     error: str = ""
     sha256: str = ""
     #: `-1` = not reported.
     prompt_tokens: int = -1
     completion_tokens: int = -1
     cached_tokens: int = -1
-    #: Which prefix group of the workload it belonged to; -1 = none.
+    #: The prefix group of the workload; -1 = none.
     group: int = -1
     #: Arrival times of body bytes, at most `Options.chunk_times`.
     chunk_times: Sequence[float] = ()
 
     def ttft(self) -> float:
-        """Seconds from the scheduled arrival to the first token (or body byte, when it is no stream)."""
+        """Seconds from the scheduled arrival to the first token (or the response head, if it is not a stream)."""
         return (self.first_data or self.headers) - self.scheduled
 
     def e2e(self) -> float:
@@ -116,17 +116,17 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     requests: int = 0
     #: Seconds in which arrivals are scheduled; 0 = no bound.
     duration_s: float = 0.0
-    #: Further arrivals wait (and their latency counts on). Each request in flight holds a socket: mind `ulimit -n`.
+    #: Further arrivals wait, and their latency counts. Each request in flight holds a socket: check `ulimit -n`.
     max_in_flight: int = 2000
-    #: From the send to the end of the response.
+    #: Limit on the time from the send to the end of the response.
     timeout_s: float = 300.0
-    #: Hard bound on the whole run: what is not finished then has failed.
+    #: Hard bound on the whole run: requests that are not finished then have failed.
     time_limit_s: float = 3600.0
     #: Read token counts and in-stream errors from the responses.
     read_usage: bool = True
     #: Measure the gaps between arrivals of body bytes (ITL).
     gaps: bool = True
-    #: Keep up to so many arrival times per request.
+    #: Keep up to this many arrival times per request.
     chunk_times: int = 0
     #: Keep the sha256 of every response body.
     sha256: bool = False
@@ -134,7 +134,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     digest_header: str = ""
     #: Sent with every request.
     headers: dict[str, str] = {}
-    #: The server's model time runs so many times faster than the wall clock.
+    #: The server's model time runs this many times faster than the wall clock.
     time_ratio: float = 1.0
     progress_s: float = 0.25
 
@@ -148,11 +148,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A whole run as data."""
+    """A complete run as data."""
 
     #: `http://host:port`
     target: str
-    #: How reports call it: the policy under test.
+    #: The name in reports: the policy under test.
     name: str = ""
     workload: AnyWorkload = msgspec.field(default_factory=SharedPrefix)
     arrivals: AnyArrivals = msgspec.field(default_factory=Poisson)
@@ -160,40 +160,40 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Progress(msgspec.Struct):
-    """A look at a running run."""
+    """The state of a run in progress."""
 
     done: int
-    #: Requests of the whole run; 0 = not known, the run is bounded by time.
+    #: Requests of the whole run; 0 = unknown, because the run is bounded by time.
     total: int
     failed: int
     in_flight: int
-    #: Scheduled, but held back by `max_in_flight`.
+    #: Requests that are scheduled but held back by `max_in_flight`.
     waiting: int
-    #: Completions per second since the previous look.
+    #: Completions per second since the previous report.
     rate: float
     elapsed_s: float
-    #: Wall-clock milliseconds, of all requests whose first token has come; None before the first.
+    #: Wall-clock milliseconds, over all requests whose first token has arrived; None before the first.
     ttft_p50_ms: float | None
 
 
 class RunResult(msgspec.Struct, kw_only=True):
-    """Everything a run measured."""
+    """All measurements of a run."""
 
     name: str = ""
     target: str = ""
     records: list[Record]
-    #: Gaps between arrivals of body bytes of all streams, from the first token on.
+    #: Gaps between arrivals of body bytes, over all streams, from the first token on.
     gaps: Histogram = msgspec.field(default_factory=Histogram)
-    #: CLOCK_MONOTONIC seconds at which offset 0 of the arrivals lay.
+    #: CLOCK_MONOTONIC seconds of offset 0 of the arrivals.
     origin: float = 0.0
     #: Unix time of the origin.
     started_unix: float = 0.0
-    #: From the origin until the last response.
+    #: Seconds from the origin to the last response.
     duration_s: float = 0.0
     #: CPU seconds of the generator's process during the run.
     cpu_s: float = 0.0
-    #: The hard time bound ended it.
+    #: Whether the hard time bound ended the run.
     cut: bool = False
     time_ratio: float = 1.0
-    #: Workload, arrivals and options as plain data, to be published next to every number.
+    #: Workload, arrivals and options as plain data, for publication next to every number.
     config: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What a model server says of itself: name, context length, KV cache, prefix hits. Asked once, all optional."""
+"""What a model server reports about itself: name, context length, KV cache, prefix hits. Queried once; all optional."""
 
 from collections.abc import Iterator, Sequence
 from http.client import HTTPException
@@ -18,21 +18,21 @@ from fairlead.lab.load.probe import exchanged
 
 
 class Facts(Struct, kw_only=True, frozen=True):
-    """0 or empty = it does not say."""
+    """What a server reports. 0 or empty = not reported."""
 
     model: str = ""
     max_model_len: int = 0
     block_size: int = 0
     num_blocks: int = 0
     max_num_seqs: int = 0
-    #: Tokens of one step.
+    #: The token budget of one step.
     max_batched_tokens: int = 0
-    #: Of all prompt tokens since its start, the share found in its cache; below 0 = nothing was asked yet.
+    #: Share of all prompt tokens since its start that was found in its cache; below 0 = no requests yet.
     hit_rate: float = -1.0
 
     @property
     def kv_tokens(self) -> int:
-        """One block is the null block and holds nothing (vLLM 0.32)."""
+        """Tokens that the KV cache holds. One block is the null block, which holds nothing (vLLM 0.32)."""
         return self.block_size * max(self.num_blocks - 1, 0)
 
 
@@ -55,13 +55,13 @@ class _VllmConfig(Struct):
 
 
 class _ServerInfo(Struct):
-    """vLLM in development mode (`VLLM_SERVER_DEV_MODE=1`) tells its whole configuration."""
+    """The configuration that vLLM reports in development mode (`VLLM_SERVER_DEV_MODE=1`)."""
 
     vllm_config: _VllmConfig
 
 
 def ask_facts(target: str, headers: dict[str, str], model: str = "", timeout_s: float = 10.0) -> Facts:
-    """Of `http://host:port`. A page that does not come or cannot be read leaves its part unknown."""
+    """Query `http://host:port`. If a page is missing or cannot be read, its fields stay unknown."""
     facts = Facts(model=model)
     for entry in _asked(target, "/v1/models", headers, timeout_s, _Models, _Models([])).data:
         if not model or entry.id == model:
@@ -98,7 +98,7 @@ def _asked(target: str, path: str, headers: dict[str, str], timeout_s: float, ki
 
 
 def _get(target: str, path: str, headers: dict[str, str], timeout_s: float) -> bytes:
-    """Empty when there is no such page."""
+    """The content of a page; empty if there is no such page."""
     try:
         status, body = exchanged(target, path, headers, timeout_s)
     except (OSError, HTTPException):
@@ -106,56 +106,56 @@ def _get(target: str, path: str, headers: dict[str, str], timeout_s: float) -> b
     return body if 200 <= status < 300 else b""
 
 
-# From what single requests took to the step model of `fairlead.lab.engine.spec.LatencyModel`. Pure.
+# From the times of single requests to the step model of `fairlead.lab.engine.spec.LatencyModel`. Pure.
 #
 # Theory. A step takes `c0 + c_pf·new + c_attn·pairs + c_seq·B + c_kv·KV`. So, in milliseconds,
 #
 #     a request alone, u of its n prompt tokens uncached:  TTFT = h + c0·⌈u/C⌉ + c_pf·u + c_attn·u·(n - u/2)
 #     B requests that decode together, m tokens each:      TPOT = c0 + c_seq·B + c_kv·B·m
 #
-# `h` is what a request takes besides (HTTP, tokenising, network), C the tokens of one step. All of it is linear in the
-# six unknowns: least squares of relative errors, with outliers weighed down, and none of them below 0. What was seen
-# beside a busy neighbour says how many times as long steps take then (the mean over kinds of decoding), and what a
-# request takes besides them then (what is left of times to the first token).
+# `h` is the time of a request outside its steps (HTTP, tokenizing, network), C the token budget of one step. All of it
+# is linear in the six unknowns, which are fitted by least squares of relative errors, with reduced weights for outliers
+# and no negative values. Observations beside a busy neighbour show by what factor steps are then longer (the mean over
+# kinds of decoding), and how long a request then takes outside its steps (the rest of its time to first token).
 #
 # Rules
-# * Requests that waited for others say nothing of prefill, and answers of a few tokens nothing of decoding.
-# * What was not varied cannot be fitted: a term that no observation tells from another is left at 0 and said so.
+# * Requests that waited for others are not used for prefill, and answers of a few tokens are not used for decoding.
+# * What was not varied cannot be fitted: a term that no observation separates from another stays 0 and is reported.
 
-#: Tokens of one step: vLLM's default on data-centre GPUs.
+#: Default token budget of one step: vLLM's on data-centre GPUs.
 STEP_TOKENS = 8192
-#: Answers shorter than this say nothing of the time per token.
+#: Answers shorter than this are not used for the time per token.
 LEAST_ANSWER = 8
 _NAMES = ("overhead_ms", "c0_ms", "c_pf_ms", "c_attn_ms", "c_seq_ms", "c_kv_ms")
 _ROUNDS = 8
 _Array = np.ndarray[Any, Any]
-#: Relative error from which an observation is weighed down.
+#: Relative error above which an observation gets a reduced weight.
 _INLIER = 0.05
 
 
 class TooLittle(FairleadError):
-    """The observations cannot tell what is asked of them."""
+    """The observations are not enough for the fit."""
 
 
 class Observation(Struct, kw_only=True, frozen=True):
-    """One answered request. As a line of JSON, further fields are ignored. Milliseconds; -1 = not known."""
+    """One answered request. As a line of JSON, additional fields are ignored. Milliseconds; -1 = unknown."""
 
     prompt_tokens: int
-    #: -1 = not known: then it says nothing of prefill.
+    #: -1 = unknown: the observation is then not used for prefill.
     cached_tokens: int = 0
     completion_tokens: int = -1
     ttft_ms: float = -1.0
-    #: From the request to the end of its answer; journals call it `duration_ms`.
+    #: From the request to the end of its answer; called `duration_ms` in journals.
     e2e_ms: float = -1.0
     duration_ms: float = -1.0
-    #: Requests that decoded together, this one included. 0 = not known: then it says nothing.
+    #: Requests that decoded together, including this one. 0 = unknown: the observation is then not used.
     batch: int = 0
-    #: Servers on the same machine that computed meanwhile.
+    #: Servers on the same machine that computed at the same time.
     neighbours: int = 0
 
     @property
     def tpot_ms(self) -> float:
-        """-1 where it is not known."""
+        """Milliseconds per output token; -1 = unknown."""
         end = self.e2e_ms if self.e2e_ms >= 0 else self.duration_ms
         if self.completion_tokens < LEAST_ANSWER or not 0 <= self.ttft_ms < end:
             return -1.0
@@ -163,10 +163,10 @@ class Observation(Struct, kw_only=True, frozen=True):
 
 
 class Residual(Struct, kw_only=True, frozen=True):
-    """Observations of one kind, and what the fit says of them: medians, in milliseconds."""
+    """Observations of one kind and their fitted value: medians, in milliseconds."""
 
     kind: Literal["prefill", "decode"]
-    #: Of the prompt.
+    #: Tokens of the prompt.
     tokens: int
     cached: int
     batch: int
@@ -177,7 +177,7 @@ class Residual(Struct, kw_only=True, frozen=True):
 
     @property
     def error(self) -> float:
-        """Relative, above 0 where the fit is too slow."""
+        """The relative error, above 0 if the fit is too slow."""
         return self.fitted_ms / self.observed_ms - 1.0
 
     def __str__(self) -> str:
@@ -192,13 +192,13 @@ class Residual(Struct, kw_only=True, frozen=True):
 
 
 class Fitted(Struct, kw_only=True, frozen=True):
-    """A step model, and how well it repeats what was observed."""
+    """A step model, and how well it reproduces the observations."""
 
     latency: LatencyModel
-    #: Of a request besides its steps.
+    #: Time of a request outside its steps.
     overhead_ms: float
-    #: How much longer steps take while a server on the same machine computes, 0 where none was seen, and what a request
-    #: takes then besides its steps.
+    #: How much longer steps take while a server on the same machine computes, 0 if this was not observed; and the time
+    #: of a request outside its steps then.
     contention: float = 0.0
     contended_overhead_ms: float = 0.0
     #: Median relative errors.
@@ -206,18 +206,18 @@ class Fitted(Struct, kw_only=True, frozen=True):
     decode_error: float
     prefills: int
     decodes: int
-    #: Terms that the observations do not tell apart from others.
+    #: Terms that the observations do not separate from others.
     unknown: tuple[str, ...] = ()
     residuals: tuple[Residual, ...] = ()
     step_tokens: int = STEP_TOKENS
 
     def prefill_ms(self, prompt: float, uncached: float = -1.0) -> float:
-        """TTFT of a request alone."""
+        """The TTFT of a request that runs alone."""
         uncached = prompt if uncached < 0 else uncached
         return self.overhead_ms + _prefill(self.latency, prompt, uncached, self.step_tokens)
 
     def step_ms(self, batch: float, tokens: float) -> float:
-        """A step of `batch` decoding sequences of `tokens` each."""
+        """The time of a step with `batch` decoding sequences of `tokens` each."""
         model = self.latency
         return model.c0_ms + batch * (model.c_seq_us * 1e-3 + model.c_kv_ns * 1e-6 * tokens)
 
@@ -229,7 +229,7 @@ def _prefill(model: LatencyModel, prompt: float, uncached: float, step_tokens: i
 
 
 class _Row(NamedTuple):
-    """What one observation says: `value` milliseconds are `terms` times the six unknowns."""
+    """The equation of one observation: `value` milliseconds are `terms` times the six unknowns."""
 
     kind: Literal["prefill", "decode"]
     seen: Observation
@@ -238,7 +238,8 @@ class _Row(NamedTuple):
 
 
 def fit(observations: Sequence[Observation], step_tokens: int = 0) -> Fitted:
-    """`step_tokens`: of one step of the engine, 0 = `STEP_TOKENS`. Raises `TooLittle` with what to observe as well."""
+    """Fit a step model. `step_tokens`: the token budget of a step, 0 = `STEP_TOKENS`. Raises `TooLittle` that says what
+    is missing."""
     step_tokens = step_tokens or STEP_TOKENS
     rows = [row for seen in observations for row in _rows(seen, step_tokens)]
     alone = [row for row in rows if not row.seen.neighbours]
@@ -275,7 +276,7 @@ def fit(observations: Sequence[Observation], step_tokens: int = 0) -> Fitted:
 
 
 def _contended(rows: Sequence[_Row], solved: _Array) -> tuple[float, float]:
-    """How much longer steps take while a neighbour computes, and what a request takes then besides its steps, ms."""
+    """How much longer steps take while a neighbour computes, and the ms of a request outside its steps then."""
     overhead = float(solved[0])
     kinds = [alike for alike in _residuals(rows, solved, 0.0, overhead) if alike.neighbours]
     if not kinds:
@@ -291,7 +292,7 @@ def _contended(rows: Sequence[_Row], solved: _Array) -> tuple[float, float]:
 
 
 def _clipped_mean(values: Sequence[float]) -> float:
-    """Requests wait for a processor now and then, which belongs to their mean; the worst tenth may be anything."""
+    """The mean with the lowest and highest tenth clipped. Occasional waits for a processor count, but not outliers."""
     return float(np.mean(np.clip(values, *np.quantile(values, (0.1, 0.9)))))
 
 
@@ -308,7 +309,8 @@ def _rows(seen: Observation, step_tokens: int) -> Iterator[_Row]:
 
 
 def _residuals(rows: Sequence[_Row], solved: _Array, contention: float, contended: float) -> tuple[Residual, ...]:
-    """Alike are rows whose tokens differ by less than an eighth, as tokenisers make of words of one number."""
+    """Residuals by kind. Rows are alike if their token counts differ by less than an eighth, because tokenizers make
+    different counts from the same number of words."""
 
     def fitted(row: _Row) -> float:
         if not row.seen.neighbours:
@@ -338,7 +340,7 @@ def _residuals(rows: Sequence[_Row], solved: _Array, contention: float, contende
 
 
 def _solve(matrix: _Array, target: _Array) -> tuple[_Array, tuple[str, ...]]:
-    """Robust least squares without negative coefficients: what comes out below 0 is left out, the worst first."""
+    """Robust least squares without negative coefficients: terms with a negative result are dropped, the worst first."""
     scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
     kept = list(range(matrix.shape[1]))
     unknown = [name for name, column in zip(_NAMES, np.abs(matrix).max(axis=0), strict=True) if column == 0]
@@ -364,17 +366,17 @@ def _solve(matrix: _Array, target: _Array) -> tuple[_Array, tuple[str, ...]]:
 
 
 class Measured(Struct):
-    """What came of probing a server."""
+    """The result of probing a server."""
 
     facts: Facts
     observations: list[Observation] = []
 
     def fit(self) -> Fitted:
-        """Raises `TooLittle`."""
+        """Fit the observations. Raises `TooLittle`."""
         return fit(self.observations, self.facts.max_batched_tokens)
 
     def preset(self, fitted: Fitted, name: str) -> Preset:
-        """What the server does not tell is as of a data-centre GPU."""
+        """The preset of the server. What the server does not report is taken from a data-centre GPU."""
         facts, usual = self.facts, Preset(latency=fitted.latency)
         return Preset(
             name=name,
@@ -393,30 +395,30 @@ class Measured(Struct):
 
 # What the fitted times mean for parameters that people set by hand, each with its reason. Pure.
 #
-# The default policy needs none of them: it learns its speeds. They are for profiles of filters and scorers, for flow
-# control, and for the reference picker's configurations.
+# The default policy needs none of them, because it learns its speeds. They are for profiles of filters and scorers, for
+# flow control, and for configurations of the reference picker.
 
-#: The tuning guide's bounds and divisor for `hashBlockSize`.
+#: Bounds and divisor for `hashBlockSize` in the tuning guide.
 BLOCK_LEAST, BLOCK_MOST, BLOCK_PER = 3, 20, 200
-#: Its share of the engine's sequences for `maxQueueLength`.
+#: The guide's share of the engine's sequences for `maxQueueLength`.
 QUEUE_SHARE = 0.8
-#: Its shares of prefix and load weights by hit rate, above `HIGH` and below `LOW`.
+#: The guide's thresholds of the hit rate for prefix and load weights: high and low.
 HIGH, LOW = 0.7, 0.2
 
 
 class Traffic(Struct, kw_only=True, frozen=True):
-    """What requests are like; a probe cannot know."""
+    """The properties of requests, which a probe cannot know."""
 
     prompt_tokens: float = 4000.0
     output_tokens: float = 300.0
-    #: Below 0 = not known.
+    #: Below 0 = unknown.
     hit_rate: float = -1.0
     ttft_ms: float = 2000.0
     tpot_ms: float = 50.0
 
 
 def traffic_of(observations: Sequence[Observation]) -> Traffic:
-    """What recorded requests were like."""
+    """The properties of recorded requests."""
     prompts = sum(observation.prompt_tokens for observation in observations)
     answers = [observation.completion_tokens for observation in observations if observation.completion_tokens > 0]
     if not prompts:
@@ -429,19 +431,19 @@ def traffic_of(observations: Sequence[Observation]) -> Traffic:
 
 
 class Advice(Struct, kw_only=True, frozen=True):
-    """One parameter."""
+    """A recommended value of one parameter."""
 
     parameter: str
     value: float | int | str
     reason: str
 
 
-#: Of an engine that does not tell it.
+#: Sequences of an engine that does not report its limit.
 USUAL_SLOTS = 256
 
 
 def advise(fitted: Fitted, facts: Facts, traffic: Traffic) -> list[Advice]:
-    if facts.max_model_len:  # most of it may be answer
+    if facts.max_model_len:  # the rest may be needed for the answer
         most = 0.7 * facts.max_model_len
         traffic = msgspec.structs.replace(traffic, prompt_tokens=min(traffic.prompt_tokens, most))
     return [

@@ -1,19 +1,19 @@
-"""What `fairlead tune` asks of a server: few requests, each for one thing, bounded in number and time.
+"""The requests of `fairlead tune` to a server: few, each for one purpose, bounded in number and time.
 
-* Prompts of growing length, one after another on an otherwise idle server, each never seen before, with answers of a
-  few tokens: how long prefill takes.
-* Groups of equal requests at the same moment, whose prompts the server has just computed: they begin to decode together
-  and end together, so their time per token is that of a batch of known size. Short and long contexts tell what a
-  sequence costs from what its cache costs. A group whose last members begin when the first ones end tells how many
-  sequences the server takes at once.
-* Some of both while a neighbour on the same machine computes, where one is named: how much that slows the server.
+* Prompts of growing length, one after another on an otherwise idle server, all different, with answers of a few tokens,
+  measure prefill.
+* Groups of equal requests at the same moment, whose prompts the server has just computed, start and stop decoding
+  together, so their time per token is that of a batch of known size. Short and long contexts separate the cost of a
+  sequence from the cost of its cache. A group whose last members begin when the first ones end shows how many sequences
+  the server runs at the same time.
+* If a neighbour on the same machine is named, some of both while it computes: how much that slows the server down.
 
 Rules
-* The server must have nothing else to do; other traffic is measured as slowness.
-* What is asked fits the server: its context length, its KV cache, its slots. Sizes are in its own tokens.
-* The plan is repeated a few times, so that a stop at any moment leaves some of everything. When time is over, what is
-  under way is given up and the rest kept.
-* Wall-clock times are multiplied by `time_ratio`: model time of a stub that runs faster.
+* The server must have no other work: other traffic would be measured as slowness.
+* The requests fit the server: its context length, KV cache and slots. Sizes are in its own tokens.
+* The plan is repeated a few times, so that a stop at any moment leaves some results of each kind. When the time is
+  over, requests in progress are abandoned and earlier results are kept.
+* Wall-clock times are multiplied by `time_ratio`, to get the model time of a faster stub.
 """
 
 import asyncio
@@ -35,46 +35,46 @@ from fairlead.lab.load.tune import Facts, Observation, TooLittle
 from fairlead.lab.load.workload import CHAT_PATH, Call, ClosedLoop, text
 
 PREFILL_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8000, 16_000)
-#: Prompts of groups: many sequences with little behind them, few with much.
+#: Prompt tokens of groups: short for many sequences, long for few.
 SHORT, LONG = 64, 3000
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
-#: Tokens of prompts in all that a group may have: a long one takes long to compute.
+#: Limit on the prompt tokens of a group in total, because long prompts take long to compute.
 MOST_GROUP_TOKENS = 100_000
 ANSWER_TOKENS = 64
-#: Time per token of prefill probes is measured as well.
+#: Answer tokens of prefill probes, enough to measure the time per token too.
 SHORT_ANSWER = 2
 ROUNDS = 3
-#: First tokens of a group farther apart than this share of its decoding: its requests did not decode together.
+#: If the first tokens of a group spread over more than this share of its decoding, it did not decode together.
 TOGETHER = 0.3
-#: What keeps the neighbour busy: so many clients, prompts and answers of so many tokens.
+#: Load on the neighbour: number of clients, prompt tokens and answer tokens.
 NEIGHBOUR_LOAD = (4, 300, 50)
-#: Context length of a server that does not tell it.
+#: Context length of a server that does not report it.
 _USUAL_LENGTH = 8192
-#: Told (probes done, probes in all, what comes next).
+#: Called with (probes done, total probes, description of the next one).
 OnProgress = Callable[[int, int, str], object]
-#: Told, probe by probe, what was observed and what is known of the server by then.
+#: Called after each probe with its observations and what is known about the server.
 Keep = Callable[[list[Observation], Facts], object]
 
 
 class Ask(Struct, frozen=True, kw_only=True):
-    """Whom to ask, and how."""
+    """The servers to probe, and how."""
 
     target: str
     #: `http://host:port` of a server on the same machine; empty = none.
     neighbour: str = ""
-    #: Without a `model`, requests name `default`.
+    #: Without a `model`, requests use `default`.
     facts: Facts = Facts()
     seed: int = 0
     time_ratio: float = 1.0
     headers: dict[str, str] = {}
-    #: Further fields of every request; answers must have the length asked for.
+    #: Additional fields of every request; answers must have the requested length.
     extra: dict[str, Any] = msgspec.field(default_factory=lambda: {"ignore_eos": True})
-    #: Wall-clock seconds after which everything is over.
+    #: Wall-clock seconds after which probing ends.
     seconds: float = 180.0
 
 
 class Probe(Struct, frozen=True):
-    """`batch` equal requests at once; 0 = a prompt alone."""
+    """`batch` equal requests at the same time; 0 = a prompt alone."""
 
     batch: int
     tokens: int
@@ -88,7 +88,7 @@ class Probe(Struct, frozen=True):
 
 
 def plan(facts: Facts, beside: bool = False) -> list[Probe]:
-    """One round. The first probes already tell something of everything."""
+    """The probes of one round. Its first probes already measure something of each kind."""
     room = (facts.max_model_len or _USUAL_LENGTH) - 2 * ANSWER_TOKENS
     memory = 0.9 * (facts.kv_tokens or room * 4)
     longest = int(0.85 * room)
@@ -112,9 +112,9 @@ def plan(facts: Facts, beside: bool = False) -> list[Probe]:
 
 
 async def probe(ask: Ask, keep: Keep, on_progress: OnProgress | None = None) -> None:
-    """When it is cancelled or raises, what `keep` was told stays good.
+    """Probe a server. Observations already passed to `keep` stay valid if this is cancelled or raises.
 
-    Raises `TooLittle` when requests fail, `ConfigError` for a target or header that cannot be used."""
+    Raises `TooLittle` if requests fail, `ConfigError` for a target or header that cannot be used."""
     prober = _Prober(ask)
     await prober.begin()
     took: dict[Probe, float] = {}
@@ -136,7 +136,7 @@ async def probe(ask: Ask, keep: Keep, on_progress: OnProgress | None = None) -> 
 
 
 class _Calls:
-    """Requests that are given; for `fairlead.lab.load.runner.run`."""
+    """A workload of given requests, for `fairlead.lab.load.runner.run`."""
 
     def __init__(self, calls: Iterator[Call]) -> None:
         self._calls = calls
@@ -146,7 +146,7 @@ class _Calls:
 
 
 class _Together:
-    """All at once."""
+    """Arrivals all at the same time."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -156,17 +156,17 @@ class _Together:
 
 
 class _Prober:
-    """`facts` may become more while it asks."""
+    """Sends the probes. `facts` may be extended while it runs."""
 
     def __init__(self, ask: Ask) -> None:
         self.ask, self.facts = ask, ask.facts
         self.ends = monotonic() + ask.seconds
         self._rng = Random(ask.seed)
-        #: Tokens that the server counts besides the words of a prompt, and for each of them.
+        #: Tokens that the server counts for a prompt in addition to its words, and tokens per word.
         self._frame, self._per_word = 0.0, 1.0
 
     async def begin(self) -> None:
-        """A server that was just started takes longer for its first requests, and every tokeniser counts otherwise."""
+        """Warm up a server that was just started, and measure how its tokenizer counts."""
         lengths = []
         for words in (8, 40):
             records = await self._send([self._call(self._words(words), SHORT_ANSWER)], together=False)
@@ -191,16 +191,16 @@ class _Prober:
             return []
         first = [record.first_data for record in records]
         decoding = median(record.last_data - record.first_data for record in records)
-        # Who has to wait for a slot begins when another one ends. Half an answer apart no busy machine mixes them up.
+        # Requests that wait for a slot begin when others end: half an answer is clear even on a busy machine.
         at_once = sum(start - min(first) < 0.5 * decoding for start in first)
         if at_once < item.batch:
-            # A longer prompt may have to wait for memory, which is no limit of sequences.
+            # A longer prompt may have to wait for memory, which is not a limit on sequences.
             if item.tokens <= SHORT:
                 self.facts = msgspec.structs.replace(self.facts, max_num_seqs=at_once)
             return []
         if max(first) - min(first) > TOGETHER * decoding:
             return []
-        # A server that does not say what it found in its cache says nothing of prefill here.
+        # If a server does not report cached tokens, its requests are not used for prefill here.
         return [self._observed(record, item.batch, item.beside, record.cached_tokens) for record in records]
 
     def _prompt(self, tokens: int) -> bytes:
@@ -221,7 +221,7 @@ class _Prober:
         return Call(body=msgspec.json.encode(fields), path=CHAT_PATH)
 
     async def _send(self, calls: list[Call], together: bool) -> list[Record]:
-        """What was answered in time. Raises `TooLittle` with what the server says of a request that failed."""
+        """Send requests and return those answered in time. Raises `TooLittle` with the server's message on failure."""
         left = self.ends - monotonic()
         if left <= 0:
             return []
@@ -236,12 +236,12 @@ class _Prober:
             why = failed[0].error or "no usage in the answer (stream_options.include_usage)"
             words = await asyncio.to_thread(self._words_of, calls[0]) if failed[0].status >= 400 else ""
             raise TooLittle(f"{len(failed)} of {len(calls)} probes failed: {why}{words}")
-        # The next probe finds an idle server.
+        # Let the server become idle before the next probe.
         await asyncio.sleep(0.02)
         return good
 
     def _words_of(self, call: Call) -> str:
-        """The server's own words for why it refuses a request."""
+        """The server's own message about a request that it refuses."""
         headers = {"content-type": "application/json", **self.ask.headers}
         try:
             _, said = exchanged(self.ask.target, call.path, headers, body=call.body)
@@ -269,7 +269,7 @@ class _Prober:
 
     def _observed(self, record: Record, batch: int, beside: bool, cached: int) -> Observation:
         scale = 1e3 * self.ask.time_ratio
-        # The last token's chunk, not the usage and the end behind it.
+        # End at the last token's chunk, without the usage and the end of the stream.
         return Observation(
             prompt_tokens=record.prompt_tokens,
             cached_tokens=cached,

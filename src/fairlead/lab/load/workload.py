@@ -1,6 +1,6 @@
-"""What is sent, and when: filler text, seeded sequences of requests, arrivals.
+"""What to send, and when: filler text, seeded sequences of requests, arrivals.
 
-Pure: chance comes from a seed, time from whoever walks the offsets.
+Pure: randomness comes from a seed, and the caller of the offsets provides the time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,15 +23,15 @@ def _positive(value: float, name: str) -> None:
 
 
 class OpenLoop(Protocol):
-    """Anything that says when requests arrive; `fairlead.lab.load.runner.run` takes any of these, or a `ClosedLoop`."""
+    """The arrival times of requests. `fairlead.lab.load.runner.run` takes any such object, or a `ClosedLoop`."""
 
     def offsets(self) -> Iterator[float]:
-        """Seconds after the start, ascending. An iterator that ends ends the run."""
+        """Seconds after the start, ascending. The run ends with the iterator."""
         ...
 
 
 class Poisson(msgspec.Struct, frozen=True, tag="poisson", forbid_unknown_fields=True):
-    """Open loop with exponential gaps: independent users."""
+    """Open loop with exponential gaps, as from independent users."""
 
     #: Requests per wall-clock second.
     rate: float = 10.0
@@ -46,7 +46,7 @@ class Poisson(msgspec.Struct, frozen=True, tag="poisson", forbid_unknown_fields=
 
 
 class Constant(msgspec.Struct, frozen=True, tag="constant", forbid_unknown_fields=True):
-    """Open loop with equal gaps, the first request at once."""
+    """Open loop with equal gaps, the first request at 0."""
 
     rate: float = 10.0
 
@@ -59,7 +59,7 @@ class Constant(msgspec.Struct, frozen=True, tag="constant", forbid_unknown_field
 
 
 class ClosedLoop(msgspec.Struct, frozen=True, tag="closed_loop", forbid_unknown_fields=True):
-    """Each worker sends its next request when its previous one has ended: measures capacity, hides queueing."""
+    """Each worker sends its next request when its previous one has ended. Measures capacity, but hides queueing."""
 
     workers: int = 8
     #: Pause of a worker between two requests, seconds.
@@ -74,7 +74,7 @@ class ClosedLoop(msgspec.Struct, frozen=True, tag="closed_loop", forbid_unknown_
 AnyArrivals = Poisson | Constant | ClosedLoop
 
 
-#: Bytes of text per token, as tokenisers for English average.
+#: Bytes of text per token, the average of tokenizers for English.
 BYTES_PER_TOKEN = 4
 
 _WORDS = (
@@ -96,22 +96,22 @@ _LETTERS = tuple(bytes(word[place] for word in _WORDS) for place in range(3))
 
 
 def text(tokens: int, chance: Random) -> bytes:
-    """`tokens` words, each with a space behind it: `4 * tokens` bytes. Built by columns of letters: 20 ns per token."""
+    """`tokens` words, each followed by a space: `4 * tokens` bytes. Built by columns of letters: 20 ns per token."""
     return spell(chance.randbytes(tokens))
 
 
 def spell(numbers: bytes) -> bytes:
-    """The word of each byte, with a space behind it: four bytes for one."""
+    """The word of each byte, followed by a space: four bytes per byte."""
     out = bytearray(b" ") * (BYTES_PER_TOKEN * len(numbers))
     for place, letters in enumerate(_LETTERS):
         out[place::BYTES_PER_TOKEN] = numbers.translate(letters)
     return bytes(out)
 
 
-# What is sent: endless, seeded sequences of requests, built one at a time when they are due.
+# The requests: endless, seeded sequences, built one at a time when they are due.
 #
-# `SharedPrefix` is the workload behind most published figures on prefix-aware routing: many users per system prompt,
-# in random order, so that a router either keeps a prompt's cache entry on few replicas or computes it everywhere.
+# `SharedPrefix` is the workload behind most published figures on prefix-aware routing: many users per system prompt, in
+# random order. A router either keeps a prompt's cache entry on few replicas or has it computed everywhere.
 
 CHAT_PATH = "/v1/chat/completions"
 
@@ -123,22 +123,22 @@ class Call(msgspec.Struct, frozen=True):
     path: str = CHAT_PATH
     method: str = "POST"
     headers: dict[str, str] = {}
-    #: Which prefix group it belongs to; -1 = none.
+    #: The prefix group; -1 = none.
     group: int = -1
 
 
 class Workload(Protocol):
-    """Anything that can be sent; `fairlead.lab.load.runner.run` takes any of these."""
+    """A sequence of requests. `fairlead.lab.load.runner.run` takes any such object."""
 
     def calls(self) -> Iterator[Call]:
-        """The requests in order. An iterator that ends ends the run."""
+        """The requests in order. The run ends with the iterator."""
         ...
 
 
 class SharedPrefix(msgspec.Struct, frozen=True, kw_only=True, tag="shared_prefix", forbid_unknown_fields=True):
     """`groups` system prompts with `prompts` questions each, in one shuffled order that repeats.
 
-    Token counts are estimates at four bytes each. A question is asked again, word for word, in every repetition.
+    Token counts are estimates at four bytes per token. Every repetition has the same questions, word for word.
     """
 
     groups: int = 150
@@ -149,7 +149,7 @@ class SharedPrefix(msgspec.Struct, frozen=True, kw_only=True, tag="shared_prefix
     seed: int = 0
     model: str = "default"
     stream: bool = True
-    #: Further top-level fields, e.g. `{"ignore_eos": true}` for a real vLLM.
+    #: Additional top-level fields, e.g. `{"ignore_eos": true}` for a real vLLM.
     extra: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
@@ -195,7 +195,7 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True, tag="chat", forbid_unknown
 
 
 class Fixed(msgspec.Struct, frozen=True, kw_only=True, tag="fixed", forbid_unknown_fields=True):
-    """The same request again and again."""
+    """The same request repeatedly."""
 
     body: str = ""
     path: str = CHAT_PATH
@@ -214,7 +214,7 @@ _Ends = tuple[bytes, bytes, bytes]
 
 
 def _chat_ends(model: str, output_tokens: int, stream: bool, extra: dict[str, Any], system: bool = True) -> _Ends:
-    """The JSON before the system prompt, between it and the question, and after the question."""
+    """The JSON before the system prompt, between the prompt and the question, and after the question."""
     name = msgspec.json.encode(model)
     fields: dict[str, Any] = {"max_tokens": output_tokens}
     if stream:
@@ -238,17 +238,17 @@ def _at_least_one(value: int, name: str) -> None:
 # A recorded or generated workload, sent to a live server.
 #
 # Rules
-# * Equal block ids at equal places give equal bytes, in every run with the same seed: what was a prefix hit when the
-#   workload was recorded can be one again.
-# * A prompt's tail that no id names, and a prompt without ids, are nobody else's.
-# * A block cut short is a beginning of the whole one, so that the next turn of a conversation continues it.
+# * Equal block ids at equal positions give equal bytes, in every run with the same seed. So a prefix hit in the
+#   recorded workload can be a hit again.
+# * The tail of a prompt that has no id, and a prompt without ids, are shared with no other request.
+# * A part of a block is a beginning of the whole block, so that the next turn of a conversation continues it.
 #
-# The text of a block is an extendable-output hash of its id: shorter output is a prefix of longer output, and 16 tokens
-# cost 1 µs where seeding a generator costs 5 µs.
+# The text of a block is an extendable-output hash of its id: shorter output is a prefix of longer output. 16 tokens
+# cost 1 µs, while seeding a generator costs 5 µs.
 
 
 class Replay:
-    """The requests of a workload, in the order of its records; ends with them."""
+    """The requests of a workload, in the order of its records."""
 
     def __init__(
         self,
@@ -260,9 +260,10 @@ class Replay:
         extra: dict[str, Any] | None = None,
         seed: int = 0,
     ) -> None:
-        """`model` and `output_tokens` replace what the records say; `fallback_model` is for records that name none.
+        """`model` and `output_tokens` replace the values of the records; `fallback_model` is for records without a
+        model.
 
-        `extra`: further top-level fields of every request.
+        `extra`: additional top-level fields of every request.
         """
         self._records = records
         self._model = model
@@ -302,7 +303,7 @@ class Replay:
 
 
 class Recorded:
-    """Arrivals at the records' own times, `speedup` times as fast; the first at once."""
+    """Arrivals at the records' own times, `speedup` times as fast, the first at 0."""
 
     def __init__(self, records: Sequence[Record], speedup: float = 1.0) -> None:
         self._records = records
@@ -315,7 +316,7 @@ class Recorded:
 
 
 class Paced:
-    """Arrivals of the workload generators (`fairlead.lab.workload.arrivals`), seeded."""
+    """Seeded arrivals of the workload generators (`fairlead.lab.workload.arrivals`)."""
 
     def __init__(self, arrivals: Arrivals, seed: int = 0) -> None:
         self._arrivals = arrivals

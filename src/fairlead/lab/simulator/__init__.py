@@ -1,3 +1,3 @@
 """The simulator: the unmodified pipeline against simulated model servers, an hour of traffic in seconds.
 
-`fairlead.sim.run.simulate` is the door."""
+The entry point is `fairlead.lab.simulator.run.simulate`."""

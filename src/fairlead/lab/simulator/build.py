@@ -1,4 +1,4 @@
-"""Workload files: which format a file has, reading and writing it."""
+"""Workload files: recognizing the format of a file, reading and writing."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from fairlead.lab.workload.record import Workload
 
 
 def read_workload(path: Path, format: str = "") -> Workload:
-    """Raises `TraceError` (bad content, unknown format) or `OSError`."""
+    """Read a workload file. Raises `TraceError` (bad content, unknown format) or `OSError`."""
     data = path.read_bytes()
     name = format or guess(data)
     if name not in FORMATS:
@@ -39,13 +39,13 @@ def read_workload(path: Path, format: str = "") -> Workload:
 
 
 def write_workload(workload: Workload, path: Path, format: str = "native") -> None:
-    """Raises `TraceError` for an unknown format, `OSError`."""
+    """Write a workload file. Raises `TraceError` for an unknown format, or `OSError`."""
     if format not in FORMATS:
         raise TraceError(str(path), 0, "", f"unknown format {format!r}; {suggestion(format, FORMATS)}")
     path.write_bytes(FORMATS[format].write(workload))
 
 
-# A scenario as a few plain values that can be named on a command line and sent to another process.
+# A scenario as a few plain values that can be given on a command line and sent to another process.
 
 
 class ScenarioSpec(Struct, frozen=True, kw_only=True):
@@ -55,18 +55,18 @@ class ScenarioSpec(Struct, frozen=True, kw_only=True):
     source: str
     #: Directory with the published traces; empty = none.
     traces: str = ""
-    #: Of a workload file; empty = by its name and content.
+    #: The format of a workload file; empty = recognized by its name and content.
     format: str = ""
     speedup: float = 1.0
-    #: Requests per second, of a kind that has sessions: sessions. 0 = as recorded, or 1.
+    #: Requests per second; for a kind of workload with sessions, sessions per second. 0 = as recorded, or 1.
     rate: float = 0.0
-    #: Of a kind of workload: for so long requests, or sessions, begin.
+    #: For a kind of workload: the time during which requests, or sessions, begin.
     seconds: float = 300.0
-    #: Only the first so many requests; 0 = all.
+    #: The number of requests to use, from the first; 0 = all.
     head: int = 0
-    #: The servers; 0 and empty leave the scenario's own.
+    #: The number of servers. Here and below, 0 and empty keep the scenario's own values.
     servers: int = 0
-    #: By name, or the text of one.
+    #: The name of an engine preset, or the text of one.
     preset: str = ""
     kv_tokens: int = 0
     block_size: int = 0
@@ -74,21 +74,21 @@ class ScenarioSpec(Struct, frozen=True, kw_only=True):
     max_model_len: int = 0
     speeds: tuple[float, ...] = ()
     dispatch: str = ""
-    #: How late KV events are; below 0 = there are none.
+    #: Delay of KV events; below 0 = no KV events.
     kv_lag_ms: float = -1.0
-    #: The scheduler does not begin with the truth about engines, tokens and answers (`unknowing`).
+    #: Whether the scheduler begins without the truth about engines, tokens and answers (`unknowing`).
     unknowing: bool = False
-    #: So many of the servers only prefill, the others only decode; 0 = all do both.
+    #: The number of servers that only prefill, while the others only decode; 0 = all do both.
     prefill: int = 0
 
 
 def names() -> tuple[str, ...]:
-    """Of the built-in scenarios."""
+    """The names of the built-in scenarios."""
     return (*QUALITY, *ADVERSARIAL, *PUBLISHED, *APART, *SITUATIONS, *HELD_OUT)
 
 
 def build(spec: ScenarioSpec) -> Scenario:
-    """Raises `ValueError`, `TraceError` or `OSError`."""
+    """Build the scenario. Raises `ValueError`, `TraceError` or `OSError`."""
     made = _base(spec)
     if spec.head:
         workload = cut(made.workload, spec.head)

@@ -1,12 +1,14 @@
-"""A journal → a workload: what was asked for, when, and which prompts began alike. Nobody's words, and nobody's names.
+"""A journal → a workload: what was requested, when, and which prompts share a beginning; no prompt text and no names.
 
 Rules
-* Block ids are keyed hashes (BLAKE2b) of the journal's hashes of prompt beginnings: with a key that is thrown away they
-  say which prompts begin alike and nothing else; with a key that is kept, captures of different days fit together.
-  Sessions and tenants likewise. Endpoints become e0, e1, … . Names of models stay, for they decide who can serve.
-* The journal knows beginnings at growing steps of bytes (1/32 of the depth). A block of tokens is taken for shared as
-  far as the next step behind it is: never more than was shared, at most 1/32 less.
-* Prompt tokens as reported, else bytes by the rate of those that were; answers likewise by the bytes of the response.
+* Block ids are keyed hashes (BLAKE2b) of the journal's hashes of prompt beginnings. If the key is thrown away, they
+  show which prompts share a beginning and nothing else. If the key is kept, captures of different days fit together.
+  The same applies to sessions and tenants. Endpoints become e0, e1, … . Model names stay, because they decide which
+  endpoints can serve.
+* The journal records prompt beginnings in growing steps of bytes (1/32 of the depth). A block of tokens counts as
+  shared up to the next step after it: never more than was shared, and at most 1/32 less.
+* Prompt tokens are the reported ones. Without a report, they are estimated from the bytes by the rate of the reported
+  prompts. The same applies to answers, by the bytes of the response.
 """
 
 from bisect import bisect_left
@@ -24,25 +26,25 @@ from fairlead.core.request import Request
 from fairlead.lab.simulator.journal import Faults, Run, decisions
 from fairlead.lab.workload.record import Outcome, Record, Workload, arranged
 
-#: Without a single report: English in JSON, and answers as they are streamed, one small JSON object per token.
+#: Used without any report: English in JSON; and streamed answers, one small JSON object per token.
 BYTES_PER_TOKEN = 4.2
 BYTES_PER_ANSWER_TOKEN = {True: 180.0, False: 5.0}
-#: Where nothing is known of an answer, nor of others, but that there was one.
+#: Used for an answer of which nothing is known, if nothing is known of other answers either.
 ANSWER_TOKENS = 256
 
 
 class Captured(Struct):
     workload: Workload
-    #: Left out: refused before anything came of them, or without a prompt that could be repeated.
+    #: Requests that were left out: refused before they were served, or without a prompt that could be repeated.
     refused: int = 0
     without_prompt: int = 0
-    #: Of those that are in: token counts that are estimates.
+    #: Requests in the workload whose token counts are estimates.
     estimated_prompts: int = 0
     estimated_answers: int = 0
 
 
 class _Rate:
-    """Bytes per token, of those of which both are known, and the mean of the tokens that are known."""
+    """Bytes per token where both numbers are known, and the mean of the known token counts."""
 
     def __init__(self, default: float) -> None:
         self._default = default
@@ -66,14 +68,14 @@ class _Rate:
 
 
 class _Names:
-    """Keyed hashes of what must not be told."""
+    """Keyed hashes in place of names that must not be revealed."""
 
     def __init__(self, key: bytes) -> None:
         self._key = blake2b(key, digest_size=32).digest()
         self._endpoints: dict[str, str] = {}
 
     def number(self, chain: int, place: int) -> int:
-        """Of a block: 48 bits, which every JSON reader can hold."""
+        """The id of a block: 48 bits, which every JSON reader can represent."""
         data = chain.to_bytes(8, "little") + place.to_bytes(4, "little")
         return int.from_bytes(blake2b(data, key=self._key, digest_size=6).digest(), "little")
 
@@ -90,8 +92,8 @@ class _Names:
 def capture(
     run: Run, *, key: bytes, block_size: int = 64, stretch: float = 1.0, name: str = "capture", refused: bool = False
 ) -> Captured:
-    """`key`: see the rules. `stretch`: times are multiplied by it, for servers that ran faster than real ones.
-    `refused`: keep the requests that were refused as well. Raises `OSError`."""
+    """Make a workload from a run. `key`: see the rules. `stretch`: times are multiplied by it, for servers that ran
+    faster than real ones. `refused`: keep the requests that were refused too. Raises `OSError`."""
     outcomes = list(_outcomes(run))
     rates = _rates(outcomes)
     names = _Names(key)
@@ -113,7 +115,7 @@ def capture(
 
 
 def _outcomes(run: Run) -> Iterator[tuple[DecisionRecord, OutcomeRecord | None]]:
-    """With the token counts that were reported, however late."""
+    """The decisions with their outcomes, including token counts that were reported late."""
     reported = {body.request_id: body.usage for kind, _, body in run.items(Faults()) if kind == UsageReported.__name__}
     chains = {body.request.id: body.request for kind, _, body in run.items(Faults()) if kind == RequestArrived.__name__}
     for entry in decisions(run):
@@ -153,7 +155,7 @@ def _record(
 ) -> Record:
     request = decision.request
     rate = rates[0][request.model].value
-    n = request.sequences if outcome is None or outcome.status < 400 else 1  # what was refused may be any number
+    n = request.sequences if outcome is None or outcome.status < 400 else 1  # a refused request may have had any number
     reported = outcome.prompt_tokens if outcome is not None else -1
     made.estimated_prompts += reported <= 0
     in_tokens = reported if reported > 0 else max(round(request.prompt_bytes / rate), 1) or request.prompt_tokens
@@ -192,7 +194,7 @@ def _answer(request: Request, outcome: OutcomeRecord | None, rates: Rates, made:
 
 
 def _blocks(request: Request, rate: float, in_tokens: int, names: _Names, block_size: int) -> tuple[int, ...]:
-    """Ids of the prompt's blocks, as far as the journal knows it."""
+    """Ids of the prompt's blocks, as far as the journal knows the prompt."""
     chain = request.prefix
     numbers = []
     for place in range(in_tokens // block_size):
@@ -220,7 +222,7 @@ def _outcome(decision: DecisionRecord, outcome: OutcomeRecord | None, names: _Na
 def _following(
     record: Record, last: dict[str, tuple[str, float]], outcome: OutcomeRecord | None, request: Request, stretch: float
 ) -> Record:
-    """The same, with the request of its session that had ended before it as its parent."""
+    """The record, with the last request of its session that had ended before it as its parent."""
     if not record.session:
         return record
     before = last.get(record.session)

@@ -1,6 +1,6 @@
-"""Policies × scenarios × seeds, each cell a simulation in a process of its own; what was done is not done again.
+"""Policies × scenarios × seeds. Each cell is a simulation in its own process, and finished cells are not run again.
 
-Results are kept as lines of JSON, one per cell, each written when it is done. A cell is known by everything that it
+Results are kept as lines of JSON, one per cell, written when the cell is done. A cell is identified by everything it
 depends on: scenario, policy text, seed and, through `version`, the code.
 """
 
@@ -38,12 +38,12 @@ class Cell(Struct, frozen=True, kw_only=True):
     seed: int = 0
 
     def key(self, code: str) -> str:
-        """`code`: the version of the code that runs it."""
+        """The identity of the cell. `code`: the version of the code that runs it."""
         return sha256(msgspec.json.encode([code, self.scenario, self.text, self.seed])).hexdigest()[:24]
 
 
 class CellResult(Struct, frozen=True, kw_only=True):
-    """What came of a cell: figures as of `Summary.as_dict`, or an error."""
+    """The result of a cell: figures as in `Summary.as_dict`, or an error."""
 
     key: str
     scenario: str
@@ -54,14 +54,14 @@ class CellResult(Struct, frozen=True, kw_only=True):
     cpu_s: float = 0.0
 
 
-#: (cell, key) pairs in, results in any order out.
+#: Takes (cell, key) pairs and yields their results in any order.
 Runner = Callable[[Sequence[tuple[Cell, str]]], Iterable[CellResult]]
-#: Places under the package whose code no simulation runs.
+#: Paths in the package with code that no simulation runs.
 _ELSEWHERE = ("cli/", "gateway/", "pool/", "lab/demo", "lab/load/", "lab/stub/", "server/observe/")
 
 
 def version() -> str:
-    """Changes with every change of the code that a simulation runs: results of other code are not taken for its."""
+    """A hash of all code that a simulation runs, so that results of older code are not reused."""
     root = Path(fairlead.__file__).parent
     digest = sha256()
     for path in sorted(root.rglob("*.py")):
@@ -71,7 +71,7 @@ def version() -> str:
 
 
 def run_cell(cell: Cell, key: str = "") -> CellResult:
-    """In this process. An error becomes part of the result: one broken policy must not end a comparison."""
+    """Run a cell in this process. An error becomes part of the result, so that the comparison continues."""
     begun = process_time()
     figures: dict[str, Any] = {}
     error = ""
@@ -106,10 +106,10 @@ def run_grid(
     progress: Callable[[CellResult, int, int], None] | None = None,
     runner: Runner | None = None,
 ) -> list[CellResult]:
-    """All results in the order of `cells`. `processes` 0 = one per CPU; `kept`: a file to resume from; `runner`: runs
+    """All results in the order of `cells`. `processes`: 0 = one per CPU. `kept`: a file to resume from. `runner`: runs
     the cells elsewhere.
 
-    Cells of one scenario follow each other, so that a process builds it once.
+    Cells of one scenario should be adjacent, so that a process builds the scenario once.
     """
     code = version()
     keys = [cell.key(code) for cell in cells]
@@ -130,7 +130,7 @@ def run_grid(
 
 
 def read_kept(path: Path) -> Iterator[CellResult]:
-    """What a former run wrote; a line that was cut off by its end is passed over."""
+    """The results that an earlier run wrote. A line that was cut off when that run ended is skipped."""
     if not path.is_file():
         return
     decoder = msgspec.json.Decoder(CellResult)
@@ -155,14 +155,14 @@ def _run_all(cells: Sequence[tuple[Cell, str]], processes: int) -> Iterable[Cell
 
 @contextmanager
 def workers(processes: int, begin: Callable[..., object] | None = None, *given: Any) -> Iterator[ProcessPoolExecutor]:
-    """Processes that are gone at once when the body ends with an error, or is interrupted. Each begins with
+    """Processes that are killed immediately if the body ends with an error or is interrupted. Each begins with
     `begin(*given)`. Submit within `deaf_children`."""
     strangers = active_children()
     with ProcessPoolExecutor(processes, get_context("spawn"), initializer=begin, initargs=given) as pool:
         try:
             yield pool
         except BaseException:
-            # A simulation takes up to minutes; who ends the run does not wait for those that have begun.
+            # A simulation takes up to minutes. Ending the run must not wait for the simulations that have begun.
             pool.shutdown(wait=False, cancel_futures=True)
             for child in active_children():
                 if child not in strangers:
@@ -172,10 +172,11 @@ def workers(processes: int, begin: Callable[..., object] | None = None, *given: 
 
 @contextmanager
 def deaf_children() -> Iterator[None]:
-    """Ctrl-C goes to all processes of a terminal; those that are started here leave it to this one, which takes it when
-    the body is done: a process that is started half would be nobody's. To block the signal does not do, since other
-    threads (numpy has some) take it then, and Python interrupts the main thread all the same."""
-    resource_tracker.ensure_running()  # which unblocks signals when it starts
+    """Hide Ctrl-C from the processes that are started in the body. A terminal sends it to all of its processes. These
+    leave it to this process, which handles it after the body, because a half-started process would not be cleaned up.
+    Blocking the signal is not enough: other threads (numpy has some) receive it, and Python interrupts the main thread
+    anyway."""
+    resource_tracker.ensure_running()  # it unblocks signals when it starts
     came: list[int] = []
     main = current_thread() is main_thread()
     handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number)) if main else None
@@ -190,11 +191,11 @@ def deaf_children() -> Iterator[None]:
         signal.raise_signal(signal.SIGINT)
 
 
-# How much worse than the best policy of the run each one is.
+# How much worse each policy is than the best policy of the run.
 
 Figures = dict[str, float]
-#: Below this many milliseconds, or this share of the requests, a difference is nobody's: a ratio of tiny numbers must
-#: not decide.
+#: A difference below this many milliseconds, or this share of the requests, does not count, so that a ratio of tiny
+#: numbers does not decide.
 FLOOR_MS, FLOOR_SHARE = 10.0, 0.01
 COMPARED = ("ttft_mean_ms", "ttft_p99_ms", "e2e_mean_ms", "goodput")
 
@@ -217,9 +218,9 @@ def _means(rows: Sequence[Mapping[str, Any]]) -> Figures:
 
 def regrets(summary: Mapping[str, Mapping[str, Figures]]) -> dict[str, Figures]:
     """{policy: {figure: geometric mean of value / best, figure + "_worst": the highest of these ratios, shed, failed}}.
-    Of goodput it is best / value.
+    For goodput, the ratio is best / value.
 
-    Only of policies that took part in every scenario.
+    Contains only policies that took part in every scenario.
     """
     shared = [name for name in _first(summary) if all(name in policies for policies in summary.values())]
     return {policy: _of(policy, summary, shared) for policy in shared}

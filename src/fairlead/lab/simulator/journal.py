@@ -1,6 +1,6 @@
-"""Reads journals: files → runs → records in order. What is damaged is skipped and counted, never trusted.
+"""Reads journals: files → runs → records in order. Damaged data is skipped and counted.
 
-A journal's directory holds the segments of one or several runs (processes). A segment may still be growing.
+A journal's directory holds the segments of one or more runs (processes). A segment may still be growing.
 """
 
 from collections.abc import Iterator
@@ -36,22 +36,22 @@ SUFFIX = ".journal"
 
 
 class JournalError(FairleadError):
-    """There is no journal, or none that can be used for this."""
+    """There is no journal, or none that can be used for this purpose."""
 
 
 class Faults(Struct):
-    """What was passed over while reading."""
+    """What was skipped while reading."""
 
-    #: Bytes in the middle of segments, and behind the last good block of one.
+    #: Damaged bytes in the middle of segments, and after the last good block of a segment.
     damaged: int = 0
     unfinished: int = 0
     #: Records that this program cannot read.
     unreadable: int = 0
-    #: The first of them.
+    #: The problem of the first of these records.
     problem: str = ""
 
     def describe(self) -> list[str]:
-        """One line per kind."""
+        """One line per kind of fault."""
         lines = []
         if self.damaged:
             lines.append(f"{self.damaged} damaged bytes were skipped")
@@ -63,10 +63,10 @@ class Faults(Struct):
 
 
 class Run(Struct):
-    """One process's part of a journal."""
+    """The part of a journal that one process wrote."""
 
     id: str
-    #: Segments in order, each with its head.
+    #: The segments in order, each with its head.
     segments: list[tuple[Path, Segment]]
 
     @property
@@ -75,11 +75,11 @@ class Run(Struct):
 
     @property
     def whole(self) -> bool:
-        """From the start of the process, and without a hole between segments."""
+        """Whether the segments begin at the start of the process and none is missing."""
         return [head.number for _, head in self.segments] == list(range(len(self.segments)))
 
     def items(self, faults: Faults | None = None) -> Iterator[Item]:
-        """All records behind the heads; details as `Detail`. A kind that is not known is left out."""
+        """All records after the heads, details as `Detail`. Records of an unknown kind are left out."""
         faults = Faults() if faults is None else faults
         for path, _ in self.segments:
             for item in _items(path.read_bytes(), faults):
@@ -88,7 +88,7 @@ class Run(Struct):
 
 
 def runs(path: Path) -> list[Run]:
-    """Of a directory, or of one segment; the oldest first. Raises `JournalError` or `OSError`."""
+    """The runs of a directory, or of one segment, the oldest first. Raises `JournalError` or `OSError`."""
     files = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
     segments_of: dict[str, list[tuple[Path, Segment]]] = {}
     for file in files:
@@ -104,7 +104,7 @@ def runs(path: Path) -> list[Run]:
 
 
 def one_run(path: Path, run: str = "") -> Run:
-    """The named run of a journal, or its last. Raises `JournalError` that lists what there is."""
+    """The named run of a journal, or its last run. Raises `JournalError` that lists the existing runs."""
     there = runs(path)
     if not run:
         return there[-1]
@@ -114,7 +114,7 @@ def one_run(path: Path, run: str = "") -> Run:
     raise JournalError(f"{path} has no run {run!r}; it has {', '.join(candidate.id for candidate in there)}")
 
 
-#: A head is one block; those of pools with very many endpoints are some hundred KiB.
+#: Upper bound for a head, which is one block. For pools with very many endpoints, it has some hundred KiB.
 _HEAD_BYTES = 16 << 20
 
 
@@ -160,11 +160,11 @@ def _value(kind: str, body: Any, unpacker: Unpacker, faults: Faults) -> Any:
         return None
 
 
-# Finds one decision in a journal, with what led to it and what came of it.
+# Finds one decision in a journal, together with its request and its outcome.
 
 
 class JournaledDecision(Struct):
-    """A decision as it was. `scheduling` is the configuration that was in force."""
+    """A decision as it was made. `scheduling` is the configuration that was in force."""
 
     run: str
     decision: DecisionRecord
@@ -173,7 +173,8 @@ class JournaledDecision(Struct):
 
 
 def search(path: Path, wanted: str, run: str = "") -> JournaledDecision:
-    """By our number for the request, a decision id (`run.number`), or the client's x-request-id; of several the newest.
+    """Find a decision by our number for the request, a decision id (`run.number`), or the client's x-request-id. Of
+    several, the newest is returned.
 
     Raises `JournalError` or `OSError`.
     """
@@ -191,7 +192,7 @@ def search(path: Path, wanted: str, run: str = "") -> JournaledDecision:
 
 
 def decisions(run: Run, faults: Faults | None = None) -> Iterator[JournaledDecision]:
-    """All decisions of a run, each when its end is known or the journal ends, with traces where there are details."""
+    """All decisions of a run, each when its end is known or the journal ends, with traces if there are details."""
     scheduling = run.head.scheduling
     open_: dict[int, JournaledDecision] = {}
     requests: dict[int, Request] = {}
@@ -202,7 +203,7 @@ def decisions(run: Run, faults: Faults | None = None) -> Iterator[JournaledDecis
             scheduling = body.document
         elif kind == DECIDED:
             request = requests.pop(body.request_id, None) or Request(id=body.request_id, arrived=time_s)
-            # It arrived without these: the pipeline names the model after that.
+            # These fields are set after arrival: the pipeline names the model then.
             request = replace(
                 request, target=body.target, rewritten_by=body.rewritten_by, priority=body.priority or request.priority
             )
@@ -249,5 +250,5 @@ def _number(text: str, base: int = 16) -> int:
 
 
 def _shared(short: Decided | Ended, kind: type[DecisionRecord] | type[OutcomeRecord]) -> dict[str, Any]:
-    """What a record has in common with the one that the live process had."""
+    """The fields that a journaled record has in common with the record in the live process."""
     return {name: value for name, value in asdict(short).items() if name in kind.__struct_fields__}

@@ -1,8 +1,8 @@
-"""Service-level objectives of a whole run: does it hold them, and is it already certain that it will not.
+"""Service-level objectives of a whole run: whether it holds them, and whether it is already certain to miss them.
 
 `ttft_p95=2s` says that 95 % of the requests have their first token within two seconds. A request that was shed or
-failed never has it, so it counts as a miss: who refuses more does not look better. One that its client cancelled
-counts for what had happened by then.
+failed never has its first token, so it counts as a miss: refusing more requests does not improve the result. A request
+that its client cancelled counts by what had happened until then.
 """
 
 import re
@@ -17,13 +17,13 @@ from fairlead.plugins.params import duration
 
 TTFT, TPOT, E2E, FAILED = "ttft", "tpot", "e2e", "failed"
 _NAME = re.compile(r"(ttft|tpot|e2e)_p(\d{1,2}(?:\.\d+)?)")
-#: What may fail where nothing is said.
+#: The share of requests that may fail if the objective does not set one.
 MAY_FAIL = 0.01
 _EXPECTED = "expected e.g. ttft_p95=2s,tpot_p95=50ms,e2e_p99=30s,failed=1%"
 
 
 class Objective(Struct, frozen=True):
-    """`share` of the requests stay within `limit` milliseconds. Of `failed` there is no limit: that share is served."""
+    """`share` of the requests stay within `limit` milliseconds or, for `failed`, are served."""
 
     what: str
     share: float
@@ -37,7 +37,7 @@ class Objective(Struct, frozen=True):
         return f"{self.name}={self.shown(1.0 - self.share if self.what == FAILED else self.limit)}"
 
     def shown(self, value: float) -> str:
-        """A measured value of it, for people."""
+        """A measured value of this objective as text for people."""
         if self.what == FAILED:
             return f"{value:.3g}" if value == inf else f"{value * 100:.3g}%"
         if value == inf:
@@ -45,11 +45,11 @@ class Objective(Struct, frozen=True):
         return f"{value * 1e-3:,.3g}s" if value >= 1000.0 else f"{value:.3g}ms"
 
     def may_miss(self, requests: int) -> int:
-        """How many of so many requests."""
+        """How many out of `requests` may miss the objective."""
         return requests - ceil(self.share * requests - 1e-9)
 
     def measured(self, jobs: Sequence[Job]) -> float:
-        """Milliseconds, infinite where too many never came that far; of `failed` a share."""
+        """The measured value: milliseconds, infinite if too many requests never got that far; for `failed`, a share."""
         if self.what == FAILED:
             return sum(map(_lost, jobs)) / len(jobs) if jobs else 0.0
         values = sorted(value for job in jobs if (value := _value(job, self.what)) is not None)
@@ -59,7 +59,7 @@ class Objective(Struct, frozen=True):
         return value <= (1.0 - self.share + 1e-9 if self.what == FAILED else self.limit)
 
     def missed(self, job: Job, now: float) -> bool:
-        """For certain, whatever comes. `now`: kernel seconds."""
+        """Whether the request is certain to miss, whatever happens next. `now`: kernel seconds."""
         if self.what == FAILED or _lost(job):
             return _lost(job)
         if job.status == "waiting":
@@ -69,7 +69,7 @@ class Objective(Struct, frozen=True):
 
 
 def objectives(text: str) -> tuple[Objective, ...]:
-    """`ttft_p95=2s,tpot_p95=50ms`; `failed=1%` is added where it is not there. Raises `ValueError`."""
+    """Parse `ttft_p95=2s,tpot_p95=50ms`; `failed=1%` is added if it is missing. Raises `ValueError`."""
     parsed: dict[str, Objective] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = (piece.strip() for piece in part.partition("="))
@@ -105,14 +105,14 @@ def _failing(part: str, value: str) -> Objective:
 
 
 def hopeless(wanted: Sequence[Objective], jobs: Sequence[Job], now: float) -> bool:
-    """One of them cannot be held any more."""
+    """Whether one of the objectives can no longer be held."""
     return any(_beyond(objective, jobs, now) for objective in wanted)
 
 
 def _beyond(objective: Objective, jobs: Sequence[Job], now: float) -> bool:
     left = objective.may_miss(len(jobs))
     for job in jobs:
-        # Who has not arrived has no request yet.
+        # A job that has not arrived has no request yet.
         if job.request is not None and objective.missed(job, now):
             left -= 1
             if left < 0:
@@ -121,8 +121,8 @@ def _beyond(objective: Objective, jobs: Sequence[Job], now: float) -> bool:
 
 
 def goodput(wanted: Sequence[Objective], jobs: Sequence[Job]) -> float:
-    """Share of the requests within every limit, of a kind the largest one; those that their clients cancelled are left
-    out."""
+    """The share of requests within every limit; of several limits of one kind, the largest counts. Requests that their
+    clients cancelled are left out."""
     limits = loosest(wanted)
     stayed = [job for job in jobs if job.status != "cancelled"]
     good = sum(all((_value(job, what) or 0.0) <= limit for what, limit in limits) for job in stayed)
@@ -130,7 +130,7 @@ def goodput(wanted: Sequence[Objective], jobs: Sequence[Job]) -> float:
 
 
 def loosest(wanted: Sequence[Objective]) -> tuple[tuple[str, float], ...]:
-    """(what, milliseconds): beyond it a request is a miss for every objective of its kind."""
+    """(what, milliseconds): beyond this limit, a request is a miss for every objective of its kind."""
     limits: dict[str, float] = {}
     for objective in wanted:
         if objective.what != FAILED:
@@ -139,8 +139,8 @@ def loosest(wanted: Sequence[Objective]) -> tuple[tuple[str, float], ...]:
 
 
 def decided_after_s(wanted: Sequence[Objective], scenario_records: Iterator[tuple[float, int]]) -> float:
-    """Seconds after the start by which it is certain of every request whether it is within all limits; infinite where
-    that is not bounded. Records as (arrival in seconds, output tokens)."""
+    """Seconds after the start by which it is certain for every request whether it is within all limits; infinite if
+    there is no such bound. Records are (arrival in seconds, output tokens)."""
     limits = dict(loosest(wanted))
     if E2E not in limits and TTFT not in limits:
         return inf
@@ -156,7 +156,7 @@ def _lost(job: Job) -> bool:
 
 
 def _value(job: Job, what: str) -> float | None:
-    """Milliseconds; `None` = it says nothing about that."""
+    """The value of a request in milliseconds; `None` if the request says nothing about it."""
     if _lost(job):
         return inf
     if what == TTFT:
@@ -169,7 +169,7 @@ def _value(job: Job, what: str) -> float | None:
 
 
 def _so_far(job: Job, what: str, now: float) -> float:
-    """Of a request on its way, milliseconds at least."""
+    """The least value, in milliseconds, that a request in progress can end with."""
     if what == TTFT:
         return ((job.first_at if job.first_at >= 0 else now) - job.arrived) * 1e3
     if what == E2E:

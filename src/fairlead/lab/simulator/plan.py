@@ -1,13 +1,13 @@
-"""How many replicas hold an objective: the least number, found by simulating few of them.
+"""How many replicas hold an objective: the least number, found with few simulations.
 
-Theory. More replicas serve better, nearly always: the search brackets the border and then cuts the bracket, asking as
-many sizes at once as there are processes. A run is left as soon as it is certain to miss (`objective.hopeless`), so
-that sizes far too small cost little. Chance moves the border by one or so; so what was found is simulated to the end
-with several seeds, and so is its neighbour below: the least number is the one where most seeds hold the objective and
-with one replica less most do not. Each seed gives the scheduler another wrong belief about the engines to begin with
-(`world.unknowing`), as a live one has.
+Theory. More replicas nearly always serve better. So the search brackets the border and then cuts the bracket, trying as
+many sizes in parallel as there are processes. A run is stopped as soon as it is certain to miss (`objective.hopeless`),
+so sizes that are far too small cost little. Chance moves the border by about one replica. So the result is simulated to
+the end with several seeds, and so is the next smaller size. The least number is the one at which most seeds hold the
+objective while with one replica less most do not. Each seed gives the scheduler a different wrong belief about the
+engines to begin with (`world.unknowing`), as a live scheduler has.
 
-With `split`, some of the replicas only prefill. Of one size, the parts are moved towards what is missed: prefill for
+With `split`, some of the replicas only prefill. For each size, the split is moved towards what is missed: prefill for
 the time to the first token, decode for the time per token.
 """
 
@@ -29,27 +29,27 @@ from fairlead.lab.simulator.scenarios import parted
 from fairlead.lab.simulator.simulation import START, Simulation
 from fairlead.lab.simulator.world import WARM_UP, Fault, Job, Scenario, unknowing
 
-#: Sizes beside the least one that the table shows, below and above.
+#: How many sizes below and above the least one the table shows.
 _BELOW, _ABOVE = 2, 2
-#: Looks at a run that may be hopeless already.
+#: How often a run is checked for being hopeless.
 _LOOKS = 50
-#: What a figure may be of its limit where the border is called clear.
+#: The confidence is `clear` if no figure exceeds this share of its limit.
 _CLEAR = 0.9
 
 
 class Case(Struct, frozen=True):
-    """What is planned for. The scenario's replicas are repeated in turn to make as many as are wanted."""
+    """The planning problem. The scenario's replicas are repeated in turn to make the needed number."""
 
     scenario: Scenario
     wanted: tuple[Objective, ...]
-    #: A configuration's text, or what `compat.recorded.record` made of one.
+    #: The text of a configuration, or what `compat.recorded.record` made from one.
     policy: Any
-    #: So many replicas break down after a third of the time, and stay away.
+    #: The number of replicas that break down after a third of the time and stay down.
     dead: int = 0
 
 
 class Trial(Struct, frozen=True):
-    """One simulation. `complete`: it goes on although the objective is missed."""
+    """One simulation. `complete`: it continues even if the objective is missed."""
 
     replicas: int
     prefill: int = 0
@@ -59,22 +59,22 @@ class Trial(Struct, frozen=True):
 
 
 class Tried(Struct, frozen=True):
-    """What came of it. By the names of the objectives: what was `measured`, unless it was stopped, and how many of the
-    requests `missed` their limits, as a share of those that are one too many."""
+    """The result of a trial, by the names of the objectives: the `measured` values, unless it was stopped, and how many
+    requests `missed` their limits, relative to the number that is one too many."""
 
     trial: Trial
     holds: bool
     missed: dict[str, float]
     measured: dict[str, float] = {}
     goodput: float = 0.0
-    #: Of those served, tokens of prompts and of answers, and seconds from the first arrival to the last.
+    #: Of the served requests: tokens of prompts and of answers; and the seconds from the first arrival to the last.
     tokens: tuple[int, int] = (0, 0)
     arriving_s: float = 0.0
     cpu_s: float = 0.0
 
 
 class Row(Struct, frozen=True):
-    """One size, by the means of its seeds."""
+    """The figures of one size, as means over its seeds."""
 
     replicas: int
     prefill: int
@@ -87,19 +87,19 @@ class Row(Struct, frozen=True):
 
 
 class Plan(Struct, frozen=True):
-    """`best`: the row of the least size that holds; `None` = none does."""
+    """`best`: the row of the least size that holds; `None` if no size does."""
 
     best: Row | None
     rows: list[Row]
     #: `clear`, `fair`, `narrow`, and why.
     confidence: str
     why: str
-    #: Simulations, and what they took of the processors.
+    #: The number of simulations, and their CPU time.
     trials: int
     cpu_s: float
 
 
-#: Runs trials, in any number of processes, and gives what came of each in their order.
+#: Runs trials, in any number of processes, and returns their results in the same order.
 Run = Callable[[Sequence[Trial]], list[Tried]]
 
 
@@ -108,7 +108,7 @@ class _Hopeless(Exception):
 
 
 def sized(case: Case, trial: Trial) -> Scenario:
-    """The scenario with so many replicas."""
+    """The scenario with the trial's number of replicas."""
     scenario, kinds = case.scenario, case.scenario.replicas
     faults = [fault for fault in scenario.faults if fault.replica < trial.replicas]
     third = scenario.workload.duration_s / scenario.speedup / 3.0
@@ -120,7 +120,7 @@ def sized(case: Case, trial: Trial) -> Scenario:
 
 
 def attempt(case: Case, trial: Trial) -> Tried:
-    """Simulate it. Raises `ConfigError` or `PluginError` for a policy that cannot be made."""
+    """Simulate a trial. Raises `ConfigError` or `PluginError` if the policy cannot be built."""
     begun = process_time()
     scenario = sized(case, trial)
     world, speedup = scenario.world, scenario.speedup
@@ -165,13 +165,13 @@ def _missed(wanted: Sequence[Objective], jobs: Sequence[Job], now: float) -> dic
     return {o.name: sum(o.missed(job, now) for job in came) / (o.may_miss(len(jobs)) + 1) for o in wanted}
 
 
-#: What a process of `in_processes` plans for.
+#: The case of a process of `in_processes`, set when the process starts.
 _case: list[Case] = []
 
 
 @contextmanager
 def in_processes(case: Case, count: int, progress: Callable[[Tried], object] = lambda tried: None) -> Iterator[Run]:
-    """Gives what runs trials in so many processes at once."""
+    """Yields a function that runs trials in `count` processes in parallel."""
     with workers(count, _begin, case) as pool:
 
         def run(trials: Sequence[Trial]) -> list[Tried]:
@@ -192,12 +192,12 @@ def _attempt(trial: Trial) -> Tried:
     return attempt(_case[0], trial)
 
 
-# ---- the search: knows nothing of simulations ----
+# ---- the search, which is independent of simulations ----
 
 
 def least(holds: Callable[[Sequence[int]], Sequence[bool]], guess: int, most: int, width: int = 1) -> int | None:
-    """The least size from 1 to `most` that holds, if every larger one does too; `None` = not even `most` does. `holds`
-    is asked `width` sizes at once."""
+    """The least size from 1 to `most` that holds, provided that every larger size does too; `None` if not even `most`
+    does. `holds` is called with `width` sizes at a time."""
     fails, good = 0, most + 1
     asked = {min(max(guess, 1) << i, most) for i in range(width)}
     while True:
@@ -216,8 +216,8 @@ def least(holds: Callable[[Sequence[int]], Sequence[bool]], guess: int, most: in
 
 
 def settle(share: Callable[[Sequence[int]], Sequence[float]], size: int, most: int) -> int | None:
-    """The border near `size` by the shares of the seeds that hold: the least size from there down at which half of
-    them do, or the next one up."""
+    """The border near `size`: the least size at which at least half of the seeds hold, while one size below fewer than
+    half do. `None` if not even `most` is such a size."""
     while True:
         here, below = share([size, size - 1]) if size > 1 else (share([size])[0], 0.0)
         if here < 0.5:
@@ -231,11 +231,11 @@ def settle(share: Callable[[Sequence[int]], Sequence[float]], size: int, most: i
 
 
 class _Trials:
-    """What was tried, each once."""
+    """The trials and their results. Each trial is run once."""
 
     def __init__(self, case: Case, run: Run, seeds: int, share: float) -> None:
         self._case, self._run, self._seeds = case, run, seeds
-        #: Share of the replicas that prefill, to begin with; 0 = all do both.
+        #: The initial share of the replicas that prefill; 0 = all do both.
         self._share = share
         self.done: dict[Trial, Tried] = {}
 
@@ -244,16 +244,16 @@ class _Trials:
         left = [trial for trial in wanted if trial not in self.done]
         for tried in self._run(left) if left else ():
             self.done[tried.trial] = tried
-            if tried.measured:  # it went to its end
+            if tried.measured:  # it ran to its end
                 self.done[structs.replace(tried.trial, complete=True)] = tried
         return [self.done[trial] for trial in wanted]
 
     def trial(self, replicas: int, seed: int = 0, complete: bool = False) -> Trial:
-        """Of a size, with the parts that did best so far."""
+        """The trial of a size, with the split that did best so far."""
         return Trial(replicas, self.parts(replicas), seed, complete, self._case.dead)
 
     def parts(self, replicas: int) -> int:
-        """How many of them prefill."""
+        """How many of the replicas prefill."""
         if not self._share or replicas < 2:
             return 0
         alike = [tried for tried in self.done.values() if tried.trial.replicas == replicas and tried.trial.prefill]
@@ -262,7 +262,7 @@ class _Trials:
         return min(max(round(self._share * replicas), 1), replicas - 1)
 
     def holds(self, sizes: Sequence[int]) -> list[bool]:
-        """By the first seed."""
+        """Whether each size holds, by the first seed."""
         best: dict[int, bool] = dict.fromkeys(sizes, False)
         open_ = {size: self.trial(size) for size in sizes if size > self._case.dead + bool(self._share)}
         while open_:
@@ -279,7 +279,7 @@ class _Trials:
         return [best[size] for size in sizes]
 
     def _moved(self, missed: Tried) -> Trial | None:
-        """One replica more for what is missed most, prefill or decode."""
+        """The trial with one replica moved to what is missed most, prefill or decode."""
         trial = missed.trial
         if not trial.prefill:
             return None
@@ -291,7 +291,7 @@ class _Trials:
         return (tried.missed[objective.name] for objective in self._case.wanted if objective.what == what)
 
     def shares(self, sizes: Sequence[int]) -> list[float]:
-        """Of the seeds that hold. The first one runs to its end, for the table."""
+        """The share of the seeds that hold, per size. The first seed runs to its end, for the table."""
         able = [size for size in sizes if size > self._case.dead + bool(self._share)]
         trials = {size: [self.trial(size, seed, seed == 0) for seed in range(self._seeds)] for size in able}
         self(trial for of_size in trials.values() for trial in of_size)
@@ -314,7 +314,7 @@ class _Trials:
         )
 
     def rows(self) -> list[Row]:
-        """By size: figures of the runs that went to their end, verdicts of all."""
+        """One row per size: figures from the runs that went to their end, and the verdicts of all runs."""
         complete: dict[tuple[int, int, int], list[Trial]] = {}
         held: dict[tuple[int, int, int], dict[int, bool]] = {}
         for trial, tried in self.done.items():
@@ -339,8 +339,8 @@ def plan(
     split: bool = False,
     now: int = 0,
 ) -> Plan:
-    """Find the least size. `width`: sizes tried at once; `now`: replicas that there are, which the rows then show, and
-    with one of them dead."""
+    """Find the least size. `width`: sizes tried at the same time. `now`: the current number of replicas, which the rows
+    then also show, with and without one of them dead."""
     trials = _Trials(case, run, seeds, prefill_share(case.scenario, case.wanted) if split else 0.0)
     most = max(min(most, len(case.scenario.workload.records)), 1 + split + case.dead)
     border = least(trials.holds, first_guess(case.scenario, case.wanted), most, width)

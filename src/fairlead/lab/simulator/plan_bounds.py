@@ -1,4 +1,4 @@
-"""What one engine can do: how many replicas a workload keeps busy, and what no number of them mends."""
+"""The limits of one engine: how many replicas are busy, and which objectives no number of replicas holds."""
 
 from collections.abc import Iterator, Sequence
 from math import ceil, inf
@@ -9,12 +9,12 @@ from fairlead.lab.simulator.world import Replica, Scenario
 from fairlead.lab.workload.describe import ideal_hits
 from fairlead.lab.workload.record import Record, Workload
 
-#: Sequences that a step decodes, where no objective bounds them.
+#: Sequences decoded in a step if no objective bounds them.
 _BATCH = 64
 
 
 def _prompt_s(replica: Replica, prompt: int, cached: int) -> float:
-    """Seconds to compute it on an idle server, at least."""
+    """The least seconds that an idle server needs to compute a prompt."""
     engine, done, took_s = replica.engine, min(cached, prompt - 1), 0.0
     while done < prompt:
         new = min(engine.max_batched_tokens, prompt - done)
@@ -24,19 +24,20 @@ def _prompt_s(replica: Replica, prompt: int, cached: int) -> float:
 
 
 def _token_s(replica: Replica, context: int) -> float:
-    """Seconds of a further token of an answer that is alone, at least."""
+    """The least seconds for a further token of an answer that decodes alone."""
     return replica.engine.latency.step_s(0, 0.0, 1, context) / replica.speed / (1 + replica.engine.draft_tokens)
 
 
 def _cached(workload: Workload) -> Iterator[int]:
-    """Tokens of each prompt that may be cached at most: what a prompt before had, and the answer that it continues."""
+    """The largest number of tokens of each prompt that may be cached: the tokens of earlier prompts, and of the answer
+    that the prompt continues."""
     before = {record.id: record.in_tokens + record.out_tokens for record in workload.records}
     for record, hits in zip(workload.records, ideal_hits(workload), strict=True):
         yield min(max(hits, before.get(record.parent, 0) if record.parent else 0), record.in_tokens)
 
 
 def _alone_ms(what: str, replica: Replica, record: Record, cached: int) -> float | None:
-    """What a request takes at least, with all of its prompt cached that ever was computed before; `None` = nothing."""
+    """The least milliseconds of a request, with everything cached that was computed before; `None` = it has none."""
     first_s, token_s = _prompt_s(replica, record.in_tokens, cached), _token_s(replica, record.in_tokens)
     if what == TPOT:
         return token_s * 1e3 if record.out_tokens > 1 else None
@@ -44,7 +45,7 @@ def _alone_ms(what: str, replica: Replica, record: Record, cached: int) -> float
 
 
 def impossible(scenario: Scenario, wanted: Sequence[Objective]) -> str:
-    """Why no number of replicas holds the objective, as far as one engine alone tells; empty = it may be held."""
+    """Why no number of replicas holds the objective, as far as one engine shows; empty if it may be held."""
     replica = max(scenario.replicas, key=lambda replica: replica.speed)
     records, most = scenario.workload.records, replica.engine.max_model_len
     long = sum(record.in_tokens + record.out_tokens > most for record in records)
@@ -73,7 +74,7 @@ def impossible(scenario: Scenario, wanted: Sequence[Objective]) -> str:
 
 
 def _work(scenario: Scenario, wanted: Sequence[Objective]) -> tuple[float, float]:
-    """Seconds of one replica: prompts, and answers in batches as large as the objective bears."""
+    """Seconds of work for one replica: prompts, and answers in batches as large as the objective allows."""
     replica, records = scenario.replicas[0], scenario.workload.records
     context = fmean(record.in_tokens + record.out_tokens / 2 for record in records) if records else 0.0
     token_ms = dict(loosest(wanted)).get(TPOT, inf)
@@ -88,12 +89,12 @@ def _work(scenario: Scenario, wanted: Sequence[Objective]) -> tuple[float, float
 
 
 def first_guess(scenario: Scenario, wanted: Sequence[Objective]) -> int:
-    """Replicas that are busy throughout."""
+    """The number of replicas that the work keeps busy all the time."""
     lasts_s = max(scenario.workload.duration_s / scenario.speedup, 1.0)
     return max(ceil(sum(_work(scenario, wanted)) / lasts_s), 1)
 
 
 def prefill_share(scenario: Scenario, wanted: Sequence[Objective]) -> float:
-    """Of the work of all replicas."""
+    """The prefill share of the work of all replicas."""
     prompts_s, answers_s = _work(scenario, wanted)
     return min(max(prompts_s / (prompts_s + answers_s), 0.1), 0.9) if prompts_s + answers_s else 0.5

@@ -1,7 +1,7 @@
-"""A journal → what to plan for: its last traffic, the policy in force, as many replicas, as fast as they were.
+"""A journal → the planning problem: its last traffic, the policy in force, and as many replicas of the same speed.
 
-How fast: what the scheduler had learned is a beginning. Then what was recorded is simulated, and prefill and steps are
-made slower or faster until the medians of TTFT and TPOT come out as they were measured.
+The speed starts from what the scheduler had learned. Then the recorded traffic is simulated, and prefill and steps are
+made slower or faster until the medians of TTFT and TPOT match the measured ones.
 """
 
 from collections.abc import Sequence
@@ -26,22 +26,23 @@ from fairlead.lab.simulator.world import MAX_MODEL_LEN, Replica, Scenario, repli
 from fairlead.lab.workload.record import Record, Workload
 from fairlead.server.journal.records import DETAIL, POLICY
 
-#: Tokens per KV block where engines did not say.
+#: Tokens per KV block if the engines did not report it.
 _BLOCK = 64
-#: Of vLLM on a large GPU, where no limit was ever reached.
+#: The limit of vLLM on a large GPU, used if no limit was ever reached.
 _MAX_NUM_SEQS = 1024
-#: The name of a preset that was learned.
+#: The name of a learned preset.
 LEARNED = "learned"
-#: Simulations by which it is fitted, and requests of each.
+#: Number of simulations to fit the preset, and requests in each.
 _ROUNDS, _FITTED_BY = 5, 1000
-#: Most by which one simulation changes a speed.
+#: The largest factor by which one simulation changes a speed.
 _MOST_SCALED = 4.0
-#: Servers whose speeds differ by less are taken for equal.
+#: Servers whose speeds differ by less count as equal.
 _ALIKE = 0.1
 
 
 class Recorded(Struct, frozen=True):
-    """`scheduling`: see `compat.recorded`. `preset`: what was learned; `None` = nothing. `speeds`: of each replica."""
+    """`scheduling`: see `compat.recorded`. `preset`: the learned preset; `None` if nothing was learned. `speeds`: one
+    per replica."""
 
     workload: Workload
     scheduling: Any
@@ -50,13 +51,13 @@ class Recorded(Struct, frozen=True):
     speeds: tuple[float, ...]
 
     def fleet(self, preset: Preset) -> tuple[Replica, ...]:
-        """As many of another kind, or of the same one at their speeds."""
+        """The replicas with this preset. With the learned one they keep their speeds; otherwise all are equal."""
         size, speeds = preset.block_size or self.workload.block_size or _BLOCK, self.speeds
         return replicas(self.replicas, preset, block_size=size, speeds=speeds if preset.name == LEARNED else ())
 
 
 class Fit(Struct, frozen=True):
-    """Medians of what was recorded, and of its simulation: TTFT and TPOT in milliseconds."""
+    """Medians of the recorded traffic and of its simulation: TTFT and TPOT in milliseconds."""
 
     preset: Preset
     recorded: tuple[float, float]
@@ -64,8 +65,8 @@ class Fit(Struct, frozen=True):
 
 
 def recorded(run: Run, last_s: float, head: int = 0) -> Recorded:
-    """The last seconds of a run, and of these the first `head` requests; 0 = all. Raises `JournalError` where nothing
-    was asked then, or `OSError`."""
+    """The last seconds of a run, and of these the first `head` requests; 0 = all. Raises `JournalError` if there were
+    no requests then, or `OSError`."""
     there = {endpoint.id for endpoint in run.head.endpoints}
     scheduling, snapshot = run.head.scheduling, None
     for kind, _, body in run.items():
@@ -85,7 +86,7 @@ def recorded(run: Run, last_s: float, head: int = 0) -> Recorded:
 
 
 def fit(record: Recorded, preset: Preset) -> Fit | None:
-    """The preset with which the recorded traffic takes what it took; `None` = no times were recorded."""
+    """The preset with which the simulated traffic takes the recorded times; `None` if no times were recorded."""
     workload = structs.replace(record.workload, records=record.workload.records[:_FITTED_BY])
     rows = [(r.outcome.ttft_ms, r.outcome.e2e_ms, r.out_tokens) for r in workload.records if r.outcome and _timed(r)]
     measured = _medians(rows)
@@ -107,13 +108,13 @@ def fit(record: Recorded, preset: Preset) -> Fit | None:
 
 
 def _timed(record: Record) -> bool:
-    """Its outcome says how long the first token and the answer took."""
+    """Whether the record's outcome has the times of the first token and of the answer."""
     outcome = record.outcome
     return outcome is not None and record.stream and record.out_tokens > 1 and 0.0 < outcome.ttft_ms < outcome.e2e_ms
 
 
 def _medians(rows: Sequence[tuple[float, float, int]]) -> tuple[float, float] | None:
-    """Of TTFT and TPOT, from (TTFT, E2E, tokens)."""
+    """The medians of TTFT and TPOT, from (TTFT, E2E, tokens)."""
     tokens = [(e2e - ttft) / (count - 1) for ttft, e2e, count in rows if count > 1]
     return (median(ttft for ttft, _, _ in rows), median(tokens)) if tokens else None
 
@@ -141,7 +142,7 @@ def _newest(workload: Workload, last_s: float, head: int) -> Workload:
 
 
 def _learned(snapshot: Snapshot) -> tuple[Preset, tuple[float, ...]]:
-    """The prior with the factors of the middle endpoint, and how fast each is beside it."""
+    """The prior scaled by the median learned factors, and the speed of each endpoint relative to the median."""
     slots = [slot for slot, endpoint in enumerate(snapshot.endpoints) if endpoint is not None]
     kappa, token_kappa, prefill, step, load = (np.asarray(values)[slots].tolist() for values in snapshot.learned)
     new = median(a * b for a, b in zip(prefill, kappa, strict=True))

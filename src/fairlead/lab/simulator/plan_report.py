@@ -16,7 +16,7 @@ from fairlead.lab.simulator.report import STYLE, inline
 
 
 def document(plan: Plan, wanted: Sequence[Objective], price: float, about: dict[str, Any]) -> dict[str, Any]:
-    """All of it as plain values. `price`: of a replica per hour, 0 = not known; `about`: what was planned for."""
+    """The plan as plain values. `price`: of a replica per hour, 0 = unknown. `about`: what was planned for."""
     best = plan.best
     return about | {
         "objectives": {objective.name: str(objective).partition("=")[2] for objective in wanted},
@@ -32,7 +32,7 @@ def document(plan: Plan, wanted: Sequence[Objective], price: float, about: dict[
 
 
 def costs(row: Row, price: float) -> dict[str, float] | None:
-    """Per hour, and per million tokens that were served: of answers, and of prompts and answers."""
+    """Costs per hour, and per million served tokens: of answers, and of prompts and answers together."""
     if not price:
         return None
     hour, (prompts, answers) = row.replicas * price, row.tokens_per_hour
@@ -44,7 +44,7 @@ def costs(row: Row, price: float) -> dict[str, float] | None:
 
 
 def lines(plan: Plan, wanted: Sequence[Objective], price: float) -> list[list[str]]:
-    """The table: its head, then a row for each size."""
+    """The table: its header, then a row for each size."""
     head = ["replicas", "goodput", *(objective.name for objective in wanted), "seeds"]
     split, dead = any(row.prefill for row in plan.rows), any(row.dead for row in plan.rows)
     head[1:1] = [*(["prefill"] if split else []), *(["dead"] if dead else [])]
@@ -61,7 +61,7 @@ def lines(plan: Plan, wanted: Sequence[Objective], price: float) -> list[list[st
 
 
 def print_plan(plan: Plan, wanted: Sequence[Objective], price: float) -> None:
-    """The table on stdout; `*` is the least size that holds."""
+    """Print the table to stdout; `*` marks the least size that holds."""
     head, *rows = lines(plan, wanted, price)
     table = Table(box=None, pad_edge=False)
     for name in head:
@@ -72,7 +72,7 @@ def print_plan(plan: Plan, wanted: Sequence[Objective], price: float) -> None:
 
 
 def draw(plan: Plan, wanted: Sequence[Objective], path: Path) -> None:
-    """Goodput over replicas, as SVG. Raises `ImportError`."""
+    """Draw goodput over replicas as SVG. Raises `ImportError` without matplotlib."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -101,8 +101,8 @@ def draw(plan: Plan, wanted: Sequence[Objective], path: Path) -> None:
 def write_plan(
     plan: Plan, wanted: Sequence[Objective], price: float, title: str, report: dict[str, Any], out: Path
 ) -> tuple[list[Path], str]:
-    """plan.json, goodput.svg where matplotlib is installed, report.html. Returns their paths, and what is missing.
-    Raises `OSError`."""
+    """Write plan.json, goodput.svg if matplotlib is installed, and report.html. Returns their paths, and a message
+    about what is missing. Raises `OSError`."""
     out.mkdir(parents=True, exist_ok=True)
     written, missing = [out / "plan.json"], ""
     written[0].write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))

@@ -1,4 +1,4 @@
-"""Records → what the two sides of the simulation need: `Request` for the scheduler, `EngineRequest` for a server."""
+"""Converts records for both sides of the simulation: `Request` for the scheduler, `EngineRequest` for a server."""
 
 from xxhash import xxh3_64_intdigest
 
@@ -26,7 +26,7 @@ class Prompts:
         self._followers = _followers(workload)
 
     def request(self, index: int, record: Record, now: float, tokens: TokenEstimator) -> Request:
-        """What the live server would have understood of it; prompt tokens are its estimate, not the truth."""
+        """The request as the live server would have understood it. Its prompt tokens are an estimate."""
         size = max(int(record.in_tokens * self._rate), 1)
         api = "chat"
         return Request(
@@ -54,10 +54,10 @@ class Prompts:
     def engine_request(
         self, index: int, record: Record, block_size: int, *, max_tokens: int = 0, loaded: int = 0, choice: int = 0
     ) -> EngineRequest:
-        """`max_tokens`: of the answer, 0 = as the record says. `loaded`: prompt tokens whose KV comes from elsewhere.
-        `choice`: which of its answers; what follows later goes on with the first.
+        """The request for a server. `max_tokens`: of the answer, 0 = as in the record. `loaded`: prompt tokens whose KV
+        is handed over by another server. `choice`: the index of the answer; later requests continue with the first.
 
-        Raises `ValueError` when the engine's blocks do not fit the trace's."""
+        Raises `ValueError` if the engine's blocks do not fit the trace's."""
         hashes: list[int] = []
         if record.hash_ids:
             root = root_hash(record.lora)
@@ -66,7 +66,7 @@ class Prompts:
             chain = chained(longest.hash_ids, root)
             hashes = engine_hashes(chain, record.block_size, known, block_size)
         full_blocks = record.in_tokens // block_size
-        if len(hashes) < full_blocks:  # what no id names is nobody else's
+        if len(hashes) < full_blocks:  # a block without an id is shared with no other request
             own = xxh3_64_intdigest(f"{index}/{record.id}".encode())
             hashes += [(own + i) % 2**64 for i in range(len(hashes), full_blocks)]
         return EngineRequest(
@@ -91,9 +91,9 @@ class Prompts:
 
 
 def _followers(workload: Workload) -> dict[int, Record]:
-    """Records whose answer is the beginning of a later prompt: index → that later record.
+    """Records whose answer is the beginning of a later prompt: index → the later record.
 
-    The blocks that such an answer fills are hit by the later prompt, as on a real server.
+    The later prompt hits the blocks that such an answer fills, as on a real server.
     """
     places = {record.id: index for index, record in enumerate(workload.records)}
     followers: dict[int, Record] = {}

@@ -1,11 +1,12 @@
-"""Every policy on every scenario: which entries meet in which scenarios, and each one's regret.
+"""Every policy on every scenario: which entries take part in which scenarios, and the regret of each.
 
-An entry has a key of the tables and a configuration. `entries()` are the policies by name. Whoever compares one more
-configuration adds it to `EXTRA`.
+An entry has a key of the tables and a configuration. `entries()` returns the policies by name. To compare a further
+configuration, add it to `EXTRA`.
 
-The scheduler does not begin with the truth: its prior, and its bytes per token, are wrong by drawn factors of 0.5 to
-1.5, no request says how long its answer becomes, and servers are read once per second. Beside that stands what the
-default does where all of it is known. A regret is value / best value of any policy that took part.
+The scheduler does not begin with the truth. Its prior and its bytes per token are wrong by drawn factors from 0.5 to
+1.5, requests do not announce the length of their answer, and servers are scraped once per second. The tables also show
+the results of the default when all of this is known. A regret is the value divided by the best value of any policy that
+took part.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,10 +32,10 @@ from fairlead.lab.simulator.scenarios import (
     SITUATIONS,
 )
 
-#: Further configurations that take part like a policy: key → text. Settings of rules that their makers publish besides
-#: their defaults (see the rules' files): Dynamo's scale of 2 and its preset for agents; llm-d's filter with the
-#: throughput of these servers (8,192 tokens in a step of 423 ms) and the penalty of its example, and for pools that
-#: answers bind.
+#: Further configurations that take part like a policy: key → text. They are settings that the authors of rules publish
+#: in addition to their defaults (see the files of the rules): Dynamo's scale of 2 and its preset for agents; llm-d's
+#: filter with the throughput of these servers (8,192 tokens in a step of 423 ms) and the penalty of its example, and
+#: its variant for pools that are limited by answers.
 EXTRA: dict[str, str] = {
     "dynamo, scale 2": "policy: {type: dynamo-linear, parameters: {prefillLoadScale: 2}}\n",
     "dynamo, agentic": "policy: {type: dynamo-linear, parameters: "
@@ -43,12 +44,12 @@ EXTRA: dict[str, str] = {
     "{maxTTFTPenaltyMs: 5000, explorationProbability: 0.01, peakPrefillThroughput: 19350}}\n",
     "sticky, requests": "policy: {type: sticky-until-saturated, parameters: {load: requests}}\n",
 }
-#: The best of the others, with a queue in front of the servers as the default has.
+#: The best policies apart from the default, with a queue in front of the servers, as the default has.
 LATE_TOO = ("weights-322", "dynamo, agentic")
 FLOW = "flowControl: {ttl: 590s, limits: {band: {requests: null, bytes: null}}}\n"
-#: What the default is, under other names.
+#: Other names of the default.
 SAME = ("cost-model", "prefill-decode")
-#: Long scenarios are cut to their first so many requests: what comes after ranks the rules alike, and costs minutes.
+#: Long scenarios are cut to this many requests. The later ones rank the policies the same way and cost minutes.
 HEADS = {
     **dict.fromkeys(("conversation-1x", "conversation-1.5x", "conversation-2x", "unlike-hardware"), 4500),
     "apart-chat": 2000,
@@ -57,10 +58,10 @@ HEADS = {
     "headline-steady-16": 4750,
     "headline-70b-20": 7000,
 }
-#: Added to the name of a scenario whose scheduler begins with the truth: the column beside the main one, in which
-#: nothing is known of engines, tokens and answers. Of these policies only.
+#: Added to the name of a scenario whose scheduler begins with the truth, and the policies that are shown this way, next
+#: to the main results, in which nothing is known of engines, tokens and answers.
 KNOWN, KNOWN_OF = ", truth known", ("default", AT_ONCE)
-#: Requests that the smaller version of a scenario keeps; 0 = all.
+#: The number of requests in the smaller version of a scenario; 0 = all.
 QUICK = {"shared-prefix-10": 600, "shared-prefix-14": 900, "shared-prefix-20": 900, "agents": 1200}
 QUICK_OTHERS = {
     **dict.fromkeys(QUALITY, 2500),
@@ -68,11 +69,11 @@ QUICK_OTHERS = {
     **dict.fromkeys(PUBLISHED, 1400),
     **dict.fromkeys((*SITUATIONS, *HELD_OUT), 800),
 }
-#: Sizes of the pools' prefill part, of 8 servers.
+#: How many of the 8 servers only prefill.
 PREFILL_SERVERS = (2, 3)
 PAIRS = "policy: prefill-decode\n"
 PAIRS_ALWAYS = "policy: {type: prefill-decode, parameters: {always: true}}\n"
-#: The scenarios that may be looked at while something is tuned, and those that may not (docs/workloads.md).
+#: The scenarios that may be used for tuning, and those that may not (docs/workloads.md).
 SETS = {
     "development": (*QUALITY, *ADVERSARIAL, *PUBLISHED, *SITUATIONS, *APART),
     "held_out": (*HELD_OUT,),
@@ -80,7 +81,7 @@ SETS = {
 
 
 def entries() -> dict[str, str]:
-    """Key → text of a configuration; `default` comes first."""
+    """Key → text of a configuration; `default` is first."""
     known = known_policies()
     rules = {name: text for name, text in known.items() if name not in SAME} | EXTRA
     late = {f"{name}+flow": rules[name] + FLOW for name in LATE_TOO}
@@ -88,14 +89,14 @@ def entries() -> dict[str, str]:
 
 
 def names(chosen: str = "all") -> list[str]:
-    """Of the scenarios of a set, or of all."""
+    """The names of the scenarios of a set, or of all sets."""
     return [name for key, scenarios in SETS.items() if chosen in (key, "all") for name in scenarios]
 
 
 def cells(
     scenarios: Sequence[str], texts: Mapping[str, str], traces: str, quick: bool, seeds: int, head: int = 0
 ) -> list[Cell]:
-    """Cells of a scenario follow each other."""
+    """The cells to run. Cells of one scenario are adjacent."""
     wanted = []
     for name in scenarios:
         requests = head or (requests_of_quick(name) if quick else HEADS.get(name, 0))
@@ -113,7 +114,7 @@ def cells(
 
 
 def _taking_part(name: str, texts: Mapping[str, str]) -> list[tuple[int, str, str]]:
-    """(prefill servers, key, text)."""
+    """Tuples of (prefill servers, key, text)."""
     if name not in APART:
         return [(0, key, text) for key, text in texts.items()]
     pools = [(0, "default", texts.get("default", "policy: default\n"))]
@@ -129,7 +130,7 @@ def requests_of_quick(name: str) -> int:
 
 
 def usable_traces(directory: str) -> tuple[str, str]:
-    """The directory if any published trace is there, else "", and a line on those that are missing."""
+    """The directory if it has any published trace, otherwise "", and a note about the missing traces."""
     path = Path(directory)
     missing = [name for name in (MOONCAKE, AZURE_CODE) if not (path / name).is_file()]
     where = directory or "--traces"
@@ -155,20 +156,20 @@ def summary_of(results: Sequence[CellResult]) -> Summary:
 
 
 def parted(summary: Summary) -> tuple[Summary, Summary]:
-    """What nothing was known at the beginning of, and what the truth was."""
+    """The scenarios in which the scheduler begins without knowledge, and those in which it knows the truth."""
     known = {name.removesuffix(KNOWN): rows for name, rows in summary.items() if name.endswith(KNOWN)}
     return {name: rows for name, rows in summary.items() if not name.endswith(KNOWN)}, known
 
 
 def regrets_of(chosen: str, summary: Summary) -> Regrets:
-    """Over the scenarios of a set, as far as they were simulated. Pools of prefill and decode servers are for other
-    rules."""
+    """The regrets over the simulated scenarios of a set. Pools of prefill and decode servers are left out, because they
+    compare other rules."""
     names = [name for name in SETS[chosen] if name in summary and name not in APART]
     return regrets({name: summary[name] for name in names})
 
 
 def judgement(regret: Regrets) -> dict[str, dict[str, dict[str, float]]]:
-    """{policy: {ttft_mean, ttft_p99, e2e_mean, goodput: {geomean, worst}}}: the form of `summary.json`."""
+    """{policy: {ttft_mean, ttft_p99, e2e_mean, goodput: {geomean, worst}}}, the form of `summary.json`."""
     return {
         policy: {
             figure.removesuffix("_ms"): {"geomean": row[figure], "worst": row[f"{figure}_worst"]} for figure in COMPARED
@@ -178,8 +179,8 @@ def judgement(regret: Regrets) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def write_summary(out: Path, results: Sequence[CellResult]) -> tuple[Summary, Summary, dict[str, Regrets]]:
-    """Writes `out/summary.json`, {set: {"policies": …, "code", "cpu_minutes"}}, where a set that was not simulated
-    keeps what was found last, and `out/scenarios.json`, {"scenarios", "known": {scenario: {policy: figures}}}. Returns
+    """Write `out/summary.json`, {set: {"policies": …, "code", "cpu_minutes"}}, in which a set that was not simulated
+    keeps its last results, and `out/scenarios.json`, {"scenarios", "known": {scenario: {policy: figures}}}. Returns
     scenarios, known and the regrets of each set."""
     summary, known = parted(summary_of(results))
     judged = {name: regret for name in SETS if (regret := regrets_of(name, summary))}
@@ -198,7 +199,7 @@ def _write(path: Path, document: object) -> None:
 
 
 def print_table(summary: Summary, judged: Mapping[str, Regrets]) -> None:
-    """`judged`: the regrets of each set."""
+    """Print the results. `judged`: the regrets of each set."""
     first: Regrets = next(iter(judged.values()), {})
     order = sorted(first, key=lambda policy: first[policy]["ttft_mean_ms"] * first[policy]["e2e_mean_ms"])
     order += [p for p in dict.fromkeys(p for row in summary.values() for p in row) if p not in first]

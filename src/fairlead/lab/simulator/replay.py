@@ -1,6 +1,7 @@
-"""Policies of a replay: one that follows the recorded decisions, and one that is asked beside the policy that decides.
+"""Policies of a replay: one that follows the recorded decisions, and one that queries a second policy beside the
+deciding one.
 
-A replay whose beginning is missing follows the recorded decisions: its state grows towards the recorded one.
+A replay whose beginning is missing follows the recorded decisions, so that its state converges to the recorded one.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from fairlead.server.journal.records import DECIDED, EVENTS, LOST, Decided, Segm
 
 
 class Guided:
-    """Sends requests where the journal says, and notes where the policy itself would have sent them."""
+    """Sends requests where the journal says, and records where the policy itself would have sent them."""
 
     def __init__(self, policy: Policy, recorded: dict[int, str], own: dict[int, str]) -> None:
         self._policy = policy
@@ -48,9 +49,9 @@ class Guided:
 
 
 class Beside:
-    """A policy that decides, and one that is only asked. Both are given the same chance.
+    """A policy that decides, and one that is only queried. Both get the same random numbers.
 
-    `answers`: what the other one would have done, by request.
+    `answers`: what the queried policy would have done, by request.
     """
 
     def __init__(self, policy: Policy, guide: Policy, answers: dict[int, tuple[str, Trace | None]]) -> None:
@@ -68,45 +69,46 @@ class Beside:
 
 
 def _name(pick: Answer, fleet: FleetView) -> str:
-    """Of the chosen endpoint; empty = none."""
+    """The name of the chosen endpoint; empty = none."""
     endpoint = fleet.table.endpoints[pick.slot] if isinstance(pick, Picked) else None
     return endpoint.id if endpoint else ""
 
 
-# Feeds the events of a journal through the pipeline again: the third driver beside the live one and the simulator.
+# Feeds the events of a journal through the pipeline again: the third driver, next to the live server and the simulator.
 #
 # Rules
-# * With the recorded policy, from the start of a process and without a hole, the decisions are the very same, and so
-#   is their hash. Anything else is said: `exact` is False, and `notes` tell why.
-# * With another policy, what happens is still what happened: first tokens and ends come when they came. So the replay
-#   says which decisions change; what would have come of them, the simulator says.
+# * With the recorded policy, from the start of a process and without a gap, the decisions are exactly the same, and so
+#   is their hash. Otherwise `exact` is False, and `notes` give the reasons.
+# * With another policy, the events are still the recorded ones: first tokens and ends come at the recorded times. So
+#   the replay shows which decisions change; only the simulator can show what would have followed from them.
 # * A replay that begins later than its process (the oldest segments are gone) knows the endpoints and the policy, but
-#   not the leases and prompts of before. It follows the recorded decisions, so that its state becomes the recorded
-#   one, and compares each with what the policy would have done; likewise where more decided than is recorded.
+#   not the earlier leases and prompts. It follows the recorded decisions, so that its state becomes the recorded one,
+#   and compares each with what the policy would have done. It does the same if something that is not recorded took part
+#   in the decisions.
 
-#: What a changed configuration does to a recorded one.
+#: Turns a recorded configuration into a changed one.
 Change = Callable[[Config], Config]
 
 
 class Player:
-    """A pipeline in the state of a segment's beginning; `feed` it that segment's events."""
+    """A pipeline in the state at the beginning of a segment; `feed` it that segment's events."""
 
     def __init__(
         self, head: Segment, change: Change | None = None, guided: bool | None = False, beside: Change | None = None
     ) -> None:
-        """`guided`: follow the recorded decisions; else only once others begin to decide too, `None` = not even then.
-        `beside`: ask the policy of that configuration too, each time."""
+        """`guided`: follow the recorded decisions. False: only once something else takes part in the decisions; `None`:
+        never. `beside`: also query the policy of that configuration for each decision."""
         self._change = change
         self._beside = beside
         self._builder = SchedulingBuilder(lambda error: self.plugin_errors.append(error))
         self._asked = SchedulingBuilder()
-        #: What the policy beside would have done, by request; to be taken out by whoever reads it.
+        #: What the queried policy would have done, by request. The reader removes the entries.
         self.answers: dict[int, tuple[str, Trace | None]] = {}
-        #: Where the journal says that requests went, and where the policy would have sent them; for guided ones.
+        #: For guided policies: where requests went by the journal, and where the policy would have sent them.
         self.recorded: dict[int, str] = {}
         self.own: dict[int, str] = {}
         self._guided = guided
-        #: What decides too, since the beginning or a reload, in words.
+        #: What else takes part in the decisions, since the beginning or a reload, in words.
         self.others: list[str] = []
         self._heed(head.scheduling)
         self.config = self._configured(head.scheduling)
@@ -123,7 +125,7 @@ class Player:
         self.pipeline.start()
 
     def feed(self, time_s: float, event: Event) -> list[DecisionRecord]:
-        """What was decided upon it. A `Reconfigured` has its document as it stands in the journal."""
+        """The decisions upon an event. A `Reconfigured` has its document as it is in the journal."""
         if type(event) is Reconfigured:
             self.config = self._configured(event.document)
             self._heed(event.document)
@@ -140,14 +142,14 @@ class Player:
         return [record for record in self.pipeline.handle(event) if isinstance(record, DecisionRecord)]
 
     def _heed(self, scheduling: Any) -> None:
-        """Take note of who decides too, from here on."""
+        """Record what else takes part in the decisions from here on."""
         beside = scheduling.get("beside", ()) if isinstance(scheduling, dict) else ()
         self.others += [text for text in beside if text not in self.others]
         if self._guided is False and self.others:
             self._guided = True
 
     def _build(self, config: Config) -> Scheduling:
-        """As the live scheduler does, with those around the policy who follow it or ask beside it."""
+        """Build like the live scheduler, and wrap the policy in one that follows the journal or queries another."""
         built = self._builder(config)
         policy = Guided(built.policy, self.recorded, self.own) if self._guided else built.policy
         if self._beside is not None:
@@ -160,7 +162,7 @@ class Player:
 
 
 class Tally(Struct):
-    """Decisions, and a hash of (request, endpoint) in their order."""
+    """The number of decisions, and a hash of (request, endpoint) in their order."""
 
     decisions: int = 0
     refused: int = 0
@@ -177,25 +179,25 @@ class Tally(Struct):
 
 
 class Replayed(Struct, kw_only=True):
-    """What a replay came to, beside what the journal says."""
+    """The result of a replay next to the content of the journal."""
 
     run: str
     events: int = 0
     recorded: Tally = field(default_factory=Tally)
     replayed: Tally = field(default_factory=Tally)
-    #: Decisions that both know, those on the same endpoint, and of these the ones with other numbers (hits, forecast).
+    #: Decisions in both; of these on the same endpoint; and of those with other numbers (hits, forecast).
     both: int = 0
     same: int = 0
     unlike: int = 0
-    #: (request id, endpoint recorded, endpoint replayed) of the first ones that differ.
+    #: (request id, recorded endpoint, replayed endpoint) of the first differences.
     different: list[tuple[int, str, str]] = field(default_factory=list)
-    #: The journal begins with its process and lacks nothing up to its end.
+    #: Whether the journal begins with its process and lacks nothing up to its end.
     exact: bool = True
     notes: list[str] = field(default_factory=list)
 
     @property
     def identical(self) -> bool:
-        """The same decisions in the same order, with the same numbers."""
+        """Whether the decisions, their order and their numbers are the same."""
         return self.recorded.hash == self.replayed.hash and not self.unlike
 
 
@@ -203,7 +205,7 @@ _SHOWN = 20
 
 
 class Step(Struct, frozen=True):
-    """One event, what the player decided upon it, and what the journal says was decided."""
+    """One event, what the player decided upon it, and the decisions in the journal."""
 
     at: float
     event: Any
@@ -212,7 +214,7 @@ class Step(Struct, frozen=True):
 
 
 def steps(run: Run, player: Player, faults: Faults, lost: list[int]) -> Iterator[Step]:
-    """All events of a run. `lost` gets the numbers of records that the journal lacks."""
+    """All events of a run. The numbers of records that the journal lacks are added to `lost`."""
     waiting: tuple[float, Any] | None = None
     decided: list[Decided] = []
     for kind, time_s, body in run.items(faults):
@@ -236,12 +238,12 @@ def _step(player: Player, time_s: float, event: Any, decided: list[Decided]) -> 
 
 
 def needs_guide(run: Run) -> bool:
-    """Something is missing that decided."""
+    """Whether something that took part in the decisions is missing from the journal."""
     return not run.whole or bool(run.head.beside)
 
 
 def replay(run: Run, change: Change | None = None) -> Replayed:
-    """Raises `ConfigError`, `PluginError` or `OSError`."""
+    """Replay a run. Raises `ConfigError`, `PluginError` or `OSError`."""
     result, faults, lost = Replayed(run=run.id), Faults(), list[int]()
     player = Player(run.head, change, needs_guide(run))
     for step in steps(run, player, faults, lost):
@@ -272,7 +274,7 @@ def _compare(result: Replayed, record: DecisionRecord, endpoint: str, choice: De
 
 
 def judge(result: Replayed, run: Run, faults: Faults, lost: list[int], more_notes: list[str]) -> None:
-    """Whether it can be exact, and if not why. `more_notes`: what began to decide too while it ran."""
+    """Record whether the replay can be exact, and why not. `more_notes`: what took part in decisions later on."""
     numbers = [head.number for _, head in run.segments]
     if numbers[0]:
         result.notes.append(

@@ -1,11 +1,12 @@
 """A journal under another policy: which decisions change, and why.
 
-Two questions, answered in one pass
-* One decision at a time: the recorded policy decides and is replayed exactly; the other one is asked beside it, on the
-  very same state (`Beside`). What differs is the policy's doing: `reason` is `policy`, or `chance` where it rates the
-  two endpoints as good as equal and drew lots.
-* All the way: a second pipeline goes on with the other policy's decisions. Leases and cached prompts differ more and
-  more, so most decisions do; what counts there are the sums: tokens believed to be cached, requests per endpoint.
+Answers two questions in one pass
+* One decision at a time: the recorded policy decides and is replayed exactly. The other policy is queried for each
+  decision on exactly the same state (`Beside`). A difference is caused by the policy: `reason` is `policy`, or `chance`
+  if the policy rates the two endpoints as about equal and chose at random.
+* The whole run: a second pipeline continues with the other policy's decisions. Leases and cached prompts differ more
+  and more, and so do most decisions. The totals are what counts there: tokens believed to be cached, requests per
+  endpoint.
 """
 
 from collections import Counter
@@ -17,13 +18,13 @@ from fairlead.core.records import DecisionRecord, Trace
 from fairlead.lab.simulator.journal import Faults, Run
 from fairlead.lab.simulator.replay import Change, Player, Replayed, Tally, judge, needs_guide, steps
 
-#: Totals within this share of the best count as equal: the cost model's near tie.
+#: Totals within this share of the best count as equal: the near tie of the cost model.
 NEAR = 0.021
 _KEPT = 1000
 
 
 class Changed(Struct, frozen=True):
-    """One decision that would have been another one on the same state."""
+    """A decision that would have been different on the same state."""
 
     request_id: int
     #: Clock seconds.
@@ -32,7 +33,7 @@ class Changed(Struct, frozen=True):
     after: str
     #: `policy` or `chance`.
     reason: str
-    #: By how much the other policy rates its choice above the former, and the recorded one the former above it.
+    #: How much the other policy prefers its choice to the recorded one, and the recorded policy the recorded one to it.
     gain: float | None = None
     cost: float | None = None
 
@@ -40,13 +41,13 @@ class Changed(Struct, frozen=True):
 class Compared(Struct, kw_only=True):
     run: str
     policy: str
-    #: Decisions that a policy made of those that arrived, one at a time.
+    #: Decisions that a policy made on arrival, one at a time.
     decisions: int = 0
     before: Tally = field(default_factory=Tally)
     reasons: Counter[str] = field(default_factory=Counter)
-    #: The first thousand.
+    #: The first thousand changed decisions.
     changed: list[Changed] = field(default_factory=list)
-    #: All the way.
+    #: The whole run with the other policy.
     after: Tally = field(default_factory=Tally)
     hit_tokens: tuple[int, int] = (0, 0)
     spread: tuple[Counter[str], Counter[str]] = field(default_factory=lambda: (Counter(), Counter()))
@@ -55,12 +56,12 @@ class Compared(Struct, kw_only=True):
 
     @property
     def share(self) -> float:
-        """Of the decisions, changed on the same state."""
+        """The share of decisions that changed on the same state."""
         return sum(self.reasons.values()) / self.decisions if self.decisions else 0.0
 
 
 def compare(run: Run, change: Change) -> Compared:
-    """Raises `ConfigError`, `PluginError` or `OSError`."""
+    """Compare the two policies. Raises `ConfigError`, `PluginError` or `OSError`."""
     faults, lost = Faults(), list[int]()
     recorded_player, changed_player = Player(run.head, None, needs_guide(run), change), Player(run.head, change, None)
     result = Compared(run=run.id, policy=changed_player.config.policy.name)
@@ -78,7 +79,7 @@ def compare(run: Run, change: Change) -> Compared:
 
 def _asked(result: Compared, record: DecisionRecord, before: str, answers: dict[int, tuple[str, Trace | None]]) -> None:
     answer = answers.pop(record.request.id, None)
-    if answer is None or record.trace is None or record.trace.waited is not None:  # what was asked may be long past
+    if answer is None or record.trace is None or record.trace.waited is not None:  # the answer may be out of date
         return
     after, trace = answer
     result.decisions += 1
@@ -100,7 +101,7 @@ def _sum(result: Compared, record: DecisionRecord, tally: Tally, index: int) -> 
 
 
 def _margin(trace: Trace | None, of: str, over: str) -> float | None:
-    """How much higher one endpoint's total is than another's."""
+    """How much higher the total of endpoint `of` is than that of endpoint `over`."""
     if trace is None or trace.total is None or of not in trace.endpoints or over not in trace.endpoints:
         return None
     margin = float(trace.total[trace.endpoints.index(of)]) - float(trace.total[trace.endpoints.index(over)])
@@ -108,7 +109,7 @@ def _margin(trace: Trace | None, of: str, over: str) -> float | None:
 
 
 def _near(trace: Trace | None, endpoint: str, rival: str) -> bool:
-    """Whether both are as good as the best there."""
+    """Whether both endpoints are about as good as the best one."""
     if trace is None or trace.total is None or endpoint not in trace.endpoints or rival not in trace.endpoints:
         return False
     best = float(max(trace.total))

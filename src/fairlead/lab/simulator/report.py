@@ -24,12 +24,12 @@ _MARKS = "osD^vP*X<>"
 
 
 def draw(means: Mapping[str, Mapping[str, Figures]], out: Path) -> list[tuple[Path, str]]:
-    """One SVG per figure: dots per policy, a line per scenario. Returns (path, what has no dot). Raises
+    """One SVG per figure: dots per policy, a line per scenario. Returns (path, note about values without a dot). Raises
     `ImportError`."""
     import matplotlib
 
     matplotlib.use("svg")
-    # Paths and ids that do not change from run to run.
+    # Keep paths and ids the same from run to run.
     matplotlib.rcParams.update({"svg.hashsalt": "fairlead", "svg.fonttype": "none", "font.size": 9})
     paths = [out / f"{stem}.svg" for stem, _, _, _ in _PLOTS]
     return [
@@ -38,7 +38,7 @@ def draw(means: Mapping[str, Mapping[str, Figures]], out: Path) -> list[tuple[Pa
 
 
 def _dots(means: Mapping[str, Mapping[str, Figures]], key: str, title: str, log: bool, path: Path) -> str:
-    """Narrow enough to be read on a phone."""
+    """Draw one figure, narrow enough for a phone."""
     from matplotlib import pyplot
 
     policies = list(dict.fromkeys(name for row in means.values() for name in row))
@@ -72,7 +72,7 @@ def _dots(means: Mapping[str, Mapping[str, Figures]], key: str, title: str, log:
     return f"No figure: {', '.join(missing)}" if missing else ""
 
 
-# A comparison for people: a table on the terminal, plots, and one HTML file that needs nothing else.
+# A comparison for people: a table on the terminal, plots, and one self-contained HTML file.
 
 #: (title, key, digits) of the columns.
 COLUMNS = (
@@ -82,7 +82,7 @@ COLUMNS = (
     ("tok/s", "output_tokens_per_s", 0), ("goodput", "goodput", 3), ("hit", "prefix_hit_rate", 3),
     ("balance", "balance", 2), ("shed", "shed", 0), ("failed", "failed", 0),
 )  # fmt: skip
-#: Characters of a table that is measured, not shown.
+#: Width in characters for measuring a table that is not shown.
 _WIDEST = 10_000
 STYLE = """
 body{font:14px/1.45 system-ui,sans-serif;margin:2rem auto;max-width:76rem;padding:0 1rem;color:#1c1e21;background:#fff}
@@ -103,7 +103,7 @@ _NOTE = (
 
 
 def print_comparison(results: Sequence[CellResult]) -> None:
-    """One table per scenario, and the regrets when there are several policies."""
+    """Print one table per scenario, and the regrets if there are several policies."""
     console = Console()
     means = mean_figures(results)
     for scenario, policies in means.items():
@@ -116,7 +116,7 @@ def print_comparison(results: Sequence[CellResult]) -> None:
 
 
 def _tables(console: Console, title: str, rows: Sequence[tuple[str, Figures]]) -> Iterator[Table]:
-    """One, or several where the terminal is too narrow for all columns: no figure is cut."""
+    """One table, or several if the terminal is too narrow for all columns, so that no figure is cut off."""
     options, begin = console.options.update(max_width=_WIDEST), 0
     while begin < len(COLUMNS):
         for end in range(len(COLUMNS), begin, -1):
@@ -151,7 +151,7 @@ def _regret_table(regret: dict[str, Figures]) -> Table:
 
 
 def write_report(results: Sequence[CellResult], cells: Sequence[Cell], out: Path) -> list[Path]:
-    """results.json, one SVG per plot where matplotlib is installed, report.html. Returns the paths."""
+    """Write results.json, one SVG per plot if matplotlib is installed, and report.html. Returns the paths."""
     means = mean_figures(results)
     regret = regrets(means)
     document = {

@@ -1,4 +1,4 @@
-"""What a run measured, as one row of figures."""
+"""The measurements of a run, as one row of figures."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ from fairlead.lab.workload.formats import write_table
 
 
 class Summary(Struct, frozen=True, kw_only=True):
-    """Milliseconds are those of requests that were served to the end. Shed and failed ones stand beside them."""
+    """Times in milliseconds are over requests served to the end. Shed and failed requests are counted apart."""
 
     requests: int
     done: int
@@ -35,11 +35,11 @@ class Summary(Struct, frozen=True, kw_only=True):
     e2e_p99_ms: float
     #: Output tokens of served requests per second, from the first arrival to the last end.
     output_tokens_per_s: float
-    #: Share of all requests that were served within both service levels.
+    #: The share of all requests that were served within both service levels.
     goodput: float
-    #: Cached tokens / prompt tokens, of requests that got a first token.
+    #: Cached tokens / prompt tokens, over requests that got a first token.
     prefix_hit_rate: float
-    #: Most uncached prompt tokens on one server / their mean.
+    #: The uncached prompt tokens of the server with the most / their mean over all servers.
     balance: float
     preemptions: int
     duration_s: float
@@ -47,7 +47,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     decision_hash: str
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, floats rounded to what is meant."""
+        """Plain data with rounded floats."""
         return {k: round(v, 4) if isinstance(v, float) else v for k, v in to_builtins(self).items()}
 
 
@@ -86,7 +86,7 @@ def _count(jobs: Sequence[Job], status: str) -> int:
 
 
 def _spread(name: str, values: Sequence[float], *percents: int) -> dict[str, Any]:
-    """Mean and percentiles; zeros of nothing."""
+    """Mean and percentiles; zeros if there are no values."""
     found = np.array(values) if values else np.zeros(1)
     percentiles = {f"{name}_p{at}_ms": float(np.percentile(found, at)) for at in percents}
     return {f"{name}_mean_ms": float(found.mean()), **percentiles}
@@ -114,7 +114,7 @@ _COLUMNS = (
 
 
 def request_table(simulation: Simulation) -> bytes:
-    """One line of CSV per request, in the order of the workload. What did not happen is empty."""
+    """One line of CSV per request, in the order of the workload. Fields of events that did not happen are empty."""
     begin = min((job.arrived for job in simulation.jobs), default=0.0)
     return write_table(_COLUMNS, (_row(job, begin) for job in simulation.jobs))
 
@@ -131,14 +131,14 @@ def _row(job: Job, begin: float) -> tuple[object, ...]:
     )
 
 
-# A regression gate: figures of two runs, and conditions under which the newer one fails.
+# A regression gate: figures of two runs, and conditions under which the newer run fails.
 #
-#     ttft_p95 > +5%        more than 5 % above the former value
+#     ttft_p95 > +5%        more than 5 % above the earlier value
 #     hit_rate < -2%        more than 2 % below it
 #     failed > 0            an absolute number
 #
 # Figures: `ttft_*`, `tpot_*`, `e2e_*` with mean, p50, p90, p95, p99, in milliseconds; `failed`, a share of the
-# requests; `hit_rate`, cached tokens / prompt tokens, where both are known.
+# requests; `hit_rate`, cached tokens / prompt tokens, over requests where both are known.
 
 
 _AT = {"p50": 50, "p90": 90, "p95": 95, "p99": 99}
@@ -147,12 +147,12 @@ _CONDITION = re.compile(r"\s*([a-z0-9_]+)\s*([<>])\s*([+-]?)(\d+(?:\.\d+)?)\s*(%
 
 
 class Condition(Struct, frozen=True):
-    """What must not be."""
+    """A condition under which the newer run fails."""
 
     text: str
     figure: str
     above: bool
-    #: A share of the former value where `relative`, else the limit itself.
+    #: A share of the earlier value if `relative`, otherwise the limit itself.
     amount: float
     relative: bool
 
@@ -172,7 +172,7 @@ class Condition(Struct, frozen=True):
 
 
 def condition(text: str) -> Condition:
-    """Raises `ValueError` that says how one looks."""
+    """Parse a condition. Raises `ValueError` that shows an example."""
     match = _CONDITION.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is no condition; expected one such as 'ttft_p95 > +5%' or 'failed > 0'")
@@ -186,7 +186,7 @@ def condition(text: str) -> Condition:
 
 
 def of_journal(run: Run) -> dict[str, float]:
-    """Figures of what really happened."""
+    """The figures of the recorded run."""
     rows = [(found.decision, found.outcome) for found in decisions(run)]
     ended = [(decision, outcome) for decision, outcome in rows if outcome is not None and outcome.status == 200]
     tpot = [value for decision, outcome in ended if (value := _tpot(decision, outcome)) >= 0.0]
@@ -203,7 +203,7 @@ def of_journal(run: Run) -> dict[str, float]:
 
 
 def of_jobs(jobs: Sequence[Job]) -> dict[str, float]:
-    """Figures of a simulation."""
+    """The figures of a simulation."""
     done = [job for job in jobs if job.status == "done"]
     started = [job for job in jobs if job.first_at >= 0]
     return _figures(

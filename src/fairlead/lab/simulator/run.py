@@ -1,4 +1,4 @@
-"""Simulate a scenario: `simulate(scenario, policy)`, and the policies that there are."""
+"""Simulate a scenario, `simulate(scenario, policy)`, and list the known policies."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -25,16 +25,16 @@ _MARK = "# a policy of the file "
 
 
 def source_text(path: Path) -> str:
-    """What stands for the file. Raises `OSError` or `ConfigError`."""
+    """A text that stands for the file and contains it. Raises `OSError` or `ConfigError`."""
     text = f"{_MARK}{path}\n{path.read_text(encoding='utf-8')}"
     configuration(text)
     return text
 
 
 def configuration(text: str) -> tuple[str, Registry | None]:
-    """The text of a configuration, and the plugins that it may name besides the installed ones.
+    """The text of a configuration, and the plugins that it may name in addition to the installed ones.
 
-    Raises `ConfigError` when the file cannot be run or has no policy in it, or several.
+    Raises `ConfigError` if the file cannot be run or does not define exactly one policy.
     """
     if not text.startswith(_MARK):
         return text, None
@@ -52,7 +52,7 @@ def configuration(text: str) -> tuple[str, Registry | None]:
 
 
 def _module(path: str, source: str) -> ModuleType:
-    """Runs the file. It can import what stands beside it."""
+    """Run the file. It can import modules from its own directory."""
     module = ModuleType(f"fairlead_policy_{sha256(source.encode()).hexdigest()[:16]}")
     vars(module)["__file__"] = path
     folder = str(Path(path).resolve().parent)
@@ -78,7 +78,7 @@ def _line(error: Exception, path: str) -> str:
 
 
 def _policies(module: ModuleType) -> dict[str, type]:
-    """Those that the file defines, not those that it imports."""
+    """The policies that the file defines; imported ones do not count."""
     own: Iterable[Any] = (member for member in vars(module).values() if isinstance(member, type))
     return {
         member.type: member
@@ -99,7 +99,7 @@ def _policies(module: ModuleType) -> dict[str, type]:
 
 def policy_from(text: str | Path) -> Policy:
     """The policy of a configuration's text or file (only its scheduling part matters), e.g. `policy: round-robin`, or
-    of what `source_text` made of a Python file.
+    of a text that `source_text` made from a Python file.
 
     Raises `ConfigError` or `PluginError`.
     """
@@ -108,7 +108,7 @@ def policy_from(text: str | Path) -> Policy:
 
 
 def config_from(text: str | Path) -> tuple[Config, Registry | None]:
-    """The configuration, and the plugins that it may name besides the installed ones. Raises `ConfigError`."""
+    """The configuration, and the plugins that it may name in addition to the installed ones. Raises `ConfigError`."""
     registry = None
     if isinstance(text, str):
         text, registry = configuration(text)
@@ -123,22 +123,22 @@ def simulate(
     watch: Callable[[DecisionRecord | OutcomeRecord | StallRecord], None] | None = None,
     validate: bool = False,
 ) -> Summary:
-    """Run a scenario to its end. `policy` is a configuration's text, or a policy that has not been used yet: policies
-    remember. `watch` is called with each record of a decision, an outcome or a stall. `validate` checks every invariant
-    after every event, at about a hundred times the cost."""
+    """Run a scenario to its end. `policy` is the text of a configuration, or a policy object that has not been used
+    yet, because policies keep state. `watch` is called with each record of a decision, an outcome or a stall.
+    `validate` checks every invariant after every event, at about a hundred times the cost."""
     made, registry = config_from(policy) if isinstance(policy, str) else (policy, None)
     simulation = Simulation(scenario, made, seed, watch=watch, validate=validate, registry=registry)
     simulation.run()
     return summarise(simulation)
 
 
-#: The default without flow control: requests are sent when they come.
+#: The default without flow control: requests are sent on arrival.
 AT_ONCE = "default-at-once"
 
 
 def known_policies() -> dict[str, str]:
-    """Name → text of a configuration. `default` comes first, then the same without flow control; what cannot be made
-    without parameters is left out."""
+    """Name → text of a configuration. `default` is first, then the same without flow control. Policies that need
+    parameters are left out."""
     names = dict.fromkeys(["default", AT_ONCE, *POLICIES, *BUILTINS["policy"]])
     texts = {name: f"policy: {name}\n" for name in names}
     texts[AT_ONCE] = "policy: default\nflowControl: {enabled: false}\n"
@@ -146,10 +146,10 @@ def known_policies() -> dict[str, str]:
 
 
 def policy_text(name: str) -> str:
-    """The configuration text of a known policy, or of the file of that name: `tuned=path.yaml` and `path.yaml` alike.
-    A Python file with a policy in it counts as one.
+    """The configuration text of a known policy, or of a file, given as `tuned=path.yaml` or `path.yaml`. The file may
+    be a Python file with a policy in it.
 
-    Raises `ValueError` when it is neither, `ConfigError` or `PluginError` when the file is wrong, `OSError`.
+    Raises `ValueError` if `name` is neither, `ConfigError` or `PluginError` if the file is wrong, or `OSError`.
     """
     texts = known_policies()
     if name in texts:

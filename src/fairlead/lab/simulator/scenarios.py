@@ -1,4 +1,4 @@
-"""Scenarios by name: what policies are compared on. Sizes and rates are chosen for 8 servers of Qwen3-32B on H100."""
+"""Scenarios by name, for comparing policies. Sizes and rates are chosen for 8 servers of Qwen3-32B on H100."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,17 +18,17 @@ from fairlead.lab.workload.record import Record, Workload, arranged
 
 MOONCAKE = "mooncake_conversation.jsonl"
 AZURE_CODE = "azure_2023_code.csv"
-#: Three of eight servers take 2.5 times as long.
+#: Three of eight servers take 2.5 times as long for each step.
 UNLIKE = (1.0, 0.4, 1.0, 1.0, 0.4, 1.0, 0.4, 1.0)
-#: Seconds of the shared-prefix workload at each rate. What the published comparison ran is not known; at these, round
-#: robin's mean TTFT comes out near its figures.
+#: Seconds of the shared-prefix workload at each rate. The durations of the published comparison are unknown. With
+#: these, the mean TTFT of round robin is close to the published figures.
 HEADLINE_SECONDS = {10.0: 180.0, 14.0: 180.0, 20.0: 90.0}
-#: As long as the Mooncake trace.
+#: The length of the Mooncake trace.
 _LIKE_SECONDS = 3537.0
 
 
 def headline(rate: float = 20.0, seconds: float = 0.0, seed: int = 0, servers: Sequence[Replica] = ()) -> Scenario:
-    """150 groups of 5 users, 6000 + 1200 tokens in, 1000 out, on 8 servers."""
+    """150 groups of 5 users, with prompts of 6000 + 1200 tokens and answers of 1000, on 8 servers."""
     spec = SharedPrefix()
     seconds = seconds or HEADLINE_SECONDS.get(rate, 120.0)
     return Scenario(
@@ -41,7 +41,7 @@ def headline(rate: float = 20.0, seconds: float = 0.0, seed: int = 0, servers: S
 def mooncake(
     path: Path, speedup: float = 1.0, servers: Sequence[Replica] = (), head: int = 0, block_size: int = 512
 ) -> Scenario:
-    """A Mooncake trace at `speedup` times its pace, its first `head` requests. Raises `TraceError` or `OSError`."""
+    """The first `head` requests of a Mooncake trace at `speedup` times its pace. Raises `TraceError` or `OSError`."""
     records = read_mooncake(path.read_bytes(), str(path))
     return _of_trace(path, records, speedup, servers, head, block_size)
 
@@ -63,7 +63,7 @@ def _of_trace(
 
 
 def agents(sessions: int = 320, rate: float = 0.8, seed: int = 0, servers: Sequence[Replica] = ()) -> Scenario:
-    """Agents with tools: long shared system prompts, many quick turns, each waiting for the one before."""
+    """Agents with tools: long shared system prompts and many quick turns, each waiting for the one before."""
     spec = Conversation(
         systems=12,
         system_tokens=6400,
@@ -79,7 +79,7 @@ def agents(sessions: int = 320, rate: float = 0.8, seed: int = 0, servers: Seque
 
 
 def conversation_like(speedup: float, seed: int = 0) -> Scenario:
-    """A stand-in where the Mooncake trace is not at hand: about its rate, mean lengths and share of reuse, made up."""
+    """A replacement if the Mooncake trace is missing: made up, with about its rate, mean lengths and share of reuse."""
     spec = Conversation(
         systems=40,
         system_tokens=512,
@@ -101,7 +101,7 @@ def conversation_like(speedup: float, seed: int = 0) -> Scenario:
 
 
 def unlike(scenario: Scenario, speeds: Sequence[float] = UNLIKE) -> Scenario:
-    """The same on servers of these speeds."""
+    """The scenario on servers of these speeds."""
     servers = tuple(
         structs.replace(replica, speed=speeds[i % len(speeds)]) for i, replica in enumerate(scenario.replicas)
     )
@@ -109,8 +109,8 @@ def unlike(scenario: Scenario, speeds: Sequence[float] = UNLIKE) -> Scenario:
 
 
 def parted(scenario: Scenario, prefill: int) -> Scenario:
-    """The same on servers of which the first `prefill` compute prompts only; the others decode, and compute prompts
-    where a policy finds that better. Raises `ValueError` where no server would be left to decode."""
+    """The scenario on servers of which the first `prefill` only compute prompts. The others decode, and compute prompts
+    if a policy finds that better. Raises `ValueError` if no server would be left to decode."""
     if not 0 < prefill < len(scenario.replicas):
         raise ValueError(f"{prefill} prefill servers of {len(scenario.replicas)} leave none for one of the two parts")
     servers = tuple(
@@ -121,7 +121,7 @@ def parted(scenario: Scenario, prefill: int) -> Scenario:
 
 
 def cut(workload: Workload, head: int) -> Workload:
-    """Its first `head` records."""
+    """The first `head` records of a workload."""
     return Workload(name=workload.name, records=workload.records[:head], dispatch=workload.dispatch)
 
 
@@ -142,7 +142,7 @@ def _code(traces: Path | None) -> Scenario:
 
 
 def _apart(traces: Path | None, name: str) -> Scenario:
-    """Prefill and decode apart is about the time per output token, so the objective is a strict one."""
+    """A scenario for separate prefill and decode. These help the time per output token, so its objective is strict."""
     made = _chat() if name == "chat" else structs.replace(QUALITY[name](traces))
     return structs.replace(made, slo_tpot_ms=25.0)
 
@@ -153,7 +153,7 @@ def _chat() -> Scenario:
     return Scenario(name="chat", workload=made, replicas=replicas(8, block_size=spec.block_size))
 
 
-#: The nine of the comparison. Each takes the directory with the traces, or `None` where there is none.
+#: The nine scenarios of the comparison. Each takes the directory with the traces, or `None`.
 QUALITY: dict[str, Callable[[Path | None], Scenario]] = {
     "shared-prefix-10": lambda _: headline(10.0),
     "shared-prefix-14": lambda _: headline(14.0),
@@ -167,14 +167,14 @@ QUALITY: dict[str, Callable[[Path | None], Scenario]] = {
 }
 
 
-#: For pools of prefill and decode servers (`parted`), and for the same workload where all do both.
+#: For pools with separate prefill and decode servers (`parted`), and for the same workload if all servers do both.
 APART: dict[str, Callable[[Path | None], Scenario]] = {
     f"apart-{name}": partial(_apart, name=name) for name in ("chat", "conversation-1x", "agents", "shared-prefix-10")
 }
 
 
 def scenario(name: str, traces: Path | None = None) -> Scenario:
-    """One of `QUALITY` by name. Raises `ValueError` that lists the names, `TraceError` or `OSError`."""
+    """A scenario of `QUALITY` by name. Raises `ValueError` that lists the names, `TraceError` or `OSError`."""
     try:
         make = QUALITY[name]
     except KeyError:
@@ -182,27 +182,28 @@ def scenario(name: str, traces: Path | None = None) -> Scenario:
     return structs.replace(make(traces), name=name)
 
 
-# The shared-prefix benchmark as published, with its loads, its pauses and its memory.
+# The published shared-prefix benchmark, with its loads, pauses and memory.
 #
-# Source: llm-d's benchmark reports of 2025 and 2026 ("X-70R-6kSys", and the optimised baseline's guide): Qwen3-32B on
-# 8 x 2 H100, 307,328 tokens of KV cache each; 150 system prompts of 6000 tokens, 5 questions of 1200 each, 1000 tokens
-# out. A stage of 750 requests (15/s) warms the caches: every prompt once. Then come stages of 20 to 50 s, from 3 to 60
-# requests per second. A stage begins when the one before is over, and is measured alone: its output tokens per second
-# are over the time from its first arrival to its last answer, drain included. So "60 requests per second" are 1500
-# requests that arrive within 25 s, and 15,000 tokens per second are what is possible when they are worked off in 100
+# Source: llm-d's benchmark reports of 2025 and 2026 ("X-70R-6kSys", and the optimised baseline's guide): Qwen3-32B on 8
+# x 2 H100, with 307,328 tokens of KV cache each; 150 system prompts of 6000 tokens, 5 questions of 1200 each, 1000
+# tokens out. A stage of 750 requests (15/s) warms the caches with every prompt once. Then follow stages of 20 to 50 s,
+# from 3 to 60 requests per second. A stage begins when the stage before it is over, and is measured alone: its output
+# tokens per second count from its first arrival to its last answer, including the drain. So "60 requests per second"
+# means 1500 requests that arrive within 25 s, and 15,000 tokens per second are reached if they are finished within 100
 # s.
 
 KV_TOKENS = 307_328
-#: (requests per second, seconds) of the stage that warms the caches, and the pause after it: round robin needs 60 s.
+#: (requests per second, seconds) of the stage that warms the caches; and the pause after it, of which round robin needs
+#: 60 s.
 WARM_UP_STAGE = (15.0, 50.0)
 PAUSE_S = 250.0
-#: Seconds of the published stages, by their rate.
+#: Seconds of the published stages, by rate.
 STAGES = {20.0: 38.0, 40.0: 38.0, 60.0: 25.0}
 
 
 def stage(rate: float, seconds: float, preset: str = "") -> Scenario:
-    """One stage behind the one that warms the caches; only the former is counted. `preset`: other servers than the
-    published ones, with the memory that they have."""
+    """The stage that warms the caches, then one stage, of which alone the requests are counted. `preset`: use these
+    servers instead of the published ones, with their own memory."""
     spec = SharedPrefix()
     first, lasts = WARM_UP_STAGE
     warm, counted = int(first * lasts), int(rate * seconds)
@@ -226,13 +227,13 @@ def stage(rate: float, seconds: float, preset: str = "") -> Scenario:
 
 PUBLISHED: dict[str, Callable[[], Scenario]] = {
     **{f"headline-stage-{rate:g}": partial(stage, rate, seconds) for rate, seconds in STAGES.items()},
-    # The same memory and warm caches under a load that lasts: about what the servers bear.
+    # The same memory and warm caches under a steady load, about as much as the servers can handle.
     "headline-steady-16": partial(stage, 16.0, 1200.0),
-    # Where a prompt costs more in comparison with an answer, and the answers fit into the memory.
+    # Here a prompt costs more relative to an answer, and the answers fit into the memory.
     "headline-70b-20": partial(stage, 20.0, 600.0, "llama-70b-h100-tp4"),
 }
 
-# Scenarios that break routers: the adversarial workloads, and faults of servers under the shared-prefix one.
+# Scenarios that break routers: the adversarial workloads, and server faults under the shared-prefix workload.
 
 
 def _plain(workload: Workload, block_size: int = made.BLOCK) -> Scenario:
@@ -247,12 +248,12 @@ def _faulty(name: str, *faults: Fault, rate: float = 9.0, seconds: float = 120.0
 
 
 def restart() -> Scenario:
-    """One server dies at 40 s, its cache with it, and is back 30 s later."""
+    """One server dies at 40 s, losing its cache, and is back 30 s later."""
     return _faulty("restart", Fault(kind="down", replica=2, at_s=40.0, for_s=30.0))
 
 
 def frozen_metrics() -> Scenario:
-    """All metrics pages show what they showed at 20 s, for 60 s."""
+    """For 60 s, all metrics pages show their values of second 20."""
     return _faulty("frozen-metrics", *(Fault(kind="freeze", replica=i, at_s=20.0, for_s=60.0) for i in range(8)))
 
 
@@ -262,7 +263,7 @@ def mute_metrics() -> Scenario:
 
 
 def slow_replica() -> Scenario:
-    """One server takes twice as long for everything from 20 s on."""
+    """One server takes twice as long for every step from 20 s on."""
     return _faulty("slow-replica", Fault(kind="slow", replica=5, at_s=20.0, factor=2.0))
 
 
@@ -279,11 +280,11 @@ ADVERSARIAL: dict[str, Callable[[], Scenario]] = {
     "slow-replica": slow_replica,
 }
 
-# Situations that pools of every size get into. Half of them belong to the development set, half to the held-out one.
+# Situations that occur in pools of every size. Half of them are in the development set, half in the held-out set.
 
 
 def _chat_at(rate: float, seconds: float, servers: Sequence[Replica], seed: int = 0) -> Scenario:
-    """Conversations of `interactive-chat`, of which `rate` begin per second and many have been going on for long."""
+    """Conversations of `interactive-chat`. `rate` begin per second, and many are already in progress at the start."""
     spec = CATALOGUE["interactive-chat"].spec
     settled = 2 * spec.gap_s * spec.turns
     made = conversation(spec, seconds=settled + seconds, rate=rate, seed=seed, dispatch="timestamp")
@@ -296,13 +297,13 @@ def _chat_at(rate: float, seconds: float, servers: Sequence[Replica], seed: int 
 
 
 def _groups(arrivals: Arrivals, seconds: float, servers: Sequence[Replica], spec: SharedPrefix) -> Scenario:
-    """The shared-prefix workload with other numbers; blocks of 80 tokens."""
+    """The shared-prefix workload with other numbers, in blocks of 80 tokens."""
     made = shared_prefix(spec, arrivals=arrivals, seconds=seconds)
     return Scenario(name="shared-prefix", workload=made, replicas=servers)
 
 
 def think_time() -> Scenario:
-    """Chat whose turns come 45 s after the answer before, on servers whose memory does not hold all who think."""
+    """Chat with turns 45 s after the previous answer, on servers with too little memory for all conversations."""
     spec = CATALOGUE["interactive-chat"].spec
     made = conversation(spec, seconds=150.0, rate=4.0, name="think-time")
     return Scenario(
@@ -311,8 +312,8 @@ def think_time() -> Scenario:
 
 
 def lora(dynamic: bool) -> Scenario:
-    """Static: three servers whose lists have all six adapters, ready to be used. Dynamic: eight servers that have four
-    of 24 adapters in memory and take 1.5 s to load one."""
+    """Static: three servers that list all six adapters, ready for use. Dynamic: eight servers that hold four of 24
+    adapters in memory and take 1.5 s to load one."""
     if not dynamic:
         return Scenario(name="lora-static", workload=made.adapters(), replicas=replicas(3, block_size=64, max_loras=8))
     servers = tuple(
@@ -326,33 +327,33 @@ def lora(dynamic: bool) -> Scenario:
 
 
 def unlike_memory() -> Scenario:
-    """The agents on servers of one speed, with memory for 270,000, 135,000 and 68,000 tokens."""
+    """The agents on servers of equal speed, with memory for 270,000, 135,000 and 68,000 tokens."""
     sizes = (270_000, 135_000, 68_000, 270_000, 68_000, 135_000, 68_000, 270_000)
     servers = tuple(replicas(1, block_size=64, kv_tokens=size)[0] for size in sizes)
     return agents(sessions=150, rate=0.8, servers=servers)
 
 
 def unlike_chat(world: World) -> Scenario:
-    """Chat on servers of which three are slower, and of which less is seen than usual: see `World`."""
+    """Chat on servers of which three are slower, seen by the scheduler as `world` says."""
     made = _chat_at(4.0, 75.0, replicas(8, block_size=64, speeds=UNLIKE))
     return structs.replace(made, world=world)
 
 
 def unstreamed() -> Scenario:
-    """The same where no answer is streamed."""
+    """`unlike_chat` without streamed answers."""
     made = unlike_chat(World())
     records = [structs.replace(record, stream=False) for record in made.workload.records]
     return structs.replace(made, workload=Workload(name="unstreamed", records=records))
 
 
 def restarts() -> Scenario:
-    """A roll-out: every other server is gone for 15 s, one after another."""
+    """A roll-out: every other server goes away for 15 s, one after another."""
     faults = (Fault(kind="down", replica=index, at_s=20.0 + 10.0 * index, for_s=15.0) for index in (0, 2, 4, 6))
     return _faulty("restarts", *faults, seconds=100.0)
 
 
 def diurnal() -> Scenario:
-    """A day in five minutes: three servers at night and eight at noon, each a little late."""
+    """A day in five minutes: three servers at night and eight at noon, added and removed a little late."""
     made = _groups(
         tides(3.0, 20.0, 300.0), 300.0, replicas(8, block_size=80), SharedPrefix(groups=60, output_tokens=300)
     )
@@ -365,8 +366,9 @@ def diurnal() -> Scenario:
 
 
 def day(workload: str, seconds: float, servers: int, seed: int = 0) -> Scenario:
-    """For an autoscaler: ten times as much at noon as at night. `groups`: 60 that share a prompt of 6,000 tokens each,
-    20 requests per second at noon; `chat`: conversations without anything in common, of which 3 begin per second."""
+    """A day for an autoscaler, with ten times as much load at noon as at night. `groups`: 60 groups that each share a
+    prompt of 6,000 tokens, 20 requests per second at noon. `chat`: conversations with nothing in common, of which 3
+    begin per second at noon."""
     if workload == "groups":
         spec, arrivals = SharedPrefix(groups=60, output_tokens=300), tides(2.0, 20.0, seconds)
         made = shared_prefix(spec, arrivals=arrivals, seconds=seconds, seed=seed)
@@ -381,12 +383,12 @@ def day(workload: str, seconds: float, servers: int, seed: int = 0) -> Scenario:
 
 
 def silently_slow() -> Scenario:
-    """One of eight servers takes three times as long for every step from the start, and says nothing of it."""
+    """One of eight servers takes three times as long for every step from the start and does not report it."""
     return _chat_at(6.0, 75.0, replicas(8, block_size=64, speeds=(1, 1, 1, 1 / 3, 1, 1, 1, 1)))
 
 
 def dp_ranks() -> Scenario:
-    """Three addresses with four data-parallel ranks behind each: their server spreads requests by load alone."""
+    """Three addresses with four data-parallel ranks each, where the server spreads requests by load alone."""
     servers = tuple(structs.replace(replica, ranks=4) for replica in replicas(3, block_size=80))
     return _groups(poisson(45.0), 50.0, servers, SharedPrefix(groups=40, system_tokens=4000, output_tokens=300))
 
@@ -406,13 +408,13 @@ def _catalogued(name: str, count: int, rate: float) -> Scenario:
 
 
 def short_chat() -> Scenario:
-    """Lengths of Azure's conversation trace at about 18 times its pace: no shared prefixes, near saturation."""
+    """The lengths of Azure's conversation trace at about 18 times its pace: no shared prefixes, near saturation."""
     spec = Conversation(systems=1, system_tokens=0, turns=1, first_tokens=1155, output_tokens=211, spread=1.0)
     workload = conversation(spec, seconds=40.0, rate=100.0, dispatch="timestamp", name="short-chat")
     return Scenario(name="short-chat", workload=workload, replicas=replicas(8, block_size=64))
 
 
-#: Rules and parameters may be tuned on these, and on the scenarios above.
+#: Rules and parameters may be tuned on these scenarios and on the ones above.
 SITUATIONS: dict[str, Callable[[], Scenario]] = {
     "hot-prefix": lambda: _plain(made.hot_prefix()),
     "rare-giants": lambda: _plain(made.rare_giants()),
@@ -425,7 +427,7 @@ SITUATIONS: dict[str, Callable[[], Scenario]] = {
     "unwatched": partial(unlike_chat, World(watched=False)),
     "slow-scrapes": partial(unlike_chat, World(scrape_interval_ms=5000.0)),
 }
-#: Not to be looked at while anything is tuned: run once per release, and reported as it comes.
+#: Not to be used for tuning: run once per release, and reported unchanged.
 HELD_OUT: dict[str, Callable[[], Scenario]] = {
     "same-prompts": lambda: _plain(made.same_prompts()),
     "silently-slow": silently_slow,

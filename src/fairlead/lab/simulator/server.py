@@ -1,6 +1,4 @@
-"""One simulated model server: an engine, and a timer for the next moment at which anything can come of it. What its KV
-events tell, and when.
-"""
+"""A simulated model server: an engine, and a timer for its next relevant moment; and its delayed KV events."""
 
 from collections.abc import Callable, Sequence
 from random import Random
@@ -17,12 +15,12 @@ from fairlead.lab.engine.engine import Engine, StepResult
 from fairlead.lab.engine.request import EngineRequest
 from fairlead.lab.simulator.world import Kernel, Replica, Timer
 
-#: Told (result of the steps) whenever steps ended in which something came of a request.
+#: Called with the result of the steps whenever steps ended that affected a request.
 Watcher = Callable[[StepResult], None]
 
 
 class Server:
-    """`up` is whether it answers at all. Times are the kernel's seconds."""
+    """`up`: whether the server answers at all. Times are the kernel's seconds."""
 
     def __init__(
         self,
@@ -36,7 +34,7 @@ class Server:
         self.endpoint = Endpoint(f"sim/server-{index}", f"10.0.{index // 250}.{index % 250 + 1}:8000", replica.labels)
         self.replica = replica
         self.up = True
-        #: Why a scrape fails or lies: `mute`, `freeze`, or empty.
+        #: Why a scrape fails or shows old values: `mute`, `freeze`, or empty.
         self.page = ""
         self._slow = 1.0
         self._kernel = kernel
@@ -45,16 +43,16 @@ class Server:
         self._timer: Timer | None = None
         self._frozen: Sample | None = None
         self._wakes_at = -1.0
-        #: On the same machine.
+        #: The other servers on the same machine.
         self.neighbours: list[Server] = []
         self._busy = False
         self._chance = Random(f"engine/{seed}/{index}")
-        #: When its API server's CPU has time again.
+        #: When the CPU of the API server is free again.
         self._api_free_at = 0.0
         self.engine = self._fresh()
 
     def share_machine(self, servers: list["Server"]) -> None:
-        """These, itself among them, share a machine."""
+        """Let these servers, which include this one, share a machine."""
         self.neighbours = [server for server in servers if server is not self]
 
     def _fresh(self) -> "Engine | Ranks":
@@ -68,10 +66,10 @@ class Server:
         engine.share(sum(server._busy for server in self.neighbours), self._kernel.now)
         return engine
 
-    # ---- what happens to it ----
+    # ---- changes ----
 
     def add(self, request: EngineRequest) -> None:
-        """Raises `ValueError` for a request that it could never serve."""
+        """Add a request. Raises `ValueError` for a request that the server could never serve."""
         self._catch_up()
         self.engine.add(request, self._kernel.now)
         if request.lora:
@@ -79,7 +77,7 @@ class Server:
         self._schedule()
 
     def received(self, time_s: float, tokens: int) -> float:
-        """When its API server is done with a request that comes at `time_s`."""
+        """When the API server has processed a request that arrives at `time_s`."""
         took_s = self.replica.api_ms * 1e-3 + self.replica.api_us_per_token * 1e-6 * tokens
         self._api_free_at = max(time_s, self._api_free_at) + took_s
         return self._api_free_at if took_s else time_s
@@ -87,7 +85,7 @@ class Server:
     def abort(self, request: EngineRequest) -> None:
         self._catch_up()
         if self.engine.abort(request, self._kernel.now):
-            # Room that an abort makes may let others in at the next step, sooner than the engine foresees.
+            # Blocks that an abort frees may let requests in at the next step, sooner than the engine foresees.
             self._schedule(self.engine.next_step_at())
 
     def slow(self, factor: float) -> None:
@@ -97,7 +95,7 @@ class Server:
         self._schedule()
 
     def crash(self) -> None:
-        """Everything in it is lost; `up` goes off."""
+        """Lose all state and go down."""
         self._catch_up()
         self.up = False
         self.engine = self._fresh()
@@ -108,7 +106,7 @@ class Server:
         self.up = True
 
     def hang(self, hangs: bool) -> None:
-        """Its page answers all the same."""
+        """Make no more progress, or continue. The metrics page still answers."""
         self._catch_up()
         self.engine.hang(hangs, self._kernel.now)
         self._schedule(self.engine.next_step_at())
@@ -117,7 +115,7 @@ class Server:
         self.page = page
         self._frozen = None
 
-    # ---- what it shows ----
+    # ---- queries ----
 
     @property
     def idle(self) -> bool:
@@ -125,18 +123,18 @@ class Server:
 
     @property
     def overhead_s(self) -> float:
-        """What a request that comes now takes besides its steps."""
+        """The seconds that a request arriving now takes in addition to its steps."""
         contended = any(server._busy for server in self.neighbours)
         return (self.replica.contended_overhead_ms if contended else self.replica.overhead_ms) * 1e-3
 
     def cached_tokens(self, request: EngineRequest) -> int:
-        """Prompt tokens of which it holds the KV now."""
+        """The prompt tokens whose KV the server holds now."""
         size = self.replica.engine.block_size
         blocks = (request.prompt_tokens - 1) // size
         return max(len(engine.blocks.find(request.hashes or [], blocks)) for engine in self.engine.ranks) * size
 
     def sample(self) -> Sample | None:
-        """Its metrics page; `None` when it does not answer."""
+        """The metrics page; `None` if the server does not answer."""
         if not self.up or self.page == "mute":
             return None
         if self._frozen is not None:
@@ -163,10 +161,10 @@ class Server:
             self._frozen = sample
         return sample
 
-    # ---- its clockwork ----
+    # ---- time ----
 
     def _catch_up(self) -> int:
-        """Finish the steps due by now; returns how many. The engine takes requests and aborts only when it has."""
+        """Finish the steps due by now and return their number. Required before the engine takes requests or aborts."""
         due = self.engine.next_step_at()
         if due is None or due > self._kernel.now:
             return 0
@@ -177,17 +175,17 @@ class Server:
 
     def _wake(self) -> None:
         self._wakes_at = -1.0
-        # The foreseen moment is a sum of steps in another order, so it may lie a rounding error before the true one.
+        # The foreseen time is a sum of steps in another order, so it may be a rounding error before the true time.
         self._schedule(None if self._catch_up() else self.engine.next_step_at())
 
     def _shared(self) -> None:
-        """A neighbour began to compute, or is done."""
+        """Update the pace, because a neighbour began or stopped computing."""
         self._catch_up()
         self.engine.share(sum(server._busy for server in self.neighbours), self._kernel.now)
         self._schedule()
 
     def _schedule(self, wakes_at: float | None = None) -> None:
-        """Wake at `wakes_at`, or when the engine foresees something. An unchanged time keeps its timer."""
+        """Wake at `wakes_at`, or at the engine's next event. An unchanged time keeps its timer."""
         busy = self.engine.next_step_at() is not None
         if busy != self._busy:
             self._busy = busy
@@ -206,9 +204,9 @@ class Server:
 
 
 class Ranks:
-    """Engines behind one address, for vLLM's `--data-parallel-size`: its API server sends a request to the rank with
-    the least of 4 · waiting + running, whatever the caches hold, and shows all ranks on one page. The ranks do not step
-    together, as those of a mixture of experts would. The doors are those of an `Engine`."""
+    """Engines behind one address, for vLLM's `--data-parallel-size`. Its API server sends a request to the rank with
+    the least 4 · waiting + running, whatever the caches hold, and shows all ranks on one page. The ranks do not step
+    together, unlike those of a mixture of experts. The methods are those of an `Engine`."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.ranks = engines
@@ -257,42 +255,41 @@ class Ranks:
             engine.validate()
 
 
-# KV events that come late: what the scheduler knows of every server's cache is what the server told `lag` ago.
+# Delayed KV events: the scheduler knows the contents of every server's cache as reported `lag` ago.
 #
-# The blocks themselves come from the simulated engines' hooks, as the live server's come over ZMQ; hashes, recipes,
-# trust and gaps of the live index (`fairlead.core.exact`) are not simulated: here every event arrives, late, and is
-# right.
+# The blocks come from the hooks of the simulated engines, as those of a live server come over ZMQ. The hashes, recipes,
+# trust and gaps of the live index (`fairlead.core.exact`) are not simulated: every event arrives, late and correct.
 #
 # Rules
-# * What the engine stores and forgets is known `lag` later. A busy engine is looked at when something comes of a
-#   request and at every scrape, so blocks that answers fill may be another scrape interval late.
-# * A prompt that was sent counts as held from the decision until its first token's events have come: with them late, a
-#   burst would otherwise be computed once per server.
-# * A server that left is forgotten; it tells anew what it stores.
+# * What the engine stores and forgets is known `lag` later. The state of a busy engine is read when a request makes
+#   progress and at every scrape, so blocks that answers fill may be another scrape interval late.
+# * A sent prompt counts as held from the decision until the events of its first token have arrived. Otherwise late
+#   events would cause a burst to be computed once per server.
+# * A server that left is forgotten. After it returns, it reports what it stores from the start.
 
 
-#: Seconds after the first token, and the lag, until a sent prompt's own events are known.
+#: Seconds after the first token and the lag until the events of a sent prompt are known.
 SETTLING = 0.05
 #: (hashes of a request's full prompt blocks, tokens per block, tokens of the prompt)
 Blocks = tuple[Sequence[int], int, int]
 
 
 class OnItsWay(Struct, eq=False, gc=False):
-    """A prompt that was sent, and whose events have not come."""
+    """A prompt that was sent and whose events have not arrived."""
 
     blocks: frozenset[int]
 
 
 class LateEvents(ExactKnowledge):
-    """Stands in for the exact knowledge of a `Fleet`. Slots are the fleet's; `Request.blocks` are its `Blocks`."""
+    """Replaces the exact knowledge of a `Fleet`. Slots are the fleet's; `Request.blocks` are its `Blocks`."""
 
     def __init__(self, kernel: Kernel, lag_s: float) -> None:
         super().__init__()
         self._kernel = kernel
         self._lag = lag_s
-        #: Copies of each block, by slot.
+        #: By slot, the number of copies of each block.
         self._known: list[dict[int, int]] = []
-        #: Prompts on their way, by slot; ordered sets.
+        #: By slot, the sent prompts whose events have not arrived, as ordered sets.
         self._sent: list[dict[OnItsWay, None]] = []
 
     def add_slot(self, slot: int) -> None:
@@ -305,17 +302,17 @@ class LateEvents(ExactKnowledge):
         self._sent[slot] = {}
 
     def hooks(self, slot: Callable[[], int | None]) -> "Hooks":
-        """For the engine of a server. `slot()` is where it stands now, `None` = nowhere."""
+        """Hooks for the engine of a server. `slot()` returns its current slot, `None` = none."""
         return Hooks(self, slot)
 
     def later(self, slot: int | None, hashes: Sequence[int], change: int) -> None:
-        """An event leaves the server now."""
+        """Deliver an event that leaves the server now."""
         if slot is not None:
             known = self._known[slot]
             self._kernel.call_at(self._kernel.now + self._lag, self._change, slot, known, tuple(hashes), change)
 
     def _change(self, slot: int, known: dict[int, int], hashes: Sequence[int], change: int) -> None:
-        if self._known[slot] is not known:  # of a server that left since
+        if self._known[slot] is not known:  # the event is of a server that has left since
             return
         for digest in hashes:
             count = known.get(digest, 0) + change
@@ -346,7 +343,7 @@ class LateEvents(ExactKnowledge):
         return sent
 
     def dropped(self, request: Request) -> None:
-        """Nothing is kept of it."""
+        """Nothing is stored for the request."""
 
     def first_token(self, predicted: "OnItsWay", now: float) -> None:
         self._kernel.call_at(now + self._lag + SETTLING, self._settled, predicted)
@@ -370,7 +367,7 @@ class Hooks:
         self._slot = slot
 
     def salted(self, salt: str) -> None:
-        """Simulated prompts have none."""
+        """Simulated prompts have no salt."""
 
     def stored(self, hashes: Sequence[int], parent: int, tokens: Callable[[], bytes], lora: str) -> None:
         self._knowledge.later(self._slot(), hashes, 1)
@@ -379,4 +376,4 @@ class Hooks:
         self._knowledge.later(self._slot(), (digest,), -1)
 
     def cleared(self) -> None:
-        """The simulator never clears a cache; a server that restarts is forgotten with its slot."""
+        """The simulator never clears a cache; a restarted server is forgotten with its slot."""

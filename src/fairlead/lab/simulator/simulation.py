@@ -1,4 +1,4 @@
-"""What goes wrong during a run, and when the scheduler notices."""
+"""A simulation run, with the faults during it and when the scheduler notices them."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -95,33 +95,34 @@ class Faults:
             self._sim.join(index)
 
 
-# Prefill and decode apart: a request's prompt on one server, its KV cache on the way, its answer on another.
+# Separate prefill and decode: a request's prompt on one server, then its KV cache in transfer, then its answer on
+# another server.
 #
 # What the sidecar of a decoding server does with the header `x-prefiller-host-port`, in order
-# * It has the prompt computed elsewhere, as a request for one token. The client sees nothing of that token.
-# * It sends the request to its own server, which fetches the KV blocks that it lacks (`Handover.seconds`), computes
-#   the last token of the prompt again, since only a computed token gives logits, and decodes.
+# * It has the prompt computed elsewhere, as a request for one token. The client does not see this token.
+# * It sends the request to its own server, which fetches the KV blocks that it lacks (`Handover.seconds`), computes the
+#   last token of the prompt again, because only a computed token gives logits, and decodes.
 #
-# Simplified: the blocks at the prefill server may be evicted as soon as the prompt is computed, those at the decoding
-# server are taken when the KV has arrived. Both hold them a little longer in truth. A prefill that fails fails the
-# request, as in the reference's sidecar.
+# Simplified: the blocks on the prefill server may be evicted as soon as the prompt is computed, and those on the
+# decoding server are taken when the KV has arrived. In reality, both are held a little longer. A prefill that fails
+# makes the request fail, as in the reference's sidecar.
 
 if TYPE_CHECKING:
     from fairlead.lab.simulator.world import Job
 
 
 class Pairs:
-    """The requests of a simulation that are computed on one server and answered by another."""
+    """The requests of a simulation whose prompt is computed on one server and whose answer on another."""
 
     def __init__(self, simulation: "Simulation") -> None:
         self._sim = simulation
         self._by_address = {server.endpoint.address: i for i, server in enumerate(simulation.servers)}
 
     def send(self, job: "Job", prefill_address: str) -> None:
-        """To the prefill server first."""
+        """Send the request to the prefill server first."""
         sim = self._sim
         job.prefill_server = self._by_address[prefill_address]
-        # Gateway to the decoder's sidecar, and from there to the prefill server.
+        # From the gateway to the decoder's sidecar, and from there to the prefill server.
         sim.kernel.call_at(sim.kernel.now + 2 * sim.network, self._arrived, job)
 
     def _arrived(self, job: "Job") -> None:
@@ -139,7 +140,7 @@ class Pairs:
         return self._sim.prompts.engine_request(job.index, job.record, size, max_tokens=max_tokens, loaded=loaded)
 
     def computed(self, job: "Job") -> None:
-        """The prompt is; now its KV goes to the decoding server."""
+        """The prompt is computed; transfer its KV to the decoding server."""
         sim = self._sim
         assert job.prefilled is not None
         job.cached_tokens = job.prefilled.cached_tokens
@@ -155,35 +156,35 @@ class Pairs:
 
 # One run: the workload's clients, the pipeline's driver and the gateway, all on one heap of timers.
 #
-# What the pipeline is told, and when (as the live server beside its embedded gateway would)
-# * `RequestArrived` `decision_ms` after the client sent it. Whatever call answers it with `Route` or `Reject` counts:
-#   a policy that holds requests back may answer at a later event.
-# * `FirstTokenSeen` when the first token passes the gateway, `ResponseEnded` when the access log says so, with token
+# The events of the pipeline and their times (as from the live server beside its embedded gateway)
+# * `RequestArrived`: `decision_ms` after the client sent the request. `Route` or `Reject` may be the result of any
+#   later call: a policy that holds requests back may answer at a later event.
+# * `FirstTokenSeen` when the first token passes the gateway, `ResponseEnded` when the access log reports it, with token
 #   counts for the first few answers and a share of the others.
-# * `MetricsSampled` each scrape interval per server that answers, `MetricsFailed` for one that does not. An idle
-#   server's unchanged page is told once per second.
-# * Of a pair, what the gateway sees: nothing before the decoding server's first token.
+# * `MetricsSampled` in each scrape interval per server that answers, `MetricsFailed` for a server that does not. An
+#   idle server's unchanged page is reported once per second.
+# * For a pair, only what the gateway sees: nothing before the decoding server's first token.
 # * `StreamLost` for a client that left before its first token.
 #
 # Rules
-# * Nothing here knows the policy; nothing in the pipeline knows that time is virtual.
+# * Nothing here knows the policy, and nothing in the pipeline knows that time is virtual.
 # * Everything that happens is an event on the kernel's heap, in the order of (time, order of setting). No sets are
-#   iterated, nothing is hashed by Python: two runs of one seed are equal on every version of it.
+#   iterated, and nothing is hashed by Python: two runs with one seed are equal on every version of it.
 
-#: Kernel seconds at which the workload begins: no code may take 0 for "never", or for a wall clock.
+#: Kernel seconds at which the workload begins. Not 0, so that no code can confuse it with "never" or a wall clock.
 START = 1_000.0
-#: Why a request failed that was still on its way when the run ended.
+#: The failure reason of a request that was still in progress when the run ended.
 NOT_OVER = "not over at the end"
-#: The configuration around a policy that is given as an object.
+#: The configuration around a policy that is passed as an object.
 _GIVEN = "flowControl: {enabled: false}\n"
 
 
 class Simulation:
-    """Run once. `policy` is a configuration, of which only the scheduling part matters, or a policy that exists.
+    """One run. `policy` is a configuration, of which only the scheduling part matters, or a policy object.
 
     `watch` sees every record of a decision, an outcome or a stall; `validate` checks all invariants after every event;
-    `registry` has plugins that the configuration names besides the installed ones; `snapshots`: see `build_pipeline`.
-    Raises `PluginError` when the policy cannot be made.
+    `registry` has plugins that the configuration names in addition to the installed ones; `snapshots`: see
+    `build_pipeline`. Raises `PluginError` if the policy cannot be built.
     """
 
     fleet_type: type[Fleet] = Fleet
@@ -221,7 +222,7 @@ class Simulation:
         self.make_fleet = partial(
             self.fleet_type, config.ledger.lease_ttl, world.staleness_s, exact=self._events, prior=world.prior
         )
-        #: The one that is fed now, and its number among several (`bench/_replicated.py`).
+        #: The pipeline that receives events now, and its number among several (`bench/_replicated.py`).
         self.pipeline, self.number = self.build(Random(f"pipeline/{seed}"), fleet=self.make_fleet()), 0
         self._chance, self._scrape_chance = Random(f"world/{seed}"), Random(f"scrapes/{seed}")
         self.prompts = Prompts(scenario.workload, world.bytes_per_token, world.lengths_told, world.watched)
@@ -248,11 +249,11 @@ class Simulation:
 
     @property
     def decision_hash(self) -> str:
-        """Of the sequence of (request, endpoint) in the order of the decisions."""
+        """The hash of the sequence of (request, endpoint) in the order of the decisions."""
         return self._decided.hexdigest()
 
     def run(self) -> bool:
-        """To the end of the last request; False when `drain_s` after the last arrival some were not over."""
+        """Run to the end of the last request; False if some were not over `drain_s` after the last arrival."""
         kernel, scenario = self.kernel, self.scenario
         for index in range(len(self.servers)):
             self.join(index)
@@ -267,21 +268,21 @@ class Simulation:
         for job in self.jobs:
             if job.status == "waiting":
                 self._over(job, "failed", NOT_OVER)
-        # The last ends are still on their way to the scheduler.
+        # The last ends have not reached the scheduler yet.
         kernel.run(lambda: True, kernel.now + self.world.end_report_ms * 1e-3 + self.network)
         return over
 
     def begin(self) -> None:
-        """Before any event but those of endpoints."""
+        """Start the pipeline, before any event except those of endpoints."""
         self.do(self.pipeline.start())
 
     def join(self, index: int) -> None:
-        """A server comes, and its list of models is read."""
+        """Add a server to the pool and read its list of models."""
         self.feed(ev.EndpointUp(self.servers[index].endpoint))
         self._list_models(index)
 
     def _list_models(self, index: int) -> None:
-        """Every adapter of the workload, if the server has slots for any, or those that were loaded on demand."""
+        """Report all adapters of the workload, if the server has slots for any, or those that were loaded on demand."""
         server = self.servers[index]
         if not self._adapters:
             return
@@ -307,7 +308,7 @@ class Simulation:
         ]
 
     def _dispatch(self) -> None:
-        """Set the arrivals; a follower in `think` dispatch waits for its parent."""
+        """Schedule the arrivals. In `think` dispatch, a follower waits for its parent."""
         waits = self.scenario.workload.dispatch == "think"
         known = {job.record.id for job in self.jobs} if waits else set()
         for job in self.jobs:
@@ -347,7 +348,7 @@ class Simulation:
             self.feed(gone if seen else ev.StreamLost(job.request.id))
 
     def _abort_later(self, job: Job, index: int, served: EngineRequest) -> None:
-        """The server notices."""
+        """Abort the request on the server when the server notices."""
         engine, reaches = self.servers[index].engine, self.kernel.now + self.network
         for each in (served, *job.siblings):
             self.kernel.call_at(reaches, self._abort, index, each, engine)
@@ -411,7 +412,7 @@ class Simulation:
         self._over(job, "shed", reject.reason)
 
     def _evict(self, evict: Evict) -> None:
-        """Its gateway breaks it off, and the server notices."""
+        """End the request at its gateway; the server notices later."""
         job = self.jobs[evict.told.request_id - 1]
         index, served = job.leg()
         if job.status == "waiting" and served is not None:
@@ -427,20 +428,20 @@ class Simulation:
         self._timers[key] = self.kernel.call_at(timer.at, self.fire, self.number, ev.TimerFired(timer.name))
 
     def fire(self, number: int, event: ev.Event) -> None:
-        """What only the scheduler of that number is told."""
+        """Feed an event that only the scheduler of that number receives."""
         self.feed(event)
 
     # ---- servers ----
 
     def _hooks(self, index: int) -> Hooks | None:
-        """Of a server that publishes KV events."""
+        """The hooks of a server that publishes KV events."""
         if self._events is None:
             return None
         table = self.pipeline.fleet.table
         return self._events.hooks(lambda: table.slot(self.servers[index].endpoint.id))
 
     def _blocks_of(self, job: Job) -> Blocks:
-        """As the engines have them; they all cut prompts alike."""
+        """The blocks of the prompt as in the engines, which all divide prompts the same way."""
         record, size = job.record, self.scenario.replicas[0].engine.block_size
         served = self.prompts.engine_request(job.index, record, size)
         return (served.hashes or [])[: record.in_tokens // size], size, record.in_tokens
@@ -452,7 +453,7 @@ class Simulation:
         self.answer(job, self.prompts.engine_request(job.index, job.record, size))
 
     def answer(self, job: Job, served: EngineRequest) -> None:
-        """The request reaches the server that answers it, and is as many there as answers are wanted."""
+        """Deliver the request to the server that answers it, as one engine request per wanted answer."""
         size, record = self.servers[job.server].replica.engine.block_size, job.record
         job.served, job.left = served, record.n
         job.siblings = tuple(
@@ -464,7 +465,7 @@ class Simulation:
                 self.put(job, job.server, each)
 
     def put(self, job: Job, index: int, served: EngineRequest) -> None:
-        """A request, or one part of it, reaches a server."""
+        """Deliver a request, or one part of it, to a server."""
         server = self.servers[index]
         if not server.up:
             self.broken(job, "connection refused")
@@ -475,7 +476,7 @@ class Simulation:
             self.broken(job, str(error), status=400)
 
     def broken(self, job: Job, reason: str, status: int = 503) -> None:
-        """The server did not answer, or broke off."""
+        """Fail a request that the server did not answer or broke off."""
         if job.status == "waiting":
             self._over(job, "failed", reason)
             assert job.request is not None
@@ -536,14 +537,14 @@ class Simulation:
         )
 
     def _response_bytes(self, job: Job) -> int:
-        """Of an answer's text a token has 4.6 bytes, give or take a tenth; each streamed one has its own envelope."""
+        """Bytes of the response: 4.6 per token, give or take a tenth, and an envelope for each streamed token."""
         text = 4.6 * Random(f"answer/{job.index}").gauss(1.0, 0.1) * job.output_tokens
         return round(text + (180 * job.output_tokens if job.record.stream else 420))
 
     # ---- scrapes ----
 
     def _scrape_all(self) -> None:
-        """Of all servers at once, or, with jitter, each on its own from now on."""
+        """Scrape all servers now. With jitter, each server has its own schedule from then on."""
         interval_s, jitter = self.world.scrape_interval_ms * 1e-3, self.world.scrape_jitter
         for index in range(len(self.servers)):
             self._scrape(index)
@@ -559,7 +560,7 @@ class Simulation:
         self.kernel.call_at(self.kernel.now + pause_s, self._scrape_on, index)
 
     def _scrape(self, index: int) -> None:
-        """A server answers now; the scheduler hears of it `scrape_age_ms` later."""
+        """Read a server's page now; the scheduler receives it `scrape_age_ms` later."""
         now, server = self.kernel.now, self.servers[index]
         sample = server.sample()
         before, reported_at = self._told[index]

@@ -1,4 +1,4 @@
-"""What a simulation is made of: time, replicas, delays, what goes wrong when, and the requests on their way."""
+"""The parts of a simulation: time, replicas, delays, faults, and the requests in progress."""
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from fairlead.lab.workload.record import Record, Workload
 
 
 class Timer:
-    """Set by `Kernel.call_at`. Harmless to cancel after it fired."""
+    """A timer set by `Kernel.call_at`. Cancelling it after it fired does nothing."""
 
     __slots__ = ("args", "callback")
 
@@ -31,7 +31,7 @@ class Timer:
 
 
 class Kernel:
-    """Virtual seconds. Timers of the same moment fire in the order in which they were set, so a run is reproducible."""
+    """Virtual time in seconds. Timers of the same moment fire in the order of setting, so a run is reproducible."""
 
     def __init__(self, start: float = 0.0) -> None:
         self.now = start
@@ -42,7 +42,7 @@ class Kernel:
         return self.now
 
     def move_to(self, now: float) -> None:
-        """It is `now`. For who sets the time without timers."""
+        """Set the time, for callers that use no timers."""
         self.now = now
 
     def call_at(self, when: float, callback: Callable[..., object], /, *args: Any) -> Timer:
@@ -51,7 +51,7 @@ class Kernel:
         return timer
 
     def run(self, going: Callable[[], bool], until: float) -> bool:
-        """Fire timers while `going()`; False when `until` or the last timer was reached first."""
+        """Fire timers while `going()`; False if `until` or the last timer was reached first."""
         heap = self._heap
         while going():
             if not heap or heap[0][0] > until:
@@ -59,15 +59,15 @@ class Kernel:
             when, _, timer = heapq.heappop(heap)
             callback = timer.callback
             if callback is not None:
-                # A timer set for a past moment fires now: time never runs backwards.
+                # A timer set for a past moment fires now, because time never goes backwards.
                 self.now = max(self.now, when)
                 callback(*timer.args)
         return True
 
 
-#: Of built-in presets: room for the longest prompt of the Mooncake traces (126,195 tokens) and its answer.
+#: Limit of built-in presets: the longest prompt of the Mooncake traces (126,195 tokens) and its answer fit.
 MAX_MODEL_LEN = 200_000
-#: Seconds from a run's start to the first request: the scheduler has read every server by then, as one that is ready.
+#: Seconds from a run's start to the first request. By then the scheduler has scraped every server, as a ready one has.
 WARM_UP = 1.0
 
 
@@ -75,25 +75,25 @@ class Replica(Struct, frozen=True, kw_only=True):
     """One model server."""
 
     engine: EngineSpec
-    #: 0.5 = takes twice as long for every step.
+    #: 0.5 = every step takes twice as long.
     speed: float = 1.0
-    #: From a request's arrival at the server until its engine has it, and the same while a neighbour computes.
+    #: From a request's arrival at the server until its engine receives it; and the same while a neighbour computes.
     overhead_ms: float = 0.0
     contended_overhead_ms: float = 0.0
-    #: Of the API server's CPU, which requests use one after another: for each, and for each prompt token.
+    #: CPU time of the API server, which handles requests one after another: per request, and per prompt token.
     api_ms: float = 0.0
     api_us_per_token: float = 0.0
     labels: Mapping[str, str] = field(default_factory=dict)
-    #: Engines behind its one address (data-parallel ranks), each with the whole of `engine`'s memory and sequences.
+    #: Engines behind its one address (data-parallel ranks), each with all the memory and sequences of `engine`.
     ranks: int = 1
-    #: Adapters are loaded when they are asked for, and its list of models has those that were; else it has all.
+    #: Adapters are loaded on request, and the list of models has the loaded ones; otherwise it has all.
     dynamic_adapters: bool = False
-    #: Machine that it shares with others of the same name, see `EngineSpec.contention`; empty = its own.
+    #: The machine that servers of the same name share, see `EngineSpec.contention`; empty = its own.
     machine: str = ""
 
 
 class World(Struct, frozen=True, kw_only=True):
-    """Delays between the parts; defaults are those of a live server beside its gateway."""
+    """Delays between the parts. Defaults are those of a live server beside its gateway."""
 
     #: One way between gateway and model server.
     network_ms: float = 0.5
@@ -102,39 +102,39 @@ class World(Struct, frozen=True, kw_only=True):
     #: Period of scrapes, and how old a reading is when it arrives.
     scrape_interval_ms: float = 200.0
     scrape_age_ms: float = 5.0
-    #: Share of the interval by which each one is shorter or longer at most; 0 = all servers are read at once.
+    #: The largest share of the interval by which it varies; 0 = all servers are scraped at the same time.
     scrape_jitter: float = 0.0
-    #: The gateway shows responses; else first tokens are known with the end (`responseMode: none`).
+    #: The gateway shows responses; otherwise first tokens are known only at the end (`responseMode: none`).
     watched: bool = True
-    #: From an answer's last byte until its end is known: a gateway's access log is sent in batches.
+    #: From an answer's last byte until its end is known, because a gateway sends its access log in batches.
     end_report_ms: float = 50.0
-    #: Answers of which token counts are read: all of the first so many, then this share.
+    #: Answers whose token counts are read: the first so many, then this share.
     usage_first: int = 20
     usage_share: float = 0.01
-    #: Period at which lists of models are read again, of servers whose adapters are dynamic.
+    #: Period at which the lists of models of servers with dynamic adapters are read.
     models_s: float = 30.0
     #: From a failure to `EndpointDown`, and from a recovery to `EndpointUp` (readiness probes, watch).
     detect_s: float = 3.0
-    #: Clients give up so long after their arrival; 0 = never.
+    #: Clients give up this long after their arrival; 0 = never.
     patience_s: float = 0.0
-    #: Requests that are not over so long after the last arrival have failed.
+    #: Requests that are not over this long after the last arrival have failed.
     drain_s: float = 3600.0
     bytes_per_token: float = 4.2
-    #: Requests say how long their answers may become, which is how long they will be.
+    #: Requests announce a limit for their answers, and the answers reach it.
     lengths_told: bool = True
-    #: What the scheduler believes of engines at first.
+    #: The scheduler's initial belief about engines.
     prior: StepModel = PRIOR
     staleness_s: float = 2.0
-    #: KV events: how late the scheduler knows what servers store and forget. Below 0 = there are none, and what it sent
-    #: is all it knows.
+    #: KV events: the delay until the scheduler knows what servers store and forget. Below 0 = no KV events: the
+    #: scheduler knows only what it sent.
     kv_lag_ms: float = -1.0
 
 
 class Handover(Struct, frozen=True, kw_only=True):
-    """What it costs to bring a prompt's KV cache from the server that computed it to the one that decodes.
+    """The cost of moving a prompt's KV cache from the server that computed it to the server that decodes.
 
     Defaults: a 32B model (262,144 bytes per token) over 26 GB/s, and 30 ms for two more requests and the registration
-    of memory. The blocks that the decoding server holds already are not moved.
+    of memory. Blocks that the decoding server already holds are not moved.
     """
 
     fixed_ms: float = 30.0
@@ -149,9 +149,9 @@ FaultKind = Literal["down", "away", "slow", "freeze", "mute", "hang"]
 
 
 class Fault(Struct, frozen=True, kw_only=True):
-    """`down`: connections break, the cache is lost. `away`: scaled down, it ends what it has and gets nothing more, and
-    scaled up again with an empty cache. `slow`: steps take `factor` times as long. `freeze`: the metrics
-    page shows what it showed before. `mute`: it does not answer. `hang`: the engine makes no step, the page answers."""
+    """`down`: connections break, the cache is lost. `away`: scaled down, the server finishes its requests and gets no
+    more; scaled up again, its cache is empty. `slow`: steps take `factor` times as long. `freeze`: the metrics page
+    shows old values. `mute`: the page does not answer. `hang`: the engine makes no step, the page answers."""
 
     kind: FaultKind
     replica: int
@@ -162,27 +162,27 @@ class Fault(Struct, frozen=True, kw_only=True):
 
 
 class Scenario(Struct, kw_only=True):
-    """One thing to simulate."""
+    """A complete setup to simulate."""
 
     name: str
     workload: Workload
     replicas: Sequence[Replica]
     world: World = World()
     faults: Sequence[Fault] = ()
-    #: Timestamps are divided by it.
+    #: Timestamps are divided by this.
     speedup: float = 1.0
     handover: Handover = Handover()
-    #: Seconds after the start (before `speedup`) from which requests count; the ones before warm the caches.
+    #: Seconds after the start (before `speedup`) from which requests count. Earlier requests warm the caches.
     counted_from_s: float = 0.0
-    #: What counts as good in `goodput`.
+    #: The service levels of `goodput`.
     slo_ttft_ms: float = 2000.0
     slo_tpot_ms: float = 50.0
 
 
 def unknowing(scenario: Scenario, seed: int, off: float = 0.5) -> Scenario:
-    """The same for a scheduler that does not begin with the truth. Each coefficient of its prior and the bytes per
-    token are wrong by a factor drawn from 1 - `off` to 1 + `off`; no request says how long its answer may become;
-    servers are read once per second, give or take a fifth."""
+    """The scenario for a scheduler that does not begin with the truth. Each coefficient of its prior and the bytes per
+    token are wrong by a factor drawn from 1 - `off` to 1 + `off`; no request announces how long its answer may become;
+    servers are scraped once per second, give or take a fifth."""
     chance = Random(f"unknowing/{scenario.name}/{seed}")
 
     def wrong(value: float) -> float:
@@ -210,9 +210,9 @@ def replicas(
     max_loras: int = 0,
     speeds: Sequence[float] = (),
 ) -> tuple[Replica, ...]:
-    """Alike but for their `speeds` (cycled through); 0 leaves the preset's own limits in force. Built-in presets take
-    requests as long as their memory and `MAX_MODEL_LEN` let them. Raises `ValueError` for an unknown preset or
-    impossible sizes."""
+    """Replicas that differ only in their `speeds` (cycled through); 0 keeps the preset's own limits. With built-in
+    presets, requests may be as long as their memory and `MAX_MODEL_LEN` allow. Raises `ValueError` for an unknown
+    preset or impossible sizes."""
     if count < 1:
         raise ValueError("at least one replica is needed")
     made = name if isinstance(name, Preset) else preset(name)
@@ -237,30 +237,30 @@ def replicas(
     return tuple(replace(alike, speed=speeds[i % len(speeds)] if speeds else 1.0) for i in range(count))
 
 
-#: `done`; `shed` = refused by the scheduler; `failed` = broken off by a server, refused by it, or never over;
-#: `cancelled` = the client went.
+#: `done`; `shed` = refused by the scheduler; `failed` = broken off or refused by a server, or never over; `cancelled` =
+#: the client left.
 Status = Literal["waiting", "done", "shed", "failed", "cancelled"]
 
 
 class Job(Struct, gc=False):
-    """Times are kernel seconds; -1 = it did not happen."""
+    """A request and its progress. Times are kernel seconds; -1 = it did not happen."""
 
     index: int
     record: Record
     arrived: float
     request: Request | None = None
     served: EngineRequest | None = None
-    #: Its other answers, and how many are not over.
+    #: The engine requests of its other answers, and how many answers are not over.
     siblings: tuple[EngineRequest, ...] = ()
     left: int = 1
-    #: Where its prompt is computed for the server that answers, and the engine's side of that; -1 = there.
+    #: The server that only computes its prompt, and the engine request there; -1 = the server that answers does it.
     prefill_server: int = -1
     prefilled: EngineRequest | None = None
-    #: Index of the server that it was sent to; -1 = none.
+    #: Index of the server that the request was sent to; -1 = none.
     server: int = -1
     status: Status = "waiting"
     reason: str = ""
-    #: As the client sees it, network included.
+    #: Seen by the client, including the network.
     first_at: float = -1.0
     ended_at: float = -1.0
     cached_tokens: int = 0
@@ -268,7 +268,7 @@ class Job(Struct, gc=False):
     preemptions: int = 0
 
     def leg(self) -> tuple[int, EngineRequest | None]:
-        """(server, the engine's side) of the part that is on its way now: the prefill elsewhere, or the answer."""
+        """(server, engine request) of the part in progress: the prefill elsewhere, or the answer."""
         if self.served is None and self.prefilled is not None:
             return self.prefill_server, self.prefilled
         return self.server, self.served
@@ -283,6 +283,6 @@ class Job(Struct, gc=False):
 
     @property
     def tpot_ms(self) -> float:
-        """Of the tokens after the first; 0 when there are none."""
+        """Milliseconds per token after the first; 0 if there are none."""
         more = self.output_tokens / self.record.n - 1
         return (self.ended_at - self.first_at) * 1e3 / more if more > 0 else 0.0

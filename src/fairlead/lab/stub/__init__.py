@@ -1,1 +1,1 @@
-"""The model-server stub: speaks like vLLM 0.32, thinks with `fairlead.engine`. Many replicas fit in one process."""
+"""The model-server stub: the API of vLLM 0.32 over a simulated engine. Many replicas fit in one process."""

@@ -15,31 +15,31 @@ _Seconds = Annotated[float, Meta(ge=0, le=3600)]
 
 
 class Faults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All off by default. A change replaces the whole value; requests that run keep what they drew."""
+    """Faults, all off by default. A change replaces the whole value; running requests keep what they drew."""
 
-    #: Multiplies the time of every engine step.
+    #: Multiplies the duration of every engine step.
     slow_factor: Annotated[float, Meta(gt=0, le=1000)] = 1.0
     #: Share of generation requests that fail with `error_status`.
     error_rate: _Share = 0.0
     error_status: Annotated[int, Meta(ge=400, le=599)] = 500
-    #: Streams fail inside their 200, as an event; others fail with the status all the same.
+    #: Streams fail with an event inside their 200; other requests fail with the status as usual.
     error_in_stream: bool = False
-    #: /metrics answers with the page of the moment this was set.
+    #: /metrics answers with the page at the moment this was set.
     metrics_frozen: bool = False
-    #: /metrics answers that much later.
+    #: /metrics answers after this delay.
     metrics_delay_s: _Seconds = 0.0
     #: /metrics answers with this status; 0 = 200.
     metrics_status: Annotated[int, Meta(ge=0, le=599)] = 0
-    #: The engine makes no step: requests are accepted and hang, /health is 200, gauges stand still.
+    #: The engine makes no step: requests are accepted and hang, /health is 200, gauges do not change.
     stall: bool = False
     #: Share of streams whose connection is cut after `disconnect_after` tokens.
     disconnect_rate: _Share = 0.0
     disconnect_after: Annotated[int, Meta(ge=0)] = 1
     #: The engine process is dead: requests fail with 500, running streams with an event, /health is 503.
     engine_dead: bool = False
-    #: As after vLLM's POST /sleep: the page and /is_sleeping say so, and requests are accepted and hang.
+    #: As after vLLM's POST /sleep: the metrics page and /is_sleeping report it, and requests are accepted and hang.
     asleep: bool = False
-    #: /health and /ping answer with this status whatever the truth is; 0 = the truth.
+    #: /health and /ping answer with this status regardless of the real state; 0 = the real state.
     health_status: Annotated[int, Meta(ge=0, le=599)] = 0
 
 
@@ -47,41 +47,41 @@ NO_FAULTS = Faults()
 
 
 def changed(faults: Faults, changes: dict[str, Any]) -> Faults:
-    """`faults` with some fields changed. Raises `ValueError` that names the wrong one; then nothing has changed."""
+    """`faults` with some fields changed. Raises `ValueError` that names the wrong field; then nothing has changed."""
     try:
         return msgspec.convert(msgspec.structs.asdict(faults) | changes, Faults)
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from None
 
 
-# What a stub replica is configured with. Defaults follow `vllm serve`, with the flag on that reports cached tokens.
+# The configuration of a stub replica. Defaults follow `vllm serve`, with the flag on that reports cached tokens.
 
-if TYPE_CHECKING:  # it brings ZMQ, which only pools with events need
+if TYPE_CHECKING:  # imports ZMQ, which only pools with events need
     from fairlead.lab.stub.kv_publisher import KvEventsConfig
 
 VERSION = "0.32.0"
-#: Ports from one replica's publisher to the next one's: one for events, one for replays.
+#: Distance between the ports of one replica's publisher and the next: one port for events, one for replays.
 KV_PORTS = 2
-#: Far beyond what a CPU can follow; beyond it, engine seconds would be too coarse for the steps of a server that has
+#: Far more than a CPU can follow. Beyond this, engine seconds would be too coarse for the steps of a server that has
 #: run for a day.
 MAX_TIME_RATIO = 1_000_000
 
 
 class StubConfig(Struct, frozen=True, kw_only=True):
-    """One configuration for all replicas of a pool. Raises `ValueError` where the engine could not start."""
+    """One configuration for all replicas of a pool. Raises `ValueError` if the engine could not start with it."""
 
-    #: Whose metrics page it has, a name of `engine_metrics.ENGINES`. Everything else is vLLM's.
+    #: The engine whose metrics page is served, a name of `engine_metrics.ENGINES`. Everything else is as in vLLM.
     engine_type: str = DEFAULT_ENGINE
-    #: A name, or the text of one.
+    #: The name of an engine preset, or the text of one.
     preset: str = DEFAULT_PRESET
     #: Served model name; empty = the preset's.
     model: str = ""
     #: Engine seconds per second: 1 = time-accurate, 20 = twenty times faster. Times in /metrics are engine seconds.
     time_ratio: float = 1.0
-    #: A stream sends an event every so many tokens, the first one at once (`--stream-interval`).
+    #: A stream sends one event per this many tokens, the first one immediately (`--stream-interval`).
     stream_interval: int = 1
-    #: Steps that are handled late, together, give one event with all their tokens, as under load on the real server.
-    #: False = an event per token even then, for tests that count events.
+    #: If several steps are handled together because they are late, they give one event with all their tokens, as under
+    #: load on the real server. False = one event per token even then, for tests that count events.
     merge_events: bool = True
 
     #: Limits; 0 = the preset's.
@@ -90,46 +90,47 @@ class StubConfig(Struct, frozen=True, kw_only=True):
     max_model_len: int = 0
     kv_tokens: int = 0
     block_size: int = 0
-    #: Adapters that are loaded at start. With any, or with `max_loras`, adapters can be loaded at run time too.
+    #: Adapters loaded at the start. With any, or with `max_loras`, adapters can also be loaded at run time.
     loras: tuple[str, ...] = ()
-    #: Adapters in one batch; 0 = no adapters, or 1 when `loras` names some.
+    #: Adapters in one batch; 0 = no adapters, or 1 if `loras` names some.
     max_loras: int = 0
-    #: Requests that may wait before more are refused with 503 (`--max-num-queued-reqs`); 0 = no limit.
+    #: Requests that may wait before further requests are refused with 503 (`--max-num-queued-reqs`); 0 = no limit.
     max_queued: int = 0
-    #: Share of refused streams that get their 503 inside a 200; below 0 = as measured, 0.55 completions and 0.85 chat.
+    #: Share of refused streams whose 503 is inside a 200; below 0 = as measured, completions 0.55 and chat 0.85.
     overload_in_stream: float = -1.0
-    #: Overrides everything the engine takes from the preset and the fields above; for tests.
+    #: Replaces everything that the engine takes from the preset and the fields above; for tests.
     engine: EngineSpec | None = None
 
-    #: Output tokens of a request that sets no limit: about so many, then `stop`. 0 = on to the context length.
+    #: Approximate number of output tokens of a request without a limit, which then ends with `stop`. 0 = until the
+    #: context length.
     natural_output: int = 256
-    #: Token ids of a prompt must be below. The stub's tokens are any four bytes.
+    #: Token ids of a prompt must be below this. The stub's tokens are any four bytes.
     vocab_size: int = 1 << 32
     #: `--enable-prompt-tokens-details`, `--enable-request-id-headers`, `--enable-server-load-tracking`.
     prompt_tokens_details: bool = True
     request_id_headers: bool = False
-    #: `metrics` in answers in one piece (`--enable-per-request-metrics`), in engine time.
+    #: Include `metrics` in non-streamed answers (`--enable-per-request-metrics`), in engine time.
     per_request_metrics: bool = False
-    #: Comments in streams that wait for their first token (`--sse-keep-alive-interval`), seconds; 0 = none.
+    #: Seconds between comments in streams that wait for their first token (`--sse-keep-alive-interval`); 0 = none.
     sse_keepalive_s: float = 0.0
-    #: `x-inference-pod`, `x-inference-namespace` and `x-inference-port` on every response.
+    #: Send `x-inference-pod`, `x-inference-namespace` and `x-inference-port` with every response.
     identity_headers: bool = False
     namespace: str = "default"
-    #: Also the process_*, python_* and http_* families on /metrics, about 50 KB as the real page.
+    #: Include the process_*, python_* and http_* families on /metrics, about 50 KB like the real page.
     full_metrics: bool = True
-    #: Publish what the KV cache stores and forgets; `None` = do not (`--kv-events-config`). Fixed ports are those of
-    #: the first replica, see `kv_events_of`.
+    #: Publish what the KV cache stores and forgets (`--kv-events-config`); `None` = do not publish. Fixed ports are
+    #: those of the first replica, see `kv_events_of`.
     kv_events: "KvEventsConfig | None" = None
 
     seed: int = 0
     max_head: int = MAX_HEAD
     max_body: int = MAX_BODY
-    #: Close a connection that says nothing, or not all of a request, for so long; 0 = never.
+    #: Close a connection that is idle, or sends an incomplete request, for this long; 0 = never.
     idle_timeout_s: float = 0.0
     request_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
-        # Written so that NaN is out as well.
+        # Written so that NaN is refused too.
         if not 0 < self.time_ratio <= MAX_TIME_RATIO:
             raise ValueError(f"time_ratio must be above 0 and at most {MAX_TIME_RATIO:,}, got {self.time_ratio:g}")
         if self.engine_type not in ENGINES:
@@ -148,8 +149,9 @@ class StubConfig(Struct, frozen=True, kw_only=True):
         return self.model or self.the_preset().model
 
     def kv_events_of(self, index: int) -> "KvEventsConfig | None":
-        """With the ports of one of several replicas, each `KV_PORTS` above those of the one before. Free ports stay
-        free; an address that is dialled is the same for all. Raises `ValueError` beyond port 65535."""
+        """The KV event configuration of one of several replicas, with ports `KV_PORTS` above those of the replica
+        before. Free ports stay free, and an address to connect to is the same for all. Raises `ValueError` for ports
+        beyond 65535."""
         config = self.kv_events
         if config is None:
             return None

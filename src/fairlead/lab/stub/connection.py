@@ -1,4 +1,4 @@
-"""Response heads, byte for byte in the order in which vLLM 0.32 (uvicorn) sends its headers."""
+"""Response heads with vLLM 0.32's (uvicorn's) headers, byte for byte and in the same order."""
 
 import asyncio
 from email.utils import formatdate
@@ -39,7 +39,7 @@ class Heads:
         request_id: str = "",
         close: bool = False,
     ) -> bytes:
-        """A response of known length. `before` are header lines that come before the length (`allow`, ORCA)."""
+        """The head of a response of known length. `before`: header lines that precede the length (`allow`, ORCA)."""
         kind = b"content-type: %b\r\n" % content_type if content_type else b""
         return b"HTTP/1.1 %d %b\r\ndate: %b\r\nserver: uvicorn\r\n%bcontent-length: %d\r\n%b%b\r\n" % (
             status,
@@ -52,7 +52,7 @@ class Heads:
         )
 
     def stream(self, unix: float, *, request_id: str = "", close: bool = False, chunked: bool = True) -> bytes:
-        """The head of server-sent events."""
+        """The head of a stream of server-sent events."""
         return b"HTTP/1.1 200 OK\r\ndate: %b\r\nserver: uvicorn\r\ncontent-type: %b\r\n%b%b\r\n" % (
             self.date(unix),
             b"text/event-stream; charset=utf-8",
@@ -66,7 +66,7 @@ class Heads:
 
 
 def malformed(message: str, status: int = 400) -> bytes:
-    """The whole answer to bytes that are no request; the connection is closed after it (as uvicorn does)."""
+    """The complete response to bytes that are not a request. The connection is closed after it (as uvicorn does)."""
     body = message.encode()
     return (
         b"HTTP/1.1 %d %b\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\n"
@@ -74,15 +74,15 @@ def malformed(message: str, status: int = 400) -> bytes:
     )
 
 
-# One client connection: requests in, one answer at a time, in order; back-pressure and disconnects.
+# One client connection: receives requests and answers them one at a time, in order; back-pressure and disconnects.
 #
 # Rules
-# * A request is handed on only when the answer to the one before is complete, so pipelined requests are answered in
-#   order. While an answer is on its way, or the client does not read, it may be ahead by `_AHEAD` bytes; then reading
-#   pauses.
-# * A stream never buffers more than the transport's high-water mark. Above it `paused` is set; whoever streams must
-#   not write then, and is told by `Exchange.writable` when it may go on. Other answers are bounded by their own size.
-# * When the client goes away the exchange is told by `Exchange.lost`, once, and nothing is written any more.
+# * A request is passed on only when the answer to the request before it is complete, so pipelined requests are answered
+#   in order. While an answer is in progress, or the client does not read, the client may send `_AHEAD` bytes ahead;
+#   then reading pauses.
+# * A stream never buffers more than the transport's high-water mark. Above it `paused` is set, and the exchange must
+#   not write until `Exchange.writable` is called. Other answers are bounded by their own size.
+# * When the client disconnects, `Exchange.lost` is called once, and nothing more is written.
 
 _AHEAD = 256 * 1024
 _HIGH_WATER = 64 * 1024
@@ -90,8 +90,8 @@ _LINGER_S = 1.0
 
 
 class Held(NamedTuple):
-    """What a connection keeps: bytes of answers that the client has not taken, bytes of requests to come. `waits`: for
-    the client to read; `reads`: what the client sends."""
+    """What a connection buffers: bytes of answers that the client has not read, and bytes of requests not served yet.
+    `waits`: waiting for the client to read; `reads`: reading from the client."""
 
     unsent: int
     unserved: int
@@ -100,17 +100,17 @@ class Held(NamedTuple):
 
 
 class Exchange(Protocol):
-    """Whoever works on an answer that is not complete yet."""
+    """Produces an answer that is not complete yet."""
 
     def lost(self) -> None:
-        """The client is gone."""
+        """The client has disconnected."""
 
     def writable(self) -> None:
-        """The connection takes more after it was `paused`."""
+        """The connection can be written to again after it was `paused`."""
 
 
 class Server(Protocol):
-    """What a connection needs of its server."""
+    """What a connection needs from its server."""
 
     heads: Heads
     max_head: int
@@ -124,11 +124,11 @@ class Server(Protocol):
         """Answer, now or later, through `reply` or `begin_stream`."""
 
     def answered(self, request: HttpRequest, status: int, seconds: float) -> None:
-        """The whole answer was written; `seconds` since the request was whole."""
+        """The complete answer was written, `seconds` after the request was complete."""
 
 
 class Connection(asyncio.Protocol):
-    """The protocol that the event loop drives."""
+    """The asyncio protocol of one client connection."""
 
     __slots__ = (
         "_began", "_busy", "_chunked", "_close_after", "_parser", "_refused", "_request", "_server", "_transport",
@@ -148,14 +148,14 @@ class Connection(asyncio.Protocol):
         self._chunked = True
         self.exchange: Exchange | None = None
         self.paused = False
-        #: To send back as `x-request-id`; set by the server per request, empty = not sent.
+        #: The value of the `x-request-id` response header, set by the server per request; empty = not sent.
         self.request_id = ""
-        #: Status of the answer that was begun last; 0 before.
+        #: The status of the answer that was begun last; 0 before the first.
         self.responded = 0
-        #: When, on the monotonic clock, the last byte came in or the last answer ended.
+        #: When the last byte arrived or the last answer ended, on the monotonic clock.
         self.active_at = server.monotonic()
 
-    # ---------------------------------------------------------------- event loop's side
+    # ---------------------------------------------------------------- called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -185,7 +185,7 @@ class Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self.paused = False
-        # Not at once: a transport that is closed while it tells us this reports its end twice (asyncio, Python 3.11).
+        # Not immediately: a transport that is closed during this callback reports its end twice (asyncio, Python 3.11).
         asyncio.get_running_loop().call_soon(self._go_on)
 
     def _go_on(self) -> None:
@@ -196,11 +196,11 @@ class Connection(asyncio.Protocol):
         else:
             self._read_on()
 
-    # ---------------------------------------------------------------- server's side
+    # ---------------------------------------------------------------- called by the server
 
     @property
     def quiet_since(self) -> float | None:
-        """Since when nothing happened while the client had the turn; `None` while an answer is due."""
+        """Since when the connection has been waiting for the client; `None` while an answer is due."""
         return None if self._busy else self.active_at
 
     @property
@@ -211,13 +211,13 @@ class Connection(asyncio.Protocol):
 
     @property
     def mid_request(self) -> bool:
-        """Part of a request has come."""
+        """Whether part of a request has arrived."""
         return not self._parser.idle
 
     def reply(
         self, status: int, body: bytes, content_type: bytes = JSON_TYPE, before: bytes = b"", head_only: bool = False
     ) -> None:
-        """The whole answer."""
+        """Send a complete answer."""
         head = self._server.heads.plain(
             self._server.unix(),
             status,
@@ -232,7 +232,7 @@ class Connection(asyncio.Protocol):
         self._answered()
 
     def begin_stream(self) -> None:
-        """Send the head of a stream at once."""
+        """Send the head of a stream immediately."""
         self.responded = 200
         self.write(
             self._server.heads.stream(
@@ -241,31 +241,31 @@ class Connection(asyncio.Protocol):
         )
 
     def event(self, data: bytes) -> bytes:
-        """One server-sent event as it goes on the wire."""
+        """One server-sent event as sent on the wire."""
         return b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
 
     def write(self, data: bytes) -> None:
-        # A transport whose peer has gone says so in a later turn of the loop, and logs what is written before that.
+        # A transport reports in a later turn of the loop that its peer has gone, and logs what is written before that.
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 
     def end_stream(self, last: bytes = b"") -> None:
-        """`last` goes out in front of the end, in the same write."""
+        """End the stream. `last` is sent before the end, in the same write."""
         self.write(last + b"0\r\n\r\n" if self._chunked else last)
         self._answered()
 
     def close(self) -> None:
-        """After what has been written."""
+        """Close the connection after everything written has been sent."""
         if self._transport is not None:
             self._transport.close()
 
     def cut(self) -> None:
-        """At once, whatever is still unsent; nothing more is written."""
+        """Abort the connection immediately. Unsent bytes are lost and nothing more is written."""
         transport, self._transport = self._transport, None
         if transport is not None:
             transport.abort()
 
-    # ---------------------------------------------------------------- turns
+    # ---------------------------------------------------------------- serving requests
 
     def _answered(self) -> None:
         self.exchange = None
@@ -286,7 +286,7 @@ class Connection(asyncio.Protocol):
             transport.resume_reading()
 
     def _turn(self) -> None:
-        """Serve requests as long as whole ones are there and answers are immediate."""
+        """Serve requests as long as complete ones are buffered and answers are immediate."""
         if self._turning:
             return
         self._turning = True
@@ -311,8 +311,8 @@ class Connection(asyncio.Protocol):
             self._turning = False
 
     def _refuse(self, error: HttpError) -> None:
-        """Answer what is no request, and close. Unread bytes would make the kernel reset the connection and lose the
-        answer, so what still comes is read and dropped for a moment (RFC 9112 §9.6)."""
+        """Answer a malformed request, and close. Unread bytes would make the kernel reset the connection and lose the
+        answer, so further input is read and dropped for a moment (RFC 9112 §9.6)."""
         self._refused = self._close_after = True
         self.write(malformed(str(error), error.status))
         if self._transport is not None and self._transport.can_write_eof():

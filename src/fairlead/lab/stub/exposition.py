@@ -1,4 +1,4 @@
-"""Prometheus text: numbers, labels and histograms, formatted as the Python client of the real server does."""
+"""Prometheus text: numbers, labels and histograms, formatted like the Python client of the real server."""
 
 import gc
 import os
@@ -10,7 +10,7 @@ from fairlead.lab.engine.stats import Histogram
 
 
 def number(value: float) -> str:
-    """`7.0`, `1.5`, `1.795146e+09`: Go's notation, with an exponent from a million on."""
+    """`7.0`, `1.5`, `1.795146e+09`: Go's notation, with an exponent from one million on."""
     text = repr(float(value))
     dot = text.find(".")
     if dot <= 6 or "e" in text or value <= 0:
@@ -20,7 +20,7 @@ def number(value: float) -> str:
 
 
 def labels(values: Mapping[str, str]) -> str:
-    """`{a="x",b="y"}` in alphabetical order, escaped; empty for none."""
+    """`{a="x",b="y"}` in alphabetical order, escaped; empty if there are no labels."""
     if not values:
         return ""
     return "{" + ",".join(f'{name}="{_escaped(values[name])}"' for name in sorted(values)) + "}"
@@ -38,7 +38,7 @@ Read = Callable[[], float]
 
 
 class Value:
-    """One line of a gauge or counter, read anew on each page."""
+    """The line of a gauge or counter, whose value is read for each page."""
 
     __slots__ = ("_prefix", "_read")
 
@@ -51,7 +51,7 @@ class Value:
 
 
 class HistogramLines:
-    """All lines of one histogram. Made again only after it has observed something."""
+    """All lines of one histogram. They are formatted again only after it has observed a value."""
 
     __slots__ = ("_prefixes", "_read", "_seen", "_sum", "_text", "_total")
 
@@ -75,7 +75,7 @@ class HistogramLines:
         lines = []
         for prefix, count in zip(self._prefixes, histogram.buckets, strict=True):
             total += count
-            # `number` for a count, without the detour through a float's text while it is small.
+            # The same text as from `number`, but faster while the count is small.
             lines.append(f"{prefix}{total}.0\n" if total < 1_000_000 else f"{prefix}{number(total)}\n")
         lines.append(f"{self._total}{number(histogram.count)}\n{self._sum}{number(histogram.sum)}\n")
         self._text = "".join(lines)
@@ -95,7 +95,7 @@ class Fixed:
 
 
 class Made:
-    """Text that is made on each page by a function."""
+    """Text that a function makes for each page."""
 
     __slots__ = ("text",)
 
@@ -110,15 +110,15 @@ def page(parts: Sequence[Part]) -> bytes:
     return "".join([part.text() for part in parts]).encode("utf-8", "replace")
 
 
-# The http_* families that the real server's page carries beside its own.
+# The http_* families, which the real server's page has in addition to its own.
 
-#: Bounds as exposed by vLLM 0.32.0.
+#: Bounds of vLLM 0.32.0.
 _FINE = (
     *(0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0),
     *(7.5, 10.0, 30.0, 60.0),
 )
 _COARSE = (0.1, 0.5, 1.0)
-#: Probes and the page itself are not counted there.
+#: Requests that do not count in these families: probes and the page itself.
 _UNCOUNTED = frozenset({"/metrics", "/health", "/load", "/ping", "/version", "/fault"})
 
 _REQUESTS_HELP = "Total number of requests by method, status and handler."
@@ -130,7 +130,7 @@ _COARSE_HELP = "Latency with only few buckets by handler. Made to be only used i
 
 
 class HttpStats:
-    """Counts answers by route. Routes are few and fixed, so nothing here grows."""
+    """Counts answers by route. Routes are few and fixed, so the memory is bounded."""
 
     def __init__(self, unix: float) -> None:
         self._created = number(unix)
@@ -192,7 +192,7 @@ class HttpStats:
             lines.append(header(name, "summary", help_text))
             for path, (count, size) in self._in_bytes.items():
                 text = labels({"handler": path})
-                # Streams have no Content-Length, and the real page shows 0.0 for what they sent.
+                # Streams have no Content-Length; the real page shows 0.0 for their size.
                 total = size if counted else 0
                 lines.append(f"{name}_count{text} {number(count)}\n{name}_sum{text} {number(total)}\n")
             lines += self._created_lines(name, help_text, [labels({"handler": path}) for path in self._in_bytes])
@@ -213,11 +213,11 @@ class HttpStats:
         return [head, *(f"{name}_created{text} {self._created}\n" for text in series)]
 
 
-# The process_* and python_* families that the real server's page carries, about the stub's own process.
+# The process_* and python_* families of the real server's page, with values of the stub's own process.
 
 
 def process_parts(started_unix: float) -> list[Part]:
-    """What the Prometheus client reports of the Python process; the same for all replicas in it."""
+    """What the Prometheus client reports about the Python process; the same for all replicas in it."""
     return [Made(_gc_lines), Fixed(_python_line()), Made(lambda: _process_lines(started_unix))]
 
 
@@ -271,7 +271,7 @@ def _process_lines(started_unix: float) -> str:
 
 
 def _memory() -> tuple[float, float]:
-    """Virtual and resident bytes; zeros where there is no /proc."""
+    """Virtual and resident memory in bytes; zeros without /proc."""
     try:
         with open("/proc/self/statm", "rb") as file:
             pages = file.read().split()

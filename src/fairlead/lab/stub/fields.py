@@ -1,4 +1,4 @@
-"""Error answers in the two shapes that vLLM 0.32 has: its own `{"error": …}` and the router's `{"detail": …}`."""
+"""Error answers in the two forms of vLLM 0.32: its own `{"error": …}` and the router's `{"detail": …}`."""
 
 import json
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 BAD_REQUEST = "BadRequestError"
-#: What request validation (pydantic) and the queue limit call themselves.
+#: Error types of request validation (pydantic) and of the queue limit.
 VALIDATION = "Bad Request"
 UNAVAILABLE = "Service Unavailable"
 
@@ -26,7 +26,7 @@ SCALE_OUT = "Scale-out endpoints are disabled. Restart vllm serve with --enable-
 
 
 class ApiError(Exception):
-    """The request gets this answer instead."""
+    """An error answer to a request."""
 
     def __init__(self, message: str, status: int = 400, kind: str = "", param: str | None = None) -> None:
         self.message = message
@@ -39,7 +39,7 @@ class ApiError(Exception):
         return json.dumps(self._fields(), separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
 
     def event(self) -> bytes:
-        """The same as a server-sent event; inside a stream the real server serialises with spaces."""
+        """The error as a server-sent event. Inside a stream, the real server serializes with spaces."""
         return b"data: %b\n\n" % json.dumps(self._fields()).encode()
 
     def _fields(self) -> dict[str, dict[str, str | int | None]]:
@@ -57,7 +57,7 @@ class Invalid(ApiError):
 
 
 def bad_value(message: str, param: str, value: object) -> ApiError:
-    """A value that has the right type and makes no sense."""
+    """The error for a value that has the right type but an invalid value."""
     return ApiError(f"{message} (parameter={param}, value={value})", param=param)
 
 
@@ -66,7 +66,7 @@ def unknown_model(name: str, served: str) -> ApiError:
 
 
 def too_long(limit: int, tokens: int, counted: bool) -> ApiError:
-    """A prompt beyond the context length. Text is tokenised only as far as needed, so its length is a lower bound."""
+    """The error for too long a prompt. Text is tokenized only as far as needed: its length is a lower bound."""
     shown = tokens if counted else limit + 1
     least = "" if counted else "at least "
     return ApiError(
@@ -77,13 +77,13 @@ def too_long(limit: int, tokens: int, counted: bool) -> ApiError:
     )
 
 
-# Fields of a JSON body, with the checks, coercions and complaints of the real server's validation (pydantic).
+# Fields of a JSON body, with the checks, coercions and messages of the real server's validation (pydantic).
 
 Body = Mapping[str, Any]
 
 
 def parse_body(body: bytes, content_type: str) -> Body:
-    """The JSON object of a request. Raises `ApiError` in the real server's words."""
+    """The JSON object of a request. Raises `ApiError` with the real server's message."""
     if content_type.partition(";")[0].strip().lower() != "application/json":
         raise ApiError(
             "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed", 400, VALIDATION
@@ -98,7 +98,7 @@ def parse_body(body: bytes, content_type: str) -> Body:
 
 
 def _parse_slowly(body: bytes) -> Any:
-    """With the standard library, whose message and position the real server quotes. It also knows NaN."""
+    """Parse with the standard library, whose message and position the real server quotes, and which accepts NaN."""
     try:
         return json.loads(body)
     except json.JSONDecodeError as error:
@@ -178,7 +178,7 @@ def mapping(body: Body, name: str) -> Body | None:
 
 
 def array(body: Body, name: str) -> list[Any]:
-    """A list that must be there."""
+    """A required list."""
     if name not in body:
         raise missing(body, name)
     value = body[name]
@@ -188,7 +188,7 @@ def array(body: Body, name: str) -> list[Any]:
 
 
 def strings(body: Body, name: str) -> list[str]:
-    """A string, or a list of strings, that may be left out."""
+    """An optional string or list of strings."""
     value = body.get(name)
     if value is None:
         return []

@@ -1,4 +1,4 @@
-"""The load report in response headers (ORCA, `endpoint-load-metrics`), as vLLM 0.32 writes it."""
+"""The load report in response headers (ORCA, `endpoint-load-metrics`), in the format of vLLM 0.32."""
 
 import json
 from typing import Protocol
@@ -15,7 +15,7 @@ REQUEST_HEADER = "endpoint-load-metrics-format"
 
 
 def orca_line(wanted: str, waiting: float, kv_usage: float) -> bytes:
-    """The header line in the wanted format, `TEXT` or `JSON` in any case; empty for none or an unknown one."""
+    """The header line in the wanted format, `TEXT` or `JSON` in any case; empty for an unknown or empty format."""
     metrics = {"num_requests_waiting": float(waiting), "kv_cache_usage_perc": float(kv_usage)}
     match wanted.upper():
         case "TEXT":
@@ -27,39 +27,39 @@ def orca_line(wanted: str, waiting: float, kv_usage: float) -> bytes:
     return f"endpoint-load-metrics: {value}\r\n".encode()
 
 
-# One generation request, from its plan to engine requests and from tokens back to an answer in one piece.
+# One generation request, from its plan to engine requests and from tokens back to a non-streamed answer.
 #
-# Rules (for streams too, see `streaming`)
+# Rules (for streams too)
 # * The replica calls `progress` and `finished` after engine steps; the connection calls `lost` and `writable`.
-# * `lost`, `fail` and the last byte of the answer each end it, once: what still runs in the engine is aborted, and
-#   everything that comes later does nothing.
+# * `lost`, `fail` and the last byte of the answer each end the generation, once. What still runs in the engine is then
+#   aborted, and all later calls have no effect.
 
 
 class Host(Protocol):
-    """What a generation needs of its replica."""
+    """What a generation needs from its replica."""
 
     block_size: int
     #: `--enable-prompt-tokens-details`.
     details: bool
     #: `--enable-per-request-metrics`.
     timed: bool
-    #: Seconds between comments in a stream that waits; 0 = none.
+    #: Seconds between comments in a waiting stream; 0 = none.
     keepalive_s: float
 
     def output_tokens(self, request: EngineRequest) -> int: ...
     def forget(self, generation: "Generation") -> None:
-        """It is over; abort what still runs of it."""
+        """The generation is over; abort the rest of its engine requests."""
 
     def later(self, seconds: float, generation: "Generation") -> None:
-        """Call `generation.keep_alive()` after so many seconds."""
+        """Call `generation.keep_alive()` after this many seconds."""
 
     def load(self) -> tuple[float, float]:
-        """The gauges: requests waiting, share of KV cache in use."""
+        """The gauges: waiting requests, share of the KV cache in use."""
         ...
 
 
 class Choice:
-    """One output. `emitted` tokens of it have been written, and `shown` bytes of their text."""
+    """One output. `emitted` of its tokens have been written, and `shown` bytes of their text."""
 
     __slots__ = ("emitted", "ended", "generation", "head", "index", "prompt", "request", "shown", "stop", "tail")
 
@@ -70,18 +70,18 @@ class Choice:
         self.index = index
         self.prompt = prompt
         self.request = request
-        #: The stop string that will end it.
+        #: The stop string that will end the output.
         self.stop = stop
         self.emitted = 0
         self.shown = 0
-        #: Its last event was written, or it is part of an answer in one piece that can be made.
+        #: The last event was written, or, in a non-streamed answer, the output is complete.
         self.ended = False
         self.head = b""
         self.tail = b""
 
     def text(self, output: int, hold: int) -> bytes:
-        """Text of the first `output` tokens that has not been shown yet, but for the last `hold` bytes; it counts as
-        shown."""
+        """The part of the text of the first `output` tokens that has not been shown yet, without the last `hold` bytes.
+        It then counts as shown."""
         end = tk.TOKEN_BYTES * output - hold
         if self.stop is not None:
             end = min(end, self.stop.length)
@@ -94,7 +94,7 @@ class Choice:
 
 
 class Generation:
-    """A request with all its choices, to be answered in one piece."""
+    """A request with all its choices, for a non-streamed answer."""
 
     def __init__(
         self, host: Host, connection: Connection, plan: Plan, answer_id: str, created: int, fingerprint: str
@@ -108,7 +108,7 @@ class Generation:
         #: Choices that have not ended.
         self.left = 0
         self.over = False
-        #: The client's `endpoint-load-metrics-format`; empty = it wants none.
+        #: The client's `endpoint-load-metrics-format`; empty = none.
         self.orca = ""
 
     def add_choice(self, prompt: int, request: EngineRequest, stop: Stop | None) -> Choice:
@@ -117,19 +117,19 @@ class Generation:
         self.left += 1
         return choice
 
-    # ---------------------------------------------------------------- replica's side
+    # ---------------------------------------------------------------- called by the replica
 
     def begin(self) -> None:
-        """The engine has the requests."""
+        """The engine has received the requests."""
 
     def keep_alive(self) -> None:
         """See `Host.later`."""
 
     def progress(self, choice: Choice, output: int) -> None:
-        """A choice that goes on has `output` tokens."""
+        """A choice that continues has `output` tokens."""
 
     def finished(self, choice: Choice) -> None:
-        """The engine is done with a choice."""
+        """The engine has finished a choice."""
         choice.ended = True
         self.left -= 1
         if self.left == 0 and not self.over:
@@ -144,14 +144,14 @@ class Generation:
         self.over = True
         self.host.forget(self)
 
-    # ---------------------------------------------------------------- connection's side
+    # ---------------------------------------------------------------- called by the connection
 
     def lost(self) -> None:
         if not self.over:
             self.end()
 
     def writable(self) -> None:
-        """Nothing to do: the answer is written once."""
+        """Nothing to do: the answer is written in one call."""
 
     # ---------------------------------------------------------------- the answer
 
@@ -168,11 +168,11 @@ class Generation:
         self.connection.reply(200, body, before=orca_line(self.orca, *self.host.load()))
 
     def echo(self, choice: Choice) -> bytes:
-        """The prompt as the inside of a JSON string, if the client wants to have it back."""
+        """The prompt as the inside of a JSON string, if the client asked for it back."""
         return quoted(tk.text(self.plan.prompts[choice.prompt]))[1:-1] if self.plan.echo else b""
 
     def parts(self, choice: Choice, output: int) -> Parts:
-        """What goes with the text of the tokens from those that were emitted up to `output`."""
+        """The fields beside the text of the tokens after the emitted ones, up to `output`."""
         request, start = choice.request, choice.emitted
         done = request.phase is Phase.DONE
         return Parts(
@@ -193,7 +193,7 @@ class Generation:
         return completion_logprobs(seed, start, output, top, offset)
 
     def _timing(self) -> bytes:
-        """Of the choice that ended last, in engine time."""
+        """Timing of the choice that ended last, in engine time."""
         request = max((choice.request for choice in self.choices), key=lambda request: request.finished_at)
         decoding = 1e3 * (request.finished_at - request.first_token_at)
         more = request.output - 1
@@ -211,7 +211,7 @@ class Generation:
         return id_list(self.plan.prompts[choice.prompt]) if self.plan.return_token_ids else b"null"
 
     def counts(self) -> Counts:
-        """Of all choices; a prompt counts once however many choices it has."""
+        """Token counts over all choices. A prompt counts once, however many choices it has."""
         firsts = [choice.request for choice in self.choices[:: self.plan.n]]
         cached = sum(max(0, request.cached_tokens) for request in firsts)
         size = self.host.block_size
@@ -226,23 +226,23 @@ class Generation:
 
 # A generation request answered as server-sent events.
 #
-# Rules (beside those of `generation`)
-# * The head goes out before the engine has looked at the request; the first event comes with the first token.
-# * While the connection is paused nothing is written, and nothing is stored either: the text of all tokens since the
-#   last event can be made at any time, so a slow client gets fewer and longer events.
+# Rules (in addition to the rules above)
+# * The head is sent before the engine has looked at the request; the first event is sent with the first token.
+# * While the connection is paused, nothing is written or stored. The text of all tokens since the last event can be
+#   made at any time, so a slow client gets fewer and longer events.
 
 
 _NEVER = 1 << 62
 
 
 class StreamGeneration(Generation):
-    """Each choice is a series of events; all share one connection."""
+    """A generation in which each choice is a series of events, all on one connection."""
 
     def __init__(
         self, host: Host, connection: Connection, plan: Plan, answer_id: str, created: int, fingerprint: str
     ) -> None:
         super().__init__(host, connection, plan, answer_id, created, fingerprint)
-        #: Token events differ in nothing but their text.
+        #: Whether token events differ only in their text.
         self.plain = not (
             plan.continuous_usage
             or plan.return_token_ids
@@ -250,9 +250,9 @@ class StreamGeneration(Generation):
             or plan.stop_strings is not None
             or plan.logprobs is not None
         )
-        #: Bytes of text that may be the beginning of a stop string.
+        #: Bytes of text that are held back because they may be the beginning of a stop string.
         self.hold = plan.stop_strings.hold if plan.stop_strings is not None else 0
-        #: Tokens after which the connection is cut, by fault injection.
+        #: Tokens after which fault injection cuts the connection.
         self.cut_after = _NEVER
         self.started = False
 
@@ -262,7 +262,7 @@ class StreamGeneration(Generation):
         choice.tail = self.shape.event_tail()
         return choice
 
-    # ---------------------------------------------------------------- replica's side
+    # ---------------------------------------------------------------- called by the replica
 
     def begin(self) -> None:
         self.connection.begin_stream()
@@ -270,7 +270,7 @@ class StreamGeneration(Generation):
             self.host.later(self.host.keepalive_s, self)
 
     def keep_alive(self) -> None:
-        """Show a client that waits for its first token that somebody is there."""
+        """Send a comment while the client waits for the first token, to keep the connection alive."""
         if self.over or self.started:
             return
         if not self.connection.paused:
@@ -278,7 +278,7 @@ class StreamGeneration(Generation):
         self.host.later(self.host.keepalive_s, self)
 
     def progress(self, choice: Choice, output: int) -> None:
-        """A choice that goes on has `output` tokens, more than were emitted."""
+        """A choice that continues has `output` tokens, more than were emitted."""
         connection = self.connection
         if connection.paused or self.over:
             return
@@ -309,13 +309,13 @@ class StreamGeneration(Generation):
         self.connection.end_stream(data + event(DONE))
 
     def fail(self, error: ApiError) -> None:
-        """Inside the 200 that has already gone out."""
+        """Report the error inside the 200 that has already been sent."""
         if not self.over:
             self.end()
             event = self.connection.event
             self.connection.end_stream(event(error.event()) + event(DONE))
 
-    # ---------------------------------------------------------------- connection's side
+    # ---------------------------------------------------------------- called by the connection
 
     def writable(self) -> None:
         for choice in self.choices:
@@ -327,7 +327,7 @@ class StreamGeneration(Generation):
     # ---------------------------------------------------------------- events
 
     def _roles(self) -> bytes:
-        """What comes before the first token of all."""
+        """The events that precede the first token."""
         if self.started:
             return b""
         self.started = True
@@ -335,7 +335,7 @@ class StreamGeneration(Generation):
         return b"".join(self.connection.event(data) for data in events if data)
 
     def _token_event(self, choice: Choice, output: int, last: bool = False) -> bytes:
-        """The event with the tokens up to `output`; they count as emitted."""
+        """The event with the tokens up to `output`, which then count as emitted."""
         first = choice.emitted == 0
         parts = self.parts(choice, output)
         text = choice.text(output, 0 if parts.reason else self.hold)

@@ -1,7 +1,8 @@
-"""The stub's block hashes → those of a vLLM with a certain algorithm and seed, for subscribers that recompute them.
+"""Maps the stub's block hashes to those of a vLLM with a given algorithm and seed, for subscribers that recompute them.
 
-The engine knows its blocks by hashes of its own. Here each gets vLLM's full digest too, chained from its parent's; the
-last eight bytes of it are what events tell. An adapter's path, which vLLM hashes too, is taken to be its name.
+The engine identifies its blocks by its own hashes. Here each block also gets vLLM's full digest, chained from its
+parent's. KV events contain the last eight bytes of the digest. vLLM also hashes an adapter's path, which here equals
+its name.
 """
 
 import asyncio
@@ -24,26 +25,27 @@ from fairlead.pool.kv_events.discovery import Curve
 from fairlead.pool.kv_events.replay import Context, Socket, bound_to, secure
 from fairlead.pool.kv_events.wire import replay_end, replay_reply, replay_start, sequence, topic
 
-# KV events to bytes, in the forms that model servers of different age send: for the stub, and to test decoders.
+# Encodes KV events in the forms that model servers of different versions send, for the stub and for testing decoders.
 
 
 class Encoding(Struct, frozen=True):
-    """How a publisher writes. The defaults are those of vLLM 0.32.
+    """The form of a publisher's events. The defaults are those of vLLM 0.32.
 
-    `fields`: of an array event, the tag included: 6 = 0.9, 7 = 0.11, 8 = 0.16, 9 = 0.18, 10 = 0.20, 12 = 0.23.
+    `fields`: the number of fields of an array event, including the tag: 6 = 0.9, 7 = 0.11, 8 = 0.16, 9 = 0.18, 10 =
+    0.20, 12 = 0.23.
     """
 
     events: Literal["map", "array"] = "map"
     batch: Literal["array", "map"] = "array"
     hashes: Literal["unsigned", "signed", "bytes"] = "unsigned"
-    #: Every event is wrapped into a byte string, as llm-d's storage back end does.
+    #: Wrap every event into a byte string, as llm-d's storage back end does.
     wrapped: bool = False
-    #: Whether the batch names the data-parallel rank.
+    #: Whether the batch contains the data-parallel rank.
     rank: bool = True
     fields: int = 12
 
 
-#: vLLM's own order.
+#: The field order of vLLM.
 _STORED: tuple[str, ...] = (
     "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys",
     "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window",
@@ -53,7 +55,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode_batch(ts: float, events: Sequence[KvEvent], rank: int = 0, encoding: Encoding = Encoding()) -> bytes:  # noqa: B008
-    """One batch. Raises `OverflowError` for a hash beyond 64 bits."""
+    """Encode one batch. Raises `OverflowError` for a hash beyond 64 bits."""
     written: list[Any] = [_event(event, encoding) for event in events]
     if encoding.wrapped:
         written = [_encoder.encode(event) for event in written]
@@ -75,7 +77,7 @@ def _event(event: KvEvent, encoding: Encoding) -> Any:
     else:
         tag, names, values = "AllBlocksCleared", (), []
     if encoding.events == "array":
-        # A removal got its medium and its group in the versions in which a store got them.
+        # Removals got the fields for medium and group in the same versions as stores.
         most = encoding.fields if tag == "BlockStored" else 2 + (encoding.fields > 6) + (encoding.fields > 9)
         return [tag, *values][:most]
     return {"type": tag, **dict(zip(names, values, strict=True))}
@@ -119,12 +121,13 @@ def _hashes(hashes: Sequence[int], encoding: Encoding) -> list[Any]:
     return list(hashes)
 
 
-#: Blocks that have a name; more are told by the stub's own hash where they are a parent.
+#: Blocks whose digest is kept. A parent that is no longer among them is reported by the stub's own hash.
 _MOST = 500_000
 
 
 class BlockNames:
-    """`seed`: PYTHONHASHSEED; empty = not set. Raises `ValueError` for an algorithm that then hashes at random."""
+    """Maps block hashes. `seed`: PYTHONHASHSEED; empty = not set. Raises `ValueError` for an algorithm that would then
+    hash at random."""
 
     def __init__(self, algorithm: str, seed: str = "") -> None:
         self._hasher = EngineHasher(algorithm, seed or None)
@@ -133,7 +136,7 @@ class BlockNames:
     def name(
         self, hashes: Sequence[int], parent: int, tokens: bytes, block_size: int, lora: str, salt: str
     ) -> tuple[list[int], int]:
-        """What an event tells of consecutive blocks after `parent` (0 = none): their hashes, and the parent's."""
+        """The hashes in an event about consecutive blocks after `parent` (0 = none): the blocks' and the parent's."""
         before = self._digests.get(parent) if parent else None
         adapter = (lora, lora) if lora else None
         digests = self._hasher.digests(tk.ids(tokens), block_size, adapter, salt or None, parent=before)
@@ -143,12 +146,12 @@ class BlockNames:
         return [short(digest) for digest in digests], short(before) if before is not None else parent
 
     def of(self, digest: int) -> int:
-        """The name of one block."""
+        """The hash of one block in events."""
         known = self._digests.get(digest)
         return short(known) if known is not None else digest
 
 
-# The sockets of a KV event publisher: PUB, and ROUTER for replays.
+# The sockets of a KV event publisher: a PUB socket, and a ROUTER socket for replays.
 
 #: Messages that a publisher keeps for a slow subscriber (vLLM's default).
 _HWM = 100_000
@@ -157,7 +160,7 @@ Batches = list[tuple[bytes | None, int, bytes]]
 
 
 def publisher_socket(context: Context, address: str, connect: bool, curve: Curve | None) -> tuple[Socket, str]:
-    """A PUB socket and the address that it has. Raises `zmq.ZMQError` when it is taken or none."""
+    """A PUB socket and its address. Raises `zmq.ZMQError` if the address is invalid or in use."""
     socket = context.socket(zmq.PUB)
     socket.set(zmq.SNDHWM, _HWM)
     socket.set(zmq.LINGER, 0)
@@ -170,7 +173,7 @@ def publisher_socket(context: Context, address: str, connect: bool, curve: Curve
 
 
 class Replays:
-    """Answers replay requests. `batches(start)`: topic (or `None`), number and payload of all that is buffered."""
+    """Answers replay requests. `batches(start)` returns topic (or `None`), number and payload of all in the buffer."""
 
     def __init__(self, context: Context, address: str, curve: Curve | None, batches: Callable[[int], Batches]) -> None:
         self._batches = batches
@@ -198,7 +201,7 @@ class Replays:
             try:
                 start = replay_start(request)
             except ValueError:
-                continue  # as vLLM, which answers nothing to a wrong form
+                continue  # vLLM does not answer malformed requests either
             self._answer(peer, start)
 
     def _answer(self, peer: bytes, start: int) -> None:
@@ -216,13 +219,13 @@ class Replays:
 #
 # Rules (vLLM 0.32, measured)
 # * Batches are numbered from 0 after every start. Nothing is sent while nothing happens.
-# * What the cache forgets stands before what is stored in its place. A cleared cache is told with the next batch.
-# * Replays are answered from a buffer of the last batches; requests of a wrong form get no answer.
-# * Explicit addresses are bound here (vLLM binds only `*`): many stubs share a machine, on ports that they are given.
+# * What the cache forgets precedes what is stored in its place. A cleared cache is reported with the next batch.
+# * Replays are answered from a buffer of the last batches. Malformed requests get no answer.
+# * Explicit addresses are bound here (vLLM binds only `*`), because many stubs share a machine on given ports.
 
 
 class KvEventsConfig(Struct, frozen=True, kw_only=True):
-    """Addresses may end in `:*` for a free port. `connect` dials the subscriber instead of binding."""
+    """Addresses may end in `:*` for a free port. `connect`: connect to the subscriber instead of binding."""
 
     events: str = "tcp://127.0.0.1:*"
     #: Empty = no replay socket.
@@ -233,17 +236,18 @@ class KvEventsConfig(Struct, frozen=True, kw_only=True):
     rank: int = 0
     first: int = 0
     buffer_steps: int = 10_000
-    #: Replies of vLLM before 0.26 have no topic.
+    #: Whether replies have a topic; those of vLLM before 0.26 do not.
     replay_topic: bool = True
     encoding: Encoding = field(default_factory=Encoding)
-    #: Tell hashes as a vLLM with this algorithm and PYTHONHASHSEED would (see `BlockNames`); empty = the engine's own.
+    #: Send the hashes of a vLLM with this algorithm and PYTHONHASHSEED (see `BlockNames`); empty = the engine's own
+    #: hashes.
     hashes: str = ""
     hash_seed: str = ""
     curve: Curve | None = None
 
 
 class KvPublisher:
-    """Implements the engine's `BlockHooks`. Must be made and closed within a running loop."""
+    """Publishes KV events as the engine's `BlockHooks`. Must be created and closed within a running loop."""
 
     def __init__(
         self, config: KvEventsConfig, name: str = "stub", model: str = "", unix: Callable[[], float] = time.time
@@ -278,7 +282,7 @@ class KvPublisher:
         return self._replays.address if self._replays is not None else ""
 
     def attach(self, blocks: BlockManager, block_size: int) -> None:
-        """Publish what this cache does from now on."""
+        """Publish what this cache stores and forgets from now on."""
         self.block_size = block_size
         blocks.hooks = self
 
@@ -290,7 +294,7 @@ class KvPublisher:
         self._socket.close(linger=0)
         self._context.destroy(linger=0)
 
-    # ---------------------------------------------------------------- the engine's side
+    # ---------------------------------------------------------------- called by the engine
 
     def salted(self, salt: str) -> None:
         self._salt = salt
@@ -312,41 +316,41 @@ class KvPublisher:
         self.add(BlocksRemoved([digest if self._names is None else self._names.of(digest)], "GPU"))
 
     def cleared(self) -> None:
-        # Told with the next step: vLLM answers /reset_prefix_cache at once and publishes later.
+        # Published with the next step: vLLM answers /reset_prefix_cache immediately and publishes later.
         self._events.append(AllCleared())
 
     # ---------------------------------------------------------------- on demand
 
     def add(self, event: KvEvent) -> None:
-        """Publish an event with the batch that is under way; it is sent once the loop's current callback is over."""
+        """Publish an event with the current batch, which is sent after the loop's current callback."""
         self._events.append(event)
         if self._flush_soon is None:
             self._flush_soon = self._loop.call_soon(self.flush)
 
     def offload(self, count: int, medium: str = "CPU") -> list[int]:
-        """Say that the latest `count` stored blocks lie in another tier too; returns their hashes, oldest first."""
+        """Report that the latest `count` stored blocks are also in another tier. Returns their hashes, oldest first."""
         hashes = list(self._told)[-count:] if count else []
         if hashes:
             self.add(BlocksStored(hashes, medium=medium))
         return hashes
 
     def drop(self, hashes: Sequence[int], medium: str = "CPU") -> None:
-        """Say that these blocks are no longer in a tier."""
+        """Report that these blocks are no longer in a tier."""
         self.add(BlocksRemoved(list(hashes), medium))
 
     def lose(self, batches: int) -> None:
-        """Do not send the next batches. They are numbered and can be replayed."""
+        """Do not send the next batches. They are still numbered and can be replayed."""
         self._lose = batches
 
     def restart(self) -> None:
-        """Begin another life without saying so: numbers from the start, nothing to replay."""
+        """Begin again without announcing it: numbers from the start, nothing to replay."""
         self._events.clear()
         self._buffer.clear()
         self._told.clear()
         self.next_sequence = self.config.first
 
     def flush(self) -> None:
-        """Send what has been gathered as one batch."""
+        """Send the gathered events as one batch."""
         self._flush_soon = None
         events, self._events = self._events, []
         if not events:

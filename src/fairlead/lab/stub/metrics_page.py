@@ -1,6 +1,6 @@
-"""The families of vLLM 0.32.0's metrics page that the engine can fill, in the order of the real page.
+"""The families of vLLM 0.32.0's metrics page that the engine has values for, in the order of the real page.
 
-Names and help texts are the interface of the real server, as captured from it.
+Names and help texts are captured from the real server.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,17 +14,17 @@ from fairlead.lab.stub.exposition import Fixed, HistogramLines, Made, Part, Read
 from fairlead.lab.stub.replica import Replica
 
 T = TypeVar("T")
-#: An attribute of the engine's stats, or what makes a number of them.
+#: An attribute of the engine's stats, or a function that computes a number from them.
 Source = str | Callable[[EngineStats], float]
 
 
 class Family(Struct, frozen=True):
-    """A gauge, or a counter: exposed with `_total`, and a `_created` gauge beside it."""
+    """A gauge or a counter. A counter is exposed with `_total`, and with a `_created` gauge beside it."""
 
     name: str
     help: str
     counts: bool
-    #: Further labels, and the value for each set of them.
+    #: Additional labels, and the value for each set of labels.
     series: tuple[tuple[dict[str, str], Callable[[EngineStats], float]], ...]
 
 
@@ -51,7 +51,7 @@ def _counter(name: str, help_text: str, source: Source = _zero) -> Family:
 
 
 def _by(name: str, help_text: str, counts: bool, label: str, **series: Source) -> Family:
-    """With a value for each of a label's values."""
+    """A family with one series for each value of a label."""
     return Family(
         f"vllm:{name}", help_text, counts, tuple(({label: value}, _reader(source)) for value, source in series.items())
     )
@@ -205,9 +205,9 @@ CACHE_CONFIG_FIXED = {
     "prefix_caching_hash_algo": "sha256", "replayssm_buffer_len": "16"
 }  # fmt: skip
 
-# The /metrics page of a replica: vLLM 0.32.0's families, then what its HTTP server and process add.
+# The /metrics page of a replica: vLLM 0.32.0's families, then those of its HTTP server and process.
 #
-# A page costs little because nearly all of it is fixed text: lines are prefixes made once, and a histogram is written
+# A page is cheap because nearly all of it is fixed text: line prefixes are made once, and a histogram is formatted
 # again only after it changed.
 
 
@@ -235,7 +235,7 @@ class MetricsPage:
     def render(self) -> bytes:
         return page(self._parts)
 
-    # The engine is replaced when it is restarted after its death, so values are looked up anew each time.
+    # The engine is replaced when it is restarted after its death, so values are looked up each time.
 
     def _now(self, read: Callable[[EngineStats], T]) -> Callable[[], T]:
         return lambda: read(self._replica.engine.stats)

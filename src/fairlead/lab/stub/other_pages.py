@@ -1,6 +1,6 @@
-"""The metrics pages of other engines than vLLM: the families that a scheduler reads, under each engine's names.
+"""The metrics pages of engines other than vLLM: the families that a scheduler reads, under each engine's names.
 
-Names and labels follow the sources that tests/data/metrics/ORIGIN.md lists. Histograms and help texts are left out.
+Names and labels follow the sources listed in tests/data/metrics/ORIGIN.md. Histograms and help texts are left out.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from operator import attrgetter
 from fairlead.lab.stub.exposition import Fixed, Part, Value, page
 from fairlead.lab.stub.replica import Replica
 
-#: Attributes of a replica that fill the pages.
+#: Attributes of a replica that the pages show.
 _WAITING, _RUNNING = "engine.stats.gauges.waiting", "engine.stats.gauges.running"
 _KV_USAGE = "engine.stats.gauges.kv_usage"
 _BLOCK_SIZE, _BLOCKS = "spec.block_size", "spec.num_blocks"
@@ -22,7 +22,7 @@ _TRT = {"engine_type": "trtllm", "model_name": ""}
 _TRITON = {"model": "", "version": "1"}
 _LMDEPLOY = {"engine": "0", "model_name": ""}
 
-#: Family, labels and attribute of each series. An empty label takes the served model's name.
+#: Family, labels and attribute of each series. An empty label is filled with the served model's name.
 SERIES: Mapping[str, tuple[tuple[str, Mapping[str, str], str], ...]] = {
     "sglang": (
         ("sglang:num_running_reqs", _RANKS, _RUNNING),

@@ -1,7 +1,7 @@
-"""Prompts to token ids: a fixed chat template, and the tokeniser that takes four bytes for a token.
+"""Prompts to token ids: a fixed chat template, and the tokenizer that makes a token of four bytes.
 
 Every part of a rendered conversation is padded to whole tokens. So the tokens of a conversation are a prefix of the
-tokens of the same conversation with a turn more, and an answer has the same tokens when it comes back as when it was
+tokens of the same conversation with another turn, and an answer has the same tokens in a later prompt as when it was
 generated.
 """
 
@@ -22,7 +22,7 @@ _ANSWER = b"assistant"
 
 
 def render_chat(messages: list[Any], tools: object = None) -> bytes:
-    """The prompt of a conversation, ready for the assistant's answer. Raises `ApiError` for what is no message."""
+    """The prompt of a conversation, ready for the assistant's answer. Raises `ApiError` for an invalid message."""
     if not messages:
         raise ApiError("Cannot apply chat template to an empty conversation. Provide at least one message.")
     parts = []
@@ -41,12 +41,12 @@ def _opening(role: bytes) -> bytes:
 
 
 def _whole(data: bytes) -> bytes:
-    """Padded to whole tokens with spaces, which is also how generated text ends: stripping it does no harm."""
+    """Pad to whole tokens with spaces. Generated text also ends with spaces, so stripping it changes nothing."""
     return data + b" " * (-len(data) % tk.TOKEN_BYTES)
 
 
 def _utf8(text: str) -> bytes:
-    # A lone surrogate is legal in JSON and not in UTF-8.
+    # A lone surrogate is valid in JSON but not in UTF-8.
     return text.encode("utf-8", "replace")
 
 
@@ -68,7 +68,7 @@ def _part(part: object) -> str:
         return part
     if isinstance(part, dict):
         text = part.get("text")
-        # Images and audio are beyond the stub; their reference stands for them, so equal ones are equal tokens.
+        # The stub does not process images and audio. Their reference is used as text, so equal ones have equal tokens.
         return text if isinstance(text, str) else _json(part).decode()
     raise bad_value("Unknown part type", "messages", type(part).__name__)
 
@@ -102,16 +102,16 @@ def _text_tokens(text: str) -> bytes:
 
 
 def id_tokens(ids: list[int], vocab: int) -> bytes:
-    """Raises `ApiError` for ids outside of the vocabulary."""
+    """Convert ids to tokens. Raises `ApiError` for ids outside the vocabulary."""
     low, high = min(ids), max(ids)
     if low < 0 or high >= vocab:
         raise ApiError(f"Token id {high if high >= vocab else low} is out of vocabulary")
     return tk.from_ids(ids)
 
 
-# What a generation request asks for, checked in the real server's order and refused in its words.
+# The content of a generation request, checked in the real server's order and refused with its messages.
 
-#: Completions without `max_tokens` get sixteen, as the API has it since its beginning.
+#: The default of `max_tokens` for completions, as the API has always had it.
 _COMPLETION_TOKENS = 16
 _MAX_CHOICES = 1024
 
@@ -124,9 +124,9 @@ class Plan(Struct, kw_only=True):
     lora: str
     prompts: list[bytes]
     n: int
-    #: Per prompt, clamped to what the context length leaves.
+    #: Per prompt, limited to what the context length leaves.
     max_tokens: list[int]
-    #: The model stops by itself; only where the client set no limit.
+    #: Whether the model stops by itself; only if the client set no limit.
     stops: bool
     stream: bool
     include_usage: bool = False
@@ -134,28 +134,28 @@ class Plan(Struct, kw_only=True):
     echo: bool = False
     return_token_ids: bool = False
     stop_strings: StopStrings | None = None
-    #: How many likely tokens to show beside each one; `None` = no log-probabilities at all.
+    #: How many likely tokens to show for each token; `None` = no log-probabilities at all.
     logprobs: int | None = None
     salt: str = ""
     request_id: str = ""
 
     def seed(self, prompt: int, choice: int) -> int:
-        """Equal prompts get equal output, choice by choice."""
+        """The seed of an output: equal prompts get equal output, choice by choice."""
         digest: int = xxhash.xxh3_64_intdigest(self.prompts[prompt], tk.root_hash(self.lora))
         return digest + 7919 * choice
 
 
 class Models:
-    """The names that can be asked for: the base model and the adapters that are loaded now."""
+    """The model names that requests can use: the base model and the loaded adapters."""
 
     def __init__(self, base: str, loras: tuple[str, ...], created: int) -> None:
         self.base = base
-        #: Adapter to (path, when loaded).
+        #: Adapter name to (path, time when loaded).
         self.loras: dict[str, tuple[str, int]] = {name: (f"./{name}", created) for name in loras}
         self.created = created
 
     def resolve(self, name: str | None) -> tuple[str, str]:
-        """Model name to answer with, and adapter (empty for the base model). No name means the base model."""
+        """(model name for the answer, adapter), the adapter empty for the base model. No name means the base model."""
         if not name or name == self.base:
             return self.base, ""
         if name in self.loras:
@@ -164,7 +164,7 @@ class Models:
 
 
 def plan_completion(body: Body, models: Models, config: StubConfig) -> Plan:
-    """/v1/completions. Raises `ApiError`."""
+    """Plan a request to /v1/completions. Raises `ApiError`."""
     options = _Options(body)
     options.logprobs = completion_top(body)
     limit = fields.integer(body, "max_tokens", _COMPLETION_TOKENS)
@@ -175,7 +175,7 @@ def plan_completion(body: Body, models: Models, config: StubConfig) -> Plan:
 
 
 def plan_chat(body: Body, models: Models, config: StubConfig) -> Plan:
-    """/v1/chat/completions. Raises `ApiError`."""
+    """Plan a request to /v1/chat/completions. Raises `ApiError`."""
     messages = fields.array(body, "messages")
     options = _Options(body)
     options.logprobs = chat_top(body)

@@ -1,4 +1,4 @@
-"""Many replicas in one process: start them, reach them, stop and restart single ones."""
+"""Many replicas in one process: start them, list their addresses, stop and restart single ones."""
 
 import asyncio
 import errno
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class PortTaken(Exception):
-    """A port could not be listened on. `cure`: what a user of the command can do."""
+    """A port could not be bound. `cure`: what a user of the command can do."""
 
     def __init__(self, message: str, cure: str) -> None:
         super().__init__(message)
@@ -38,7 +38,7 @@ _EVENT_CURES = {
     errno.ENODEV: "for KV events --host must be an IPv4 address of this machine",
 }
 _NO_ADDRESS = "--kv-events-connect is an address as tcp://127.0.0.1:5557"
-#: A publisher needs ten, its subscriber two more (libzmq 4.3, measured).
+#: Open files: ten per publisher, and two more for its subscriber (libzmq 4.3, measured).
 _FILES_PER_PUBLISHER = 12
 _OTHER_FILES = 100
 
@@ -46,8 +46,8 @@ _OTHER_FILES = 100
 class StubPool:
     """`async with StubPool(config, replicas=8) as pool:` serves until the block is left.
 
-    `ports` is 0 for free ones, a first port (then one after the other), or a list. `configs` overrides the
-    configuration of single replicas by index, for unlike hardware. Raises `ValueError` for ports that are none.
+    `ports` is 0 for free ports, a first port (the others follow it), or a list. `configs` replaces the configuration of
+    single replicas by index, for unequal hardware. Raises `ValueError` for invalid ports.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class StubPool:
             raise ValueError(f"{replicas} replicas need as many ports, not {len(self._ports)}")
         self.host = host
         self.names = [f"{name}-{index}" for index in range(replicas)]
-        # Ports of events count up over the replicas of the base configuration; single configurations name their own.
+        # Event ports count up over the replicas with the base configuration; other configurations set their own.
         self._kv_events = [
             replica_config.kv_events_of(index if replica_config is base else 0)
             for index, replica_config in enumerate(self._configs)
@@ -98,13 +98,13 @@ class StubPool:
         await self.close()
 
     async def close(self) -> None:
-        """Stop all. Safe to call again."""
+        """Stop all replicas. Safe to call again."""
         for index in range(len(self._servers)):
             await self.stop(index)
 
     @property
     def addresses(self) -> list[str]:
-        """`host:port` of every replica, also of stopped ones."""
+        """`host:port` of every replica, including stopped ones."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return [f"{host}:{port}" for port in self._ports]
 
@@ -114,7 +114,7 @@ class StubPool:
         return [server.replica for server in self._servers if server is not None]
 
     def replica(self, index: int) -> Replica:
-        """Raises `LookupError` when it is stopped."""
+        """A running replica. Raises `LookupError` if it is stopped."""
         return self._running(index).replica
 
     def connections(self, index: int) -> int:
@@ -122,17 +122,17 @@ class StubPool:
         return self._running(index).connections
 
     def held(self, index: int) -> list[Held]:
-        """What each connection of a replica keeps in memory."""
+        """What each connection of a replica buffers."""
         return self._running(index).held
 
     def set_faults(self, index: int, **changes: object) -> Faults:
-        """Change some faults of one replica, see `Faults`. Raises `ValueError` for what is no fault or not its type."""
+        """Change some faults of one replica, see `Faults`. Raises `ValueError` for an unknown fault or a wrong type."""
         replica = self.replica(index)
         replica.faults = changed(replica.faults, changes)
         return replica.faults
 
     async def stop(self, index: int) -> None:
-        """Kill a replica: its port is closed, its connections are cut, its cache is gone."""
+        """Kill a replica: its port is closed, its connections are cut, its cache is lost."""
         server, self._servers[index] = self._servers[index], None
         if server is not None:
             await server.stop()
@@ -140,7 +140,7 @@ class StubPool:
                 await server.replica.kv_events.close()
 
     async def restart(self, index: int) -> None:
-        """Kill it if it runs, and start it fresh on the same port."""
+        """Kill a replica if it runs, and start it again on the same port with an empty cache."""
         await self.stop(index)
         await self._start(index)
 
@@ -163,7 +163,7 @@ class StubPool:
                 raise
 
     def _publish(self, replica: Replica, address: str, config: "KvEventsConfig") -> "KvEventsConfig":
-        """Give a replica its publisher. Returns the configuration with the ports that it got, for after a restart."""
+        """Create a replica's publisher. Returns the configuration with its actual ports, for use after a restart."""
         import zmq
 
         from fairlead.lab.stub.kv_publisher import KvPublisher
@@ -186,7 +186,7 @@ class StubPool:
 
 
 def _have_files(publishers: int) -> None:
-    """Raise the limit of open files if need be and allowed: libzmq ends the process when it finds none left."""
+    """Raise the limit of open files if needed and allowed, because libzmq ends the process if none are left."""
     needed = _FILES_PER_PUBLISHER * publishers + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY not in (soft, hard) and needed > hard:
@@ -195,7 +195,7 @@ def _have_files(publishers: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-# The life of `fairlead stub`: start a pool, say where it is, wait for a signal, stop.
+# The `fairlead stub` command: start a pool, print its addresses, wait for a signal, stop.
 
 
 def run(

@@ -1,4 +1,4 @@
-"""Engine time: the event loop's time, faster by a ratio, and able to stand still."""
+"""Engine time: the event loop's time, multiplied by a ratio; it can be stopped."""
 
 import asyncio
 import random
@@ -17,7 +17,7 @@ from fairlead.lab.stub.sampling import Stop
 
 
 class EngineClock:
-    """Starts at 0. `now` and `wall` are inverse to each other while the clock runs."""
+    """A clock that starts at 0. `now` and `wall` are inverse to each other while it runs."""
 
     __slots__ = ("_frozen_at", "_origin", "_wall", "ratio")
 
@@ -40,7 +40,7 @@ class EngineClock:
         return (self._wall() - self._origin) * self.ratio
 
     def wall(self, engine: float) -> float:
-        """When on the loop's clock that will be."""
+        """The time on the loop's clock of an engine time."""
         return self._origin + engine / self.ratio
 
     def freeze(self) -> None:
@@ -48,23 +48,23 @@ class EngineClock:
             self._frozen_at = self.now()
 
     def thaw(self) -> None:
-        """Go on from where it stood."""
+        """Continue from the time at which the clock was frozen."""
         if self._frozen_at is not None:
             self._origin = self._wall() - self._frozen_at / self.ratio
             self._frozen_at = None
 
 
-# The `vllm:lora_requests_info` gauge with the real one's habits: see `LoraInfo`.
+# The `vllm:lora_requests_info` gauge with the behaviour of the real one: see `LoraInfo`.
 
-#: The real server keeps label sets for ever.
+#: A limit of the stub. The real server keeps label sets forever.
 _MAX_SERIES = 1000
 
 
 class LoraInfo:
-    """Label sets and when each was last true, in unix seconds: the newest value is the current one.
+    """Label sets and when each was last true, in unix seconds. The set with the newest value is the current one.
 
-    As measured on vLLM 0.32.0, an old label set stays on the page, and the list of waiting adapters repeats the running
-    ones; an adapter that has only queued requests is never listed.
+    As measured on vLLM 0.32.0, an old label set stays on the page, the list of waiting adapters repeats the running
+    ones, and an adapter that has only queued requests is never listed.
     """
 
     __slots__ = ("_series", "max_loras")
@@ -80,29 +80,29 @@ class LoraInfo:
         self._series[names] = unix
 
     def series(self) -> list[tuple[str, float]]:
-        """Comma list of adapters, and its time; in the order of first appearance."""
+        """Pairs of a comma-separated list of adapters and its time, in the order of first appearance."""
         return list(self._series.items())
 
 
 # One stub replica: an engine, its clock and timer, the requests that run on it, its faults and adapters.
 #
 # Rules
-# * One timer per replica, armed for the end of the running step. It wakes at most once per `_TICK_S`; steps that end
-#   in between are handled together: a time ratio that makes steps shorter costs no more wake-ups, and streams get
-#   merged events.
-# * Engine time is absolute, so late wake-ups delay single events and never add up.
+# * One timer per replica is set for the end of the running step. It fires at most once per `_TICK_S`, and steps that
+#   end in between are handled together. So a time ratio that makes steps shorter costs no more timer calls, and streams
+#   get merged events.
+# * Engine time is absolute, so late timer calls delay single events and never add up.
 
 if TYPE_CHECKING:
     from fairlead.lab.stub.kv_publisher import KvPublisher
 
 _TICK_S = 0.001
-#: Share of refused streams that had their 503 inside a 200 (vLLM 0.32.0: 11 of 20 and 17 of 20).
+#: Share of refused streams whose 503 was inside a 200 (vLLM 0.32.0: 11 of 20 and 17 of 20).
 _IN_STREAM_COMPLETIONS = 0.55
 _IN_STREAM_CHAT = 0.85
 
 
 class Replica:
-    """The server part (`server.ReplicaServer`) turns HTTP into calls of `submit`; the rest is here."""
+    """One model server without HTTP. The server part (`server.ReplicaServer`) turns requests into calls of `submit`."""
 
     def __init__(
         self, config: StubConfig, name: str, index: int, loop: asyncio.AbstractEventLoop, unix: Callable[[], float]
@@ -122,13 +122,13 @@ class Replica:
         self.engine = Engine(self.spec, self.clock.now(), chance=self.rng)
         self.unix = unix
         self.rejections = 0
-        #: `None` = nobody is told what the cache holds.
+        #: The publisher of the cache's contents; `None` = they are not published.
         self.kv_events: KvPublisher | None = None
         self._loop = loop
         self._faults = NO_FAULTS
         self._generations: dict[Generation, None] = {}
         self._choices: dict[EngineRequest, Choice] = {}
-        #: Choices of streams that go on and have a first token.
+        #: Choices of streams that continue and have a first token.
         self._streaming: dict[EngineRequest, Choice] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._woke = 0.0
@@ -137,11 +137,11 @@ class Replica:
 
     @property
     def in_flight(self) -> int:
-        """Generation requests that are not answered; /load shows it."""
+        """Generation requests that are not answered yet, as shown by /load."""
         return len(self._generations)
 
     def submit(self, connection: Connection, plan: Plan, answer_id: str, created: int, orca: str) -> None:
-        """Run a checked request and answer on the connection. Raises `ApiError` when it is refused with a status."""
+        """Run a checked request and answer on the connection. Raises `ApiError` if it is refused with a status."""
         refusal, in_stream = self._refusal(plan)
         if refusal is not None and not in_stream:
             raise refusal
@@ -158,7 +158,7 @@ class Replica:
             return
         now = self.clock.now()
         self._catch_up(now)
-        # An answer given just now may have started the next request of its connection, and that one more steps.
+        # An answer that was just given may have started the next request of its connection, and this further steps.
         now = max(now, self.engine.now)
         for request, prompt, stop in self._requests(plan, answer_id):
             self._choices[request] = generation.add_choice(prompt, request, stop)
@@ -182,12 +182,12 @@ class Replica:
                     stop_after=stop.tokens if stop else ends,
                     params_n=plan.n if sibling == 0 else 0,
                 )
-                if stop:  # also where the last token that is allowed completes it
+                if stop:  # also if the last allowed token completes it
                     request.limit_reason = "stop"
                 yield request, prompt, stop
 
     def _refusal(self, plan: Plan) -> tuple[ApiError | None, bool]:
-        """Why the request is refused, if it is; and whether inside a 200, as where the real server notices too late."""
+        """The refusal of a request, if any; and whether it is inside a 200, as if the server detected it too late."""
         faults = self._faults
         if faults.engine_dead:
             return ApiError(DEAD, 500), False
@@ -211,7 +211,7 @@ class Replica:
     def _draw(self, share: float) -> bool:
         return share > 0 and self.rng.random() < share
 
-    # ---------------------------------------------------------------- generation's side
+    # ---------------------------------------------------------------- called by generations
 
     def output_tokens(self, request: EngineRequest) -> int:
         return self.engine.output_tokens(request)
@@ -248,7 +248,7 @@ class Replica:
         self._arm()
 
     def _catch_up(self, now: float) -> None:
-        """Do every step that is due, and pass on what came of it."""
+        """Do every step that is due, and pass on the results."""
         if not self.config.merge_events:
             while (due := self.engine.next_step_at()) is not None and due < now:
                 self._pass_on(self.engine.step(due))
@@ -268,7 +268,7 @@ class Replica:
             self._stream()
         for request in result.finished:
             streaming.pop(request, None)
-            # An answer may start the next request of its connection, and with it more steps, before this loop is done.
+            # An answer may start the next request of its connection, and thereby further steps, before this loop ends.
             ended = choices.get(request)
             if ended is not None:
                 ended.generation.finished(ended)
@@ -309,20 +309,20 @@ class Replica:
         self._arm()
 
     def restart_engine(self) -> None:
-        """Kill the engine process and start another: running requests fail, the cache is empty, KV events count from
-        their first number again. The HTTP server and the faults stay; an engine that a fault keeps dead stays dead."""
+        """Kill the engine process and start another: running requests fail, the cache is empty, and the numbers of KV
+        events start again. The HTTP server and the faults stay; an engine that a fault keeps dead stays dead."""
         faults = self._faults
-        # Dead for a moment, so that a request which follows a failed one on its connection is not taken either.
+        # Dead for a moment, so that a request that follows a failed one on its connection is refused too.
         self.faults = changed(faults, {"engine_dead": True})
         self.faults = faults
 
     def publish(self, publisher: "KvPublisher") -> None:
-        """Tell what the cache does from now on, in every life of the engine."""
+        """Publish what the cache stores and forgets from now on, including after restarts of the engine."""
         self.kv_events = publisher
         publisher.attach(self.engine.blocks, self.block_size)
 
     def close(self) -> None:
-        """No more steps. Requests that are left get no answer."""
+        """Stop stepping. The remaining requests get no answer."""
         self._stop_timer()
         self.clock.freeze()
         for generation in list(self._generations):
@@ -335,5 +335,5 @@ class Replica:
 
 
 def _speakable(text: str) -> str:
-    """KV events carry it as UTF-8, in which a lone surrogate, legal in JSON, cannot be written."""
+    """Replace lone surrogates, which are valid in JSON, because KV events contain the text as UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()

@@ -1,12 +1,13 @@
-"""Stop strings: where in a made-up text generation ends, which is known before it begins.
+"""Stop strings: where generation ends in the generated text, which is known before it begins.
 
 Rules (vLLM 0.32's)
-* Text ends before the stop string, or with it when the client wants that; tokens count up to the one that completes it.
-* The earliest token that completes any of the strings decides; of several, the first that the client named.
-* A stream keeps back as many characters as could be the beginning of a stop string.
+* The text ends before the stop string, or after it if the client wants so. Tokens count up to the one that completes
+  it.
+* The earliest token that completes any of the strings decides; of several strings, the first in the client's order.
+* A stream holds back as many characters as could be the beginning of a stop string.
 
-Output is a slice of a table that repeats (`engine.tokens`), so far places are looked up once per request, in the table,
-and not once per choice, in its text.
+Output is a slice of a table that repeats (`engine.tokens`). So distant positions are looked up in the table once per
+request, and not in the text of each choice.
 """
 
 from bisect import bisect_left
@@ -19,13 +20,13 @@ from fairlead.lab.engine import tokens as tk
 from fairlead.lab.stub import fields
 from fairlead.lab.stub.fields import ApiError, Body, bad_value
 
-#: Tokens that are searched directly; a string that is not there is rare.
+#: Tokens that are searched directly. It is rare for a string not to be among them.
 _NEAR = 1024
 _TURN = tk.TOKEN_BYTES * tk.PERIOD
 
 
 class Stop(NamedTuple):
-    """Generation stops after `tokens` tokens, `length` bytes of whose text are shown; `string` is why."""
+    """Generation stops after `tokens` tokens, of whose text `length` bytes are shown, because of `string`."""
 
     tokens: int
     length: int
@@ -33,7 +34,7 @@ class Stop(NamedTuple):
 
 
 class StopStrings:
-    """What one request wants to stop at."""
+    """The stop strings of one request."""
 
     __slots__ = ("_include", "_places", "_strings", "hold")
 
@@ -41,11 +42,11 @@ class StopStrings:
         self._strings = tuple(dict.fromkeys(strings))
         self._include = include
         self._places: dict[bytes, list[int]] = {}
-        #: Bytes of text that a stream keeps back until the end.
+        #: Bytes of text that a stream holds back until the end.
         self.hold = 0 if include else max(map(len, self._strings)) - 1
 
     def find(self, seed: int, limit: int) -> Stop | None:
-        """Where the output of that seed stops within `limit` tokens."""
+        """Where the output of this seed stops within `limit` tokens."""
         near = tk.output(seed, 0, min(limit, _NEAR))
         best: Stop | None = None
         for string in self._strings:
@@ -60,7 +61,7 @@ class StopStrings:
         return best
 
     def _far(self, word: bytes, seed: int) -> int:
-        """Bytes from the beginning of the seed's output to the first `word`; -1 = it never comes."""
+        """Bytes from the beginning of the seed's output to the first `word`; -1 = it never occurs."""
         places = self._places.get(word)
         if places is None:
             places = self._places[word] = _places(word)
@@ -72,7 +73,7 @@ class StopStrings:
 
 
 def _places(word: bytes) -> list[int]:
-    """Where in one turn of the table the word begins."""
+    """The positions in one period of the table at which the word begins."""
     if len(word) > _TURN:
         return []
     text = tk.output(0, 0, tk.PERIOD + -(-len(word) // tk.TOKEN_BYTES))
@@ -84,10 +85,10 @@ def _places(word: bytes) -> list[int]:
     return places
 
 
-# Log-probabilities that are made up: well formed, the same for the same text, in vLLM 0.32's two shapes.
+# Made-up log-probabilities: well formed, the same for the same text, in vLLM 0.32's two forms.
 #
-# The token that was "sampled" is always the likeliest, as at temperature 0. The likelihood of what could have come
-# instead falls geometrically, at a rate that depends on the token's place in the text, so no sum of them exceeds 1.
+# The "sampled" token is always the likeliest, as at temperature 0. The likelihood of its alternatives falls
+# geometrically, at a rate that depends on the token's position in the text, so their sum never exceeds 1.
 
 #: `--max-logprobs` of vLLM.
 MAX_TOP = 20
@@ -96,7 +97,7 @@ _RATES = 128
 
 
 def completion_logprobs(seed: int, start: int, stop: int, top: int, offset: int) -> bytes:
-    """JSON of tokens `start`..`stop`; the text begins `offset` characters before the first token of all."""
+    """JSON of the tokens `start` to before `stop`. The text begins `offset` characters before the very first token."""
     width = tk.TOKEN_BYTES
     likely = [_likely(seed, position, max(1, top)) for position in range(start, stop)]
     offsets = b",".join(b"%d" % (offset + width * position) for position in range(start, stop))
@@ -110,7 +111,7 @@ def completion_logprobs(seed: int, start: int, stop: int, top: int, offset: int)
 
 
 def chat_logprobs(seed: int, start: int, stop: int, top: int) -> bytes:
-    """JSON of tokens `start`..`stop`."""
+    """JSON of the tokens from `start` to before `stop`."""
     content = []
     for position in range(start, stop):
         row = [_entry(text, value) for text, value in _likely(seed, position, max(1, top))]
@@ -136,27 +137,27 @@ def _falling(step: int) -> list[bytes]:
 
 
 def _likely(seed: int, position: int, count: int) -> list[tuple[bytes, bytes]]:
-    """The token at a place and what else was likely there, `count` different ones, likeliest first."""
+    """The token at a position and its alternatives, `count` different ones, likeliest first."""
     place = (seed + position) % tk.PERIOD
     text, width = tk.output(place, 0, 2 * count), tk.TOKEN_BYTES
     words = dict.fromkeys(text[byte : byte + width] for byte in range(0, width * count, width))
     position = width * count
-    while len(words) < count:  # a word came twice; far fewer than half of them do
+    while len(words) < count:  # a word occurred twice; far fewer than half of them do
         words[text[position : position + width]] = None
         position += width
     return list(zip(words, _falling(place * 97 % _RATES), strict=False))
 
 
-# What a request says about sampling. The stub samples nothing, and refuses what vLLM refuses, in its words.
+# The sampling fields of a request. The stub does not sample; it refuses what vLLM refuses, with its messages.
 
-#: More are refused, which vLLM does not do: each costs a search of the text.
+#: More stop strings are refused, unlike in vLLM, because each costs a search of the text.
 _MAX_STOPS = 32
-#: In one answer, which is made while nobody else is served: about a second's work, and 60 MB.
+#: Values in one answer, which is made while no other request is served: about a second's work, and 60 MB.
 _MAX_VALUES = 1_000_000
 
 
 class Sampling:
-    """Types are checked when it is made, values by `check`, as the real server does it."""
+    """The constructor checks the types, `check` the values, in the order of the real server."""
 
     def __init__(self, body: Body) -> None:
         self._temperature = fields.number(body, "temperature", 1.0)
@@ -170,7 +171,7 @@ class Sampling:
         self._include_stop = fields.boolean(body, "include_stop_str_in_output")
 
     def check(self) -> None:
-        """Raises `ApiError`."""
+        """Check the values. Raises `ApiError`."""
         for name, penalty in (("presence_penalty", self._presence), ("frequency_penalty", self._frequency)):
             if not -2 <= penalty <= 2:
                 raise ApiError(f"{name} must be in [-2, 2], got {penalty}.")
@@ -205,7 +206,7 @@ def completion_top(body: Body) -> int | None:
 
 
 def chat_top(body: Body) -> int | None:
-    """The same of /v1/chat/completions, where `logprobs` is a switch and `top_logprobs` the number."""
+    """The same for /v1/chat/completions, where `logprobs` is a switch and `top_logprobs` the number."""
     wanted = fields.boolean(body, "logprobs")
     top = fields.integer(body, "top_logprobs", 0) or 0
     if top < 0:
@@ -217,7 +218,7 @@ def chat_top(body: Body) -> int | None:
 
 
 def check_top(top: int | None, tokens: int) -> None:
-    """Raises `ApiError` for more likely tokens beside each of an answer's `tokens` than can be had."""
+    """Raise `ApiError` if more likely tokens are wanted for each of an answer's `tokens` than allowed."""
     if top is None:
         return
     if top > MAX_TOP:

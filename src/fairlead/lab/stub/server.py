@@ -1,4 +1,4 @@
-"""The HTTP side of one replica: a listening socket, its connections, and what each path does."""
+"""The HTTP side of one replica: a listening socket, its connections, and the handlers of its paths."""
 
 import asyncio
 import json
@@ -30,8 +30,8 @@ from fairlead.pool.http1 import HttpRequest
 
 _METRICS_TYPE = b"text/plain; version=1.0.0; charset=utf-8"
 _BACKLOG = 1024
-#: Turns of the loop in which an accepted connection becomes one of ours. If the listener closes before, asyncio forgets
-#: the connection without closing it, and the client waits for ever.
+#: Turns of the loop until an accepted connection is registered here. If the listener closes earlier, asyncio forgets
+#: the connection without closing it, and the client waits forever.
 _ACCEPT_TURNS = 3
 _SWEEP_S = 1.0
 _METHODS = frozenset(HTTPMethod)
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class ReplicaServer:
-    """Serves one replica on one port. A server is used once: a restart makes a new one."""
+    """Serves one replica on one port. A server is used once; a restart creates a new one."""
 
     def __init__(self, replica: Replica, process: list[Part]) -> None:
         config = replica.config
@@ -63,7 +63,7 @@ class ReplicaServer:
         self._sweeper: asyncio.TimerHandle | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; returns the port. Raises `OSError` when it is taken."""
+        """Listen and return the port. Raises `OSError` if it is in use."""
         loop = asyncio.get_running_loop()
         self._listener = await loop.create_server(lambda: Connection(self), host, port, backlog=_BACKLOG)
         port = int(self._listener.sockets[0].getsockname()[1])
@@ -104,10 +104,10 @@ class ReplicaServer:
 
     @property
     def held(self) -> list[Held]:
-        """By each connection, in no order."""
+        """What each connection buffers, in no order."""
         return [connection.held for connection in self._connections]
 
-    # ---------------------------------------------------------------- connection's side
+    # ---------------------------------------------------------------- called by connections
 
     def opened(self, connection: Connection) -> None:
         self._connections.add(connection)
@@ -149,7 +149,7 @@ class ReplicaServer:
                 connection.reply(500, ApiError("Internal server error", 500).body())
 
     def answered(self, request: HttpRequest, status: int, seconds: float) -> None:
-        # What clients make up must not become a new label each time; the real server says "none" for such paths.
+        # Made-up paths of clients must not create new labels; the real server uses "none" for such paths.
         path = request.path if request.path in self._routes else "none"
         method = request.method if request.method in _METHODS else "OTHER"
         self._http.answered(path, method, status, seconds, len(request.body))
@@ -178,7 +178,7 @@ class ReplicaServer:
     # ---------------------------------------------------------------- idle connections
 
     def _sweep(self) -> None:
-        """Close connections that keep still for too long, between requests or in the middle of one."""
+        """Close connections that are silent for too long, between requests or in the middle of one."""
         config = self.replica.config
         now = self.monotonic()
         for connection in list(self._connections):
@@ -193,7 +193,7 @@ class ReplicaServer:
 
 
 class _Delayed:
-    """A metrics page that is to come."""
+    """A delayed metrics page."""
 
     def __init__(self, timer: asyncio.TimerHandle) -> None:
         self._timer = timer
@@ -202,7 +202,7 @@ class _Delayed:
         self._timer.cancel()
 
     def writable(self) -> None:
-        """Nothing was written yet."""
+        """Nothing has been written yet."""
 
 
 # Loading and unloading adapters at run time, and the list of models.
@@ -211,7 +211,7 @@ _MAX_ADAPTERS = 1000
 
 
 def load_adapter(body: Body, models: Models, now: int) -> str:
-    """Returns the success message. Raises `ApiError`."""
+    """Load an adapter and return the success message. Raises `ApiError`."""
     name, path = fields.string(body, "lora_name"), fields.string(body, "lora_path")
     if not name or not path:
         raise ApiError("Both 'lora_name' and 'lora_path' must be provided.")
@@ -224,7 +224,7 @@ def load_adapter(body: Body, models: Models, now: int) -> str:
 
 
 def model_list(models: Models, max_model_len: int, rng: random.Random) -> bytes:
-    """/v1/models."""
+    """The body of /v1/models."""
     base = _card(models.base, models.base, None, max_model_len, models.created, rng)
     loras = [_card(name, path, models.base, None, created, rng) for name, (path, created) in models.loras.items()]
     return _json({"object": "list", "data": [base, *loras]})
@@ -259,7 +259,7 @@ def _card(
     }
 
 
-# What each path of a replica does. A handler answers on the connection, now or later, or raises `ApiError`.
+# The handlers of a replica's paths. A handler answers on the connection, now or later, or raises `ApiError`.
 
 if TYPE_CHECKING:
     from fairlead.lab.stub.kv_publisher import KvPublisher
@@ -289,7 +289,7 @@ def _generate(prefix: str, site: "ReplicaServer", connection: Connection, reques
 
 
 def scale_out(site: "ReplicaServer", connection: Connection, request: HttpRequest) -> None:
-    """Rendering and token generation for other servers: off, as on a server without flags."""
+    """Refuse rendering and token generation for other servers, as a server without these flags does."""
     raise ApiError(SCALE_OUT, 403)
 
 
@@ -358,7 +358,7 @@ def health(site: "ReplicaServer", connection: Connection, request: HttpRequest) 
 
 
 def _answering(tell: Callable[[Replica], object]) -> Handler:
-    """Answers with what `tell` says, as JSON."""
+    """A handler that answers with the result of `tell`, as JSON."""
     return lambda site, connection, request: connection.reply(200, _json(tell(site.replica)))
 
 
@@ -366,7 +366,7 @@ def _answering(tell: Callable[[Replica], object]) -> Handler:
 
 
 def faults(site: "ReplicaServer", connection: Connection, request: HttpRequest) -> None:
-    """GET shows the faults in force, POST changes those it names, DELETE ends all."""
+    """GET shows the faults in force, POST changes the named ones, DELETE ends all."""
     replica = site.replica
     if request.method == "DELETE":
         replica.faults = NO_FAULTS
@@ -381,26 +381,27 @@ def faults(site: "ReplicaServer", connection: Connection, request: HttpRequest) 
 # ---------------------------------------------------------------- KV events
 
 _Count = Annotated[int, Meta(ge=0, le=100_000)]
-#: What vLLM's publisher is configured with by default; the stub's sockets are no different.
+#: The default configuration of vLLM's publisher, also used by the stub's sockets.
 _HWM = _QUEUE = 100_000
 
 
 class KvFaults(Struct, forbid_unknown_fields=True):
-    """What can be done to a replica's KV events, in this order."""
+    """Faults of a replica's KV events, applied in this order."""
 
-    #: A new engine with an empty cache, which numbers its batches from the start, unsaid. Running requests fail.
+    #: Start a new engine with an empty cache, which numbers its batches from the start without an announcement. Running
+    #: requests fail.
     restart: bool = False
-    #: So many batches from now on are numbered and can be replayed, but are not sent; 0 = send again.
+    #: The next so many batches are numbered and can be replayed, but are not sent; 0 = send again.
     lose: _Count | None = None
-    #: Say that the blocks which were stored last lie in another tier too.
+    #: Report that this many of the last stored blocks are in another tier too.
     offload: _Count = 0
-    #: Say that these blocks (hashes, as `offload` answers them) no longer lie in that tier.
+    #: Report that these blocks (hashes as returned by `offload`) are no longer in that tier.
     drop: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=100_000)] = []
     medium: Annotated[str, Meta(pattern="^[A-Za-z0-9._-]{1,64}$")] = "CPU"
 
 
 def kv_event_sources(site: "ReplicaServer", connection: Connection, request: HttpRequest) -> None:
-    """Where this replica publishes, in vLLM's form. The addresses are those that were bound, with their real ports."""
+    """Where this replica publishes, in vLLM's form. The addresses are the bound ones, with their actual ports."""
     publisher = site.replica.kv_events
     if publisher is None:
         connection.reply(404, b'{"detail":"Not Found"}')
@@ -420,7 +421,7 @@ def kv_event_sources(site: "ReplicaServer", connection: Connection, request: Htt
 
 
 def kv_faults(site: "ReplicaServer", connection: Connection, request: HttpRequest) -> None:
-    """POST loses batches, restarts the engine, offloads or drops blocks; GET only says how far the events are."""
+    """POST loses batches, restarts the engine, offloads or drops blocks; GET only shows the events' number."""
     publisher = site.replica.kv_events
     if publisher is None:
         raise ApiError("This server publishes no KV events; start it with --kv-events.", 404)
@@ -445,7 +446,7 @@ def _do(asked: KvFaults, replica: Replica, publisher: "KvPublisher") -> dict[str
     if asked.drop:
         publisher.drop(asked.drop, asked.medium)
     if offloaded or asked.drop:
-        publisher.flush()  # now, so that the number in the answer counts it
+        publisher.flush()  # now, so that the number in the answer includes it
     return {"offloaded": offloaded} if asked.offload else {}
 
 
@@ -481,6 +482,6 @@ _ADAPTERS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 def routes(adapters: bool, engine_type: str = DEFAULT_ENGINE) -> Mapping[str, tuple[tuple[str, ...], Handler]]:
     chosen = {path: entry for path, entry in ROUTES.items() if adapters or path not in _ADAPTERS}
     if engine_type == "trtllm-serve":
-        # Statistics of its steps, since the last time that somebody asked.
+        # Statistics of the steps since the last query.
         chosen |= {TRTLLM_PATH: chosen["/metrics"], "/metrics": (_GET, _answering(lambda replica: []))}
     return chosen

@@ -1,6 +1,6 @@
-"""The JSON of generation answers, in vLLM 0.32's field order. Put together by hand, since an event is sent per token.
+"""The JSON of generation answers, in vLLM 0.32's field order. Assembled by hand, because an event is sent per token.
 
-Generated text needs no escape (see `engine.tokens`); everything a client chose is escaped once per request.
+Generated text needs no escaping (see `engine.tokens`); everything that a client chose is escaped once per request.
 """
 
 import json
@@ -14,7 +14,7 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 
 def quoted(text: str) -> bytes:
-    """A JSON string. What is no valid text (lone surrogates) becomes '?', as bytes must be UTF-8."""
+    """A JSON string. Lone surrogates become '?', because bytes must be UTF-8."""
     return json.dumps(text, ensure_ascii=False).encode("utf-8", "replace")
 
 
@@ -23,7 +23,7 @@ def id_list(tokens: bytes) -> bytes:
 
 
 class Counts(Struct):
-    """Token counts of an answer. `created` is what the prompt added to the prefix cache; `None` but on chat."""
+    """Token counts of an answer. `created`: tokens that the prompt added to the cache; `None` except for chat."""
 
     prompt: int
     completion: int
@@ -38,7 +38,7 @@ class Counts(Struct):
         )
 
     def whole(self, details: bool) -> bytes:
-        """As in an answer in one piece: nulls are shown."""
+        """The usage of a non-streamed answer: nulls are shown."""
         created = b"null" if self.created is None else b"%d" % self.created
         inner = b'{"cached_tokens":%d,"created_cache_tokens":%b,"multimodal_tokens":null}' % (self.cached, created)
         return b'"usage":{%b,"prompt_tokens_details":%b,"completion_tokens_details":null}' % (
@@ -47,7 +47,7 @@ class Counts(Struct):
         )
 
     def streamed(self, details: bool) -> bytes:
-        """As in the last event of a stream: nulls are left out."""
+        """The usage in the last event of a stream: nulls are left out."""
         if not details:
             return b'"usage":{%b}' % self.bare()
         created = b"" if self.created is None else b',"created_cache_tokens":%d' % self.created
@@ -55,9 +55,9 @@ class Counts(Struct):
 
 
 class Parts(Struct, frozen=True):
-    """What a choice, or an event of it, has beside its text: JSON, `null` unless asked for."""
+    """The fields of a choice, or of one of its events, beside the text: JSON, `null` unless requested."""
 
-    #: Why it ended; empty = it goes on.
+    #: Why the choice ended; empty = it continues.
     reason: str = ""
     stop_reason: bytes = b"null"
     logprobs: bytes = b"null"
@@ -72,12 +72,12 @@ _NOTHING = Parts()
 
 
 class Shape:
-    """One request's answer, choice by choice."""
+    """The answer to one request, choice by choice."""
 
-    #: JSON of `object` in answers in one piece and in events.
+    #: JSON of `object` in non-streamed answers and in events.
     whole_object = b""
     event_object = b""
-    #: In front of the text in an event.
+    #: The JSON before the text in an event.
     before_text = b""
 
     def __init__(self, answer_id: str, created: int, model: str, fingerprint: str) -> None:
@@ -90,11 +90,11 @@ class Shape:
         return b'{"id":%b,"object":%b,"created":%d,"model":%b,"choices":' % (self._id, kind, self._created, self._model)
 
     def event_head(self, index: int) -> bytes:
-        """All of a token event before its text."""
+        """The part of a token event before its text."""
         return b'data: %b[{"index":%d,%b' % (self._opening(self.event_object), index, self.before_text)
 
     def event_tail(self, parts: Parts = _NOTHING, usage: bytes = b"", last: bool = False) -> bytes:
-        """All of a token event after its text; `last` ends the stream but for usage."""
+        """The part of a token event after its text. `last`: the last event of the stream except for usage."""
         return b"%b]%b%b}\n\n" % (
             self.end_of_choice(parts),
             b',"usage":{%b}' % usage if usage else b"",
@@ -105,7 +105,7 @@ class Shape:
         raise NotImplementedError
 
     def role_event(self, index: int, usage: bytes, prompt_ids: bytes) -> bytes:
-        """The event before a choice's first token; empty where the API has none."""
+        """The event before a choice's first token; empty if the API has none."""
         return b""
 
     def usage_event(self, counts: Counts, details: bool) -> bytes:
@@ -115,7 +115,7 @@ class Shape:
     def body(
         self, choices: list[bytes], counts: Counts, details: bool, prompt_ids: bytes, metrics: bytes = b"null"
     ) -> bytes:
-        """The answer in one piece, of `choice` results."""
+        """The non-streamed answer, made from results of `choice`."""
         return b'%b[%b],"service_tier":null,%b,%b,%b,"metrics":%b}' % (
             self._opening(self.whole_object),
             b",".join(choices),
@@ -129,7 +129,7 @@ class Shape:
         raise NotImplementedError
 
     def choice(self, index: int, text: bytes, parts: Parts) -> bytes:
-        """One choice of an answer in one piece. `text` is the inside of a JSON string."""
+        """One choice of a non-streamed answer. `text` is the inside of a JSON string."""
         raise NotImplementedError
 
 

@@ -1,18 +1,18 @@
 """Workloads that break routers: small and seeded, each made for one known weakness.
 
-`paced_prefix`    one client after another with the same beginning, no load in between: rules that look at load alone
-                  spread it over all servers, and each computes it anew.
-`cold_bursts`     many requests with one new beginning within 100 ms: whoever learns a prefix only when it was computed
-                  sends every one elsewhere.
-`viral_prompt`    nearly everybody has the same beginning: affinity without a price for load melts one server.
-`long_and_short`  a few prompts a hundred times as long as the others: counting requests is not enough.
-`cancel_storm`    half of the clients give up at the same moment: leases must go with them.
-`overload`        more than can be served, half of it sheddable.
+`paced_prefix`    one client after another with the same beginning and no load in between: rules that only look at load
+                  spread them over all servers, and each server computes the beginning again.
+`cold_bursts`     many requests with one new beginning within 100 ms: a router that learns a prefix only after it
+                  was computed sends each of them to another server.
+`viral_prompt`    most requests have the same beginning: affinity without a price for load overloads one server.
+`long_and_short`  a few prompts are a hundred times as long as the others: counting requests is not enough.
+`cancel_storm`    half of the clients give up at the same moment: their leases must end with them.
+`overload`        more requests than can be served, half of them sheddable.
 `hot_prefix`      two of five requests have the same beginning, the others one of sixty.
-`same_prompts`    a client sends one and the same prompt many times at once, again and again.
+`same_prompts`    a client sends the same prompt many times at the same moment, repeatedly.
 `rare_giants`     one prompt of fifty has 100,000 tokens.
-`one_hog`         ten tenants that send a little, and one that sends far more than its share for a while.
-`adapters`        a few adapters that many ask for, and many that few ask for.
+`one_hog`         ten tenants send a little, and one sends far more than its share for a while.
+`adapters`        a few adapters with many requests, and many with few.
 """
 
 from random import Random
@@ -27,7 +27,7 @@ BLOCK = 64
 
 
 class _Blocks:
-    """Hands out block ids: shared beginnings by name, and fresh ones."""
+    """Creates block ids: shared beginnings by name, and new ids."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -56,7 +56,7 @@ def _record(index: int, arrival_s: float, ids: tuple[int, ...], output: int) -> 
 
 
 def paced_prefix(count: int = 120, gap_s: float = 1.0, seed: int = 0) -> Workload:
-    """Each request `gap_s` after the end of the one before, all with the same 6,400 tokens first."""
+    """Requests that each start `gap_s` after the end of the one before, all with the same first 6,400 tokens."""
     blocks = _Blocks()
     records: list[Record] = []
     for index in range(count):
@@ -67,7 +67,7 @@ def paced_prefix(count: int = 120, gap_s: float = 1.0, seed: int = 0) -> Workloa
 
 
 def cold_bursts(bursts: int = 24, size: int = 16, every_s: float = 5.0, seed: int = 0) -> Workload:
-    """Every `every_s` seconds, `size` requests within 100 ms that share 8,000 tokens which nobody has seen before."""
+    """Every `every_s` seconds, `size` requests within 100 ms that share 8,000 tokens not used before."""
     rng = Random(f"cold-bursts/{seed}")
     blocks = _Blocks()
     records: list[Record] = []
@@ -79,7 +79,7 @@ def cold_bursts(bursts: int = 24, size: int = 16, every_s: float = 5.0, seed: in
 
 
 def viral_prompt(rate: float = 30.0, seconds: float = 90.0, share: float = 0.8, seed: int = 0) -> Workload:
-    """`share` of all requests have one and the same 6,400 tokens first, the others none in common."""
+    """`share` of all requests have the same first 6,400 tokens; the others share nothing."""
     rng = Random(f"viral-prompt/{seed}")
     blocks = _Blocks()
     records: list[Record] = []
@@ -102,7 +102,7 @@ def long_and_short(rate: float = 12.0, seconds: float = 120.0, share: float = 0.
 
 
 def cancel_storm(rate: float = 12.0, seconds: float = 90.0, at_s: float = 45.0, seed: int = 0) -> Workload:
-    """The shared-prefix workload; half of those who came before `at_s` and would still be there leave at that time."""
+    """The shared-prefix workload. At `at_s`, half of the clients that arrived in the minute before leave."""
     rng = Random(f"cancel-storm/{seed}")
     plain = shared_prefix(SharedPrefix(groups=40), rate=rate, seconds=seconds, seed=seed)
     records: list[Record] = []
@@ -115,7 +115,7 @@ def cancel_storm(rate: float = 12.0, seconds: float = 90.0, at_s: float = 45.0, 
 
 
 def overload(first: float = 6.0, last: float = 30.0, seconds: float = 60.0, seed: int = 0) -> Workload:
-    """The rate climbs to about twice of what 8 servers can do; half of the requests may be shed (priority -1)."""
+    """The rate rises to about twice what 8 servers can serve. Half of the requests may be shed (priority -1)."""
     rng = Random(f"overload/{seed}")
     plain = shared_prefix(
         SharedPrefix(groups=60, output_tokens=400),
@@ -131,7 +131,7 @@ def overload(first: float = 6.0, last: float = 30.0, seconds: float = 60.0, seed
 
 
 def hot_prefix(rate: float = 42.0, seconds: float = 60.0, share: float = 0.4, seed: int = 0) -> Workload:
-    """`share` of the requests begin with the same 6,400 tokens, the others with one of 60 times 3,200."""
+    """`share` of the requests begin with the same 6,400 tokens, the others with one of 60 beginnings of 3,200."""
     rng = Random(f"hot-prefix/{seed}")
     blocks = _Blocks()
     records: list[Record] = []
@@ -145,8 +145,8 @@ def hot_prefix(rate: float = 42.0, seconds: float = 60.0, share: float = 0.4, se
 def same_prompts(
     rate: float = 12.0, every_s: float = 4.0, size: int = 24, seconds: float = 90.0, seed: int = 0
 ) -> Workload:
-    """Besides single requests of 2,000 tokens: about every `every_s` seconds `size` times the same 4,800 tokens, within
-    50 ms. For one of four such bursts it is a prompt that was sent before."""
+    """Single requests of 2,000 tokens, and about every `every_s` seconds a burst: `size` times the same 4,800 tokens
+    within 50 ms. One of four bursts repeats the prompt of an earlier burst."""
     rng = Random(f"same-prompts/{seed}")
     blocks = _Blocks()
     records = [
@@ -161,7 +161,7 @@ def same_prompts(
 
 
 def rare_giants(rate: float = 12.0, seconds: float = 90.0, share: float = 0.02, seed: int = 0) -> Workload:
-    """`share` of the prompts have 100,000 tokens, the others 500 to 4,500 behind one of ten beginnings of 1,000."""
+    """`share` of the prompts have 100,000 tokens; the others have 500 to 4,500 after one of ten beginnings of 1,000."""
     rng = Random(f"rare-giants/{seed}")
     blocks = _Blocks()
     records: list[Record] = []
@@ -182,8 +182,8 @@ def one_hog(
     seconds: float = 90.0,
     seed: int = 0,
 ) -> Workload:
-    """Ten tenants of `rate` requests per second each, with a system prompt of 2,000 tokens of their own; an eleventh
-    sends `hog` per second from `begin_s` on, for `for_s` seconds, of 4,000 tokens that nobody has in common."""
+    """Ten tenants with `rate` requests per second each and their own system prompts of 2,000 tokens. From `begin_s`, an
+    eleventh tenant sends `hog` requests per second for `for_s` seconds, each with 4,000 tokens shared with no other."""
     rng = Random(f"one-hog/{seed}")
     blocks = _Blocks()
     records: list[Record] = []
@@ -198,7 +198,7 @@ def one_hog(
 
 
 def adapters(count: int = 6, rate: float = 15.0, seconds: float = 90.0, base: float = 0.0, seed: int = 0) -> Workload:
-    """Chat with one of `count` adapters: the n-th is asked for in proportion to 1/n. A share `base` asks for none."""
+    """Chat with one of `count` adapters; the n-th is chosen in proportion to 1/n. A share `base` uses no adapter."""
     rng = Random(f"adapters/{seed}")
     blocks = _Blocks()
     names = [f"adapter-{number}" for number in range(count)]

@@ -1,15 +1,15 @@
-"""When requests arrive: seeded offsets in seconds. Chance comes in as a `random.Random`, time is only counted."""
+"""When requests arrive: seeded offsets in seconds. The caller passes in a `random.Random`; no clock is read."""
 
 from collections.abc import Callable, Iterator
 from itertools import accumulate, count, islice, repeat, takewhile
 from random import Random
 
-#: Endless ascending seconds from 0.
+#: Makes endless ascending offsets in seconds, from 0.
 Arrivals = Callable[[Random], Iterator[float]]
 
 
 def poisson(rate: float) -> Arrivals:
-    """Independent users: exponential gaps, `rate` per second."""
+    """Exponential gaps as from independent users, `rate` per second."""
     _positive(rate)
 
     return lambda rng: accumulate(rng.expovariate(rate) for _ in repeat(None))
@@ -23,7 +23,7 @@ def constant(rate: float) -> Arrivals:
 
 
 def bursty(rate: float, cv: float = 3.0) -> Arrivals:
-    """Gamma-distributed gaps with this coefficient of variation: 1 is Poisson, more comes in clumps."""
+    """Gamma-distributed gaps with this coefficient of variation: 1 is Poisson, above 1 arrivals cluster."""
     _positive(rate, cv)
     shape = 1.0 / (cv * cv)
 
@@ -31,15 +31,15 @@ def bursty(rate: float, cv: float = 3.0) -> Arrivals:
 
 
 def ramp(first: float, last: float, seconds: float) -> Arrivals:
-    """Poisson whose rate goes straight from `first` to `last` in `seconds`, and stays there."""
+    """Poisson arrivals whose rate changes linearly from `first` to `last` in `seconds`, and then stays constant."""
     _positive(first, last, seconds)
 
     return _thinned(max(first, last), lambda offset_s: first + (last - first) * min(offset_s / seconds, 1.0))
 
 
 def tides(low: float, high: float, period_s: float) -> Arrivals:
-    """Poisson whose rate goes straight from `low` to `high` in the first half of each period, and back in the
-    second."""
+    """Poisson arrivals whose rate changes linearly from `low` to `high` in the first half of each period, and back in
+    the second half."""
     _positive(low, high, period_s)
 
     return _thinned(
@@ -48,7 +48,8 @@ def tides(low: float, high: float, period_s: float) -> Arrivals:
 
 
 def _thinned(most: float, rate_at: Callable[[float], float]) -> Arrivals:
-    """Poisson whose rate changes with time and is never above `most`: of arrivals at `most`, a share is taken."""
+    """Poisson arrivals whose rate changes with time and never exceeds `most`, by thinning arrivals at the rate
+    `most`."""
 
     def offsets(rng: Random) -> Iterator[float]:
         offset_s = 0.0
@@ -61,7 +62,7 @@ def _thinned(most: float, rate_at: Callable[[float], float]) -> Arrivals:
 
 
 def times(arrivals: Arrivals, rng: Random, *, count: int = 0, seconds: float = 0.0) -> list[float]:
-    """The first `count` offsets, or those within `seconds`, whichever is less; one of both must be given."""
+    """The first `count` offsets, or those within `seconds`, whichever are fewer. One of the two must be given."""
     if count <= 0 and seconds <= 0:
         raise ValueError("give a count or a duration, arrivals have no end of their own")
     offsets = arrivals(rng)

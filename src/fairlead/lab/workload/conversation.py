@@ -1,4 +1,4 @@
-"""Workloads of sessions and of shared beginnings."""
+"""Workloads of conversations, and of shared prefixes."""
 
 from math import exp, log, sqrt
 from random import Random
@@ -11,20 +11,20 @@ from fairlead.lab.workload.record import Dispatch, Record, Workload, arranged
 
 
 class Conversation(Struct, frozen=True, kw_only=True):
-    """Means are of tokens, turns and seconds; `spread` is the coefficient of variation of all of them."""
+    """Parameters: means of tokens, turns and seconds; `spread` is the coefficient of variation of all of them."""
 
-    #: Different system prompts, and their length.
+    #: The number of different system prompts, and their length.
     systems: int = 10
     system_tokens: int = 1000
     turns: float = 4.0
     first_tokens: int = 500
     turn_tokens: int = 200
     output_tokens: int = 300
-    #: From an answer's end to the next turn.
+    #: Seconds from an answer's end to the next turn.
     gap_s: float = 45.0
     spread: float = 0.6
-    #: A prompt and its answer grow no longer than this: the session ends, or, with `compact_to`, its history is
-    #: replaced by a summary of that length, as coding agents do.
+    #: The longest prompt with its answer. Then the session ends, or, with `compact_to`, its history is replaced by a
+    #: summary of that length, as coding agents do.
     max_tokens: int = 120_000
     compact_to: int = 0
     block_size: int = 64
@@ -43,7 +43,7 @@ class Conversation(Struct, frozen=True, kw_only=True):
             raise ValueError("lengths, gaps and spread must not be negative")
 
 
-#: Output tokens per second that timestamps of later turns assume; with `think` dispatch they do not matter.
+#: Output tokens per second, used for the timestamps of later turns; with `think` dispatch these do not matter.
 _ASSUMED_RATE = 30.0
 
 
@@ -58,7 +58,7 @@ def conversation(
     dispatch: Dispatch = "think",
     name: str = "conversation",
 ) -> Workload:
-    """Sessions that start at `rate` per second: the first `sessions`, or those of the first `seconds`."""
+    """Conversations that start at `rate` per second: the first `sessions`, or those of the first `seconds`."""
     rng = Random(f"conversation/{seed}")
     starts = times(arrivals or poisson(rate), rng, count=sessions, seconds=seconds)
     ids = _Ids(spec)
@@ -69,7 +69,7 @@ def conversation(
 
 
 class _Ids:
-    """Block ids: those of the system prompts first, then one fresh number after another."""
+    """Block ids: first those of the system prompts, then ascending new numbers."""
 
     def __init__(self, spec: Conversation) -> None:
         self._shared = spec.system_tokens // spec.block_size
@@ -125,7 +125,7 @@ def _session(spec: Conversation, session: int, start: float, rng: Random, ids: _
 
 
 def _around(mean: float, spread: float, rng: Random) -> float:
-    """Log-normal with this mean and coefficient of variation."""
+    """A log-normal value with this mean and coefficient of variation."""
     if spread == 0:
         return mean
     variance = log(1.0 + spread * spread)
@@ -138,20 +138,20 @@ def _length(mean: float, spread: float, rng: Random) -> int:
 
 # The shared-prefix workload: many users per system prompt, in random order.
 #
-# The anchor of most published figures on prefix-aware routing is 150 groups of 5 users, 6000 tokens of system prompt,
-# 1200 of question, 1000 of answer, at 3 to 60 requests per second. A router either keeps a system prompt on few
-# replicas, or has it computed everywhere.
+# Most published figures on prefix-aware routing are for 150 groups of 5 users, with 6000 tokens of system prompt, 1200
+# of question and 1000 of answer, at 3 to 60 requests per second. A router either keeps a system prompt on few replicas,
+# or has it computed everywhere.
 
 
 class SharedPrefix(Struct, frozen=True, kw_only=True):
-    """Parameters; the defaults are the anchor."""
+    """Parameters; the defaults are those of the published figures."""
 
     groups: int = 150
     users: int = 5
     system_tokens: int = 6000
     question_tokens: int = 1200
     output_tokens: int = 1000
-    #: Tokens per hash id; must divide the system prompt, or its last block is never shared.
+    #: Tokens per hash id. Must divide the system prompt; otherwise its last block is never shared.
     block_size: int = 80
     model: str = ""
 
@@ -171,7 +171,7 @@ def shared_prefix(
     seed: int = 0,
     arrivals: Arrivals | None = None,
 ) -> Workload:
-    """One shuffled order of groups × users, repeated; Poisson arrivals unless told otherwise."""
+    """One shuffled order of groups × users, repeated; Poisson arrivals by default."""
     rng = Random(f"shared-prefix/{seed}")
     order = [(group, user) for group in range(spec.groups) for user in range(spec.users)]
     rng.shuffle(order)
@@ -195,7 +195,7 @@ def shared_prefix(
 
 
 def _ids(spec: SharedPrefix, group: int, user: int) -> tuple[int, ...]:
-    """Blocks of the system prompt are the group's, all others the user's own."""
+    """The blocks of the system prompt belong to the group, all others to the user."""
     total = -(-(spec.system_tokens + spec.question_tokens) // spec.block_size)
     shared = spec.system_tokens // spec.block_size
     first = (group * (spec.users + 1)) * total

@@ -1,13 +1,14 @@
-"""Block ids of a workload → the two forms in which prompts are compared: KV block hashes and the learned prefix chain.
+"""Converts block ids of a workload to the two forms in which prompts are compared: KV block hashes and the learned
+prefix chain.
 
-Both are chained: the hash of a block covers everything before it, so equal hash means equal beginning, whatever a
-trace's ids mean by themselves.
+Both are chained: the hash of a block covers everything before it, so equal hashes mean equal beginnings, whatever the
+ids of a trace mean by themselves.
 
-* An engine wants the hash of every full block of its own block size. Where that is smaller than the trace's, a trace
-  block is cut into pieces; where it is larger, several make one (it must be a multiple one way or the other).
-* The scheduler's chain is what `fairlead.core.prefix.ChainHasher` would make of the prompt's bytes: borders at least
-  `max(finest, offset/growth)` apart that depend on the offset alone. It can only be cut where the trace is, so borders
-  are the trace's block borders, thinned out in the same way. Tokens become bytes at a fixed rate.
+* An engine needs the hash of every full block of its own block size. If that is smaller than the trace's, a trace block
+  is divided; if it is larger, several trace blocks form one. One size must be a multiple of the other.
+* The scheduler's chain is what `fairlead.core.prefix.ChainHasher` would make from the prompt's bytes: borders at least
+  `max(finest, offset/growth)` apart that depend only on the offset. It can only have borders where the trace has block
+  borders, so these are thinned out in the same way. Tokens become bytes at a fixed rate.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,15 +20,15 @@ from xxhash import xxh3_64_intdigest
 from fairlead.core.request import NO_PREFIX, PrefixChain
 from fairlead.lab.workload.record import Workload
 
-#: Bytes of JSON per prompt token, as `fairlead.core.tokens` and the fleet's capacity budget assume.
+#: Bytes of JSON per prompt token, as assumed by `fairlead.core.tokens` and the capacity budget of the fleet.
 BYTES_PER_TOKEN = 4.2
-#: As `fairlead.core.prefix.ChainHasher` with the default hash block of 64 tokens.
+#: The values of `fairlead.core.prefix.ChainHasher` with the default hash block of 64 tokens.
 FINEST = 256
 GROWTH = 32
 
 
 def chained(ids: Sequence[int], parent: int) -> list[int]:
-    """One 64-bit hash per id, each covering all before it. O(ids)."""
+    """One 64-bit hash per id, each covering all ids before it. O(ids)."""
     hashes = []
     for block in ids:
         parent = xxh3_64_intdigest(pack("<Q", block & 0xFFFFFFFFFFFFFFFF), parent)
@@ -38,8 +39,8 @@ def chained(ids: Sequence[int], parent: int) -> list[int]:
 def engine_hashes(chain: Sequence[int], block_size: int, tokens: int, engine_block: int) -> list[int]:
     """Hashes of the full blocks of `engine_block` tokens in the first `tokens` tokens.
 
-    `chain` comes from `chained`, one hash per `block_size` tokens, the last one perhaps for fewer.
-    Raises `ValueError` when neither size is a multiple of the other.
+    `chain` is a result of `chained`, with one hash per `block_size` tokens; the last may be for fewer. Raises
+    `ValueError` if neither size is a multiple of the other.
     """
     full_blocks = tokens // engine_block
     if block_size == engine_block:
@@ -55,7 +56,7 @@ def engine_hashes(chain: Sequence[int], block_size: int, tokens: int, engine_blo
 
 
 class Borders:
-    """Which of a trace's block borders the scheduler's chain keeps. One per block size; grows as needed."""
+    """The block borders of a trace that the scheduler's chain keeps. One object per block size; grows as needed."""
 
     def __init__(
         self, block_size: int, bytes_per_token: float = BYTES_PER_TOKEN, finest: int = FINEST, growth: int = GROWTH
@@ -63,12 +64,12 @@ class Borders:
         self._width = block_size * bytes_per_token
         self._finest = finest
         self._growth = growth
-        #: Index of the trace block that a border ends, and the border in bytes.
+        #: The index of the trace block that ends at a border, and the border in bytes.
         self._kept: list[tuple[int, int]] = []
         self._known = 0
 
     def chain(self, hashes: Sequence[int], full_blocks: int) -> PrefixChain:
-        """The prefix chain of a prompt; `hashes` from `chained`, of which the first `full_blocks` are full blocks."""
+        """The prefix chain of a prompt. `hashes` are from `chained`; the first `full_blocks` are full blocks."""
         if not full_blocks:
             return NO_PREFIX
         self._extend(full_blocks)
@@ -85,11 +86,11 @@ class Borders:
         self._known = max(self._known, blocks)
 
 
-# What a workload amounts to, in a few lines.
+# Describes a workload in a few lines.
 
 
 def ideal_hits(workload: Workload) -> Iterator[int]:
-    """Tokens of each prompt that one cache without bounds would hit, in whole blocks."""
+    """Tokens of each prompt that one unbounded cache would hit, in whole blocks."""
     seen: set[int] = set()
     for record in workload.records:
         hits, counting = 0, True
@@ -103,13 +104,13 @@ def ideal_hits(workload: Workload) -> Iterator[int]:
 
 
 def ideal_hit(workload: Workload) -> float:
-    """Share of prompt tokens that one cache without bounds would hit, in whole blocks."""
+    """Share of prompt tokens that one unbounded cache would hit, in whole blocks."""
     tokens = sum(record.in_tokens for record in workload.records)
     return sum(ideal_hits(workload)) / tokens if tokens else 0.0
 
 
 def describe(workload: Workload) -> list[str]:
-    """Lines for people."""
+    """A description for people."""
     records = workload.records
     if not records:
         return [f"{workload.name}: no requests"]
@@ -126,7 +127,7 @@ def describe(workload: Workload) -> list[str]:
 
 
 def figures(workload: Workload) -> dict[str, object]:
-    """The same for programs: seconds, tokens, shares."""
+    """The same description for programs: seconds, tokens, shares."""
     records = workload.records
     return {
         "name": workload.name,

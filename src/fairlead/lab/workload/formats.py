@@ -1,7 +1,7 @@
 """Published trace formats ↔ workloads: each has a `read` and a `write`, and a row in the table at the end.
 
-A format holds what it holds: what `write` loses of a workload (block ids in a table of token counts, say) is gone.
-What it does hold comes back as it was. What is wrong with a file is told with the file, the line and the field."""
+Each format can represent only a part of a workload. `write` loses the rest (for example block ids in a table of token
+counts); what the format represents is read back unchanged. Errors name the file, the line and the field."""
 
 import csv
 import io
@@ -18,7 +18,7 @@ from fairlead.lab.workload.record import Dispatch, Outcome, Record, Workload, ar
 
 
 class TraceError(FairleadError):
-    """A trace cannot be read. `line` counts from 1; `field` is empty when the whole line is at fault."""
+    """A trace cannot be read. `line` counts from 1; `field` is empty if the whole line is invalid."""
 
     def __init__(self, source: str, line: int, field: str, message: str) -> None:
         self.source = source
@@ -29,17 +29,17 @@ class TraceError(FairleadError):
 
 
 def shortened(text: str, most: int = 60) -> str:
-    """Part of a bad value, for a message."""
+    """A part of a bad value, for a message."""
     return text if len(text) <= most else f"{text[:most]}…"
 
 
-# Lines of JSON → checked structs, with the line and the field of whatever is wrong.
+# Lines of JSON → checked structs. Errors name the line and the field.
 
 T = TypeVar("T")
 
 
 def rows(data: bytes, kind: type[T], source: str) -> Iterator[tuple[int, T]]:
-    """(line number, row) of every line that is not blank. Raises `TraceError`."""
+    """(line number, row) of every non-blank line. Raises `TraceError`."""
     decoder = msgspec.json.Decoder(kind)
     for number, line in enumerate(data.split(b"\n"), 1):
         if not line.strip():
@@ -59,7 +59,7 @@ def lines(items: Iterable[object]) -> bytes:
 
 
 def checked(record: Record, source: str, line: int, names: dict[str, str]) -> Record:
-    """The record, if it is one. `names`: our fields → what the format calls them. Raises `TraceError`."""
+    """The record, if it is valid. `names`: our fields → their names in the format. Raises `TraceError`."""
     problem = problem_of(record)
     if problem is not None:
         field, text = problem
@@ -68,7 +68,7 @@ def checked(record: Record, source: str, line: int, names: dict[str, str]) -> Re
 
 
 def _place(message: str) -> tuple[str, str]:
-    """(field, what is wrong) of the decoder's message."""
+    """(field, problem) from the decoder's message."""
     text, _, path = message.partition(" - at `$")
     path = path.strip("`.")
     named = "missing required field" in text or "unknown field" in text
@@ -76,11 +76,11 @@ def _place(message: str) -> tuple[str, str]:
     return ".".join(part for part in (path, inner) if part), text
 
 
-# Rows of CSV with a header line → checked fields, with the line and the field of whatever is wrong.
+# Rows of CSV with a header line → checked fields. Errors name the line and the field.
 
 
 class TableRow:
-    """One line; fields are asked for by name."""
+    """One line, with access to its fields by name."""
 
     __slots__ = ("_source", "_values", "line")
 
@@ -90,7 +90,7 @@ class TableRow:
         self.line = line
 
     def has(self, field: str) -> bool:
-        """The field is there and not empty."""
+        """Whether the field is present and not empty."""
         return bool(self._values.get(field, "").strip())
 
     def text(self, field: str) -> str:
@@ -116,7 +116,7 @@ class TableRow:
 
 
 def read_table(data: bytes, fields: Sequence[str], source: str) -> Iterator[TableRow]:
-    """Rows in order; blank lines are passed over. Raises `TraceError` when a column is missing or a row is short."""
+    """The rows in order, without blank lines. Raises `TraceError` if a column is missing or a row is short."""
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -150,7 +150,7 @@ NATIVE_MARK = b'{"fairlead_workload":'
 
 
 class NativeHeader(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The first line. A file without one holds records from its first line on."""
+    """The first line. It is optional: a file without it starts with a record."""
 
     #: Version of the format.
     fairlead_workload: int = 1
@@ -159,7 +159,7 @@ class NativeHeader(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def read_native(data: bytes, source: str = "workload", name: str = "workload") -> Workload:
-    """Raises `TraceError`; ids must be unique, and a parent must come before its followers."""
+    """Read the native format. Raises `TraceError`; ids must be unique, and a parent must precede its followers."""
     header = NativeHeader()
     if data.startswith(NATIVE_MARK):
         first, _, _ = data.partition(b"\n")
@@ -167,7 +167,7 @@ def read_native(data: bytes, source: str = "workload", name: str = "workload") -
         if header.fairlead_workload != 1:
             message = f"version {header.fairlead_workload} is not known here"
             raise TraceError(source, 1, "fairlead_workload", message)
-        # Blanked out, not cut off, so that lines keep their numbers.
+        # The header's text is removed, but not its line break, so that lines keep their numbers.
         data = data[len(first) :]
     records: list[Record] = []
     seen: set[str] = set()
@@ -182,13 +182,13 @@ def read_native(data: bytes, source: str = "workload", name: str = "workload") -
 
 
 def write_native(workload: Workload) -> bytes:
-    """Everything of it."""
+    """Write everything of a workload."""
     return lines([NativeHeader(name=workload.name, dispatch=workload.dispatch), *workload.records])
 
 
 # Mooncake (FAST'25): one JSON object per line, `timestamp` in ms, `hash_ids` of 512 tokens each.
 #
-# Also the variants of other replay tools that add `session_id` and `delay` (ms after the session's previous answer).
+# Also the variants of other replay tools, which add `session_id` and `delay` (ms after the session's previous answer).
 
 
 MOONCAKE_BLOCK = 512
@@ -211,7 +211,8 @@ class MooncakeRow(Struct, kw_only=True):
 
 
 def read_mooncake(data: bytes, source: str = "trace", block_size: int = MOONCAKE_BLOCK) -> list[Record]:
-    """Raises `TraceError`. A row without a timestamp continues its session, or starts with the row before."""
+    """Read a trace. A row without a timestamp continues its session, or starts with the row before. Raises
+    `TraceError`."""
     records: list[Record] = []
     last: dict[str, str] = {}
     arrival_ms = 0.0
@@ -236,7 +237,7 @@ def read_mooncake(data: bytes, source: str = "trace", block_size: int = MOONCAKE
 
 
 def write_mooncake(records: Iterable[Record]) -> bytes:
-    """What the format can hold of them: times in ms, lengths, hash ids, sessions."""
+    """Write what the format can represent: times in ms, lengths, hash ids, sessions."""
     return lines(
         MooncakeRow(
             timestamp=record.arrival_us // 1000 if record.arrival_us % 1000 == 0 else record.arrival_us / 1000,
@@ -267,7 +268,7 @@ class BailianRow(Struct, kw_only=True):
 
 
 def read_bailian(data: bytes, source: str = "trace") -> list[Record]:
-    """A chat whose parent is not in the file begins a session. Ids that repeat are made unique. Raises `TraceError`."""
+    """A chat whose parent is not in the file begins a session. Repeated ids are made unique. Raises `TraceError`."""
     records: list[Record] = []
     sessions: dict[str, str] = {}
     for number, row in rows(data, BailianRow, source):
@@ -316,12 +317,12 @@ def _chat_id(text: str) -> int | str:
 
 AZURE_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _AZURE_NAMES = {"in_tokens": "ContextTokens", "out_tokens": "GeneratedTokens", "arrival_us": "TIMESTAMP"}
-#: Written traces begin here: a record knows only how long after the beginning it came.
+#: The first timestamp of written traces, because a record has only its time after the beginning.
 _AZURE_ORIGIN = datetime(2023, 11, 16, 18, 0, 0, tzinfo=UTC)
 
 
 def read_azure(data: bytes, source: str = "trace") -> list[Record]:
-    """Times count from the first row. Raises `TraceError`."""
+    """Read a trace; times count from its first row. Raises `TraceError`."""
     records: list[Record] = []
     first = 0
     for row in read_table(data, AZURE_FIELDS, source):
@@ -363,7 +364,7 @@ _VIDUR_NAMES = dict(zip(("arrival_us", "in_tokens", "out_tokens"), VIDUR_FIELDS,
 
 
 def read_vidur(data: bytes, source: str = "trace") -> list[Record]:
-    """Raises `TraceError`."""
+    """Read a trace. Raises `TraceError`."""
     records: list[Record] = []
     for row in read_table(data, VIDUR_FIELDS, source):
         record = Record(
@@ -390,7 +391,8 @@ _BURSTGPT_CONVERSATION = "Conversation log"
 
 
 def read_burstgpt(data: bytes, source: str = "trace") -> list[Record]:
-    """Failed rows (no response tokens) are left out, as there is nothing to replay. Raises `TraceError`."""
+    """Read a trace. Failed rows (no response tokens) are left out, because they cannot be replayed. Raises
+    `TraceError`."""
     records: list[Record] = []
     last: dict[str, str] = {}
     for row in read_table(data, _BURSTGPT_NEEDED, source):
@@ -428,7 +430,7 @@ def _burstgpt_row(record: Record) -> tuple[object, ...]:
 
 
 class Format(Struct, frozen=True):
-    """`read(name, data, source)` raises `TraceError`, which names source, line and field."""
+    """Functions of a format. `read(name, data, source)` raises `TraceError`, which names source, line and field."""
 
     read: Callable[[str, bytes, str], Workload]
     write: Callable[[Workload], bytes]
@@ -456,7 +458,7 @@ FORMATS: Mapping[str, Format] = {
 
 
 def guess(data: bytes) -> str:
-    """The format's name by the first line; empty when it looks like none of them."""
+    """The name of the format, recognized by the first line; empty if it looks like none of them."""
     head = data.lstrip(b"\xef\xbb\xbf\r\n\t ").split(b"\n", 1)[0]
     if head.startswith(b"{"):
         signs = {

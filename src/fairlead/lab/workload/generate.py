@@ -1,4 +1,4 @@
-"""Kinds of use by name, with the mean lengths, turns, gaps and service levels that are published for them."""
+"""Kinds of use by name, with their published mean lengths, turns, gaps and service levels."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,11 +14,11 @@ from fairlead.lab.workload.record import Dispatch, Workload
 
 
 class Kind(Struct, frozen=True, kw_only=True):
-    """`slo` says what counts as good service, as published; records carry its TTFT and TPOT parts."""
+    """A kind of use. `slo`: the published levels of good service; records contain its TTFT and TPOT."""
 
     spec: Conversation
     slo: str
-    #: Mean prompt and answer, in tokens, that the parameters are made for.
+    #: Mean prompt and answer, in tokens, that the parameters are chosen for.
     mean_in: int
     mean_out: int
 
@@ -28,7 +28,7 @@ def _kind(mean_in: int, mean_out: int, slo: str, **fields: float) -> Kind:
     return Kind(spec=Conversation(**values), slo=slo, mean_in=mean_in, mean_out=mean_out)  # type: ignore[arg-type]
 
 
-#: A prompt's mean is system + first + (turns - 1) / 2 · (turn + output), where turns are not cut short.
+#: The mean prompt is system + first + (turns - 1) / 2 · (turn + output), if turns are not cut short.
 CATALOGUE: Mapping[str, Kind] = {
     "interactive-chat": _kind(
         *(4000, 300, "TTFT p99 1 s, ITL p99 50 ms"),
@@ -62,7 +62,7 @@ CATALOGUE: Mapping[str, Kind] = {
     ),
 }  # fmt: skip
 
-# Generators by name: what `fairlead sim workload generate` makes, from parameters given as words.
+# Generators by name, for `fairlead sim workload generate`, with parameters as text.
 
 #: The adversarial set; each has its own parameters.
 ADVERSARIAL: Mapping[str, Callable[..., Workload]] = {
@@ -82,22 +82,22 @@ KINDS = ("shared-prefix", "conversation", *CATALOGUE, *ADVERSARIAL)
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
-    """How much, and how fast. Sessions count where there are any, else requests; `seconds` bounds their starts."""
+    """Amount and rate of a workload, in sessions if it has any, otherwise requests. `seconds` bounds their starts."""
 
     rate: float = 10.0
     count: int = 0
     seconds: float = 0.0
     arrivals: str = "poisson"
-    #: Of `bursty` arrivals: coefficient of variation of the gaps.
+    #: For `bursty` arrivals: coefficient of variation of the gaps.
     cv: float = 3.0
-    #: Of `ramp` arrivals: the last rate, reached after `seconds`.
+    #: For `ramp` arrivals: the final rate, reached after `seconds`.
     to_rate: float = 0.0
     dispatch: Dispatch | None = None
     seed: int = 0
 
 
 def generate(kind: str, pace: Pace, parameters: Mapping[str, str]) -> Workload:
-    """Raises `ValueError` for an unknown kind or parameter, or a value that cannot be."""
+    """Generate a workload. Raises `ValueError` for an unknown kind or parameter, or an invalid value."""
     if kind in ADVERSARIAL:
         if parameters:
             raise ValueError(f"{kind} takes no parameters; its seed is all that can be chosen")
@@ -131,7 +131,7 @@ def generate(kind: str, pace: Pace, parameters: Mapping[str, str]) -> Workload:
 
 
 def arrivals_of(pace: Pace) -> Arrivals:
-    """Raises `ValueError`."""
+    """The arrivals of a pace. Raises `ValueError`."""
     if pace.arrivals == "poisson":
         return poisson(pace.rate)
     if pace.arrivals == "constant":

@@ -1,8 +1,8 @@
-"""The native record: one request of a workload, and optionally what came of it.
+"""The native record: one request of a workload, and optionally its recorded outcome.
 
-A workload is a list of records and a dispatch mode. Prompts are not text but block ids: `hash_ids[i]` names tokens
-`i·block_size .. (i+1)·block_size` *and all before them* or just those tokens; both readings agree as long as two
-prompts share an id only where they share the beginning, and `lab.workload.describe` chains them so that they do.
+A workload is a list of records and a dispatch mode. Prompts are not text but block ids: `hash_ids[i]` stands for the
+tokens `i·block_size .. (i+1)·block_size`, with or without all tokens before them. Both readings are equivalent as long
+as two prompts share an id only if they share the beginning, and `lab.workload.describe` chains the ids so that they do.
 """
 
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from typing import Literal
 from msgspec import Struct
 
 #: `timestamp`: open loop, every record at its own time. `think`: a record with a parent starts `think_ms` after the
-#: parent's end, as a person or an agent does; its `arrival_us` is then only a memory of the recording.
+#: parent's end, as with a person or an agent; its `arrival_us` then only shows when it was recorded.
 Dispatch = Literal["timestamp", "think"]
 
 
 class Outcome(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What came of a request, where that was recorded."""
+    """The recorded outcome of a request."""
 
     endpoint: str = ""
     candidates: tuple[str, ...] = ()
@@ -27,51 +27,51 @@ class Outcome(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkn
     e2e_ms: float = -1.0
     itl: tuple[float, ...] = ()
     status: int = 0
-    #: The InferenceModelRewrite that gave the request its target.
+    #: The InferenceModelRewrite that set the target of the request.
     rewritten_by: str = ""
 
 
 class Record(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """One request."""
 
-    #: Unique in its workload; what `parent` refers to.
+    #: Unique in its workload; `parent` refers to it.
     id: str
     in_tokens: int
-    #: Of each answer.
+    #: Tokens of each answer.
     out_tokens: int
-    #: Answers to the one prompt.
+    #: The number of answers to the prompt.
     n: int = 1
     #: Microseconds after the start of the workload.
     arrival_us: int = 0
     session: str = ""
     #: Id of the request whose answer this one continues; empty = none.
     parent: str = ""
-    #: From the parent's end to this request's start, in `think` dispatch.
+    #: Milliseconds from the parent's end to this request's start, in `think` dispatch.
     think_ms: float = 0.0
     model: str = ""
-    #: The model it was sent for, where that is another one.
+    #: The model that the request was sent for, if it differs from `model`.
     target: str = ""
     lora: str = ""
     tenant: str = ""
-    #: Higher goes first; below 0 may be shed.
+    #: Higher priorities go first; requests below 0 may be shed.
     priority: int = 0
     #: 0 = none.
     slo_ttft_ms: float = 0.0
     slo_tpot_ms: float = 0.0
-    #: What the client allowed; 0 = it said nothing.
+    #: The client's limit; 0 = none given.
     max_tokens: int = 0
     #: Tokens per hash id; 0 = the prompt shares nothing with any other.
     block_size: int = 0
     hash_ids: tuple[int, ...] = ()
     text: str = ""
     stream: bool = True
-    #: The client gives up so long after its arrival; 0 = it is patient.
+    #: The client gives up this long after its arrival; 0 = never.
     cancel_after_ms: float = 0.0
     outcome: Outcome | None = None
 
 
 class Workload(Struct, kw_only=True):
-    """Records in the order of their arrival."""
+    """A list of records in the order of their arrival."""
 
     name: str
     records: list[Record]
@@ -82,12 +82,12 @@ class Workload(Struct, kw_only=True):
 
     @property
     def duration_s(self) -> float:
-        """From the start to the last arrival."""
+        """Seconds from the start to the last arrival."""
         return self.records[-1].arrival_us * 1e-6 if self.records else 0.0
 
     @property
     def block_size(self) -> int:
-        """Tokens per hash id; 0 when nobody has any. Raises `ValueError` when records disagree."""
+        """Tokens per hash id; 0 if no record has hash ids. Raises `ValueError` if records have different sizes."""
         sizes = {record.block_size for record in self.records if record.hash_ids}
         if len(sizes) > 1:
             raise ValueError(f"workload {self.name!r} mixes block sizes {sorted(sizes)}")
@@ -95,7 +95,7 @@ class Workload(Struct, kw_only=True):
 
 
 def problem_of(record: Record) -> tuple[str, str] | None:
-    """(field, what is wrong with it) of the first thing that no request can be; `None` = sound."""
+    """(field, problem) of the first invalid field; `None` if the record is valid."""
     if record.in_tokens < 1:
         return "in_tokens", f"{record.in_tokens} is no prompt; at least 1 token is needed"
     if record.out_tokens < 1:
@@ -116,5 +116,5 @@ def problem_of(record: Record) -> tuple[str, str] | None:
 
 
 def arranged(name: str, records: Sequence[Record], dispatch: Dispatch = "timestamp") -> Workload:
-    """A workload of these records in the order of their arrival, equal times in the order given."""
+    """A workload of these records in the order of their arrival; records with equal times keep their order."""
     return Workload(name=name, records=sorted(records, key=lambda record: record.arrival_us), dispatch=dispatch)
