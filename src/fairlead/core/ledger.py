@@ -180,21 +180,20 @@ class Account:
 
     def row(self) -> tuple[float, ...]:
         """What stands in the columns of `fairlead.core.table.LOAD`, in their order."""
-        pending, early = self.pending, self.early
-        work = self.pending_work
-        active = self.active - self.lost
+        pending, active, early = self.pending, self.active, self.early
+        running = max(active - self.lost, 0.0) if self.lost else active
         return (
             pending - early + self.others_waiting,
-            (active if active > 0.0 else 0.0) + early + self.others_running,
-            pending + self.active,
+            running + early + self.others_running,
+            pending + active,
             pending,
             self.pending_tokens,
             self.pending_tokens,
-            work * 1e-3,
+            self.pending_work * 1e-3,
             self.prefill_since * 1e3,
             self.kv_tokens,
             self.growth_tokens,
-            inf if self.blind else min(self.head_work, work) * 1e-3,
+            inf if self.blind else min(self.head_work, self.pending_work) * 1e-3,
         )
 
     def was_shown(self, lease: Lease) -> None:
