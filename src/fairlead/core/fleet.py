@@ -520,9 +520,8 @@ class Fleet:
 
         Learned shares are of its bytes, exact ones (`fleet.exact`) of its tokens.
         """
-        chain, slots = request.prefix, len(self.table.endpoints)
-        # Inline media count for less in `prompt_bytes` than they take up in the chain.
-        column = self.prefix.match(chain, slots, max(request.prompt_bytes, chain.ends[-1])) if chain.hashes else None
+        slots = len(self.table.endpoints)
+        column = self.prefix.match(request.prefix, slots, request.prompt_bytes)
         if self.exact is not None:
             rates = self.predictor.rates
             return self.exact.refine(request, column, slots, rates.prior.c_pf * rates.prefill)

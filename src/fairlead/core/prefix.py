@@ -147,23 +147,26 @@ class PrefixIndex:
             for slot in _bits(holders):
                 yield slot, matched
 
-    def match(self, chain: PrefixChain, slots: int, total_bytes: int = 1) -> FloatColumn | None:
-        """Matched bytes over `total_bytes`, as a column of length `slots`; `None` when nobody holds anything of it."""
+    def match(self, chain: PrefixChain, slots: int, total_bytes: int | None = None) -> FloatColumn | None:
+        """Matched bytes, as a column of length `slots`, or their share of `total_bytes`, which are no fewer than those of
+        the chain. `None` = nobody holds anything of it."""
         if not chain.hashes:
             return None
         first = chain.hashes[0]
         if first not in self._holders[first % _PARTS]:
             return None
+        # Inline media count for less in a prompt's bytes than they take up in the chain.
+        total = 1 if total_bytes is None else max(total_bytes, chain.ends[-1])
         column: FloatColumn | None = None
         for holders, matched in self._depths(chain):
             if column is None:
                 column = np.zeros(slots)
             if holders.bit_count() < _FEW:
                 while holders:
-                    column[holders.bit_length() - 1] = matched / total_bytes
+                    column[holders.bit_length() - 1] = matched / total
                     holders &= ~(1 << holders.bit_length() - 1)
             else:
-                column[_mask(holders, slots)] = matched / total_bytes
+                column[_mask(holders, slots)] = matched / total
         return column
 
     def _depths(self, chain: PrefixChain) -> Iterator[tuple[int, int]]:
@@ -227,9 +230,11 @@ class PrefixIndex:
         self._entries = entries = self._entries + grown
         if free < 0:
             self._trim(slot)
+            free = self._free[slot]
         if entries > self._max_entries:
             self._make_room(slot)
-        return self._free[slot] / (self._capacity[slot] or 1)
+            free = self._free[slot]
+        return free / (self._capacity[slot] or 1)
 
     def occupy(self, slot: int, size: int) -> None:
         """Something took `size` bytes of the endpoint's memory that no prompt begins with, such as an answer. Nobody
