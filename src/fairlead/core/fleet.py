@@ -291,8 +291,7 @@ class Fleet:
         """Charge a lease and remember the prompt's prefix for the endpoint. `expected_output`: tokens of all its
         sequences. `reserved`: only keep a place there for a request that may go elsewhere in the end; nothing is
         learned of it."""
-        table, predictor = self.table, self.predictor
-        prompt = request.prompt_tokens
+        table, prompt = self.table, request.prompt_tokens
         half = expected_output / 2
         uncached = float(min(max(prompt - hit_tokens, 1), MOST))
         refused = uncached * table.per_capacity[slot] > 1.0
@@ -316,9 +315,9 @@ class Fleet:
             blind,
             request.sequences,
         )
-        if blind and now >= predictor.marks_at[slot]:
-            predictor.marks_at[slot] = now + BLIND_S
-            lease.mark = predictor.blind_mark(slot, self.ledger.blind_ms(slot), now)
+        if blind and now >= self.predictor.marks_at[slot]:
+            self.predictor.marks_at[slot] = now + BLIND_S
+            lease.mark = self.predictor.blind_mark(slot, self.ledger.blind_ms(slot), now)
         self.ledger.charge(lease)
         if table.lora:
             self._meet(lease)
@@ -520,11 +519,10 @@ class Fleet:
 
         Learned shares are of its bytes, exact ones (`fleet.exact`) of its tokens.
         """
-        slots = len(self.table.endpoints)
-        column = self.prefix.match(request.prefix, slots, request.prompt_bytes)
+        column = self.prefix.match(request.prefix, len(self.table.endpoints), request.prompt_bytes)
         if self.exact is not None:
             rates = self.predictor.rates
-            return self.exact.refine(request, column, slots, rates.prior.c_pf * rates.prefill)
+            return self.exact.refine(request, column, len(self.table), rates.prior.c_pf * rates.prefill)
         return column
 
     def stale(self, slot: int, now: float) -> bool:

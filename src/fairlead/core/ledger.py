@@ -356,9 +356,8 @@ class Ledger:
             account.blind_work += lease.work_us
         account.kv_tokens += lease.kv_tokens
         account.growth_tokens += lease.growth_tokens
-        table = self._table
-        table.load[slot] = account.row()
-        table.stale.add(slot)
+        self._table.load[slot] = account.row()
+        self._table.stale.add(slot)
 
     def charge_late(self, lease: Lease) -> None:
         """Take another scheduler's lease on the books, which was charged a moment ago."""
@@ -396,9 +395,8 @@ class Ledger:
         if lease.adapter and lease.pending:
             self._started(lease)
         account.release(lease)
-        table = self._table
-        table.load[slot] = account.row()
-        table.stale.add(slot)
+        self._table.load[slot] = account.row()
+        self._table.stale.add(slot)
         if lease.prefill is not None:
             self._release_prefill(lease.prefill, None)
 

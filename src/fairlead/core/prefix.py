@@ -67,16 +67,16 @@ class ChainHasher:
     def chain(self, root: bytes, prompt: bytes | memoryview) -> PrefixChain:
         """Hash `prompt` under `root`. O(bytes) at memory speed, without a copy."""
         text = memoryview(prompt)
-        length, borders = len(text), self._borders
-        if borders[-1] <= length:
+        length = len(text)
+        if self._borders[-1] <= length:
             length = min(length, self._max_bytes)
             self.borders(length)
-        count = bisect_right(borders, length) - 1
+        count = bisect_right(self._borders, length) - 1
         if not count:
             return NO_PREFIX
         ends = self._ends.get(count)
         if ends is None:
-            ends = self._ends[count] = tuple(borders[1 : count + 1])
+            ends = self._ends[count] = tuple(self._borders[1 : count + 1])
         parent = xxh3_64_intdigest(root)
         return PrefixChain(
             tuple([parent := xxh3_64_intdigest(text[block], parent) for block in self._blocks[:count]]), ends
@@ -148,8 +148,8 @@ class PrefixIndex:
                 yield slot, matched
 
     def match(self, chain: PrefixChain, slots: int, total_bytes: int | None = None) -> FloatColumn | None:
-        """Matched bytes, as a column of length `slots`, or their share of `total_bytes`, which are no fewer than those of
-        the chain. `None` = nobody holds anything of it."""
+        """Matched bytes, as a column of length `slots`, or their share of `total_bytes` (of the chain's, if those are
+        more). `None` = nobody holds anything of it."""
         if not chain.hashes:
             return None
         first = chain.hashes[0]
