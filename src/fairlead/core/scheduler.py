@@ -220,9 +220,8 @@ class Pipeline:
             only = control.only
             if only is not None and self.parking is None:
                 key = FlowKey(request.priority, request.model, request.fairness_id)
-                if only is ANYBODY:
-                    only = control.only = key
-                if key == only:
+                if key == only or only is ANYBODY:
+                    control.only = key
                     pick = self._choose(request, now)
                     if isinstance(pick, Picked) and control.gate.admits(pick.slot, self.fleet, now):
                         return self._route(entry, ev.RequestArrived, pick, now)
@@ -324,7 +323,7 @@ class Pipeline:
     def _unrouted(self, entry: RequestEntry, trigger: type | Trigger) -> None:
         """It ends without having been sent anywhere."""
         self._settle(entry)
-        self.requests.move(entry, trigger, S.ENDED)
+        self.requests.end(entry, trigger)
         if self.fleet.exact is not None:
             self.fleet.exact.dropped(entry.request)
 
@@ -546,18 +545,17 @@ class Pipeline:
         now = self._clock.time()
         fleet.ledger.release(lease)
         if event.client_gone:
+            entry.usage = event.usage or entry.usage
             return [self._ended(entry, ev.ResponseEnded, event, "client-disconnect", now)]
         done = 200 <= status < 300
         if not done or fleet.table.troubled:
             fleet.answered(lease.slot, 0 < status < 500, now)
-        usage = event.usage
-        if usage is not None:
-            self._learn(entry.request, usage)
-            self.tokens.learn_answer(entry.request, event.response_bytes, usage.completion_tokens)
-        else:
-            usage = entry.usage
+        if event.usage is not None:
+            entry.usage = event.usage
+            self._learn(entry.request, event.usage)
+            self.tokens.learn_answer(entry.request, event.response_bytes, event.usage.completion_tokens)
         if done:
-            tokens = usage.completion_tokens if usage is not None else -1
+            tokens = -1 if entry.usage is None else entry.usage.completion_tokens
             if lease.mark is not None and lease.blind and tokens < 0:
                 tokens = self.tokens.answer_tokens(entry.request, event.response_bytes)
             fleet.completed(lease, now, tokens, event.ttft_ms, event.duration_ms)
@@ -569,19 +567,18 @@ class Pipeline:
         self, entry: RequestEntry, trigger: type | Trigger, event: ev.ResponseEnded, cause: str, now: float
     ) -> OutcomeRecord:
         """A routed request is over, and its lease is off the books."""
-        lease, request = entry.lease, entry.request
+        lease, usage = entry.lease, entry.usage or _UNKNOWN
         assert lease is not None
-        usage = event.usage or entry.usage or _UNKNOWN
         if self.fleet.exact is not None:
             self.fleet.exact.ended(lease.predicted, usage, 200 <= event.status < 300, now)
         if entry.charge is not None:
             tokens = usage.completion_tokens
             if tokens < 0 and cause == "natural" and 200 <= event.status < 300:  # more is known than when it was sent
-                tokens = self._output(request)
+                tokens = self._output(entry.request)
             self._settle(entry, event.status, tokens, event.duration_ms)
-        self.requests.move(entry, trigger, S.ENDED)
+        self.requests.end(entry, trigger)
         return OutcomeRecord(
-            request=request,
+            request=entry.request,
             at=now,
             endpoint=lease.endpoint_id,
             status=event.status,
