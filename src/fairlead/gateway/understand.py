@@ -1,7 +1,7 @@
 """Headers and body of a request → `Request`: the one place where client input becomes something to schedule."""
 
 import asyncio
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from itertools import count
@@ -185,7 +185,7 @@ class Conversations:
         #: recently met first.
         self._ends: OrderedDict[int, list[_Prompt]] = OrderedDict()
         #: Hash of a block → how many entries of `_ends` lie behind it and before the end of the next block.
-        self._stems: dict[int, int] = {}
+        self._stems: dict[int, int] = defaultdict(int)
         self._known = 0
 
     def __len__(self) -> int:
@@ -221,7 +221,7 @@ class Conversations:
             self._add_alike(key, seen)
         else:
             self._ends[key] = [seen]
-            stems[stem] = stems.get(stem, 0) + 1
+            stems[stem] += 1
             self._known += 1
             if self._known > self._limit:
                 self._forget()
@@ -421,7 +421,9 @@ class Understanding:
         api, model, prompt_bytes = parsed.api, parsed.model, parsed.prompt_bytes
         session, prefix, segments = hints.session or parsed.user, NO_PREFIX, parsed.prompt
         if segments:
-            text = segments[0] if len(segments) == 1 else b"".join(segments)
+            text, *more = segments
+            if more:
+                text = b"".join(segments)
             prefix = self._hasher.chain(parsed.root, text)
             if not session and self._conversations is not None and api in STREAMING:
                 session = self._conversations.of(prefix, text)
