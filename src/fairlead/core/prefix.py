@@ -198,19 +198,19 @@ class PrefixIndex:
         """`slot` was sent a prompt with this chain: it has it now, and used it last. Returns what is `free` then."""
         if self._leaving:
             self._sweep()
-        hashes, ends = chain.hashes, chain.ends
+        hashes = chain.hashes
         if not hashes:
             return self.free(slot)
         lru, holders, bit = self._lru[slot], self._holders, 1 << slot
         before, added = len(lru), hashes
-        free = self._free[slot] - ends[-1]
-        blocks: Iterator[tuple[int, int]] = zip(reversed(hashes), _sizes(ends))  # noqa: B905 - equally long
+        free = self._free[slot] - chain.ends[-1]
+        blocks: Iterator[tuple[int, int]] = zip(reversed(hashes), _sizes(chain.ends))  # noqa: B905 - equally long
         if hashes[0] in lru:
             # It has the first blocks, up to one: no chain has a hole.
             known = len(hashes) if hashes[-1] in lru else bisect_left(hashes, True, key=lambda block: block not in lru)
             added = hashes[known:]
             blocks = islice(blocks, len(added))
-            free += ends[known - 1]
+            free += chain.ends[known - 1]
         lru.update(blocks)
         grown = len(lru) - before
         if grown != len(added):  # two blocks of the chain have the same hash
@@ -221,7 +221,7 @@ class PrefixIndex:
             try:
                 deque(map(lru.move_to_end, hashes[len(hashes) - len(added) - 1 :: -1]), maxlen=0)
             except KeyError:  # there is a hole: blocks of different prompts have the same hash
-                for block, size in zip(reversed(hashes), _sizes(ends), strict=True):
+                for block, size in zip(reversed(hashes), _sizes(chain.ends), strict=True):
                     lru[block] = lru.pop(block, size)
                     holders[block % _PARTS][block] |= bit
                 grown = len(lru) - before
