@@ -408,17 +408,17 @@ class Understanding:
         """The request (`blind`: nobody will see its first token; `external_id`: its x-request-id, of `MAX_NAME`
         characters at most), and who still reads its prompt, for `known`. Raises `ClientError` when no model server
         could understand the body either."""
-        path, parser, hints = head.path, head.parser, head.hints
+        hints = head.hints
         if not body:  # none was sent, or the gateway does not show it: whether that is right the model server knows
-            parsed = unread(api_of(path), "no-body")
-        elif parser is None:
-            parsed = self._parse(path, body, head.content_type, content_encoding=head.encoding)
+            parsed = unread(api_of(head.path), "no-body")
+        elif head.parser is None:
+            parsed = self._parse(head.path, body, head.content_type, content_encoding=head.encoding)
         else:
             try:
-                parsed = parser(body, head.content_type) or too_large(path, body)
+                parsed = head.parser(body, head.content_type) or too_large(head.path, body)
             except ClientError as error:
-                raise explained(error, path, head.content_type) from None
-        api, model, prompt_bytes = parsed.api, parsed.model, parsed.prompt_bytes
+                raise explained(error, head.path, head.content_type) from None
+        api = parsed.api
         session, prefix, segments = hints.session or parsed.user, NO_PREFIX, parsed.prompt
         if segments:
             text, *more = segments
@@ -432,16 +432,16 @@ class Understanding:
             next(self._ids),
             self._now(),
             api,
-            path,
-            model,
+            head.path,
+            parsed.model,
             "",  # target
             hints.rewrite,
             hints.objective,
             "",  # rewritten_by
             parsed.stream,
             len(body),
-            prompt_bytes,
-            parsed.prompt_tokens or self._tokens.estimate(model, prompt_bytes, api),
+            parsed.prompt_bytes,
+            parsed.prompt_tokens or self._tokens.estimate(parsed.model, parsed.prompt_bytes, api),
             parsed.max_tokens,
             prefix,
             parsed.media,
