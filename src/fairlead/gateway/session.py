@@ -89,6 +89,7 @@ class SessionState(IntEnum):
     CLOSED = 7
 
 
+#: The states that every request passes, as names that take one look-up.
 _OPENED, _COLLECTING, _WAITING = SessionState.OPENED, SessionState.COLLECTING, SessionState.WAITING
 
 
