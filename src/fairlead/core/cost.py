@@ -431,8 +431,7 @@ class Ready(Struct, gc=False):
 
 def renew(slots: Iterable[int], table: EndpointTable, learned: Learned) -> None:
     """Make these slots ready from their columns: they are no longer in `EndpointTable.stale`."""
-    factors = learned.rates
-    prior = factors.prior
+    prior = learned.rates.prior
     for slot in slots:
         (
             kv, queue, active, held, pending, queued, queued_ms, since_ms, kv_tokens, growth, head_ms, per_capacity,
@@ -441,7 +440,7 @@ def renew(slots: Iterable[int], table: EndpointTable, learned: Learned) -> None:
         if ranks > 1.0:
             queue, active, pending, limit = queue / ranks, active / ranks, pending / ranks, limit / ranks
             queued, queued_ms, kv_tokens = queued / ranks, queued_ms / ranks, kv_tokens / ranks
-        kappa, tpot_kappa, factor, base, load = factors.by_slot[slot].tolist()
+        kappa, tpot_kappa, factor, base, load = learned.rates.by_slot[slot].tolist()
         step = base * prior.c0 + load * (prior.c_seq * active + prior.c_kv * kv_tokens)
         left_ms, due_ms, pace = 0.0, inf, 1.0
         if queued:
@@ -464,10 +463,9 @@ def renew(slots: Iterable[int], table: EndpointTable, learned: Learned) -> None:
             wait = (queue + active + 0.5 - limit) * answer_ms / limit
             done_ms, left_ms, due_ms = done_ms + wait, left_ms + wait, due_ms - wait / pace
         free = (FULL_FROM - kv) / per_capacity if per_capacity else inf if kv <= FULL_FROM else 0.0
-        easy = (free if free < STEP_TOKENS else STEP_TOKENS) - queued
         learned.by_slot[slot] = (
             kappa * factor, factor * (active + queue), 1.5 * kappa * step, step, done_ms, left_ms, due_ms, pace, kappa,
-            easy,
+            (free if free < STEP_TOKENS else STEP_TOKENS) - queued,
         )  # fmt: skip
         learned.slots[slot] = Ready(
             step, step + load * prior.c_seq, done_ms, left_ms, due_ms, pace, kappa, factor,
@@ -496,25 +494,31 @@ def forecast(slot: int, prompt: float, uncached: float, alone_ms: float, fleet: 
     if slot in fleet.table.stale:
         renew((slot,), fleet.table, learned)
     ready = learned.slots[slot]
-    kv, queue, queued = ready.kv, ready.queue, ready.queued_tokens
-    tokens = queued + uncached
+    tokens = ready.queued_tokens + uncached
     ttft = ready.factor * alone_ms + ready.step * (ceil(tokens * _PER_STEP) + 0.5) + ready.wait_ms(now)
-    used = kv + tokens * ready.per_capacity
+    used = ready.kv + tokens * ready.per_capacity
     if used > 1.0:
-        ttft += (used - 1.0) * (learned.hold_ms / max(kv, LEAST_USAGE))
+        ttft += (used - 1.0) * (learned.hold_ms / max(ready.kv, LEAST_USAGE))
         kind = KINDS - 1
-    elif ready.max_seqs and queue + ready.active >= ready.max_seqs:
+    elif ready.max_seqs and ready.queue + ready.active >= ready.max_seqs:
         kind = KINDS - 1
     else:
-        kind = min(int(ready.pending), 2) + 1 if queued or ready.active else 0
-    if queue >= 1.0 and kv > FULL:
-        ttft = max(ttft, queue * learned.hold_ms / max(ready.active, 1.0))
+        kind = min(int(ready.pending), 2) + 1 if ready.queued_tokens or ready.active else 0
+    if ready.queue >= 1.0 and ready.kv > FULL:
+        ttft = max(ttft, ready.queue * learned.hold_ms / max(ready.active, 1.0))
     if uncached < prompt:
         kind += KINDS
     middle, low, high = learned.bands[kind].factors
-    expected, step = ttft * ready.kappa, ready.next_step
-    tpot = step * learned.tpot_kappa.item(slot)
-    return Forecast(expected * middle, expected * low, expected * high, tpot, ttft, step, kind)
+    expected = ttft * ready.kappa
+    return Forecast(
+        expected * middle,
+        expected * low,
+        expected * high,
+        ready.next_step * learned.tpot_kappa.item(slot),
+        ttft,
+        ready.next_step,
+        kind,
+    )
 
 
 def cost_of_one(prompt: float, share: FloatColumn | None, weights: Weights, fleet: Known, now: float) -> FloatColumn:
@@ -533,13 +537,12 @@ def cost_of_one(prompt: float, share: FloatColumn | None, weights: Weights, flee
     if share is not None:
         uncached = np.maximum(prompt - share * prompt, _ONE)
     now_ms = now * 1e3
-    wait = kappa * np.maximum(np.maximum(done_ms - now_ms, left_ms), (now_ms - due_ms) * pace)
     alone = learned.rates.prior.prefill_ms(prompt, uncached)
     answer = max(learned.answer_steps, 1.0)
     ttft: FloatColumn = own * alone
     coming = ttft * (_COMING / answer) / steps
     total: FloatColumn = weights.interference * pausing * alone * (coming + _ONE) + weights.decode * answer * step
-    ttft += steps + wait
+    ttft += steps + kappa * np.maximum(np.maximum(done_ms - now_ms, left_ms), (now_ms - due_ms) * pace)
     if crowded:
         tokens = per_rank(table.queued_tokens, table) + uncached
         ttft += steps * ((np.ceil(tokens * _PER_STEP) - 1.0) / 1.5)

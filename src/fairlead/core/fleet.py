@@ -297,8 +297,7 @@ class Fleet:
         """Charge a lease and remember the prompt's prefix for the endpoint. `expected_output`: tokens of all its
         sequences. `reserved`: only keep a place there for a request that may go elsewhere in the end; nothing is
         learned of it."""
-        table, predictor = self.table, self.predictor
-        prompt = request.prompt_tokens
+        table, prompt = self.table, request.prompt_tokens
         half = expected_output / 2
         uncached = float(min(max(prompt - hit_tokens, 1), MOST))
         refused = uncached * table.per_capacity[slot] > 1.0
@@ -322,9 +321,9 @@ class Fleet:
             blind,
             request.sequences,
         )
-        if blind and now >= predictor.marks_at[slot]:
-            predictor.marks_at[slot] = now + BLIND_S
-            lease.mark = predictor.blind_mark(slot, self.ledger.blind_ms(slot), now)
+        if blind and now >= self.predictor.marks_at[slot]:
+            self.predictor.marks_at[slot] = now + BLIND_S
+            lease.mark = self.predictor.blind_mark(slot, self.ledger.blind_ms(slot), now)
         self.ledger.charge(lease)
         if table.lora:
             self._meet(lease)
@@ -526,12 +525,10 @@ class Fleet:
 
         Learned shares are of its bytes, exact ones (`fleet.exact`) of its tokens.
         """
-        chain, slots = request.prefix, len(self.table.endpoints)
-        # Inline media count for less in `prompt_bytes` than they take up in the chain.
-        column = self.prefix.match(chain, slots, max(request.prompt_bytes, chain.ends[-1])) if chain.hashes else None
+        column = self.prefix.match(request.prefix, len(self.table.endpoints), request.prompt_bytes)
         if self.exact is not None:
             rates = self.predictor.rates
-            return self.exact.refine(request, column, slots, rates.prior.c_pf * rates.prefill)
+            return self.exact.refine(request, column, len(self.table), rates.prior.c_pf * rates.prefill)
         return column
 
     def stale(self, slot: int, now: float) -> bool:

@@ -180,21 +180,20 @@ class Account:
 
     def row(self) -> tuple[float, ...]:
         """What stands in the columns of `fairlead.core.table.LOAD`, in their order."""
-        pending, early = self.pending, self.early
-        work = self.pending_work
-        active = self.active - self.lost
+        pending, active, early = self.pending, self.active, self.early
+        running = max(active - self.lost, 0.0) if self.lost else active
         return (
             pending - early + self.others_waiting,
-            (active if active > 0.0 else 0.0) + early + self.others_running,
-            pending + self.active,
+            running + early + self.others_running,
+            pending + active,
             pending,
             self.pending_tokens,
             self.pending_tokens,
-            work * 1e-3,
+            self.pending_work * 1e-3,
             self.prefill_since * 1e3,
             self.kv_tokens,
             self.growth_tokens,
-            inf if self.blind else min(self.head_work, work) * 1e-3,
+            inf if self.blind else min(self.head_work, self.pending_work) * 1e-3,
         )
 
     def was_shown(self, lease: Lease) -> None:
@@ -357,9 +356,8 @@ class Ledger:
             account.blind_work += lease.work_us
         account.kv_tokens += lease.kv_tokens
         account.growth_tokens += lease.growth_tokens
-        table = self._table
-        table.load[slot] = account.row()
-        table.stale.add(slot)
+        self._table.load[slot] = account.row()
+        self._table.stale.add(slot)
 
     def charge_late(self, lease: Lease) -> None:
         """Take another scheduler's lease on the books, which was charged a moment ago."""
@@ -397,9 +395,8 @@ class Ledger:
         if lease.adapter and lease.pending:
             self._started(lease)
         account.release(lease)
-        table = self._table
-        table.load[slot] = account.row()
-        table.stale.add(slot)
+        self._table.load[slot] = account.row()
+        self._table.stale.add(slot)
         if lease.prefill is not None:
             self._release_prefill(lease.prefill, None)
 

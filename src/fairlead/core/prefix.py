@@ -67,16 +67,16 @@ class ChainHasher:
     def chain(self, root: bytes, prompt: bytes | memoryview) -> PrefixChain:
         """Hash `prompt` under `root`. O(bytes) at memory speed, without a copy."""
         text = memoryview(prompt)
-        length, borders = len(text), self._borders
-        if borders[-1] <= length:
+        length = len(text)
+        if self._borders[-1] <= length:
             length = min(length, self._max_bytes)
             self.borders(length)
-        count = bisect_right(borders, length) - 1
+        count = bisect_right(self._borders, length) - 1
         if not count:
             return NO_PREFIX
         ends = self._ends.get(count)
         if ends is None:
-            ends = self._ends[count] = tuple(borders[1 : count + 1])
+            ends = self._ends[count] = tuple(self._borders[1 : count + 1])
         parent = xxh3_64_intdigest(root)
         return PrefixChain(
             tuple([parent := xxh3_64_intdigest(text[block], parent) for block in self._blocks[:count]]), ends
@@ -147,23 +147,26 @@ class PrefixIndex:
             for slot in _bits(holders):
                 yield slot, matched
 
-    def match(self, chain: PrefixChain, slots: int, total_bytes: int = 1) -> FloatColumn | None:
-        """Matched bytes over `total_bytes`, as a column of length `slots`; `None` when nobody holds anything of it."""
+    def match(self, chain: PrefixChain, slots: int, total_bytes: int | None = None) -> FloatColumn | None:
+        """Matched bytes, as a column of length `slots`, or their share of `total_bytes` (of the chain's, if those are
+        more). `None` = nobody holds anything of it."""
         if not chain.hashes:
             return None
         first = chain.hashes[0]
         if first not in self._holders[first % _PARTS]:
             return None
+        # Inline media count for less in a prompt's bytes than they take up in the chain.
+        total = 1 if total_bytes is None else max(total_bytes, chain.ends[-1])
         column: FloatColumn | None = None
         for holders, matched in self._depths(chain):
             if column is None:
                 column = np.zeros(slots)
             if holders.bit_count() < _FEW:
                 while holders:
-                    column[holders.bit_length() - 1] = matched / total_bytes
+                    column[holders.bit_length() - 1] = matched / total
                     holders &= ~(1 << holders.bit_length() - 1)
             else:
-                column[_mask(holders, slots)] = matched / total_bytes
+                column[_mask(holders, slots)] = matched / total
         return column
 
     def _depths(self, chain: PrefixChain) -> Iterator[tuple[int, int]]:
@@ -195,19 +198,19 @@ class PrefixIndex:
         """`slot` was sent a prompt with this chain: it has it now, and used it last. Returns what is `free` then."""
         if self._leaving:
             self._sweep()
-        hashes, ends = chain.hashes, chain.ends
+        hashes = chain.hashes
         if not hashes:
             return self.free(slot)
         lru, holders, bit = self._lru[slot], self._holders, 1 << slot
         before, added = len(lru), hashes
-        free = self._free[slot] - ends[-1]
-        blocks: Iterator[tuple[int, int]] = zip(reversed(hashes), _sizes(ends))  # noqa: B905 - equally long
+        free = self._free[slot] - chain.ends[-1]
+        blocks: Iterator[tuple[int, int]] = zip(reversed(hashes), _sizes(chain.ends))  # noqa: B905 - equally long
         if hashes[0] in lru:
             # It has the first blocks, up to one: no chain has a hole.
             known = len(hashes) if hashes[-1] in lru else bisect_left(hashes, True, key=lambda block: block not in lru)
             added = hashes[known:]
             blocks = islice(blocks, len(added))
-            free += ends[known - 1]
+            free += chain.ends[known - 1]
         lru.update(blocks)
         grown = len(lru) - before
         if grown != len(added):  # two blocks of the chain have the same hash
@@ -218,7 +221,7 @@ class PrefixIndex:
             try:
                 deque(map(lru.move_to_end, hashes[len(hashes) - len(added) - 1 :: -1]), maxlen=0)
             except KeyError:  # there is a hole: blocks of different prompts have the same hash
-                for block, size in zip(reversed(hashes), _sizes(ends), strict=True):
+                for block, size in zip(reversed(hashes), _sizes(chain.ends), strict=True):
                     lru[block] = lru.pop(block, size)
                     holders[block % _PARTS][block] |= bit
                 grown = len(lru) - before
@@ -227,9 +230,11 @@ class PrefixIndex:
         self._entries = entries = self._entries + grown
         if free < 0:
             self._trim(slot)
+            free = self._free[slot]
         if entries > self._max_entries:
             self._make_room(slot)
-        return self._free[slot] / (self._capacity[slot] or 1)
+            free = self._free[slot]
+        return free / (self._capacity[slot] or 1)
 
     def occupy(self, slot: int, size: int) -> None:
         """Something took `size` bytes of the endpoint's memory that no prompt begins with, such as an answer. Nobody

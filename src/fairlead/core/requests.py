@@ -177,11 +177,15 @@ class Requests:
         return entry
 
     def move(self, entry: RequestEntry, trigger: type | Trigger, state: RequestState) -> None:
-        """To its next state. The caller takes and releases what `HOLDS` says."""
+        """To its next state, which is not the last. The caller takes and releases what `HOLDS` says."""
         assert state in TRANSITIONS[entry.state][trigger], f"{entry.state.label}: {trigger} → {state.label}"
         entry.state = state
-        if state is S.ENDED:
-            del self._entries[entry.request.id]
+
+    def end(self, entry: RequestEntry, trigger: type | Trigger) -> None:
+        """To its last state: it is not here any more."""
+        assert S.ENDED in TRANSITIONS[entry.state][trigger], f"{entry.state.label}: {trigger} → ended"
+        entry.state = S.ENDED
+        del self._entries[entry.request.id]
 
     def validate(self) -> None:
         """Raise `AssertionError` unless each entry has what its state says, and nothing else."""

@@ -190,8 +190,8 @@ class Pipeline:
                 instructions = self._handlers[kind](entry, event)
         if self._stalled:
             instructions = [*instructions, *self._stalls.take_changes()]
-        flow = self.flow_controller
-        if flow is not None and flow.flow.queues.count:
+        if self.flow_controller is not None and self.flow_controller.flow.queues.count:
+            flow = self.flow_controller
             instructions = instructions + flow.dispatched(self._bound, self._evict, self.fleet, self._clock.time())
             if flow.flow.draining:
                 self._drained(flow)
@@ -220,10 +220,9 @@ class Pipeline:
             only = control.only
             if only is not None and self.parking is None:
                 key = FlowKey(request.priority, request.model, request.fairness_id)
-                if only is ANYBODY:
-                    only = control.only = key
-                if key == only:
-                    pick = self._choose(request, now)
+                if key == only or only is ANYBODY:
+                    control.only = key
+                    pick = self._choose(self.policy, request, now)
                     if isinstance(pick, Picked) and control.gate.admits(pick.slot, self.fleet, now):
                         return self._route(entry, ev.RequestArrived, pick, now)
                 self._count(control)
@@ -232,7 +231,7 @@ class Pipeline:
             asked = self._ask(self.parking, entry, ev.RequestArrived, now)
             if asked:
                 return asked
-        return self._send(entry, ev.RequestArrived, self._choose(request, now), now)
+        return self._send(entry, ev.RequestArrived, self._choose(self.policy, request, now), now)
 
     def _admitted(
         self, flow: FlowController, entry: RequestEntry, now: float, pick: Answer | None
@@ -247,7 +246,7 @@ class Pipeline:
                 reservation.opened = flow.opened(self.fleet, now)
                 question = self.parking.question(self.policy, request, self.fleet, now, reservation)
             elif pick is None:
-                pick = self._choose(request, now)
+                pick = self._choose(self.policy, request, now)
         slot = reservation.slot if pick is None else pick.slot if isinstance(pick, Picked) else -1
         outcome = control.arrived(request, self.fleet, now, slot, self._output)
         if outcome is None:
@@ -255,7 +254,7 @@ class Pipeline:
                 asked = self._ask(self.parking, entry, arrived, now, reservation, question)
                 if asked:
                     return asked
-            return self._send(entry, arrived, pick or self._choose(request, now), now)
+            return self._send(entry, arrived, pick or self._choose(self.policy, request, now), now)
         if isinstance(outcome, Refused):
             self._unrouted(entry, arrived)
             return flow.refused(request, outcome, now, entry.client)
@@ -324,7 +323,7 @@ class Pipeline:
     def _unrouted(self, entry: RequestEntry, trigger: type | Trigger) -> None:
         """It ends without having been sent anywhere."""
         self._settle(entry)
-        self.requests.move(entry, trigger, S.ENDED)
+        self.requests.end(entry, trigger)
         if self.fleet.exact is not None:
             self.fleet.exact.dropped(entry.request)
 
@@ -377,7 +376,7 @@ class Pipeline:
         kept = reservation.kept(self.fleet) if reservation is not None else None
         if kept is not None and reservation is not None and reservation.waited:
             return kept
-        pick = self._choose(question.request, now, question.policy)
+        pick = self._choose(question.policy or self.policy, question.request, now)
         flow = self.flow_controller
         opened = flow.opened(self.fleet, now) if flow is not None and kept is not None else None
         return kept if kept and opened is not None and isinstance(pick, Picked) and not opened[pick.slot] else pick
@@ -489,8 +488,7 @@ class Pipeline:
         addresses = [endpoint.address for endpoint in endpoints if endpoint is not None]
         return structs.replace(route, destination=",".join(addresses))
 
-    def _choose(self, request: Request, now: float, policy: Policy | None = None) -> Answer:
-        policy = policy or self.policy
+    def _choose(self, policy: Policy, request: Request, now: float) -> Answer:
         try:
             pick = policy.choose(request, self.fleet, Context(now, self._rng))
             if self.snapshot is not None and pick.trace is not None:
@@ -541,47 +539,51 @@ class Pipeline:
             self.tokens.learn_output(request.target_model, tokens, request.max_tokens, request.api)
 
     def _response_ended(self, entry: RequestEntry, event: ev.ResponseEnded) -> list[Instruction]:
-        lease, fleet, status = entry.lease, self.fleet, event.status
+        lease, fleet = entry.lease, self.fleet
         assert lease is not None
         now = self._clock.time()
         fleet.ledger.release(lease)
         if event.client_gone:
-            return [self._ended(entry, ev.ResponseEnded, event, "client-disconnect", now)]
-        done = 200 <= status < 300
+            entry.usage = event.usage or entry.usage
+            return [self._ended(entry, lease, ev.ResponseEnded, event, "client-disconnect", now)]
+        done = 200 <= event.status < 300
         if not done or fleet.table.troubled:
-            fleet.answered(lease.slot, 0 < status < 500, now)
-        usage = event.usage
-        if usage is not None:
-            self._learn(entry.request, usage)
-            self.tokens.learn_answer(entry.request, event.response_bytes, usage.completion_tokens)
-        else:
-            usage = entry.usage
+            fleet.answered(lease.slot, 0 < event.status < 500, now)
+        if event.usage is not None:
+            entry.usage = event.usage
+            self._learn(entry.request, event.usage)
+            self.tokens.learn_answer(entry.request, event.response_bytes, event.usage.completion_tokens)
         if done:
-            tokens = usage.completion_tokens if usage is not None else -1
+            tokens = -1 if entry.usage is None else entry.usage.completion_tokens
             if lease.mark is not None and lease.blind and tokens < 0:
                 tokens = self.tokens.answer_tokens(entry.request, event.response_bytes)
             fleet.completed(lease, now, tokens, event.ttft_ms, event.duration_ms)
-        elif status == 404 and fleet.without_model(lease.slot, entry.request.target_model):
-            return [self._ended(entry, ev.ResponseEnded, event, "natural", now), ListAdapters(lease.endpoint_id)]
-        return [self._ended(entry, ev.ResponseEnded, event, "natural", now)]
+        elif event.status == 404 and fleet.without_model(lease.slot, entry.request.target_model):
+            ended = self._ended(entry, lease, ev.ResponseEnded, event, "natural", now)
+            return [ended, ListAdapters(lease.endpoint_id)]
+        return [self._ended(entry, lease, ev.ResponseEnded, event, "natural", now)]
 
     def _ended(
-        self, entry: RequestEntry, trigger: type | Trigger, event: ev.ResponseEnded, cause: str, now: float
+        self,
+        entry: RequestEntry,
+        lease: Lease,
+        trigger: type | Trigger,
+        event: ev.ResponseEnded,
+        cause: str,
+        now: float,
     ) -> OutcomeRecord:
         """A routed request is over, and its lease is off the books."""
-        lease, request = entry.lease, entry.request
-        assert lease is not None
-        usage = event.usage or entry.usage or _UNKNOWN
+        usage = entry.usage or _UNKNOWN
         if self.fleet.exact is not None:
             self.fleet.exact.ended(lease.predicted, usage, 200 <= event.status < 300, now)
         if entry.charge is not None:
             tokens = usage.completion_tokens
             if tokens < 0 and cause == "natural" and 200 <= event.status < 300:  # more is known than when it was sent
-                tokens = self._output(request)
+                tokens = self._output(entry.request)
             self._settle(entry, event.status, tokens, event.duration_ms)
-        self.requests.move(entry, trigger, S.ENDED)
+        self.requests.end(entry, trigger)
         return OutcomeRecord(
-            request=request,
+            request=entry.request,
             at=now,
             endpoint=lease.endpoint_id,
             status=event.status,
@@ -619,7 +621,7 @@ class Pipeline:
         assert entry.lease is not None
         self.fleet.ledger.release(entry.lease)
         end = ev.ResponseEnded(request_id=entry.request.id)
-        return [self._ended(entry, trigger, end, cause, self._clock.time())]
+        return [self._ended(entry, entry.lease, trigger, end, cause, self._clock.time())]
 
     def _over(self, entry: RequestEntry, why: Trigger) -> list[Instruction]:
         """The turn of one of many that are over."""

@@ -260,12 +260,11 @@ class Stalls:
 def overdue_s(lease: Lease, begins: bool) -> float:
     """Seconds from its charge after which its answer should have begun, or, unless it is seen when it `begins`, should
     be over; `inf` = nobody can say."""
-    forecast = lease.forecast
-    first = OVERDUE * forecast.high_ms
+    first = OVERDUE * lease.forecast.high_ms
     if first <= 0.0:
         return inf
     if begins:
         return first if first > OVERDUE_S else OVERDUE_S
     tokens = lease.request.max_tokens or 20.0 * lease.growth_tokens / lease.sequences
-    full = first + 2e-3 * tokens * forecast.tpot_ms
+    full = first + 2e-3 * tokens * lease.forecast.tpot_ms
     return full if full > OVERDUE_WHOLE_S else OVERDUE_WHOLE_S

@@ -28,6 +28,7 @@ Rules
 
 import re
 from collections.abc import Callable
+from itertools import starmap
 from math import inf
 
 from msgspec import Struct
@@ -126,25 +127,37 @@ def read_entries(message: bytes) -> list[AccessLogEntry]:
     """Decode a StreamAccessLogsMessage. TCP entries are skipped. Raises `ProtocolError` on malformed bytes."""
     summaries = _SUMMARY.findall(message.decode("latin-1"))
     if summaries:
-        return [
-            AccessLogEntry(
-                lease,
-                int(status or 0),
-                upstream,
-                int(ttft_us) / 1000.0 if ttft_us else -1.0,
-                float(duration_ms) if duration_ms else -1.0,
-                int(size) if size else -1,
-                bool(flags) and not _GONE_FLAGS.isdisjoint(flags.split(",")),
-                int(attempts or 0),
-                gateway_id,
-            )
-            for lease, status, ttft_us, duration_ms, size, upstream, flags, attempts, gateway_id in summaries
-        ]
+        return list(starmap(_summarised, summaries))
     out: list[AccessLogEntry] = []
     for key, start, end in fields(message):
         if key == 2 and end >= 0:  # http_logs
             out.extend(_read_entry(message, a, b) for n, a, b in fields(message, start, end) if n == 1 and b >= 0)
     return out
+
+
+def _summarised(
+    lease: str,
+    status: str,
+    ttft_us: str,
+    duration_ms: str,
+    size: str,
+    upstream: str,
+    flags: str,
+    attempts: str,
+    gateway_id: str,
+) -> AccessLogEntry:
+    """The groups of `_SUMMARY`."""
+    return AccessLogEntry(
+        lease,
+        int(status or 0),
+        upstream,
+        int(ttft_us) / 1000.0 if ttft_us else -1.0,
+        float(duration_ms) if duration_ms else -1.0,
+        int(size) if size else -1,
+        bool(flags) and not _GONE_FLAGS.isdisjoint(flags.split(",")),
+        int(attempts or 0),
+        gateway_id,
+    )
 
 
 def _read_entry(data: bytes, start: int, end: int) -> AccessLogEntry:

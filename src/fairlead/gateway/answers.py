@@ -85,21 +85,19 @@ class Answers:
         (never different), the lease in metadata, the address of who computes the prompt if that is another one, that of
         who gets the request if the first does not answer (with what `retry_headers` says of it), the header
         `traceparent` if the request is traced, and the client's control headers (`spoofed`) out."""
-        end = b""
-        if fallback:
-            end = self._fallbacks.get((kind, fallback, retry)) or self._fallback(kind, fallback, retry)
+        end = self._fallbacks.get((kind, fallback, retry)) or self._fallback(kind, fallback, retry) if fallback else b""
         lease = b"%b.%016x" % (self._prefix, request_id)
         if trace:
             return (
                 ext_proc.answer(kind, *_parts(destination.encode(), lease, spoofed, prefill, trace=trace), reroute=True)
                 + end
             )
-        key = kind, destination, spoofed, prefill
-        template = self._templates.get(key)
+        template = self._templates.get((kind, destination, spoofed, prefill))
         if template is None:
             if len(self._templates) > _CACHE:
                 self._templates.clear()
-            template = self._templates[key] = self._template(kind, destination.encode(), spoofed, prefill)
+            template = self._template(kind, destination.encode(), spoofed, prefill)
+            self._templates[kind, destination, spoofed, prefill] = template
         return lease.join(template) + end
 
     def retry_headers(self, repeatable: bool, hedge_after_ms: float) -> bytes:
@@ -107,8 +105,7 @@ class Answers:
         different ones make few templates."""
         if not (repeatable and self._repeats):
             return b""
-        steps = ceil(4.0 * log2(hedge_after_ms)) if self._hedges and hedge_after_ms > 1.0 else 0
-        return _retry_headers(steps)
+        return _retry_headers(ceil(4.0 * log2(hedge_after_ms)) if self._hedges and hedge_after_ms > 1.0 else 0)
 
     def _fallback(self, kind: Kind, address: str, retry: bytes) -> bytes:
         """More metadata and headers, behind those of the answer. The two are one message: protobuf merges what is there

@@ -133,12 +133,11 @@ class Driver:
 
     def feed(self, event: Event) -> None:
         """Let the pipeline know, and do what it says: now, or after the events before it."""
-        events = self._events
-        if events or self._busy:
-            events.append(event)
+        if self._events or self._busy:
+            self._events.append(event)
             if self._busy:
                 return
-            event = events.popleft()
+            event = self._events.popleft()
         self._busy = True
         instruction: Any  # a look at its type is faster than one at its classes
         try:
@@ -161,13 +160,13 @@ class Driver:
                             self._carry_out(instruction)
                     except Exception:
                         self._failed(instruction)
-                if not events:
+                if not self._events:
                     self._busy = False
                     return
-                event = events.popleft()
+                event = self._events.popleft()
         except BaseException:  # of the pipeline: the events behind did nothing wrong
             self._busy = False
-            if events:
+            if self._events:
                 self.later(0.0, self._go_on)
             raise
 

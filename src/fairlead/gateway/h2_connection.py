@@ -113,15 +113,15 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
         self.corked = True
         try:
             if self._need:
-                data, end = self._with_carry(nbytes)
+                data, nbytes = self._with_carry(nbytes)
             else:
-                data, end = bytes(self._scratch[: nbytes + _PREFIX_SIZE]), nbytes
-            pos, last, longest = 0, end - _HEAD_SIZE, self._longest
+                data = bytes(self._scratch[: nbytes + _PREFIX_SIZE])
+            pos, last, longest = 0, nbytes - _HEAD_SIZE, self._longest
             while pos <= last:
                 length, flags, stream_id, compressed, message_size = _heads(data, pos)
                 size = length >> 8
                 stop = pos + _HEAD_SIZE + size
-                if stop > end:
+                if stop > nbytes:
                     break
                 if (
                     length - (message_size << 8) == _PREFIX_LENGTH
@@ -151,8 +151,8 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
                 else:
                     longest = self._on_frame(length, flags, stream_id, data, pos, stop)
                 pos = stop
-            if pos < end:
-                self._keep(memoryview(data)[pos:end], length if pos <= last else -1)
+            if pos < nbytes:
+                self._keep(memoryview(data)[pos:nbytes], length if pos <= last else -1)
             if self._credit <= self._low_credit:
                 self._give_credit()
         except Exception as error:
@@ -266,7 +266,8 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
 
     def _open(self, stream_id: int, opening: Opening, ended: bool = False) -> None:
         """`ended`: the peer sends nothing more on it."""
-        self._last_stream, self.restless = stream_id, True
+        self._last_stream = stream_id
+        self.restless = True
         if opening.malformed or len(self.streams) >= self.limits.max_streams:
             crowded = len(self.streams) >= self.limits.max_streams
             self.send_reset(stream_id, ErrorCode.REFUSED_STREAM if crowded else ErrorCode.PROTOCOL_ERROR)

@@ -140,15 +140,17 @@ class H2Sender:
             if self.paused and self.transport.get_write_buffer_size() > self.limits.max_pending:
                 self.overflow()
         if self._merge:
-            busy = (
+            mark = _MERGING_MARK
+            if (
                 len(self.streams) > self.quiet
                 or self.partial
                 or self.queued
                 or self.paused
                 or self.draining
                 or self.closing
-            )
-            mark = 1 if busy or not self.settled else _MERGING_MARK
+                or not self.settled
+            ):
+                mark = 1
             if mark != self._mark:
                 self._put_mark(mark)
         self.restless = False
@@ -288,21 +290,26 @@ class H2Stream:
         if not self._connection.corked:
             self._connection.flush_soon()
 
-    def send_last(self, *messages: bytes) -> None:
-        connection, data = self._connection, messages[0]
-        size = len(data)
-        for message in messages[1:]:
+    def send_last(self, first: bytes, *more: bytes) -> None:
+        connection, data = self._connection, first
+        for message in more:
             data += _put_prefix(0, len(message)) + message
         framed = len(data) + _PREFIX_SIZE
-        unusual = self._opened or self.finished or self._reader or connection.paused or connection.table_update
-        if unusual or framed > min(self.window, connection.window, connection.peer_frame):
-            self.send(*messages)
+        if (
+            self._opened
+            or self.finished
+            or self._reader
+            or connection.paused
+            or connection.table_update
+            or framed > min(self.window, connection.window, connection.peer_frame)
+        ):
+            self.send(first, *more)
             self.finish()
             return
         number = self.id
         connection.window -= framed
         connection.out += (
-            _first_head(_RESPONSE_LENGTH, _END_HEADERS, number, _RESPONSE, framed << 8, 0, number, 0, size),
+            _first_head(_RESPONSE_LENGTH, _END_HEADERS, number, _RESPONSE, framed << 8, 0, number, 0, len(first)),
             data,
             _last_head(_OK_LENGTH, _LAST, number, _TRAILERS_OK),
         )

@@ -42,6 +42,9 @@ class ProcessingMode(Struct, frozen=True):
     #: Body modes of the request and of the response.
     request: BodyMode
     response: BodyMode
+    #: The request comes so: its body must be handed back, or each part of it is answered.
+    full_duplex: bool
+    streamed: bool
     #: An access log reports the end of every request.
     access_log: bool
     #: The first body message is the whole body, even if trailers follow.
@@ -79,6 +82,8 @@ def processing_mode(modes: Modes | None, access_log: bool, whole_body: bool, res
         modes,
         request,
         response,
+        request is BodyMode.FULL_DUPLEX,
+        request is BodyMode.STREAMED,
         access_log,
         whole_body,
         resizable,

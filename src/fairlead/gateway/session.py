@@ -89,6 +89,10 @@ class SessionState(IntEnum):
     CLOSED = 7
 
 
+#: The states that every request passes, as names that take one look-up.
+_OPENED, _COLLECTING, _WAITING = SessionState.OPENED, SessionState.COLLECTING, SessionState.WAITING
+
+
 class RequestEnd(IntEnum):
     """What was seen of the request's end."""
 
@@ -139,9 +143,8 @@ class Session:
     # ---- the transport calls ----
 
     def on_message(self, data: bytes) -> None:
-        state = self._state
         try:
-            if state is SessionState.OPENED:
+            if self._state is _OPENED:
                 opening = read_opening(data)
                 if opening is not None:
                     known, self._gateway_id, self._request_id = opening
@@ -150,7 +153,7 @@ class Session:
                     if known.ended or mode.at_once:
                         self._after_headers(known.ended)
                     return
-            elif state is SessionState.COLLECTING:
+            elif self._state is _COLLECTING:
                 chunk = read_last_chunk(data)
                 if chunk is not None:
                     if self._parts is None and not self._mode.buffered and len(chunk) <= self._host.max_body:
@@ -159,13 +162,13 @@ class Session:
                     else:
                         self._take_chunk(chunk, True)
                     return
-            elif state is SessionState.CLOSED:
+            elif self._state is SessionState.CLOSED:
                 return
             message = Incoming(data)
-            handler = _LEGAL[state].get(message.kind)
+            handler = _LEGAL[self._state].get(message.kind)
             if handler is None:
-                raise ProtocolError(f"{message.kind.name} in state {state.name}")
-            if state is SessionState.OPENED:
+                raise ProtocolError(f"{message.kind.name} in state {self._state.name}")
+            if self._state is _OPENED:
                 self._begin(message.modes())
             handler(self, message)
         except ProtocolError as error:
@@ -173,7 +176,7 @@ class Session:
             self._stream.finish(_INVALID_ARGUMENT, str(error))
 
     def on_half_close(self) -> None:
-        if self._state in (SessionState.ASKING_KNOWLEDGE, SessionState.WAITING):
+        if self._state in (SessionState.ASKING_KNOWLEDGE, _WAITING):
             self._only_asks = True
             return
         self.on_lost("")
@@ -183,7 +186,7 @@ class Session:
         """Before a response message that means that the request is lost too; later the access log knows."""
         state = self._state
         self._close()
-        if state is SessionState.WAITING or state is SessionState.ROUTED:
+        if state is _WAITING or state is SessionState.ROUTED:
             self._host.driver.feed(StreamLost(self._request.id))
         elif state is SessionState.ASKING_KNOWLEDGE:
             self._reading.cancel()
@@ -195,7 +198,7 @@ class Session:
 
     def _begin(self, modes: Modes | None) -> ProcessingMode:
         """`modes`: as the first message announces them."""
-        self._state = SessionState.COLLECTING
+        self._state = _COLLECTING
         metadata = self._metadata
         mode = self._mode = processing_mode(
             modes, ACCESS_LOG_METADATA in metadata, WHOLE_BODY_METADATA in metadata, RESIZABLE_METADATA in metadata
@@ -277,10 +280,9 @@ class Session:
 
     def _complete(self, body: bytes) -> None:
         """The request is whole (or as whole as it will get before the choice): have it scheduled."""
-        host = self._host
-        models, mode = host.driver.pipeline.models, self._mode
+        host, mode = self._host, self._mode
         if not body:
-            page = models_page(models, self._head.headers, host.served)
+            page = models_page(host.driver.pipeline.models, self._head.headers, host.served)
             if page is not None:
                 self._answer(page)
                 return
@@ -290,12 +292,12 @@ class Session:
             self._fail(error)
             return
         self._request = request
-        if mode.request is BodyMode.FULL_DUPLEX or models.rewrites or request.rewrite:
+        if mode.full_duplex or host.driver.pipeline.models.rewrites or request.rewrite:
             self._body = body
             if body:
                 self._stream.hold(len(body))
         if reading is None:
-            self._state = SessionState.WAITING
+            self._state = _WAITING
             host.driver.feed(RequestArrived(request, self))
         else:
             self._state = SessionState.ASKING_KNOWLEDGE
@@ -307,7 +309,7 @@ class Session:
         if self._state is SessionState.ASKING_KNOWLEDGE:
             if not reading.cancelled() and reading.exception() is None:
                 self._request = self._host.understanding.known(self._request, reading.result())
-            self._state = SessionState.WAITING
+            self._state = _WAITING
             self._host.driver.feed(RequestArrived(self._request, self))
 
     def _fail(self, error: ClientError) -> None:
@@ -318,7 +320,7 @@ class Session:
     # ---- the driver calls ----
 
     def hold(self, seconds: float) -> None:
-        if self._state is SessionState.WAITING and self._mode.request is not BodyMode.FULL_DUPLEX:
+        if self._state is _WAITING and not self._mode.full_duplex:
             self._stream.send(ext_proc.message_timeout(seconds))  # under full duplex Envoy has no time limit
 
     def reject(self, reject: Reject) -> None:
@@ -333,35 +335,45 @@ class Session:
         self._stream.finish(_INTERNAL, "internal error")
 
     def route(self, route: Route) -> None:
-        if self._state is not SessionState.WAITING:
+        if self._state is not _WAITING:
             return
         host, mode, request = self._host, self._mode, self._request
         if route.evictable:  # to the end: whoever may be evicted must be within reach
             mode = self._mode = without_access_log(mode)
-        removed = self._head.removed
         # With trailers Envoy would double the body.
         marked = self._request_end is RequestEnd.MARKED
         fallback = route.fallback if mode.resizable and marked else ""
         retry = host.answers.retry_headers(route.repeatable, route.hedge_after_ms) if fallback else b""
         trace = request.trace.traceparent if request.trace is not None else ""
         if route.target:
-            messages = self._rewritten(route, removed, fallback, trace, retry)
+            messages = self._rewritten(route, fallback, trace, retry)
             if not messages:
                 self._fail(ClientError("the model's name cannot be replaced in this body", 400, "model"))
                 host.driver.feed(StreamLost(request.id))
                 return
         else:
-            to, awaited = route.destination or route.endpoint.address, self._awaited
-            messages = [host.answers.pick(awaited, to, request.id, removed, route.prefill, fallback, trace, retry)]
-            if awaited is Kind.REQUEST_HEADERS:
-                if marked and mode.request is BodyMode.STREAMED:  # mostly
+            messages = [
+                host.answers.pick(
+                    self._awaited,
+                    route.destination or route.endpoint.address,
+                    request.id,
+                    self._head.removed,
+                    route.prefill,
+                    fallback,
+                    trace,
+                    retry,
+                )
+            ]
+            if self._awaited is Kind.REQUEST_HEADERS:
+                if marked and mode.streamed:  # mostly
                     messages += [_BODY_CONTINUES] * self._chunks
                 else:
                     trailers = self._request_end is RequestEnd.TRAILERS
                     messages += rest_of_request(mode.request, self._body, self._chunks, trailers)
         if self._may_leave_at_pick(messages):
             self._stream.send_last(*messages)
-            self._state, self._head = SessionState.CLOSED, NO_HEAD
+            self._state = SessionState.CLOSED
+            self._head = NO_HEAD
             if self._body:
                 self._body = b""
             if self._gateway_id:
@@ -379,7 +391,7 @@ class Session:
             if self._only_asks:
                 self.on_half_close()
 
-    def _rewritten(self, route: Route, removed: frozenset[str], fallback: str, trace: str, retry: bytes) -> list[bytes]:
+    def _rewritten(self, route: Route, fallback: str, trace: str, retry: bytes) -> list[bytes]:
         """The pick with another model name in the body; nothing if there is no place for it."""
         request, mode = self._request, self._mode
         body = splice_model(self._body, route.target, self._head.content_type, request.api)
@@ -391,7 +403,7 @@ class Session:
             mode.modes,
             route.destination or route.endpoint.address,
             request.id,
-            removed,
+            self._head.removed,
             body,
             self._request_end is RequestEnd.TRAILERS,
             self._renaming is not None,
@@ -403,10 +415,9 @@ class Session:
 
     def _may_leave_at_pick(self, messages: list[bytes]) -> bool:
         host, request, leave = self._host, self._request, self._mode.leave
-        if leave is Leave.NEVER or not host.logs.connected or self._renaming is not None or host.tells_served:
+        if not leave or not host.logs.connected or self._renaming is not None or host.tells_served:
             return False
-        pulse = host.pulse
-        if not pulse.sure_from <= request.arrived <= pulse.sure_until:
+        if not host.pulse.sure_from <= request.arrived <= host.pulse.sure_until:
             return False
         if leave is Leave.UNSTREAMED:
             return not request.stream and request.api != "other" and not host.inspect(False)

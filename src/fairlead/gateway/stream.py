@@ -20,7 +20,7 @@ class ServerStream(Protocol):
     def send(self, *messages: bytes) -> None:
         """Queue whole gRPC messages, in order. They wait in the transport for flow-control windows. Never raises."""
 
-    def send_last(self, *messages: bytes) -> None:
+    def send_last(self, first: bytes, *more: bytes) -> None:
         """Send at least one message, then `finish`."""
 
     def finish(self, code: int = 0, message: str = "") -> None:

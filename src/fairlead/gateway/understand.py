@@ -1,7 +1,7 @@
 """Headers and body of a request → `Request`: the one place where client input becomes something to schedule."""
 
 import asyncio
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from itertools import count
@@ -185,7 +185,7 @@ class Conversations:
         #: recently met first.
         self._ends: OrderedDict[int, list[_Prompt]] = OrderedDict()
         #: Hash of a block → how many entries of `_ends` lie behind it and before the end of the next block.
-        self._stems: dict[int, int] = {}
+        self._stems: dict[int, int] = defaultdict(int)
         self._known = 0
 
     def __len__(self) -> int:
@@ -221,7 +221,7 @@ class Conversations:
             self._add_alike(key, seen)
         else:
             self._ends[key] = [seen]
-            stems[stem] = stems.get(stem, 0) + 1
+            stems[stem] += 1
             self._known += 1
             if self._known > self._limit:
                 self._forget()
@@ -408,20 +408,22 @@ class Understanding:
         """The request (`blind`: nobody will see its first token; `external_id`: its x-request-id, of `MAX_NAME`
         characters at most), and who still reads its prompt, for `known`. Raises `ClientError` when no model server
         could understand the body either."""
-        path, parser, hints = head.path, head.parser, head.hints
+        hints = head.hints
         if not body:  # none was sent, or the gateway does not show it: whether that is right the model server knows
-            parsed = unread(api_of(path), "no-body")
-        elif parser is None:
-            parsed = self._parse(path, body, head.content_type, content_encoding=head.encoding)
+            parsed = unread(api_of(head.path), "no-body")
+        elif head.parser is None:
+            parsed = self._parse(head.path, body, head.content_type, content_encoding=head.encoding)
         else:
             try:
-                parsed = parser(body, head.content_type) or too_large(path, body)
+                parsed = head.parser(body, head.content_type) or too_large(head.path, body)
             except ClientError as error:
-                raise explained(error, path, head.content_type) from None
-        api, model, prompt_bytes = parsed.api, parsed.model, parsed.prompt_bytes
+                raise explained(error, head.path, head.content_type) from None
+        api = parsed.api
         session, prefix, segments = hints.session or parsed.user, NO_PREFIX, parsed.prompt
         if segments:
-            text = segments[0] if len(segments) == 1 else b"".join(segments)
+            text, *more = segments
+            if more:
+                text = b"".join(segments)
             prefix = self._hasher.chain(parsed.root, text)
             if not session and self._conversations is not None and api in STREAMING:
                 session = self._conversations.of(prefix, text)
@@ -430,16 +432,16 @@ class Understanding:
             next(self._ids),
             self._now(),
             api,
-            path,
-            model,
+            head.path,
+            parsed.model,
             "",  # target
             hints.rewrite,
             hints.objective,
             "",  # rewritten_by
             parsed.stream,
             len(body),
-            prompt_bytes,
-            parsed.prompt_tokens or self._tokens.estimate(model, prompt_bytes, api),
+            parsed.prompt_bytes,
+            parsed.prompt_tokens or self._tokens.estimate(parsed.model, parsed.prompt_bytes, api),
             parsed.max_tokens,
             prefix,
             parsed.media,
