@@ -262,14 +262,14 @@ class Checker:
         _all_allowed(picks, {"e0", "e3"})
 
     async def _slots_are_reused(self, say: Dialogue) -> None:
-        """names the endpoint that stands at a slot now, not the one before"""
+        """names the endpoint that has a slot now, not the one before"""
         await say.greet(_pool(2))
         newcomer = EndpointState(slot=0, id="newcomer", address="10.9.9.9:1")
         state = say.state([newcomer], gone=[0, 1])
         _all_allowed(await say.picks(say.ask(16, state, forecast=_forecast(2))), {"newcomer"})
 
     async def _labels_change(self, say: Dialogue) -> None:
-        """takes an endpoint that is told again as changed, not as a second one"""
+        """treats an endpoint that is sent again as changed, not as a second one"""
         await say.greet(_pool(2))
         changed = EndpointState(slot=1, id="e1", address="10.0.0.1:8000", labels={"zone": "ü"}, adapters=("a", ""))
         _all_allowed(await say.picks(say.ask(16, say.state([changed]), forecast=_forecast(2))), _names(2))
@@ -297,7 +297,7 @@ class Checker:
         _all_allowed(await say.picks(_ask(say, 1000, 100)), _names(1000))
 
     async def _streams_are_apart(self, say: Dialogue) -> None:
-        """keeps what one stream told from another"""
+        """keeps the state of one stream from all others"""
         await say.greet(_pool(2))
         async with talk(self._address, self._tls) as dialogue:
             await dialogue.greet([EndpointState(slot=0, id="theirs", address="10.1.1.1:1")])
@@ -319,7 +319,7 @@ class Checker:
         raise Failed("it welcomed a stream without a hello")
 
     async def _survives_garbage(self, say: Dialogue) -> None:
-        """serves others after a stream that sent what is no message"""
+        """serves other streams after one that sent garbage"""
         say.send_bytes(b"\xff" * 64)
         async with talk(self._address, self._tls) as dialogue:
             await dialogue.greet(_pool(2))
