@@ -402,8 +402,8 @@ _LOAD_OF = itemgetter(
 
 
 class Ready(Struct, gc=False):
-    """The same of one slot, and what else forecasts need, as the columns of these names have it, for one of the
-    endpoint's engines."""
+    """The values above for one slot, and those of the table's columns that forecasts need. They are per engine where
+    several engines share the endpoint's address."""
 
     step: float
     #: With one sequence more.
@@ -430,7 +430,7 @@ class Ready(Struct, gc=False):
 
 
 def renew(slots: Iterable[int], table: EndpointTable, learned: Learned) -> None:
-    """Make these slots ready from their columns: they are no longer in `EndpointTable.stale`."""
+    """Compute the ready values of these slots from their columns, and remove them from `EndpointTable.stale`."""
     prior = learned.rates.prior
     for slot in slots:
         (
@@ -475,8 +475,8 @@ def renew(slots: Iterable[int], table: EndpointTable, learned: Learned) -> None:
 
 
 def open_at(steps: float, requests: float, slot: int, fleet: Known, now: float) -> bool:
-    """Whether what is queued at one slot is computed within so many whole steps, and fewer requests than that wait
-    there, none of them for memory (`core.gates.LedgerGate`)."""
+    """Whether a slot is open (`core.gates.LedgerGate`): its queue will be computed within `steps` whole steps, fewer
+    than `requests` requests wait there, and none of them waits for memory."""
     learned = fleet.predictor
     if slot in fleet.table.stale:
         renew((slot,), fleet.table, learned)
@@ -487,9 +487,9 @@ def open_at(steps: float, requests: float, slot: int, fleet: Known, now: float) 
 
 
 def forecast(slot: int, prompt: float, uncached: float, alone_ms: float, fleet: Known, now: float) -> Forecast:
-    """What a request is expected to take at one slot, with the wait for memory and the band. `uncached` of its tokens
-    (at least 1) are to be computed, which takes `alone_ms` at the prior's speed. Where memory is full, answers end one
-    by one, and a request waits for those before it."""
+    """Return the forecast for a request at one slot, with the wait for memory and the error band. `uncached`: tokens to
+    compute, at least 1. `alone_ms`: milliseconds that takes at the prior's speed. Where memory is full, a request
+    starts when an answer ends, so it waits for the requests before it."""
     learned = fleet.predictor
     if slot in fleet.table.stale:
         renew((slot,), fleet.table, learned)

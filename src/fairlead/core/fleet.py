@@ -190,7 +190,7 @@ class Fleet:
         return [lease for lease in dropped if not lease.auxiliary]
 
     def _sized(self, slot: int, sample: Sample) -> None:
-        """Take over how many engines the address has, and how much KV cache."""
+        """Store how many engines the address has, and the size of their KV cache."""
         table = self.table
         ranks = _gauge(sample.ranks or None, table.ranks[slot])
         known = table.capacity_tokens[slot]

@@ -10,8 +10,9 @@ Rules
 * Forecasts are judged by streamed answers: in others the first byte is the last. How fast engines are is learned from
   those too, and from streams that the gateway does not show: a whole answer is a stretch of so many steps, and of what
   was computed of prompts meanwhile. Where tokens are not told, the size of the answer tells them (`core.tokens`).
-* Engines behind one address compute at the same time, and which one has what is not known. There a first token is a
-  stretch of its own, if fewer wait than there are engines; and of what was computed meanwhile each had a share.
+* Engines behind one address compute at the same time, and it is unknown which engine has which request. There, each
+  first token is a stretch of its own if fewer requests wait than there are engines. Prompts that were computed in the
+  meantime count as shared equally among the engines.
 * Nothing learned leaves its bounds, whatever clocks and clients do.
 """
 
