@@ -51,7 +51,7 @@ array, `cached` R × slots, and terms are matrices. A term that is the same ever
 """
 
 from collections.abc import Iterable, Sequence
-from math import ceil, inf
+from math import ceil, inf, sqrt
 from operator import itemgetter
 from typing import Any, Protocol
 
@@ -72,6 +72,10 @@ STEP_TOKENS = 8192
 FULL_FROM, FULL_SLOPE, PASSING = 0.75, 5.0, 0.3
 #: The same of those that come while a prompt is computed: on average they wait for half of it.
 COMING = 0.5 * PASSING
+#: The share of computing a copy of a cached beginning that later requests owe: three of four.
+OWED = 0.75
+#: The least load that can be higher than another by more than chance.
+UNEVEN_FROM = 10.0
 #: So many times the best offer a request waits for others' sake at no other price than its time.
 FAIR = 3.0
 #: Above it who waits may wait for memory, and says nothing of the endpoint's speed.
@@ -160,6 +164,7 @@ class Learned(Protocol):
     kappa: FloatColumn
     tpot_kappa: FloatColumn
     hold_ms: float
+    #: Of an answer, at least 1.
     answer_steps: float
     #: As the prior has it.
     whole_step_ms: float
@@ -280,10 +285,12 @@ def waits(fleet: Known, step: FloatColumn, now: float) -> tuple[Any, Any]:
 def weighed(terms: Terms, weights: Weights, fleet: Known) -> FloatColumn:
     """Milliseconds of everybody's time that the request takes: the sum of `parts`."""
     table, learned = fleet.table, fleet.predictor
-    decode = weights.decode * max(learned.answer_steps, 1.0)
-    cost: FloatColumn = terms.ttft + interference(terms, weights, fleet) + decode * terms.step
+    decode = weights.decode * learned.answer_steps
+    later = owed(terms.uncached, per_rank(table.active + table.queue, table))
+    ttft = terms.ttft if later is None else terms.ttft - terms.kappa * terms.prefill * later
+    cost: FloatColumn = ttft + interference(terms, weights, fleet, later) + decode * terms.step
     distance = table.distance_ms if table.distant else None
-    for more in memory_price(terms, weights, fleet), patience_price(terms.ttft, table), distance:
+    for more in memory_price(terms, weights, fleet), patience_price(ttft, best_offer(terms.ttft, table)), distance:
         if more is not None:
             cost = cost + more
     return cost
@@ -292,31 +299,57 @@ def weighed(terms: Terms, weights: Weights, fleet: Known) -> FloatColumn:
 def parts(terms: Terms, weights: Weights, fleet: Known) -> list[tuple[str, FloatColumn]]:
     """What the weighed cost is the sum of, for people. Those that are mostly 0 are left out then."""
     table, learned = fleet.table, fleet.predictor
-    memory, patience = memory_price(terms, weights, fleet), patience_price(terms.ttft, table)
+    later = owed(terms.uncached, per_rank(table.active + table.queue, table))
+    reuse = None if later is None else -terms.kappa * terms.prefill * later
+    ttft = terms.ttft if reuse is None else terms.ttft + reuse
+    memory, patience = memory_price(terms, weights, fleet), patience_price(ttft, best_offer(terms.ttft, table))
     listed = [
         ("prefill", terms.kappa * terms.prefill),
         ("queue", terms.kappa * terms.queue),
         ("steps", terms.kappa * terms.steps),
-        ("interference", interference(terms, weights, fleet)),
-        ("decode", weights.decode * max(learned.answer_steps, 1.0) * terms.step),
+        ("interference", interference(terms, weights, fleet, later)),
+        ("decode", weights.decode * learned.answer_steps * terms.step),
         ("memory", np.zeros(len(table)) if memory is None else memory),
     ]
     own = (("slots", terms.slots), ("transfer", terms.transfer), ("loading", terms.loading))
     listed += [(name, terms.kappa * term) for name, term in own if np.any(term)]
     listed += [("topology", table.distance_ms)] if table.distant else []
+    listed += [] if reuse is None else [("reuse", reuse)]
     return listed if patience is None else [*listed, ("patience", patience)]
 
 
-def interference(terms: Terms, weights: Weights, fleet: Known) -> FloatColumn:
-    """Milliseconds that those lose that run while the prompt is computed, or come meanwhile."""
-    table, prefill = fleet.table, terms.prefill
-    coming = prefill / terms.step * (COMING / max(fleet.predictor.answer_steps, 1.0))
+def owed(uncached: Any, there: FloatColumn) -> FloatColumn | None:
+    """The share of each prefill that later requests with the same beginning owe. `None` = none of any. `there`: how
+    many requests run or wait, per engine."""
+    most = there.item(there.argmax())
+    if most < UNEVEN_FROM or not isinstance(uncached, np.ndarray) or fewer_than(most) <= there.item(there.argmin()):
+        return None
+    if uncached.ndim == 1:
+        fewest: Any = uncached.item(uncached.argmin())
+        fewer = there < fewer_than(there[uncached == fewest].min().item())
+    else:
+        fewest = uncached.min(axis=-1, keepdims=True)
+        holders = np.where(uncached == fewest, there, inf).min(axis=-1)
+        fewer = there < np.array([[fewer_than(load)] for load in holders.tolist()])
+    return np.where(fewer, OWED - OWED * fewest / uncached, _ZERO) if np.count_nonzero(fewer) else None
+
+
+def fewer_than(load: float) -> float:
+    """Of two loads with the same mean, the smaller one is below this by chance in one of 700 cases: x where
+    (load - x)² = 9·(load + x + 1), for the variance of a number of arrivals is its mean."""
+    return load + 4.5 - sqrt(18.0 * load + 29.25)
+
+
+def interference(terms: Terms, weights: Weights, fleet: Known, later: FloatColumn | None) -> FloatColumn:
+    """Milliseconds that those lose that run while the prompt is computed, or come meanwhile. `later`: see `owed`."""
+    table, prefill = fleet.table, terms.prefill if later is None else terms.prefill * (1.0 - later)
+    coming = prefill / terms.step * (COMING / fleet.predictor.answer_steps)
     return prefill * (weights.interference * per_rank(table.active + table.queue, table)) * (1.0 + coming)
 
 
-def patience_price(ttft: FloatColumn, table: EndpointTable) -> FloatColumn | None:
-    """Milliseconds on top of waiting for much longer than somebody offers; `None` = nowhere."""
-    best = best_offer(ttft, table)
+def patience_price(ttft: FloatColumn, best: FloatColumn) -> FloatColumn | None:
+    """Milliseconds on top of waiting for much longer than the best offer; `None` = nowhere. `ttft`: without what later
+    requests owe."""
     excess = np.maximum(ttft - FAIR * best, _ZERO)
     return excess * excess * (0.5 / best) if np.count_nonzero(excess) else None
 
@@ -388,7 +421,8 @@ def memory_wait(used: Any, usage: Any, hold_ms: float) -> Any:
 #                         how much later all that is queued will be for each millisecond of that
 #     kappa
 #     easy                for up to so many tokens to compute, one step is enough, and memory has no price
-READY = 10
+#     there               requests that run or wait
+READY = 11
 #: Of the columns' values at one slot, those that `renew` reads.
 _LOAD_OF = itemgetter(
     *map(
@@ -465,7 +499,7 @@ def renew(slots: Iterable[int], table: EndpointTable, learned: Learned) -> None:
         free = (FULL_FROM - kv) / per_capacity if per_capacity else inf if kv <= FULL_FROM else 0.0
         learned.by_slot[slot] = (
             kappa * factor, factor * (active + queue), 1.5 * kappa * step, step, done_ms, left_ms, due_ms, pace, kappa,
-            (free if free < STEP_TOKENS else STEP_TOKENS) - queued,
+            (free if free < STEP_TOKENS else STEP_TOKENS) - queued, active + queue,
         )  # fmt: skip
         learned.slots[slot] = Ready(
             step, step + load * prior.c_seq, done_ms, left_ms, due_ms, pace, kappa, factor,
@@ -531,16 +565,23 @@ def cost_of_one(prompt: float, share: FloatColumn | None, weights: Weights, flee
         return costs + table.collisions if share is None and table.collisions is not None else costs
     if table.stale:
         renew(table.stale, table, learned)
-    own, pausing, steps, step, done_ms, left_ms, due_ms, pace, kappa, easy = learned.rows
+    own, pausing, steps, step, done_ms, left_ms, due_ms, pace, kappa, easy, there = learned.rows
     uncached: Any = prompt or 1.0
     crowded = easy[easy.argmin()] < uncached
+    later = None
     if share is not None:
         uncached = np.maximum(prompt - share * prompt, _ONE)
+        if there[there.argmax()] >= UNEVEN_FROM:
+            later = owed(uncached, there)
     now_ms = now * 1e3
     alone = learned.rates.prior.prefill_ms(prompt, uncached)
-    answer = max(learned.answer_steps, 1.0)
+    answer = learned.answer_steps
     ttft: FloatColumn = own * alone
-    coming = ttft * (_COMING / answer) / steps
+    if later is None:
+        coming = ttft * (_COMING / answer) / steps
+    else:
+        owing, alone = ttft * later, alone * (1.0 - later)
+        coming = (ttft - owing) * (_COMING / answer) / steps
     total: FloatColumn = weights.interference * pausing * alone * (coming + _ONE) + weights.decode * answer * step
     ttft += steps + kappa * np.maximum(np.maximum(done_ms - now_ms, left_ms), (now_ms - due_ms) * pace)
     if crowded:
@@ -550,6 +591,8 @@ def cost_of_one(prompt: float, share: FloatColumn | None, weights: Weights, flee
         if per_token is not None:
             total += per_token * uncached
     best = ttft[ttft.argmin()] if table.count == slots else best_offer(ttft, table)
+    if later is not None:
+        ttft -= owing
     excess = np.maximum(ttft - FAIR * best, _ZERO)
     total += ttft + excess * excess * (0.5 / best)
     if table.distant:

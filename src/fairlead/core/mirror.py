@@ -110,7 +110,7 @@ class MirrorFleet(Fleet):
 
     def learned(self, hold_ms: float, answer_steps: float) -> None:
         """Take what the sender has learned about all answers."""
-        self.predictor.hold_ms, self.predictor.answer_steps = hold_ms, answer_steps
+        self.predictor.hold_ms, self.predictor.answer_steps = hold_ms, max(answer_steps, 1.0)
 
     # ---- own charges ----
 

@@ -316,7 +316,7 @@ class Predictor:
         kappa, model = float(self.tpot_kappa[slot]), forecast.model_tpot_ms
         if model <= 0.0:
             return
-        steps = min(held_ms / (kappa * model), 1e6)
+        steps = min(max(held_ms / (kappa * model), 1.0), 1e6)
         self.answer_steps += share * (steps - self.answer_steps)
         if completion_tokens > 1:
             (before_ms, load_then), (computed_ms, load_ms) = mark, self.mark(slot)
@@ -336,7 +336,7 @@ class Predictor:
 
     def restore(self, learned: ForecastsLearned) -> None:
         """Before anything else is learned."""
-        self.hold_ms, self.answer_steps = min(learned.hold_ms, 1e8), min(learned.answer_steps, 1e6)
+        self.hold_ms, self.answer_steps = min(learned.hold_ms, 1e8), min(max(learned.answer_steps, 1.0), 1e6)
         self._answers = learned.answers
         self._all = Band(values=learned.all_kinds)
         bands = [Band(values=values) if values else self._all for values in learned.bands]
@@ -364,6 +364,6 @@ class Predictor:
             )
         low, high = KAPPA
         assert ((self.kappa >= low) & (self.kappa <= high)).all()
-        assert np.isfinite(self.tpot_kappa).all() and 0.0 <= self.hold_ms < 1e9 and 0.0 <= self.answer_steps <= 1e6
+        assert np.isfinite(self.tpot_kappa).all() and 0.0 <= self.hold_ms < 1e9 and 1.0 <= self.answer_steps <= 1e6
         for band in self.bands:
             band.validate()

@@ -15,12 +15,14 @@ from fairlead.core.cost import (
     StepModel,
     Terms,
     Weights,
+    best_offer,
     cost,
     cost_of_one,
     forecast,
     interference,
     memory_price,
     memory_wait,
+    owed,
     parts,
     patience_price,
     per_rank,
@@ -50,7 +52,7 @@ def world(rng: Random, slots: int = 6, prior: StepModel = PRIOR) -> Fleet:
     predictor.kappa[:] = [rng.uniform(0.5, 4.0) for _ in range(slots)]
     predictor.rates.prefill[:] = [rng.uniform(0.01, 9.0) for _ in range(slots)]
     predictor.rates.step[:] = [rng.uniform(0.01, 9.0) for _ in range(slots)]
-    predictor.hold_ms, predictor.answer_steps = 2e4 * rng.random(), 1e3 * rng.random()
+    predictor.hold_ms, predictor.answer_steps = 2e4 * rng.random(), 1.0 + 1e3 * rng.random()
     return fleet
 
 
@@ -237,7 +239,8 @@ def test_nobody_is_driven_away_by_a_wait_that_is_the_same_everywhere() -> None:
     fleet = crowd()
     fleet.table.queued_tokens[:], fleet.table.queued_ms[:] = 108_928.0, 9000.0
     fleet.table.prefill_since_ms[:] = 1e3 * NOW
-    assert patience_price(cost(10_880.0, None, fleet, NOW).ttft, fleet.table) is None
+    ttft = cost(10_880.0, None, fleet, NOW).ttft
+    assert patience_price(ttft, best_offer(ttft, fleet.table)) is None
 
 
 def test_who_waits_there_runs_by_the_time_that_it_is_paused() -> None:
@@ -251,6 +254,52 @@ def test_who_waits_there_runs_by_the_time_that_it_is_paused() -> None:
 def test_a_long_prompt_delays_those_who_come_meanwhile_too() -> None:
     """Twenty times as long, it takes more than twenty times as much from the others."""
     fleet = crowd()
-    short, long = (interference(cost(tokens, None, fleet, NOW), Weights(), fleet) for tokens in (5000.0, 100_000.0))
+    short, long = (
+        interference(cost(tokens, None, fleet, NOW), Weights(), fleet, None) for tokens in (5000.0, 100_000.0)
+    )
     pauses = [cost(tokens, None, fleet, NOW).prefill[0] for tokens in (5000.0, 100_000.0)]
     assert long[0] / short[0] > 1.2 * pauses[1] / pauses[0]
+
+
+def grown(there: tuple[float, ...]) -> Fleet:
+    """Four endpoints with so many running requests."""
+    fleet = Fleet()
+    for slot in range(4):
+        fleet.up(Endpoint(f"e{slot}", f"10.0.0.{slot}:8000"))
+    fleet.table.active[:], fleet.table.kv_tokens[:] = there, 3000.0 * np.array(there)
+    fleet.table.rewritten()
+    return fleet
+
+
+def test_a_new_endpoint_gets_copies_of_what_loaded_ones_have_cached() -> None:
+    """A prompt of 6,000 tokens, of which all but 60 are cached everywhere else: computing them costs this request more
+    than waiting there, but it is not the last one."""
+    fleet, share = grown((60.0, 61.0, 62.0, 0.0)), np.array([0.99, 0.99, 0.99, 0.0])
+    costs = cost_of_one(6000.0, share, Weights(), fleet, NOW)
+    named = dict(parts(cost(6000.0, 6000.0 * share, fleet, NOW), Weights(), fleet))
+    assert costs.argmin() == 3
+    assert named["reuse"].tolist() == [0.0, 0.0, 0.0, pytest.approx(-0.75 * 0.99 * named["prefill"][3])]
+    assert (costs - named["reuse"]).argmin() == 0
+
+
+@pytest.mark.parametrize(
+    ("there", "cached", "copies"),
+    [
+        ((40.0, 41.0, 42.0, 0.0), (90.0, 90.0, 90.0, 0.0), (0.0, 0.0, 0.0, 0.675)),
+        ((40.0, 41.0, 42.0, 18.0), (90.0, 90.0, 90.0, 0.0), None),  # 22 fewer: 2.9 standard deviations
+        ((40.0, 41.0, 42.0, 17.0), (90.0, 90.0, 90.0, 0.0), (0.0, 0.0, 0.0, 0.675)),
+        ((40.0, 17.0, 42.0, 0.0), (90.0, 90.0, 90.0, 0.0), (0.0, 0.0, 0.0, 0.675)),  # by the idlest that has it
+        ((40.0, 9.0, 42.0, 0.0), (90.0, 90.0, 90.0, 0.0), None),
+        ((40.0, 12.0, 42.0, 0.0), (90.0, 40.0, 90.0, 0.0), (0.0, 0.75 * 50 / 60, 0.0, 0.675)),
+        ((9.0, 9.0, 9.0, 0.0), (90.0, 90.0, 90.0, 0.0), None),
+        ((40.0, 41.0, 42.0, 0.0), (90.0, 90.0, 90.0, 90.0), None),
+        ((40.0, 41.0, 42.0, 0.0), (0.0, 0.0, 0.0, 0.0), None),
+    ],
+)
+def test_later_requests_owe_a_copy_only_where_it_relieves_by_more_than_chance(
+    there: tuple[float, ...], cached: tuple[float, ...], copies: tuple[float, ...] | None
+) -> None:
+    found = owed(100.0 - np.array(cached), np.array(there))
+    assert (found is None) == (copies is None)
+    if found is not None:
+        assert found.tolist() == pytest.approx(list(copies or ()))

@@ -1,11 +1,11 @@
 """`cost-model`, the default: send a request where it costs the least time, its own and everybody's. In milliseconds.
 
     J_i = TTFT_i + interference·(B_i + waiting)·P_i + decode·steps·S_i + memory·price of the memory it takes there
-          + patience
+          + patience - reuse
 
 The terms, and the learned speeds behind them, are those of the cost kernel: `fairlead.core.cost`. The price of memory
 is what keeps a prompt from being copied to where it pushes out what others need; `patience` bounds what a request
-waits for others' sake.
+waits for others' sake; `reuse` copies cached beginnings to endpoints that have far fewer requests.
 
 The candidates within 10 % of the best are equal: forecasts err by more. Of these the one with the most free KV cache is
 chosen, so that prefixes spread over all caches.
@@ -71,7 +71,7 @@ class CostModel(Ranked):
         params = params or CostModelParams()
         super().__init__(params, name, filters, WithinSlo(params.near_tie))
         self.weights = Weights(params.interference, params.decode, params.memory)
-        self._near = params.near_tie
+        self._nearly = 1.0 + params.near_tie
         #: No subclass and no filter changes costs, and nobody wants to hear of a pick.
         self._direct = type(self).cost is CostModel.cost and not self._demoters and not self._observers
 
@@ -115,14 +115,14 @@ class CostModel(Ranked):
                 order = sorted(range(count), key=cost_at)
                 slot = order[0]
                 least = cost_at(slot)
-                ties = bisect_right(order, least + least * self._near, key=cost_at)
+                ties = bisect_right(order, least * self._nearly, key=cost_at)
                 if ties > 1:
                     slot = _most_free_cache(order[:ties], cost_at, fleet, context.rng)
                 pick = Picked(slot)
                 if count > 1:
                     pick.fallback_slot = order[slot == order[0]]
             if share is not None:
-                pick.hit_share, pick.best_share = float(share[pick.slot]), float(share[share.argmax()])
+                pick.hit_share, pick.best_share = share.item(pick.slot), share.item(share.argmax())
             if context.trace:
                 scores = -costs
                 pick.trace = Trace(table.ids, [], [("cost", 1.0, scores)], scores, None, "picked", share)
@@ -138,7 +138,7 @@ class CostModel(Ranked):
     def _lowest(self, costs: FloatColumn, fleet: FleetView, rng: Random) -> int:
         """The lowest cost, or one that is nearly as low."""
         least = costs.item(costs.argmin())
-        ties = (costs <= least + abs(least) * self._near).nonzero()[0]
+        ties = (costs <= least * self._nearly).nonzero()[0]
         return _one_of_equals(ties, costs, fleet, rng) if len(ties) > 1 else int(ties[0])
 
 
