@@ -276,7 +276,7 @@ def _decided(made: list[JournaledDecision], marks: dict[str, float]) -> dict[str
     shift = time.time() - time.monotonic()
     places = [(entry.decision.at + shift, entry.decision.endpoint.rpartition("/")[2]) for entry in made]
     judged = [
-        (entry.outcome.ttft_ms, f.ttft_ms, f.low_ms, f.high_ms)
+        (entry.outcome.sent_ttft_ms, f.ttft_ms, f.low_ms, f.high_ms)  # forecasts are made when requests are sent
         for entry in made
         if entry.outcome is not None and entry.outcome.ttft_ms > 0 and (f := entry.decision.forecast) is not None
     ]
