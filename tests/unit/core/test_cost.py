@@ -299,7 +299,14 @@ def test_a_new_endpoint_gets_copies_of_what_loaded_ones_have_cached() -> None:
 def test_later_requests_owe_a_copy_only_where_it_relieves_by_more_than_chance(
     there: tuple[float, ...], cached: tuple[float, ...], copies: tuple[float, ...] | None
 ) -> None:
-    found = owed(100.0 - np.array(cached), np.array(there))
+    found = owed(100.0 - np.array(cached), np.array(there), np.zeros(4))
     assert (found is None) == (copies is None)
     if found is not None:
         assert found.tolist() == pytest.approx(list(copies or ()))
+
+
+def test_one_copy_is_computed_at_a_time() -> None:
+    uncached, there = np.array([10.0, 10.0, 100.0, 100.0]), np.array([40.0, 41.0, 0.0, 0.0])
+    found = owed(uncached, there, np.array([0.0, 0.0, 6000.0, 0.0]))
+    assert found is not None and found.tolist() == [0.0, 0.0, 0.0, pytest.approx(0.675)]
+    assert owed(uncached, there, np.array([0.0, 0.0, 6000.0, 1.0])) is None
