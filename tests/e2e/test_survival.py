@@ -153,7 +153,7 @@ async def test_a_killed_scheduler_costs_no_request_and_cuts_no_stream(survivor: 
     )
 
     async def outage_is_told() -> bool:
-        return "the gateway balanced without the scheduler" in serve.said()
+        return "the gateway routed requests without the scheduler" in serve.said()
 
     await until(outage_is_told, "a line of how many there were")
 
@@ -200,7 +200,7 @@ async def test_a_scheduler_that_hangs_costs_no_request_and_is_missed_visibly(
     assert len(story.running("the stop")) > 50
     assert unscheduled > 100
     assert 0 < counted <= unscheduled
-    assert "the gateway served requests without asking the scheduler" in serve.said()
+    assert "the gateway routed requests without asking the scheduler" in serve.said()
     assert held == {}, held
 
 

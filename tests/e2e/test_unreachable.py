@@ -458,5 +458,5 @@ async def test_a_model_server_that_hangs_costs_no_request_and_is_soon_spared(
     assert asked[1] - asked[0] <= 3, "who hangs is spared"
     assert repeated >= 1, "what was overdue there was answered elsewhere"
     assert "an endpoint seems to hang: out" in started.said()
-    assert "an endpoint moves again" in started.said()
+    assert "an endpoint makes progress again" in started.said()
     assert await started.settled(60.0) == {}

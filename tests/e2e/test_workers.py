@@ -222,7 +222,7 @@ async def test_valkey_dies_hangs_and_fills_up_under_load(
         pid = two.serve.valkey_pid()
         os.kill(pid, signal.SIGKILL)
         await two.until_said("Valkey died", 1)
-        await two.until_said("other replicas are heard", 4)
+        await two.until_said("connected to the other replicas", 4)
         await two.agree()
         hung = two.serve.valkey_pid()
         assert hung not in (0, pid)

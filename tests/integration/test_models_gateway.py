@@ -323,7 +323,7 @@ async def test_definitions_change_while_it_runs(tmp_path: Path, caplog: pytest.L
         await w.post(chat("chat"))
         w.names.write_text(model("chat", ("two", 1)) + "kind: [\n")
         async with asyncio.timeout(10):
-            while "a definition of model names has a problem" not in caplog.text:
+            while "problem in a model definition" not in caplog.text:
                 await asyncio.sleep(0.05)
         await w.post(chat("chat"))
         assert w.asked_for() == {"one": 2}

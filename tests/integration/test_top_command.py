@@ -146,7 +146,7 @@ async def test_what_does_not_answer_is_said(port: Port) -> None:
 async def test_a_wrong_order_names_the_right_ones() -> None:
     done = await call("--sort", "beauty")
     assert done.exit_code == 2
-    assert "'beauty' is none of name, waiting" in done.stderr
+    assert "'beauty' is not one of name, waiting" in done.stderr
 
 
 async def test_a_lost_connection_is_told_and_tried_again(port: Port) -> None:

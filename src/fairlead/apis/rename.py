@@ -55,7 +55,7 @@ def ends_escaping(data: bytes, position: int, stop: int) -> bool:
 #   (an escape) per UTF-16 unit of the name. So a stream is never delayed, and memory is bounded.
 # * In a stream (`text/event-stream`), each event has one document: its `data:` lines, joined by line ends. LF, CR and
 #   CRLF end a line (HTML Living Standard §9.2.6). A bare line with an object counts too, as for `UsageScanner`.
-# * A document that is no JSON object passes unread. The time is linear for any bytes.
+# * A document that is not a JSON object passes unread. The time is linear for any bytes.
 #
 # Theory. As in `splice.model_member`, strings and brackets show the depth. Only the objects named above are read more
 # closely: in them, a string before a colon is a key. The state between chunks is a mode, a depth and a short key.

@@ -44,24 +44,31 @@ _Closed = Annotated[
     int, typer.Option(metavar="N", min=0, help="Closed loop: N clients wait for their answers.", show_default=False)
 ]
 _Requests = Annotated[
-    int, typer.Option("--requests", "-n", metavar="N", min=0, help="How many.", show_default="200, or all of the file")
+    int,
+    typer.Option(
+        "--requests", "-n", metavar="N", min=0, help="Number of requests.", show_default="200, or all of the file"
+    ),
 ]
 _Seconds = Annotated[float, typer.Option(min=0, help="Send for this long.", show_default=False)]
 _Speedup = Annotated[float, typer.Option(metavar="N", min=0, help="Replay a file N times as fast.", show_default="1")]
 _Model = Annotated[
-    str, typer.Option(metavar="NAME", help="The model.", show_default="the file's, or the first of /v1/models")
+    str, typer.Option(metavar="NAME", help="Model to ask for.", show_default="the file's, or the first of /v1/models")
 ]
-_Output = Annotated[int, typer.Option(metavar="N", min=0, help="max_tokens.", show_default="the workload's")]
+_Output = Annotated[
+    int, typer.Option(metavar="N", min=0, help="max_tokens of each request.", show_default="the workload's")
+]
 _Header = Annotated[
-    list[str] | None, typer.Option("--header", "-H", help="Sent with every request; repeat.", metavar="NAME=VALUE")
+    list[str] | None, typer.Option("--header", "-H", help="Header for every request; repeatable.", metavar="NAME=VALUE")
 ]
 _Set = Annotated[
     list[str] | None, typer.Option(help="A parameter of the workload; a wrong name lists them.", metavar="NAME=VALUE")
 ]
 _Extra = Annotated[str, typer.Option(metavar="JSON", help="More fields for every request.", show_default=False)]
-_Timeout = Annotated[float, typer.Option(metavar="SECONDS", min=0.001, help="From the send to the end of an answer.")]
-_MaxInFlight = Annotated[int, typer.Option(metavar="N", min=1, help="Open requests; more wait here.")]
-_Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Where summary.json and bench.png go.", file_okay=False)]
+_Timeout = Annotated[float, typer.Option(metavar="SECONDS", min=0.001, help="Time limit of one request.")]
+_MaxInFlight = Annotated[int, typer.Option(metavar="N", min=1, help="Maximum concurrent requests; others wait.")]
+_Out = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Directory for summary.json and bench.png.", file_okay=False)
+]
 
 
 @examples("""
@@ -105,9 +112,9 @@ def bench(
     set: _Set = None,
     extra: _Extra = "",
     header: _Header = None,
-    seed: Annotated[int, typer.Option(help="Of arrivals and texts; a new seed misses all caches.")] = 0,
-    slo_ttft_ms: Annotated[float, typer.Option(metavar="MS", min=0, help="For goodput; 0 = any.")] = 2000.0,
-    slo_tpot_ms: Annotated[float, typer.Option(metavar="MS", min=0, help="For goodput; 0 = any.")] = 50.0,
+    seed: Annotated[int, typer.Option(help="Seed of arrivals and prompts; a new seed misses all caches.")] = 0,
+    slo_ttft_ms: Annotated[float, typer.Option(metavar="MS", min=0, help="Longest TTFT in goodput; 0 = any.")] = 2000.0,
+    slo_tpot_ms: Annotated[float, typer.Option(metavar="MS", min=0, help="Longest TPOT in goodput; 0 = any.")] = 50.0,
     timeout: _Timeout = 300.0,
     max_in_flight: _MaxInFlight = 2000,
     out: _Out = None,

@@ -196,8 +196,12 @@ _Workload = Annotated[
 Policies = Annotated[
     list[str] | None, policy_option("Policy, FILE (.yaml or .py) or NAME=FILE; repeat.", show_default="all")
 ]
-_Requests = Annotated[int, typer.Option("--requests", "-n", metavar="N", min=0, help="Only the first N of each.")]
-_Replicas = Annotated[int, typer.Option(metavar="N", min=0, help="Model servers.", show_default="the scenario's")]
+_Requests = Annotated[
+    int, typer.Option("--requests", "-n", metavar="N", min=0, help="Only the first N requests of each workload.")
+]
+_Replicas = Annotated[
+    int, typer.Option(metavar="N", min=0, help="Number of model servers.", show_default="the scenario's")
+]
 
 
 @examples("""
@@ -220,8 +224,10 @@ def compare(
     speeds: Speeds = "",
     engine: Engine = "",
     prefill: Prefill = 0,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where results and report go.")] = Path("out/compare"),
-    processes: Annotated[int, typer.Option(metavar="N", min=0, help="Processes.", show_default="one per core")] = 0,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory for results and report.")] = Path("out/compare"),
+    processes: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Number of processes.", show_default="one per core")
+    ] = 0,
     cluster: Annotated[str, typer.Option(metavar="ADDRESS", help="A Dask scheduler, e.g. tcp://host:8786.")] = "",
     fresh: Annotated[bool, typer.Option("--fresh", help="Do not resume an interrupted run.")] = False,
     against: Against = None,

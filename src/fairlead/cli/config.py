@@ -80,7 +80,7 @@ def explain(
 
     entries = look_up(name)
     if not entries:
-        raise ConfigError(f"nothing is called so; {suggestion(name.removeprefix('$.'), names())}", name)
+        raise ConfigError(f"nothing has this name; {suggestion(name.removeprefix('$.'), names())}", name)
     if as_json:
         echo_json(entries)
         return

@@ -25,10 +25,13 @@ def demo(
     ] = 8.0,
     replicas: Annotated[int, typer.Option(metavar="N", min=1, max=64, help="Stub replicas.")] = 8,
     port: Annotated[
-        int, typer.Option(min=1, max=65000, help="Of the gateway. Uses the next two, and 10 and more above it, too.")
+        int,
+        typer.Option(
+            min=1, max=65000, help="Port of the gateway. The next two, and those from 10 above it, are used too."
+        ),
     ] = (8080),
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Where summary.json and demo.png go.", file_okay=False)
+        Path, typer.Option(metavar="DIR", help="Directory for summary.json and demo.png.", file_okay=False)
     ] = Path("out/demo"),
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 1,
     check: Annotated[bool, typer.Option("--check", help="Exit with code 1 when a goal is missed.")] = False,

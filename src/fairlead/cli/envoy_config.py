@@ -35,11 +35,14 @@ class Retry(StrEnum):
 
 
 _File = Annotated[
-    Path | None, typer.Argument(metavar="FILE", help="A configuration: what its embedded gateway would use.")
+    Path | None, typer.Argument(metavar="FILE", help="A configuration: take the settings of its embedded gateway.")
 ]
 _ExtProc = Annotated[str, typer.Option(metavar="ADDRESS", help="The scheduler: HOST:PORT or unix:/PATH.")]
 _Als = Annotated[
-    str, typer.Option(metavar="ADDRESS", help="Its access log service; none = no log.", show_default="--ext-proc")
+    str,
+    typer.Option(
+        metavar="ADDRESS", help="Access log service of the scheduler; none = no log.", show_default="--ext-proc"
+    ),
 ]
 _Endpoint = Annotated[list[str] | None, typer.Option(metavar="IP:PORT", help="A model server to fall back to; repeat.")]
 _EndpointsFile = Annotated[
@@ -48,14 +51,20 @@ _EndpointsFile = Annotated[
 _RequestMode = Annotated[
     RequestMode, typer.Option(metavar="|".join(RequestMode), help="How requests reach the scheduler.")
 ]
-_ResponseMode = Annotated[ResponseMode, typer.Option(metavar="|".join(ResponseMode), help="What it sees of responses.")]
+_ResponseMode = Annotated[
+    ResponseMode, typer.Option(metavar="|".join(ResponseMode), help="How much of responses the scheduler sees.")
+]
 _Retry = Annotated[Retry, typer.Option(metavar="|".join(Retry), help="When a second endpoint is tried.")]
 _MessageTimeout = Annotated[
-    float, typer.Option(metavar="SECONDS", help="A scheduler silent for longer counts as hung.")
+    float, typer.Option(metavar="SECONDS", help="A scheduler that is silent for longer counts as hung.")
 ]
 _QueueTimeout = Annotated[float, typer.Option(metavar="SECONDS", help="How long a request may wait in the scheduler.")]
-_FailOpen = Annotated[bool, typer.Option("--fail-open/--fail-closed", help="Without a scheduler: round robin, or 503.")]
-_TlsCa = Annotated[Path | None, typer.Option(metavar="FILE", help="TLS to the scheduler: its certificate authority.")]
+_FailOpen = Annotated[
+    bool, typer.Option("--fail-open/--fail-closed", help="Without a scheduler: balance round robin, or answer 503.")
+]
+_TlsCa = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="The scheduler's certificate authority; turns TLS on.")
+]
 
 
 @examples("""
@@ -84,8 +93,8 @@ def envoy_config(
     fail_open: _FailOpen = True,
     access_log: Annotated[str, typer.Option(metavar="FILE", help="Write a JSON line per request; - = stdout.")] = "",
     tls_ca: _TlsCa = None,
-    tls_server_name: Annotated[str, typer.Option(metavar="NAME", help="TLS to the scheduler: its name.")] = "",
-    validate: Annotated[bool, typer.Option("--validate", help="Let Envoy check it first.")] = False,
+    tls_server_name: Annotated[str, typer.Option(metavar="NAME", help="Name in the scheduler's certificate.")] = "",
+    validate: Annotated[bool, typer.Option("--validate", help="Let Envoy check the result first.")] = False,
 ) -> None:
     """Print an Envoy configuration (YAML) for an Envoy that you run yourself.
 
@@ -98,7 +107,7 @@ def envoy_config(
     from fairlead.gateway.envoy.options import Options, Tls, parse_address
 
     if tls_ca is not None and not tls_ca.is_file():
-        raise ConfigError(f"{tls_ca} is no file", "--tls-ca")
+        raise ConfigError(f"{tls_ca} is not a file", "--tls-ca")
     address = parse_address(listen, "--listen")
     said: dict[str, dict[str, object]] = {
         "listen": {"host": address.host, "port": address.port},

@@ -189,9 +189,12 @@ def explain(
     policy: Policy = "",
     setting: Set = None,
     run: Annotated[
-        str, typer.Option("--run", metavar="ID", help="Which process.", show_default="the newest that knows it")
+        str,
+        typer.Option(
+            "--run", metavar="ID", help="Which run of the scheduler.", show_default="the newest that knows it"
+        ),
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     top: Annotated[int, typer.Option(metavar="N", min=1, help="Endpoints to show.")] = 12,
 ) -> None:
     """Show why a request went to its endpoint, what the others would have cost, and how good the forecast was.

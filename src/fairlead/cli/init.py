@@ -47,7 +47,7 @@ def init(
     tokenizer: _Tokenizer = "",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Where clients connect.")] = 8080,
     admin_port: Annotated[
-        int, typer.Option(metavar="PORT", min=1, max=65535, help="Metrics, health and dashboard.")
+        int, typer.Option(metavar="PORT", min=1, max=65535, help="Port of metrics, health and dashboard.")
     ] = 9090,
     out: Annotated[Path, typer.Option(metavar="FILE", dir_okay=False, help="The file to write.")] = DEFAULT_FILE,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,

@@ -122,7 +122,7 @@ def json_object(text: str, option: str = "--extra") -> dict[str, Any]:
     try:
         return msgspec.json.decode(text or "{}", type=dict[str, Any])
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{text!r} is no JSON object: {error}", option) from None
+        raise ConfigError(f"{text!r} is not a JSON object: {error}", option) from None
 
 
 def pairs(settings: Sequence[str] | None, option: str, underscores: bool = False) -> dict[str, str]:

@@ -77,7 +77,7 @@ def plan(
     max_replicas: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Try no more.")] = 256,
     seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Simulations of each size near the answer.")] = 3,
     price: _Price = 0.0,
-    format: Annotated[str, typer.Option(help="Of a workload file.", show_default="by its content")] = "",
+    format: Annotated[str, typer.Option(help="Format of the workload file.", show_default="by its content")] = "",
     traces: Traces = "",
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write table, plot and report.")] = Path("out/plan"),
     processes: Annotated[int, typer.Option(metavar="N", min=0, help="0 = one per processor.")] = 0,

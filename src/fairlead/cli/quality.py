@@ -41,7 +41,9 @@ def quality(
     seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Repeat with this many seeds.")] = 1,
     traces: Traces = "",
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where results go.")] = Path("out/quality"),
-    processes: Annotated[int, typer.Option(metavar="N", min=0, help="Processes.", show_default="one per core")] = 0,
+    processes: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Number of processes.", show_default="one per core")
+    ] = 0,
     fresh: Annotated[bool, typer.Option("--fresh", help="Do not resume an interrupted run.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Regrets of each policy over each set as JSON.")] = False,
 ) -> None:
@@ -79,7 +81,7 @@ def _cells(
     texts = {**texts, **texts_of([name for name in policies if name not in known])} or known
     for name in scenarios:
         if name not in names():
-            raise ValueError(f"{name!r} is no scenario of quality; {suggestion(name, names())}")
+            raise ValueError(f"{name!r} is not a scenario of quality; {suggestion(name, names())}")
     directory, note = usable_traces(traces)
     if note:
         typer.echo(note, err=True)

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 Journal = Annotated[Path, typer.Argument(metavar="JOURNAL", help="Directory of a journal, or one segment.")]
-Run = Annotated[str, typer.Option("--run", metavar="ID", help="Which process.", show_default="the last one")]
+Run = Annotated[
+    str, typer.Option("--run", metavar="ID", help="Which run of the scheduler.", show_default="the last one")
+]
 
 
 @examples("""

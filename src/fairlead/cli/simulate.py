@@ -32,7 +32,7 @@ Policy = Annotated[str, policy_option("A policy, a configuration that has one, o
 
 
 _Replicas = Annotated[
-    int, typer.Option(metavar="N", min=0, max=1000, help="Model servers.", show_default="the scenario's")
+    int, typer.Option(metavar="N", min=0, max=1000, help="Number of model servers.", show_default="the scenario's")
 ]
 _KvLagMs = Annotated[float, typer.Option(metavar="MS", help="KV events arrive this late.", show_default="no KV events")]
 
@@ -52,7 +52,7 @@ def simulate(
     requests: Annotated[int, typer.Option("--requests", "-n", metavar="N", min=0, help="Only the first N.")] = 0,
     replicas: _Replicas = 0,
     speedup: Annotated[float, typer.Option(metavar="N", min=0.001, help="Send N times as fast.")] = 1.0,
-    format: Annotated[str, typer.Option(help="Of a workload file.", show_default="by its content")] = "",
+    format: Annotated[str, typer.Option(help="Format of the workload file.", show_default="by its content")] = "",
     traces: Traces = "",
     engine: Engine = "",
     kv_tokens: KvTokens = 0,

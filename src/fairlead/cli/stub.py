@@ -64,7 +64,7 @@ _EngineType = Annotated[
     typer.Option(
         "--engine-type",
         metavar="NAME",
-        help="Whose metrics page it has, e.g. sglang: a label of docs/engines.md.",
+        help="Engine whose metrics page it imitates, e.g. sglang (docs/engines.md).",
     ),
 ]
 _Port = Annotated[int, typer.Option(min=0, max=65535, help="Port of the first replica; the others follow. 0 = any.")]
@@ -72,7 +72,8 @@ _MaxLoras = Annotated[
     int, typer.Option(metavar="N", min=0, help="Adapters in one batch.", show_default="1 with --lora")
 ]
 _OutputTokens = Annotated[
-    int, typer.Option(metavar="N", min=0, help="Mean answer without a limit; 0 = up to the model length.")
+    int,
+    typer.Option(metavar="N", min=0, help="Mean answer of requests without max_tokens; 0 = up to the model length."),
 ]
 _KvEvents = Annotated[bool, typer.Option("--kv-events", help="Publish KV-cache events over ZMQ, as vLLM does.")]
 _KvPort = Annotated[
@@ -105,9 +106,11 @@ _KvHash = Annotated[
         show_default=False,
     ),
 ]
-_KvHashSeed = Annotated[str, typer.Option(metavar="SEED", help="Its PYTHONHASHSEED.")]
+_KvHashSeed = Annotated[str, typer.Option(metavar="SEED", help="PYTHONHASHSEED of the engine.")]
 _KvBuffer = Annotated[int, typer.Option(metavar="N", min=0, help="Batches that each replica keeps for replays.")]
-_Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the replicas to this endpoints file.")]
+_Out = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write the replicas' addresses to this endpoints file.")
+]
 
 
 @examples("""
@@ -130,7 +133,7 @@ Examples:
 """)
 def stub(
     port: _Port = 8000,
-    replicas: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Model servers.")] = 1,
+    replicas: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Number of model servers.")] = 1,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     model: Annotated[str, typer.Option(metavar="NAME", help="Served model.", show_default="the preset's")] = "",
     engine: _Engine = "qwen3-32b-h100",

@@ -309,7 +309,7 @@ def top(
     It shows what the dashboard shows. NO_COLOR turns colours off. With --once, exit code 1 means that nothing answers.
     """
     if sort not in SORTS:
-        raise typer.BadParameter(f"{sort!r} is none of {', '.join(SORTS)}", param_hint="--sort")
+        raise typer.BadParameter(f"{sort!r} is not one of {', '.join(SORTS)}", param_hint="--sort")
     address = admin_url(admin, old_url)
     if not once:
         (_top_stream if as_json else _live)(address, sort, every)

@@ -29,13 +29,15 @@ _Neighbour = Annotated[
 ]
 _HitRate = Annotated[
     float,
-    typer.Option(metavar="SHARE", min=-1, max=1, help="Your traffic: cached prompt tokens.", show_default="as seen"),
+    typer.Option(
+        metavar="SHARE", min=-1, max=1, help="Share of your prompt tokens that are cached.", show_default="as seen"
+    ),
 ]
 _MaxNumSeqs = Annotated[
     int, typer.Option(metavar="N", min=0, help="Requests in one batch.", show_default="as seen, or 256")
 ]
 _Header = Annotated[
-    list[str] | None, typer.Option("--header", "-H", help="Sent with every request; repeat.", metavar="NAME=VALUE")
+    list[str] | None, typer.Option("--header", "-H", help="Header for every request; repeatable.", metavar="NAME=VALUE")
 ]
 
 
@@ -45,7 +47,10 @@ _Save = Annotated[
 _PRESET_FILES = (".yaml", ".yml", ".json")
 _Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the preset to this file.", dir_okay=False)]
 _PromptTokens = Annotated[
-    float, typer.Option(metavar="N", min=0, help="Your traffic: mean prompt.", show_default="as seen, or 4000")
+    float,
+    typer.Option(
+        metavar="N", min=0, help="Mean prompt length of your traffic, in tokens.", show_default="as seen, or 4000"
+    ),
 ]
 
 
@@ -62,23 +67,30 @@ def tune(
     observations: _Observations = None,
     save: _Save = None,
     out: _Out = None,
-    model: Annotated[str, typer.Option(metavar="NAME", help="The model.", show_default="the first of /v1/models")] = "",
+    model: Annotated[
+        str, typer.Option(metavar="NAME", help="Model to ask for.", show_default="the first of /v1/models")
+    ] = "",
     name: Annotated[str, typer.Option(help="Name of the preset.")] = "fitted",
     neighbour: _Neighbour = "",
     seconds: Annotated[float, typer.Option(min=1, help="Stop probing after this long.")] = 180.0,
-    time_ratio: Annotated[float, typer.Option(metavar="N", min=0.001, help="That of the stub, if it is one.")] = 1.0,
+    time_ratio: Annotated[
+        float, typer.Option(metavar="N", min=0.001, help="The stub's --time-ratio, if the server is a stub.")
+    ] = 1.0,
     header: _Header = None,
     extra: Annotated[str, typer.Option(metavar="JSON", help="More fields for every request.")] = '{"ignore_eos": true}',
-    seed: Annotated[int, typer.Option(help="Of the prompts; a new seed misses all caches.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts; a new seed misses all caches.")] = 0,
     prompt_tokens: _PromptTokens = 0,
     output_tokens: Annotated[
-        float, typer.Option(metavar="N", min=0, help="Your traffic: mean answer.", show_default="as seen, or 300")
+        float,
+        typer.Option(
+            metavar="N", min=0, help="Mean answer length of your traffic, in tokens.", show_default="as seen, or 300"
+        ),
     ] = 0,
     hit_rate: _HitRate = -1,
-    slo_ttft_ms: Annotated[float, typer.Option(metavar="MS", min=1, help="Your objective.")] = 2000.0,
-    slo_tpot_ms: Annotated[float, typer.Option(metavar="MS", min=1, help="Your objective.")] = 50.0,
+    slo_ttft_ms: Annotated[float, typer.Option(metavar="MS", min=1, help="Objective of TTFT.")] = 2000.0,
+    slo_tpot_ms: Annotated[float, typer.Option(metavar="MS", min=1, help="Objective of TPOT.")] = 50.0,
     max_num_seqs: _MaxNumSeqs = 0,
-    json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Measure a model server with about 300 short requests, fit a preset to it, and suggest parameters.
 

@@ -112,7 +112,7 @@ def _named(entry: _Entry) -> str:
         return ""
     for key, text in (("name", name), ("namespace", namespace)):
         if not _NAME.fullmatch(text):
-            raise entry.wrong(key, f"{text[:80]!r} is no name (letters, digits, `.`, `_`, `-`)")
+            raise entry.wrong(key, f"{text[:80]!r} is not a valid name (letters, digits, `.`, `_`, `-`)")
     return f"{namespace}/{name}"
 
 
@@ -171,7 +171,7 @@ def _port(entry: _Entry, behind: str | None) -> int:
     text = entry.text("port") if behind is None else behind
     port = int(text) if _DIGITS.fullmatch(text) else 0
     if not 1 <= port <= 65535:
-        raise entry.wrong("port" if behind is None else "address", f"{text[:80]!r} is no port (1 to 65535)")
+        raise entry.wrong("port" if behind is None else "address", f"{text[:80]!r} is not a port (1 to 65535)")
     return port
 
 
@@ -204,7 +204,7 @@ def _metrics_url(entry: _Entry, labels: Mapping[str, str], host: str, port: int)
         return ""
     if other_port and not (_DIGITS.fullmatch(other_port) and 1 <= int(other_port) <= 65535):
         place = (*entry.at("labels"), "metricsPort")
-        raise WrongEntry(f"{other_port[:80]!r} is no port", entry.line("labels"), place)
+        raise WrongEntry(f"{other_port[:80]!r} is not a port", entry.line("labels"), place)
     return f"http://{host_port(other_host or host, int(other_port or port))}/metrics"
 
 

@@ -150,7 +150,7 @@ class WaitingRules:
                     f"costs of shape {costs.shape} for {shares.shape[0]} requests and {shares.shape[1]} slots"
                 )
             if np.isnan(costs).any():
-                raise ValueError("costs that are no numbers")
+                raise ValueError("costs that are not numbers")
         except Exception as error:
             if self._report is not None:
                 self._report(PluginError(self._name, f"{type(error).__name__}: {error}"))

@@ -267,7 +267,7 @@ class Profile:
 
 def _check(mask: BoolColumn, slots: int) -> None:
     if mask.dtype != np.bool_ or mask.shape != (slots,):
-        raise ValueError(f"{mask.dtype} of shape {mask.shape} is no mask of {slots} slots")
+        raise ValueError(f"{mask.dtype} of shape {mask.shape} is not a mask of {slots} slots")
 
 
 # The fallback endpoint: the endpoint that gets a request when no connection to the chosen endpoint can be made.

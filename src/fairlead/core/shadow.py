@@ -174,7 +174,7 @@ class Bench:
             if endpoint is not None and endpoint.id == pick.endpoint
         ]
         if not slots:
-            raise ValueError(f"picked {pick.endpoint!r}, which is no endpoint")
+            raise ValueError(f"picked {pick.endpoint!r}, which is not an endpoint")
         return self.verdict(name, slots[0])
 
     def verdict(self, name: str, slot: int) -> ShadowVerdict:

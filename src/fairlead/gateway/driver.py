@@ -203,7 +203,7 @@ class Driver:
             if client is not None:
                 client.fail()
         except Exception:
-            log.exception("the client of a request could not give up")
+            log.exception("an open request could not be aborted")
         self._events.append(StreamLost(request_id))
 
     def _evict(self, instruction: Evict) -> None:

@@ -271,7 +271,7 @@ class GrpcServer:
                 handler = factory(stream, _headers(context))
                 stream.handler = None if stream.finished else handler
             except Exception:
-                log.exception("no handler could be made")
+                log.exception("could not create a stream handler")
                 stream.crashed()
             reader = asyncio.create_task(self._read(stream, context))
             with contextlib.suppress(*self._ended_errors):

@@ -292,7 +292,7 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
                 if self._whole_messages and not ended:
                     stream.take = handler.on_message
         except Exception:
-            log.exception("no handler could be made for %s", opening.path)
+            log.exception("could not create a handler for %s", opening.path)
             stream.fail(grpc.Status.INTERNAL, "internal error")
         if ended:
             stream.half_close()

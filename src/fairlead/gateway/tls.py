@@ -82,7 +82,9 @@ class ServerTls:
         try:
             self._current = self._load()
         except (OSError, ValueError) as error:
-            log.warning("TLS files %s, %s are unusable, keeping the old ones: %s", self._certificate, self._key, error)
+            log.warning(
+                "cannot load TLS files %s and %s, keeping the old certificate: %s", self._certificate, self._key, error
+            )
             return False
         self.reloads += 1
         log.info("TLS certificate %s reloaded", self._certificate)

@@ -182,7 +182,9 @@ class Replicas:
         if self.problem:
             return f"this replica decides alone: {self.problem}"
         if self.lag_s > _SLOW_S:
-            return f"other replicas are heard {self.lag_s:.1f} s late: {self.where} or this process is slow"
+            return (
+                f"messages of the other replicas arrive {self.lag_s:.1f} s late: {self.where} or this process is slow"
+            )
         return ""
 
     def note(self) -> str:
@@ -272,7 +274,7 @@ class Replicas:
                     await self._together(client)
             except Exception as error:
                 if not isinstance(error, self._failures):
-                    log.error("telling other replicas failed", error=f"{type(error).__name__}: {error}")
+                    log.error("could not send to the other replicas", error=f"{type(error).__name__}: {error}")
                 self._alone(error)
             tried.set()
             await asyncio.sleep(pause_s)
@@ -307,7 +309,7 @@ class Replicas:
     def _lose(self, name: str) -> None:
         del self.peers[name]
         self._unheard_since = time.monotonic()
-        log.info("a replica is gone", replica=name)
+        log.info("a replica left", replica=name)
         self._feed(PeerLost(name))
 
     def _meet(self, name: str) -> Peer | None:
@@ -346,7 +348,7 @@ class Replicas:
         self._written = b""
         self._something.set()
         self.problem = ""
-        log.info("other replicas are heard", server=self.where, replica=self.origin, others=len(self.peers))
+        log.info("connected to the other replicas", server=self.where, replica=self.origin, others=len(self.peers))
 
     async def _together(self, client: Client) -> None:
         """Send, receive and renew until one of them fails."""

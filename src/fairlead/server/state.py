@@ -157,10 +157,10 @@ class StateFile:
         """Read the file, and restore what does not belong to single endpoints."""
         self._stored = stored = await asyncio.to_thread(read_state, self._path, self._cut, self._settings.max_bytes)
         for problem in stored.problems:
-            log.warning("what was learned before is not all used", file=str(self._path), problem=problem)
+            log.warning("loaded only part of the saved state", file=str(self._path), problem=problem)
         if self._age() > self._settings.max_age:
             age = f"it is {self._age():.0f} s old, and state.maxAge is {self._settings.max_age:.0f} s"
-            log.warning("what endpoints had in their caches is not used", file=str(self._path), problem=age)
+            log.warning("did not load the saved cache contents", file=str(self._path), problem=age)
         if stored.common is not None:
             self._feed(Restored(stored.common, self._age()))
         self._writing = asyncio.create_task(self._write_on())

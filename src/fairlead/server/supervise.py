@@ -68,7 +68,7 @@ class Outage:
         await asyncio.sleep(_ASKED_AGAIN_S)
         now = await self._unscheduled()
         if now is not None and now > self._before:
-            log.warning("the gateway balanced without the scheduler", requests=now - self._before)
+            log.warning("the gateway routed requests without the scheduler", requests=now - self._before)
         self._before = None
 
     async def _unscheduled(self) -> int | None:

@@ -51,7 +51,7 @@ def test_no_size_is_told_apart_from_an_error(tmp_path: Path) -> None:
         (("-w", "agentz"), "neither a scenario nor a file; did you mean 'agents'?"),
         (("-w", "interactive-chad"), "did you mean 'interactive-chat'?"),
         (("-w", "agents", "--engine", "qwen-32b-h200"), "did you mean 'qwen3-32b-h200'?"),
-        (("-w", "agents", "--slo", "p95=2s"), "'p95=2s' is no objective"),
+        (("-w", "agents", "--slo", "p95=2s"), "'p95=2s' is not an objective"),
         (("-w", "agents", "--traffic", "twice"), "--traffic twice: expected e.g. 2x"),
         (("-w", "agents", "--policy", "no-such"), "neither a policy nor a file"),
         (("--live", "http://127.0.0.1:1"), "does not answer"),

@@ -60,7 +60,7 @@ def test_the_endpoints_file_is_read_too(tmp_path: Path, capsys: pytest.CaptureFi
     assert f"{file}:1: $.endpoints.file: {endpoints}: $: cannot be read: No such file" in capsys.readouterr().out
     endpoints.write_text("endpoints:\n- 10.0.0.1:1\n- localhost:nonsense\n")
     assert validate(file) == 2
-    assert f"{endpoints}:3: $.endpoints[1]: 'nonsense' is no port (1 to 65535)" in capsys.readouterr().out
+    assert f"{endpoints}:3: $.endpoints[1]: 'nonsense' is not a port (1 to 65535)" in capsys.readouterr().out
 
 
 def test_a_duplicate_in_a_followed_file_is_only_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,5 +105,5 @@ async def test_it_runs_until_it_is_told_to_end(tmp_path: Path) -> None:
         said += await child.stderr.read()
         assert await child.wait() == 0, said.decode()
     assert b"no warm start from another indexer" in said
-    assert b"publishers of KV events may dial in" in said
+    assert b"accepting connections from publishers of KV events" in said
     assert kept.read_bytes().startswith(b"fairlead-kv")

@@ -74,12 +74,12 @@ def test_json_with_tabs() -> None:
 @pytest.mark.parametrize(
     ("changes", "path", "message"),
     [
-        ({"port": 0}, ".port", "'0' is no port (1 to 65535)"),
-        ({"port": 65536}, ".port", "'65536' is no port (1 to 65535)"),
-        ({"port": -1}, ".port", "'-1' is no port (1 to 65535)"),
-        ({"port": "http"}, ".port", "'http' is no port (1 to 65535)"),
-        ({"port": "٣"}, ".port", "'٣' is no port (1 to 65535)"),
-        ({"port": 80.0}, ".port", "'80.0' is no port (1 to 65535)"),
+        ({"port": 0}, ".port", "'0' is not a port (1 to 65535)"),
+        ({"port": 65536}, ".port", "'65536' is not a port (1 to 65535)"),
+        ({"port": -1}, ".port", "'-1' is not a port (1 to 65535)"),
+        ({"port": "http"}, ".port", "'http' is not a port (1 to 65535)"),
+        ({"port": "٣"}, ".port", "'٣' is not a port (1 to 65535)"),
+        ({"port": 80.0}, ".port", "'80.0' is not a port (1 to 65535)"),
         ({"port": None}, "", "`port` is missing"),
         ({"port": [1]}, ".port", "expected a scalar"),
         ({"address": None}, "", "`address` is missing"),
@@ -88,9 +88,9 @@ def test_json_with_tabs() -> None:
         ({"address": "10.1"}, ".address", "'10.1' is neither an IP address nor a host name"),
         ({"address": "10.0.0.1:80"}, ".port", "the address has a port already"),
         ({"address": "[::1]:80"}, ".port", "the address has a port already"),
-        ({"address": "10.0.0.1:x", "port": None}, ".address", "'x' is no port (1 to 65535)"),
-        ({"address": "10.0.0.1:", "port": None}, ".address", "'' is no port (1 to 65535)"),
-        ({"address": "10.0.0.1:８０", "port": None}, ".address", "'８０' is no port (1 to 65535)"),
+        ({"address": "10.0.0.1:x", "port": None}, ".address", "'x' is not a port (1 to 65535)"),
+        ({"address": "10.0.0.1:", "port": None}, ".address", "'' is not a port (1 to 65535)"),
+        ({"address": "10.0.0.1:８０", "port": None}, ".address", "'８０' is not a port (1 to 65535)"),
         ({"address": "[::1]80", "port": None}, ".address", "'[::1]80' is neither an IP address nor a host name"),
         ({"address": "[10.0.0.1"}, ".address", "'[10.0.0.1' is neither an IP address nor a host name"),
         ({"address": "[host]"}, ".address", "'[host]' is neither an IP address nor a host name"),
@@ -105,7 +105,7 @@ def test_json_with_tabs() -> None:
         ({"labels": dict.fromkeys(map(str, range(101)), "x")}, ".labels", "more than 100 labels"),
         ({"metricsUrl": "ftp://h"}, ".metricsUrl", "'ftp://h' is neither http nor https"),
         ({"metricsUrl": ["http://h"]}, ".metricsUrl", "expected a scalar"),
-        ({"labels": {"metricsPort": "x"}}, ".labels.metricsPort", "'x' is no port"),
+        ({"labels": {"metricsPort": "x"}}, ".labels.metricsPort", "'x' is not a port"),
         ({"metrics_url": "file:///etc/passwd"}, ".metrics_url", "'file:///etc/passwd' is neither http nor https"),
     ],
 )
@@ -217,7 +217,7 @@ def test_text_that_cannot_be_read(text: str, line: int, message: str) -> None:
 def test_a_list_alone_is_fine() -> None:
     read = parse_endpoints_text(b"- 10.0.0.1:1\n- 10.0.0.1:x\n")
     assert ([one.id for one in read.endpoints], read.ok) == (["10.0.0.1:1"], True)
-    assert [str(problem) for problem in read.problems] == ["line 2, $[1]: 'x' is no port (1 to 65535)"]
+    assert [str(problem) for problem in read.problems] == ["line 2, $[1]: 'x' is not a port (1 to 65535)"]
 
 
 def test_the_example_file() -> None:
@@ -235,7 +235,7 @@ def test_problems_have_lines() -> None:
     text = "endpoints:\n- name: a\n  address: 10.0.0.1\n  port: 99999\n- name: b\n  address: 10.0.0.1\n"
     read = parse_endpoints_text(text.encode())
     assert [str(problem) for problem in read.problems] == [
-        "line 4, $.endpoints[0].port: '99999' is no port (1 to 65535)",
+        "line 4, $.endpoints[0].port: '99999' is not a port (1 to 65535)",
         "line 5, $.endpoints[1]: `port` is missing (write it behind the address: 10.0.0.1:8000)",
     ]
 

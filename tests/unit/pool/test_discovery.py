@@ -43,7 +43,7 @@ async def test_a_file_is_followed(tmp_path: Path) -> None:
     (tmp_path / "e.yaml").write_text("endpoints: ['10.0.0.1:80', 'nonsense:x']")
     up, problems = await followed(tmp_path / "f.yaml")
     assert up == {"10.0.0.1:80": "10.0.0.1:80"}
-    assert [str(problem) for problem in problems] == ["line 1, $.endpoints[1]: 'x' is no port (1 to 65535)"]
+    assert [str(problem) for problem in problems] == ["line 1, $.endpoints[1]: 'x' is not a port (1 to 65535)"]
 
 
 @pytest.mark.parametrize(("text", "said"), [(None, "No such file"), ("endpoints: [", "line 1, $: not valid YAML")])

@@ -192,7 +192,7 @@ def systems_joined(messages: list[Message], between: str = "\n\n") -> list[Messa
 
 def _message(message: Any, form: str) -> Message:
     if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
-        raise Absent(TEMPLATE, "a message is no object with a role")
+        raise Absent(TEMPLATE, "a message is not an object with a role")
     content = message.get("content")
     parts = _parts(_unbilled(content) if role == "system" else content, form)
     translated: Message = {"role": role, "content": parts if form == PARTS else "\n".join(map(_text, parts))}
@@ -248,7 +248,7 @@ def _part(part: Any) -> tuple[str | None, Mapping[str, Any]]:
     if isinstance(part, str):
         return part, {}
     if not isinstance(part, dict):
-        raise Absent(TEMPLATE, "a part of a message's content is no object")
+        raise Absent(TEMPLATE, "a part of a message's content is not an object")
     kind = part.get("type")
     key = _TEXTS.get(kind, "") if isinstance(kind, str) else ""
     if not key:
@@ -269,7 +269,7 @@ def _assistant(message: Mapping[str, Any], translated: Message) -> None:
     calls = message.get("tool_calls")
     if calls:
         if not isinstance(calls, list):
-            raise Absent(TEMPLATE, "'tool_calls' is no list")
+            raise Absent(TEMPLATE, "'tool_calls' is not a list")
         translated["tool_calls"] = [_call(call) for call in calls]
     reasoning = message.get("reasoning")
     if reasoning is None:
@@ -282,7 +282,7 @@ def _call(call: Any) -> Any:
     """A tool call with its arguments as an object, as templates expect. The API sends them as JSON text."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
-        raise Absent(FIELDS, "a tool call that is no function call")
+        raise Absent(FIELDS, "a tool call that is not a function call")
     arguments = function.get("arguments")
     if isinstance(arguments, str) and arguments:
         try:
@@ -297,14 +297,14 @@ def tools_for_template(tools: Any) -> list[Any] | None:
     if tools is None:
         return None
     if not isinstance(tools, list):
-        raise Absent(FIELDS, "'tools' is no list")
+        raise Absent(FIELDS, "'tools' is not a list")
     return [_tool(tool) for tool in tools]
 
 
 def _tool(tool: Any) -> dict[str, Any]:
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or tool.get("type", "function") != "function":
-        raise Absent(FIELDS, "a tool that is no function")
+        raise Absent(FIELDS, "a tool that is not a function")
     known = {name: function.get(name) for name in ("name", "description", "parameters")}
     more = {name: value for name, value in function.items() if name not in known}
     return {"type": "function", "function": {**known, **more}}
@@ -329,7 +329,7 @@ def _checked_call(call: Any) -> Any:
     """A tool call with its members in the order of vLLM's request model, because templates print it as JSON."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
-        raise Absent(FIELDS, "a tool call that is no function call")
+        raise Absent(FIELDS, "a tool call that is not a function call")
     ordered = {name: function[name] for name in ("arguments", "name") if name in function}
     return {name: ordered if name == "function" else call[name] for name in ("id", "function", "type") if name in call}
 
@@ -398,7 +398,7 @@ _UNFINISHED = ("in_progress", "incomplete")
 def _take(item: Any, messages: list[Message]) -> None:
     """Take an input item. An assistant's reasoning, tool calls and texts are separate items and join one message."""
     if not isinstance(item, dict):
-        raise Absent(FIELDS, "an input item that is no object")
+        raise Absent(FIELDS, "an input item that is not an object")
     kind, role = item.get("type"), item.get("role")
     assistant = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     if kind == "function_call":
@@ -439,13 +439,13 @@ def _thought(item: Mapping[str, Any]) -> str:
     first = parts[0] if isinstance(parts, list) and parts else {"text": ""}
     text = first.get("text") if isinstance(first, dict) else None
     if item.get("encrypted_content") or not isinstance(text, str):
-        raise Absent(FIELDS, "reasoning that is no text")
+        raise Absent(FIELDS, "reasoning that is not text")
     return text
 
 
 def _responses_tool(tool: Any) -> dict[str, Any]:
     if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise Absent(FIELDS, "a tool that is no function")
+        raise Absent(FIELDS, "a tool that is not a function")
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
 
 
@@ -460,7 +460,7 @@ def _system(system: str | list[Any] | None) -> Iterator[dict[str, Any]]:
 def _turn(message: Any) -> Iterator[dict[str, Any]]:
     """Translate a message. Its tool results become separate messages before it."""
     if not isinstance(message, dict):
-        raise Absent(FIELDS, "a message that is no object")
+        raise Absent(FIELDS, "a message that is not an object")
     role, content = message.get("role"), message.get("content")
     if role == "system":
         yield from _system(content)
@@ -493,7 +493,7 @@ def _turn(message: Any) -> Iterator[dict[str, Any]]:
 
 def _block_text(block: Any) -> str:
     if not isinstance(block, dict):
-        raise Absent(FIELDS, "a block that is no object")
+        raise Absent(FIELDS, "a block that is not an object")
     if block.get("type") != "text":
         raise Absent(MEDIA, f"a block of type {block.get('type')!r}")
     text = block.get("text")

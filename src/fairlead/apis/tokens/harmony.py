@@ -89,13 +89,13 @@ def _names_of_calls(messages: list[Any]) -> dict[Any, str]:
 def _calls(message: Mapping[str, Any]) -> list[Any]:
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
-        raise Absent(TEMPLATE, "'tool_calls' is no list")
+        raise Absent(TEMPLATE, "'tool_calls' is not a list")
     return calls
 
 
 def _message(message: Any, names: Mapping[Any, str]) -> list[Said]:
     if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
-        raise Absent(TEMPLATE, "a message is no object with a role")
+        raise Absent(TEMPLATE, "a message is not an object with a role")
     content, thought = message.get("content"), message.get("reasoning") or message.get("reasoning_content")
     if role == "tool":
         name = names.get(str(message.get("tool_call_id")), "")
@@ -127,7 +127,7 @@ def _joined(content: Any) -> str | None:
     texts = []
     for part in content:
         if not isinstance(part, dict) or part.get("type") not in ("text", "input_text", "output_text"):
-            raise Absent(MEDIA, "a part that is no text")
+            raise Absent(MEDIA, "a part that is not text")
         texts.append(_plain(part.get("text") or ""))
     return "".join(texts) if texts else None
 

@@ -114,7 +114,7 @@ def read_keys(file: str) -> tuple[Key, ...]:
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}", "$.gateway.keys.file") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{file} is no text", "$.gateway.keys.file") from None
+        raise ConfigError(f"{file} is not text", "$.gateway.keys.file") from None
     except ConfigError as error:
         raise ConfigError(f"{file}: {error.message}", "$.gateway.keys.file") from None
 

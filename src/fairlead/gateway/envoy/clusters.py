@@ -115,7 +115,7 @@ class PoolWriter:
         try:
             self._file.write(self._pool)
         except OSError as error:
-            log.error("the gateway keeps its old endpoints: %s", error)
+            log.error("could not update the gateway's endpoints, it keeps the old ones: %s", error)
 
 
 # What Envoy connects to: the scheduler, its access log service, the chosen endpoint, and the whole pool.

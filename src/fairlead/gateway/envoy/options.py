@@ -188,7 +188,9 @@ class Options(Struct, frozen=True, kw_only=True):
         if self.queue_timeout < self.message_timeout:
             raise ConfigError("must not be below message_timeout", "$.queue_timeout")
         if self.decision_header and _HEADER.fullmatch(self.decision_header) is None:
-            raise ConfigError("is no name for a header of ours: x- and letters, digits, hyphens", "$.decision_header")
+            raise ConfigError(
+                "is not a valid name for a header of ours: x- and letters, digits, hyphens", "$.decision_header"
+            )
         if self.tls is not None:
             _check_tls(self.tls)
 

@@ -84,7 +84,9 @@ class GatewayProcess:
         self._keep_port(port)
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         log.info(
-            "the gateway listens on %s, pid %s", self.address, ", ".join(str(envoy.pid) for envoy in self.supervisors)
+            "the gateway is listening on %s, pid %s",
+            self.address,
+            ", ".join(str(envoy.pid) for envoy in self.supervisors),
         )
 
     async def _wait_for_scheduler(self) -> None:
@@ -94,7 +96,7 @@ class GatewayProcess:
                 while not all([await admin.asks_scheduler(self._schedulers) for admin in self.admins]):
                     await asyncio.sleep(_POLL)
                 return
-        log.warning("the scheduler does not answer after %g s: serving without it", self._scheduler_timeout)
+        log.warning("no answer from the scheduler after %g s, serving without it", self._scheduler_timeout)
 
     async def _listen(self) -> tuple[str, int]:
         os.replace(self._directory / LISTENERS_LATER, self._directory / LISTENERS)

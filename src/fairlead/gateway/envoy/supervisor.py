@@ -141,7 +141,7 @@ class Supervisor:
                 async with asyncio.timeout(grace or None):
                     await process.wait()
             except TimeoutError:
-                log.warning("Envoy does not end, killing it")
+                log.warning("Envoy did not exit in time, killing it")
                 _signal(process, signal.SIGKILL)
                 await process.wait()
         await self._drained()
@@ -176,7 +176,7 @@ class Supervisor:
                 await self._wait_ready()
                 log.warning("%s is back, pid %d", self._name, self.pid)
             except GatewayError as error:
-                log.error("%s does not come back: %s", self._name, error)
+                log.error("%s cannot be restarted: %s", self._name, error)
                 await self._end(0.0)
 
     def _logged(self, line: str) -> None:

@@ -75,7 +75,7 @@ def objectives(text: str) -> tuple[Objective, ...]:
         name, equals, value = (piece.strip() for piece in part.partition("="))
         match = _NAME.fullmatch(name)
         if not equals or (match is None and name != FAILED):
-            raise ValueError(f"{part!r} is no objective; {_EXPECTED}")
+            raise ValueError(f"{part!r} is not an objective; {_EXPECTED}")
         made = _failing(part, value) if match is None else _within(match[1], float(match[2]), part, value)
         if made.name in parsed:
             raise ValueError(f"{made.name} is given twice")

@@ -413,7 +413,7 @@ def find_access(kubeconfig: str = "", context: str = "", account: Path = SERVICE
         if path.exists():
             return Access(*read_kubeconfig(path.absolute(), context))
     raise ConfigError(
-        "no access to Kubernetes: this is no pod with a service account, and there is no kubeconfig",
+        "no access to Kubernetes: this is not a pod with a service account, and there is no kubeconfig",
         "$.kubernetes.kubeconfig",
     )
 

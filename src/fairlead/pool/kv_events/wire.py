@@ -216,7 +216,7 @@ def extras_of(raw: bytes, lora: str | None) -> list[tuple[str, ...]] | None:
     except msgspec.DecodeError as error:
         raise ValueError(f"extra_keys: {error}") from None
     if not isinstance(blocks, list) or not all(block is None or isinstance(block, list) for block in blocks):
-        raise ValueError("extra_keys is no list of lists")
+        raise ValueError("extra_keys is not a list of lists")
     extras = []
     for block in blocks:
         entries = [_extra(entry) for entry in block or ()]
@@ -236,7 +236,7 @@ def _extra(entry: Any) -> str:
         return entry.hex()
     if isinstance(entry, int):
         return str(entry)
-    raise ValueError(f"extra_keys: {type(entry).__name__} is no identifier")
+    raise ValueError(f"extra_keys: {type(entry).__name__} is not an identifier")
 
 
 # Decodes batches of KV events from msgpack to `fairlead.core.kv.events`.

@@ -113,7 +113,7 @@ class IndexService:
         try:
             body = json.dumps({name: value for name, value in given.items() if value is not None}).encode()
         except (TypeError, ValueError, RecursionError) as error:
-            raise QueryError(400, f"the messages are no JSON: {error}") from None
+            raise QueryError(400, f"the messages are not JSON: {error}") from None
         path = "/v1/chat/completions" if chat else "/v1/completions"
         parsed = parse_request(path, body)
         tokeniser = self._tokeniser()

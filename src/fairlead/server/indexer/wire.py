@@ -119,7 +119,7 @@ def _check(query: Query) -> None:
         raise QueryError(400, f"give exactly one of {', '.join(PROMPTS)}; got {named}")
     if query.keys is not None:
         if len(query.keys) % 8:
-            raise QueryError(400, f"keys are 8 bytes each; {len(query.keys)} bytes are no whole number of them")
+            raise QueryError(400, f"keys are 8 bytes each; {len(query.keys)} bytes are not a whole number of keys")
         if not 1 <= query.block_size <= 1 << 20:
             raise QueryError(400, "keys need block_size, the tokens of each block")
     blocks = len(query.prompt_hash or ()) or len(query.keys or b"") // 8

@@ -109,7 +109,7 @@ class LiveIndexer:
         self.kv.endpoint(event)
 
     def _problem(self, problem: Any) -> None:
-        log.warning("the list of endpoints has a problem", problem=str(problem))
+        log.warning("problem in the list of endpoints", problem=str(problem))
 
     def _reasons(self) -> list[str]:
         reasons = list(self._unready.values())

@@ -43,12 +43,12 @@ class FollowedKeys:
             keys = await asyncio.to_thread(self._read)
             if keys != self._known:
                 self._write(keys)
-                log.info(f"the {self._what} are in force", file=self._file)
+                log.info(f"loaded the {self._what}", file=self._file)
             self._known, self.unusable = keys, ""
         except (ConfigError, OSError) as error:
             problem = error.message if isinstance(error, ConfigError) else f"cannot write: {error.strerror}"
             self.unusable = f"the {self._what} cannot be used, those read before stay in force: {problem}"
-            log.error(f"the {self._what} cannot be used; those read before stay in force", problem=problem)
+            log.error(f"cannot load the {self._what}; the previous ones stay in use", problem=problem)
 
 
 def followed_keys(gateway: Gateway, directory: Path) -> list[FollowedKeys]:

@@ -143,11 +143,11 @@ class Knowledge:
         endpoint = self._fleet.table.endpoints[verdict.slot]
         name = endpoint.id if endpoint is not None else ""
         if verdict.trusted:
-            log.info("KV events of an endpoint agree with its cached tokens and are relied on", endpoint=name)
+            log.info("KV events of an endpoint agree with its cached tokens and are used", endpoint=name)
             return
         finding = verdict.finding
         log.warning(
-            "KV events of an endpoint disagree with its cached tokens; until they agree, learned prefixes count",
+            "KV events of an endpoint disagree with its cached tokens; learned prefixes are used until they agree",
             endpoint=name,
             cause=finding.cause if finding else "unknown",
             detail=finding.detail if finding else "",
@@ -272,7 +272,7 @@ class TokenCheck:
         if result.differing:
             finding = Finding(cause_of(result), f"{model} at {endpoint.id} {result.state}")
             log.warning(
-                "an engine makes other token ids than we do; its KV blocks will not match",
+                "an engine's token ids differ from ours; its KV blocks will not match",
                 model=model,
                 endpoint=endpoint.id,
                 cause=finding.cause,
@@ -280,7 +280,7 @@ class TokenCheck:
             )
             self._found(finding)
         elif result.agreed:
-            log.info("an engine makes the same token ids", model=model, endpoint=endpoint.id)
+            log.info("an engine's token ids equal ours", model=model, endpoint=endpoint.id)
         else:
             log.info("token ids could not be compared", model=model, endpoint=endpoint.id, reason=result.state)
 

@@ -116,7 +116,7 @@ class KubeLink:
             async with asyncio.timeout(START_S):
                 await self._synced.wait()
         except TimeoutError:
-            log.warning("not ready: Kubernetes was not read yet", reason="; ".join(self._troubles.values()) or "")
+            log.warning("not ready: no state from Kubernetes yet", reason="; ".join(self._troubles.values()) or "")
 
     async def hand_over(self) -> None:
         """This replica is about to end: let another one lead, and let gateways find it before they lose this one.
@@ -129,7 +129,7 @@ class KubeLink:
         self._ending = True
         await elector.release()
         successor = await elector.successor(SUCCESSOR_S)
-        log.info("the lease was given back", successor=successor)
+        log.info("released the leader lease", successor=successor)
         if successor:
             await asyncio.sleep(self._settings.leader_election.overlap)
         else:
@@ -143,7 +143,7 @@ class KubeLink:
 
         def ended(task: "asyncio.Task[None]") -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
-                log.error("following Kubernetes broke", exc=error, part=name)
+                log.error("watching Kubernetes failed", exc=error, part=name)
 
         task.add_done_callback(ended)
         stack.push_async_callback(cancelled, task)
@@ -172,9 +172,9 @@ class KubeLink:
         if not self._ending:
             self._set_ready("leader", "" if leading else f"standby: {holder or 'nobody'} leads")
         if leading:
-            log.info("this replica leads", lease=self._lease)
+            log.info("this replica is the leader", lease=self._lease)
         else:
-            log.info("this replica stands by", lease=self._lease, leader=holder)
+            log.info("this replica is on standby", lease=self._lease, leader=holder)
         for writer in self.writers.values():
             writer.wake()
 
@@ -195,9 +195,11 @@ class KubeLink:
         if trouble:
             self._troubles[resource] = trouble
             if trouble != before:
-                log.warning("no contact to Kubernetes; what is known stays", resource=resource, reason=trouble)
+                log.warning(
+                    "cannot reach Kubernetes; the last known state stays in use", resource=resource, reason=trouble
+                )
         elif before:
-            log.info("in touch with Kubernetes again", resource=resource)
+            log.info("Kubernetes can be reached again", resource=resource)
         self._judge()
 
     def _followed(self) -> dict[str, Followed]:
@@ -307,7 +309,7 @@ def _as_followed(reflector: Reflector[Any]) -> Followed:
 
 
 def report_unreadable(problem: str) -> None:
-    log.warning("an object is left as it was known", problem=problem)
+    log.warning("ignored an invalid Kubernetes object; its last valid version stays in use", problem=problem)
 
 
 def own_identity() -> str:
@@ -367,7 +369,9 @@ async def follow_pool(stack: AsyncExitStack, settings: Kubernetes, feed: Feed) -
         protocol = endpoints.pool.app_protocol
         if protocols and protocol != protocols[-1]:
             log.error(
-                "the gateway goes on as before: restart it to follow", app_protocol=protocol, before=protocols[-1]
+                "the pool's appProtocol changed; restart the gateway to apply it",
+                app_protocol=protocol,
+                before=protocols[-1],
             )
         if not protocols or protocol != protocols[-1]:
             protocols.append(protocol)

@@ -217,7 +217,7 @@ class KubePools(KubeLink):
         try:
             served = await self._open(key, entry.pool)
         except Exception as error:
-            log.error("a pool cannot be served; mend its configuration, then change the pool", exc=error, pool=key)
+            log.error("cannot serve a pool; correct its configuration, then update the pool", exc=error, pool=key)
             if self._entries.get(key) is entry:
                 del self._entries[key]
             self._judge()

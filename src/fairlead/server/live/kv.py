@@ -140,7 +140,7 @@ class KvListening(Knowledge):
                 bound = self._events.bind(settings.bind, self._curve, clients)
             except zmq.ZMQError as error:
                 raise ConfigError(f"cannot listen on {settings.bind}: {error}", "$.kvEvents.bind") from None
-            log.info("publishers of KV events may dial in", address=bound)
+            log.info("accepting connections from publishers of KV events", address=bound)
         stack.push_async_callback(self._end)
         self._timer = self._loop.call_later(_REFRESH, self._refresh)
         stack.callback(lambda: self._timer.cancel())
@@ -210,7 +210,7 @@ class KvListening(Knowledge):
         finding = wrong_hashes(self.exact.recipe, heads)
         if finding is not None and self._unlike.get(endpoint.id) != finding.detail:
             log.warning(
-                "an engine's block hashes are not made as configured; none of its blocks will be found",
+                "an engine's block hashes do not match the configured algorithm; none of its blocks will be found",
                 endpoint=endpoint.id,
                 cause=finding.cause,
                 detail=finding.detail,
@@ -232,11 +232,9 @@ class KvListening(Knowledge):
         try:
             self._events.watch(slot, source, places)
         except (ConfigError, zmq.ZMQError) as error:
-            log.warning(
-                "KV events cannot be listened to", endpoint=endpoint.id, address=source.events, reason=str(error)
-            )
+            log.warning("cannot subscribe to KV events", endpoint=endpoint.id, address=source.events, reason=str(error))
             return
-        log.info("listening to KV events", endpoint=endpoint.id, address=source.events, replay=source.replay)
+        log.info("subscribed to KV events", endpoint=endpoint.id, address=source.events, replay=source.replay)
 
     # ---------------------------------------------------------------- state
 
@@ -309,7 +307,7 @@ class KvListening(Knowledge):
 
 
 def _trouble(reason: str) -> None:
-    log.warning("the snapshot of the KV index cannot be used", reason=reason)
+    log.warning("cannot use the snapshot of the KV index", reason=reason)
 
 
 def _keys(settings: KvCurve | None) -> tuple[Curve | None, list[str] | None]:

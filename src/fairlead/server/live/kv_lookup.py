@@ -125,7 +125,9 @@ class KvLookup(Knowledge):
             if not self._named and state.pods and self._fleet.table.count:
                 complaint = "it knows none of our endpoints, neither by name nor by address"
         if complaint and complaint != self._complaint:
-            log.warning("the indexer is of no use; learned prefixes count", url=self.client.url, reason=complaint)
+            log.warning(
+                "cannot use the indexer; learned prefixes are used instead", url=self.client.url, reason=complaint
+            )
         self._complaint = complaint
 
     def _take(self, state: StateAnswer) -> None:

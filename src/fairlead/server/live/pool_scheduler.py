@@ -191,7 +191,9 @@ class PoolScheduler:
     def endpoint(self, event: EndpointUp | EndpointDown) -> None:
         """An endpoint appeared, changed or went: pass that to every part that follows endpoints."""
         if isinstance(event, EndpointUp) and (waited := self.watch.queue.on_endpoint()):
-            log.info("a pool without endpoints has one again", endpoint=event.endpoint.id, waited_s=round(waited, 2))
+            log.info(
+                "a pool that had no endpoints has one again", endpoint=event.endpoint.id, waited_s=round(waited, 2)
+            )
         self.driver.feed(event)
         if self.core.kv is not None:
             self.core.kv.endpoint(event)
@@ -203,7 +205,12 @@ class PoolScheduler:
             engine = unknown_engine(event.endpoint.labels, self.scraper.specs)
             if engine:
                 read_as = self.config.metrics.default_engine
-                log.warning("nobody described this engine", endpoint=event.endpoint.id, engine=engine, read_as=read_as)
+                log.warning(
+                    "unknown engine type; its metrics are read as those of another",
+                    endpoint=event.endpoint.id,
+                    engine=engine,
+                    read_as=read_as,
+                )
             log.info("endpoint up", endpoint=event.endpoint.id, address=event.endpoint.address)
         else:
             self.scraper.down(event.endpoint_id)
@@ -222,10 +229,10 @@ class PoolScheduler:
         catalogue = self.pipeline.models
         self.watch.on_models(catalogue.known, catalogue.conflicts)
         counts = {"models": len(models.models), "objectives": len(models.objectives), "rewrites": len(models.rewrites)}
-        log.info("model names defined", **counts)
+        log.info("loaded the model definitions", **counts)
 
     def _models_problem(self, file: str, problem: Problem) -> None:
-        log.warning("a definition of model names has a problem", file=file, problem=str(problem))
+        log.warning("problem in a model definition", file=file, problem=str(problem))
 
     # ---- admin pages ----
 

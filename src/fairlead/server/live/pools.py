@@ -114,7 +114,7 @@ class LivePools:
         for key, pool in self.pools.items():
             mine, refused = plan_reload(pool.scheduler.config, of_pool(changes.config, key))
             for problem in refused if key in changes.config.pools else ():
-                log.warning("a change of the configuration is refused", pool=key, problem=str(problem))
+                log.warning("rejected a configuration change", pool=key, problem=str(problem))
             changed = pool.scheduler.reconfigure(mine) or changed
         return changed or bool(changes.paths)
 
@@ -167,7 +167,7 @@ class _Opened:
         await self.scheduler.settle(self._stack)
         self._pools.pools[self._key] = self
         self.changed(self._pool)
-        log.info("a pool is served", pool=self._key, policy=self.scheduler.config.policy.name)
+        log.info("serving a pool", pool=self._key, policy=self.scheduler.config.policy.name)
 
     def endpoint(self, event: EndpointUp | EndpointDown) -> None:
         self.scheduler.endpoint(event)
@@ -179,7 +179,7 @@ class _Opened:
         ref = pool.picker
         service = None if ref is None else PickerService(pool.namespace, ref.name, ref.port)
         if service is None:
-            log.warning("a pool names no endpointPickerRef, so no gateway asks for it", pool=self._key)
+            log.warning("a pool has no endpointPickerRef, so no gateway will ask for it", pool=self._key)
         self._pools.host.put(self._key, self.scheduler.host, service)
 
     async def close(self, *, at_once: bool = False) -> None:
@@ -192,7 +192,7 @@ class _Opened:
             pools.host.drop(self._key)
             pools._ending[self._key] = self
             scheduler.empty_queue()
-            log.info("a pool is gone; its requests may end", pool=self._key, running=scheduler.leases)
+            log.info("a pool was deleted; its running requests may finish", pool=self._key, running=scheduler.leases)
         until = loop.time() + (0 if at_once else DRAIN_SECONDS)
         while scheduler.leases and loop.time() < until and not self._closed.is_set():
             await asyncio.sleep(_POLL)

@@ -82,7 +82,9 @@ class Live:
         keep_heap()
         files = raise_file_limit()
         if files < FEW_FILES:
-            log.warning("few open files are allowed; the gateway takes two for each request at a time", limit=files)
+            log.warning(
+                "the limit of open files is low; the gateway needs two for each concurrent request", limit=files
+            )
         async with contextlib.AsyncExitStack() as stack:
             tracing = start_tracing(stack, self.config, loop)
             if self.config.kubernetes.namespaces:
@@ -195,7 +197,7 @@ class Live:
         """The file changed. What only a restart can change stays; the rest is applied through the pipeline."""
         changes, refused = plan_reload(self.config, new)
         for problem in refused:
-            log.warning("a change of the configuration is refused", file=new.source, problem=str(problem))
+            log.warning("rejected a configuration change", file=new.source, problem=str(problem))
         if not self.serving.reconfigure(changes):
             return
         self.config = config = changes.config
@@ -203,7 +205,7 @@ class Live:
             setup_log(config.log.level, config.log.format)
         if changes.endpoints and self._listed is not None:
             self._listed.apply(Listing(config.endpoints.static))
-        log.info("the configuration changed", file=config.source, applied=" ".join(changes.paths))
+        log.info("applied a configuration change", file=config.source, applied=" ".join(changes.paths))
         _log_notes(config)
 
     def _adopted(self, config: Config) -> None:
@@ -235,7 +237,7 @@ class Live:
 
     def _file_problem(self, problem: Any) -> None:
         source = self.config.endpoints.file or self.config.source
-        log.warning("the list of endpoints has a problem", file=source, problem=str(problem))
+        log.warning("problem in the list of endpoints", file=source, problem=str(problem))
 
     async def _start_admin(self, stack: contextlib.AsyncExitStack) -> None:
         serving = self.serving
@@ -286,7 +288,7 @@ class Live:
         if self.serving.endpoints:
             log.info("ready", **self._whereabouts())
         else:
-            log.warning("up, but there are no endpoints yet", **self._whereabouts())
+            log.warning("running, but there are no endpoints yet", **self._whereabouts())
 
     def _set_ready(self, part: str, reason: str) -> None:
         """Note why a part is not ready; an empty reason clears it."""
@@ -311,7 +313,7 @@ class Live:
 def _log_notes(config: Config) -> None:
     """Log what `fairlead validate` notes about a usable file."""
     for note in config.notes:
-        log.warning("a note on the configuration", file=config.source, note=str(note))
+        log.warning("note on the configuration", file=config.source, note=str(note))
 
 
 def _buffered(config: Config) -> int:

@@ -143,7 +143,7 @@ class Warming:
             self.counts.tokens += request.prompt_tokens
             left, sent = left - request.prompt_tokens, sent + 1
         tokens, took = self._most - left, round(self._now() - began, 2)
-        log.info("a cold endpoint was warmed", endpoint=endpoint_id, requests=sent, tokens=tokens, took_s=took, end=why)
+        log.info("warmed a cold endpoint", endpoint=endpoint_id, requests=sent, tokens=tokens, took_s=took, end=why)
 
     async def _free(self, endpoint_id: str) -> Endpoint | None:
         """The endpoint, once few requests wait there; `None` = it is gone, or stayed busy for too long."""

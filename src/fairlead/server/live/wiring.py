@@ -121,7 +121,7 @@ class LiveJournal:
                 head,
                 flush_s=settings.flush,
                 fsync=settings.fsync,
-                on_trouble=lambda text: log.error("the journal lacks records", path=settings.path, reason=text),
+                on_trouble=lambda text: log.error("the journal is missing records", path=settings.path, reason=text),
             )
             writer.start()
         except Full:
@@ -400,5 +400,5 @@ def start_tracing(stack: AsyncExitStack, config: Config, loop: asyncio.AbstractE
             await asyncio.wait_for(asyncio.to_thread(provider.shutdown), settings.timeout + _GRACE)
 
     stack.push_async_callback(close)
-    log.info("requests are traced", endpoint=settings.endpoint, sample=settings.sample)
+    log.info("tracing requests", endpoint=settings.endpoint, sample=settings.sample)
     return tracing

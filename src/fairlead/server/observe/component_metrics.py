@@ -257,7 +257,7 @@ class UploadMetrics:
         self._reasons[reason] = self._reasons.get(reason, 0) + 1
         if now - self._logged_at > _UPLOADS_GAP:
             self._logged_at = now
-            log.warning("the gateway ends uploads", **self._reasons, megabytes_by_client=self._who())
+            log.warning("the gateway is ending uploads", **self._reasons, megabytes_by_client=self._who())
 
     def note(self) -> str:
         """One sentence about recent uploads that were ended; empty if there were none."""

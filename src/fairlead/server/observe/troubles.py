@@ -64,9 +64,9 @@ class Troubles:
             if reason:
                 self.present[what] = reason
         for what in self.present.keys() - before.keys():
-            log.warning(f"cannot do all that is asked for: {what}", reason=self.present[what])
+            log.warning(f"working with restrictions: {what}", reason=self.present[what])
         for what in before.keys() - self.present.keys():
-            log.info(f"can do again what is asked for: {what}")
+            log.info(f"restriction lifted: {what}")
         return self.present
 
     def _refresh(self) -> None:

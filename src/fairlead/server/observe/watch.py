@@ -118,7 +118,7 @@ class Watch:
         if record.overloaded or not record.endpoint:
             self.count()
             if record.overloaded:
-                log.warning("all endpoints are overloaded; more replicas are wanted")
+                log.warning("all endpoints are overloaded; more replicas are needed")
             elif record.status not in (400, 404):  # those are the client's own fault
                 log.warning("a request was refused", reason=record.outcome, status=record.status)
         elif len(self._decisions) >= _BATCH:
@@ -213,12 +213,12 @@ class Watch:
         """Model names were defined (again): they keep their labels. `conflicts`: who lost its name to whom."""
         self.metrics.declare(names)
         for loser, owner in conflicts:
-            log.warning("a model name is defined twice; the older definition counts", unused=loser, used=owner)
+            log.warning("a model name is defined twice; the older definition is used", unused=loser, used=owner)
 
     def on_page(self, endpoint_id: str, lacks: Sequence[str]) -> None:
         """What an endpoint's metrics page lacks has changed; empty = nothing any more."""
         if lacks:
-            log.warning("a metrics page lacks something", endpoint=endpoint_id, problems="; ".join(lacks))
+            log.warning("a metrics page is missing series", endpoint=endpoint_id, problems="; ".join(lacks))
         else:
             log.info("a metrics page is complete again", endpoint=endpoint_id)
 
@@ -227,12 +227,12 @@ class Watch:
         if reason:
             self._silent[endpoint_id] = reason
             log.warning(
-                "the metrics of an endpoint cannot be read; our own accounting stands in",
+                "cannot read the metrics of an endpoint; its load is estimated from our own requests",
                 endpoint=endpoint_id,
                 reason=reason,
             )
         elif self._silent.pop(endpoint_id, ""):
-            log.info("the metrics of an endpoint are read again", endpoint=endpoint_id)
+            log.info("the metrics of an endpoint can be read again", endpoint=endpoint_id)
 
     def unread(self, endpoint_id: str) -> str:
         """Why its load cannot be read; empty = it is, or its first scrapes have not failed often enough."""
@@ -265,7 +265,7 @@ class Watch:
         self.metrics.families.stalls.child(record.endpoint, record.level).inc()
         silent = {"endpoint": record.endpoint, "silent_s": round(record.silent_s, 1)}
         if record.level == "well":
-            log.info("an endpoint moves again, or is tried again", **silent)
+            log.info("an endpoint makes progress again, or is being tried again", **silent)
         else:
             plausible = round(record.plausible_s, 1)
             log.warning(
@@ -283,7 +283,7 @@ class Watch:
             self._unscheduled_logged_at = now
             # No field names the endpoint: that would make as many lines as there are endpoints.
             log.warning(
-                "the gateway served requests without asking the scheduler", requests=self._unscheduled, last=address
+                "the gateway routed requests without asking the scheduler", requests=self._unscheduled, last=address
             )
             self._unscheduled = 0
 

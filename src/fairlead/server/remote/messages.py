@@ -226,7 +226,7 @@ def read_doubles(data: bytes, part: Part, before: Floats | None) -> Floats:
     else:
         values = np.frombuffer(data, "<f8", (end - start) // 8, start)
         if np.isnan(values).any():
-            raise ProtocolError("a column has entries that are no numbers")
+            raise ProtocolError("a column has entries that are not numbers")
     return values if before is None else np.concatenate((before, values))
 
 

@@ -268,4 +268,4 @@ def _as_policy(thing: Any, name: str) -> Policy:
         return SimplePolicy(thing.pick, name)
     if callable(thing):
         return SimplePolicy(thing, name)
-    raise ConfigError(f"{name} has neither the method choose (a Policy) nor pick (a Scheduler), and is no function")
+    raise ConfigError(f"{name} has neither the method choose (a Policy) nor pick (a Scheduler), and is not a function")

@@ -68,7 +68,7 @@ class SimplePolicy:
             return Refused(reason=PASSED)
         slot, *behind = map(fleet.table.slot, names)
         if slot is None:
-            raise ValueError(f"pick returned {names[0]!r}, which is no endpoint")
+            raise ValueError(f"pick returned {names[0]!r}, which is not an endpoint")
         alternatives = tuple(alternative for alternative in behind if alternative not in (slot, None))
         return Picked(slot, fallback_slot=alternatives[0] if alternatives else -1, alternatives=alternatives)
 

@@ -58,7 +58,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     with pytest.raises(ConfigError, match="cannot read"):
         read_keys(str(file))
-    for content, said in ((b"\xff\xfe", "is no text"), (b"#" * (2 << 20), "larger than")):
+    for content, said in ((b"\xff\xfe", "is not text"), (b"#" * (2 << 20), "larger than")):
         file.write_bytes(content)
         with pytest.raises(ConfigError, match=said):
             read_keys(str(file))

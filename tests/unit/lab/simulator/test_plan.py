@@ -143,8 +143,8 @@ def test_objectives_are_read_as_they_are_written():
     [
         ("", "no objective for a latency"),
         ("failed=1%", "no objective for a latency"),
-        ("ttft=2s", "'ttft=2s' is no objective; expected e.g. ttft_p95=2s"),
-        ("ttft_p95", "'ttft_p95' is no objective"),
+        ("ttft=2s", "'ttft=2s' is not an objective; expected e.g. ttft_p95=2s"),
+        ("ttft_p95", "'ttft_p95' is not an objective"),
         ("ttft_p95=soon", "expected a duration"),
         ("ttft_p0=1s", "percentiles are between"),
         ("ttft_p95=0", "limits above 0"),

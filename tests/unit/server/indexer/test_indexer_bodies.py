@@ -43,7 +43,7 @@ def test_the_documents_question_is_read() -> None:
         (b'{"pods": ["a"]}', 400, "give exactly one of prompt_hash"),
         (b'{"prompt_hash": [1], "prompt": "x"}', 400, "prompt_hash and prompt"),
         (b'{"prompt_hash": [1], "pods": [1]}', 400, "$.pods[0]"),
-        (b'{"keys": "AAAA"}', 400, "no whole number"),
+        (b'{"keys": "AAAA"}', 400, "not a whole number"),
         (b'{"keys": "AAAAAAAAAAA="}', 400, "block_size"),
         (b'{"keys": "!"}', 400, "base64"),
         (b'{"messages": "hello"}', 400, "$.messages"),

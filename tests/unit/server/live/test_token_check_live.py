@@ -124,7 +124,7 @@ async def test_one_that_differs_is_told_of(
     assert finding.cause == cause and cause in CAUSES
     assert finding.detail.startswith("m at a differs: ")
     assert world.token_check.states() == {"m": "differs"}
-    assert "other token ids than we do" in caplog.text
+    assert "token ids differ from ours" in caplog.text
 
 
 async def test_one_that_cannot_be_asked_is_tried_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def test_what_goes_wrong_elsewhere_is_logged(caplog):
         watch.on_page("default/a", ())
         watch.on_admin_error("/metrics", ValueError("no"))
     assert [(record.levelname, record.message) for record in caplog.records] == [
-        ("WARNING", "a metrics page lacks something"),
+        ("WARNING", "a metrics page is missing series"),
         ("INFO", "a metrics page is complete again"),
         ("ERROR", "an admin page failed"),
     ]

@@ -124,7 +124,7 @@ def test_it_may_pass_refuse_and_fail() -> None:
     assert SimplePolicy(lambda r, e: None, "p").choose(request, fleet, context).reason == PASSED
     refused = SimplePolicy(refuse, "p").choose(request, fleet, context)
     assert isinstance(refused, Refused) and refused.message == "full"
-    with pytest.raises(ValueError, match="no endpoint"):
+    with pytest.raises(ValueError, match="not an endpoint"):
         SimplePolicy(lambda r, e: "x", "p").choose(request, fleet, context)
 
 
