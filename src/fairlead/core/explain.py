@@ -96,6 +96,8 @@ def why(candidates: Sequence[Candidate], unit: str) -> list[str]:
     if held_most is not None and held_most.cached_tokens > chosen.cached_tokens and held_most not in rivals:
         rivals.append(held_most)
     lines = [_against(chosen, rival, unit) for rival in rivals]
+    if chosen.terms.get("reuse", 0.0) > 0.0:
+        lines.append(f"{chosen.endpoint} has far fewer requests than the holders; later requests will use its copy too")
     lines += [f"{c.endpoint} made no progress for too long ({c.hung})" for c in candidates if c.hung]
     removed = [candidate for candidate in unchosen if _gone(candidate)]
     if removed:

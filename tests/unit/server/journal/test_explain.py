@@ -12,7 +12,7 @@ import pytest
 from fairlead.compat.load import load
 from fairlead.compat.recorded import restore
 from fairlead.config.plugins import build_policy
-from fairlead.core.explain import again, explain, restored, terms_of
+from fairlead.core.explain import Candidate, again, explain, restored, terms_of, why
 from fairlead.core.policy import Policy
 from fairlead.core.records import DecisionRecord
 from fairlead.lab.simulator.journal import JournalError, decisions, one_run, search
@@ -277,3 +277,13 @@ def test_the_gateway_tells_the_id_only_when_asked_to() -> None:
             Options(decision_header=name).check()
         with pytest.raises(ConfigError, match=r"journal\.header"):
             load(f"journal: {{header: '{name}'}}", need_endpoints=False)
+
+
+def test_a_copy_for_later_requests_is_said_to_be_one() -> None:
+    terms = {"queue": -120.0}
+    holder = Candidate(endpoint="old", chosen=False, total=-120.0, behind=20.0, cached_tokens=5000, terms=terms)
+    new = Candidate(endpoint="new", chosen=True, total=-100.0, terms={"prefill": -250.0, "reuse": 150.0})
+    said = "new has far fewer requests than the holders; later requests will use its copy too"
+    assert said in why([new, holder], "ms")
+    plain = Candidate(endpoint="new", chosen=True, total=-100.0, terms={"prefill": -100.0})
+    assert said not in why([plain, holder], "ms")
