@@ -46,6 +46,12 @@ _Save = Annotated[
 ]
 _PRESET_FILES = (".yaml", ".yml", ".json")
 _Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the preset to this file.", dir_okay=False)]
+_OutputTokens = Annotated[
+    float,
+    typer.Option(
+        metavar="N", min=0, help="Mean answer length of your traffic, in tokens.", show_default="as seen, or 300"
+    ),
+]
 _PromptTokens = Annotated[
     float,
     typer.Option(
@@ -80,12 +86,7 @@ def tune(
     extra: Annotated[str, typer.Option(metavar="JSON", help="More fields for every request.")] = '{"ignore_eos": true}',
     seed: Annotated[int, typer.Option(help="Seed of the prompts; a new seed misses all caches.")] = 0,
     prompt_tokens: _PromptTokens = 0,
-    output_tokens: Annotated[
-        float,
-        typer.Option(
-            metavar="N", min=0, help="Mean answer length of your traffic, in tokens.", show_default="as seen, or 300"
-        ),
-    ] = 0,
+    output_tokens: _OutputTokens = 0,
     hit_rate: _HitRate = -1,
     slo_ttft_ms: Annotated[float, typer.Option(metavar="MS", min=1, help="Objective of TTFT.")] = 2000.0,
     slo_tpot_ms: Annotated[float, typer.Option(metavar="MS", min=1, help="Objective of TPOT.")] = 50.0,
