@@ -60,7 +60,7 @@ async def test_tls_with_reload(serve: Serve, tmp_path: Path, caplog: pytest.LogC
     (tmp_path / "tls.crt").write_bytes(second[:100])
     assert not tls.reload()
     assert not tls.reload()
-    assert [record.levelname for record in caplog.records if "unusable" in record.message] == ["WARNING"]
+    assert [record.levelname for record in caplog.records if "cannot load" in record.message] == ["WARNING"]
     assert await secure_echo(target, second, "two.test") == expected
     (tmp_path / "tls.crt").write_bytes(first)  # does not belong to the key
     assert not tls.reload()

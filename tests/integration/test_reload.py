@@ -81,7 +81,7 @@ async def test_weights_endpoints_and_limits_while_it_runs(tmp_path: Path, capsys
         assert (live.fleet.ledger.ttl, live.host.max_body) == (30.0, 1 << 20)
         assert len(homes(live)) == 1
         said = capsys.readouterr().err
-        assert "refused" in said and "$.admin.port" in said
+        assert "rejected" in said and "$.admin.port" in said
         assert live.config.admin.port == 0
         live.pipeline.validate()
     finally:
