@@ -56,7 +56,7 @@ class LiveShadows:
                 on_trial,
                 lambda: make_bench(config),
                 self._judged,
-                lambda shadow, why: log.error("disconnected a shadow", shadow=shadow, reason=why),
+                lambda shadow, why: log.error("a shadow was cut off", shadow=shadow, reason=why),
                 cpu=settings.cpu,
                 limit=settings.limit,
             )
@@ -178,7 +178,7 @@ class RemoteShadow:
         if not self.cut:
             self.cut = why
             self._open.clear()
-            log.error("disconnected a shadow", shadow=self.name, reason=why)
+            log.error("a shadow was cut off", shadow=self.name, reason=why)
             self._closing = asyncio.ensure_future(self.client.close())
 
     async def close(self) -> None:
