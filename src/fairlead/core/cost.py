@@ -295,9 +295,10 @@ def weighed(terms: Terms, weights: Weights, fleet: Known) -> FloatColumn:
     """Milliseconds of everybody's time that the request takes: the sum of `parts`."""
     table, learned = fleet.table, fleet.predictor
     decode = weights.decode * learned.answer_steps
-    later = owed(terms.uncached, per_rank(table.active + table.queue, table), table.queued_tokens)
+    there = per_rank(table.active + table.queue, table)
+    later = owed(terms.uncached, there, table.queued_tokens)
     ttft = terms.ttft if later is None else terms.ttft - terms.kappa * terms.prefill * later
-    cost: FloatColumn = ttft + interference(terms, weights, fleet, later) + decode * terms.step
+    cost: FloatColumn = ttft + interference(terms, weights, fleet, there, later) + decode * terms.step
     distance = table.distance_ms if table.distant else None
     for more in memory_price(terms, weights, fleet), patience_price(ttft, best_offer(terms.ttft, table)), distance:
         if more is not None:
@@ -308,7 +309,8 @@ def weighed(terms: Terms, weights: Weights, fleet: Known) -> FloatColumn:
 def parts(terms: Terms, weights: Weights, fleet: Known) -> list[tuple[str, FloatColumn]]:
     """What the weighed cost is the sum of, for people. Those that are mostly 0 are left out then."""
     table, learned = fleet.table, fleet.predictor
-    later = owed(terms.uncached, per_rank(table.active + table.queue, table), table.queued_tokens)
+    there = per_rank(table.active + table.queue, table)
+    later = owed(terms.uncached, there, table.queued_tokens)
     reuse = None if later is None else -terms.kappa * terms.prefill * later
     ttft = terms.ttft if reuse is None else terms.ttft + reuse
     memory, patience = memory_price(terms, weights, fleet), patience_price(ttft, best_offer(terms.ttft, table))
@@ -316,7 +318,7 @@ def parts(terms: Terms, weights: Weights, fleet: Known) -> list[tuple[str, Float
         ("prefill", terms.kappa * terms.prefill),
         ("queue", terms.kappa * terms.queue),
         ("steps", terms.kappa * terms.steps),
-        ("interference", interference(terms, weights, fleet, later)),
+        ("interference", interference(terms, weights, fleet, there, later)),
         ("decode", weights.decode * learned.answer_steps * terms.step),
         ("memory", np.zeros(len(table)) if memory is None else memory),
     ]
@@ -350,11 +352,14 @@ def fewer_than(load: float) -> float:
     return load + 4.5 - sqrt(18.0 * load + 29.25)
 
 
-def interference(terms: Terms, weights: Weights, fleet: Known, later: FloatColumn | None) -> FloatColumn:
-    """Milliseconds that those lose that run while the prompt is computed, or come meanwhile. `later`: see `owed`."""
-    table, prefill = fleet.table, terms.prefill if later is None else terms.prefill * (1.0 - later)
+def interference(
+    terms: Terms, weights: Weights, fleet: Known, there: FloatColumn, later: FloatColumn | None
+) -> FloatColumn:
+    """Milliseconds that those lose that run while the prompt is computed, or come meanwhile. `there`, `later`: as for
+    `owed`, and what that returned."""
+    prefill = terms.prefill if later is None else terms.prefill * (1.0 - later)
     coming = prefill / terms.step * (COMING / fleet.predictor.answer_steps)
-    return prefill * (weights.interference * per_rank(table.active + table.queue, table)) * (1.0 + coming)
+    return prefill * (weights.interference * there) * (1.0 + coming)
 
 
 def patience_price(ttft: FloatColumn, best: FloatColumn) -> FloatColumn | None:

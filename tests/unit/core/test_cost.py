@@ -255,7 +255,8 @@ def test_a_long_prompt_delays_those_who_come_meanwhile_too() -> None:
     """Twenty times as long, it takes more than twenty times as much from the others."""
     fleet = crowd()
     short, long = (
-        interference(cost(tokens, None, fleet, NOW), Weights(), fleet, None) for tokens in (5000.0, 100_000.0)
+        interference(cost(tokens, None, fleet, NOW), Weights(), fleet, fleet.table.active, None)
+        for tokens in (5000.0, 100_000.0)
     )
     pauses = [cost(tokens, None, fleet, NOW).prefill[0] for tokens in (5000.0, 100_000.0)]
     assert long[0] / short[0] > 1.2 * pauses[1] / pauses[0]
