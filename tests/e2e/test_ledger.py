@@ -88,6 +88,15 @@ class World:
         assert await self.quiet() == {}
         self._before = self.ends()
 
+    async def read_a_long_stream(self, begun: asyncio.Barrier) -> bytes:
+        """What comes after the first event, at which it waits for `begun`, in a stream of seconds."""
+        fields = [JSON, ("connection", "close")]
+        async with asyncio.timeout(30), Http1(self.gateway.port) as client:
+            reader = await client.begin(Ask(fields=fields, pieces=[chat(20, 20_000, stream=True)]))
+            await reader.readuntil(b"data: ")
+            await begun.wait()
+            return await reader.read()
+
     def charged(self) -> int:
         return len(self.pipeline.fleet.ledger)
 
@@ -305,10 +314,12 @@ async def test_model_servers_that_hang_up_or_are_not_there(world: Callable[..., 
 
 async def test_model_servers_that_are_killed(world: Callable[..., Awaitable[World]]) -> None:
     at = await world(own=True)
-    async with crowding(at, "stream", "leave mid-stream") as crowded:
-        await at.until(lambda: at.pipeline.fleet.table.active.sum() > BUSY)
+    begun = asyncio.Barrier(BUSY + 1)
+    async with crowding(at, "stream", "leave mid-stream"), asyncio.TaskGroup() as group:
+        reading = [group.create_task(at.read_a_long_stream(begun)) for _ in range(BUSY)]
+        await begun.wait()
         at.stub.signal(signal.SIGKILL)
-    assert (await crowded)["broken"] > 5
+    assert not any(each.result().endswith(b"0\r\n\r\n") for each in reading), "streams were cut"
     assert await at.quiet() == {}
     at.check_all_were_told()
 
