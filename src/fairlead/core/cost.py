@@ -279,7 +279,8 @@ def waits(fleet: Known, step: FloatColumn, now: float) -> tuple[Any, Any]:
         if table.per_rank is not None:
             idle = seen & (table.pending < table.ranks) & (table.ranks > 1.0)
             queued_ms, progress = np.where(idle, 0.5 * queued_ms, queued_ms), np.where(idle, 0.0, progress)
-        queue = np.maximum(queued_ms - progress, 0.0)
+        # The last first token that nobody saw may be expected only later: nothing is in progress, and nothing waits.
+        queue = np.maximum(np.where(table.queued_tokens > 0.0, queued_ms - progress, 0.0), 0.0)
         first = factor * np.where(seen, table.head_ms, 0.0) + 2.0 * step
         late = since - LATE * first
         moving = seen & (table.queued_tokens > 0.0) & (table.kv <= CROWDED) & ~full
