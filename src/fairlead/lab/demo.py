@@ -287,8 +287,8 @@ class Child:
         while line := await self._process.stdout.readline():
             self._tail.append(line.decode(errors="replace").rstrip())
 
-    async def ready(self, url: str, seconds: float = 30.0) -> None:
-        """Wait until `url` answers 200. Raises `FairleadError` with the child's last output if it does not."""
+    async def ready(self, url: str, seconds: float = 30.0, file: Path | None = None) -> None:
+        """Wait until `url` answers 200 and `file` is there. Raises `FairleadError` with its last output otherwise."""
         assert self._process is not None
         deadline = asyncio.get_running_loop().time() + seconds
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2.0)) as session:
@@ -297,7 +297,7 @@ class Child:
                     break
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                     async with session.get(url) as response:
-                        if response.status == 200:
+                        if response.status == 200 and (file is None or file.exists()):
                             return
                 await asyncio.sleep(0.1)
         raise FairleadError(await self._complaint())
@@ -375,7 +375,7 @@ async def _run_policy(plan: Plan, policy: str, look: Callable[[LoadProgress], No
             f"--out={endpoints}",
         )
         async with stub:
-            await stub.ready(f"http://{HOST}:{ports[-1]}/health")
+            await stub.ready(f"http://{HOST}:{ports[-1]}/health", file=endpoints)
             async with Child("serve", str(config)) as serve:
                 await serve.ready(f"http://{HOST}:{plan.own_ports[2]}/readyz")
                 result = await run_in_process(plan.load(policy), look)

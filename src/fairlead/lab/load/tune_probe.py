@@ -155,6 +155,18 @@ class _Together:
         return iter([0.0] * self._count)
 
 
+def _decoding(records: list[Record]) -> float:
+    """Seconds from the first token of an answer to its last."""
+    return median(record.last_data - record.first_data for record in records)
+
+
+def _at_once(records: list[Record]) -> int:
+    """How many of them had a sequence slot from the beginning."""
+    # Requests that wait for a slot begin when others end: half an answer is clear even on a busy machine.
+    begun = min(record.first_data for record in records)
+    return sum(record.first_data - begun < 0.5 * _decoding(records) for record in records)
+
+
 class _Prober:
     """Sends the probes. `facts` may be extended while it runs."""
 
@@ -186,22 +198,29 @@ class _Prober:
     async def _group(self, item: Probe) -> list[Observation]:
         prompts = [self._prompt(item.tokens) for _ in range(item.batch)]
         await self._send([self._call(prompt, 1) for prompt in prompts], together=False)
-        records = await self._send([self._call(prompt, ANSWER_TOKENS) for prompt in prompts], together=True)
+        records = await self._together(prompts)
         if len(records) < item.batch:
             return []
-        first = [record.first_data for record in records]
-        decoding = median(record.last_data - record.first_data for record in records)
-        # Requests that wait for a slot begin when others end: half an answer is clear even on a busy machine.
-        at_once = sum(start - min(first) < 0.5 * decoding for start in first)
-        if at_once < item.batch:
+        if _at_once(records) < item.batch:
             # A longer prompt may have to wait for memory, which is not a limit on sequences.
             if item.tokens <= SHORT:
-                self.facts = msgspec.structs.replace(self.facts, max_num_seqs=at_once)
+                await self._find_slots(prompts, _at_once(records))
             return []
+        first, decoding = [record.first_data for record in records], _decoding(records)
         if max(first) - min(first) > TOGETHER * decoding:
             return []
         # If a server does not report cached tokens, its requests are not used for prefill here.
         return [self._observed(record, item.batch, item.beside, record.cached_tokens) for record in records]
+
+    async def _together(self, prompts: list[bytes]) -> list[Record]:
+        return await self._send([self._call(prompt, ANSWER_TOKENS) for prompt in prompts], together=True)
+
+    async def _find_slots(self, prompts: list[bytes], seen: int) -> None:
+        """A pause of a busy machine looks like a limit, so the middle of three counts."""
+        groups = [group for _ in range(2) if len(group := await self._together(prompts)) == len(prompts)]
+        at_once = sorted([seen, *map(_at_once, groups)])[(len(groups) + 1) // 2]
+        if at_once < len(prompts):
+            self.facts = msgspec.structs.replace(self.facts, max_num_seqs=at_once)
 
     def _prompt(self, tokens: int) -> bytes:
         return self._words(max(1, int((tokens - self._frame) / self._per_word)))
