@@ -199,10 +199,12 @@ class Conversations:
         hashes = chain.hashes
         if not hashes:
             return ""
-        last, stem, end = chain.ends[-1], hashes[-1], len(prompt)
+        last = chain.ends[-1]
+        stem = key = hashes[-1]
+        end = len(prompt)
         step, blocks = _tail(last)
         points = (end - last) // step
-        start, key = last + step * points, stem
+        start = last + step * points
         if points >= _MAX_POINTS:
             start = end = last + step * _MAX_POINTS
         for block in blocks[:points]:

@@ -109,20 +109,21 @@ class CostModel(Ranked):
             costs = cost_of_one(request.prompt_tokens, share, self.weights, fleet, context.now)
             count = len(costs)
             if count > FEW:
-                pick = Picked(self._lowest(costs, fleet, context.rng))
+                slot = self._lowest(costs, fleet, context.rng)
+                pick = Picked(slot)
             else:  # plain numbers: each operation of numpy has cold caches to warm
                 cost_at = costs.tolist().__getitem__
                 order = sorted(range(count), key=cost_at)
-                slot = order[0]
-                least = cost_at(slot)
-                ties = bisect_right(order, least * self._nearly, key=cost_at)
+                slot = first = order[0]
+                ties = bisect_right(order, cost_at(first) * self._nearly, key=cost_at)
                 if ties > 1:
                     slot = _most_free_cache(order[:ties], cost_at, fleet, context.rng)
                 pick = Picked(slot)
                 if count > 1:
-                    pick.fallback_slot = order[slot == order[0]]
+                    pick.fallback_slot = order[slot == first]
             if share is not None:
-                pick.hit_share, pick.best_share = share.item(pick.slot), share.item(share.argmax())
+                pick.hit_share = share.item(slot)
+                pick.best_share = share.item(share.argmax())
             if context.trace:
                 scores = -costs
                 pick.trace = Trace(table.ids, [], [("cost", 1.0, scores)], scores, None, "picked", share)
