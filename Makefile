@@ -9,7 +9,7 @@ FUZZ_SECONDS ?= 600
 QUEUE_STEPS ?= 100000
 # How many tests run at once. A file's tests stay together, the long ones of real processes first.
 WORKERS ?= 2
-PARALLEL = -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PYTEST = $(BIN)/python -m pytest -q --durations=10 --durations-min=1
 # $(call timed,name,command): the command, and then how long it took.
 timed = SECONDS=0; $(2); code=$$?; echo "==> $(1): $$((SECONDS / 60)) min $$((SECONDS % 60)) s"; exit $$code

@@ -25,17 +25,6 @@ settings.load_profile("fairlead")
 TESTS = Path(__file__).parent
 PROTOS = TESTS / "protos"
 sys.path.insert(0, str(TESTS / "support"))
-#: Here a file's tests share what is dear to start (Envoy, an API server, a browser), so one process runs them all.
-TOGETHER = {"e2e", "chaos", "integration", "browser", "kube"}
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`xdist_group` for `--dist loadgroup`: the file, unless a test names what it shares with other files."""
-    for item in items:
-        file = item.path.relative_to(TESTS) if item.path.is_relative_to(TESTS) else Path()
-        if file.parts[:1] and file.parts[0] in TOGETHER and not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(str(file)))
 
 
 class _Failures(logging.Handler):

@@ -34,7 +34,7 @@ def canned(monkeypatch: pytest.MonkeyPatch) -> None:
         async def __aexit__(self, *_: object) -> None:
             pass
 
-        async def ready(self, _url: str) -> None:
+        async def ready(self, _url: str, file: Path | None = None) -> None:
             pass
 
     async def results(load: RunSpec, _look: object) -> RunResult:
