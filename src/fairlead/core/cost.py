@@ -279,11 +279,12 @@ def waits(fleet: Known, step: FloatColumn, now: float) -> tuple[Any, Any]:
         if table.per_rank is not None:
             idle = seen & (table.pending < table.ranks) & (table.ranks > 1.0)
             queued_ms, progress = np.where(idle, 0.5 * queued_ms, queued_ms), np.where(idle, 0.0, progress)
-        # The last first token that nobody saw may be expected only later: nothing is in progress, and nothing waits.
-        queue = np.maximum(np.where(table.queued_tokens > 0.0, queued_ms - progress, 0.0), 0.0)
+        # Where nothing waits, the last first token that nobody saw may still be expected only later.
+        waiting = table.queued_tokens > 0.0
+        queue = np.maximum(np.where(waiting, queued_ms - progress, 0.0), 0.0)
         first = factor * np.where(seen, table.head_ms, 0.0) + 2.0 * step
         late = since - LATE * first
-        moving = seen & (table.queued_tokens > 0.0) & (table.kv <= CROWDED) & ~full
+        moving = seen & waiting & (table.kv <= CROWDED) & ~full
         queue = np.maximum(queue, np.where(moving, late * (queued_ms + 2.0 * step) / first, 0.0))
     if np.count_nonzero(table.max_seqs):
         answer = 2.0 * table.growth_tokens / np.maximum(table.inflight, _ONE)

@@ -46,7 +46,7 @@ class SpeedsLearned(Struct, frozen=True, array_like=True):
 
 
 class ForecastsLearned(Struct, frozen=True, array_like=True):
-    """See `fairlead.core.predictor`. A band has its newest log ratios; an empty band was never judged."""
+    """See `fairlead.core.predictor`. A band has its newest log ratios; an empty one has none of its own."""
 
     hold_ms: Amount
     answer_steps: Amount

@@ -2,9 +2,9 @@
 
 `kappa` is the geometric mean of observed / forecast at an endpoint, and takes up what the model (`core.cost`) leaves
 out. The error band comes from the quantiles of observed / forecast among forecasts of the same kind (idle or queued,
-with or without a cached beginning): no distribution is assumed, so it holds what it says. A kind that was never judged
-has the band of all, or, where the request waits for a slot, for memory or in our queue, a wide one: errors of other
-forecasts say little of such waits.
+with or without a cached beginning): no distribution is assumed, so it holds what it says. A kind has the band of all
+until it is judged and that band has only observed values. Kinds where the request waits for a slot, for memory or in
+our queue begin with a wide band of their own: errors of other forecasts say little of such waits.
 
 Rules
 * A forecast is stored with its lease, before the request is charged, and judged by the first token of that lease.
@@ -160,7 +160,7 @@ class Predictor:
         return Forecast(middle, low, high, forecast.tpot_ms, ttft, forecast.model_tpot_ms, kind)
 
     def _parent(self, kind: int) -> Band:
-        """The band of a kind that was never judged."""
+        """The band that a kind begins with."""
         return self._waiting if kind >= 2 * KINDS or kind % KINDS == KINDS - 1 else self._all
 
     # ---- learning ----

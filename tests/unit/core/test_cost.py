@@ -48,7 +48,7 @@ def world(rng: Random, slots: int = 6, prior: StepModel = PRIOR) -> Fleet:
         table.floats[FLOATS.index(name)] = [0.0 if rng.random() < 0.3 else most * rng.random() for _ in range(slots)]
     table.queued_ms[table.queued_tokens == 0.0] = 0.0
     # Where nobody sees first tokens, the next prompt may be expected to begin only later.
-    table.prefill_since_ms[:] = [1e3 * NOW + 300.0 - 1200.0 * rng.random() for _ in range(slots)]
+    table.prefill_since_ms[:] = [1e3 * NOW + 250.0 - 1150.0 * rng.random() for _ in range(slots)]
     table.per_capacity[:] = [rng.choice((0.0, 1e-6, 1e-5, 1e-4)) for _ in range(slots)]
     predictor.kappa[:] = [rng.uniform(0.5, 4.0) for _ in range(slots)]
     predictor.rates.prefill[:] = [rng.uniform(0.01, 9.0) for _ in range(slots)]
@@ -85,7 +85,7 @@ def test_one_request_many_requests_and_one_endpoint_agree(seed: int) -> None:
         for slot in range(6):
             uncached = max(prompt - cached[row, slot], 1.0)
             here = forecast(slot, prompt, uncached, PRIOR.prefill_ms(prompt, uncached), fleet, NOW)
-            assert here.model_ttft_ms == pytest.approx(expected[slot], rel=1e-11)
+            assert here.model_ttft_ms == pytest.approx(expected[slot], rel=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(10))
