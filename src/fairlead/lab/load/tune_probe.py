@@ -163,8 +163,8 @@ def _decoding(records: list[Record]) -> float:
 def _at_once(records: list[Record]) -> int:
     """How many of them had a sequence slot from the beginning."""
     # Requests that wait for a slot begin when others end: half an answer is clear even on a busy machine.
-    begun = min(record.first_data for record in records)
-    return sum(record.first_data - begun < 0.5 * _decoding(records) for record in records)
+    latest = min(record.first_data for record in records) + 0.5 * _decoding(records)
+    return sum(record.first_data < latest for record in records)
 
 
 class _Prober:
@@ -201,10 +201,11 @@ class _Prober:
         records = await self._together(prompts)
         if len(records) < item.batch:
             return []
-        if _at_once(records) < item.batch:
+        at_once = _at_once(records)
+        if at_once < item.batch:
             # A longer prompt may have to wait for memory, which is not a limit on sequences.
             if item.tokens <= SHORT:
-                await self._find_slots(prompts, _at_once(records))
+                await self._find_slots(prompts, at_once)
             return []
         first, decoding = [record.first_data for record in records], _decoding(records)
         if max(first) - min(first) > TOGETHER * decoding:
