@@ -288,7 +288,7 @@ class Child:
             self._tail.append(line.decode(errors="replace").rstrip())
 
     async def ready(self, url: str, seconds: float = 30.0, file: Path | None = None) -> None:
-        """Wait until `url` answers 200 and `file` is there. Raises `FairleadError` with its last output otherwise."""
+        """Wait until `url` answers 200 and `file` is written. Raises `FairleadError` with its last output otherwise."""
         assert self._process is not None
         deadline = asyncio.get_running_loop().time() + seconds
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2.0)) as session:
@@ -297,7 +297,7 @@ class Child:
                     break
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                     async with session.get(url) as response:
-                        if response.status == 200 and (file is None or file.exists()):
+                        if response.status == 200 and (file is None or (file.exists() and file.stat().st_size)):
                             return
                 await asyncio.sleep(0.1)
         raise FairleadError(await self._complaint())

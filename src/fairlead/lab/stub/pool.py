@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import os
 import resource
 import signal
 import time
@@ -222,7 +221,7 @@ async def _serve(
     try:
         async with pool:
             if endpoints is not None:
-                await asyncio.to_thread(_write, endpoints, endpoints_yaml(pool, config))
+                await asyncio.to_thread(endpoints.write_text, endpoints_yaml(pool, config))
             spec = config.spec()
             say(
                 f"{config.served_model} ({config.preset}): KV cache {spec.kv_tokens:,} tokens,"
@@ -236,16 +235,6 @@ async def _serve(
     except OSError as error:
         return f"cannot write {endpoints}: {error.strerror or error}"
     return ""
-
-
-def _write(path: Path, text: str) -> None:
-    """In one step: somebody may be waiting for the file."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        new.write_text(text)
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
 
 
 def _sources(replica: Replica) -> str:
