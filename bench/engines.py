@@ -45,6 +45,8 @@ KNEE, KNEE_REQUESTS = 5.0, 300
 WHOLE, QUICK = (300, 4, LOADS), (200, 4, (LOADS[1], LOADS[2]))
 #: Captured traffic is short, and the same for every seed: only the scheduler's chance differs.
 CAPTURED_SEEDS = 12
+#: First share of the forecasts that is not counted in the band: nothing was learned yet.
+LEARNING = 0.1
 #: Student's t at 99.5 % by degrees of freedom; the last holds for more.
 STUDENT = (63.7, 9.92, 5.84, 4.60, 4.03, 3.71, 3.50, 3.36, 3.25, 3.17, 3.11, 3.05, 3.01, 2.98, 2.95, 2.92, 2.9)
 LEAST_RATIO = 1.02
@@ -98,8 +100,10 @@ def run_cell(cell: Cell) -> Found:
 
 
 def _in_band(outcomes: Sequence[OutcomeRecord]) -> float:
-    told = [(o.forecast, o.sent_ttft_ms) for o in outcomes if o.forecast is not None and o.ttft_ms >= 0]
-    return fmean(forecast.low_ms <= ttft_ms <= forecast.high_ms for forecast, ttft_ms in told) if told else -1.0
+    told = [o for o in outcomes if o.forecast is not None and o.ttft_ms >= 0][int(LEARNING * len(outcomes)) :]
+    return (
+        fmean(o.forecast.low_ms <= o.sent_ttft_ms <= o.forecast.high_ms for o in told if o.forecast) if told else -1.0
+    )
 
 
 def capacity(name: str) -> float:

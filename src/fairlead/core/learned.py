@@ -46,7 +46,7 @@ class SpeedsLearned(Struct, frozen=True, array_like=True):
 
 
 class ForecastsLearned(Struct, frozen=True, array_like=True):
-    """See `fairlead.core.predictor`. A band has its newest log ratios; an empty one has none of its own."""
+    """See `fairlead.core.predictor`. A band has its newest log ratios; an empty band stands for that of all kinds."""
 
     hold_ms: Amount
     answer_steps: Amount

@@ -2,9 +2,8 @@
 
 `kappa` is the geometric mean of observed / forecast at an endpoint, and takes up what the model (`core.cost`) leaves
 out. The error band comes from the quantiles of observed / forecast among forecasts of the same kind (idle or queued,
-with or without a cached beginning): no distribution is assumed, so it holds what it says. A kind has the band of all
-until it is judged and that band has only observed values. Kinds where the request waits for a slot, for memory or in
-our queue begin with a wide band of their own: errors of other forecasts say little of such waits.
+with or without a cached beginning): no distribution is assumed, so it holds what it says. A kind that was never judged
+has the band of all.
 
 Rules
 * A forecast is stored with its lease, before the request is charged, and judged by the first token of that lease.
@@ -53,8 +52,6 @@ KAPPA_LEAK = 0.01
 #: Milliseconds that a request holds its memory after the first token; to begin with, and the newest one's weight.
 HOLD_MS = 10_000.0
 HOLD_SHARE = 0.02
-#: Kinds of forecasts: those of `core.cost`, and of requests that waited in a queue of ours (`Predictor.late`).
-_ALL_KINDS = 2 * KINDS + 4
 #: Steps from an answer's first token to its last; to begin with.
 ANSWER_STEPS = 250.0
 #: First tokens closer together than this (seconds) came from one step.
@@ -102,8 +99,7 @@ class Predictor:
         self.by_slot: FloatColumn = np.zeros((0, READY))
         self.slots: list[Ready] = []
         self._all = Band()
-        self._waiting = Band()
-        self.bands = [self._parent(kind) for kind in range(_ALL_KINDS)]
+        self.bands = [self._all] * (2 * KINDS + 4)
         self._stretches: list[_Stretch | None] = []
         self._computed_ms: list[float] = []
         #: Clock seconds from when on the next request teaches whose first token nobody sees.
@@ -159,10 +155,6 @@ class Predictor:
         middle, low, high = (expected * factor for factor in self.bands[kind].factors)
         return Forecast(middle, low, high, forecast.tpot_ms, ttft, forecast.model_tpot_ms, kind)
 
-    def _parent(self, kind: int) -> Band:
-        """The band that a kind begins with."""
-        return self._waiting if kind >= 2 * KINDS or kind % KINDS == KINDS - 1 else self._all
-
     # ---- learning ----
 
     def first_token(
@@ -195,14 +187,13 @@ class Predictor:
             return
         band = self.bands[forecast.kind]
         kappa = float(self.kappa[slot])
-        if band is self._waiting or (band is self._all and band.settled):
+        if band is self._all:
             band = self.bands[forecast.kind] = Band(band)
         off = log(min(max(took_ms / forecast.model_ttft_ms, 1e-2), 1e2) / kappa)
         bounded = min(max(off - band.middle, -0.3), 0.3)
         below, above = took_ms < forecast.low_ms, took_ms > forecast.high_ms
+        band.add(off, below, above)
         self._all.add(off, below, above)
-        if band is not self._all:
-            band.add(off, below, above)
         low, high = KAPPA
         self._table.stale.add(slot)
         self.kappa[slot] = min(max(kappa * exp(KAPPA_SHARE * bounded - KAPPA_LEAK * log(kappa)), low), high)
@@ -338,8 +329,7 @@ class Predictor:
     # ---- taken down, and given back ----
 
     def learned(self) -> ForecastsLearned:
-        parents = self._all, self._waiting
-        bands = tuple(() if band in parents else band.values for band in self.bands)
+        bands = tuple(() if band is self._all else band.values for band in self.bands)
         return ForecastsLearned(
             self.hold_ms, self.answer_steps, self._answers, self._all.values, bands, self.rates.learned()
         )
@@ -349,8 +339,8 @@ class Predictor:
         self.hold_ms, self.answer_steps = min(learned.hold_ms, 1e8), min(max(learned.answer_steps, 1.0), 1e6)
         self._answers = learned.answers
         self._all = Band(values=learned.all_kinds)
-        bands = (learned.bands + ((),) * _ALL_KINDS)[:_ALL_KINDS]
-        self.bands = [Band(values=values) if values else self._parent(kind) for kind, values in enumerate(bands)]
+        bands = [Band(values=values) if values else self._all for values in learned.bands]
+        self.bands = (bands + [self._all] * len(self.bands))[: len(self.bands)]
         self.rates.restore(learned.speeds)
         self._table.rewritten()
 

@@ -68,14 +68,13 @@ LIMIT = 5.0
 #: How fast an end of a band learns, the bounds of its distance from the middle as a multiple of the quantile's, and
 #: what is added to the latter, a logarithm: nobody needs to know more exactly.
 WIDEN, NARROWEST, WIDEST, FINEST = 0.1, 0.5, 8.0, 0.02
-#: Before any observation a forecast is believed to be right within a factor of thirty, as far apart as engines are: the
-#: logarithms, evenly spread.
-_BEFORE = tuple(log(30.0) / (HIGH - 0.5) * ((i + 0.5) / FIRST - 0.5) for i in range(FIRST))
+#: Before any observation a forecast is believed to be right within a factor of two: the logarithms, evenly spread.
+_BEFORE = tuple(log(2.0) / (HIGH - 0.5) * ((i + 0.5) / FIRST - 0.5) for i in range(FIRST))
 
 
 class Band:
     """The middle 90 % of a stream of log ratios, and its median. A new one begins with `FIRST` values of its parent,
-    or with a thirtieth to thirty times what was forecast."""
+    or with half to twice what was forecast."""
 
     __slots__ = ("_above", "_below", "_borrowed", "_ranked", "_recent", "factors", "high", "low", "middle")
 
@@ -94,11 +93,6 @@ class Band:
     @property
     def values(self) -> tuple[float, ...]:
         return tuple(self._recent)
-
-    @property
-    def settled(self) -> bool:
-        """All that it has is its own."""
-        return not self._borrowed
 
     def at(self, p: float) -> float:
         """The quantile `p` (0.05..0.95): the share of further observations that will be below."""

@@ -267,7 +267,7 @@ def test_a_band_holds_what_it_says_while_all_gets_worse(drift: float) -> None:
 def test_quantiles_lie_between_observations() -> None:
     band = Band()
     assert [band.at(p) for p in (0.05, 0.5, 0.95)] == pytest.approx([band.low, 0.0, band.high])
-    assert band.low == pytest.approx(log(1 / 30), rel=0.1) and band.high == pytest.approx(log(30.0), rel=0.1)
+    assert band.low == pytest.approx(log(0.5), rel=0.1) and band.high == pytest.approx(log(2.0), rel=0.1)
     for i in range(64):
         add(band, 37 * i % 65 / 65.0)
     assert [band.at(p) for p in (0.1, 0.3, 0.7)] == pytest.approx([0.1, 0.3, 0.7], abs=0.1)
@@ -280,10 +280,7 @@ def test_a_kind_of_forecast_that_was_never_judged_has_the_band_of_all() -> None:
         fleet.predictor.judge(0, cold, 6.0 * cold.model_ttft_ms)
     first = forecast(fleet, 0, 900.0, 300.0, 0.0)
     assert first.kind == new.kind != cold.kind
-    assert first.ttft_ms > 5.0 * first.model_ttft_ms > 2.0 * new.ttft_ms
-    waiting = fleet.predictor.behind(0, first, 1e5)
-    assert waiting.ttft_ms == pytest.approx(waiting.model_ttft_ms * fleet.predictor.kappa[0]), "but those that wait"
-    assert waiting.high_ms > 20.0 * waiting.model_ttft_ms
+    assert first.high_ms > 5.0 * first.model_ttft_ms > new.high_ms
     for _ in range(60):
         fleet.predictor.judge(0, first, first.model_ttft_ms)
     assert forecast(fleet, 0, 900.0, 300.0, 0.0).ttft_ms < 0.7 * forecast(fleet, 0, 900.0, 900.0, 0.0).ttft_ms * (
