@@ -156,7 +156,7 @@ class Factors(Protocol):
 class Quantiles(Protocol):
     """How far off forecasts of one kind are: what the middle, the lower and the upper end are multiplied with."""
 
-    factors: tuple[float, float, float]
+    factors: tuple[float, float, float, float]
 
 
 class Learned(Protocol):
@@ -559,7 +559,7 @@ def forecast(slot: int, prompt: float, uncached: float, alone_ms: float, fleet: 
         ttft = max(ttft, ready.queue * learned.hold_ms / max(ready.active, 1.0))
     if uncached < prompt:
         kind += KINDS
-    middle, low, high = learned.bands[kind].factors
+    middle, low, high, known_high = learned.bands[kind].factors
     expected = ttft * ready.kappa
     return Forecast(
         expected * middle,
@@ -569,6 +569,7 @@ def forecast(slot: int, prompt: float, uncached: float, alone_ms: float, fleet: 
         ttft,
         ready.next_step,
         kind,
+        expected * known_high,
     )
 
 

@@ -152,8 +152,8 @@ class Predictor:
 
     def _of_kind(self, slot: int, forecast: Forecast, ttft: float, kind: int) -> Forecast:
         expected = ttft * float(self.kappa[slot])
-        middle, low, high = (expected * factor for factor in self.bands[kind].factors)
-        return Forecast(middle, low, high, forecast.tpot_ms, ttft, forecast.model_tpot_ms, kind)
+        middle, low, high, known_high = (expected * factor for factor in self.bands[kind].factors)
+        return Forecast(middle, low, high, forecast.tpot_ms, ttft, forecast.model_tpot_ms, kind, known_high)
 
     # ---- learning ----
 
@@ -191,7 +191,8 @@ class Predictor:
             band = self.bands[forecast.kind] = Band(band)
         off = log(min(max(took_ms / forecast.model_ttft_ms, 1e-2), 1e2) / kappa)
         bounded = min(max(off - band.middle, -0.3), 0.3)
-        below, above = took_ms < forecast.low_ms, took_ms > forecast.high_ms
+        known_high_ms = forecast.known_high_ms
+        below, above = took_ms * known_high_ms < forecast.low_ms * forecast.high_ms, took_ms > known_high_ms
         band.add(off, below, above)
         self._all.add(off, below, above)
         low, high = KAPPA

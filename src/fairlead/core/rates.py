@@ -68,20 +68,25 @@ LIMIT = 5.0
 #: How fast an end of a band learns, the bounds of its distance from the middle as a multiple of the quantile's, and
 #: what is added to the latter, a logarithm: nobody needs to know more exactly.
 WIDEN, NARROWEST, WIDEST, FINEST = 0.1, 0.5, 8.0, 0.02
-#: Before any observation a forecast is believed to be right within a factor of two: the logarithms, evenly spread.
+#: What a new band begins with: half to twice of what was forecast, the logarithms evenly spread.
 _BEFORE = tuple(log(2.0) / (HIGH - 0.5) * ((i + 0.5) / FIRST - 0.5) for i in range(FIRST))
+#: But an engine that nobody knew is off by ten times and more. So each end is farther away at first by this logarithm,
+#: and less far with every value of its own that the band gets. That is for those who read forecasts. The middle, from
+#: which `kappa` learns, is not moved, and what waits for a hung engine counts with the ends of known ones.
+UNKNOWN = log(8.0)
 
 
 class Band:
     """The middle 90 % of a stream of log ratios, and its median. A new one begins with `FIRST` values of its parent,
     or with half to twice what was forecast."""
 
-    __slots__ = ("_above", "_below", "_borrowed", "_ranked", "_recent", "factors", "high", "low", "middle")
+    __slots__ = ("_above", "_below", "_borrowed", "_parent", "_ranked", "_recent", "factors", "high", "low", "middle")
 
     def __init__(self, parent: "Band | None" = None, values: Sequence[float] = ()) -> None:
         """`values`: those that another one had (`values`)."""
         #: Of those that are kept, the ones that are not its own.
         self._borrowed = 0 if values else FIRST
+        self._parent = parent
         if values:
             values = [min(max(x, -LIMIT), LIMIT) for x in values[-WINDOW:]]
         else:
@@ -94,8 +99,14 @@ class Band:
     def values(self) -> tuple[float, ...]:
         return tuple(self._recent)
 
+    @property
+    def unknown(self) -> float:
+        """How much farther away each end is than that of known engines, see `UNKNOWN`."""
+        return (UNKNOWN if self._parent is None else self._parent.unknown) * self._borrowed / FIRST
+
     def at(self, p: float) -> float:
-        """The quantile `p` (0.05..0.95): the share of further observations that will be below."""
+        """The quantile `p` (0.05..0.95) of engines that are known: the share of further observations that will be
+        below."""
         off = self._quantile(p) - self.middle + FINEST * (p - 0.5) / (HIGH - 0.5)
         return min(max(self.middle + off * (self._below if p < 0.5 else self._above), -LIMIT), LIMIT)
 
@@ -107,7 +118,7 @@ class Band:
         return ranked[below] + (place - below) * (ranked[above] - ranked[below])
 
     def add(self, x: float, below: bool = False, above: bool = False) -> None:
-        """`below`, `above`: it is beyond that end of the band as it was when the forecast was made."""
+        """`below`, `above`: it is beyond that end of the band of known engines, as of when the forecast was made."""
         x = min(max(x, -LIMIT), LIMIT)
         self._recent.append(x)
         insort(self._ranked, x)
@@ -120,13 +131,15 @@ class Band:
 
     def _measure(self) -> None:
         self.middle = self._quantile(0.5)
-        self.low, self.high = self.at(LOW), self.at(HIGH)
-        #: Of the middle, the lower and the upper end: what a forecast is multiplied with.
-        self.factors = exp(self.middle), exp(self.low), exp(self.high)
+        unknown = self.unknown
+        high = self.at(HIGH)
+        self.low, self.high = self.at(LOW) - unknown, high + unknown
+        #: What a forecast is multiplied with: of the middle, the ends, and the upper end of an engine that is known.
+        self.factors = exp(self.middle), exp(self.low), exp(self.high), exp(high)
 
     def validate(self) -> None:
         assert self._ranked == sorted(self._recent) and len(self._ranked) <= WINDOW
-        assert -LIMIT <= self.low <= self.middle <= self.high <= LIMIT
+        assert -LIMIT - UNKNOWN <= self.low <= self.middle <= self.high <= LIMIT + UNKNOWN
 
 
 OUTLIER = 3.0

@@ -26,6 +26,8 @@ class Forecast(Struct, frozen=True, gc=False):
     model_tpot_ms: float = 0.0
     #: The group of forecasts that it is compared with.
     kind: int = 0
+    #: The upper end as it is for engines that are known: what waits for a silent one counts with this.
+    known_high_ms: float = 0.0
 
 
 # The numbers that one decision was made from: enough to repeat it, with the same policy or another.

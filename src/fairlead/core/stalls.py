@@ -23,7 +23,7 @@ Theory
 
 A request is *overdue* where `Route.hedge_after_ms` lets the gateway send it to the fallback endpoint too:
 
-      stream   OVERDUE × the upper end of the forecast's band for its first token, at least `OVERDUE_S`
+      stream   OVERDUE × the upper end of the forecast's band (of known engines), at least `OVERDUE_S`
       other    that, and twice what the most tokens that it may generate would take (without a limit, ten times the
                expected ones), at least `OVERDUE_WHOLE_S`; above `NEVER_S` it is never
 
@@ -216,7 +216,7 @@ class Stalls:
         if pending:
             largest = max(pending, key=lambda lease: lease.work_us)
             forecast = largest.forecast
-            band = forecast.high_ms / forecast.model_ttft_ms if forecast.model_ttft_ms > 0.0 else 1.0
+            band = forecast.known_high_ms / forecast.model_ttft_ms if forecast.model_ttft_ms > 0.0 else 1.0
             alone_ms = largest.work_us * 1e-3 * float(self._predictor.rates.prefill[slot]) + forecast.model_tpot_ms
             plausible = max(plausible, 1e-3 * alone_ms * min(max(band, BAND[0]), BAND[1]))
         sample, fresh = self._table.samples[slot], now - float(self._table.sampled_at[slot]) < TELLS_S
@@ -260,8 +260,8 @@ class Stalls:
 def overdue_s(lease: Lease, begins: bool) -> float:
     """Seconds from its charge after which its answer should have begun, or, unless it is seen when it `begins`, should
     be over; `inf` = nobody can say."""
-    first = OVERDUE * lease.forecast.high_ms
-    if first <= 0.0:
+    first = OVERDUE * lease.forecast.known_high_ms
+    if not first:
         return inf
     if begins:
         return first if first > OVERDUE_S else OVERDUE_S

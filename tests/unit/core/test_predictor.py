@@ -54,7 +54,9 @@ def test_columns_and_single_forecasts_agree() -> None:
                 uncached = max(prompt - hit[slot], 1.0) if column is not None else max(prompt, 1.0)
                 found = forecast(fleet, slot, float(prompt), uncached, 1.5)
                 assert found.ttft_ms == pytest.approx(expected[slot], rel=1e-9)
-                assert predictor.ttft_quantile(terms, prompt, 0.95)[slot] == pytest.approx(found.high_ms, rel=1e-9)
+                assert predictor.ttft_quantile(terms, prompt, 0.95)[slot] == pytest.approx(
+                    found.known_high_ms, rel=1e-9
+                )
                 assert found.low_ms < found.ttft_ms < found.high_ms
 
 
@@ -266,11 +268,30 @@ def test_a_band_holds_what_it_says_while_all_gets_worse(drift: float) -> None:
 
 def test_quantiles_lie_between_observations() -> None:
     band = Band()
-    assert [band.at(p) for p in (0.05, 0.5, 0.95)] == pytest.approx([band.low, 0.0, band.high])
-    assert band.low == pytest.approx(log(0.5), rel=0.1) and band.high == pytest.approx(log(2.0), rel=0.1)
+    assert [band.at(p) for p in (0.05, 0.5, 0.95)] == pytest.approx([log(0.5), 0.0, log(2.0)], rel=0.1)
+    assert [band.low, band.high] == pytest.approx([log(1 / 16), log(16)], rel=0.1)
     for i in range(64):
         add(band, 37 * i % 65 / 65.0)
     assert [band.at(p) for p in (0.1, 0.3, 0.7)] == pytest.approx([0.1, 0.3, 0.7], abs=0.1)
+
+
+def test_the_ends_of_a_band_come_closer_with_each_value_and_its_middle_stays() -> None:
+    """An engine that nobody knows is off by any factor; so are kinds of forecasts while the engine is not known."""
+    everything = Band()
+    kind = Band(everything)
+    assert kind.factors == pytest.approx(everything.factors, rel=0.05)
+    spans = []
+    for _ in range(FIRST):
+        for band in (everything, kind):
+            add(band, 0.0)
+        assert everything.middle == kind.middle == 0.0
+        spans.append((everything.high - everything.low, kind.high - kind.low))
+    assert spans == sorted(spans, reverse=True) and spans[-1][0] < 0.5
+    assert spans[3][1] < spans[3][0], "what all forecasts tell counts for the kind too"
+    low, high, known_high = kind.factors[1:]
+    assert high == pytest.approx(known_high) and low < 1.0
+    late = Band(everything)
+    assert late.high == pytest.approx(late.at(0.95)), "a kind that comes when the engine is known"
 
 
 def test_a_kind_of_forecast_that_was_never_judged_has_the_band_of_all() -> None:
@@ -280,7 +301,7 @@ def test_a_kind_of_forecast_that_was_never_judged_has_the_band_of_all() -> None:
         fleet.predictor.judge(0, cold, 6.0 * cold.model_ttft_ms)
     first = forecast(fleet, 0, 900.0, 300.0, 0.0)
     assert first.kind == new.kind != cold.kind
-    assert first.high_ms > 5.0 * first.model_ttft_ms > new.high_ms
+    assert first.known_high_ms > 5.0 * first.model_ttft_ms > new.known_high_ms
     for _ in range(60):
         fleet.predictor.judge(0, first, first.model_ttft_ms)
     assert forecast(fleet, 0, 900.0, 300.0, 0.0).ttft_ms < 0.7 * forecast(fleet, 0, 900.0, 900.0, 0.0).ttft_ms * (

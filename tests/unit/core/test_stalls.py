@@ -289,7 +289,7 @@ def test_how_long_an_answer_may_take() -> None:
     assert overdue_s(stream, True) == 4.0
     assert overdue_s(whole, False) > 10.0
     assert overdue_s(limited, False) > overdue_s(whole, False) + 20.0
-    assert overdue_s(long, True) == pytest.approx(3.0 * long.forecast.high_ms * 1e-3)
+    assert overdue_s(long, True) == pytest.approx(3.0 * long.forecast.known_high_ms * 1e-3)
     long.forecast = Forecast()
     assert overdue_s(long, True) == inf, "nobody can say"
 
