@@ -54,6 +54,8 @@ async def test_each_probe_is_observed_and_says_what_it_is(little):
         assert (facts.model, facts.max_model_len, facts.block_size) == ("meta-llama/Llama-3.1-8B-Instruct", 8192, 16)
         assert facts.num_blocks > 1000
         await probe(ask, found, lambda *look: seen.append(look))
+    assert {one.clients for one in found if one.completion_tokens == tune_probe.CLIENT_ANSWER} == {6}
+    assert sum(one.clients for one in found) == 2 * 6 * 6 * tune_probe.CLIENT_REQUESTS
     alone = [one for one in found if one.completion_tokens == 2]
     # 9000 tokens are more than the model takes; the longest is as long as it takes.
     assert len(alone) == 8
@@ -62,7 +64,7 @@ async def test_each_probe_is_observed_and_says_what_it_is(little):
     decoding = [one for one in found if one.completion_tokens == tune_probe.ANSWER_TOKENS]
     assert {one.batch for one in decoding} <= {1, 4, 6} and len(decoding) > 1
     assert all(one.cached_tokens >= one.prompt_tokens - 32 for one in decoding)
-    assert seen[-1] == (20, 20, "done")
+    assert seen[-1] == (22, 22, "done")
 
 
 async def test_the_servers_slots_are_found(little):
@@ -71,7 +73,8 @@ async def test_the_servers_slots_are_found(little):
         found = Kept()
         await probe(await asked(pool), found)
     assert found.facts.max_num_seqs == 3
-    assert {one.batch for one in found} == {1, 3}
+    assert {one.batch for one in found if not one.clients} == {1, 3}
+    assert {one.clients for one in found} == {0, 3}
 
 
 async def test_a_neighbour_is_kept_busy_meanwhile(little):
@@ -80,7 +83,7 @@ async def test_a_neighbour_is_kept_busy_meanwhile(little):
         ask = await asked(pool, neighbour=f"http://{pool.addresses[1]}")
         await probe(ask, found)
         served = [replica.engine.stats.prefix_queries for replica in pool.replicas]
-    assert {one.neighbours for one in found} == {0, 1}
+    assert {(one.neighbours, one.clients) for one in found} == {(0, 0), (0, 6), (1, 0), (1, 6)}
     assert served[1] > 0
 
 

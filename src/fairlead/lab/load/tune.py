@@ -27,6 +27,8 @@ class Facts(Struct, kw_only=True, frozen=True):
     max_num_seqs: int = 0
     #: The token budget of one step.
     max_batched_tokens: int = 0
+    #: See `EngineSpec`. `None` = not reported.
+    async_scheduling: bool | None = None
     #: Share of all prompt tokens since its start that was found in its cache; below 0 = no requests yet.
     hit_rate: float = -1.0
 
@@ -48,6 +50,7 @@ class _Models(Struct):
 class _SchedulerLimits(Struct):
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
+    async_scheduling: bool | None = None
 
 
 class _VllmConfig(Struct):
@@ -71,7 +74,10 @@ def ask_facts(target: str, headers: dict[str, str], model: str = "", timeout_s: 
     info = _asked(target, "/server_info?config_format=json", headers, timeout_s, _ServerInfo, nothing)
     limits = info.vllm_config.scheduler_config
     facts = msgspec.structs.replace(
-        facts, max_num_seqs=max(limits.max_num_seqs, 0), max_batched_tokens=max(limits.max_num_batched_tokens, 0)
+        facts,
+        max_num_seqs=max(limits.max_num_seqs, 0),
+        max_batched_tokens=max(limits.max_num_batched_tokens, 0),
+        async_scheduling=limits.async_scheduling,
     )
     page = _get(target, "/metrics", headers, timeout_s)
     for engine in ENGINES.values():
@@ -112,11 +118,17 @@ def _get(target: str, path: str, headers: dict[str, str], timeout_s: float) -> b
 #
 #     a request alone, u of its n prompt tokens uncached:  TTFT = h + c0·⌈u/C⌉ + c_pf·u + c_attn·u·(n - u/2)
 #     B requests that decode together, m tokens each:      TPOT = c0 + c_seq·B + c_kv·B·m
+#     a request among W clients, `a` tokens of answer:     E2E = c0·(a + 1) + W·(c_pf·u + c_attn·u·(n - u/2))
+#                                                                + W·(a - 1)·(c_seq + c_kv·(n + a/2))
 #
-# `h` is the time of a request outside its steps (HTTP, tokenizing, network), C the token budget of one step. All of it
-# is linear in the six unknowns, which are fitted by least squares of relative errors, with reduced weights for outliers
-# and no negative values. Observations beside a busy neighbour show by what factor steps are then longer (the mean over
-# kinds of decoding), and how long a request then takes outside its steps (the rest of its time to first token).
+# `h` is the time of a request outside its steps (HTTP, tokenizing, network), C the token budget of one step. Clients
+# send their next request when the last one ends. While one of them is answered, each of the others is once. A new
+# request waits for the end of a step, or of two with asynchronous scheduling; a lone client's only has `h` more.
+#
+# All of it is linear in the six unknowns, which are fitted by least squares of relative errors, with reduced weights
+# for outliers and no negative values. Observations beside a busy neighbour show by what factor steps are then longer
+# (the mean over clients, or over kinds of decoding), and how long a request then takes outside its steps (the median
+# of what is left of its time to first token).
 #
 # Rules
 # * Requests that waited for others are not used for prefill, and answers of a few tokens are not used for decoding.
@@ -131,6 +143,8 @@ _ROUNDS = 8
 _Array = np.ndarray[Any, Any]
 #: Relative error above which an observation gets a reduced weight.
 _INLIER = 0.05
+#: Relative error of clients' times from which on asynchronous scheduling may be the reason.
+ASYNC_ERROR = 0.01
 
 
 class TooLittle(FairleadError):
@@ -150,6 +164,8 @@ class Observation(Struct, kw_only=True, frozen=True):
     duration_ms: float = -1.0
     #: Requests that decoded together, including this one. 0 = unknown: the observation is then not used.
     batch: int = 0
+    #: Clients that each sent a request like this one as soon as their last one ended. `batch` is then not used.
+    clients: int = 0
     #: Servers on the same machine that computed at the same time.
     neighbours: int = 0
 
@@ -165,10 +181,11 @@ class Observation(Struct, kw_only=True, frozen=True):
 class Residual(Struct, kw_only=True, frozen=True):
     """Observations of one kind and their fitted value: medians, in milliseconds."""
 
-    kind: Literal["prefill", "decode"]
+    kind: Literal["prefill", "decode", "traffic"]
     #: Tokens of the prompt.
     tokens: int
     cached: int
+    #: Requests that decoded together, or clients.
     batch: int
     neighbours: int
     count: int
@@ -181,11 +198,11 @@ class Residual(Struct, kw_only=True, frozen=True):
         return self.fitted_ms / self.observed_ms - 1.0
 
     def __str__(self) -> str:
-        what = (
-            f"prefill of {self.tokens - self.cached:,} of {self.tokens:,} tokens"
-            if self.kind == "prefill"
-            else f"step of {self.batch} decoding behind {self.tokens:,} tokens"
-        ) + " beside a busy neighbour" * bool(self.neighbours)
+        what = {
+            "prefill": f"prefill of {self.tokens - self.cached:,} of {self.tokens:,} tokens",
+            "decode": f"step of {self.batch} decoding behind {self.tokens:,} tokens",
+            "traffic": f"answers to {self.batch} clients with prompts of {self.tokens:,} tokens",
+        }[self.kind] + " beside a busy neighbour" * bool(self.neighbours)
         return (
             f"{what}: {self.observed_ms:.1f} ms, fitted {self.fitted_ms:.1f} ({self.error:+.0%}), {self.count} observed"
         )
@@ -210,6 +227,15 @@ class Fitted(Struct, kw_only=True, frozen=True):
     unknown: tuple[str, ...] = ()
     residuals: tuple[Residual, ...] = ()
     step_tokens: int = STEP_TOKENS
+    #: See `EngineSpec`: reported, or how the times of clients are explained.
+    async_scheduling: bool = False
+
+    @property
+    def traffic_error(self) -> float:
+        """Relative error of what clients without a neighbour observed; 0 = there were none."""
+        return max(
+            (abs(one.error) for one in self.residuals if one.kind == "traffic" and not one.neighbours), default=0
+        )
 
     def prefill_ms(self, prompt: float, uncached: float = -1.0) -> float:
         """The TTFT of a request that runs alone."""
@@ -231,20 +257,31 @@ def _prefill(model: LatencyModel, prompt: float, uncached: float, step_tokens: i
 class _Row(NamedTuple):
     """The equation of one observation: `value` milliseconds are `terms` times the six unknowns."""
 
-    kind: Literal["prefill", "decode"]
+    kind: Literal["prefill", "decode", "traffic"]
     seen: Observation
     terms: tuple[float, ...]
     value: float
+    #: Requests of which this is the mean.
+    requests: int = 1
 
 
-def fit(observations: Sequence[Observation], step_tokens: int = 0) -> Fitted:
-    """Fit a step model. `step_tokens`: the token budget of a step, 0 = `STEP_TOKENS`. Raises `TooLittle` that says what
-    is missing."""
+def fit(observations: Sequence[Observation], step_tokens: int = 0, async_scheduling: bool | None = None) -> Fitted:
+    """Fit a step model. `step_tokens`: the token budget of a step, 0 = `STEP_TOKENS`. `async_scheduling`: `None` = as
+    clients observed it. Raises `TooLittle` that says what is missing."""
     step_tokens = step_tokens or STEP_TOKENS
+    fitted = _fit(observations, step_tokens, bool(async_scheduling))
+    if async_scheduling is None and (error := fitted.traffic_error) > ASYNC_ERROR:
+        ahead = _fit(observations, step_tokens, True)
+        return ahead if ahead.traffic_error < 0.5 * error else fitted
+    return fitted
+
+
+def _fit(observations: Sequence[Observation], step_tokens: int, async_scheduling: bool) -> Fitted:
     rows = [row for seen in observations for row in _rows(seen, step_tokens)]
+    rows += _traffic(observations, 2.0 if async_scheduling else 1.0)
     alone = [row for row in rows if not row.seen.neighbours]
     prefills = sum(row.kind == "prefill" for row in alone)
-    decodes = len(alone) - prefills
+    decodes = sum(row.kind == "decode" for row in alone)
     if prefills < 3 or decodes < 3:
         raise TooLittle(
             f"{prefills} requests that ran alone (ttft_ms, batch 1) and {decodes} answers of at least {LEAST_ANSWER} "
@@ -252,9 +289,9 @@ def fit(observations: Sequence[Observation], step_tokens: int = 0) -> Fitted:
         )
     values = np.array([row.value for row in alone])
     matrix = np.array([row.terms for row in alone]) / values[:, None]
-    solved, unknown = _solve(matrix, np.ones(len(values)))
+    solved, unknown = _solve(matrix, np.array([row.requests for row in alone]) ** 0.5)
     errors = np.abs(matrix @ solved - 1.0)
-    prefill = np.array([row.kind == "prefill" for row in alone])
+    prefill, decode = (np.array([row.kind == kind for row in alone]) for kind in ("prefill", "decode"))
     if solved[0]:
         left = [row.value - float(np.dot(row.terms[1:], solved[1:])) for row in alone if row.kind == "prefill"]
         solved[0] = max(_clipped_mean(left), 0.0)
@@ -266,12 +303,13 @@ def fit(observations: Sequence[Observation], step_tokens: int = 0) -> Fitted:
         contention=contention,
         contended_overhead_ms=contended,
         prefill_error=float(np.median(errors[prefill])),
-        decode_error=float(np.median(errors[~prefill])),
+        decode_error=float(np.median(errors[decode])),
         prefills=prefills,
         decodes=decodes,
         unknown=unknown,
         residuals=_residuals(rows, solved, contention, contended),
         step_tokens=step_tokens,
+        async_scheduling=async_scheduling,
     )
 
 
@@ -281,14 +319,16 @@ def _contended(rows: Sequence[_Row], solved: _Array) -> tuple[float, float]:
     kinds = [alike for alike in _residuals(rows, solved, 0.0, overhead) if alike.neighbours]
     if not kinds:
         return 0.0, overhead
-    steps = [alike for alike in kinds if alike.kind == "decode"] or kinds
+    found = {alike.kind for alike in kinds}
+    kind = "traffic" if "traffic" in found else "decode" if "decode" in found else "prefill"
+    steps = [alike for alike in kinds if alike.kind == kind]
     contention = max(float(np.mean([alike.observed_ms / alike.fitted_ms for alike in steps])) - 1.0, 0.0)
     besides = [
         row.value - (1.0 + contention) * float(np.dot(row.terms[1:], solved[1:]))
         for row in rows
         if row.seen.neighbours and row.kind == "prefill"
     ]
-    return contention, max(_clipped_mean(besides), overhead) if besides else overhead
+    return contention, max(float(np.median(besides)), overhead) if besides else overhead
 
 
 def _clipped_mean(values: Sequence[float]) -> float:
@@ -297,6 +337,8 @@ def _clipped_mean(values: Sequence[float]) -> float:
 
 
 def _rows(seen: Observation, step_tokens: int) -> Iterator[_Row]:
+    if seen.clients:
+        return
     prompt = float(seen.prompt_tokens)
     uncached = max(prompt - seen.cached_tokens, 1.0)
     if seen.batch == 1 and seen.ttft_ms > 0 and prompt > 0 and seen.cached_tokens >= 0:
@@ -306,6 +348,27 @@ def _rows(seen: Observation, step_tokens: int) -> Iterator[_Row]:
     if seen.batch > 0 and seen.tpot_ms > 0:
         tokens = prompt + seen.completion_tokens / 2
         yield _Row("decode", seen, (0.0, 1.0, 0.0, 0.0, float(seen.batch), seen.batch * tokens), seen.tpot_ms)
+
+
+def _traffic(observations: Sequence[Observation], missed: float) -> Iterator[_Row]:
+    """The means of what clients observed who sent one request after another. `missed`: steps that a request waits
+    while others compute."""
+    alike: dict[tuple[int, int], list[Observation]] = {}
+    for seen in observations:
+        if seen.clients > 0 and seen.tpot_ms > 0 and seen.cached_tokens >= 0:
+            alike.setdefault((seen.clients, seen.neighbours), []).append(seen)
+    for (clients, _), some in alike.items():
+        prompt, cached, answer, took = (
+            np.array([float(getattr(seen, name)) for seen in some])
+            for name in ("prompt_tokens", "cached_tokens", "completion_tokens", "e2e_ms")
+        )
+        uncached, decoded = np.maximum(prompt - cached, 1.0), clients * (answer - 1.0)
+        pairs = uncached * (prompt - uncached / 2)
+        # A lone client misses no step of others.
+        lone = np.full(len(some), float(clients == 1))
+        steps = answer + missed * (1.0 - lone)
+        terms = (lone, steps, clients * uncached, clients * pairs, decoded, decoded * (prompt + answer / 2))
+        yield _Row("traffic", some[0], tuple(float(term.mean()) for term in terms), float(took.mean()), len(some))
 
 
 def _residuals(rows: Sequence[_Row], solved: _Array, contention: float, contended: float) -> tuple[Residual, ...]:
@@ -323,15 +386,15 @@ def _residuals(rows: Sequence[_Row], solved: _Array, contention: float, contende
         seen = row.seen
         size = round(8 * np.log2(max(seen.prompt_tokens, 1)))
         cached = row.kind == "prefill" and seen.cached_tokens > 0
-        groups.setdefault((seen.neighbours, row.kind, cached, size, seen.batch), []).append(row)
+        groups.setdefault((seen.neighbours, row.kind, cached, size, seen.clients or seen.batch), []).append(row)
     return tuple(
         Residual(
             kind=alike[0].kind,
             tokens=int(np.median([row.seen.prompt_tokens for row in alike])),
             cached=int(np.median([max(row.seen.cached_tokens, 0) for row in alike])),
-            batch=alike[0].seen.batch,
+            batch=alike[0].seen.clients or alike[0].seen.batch,
             neighbours=alike[0].seen.neighbours,
-            count=len(alike),
+            count=sum(row.requests for row in alike),
             observed_ms=float(np.median([row.value for row in alike])),
             fitted_ms=float(np.median([fitted(row) for row in alike])),
         )
@@ -339,16 +402,17 @@ def _residuals(rows: Sequence[_Row], solved: _Array, contention: float, contende
     )
 
 
-def _solve(matrix: _Array, target: _Array) -> tuple[_Array, tuple[str, ...]]:
-    """Robust least squares without negative coefficients: terms with a negative result are dropped, the worst first."""
+def _solve(matrix: _Array, trust: _Array) -> tuple[_Array, tuple[str, ...]]:
+    """Robust least squares of `matrix @ values = 1`, each row weighted with `trust`, without negative coefficients:
+    terms with a negative result are dropped, the worst first."""
     scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
     kept = list(range(matrix.shape[1]))
     unknown = [name for name, column in zip(_NAMES, np.abs(matrix).max(axis=0), strict=True) if column == 0]
-    weights = np.ones(len(target))
+    weights = trust
     values = np.zeros(len(scale))
     for _ in range(_ROUNDS * len(scale)):
         part = (matrix / scale)[:, kept] * weights[:, None]
-        solution, _, rank, _ = np.linalg.lstsq(part, target * weights, rcond=1e-6)
+        solution, _, rank, _ = np.linalg.lstsq(part, weights, rcond=1e-6)
         values = np.zeros(len(scale))
         values[kept] = solution / scale[kept]
         if solution.min() < 0:
@@ -357,8 +421,8 @@ def _solve(matrix: _Array, target: _Array) -> tuple[_Array, tuple[str, ...]]:
         if rank < len(kept):
             unknown += [_NAMES[kept.pop()]]
             continue
-        errors = np.abs(matrix @ values - target)
-        fresh = np.minimum(1.0, _INLIER / np.maximum(errors, 1e-12))
+        errors = np.abs(matrix @ values - 1.0)
+        fresh = trust * np.minimum(1.0, _INLIER / np.maximum(errors, 1e-12))
         if np.allclose(fresh, weights, atol=1e-3):
             break
         weights = fresh
@@ -373,7 +437,7 @@ class Measured(Struct):
 
     def fit(self) -> Fitted:
         """Fit the observations. Raises `TooLittle`."""
-        return fit(self.observations, self.facts.max_batched_tokens)
+        return fit(self.observations, self.facts.max_batched_tokens, self.facts.async_scheduling)
 
     def preset(self, fitted: Fitted, name: str) -> Preset:
         """The preset of the server. What the server does not report is taken from a data-centre GPU."""
@@ -390,6 +454,7 @@ class Measured(Struct):
             max_model_len=facts.max_model_len or min(usual.max_model_len, facts.kv_tokens or usual.max_model_len),
             max_num_seqs=facts.max_num_seqs or usual.max_num_seqs,
             max_batched_tokens=facts.max_batched_tokens or usual.max_batched_tokens,
+            async_scheduling=fitted.async_scheduling,
         )
 
 

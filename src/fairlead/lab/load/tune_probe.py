@@ -6,11 +6,15 @@
   together, so their time per token is that of a batch of known size. Short and long contexts separate the cost of a
   sequence from the cost of its cache. A group whose last members begin when the first ones end shows how many sequences
   the server runs at the same time.
-* If a neighbour on the same machine is named, some of both while it computes: how much that slows the server down.
+* A few clients that each send one request after another measure both together, as traffic has them.
+* If a neighbour on the same machine is named, clients and short prompts while it has clients too: how much that slows
+  the server down.
 
 Rules
-* The server must have no other work: other traffic would be measured as slowness.
-* The requests fit the server: its context length, KV cache and slots. Sizes are in its own tokens.
+* The server must have no other work: other traffic would be measured as slowness. But its metrics are fetched as often
+  as the scheduler does, which makes the steps of a small server up to a tenth longer.
+* The requests fit the server: its context length, KV cache and slots, and no prompt takes more than a share of the
+  time. Sizes are in its own tokens.
 * The plan is repeated a few times, so that a stop at any moment leaves some results of each kind. When the time is
   over, requests in progress are abandoned and earlier results are kept.
 * Wall-clock times are multiplied by `time_ratio`, to get the model time of a faster stub.
@@ -20,6 +24,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from http.client import HTTPException
+from math import inf
 from random import Random
 from statistics import median
 from time import monotonic
@@ -40,14 +45,18 @@ SHORT, LONG = 64, 3000
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 #: Limit on the prompt tokens of a group in total, because long prompts take long to compute.
 MOST_GROUP_TOKENS = 100_000
-ANSWER_TOKENS = 64
+ANSWER_TOKENS = 48
 #: Answer tokens of prefill probes, enough to measure the time per token too.
 SHORT_ANSWER = 2
 ROUNDS = 3
 #: If the first tokens of a group spread over more than this share of its decoding, it did not decode together.
 TOGETHER = 0.3
-#: Load on the neighbour: number of clients, prompt tokens and answer tokens.
-NEIGHBOUR_LOAD = (4, 300, 50)
+#: Clients at most, prompt and answer tokens of their requests, and how many each of them sends.
+CLIENTS, CLIENT_TOKENS, CLIENT_ANSWER, CLIENT_REQUESTS = 8, 256, 32, 3
+#: Prompts that are longer than what this share of the time computes are left out.
+MOST_SHARE = 1 / 40
+#: Seconds between two fetches of the metrics, the default of `scraping.interval`.
+FETCH_S = 0.2
 #: Context length of a server that does not report it.
 _USUAL_LENGTH = 8192
 #: Called with (probes done, total probes, description of the next one).
@@ -74,24 +83,29 @@ class Ask(Struct, frozen=True, kw_only=True):
 
 
 class Probe(Struct, frozen=True):
-    """`batch` equal requests at the same time; 0 = a prompt alone."""
+    """`batch` equal requests at the same time; 0 = a prompt alone. `clients`: so many, each with one request after
+    another."""
 
     batch: int
     tokens: int
     beside: bool = False
+    clients: int = 0
 
     def __str__(self) -> str:
-        what = (
-            f"{self.batch} answers at once behind {self.tokens:,} tokens" if self.batch else f"{self.tokens:,} tokens"
-        )
+        what = f"{self.tokens:,} tokens"
+        if self.clients:
+            what = f"{self.clients} clients with prompts of {what}"
+        elif self.batch:
+            what = f"{self.batch} answers at once behind {what}"
         return what + " beside a busy neighbour" * self.beside
 
 
-def plan(facts: Facts, beside: bool = False) -> list[Probe]:
-    """The probes of one round. Its first probes already measure something of each kind."""
+def plan(facts: Facts, beside: bool = False, most_tokens: float = inf) -> list[Probe]:
+    """The probes of one round. Its first probes already measure something of each kind. `most_tokens`: prompt tokens of
+    a probe at most, because more take too long."""
     room = (facts.max_model_len or _USUAL_LENGTH) - 2 * ANSWER_TOKENS
     memory = 0.9 * (facts.kv_tokens or room * 4)
-    longest = int(0.85 * room)
+    longest = int(min(0.85 * room, max(most_tokens, SHORT)))
     prompts = [tokens for tokens in PREFILL_TOKENS if tokens <= longest]
     if not prompts or prompts[-1] < 0.7 * longest <= PREFILL_TOKENS[-1]:
         prompts.append(max(longest, 1))
@@ -100,31 +114,51 @@ def plan(facts: Facts, beside: bool = False) -> list[Probe]:
     groups = [
         Probe(batch, tokens)
         for batch in batches
-        for tokens in (min(SHORT, longest), min(LONG, int(0.6 * room)))
+        for tokens in (min(SHORT, longest), int(min(LONG, 0.6 * room, max(most_tokens / batch, 4 * SHORT))))
         if batch * (tokens + ANSWER_TOKENS) <= min(memory, MOST_GROUP_TOKENS)
     ]
     alone = [Probe(0, tokens) for tokens in prompts]
-    made = [*alone[1::2], *groups, *alone[::2]]
+    tokens = min(CLIENT_TOKENS, longest)
+    clients = int(min(CLIENTS, slots, memory // (tokens + CLIENT_ANSWER)))
+    traffic = [Probe(0, tokens, clients=clients)] if clients else []
     if beside:
-        typical = dict.fromkeys((alone[len(alone) // 2], *groups[:4], *groups[-2:]))
-        made += [msgspec.structs.replace(probe, beside=True) for probe in typical]
-    return made
+        traffic += [msgspec.structs.replace(item, beside=True) for item in (*traffic, *alone[:2])]
+    # Groups show how many clients have a slot.
+    middle = [*traffic, *groups] if facts.max_num_seqs else [*groups, *traffic]
+    return [*alone[1::2], *middle, *alone[::2]]
 
 
 async def probe(ask: Ask, keep: Keep, on_progress: OnProgress | None = None) -> None:
     """Probe a server. Observations already passed to `keep` stay valid if this is cancelled or raises.
 
     Raises `TooLittle` if requests fail, `ConfigError` for a target or header that cannot be used."""
-    prober = _Prober(ask)
+    fetching = [asyncio.create_task(_fetch_metrics(target, ask)) for target in (ask.target, ask.neighbour) if target]
+    try:
+        await _probe(_Prober(ask), keep, on_progress)
+    finally:
+        for task in fetching:
+            task.cancel()
+        await asyncio.gather(*fetching, return_exceptions=True)
+
+
+async def _fetch_metrics(target: str, ask: Ask) -> None:
+    while True:
+        with suppress(OSError, HTTPException):
+            await asyncio.to_thread(exchanged, target, "/metrics", ask.headers)
+        await asyncio.sleep(FETCH_S)
+
+
+async def _probe(prober: "_Prober", keep: Keep, on_progress: OnProgress | None) -> None:
+    ask = prober.ask
     await prober.begin()
     took: dict[Probe, float] = {}
     done = 0
     for _ in range(ROUNDS):
-        items = plan(prober.facts, bool(ask.neighbour))
+        items = plan(prober.facts, bool(ask.neighbour), prober.most_tokens)
         total = ROUNDS * len(items)
         for item in items:
-            begun = monotonic()
-            if item.batch > (prober.facts.max_num_seqs or item.batch) or begun + took.get(item, 0.0) >= prober.ends:
+            begun, sequences = monotonic(), max(item.batch, item.clients)
+            if sequences > (prober.facts.max_num_seqs or sequences) or begun + took.get(item, 0.0) >= prober.ends:
                 continue
             if on_progress is not None:
                 on_progress(done, total, str(item))
@@ -173,31 +207,44 @@ class _Prober:
     def __init__(self, ask: Ask) -> None:
         self.ask, self.facts = ask, ask.facts
         self.ends = monotonic() + ask.seconds
+        #: See `plan`.
+        self.most_tokens = inf
         self._rng = Random(ask.seed)
         #: Tokens that the server counts for a prompt in addition to its words, and tokens per word.
         self._frame, self._per_word = 0.0, 1.0
 
     async def begin(self) -> None:
-        """Warm up a server that was just started, and measure how its tokenizer counts."""
-        lengths = []
-        for words in (8, 40):
-            records = await self._send([self._call(self._words(words), SHORT_ANSWER)], together=False)
-            lengths += [record.prompt_tokens for record in records]
-        if len(lengths) == 2:
+        """Warm up a server that was just started, and measure how its tokenizer counts and how long prompts take."""
+        lengths, seconds = [], 0.0
+        for words in (8, 40, 160):
+            for record in await self._send([self._call(self._words(words), SHORT_ANSWER)]):
+                lengths.append(record.prompt_tokens)
+                seconds = record.first_data - record.sent
+        if len(lengths) == 3:
             self._per_word = max((lengths[1] - lengths[0]) / 32, 0.1)
             self._frame = max(lengths[0] - 8 * self._per_word, 0.0)
+            self.most_tokens = MOST_SHARE * self.ask.seconds / max(seconds, 1e-6) * lengths[2]
 
     async def observe(self, item: Probe) -> list[Observation]:
-        async with self._busy_neighbour(item.beside):
+        async with self._busy_neighbour(item):
+            if item.clients:
+                return await self._traffic(item)
             return await (self._group(item) if item.batch else self._prefill(item))
 
+    async def _traffic(self, item: Probe) -> list[Observation]:
+        prompts = [self._prompt(item.tokens) for _ in range(CLIENT_REQUESTS * item.clients)]
+        records = await self._send([self._call(prompt, CLIENT_ANSWER) for prompt in prompts], item.clients)
+        if len(records) < len(prompts):
+            return []
+        return [self._observed(record, item, max(record.cached_tokens, 0)) for record in records]
+
     async def _prefill(self, item: Probe) -> list[Observation]:
-        records = await self._send([self._call(self._prompt(item.tokens), SHORT_ANSWER)], together=False)
-        return [self._observed(record, 1, item.beside, max(record.cached_tokens, 0)) for record in records]
+        records = await self._send([self._call(self._prompt(item.tokens), SHORT_ANSWER)])
+        return [self._observed(record, item, max(record.cached_tokens, 0)) for record in records]
 
     async def _group(self, item: Probe) -> list[Observation]:
         prompts = [self._prompt(item.tokens) for _ in range(item.batch)]
-        await self._send([self._call(prompt, 1) for prompt in prompts], together=False)
+        await self._send([self._call(prompt, 1) for prompt in prompts])
         records = await self._together(prompts)
         if len(records) < item.batch:
             return []
@@ -211,10 +258,10 @@ class _Prober:
         if max(first) - min(first) > TOGETHER * decoding:
             return []
         # If a server does not report cached tokens, its requests are not used for prefill here.
-        return [self._observed(record, item.batch, item.beside, record.cached_tokens) for record in records]
+        return [self._observed(record, item, record.cached_tokens) for record in records]
 
     async def _together(self, prompts: list[bytes]) -> list[Record]:
-        return await self._send([self._call(prompt, ANSWER_TOKENS) for prompt in prompts], together=True)
+        return await self._send([self._call(prompt, ANSWER_TOKENS) for prompt in prompts], workers=0)
 
     async def _find_slots(self, prompts: list[bytes], seen: int) -> None:
         """A pause of a busy machine looks like a limit, so the middle of three counts."""
@@ -240,15 +287,16 @@ class _Prober:
         }
         return Call(body=msgspec.json.encode(fields), path=CHAT_PATH)
 
-    async def _send(self, calls: list[Call], together: bool) -> list[Record]:
-        """Send requests and return those answered in time. Raises `TooLittle` with the server's message on failure."""
+    async def _send(self, calls: list[Call], workers: int = 1) -> list[Record]:
+        """Send requests and return those answered in time. `workers`: so many at a time; 0 = all at once. Raises
+        `TooLittle` with the server's message on failure."""
         left = self.ends - monotonic()
         if left <= 0:
             return []
         options = Options(
             requests=len(calls), headers=self.ask.headers, gaps=False, timeout_s=max(left, 60.0), time_limit_s=left
         )
-        arrivals = _Together(len(calls)) if together else ClosedLoop(workers=1)
+        arrivals = ClosedLoop(workers=workers) if workers else _Together(len(calls))
         result = await run(self.ask.target, _Calls(iter(calls)), arrivals, options)
         good = [record for record in result.records if not record.error and record.prompt_tokens >= 0]
         failed = [record for record in result.records if record not in good]
@@ -271,12 +319,13 @@ class _Prober:
         return ": " + "".join(letter if letter.isprintable() else " " for letter in words)
 
     @asynccontextmanager
-    async def _busy_neighbour(self, wanted: bool) -> AsyncIterator[None]:
-        if not wanted:
+    async def _busy_neighbour(self, item: Probe) -> AsyncIterator[None]:
+        if not item.beside:
             yield
             return
-        workers, tokens, answer = NEIGHBOUR_LOAD
-        calls = iter(lambda: self._call(self._prompt(tokens), answer), None)
+        workers = item.clients or min(CLIENTS, self.facts.max_num_seqs or CLIENTS)
+        tokens = min(CLIENT_TOKENS, item.tokens)
+        calls = iter(lambda: self._call(self._prompt(tokens), CLIENT_ANSWER), None)
         options = Options(duration_s=self.ask.seconds, headers=self.ask.headers, gaps=False)
         load = asyncio.create_task(run(self.ask.neighbour, _Calls(calls), ClosedLoop(workers=workers), options))
         try:
@@ -287,7 +336,7 @@ class _Prober:
             with suppress(asyncio.CancelledError):
                 await load
 
-    def _observed(self, record: Record, batch: int, beside: bool, cached: int) -> Observation:
+    def _observed(self, record: Record, item: Probe, cached: int) -> Observation:
         scale = 1e3 * self.ask.time_ratio
         # End at the last token's chunk, without the usage and the end of the stream.
         return Observation(
@@ -296,6 +345,7 @@ class _Prober:
             completion_tokens=record.completion_tokens,
             ttft_ms=(record.first_data - record.sent) * scale,
             e2e_ms=(record.last_data - record.sent) * scale,
-            batch=batch,
-            neighbours=int(beside),
+            batch=0 if item.clients else max(item.batch, 1),
+            clients=item.clients,
+            neighbours=int(item.beside),
         )

@@ -55,11 +55,40 @@ def prompts(count, tokens, answer, first):
     ]
 
 
+def clients(spec, count, tokens, answer, overhead_ms=3.0, each=4):
+    """Each client sends a request when its last one ends. In ticks of a tenth of a millisecond."""
+    engine, first, found, now = Engine(spec, 0.0), 0, [], 0.0
+    waiting = dict.fromkeys(range(count), 0.0)
+    running = {}
+    while len(found) < each * count:
+        engine.step(now)
+        for client, (request, sent) in list(running.items()):
+            if request.finished_at > 0.0:
+                del running[client]
+                waiting[client] = ended = request.finished_at + overhead_ms * 1e-3
+                times = [(moment - sent) * 1e3 for moment in (request.first_token_at, ended)]
+                found.append(
+                    Observation(
+                        prompt_tokens=tokens, completion_tokens=answer, clients=count, ttft_ms=times[0], e2e_ms=times[1]
+                    )
+                )
+        for client, at in list(waiting.items()):
+            if at <= now:
+                first += 10**7
+                (request,) = prompts(1, tokens, answer, first)
+                engine.add(request, now)
+                running[client] = (request, waiting.pop(client))
+        now += 1e-4
+    return found
+
+
 def probed(name, facts=LARGE, overhead_ms=3.0):
     """The plan of `tune_probe`, in virtual time."""
     engine, at, first, found = Engine(preset(name).spec(), 0.0), 0.0, 0, []
     for item in plan(facts):
         first += 10**7
+        if item.clients:
+            continue
         if not item.batch:
             found += served(engine, prompts(1, item.tokens, SHORT_ANSWER, first), at := at + 1e7, overhead_ms)
             continue
@@ -98,6 +127,61 @@ def test_what_is_asked_fits_the_server():
     assert tiny and all(item.tokens < 136 and item.batch <= 1 for item in tiny)
     for item in plan(Facts()):
         assert item.tokens < 8192
+
+
+def test_no_prompt_takes_more_than_its_share_of_the_time():
+    for most in (50, 900, 3000):
+        made = plan(SMALL, beside=True, most_tokens=most)
+        assert max(item.tokens for item in made if not item.batch) <= max(most, 64)
+        for item in made:
+            assert item.batch * item.tokens <= max(most, 4 * 256) or item.tokens == 64
+        assert len({item.tokens for item in made if item.batch == 4}) == 2, "short and long ones, all the same"
+
+
+def test_clients_are_asked_alone_and_beside_a_neighbour_as_far_as_they_fit():
+    def asked(facts, **options):
+        return [(item.clients, item.beside) for item in plan(facts, **options) if item.clients]
+
+    assert asked(SMALL) == [(4, False)]
+    assert asked(LARGE, beside=True) == [(8, False), (8, True)]
+    assert asked(Facts(max_model_len=200, max_num_seqs=1, block_size=16, num_blocks=3)) == []
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_asynchronous_scheduling_is_found_in_the_times_of_clients(ahead):
+    spec = msgspec.structs.replace(preset("llama-8b-l40s").spec(), async_scheduling=ahead)
+    rows = probed("llama-8b-l40s") + clients(spec, 8, 256, 32)
+    fitted = fit(rows)
+    assert fitted.async_scheduling is ahead
+    assert fit(rows, async_scheduling=not ahead).traffic_error > 2 * fitted.traffic_error
+    assert Measured(LARGE, rows).preset(fitted, "found").async_scheduling is ahead
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_how_long_clients_wait_for_answers_follows_from_the_steps(count, ahead):
+    """The fit of everything else foretells it, and it leads to the same fit."""
+    spec = msgspec.structs.replace(preset(SMALL_PRESET).spec(), async_scheduling=ahead)
+    rows, loops = probed(SMALL_PRESET, SMALL), clients(spec, count, 256, 32)
+    fitted = fit(rows + loops, 2048, ahead)
+    (traffic,) = (one for one in fitted.residuals if one.kind == "traffic")
+    assert (traffic.batch, traffic.count) == (count, 4 * count)
+    assert f"answers to {count} clients with prompts of 256 tokens" in str(traffic)
+    foretold = fit(rows + [msgspec.structs.replace(one, neighbours=1) for one in loops], 2048, ahead)
+    assert foretold.contention < 0.04
+    true = preset(SMALL_PRESET).latency
+    for field in ("c0_ms", "c_pf_us", "c_seq_us"):
+        assert getattr(fitted.latency, field) == pytest.approx(getattr(true, field), rel=0.15), field
+
+
+def test_a_neighbour_costs_clients_what_it_costs_their_answers():
+    rows, loops = probed(SMALL_PRESET, SMALL), clients(preset(SMALL_PRESET).spec(), 4, 256, 32)
+    slow = LatencyModel(*(1.2 * value for value in (10, 130, 115, 1300, 800)))
+    busy = clients(msgspec.structs.replace(preset(SMALL_PRESET).spec(), latency=slow), 4, 256, 32)
+    beside = [msgspec.structs.replace(one, neighbours=1) for one in busy]
+    # A group beside it that happened to be undisturbed counts less than clients do.
+    calm = [msgspec.structs.replace(row, neighbours=1) for row in rows if row.batch == 4]
+    assert fit(rows + loops + beside + calm, 2048).contention == pytest.approx(0.2, abs=0.03)
 
 
 def test_the_beginning_of_a_round_tells_something_of_everything():
