@@ -358,10 +358,9 @@ def _traffic(observations: Sequence[Observation], missed: float) -> Iterator[_Ro
         if seen.clients > 0 and seen.tpot_ms > 0 and seen.cached_tokens >= 0:
             alike.setdefault((seen.clients, seen.neighbours), []).append(seen)
     for (clients, _), some in alike.items():
-        prompt, cached, answer, took = (
-            np.array([float(getattr(seen, name)) for seen in some])
-            for name in ("prompt_tokens", "cached_tokens", "completion_tokens", "e2e_ms")
-        )
+        prompt, cached, answer, took = np.array(
+            [(seen.prompt_tokens, seen.cached_tokens, seen.completion_tokens, seen.e2e_ms) for seen in some], float
+        ).T
         uncached, decoded = np.maximum(prompt - cached, 1.0), clients * (answer - 1.0)
         pairs = uncached * (prompt - uncached / 2)
         # A lone client misses no step of others.

@@ -55,8 +55,8 @@ TOGETHER = 0.3
 CLIENTS, CLIENT_TOKENS, CLIENT_ANSWER, CLIENT_REQUESTS = 8, 256, 32, 3
 #: Prompts that are longer than what this share of the time computes are left out.
 MOST_SHARE = 1 / 40
-#: Seconds between two fetches of the metrics, the default of `scraping.interval`.
-FETCH_S = 0.2
+#: Seconds between two fetches of the metrics, and for one: the defaults of `metrics.interval` and `metrics.timeout`.
+FETCH_S, FETCH_TIMEOUT_S = 0.2, 1.0
 #: Context length of a server that does not report it.
 _USUAL_LENGTH = 8192
 #: Called with (probes done, total probes, description of the next one).
@@ -144,7 +144,7 @@ async def probe(ask: Ask, keep: Keep, on_progress: OnProgress | None = None) -> 
 async def _fetch_metrics(target: str, ask: Ask) -> None:
     while True:
         with suppress(OSError, HTTPException):
-            await asyncio.to_thread(exchanged, target, "/metrics", ask.headers)
+            await asyncio.to_thread(exchanged, target, "/metrics", ask.headers, FETCH_TIMEOUT_S)
         await asyncio.sleep(FETCH_S)
 
 
