@@ -233,9 +233,8 @@ class Fitted(Struct, kw_only=True, frozen=True):
     @property
     def traffic_error(self) -> float:
         """Relative error of what clients without a neighbour observed; 0 = there were none."""
-        return max(
-            (abs(one.error) for one in self.residuals if one.kind == "traffic" and not one.neighbours), default=0
-        )
+        alone = (residual for residual in self.residuals if residual.kind == "traffic" and not residual.neighbours)
+        return max((abs(residual.error) for residual in alone), default=0.0)
 
     def prefill_ms(self, prompt: float, uncached: float = -1.0) -> float:
         """The TTFT of a request that runs alone."""
@@ -319,8 +318,8 @@ def _contended(rows: Sequence[_Row], solved: _Array) -> tuple[float, float]:
     kinds = [alike for alike in _residuals(rows, solved, 0.0, overhead) if alike.neighbours]
     if not kinds:
         return 0.0, overhead
-    found = {alike.kind for alike in kinds}
-    kind = "traffic" if "traffic" in found else "decode" if "decode" in found else "prefill"
+    observed = {alike.kind for alike in kinds}
+    kind = "traffic" if "traffic" in observed else "decode" if "decode" in observed else "prefill"
     steps = [alike for alike in kinds if alike.kind == kind]
     contention = max(float(np.mean([alike.observed_ms / alike.fitted_ms for alike in steps])) - 1.0, 0.0)
     besides = [
@@ -357,17 +356,17 @@ def _traffic(observations: Sequence[Observation], missed: float) -> Iterator[_Ro
     for seen in observations:
         if seen.clients > 0 and seen.tpot_ms > 0 and seen.cached_tokens >= 0:
             alike.setdefault((seen.clients, seen.neighbours), []).append(seen)
-    for (clients, _), some in alike.items():
+    for (clients, _), group in alike.items():
         prompt, cached, answer, took = np.array(
-            [(seen.prompt_tokens, seen.cached_tokens, seen.completion_tokens, seen.e2e_ms) for seen in some], float
+            [(seen.prompt_tokens, seen.cached_tokens, seen.completion_tokens, seen.e2e_ms) for seen in group], float
         ).T
         uncached, decoded = np.maximum(prompt - cached, 1.0), clients * (answer - 1.0)
         pairs = uncached * (prompt - uncached / 2)
         # A lone client misses no step of others.
-        lone = np.full(len(some), float(clients == 1))
+        lone = np.full(len(group), float(clients == 1))
         steps = answer + missed * (1.0 - lone)
         terms = (lone, steps, clients * uncached, clients * pairs, decoded, decoded * (prompt + answer / 2))
-        yield _Row("traffic", some[0], tuple(float(term.mean()) for term in terms), float(took.mean()), len(some))
+        yield _Row("traffic", group[0], tuple(float(term.mean()) for term in terms), float(took.mean()), len(group))
 
 
 def _residuals(rows: Sequence[_Row], solved: _Array, contention: float, contended: float) -> tuple[Residual, ...]:
