@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fairlead.cli.app import build_app
+from fairlead.config.schema import Metrics
 from fairlead.lab.load import tune_probe
 from fairlead.lab.load.tune import Observation, TooLittle, ask_facts
 from fairlead.lab.load.tune_probe import Ask, probe
@@ -29,6 +30,10 @@ def little(monkeypatch):
     monkeypatch.setattr(tune_probe, "ROUNDS", 2)
     # On a busy machine a fast stub's first tokens are seen far apart; how long things took is not looked at here.
     monkeypatch.setattr(tune_probe, "TOGETHER", 1e6)
+
+
+def test_metrics_are_fetched_as_the_scheduler_does_by_default():
+    assert (Metrics().interval, Metrics().timeout) == (tune_probe.FETCH_S, tune_probe.FETCH_TIMEOUT_S)
 
 
 class Kept(list):

@@ -20,7 +20,7 @@ _Observations = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Fit these JSON lines: prompt_tokens, cached_tokens, completion_tokens, ttft_ms, e2e_ms, batch.",
+        help="JSON lines to fit: prompt_tokens, cached_tokens, completion_tokens, ttft_ms, e2e_ms, batch or clients.",
         dir_okay=False,
     ),
 ]

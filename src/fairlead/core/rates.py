@@ -68,11 +68,11 @@ LIMIT = 5.0
 #: How fast an end of a band learns, the bounds of its distance from the middle as a multiple of the quantile's, and
 #: what is added to the latter, a logarithm: nobody needs to know more exactly.
 WIDEN, NARROWEST, WIDEST, FINEST = 0.1, 0.5, 8.0, 0.02
-#: What a new band begins with: half to twice of what was forecast, the logarithms evenly spread.
+#: What a new band begins with: half to twice what was forecast, the logarithms evenly spread.
 _BEFORE = tuple(log(2.0) / (HIGH - 0.5) * ((i + 0.5) / FIRST - 0.5) for i in range(FIRST))
-#: But an engine that nobody knew is off by ten times and more. So each end is farther away at first by this logarithm,
-#: and less far with every value of its own that the band gets. That is for those who read forecasts. The middle, from
-#: which `kappa` learns, is not moved, and what waits for a hung engine counts with the ends of known ones.
+#: Forecasts for an unknown engine are off by ten times and more. So a new band gets a margin, this logarithm at each
+#: end, which shrinks with every value of its own. Only people see it: it does not move the middle, from which `kappa`
+#: learns, and hedges and stall detection leave it out.
 UNKNOWN = log(8.0)
 
 
@@ -101,12 +101,12 @@ class Band:
 
     @property
     def unknown(self) -> float:
-        """How much farther away each end is than that of known engines, see `UNKNOWN`."""
+        """The margin at each end, see `UNKNOWN`."""
         return (UNKNOWN if self._parent is None else self._parent.unknown) * self._borrowed / FIRST
 
     def at(self, p: float) -> float:
-        """The quantile `p` (0.05..0.95) of engines that are known: the share of further observations that will be
-        below."""
+        """The quantile `p` (0.05..0.95), without the margin for unknown engines: the share of further observations that
+        will be below."""
         off = self._quantile(p) - self.middle + FINEST * (p - 0.5) / (HIGH - 0.5)
         return min(max(self.middle + off * (self._below if p < 0.5 else self._above), -LIMIT), LIMIT)
 
@@ -118,7 +118,7 @@ class Band:
         return ranked[below] + (place - below) * (ranked[above] - ranked[below])
 
     def add(self, x: float, below: bool = False, above: bool = False) -> None:
-        """`below`, `above`: it is beyond that end of the band of known engines, as of when the forecast was made."""
+        """`below`, `above`: it is beyond that end of the band, without the margin, as of when the forecast was made."""
         x = min(max(x, -LIMIT), LIMIT)
         self._recent.append(x)
         insort(self._ranked, x)
@@ -134,7 +134,7 @@ class Band:
         unknown = self.unknown
         high = self.at(HIGH)
         self.low, self.high = self.at(LOW) - unknown, high + unknown
-        #: What a forecast is multiplied with: of the middle, the ends, and the upper end of an engine that is known.
+        #: What a forecast is multiplied with: for the middle, both ends, and the upper end without the margin.
         self.factors = exp(self.middle), exp(self.low), exp(self.high), exp(high)
 
     def validate(self) -> None:

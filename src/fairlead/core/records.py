@@ -26,7 +26,7 @@ class Forecast(Struct, frozen=True, gc=False):
     model_tpot_ms: float = 0.0
     #: The group of forecasts that it is compared with.
     kind: int = 0
-    #: The upper end as it is for engines that are known: what waits for a silent one counts with this.
+    #: The upper end without the margin for unknown engines: hedges and stall detection use it.
     known_high_ms: float = 0.0
 
 

@@ -23,7 +23,7 @@ Theory
 
 A request is *overdue* where `Route.hedge_after_ms` lets the gateway send it to the fallback endpoint too:
 
-      stream   OVERDUE × the upper end of the forecast's band (of known engines), at least `OVERDUE_S`
+      stream   OVERDUE × `Forecast.known_high_ms`, at least `OVERDUE_S`
       other    that, and twice what the most tokens that it may generate would take (without a limit, ten times the
                expected ones), at least `OVERDUE_WHOLE_S`; above `NEVER_S` it is never
 

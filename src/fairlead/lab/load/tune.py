@@ -121,9 +121,9 @@ def _get(target: str, path: str, headers: dict[str, str], timeout_s: float) -> b
 #     a request among W clients, `a` tokens of answer:     E2E = c0·(a + 1) + W·(c_pf·u + c_attn·u·(n - u/2))
 #                                                                + W·(a - 1)·(c_seq + c_kv·(n + a/2))
 #
-# `h` is the time of a request outside its steps (HTTP, tokenizing, network), C the token budget of one step. Clients
-# send their next request when the last one ends. While one of them is answered, each of the others is once. A new
-# request waits for the end of a step, or of two with asynchronous scheduling; a lone client's only has `h` more.
+# `h` is the time of a request outside its steps (HTTP, tokenizing, network), C the token budget of one step. A
+# client sends its next request when the last one ends. During one answer each of the other clients gets one too. A new
+# request waits for the end of a step, or of two with asynchronous scheduling. With one client it takes `h` instead.
 #
 # All of it is linear in the six unknowns, which are fitted by least squares of relative errors, with reduced weights
 # for outliers and no negative values. Observations beside a busy neighbour show by what factor steps are then longer
@@ -170,12 +170,16 @@ class Observation(Struct, kw_only=True, frozen=True):
     neighbours: int = 0
 
     @property
+    def end_ms(self) -> float:
+        """From the request to the end of its answer; below 0 = unknown."""
+        return self.e2e_ms if self.e2e_ms >= 0 else self.duration_ms
+
+    @property
     def tpot_ms(self) -> float:
         """Milliseconds per output token; -1 = unknown."""
-        end = self.e2e_ms if self.e2e_ms >= 0 else self.duration_ms
-        if self.completion_tokens < LEAST_ANSWER or not 0 <= self.ttft_ms < end:
+        if self.completion_tokens < LEAST_ANSWER or not 0 <= self.ttft_ms < self.end_ms:
             return -1.0
-        return (end - self.ttft_ms) / (self.completion_tokens - 1)
+        return (self.end_ms - self.ttft_ms) / (self.completion_tokens - 1)
 
 
 class Residual(Struct, kw_only=True, frozen=True):
@@ -350,19 +354,18 @@ def _rows(seen: Observation, step_tokens: int) -> Iterator[_Row]:
 
 
 def _traffic(observations: Sequence[Observation], missed: float) -> Iterator[_Row]:
-    """The means of what clients observed who sent one request after another. `missed`: steps that a request waits
-    while others compute."""
+    """The mean of what each number of clients observed. `missed`: steps that a new request waits for if there are other
+    clients."""
     alike: dict[tuple[int, int], list[Observation]] = {}
     for seen in observations:
         if seen.clients > 0 and seen.tpot_ms > 0 and seen.cached_tokens >= 0:
             alike.setdefault((seen.clients, seen.neighbours), []).append(seen)
     for (clients, _), group in alike.items():
         prompt, cached, answer, took = np.array(
-            [(seen.prompt_tokens, seen.cached_tokens, seen.completion_tokens, seen.e2e_ms) for seen in group], float
+            [(seen.prompt_tokens, seen.cached_tokens, seen.completion_tokens, seen.end_ms) for seen in group], float
         ).T
         uncached, decoded = np.maximum(prompt - cached, 1.0), clients * (answer - 1.0)
         pairs = uncached * (prompt - uncached / 2)
-        # A lone client misses no step of others.
         lone = np.full(len(group), float(clients == 1))
         steps = answer + missed * (1.0 - lone)
         terms = (lone, steps, clients * uncached, clients * pairs, decoded, decoded * (prompt + answer / 2))

@@ -6,9 +6,9 @@
   together, so their time per token is that of a batch of known size. Short and long contexts separate the cost of a
   sequence from the cost of its cache. A group whose last members begin when the first ones end shows how many sequences
   the server runs at the same time.
-* A few clients that each send one request after another measure both together, as traffic has them.
-* If a neighbour on the same machine is named, clients and short prompts while it has clients too: how much that slows
-  the server down.
+* A few clients that each send one request after another measure both together, as in real traffic.
+* If a neighbour on the same machine is named, clients and short prompts are measured again while it is busy: how much
+  that slows the server down.
 
 Rules
 * The server must have no other work: other traffic would be measured as slowness. But its metrics are fetched as often

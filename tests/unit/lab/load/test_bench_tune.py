@@ -167,6 +167,9 @@ def test_how_long_clients_wait_for_answers_follows_from_the_steps(count, ahead):
     (traffic,) = (one for one in fitted.residuals if one.kind == "traffic")
     assert (traffic.batch, traffic.count) == (count, 4 * count)
     assert f"answers to {count} clients with prompts of 256 tokens" in str(traffic)
+    # Journals call it a duration.
+    named = [msgspec.structs.replace(one, e2e_ms=-1.0, duration_ms=one.e2e_ms) for one in loops]
+    assert fit(rows + named, 2048, ahead) == fitted
     foretold = fit(rows + [msgspec.structs.replace(one, neighbours=1) for one in loops], 2048, ahead)
     assert foretold.contention < 0.04
     true = preset(SMALL_PRESET).latency
