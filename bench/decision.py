@@ -5,9 +5,11 @@
 
 Measured is `Policy.choose` for one request of 7,200 tokens whose beginning a few endpoints hold: filters, prefix
 match, costs or scores, pick and trace. Hashing the prompt is parsing and not in it; charging the lease and inserting
-the prefix are reported apart. `endpoints_N_us` is what `fairlead serve` does by default; `profile` is a chain of six
-filters and six scorers. The dict implementation keeps one dict per endpoint and one dict of scores per scorer, does the
-same as that profile, and must come to the same totals: the run fails otherwise. Every figure is the median over batches
+the prefix are reported apart. Before each decision of the default policy `CHANGED` endpoints have changed: at 1,000
+requests per second one other request begins, one gets its first token, one ends, and one endpoint is scraped.
+`endpoints_N_us` is what `fairlead serve` does by default; `profile` is a chain of six filters and six scorers. The dict
+implementation keeps one dict per endpoint and one dict of scores per scorer, does the same as that profile, and must
+come to the same totals: the run fails otherwise. Every figure is the median over batches
 in which the subjects take turns, so a noisy neighbour hits all of them alike; `_min` keys hold the best batch.
 """
 
@@ -15,6 +17,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from math import inf
 from random import Random
 from statistics import median
@@ -50,6 +53,7 @@ SIZES = (8, 100, 1000)
 TARGET_US = 100.0
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 TOKENS = 7_200
+CHANGED = 4
 BYTES = 30_240
 NOW = 1_000.0
 
@@ -272,10 +276,11 @@ def measure(size: int, repeats: int) -> dict[str, list[float]]:
     router = twin(fleet, requests)
     check(profile, fleet, router, requests)
     traced, bare = Context(NOW, rng), Context(NOW, rng, trace=False)
-    chains = prompts(rng)
+    chains, stale = prompts(rng), fleet.table.stale
+    changes = cycle([[rng.randrange(size) for _ in range(CHANGED)] for _ in range(97)])
     subjects: dict[str, Callable[[Request], object]] = {
-        "": lambda request: policy.choose(request, fleet, traced),
-        "untraced": lambda request: policy.choose(request, fleet, bare),
+        "": lambda request: (stale.update(next(changes)), policy.choose(request, fleet, traced)),
+        "untraced": lambda request: (stale.update(next(changes)), policy.choose(request, fleet, bare)),
         "profile": lambda request: profile.choose(request, fleet, traced),
         "dict": lambda request: router.choose(request, NOW, rng),
     }

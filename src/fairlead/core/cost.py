@@ -72,8 +72,9 @@ from fairlead.core.columns import FloatColumn, scalar
 from fairlead.core.records import Forecast
 from fairlead.core.table import FLOATS, EndpointTable
 
-#: Slots up to which what the request does not change is kept ready.
-FEW = 16
+#: Slots up to which what the request does not change is always kept ready. With more slots it is used if no more than
+#: `CHANGED` have changed since the last decision. Otherwise so many are renewed, and all columns are computed.
+FEW = CHANGED = 16
 #: Prompt tokens that one step computes at most; vLLM's default on data-centre GPUs.
 STEP_TOKENS = 8192
 #: KV utilisation from which memory has a price, the inverse of the range over which it rises, and how much a request
@@ -422,9 +423,10 @@ def memory_wait(used: Any, usage: Any, hold_ms: float) -> Any:
     return np.maximum(used - 1.0, _ZERO) * (hold_ms / np.maximum(usage, _LEAST_USAGE))
 
 
-# Few endpoints. A numpy operation over them computes for some nanoseconds and costs half a microsecond, with cold
-# caches several: by the columns above a whole request takes 11 % more CPU at 8 endpoints (`bench/extproc.py`, closed
-# loop of 32). So what does not depend on the request is kept ready, slot by slot. A test holds the two together.
+# What does not depend on the request is kept ready, slot by slot, because a request changes one or two slots. Over few
+# endpoints a numpy operation computes for some nanoseconds and costs half a microsecond, with cold caches several: by
+# the columns above a whole request takes 11 % more CPU at 8 endpoints (`bench/extproc.py`, closed loop of 32). Over
+# many, half as many operations are left. A test holds the two together.
 
 # `Learned.rows` are these columns; true of all slots that are not in `EndpointTable.stale`.
 #
@@ -573,16 +575,25 @@ def forecast(slot: int, prompt: float, uncached: float, alone_ms: float, fleet: 
     )
 
 
+def _ready(slots: int, table: EndpointTable, learned: Learned) -> bool:
+    """Renew the ready values; false = too many have changed since the last decision."""
+    stale = table.stale
+    if len(stale) > CHANGED and slots > FEW:
+        renew([stale.pop() for _ in range(CHANGED)], table, learned)
+        return False
+    if stale:
+        renew(stale, table, learned)
+    return True
+
+
 def cost_of_one(prompt: float, share: FloatColumn | None, weights: Weights, fleet: Known, now: float) -> FloatColumn:
     """`weighed` of one request without an adapter; `share` of the prompt, whole tokens, is cached there."""
     table, learned = fleet.table, fleet.predictor
     slots = len(table.endpoints)
-    if slots > FEW:
+    if not _ready(slots, table, learned):
         cached = None if share is None else share * scalar(prompt)
         costs = weighed(cost(prompt, cached, fleet, now), weights, fleet)
         return costs + table.collisions if share is None and table.collisions is not None else costs
-    if table.stale:
-        renew(table.stale, table, learned)
     own, pausing, steps, step, done_ms, left_ms, due_ms, pace, kappa, easy, there = learned.rows
     uncached: Any = prompt or 1.0
     crowded = easy[easy.argmin()] < uncached

@@ -8,6 +8,7 @@ import pytest
 
 from fairlead.core.columns import FloatColumn
 from fairlead.core.cost import (
+    CHANGED,
     FEW,
     FULL,
     FULL_FROM,
@@ -26,6 +27,7 @@ from fairlead.core.cost import (
     parts,
     patience_price,
     per_rank,
+    renew,
     weighed,
 )
 from fairlead.core.endpoint import Endpoint, Sample
@@ -128,15 +130,25 @@ def test_a_wrong_prior_and_factors_that_make_up_for_it_cost_the_same(slots: int)
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_few_endpoints_that_are_kept_ready_cost_the_same(seed: int) -> None:
+def test_what_is_kept_ready_costs_the_same(seed: int) -> None:
     rng = Random(seed)
-    fleet, weights = world(rng, rng.randrange(1, FEW + 1)), Weights(rng.random(), rng.random(), rng.choice((0.0, 2.0)))
+    fleet, weights = world(rng, rng.randrange(1, 2 * FEW)), Weights(rng.random(), rng.random(), rng.choice((0.0, 2.0)))
     if len(fleet.table) > 1 and rng.random() < 0.3:
         fleet.down("e0")
     slots, prompt = len(fleet.table), float(rng.choice((0, 1, 250, 8192, 90_000)))
     share = np.array([rng.choice((0.0, 1.0, rng.random())) for _ in range(slots)]) if rng.random() < 0.7 else None
     columns = weighed(cost(prompt, None if share is None else share * prompt, fleet, NOW), weights, fleet)
-    assert cost_of_one(prompt, share, weights, fleet, NOW) == pytest.approx(columns, rel=1e-12)
+    renew(fleet.table.stale, fleet.table, fleet.predictor)
+    assert cost_of_one(prompt, share, weights, fleet, NOW) == pytest.approx(columns, rel=1e-11)
+
+
+def test_after_many_changes_decisions_compute_all_and_catch_up() -> None:
+    fleet = world(Random(5), 3 * CHANGED)
+    stale, costs = fleet.table.stale, []
+    for left in (2 * CHANGED, CHANGED, 0, 0):
+        costs.append(cost_of_one(9000.0, None, Weights(), fleet, NOW))
+        assert len(stale) == left
+    assert costs[0] == pytest.approx(costs[3], rel=1e-12)
 
 
 def ranked(rng: Random, slots: int) -> Fleet:
@@ -154,12 +166,13 @@ def ranked(rng: Random, slots: int) -> Fleet:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_columns_and_few_endpoints_agree_where_engines_share_an_address(seed: int) -> None:
+def test_what_is_kept_ready_costs_the_same_where_engines_share_an_address(seed: int) -> None:
     rng = Random(seed)
-    slots, weights = rng.randrange(1, FEW + 1), Weights(rng.random(), rng.random(), rng.choice((0.0, 2.0)))
+    slots, weights = rng.randrange(1, 2 * FEW), Weights(rng.random(), rng.random(), rng.choice((0.0, 2.0)))
     fleet, prompt = ranked(rng, slots), float(rng.choice((1, 250, 8192, 90_000)))
     share = np.array([rng.choice((0.0, 1.0, rng.random())) for _ in range(slots)])
     terms = cost(prompt, share * prompt, fleet, NOW)
+    renew(fleet.table.stale, fleet.table, fleet.predictor)
     assert cost_of_one(prompt, share, weights, fleet, NOW) == pytest.approx(weighed(terms, weights, fleet), rel=1e-12)
     expected = with_memory_waits(terms, fleet)
     for slot in range(slots):
