@@ -575,25 +575,17 @@ def forecast(slot: int, prompt: float, uncached: float, alone_ms: float, fleet: 
     )
 
 
-def _ready(slots: int, table: EndpointTable, learned: Learned) -> bool:
-    """Renew the ready values; false = too many have changed since the last decision."""
-    stale = table.stale
-    if len(stale) > CHANGED and slots > FEW:
-        renew([stale.pop() for _ in range(CHANGED)], table, learned)
-        return False
-    if stale:
-        renew(stale, table, learned)
-    return True
-
-
 def cost_of_one(prompt: float, share: FloatColumn | None, weights: Weights, fleet: Known, now: float) -> FloatColumn:
     """`weighed` of one request without an adapter; `share` of the prompt, whole tokens, is cached there."""
     table, learned = fleet.table, fleet.predictor
     slots = len(table.endpoints)
-    if not _ready(slots, table, learned):
+    if slots > FEW and len(table.stale) > CHANGED:
+        renew([table.stale.pop() for _ in range(CHANGED)], table, learned)
         cached = None if share is None else share * scalar(prompt)
         costs = weighed(cost(prompt, cached, fleet, now), weights, fleet)
         return costs + table.collisions if share is None and table.collisions is not None else costs
+    if table.stale:
+        renew(table.stale, table, learned)
     own, pausing, steps, step, done_ms, left_ms, due_ms, pace, kappa, easy, there = learned.rows
     uncached: Any = prompt or 1.0
     crowded = easy[easy.argmin()] < uncached
