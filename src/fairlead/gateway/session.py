@@ -89,8 +89,9 @@ class SessionState(IntEnum):
     CLOSED = 7
 
 
-#: The states that every request passes, as names that take one look-up.
+#: What every request passes, as names that take one look-up.
 _OPENED, _COLLECTING, _WAITING = SessionState.OPENED, SessionState.COLLECTING, SessionState.WAITING
+_ALWAYS, _UNSTREAMED = Leave.ALWAYS, Leave.UNSTREAMED
 
 
 class RequestEnd(IntEnum):
@@ -419,10 +420,10 @@ class Session:
             return False
         if not host.pulse.sure_from <= request.arrived <= host.pulse.sure_until:
             return False
-        if leave is Leave.UNSTREAMED:
+        if leave is _UNSTREAMED:
             return not request.stream and request.api != "other" and not host.inspect(False)
         # 16 bytes a message cover the gRPC prefix and HTTP/2 framing; the trailers are not flow-controlled.
-        return leave is Leave.ALWAYS or sum(map(len, messages)) + 16 * len(messages) <= self._stream.room()
+        return leave is _ALWAYS or sum(map(len, messages)) + 16 * len(messages) <= self._stream.room()
 
     def _wired(self) -> bool:
         """The gateway will tell us the end of this request."""

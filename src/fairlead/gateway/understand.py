@@ -384,6 +384,7 @@ class Understanding:
         self._conversations = Conversations() if conversations else None
         self._prompts = prompts
         self._trace = trace
+        self._alone = prompts is None and trace is None
         #: The head of a request that begins as others do: one for all of them.
         self.known_head: Callable[[Opening], Head] = lru_cache(maxsize=_MAX_HEADS)(self._head_of)
 
@@ -459,7 +460,7 @@ class Understanding:
             blind,
             parsed.n,
         )
-        if self._prompts is None and self._trace is None:
+        if self._alone:
             return request, None
         return self._accompanied(request, head, body, parsed)
 
