@@ -118,6 +118,7 @@ async def test_each_hears_what_the_others_say(server: ValkeyServer) -> None:
         await until(lambda: agree(*tellers))
         assert not any(teller.replicas.trouble() for teller in tellers)
         assert tellers[0].replicas.counts.sent < 200  # what happens at nearly the same time is told together
+        await until(lambda: tellers[0].replicas.lag_s)  # it reads its own words last
         assert 0 < tellers[0].replicas.lag_s < PATIENCE
 
 
