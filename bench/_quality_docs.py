@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from _quality_plots import draw
 from fairlead.lab.simulator.grid import COMPARED
-from fairlead.lab.simulator.quality import Regrets, Summary, regrets_of
+from fairlead.lab.simulator.quality import Comparison, Regrets, Summary, regrets_of
 from fairlead.lab.simulator.scenarios import ADVERSARIAL, APART, HELD_OUT, PUBLISHED, QUALITY, SITUATIONS
 
 PAGE = "benchmarks-policies.md"
@@ -40,9 +40,8 @@ class Run(Struct, frozen=True, kw_only=True):
     traces: bool
 
 
-def write_section(docs: Path, summary: Summary, known: Summary, judged: Mapping[str, Regrets], run: Run) -> list[Path]:
+def write_section(docs: Path, compared: Comparison, run: Run) -> list[Path]:
     """Replace what stands between the markers of `PAGE` in `docs`, draw the plots. Returns what was written.
-    `known`: where the truth was known from the beginning; `judged`: the regrets of each set.
 
     Raises `SystemExit` where the markers are missing: nothing written by hand may be lost.
     """
@@ -50,8 +49,8 @@ def write_section(docs: Path, summary: Summary, known: Summary, judged: Mapping[
     text = page.read_text(encoding="utf-8")
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         raise SystemExit(f"error: {page} must contain once: {BEGIN} … {END}")
-    plots = draw(_part(summary, QUALITY), SHOWN, docs / "img")
-    section = "\n".join(_section(summary, known, judged, run, [path.relative_to(docs).as_posix() for path in plots]))
+    plots = draw(_part(compared.scenarios, QUALITY), SHOWN, docs / "img")
+    section = "\n".join(_section(compared, run, [path.relative_to(docs).as_posix() for path in plots]))
     before, after = text[: text.index(BEGIN)], text[text.index(END) :]
     page.write_text(f"{before}{BEGIN}\n\n{section}\n{after}", encoding="utf-8")
     return [page, *plots]
@@ -61,9 +60,8 @@ def _part(summary: Summary, names: Mapping[str, object]) -> Summary:
     return {name: rows for name, rows in summary.items() if name in names}
 
 
-def _section(
-    summary: Summary, known: Summary, judged: Mapping[str, Regrets], run: Run, plots: Sequence[str]
-) -> list[str]:
+def _section(compared: Comparison, run: Run, plots: Sequence[str]) -> list[str]:
+    summary = compared.scenarios
     policies = dict.fromkeys(policy for name in summary if name not in APART for policy in summary[name])
     traces = "the published ones" if run.traces else "made-up stand-ins for the published ones"
     lines = [
@@ -83,9 +81,10 @@ def _section(
     lines += _more("The adversarial set", _part(summary, ADVERSARIAL))
     lines += _more("Situations of pools", _part(summary, SITUATIONS))
     lines += _more("The held-out set", _part(summary, HELD_OUT))
-    for name, regret in judged.items():
+    for name, regret in compared.regrets.items():
         lines += [*_regrets(name.replace("_", "-"), regret), "", *_at_once(name, summary)]
-    lines += _truth(summary, known)
+    lines += _truth(summary, compared.known)
+    lines += _calm(summary, compared.calm)
     lines += _beaten({name: rows for name, rows in summary.items() if name not in APART})
     lines += _published(_part(summary, PUBLISHED))
     lines += _apart(_part(summary, APART))
@@ -171,6 +170,38 @@ def _truth(summary: Summary, known: Summary) -> list[str]:
         lines.append(_row([name, *(f"{row[figure]:,.0f}" for figure in figures for row in pair)]))
     ratios = [geometric_mean(own[figure] / truth[figure] for own, truth in both.values()) for figure in figures]
     return [*lines, _row(["geometric mean of the ratios", *(cell for r in ratios for cell in (f"{r:.3f}", "1"))]), ""]
+
+
+def _calm(summary: Summary, calm: Summary) -> list[str]:
+    """What late binding costs where the servers can do more, and how often first tokens come when they are expected."""
+    rows = {
+        name: (calm[name]["default"], calm[name]["default-at-once"], summary[name]["default"])
+        for name in calm
+        if {"default", "default-at-once"} <= calm[name].keys() and "default" in summary.get(name, {})
+    }
+    if not rows:
+        return []
+    lines = [
+        "At half the pace, below saturation, beside the same without flow control; and the share of first tokens in",
+        "the 90 % band of their forecast, at that pace and at the scenario's own:",
+        "",
+        _row(["scenario", "mean TTFT", "at once", "ratio", "mean E2E", "at once", "ratio", "in band", "own pace"]),
+        _rule(9),
+    ]
+    figures = ("ttft_mean_ms", "e2e_mean_ms")
+    for name, (own, other, full) in rows.items():
+        cells = []
+        for figure in figures:
+            ratio = own[figure] / other[figure] if other[figure] else 1.0
+            cells += [f"{own[figure]:,.0f}", f"{other[figure]:,.0f}", f"{ratio:.3f}"]
+        lines.append(_row([name, *cells, *(_share(row["in_band"]) for row in (own, full))]))
+    both = [pair for pair in rows.values() if all(row[f] > 0.0 for row in pair[:2] for f in figures)]
+    means = [f"{geometric_mean(own[f] / other[f] for own, other, _ in both):.4f}" for f in figures] if both else []
+    return [*lines, _row(["geometric mean", *(c for mean in means for c in ("", "", mean)), "", ""]), ""]
+
+
+def _share(value: float) -> str:
+    return f"{value:.0%}" if value >= 0.0 else "none is streamed"
 
 
 def _beaten(part: Summary) -> list[str]:

@@ -15,10 +15,10 @@ The held-out set: docs/workloads.md.
 knows and what a regret is); this program writes the pages, too.
 
 Writes `out/quality/summary.json`: {set: {"policies": {policy: {figure: {"geomean", "worst"}}}}}, each policy's regret
-over the set's scenarios, and `scenarios.json`: {"scenarios", "known": {scenario: {policy: figures}}}. Prints tables of
-both. A simulated millisecond is no measured one: rankings are the finding. The published traces are not part of the
-project; give their directory with `--traces` or FAIRLEAD_TRACES. Without them made-up workloads of the same size stand
-in.
+over the set's scenarios, and `scenarios.json`: {"scenarios", "known", "calm": {scenario: {policy: figures}}}. Prints
+tables of both. A simulated millisecond is no measured one: rankings are the finding. The published traces are not part
+of the project; give their directory with `--traces` or FAIRLEAD_TRACES. Without them made-up workloads of the same size
+stand in.
 """
 
 import argparse
@@ -51,17 +51,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wanted, processes=options.processes, kept=None if options.fresh else out / "cells.jsonl", progress=_progress
     )
     print(f"\n{len(results)} simulations in {time.monotonic() - begun:.0f} s", file=sys.stderr)
-    summary, known, judged = write_summary(out, results)
+    compared = write_summary(out, results)
     if options.json:
         found = msgspec.json.decode((out / "summary.json").read_bytes())
-        print(msgspec.json.encode({"scenarios": summary, "known": known, "summary": found}).decode())
+        parts = {"scenarios": compared.scenarios, "known": compared.known, "calm": compared.calm, "summary": found}
+        print(msgspec.json.encode(parts).decode())
     else:
-        print_table(summary, judged)
+        print_table(compared)
     print(f"written: {out / 'summary.json'}, {out / 'scenarios.json'}", file=sys.stderr)
     if options.docs:
         minutes = sum(result.cpu_s for result in results) / 60
         run = Run(cells=len(results), seeds=options.seeds, cpu_minutes=minutes, traces=bool(traces))
-        for path in write_section(Path(options.docs), summary, known, judged, run):
+        for path in write_section(Path(options.docs), compared, run):
             print(f"written: {path}", file=sys.stderr)
     errors = [result for result in results if result.error]
     for result in errors:

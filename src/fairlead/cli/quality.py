@@ -61,11 +61,11 @@ def quality(
         kept = kept_results(out, fresh)
         with progress_bar(len(cells)) as progress:
             results = run_grid(cells, processes=processes, kept=kept, progress=progress)
-        summary, _, judged = write_summary(out, results)
+        compared = write_summary(out, results)
     if as_json:
-        echo_json({name: judgement(regret) for name, regret in judged.items()})
+        echo_json({name: judgement(regret) for name, regret in compared.regrets.items()})
     else:
-        print_table(summary, judged)
+        print_table(compared)
     typer.echo(f"written: {out / 'summary.json'}, {out / 'scenarios.json'}", err=True)
     end_with_errors(results)
 

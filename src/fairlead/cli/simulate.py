@@ -155,5 +155,6 @@ def _lines(figures: dict[str, float]) -> tuple[str, ...]:
         f"  output    {f['output_tokens_per_s']:,.0f} tokens/s, goodput {f['goodput']:.1%}",
         f"  cache     {f['prefix_hit_rate']:.1%} of prompt tokens hit, busiest server {f['balance']:.2f}x the mean, "
         f"{f['preemptions']} preemptions",
+        *((f"  forecasts {f['in_band']:.0%} of first tokens within the 90 % band",) if f["in_band"] >= 0.0 else ()),
         f"  decisions {f['decision_hash']}",
     )

@@ -35,7 +35,7 @@ def page(bench, tmp_path):
 @pytest.mark.simulation
 def test_a_tiny_run_writes_summary_section_and_plots(bench, page, tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    quality, chosen = bench("quality"), ["default", "round-robin", "weights-322"]
+    quality, chosen = bench("quality"), ["default", "default-at-once", "round-robin"]
     arguments = ["--processes", "1", "--head", "30", "--fresh", "--traces", str(tmp_path), "--docs", str(page.parent)]
     for scenario in ("shared-prefix-10", "agents", "paced-prefix", "headline-stage-20", "apart-chat"):
         arguments += ["--scenario", scenario]
@@ -64,9 +64,13 @@ def test_a_tiny_run_writes_summary_section_and_plots(bench, page, tmp_path, caps
     assert "old figures" not in text
     for plot in re.findall(r"!\[.*?\]\((.*?)\)", text):
         assert (page.parent / plot).read_text().count("<svg") == 1
+    calm = document["calm"]
+    assert {name: [*rows] for name, rows in calm.items()} == dict.fromkeys([*summary][:4], chosen[:2])
+    assert all(0.0 <= row["in_band"] <= 1.0 for name in calm for row in (*calm[name].values(), *summary[name].values()))
+    assert "At half the pace" in text
     for scenario in list(summary)[:4]:
         assert f"| {scenario} |" in text
-    assert len({line.count("|") for line in text.splitlines() if line.startswith("| shared-prefix-10 ")}) <= 3
+    assert len({line.count("|") for line in text.splitlines() if line.startswith("| shared-prefix-10 ")}) <= 4
 
 
 def test_every_scenario_that_is_promised_takes_part_with_every_policy():
@@ -81,7 +85,8 @@ def test_every_scenario_that_is_promised_takes_part_with_every_policy():
     }  # fmt: skip
     assert promised <= {*found}
     assert all(found[name] == list(texts) for name in promised)
-    assert all(found[f"{name}, truth known"] == ["default", "default-at-once"] for name in promised)
+    assert all(found[f"{name}, truth known"] == ["default"] for name in promised)
+    assert all(found[f"{name}, half the pace"] == ["default", "default-at-once"] for name in promised)
     assert len({*found} - promised) >= 10
 
 
@@ -104,7 +109,9 @@ def test_who_beats_the_default_is_said_with_factor_and_reason(bench, page, monke
     monkeypatch.setattr(docs, "REASONS", reasons)
     rows = {"default": figures(300.0, 1000.0), "rule": figures(100.0, 990.0), "liar": figures(1.0, 1.0, shed=9)}
     summary = {"busy": rows, "calm": {**rows, "default": figures(100.0, 980.0)}}
-    docs.write_section(page.parent, summary, {}, {}, docs.Run(cells=6, seeds=1, cpu_minutes=0.0, traces=False))
+    docs.write_section(
+        page.parent, docs.Comparison(scenarios=summary), docs.Run(cells=6, seeds=1, cpu_minutes=0.0, traces=False)
+    )
     lines = page.read_text()
     assert "**busy**: mean TTFT 100 ms with `rule`, 300 with the default (3.00x). It copies less. Tried: this" in lines
     assert "calm" not in lines and "liar" not in lines
@@ -114,7 +121,7 @@ def test_a_page_without_markers_is_left_alone(bench, page):
     docs = bench("_quality_docs")
     page.write_text("all mine\n")
     with pytest.raises(SystemExit, match="must contain once"):
-        docs.write_section(page.parent, {}, {}, {}, docs.Run(cells=0, seeds=1, cpu_minutes=0.0, traces=False))
+        docs.write_section(page.parent, docs.Comparison(), docs.Run(cells=0, seeds=1, cpu_minutes=0.0, traces=False))
     assert page.read_text() == "all mine\n"
 
 

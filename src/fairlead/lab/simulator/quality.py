@@ -5,8 +5,8 @@ configuration, add it to `EXTRA`.
 
 The scheduler does not begin with the truth. Its prior and its bytes per token are wrong by drawn factors from 0.5 to
 1.5, requests do not announce the length of their answer, and servers are scraped once per second. The tables also show
-the results of the default when all of this is known. A regret is the value divided by the best value of any policy that
-took part.
+the results of the default when all of this is known, and at half the pace. A regret is the value divided by the best
+value of any policy that took part.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
@@ -60,7 +61,9 @@ HEADS = {
 }
 #: Added to the name of a scenario whose scheduler begins with the truth, and the policies that are shown this way, next
 #: to the main results, in which nothing is known of engines, tokens and answers.
-KNOWN, KNOWN_OF = ", truth known", ("default", AT_ONCE)
+KNOWN, KNOWN_OF = ", truth known", ("default",)
+#: The same of a scenario at half its pace, below saturation, where holding requests back must cost nothing.
+CALM, CALM_OF = ", half the pace", ("default", AT_ONCE)
 #: The number of requests in the smaller version of a scenario; 0 = all.
 QUICK = {"shared-prefix-10": 600, "shared-prefix-14": 900, "shared-prefix-20": 900, "agents": 1200}
 QUICK_OTHERS = {
@@ -104,7 +107,9 @@ def cells(
         taking_part = [(replace(spec, prefill=prefill), key, text) for prefill, key, text in _taking_part(name, texts)]
         if name not in APART:
             known = replace(spec, name=name + KNOWN, unknowing=False)
+            calm = replace(spec, name=name + CALM, speedup=0.5)
             taking_part += [(known, key, texts[key]) for key in KNOWN_OF if key in texts]
+            taking_part += [(calm, key, texts[key]) for key in CALM_OF if key in texts]
         wanted += [
             Cell(scenario=spec, policy=key, text=text, seed=seed)
             for spec, key, text in taking_part
@@ -140,14 +145,27 @@ def usable_traces(directory: str) -> tuple[str, str]:
 
 KEPT = (
     "ttft_mean_ms", "ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms", "e2e_mean_ms", "e2e_p99_ms", "tpot_p50_ms",
-    "tpot_p99_ms", "output_tokens_per_s", "goodput", "prefix_hit_rate", "shed", "failed", "cancelled", "requests",
+    "tpot_p99_ms", "output_tokens_per_s", "goodput", "prefix_hit_rate", "in_band", "shed", "failed", "cancelled",
+    "requests",
 )  # fmt: skip
 Summary = dict[str, dict[str, dict[str, float]]]
 Regrets = Mapping[str, Mapping[str, float]]
 
 
+class Comparison(Struct, frozen=True, kw_only=True):
+    """Summaries are {scenario: {policy: {figure: mean over seeds}}}, in the order of the results."""
+
+    scenarios: Summary = {}
+    #: Of the scenarios in which the scheduler begins with the truth.
+    known: Summary = {}
+    #: At half the pace.
+    calm: Summary = {}
+    #: By set.
+    regrets: Mapping[str, Regrets] = {}
+
+
 def summary_of(results: Sequence[CellResult]) -> Summary:
-    """{scenario: {policy: {figure: mean over seeds}}}, in the order of the results."""
+    """The results with all figures of `KEPT`."""
     means = mean_figures(results)
     return {
         scenario: {policy: {name: row[name] for name in KEPT} for policy, row in policies.items()}
@@ -155,10 +173,14 @@ def summary_of(results: Sequence[CellResult]) -> Summary:
     }
 
 
-def parted(summary: Summary) -> tuple[Summary, Summary]:
-    """The scenarios in which the scheduler begins without knowledge, and those in which it knows the truth."""
-    known = {name.removesuffix(KNOWN): rows for name, rows in summary.items() if name.endswith(KNOWN)}
-    return {name: rows for name, rows in summary.items() if not name.endswith(KNOWN)}, known
+def comparison(results: Sequence[CellResult]) -> Comparison:
+    summary = summary_of(results)
+    known, calm = (
+        {name.removesuffix(end): rows for name, rows in summary.items() if name.endswith(end)} for end in (KNOWN, CALM)
+    )
+    own = {name: rows for name, rows in summary.items() if not name.endswith((KNOWN, CALM))}
+    judged = {name: regret for name in SETS if (regret := regrets_of(name, own))}
+    return Comparison(scenarios=own, known=known, calm=calm, regrets=judged)
 
 
 def regrets_of(chosen: str, summary: Summary) -> Regrets:
@@ -178,28 +200,27 @@ def judgement(regret: Regrets) -> dict[str, dict[str, dict[str, float]]]:
     }
 
 
-def write_summary(out: Path, results: Sequence[CellResult]) -> tuple[Summary, Summary, dict[str, Regrets]]:
+def write_summary(out: Path, results: Sequence[CellResult]) -> Comparison:
     """Write `out/summary.json`, {set: {"policies": …, "code", "cpu_minutes"}}, in which a set that was not simulated
-    keeps its last results, and `out/scenarios.json`, {"scenarios", "known": {scenario: {policy: figures}}}. Returns
-    scenarios, known and the regrets of each set."""
-    summary, known = parted(summary_of(results))
-    judged = {name: regret for name in SETS if (regret := regrets_of(name, summary))}
+    keeps its last results, and `out/scenarios.json`, {"scenarios", "known", "calm": {scenario: {policy: figures}}}."""
+    compared = comparison(results)
     minutes = round(sum(result.cpu_s for result in results) / 60, 1)
     path = out / "summary.json"
     sets: dict[str, Any] = msgspec.json.decode(path.read_bytes()) if path.is_file() else {}
-    for name, regret in judged.items():
+    for name, regret in compared.regrets.items():
         sets[name] = {"policies": judgement(regret), "code": version(), "cpu_minutes": minutes}
     _write(path, {name: sets[name] for name in SETS if name in sets})
-    _write(out / "scenarios.json", {"scenarios": summary, "known": known})
-    return summary, known, judged
+    parts = {"scenarios": compared.scenarios, "known": compared.known, "calm": compared.calm}
+    _write(out / "scenarios.json", parts)
+    return compared
 
 
 def _write(path: Path, document: object) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
 
 
-def print_table(summary: Summary, judged: Mapping[str, Regrets]) -> None:
-    """Print the results. `judged`: the regrets of each set."""
+def print_table(compared: Comparison) -> None:
+    summary, judged = compared.scenarios, compared.regrets
     first: Regrets = next(iter(judged.values()), {})
     order = sorted(first, key=lambda policy: first[policy]["ttft_mean_ms"] * first[policy]["e2e_mean_ms"])
     order += [p for p in dict.fromkeys(p for row in summary.values() for p in row) if p not in first]

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,9 @@ class Summary(Struct, frozen=True, kw_only=True):
     prefix_hit_rate: float
     #: The uncached prompt tokens of the server with the most / their mean over all servers.
     balance: float
+    #: The share of streamed first tokens that came within the 90 % band of their forecast, without the first tenth of
+    #: them, from which the scheduler learns the engine. -1 = there are none.
+    in_band: float
     preemptions: int
     duration_s: float
     plugin_errors: int
@@ -74,6 +78,7 @@ def summarise(simulation: Simulation) -> Summary:
         goodput=good / len(jobs) if jobs else 0.0,
         prefix_hit_rate=_hit_rate(jobs),
         balance=_balance(jobs, len(simulation.servers)),
+        in_band=fmean(judged) if (judged := simulation.in_band[len(simulation.in_band) // 10 :]) else -1.0,
         preemptions=sum(job.preemptions for job in jobs),
         duration_s=duration,
         plugin_errors=len(simulation.plugin_errors),

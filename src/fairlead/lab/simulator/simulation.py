@@ -243,6 +243,8 @@ class Simulation:
         self.open = len(self.jobs)
         self._decided = xxh3_64()
         self._timers: dict[tuple[int, str], Timer] = {}
+        #: Of each streamed first token, whether it came within the band of its forecast.
+        self.in_band: list[bool] = []
         self._told: list[tuple[Sample | None, float]] = [(None, -1.0)] * len(self.servers)
         self._usage_left = world.usage_first
         self._children: dict[str, list[Job]] = {}
@@ -382,6 +384,8 @@ class Simulation:
     def do(self, instructions: Sequence[Instruction]) -> None:
         for instruction in instructions:
             if isinstance(instruction, DecisionRecord | OutcomeRecord | StallRecord):
+                if isinstance(instruction, OutcomeRecord):
+                    self._judge(instruction)
                 if self._watch is not None:
                     self._watch(instruction)
             elif isinstance(instruction, Route):
@@ -392,6 +396,11 @@ class Simulation:
                 self._evict(instruction)
             elif isinstance(instruction, SetTimer):
                 self._set_timer(instruction)
+
+    def _judge(self, outcome: OutcomeRecord) -> None:
+        forecast, came_ms = outcome.forecast, outcome.sent_ttft_ms
+        if forecast is not None and forecast.ttft_ms > 0.0 and came_ms >= 0.0 and outcome.request.stream:
+            self.in_band.append(forecast.low_ms <= came_ms <= forecast.high_ms)
 
     def _route(self, route: Route) -> None:
         job = self.jobs[route.request_id - 1]
