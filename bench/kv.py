@@ -1,6 +1,6 @@
 """What exact prefix knowledge costs: reading and applying events, asking, memory, and how long the event loop is held.
 
-    python bench/kv.py [--json] [--blocks 2000000] [--seconds 5]
+    python bench/kv.py [--json] [--blocks 2000000] [--seconds 5] [--prompts 30]
 
 `blocks_per_s`: block events decoded and applied per second of one core's CPU time, for a stream like an engine's: per
 batch a prefill of 32 blocks, four decoded blocks in events of their own, and the removal of as many.
@@ -88,14 +88,14 @@ class Stream:
         return BlocksStored(hashes, parent, content, BLOCK, "", "GPU", kind="full_attention")
 
 
-def throughput() -> tuple[float, float]:
+def throughput(rounds: int) -> tuple[float, float]:
     """Block events and events per second of CPU time: the best of some rounds, since others use the caches too."""
     index = KvIndex()
     index.add_slot(0)
     cache = index.rank(0, 0, "m")
     stream, decoder = Stream(1), BatchDecoder()
     best = (0.0, 0.0)
-    for _ in range(ROUNDS + 1):
+    for _ in range(rounds):
         work = [stream.batch() for _ in range(300)]
         started = time.thread_time()
         for payload, _, _ in work:
@@ -127,12 +127,12 @@ def fill(index: KvIndex, blocks: int) -> float:
     return (rss() - before) / index.entries
 
 
-def lookup(index: KvIndex) -> float:
+def lookup(index: KvIndex, prompts: int) -> float:
     """Median microseconds per question, of the best round."""
     rng = random.Random(2)
     root = index.space.root("m", "")
     chains = []
-    for _ in range(30):
+    for _ in range(prompts):
         keys = prompt_keys(root, rng.randbytes(CHAIN * BLOCK * 4), BLOCK)
         for slot in range(ENDPOINTS):
             shelf = index.shelf(index.rank(slot, 0, "m"), 0, Tier.GPU)
@@ -151,12 +151,12 @@ def lookup(index: KvIndex) -> float:
     return min(rounds) * 1e6
 
 
-def long_prompts(index: KvIndex) -> dict[str, float]:
+def long_prompts(index: KvIndex, prompts: int) -> dict[str, float]:
     """The same for prompts of 100,000 tokens: p99 of a question by CPU and wall clock, and hashing one, in ms."""
     rng = random.Random(3)
     root = index.space.root("m", "")
     asked, walls, hashed = [], [], []
-    for _ in range(4):
+    for _ in range(prompts):
         content = rng.randbytes(LONG * 4)
         started = time.thread_time()
         keys = prompt_keys(root, content, BLOCK)
@@ -277,8 +277,9 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="only the four figures")
     parser.add_argument("--blocks", type=int, default=2_000_000)
     parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--prompts", type=int, default=30, help="of 1,000 blocks, and an eighth as many long ones")
     options = parser.parse_args()
-    blocks_per_s, events_per_s = throughput()
+    blocks_per_s, events_per_s = throughput(ROUNDS + 1 if options.prompts > 1 else 1)
     held = asyncio.run(holds(options.seconds))
     index = KvIndex(max_blocks=2 * options.blocks + 40 * ENDPOINTS * CHAIN)
     for slot in range(ENDPOINTS):
@@ -286,12 +287,12 @@ def main() -> int:
     size = fill(index, options.blocks)
     figures: dict[str, Any] = {
         "blocks_per_s": round(blocks_per_s),
-        "lookup_1000x100_us": round(lookup(index), 1),
+        "lookup_1000x100_us": round(lookup(index, options.prompts), 1),
         "bytes_per_block_copy": round(size, 1),
         "loop_hold_p99_ms": round(held["cpu_p99_ms"], 3),
         "loop_hold_wall_p99_ms": round(held["wall_p99_ms"], 3),
     }
-    long = long_prompts(index)
+    long = long_prompts(index, options.prompts // 8 + 1)
     figures |= {f"lookup_100k_{name}": round(value, 3) for name, value in long.items()}
     print(json.dumps(figures))
     if not options.json:

@@ -87,7 +87,7 @@ def _run(run: Run) -> dict[str, float]:
 FLOWS = ((2, "a", 2.0), (2, "b", 4.0), (1, "a", 2.0), (1, "b", 2.5), (0, "a", 3.0), (0, "b", 3.0))
 
 
-def overloaded(seconds: float = 60.0, seed: int = 0) -> Scenario:
+def overloaded(seconds: float, seed: int) -> Scenario:
     """Prompts of 2,000 tokens with nothing in common, and 150 tokens out."""
     chance, records = Random(f"bands/{seed}"), list[Record]()
     for priority, tenant, rate in FLOWS:
@@ -101,10 +101,10 @@ def overloaded(seconds: float = 60.0, seed: int = 0) -> Scenario:
     return Scenario(name="bands", workload=Workload(name="bands", records=records), replicas=replicas(4))
 
 
-def _bands(run: tuple[Exchange, int]) -> dict[str, float]:
-    exchange, seed = run
+def _bands(run: tuple[Exchange, int, float]) -> dict[str, float]:
+    exchange, seed, seconds = run
     config, registry = config_from(policy_text("default"))
-    simulation = ReplicatedSimulation(overloaded(seed=seed), config, exchange, seed, registry=registry)
+    simulation = ReplicatedSimulation(overloaded(seconds, seed), config, exchange, seed, registry=registry)
     simulation.run()
     last = max(job.arrived for job in simulation.jobs)
     done = [job for job in simulation.jobs if job.status == "done" and job.ended_at <= last]
@@ -118,13 +118,13 @@ def _bands(run: tuple[Exchange, int]) -> dict[str, float]:
     return row
 
 
-def bands(seeds: int, processes: int) -> dict[str, dict[str, float]]:
+def bands(seeds: int, processes: int, seconds: float) -> dict[str, dict[str, float]]:
     """By how many schedulers there are."""
     kinds = {"1": ONE, "4 shared": Exchange(schedulers=4), "4 independent": Exchange(schedulers=4, shared=False)}
-    runs = [(exchange, seed) for exchange in kinds.values() for seed in range(seeds)]
+    runs = [(exchange, seed, seconds) for exchange in kinds.values() for seed in range(seeds)]
     with ProcessPoolExecutor(processes) as pool:
         found = dict(zip(runs, pool.map(_bands, runs), strict=True))
-    rows = {kind: [found[exchange, seed] for seed in range(seeds)] for kind, exchange in kinds.items()}
+    rows = {kind: [found[exchange, seed, seconds] for seed in range(seeds)] for kind, exchange in kinds.items()}
     return {kind: {key: round(fmean(row[key] for row in own), 2) for key in own[0]} for kind, own in rows.items()}
 
 
@@ -157,7 +157,7 @@ def compare(names: list[str], runs: Runs) -> dict[str, Any]:
     return {name: _beside({key: mean(name, exchange) for key, exchange in many.items()}) for name in names}
 
 
-def curves(runs: Runs, counts: tuple[int, ...] = (4, 8)) -> dict[str, Any]:
+def curves(runs: Runs, counts: tuple[int, ...]) -> dict[str, Any]:
     """What lag and loss cost the agents, by number of schedulers."""
     lags = {f"{n} at {lag:g} ms": Exchange(schedulers=n, lag_ms=lag) for n in counts for lag in LAGS}
     losses = {f"{n} losing {loss:.0%}": Exchange(schedulers=n, loss=loss) for n in counts for loss in LOSSES}
@@ -314,8 +314,8 @@ def main() -> None:
     runs = Runs(1 if quick else arguments.seeds, 40 if quick else arguments.head, arguments.processes)
     names = arguments.scenario or (["agents"] if quick else list(QUALITY))
     found = costs(300 if quick else 4000, 1 if quick else 5)
-    found |= {"scenarios": compare(names, runs), **curves(runs)}
-    found["bands"] = bands(1 if quick else arguments.seeds, arguments.processes)
+    found |= {"scenarios": compare(names, runs), **curves(runs, (4,) if quick else (4, 8))}
+    found["bands"] = bands(1 if quick else arguments.seeds, arguments.processes, 10.0 if quick else 60.0)
     tell(found, arguments.json, show)
 
 
