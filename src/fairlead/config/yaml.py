@@ -26,6 +26,9 @@ from fairlead.config.problems import Place, Problem, shorten, show
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 64
+_TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep"
+#: What libyaml from PyYAML 6.0.4 on says of more than a thousand levels, before it has returned the first of them.
+_MUCH_TOO_DEEP = "exceeded maximum nesting depth"
 #: Values of a document, including merged ones. Ten thousand endpoints with some labels have half as many.
 MAX_VALUES = 300_000
 MAX_FAULTS = 200
@@ -107,6 +110,8 @@ def parse_yaml(text: bytes | str) -> Tree:
         if mark and mark.line < len(lines) and "\t" in lines[mark.line][: mark.column + 1]:
             tab = "not valid YAML: a tab, where only spaces may indent"
             raise YamlError(tab, line, "replace each tab with two spaces") from None
+        if error.problem == _MUCH_TOO_DEEP:
+            raise YamlError(_TOO_DEEP, line) from None
         raise YamlError(f"not valid YAML: {error.problem or error.context}", line) from None
     except yaml.reader.ReaderError as error:
         raise YamlError(f"not valid YAML: {error.reason}", raw[: error.position].count(b"\n") + 1) from None
@@ -198,7 +203,7 @@ class _Builder:
             raise YamlError("keys are strings, not lists or mappings", line)
         self._stack.append(_Open(node, event.anchor))
         if len(self._stack) > MAX_DEPTH:
-            raise YamlError(f"nested more than {MAX_DEPTH} levels deep", line)
+            raise YamlError(_TOO_DEEP, line)
 
     def _complete(self, node: Node, anchor: str | None, line: int) -> None:
         """Add a value (or a key) to the innermost open collection."""
