@@ -264,6 +264,10 @@ async def test_prompts_that_the_engines_themselves_tokenise(world: World) -> Non
     await talk.run(100)
     await world.until(lambda: len(world.outcomes) >= since + 100)
     assert world.metric("fairlead_kv_prompts_without_tokens_total") == {}
+    for _ in range(5):  # one that got few requests has shown little
+        if world.sources() == {"exact": 4}:
+            break
+        await talk.run(50)
     assert world.sources() == {"exact": 4}
     assert world.agreeing(since) >= 0.95
     assert set(talk.statuses) == {200}

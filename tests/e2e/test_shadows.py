@@ -93,9 +93,10 @@ async def test_shadows_judge_and_change_nothing(
     await sees_the_scheduler(gateway.gateway)
 
     async def script(note: Callable[[str], None]) -> None:
-        await asyncio.sleep(3.0)
+        await asyncio.sleep(4.0)
 
-    story = await under_load(f"http://127.0.0.1:{gateway.port}", script, RATE)
+    # Slower than elsewhere: six shadows must keep up on a busy machine, or they are rightly cut off.
+    story = await under_load(f"http://127.0.0.1:{gateway.port}", script, 0.4 * RATE)
     assert story.failures == {}
     assert await gateway.settled(60.0) == {}
 
