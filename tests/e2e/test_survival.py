@@ -312,12 +312,12 @@ async def test_a_gateway_that_fails_closed_waits_for_the_next_scheduler(
         note("the kill")
         picker.signal(signal.SIGKILL)
         await picker.wait()
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(0.3)  # a start takes two seconds more on a busy machine, and requests wait for about four
         await asyncio.to_thread(picker.again)
         await asyncio.sleep(1.0)
 
     story = await under_load(f"http://127.0.0.1:{port}", script, RATE)
-    figures.append(told("kill -9, fail-closed, again after 1 s", story))
+    figures.append(told("kill -9, fail-closed, started again", story))
     assert story.failures == {}
     assert len(story.running("the kill")) > 50
     assert await stat(gateway.admin, UNSCHEDULED) == 0
