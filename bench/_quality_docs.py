@@ -177,13 +177,14 @@ def _calm(summary: Summary, calm: Summary) -> list[str]:
     rows = {
         name: (calm[name]["default"], calm[name]["default-at-once"], summary[name]["default"])
         for name in calm
-        if {"default", "default-at-once"} <= calm[name].keys() and "default" in summary.get(name, {})
+        if {"default", "default-at-once"} <= calm[name].keys()
     }
+    rows = {name: row for name, row in rows.items() if min(one["ttft_mean_ms"] for one in row) > 0}
     if not rows:
         return []
     lines = [
-        "At half the pace, below saturation, beside the same without flow control; and the share of first tokens in",
-        "the 90 % band of their forecast, at that pace and at the scenario's own:",
+        "At half the pace, where nearly all are below saturation, beside the same without flow control; and the share",
+        "of first tokens in the 90 % band of their forecast, at that pace and at the scenario's own:",
         "",
         _row(["scenario", "mean TTFT", "at once", "ratio", "mean E2E", "at once", "ratio", "in band", "own pace"]),
         _rule(9),
@@ -192,11 +193,9 @@ def _calm(summary: Summary, calm: Summary) -> list[str]:
     for name, (own, other, full) in rows.items():
         cells = []
         for figure in figures:
-            ratio = own[figure] / other[figure] if other[figure] else 1.0
-            cells += [f"{own[figure]:,.0f}", f"{other[figure]:,.0f}", f"{ratio:.3f}"]
+            cells += [f"{own[figure]:,.0f}", f"{other[figure]:,.0f}", f"{own[figure] / other[figure]:.3f}"]
         lines.append(_row([name, *cells, *(_share(row["in_band"]) for row in (own, full))]))
-    both = [pair for pair in rows.values() if all(row[f] > 0.0 for row in pair[:2] for f in figures)]
-    means = [f"{geometric_mean(own[f] / other[f] for own, other, _ in both):.4f}" for f in figures] if both else []
+    means = [f"{geometric_mean(own[f] / other[f] for own, other, _ in rows.values()):.4f}" for f in figures]
     return [*lines, _row(["geometric mean", *(c for mean in means for c in ("", "", mean)), "", ""]), ""]
 
 

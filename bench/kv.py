@@ -1,6 +1,6 @@
 """What exact prefix knowledge costs: reading and applying events, asking, memory, and how long the event loop is held.
 
-    python bench/kv.py [--json] [--blocks 2000000] [--seconds 5] [--prompts 30]
+    python bench/kv.py [--json] [--blocks 2000000] [--seconds 5] [--prompts 30] [--rounds 8]
 
 `blocks_per_s`: block events decoded and applied per second of one core's CPU time, for a stream like an engine's: per
 batch a prefill of 32 blocks, four decoded blocks in events of their own, and the removal of as many.
@@ -278,8 +278,9 @@ def main() -> int:
     parser.add_argument("--blocks", type=int, default=2_000_000)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--prompts", type=int, default=30, help="of 1,000 blocks, and an eighth as many long ones")
+    parser.add_argument("--rounds", type=int, default=ROUNDS + 1, help="of reading and applying events")
     options = parser.parse_args()
-    blocks_per_s, events_per_s = throughput(ROUNDS + 1 if options.prompts > 1 else 1)
+    blocks_per_s, events_per_s = throughput(options.rounds)
     held = asyncio.run(holds(options.seconds))
     index = KvIndex(max_blocks=2 * options.blocks + 40 * ENDPOINTS * CHAIN)
     for slot in range(ENDPOINTS):

@@ -53,9 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"\n{len(results)} simulations in {time.monotonic() - begun:.0f} s", file=sys.stderr)
     compared = write_summary(out, results)
     if options.json:
-        found = msgspec.json.decode((out / "summary.json").read_bytes())
-        parts = {"scenarios": compared.scenarios, "known": compared.known, "calm": compared.calm, "summary": found}
-        print(msgspec.json.encode(parts).decode())
+        found, parts = (msgspec.json.decode((out / f"{name}.json").read_bytes()) for name in ("summary", "scenarios"))
+        print(msgspec.json.encode({**parts, "summary": found}).decode())
     else:
         print_table(compared)
     print(f"written: {out / 'summary.json'}, {out / 'scenarios.json'}", file=sys.stderr)

@@ -88,7 +88,7 @@ FLOWS = ((2, "a", 2.0), (2, "b", 4.0), (1, "a", 2.0), (1, "b", 2.5), (0, "a", 3.
 
 
 def overloaded(seconds: float, seed: int) -> Scenario:
-    """Prompts of 2,000 tokens with nothing in common, and 150 tokens out."""
+    """Prompts of 4,000 to 8,000 tokens with nothing in common, and 20 to 60 tokens out."""
     chance, records = Random(f"bands/{seed}"), list[Record]()
     for priority, tenant, rate in FLOWS:
         at = chance.expovariate(rate)

@@ -17,7 +17,10 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "dashboard": ("--slots 4 --slot 0.8", ("nobody/p99_ms", "looking/p99_ms", "p99_ratio")),
     "transport": ("--quick", ()),
     "kube": ("--pods 20", ("resync_cpu_s", "memory_mb", "kept")),
-    "kv": ("--blocks 20000 --seconds 0.3 --prompts 1", ("blocks_per_s", "lookup_1000x100_us", "loop_hold_p99_ms")),
+    "kv": (
+        "--blocks 20000 --seconds 0.3 --prompts 1 --rounds 1",
+        ("blocks_per_s", "lookup_1000x100_us", "loop_hold_p99_ms"),
+    ),
     "extproc": (
         "--scenario json_200rps --rounds 1 --requests 40",
         tuple(

@@ -384,6 +384,7 @@ class Understanding:
         self._conversations = Conversations() if conversations else None
         self._prompts = prompts
         self._trace = trace
+        #: Nobody but the parser reads a body: asked for every request.
         self._alone = prompts is None and trace is None
         #: The head of a request that begins as others do: one for all of them.
         self.known_head: Callable[[Opening], Head] = lru_cache(maxsize=_MAX_HEADS)(self._head_of)

@@ -432,7 +432,7 @@ class Replicas:
     async def _round_trip(self, connection: Any, quiet: bool) -> list[tuple[bytes, list[bytes]]]:
         """Return the entries since our position: (position, fields and values). `quiet`: wait for one if need be."""
         batches = [] if self._writing.locked() else list(islice(self._untold, _AT_ONCE))
-        self._waits = quiet and not batches
+        self._waits = quiet and not self._untold
         block = (b"BLOCK", int(_BLOCK_S * 1000)) if self._waits else ()
         commands = [(b"XREAD", b"COUNT", _AT_ONCE, *block, b"STREAMS", self._stream, self._position)]
         commands += [self._addition(BATCH, batch) for batch in batches]
