@@ -335,8 +335,14 @@ class _Limits:
         self._goal = totals[chosen]
         self._chosen = chosen
         self._behind = np.nan_to_num(totals, nan=-np.inf)
-        #: Whether endpoints are searched one at a time, because the score of one may depend on those of others.
-        self._alone = not isinstance(make(), Explainable)
+        #: One fleet for all trials, and its numbers at the decision.
+        self._view = restored(trace)
+        self._before = self._view.table.floats.copy()
+        policy = make()
+        #: Whether endpoints are searched one at a time, because the score of one may depend on those of others. Such a
+        #: policy may also depend on what it was asked before, so each trial gets a fresh one.
+        self._alone = not isinstance(policy, Explainable)
+        self._policy = None if self._alone else policy
 
     def find(self, order: Sequence[int]) -> tuple[dict[int, int], dict[int, float]]:
         """Return (more cached tokens, fewer queued tokens) by slot, without endpoints that cannot tie."""
@@ -345,13 +351,14 @@ class _Limits:
         cached: dict[int, int] = {}
         queued: dict[int, float] = {}
         tokens = self._request.prompt_tokens
+        trace = self._trace
+        held = np.zeros(len(self._behind)) if trace.held is None else np.asarray(trace.held)
+        queued_tokens = self._before[FLOATS.index("queued_tokens")]
         for group in groups:
-            view = restored(self._trace)
-            held = np.zeros(len(view.table)) if view.held is None else view.held
             for slot, share in self._search(group, held, 1.0 - held, 0.0):
                 cached[slot] = int(np.ceil(share * (1.0 - held[slot]) * tokens))
             for slot, share in self._search(group, held, 0.0 * held, 1.0):
-                queued[slot] = float(np.ceil(share * view.table.queued_tokens[slot]))
+                queued[slot] = float(np.ceil(share * queued_tokens[slot]))
         return cached, queued
 
     def _search(
@@ -370,12 +377,14 @@ class _Limits:
         return [(slot, float(high[slot])) for slot in group if ties[slot]]
 
     def _ties(self, held: FloatColumn, less: FloatColumn) -> BoolColumn:
-        view = restored(self._trace)
+        view, table = self._view, self._view.table
         view.held = held if held.any() else None
-        view.table.floats[_QUEUE] *= 1.0 - less
+        table.floats[:] = self._before
+        table.floats[_QUEUE] *= 1.0 - less
+        table.rewritten()
         assert self._trace.snapshot is not None
         context = Context(self._trace.snapshot.at, Random(0))
-        trace = self._make().choose(self._request, view, context).trace
+        trace = (self._policy or self._make()).choose(self._request, view, context).trace
         totals = _column(None, len(held)) if trace is None else rating(trace)
         ties: BoolColumn = np.nan_to_num(totals, nan=-np.inf) >= self._goal
         return ties

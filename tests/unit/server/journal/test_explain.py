@@ -116,9 +116,10 @@ def _context(record: DecisionRecord) -> Any:
 
 
 def test_every_decision_is_reproduced(recorded: Any) -> None:
+    fresh = maker()
     for record in records(recorded)[::7]:
         assert record.trace is not None
-        found = explain(maker(), record.request, record.trace, record.endpoint)
+        found = explain(fresh, record.request, record.trace, record.endpoint)
         assert found.reproduced
         assert found.candidates[0].chosen
         assert found.candidates[0].endpoint == record.endpoint
@@ -129,11 +130,11 @@ def test_every_decision_is_reproduced(recorded: Any) -> None:
 
 def test_what_it_would_have_taken_is_true(recorded: Any) -> None:
     """With the tokens that are said an endpoint ties; with fewer it does not."""
-    tried = 0
+    tried, fresh = 0, maker()
     for record in records(recorded)[::5]:
         trace = record.trace
         assert trace is not None
-        found = explain(maker(), record.request, trace, record.endpoint)
+        found = explain(fresh, record.request, trace, record.endpoint)
         goal = found.candidates[0].total
         assert goal is not None
         for one in found.candidates[1:]:
@@ -143,7 +144,7 @@ def test_what_it_would_have_taken_is_true(recorded: Any) -> None:
             tried += 1
             for extra, enough in ((one.more_cached_tokens, True), (one.more_cached_tokens - 2, False)):
                 changed = msgspec.structs.replace(trace, held=_held(trace, slot, extra / record.request.prompt_tokens))
-                _, repeated = again(maker()(), record.request, changed)
+                _, repeated = again(fresh(), record.request, changed)
                 assert (repeated.total[slot] >= goal - 1e-9) is enough or bool(repeated.total[slot] >= goal) is enough
     assert tried > 20
 
@@ -161,9 +162,10 @@ def crowded(record_run: Callable[..., Any], tmp_path_factory: pytest.TempPathFac
 
 
 def test_who_held_more_and_lost_is_named(crowded: list[DecisionRecord]) -> None:
+    fresh = maker()
     for record in crowded:
         assert record.trace is not None
-        found = explain(maker(), record.request, record.trace, record.endpoint)
+        found = explain(fresh, record.request, record.trace, record.endpoint)
         chosen = found.candidates[0]
         best = max(found.candidates, key=lambda one: one.cached_tokens)
         if best.cached_tokens > chosen.cached_tokens + 1000:
@@ -175,10 +177,10 @@ def test_who_held_more_and_lost_is_named(crowded: list[DecisionRecord]) -> None:
 
 
 def test_who_cost_less_and_has_less_free_cache_is_named(crowded: list[DecisionRecord]) -> None:
-    told = 0
+    told, fresh = 0, maker()
     for record in crowded:
         assert record.trace is not None
-        found = explain(maker(), record.request, record.trace, record.endpoint)
+        found = explain(fresh, record.request, record.trace, record.endpoint)
         chosen, *others = found.candidates
         for rival in others:
             if any(line.startswith(rival.endpoint) and "has more free cache" in line for line in found.why):
