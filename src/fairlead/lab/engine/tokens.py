@@ -8,9 +8,10 @@ Output is a slice of one fixed table of words, and the request's seed selects wh
 position costs one slice, so generated text need not be stored.
 """
 
+from array import array
 from collections.abc import Sequence
+from hashlib import shake_128
 
-import numpy as np
 import xxhash
 
 TOKEN_BYTES = 4
@@ -20,16 +21,12 @@ PERIOD = 1 << 16
 
 def _table() -> bytes:
     """Words of three letters and a space: safe inside JSON, and unchanged if a client strips whitespace."""
-    x = np.arange(1, PERIOD + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x ^= x >> np.uint64(27)
-    consonants = np.frombuffer(b"bcdfghjklmnprstv", dtype=np.uint8)
-    vowels = np.frombuffer(b"aeio", dtype=np.uint8)
-    words = np.full((PERIOD, TOKEN_BYTES), ord(" "), dtype=np.uint8)
-    words[:, 0] = consonants[(x >> np.uint64(8)) & np.uint64(15)]
-    words[:, 1] = vowels[(x >> np.uint64(20)) & np.uint64(3)]
-    words[:, 2] = consonants[(x >> np.uint64(32)) & np.uint64(15)]
-    return words.tobytes()
+    chance = shake_128(b"fairlead").digest(3 * PERIOD)
+    consonants, vowels = b"bcdfghjklmnprstv" * 16, b"aeio" * 64
+    words = bytearray(b"    " * PERIOD)
+    for letter, letters in enumerate((consonants, vowels, consonants)):
+        words[letter::TOKEN_BYTES] = chance[letter::3].translate(letters)
+    return bytes(words)
 
 
 _TEXT = _table() * 2
@@ -53,12 +50,12 @@ def encode(text: bytes) -> bytes:
 
 def ids(tokens: bytes) -> list[int]:
     """Token ids as integers."""
-    return list(map(int, np.frombuffer(tokens, dtype="<u4").tolist()))
+    return array("I", tokens).tolist()
 
 
 def from_ids(values: Sequence[int]) -> bytes:
     """The opposite of `ids`. Raises `OverflowError` or `TypeError` if a value is not an unsigned 32-bit integer."""
-    return np.array(values, dtype="<u4").tobytes()
+    return array("I", values).tobytes()
 
 
 def text(tokens: bytes) -> str:
