@@ -69,7 +69,7 @@ def attempt(text: str) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(documents)
 def test_structures(document: object) -> None:
     attempt(yaml.dump(document, allow_unicode=True))
@@ -81,7 +81,7 @@ def test_any_root_as_json(document: object) -> None:
     attempt(json.dumps(document))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.text(alphabet=st.sampled_from("ab:-[]{},&*!|>'\"%#?<~=01.\n\t \x00é\ud800"), max_size=60))
 def test_texts_made_of_yaml_syntax(text: str) -> None:
     attempt(text)

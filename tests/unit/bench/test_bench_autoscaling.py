@@ -11,7 +11,7 @@ from fairlead.core.demand import Objective
 from fairlead.lab.simulator.result import Summary, summarise
 from fairlead.lab.simulator.scenarios import day
 
-SECONDS, SERVERS, FIRST = 300.0, 6, 2
+SECONDS, SHORT, SERVERS, FIRST = 300.0, 60.0, 6, 2
 OBJECTIVE = Objective(startup_s=20.0)
 
 
@@ -21,9 +21,9 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("_autoscaling")
 
 
-def ran(bench: Any, signal: Callable[[Any], int]) -> tuple[Any, Summary]:
+def ran(bench: Any, signal: Callable[[Any], int], seconds: float = SECONDS) -> tuple[Any, Summary]:
     pool = bench.Autoscaler(
-        day("groups", SECONDS, SERVERS), "policy: default\n", signal, first=FIRST, least=2, objective=OBJECTIVE
+        day("groups", seconds, SERVERS), "policy: default\n", signal, first=FIRST, least=2, objective=OBJECTIVE
     )
     return pool, summarise(pool.run())
 
@@ -38,12 +38,12 @@ def test_by_demand_fewer_miss_the_objective_and_it_takes_about_as_many_servers(b
 
 
 def test_a_pool_stays_within_its_bounds_whatever_is_asked_for(bench: Any) -> None:
-    least, _ = ran(bench, lambda pool: 0)
-    most, _ = ran(bench, lambda pool: 1000)
+    least, _ = ran(bench, lambda pool: 0, SHORT)
+    most, _ = ran(bench, lambda pool: 1000, SHORT)
     assert len(least.serving) == 2
     assert len(most.serving) == SERVERS
 
 
 def test_memory_is_a_signal_too(bench: Any) -> None:
-    greedy, _ = ran(bench, bench.by_memory(0.05))
+    greedy, _ = ran(bench, bench.by_memory(0.05), SHORT)
     assert len(greedy.serving) > FIRST

@@ -10,6 +10,8 @@ import sys
 import pytest
 import yaml
 
+from fairlead.cli.main import main
+
 
 async def _start(*arguments: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
@@ -82,11 +84,13 @@ async def test_a_taken_port_is_a_clear_error():
         (["--port", "0", "--out", "/nonexistent/x.yaml"], 1, "cannot write /nonexistent/x.yaml"),
     ],
 )
-async def test_options_explain_themselves(arguments, status, says):
-    process = await _start(*arguments)
-    output, errors = await asyncio.wait_for(process.communicate(), 30)
-    assert process.returncode == status
-    text = (output + errors).decode()
+def test_options_explain_themselves(arguments, status, says, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("NO_COLOR", "1")
+    with pytest.raises(SystemExit) as ended:
+        main(["stub", *arguments])
+    text = "".join(capsys.readouterr())
+    assert (ended.value.code or 0) == status
     assert says in text
     assert "Traceback" not in text
 
