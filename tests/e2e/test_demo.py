@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import shlex
 import socket
 import subprocess
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from demo_ports import free_port_block
-from gw_processes import REPOSITORY, Child
+from gw_processes import Child
 
 pytestmark = pytest.mark.slow
 
@@ -121,29 +120,3 @@ def test_a_taken_port_is_told_once_with_what_to_do(tmp_path: Path) -> None:
     assert done.stderr.startswith(f"error: cannot listen on 127.0.0.1:{port + 11}: ")
     assert done.stderr.endswith("choose others with --port\n")
     assert done.stderr.count("error:") == done.stderr.count("\n") == 1
-
-
-@pytest.mark.install
-def test_the_wheel_alone_runs_it(tmp_path: Path) -> None:
-    """In an environment with what the image's lock says, and nothing else."""
-    place, build = (
-        tmp_path / "installed",
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
-    )
-    subprocess.run(build, cwd=REPOSITORY, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("fairlead-*.whl")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True)
-    install = [sys.executable, "-m", "pip", "--python", str(place / "bin" / "python"), "install", "--quiet"]
-    locked = ["--only-binary", ":all:", "--require-hashes", "-r", str(REPOSITORY / "deploy/locks/image.txt")]
-    needed = subprocess.run([*install, *locked], capture_output=True, text=True)
-    if needed.returncode and not os.environ.get("FAIRLEAD_REQUIRE_ALL"):
-        pytest.skip(f"the locked packages cannot be had here: {needed.stderr[-300:]}")
-    assert needed.returncode == 0, needed.stderr
-    subprocess.run([*install, "--no-deps", str(wheel)], check=True)
-    settings = ("--requests=20", "--time-ratio=40", "--replicas=2", f"--port={free_port_block()}", "--out=out")
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [str(place / "bin" / "fairlead"), "demo", *settings]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=3 * _SECONDS)
-    assert done.returncode == 0, done.stdout + done.stderr
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert [(policy["requests"], policy["failed"]) for policy in summary.values()] == [(20, 0), (20, 0)]

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import yaml
+from demo_ports import free_port_block
 
 from fairlead.cli.app import load_command
 from fairlead.cli.commands import COMMANDS
@@ -110,6 +111,19 @@ def test_the_image_has_the_product_and_no_build_tools(image: Path) -> None:
     # The extra `tracing`.
     assert {"opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"} <= installed
     assert not installed & {"pip", "setuptools", "hatchling", "pytest", "mypy", "grpcio-tools"}
+
+
+@pytest.mark.slow
+def test_it_runs_the_demo(image: Path, short_directories: Any) -> None:
+    """With what the image's lock says, and nothing else."""
+    place: Path = short_directories()
+    place.chmod(0o777)
+    settings = ("--requests=20", "--time-ratio=40", "--replicas=2", f"--port={free_port_block()}", f"--out={place}/out")
+    demo = as_user(image, "demo", *settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    said, _ = demo.communicate(timeout=180)
+    assert demo.returncode == 0, said
+    summary = json.loads((place / "out" / "summary.json").read_text())
+    assert [(policy["requests"], policy["failed"]) for policy in summary.values()] == [(20, 0), (20, 0)]
 
 
 @pytest.mark.slow
