@@ -39,7 +39,7 @@ from fairlead.server.indexer.service import IndexService
 from fairlead.server.indexer.wire import JSON, MSGPACK, read_query, write, write_query
 from fairlead.server.live.memory import settle_memory
 
-ENDPOINTS, BLOCK, BLOCKS, PROMPTS = 100, 16, 1000, 20
+ENDPOINTS, BLOCK, BLOCKS = 100, 16, 1000
 
 
 class Prompt:
@@ -58,11 +58,11 @@ class Prompt:
         self.own = own
 
 
-def made(seed: int) -> tuple[ExactKnowledge, list[Prompt], list[tuple[int, Endpoint]]]:
+def made(count: int) -> tuple[ExactKnowledge, list[Prompt], list[tuple[int, Endpoint]]]:
     """Every endpoint holds a beginning of its own length of each prompt."""
-    rng = Random(seed)
+    rng = Random(1)
     exact = ExactKnowledge()
-    prompts = [Prompt(rng, exact.index.space.root(ANY_MODEL, "")) for _ in range(PROMPTS)]
+    prompts = [Prompt(rng, exact.index.space.root(ANY_MODEL, "")) for _ in range(count)]
     endpoints = [(slot, Endpoint(f"default/server-{slot}", f"10.0.0.{slot}:8000")) for slot in range(ENDPOINTS)]
     for slot, _ in endpoints:
         exact.add_slot(slot)
@@ -88,15 +88,15 @@ def summary(name: str, wall: list[float], cpu: list[float] | None = None) -> dic
     return {key: round(value * 1e3, 3) for key, value in found.items()}
 
 
-async def in_process(count: int) -> dict[str, float]:
-    exact, prompts, endpoints = made(1)
+async def in_process(count: int, different: int) -> dict[str, float]:
+    exact, prompts, endpoints = made(different)
     service = service_of(exact, endpoints)
     settle_memory()
     found: dict[str, float] = {}
     for kind in prompts[0].questions:
         wall, cpu = [], []
         for at in range(count):
-            content_type, body = prompts[at % PROMPTS].questions[kind]
+            content_type, body = prompts[at % different].questions[kind]
             started, used = time.perf_counter(), time.thread_time()
             answer = await service.answer(read_query(body, content_type))
             write(answer, content_type)
@@ -108,9 +108,9 @@ async def in_process(count: int) -> dict[str, float]:
     return found
 
 
-def serve(pipe: Connection) -> None:
+def serve(pipe: Connection, different: int) -> None:
     async def run() -> None:
-        exact, _, endpoints = made(1)
+        exact, _, endpoints = made(different)
         sources = IndexSources(metrics=list, unready=list, snapshot=list)
         server = IndexServer(service_of(exact, endpoints), sources, "127.0.0.1", 0)
         await server.start()
@@ -122,17 +122,17 @@ def serve(pipe: Connection) -> None:
     asyncio.run(run())
 
 
-async def timed(count: int, ask: Callable[[int], Awaitable[Any]]) -> list[float]:
+async def timed(count: int, different: int, ask: Callable[[int], Awaitable[Any]]) -> list[float]:
     wall = []
     for at in range(count + 20):
         started = time.perf_counter()
-        assert await ask(at % PROMPTS) is not None
+        assert await ask(at % different) is not None
         wall.append(time.perf_counter() - started)
     return wall[20:]
 
 
-async def over_http(count: int, port: int) -> dict[str, float]:
-    _, prompts, _ = made(1)
+async def over_http(count: int, different: int, port: int) -> dict[str, float]:
+    _, prompts, _ = made(different)
     url = f"http://127.0.0.1:{port}"
     found: dict[str, float] = {}
     async with aiohttp.ClientSession() as session:
@@ -144,13 +144,13 @@ async def over_http(count: int, port: int) -> dict[str, float]:
                     assert answer.status == 200
                     return await answer.read()
 
-            found |= summary(f"http_{kind}", await timed(count, post))
+            found |= summary(f"http_{kind}", await timed(count, different, post))
     client = IndexClient(url, 1.0, lambda state: None, lambda what, why: None)
     client.start()
     while not client.up:
         await asyncio.sleep(0.01)
     used = time.process_time()
-    found |= summary("client_keys", await timed(count, lambda at: client.ask(**prompts[at].own)))
+    found |= summary("client_keys", await timed(count, different, lambda at: client.ask(**prompts[at].own)))
     found["client_keys_cpu_ms"] = round((time.process_time() - used) / (count + 20) * 1e3, 3)
     await client.close()
     return found
@@ -160,13 +160,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--questions", type=int, default=400)
+    parser.add_argument("--prompts", type=int, default=20, help="how many different ones")
     arguments = parser.parse_args()
     ours, theirs = multiprocessing.Pipe()
-    child = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,), daemon=True)
+    child = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, arguments.prompts), daemon=True)
     child.start()
     found: dict[str, Any] = {"endpoints": ENDPOINTS, "blocks": BLOCKS, "numpy": np.__version__}
-    found |= asyncio.run(in_process(arguments.questions))
-    found |= asyncio.run(over_http(arguments.questions, ours.recv()))
+    found |= asyncio.run(in_process(arguments.questions, arguments.prompts))
+    found |= asyncio.run(over_http(arguments.questions, arguments.prompts, ours.recv()))
     ours.send("stop")
     child.join(10)
     if arguments.json:

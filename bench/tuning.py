@@ -59,9 +59,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     parser.add_argument("--head", type=int, default=0, help="only the first so many requests of each workload")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--lengths", type=int, default=200, help="lengths of what two prompts have in common")
     options = parser.parse_args()
     settings = {table[0]: figures(table, options.head, options.seeds) for table in TABLES}
-    found = {"settings": settings, "recognised": recognised()}
+    found = {"settings": settings, "recognised": recognised(options.lengths)}
     tell(found, options.json, lambda figures: print("\n".join(lines(figures))))
 
 
@@ -89,14 +90,18 @@ def figures(table: Table, head: int, seeds: int) -> dict[str, dict[str, dict[str
 _SHOWN = ("ttft_mean_ms", "ttft_p99_ms", "prefix_hit_rate")
 
 
-def recognised() -> dict[int, dict[str, Any]]:
-    """Of what two prompts have in common, the share that is recognised; mean of 200 lengths around each."""
+def recognised(count: int) -> dict[int, dict[str, Any]]:
+    """Of what two prompts have in common, the share that is recognised; mean of `count` lengths around each."""
     rng = Random(1)
     rows = {}
     for size in SIZES:
         hasher = ChainHasher(finest=size * BYTES_PER_TOKEN)
-        shares = {shared: fmean(_share(hasher, shared, rng) for _ in range(200)) for shared in SHARED}
-        rows[size] = {"shares": shares, "us_24_kb": _hash_us(hasher, 24_000), "us_500_kb": _hash_us(hasher, 500_000)}
+        shares = {shared: fmean(_share(hasher, shared, rng) for _ in range(count)) for shared in SHARED}
+        rows[size] = {
+            "shares": shares,
+            "us_24_kb": _hash_us(hasher, 24_000, count),
+            "us_500_kb": _hash_us(hasher, 500_000, count),
+        }
     return rows
 
 
@@ -129,8 +134,8 @@ def _share(hasher: ChainHasher, shared: int, rng: Random) -> float:
     return one.ends[same - 1] / len(common) if same else 0.0
 
 
-def _hash_us(hasher: ChainHasher, length: int) -> float:
-    prompt, count, begun = bytes(length), 200, process_time()
+def _hash_us(hasher: ChainHasher, length: int, count: int) -> float:
+    prompt, begun = bytes(length), process_time()
     for _ in range(count):
         hasher.chain(b"", prompt)
     return (process_time() - begun) / count * 1e6

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.envoy
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 REPLICAS = 6
 #: Requests at once; each begins when one ends.
-CLIENTS = 16
+CLIENTS = 8
 
 
 def free_ports(count: int) -> list[int]:

@@ -16,7 +16,7 @@ from gw_messages import JSON, Ask
 from gw_processes import Serve, Stub, sees_the_scheduler
 
 MODEL = "Qwen/Qwen3-32B"
-SECONDS = 8.0
+SECONDS, WARM_UP_S = 6.0, 2.0
 #: Until the first answers nobody knows who wants how much.
 BEGINNING = 1.0
 #: What this machine may add to a time by itself.
@@ -40,10 +40,12 @@ async def worker(at: Serve, tenant: str, number: int, until: float) -> list[tupl
     return took
 
 
-async def times(at: Serve, beside: Callable[[float], Awaitable[object]] | None = None) -> list[float]:
+async def times(
+    at: Serve, beside: Callable[[float], Awaitable[object]] | None = None, seconds: float = SECONDS
+) -> list[float]:
     """Of two workers, sorted."""
     begun = time.monotonic()
-    until = begun + SECONDS
+    until = begun + seconds
     others = asyncio.ensure_future(beside(until)) if beside else None
     found = await asyncio.gather(*(worker(at, "few", number, until) for number in range(2)))
     if others is not None:
@@ -85,7 +87,7 @@ async def test_a_light_tenant_is_served_as_if_alone(
         else:
             await asyncio.to_thread(_huge, at.port, until, statuses)
 
-    await times(at)
+    await times(at, seconds=WARM_UP_S)
     for last in (False, False, True):
         alone, both = await times(at), await times(at, beside)
         middle, slow = (
