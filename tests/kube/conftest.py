@@ -100,7 +100,7 @@ def namespace(kube: Cluster) -> str:
 
 @pytest.fixture
 def own_kube(kube_binary: Path, short_directories: Callable[[], Path]) -> Iterator[Callable[..., Cluster]]:
-    """`own_kube()` starts a cluster for this test alone, to be restarted, killed, frozen or compacted (3 s, up to 700 MB).
+    """`own_kube()` starts a cluster for this test alone, to be restarted, killed, frozen or compacted (3 s).
 
     Further arguments are flags of kube-apiserver. `own_kube(twin_of=cluster)` is a second API server on its etcd.
     """
