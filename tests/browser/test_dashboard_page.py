@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from random import Random
@@ -15,6 +14,7 @@ import aiohttp
 import pytest
 from br_checks import accessible, figure, fits, picture, rows, text_of
 from br_chromium import Browser, Page
+from ports import free_ports
 
 from fairlead.gateway.envoy.admin import GatewayError
 from fairlead.gateway.envoy.binary import find_envoy
@@ -26,14 +26,6 @@ MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 REPLICAS = 6
 #: Requests at once; each begins when one ends.
 CLIENTS = 8
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        opened = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in opened:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in opened]
 
 
 class Run:

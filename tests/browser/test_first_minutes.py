@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from br_checks import accessible, rows
 from br_chromium import Browser
-from command_line import answers, ask, free_ports, run, running, stub, until
+from command_line import answers, ask, run, running, stub, until
+from ports import free_ports
 
 
 @pytest.mark.slow

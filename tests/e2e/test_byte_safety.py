@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from gw_modes import MORE_PAIRS, PAIRS, Pair, bootstrap
-from gw_processes import Envoy, Serve, Upstream, free_ports, sees_the_scheduler
+from gw_processes import Envoy, Serve, Upstream, sees_the_scheduler
 from gw_traffic import Tally, exchanges, run
+from ports import free_ports
 
 FEW = 200
 STREAMS = int(os.environ.get("FAIRLEAD_SOAK_STREAMS", FEW))

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from demo_ports import free_port_block
 from gw_processes import Child
+from ports import free_port_block
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,8 @@ import aiohttp
 import pytest
 from gw_conversations import MODEL, Conversations, StubTokeniser
 from gw_modes import embedded
-from gw_processes import Child, Envoy, Stub, free_ports, sees_the_scheduler
+from gw_processes import Child, Envoy, Stub, sees_the_scheduler
+from ports import free_ports
 
 from fairlead.core.records import OutcomeRecord
 from fairlead.server.live import Live

@@ -14,7 +14,8 @@ import aiohttp
 import pytest
 from gw_conversations import MODEL, Conversations, StubTokeniser
 from gw_modes import embedded
-from gw_processes import Envoy, Stub, free_ports, sees_the_scheduler
+from gw_processes import Envoy, Stub, sees_the_scheduler
+from ports import free_ports
 
 from fairlead.core.kv.cache import RankCache
 from fairlead.core.records import OutcomeRecord

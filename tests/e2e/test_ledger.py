@@ -19,7 +19,8 @@ import pytest
 from gw_http1 import Http1
 from gw_messages import JSON, Ask, Broken
 from gw_modes import embedded
-from gw_processes import Envoy, Stub, free_ports, sees_the_scheduler, stat
+from gw_processes import Envoy, Stub, sees_the_scheduler, stat
+from ports import free_ports
 
 from fairlead.core.scheduler import Pipeline
 from fairlead.gateway.access_log import GATEWAY_ID

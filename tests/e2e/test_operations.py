@@ -21,7 +21,8 @@ from typing import Any
 import aiohttp
 import pytest
 import yaml
-from gw_processes import Child, Serve, Stub, free_ports, sees_the_scheduler
+from gw_processes import Child, Serve, Stub, sees_the_scheduler
+from ports import free_ports
 
 ROOT = Path(__file__).parents[2]
 ALERTS = ROOT / "deploy" / "alerts" / "fairlead.yaml"

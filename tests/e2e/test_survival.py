@@ -16,7 +16,8 @@ import pytest
 from gw_http1 import Http1
 from gw_load import Mixed, Story, under_load
 from gw_messages import JSON, Ask, Broken
-from gw_processes import Envoy, Serve, Upstream, free_ports, sees_the_scheduler, stat
+from gw_processes import Envoy, Serve, Upstream, sees_the_scheduler, stat
+from ports import free_ports
 
 from fairlead.gateway.envoy.config import build
 from fairlead.gateway.envoy.options import Options

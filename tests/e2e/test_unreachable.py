@@ -21,9 +21,10 @@ from gw_http2 import Http2
 from gw_load import under_load
 from gw_messages import JSON, Ask, Fields, Got
 from gw_modes import Pair, bootstrap
-from gw_processes import Envoy, Serve, Stub, Upstream, free_ports, sees_the_scheduler, stat
+from gw_processes import Envoy, Serve, Stub, Upstream, sees_the_scheduler, stat
 from gw_site import EMBEDDED, post, site
 from gw_traffic import Tally, exchanges, run
+from ports import free_ports
 
 from fairlead.core import stalls
 from fairlead.core.endpoint import Endpoint

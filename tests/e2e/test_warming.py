@@ -8,7 +8,8 @@ from typing import Any
 import aiohttp
 import pytest
 from gw_modes import embedded
-from gw_processes import Envoy, free_ports, sees_the_scheduler
+from gw_processes import Envoy, sees_the_scheduler
+from ports import free_ports
 
 from fairlead.lab.stub.config import StubConfig
 from fairlead.lab.stub.pool import StubPool

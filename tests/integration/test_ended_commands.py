@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from demo_ports import free_port_block
+from ports import free_port_block
 
 PATIENCE_S = 60.0
 

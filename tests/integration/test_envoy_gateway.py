@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 from collections.abc import AsyncIterator, Mapping
 from ipaddress import ip_address
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from msgspec import structs
+from ports import free_port
 
 from fairlead.core.errors import ConfigError
 from fairlead.gateway import ext_proc
@@ -499,8 +499,3 @@ async def test_a_scheduler_that_never_answers_is_waited_for_no_longer_than_that(
                 assert response.status == 200
         finally:
             await process.stop(0.0)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_ports
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e" / "support"))
 
 from gw_live import running
 from gw_modes import Pair, bootstrap
-from gw_processes import Envoy, free_ports, require_envoy, sees_the_scheduler, stat
+from gw_processes import Envoy, require_envoy, sees_the_scheduler, stat
 
 from fairlead.gateway.protobuf import field, number
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command_line import FAIRLEAD, answers, ask, free_ports, run, running, stub, until
+from command_line import FAIRLEAD, answers, ask, run, running, stub, until
+from ports import free_ports
 
 from fairlead.compat.load import load
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from ports import free_ports
 from typer.testing import CliRunner
 
 from fairlead.cli.app import build_app
@@ -20,17 +20,6 @@ from fairlead.lab.simulator.replay import replay
 CANARY = "sphinx of black quartz"
 REQUESTS = 60
 HEADER = "x-fairlead-decision"
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
 
 
 class Running:

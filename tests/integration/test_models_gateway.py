@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_ports
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e" / "support"))
 
@@ -17,7 +18,7 @@ from gw_http1 import Http1
 from gw_live import running
 from gw_messages import JSON, Ask, Got
 from gw_modes import FULL_DUPLEX, Pair, bootstrap
-from gw_processes import Envoy, free_ports, require_envoy, sees_the_scheduler
+from gw_processes import Envoy, require_envoy, sees_the_scheduler
 
 from fairlead.core.headers import CONTROL_HEADERS, STEERING_HEADERS
 from fairlead.gateway.envoy.routes import LARGE

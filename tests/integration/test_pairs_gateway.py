@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ports import free_ports
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e" / "support"))
 
@@ -17,7 +18,7 @@ from gw_http1 import Http1
 from gw_live import running
 from gw_messages import JSON, Ask
 from gw_modes import Pair, bootstrap
-from gw_processes import Envoy, free_ports, require_envoy, sees_the_scheduler
+from gw_processes import Envoy, require_envoy, sees_the_scheduler
 
 from fairlead.core.endpoint import ROLE_LABEL
 from fairlead.core.headers import PREFILLER

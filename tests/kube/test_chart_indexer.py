@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from kr_cluster import Cluster
 from kr_helm import LABELS, Helm, of_kind, one
-from kr_runs import Children, free_ports, get, installed, stub_port, until
+from kr_runs import Children, get, installed, stub_port, until
+from ports import free_ports
 
 from fairlead.cli.app import load_command
 from fairlead.cli.commands import COMMANDS

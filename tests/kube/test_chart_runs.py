@@ -8,7 +8,8 @@ import grpc
 import pytest
 from kr_cluster import Cluster
 from kr_helm import LABELS, Helm, of_kind, one
-from kr_runs import Children, check, free_ports, get, installed, stub_port, until
+from kr_runs import Children, check, get, installed, stub_port, until
+from ports import free_ports
 
 
 def test_standalone_serves_the_pods_of_its_pool(

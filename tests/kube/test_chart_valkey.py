@@ -21,7 +21,8 @@ from kc_replicas import ControlPlane, Envoy
 from kc_traffic import Traffic
 from kr_cluster import Cluster
 from kr_helm import LABELS, Helm, of_kind, one
-from kr_runs import Children, check, free_ports, get, installed, stub_port, until
+from kr_runs import Children, check, get, installed, stub_port, until
+from ports import free_ports
 from valkey_server import require_valkey
 
 from fairlead.compat.load import load

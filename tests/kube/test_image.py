@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
-from demo_ports import free_port_block
+from ports import free_port, free_port_block
 
 from fairlead.cli.app import load_command
 from fairlead.cli.commands import COMMANDS
@@ -172,12 +171,6 @@ def test_the_composed_gateway_serves_as_another_user(image: Path, short_director
             if child is not None:
                 child.send_signal(signal.SIGTERM)
                 child.communicate(timeout=40)
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 class Collector(ThreadingHTTPServer):

@@ -14,8 +14,9 @@ from kc_pods import pod_servers
 from kc_replicas import LEASE, Envoy, Replica, two_schedulers
 from kc_traffic import Traffic
 from kr_cluster import Cluster
+from ports import free_ports
 
-from gw_processes import Child, get_page, free_ports, require_envoy, stat  # isort: skip
+from gw_processes import Child, get_page, require_envoy, stat  # isort: skip
 
 DURATION_S, LONG_S = 4, 300
 CLIENTS = int(os.environ.get("FAIRLEAD_CLIENTS", "4"))

@@ -17,10 +17,11 @@ from kc_traffic import Traffic, one
 from kr_client import Refused
 from kr_cluster import Cluster
 from kr_helm import Helm, of_kind
+from ports import free_ports
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e" / "support"))
 
-from gw_processes import Child, Envoy, free_ports, get_page, require_envoy
+from gw_processes import Child, Envoy, get_page, require_envoy
 
 #: What it takes for its pod's address; a slice cannot name a loopback one.
 PICKER_IP = "10.244.0.7"

@@ -19,13 +19,14 @@ from kc_traffic import ask
 from kr_cluster import Cluster
 from kr_helm import one
 from kr_runs import installed
+from ports import free_ports
 
 from fairlead.core.endpoint import ROLE_LABEL
 from fairlead.gateway.envoy.options import Tls
 
 from gw_http1 import Http1  # isort: skip  (kc_traffic shows where it is)
 from gw_modes import FULL_DUPLEX, Pair, bootstrap  # isort: skip
-from gw_processes import Envoy, free_ports, get_page, require_envoy, sees_the_scheduler  # isort: skip
+from gw_processes import Envoy, get_page, require_envoy, sees_the_scheduler  # isort: skip
 
 RENDERED = (ROOT / "tests" / "data" / "reference-chart" / "rendered.yaml").read_text()
 PREFILL_DECODE = (ROOT / "tests" / "data" / "epp-configs" / "pd-epp-config.yaml").read_text()

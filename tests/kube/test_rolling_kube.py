@@ -16,8 +16,9 @@ from kc_traffic import Traffic
 from kr_client import Refused
 from kr_cluster import Cluster
 from kr_runs import check
+from ports import free_ports
 
-from gw_processes import Child, free_ports, require_envoy, stat  # isort: skip
+from gw_processes import Child, require_envoy, stat  # isort: skip
 
 DURATION_S = 4
 

@@ -2,27 +2,18 @@
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from fairlead.config.endpoint_list import parse_endpoints_text
 
 FAIRLEAD = (sys.executable, "-m", "fairlead")
 PATIENCE_S = 60.0
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 def run(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":

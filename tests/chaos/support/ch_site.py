@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from gw_processes import UPSTREAM, Child, Serve, free_ports
+from gw_processes import UPSTREAM, Child, Serve
+from ports import free_ports
 
 #: The chart's limit.
 MEMORY_MIB = 1024

@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "e2e" / "support"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
 from gw_http1 import Http1
 from gw_http2 import Http2
 from gw_live import running
 from gw_messages import JSON, Ask
 from gw_modes import FULL_DUPLEX, Pair, bootstrap
-from gw_processes import Envoy, Stub, free_ports, sees_the_scheduler
+from gw_processes import Envoy, Stub, sees_the_scheduler
+from ports import free_ports
 
 from fairlead.gateway import server
 from fairlead.gateway.envoy.binary import find_envoy

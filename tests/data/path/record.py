@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "e2e" / "support"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
-from gw_processes import Envoy, Serve, Upstream, free_ports, sees_the_scheduler
+from gw_processes import Envoy, Serve, Upstream, sees_the_scheduler
+from ports import free_ports
 
 from fairlead.gateway import h2
 from fairlead.gateway.access_log import GATEWAY_ID

@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from gw_processes import START_SECONDS, free_ports
+from gw_processes import START_SECONDS
+from ports import free_ports
 
 from fairlead.compat.load import load
 from fairlead.gateway.health import ServingStatus

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
+from ports import free_ports
 
 from fairlead.gateway.envoy.admin import EnvoyAdmin, GatewayError
 from fairlead.gateway.envoy.binary import find_envoy
@@ -32,16 +33,6 @@ START_SECONDS = 60.0
 _END_SECONDS = 45.0
 
 Json = dict[str, Any]
-
-
-def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports that nobody listens on now. They differ from each other."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with contextlib.ExitStack() as stack:
-        opened = [stack.enter_context(socket.socket(family)) for _ in range(count)]
-        for each in opened:
-            each.bind((host, 0))
-        return [int(each.getsockname()[1]) for each in opened]
 
 
 def require_envoy() -> str:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Self
 
 import pytest
-from gw_processes import REPOSITORY, Child, free_ports
+from gw_processes import REPOSITORY, Child
+from ports import free_ports
 
 from fairlead.cli.scheduler import contract
 

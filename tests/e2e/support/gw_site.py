@@ -13,7 +13,8 @@ from gw_live import running
 from gw_messages import JSON, Ask, Got
 from gw_mirror import Mirror, Told
 from gw_modes import FULL_DUPLEX, Pair, bootstrap
-from gw_processes import Envoy, free_ports, sees_the_scheduler, stat
+from gw_processes import Envoy, sees_the_scheduler, stat
+from ports import free_ports
 
 from fairlead.server.live import Live
 

@@ -13,7 +13,6 @@ that pages can be tested beside a running Fairlead: 8080 (gateway), 9090 (admin)
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import pytest
 from msgspec import Struct
+from ports import free_ports
 
 ROOT = Path(__file__).parents[3]
 LIMIT_S = 240.0
@@ -167,23 +167,6 @@ class Page:
             assert process.poll() is None, f"ended with {process.returncode}:\n{body}\n{log.read_text()}"
             assert time.monotonic() < deadline, f"{until!r} never came:\n{body}\n{log.read_text()}"
             time.sleep(0.05)
-
-
-def free_ports(count: int) -> list[int]:
-    """In a row, and below those that the system hands out."""
-    for base in range(21_000 + os.getpid() % 500 * 16, 32_000, 16):
-        sockets = [socket.socket() for _ in range(count)]
-        try:
-            for offset, one in enumerate(sockets):
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                one.bind(("127.0.0.1", base + offset))
-            return [base + offset for offset in range(count)]
-        except OSError:
-            continue
-        finally:
-            for one in sockets:
-                one.close()
-    raise AssertionError("no free ports")
 
 
 @pytest.fixture

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_ports
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "e2e" / "support"))
 
 from gw_live import running
-from gw_processes import free_ports, require_envoy
+from gw_processes import require_envoy
 
 from fairlead.apis.parsed import ParsedRequest
 from fairlead.apis.tokens import PromptTokeniser, PromptTokens

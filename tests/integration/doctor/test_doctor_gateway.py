@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 from gw_modes import FULL_DUPLEX, Pair, bootstrap, connection_managers, embedded, ext_proc_filter
-from gw_processes import free_ports
+from ports import free_ports
 
 from fairlead.doctor.checks import scheduler as scheduling
 from fairlead.doctor.run import Examination

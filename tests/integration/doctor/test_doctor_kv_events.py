@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from gw_processes import free_ports
+from ports import free_ports
 
 from fairlead.doctor.checks import kv_events as kv_dialled
 from fairlead.doctor.run import Examination

@@ -16,8 +16,9 @@ from gw_http2 import Http2
 from gw_messages import JSON, Ask, Broken, Fields
 from gw_mirror import Mirror
 from gw_modes import FULL_DUPLEX, Pair, bootstrap, ext_proc_filter
-from gw_processes import Envoy, free_ports, sees_the_scheduler
+from gw_processes import Envoy, sees_the_scheduler
 from gw_rewriter import Rewriter, arrived, made
+from ports import free_ports
 
 from fairlead.gateway import ext_proc as bodies
 from fairlead.gateway.ext_proc import CONTINUE, Kind

@@ -17,9 +17,10 @@ from gw_live import running
 from gw_messages import JSON, Ask, Got
 from gw_mirror import Mirror
 from gw_modes import Pair, bootstrap, connection_manager, connection_managers, ext_proc_filter
-from gw_processes import Envoy, free_ports, sees_the_scheduler, stat
+from gw_processes import Envoy, sees_the_scheduler, stat
 from gw_rewriter import Rewriter
 from gw_site import CHAT, EMBEDDED, FOREIGN, GET, Site, headers, post, site
+from ports import free_ports
 
 from fairlead.core.headers import CONTROL_HEADERS, DESTINATION
 from fairlead.gateway.envoy.config import build

@@ -13,8 +13,9 @@ from gw_live import running
 from gw_messages import Broken
 from gw_mirror import Mirror
 from gw_modes import Pair, bootstrap, ext_proc_filter
-from gw_processes import Envoy, free_ports, sees_the_scheduler
+from gw_processes import Envoy, sees_the_scheduler
 from gw_site import CHAT, EMBEDDED, FOREIGN, FOREIGN_WITH_LOG, GET, Site, headers, post, site
+from ports import free_ports
 
 from fairlead.core.headers import CONTROL_HEADERS, DESTINATION
 from fairlead.gateway import ext_proc

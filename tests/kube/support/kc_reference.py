@@ -9,10 +9,11 @@ from typing import Any
 
 import grpc
 from kr_runs import check
+from ports import free_ports
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "e2e" / "support"))
 
-from gw_processes import Child, free_ports
+from gw_processes import Child
 
 ROOT = Path(__file__).parents[3]
 

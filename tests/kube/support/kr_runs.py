@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -55,14 +54,6 @@ def stub_port(start: Children, *arguments: str) -> int:
             if word.startswith("http://"):
                 return int(word.rpartition(":")[2].strip("/"))
     raise AssertionError("the stub ended")
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one_socket in sockets:
-            one_socket.bind(("127.0.0.1", 0))
-        return [one_socket.getsockname()[1] for one_socket in sockets]
 
 
 def installed(kube: Cluster, namespace: str, objects: list[dict[str, Any]], kubeconfig: Path, part: str = "") -> None:
