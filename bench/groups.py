@@ -284,7 +284,7 @@ def main() -> None:
     cells = [cell for cell in cells if cell.endpoints == 2 or cell.size <= MOST_OF_FOUR]
     if options.quick:
         cells = [cell for cell in cells if (cell.endpoints, cell.size, cell.answer) == (2, 4, 1)]
-    counts, seconds = ((3,), 20.0) if options.quick else (PRESSURES, 400.0)
+    counts, seconds = ((3,), 60.0) if options.quick else (PRESSURES, 400.0)
     cases = {f"{count}{name}": (count, seconds, lag) for count in counts for name, lag in (("", -1.0), (" exact", 0.0))}
     with ProcessPoolExecutor(options.processes) as pool:
         by_case = pool.map(sessions, cases.values())

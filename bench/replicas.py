@@ -316,7 +316,7 @@ def main() -> None:
     names = arguments.scenario or (["agents"] if quick else list(QUALITY))
     found = costs(300 if quick else 4000, 1 if quick else 5)
     found |= {"scenarios": compare(names, runs), **curves(runs, (4,) if quick else (4, 8), quick)}
-    found["bands"] = bands(1 if quick else arguments.seeds, arguments.processes, 3.0 if quick else 60.0)
+    found["bands"] = bands(1 if quick else arguments.seeds, arguments.processes, 6.0 if quick else 60.0)
     tell(found, arguments.json, show)
 
 
