@@ -93,12 +93,18 @@ class BlockManager:
         """Take empty blocks for one request, evicting the least recently used ones. Needs `free >= count`."""
         taken = []
         pop = self._free.popitem
-        hash_of, refs = self._hash_of, self._refs
+        hash_of, refs, cached, copies = self._hash_of, self._refs, self._cached, self._copies
+        told = self.hooks is not None
         for _ in range(count):
             block = pop(last=False)[0]
             digest = hash_of[block]
-            if digest is not None:
+            if digest is None:
+                pass
+            elif told or digest in copies:
                 self._forget(block, digest)
+            else:  # nearly always, so without a call
+                hash_of[block] = None
+                del cached[digest]
             refs[block] = 1
             taken.append(block)
         return taken

@@ -145,17 +145,17 @@ class Server:
         gauges = [each.gauges for each in stats]
         sample = Sample(
             ranks=len(gauges),
-            waiting=sum(gauge.waiting for gauge in gauges),
-            running=sum(gauge.running for gauge in gauges),
-            kv_usage=max(gauge.kv_usage for gauge in gauges),
-            adapters=frozenset(name for gauge in gauges for name in gauge.running_loras) if spec.max_loras else None,
-            waiting_adapters=frozenset(name for gauge in gauges for name in gauge.waiting_loras),
+            waiting=sum([gauge.waiting for gauge in gauges]),
+            running=sum([gauge.running for gauge in gauges]),
+            kv_usage=max([gauge.kv_usage for gauge in gauges]),
+            adapters=frozenset([name for gauge in gauges for name in gauge.running_loras]) if spec.max_loras else None,
+            waiting_adapters=frozenset([name for gauge in gauges for name in gauge.waiting_loras]),
             max_adapters=spec.max_loras,
             block_size=spec.block_size,
             num_blocks=spec.num_blocks * len(gauges),
-            prefix_queries=sum(each.prefix_queries for each in stats),
-            prefix_hits=sum(each.prefix_hits for each in stats),
-            generation_tokens=sum(each.generation_tokens for each in stats),
+            prefix_queries=sum([each.prefix_queries for each in stats]),
+            prefix_hits=sum([each.prefix_hits for each in stats]),
+            generation_tokens=sum([each.generation_tokens for each in stats]),
         )
         if self.page == "freeze":
             self._frozen = sample

@@ -11,6 +11,7 @@ ids of a trace mean by themselves.
   borders, so these are thinned out in the same way. Tokens become bytes at a fixed rate.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 from struct import pack
@@ -64,8 +65,9 @@ class Borders:
         self._width = block_size * bytes_per_token
         self._finest = finest
         self._growth = growth
-        #: The index of the trace block that ends at a border, and the border in bytes.
-        self._kept: list[tuple[int, int]] = []
+        #: The indices of the trace blocks that end at a border, and the borders in bytes.
+        self._kept: list[int] = []
+        self._ends: list[int] = []
         self._known = 0
 
     def chain(self, hashes: Sequence[int], full_blocks: int) -> PrefixChain:
@@ -73,15 +75,16 @@ class Borders:
         if not full_blocks:
             return NO_PREFIX
         self._extend(full_blocks)
-        kept = [(index, end) for index, end in self._kept if index < full_blocks]
-        return PrefixChain(tuple(hashes[index] for index, _ in kept), tuple(end for _, end in kept))
+        count = bisect_left(self._kept, full_blocks)
+        return PrefixChain(tuple(map(hashes.__getitem__, self._kept[:count])), tuple(self._ends[:count]))
 
     def _extend(self, blocks: int) -> None:
-        last = self._kept[-1][1] if self._kept else 0
+        last = self._ends[-1] if self._ends else 0
         for index in range(self._known, blocks):
             end = int((index + 1) * self._width)
             if end - last >= max(self._finest, last // self._growth):
-                self._kept.append((index, end))
+                self._kept.append(index)
+                self._ends.append(end)
                 last = end
         self._known = max(self._known, blocks)
 
