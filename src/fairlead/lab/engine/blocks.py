@@ -94,13 +94,13 @@ class BlockManager:
         taken = []
         pop = self._free.popitem
         hash_of, refs, cached, copies = self._hash_of, self._refs, self._cached, self._copies
-        told = self.hooks is not None
+        hooked = self.hooks is not None
         for _ in range(count):
             block = pop(last=False)[0]
             digest = hash_of[block]
             if digest is None:
                 pass
-            elif told or digest in copies:
+            elif hooked or digest in copies:
                 self._forget(block, digest)
             else:  # nearly always, so without a call
                 hash_of[block] = None
