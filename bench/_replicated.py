@@ -2,12 +2,14 @@
 
 Rules
 * A request goes to any of them with equal chance, and its first token and its end are told to that one only. Endpoints
-  and scrapes are told to all.
+  are told to all.
+* Those that share take turns in scraping, as far as each still scrapes once per second. Others all scrape.
 * Each tells what it did every `exchange_ms`; the others hear of it `lag_ms` later, or never (`loss`). Who misses
   something asks for a snapshot, which takes the lag twice.
 * The seed of a run is that of the single scheduler: the same requests reach the same servers' engines.
 """
 
+from collections import Counter
 from random import Random
 
 from msgspec import Struct
@@ -32,6 +34,8 @@ class Exchange(Struct, frozen=True, kw_only=True):
     lag_ms: float = 10.0
     #: Share of the messages to each that are lost.
     loss: float = 0.0
+    #: False: each of those that share scrapes as often as one alone.
+    turns: bool = True
 
 
 class ReplicatedSimulation(Simulation):
@@ -55,6 +59,9 @@ class ReplicatedSimulation(Simulation):
         self._whose = [chance.randrange(exchange.schedulers) for _ in self.jobs]
         self._chance_lost = Random(f"loss/{seed}")
         self._asked: dict[tuple[int, int], float] = {}
+        most = round(1e3 / scenario.world.scrape_interval_ms) if exchange.shared and exchange.turns else 1
+        self._turns = max(min(exchange.schedulers, most), 1)
+        self._scrapes = Counter[str]()
         #: Of what was told: bytes of all batches, and snapshots that were asked for.
         self.bytes = self.snapshots = 0
 
@@ -75,6 +82,10 @@ class ReplicatedSimulation(Simulation):
             self.fire(self._whose[event.request.id - 1], event)
         elif isinstance(event, OF_REQUEST):
             self.fire(self._whose[event.request_id - 1], event)
+        elif isinstance(event, ev.MetricsSampled | ev.MetricsFailed):
+            self._scrapes[event.endpoint_id] += 1
+            for number in range(self._scrapes[event.endpoint_id] % self._turns, len(self.pipelines), self._turns):
+                self.fire(number, event)
         else:
             for number in range(len(self.pipelines)):
                 self.fire(number, event)

@@ -39,7 +39,9 @@ class Teller:
         self.fed: list[Any] = []
         facts = Facts(self.told, self.snapshot, self.gaps, lambda: self._fetched, lambda name: self._heard.get(name, 0))
         configured = ReplicaSettings(via=url, lease=LEASE, interval=0.005, **settings)
-        self.replicas = Replicas(configured, "pool", name, facts, self.feed)
+        #: How many replicas there were, from change to change.
+        self.counted: list[int] = []
+        self.replicas = Replicas(configured, "pool", name, facts, self.feed, self.counted.append)
 
     def say(self, word: str) -> None:
         self.words.append(word)
@@ -155,7 +157,9 @@ async def test_one_that_leaves_is_gone_at_once_and_its_last_words_are_heard(serv
             await until(lambda: agree(one, other) and "b" in one.replicas.peers)
             other.say("farewell")
             assert one.replicas.unheard_s == 0.0
+            assert one.counted == [2]
         await until(lambda: PeerLost("b") in one.fed)
+        assert one.counted == [2, 1]
         assert one.replicas.unheard_s > 0.0
         last, lost = one.fed[-2:]
         assert isinstance(last, PeerHeard) and last.payload == b"0 farewell" and lost == PeerLost("b")

@@ -124,10 +124,17 @@ class Replicas:
     """`await start()`, `await close()`. All calls happen on the event loop's thread."""
 
     def __init__(
-        self, settings: ReplicaSettings, pool: str, origin: str, facts: Facts, feed: Callable[[Event], object]
+        self,
+        settings: ReplicaSettings,
+        pool: str,
+        origin: str,
+        facts: Facts,
+        feed: Callable[[Event], object],
+        counted: Callable[[int], object] = lambda count: None,
     ) -> None:
-        """`origin`: a name that is unique among all replicas and all former runs of this one. Raises `ConfigError` if
-        the client is not installed."""
+        """`origin`: a name that is unique among all replicas and all former runs of this one. `counted` hears how many
+        replicas there are, this one included, when that changes. Raises `ConfigError` if the client is not installed.
+        """
         try:
             from valkey.exceptions import ValkeyError
         except ImportError as error:
@@ -137,6 +144,7 @@ class Replicas:
         self._settings = settings
         self._facts = facts
         self._feed = feed
+        self._counted = counted
         self.origin = origin
         #: The replicas that hold a lease, by name.
         self.peers: dict[str, Peer] = {}
@@ -322,6 +330,7 @@ class Replicas:
     def _lose(self, name: str) -> None:
         del self.peers[name]
         self._unheard_since = time.monotonic()
+        self._counted(len(self.peers) + 1)
         log.info("a replica left", replica=name)
         self._feed(PeerLost(name))
 
@@ -331,6 +340,7 @@ class Replicas:
         if peer is None and len(self.peers) < _MOST_PEERS:
             now = time.monotonic()
             peer = self.peers[name] = Peer(now, now)
+            self._counted(len(self.peers) + 1)
             log.info("a replica joined", replica=name)
             self._want(name)
         return peer

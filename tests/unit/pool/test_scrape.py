@@ -4,7 +4,7 @@ import asyncio
 import heapq
 import random
 from collections.abc import AsyncIterator, Callable
-from itertools import count
+from itertools import count, pairwise
 from typing import Any, cast
 
 import pytest
@@ -252,6 +252,27 @@ async def test_intervals_stretch_at_the_maximal_rate() -> None:
     await bench.world.advance(10)
     assert 450 <= sum(len(server.asked_at) for server in servers) - before <= 520
     await bench.scraper.close()
+
+
+@pytest.mark.parametrize(
+    ("schedulers", "busy_s", "idle_s"), [(1, 0.1, 0.2), (3, 0.3, 0.6), (4, 0.4, 0.8), (16, 1.0, 1.0)]
+)
+async def test_several_schedulers_take_turns(bench: Bench, schedulers: int, busy_s: float, idle_s: float) -> None:
+    """Up to a second each; and what is known of an idle endpoint stays as fresh as with one scheduler."""
+    bench.scraper.share(schedulers)
+    busy, idle = bench.up("busy", 1), bench.up("idle", 2)
+    busy.body = page(0, 1)
+    await bench.world.advance(12)
+    for server, pause_s in ((busy, busy_s), (idle, idle_s)):
+        gaps = [after - before for before, after in zip(server.asked_at[2:], server.asked_at[3:], strict=False)]
+        assert gaps and all(gap == pytest.approx(pause_s, abs=0.011) for gap in gaps)
+    heard = [event.started for event in bench.fed if isinstance(event, MetricsSampled) and event.endpoint_id == "idle"]
+    most_s = OPTIONS.repeat_s + OPTIONS.idle_s
+    assert max(after - before for before, after in pairwise(heard)) <= most_s + 0.011
+    bench.scraper.share(1)
+    asked = len(busy.asked_at)
+    await bench.world.advance(3)
+    assert len(busy.asked_at) - asked >= 20
 
 
 async def test_scrapers_share_the_maximal_rate() -> None:

@@ -222,7 +222,8 @@ def wire(
     inspected = inspection if kv is None else kv.inspecting(inspection)
     host = _host(config, clock.time, run, driver, understanding, watch, inspected, served)
     shared = config, pipeline, driver, clock, registry
-    parts = fleet, scraper, served, watch, kv, builder, journal, _state_file(*shared), _replicas(run, *shared)
+    replicas = _replicas(run, scraper, *shared)
+    parts = fleet, scraper, served, watch, kv, builder, journal, _state_file(*shared), replicas
     return Core(*parts, pipeline, connections, shadows, driver, inspection, host, warming)
 
 
@@ -272,7 +273,13 @@ def _state_file(
 
 
 def _replicas(
-    run: str, config: Config, pipeline: Pipeline, driver: Driver, clock: Clock, registry: Registry
+    run: str,
+    scraper: Scraper,
+    config: Config,
+    pipeline: Pipeline,
+    driver: Driver,
+    clock: Clock,
+    registry: Registry,
 ) -> Replicas | None:
     """The link to other replicas; `None` = there is none. Raises `ConfigError` if Valkey's client is not installed."""
     settings, fleet = config.replicas, pipeline.fleet
@@ -287,7 +294,8 @@ def _replicas(
         lambda name: peers.views[name].newest if name in peers.views else 0,
     )
     pool = settings.pool or "/".join(filter(None, (config.kubernetes.namespace, config.kubernetes.pool))) or POOL
-    replicas = Replicas(settings, pool, f"{gethostname()}-{run}", facts, driver.feed)
+    origin = f"{gethostname()}-{run}"
+    replicas = Replicas(settings, pool, origin, facts, driver.feed, scraper.share)
     show_replicas(registry, replicas)
     return replicas
 
