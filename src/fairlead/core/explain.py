@@ -384,7 +384,8 @@ class _Limits:
         table.rewritten()
         assert self._trace.snapshot is not None
         context = Context(self._trace.snapshot.at, Random(0))
-        trace = (self._policy or self._make()).choose(self._request, view, context).trace
+        policy = self._make() if self._policy is None else self._policy
+        trace = policy.choose(self._request, view, context).trace
         totals = _column(None, len(held)) if trace is None else rating(trace)
         ties: BoolColumn = np.nan_to_num(totals, nan=-np.inf) >= self._goal
         return ties
