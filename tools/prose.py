@@ -22,8 +22,8 @@ import readability
 ROOT = readability.ROOT
 #: The newest version under a module path that Go's proxy has whole.
 MODULE = "github.com/errata-ai/vale/v3/cmd/vale@v3.15.2"
-#: Without most optimisations, which take longer than they save; what tests/kube/support/kr_build.py needs too is compiled
-#: once.
+#: Without most optimisations, which take longer than they save. The flags are those of tests/kube/support/kr_build.py:
+#: Go compiles once what both need.
 COMPILER, C_COMPILER = "-gcflags=all=-l -dwarf=false", "-O0"
 NOTES = ROOT / "bench" / "NOTES.md"
 FIND_GO = ROOT / "tests" / "kube" / "support" / "kr_build.py"
