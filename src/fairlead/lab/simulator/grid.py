@@ -163,10 +163,11 @@ def workers(processes: int, begin: Callable[..., object] | None = None, *given: 
             yield pool
         except BaseException:
             # A simulation takes up to minutes. Ending the run must not wait for the simulations that have begun.
-            pool.shutdown(wait=False, cancel_futures=True)
             for child in active_children():
                 if child not in strangers:
                     child.kill()
+            # Its thread must end before Python does, or Python may find its pipes closed and print a traceback.
+            pool.shutdown(cancel_futures=True)
             raise
 
 
