@@ -58,7 +58,7 @@ quick: $(VENV)/.dev ## format, types, and the unit tests that take no simulation
 	@$(call timed,types,$(BIN)/mypy)
 	@$(call timed,unit tests,$(PYTEST) $(PARALLEL) tests/unit tests/property -m "not slow and not simulation and not install and not browser")
 
-test: check unit integration ## all checks and tests but those of test-kube (nine minutes on two cores)
+test: check unit integration ## all checks and tests but those of test-kube (a quarter of an hour on two cores)
 
 check: $(VENV)/.dev ## ruff, mypy, import contracts, names, the documentation's English (Vale, built once by Go) and its site
 	@$(call timed,format and lint,$(BIN)/ruff format --check . && $(BIN)/ruff check .)
@@ -83,7 +83,7 @@ integration test-kube test-hard: WORKERS = 3
 integration: $(VENV)/.dev ## tests with real processes: Envoy, stubs, browsers, other schedulers
 	@$(call timed,integration tests,$(call tests,tests/e2e tests/chaos tests/browser tests/integration))
 
-test-hard: $(VENV)/.dev ## all tests four times: in random order, beside busy cores, on one core, and once more (half an hour and more)
+test-hard: $(VENV)/.dev ## all tests four times: in random order, beside busy cores, on one core, and once more (an hour and more)
 	@$(call timed,random order,$(PYTEST) $(PARALLEL) --random-order)
 	@$(call timed,busy cores,$(BIN)/python tools/busy.py $(PYTEST) $(PARALLEL))
 	@$(call timed,one core,taskset -c 0 $(PYTEST))
