@@ -15,7 +15,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+from _gateway import free_ports
 from _output import tell
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
@@ -78,7 +78,7 @@ class Pages(asyncio.Protocol):
 
 class Scheduler:
     def __init__(self, directory: Path, url: str, pools: bool) -> None:
-        self.admin = free_port()
+        self.admin = free_ports(1)[0]
         kubeconfig = directory / "kubeconfig"
         context = {"name": "x", "context": {"cluster": "c", "user": "u"}}
         cluster = {"name": "c", "cluster": {"server": url}}
@@ -91,7 +91,7 @@ class Scheduler:
             "gateway": "none",
             "kubernetes": kubernetes,
             "admin": {"port": self.admin},
-            "extProc": {"host": "127.0.0.1", "port": free_port()},
+            "extProc": {"host": "127.0.0.1", "port": free_ports(1)[0]},
             "log": {"level": "error"},
         }
         file = directory / "fairlead.json"
@@ -123,12 +123,6 @@ class Scheduler:
     def end(self) -> None:
         self.process.send_signal(signal.SIGTERM)
         self.process.wait(30)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def until(condition: Any) -> float:

@@ -4,10 +4,9 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import sys
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 from gw_hit_rate import Conversations
 from gw_load import Story, under_load
 from gw_processes import Child, Serve, Stub, Upstream, get_page, stat
+from ports import free_ports
 from valkey.asyncio import Valkey
 from valkey_server import require_valkey
 
@@ -22,21 +22,6 @@ PATIENCE = 60.0
 #: Points of the hit rate that several workers may cost.
 COST = 2.0
 HEALTHY = "cluster.ext_proc.membership_healthy"
-
-
-def ports_in_a_row(count: int) -> int:
-    """The first of so many free ports."""
-    while True:
-        with ExitStack() as stack:
-            first = stack.enter_context(socket.socket())
-            first.bind(("127.0.0.1", 0))
-            port = int(first.getsockname()[1])
-            try:
-                for i in range(1, count):
-                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port + i))
-            except (OSError, OverflowError):
-                continue
-            return port
 
 
 class Workers:
@@ -48,7 +33,7 @@ class Workers:
         self.serve = Serve(directory)
 
     async def start(self, addresses: list[str], **config: Any) -> "Workers":
-        first = ports_in_a_row(2 * self.count)
+        first = free_ports(2 * self.count)[0]
         ports = {"extProc": {"port": first}, "admin": {"port": first + self.count}}
         settings = {"endpoints": addresses, "seed": 1, **ports, **config}
         await asyncio.to_thread(self.serve.start, settings, self.count)

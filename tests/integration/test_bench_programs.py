@@ -64,7 +64,7 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
 #: They take a minute whatever they are told. tests/kube/test_pools_kube.py and tests/e2e/test_warming.py do the same.
 LONG = {"pools", "warming"}
 #: Those whose table is looked at too: the others would take as long once more.
-TABLES = ("configs", "journal", "decision", "metrics", "quality")
+TABLES = ("configs", "extproc", "engines", "tuning", "journal", "decision", "metrics", "quality")
 Run = subprocess.CompletedProcess[str]
 
 

@@ -32,6 +32,7 @@ def free_port_block() -> int:
 def _row(offsets: Sequence[int], host: str) -> list[int]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for _ in range(1000):
+        # Tests may set the seed of `random`, and several processes the same one.
         first = random.SystemRandom().randrange(_FIRST, _LAST - offsets[-1])
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
             for offset in offsets:

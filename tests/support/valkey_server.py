@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Self
 
 import pytest
+from ports import free_port
 
 _START_S = 20.0
 
@@ -29,9 +30,7 @@ class ValkeyServer:
     def __init__(self, directory: Path) -> None:
         self._binary = require_valkey()
         self._directory = directory
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = int(free.getsockname()[1])
+        self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
 
     @property

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 from collections import Counter
 from typing import Self
 
@@ -10,6 +9,7 @@ from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.events import DataReceived, StreamEnded
 from h2.exceptions import ProtocolError
+from ports import free_port
 
 from fairlead.core.headers import PREFILLER
 
@@ -126,9 +126,7 @@ async def body_of(reader: asyncio.StreamReader, head: dict[str, str]) -> bytes:
 async def pod_servers(count: int, delay: float = 0.0) -> list[PodServer]:
     """At 127.0.0.2 and up, on one port that is free at all of them."""
     for _ in range(20):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
+        port = free_port()
         servers = [PodServer(f"127.0.0.{i + 2}", port, delay) for i in range(count)]
         started = await asyncio.gather(*(one.start() for one in servers), return_exceptions=True)
         if not any(isinstance(one, BaseException) for one in started):
