@@ -225,11 +225,11 @@ async def test_requests_are_split_as_said(tmp_path: Path) -> None:
                     assert got.status == 200
                     assert b'"model": "chat"' in got.body
 
-        await asyncio.gather(*(client(125) for _ in range(16)))
+        await asyncio.gather(*(client(250) for _ in range(16)))
         counts = w.asked_for()
-        assert counts.total() == 2_000
-        assert abs(counts["base"] / 2_000 - 0.9) < 0.03
-        assert counts["base"] + counts["a-much-longer-target/tuned"] == 2_000
+        assert counts.total() == 4_000
+        assert abs(counts["base"] / 4_000 - 0.9) < 0.02
+        assert counts["base"] + counts["a-much-longer-target/tuned"] == 4_000
         async with asyncio.timeout(10):
             while len(w.live.fleet.ledger):
                 await asyncio.sleep(0.05)
