@@ -130,7 +130,7 @@ class Replicas:
         origin: str,
         facts: Facts,
         feed: Callable[[Event], object],
-        counted: Callable[[int], object] = lambda count: None,
+        counted: Callable[[int], object],
     ) -> None:
         """`origin`: a name that is unique among all replicas and all former runs of this one. `counted` hears how many
         replicas there are, this one included, when that changes. Raises `ConfigError` if the client is not installed.

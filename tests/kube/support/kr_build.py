@@ -78,7 +78,7 @@ def find_go() -> str:
 
 
 def _build(go: str, binary: Path, out: TextIO) -> None:
-    environment = {**os.environ, "GOTOOLCHAIN": "auto", "CGO_ENABLED": "0", "GOFLAGS": "", "GOGC": "400"}
+    environment = {**os.environ, "GOTOOLCHAIN": "auto", "CGO_ENABLED": "0", "GOFLAGS": ""}
     began = time.monotonic()
     _say(out, f"building a kube-apiserver for the tests, once ({binary.parent})")
     subprocess.run([go, "mod", "download"], cwd=SOURCES, env=environment, check=False, stderr=subprocess.DEVNULL)

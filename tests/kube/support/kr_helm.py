@@ -71,7 +71,7 @@ class Helm:
     def __init__(self, binary: Path, home: Path) -> None:
         self._binary = binary
         self._rendered: dict[tuple[str, ...], str] = {}
-        self._environment = {**os.environ, "GOGC": "off", "HELM_CACHE_HOME": f"{home}", "HELM_CONFIG_HOME": f"{home}"}
+        self._environment = {**os.environ, "HELM_CACHE_HOME": f"{home}", "HELM_CONFIG_HOME": f"{home}"}
 
     def run(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
         return subprocess.run([str(self._binary), *arguments], env=self._environment, capture_output=True, text=True)

@@ -18,8 +18,8 @@ _ENVELOPE = 160
 
 @lru_cache(maxsize=8192)
 def _chained(ids: tuple[int, ...], root: int) -> Sequence[int]:
-    """`chained`, kept for the server that gets the prompt, for the turn that it continues, and for the next policy that
-    the same workload is simulated with: a tenth of a simulation's time."""
+    """`chained`, with a cache: scheduler and server need the same hashes, and so does the next policy that the workload
+    is simulated with."""
     return chained(ids, root)
 
 
