@@ -22,11 +22,13 @@ import readability
 ROOT = readability.ROOT
 #: The newest version under a module path that Go's proxy has whole.
 MODULE = "github.com/errata-ai/vale/v3/cmd/vale@v3.15.2"
-#: Without most optimisations, which take longer than they save. The flags are those of tests/kube/support/kr_build.py:
-#: Go compiles once what both need.
-COMPILER, C_COMPILER = "-gcflags=all=-l -dwarf=false", "-O0"
+#: Optimisation takes longer than it saves.
+C_COMPILER = "-O0"
 NOTES = ROOT / "bench" / "NOTES.md"
 FIND_GO = ROOT / "tests" / "kube" / "support" / "kr_build.py"
+sys.path.insert(0, str(FIND_GO.parent))
+
+from kr_build import COMPILER  # noqa: E402 - the same, so that Go compiles once what both need
 
 
 class NoVale(Exception):

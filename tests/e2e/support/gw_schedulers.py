@@ -14,6 +14,10 @@ from ports import free_ports
 
 from fairlead.cli.scheduler import contract
 
+sys.path.insert(0, str(REPOSITORY / "tests" / "kube" / "support"))
+
+from kr_build import COMPILER  # isort: skip  (the same, so that Go compiles once what both need)
+
 EXAMPLES = REPOSITORY / "examples"
 KINDS = ("python", "go", "node")
 _BUILD_SECONDS = 300.0
@@ -44,8 +48,7 @@ def build(kind: str, directory: Path) -> list[str]:
         if shutil.which("go") is None:
             missing("go is not installed")
         copied = shutil.copytree(EXAMPLES / "scheduler-go", directory / "source")
-        # As tests/kube/support/kr_build.py compiles, so that Go compiles once what both need.
-        settings = ("-trimpath", "-gcflags=all=-l -dwarf=false", "-ldflags=-s -w")
+        settings = ("-trimpath", COMPILER, "-ldflags=-s -w")
         _run(copied, "env", "CGO_ENABLED=0", "go", "build", *settings, "-o", str(directory / "scheduler-go"), ".")
         return [str(directory / "scheduler-go"), "-listen"]
     if shutil.which("node") is None or shutil.which("npm") is None:
