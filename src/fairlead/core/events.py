@@ -148,12 +148,13 @@ class Restored(Struct, frozen=True):
 class PeerHeard(Struct, frozen=True, gc=False):
     """Another scheduler of the pool told what it did since its last message (`fairlead.core.facts.Batch`). `origin`:
     whose it is, another name after each start; never our own, `to`. `lag_s`: seconds that it took, as far as that is
-    known."""
+    known. `at_once`: whatever a peer has told is heard before the next event, however long that takes."""
 
     origin: str
     payload: bytes
     lag_s: float = 0.0
     to: str = ""
+    at_once: bool = False
 
 
 class PeerSnapshot(Struct, frozen=True, gc=False):

@@ -89,6 +89,7 @@ class View(Struct, eq=False):
     #: charge; and the average milliseconds that are charged but not yet reported to us.
     unheard: float = 0.0
     unheard_ms: float = 0.0
+    at_once: bool = False
     #: Seconds from a charge until we hear of it, as a moving average.
     delay_s: float = 0.0
     #: Messages accepted and refused, and why the last refused one was.
@@ -155,8 +156,8 @@ class Peers:
 
     # ---- messages ----
 
-    def batch(self, origin: str, payload: bytes, lag_s: float = 0.0, to: str = "") -> None:
-        """Handle a batch that was made `lag_s` seconds ago. `to`: our own name."""
+    def batch(self, origin: str, payload: bytes, lag_s: float = 0.0, to: str = "", at_once: bool = False) -> None:
+        """Handle a batch that was made `lag_s` seconds ago. `to`: our own name. `at_once`: as in `PeerHeard`."""
         self._name = to
         view, batch = self._read(origin, payload, read_batch)
         if view is None or batch is None or batch.sequence <= view.sequence or batch.sequence in view.beyond:
@@ -166,6 +167,7 @@ class Peers:
             return
         view.received({batch.sequence})
         now = self._clock.time()
+        view.at_once = at_once
         made, next_number = now - lag_s, batch.number + len(batch.charged)
         for number, charged in enumerate(batch.charged, batch.number):
             self._charge(view, number, charged, batch, made)
@@ -300,7 +302,8 @@ class Peers:
         )
         fleet.ledger.charge_late(lease)
         delay_s = self._clock.time() - now
-        view.unheard += charged.work_us * 1e-3 * delay_s
+        if not view.at_once:
+            view.unheard += charged.work_us * 1e-3 * delay_s
         view.delay_s += (DELAY_SHARE if view.delay_s else 1.0) * (delay_s - view.delay_s)
         if charged.adapter:
             lease.adapter = charged.adapter

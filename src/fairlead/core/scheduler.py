@@ -733,7 +733,7 @@ class Pipeline:
 
     def _peer(self, event: ev.PeerHeard | ev.PeerSnapshot | ev.PeerLost) -> list[Instruction]:
         if isinstance(event, ev.PeerHeard):
-            self.peers.batch(event.origin, event.payload, event.lag_s, event.to)
+            self.peers.batch(event.origin, event.payload, event.lag_s, event.to, event.at_once)
         elif isinstance(event, ev.PeerSnapshot):
             self.peers.snapshot(event.origin, event.payload)
         else:

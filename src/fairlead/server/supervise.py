@@ -1,4 +1,4 @@
-"""The parent of the embedded gateway: it only keeps Envoy, the schedulers, and their Valkey running.
+"""The parent of the embedded gateway: it only keeps Envoy and the schedulers running.
 
 It lives as long as the gateway, so it imports only what supervising needs: neither the configuration nor numpy nor an
 HTTP library. The process that has read the configuration becomes this one by exec, when the first scheduler is already
@@ -163,13 +163,8 @@ class Keeper:
 class Parent:
     """`await run()` until a signal. Raises `FairleadError` if a child cannot be started at all."""
 
-    def __init__(
-        self,
-        gateway: GatewayProcess,
-        schedulers: list[tuple[int, list[str]]],
-        valkey: tuple[int, list[str]] | None = None,
-    ) -> None:
-        """For each scheduler, and for the Valkey between them: the first process id, and the command for the next."""
+    def __init__(self, gateway: GatewayProcess, schedulers: list[tuple[int, list[str]]]) -> None:
+        """For each scheduler: the first process id, and the command for the next."""
         self._gateway = gateway
         self._stopping = asyncio.Event()
         names = [f"worker {i}" if len(schedulers) > 1 else "the scheduler" for i in range(len(schedulers))]
@@ -177,7 +172,6 @@ class Parent:
             Keeper(name, pid, command, Outage(gateway.admins))
             for name, (pid, command) in zip(names, schedulers, strict=True)
         ]
-        self._servers = [Keeper("Valkey", *valkey)] if valkey else []
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -187,12 +181,11 @@ class Parent:
                 loop.add_signal_handler(number, handler)
                 stack.callback(loop.remove_signal_handler, number)
             stack.push_async_callback(self._gateway.stop, 0.0)
-            for keepers in (self._servers, self._schedulers):
-                stack.push_async_callback(_ended, keepers)
+            stack.push_async_callback(_ended, self._schedulers)
             started = asyncio.create_task(self._gateway.start(), name="gateway")
             kept = [
                 asyncio.create_task(keeper.keep(self._stopping), name=f"{keeper.name} supervisor")
-                for keeper in (*self._schedulers, *self._servers)
+                for keeper in self._schedulers
             ]
             stopped = asyncio.create_task(self._stopping.wait())
             for task in (started, *kept, stopped):
@@ -211,7 +204,7 @@ class Parent:
                 await self._gateway.stop(DRAIN_SECONDS)
 
     def _reap(self) -> None:
-        for keeper in (*self._schedulers, *self._servers):
+        for keeper in self._schedulers:
             keeper.child.reap()
 
 
@@ -221,7 +214,7 @@ async def _ended(keepers: list[Keeper]) -> None:
 
 async def _run(handover: dict[str, Any]) -> None:
     gateway = GatewayProcess(**handover["gateway"])
-    await Parent(gateway, handover["schedulers"], handover["valkey"]).run()
+    await Parent(gateway, handover["schedulers"]).run()
 
 
 def main(handover: dict[str, Any]) -> int:

@@ -236,10 +236,6 @@ class Serve(Child):
         """Of all workers behind the embedded gateway."""
         return self._children(lambda line: "serve" in line)
 
-    def valkey_pid(self) -> int:
-        """Of the Valkey between workers; 0 while there is none."""
-        return next(iter(self._children(lambda line: "valkey-server" in line[0])), 0)
-
     def scheduler_pid(self) -> int:
         """Of the process that schedules: this one, or with the embedded gateway its child; 0 while there is none."""
         return next(iter(self._children(lambda line: "serve" in line)), 0) if self.embedded else self.pid

@@ -752,7 +752,7 @@ LEGAL = {
 def test_in_each_state_only_what_the_table_has_is_legal(pb, state, message):
     rig = Rig(pb)
     if state == "waiting":  # nobody answers
-        rig.driver.feed = lambda event: None
+        rig.host.feed = lambda event: None
     wire, session = rig.open(STREAMED, FULL_DUPLEX, wired=False, eager=True)
     if state != "opened":
         rig.request_headers(session)
@@ -838,7 +838,7 @@ def test_a_response_before_the_pick_goes_through_and_ends_the_request(pb, moment
     if moment != "opened":
         rig.request_headers(session)
     if moment == "waiting":
-        rig.driver.feed = fed.append
+        rig.host.feed = fed.append
         rig.body(session)
     before = len(wire.sent)
     local_reply(rig, session, parts)

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from random import Random
 from socket import gethostname
+from urllib.parse import urlsplit
 
 from msgspec import Struct
 
@@ -71,6 +72,8 @@ from fairlead.server.observe.log import get
 from fairlead.server.observe.tracing import Sampling, Tracing, make_provider
 from fairlead.server.observe.watch import POOL, Watch
 from fairlead.server.replicas import Facts, Replicas
+from fairlead.server.replicas_files import FileReplicas
+from fairlead.server.replicas_valkey import ValkeyReplicas
 from fairlead.server.state import StateFile
 
 
@@ -183,7 +186,7 @@ def wire(
     fleet, tokens = _fleet(config), TokenEstimator()
 
     def feed(event: Event) -> None:  # for parts that are made before the driver
-        driver.feed(event)
+        first_peers(event)
 
     connections, shadows = Connections(fleet, feed), LiveShadows(fleet, feed)
     scraper, served, watch = _observers(config, loop, fleet, feed, shadows, tracing, counts_fallbacks, one_of)
@@ -220,9 +223,10 @@ def wire(
     if journal is not None:
         driver = RecordedDriver(pipeline, clock, journal.clock, watch, journal.recorder, handlers)
     inspected = inspection if kv is None else kv.inspecting(inspection)
-    host = _host(config, clock.time, run, driver, understanding, watch, inspected, served)
     shared = config, pipeline, driver, clock, registry
     replicas = _replicas(run, scraper, *shared)
+    first_peers = replicas.feed if isinstance(replicas, FileReplicas) else driver.feed
+    host = _host(config, clock.time, run, driver, understanding, watch, inspected, served, first_peers)
     parts = fleet, scraper, served, watch, kv, builder, journal, _state_file(*shared), replicas
     return Core(*parts, pipeline, connections, shadows, driver, inspection, host, warming)
 
@@ -292,10 +296,15 @@ def _replicas(
         peers.gaps,
         lambda: reports.sequence,
         lambda name: peers.views[name].newest if name in peers.views else 0,
+        lambda: bool(pipeline.flow_controller),
     )
     pool = settings.pool or "/".join(filter(None, (config.kubernetes.namespace, config.kubernetes.pool))) or POOL
     origin = f"{gethostname()}-{run}"
-    replicas = Replicas(settings, pool, origin, facts, driver.feed, scraper.share)
+    replicas: Replicas
+    if urlsplit(settings.via).scheme == "file":
+        replicas = FileReplicas(settings, origin, facts, driver.feed, scraper.share)
+    else:
+        replicas = ValkeyReplicas(settings, pool, origin, facts, driver.feed, scraper.share)
     show_replicas(registry, replicas)
     return replicas
 
@@ -357,12 +366,13 @@ def _host(
     watch: Watch,
     inspect: Callable[[bool], bool],
     served: ServedModels,
+    feed: Callable[[Event], None],
 ) -> Host:
     answers = Answers(run, config.gateway.retry)
     watch.naming(answers.lease)
     tells = "test-selection" in config.headers.trust
     max_body = config.parsing.max_body_bytes
-    return Host(driver, understanding, answers, watch, now, max_body, inspect, tells_served=tells, served=served.union)
+    return Host(driver, understanding, answers, watch, now, max_body, inspect, tells, served.union, feed)
 
 
 def knowledge(config: Config, fleet: Fleet, registry: Registry) -> Knowledge | None:

@@ -5,75 +5,17 @@ import shutil
 import signal
 import ssl
 import subprocess
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tellers import PATIENCE, Teller, agree, running, until
 from valkey.asyncio import Valkey
 from valkey_server import ValkeyServer
 
-from fairlead.config.schema import ReplicaSettings
-from fairlead.core.events import PeerHeard, PeerLost, PeerSnapshot
-from fairlead.server import replicas as module
-from fairlead.server.replicas import Facts, Replicas
-
-#: Seconds; generous, for a busy machine.
-PATIENCE = 30.0
-LEASE = 1.5
-
-
-class Teller:
-    """A replica whose facts are words. What it knows of another is the list of that one's words."""
-
-    def __init__(self, name: str, url: str, **settings: Any) -> None:
-        self.words: list[str] = []
-        self._sequence = self._fetched = 0
-        #: By origin, what it said, and the lost ones.
-        self.known: dict[str, list[str]] = {}
-        self._heard: dict[str, int] = {}
-        self.lost: list[str] = []
-        self.snapshots = 0
-        #: Events in their order.
-        self.fed: list[Any] = []
-        facts = Facts(self.told, self.snapshot, self.gaps, lambda: self._fetched, lambda name: self._heard.get(name, 0))
-        configured = ReplicaSettings(via=url, lease=LEASE, interval=0.005, **settings)
-        #: How many replicas there were, from change to change.
-        self.counted: list[int] = []
-        self.replicas = Replicas(configured, "pool", name, facts, self.feed, self.counted.append)
-
-    def say(self, word: str) -> None:
-        self.words.append(word)
-
-    def told(self) -> bytes:
-        fresh, self._fetched = self.words[self._fetched :], len(self.words)
-        return f"{self._fetched - len(fresh)} {' '.join(fresh)}".encode() if fresh else b""
-
-    def snapshot(self) -> bytes:
-        return " ".join(self.words).encode()
-
-    def gaps(self) -> list[str]:
-        return [origin for origin, ahead in self._heard.items() if ahead != len(self.known.get(origin, ()))]
-
-    def feed(self, event: Any) -> None:
-        self.fed.append(event)
-        if isinstance(event, PeerLost):
-            self.lost.append(event.origin)
-            self.known.pop(event.origin, None)
-            self._heard.pop(event.origin, None)
-            return
-        if isinstance(event, PeerSnapshot):
-            self.snapshots += 1
-            self.known[event.origin] = event.payload.decode().split()
-            self._heard[event.origin] = max(len(self.known[event.origin]), self._heard.get(event.origin, 0))
-            return
-        assert isinstance(event, PeerHeard)
-        begin, *words = event.payload.decode().split(" ")
-        known = self.known.setdefault(event.origin, [])
-        if int(begin) == len(known):
-            known += words
-        self._heard[event.origin] = max(self._heard.get(event.origin, 0), int(begin) + len(words))
+from fairlead.core.events import PeerHeard, PeerLost
+from fairlead.server import replicas_valkey as module
 
 
 @pytest.fixture
@@ -81,33 +23,6 @@ def server(tmp_path: Path) -> Iterator[ValkeyServer]:
     started = ValkeyServer(tmp_path).start()
     yield started
     started.kill()
-
-
-@asynccontextmanager
-async def running(*tellers: Teller) -> AsyncIterator[None]:
-    for teller in tellers:
-        await teller.replicas.start()
-    try:
-        yield
-    finally:
-        for teller in tellers:
-            await teller.replicas.close()
-
-
-async def until(true: Callable[[], object]) -> None:
-    async with asyncio.timeout(PATIENCE):
-        while not true():
-            await asyncio.sleep(0.01)
-
-
-def agree(*tellers: Teller) -> bool:
-    """Whether each knows all that the others said, and lacks nothing."""
-    return all(
-        one.known.get(other.replicas.origin, []) == other.words and not one.replicas.missing
-        for one in tellers
-        for other in tellers
-        if one is not other
-    )
 
 
 async def test_each_hears_what_the_others_say(server: ValkeyServer) -> None:
@@ -354,7 +269,7 @@ async def test_what_was_lost_is_missed_before_anything_else_is_said(server: Valk
         await until(lambda: agree(one, other))
 
 
-async def test_what_somebody_else_writes_there_does_no_harm(server: ValkeyServer) -> None:
+async def test_what_somebody_else_adds_to_the_stream_does_no_harm(server: ValkeyServer) -> None:
     one, other = Teller("a", server.url), Teller("b", server.url)
     async with running(one, other):
         await until(lambda: agree(one, other))

@@ -1,0 +1,273 @@
+"""Replicas of one machine tell each other their facts through files, whatever becomes of a process or a file."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+
+import pytest
+from tellers import Teller, agree, running, until
+
+from fairlead.core.events import PeerHeard, PeerLost, StreamLost
+from fairlead.server import replicas_files as module
+from fairlead.server.replicas_files import FACTS, RING, SNAPSHOTS, FileReplicas
+
+#: A replica of its own process that says `word`.
+_OTHER = """
+import asyncio, sys
+from tellers import Teller, running
+async def main():
+    other = Teller("other", sys.argv[1])
+    async with running(other):
+        other.say("word")
+        await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/facts"
+
+
+@pytest.fixture
+def other_process(url: str) -> Iterator[Callable[[], "subprocess.Popen[bytes]"]]:
+    started = []
+
+    def start() -> "subprocess.Popen[bytes]":
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1] / "support")}
+        started.append(subprocess.Popen((sys.executable, "-c", _OTHER, url), env=environment))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def files(url: str) -> set[str]:
+    return {path.name for path in Path(url.removeprefix("file://")).iterdir()}
+
+
+def handled(teller: Teller, request_id: int) -> None:
+    """As if a session of this replica had ended."""
+    assert isinstance(teller.replicas, FileReplicas)
+    teller.replicas.feed(StreamLost(request_id))
+
+
+async def test_whatever_happened_before_an_event_is_known_when_it_is_handled(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tellers = [Teller(name, url) for name in "abc"]
+    async with running(*tellers):
+        await until(lambda: agree(*tellers) and all(len(teller.replicas.peers) == 2 for teller in tellers))
+        monkeypatch.setattr(module, "_LOOK_S", 3600.0)
+        await asyncio.sleep(0.15)  # until nobody looks by himself
+        for number in range(100):
+            for teller in tellers:
+                teller.say(f"{teller.replicas.origin}{number}")
+                handled(teller, number)
+                await asyncio.sleep(0)  # the end of the turn
+        for teller in tellers:
+            handled(teller, 100)
+            assert teller.fed[-1] == StreamLost(100)
+            heard = [event for event in teller.fed if isinstance(event, PeerHeard)]
+            assert all(event.at_once and event.to == teller.replicas.origin for event in heard)
+        assert agree(*tellers)
+        assert not any(teller.replicas.trouble() for teller in tellers)
+        assert tellers[0].replicas.where == url
+
+
+async def test_nothing_is_written_while_nothing_happens(url: str) -> None:
+    one, other = Teller("a", url), Teller("b", url)
+    async with running(one, other):
+        one.say("once")
+        await until(lambda: agree(one, other) and other.known)
+        sent = one.replicas.counts.sent
+        await asyncio.sleep(0.3)
+        assert one.replicas.counts.sent == sent
+
+
+async def test_others_are_looked_at_often_while_a_request_waits(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LOOK_S", 0.2)
+    one, other = Teller("a", url), Teller("b", url, waits=True)
+    async with running(one, other):
+        await until(lambda: agree(one, other) and {"b"} == {*one.replicas.peers})
+        monkeypatch.setattr(module, "_LOOK_S", 3600.0)
+        await asyncio.sleep(0.4)
+        one.say("end")
+        handled(one, 1)
+        await until(lambda: other.known == {"a": ["end"]})
+
+
+async def test_a_joiner_gets_what_was_said_before(url: str) -> None:
+    one = Teller("a", url)
+    async with running(one):
+        one.say("before")
+        await until(lambda: one.replicas.counts.sent)
+        joiner = Teller("b", url)
+        async with running(joiner):
+            assert joiner.known == {"a": ["before"]}
+            one.say("after")
+            await until(lambda: agree(one, joiner))
+            assert joiner.snapshots == 1
+
+
+async def test_one_that_leaves_is_gone_with_its_files_and_its_last_words_are_heard(url: str) -> None:
+    one, other = Teller("a", url), Teller("b", url)
+    async with running(one):
+        async with running(other):
+            await until(lambda: agree(one, other) and "b" in one.replicas.peers)
+            other.say("farewell")
+            assert one.counted == [2]
+        await until(lambda: PeerLost("b") in one.fed)
+        assert one.counted == [2, 1]
+        last, lost = one.fed[-2:]
+        assert isinstance(last, PeerHeard) and last.payload == b"0 farewell" and lost == PeerLost("b")
+        assert not {f"b{FACTS}", f"b{SNAPSHOTS}"} & files(url)
+    assert files(url) == set()
+
+
+async def test_one_that_is_killed_is_lost_at_once_and_its_files_are_deleted(
+    url: str, other_process: Callable[[], "subprocess.Popen[bytes]"]
+) -> None:
+    one = Teller("a", url)
+    async with running(one):
+        process = other_process()
+        await until(lambda: one.known == {"other": ["word"]})
+        process.kill()
+        await until(lambda: one.lost == ["other"])
+        assert f"other{FACTS}" not in files(url)
+        other_process()
+        await until(lambda: one.known == {"other": ["word"]})
+
+
+async def test_files_of_the_dead_are_deleted_by_whoever_comes(
+    url: str, other_process: Callable[[], "subprocess.Popen[bytes]"]
+) -> None:
+    process = other_process()
+    await until(lambda: Path(url.removeprefix("file://")).is_dir() and f"other{FACTS}" in files(url))
+    process.kill()
+    process.wait()
+    one = Teller("a", url)
+    async with running(one):
+        assert files(url) == {f"a{FACTS}", f"a{SNAPSHOTS}"}
+        assert not one.replicas.peers
+
+
+async def test_one_that_hangs_is_lost_and_comes_back(
+    url: str, other_process: Callable[[], "subprocess.Popen[bytes]"]
+) -> None:
+    one = Teller("a", url)
+    async with running(one):
+        process = other_process()
+        await until(lambda: one.known == {"other": ["word"]})
+        process.send_signal(signal.SIGSTOP)
+        await until(lambda: one.lost == ["other"])
+        process.send_signal(signal.SIGCONT)
+        await until(lambda: one.known == {"other": ["word"]})
+
+
+async def test_all_lengths_come_through_and_who_is_overtaken_gets_a_snapshot(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chance = Random(1)
+    one, other = Teller("a", url), Teller("b", url)
+    async with running(one, other):
+        await until(lambda: agree(one, other) and {"a", "b"} == {*one.replicas.peers, *other.replicas.peers})
+        monkeypatch.setattr(module, "_LOOK_S", 2.0)
+        await asyncio.sleep(0.15)
+        gaps = other.replicas.counts.gaps
+        for number in range(800):  # the ring is filled twice
+            one.say("x" * chance.choice((1, 2, 7, 100, 5000, 30_000)))
+            handled(one, number)
+            await asyncio.sleep(0)
+            handled(other, number)
+        assert one.replicas.counts.sent_bytes > 1.5 * RING
+        assert agree(one, other) and other.replicas.counts.gaps == gaps
+        for number in range(60):
+            one.say("y" * 30_000)
+            handled(one, number)
+            await asyncio.sleep(0)
+        handled(other, 1)
+        assert other.replicas.missing == ["a"]
+        before = other.snapshots
+        monkeypatch.undo()
+        await until(lambda: agree(one, other))
+        assert other.snapshots == before + 1
+
+
+async def test_more_than_fits_becomes_a_snapshot(url: str) -> None:
+    one, other = Teller("a", url), Teller("b", url)
+    async with running(one, other):
+        await until(lambda: agree(one, other) and "a" in other.replicas.peers)
+        one.say("z" * RING)
+        await until(lambda: one.replicas.counts.dropped)
+        one.say("next")
+        await until(lambda: agree(one, other))
+
+
+async def test_what_somebody_else_writes_there_does_no_harm(url: str) -> None:
+    directory = Path(url.removeprefix("file://"))
+    directory.mkdir()
+    (directory / f"empty{FACTS}").write_bytes(b"")
+    (directory / f"noise{FACTS}").write_bytes(Random(1).randbytes(RING + 64))
+    (directory / f"folder{FACTS}").mkdir()
+    (directory / f"link{FACTS}").symlink_to("/dev/zero")
+    one, other = Teller("a", url), Teller("b", url)
+    async with running(one, other):
+        one.say("before")
+        await until(lambda: agree(one, other) and other.known)
+        for begin in (64, 100, 0):  # in the records, then in the header
+            with (directory / f"a{FACTS}").open("r+b") as file:
+                file.seek(begin + (16 if not begin else 0))
+                file.write(b"\xff" * 8)
+            await asyncio.sleep(0.25)
+            one.say("word")
+            await until(lambda: agree(one, other))
+        assert {*one.replicas.peers} == {"b"}
+
+
+async def test_deleted_files_are_made_again(url: str) -> None:
+    one, other = Teller("a", url), Teller("b", url)
+    async with running(one, other):
+        one.say("before")
+        await until(lambda: agree(one, other) and other.known)
+        for path in Path(url.removeprefix("file://")).iterdir():
+            path.unlink()
+        await until(lambda: {f"a{FACTS}", f"b{FACTS}"} <= files(url))
+        one.say("after")
+        await until(lambda: agree(one, other) and other.known)
+
+
+async def test_a_directory_that_cannot_be_used_is_said(url: str) -> None:
+    directory = Path(url.removeprefix("file://"))
+    directory.write_text("no directory")
+    one, other = Teller("a", url), Teller("b", url)
+    async with running(one, other):
+        assert "decides alone: file:///" in one.replicas.trouble()
+        one.say("meanwhile")
+        directory.unlink()
+        await until(lambda: agree(one, other) and other.known)
+        assert not one.replicas.trouble()
+
+
+async def test_a_full_disk_is_said(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, content: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    one = Teller("a", url)
+    with monkeypatch.context() as patched:
+        patched.setattr(module.os, "write", full)
+        await one.replicas.start()
+        assert "No space left" in one.replicas.trouble()
+        assert files(url) <= {f"a{FACTS}.making", "a.making"}
+    with suppress(TimeoutError):
+        await until(lambda: not one.replicas.trouble())
+    assert not one.replicas.trouble()
+    await one.replicas.close()
