@@ -361,6 +361,17 @@ class Between:
         sink.transport.abort()
 
 
+@contextlib.asynccontextmanager
+async def _between(wanted: bool) -> AsyncIterator[dict[str, Any]]:
+    """What the configuration says of a Valkey between workers, if one is wanted."""
+    if not wanted:
+        yield {}
+        return
+    with tempfile.TemporaryDirectory(prefix="fairlead-bench-") as folder:
+        async with Between(folder).running() as between:
+            yield {"replicas": {"via": f"unix://{between.server}"}}
+
+
 async def valkey(times: int, rate: float) -> dict[str, Any]:
     """Valkey dies, hangs or is full for `AWAY_S` seconds, or cannot be reached for `CUT_S`."""
     found: dict[str, Any] = {}
@@ -474,10 +485,15 @@ async def bands(times: int, rate: float, seconds: float = 30.0) -> dict[str, Any
 async def compare(times: int, rate: float, count: int = 3000) -> dict[str, Any]:
     """One worker and four in turns: the same requests, TTFT, hit rate, and CPU of all workers per request."""
     rows: dict[str, list[dict[str, Any]]] = {}
+    sides = [
+        ("1", 1, rate, count),
+        ("4", 4, rate, count),
+        ("4 through Valkey", 4, rate, count),
+        ("1, quarter of the rate", 1, rate / 4, count // 4),
+    ]
     for turn in range(times):
-        sides = [("1", 1, rate, count), ("4", 4, rate, count), ("1, quarter of the rate", 1, rate / 4, count // 4)]
         for name, workers, pace, measured in sides if turn % 2 else sides[::-1]:
-            async with Site(workers, state={"enabled": False}) as site:
+            async with _between(name.endswith("Valkey")) as via, Site(workers, state={"enabled": False}, **via) as site:
                 target, workload = f"http://127.0.0.1:{site.port}", structs.replace(PROMPTS, seed=turn)
                 await run(target, workload, Poisson(rate), Options(requests=750, gaps=False))  # every prompt once
                 before = site.cpu_s()

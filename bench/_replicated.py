@@ -5,7 +5,8 @@ Rules
   are told to all.
 * Those that share take turns in scraping, as far as each still scrapes once per second. Others all scrape.
 * Each tells what it did every `exchange_ms`; the others hear of it `lag_ms` later, or never (`loss`). Who misses
-  something asks for a snapshot, which takes the lag twice.
+  something asks for a snapshot, which takes the lag twice. On one machine (`at_once`) each hears all that the others
+  did before it handles an event.
 * The seed of a run is that of the single scheduler: the same requests reach the same servers' engines.
 """
 
@@ -36,6 +37,8 @@ class Exchange(Struct, frozen=True, kw_only=True):
     loss: float = 0.0
     #: False: each of those that share scrapes as often as one alone.
     turns: bool = True
+    #: All are on one machine.
+    at_once: bool = False
 
 
 class ReplicatedSimulation(Simulation):
@@ -62,6 +65,8 @@ class ReplicatedSimulation(Simulation):
         most = round(1e3 / scenario.world.scrape_interval_ms) if exchange.shared and exchange.turns else 1
         self._turns = max(min(exchange.schedulers, most), 1)
         self._scrapes = Counter[str]()
+        #: On one machine: what each has yet to read, with who wrote it and when.
+        self._unread: list[list[tuple[int, float, bytes]]] = [[] for _ in self.pipelines]
         #: Of what was told: bytes of all batches, and snapshots that were asked for.
         self.bytes = self.snapshots = 0
 
@@ -69,7 +74,9 @@ class ReplicatedSimulation(Simulation):
         for number, pipeline in enumerate(self.pipelines):
             self._turn_to(number)
             self.do(pipeline.start())
-            if self.exchange.shared:
+            if self.exchange.at_once:
+                self._look(number)
+            elif self.exchange.shared:
                 first = self.exchange.exchange_ms * 1e-3 * (number + 1) / len(self.pipelines)
                 self.kernel.call_at(self.kernel.now + first, self._tell, number)
 
@@ -91,8 +98,34 @@ class ReplicatedSimulation(Simulation):
                 self.fire(number, event)
 
     def fire(self, number: int, event: ev.Event) -> None:
+        self._read(number)
         self._turn_to(number)
         super().feed(event)
+        self._write(number)
+
+    def _read(self, number: int) -> None:
+        unread, self._unread[number] = self._unread[number], []
+        self._turn_to(number)
+        for origin, written_at, payload in unread:
+            lag_s = self.kernel.now - written_at
+            super().feed(ev.PeerHeard(f"s{origin}", payload, lag_s, f"s{number}", at_once=True))
+        if unread:
+            self._write(number)
+
+    def _write(self, number: int) -> None:
+        fleet = self.pipelines[number].fleet
+        if self.exchange.at_once and isinstance(fleet, SharedFleet):
+            payload = fleet.reports.batch(self.kernel.now)
+            self.bytes += len(payload)
+            for peer in range(len(self.pipelines) if payload else 0):
+                if peer != number:
+                    self._unread[peer].append((number, self.kernel.now, payload))
+
+    def _look(self, number: int) -> None:
+        """Like `fairlead.server.replicas_files`: often while a request waits."""
+        self._read(number)
+        waits = bool(self.pipelines[number].flow_controller)
+        self.kernel.call_at(self.kernel.now + (0.01 if waits else 0.1), self._look, number)
 
     def _turn_to(self, number: int) -> None:
         self.number, self.pipeline = number, self.pipelines[number]

@@ -4,9 +4,9 @@
     python bench/replicas.py --json     {"us_per_request", "bytes_per_request", "scenarios", …}
     python bench/replicas.py --live kills --times 20    `fairlead serve --workers` with its Envoy instead (one of LIVE)
 
-* `scenarios`: simulated; mean TTFT and E2E of one scheduler, of several that tell each other (`shared`), and of several
-  that do not (`independent`), with their ratios to one. Means over seeds: the requests are the same, who decides
-  and what else is left to chance is not.
+* `scenarios`: simulated; mean TTFT and E2E of one scheduler, of several that tell each other through a server
+  (`shared`) or through files (`on one machine`), and of several that do not (`independent`), with their ratios to one.
+  Means over seeds: the requests are the same, who decides and what else is left to chance is not.
 * `lags`, `losses`: the agents before 4 and 8 schedulers, by milliseconds until the others hear, and by the share of
   messages that are lost.
 * `bands`: three bands with two tenants each before an overloaded pool; by flow the share of the work that was done
@@ -153,6 +153,7 @@ def compare(names: list[str], runs: Runs) -> dict[str, Any]:
     for count, lag_ms in COUNTS:
         many[f"{count} shared"] = Exchange(schedulers=count, lag_ms=lag_ms)
         many[f"{count} independent"] = Exchange(schedulers=count, shared=False)
+    many["4 on one machine"] = Exchange(schedulers=4, at_once=True)
     mean = runs.means([(name, exchange) for name in names for exchange in many.values()])
     return {name: _beside({key: mean(name, exchange) for key, exchange in many.items()}) for name in names}
 

