@@ -41,13 +41,14 @@ $(VENV)/.run: $(VENV)/.base pyproject.toml
 $(VENV)/.dev: $(VENV)/.base pyproject.toml
 	@echo "==> installing Fairlead with its test tools (once)"
 ifdef LOCKED
-	@$(BIN)/python -m pip install --disable-pip-version-check --only-binary :all: --require-hashes -r deploy/locks/ci.txt
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-compile --only-binary :all: --require-hashes -r deploy/locks/ci.txt
 	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
 else
-	@$(BIN)/python -m pip install --disable-pip-version-check --only-binary :all: -e '.[dev]'
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-compile --only-binary :all: -e '.[dev]'
 endif
-# Where PYTHONDONTWRITEBYTECODE is set, each of the hundreds of processes that tests start would compile it anew.
-	@$(BIN)/python -m compileall -q src
+# Where PYTHONDONTWRITEBYTECODE is set, each of the hundreds of processes that tests start would compile it anew. On all
+# cores at once: pip takes one. Files that no Python can read are templates.
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib src || true
 	@touch $@ $(VENV)/.run
 
 demo: $(VENV)/.run ## the main job: real Envoy, 8 stub replicas, round robin against Fairlead (about 3 minutes)

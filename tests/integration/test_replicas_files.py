@@ -66,7 +66,7 @@ async def test_whatever_happened_before_an_event_is_known_when_it_is_handled(
     tellers = [Teller(name, url) for name in "abc"]
     async with running(*tellers):
         await until(lambda: agree(*tellers) and all(len(teller.replicas.peers) == 2 for teller in tellers))
-        monkeypatch.setattr(module, "_LOOK_S", 3600.0)
+        monkeypatch.setattr(module, "LOOK_S", 3600.0)
         await asyncio.sleep(0.15)  # until nobody looks by himself
         for number in range(100):
             for teller in tellers:
@@ -94,11 +94,11 @@ async def test_nothing_is_written_while_nothing_happens(url: str) -> None:
 
 
 async def test_others_are_looked_at_often_while_a_request_waits(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LOOK_S", 0.2)
+    monkeypatch.setattr(module, "LOOK_S", 0.2)
     one, other = Teller("a", url), Teller("b", url, waits=True)
     async with running(one, other):
         await until(lambda: agree(one, other) and {"b"} == {*one.replicas.peers})
-        monkeypatch.setattr(module, "_LOOK_S", 3600.0)
+        monkeypatch.setattr(module, "LOOK_S", 3600.0)
         await asyncio.sleep(0.4)
         one.say("end")
         handled(one, 1)
@@ -180,7 +180,7 @@ async def test_all_lengths_come_through_and_who_is_overtaken_gets_a_snapshot(
     one, other = Teller("a", url), Teller("b", url)
     async with running(one, other):
         await until(lambda: agree(one, other) and {"a", "b"} == {*one.replicas.peers, *other.replicas.peers})
-        monkeypatch.setattr(module, "_LOOK_S", 2.0)
+        monkeypatch.setattr(module, "LOOK_S", 2.0)
         await asyncio.sleep(0.15)
         gaps = other.replicas.counts.gaps
         for number in range(800):  # the ring is filled twice

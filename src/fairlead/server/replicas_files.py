@@ -44,7 +44,7 @@ _BEHIND, _LARGEST = RING // 2, RING // 4
 _RECORD = Layout("<HHIId")
 BATCH, SNAPSHOT, WANTED, GONE, _PADDING = range(5)
 #: Seconds between two looks at the others while nothing happens here.
-_LOOK_S = 0.1
+LOOK_S = 0.1
 
 
 class FileReplicas(Replicas):
@@ -101,7 +101,7 @@ class FileReplicas(Replicas):
     async def _keep_looking(self) -> None:
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._settings.interval if self._facts.waits() else _LOOK_S):
+                async with asyncio.timeout(self._settings.interval if self._facts.waits() else LOOK_S):
                     await self._soon.wait()
             self._soon.clear()
             self._look()
