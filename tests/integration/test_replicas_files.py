@@ -202,6 +202,20 @@ async def test_all_lengths_come_through_and_who_is_overtaken_gets_a_snapshot(
         assert other.snapshots == before + 1
 
 
+async def test_what_cannot_be_taken_in_costs_no_event_of_ours(url: str) -> None:
+    one, other = Teller("a", url), Teller("b", url)
+    async with running(one, other):
+        await until(lambda: agree(one, other) and {"a", "b"} == {*one.replicas.peers, *other.replicas.peers})
+        other.fails = True
+        one.say("word")
+        handled(one, 1)
+        await asyncio.sleep(0)
+        handled(other, 2)
+        assert other.fed[-1] == StreamLost(2) and not other.known.get("a")
+        other.fails = False
+        await until(lambda: agree(one, other))
+
+
 async def test_more_than_fits_becomes_a_snapshot(url: str) -> None:
     one, other = Teller("a", url), Teller("b", url)
     async with running(one, other):

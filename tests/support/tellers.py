@@ -27,6 +27,8 @@ class Teller:
         self._heard: dict[str, int] = {}
         self.lost: list[str] = []
         self.snapshots = 0
+        #: Whether it cannot take in what others say.
+        self.fails = False
         #: Events in their order.
         self.fed: list[Any] = []
         sequence, newest = lambda: self._fetched, lambda name: self._heard.get(name, 0)
@@ -55,6 +57,9 @@ class Teller:
         return [origin for origin, ahead in self._heard.items() if ahead != len(self.known.get(origin, ()))]
 
     def feed(self, event: Any) -> None:
+        if self.fails and isinstance(event, PeerHeard):
+            self._heard[event.origin] = len(self.known.get(event.origin, ())) + 1
+            raise RuntimeError
         self.fed.append(event)
         if isinstance(event, PeerLost):
             self.lost.append(event.origin)

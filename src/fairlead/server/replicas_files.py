@@ -62,6 +62,7 @@ class FileReplicas(Replicas):
         self._directory = Path(urlsplit(settings.via).path)
         self._own: _Ring | None = None
         self._readers: dict[str, _Ring] = {}
+        self._reading = False
         #: Facts will be written at the end of this turn of the event loop.
         self._due = False
         self._soon = asyncio.Event()
@@ -90,7 +91,10 @@ class FileReplicas(Replicas):
 
     def feed(self, event: Event) -> None:
         """Read what the others wrote, handle the event, and write what it led to."""
-        self._read()
+        try:
+            self._read()
+        except Exception as error:  # the event must not be lost with what others wrote
+            log.error("could not read what other replicas wrote", exc=error)
         self._feed(event)
         if not self._due:
             self._due = True
@@ -122,7 +126,9 @@ class FileReplicas(Replicas):
                 self._write(WANTED, wanted)
             if self._owes_snapshot and time.monotonic() >= self._snapshot_at + SNAPSHOT_PAUSE_S:
                 self._write_snapshot()
-        except (OSError, ValueError) as error:
+        except Exception as error:
+            if not isinstance(error, OSError | ValueError):
+                log.error("could not share facts with other replicas", exc=error)
             self.counts.outages += not self.problem
             self.problem = f"{self.where}: {error}"
             return
@@ -214,9 +220,15 @@ class FileReplicas(Replicas):
     # ---- read ----
 
     def _read(self) -> None:
-        news = [(name, ring) for name, ring in self._readers.items() if ring.has_news()]
-        for name, ring in news:
-            self._read_one(name, ring)
+        if self._reading:  # what was read led to an event of ours
+            return
+        self._reading = True
+        try:
+            for name, ring in [*self._readers.items()]:
+                if ring.has_news():
+                    self._read_one(name, ring)
+        finally:
+            self._reading = False
 
     def _read_one(self, name: str, ring: "_Ring") -> None:
         peer = self.peers.get(name)
