@@ -50,8 +50,13 @@ def other_process(url: str) -> Iterator[Callable[[], "subprocess.Popen[bytes]"]]
         process.wait()
 
 
+def folder(url: str) -> Path:
+    """Of the files of the pool."""
+    return Path(url.removeprefix("file://"), "pool")
+
+
 def files(url: str) -> set[str]:
-    return {path.name for path in Path(url.removeprefix("file://")).iterdir()}
+    return {path.name for path in folder(url).iterdir()}
 
 
 def handled(teller: Teller, request_id: int) -> None:
@@ -151,7 +156,7 @@ async def test_files_of_the_dead_are_deleted_by_whoever_comes(
     url: str, other_process: Callable[[], "subprocess.Popen[bytes]"]
 ) -> None:
     process = other_process()
-    await until(lambda: Path(url.removeprefix("file://")).is_dir() and f"other{FACTS}" in files(url))
+    await until(lambda: folder(url).is_dir() and f"other{FACTS}" in files(url))
     process.kill()
     process.wait()
     one = Teller("a", url)
@@ -227,8 +232,8 @@ async def test_more_than_fits_becomes_a_snapshot(url: str) -> None:
 
 
 async def test_what_somebody_else_writes_there_does_no_harm(url: str) -> None:
-    directory = Path(url.removeprefix("file://"))
-    directory.mkdir()
+    directory = folder(url)
+    directory.mkdir(parents=True)
     (directory / f"empty{FACTS}").write_bytes(b"")
     (directory / f"noise{FACTS}").write_bytes(Random(1).randbytes(RING + 64))
     (directory / f"folder{FACTS}").mkdir()
@@ -252,7 +257,7 @@ async def test_deleted_files_are_made_again(url: str) -> None:
     async with running(one, other):
         one.say("before")
         await until(lambda: agree(one, other) and other.known)
-        for path in Path(url.removeprefix("file://")).iterdir():
+        for path in folder(url).iterdir():
             path.unlink()
         await until(lambda: {f"a{FACTS}", f"b{FACTS}"} <= files(url))
         one.say("after")
@@ -260,7 +265,7 @@ async def test_deleted_files_are_made_again(url: str) -> None:
 
 
 async def test_a_directory_that_cannot_be_used_is_said(url: str) -> None:
-    directory = Path(url.removeprefix("file://"))
+    directory = folder(url).parent
     directory.write_text("no directory")
     one, other = Teller("a", url), Teller("b", url)
     async with running(one, other):

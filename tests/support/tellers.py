@@ -36,12 +36,8 @@ class Teller:
         configured = ReplicaSettings(via=url, lease=LEASE, interval=0.005, **settings)
         #: How many replicas there were, from change to change.
         self.counted: list[int] = []
-        shared = facts, self.feed, self.counted.append
-        self.replicas: Replicas
-        if url.startswith("file:"):
-            self.replicas = FileReplicas(configured, name, *shared)
-        else:
-            self.replicas = ValkeyReplicas(configured, "pool", name, *shared)
+        kind = FileReplicas if url.startswith("file:") else ValkeyReplicas
+        self.replicas: Replicas = kind(configured, "pool", name, facts, self.feed, self.counted.append)
 
     def say(self, word: str) -> None:
         self.words.append(word)

@@ -826,7 +826,7 @@ class ReplicaSettings(Section):
         pattern=r"^((valkey|redis)s?://([^@/?#\s]*@)?([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?(/[0-9]{1,5})?"
         r"|unix://([^@/?#\s]*@)?/[^?#\s]+(\?db=[0-9]{1,5})?|file:///[^?#\s]+)?$",
         description="The Valkey or Redis server through which they tell each other: `valkey://USER@HOST:PORT/DB`, "
-        "`valkeys://…` with TLS, or `unix:///PATH`. `file:///PATH`: a directory, if all are on one machine.",
+        "`valkeys://…` with TLS, or `unix:///PATH`. `file:///PATH`: a directory, where all are on one machine.",
     )
     password_file: RelativePath = Field(default="", description="With the password, read again at each connection.")
     ca_file: RelativePath = Field(default="", description="PEM bundle for TLS; empty = the system's.")

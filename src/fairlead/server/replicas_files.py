@@ -1,7 +1,7 @@
 """How schedulers on one machine share facts through files of one directory, which all of them map into memory.
 
-    ORIGIN.facts       a header and a ring of records, written by that replica and read by all others
-    ORIGIN.snapshot    all that it knows of itself, after another replica has asked
+    POOL/ORIGIN.facts       a header and a ring of records, written by that replica and read by all others
+    POOL/ORIGIN.snapshot    all that it knows of itself, after another replica has asked
 
 Rules
 * Nothing wakes another process. A replica writes what it did at the end of the same turn of its event loop, and reads
@@ -24,7 +24,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from struct import Struct as Layout
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 from zlib import crc32
 
 from fairlead.config.schema import ReplicaSettings
@@ -53,13 +53,14 @@ class FileReplicas(Replicas):
     def __init__(
         self,
         settings: ReplicaSettings,
+        pool: str,
         origin: str,
         facts: Facts,
         feed: Callable[[Event], object],
         counted: Callable[[int], object],
     ) -> None:
         super().__init__(settings, origin, facts, feed, counted)
-        self._directory = Path(urlsplit(settings.via).path)
+        self._directory = Path(urlsplit(settings.via).path, quote(pool, safe=""))
         self._own: _Ring | None = None
         self._readers: dict[str, _Ring] = {}
         self._reading = False

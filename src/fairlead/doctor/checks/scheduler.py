@@ -49,7 +49,7 @@ FORGETS = Kind(
 )  # fmt: skip
 ALONE = Kind(
     "scheduler.alone", Severity.ERROR, "the scheduler cannot tell other replicas anything, so it decides alone",
-    "start the server in replicas.via and let the scheduler reach it; the evidence says what fails",
+    "let the scheduler reach the server in replicas.via, or write to the directory; the evidence says why it fails",
     "docs/replicas.md#when-something-fails",
 )  # fmt: skip
 UNHEARD = Kind(

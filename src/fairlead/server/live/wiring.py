@@ -300,11 +300,8 @@ def _replicas(
     )
     pool = settings.pool or "/".join(filter(None, (config.kubernetes.namespace, config.kubernetes.pool))) or POOL
     origin = f"{gethostname()}-{run}"
-    replicas: Replicas
-    if urlsplit(settings.via).scheme == "file":
-        replicas = FileReplicas(settings, origin, facts, driver.feed, scraper.share)
-    else:
-        replicas = ValkeyReplicas(settings, pool, origin, facts, driver.feed, scraper.share)
+    kind = FileReplicas if urlsplit(settings.via).scheme == "file" else ValkeyReplicas
+    replicas = kind(settings, pool, origin, facts, driver.feed, scraper.share)
     show_replicas(registry, replicas)
     return replicas
 
