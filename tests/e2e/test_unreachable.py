@@ -331,9 +331,9 @@ async def test_what_nobody_scheduled_is_sent_once_too(
 ) -> None:
     """The scheduler hangs, and the request ends by trailers: the fallback route may repeat it, but not its bytes."""
     async with site(EMBEDDED, tmp_path, message_timeout=0.2) as at, Http2(at.gateway.port) as client:
-        driver = at.live.host.driver
-        feed = driver.feed
-        monkeypatch.setattr(driver, "feed", lambda event: isinstance(event, RequestArrived) or feed(event))
+        host = at.live.host
+        feed = host.feed
+        monkeypatch.setattr(host, "feed", lambda event: isinstance(event, RequestArrived) or feed(event))
         for mirror in at.mirrors:
             mirror.told.clear()
         for trailers in ([("x-checksum", "1")], []):
