@@ -7,16 +7,18 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def write_whole(path: Path, pieces: Iterable[bytes]) -> int:
-    """Write a new file, readable by its owner only, that replaces the old one once it is on the disk. Returns its size
-    in bytes. Raises `OSError`; then the old file is unchanged."""
+def write_whole(path: Path, pieces: Iterable[bytes], *, on_disk: bool = True) -> int:
+    """Write a new file, readable by its owner only, that replaces the old one once it is complete. Returns its size in
+    bytes. `on_disk`: first wait for the disk, so that it outlives the machine. Raises `OSError`; then the old file is
+    unchanged."""
     new, size = path.with_name(path.name + ".new"), 0
     try:
         with open(os.open(new, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb") as file:
             for piece in pieces:
                 size += file.write(piece)
             file.flush()
-            os.fsync(file.fileno())
+            if on_disk:
+                os.fsync(file.fileno())
         os.replace(new, path)
     except OSError:
         with suppress(OSError):

@@ -29,6 +29,7 @@ from zlib import crc32
 
 from fairlead.config.schema import ReplicaSettings
 from fairlead.core.events import Event
+from fairlead.server.files import lock, write_whole
 from fairlead.server.replicas import JOIN_S, SNAPSHOT_PAUSE_S, Facts, Replicas, log
 
 FACTS, SNAPSHOTS = ".facts", ".snapshot"
@@ -196,23 +197,24 @@ class FileReplicas(Replicas):
         self._due = False
         if self._own is not None:
             batch = self._facts.batch()
-            if batch:
-                self._write(BATCH, batch)
+            if batch and self._write(BATCH, batch):
                 self.counts.sent += 1
                 self.counts.sent_bytes += len(batch)
 
-    def _write(self, kind: int, payload: bytes) -> None:
-        if self._own is not None and not self._own.write(kind, payload):
+    def _write(self, kind: int, payload: bytes) -> bool:
+        """False = it is too large, and a snapshot will follow instead; or there is no file."""
+        if self._own is None:
+            return False
+        written = self._own.write(kind, payload)
+        if not written:
             self.counts.dropped += 1
             self._owes_snapshot = True
+        return written
 
     def _write_snapshot(self) -> None:
         self._write_facts()  # what the snapshot includes comes before it
         snapshot = self._facts.snapshot()
-        path = self._directory / f"{self.origin}{SNAPSHOTS}"
-        new = path.with_suffix(".new")
-        new.write_bytes(snapshot)
-        new.rename(path)
+        write_whole(self._directory / f"{self.origin}{SNAPSHOTS}", (snapshot,), on_disk=False)
         self._write(SNAPSHOT, b"")
         self._owes_snapshot, self._snapshot_at = False, time.monotonic()
         self.counts.snapshots_sent += 1
@@ -268,9 +270,8 @@ class _Ring:
     def make(cls, path: Path) -> "_Ring":
         """Raises `OSError`."""
         new = path.with_suffix(".making")
-        descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        descriptor = lock(new, f"another replica makes {new}")
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Written, not only extended: a full disk is an error here, and would kill the process later.
             os.write(descriptor, bytes(_HEADER + RING))
             ring = cls(descriptor, writes=True)
