@@ -202,8 +202,6 @@ class ValkeyReplicas(Replicas):
             for name in list(self.peers):
                 self._lose(name)
 
-    # ---- other replicas ----
-
     # ---- while the server is available ----
 
     async def _join(self, client: Client) -> None:

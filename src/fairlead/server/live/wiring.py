@@ -186,7 +186,7 @@ def wire(
     fleet, tokens = _fleet(config), TokenEstimator()
 
     def feed(event: Event) -> None:  # for parts that are made before the driver
-        first_peers(event)
+        deliver(event)
 
     connections, shadows = Connections(fleet, feed), LiveShadows(fleet, feed)
     scraper, served, watch = _observers(config, loop, fleet, feed, shadows, tracing, counts_fallbacks, one_of)
@@ -225,8 +225,8 @@ def wire(
     inspected = inspection if kv is None else kv.inspecting(inspection)
     shared = config, pipeline, driver, clock, registry
     replicas = _replicas(run, scraper, *shared)
-    first_peers = replicas.feed if isinstance(replicas, FileReplicas) else driver.feed
-    host = _host(config, clock.time, run, driver, understanding, watch, inspected, served, first_peers)
+    deliver = replicas.feed if isinstance(replicas, FileReplicas) else driver.feed
+    host = _host(config, clock.time, run, driver, understanding, watch, inspected, served, deliver)
     parts = fleet, scraper, served, watch, kv, builder, journal, _state_file(*shared), replicas
     return Core(*parts, pipeline, connections, shadows, driver, inspection, host, warming)
 
