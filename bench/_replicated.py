@@ -16,13 +16,14 @@ from random import Random
 from msgspec import Struct
 
 from fairlead.config.registry import Registry
-from fairlead.config.schema import Config
+from fairlead.config.schema import Config, ReplicaSettings
 from fairlead.core import events as ev
 from fairlead.core.fleet import Fleet
 from fairlead.core.reports import SharedFleet
 from fairlead.core.requests import OF_REQUEST
 from fairlead.lab.simulator.simulation import Simulation
 from fairlead.lab.simulator.world import Job, Scenario
+from fairlead.server.replicas_files import LOOK_S
 
 
 class Exchange(Struct, frozen=True, kw_only=True):
@@ -98,10 +99,12 @@ class ReplicatedSimulation(Simulation):
                 self.fire(number, event)
 
     def fire(self, number: int, event: ev.Event) -> None:
-        self._read(number)
+        if self.exchange.at_once:
+            self._read(number)
         self._turn_to(number)
         super().feed(event)
-        self._write(number)
+        if self.exchange.at_once:
+            self._write(number)
 
     def _read(self, number: int) -> None:
         unread, self._unread[number] = self._unread[number], []
@@ -114,7 +117,7 @@ class ReplicatedSimulation(Simulation):
 
     def _write(self, number: int) -> None:
         fleet = self.pipelines[number].fleet
-        if self.exchange.at_once and isinstance(fleet, SharedFleet):
+        if isinstance(fleet, SharedFleet):
             payload = fleet.reports.batch(self.kernel.now)
             self.bytes += len(payload)
             for peer in range(len(self.pipelines) if payload else 0):
@@ -125,7 +128,7 @@ class ReplicatedSimulation(Simulation):
         """Like `fairlead.server.replicas_files`: often while a request waits."""
         self._read(number)
         waits = bool(self.pipelines[number].flow_controller)
-        self.kernel.call_at(self.kernel.now + (0.01 if waits else 0.1), self._look, number)
+        self.kernel.call_at(self.kernel.now + (ReplicaSettings().interval if waits else LOOK_S), self._look, number)
 
     def _turn_to(self, number: int) -> None:
         self.number, self.pipeline = number, self.pipelines[number]
