@@ -48,7 +48,8 @@ else
 endif
 # Where PYTHONDONTWRITEBYTECODE is set, each of the hundreds of processes that tests start would compile it anew. On all
 # cores at once: pip takes one. Files that no Python can read are templates.
-	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib src || true
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+	@$(BIN)/python -m compileall -q src
 	@touch $@ $(VENV)/.run
 
 demo: $(VENV)/.run ## the main job: real Envoy, 8 stub replicas, round robin against Fairlead (about 3 minutes)
