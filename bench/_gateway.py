@@ -57,7 +57,8 @@ def free_ports(count: int) -> list[int]:
 
 def environment(src: str = "") -> dict[str, str]:
     """Of a child that runs the sources under `src`, or these."""
-    return {**os.environ, "PYTHONPATH": src or str(Path(__file__).parents[1] / "src")}
+    paths = src or str(Path(__file__).parents[1] / "src"), os.environ.get("PYTHONPATH", "")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 @contextlib.contextmanager

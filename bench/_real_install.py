@@ -31,11 +31,13 @@ def install(home: Home, tokeniser: str, say: Say) -> None:
     try:
         # Written last: a program that is there may lack what it needs.
         done = home.path / "venv" / "installed"
-        if not home.vllm and not done.is_file():
-            if not _runs(home.program):
+        if not home.given and not done.is_file():
+            program = home.path / "venv" / "bin" / "vllm"
+            if not _runs(program):
                 _vllm(home.path / "venv", say)
             done.touch()
-        needed = [home.model / "config.json", *(home.adapter(name) / "adapter_config.json" for name in ADAPTERS)]
+        needed = [home.model / "config.json"]
+        needed += (home.adapter(name) / "adapter_config.json" for name in ADAPTERS if home.size == "28m")
         if not all(path.is_file() for path in needed):
             _model(home, tokeniser, say)
     except subprocess.CalledProcessError as error:
@@ -73,9 +75,8 @@ def _runs(program: Path) -> bool:
 
 
 def _model(home: Home, tokeniser: str, say: Say) -> None:
-    python = home.program.parent / "python"
-    if not python.is_file():
-        raise SystemExit(f"{python} is not there: it is asked to make the model, with torch and transformers")
+    if not home.python.is_file():
+        raise SystemExit(f"{home.python} is not there: it is asked to make the model, with torch and transformers")
     say(f"making a model with random weights in {home.model}")
     with tempfile.NamedTemporaryFile("wb", suffix=".txt") as file:
         file.write(text(200_000, Random(0)))
@@ -83,7 +84,7 @@ def _model(home: Home, tokeniser: str, say: Say) -> None:
             file.write(path.read_bytes())
         file.flush()
         script = Path(__file__).with_name("_real_model.py")
-        _run(str(python), str(script), str(home.path), file.name, *([tokeniser] if tokeniser else []))
+        _run(str(home.python), str(script), str(home.path), file.name, home.size, *([tokeniser] if tokeniser else []))
 
 
 def _run(*command: str) -> None:

@@ -1,8 +1,10 @@
-"""Writes a small Llama with random weights, its tokeniser and two LoRA adapters.
+"""Writes a Llama with random weights, its tokeniser and two LoRA adapters.
 
-Run by the interpreter of the installation, which has torch and transformers: `_real_model.py HOME TEXTS [TOKENISER]`.
-TEXTS is a file to train a tokeniser with (4,096 tokens, 28 M parameters in all); TOKENISER a folder with
-`tokenizer.json` and `tokenizer_config.json` to use instead: with the 151,680 tokens of Qwen3 it is 101 M.
+Run by the interpreter of the installation, which has torch and transformers:
+`_real_model.py HOME TEXTS SIZE [TOKENISER]`.
+TEXTS is a file to train a tokeniser with (4,096 tokens); TOKENISER a folder with `tokenizer.json` and
+`tokenizer_config.json` to use instead: with the 151,680 tokens of Qwen3 the small model has 101 M parameters.
+SIZE `28m` is for a CPU. `8b` is Llama 3.1 8B with a small vocabulary, for a GPU: its weights are made by the server.
 """
 
 import json
@@ -16,6 +18,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, WIDTH, RANK = 512, 8, 8, 4, 64, 8
+_LARGE = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
 _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
 _TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -48,22 +58,28 @@ def copy_tokeniser(source: Path, folder: Path) -> int:
     return int(-(-(last + 1) // 64) * 64)
 
 
-def write_model(folder: Path, vocabulary: int) -> None:
-    torch.manual_seed(0)
+def write_model(folder: Path, vocabulary: int, size: str) -> None:
+    small = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": HIDDEN * 11 // 4,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": WIDTH,
+    }
     config = LlamaConfig(
         vocab_size=vocabulary,
-        hidden_size=HIDDEN,
-        intermediate_size=HIDDEN * 11 // 4,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=WIDTH,
+        **(small if size == "28m" else _LARGE),
         max_position_embeddings=8192,
         bos_token_id=None,
         eos_token_id=2,
         tie_word_embeddings=True,
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, safe_serialization=True)
+    if size == "28m":
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, safe_serialization=True)
+    else:
+        config.save_pretrained(folder)
 
 
 def write_adapter(folder: Path, seed: int) -> None:
@@ -82,12 +98,12 @@ def write_adapter(folder: Path, seed: int) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
-def main(home: Path, texts: Path, tokeniser: str = "") -> None:
-    folder = home / "model"
+def main(home: Path, texts: Path, size: str, tokeniser: str = "") -> None:
+    folder = home / ("model" if size == "28m" else f"model-{size}")
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = copy_tokeniser(Path(tokeniser), folder) if tokeniser else train_tokeniser(texts, folder)
-    write_model(folder, vocabulary)
-    for seed, name in enumerate(("adapter-a", "adapter-b"), 1):
+    write_model(folder, vocabulary, size)
+    for seed, name in enumerate(("adapter-a", "adapter-b"), 1) if size == "28m" else ():
         write_adapter(home / name, seed)
 
 

@@ -1,8 +1,8 @@
-"""Real vLLM servers as child processes: start, wait, warm, kill, stop and go on.
+"""Real model servers as child processes: start, wait, warm, kill, stop and go on.
 
-The flags make a small machine hold two of them: four sequences at once, 96 MB of KV cache, eager mode, one OpenMP
-thread, the in-process executor (the other one spins on a core). On processors without bfloat16 products the numbers
-are 32 bits long, which makes prompts four times as fast there. Events and their replay are published over ZMQ.
+The flags of vLLM make a small machine hold two of them: four sequences at once, 96 MB of KV cache, eager mode, one
+OpenMP thread, the in-process executor (the other one spins on a core). On processors without bfloat16 products the
+numbers are 32 bits long, which makes prompts four times as fast there. Events and their replay are published over ZMQ.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from msgspec import Struct
 
 from _gateway import free_ports
 
+ENGINES = ("vllm", "transformers")
 MODEL, ADAPTERS = "tiny", ("adapter-a", "adapter-b")
 READY_S, END_S = 240.0, 20.0
 _ENVIRONMENT = {
@@ -46,27 +47,41 @@ def _numbers() -> list[str]:
     return ["--dtype", "bfloat16", "--kv-cache-memory-bytes", "96M"]
 
 
+#: Tokens that the cache of one server has room for, by size of the model; for the engine `transformers`.
+CACHE_TOKENS = {"28m": 12_288, "8b": 65_536}
+
+
 class Home(Struct, frozen=True):
     """What the servers are started from."""
 
     path: Path
-    #: The program; empty = that of the folder's own installation.
-    vllm: str = ""
+    #: Of `ENGINES`.
+    engine: str = "vllm"
+    #: Size of the model: a key of `CACHE_TOKENS`.
+    size: str = "28m"
+    #: vLLM's program, or the interpreter that has transformers; empty = that of the folder's own installation.
+    given: str = ""
 
     @property
     def program(self) -> Path:
-        return Path(self.vllm) if self.vllm else self.path / "venv" / "bin" / "vllm"
+        own = self.path / "venv" / "bin" / ("vllm" if self.engine == "vllm" else "python")
+        return Path(self.given) if self.given else own
+
+    @property
+    def python(self) -> Path:
+        """An interpreter with torch and transformers."""
+        return self.program if self.engine == "transformers" else self.program.parent / "python"
 
     @property
     def model(self) -> Path:
-        return self.path / "model"
+        return self.path / ("model" if self.size == "28m" else f"model-{self.size}")
 
     def adapter(self, name: str) -> Path:
         return self.path / name
 
     def missing(self) -> str:
         """What is not there, as one sentence; empty = all is."""
-        for what, path in (("vLLM", self.program), ("a model", self.model / "config.json")):
+        for what, path in ((self.engine, self.program), ("a model", self.model / "config.json")):
             if not path.is_file():
                 return f"{path} is not there: {what} has to be installed first, with --install"
         return ""
@@ -99,6 +114,15 @@ class Server:
         set_group_nice(self._process.pid, self._nice)
 
     def _command(self) -> list[str]:
+        nice = ["nice", "-n", str(self._nice - os.getpriority(os.PRIO_PROCESS, 0)), str(self._home.program)]
+        return [*nice, *(self._vllm() if self._home.engine == "vllm" else self._transformers())]
+
+    def _transformers(self) -> list[str]:
+        script = Path(__file__).with_name("_real_transformers.py")
+        command = [str(script), str(self._home.model), "--model", MODEL, "--port", str(self.port)]
+        return [*command, "--cache-tokens", str(CACHE_TOKENS[self._home.size])]
+
+    def _vllm(self) -> list[str]:
         events = {
             "enable_kv_cache_events": True,
             "publisher": "zmq",
@@ -106,9 +130,8 @@ class Server:
             "replay_endpoint": f"tcp://*:{self.replay}",
             "topic": f"kv@127.0.0.1:{self.port}@{MODEL}",
         }
-        nice = self._nice - os.getpriority(os.PRIO_PROCESS, 0)
-        command = ["nice", "-n", str(nice), str(self._home.program), "serve", str(self._home.model)]
-        command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self.port), *_FLAGS.split()]
+        command = ["serve", str(self._home.model), "--served-model-name", MODEL]
+        command += ["--host", "127.0.0.1", "--port", str(self.port), *_FLAGS.split()]
         command += _numbers()
         command += ["--kv-events-config", json.dumps(events)]
         if self._lora:

@@ -29,10 +29,30 @@ from fairlead.lab.simulator.journal import JournaledDecision, decisions, one_run
 from fairlead.lab.workload.conversation import Conversation, conversation
 from fairlead.lab.workload.record import Record
 
-#: Prompts of 670 tokens of which 448 are one of a few system prompts, answers of 30: what a small engine can bear.
-SHAPE = Conversation(
-    systems=6, system_tokens=448, turns=3, first_tokens=150, turn_tokens=40, output_tokens=30, gap_s=4, max_tokens=1600
-)
+#: Prompts of 670 tokens of which 448 are one of a few system prompts, answers of 30: what a small engine can bear. And
+#: four times as much for a large model on a GPU.
+SHAPES = {
+    "28m": Conversation(
+        systems=6,
+        system_tokens=448,
+        turns=3,
+        first_tokens=150,
+        turn_tokens=40,
+        output_tokens=30,
+        gap_s=4,
+        max_tokens=1600,
+    ),
+    "8b": Conversation(
+        systems=16,
+        system_tokens=2048,
+        turns=3,
+        first_tokens=500,
+        turn_tokens=150,
+        output_tokens=40,
+        gap_s=4,
+        max_tokens=6000,
+    ),
+}
 WARM_REQUESTS, FAULT_S = 60, 10.0
 FRONT_NICE = -20
 #: Requests after a fault is over; and how often the requests asked for may be exceeded until it is.
@@ -53,17 +73,24 @@ class Case(Struct, frozen=True):
     requests: int
     fault: str = "none"
     adapters: bool = False
+    engine: str = "vllm"
+    #: Of the model: a key of `SHAPES`.
+    size: str = "28m"
 
     @property
     def key(self) -> str:
-        words = (self.policy, f"{self.rate:g}rps", f"seed{self.seed}", f"n{self.requests}", self.fault)
-        return "_".join((*words, *(["adapters"] * self.adapters)))
+        words = [self.policy, f"{self.rate:g}rps", f"seed{self.seed}", f"n{self.requests}", self.fault]
+        words += ["adapters"] * self.adapters
+        words += [self.engine] * (self.engine != "vllm") + [self.size] * (self.size != "28m")
+        return "_".join(words)
 
 
 def traffic(case: Case) -> list[Record]:
     """The same for every policy. Turns come in the order of their conversations, at exactly the rate (Poisson)."""
     rate = 1.0
-    made = conversation(SHAPE, seconds=60.0 + case.requests / rate, rate=rate, seed=case.seed, dispatch="timestamp")
+    made = conversation(
+        SHAPES[case.size], seconds=60.0 + case.requests / rate, rate=rate, seed=case.seed, dispatch="timestamp"
+    )
     # The first minute has only first turns in it.
     steady = [record for record in made.records if record.arrival_us > 30e6][: case.requests]
     chance = Random(f"arrivals/{case.seed}/{case.rate}")

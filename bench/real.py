@@ -5,7 +5,9 @@
     python bench/real.py --policy default+events --fault kill --requests 300
     python bench/real.py --everything --simulate          # rates, seeds, faults, adapters: about an hour
     python bench/real.py --report                         # the table of all runs that are kept
+    python bench/real.py --install --engine transformers --program /usr/bin/python3 --size 8b --servers 4 --rate 4,8
 
+The last has four servers on one GPU, whose engine is the continuous batching of transformers, before vLLM is there.
 FAIRLEAD_REAL_HOME (or --home) names the folder with `venv` and `model`; default: ~/.cache/fairlead/real.
 Runs are kept as JSON lines in OUT/runs.jsonl, their journals under OUT/journals; what has been run with the same
 sources is not run again (--fresh does). A run whose load generator was more than 20 ms late (p99) is marked as
@@ -30,10 +32,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from _gateway import checked_out
 from _output import tell
 from _real_install import install
-from _real_pool import Home, Pool
+from _real_pool import CACHE_TOKENS, ENGINES, Home, Pool
 from _real_run import Case, in_front, measure
 from _real_simulated import simulated, tuned
 from _real_table import lines, simulation_lines, summary
@@ -47,7 +51,8 @@ def cases(options: argparse.Namespace) -> list[Case]:
     if options.everything:
         return everything(options.requests)
     given = product(options.fault, options.rate, options.seed)
-    return in_turns(options.policy, given, options.requests, options.adapters)
+    made = in_turns(options.policy, given, options.requests, options.adapters)
+    return [structs.replace(case, engine=options.engine, size=options.size) for case in made]
 
 
 def everything(requests: int) -> list[Case]:
@@ -153,7 +158,9 @@ def _arguments() -> argparse.Namespace:
     add = parser.add_argument
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     add("--home", type=Path, default=Path(os.environ.get("FAIRLEAD_REAL_HOME") or cache / "fairlead" / "real"))
-    add("--vllm", default="", help="a vllm program to use instead of the home's own")
+    add("--engine", choices=ENGINES, default=ENGINES[0])
+    add("--program", default="", help="a vllm, or for transformers a python that has it, instead of the home's own")
+    add("--size", choices=CACHE_TOKENS, default="28m", help="parameters of the model; 8b wants a GPU")
     add("--out", type=Path, default=HERE / "out" / "real")
     add("--everything", action="store_true", help="instead of the slice that the next options select: about an hour")
     add("--policy", type=_list(str), default=["default", "round-robin", "least-requests"])
@@ -172,6 +179,10 @@ def _arguments() -> argparse.Namespace:
     add("--json", action="store_true")
     options = parser.parse_args()
     unknown = set(options.fault) - set(FAULTS)
+    if options.engine != "vllm" and (
+        options.everything or options.adapters or "hang" in options.fault or "+events" in "".join(options.policy)
+    ):
+        parser.error("only vLLM has adapters, KV events, and an engine that can hang alone")
     if unknown or options.requests < 1 or options.servers < 1 or not min(options.rate, default=0) > 0:
         parser.error(f"--fault takes {', '.join(FAULTS)}; requests, servers and rates must be above 0")
     return options
@@ -179,7 +190,7 @@ def _arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = _arguments()
-    home, sources = Home(options.home, options.vllm), fingerprint()
+    home, sources = Home(options.home, options.engine, options.size, options.program), fingerprint()
     options.out.mkdir(parents=True, exist_ok=True)
     there = {} if options.fresh else {row["key"] for row in kept(options.out, sources) if row["valid"]}
     interrupted = False

@@ -78,7 +78,7 @@ def test_traffic_is_the_same_for_all_policies_and_has_the_rate(bench: Any) -> No
     assert traffic[0] == traffic[1]
     assert 400 / 5 * 0.8 < traffic[0][-1].arrival_us * 1e-6 < 400 / 5 * 1.2
     shared = {record.hash_ids[:7] for record in traffic[0]}
-    assert len(shared) == run.SHAPE.systems
+    assert len(shared) == run.SHAPES["28m"].systems
 
 
 def test_a_fault_that_lasts_is_followed_by_further_requests(bench: Any) -> None:
@@ -99,3 +99,24 @@ def test_simulated_figures_stand_beside_the_real_ones(bench: Any) -> None:
     table = bench("_real_table").simulation_lines(found)
     assert "| a | 100 / 90 | 1,000 / 950 |" in table and "| b | it failed |  |" in table
     assert bench("_real_table").simulation_lines([]) == []
+
+
+def test_runs_of_other_engines_and_models_have_keys_of_their_own(bench: Any) -> None:
+    case = bench("_real_run").Case
+    assert case("default", 5.0, 1, 90).key == "default_5rps_seed1_n90_none"
+    keys = {case("default", 5.0, 1, 90, engine=engine, size=size).key for engine in ("vllm", "transformers")
+            for size in ("28m", "8b")}  # fmt: skip
+    assert len(keys) == 4
+
+
+def test_what_is_missing_in_a_home_is_named_for_each_engine(bench: Any, tmp_path: Path) -> None:
+    home = bench("_real_pool").Home
+    assert "vllm has to be installed" in home(tmp_path).missing()
+    assert "transformers has to be installed" in home(tmp_path, "transformers").missing()
+    python = tmp_path / "python"
+    python.touch()
+    given = home(tmp_path, "transformers", "8b", str(python))
+    assert given.python == python and "a model has to be installed" in given.missing()
+    (tmp_path / "model-8b").mkdir()
+    (tmp_path / "model-8b" / "config.json").touch()
+    assert given.missing() == ""
