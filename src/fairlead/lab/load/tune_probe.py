@@ -51,6 +51,8 @@ SHORT_ANSWER = 2
 ROUNDS = 3
 #: If the first tokens of a group spread over more than this share of its decoding, it did not decode together.
 TOGETHER = 0.3
+#: A group that was not together is sent so many times again before that is taken for a limit of the server.
+SLOT_TRIES = 4
 #: Clients at most, prompt and answer tokens of their requests, and how many each of them sends.
 CLIENTS, CLIENT_TOKENS, CLIENT_ANSWER, CLIENT_REQUESTS = 8, 256, 32, 3
 #: Prompts that are longer than what this share of the time computes are left out.
@@ -195,10 +197,11 @@ def _decoding(records: list[Record]) -> float:
 
 
 def _at_once(records: list[Record]) -> int:
-    """How many of them had a sequence slot from the beginning."""
-    # Requests that wait for a slot begin when others end: half an answer is clear even on a busy machine.
-    latest = min(record.first_data for record in records) + 0.5 * _decoding(records)
-    return sum(record.first_data < latest for record in records)
+    """How many of them had a sequence slot at the same time, at most."""
+    # Where requests wait for a slot, one answer ends as another begins. The middles of answers tell them apart even if
+    # this machine was busy then.
+    middles = [(record.first_data + record.last_data) / 2 for record in records]
+    return max(1, *(sum(one.first_data <= middle < one.last_data for one in records) for middle in middles))
 
 
 class _Prober:
@@ -264,11 +267,15 @@ class _Prober:
         return await self._send([self._call(prompt, ANSWER_TOKENS) for prompt in prompts], workers=0)
 
     async def _find_slots(self, prompts: list[bytes], seen: int) -> None:
-        """A pause of a busy machine looks like a limit, so the middle of three counts."""
-        groups = [group for _ in range(2) if len(group := await self._together(prompts)) == len(prompts)]
-        at_once = sorted([seen, *map(_at_once, groups)])[(len(groups) + 1) // 2]
-        if at_once < len(prompts):
-            self.facts = msgspec.structs.replace(self.facts, max_num_seqs=at_once)
+        """A pause of a busy machine looks like a limit, but hides none: the most that is seen in some tries counts."""
+        tries = 0
+        while seen < len(prompts) and tries < SLOT_TRIES:
+            tries += 1
+            group = await self._together(prompts)
+            if len(group) == len(prompts):
+                seen = max(seen, _at_once(group))
+        if seen < len(prompts):
+            self.facts = msgspec.structs.replace(self.facts, max_num_seqs=seen)
 
     def _prompt(self, tokens: int) -> bytes:
         return self._words(max(1, int((tokens - self._frame) / self._per_word)))
