@@ -96,7 +96,7 @@ FULL = 0.98
 LEAST_USAGE = 0.1
 #: Per millisecond of one and a half steps, as the `steps` of few endpoints are.
 _COMING = 1.5 * COMING
-_ZERO, _ONE, _PASSING = scalar(0.0), scalar(1.0), scalar(PASSING)
+_ZERO, _ONE, _PASSING, _STEPS = scalar(0.0), scalar(1.0), scalar(PASSING), scalar(1.0 / 1.5)
 _FULL_FROM, _FULL_SLOPE, _LEAST_USAGE = scalar(FULL_FROM), scalar(FULL_SLOPE), scalar(LEAST_USAGE)
 
 
@@ -340,13 +340,13 @@ def owed(uncached: Any, there: FloatColumn, queued: FloatColumn) -> FloatColumn 
         return None
     if uncached.ndim == 1:
         fewest: Any = uncached.item(uncached.argmin())
-        fewer = there < fewer_than(there[uncached == fewest].min().item())
+        fewer = there < fewer_than(min(there[(uncached == fewest).nonzero()[0]].tolist()))
     else:
         fewest = uncached.min(axis=-1, keepdims=True)
         holders = np.where(uncached == fewest, there, inf).min(axis=-1)
         fewer = there < np.array([[fewer_than(load)] for load in holders.tolist()])
     fewer &= queued == 0.0
-    return np.where(fewer, OWED - OWED * fewest / uncached, _ZERO) if np.count_nonzero(fewer) else None
+    return (OWED - OWED * fewest / uncached) * fewer if np.count_nonzero(fewer) else None
 
 
 def fewer_than(load: float) -> float:
@@ -387,8 +387,9 @@ def memory_price(terms: Terms, weights: Weights, fleet: Known) -> FloatColumn | 
 
 def shortage(used: FloatColumn) -> FloatColumn:
     """How surely others wait for memory where the share `used` of it is: 0 to 1."""
-    short: FloatColumn = np.minimum(np.maximum((used - _FULL_FROM) * _FULL_SLOPE, _ZERO), _ONE)
-    return short
+    short: FloatColumn = used - _FULL_FROM
+    short *= _FULL_SLOPE
+    return short.clip(_ZERO, _ONE)
 
 
 def memory_price_per_token(used: FloatColumn, weights: Weights, fleet: Known) -> FloatColumn | None:
@@ -396,9 +397,10 @@ def memory_price_per_token(used: FloatColumn, weights: Weights, fleet: Known) ->
     if used.item(used.argmax()) <= FULL_FROM:
         return None
     table = fleet.table
-    delayed = per_rank(table.queue + _PASSING * table.active, table) + _ONE
-    hold_ms = scalar(weights.memory * fleet.predictor.hold_ms) * table.per_capacity
-    price: FloatColumn = shortage(used) * delayed * hold_ms
+    price = shortage(used)
+    price *= per_rank(table.queue + _PASSING * table.active, table) + _ONE
+    price *= table.per_capacity
+    price *= weights.memory * fleet.predictor.hold_ms
     return price
 
 
@@ -601,13 +603,15 @@ def cost_of_one(prompt: float, share: FloatColumn | None, weights: Weights, flee
     if later is None:
         coming = ttft * (_COMING / answer) / steps
     else:
-        owing, alone = ttft * later, alone * (1.0 - later)
+        owing, alone = ttft * later, alone * (_ONE - later)
         coming = (ttft - owing) * (_COMING / answer) / steps
-    total: FloatColumn = weights.interference * pausing * alone * (coming + _ONE) + weights.decode * answer * step
+    coming += _ONE
+    coming *= pausing * alone
+    total: FloatColumn = coming * weights.interference + step * (weights.decode * answer)
     ttft += steps + kappa * np.maximum(np.maximum(done_ms - now_ms, left_ms), (now_ms - due_ms) * pace)
     if crowded:
         tokens = per_rank(table.queued_tokens, table) + uncached
-        ttft += steps * ((np.ceil(tokens * _PER_STEP) - 1.0) / 1.5)
+        ttft += steps * ((np.ceil(tokens * _PER_STEP) - _ONE) * _STEPS)
         per_token = memory_price_per_token(table.kv + tokens * table.per_capacity, weights, fleet)
         if per_token is not None:
             total += per_token * uncached
@@ -615,7 +619,8 @@ def cost_of_one(prompt: float, share: FloatColumn | None, weights: Weights, flee
     if later is not None:
         ttft -= owing
     excess = np.maximum(ttft - FAIR * best, _ZERO)
-    total += ttft + excess * excess * (0.5 / best)
+    excess *= excess * (0.5 / best)
+    total += ttft + excess
     if table.distant:
         total += table.distance_ms
     if share is None and table.collisions is not None:

@@ -154,7 +154,7 @@ def _one_of_equals(slots: NDArray[np.intp], costs: FloatColumn, fleet: FleetView
 def _most_free_cache(order: list[int], cost_at: Callable[[int], float], fleet: FleetView, rng: Random) -> int:
     """`order`: slots, the lowest cost first. Of several with about as much free, one that costs as little as the first;
     it is drawn, so that several schedulers do not herd."""
-    free = fleet.table.free_cache.tolist().__getitem__
+    free = fleet.table.free_cache.item
     enough = max(map(free, order)) - AS_FREE
     order = list(compress(order, map(enough.__le__, map(free, order))))
     if len(order) == 1:
