@@ -201,7 +201,7 @@ def _at_once(records: list[Record]) -> int:
     # Where requests wait for a slot, one answer ends as another begins. The middles of answers tell them apart even if
     # this machine was busy then.
     middles = [(record.first_data + record.last_data) / 2 for record in records]
-    return max(1, *(sum(one.first_data <= middle < one.last_data for one in records) for middle in middles))
+    return max(1, *(sum(record.first_data <= middle < record.last_data for record in records) for middle in middles))
 
 
 class _Prober:
