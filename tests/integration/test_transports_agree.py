@@ -13,7 +13,7 @@ from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.events import DataReceived, ResponseReceived, StreamEnded, TrailersReceived
 from h2.settings import SettingCodes
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from fairlead.gateway.grpc_server import GrpcServer
@@ -147,7 +147,8 @@ async def talk_raw(
 ) -> tuple[bytes, dict[bytes, bytes]]:
     """Everything in one write, through the h2 library: the bytes of all answers, and the trailers."""
     reader, writer = await asyncio.open_connection(*target.split(":"))
-    client = H2Connection(H2Configuration(client_side=True))
+    # grpc's rules leave spaces around a status message as they are, and h2 would refuse such a header.
+    client = H2Connection(H2Configuration(client_side=True, validate_inbound_headers=False))
     client.initiate_connection()
     client.increment_flow_control_window(1 << 24)
     client.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 1 << 24})
@@ -183,6 +184,7 @@ def test_scripts_have_the_same_answers_and_statuses(pair: Pair, messages: list[b
 
 
 @given(script)
+@example([b"s "])
 @settings(settings.get_profile("transports"), max_examples=60)
 def test_scripts_sent_in_one_write_have_the_same_answers(pair: Pair, messages: list[bytes]) -> None:
     async def play(channel: Any, name: str) -> Any:
