@@ -9,7 +9,7 @@ FUZZ_SECONDS ?= 600
 QUEUE_STEPS ?= 100000
 # How many tests run at once. A file's tests stay together, the long ones of real processes first.
 WORKERS ?= 2
-PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 2
 PYTEST = $(BIN)/python -m pytest -q --durations=10 --durations-min=1
 # $(call timed,name,command): the command, and then how long it took.
 timed = SECONDS=0; $(2); code=$$?; echo "==> $(1): $$((SECONDS / 60)) min $$((SECONDS % 60)) s"; exit $$code
@@ -114,10 +114,10 @@ e2e: $(VENV)/.dev ## whole product against the real Envoy: bytes, leases, kills 
 	$(BIN)/python -m pytest tests/e2e -q
 
 soak: $(VENV)/.dev ## 10,000 streams through every safe pair of modes, byte by byte
-	FAIRLEAD_SOAK_STREAMS=10000 $(BIN)/python -m pytest tests/e2e/test_byte_safety.py -q -s
+	FAIRLEAD_SOAK_STREAMS=10000 $(BIN)/python -m pytest tests/e2e/test_byte_safety.py -q -s -o faulthandler_timeout=3600
 
 chaos: $(VENV)/.dev ## kills, starvation and attacks at 200 requests a second, against bounds: a table, and out/chaos.json (half an hour); CHAOS="-k uploads" for some
-	FAIRLEAD_CHAOS=full FAIRLEAD_CHAOS_JSON=out/chaos.json $(BIN)/python -m pytest tests/chaos -q --ignore tests/chaos/test_soak.py $(CHAOS)
+	FAIRLEAD_CHAOS=full FAIRLEAD_CHAOS_JSON=out/chaos.json $(BIN)/python -m pytest tests/chaos -q --ignore tests/chaos/test_soak.py -o faulthandler_timeout=3600 $(CHAOS)
 
 conformance: $(VENV)/.dev ## each MUST of the endpoint picker protocol as a table: Fairlead's in both transports and behind Envoy; PICKER="HOST:PORT ..." for another one
 	$(BIN)/python tests/conformance/check_picker.py $(PICKER)

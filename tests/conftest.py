@@ -1,15 +1,17 @@
 """Fixtures for all tests."""
 
+import asyncio
 import gc
 import importlib.util
 import logging
 import os
+import signal
 import sys
 import tracemalloc
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
@@ -25,6 +27,34 @@ settings.load_profile("fairlead")
 TESTS = Path(__file__).parent
 PROTOS = TESTS / "protos"
 sys.path.insert(0, str(TESTS / "support"))
+
+
+#: A test is stopped so many seconds before `faulthandler_timeout` ends its process.
+STOP_EARLIER_S = 60
+
+
+@pytest.fixture(autouse=True)
+def a_test_that_hangs_fails(request: pytest.FixtureRequest) -> Iterator[None]:
+    """And tells where its tasks wait."""
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        try:
+            for task in asyncio.all_tasks():
+                task.print_stack(file=sys.__stderr__)
+        except RuntimeError:
+            print("no event loop runs in the main thread", file=sys.__stderr__)
+        pytest.fail(f"{request.node.nodeid} was stopped after {limit:g} s")
+
+    limit = float(request.config.getini("faulthandler_timeout")) - STOP_EARLIER_S
+    if limit <= 0:
+        yield
+        return
+    previous = signal.signal(signal.SIGALRM, stop)
+    # Again and again, because an event loop only logs what its callbacks raise.
+    signal.setitimer(signal.ITIMER_REAL, limit, 10.0)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    signal.signal(signal.SIGALRM, previous)
 
 
 class _Failures(logging.Handler):
