@@ -28,8 +28,10 @@ def little(monkeypatch):
     monkeypatch.setattr(tune_probe, "BATCHES", (1, 4, 6))
     monkeypatch.setattr(tune_probe, "LONG", 600)
     monkeypatch.setattr(tune_probe, "ROUNDS", 2)
-    # On a busy machine a fast stub's first tokens are seen far apart; how long things took is not looked at here.
+    # On a busy machine a fast stub's first tokens are seen far apart; how long things took is not looked at here. And a
+    # pause may be longer than a whole answer.
     monkeypatch.setattr(tune_probe, "TOGETHER", 1e6)
+    monkeypatch.setattr(tune_probe, "SLOT_TRIES", 20)
 
 
 def test_metrics_are_fetched_as_the_scheduler_does_by_default():
@@ -177,4 +179,4 @@ async def test_a_server_that_goes_away_leaves_what_it_told(little, monkeypatch, 
 def _enough(save):
     lines = save.read_bytes().splitlines() if save.exists() else []
     seen = [msgspec.json.decode(line, type=Observation) for line in lines]
-    return sum(one.tpot_ms > 0 for one in seen) >= 3 and sum(one.batch == 1 for one in seen) >= 4
+    return sum(one.tpot_ms > 0 for one in seen) >= 12 and sum(one.batch == 1 for one in seen) >= 8

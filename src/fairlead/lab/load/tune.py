@@ -270,12 +270,18 @@ class _Row(NamedTuple):
 
 def fit(observations: Sequence[Observation], step_tokens: int = 0, async_scheduling: bool | None = None) -> Fitted:
     """Fit a step model. `step_tokens`: the token budget of a step, 0 = `STEP_TOKENS`. `async_scheduling`: `None` = as
-    clients observed it. Raises `TooLittle` that says what is missing."""
+    clients observed it. Raises `TooLittle` that says what is missing or wrong."""
     step_tokens = step_tokens or STEP_TOKENS
     fitted = _fit(observations, step_tokens, bool(async_scheduling))
     if async_scheduling is None and (error := fitted.traffic_error) > ASYNC_ERROR:
         ahead = _fit(observations, step_tokens, True)
-        return ahead if ahead.traffic_error < 0.5 * error else fitted
+        if ahead.traffic_error < 0.5 * error:
+            fitted = ahead
+    if fitted.latency.c0_ms <= 0:
+        raise TooLittle(
+            "the observations contradict each other: they leave no time for a step itself; measure longer, on a server "
+            "and a machine without other work"
+        )
     return fitted
 
 

@@ -270,6 +270,17 @@ def test_too_little_says_what_is_missing(rows):
         fit(rows)
 
 
+def test_what_no_server_can_be_is_refused():
+    """Answers that take twice as long for twice the batch and context: nothing is left for a step itself."""
+    rows = [
+        Observation(prompt_tokens=tokens, ttft_ms=1.0, e2e_ms=1.0 + batch * tokens, completion_tokens=48, batch=batch)
+        for tokens in (1000, 2000, 4000)
+        for batch in (1, 2, 4)
+    ]
+    with pytest.raises(TooLittle, match="no time for a step"):
+        fit(rows)
+
+
 def test_a_preset_goes_through_its_text():
     for known in PRESETS.values():
         assert read_preset(write_preset(known)) == known
