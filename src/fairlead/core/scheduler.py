@@ -52,6 +52,7 @@ from fairlead.core.parking import Decided, Parking, Question, Reservation
 from fairlead.core.peers import Peers
 from fairlead.core.policy import Answer, Context, Picked, Policy, Refused
 from fairlead.core.profile import in_order, runner_up
+from fairlead.core.queues import Queues
 from fairlead.core.records import DecisionRecord, OutcomeRecord, Snapshot
 from fairlead.core.remote import RemotePolicy
 from fairlead.core.reports import SharedFleet
@@ -113,6 +114,12 @@ S, T = RequestState, Trigger
 _UNKNOWN = Usage()
 
 
+class _NoQueues:
+    """Without flow control nobody waits."""
+
+    count = 0
+
+
 class Pipeline:
     """Owns all mutable state of the scheduler."""
 
@@ -143,7 +150,7 @@ class Pipeline:
         #: Read by parsers to estimate prompt tokens; learns only in here.
         self.tokens = tokens
         self._report = on_plugin_error
-        self.flow_controller = flow_controller
+        self._put_in_control(flow_controller)
         #: What is defined of model names; an empty one changes nothing.
         self.models = Catalogue()
         self.snapshot, self.shadows = snapshot, shadows
@@ -190,8 +197,9 @@ class Pipeline:
                 instructions = self._handlers[kind](entry, event)
         if self._stalled:
             instructions = [*instructions, *self._stalls.take_changes()]
-        if self.flow_controller is not None and self.flow_controller.flow.queues.count:
+        if self._queues.count:
             flow = self.flow_controller
+            assert flow is not None, "somebody waits"
             instructions = instructions + flow.dispatched(self._bound, self._evict, self.fleet, self._clock.time())
             if flow.flow.draining:
                 self._drained(flow)
@@ -703,11 +711,16 @@ class Pipeline:
             self.parking = Parking(scheduling.remotes)
         return [AdoptConfiguration(event.document, scheduling)]
 
+    def _put_in_control(self, flow: FlowController | None) -> None:
+        self.flow_controller = flow
+        #: Its queues: looked at after every event.
+        self._queues: Queues | _NoQueues = _NoQueues() if flow is None else flow.flow.queues
+
     def _turn(self, flow: FlowController | None) -> None:
         """Turn flow control on or off. Who waits is sent first."""
         before = self.flow_controller
         if before is None:
-            self.flow_controller = flow
+            self._put_in_control(flow)
             if flow is not None:
                 self.peers.follow(flow.flow)
                 if isinstance(self.fleet, SharedFleet):
@@ -721,7 +734,7 @@ class Pipeline:
     def _drained(self, flow: FlowController) -> None:
         """Flow control that was turned off is over once nobody waits."""
         if not flow.flow.queues.count:
-            self.flow_controller = None
+            self._put_in_control(None)
             for entry in self.requests:
                 entry.charge = None
 

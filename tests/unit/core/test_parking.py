@@ -22,6 +22,7 @@ from fairlead.core.events import (
     ResponseEnded,
     StreamLost,
 )
+from fairlead.core.flow_control import FlowController
 from fairlead.core.instructions import AskRemote, Route
 from fairlead.core.remote import REFUSED, BreakerRules, Canary, RemotePolicy
 from fairlead.core.request import Request
@@ -37,14 +38,20 @@ BUDGET = 0.005
 class Rig:
     """A pipeline of three endpoints whose scheduler is this test."""
 
-    def __init__(self, able: Any = None) -> None:
+    def __init__(self, able: Any = None, flow_controller: FlowController | None = None) -> None:
         self.clock = SimClock()
         self.fleet = builders.fleet("e0", "e1", "e2")
         able = able or (lambda request, fleet, now: None)
         rules = BreakerRules(failures=3, cooldown=1.0)
         self.policy = RemotePolicy("remote", LeastRequests(), able, BUDGET, rules)
         self.pipeline = Pipeline(
-            self.clock, Random(1), self.fleet, self.policy, TokenEstimator(), remotes={"remote": self.policy}
+            self.clock,
+            Random(1),
+            self.fleet,
+            self.policy,
+            TokenEstimator(),
+            flow_controller=flow_controller,
+            remotes={"remote": self.policy},
         )
         assert self.pipeline.parking is not None
         self.parking = self.pipeline.parking
@@ -285,9 +292,8 @@ def test_a_canary_that_fails_is_replaced_by_the_primary() -> None:
 
 
 def test_with_flow_control_those_that_go_at_once_are_asked_and_those_that_waited_are_bound_late() -> None:
-    rig = Rig()
     config = load("flowControl: {saturation: {type: concurrency-detector, maxConcurrency: 2}}", need_endpoints=False)
-    rig.pipeline.flow_controller = build_flow_controller(config, LeastRequests())
+    rig = Rig(flow_controller=build_flow_controller(config, LeastRequests()))
     first = [rig.arrive(stream=True) for _ in range(6)]
     for request in first:
         rig.pick(request, f"e{request.id % 3}")
