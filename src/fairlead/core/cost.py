@@ -20,6 +20,12 @@ Theory. At endpoint i, for a prompt of n tokens of which u must be computed:
                                                         more come meanwhile, and wait for half of it; but they can still
                                                         go elsewhere, so each counts 0.3
     decode        w·A·S                                 the answer takes A steps, each as long as there
+    pauses        w·min(until - now, A·S)               w is that of decode. Where a long prompt was computed, few run
+                                                        then, so the next long one goes there as well, and who came in
+                                                        between pauses for as long as the answer takes, or for less. A
+                                                        prompt of `LONG_TOKENS` or more moves `until`, from now or from
+                                                        where it is, by 2·P, to now + 4·P at most. So long prompts keep
+                                                        others away for as long again as they take
     memory        w·full·(1 + waiting + 0.3·B)·hold·u/capacity
                                                         charged only where there is too little memory. The prompt takes
                                                         u tokens of the cache for `hold` ms (learned). All that wait
@@ -82,6 +88,8 @@ STEP_TOKENS = 8192
 FULL_FROM, FULL_SLOPE, PASSING = 0.75, 5.0, 0.3
 #: The same of those that come while a prompt is computed: on average they wait for half of it.
 COMING = 0.5 * PASSING
+#: A prompt is long from so many tokens to compute on, three whole steps.
+LONG_TOKENS = 3 * STEP_TOKENS
 #: The share of computing a copy of a cached beginning that later requests owe: three of four.
 OWED = 0.75
 #: The least load that can be higher than another by more than chance.
@@ -229,6 +237,8 @@ class Terms(Struct):
     slots: FloatColumn = _ZERO
     transfer: FloatColumn = _ZERO
     loading: FloatColumn = _ZERO
+    #: How long the answer may pause for long prompts that come later.
+    pauses: FloatColumn = _ZERO
 
 
 def cost(
@@ -247,6 +257,8 @@ def cost(
     used = table.kv + tokens * table.per_capacity
     model_ttft, kappa = prefill + steps + queue + slots, learned.kappa
     terms = Terms(uncached, prefill, queue, steps, step, used, model_ttft, kappa * model_ttft, kappa, slots)
+    if table.long_until > now * 1e3:
+        terms.pauses = pauses(step, fleet, now * 1e3)
     if loading is not None:
         terms.loading, terms.model_ttft = loading, model_ttft + loading
         terms.ttft = kappa * terms.model_ttft
@@ -302,6 +314,7 @@ def weighed(terms: Terms, weights: Weights, fleet: Known) -> FloatColumn:
     later = owed(terms.uncached, there, table.queued_tokens)
     ttft = terms.ttft if later is None else terms.ttft - terms.kappa * terms.prefill * later
     cost: FloatColumn = ttft + interference(terms, weights, fleet, there, later) + decode * terms.step
+    cost += weights.decode * terms.pauses
     distance = table.distance_ms if table.distant else None
     for more in memory_price(terms, weights, fleet), patience_price(ttft, best_offer(terms.ttft, table)), distance:
         if more is not None:
@@ -327,6 +340,7 @@ def parts(terms: Terms, weights: Weights, fleet: Known) -> list[tuple[str, Float
     ]
     own = (("slots", terms.slots), ("transfer", terms.transfer), ("loading", terms.loading))
     listed += [(name, terms.kappa * term) for name, term in own if np.any(term)]
+    listed += [("pauses", weights.decode * terms.pauses)] if np.any(terms.pauses) else []
     listed += [("topology", table.distance_ms)] if table.distant else []
     listed += [] if reuse is None else [("reuse", reuse)]
     return listed if patience is None else [*listed, ("patience", patience)]
@@ -363,6 +377,12 @@ def interference(
     prefill = terms.prefill if later is None else terms.prefill * (1.0 - later)
     coming = prefill / terms.step * (COMING / fleet.predictor.answer_steps)
     return prefill * (weights.interference * there) * (1.0 + coming)
+
+
+def pauses(step: FloatColumn, fleet: Known, now_ms: float) -> FloatColumn:
+    """Milliseconds by slot for which an answer that begins now may pause for long prompts that come later."""
+    left: FloatColumn = fleet.table.long_until_ms - now_ms
+    return left.clip(_ZERO, step * fleet.predictor.answer_steps)
 
 
 def patience_price(ttft: FloatColumn, best: FloatColumn) -> FloatColumn | None:
@@ -621,6 +641,8 @@ def cost_of_one(prompt: float, share: FloatColumn | None, weights: Weights, flee
     excess = np.maximum(ttft - FAIR * best, _ZERO)
     excess *= excess * (0.5 / best)
     total += ttft + excess
+    if table.long_until > now_ms:
+        total += pauses(step, fleet, now_ms) * weights.decode
     if table.distant:
         total += table.distance_ms
     if share is None and table.collisions is not None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from fairlead.core.adapters import Adapters, Cold
 from fairlead.core.columns import FloatColumn
-from fairlead.core.cost import CROWDED, PRIOR, StepModel, forecast
+from fairlead.core.cost import CROWDED, LONG_TOKENS, PRIOR, StepModel, forecast
 from fairlead.core.endpoint import MODEL_LABEL, Endpoint, Sample, Topology
 from fairlead.core.exact import ExactKnowledge
 from fairlead.core.learned import Common, EndpointLearned, Look, Part, PrefixesLearned
@@ -327,11 +327,21 @@ class Fleet:
         self.ledger.charge(lease)
         if table.lora:
             self._meet(lease)
+        if uncached >= LONG_TOKENS and not reserved:
+            self.sent_long_prompt(slot, alone_ms, now)
         if reserved:
             self.ledger.reserved[lease] = None
         elif request.prefix.hashes and not refused:
             table.free_cache[slot] = self.prefix.insert(slot, request.prefix)
         return lease
+
+    def sent_long_prompt(self, slot: int, alone_ms: float, now: float) -> None:
+        """Remember where prompts were sent that others had better keep away from: see `pauses` in `core.cost`.
+        `alone_ms`: of computing it at the prior's speed."""
+        table, now_ms, took_ms = self.table, now * 1e3, alone_ms * float(self.predictor.rates.prefill[slot])
+        until_ms = max(float(table.long_until_ms[slot]), now_ms) + 2.0 * took_ms
+        table.long_until_ms[slot] = until_ms = min(until_ms, now_ms + 4.0 * took_ms)
+        table.long_until = max(table.long_until, until_ms)
 
     def _meet(self, lease: Lease) -> None:
         """A charged lease and its adapter, if it needs one that somebody has."""
@@ -547,6 +557,7 @@ class Fleet:
         table = self.table
         assert np.isfinite([table.queue, table.active, table.kv, table.pending_tokens, table.kv_tokens]).all()
         assert ((table.kv >= 0) & (table.kv <= 1)).all()
+        assert (table.long_until_ms <= table.long_until).all()
 
 
 def _restarted(before: Sample, sample: Sample) -> bool:

@@ -28,6 +28,7 @@ import numpy as np
 from msgspec import Struct, field
 
 from fairlead.core.clock import Clock
+from fairlead.core.cost import LONG_TOKENS
 from fairlead.core.facts import (
     AGE_UNIT,
     BROKEN,
@@ -301,6 +302,8 @@ class Peers:
             sequences=charged.sequences,
         )
         fleet.ledger.charge_late(lease)
+        if charged.uncached >= LONG_TOKENS:
+            fleet.sent_long_prompt(slot, charged.work_us * 1e-3, now)
         delay_s = self._clock.time() - now
         if not view.at_once:
             view.unheard += charged.work_us * 1e-3 * delay_s

@@ -22,7 +22,7 @@ FLOATS = (
     "waiting", "running", "kv", "queue", "active", "inflight", "pending", "pending_tokens", "queued_tokens",
     "queued_ms", "prefill_since_ms", "kv_tokens", "growth_tokens", "head_ms",
     "sampled_at", "failures", "errors", "ejected_until", "suspicion", "max_adapters", "loaded_adapters",
-    "capacity_tokens", "per_capacity", "max_seqs", "distance_ms", "free_cache", "ranks",
+    "capacity_tokens", "per_capacity", "max_seqs", "distance_ms", "free_cache", "ranks", "long_until_ms",
 )  # fmt: skip
 #: Those that the leases add up to (`fairlead.core.ledger`), side by side in `FLOATS`.
 LOAD = (
@@ -84,6 +84,8 @@ class EndpointTable:
     #: Data-parallel engines behind the address; 0 = unknown. All other columns are of all of them together, except
     #: `kv`, which is that of the fullest.
     ranks: FloatColumn
+    #: Clock milliseconds until which it is more likely than others to be sent the next long prompt; see `core.cost`.
+    long_until_ms: FloatColumn
     #: 1 = it seems to hang, 2 = it does (`fairlead.core.stalls`).
     suspicion: FloatColumn
 
@@ -114,6 +116,8 @@ class EndpointTable:
         self.version = 0
         #: Some endpoint has failed scrapes or responses now, or hangs.
         self.troubled = False
+        #: No `long_until_ms` is later.
+        self.long_until = 0.0
         #: By slot, milliseconds that others' requests, not heard of yet, may cost one that is cached nowhere.
         self.collisions: FloatColumn | None = None
         #: Slots whose numbers changed since `cost.renew` looked. Who writes a column adds its slot.
@@ -282,6 +286,7 @@ class EndpointTable:
         self.stale.update(range(len(self.endpoints)))
         self.lora = bool(np.count_nonzero(self.max_adapters))
         self.distant = bool(np.count_nonzero(self.distance_ms))
+        self.long_until = float(self.long_until_ms.max(initial=0.0))
         self._judge_ranks()
         self.judge_trouble()
 

@@ -9,6 +9,7 @@ import pytest
 from fairlead.core.columns import FloatColumn
 from fairlead.core.cost import (
     CHANGED,
+    DECODE,
     FEW,
     FULL,
     FULL_FROM,
@@ -56,6 +57,8 @@ def world(rng: Random, slots: int = 6, prior: StepModel = PRIOR) -> Fleet:
     predictor.rates.prefill[:] = [rng.uniform(0.01, 9.0) for _ in range(slots)]
     predictor.rates.step[:] = [rng.uniform(0.01, 9.0) for _ in range(slots)]
     predictor.hold_ms, predictor.answer_steps = 2e4 * rng.random(), 1.0 + 1e3 * rng.random()
+    table.long_until_ms[:] = [1e3 * NOW + rng.choice((-500.0, 0.0, 5e3 * rng.random(), 9e4)) for _ in range(slots)]
+    table.long_until = float(table.long_until_ms.max())
     return fleet
 
 
@@ -98,6 +101,21 @@ def test_the_parts_add_up_to_the_weighed_cost(seed: int) -> None:
     named = parts(terms, weights, fleet)
     assert [name for name, _ in named][:6] == ["prefill", "queue", "steps", "interference", "decode", "memory"]
     assert sum(np.broadcast_to(column, (6,)) for _, column in named) == pytest.approx(weighed(terms, weights, fleet))
+
+
+def test_an_answer_may_pause_where_long_prompts_go_for_no_longer_than_it_takes() -> None:
+    fleet = Fleet()
+    for slot in range(3):
+        fleet.up(Endpoint(f"e{slot}", f"10.0.0.{slot}:8000"))
+    fleet.table.long_until_ms[1:] = [1e3 * NOW + 700.0, 1e3 * NOW + 60_000.0]
+    before = cost_of_one(500.0, None, Weights(), fleet, NOW)
+    assert "pauses" not in dict(parts(cost(500.0, None, fleet, NOW), Weights(), fleet))
+    fleet.table.rewritten()
+    terms = cost(500.0, None, fleet, NOW)
+    expected = DECODE * np.array([0.0, 700.0, terms.step[2] * fleet.predictor.answer_steps])
+    assert dict(parts(terms, Weights(), fleet))["pauses"] == pytest.approx(expected)
+    assert cost_of_one(500.0, None, Weights(), fleet, NOW) - before == pytest.approx(expected)
+    assert not np.any(cost(500.0, None, fleet, NOW + 61.0).pauses)
 
 
 def test_memory_has_a_price_only_where_it_is_short() -> None:

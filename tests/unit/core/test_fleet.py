@@ -4,6 +4,7 @@ from math import inf, nan
 
 import pytest
 
+from fairlead.core.cost import LONG_TOKENS, PRIOR
 from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.fleet import BYTES_PER_TOKEN, EJECT_SECONDS, Fleet
 from fairlead.core.prefix import ChainHasher
@@ -272,6 +273,24 @@ def test_a_prompt_that_the_engine_will_refuse_is_no_work_and_leaves_nothing_in_i
     assert (column > 0).tolist() == [False, True], "nothing is known of the memory there"
     assert fleet.charge(request(3, 1700), 0, 0.0, 200, 0.0).uncached_tokens == 1500, "the rest is there already"
     fleet.validate()
+
+
+def test_long_prompts_keep_others_away_for_as_long_again_as_they_take() -> None:
+    fleet = fleet_of(3)
+    fleet.predictor.rates.prefill[:] = 2.0
+    fleet.charge(request(1, LONG_TOKENS - 1), 0, 1.0, 0, 100.0)
+    fleet.charge(request(2, 2 * LONG_TOKENS), 0, 1.0, LONG_TOKENS + 1, 100.0)
+    fleet.charge(request(3, LONG_TOKENS), 1, 1.0, 0, 100.0, reserved=True)
+    assert fleet.table.long_until == 0.0, "short ones, also by what is cached, and who may go elsewhere"
+    took_ms = 2.0 * PRIOR.prefill_ms(LONG_TOKENS, LONG_TOKENS)
+    for number, times in ((4, 2.0), (5, 4.0), (6, 4.0)):
+        fleet.charge(request(number, LONG_TOKENS), 1, 1.0, 0, 100.0)
+        assert fleet.table.long_until_ms.tolist() == pytest.approx([0.0, 1000.0 + times * took_ms, 0.0])
+        fleet.validate()
+    fleet.charge(request(7, LONG_TOKENS), 2, 900.0, 0, 100.0)
+    assert fleet.table.long_until == fleet.table.long_until_ms[2] == pytest.approx(900_000.0 + 2.0 * took_ms)
+    fleet.down("e2")
+    assert fleet.table.long_until_ms[2] == 0.0
 
 
 def test_the_share_of_a_prompt_stays_a_share() -> None:

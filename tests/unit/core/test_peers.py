@@ -56,9 +56,9 @@ class Scheduler:
         self.pipeline.validate()
         return instructions
 
-    def send(self, number, prompt=SYSTEM, stream=True):
+    def send(self, number, prompt=SYSTEM, stream=True, tokens=4000):
         chain = HASHER.chain(b"m", prompt)
-        self.feed(RequestArrived(Request(number, 0.0, prompt_tokens=4000, stream=stream, prefix=chain)))
+        self.feed(RequestArrived(Request(number, 0.0, prompt_tokens=tokens, stream=stream, prefix=chain)))
 
     def batch(self):
         return self.pipeline.fleet.reports.batch(self.clock.time())
@@ -309,6 +309,14 @@ def test_of_endpoints_that_cost_the_same_each_scheduler_prefers_others(clock):
     assert (ours != theirs).all() and ours.sum() == 2
     other.feed(PeerLost("a"))
     assert other.pipeline.fleet.table.collisions is None, "alone, nothing is left to anybody"
+
+
+def test_where_a_peer_sent_a_long_prompt_others_keep_away_too(pair):
+    one, other = pair
+    one.send(1, tokens=50_000)
+    assert max(one.column("long_until_ms")) > 0.0
+    other.feed(PeerHeard("a", one.batch()))
+    assert other.column("long_until_ms") == pytest.approx(one.column("long_until_ms"), abs=1.0)
 
 
 def test_what_a_lost_peer_left_stays_until_a_scrape_shows_it(pair, clock):

@@ -1,11 +1,12 @@
 """`cost-model`, the default: send a request where it costs the least time, its own and everybody's. In milliseconds.
 
     J_i = TTFT_i + interference·(B_i + waiting)·P_i + decode·steps·S_i + memory·price of the memory it takes there
-          + patience - reuse
+          + pauses + patience - reuse
 
 The terms, and the learned speeds behind them, are those of the cost kernel: `fairlead.core.cost`. The price of memory
-is what keeps a prompt from being copied to where it pushes out what others need; `patience` bounds what a request
-waits for others' sake; `reuse` copies cached beginnings to endpoints that have far fewer requests.
+is what keeps a prompt from being copied to where it pushes out what others need; `pauses` keeps requests away from
+where long prompts go; `patience` bounds what a request waits for others' sake; `reuse` copies cached beginnings to
+endpoints that have far fewer requests.
 
 The candidates within 10 % of the best are equal: forecasts err by more. Of these the one with the most free KV cache is
 chosen, so that prefixes spread over all caches.

@@ -53,6 +53,7 @@ COLUMNS: Mapping[int, str] = {
     27: "head_ms",
     28: "free_cache",
     29: "ranks",
+    30: "long_until_ms",
     **FACTORS,
 }  # fmt: skip
 #: The highest slot that is accepted from a peer: columns are as long as the highest slot.
