@@ -5,6 +5,7 @@ import contextlib
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 import grpc
 import grpc.aio
@@ -147,7 +148,7 @@ async def talk_raw(
 ) -> tuple[bytes, dict[bytes, bytes]]:
     """Everything in one write, through the h2 library: the bytes of all answers, and the trailers."""
     reader, writer = await asyncio.open_connection(*target.split(":"))
-    # grpc's rules leave spaces around a status message as they are, and h2 would refuse such a header.
+    # grpcio leaves spaces around a status message as they are, and h2 would refuse such a header.
     client = H2Connection(H2Configuration(client_side=True, validate_inbound_headers=False))
     client.initiate_connection()
     client.increment_flow_control_window(1 << 24)
@@ -169,7 +170,7 @@ async def talk_raw(
         writer.write(client.data_to_send())
     writer.close()
     trailers.pop(b"grpc-accept-encoding", None)  # grpc's own, and optional
-    trailers.setdefault(b"grpc-message", b"")  # grpc sends it always
+    trailers[b"grpc-message"] = unquote_to_bytes(trailers.get(b"grpc-message", b""))  # grpc sends it always
     return body, trailers
 
 

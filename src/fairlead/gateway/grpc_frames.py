@@ -154,8 +154,11 @@ _MAX_MESSAGE = 1024
 
 
 def percent_encode(message: str) -> bytes:
-    """Encode a status message as gRPC does: visible ASCII and space except `%` stay, other UTF-8 bytes become %XX."""
+    """Encode a status message as gRPC does: visible ASCII and space except `%` stay, other UTF-8 bytes become %XX. So
+    do spaces at the ends: HTTP/2 does not allow them there (RFC 9113, 8.2.1), and a gateway would drop the stream."""
     raw = message[:_MAX_MESSAGE].encode("utf-8", "replace")
-    if raw.isascii() and message.isprintable() and b"%" not in raw:
-        return raw
-    return b"".join(b"%c" % byte if 0x20 <= byte <= 0x7E and byte != 0x25 else b"%%%02X" % byte for byte in raw)
+    text = raw.strip(b" ")
+    if not (text.isascii() and message.isprintable() and b"%" not in text):
+        text = b"".join(b"%c" % byte if 0x20 <= byte <= 0x7E and byte != 0x25 else b"%%%02X" % byte for byte in text)
+    before = len(raw) - len(raw.lstrip(b" ")) if text else 0
+    return b"%20" * before + text + b"%20" * (len(raw) - before - len(raw.strip(b" ")))

@@ -6,7 +6,7 @@ from urllib.parse import unquote_to_bytes
 
 import pytest
 from hpack import Decoder
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fairlead.core.errors import ProtocolError
@@ -88,8 +88,12 @@ def test_literals_of_any_length(size: int) -> None:
 
 
 @given(st.text(max_size=30))
+@example("  two and one ")
+@example("   ")
+@example(" 100 % \n ")
 def test_messages_are_percent_encoded(message: str) -> None:
     encoded = grpc.percent_encode(message)
+    assert encoded == encoded.strip(), "HTTP/2 allows no spaces at the ends"
     assert all(0x20 <= byte <= 0x7E for byte in encoded)
     assert unquote_to_bytes(encoded) == message.encode("utf-8", "replace")
     assert len(grpc.percent_encode(message * 1000)) <= 3 * 4 * 1024
