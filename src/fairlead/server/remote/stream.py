@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import grpc.aio
 
 MAX_PENDING = 8 << 20
+STOPS_WITHIN = 5.0
 
 
 class SchedulerStream:
@@ -64,8 +65,12 @@ class SchedulerStream:
         self._on_end(why)
 
     async def closed(self) -> None:
-        """Return once both directions have stopped after the end."""
-        await asyncio.wait([task for task in (self._reader, self._writer) if task is not None])
+        """Return once both directions have stopped after the end. One that has not within `STOPS_WITHIN` seconds is
+        cancelled: who closes a stream does not wait for gRPC to notice."""
+        directions = [task for task in (self._reader, self._writer) if task is not None]
+        _, left = await asyncio.wait(directions, timeout=STOPS_WITHIN)
+        for task in left:
+            task.cancel()
 
     async def _write(self) -> None:
         from grpc.aio import AioRpcError
