@@ -8,6 +8,7 @@ Header blocks are written without the dynamic table and without Huffman coding (
 valid on every connection and can be constants.
 """
 
+import re
 from enum import IntEnum
 from struct import Struct
 
@@ -151,14 +152,11 @@ def http_error(status: int) -> bytes:
 
 #: Status messages are cut to this length: they are sent in a header, and peers limit headers (8 KiB in grpc-core).
 _MAX_MESSAGE = 1024
+_ENCODED = re.compile(rb"\A | \Z|[^ -$&-~]")
 
 
 def percent_encode(message: str) -> bytes:
     """Encode a status message as gRPC does: visible ASCII and space except `%` stay, other UTF-8 bytes become %XX. So
-    do spaces at the ends: HTTP/2 does not allow them there (RFC 9113, 8.2.1), and a gateway would drop the stream."""
+    does a space at either end: HTTP/2 does not allow it there (RFC 9113, 8.2.1), and a gateway may drop the stream."""
     raw = message[:_MAX_MESSAGE].encode("utf-8", "replace")
-    text = raw.strip(b" ")
-    if not (text.isascii() and message.isprintable() and b"%" not in text):
-        text = b"".join(b"%c" % byte if 0x20 <= byte <= 0x7E and byte != 0x25 else b"%%%02X" % byte for byte in text)
-    before = len(raw) - len(raw.lstrip(b" ")) if text else 0
-    return b"%20" * before + text + b"%20" * (len(raw) - before - len(raw.strip(b" ")))
+    return _ENCODED.sub(lambda match: b"%%%02X" % match[0][0], raw)
