@@ -21,11 +21,12 @@ Theory. At endpoint i, for a prompt of n tokens of which u must be computed:
                                                         go elsewhere, so each counts 0.3
     decode        w·A·S                                 the answer takes A steps, each as long as there
     pauses        w·min(until - now, A·S)               w is that of decode. Where a long prompt was computed, few run
-                                                        then, so the next long one goes there as well, and who came in
-                                                        between pauses for as long as the answer takes, or for less. A
-                                                        prompt of `LONG_TOKENS` or more moves `until`, from now or from
-                                                        where it is, by 2·P, to now + 4·P at most. So long prompts keep
-                                                        others away for as long again as they take
+                                                        then, so the next long one goes there as well. Answers that
+                                                        began in between pause meanwhile; no more than the time they
+                                                        take is counted. A prompt of `LONG_TOKENS` or more adds 2·P to
+                                                        the later of `until` and now, up to now + 4·P (so a shorter one
+                                                        may move it back). So long prompts keep others away for as long
+                                                        again as they take
     memory        w·full·(1 + waiting + 0.3·B)·hold·u/capacity
                                                         charged only where there is too little memory. The prompt takes
                                                         u tokens of the cache for `hold` ms (learned). All that wait
@@ -88,7 +89,7 @@ STEP_TOKENS = 8192
 FULL_FROM, FULL_SLOPE, PASSING = 0.75, 5.0, 0.3
 #: The same of those that come while a prompt is computed: on average they wait for half of it.
 COMING = 0.5 * PASSING
-#: A prompt is long from so many tokens to compute on, three whole steps.
+#: A prompt with at least so many tokens to compute, three whole steps, is long.
 LONG_TOKENS = 3 * STEP_TOKENS
 #: The share of computing a copy of a cached beginning that later requests owe: three of four.
 OWED = 0.75

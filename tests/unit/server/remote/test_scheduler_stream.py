@@ -10,7 +10,7 @@ from fairlead.server.remote.stream import SchedulerStream
 
 
 class Deaf:
-    """A channel and its call: nothing that is asked of it ever ends, not even by being cancelled."""
+    """A channel and its call. A read never ends by itself, not even when the call is cancelled."""
 
     def __init__(self) -> None:
         self.cancelled = self.stopped = False
