@@ -172,7 +172,7 @@ bench: $(VENV)/.dev ## the benchmarks behind docs/benchmarks.md
 real: $(VENV)/.dev ## policies in turns before two real vLLM servers: installs 3 GB once, then an hour; REAL="--rate 5 --seed 1" for a slice
 	$(BIN)/python bench/real.py --install $(or $(REAL),--everything --simulate)
 
-quality: $(VENV)/.dev ## policies side by side in the simulator; TRACES=directory with the published traces, SET=all for a release
+quality: $(VENV)/.dev ## policies side by side in the simulator; TRACES=directory with the published traces, SET=all for a release, SET=drawn for 24 scenarios drawn at random
 	$(BIN)/python bench/quality.py --set $(or $(SET),development) --out out/quality --docs docs $(if $(TRACES),--traces $(TRACES))
 
 metrics-page: $(VENV)/.dev ## write docs/metrics.md anew, from the code

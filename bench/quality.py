@@ -6,6 +6,7 @@ situations that pools get into, and pools of prefill and decode servers; mostly 
 The held-out set: docs/workloads.md.
 
     python bench/quality.py                    the development set, in all processors
+    python bench/quality.py --set drawn        24 scenarios drawn at random; --scenario drawn-7: others
     python bench/quality.py --set held_out     what nothing was tuned on: once per release, and reported as it comes
     python bench/quality.py --quick            a smaller version of each scenario, for a first look
     python bench/quality.py --policy default --scenario agents
@@ -32,7 +33,7 @@ import msgspec
 
 from _quality_docs import Run, write_section
 from fairlead.lab.simulator.grid import CellResult, run_grid
-from fairlead.lab.simulator.quality import SETS, cells, entries, names, print_table, usable_traces, write_summary
+from fairlead.lab.simulator.quality import SETS, cells, entries, named, names, print_table, usable_traces, write_summary
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,8 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if note:
         print(note, file=sys.stderr)
     texts = entries()
-    chosen = {name: texts[name] for name in _choose(options.policy, list(texts), "policy")}
-    scenarios = _choose(options.scenario, names(), "scenario") if options.scenario else names(options.set)
+    chosen = {name: texts[name] for name in _policies(options.policy, list(texts))}
+    try:
+        scenarios = named(options.scenario or ()) or names(options.set)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     wanted = cells(scenarios, chosen, traces, options.quick, options.seeds, options.head)
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -58,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         print_table(compared)
     print(f"written: {out / 'summary.json'}, {out / 'scenarios.json'}", file=sys.stderr)
-    if options.docs:
+    # The pages show the two sets that stay the same.
+    if options.docs and options.set != "drawn":
         minutes = sum(result.cpu_s for result in results) / 60
         run = Run(cells=len(results), seeds=options.seeds, cpu_minutes=minutes, traces=bool(traces))
         for path in write_section(Path(options.docs), compared, run):
@@ -90,10 +95,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _choose(wanted: list[str] | None, known: list[str], what: str) -> list[str]:
+def _policies(wanted: list[str] | None, known: list[str]) -> list[str]:
     for name in wanted or ():
         if name not in known:
-            sys.exit(f"error: unknown {what} {name!r}; known: {', '.join(known)}")
+            sys.exit(f"error: unknown policy {name!r}; known: {', '.join(known)}")
     return wanted or known
 
 

@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 
 class Set(StrEnum):
-    """Scenarios that may be used for tuning, and scenarios that may not."""
+    """Scenarios that may be used for tuning, scenarios that may not, and scenarios drawn at random."""
 
     DEVELOPMENT = "development"
     HELD_OUT = "held-out"
+    DRAWN = "drawn"
     ALL = "all"
 
 
@@ -28,6 +29,7 @@ Examples:
   fairlead sim quality -p default -p my_policy.py --quick
   fairlead sim quality -p default -p mine=mine.yaml -w agents -w hot-prefix
   fairlead sim quality --set held-out
+  fairlead sim quality -p default -p mine=mine.yaml -w drawn-7
 """)
 def quality(
     policy: Policies = None,
@@ -35,7 +37,7 @@ def quality(
         list[str] | None, workload_option("NAME", "Only this scenario; repeat.", show_default="the set")
     ] = None,
     chosen: Annotated[
-        Set, typer.Option("--set", metavar="SET", help="development, held-out or all.")
+        Set, typer.Option("--set", metavar="SET", help="development, held-out, both (all), or drawn.")
     ] = Set.DEVELOPMENT,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer requests of each scenario.")] = False,
     seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Repeat with this many seeds.")] = 1,
@@ -51,6 +53,7 @@ def quality(
 
     The scheduler begins with a wrong prior and does not know answers' lengths. All policies on the development set take
     a quarter of an hour on one core; an interrupted run resumes. The held-out set is for the last look, not for tuning.
+    The drawn set is 24 pools, workloads, loads and faults at random; drawn-SEED draws others.
     """
     from fairlead.lab.simulator.grid import run_grid
     from fairlead.lab.simulator.quality import judgement, print_table, write_summary
@@ -73,16 +76,13 @@ def quality(
 def _cells(
     policies: list[str], scenarios: list[str], chosen: Set, quick: bool, seeds: int, traces: str
 ) -> "list[Cell]":
-    from fairlead.config.problems import suggestion
-    from fairlead.lab.simulator.quality import cells, entries, names, usable_traces
+    from fairlead.lab.simulator.quality import cells, entries, named, names, usable_traces
 
     known = entries()
     texts = {name: known[name] for name in policies if name in known}
     texts = {**texts, **texts_of([name for name in policies if name not in known])} or known
-    for name in scenarios:
-        if name not in names():
-            raise ValueError(f"{name!r} is not a scenario of quality; {suggestion(name, names())}")
+    chosen_names = named(scenarios) or names(chosen.replace("-", "_"))
     directory, note = usable_traces(traces)
     if note:
         typer.echo(note, err=True)
-    return cells(scenarios or names(chosen.replace("-", "_")), texts, directory, quick, seeds)
+    return cells(chosen_names, texts, directory, quick, seeds)

@@ -79,7 +79,7 @@ def simulate(
     from fairlead.lab.workload.formats import TraceError
 
     if list:
-        typer.echo("scenarios: " + ", ".join(names()))
+        typer.echo("scenarios: " + ", ".join((*names(), "drawn-SEED-NUMBER")))
         typer.echo("policies:  " + ", ".join(known_policies()))
         return
     if not workload:

@@ -73,6 +73,17 @@ def test_a_tiny_run_writes_summary_section_and_plots(bench, page, tmp_path, caps
     assert len({line.count("|") for line in text.splitlines() if line.startswith("| shared-prefix-10 ")}) == 4
 
 
+@pytest.mark.simulation
+def test_drawn_scenarios_are_no_part_of_the_page(bench, page, tmp_path):
+    before = page.read_text()
+    arguments = ["--set", "drawn", "--policy", "default", "--head", "5", "--processes", "1", "--docs", str(page.parent)]
+    assert bench("quality").main([*arguments, "--out", str(tmp_path / "out")]) == 0
+    assert page.read_text() == before
+    assert [*json.loads((tmp_path / "out" / "summary.json").read_bytes())] == ["drawn"]
+    with pytest.raises(SystemExit, match="did you mean 'agents'"):
+        bench("quality").main(["--scenario", "agenst"])
+
+
 def test_every_scenario_that_is_promised_takes_part_with_every_policy():
     texts = entries()
     assert next(iter(texts)) == "default"

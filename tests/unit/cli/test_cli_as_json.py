@@ -74,15 +74,16 @@ def test_quality(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     monkeypatch.setattr("fairlead.lab.simulator.quality.requests_of_quick", lambda name: 20)
     (tmp_path / "mine.yaml").write_text("policy: round-robin\n")
     policies = ("-p", "default", "-p", f"mine={tmp_path / 'mine.yaml'}", "-p", "sticky, 5 s")
-    scenarios = ("-w", "agents", "-w", "hot-prefix")
+    scenarios = ("-w", "agents", "-w", "hot-prefix", "-w", "drawn-7-3")
     more = ("--quick", "--processes", "1", "--out", str(tmp_path / "out"))
     code, found = run(capsys, "sim", "quality", *policies, *scenarios, *more)
     assert code == 0
-    assert [*found] == ["development"]
-    assert {*found["development"]} == {"default", "mine", "sticky, 5 s"}
-    assert all(row["ttft_mean"]["geomean"] >= 1.0 for row in found["development"].values())
+    assert [*found] == ["development", "drawn"]
+    for regrets in found.values():
+        assert {*regrets} == {"default", "mine", "sticky, 5 s"}
+        assert all(row["ttft_mean"]["geomean"] >= 1.0 for row in regrets.values())
     scenarios_file = json.loads((tmp_path / "out" / "scenarios.json").read_text())
-    assert [*scenarios_file["scenarios"]] == ["agents", "hot-prefix"]
+    assert [*scenarios_file["scenarios"]] == ["agents", "hot-prefix", "drawn-7-3"]
     assert [*scenarios_file["known"]["agents"]] == ["default"]
 
 

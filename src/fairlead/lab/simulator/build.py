@@ -6,6 +6,7 @@ from msgspec import Struct, structs
 
 from fairlead.config.problems import suggestion
 from fairlead.lab.engine.presets import DEFAULT_PRESET, preset
+from fairlead.lab.simulator.drawn import drawn_names, drawn_scenario
 from fairlead.lab.simulator.scenarios import (
     ADVERSARIAL,
     APART,
@@ -83,8 +84,13 @@ class ScenarioSpec(Struct, frozen=True, kw_only=True):
 
 
 def names() -> tuple[str, ...]:
-    """The names of the built-in scenarios."""
+    """The names of the built-in scenarios, but those of drawn ones (`is_name`)."""
     return (*QUALITY, *ADVERSARIAL, *PUBLISHED, *APART, *SITUATIONS, *HELD_OUT)
+
+
+def is_name(name: str) -> bool:
+    """Whether that is a built-in scenario, drawn ones included."""
+    return name in names() or drawn_names(name) == [name]
 
 
 def build(spec: ScenarioSpec) -> Scenario:
@@ -128,12 +134,14 @@ def _base(spec: ScenarioSpec) -> Scenario:
     for known in (ADVERSARIAL, PUBLISHED, SITUATIONS, HELD_OUT):
         if spec.source in known:
             return known[spec.source]()
+    if drawn := drawn_scenario(spec.source):
+        return drawn.scenario
     path = Path(spec.source)
     if path.is_file():
         workload = read_workload(path, spec.format)
     elif spec.source in KINDS:
         workload = generate(spec.source, Pace(rate=spec.rate or 1.0, seconds=spec.seconds), {})
     else:
-        there = suggestion(spec.source, (*names(), *KINDS))
+        there = suggestion(spec.source, dict.fromkeys((*names(), "drawn-SEED-NUMBER", *KINDS)))
         raise ValueError(f"{spec.source!r} is neither a scenario nor a file; {there}")
     return Scenario(name=spec.name, workload=workload, replicas=replicas(8, block_size=workload.block_size or 64))

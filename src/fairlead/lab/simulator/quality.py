@@ -19,7 +19,9 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
+from fairlead.config.problems import suggestion
 from fairlead.lab.simulator.build import ScenarioSpec
+from fairlead.lab.simulator.drawn import drawn_names, drawn_scenario
 from fairlead.lab.simulator.grid import COMPARED, Cell, CellResult, mean_figures, regrets, version
 from fairlead.lab.simulator.run import AT_ONCE, known_policies
 from fairlead.lab.simulator.scenarios import (
@@ -76,10 +78,11 @@ QUICK_OTHERS = {
 PREFILL_SERVERS = (2, 3)
 PAIRS = "policy: prefill-decode\n"
 PAIRS_ALWAYS = "policy: {type: prefill-decode, parameters: {always: true}}\n"
-#: The scenarios that may be used for tuning, and those that may not (docs/workloads.md).
+#: The scenarios that may be used for tuning, and those that may not (docs/workloads.md); `all` has the first two.
 SETS = {
     "development": (*QUALITY, *ADVERSARIAL, *PUBLISHED, *SITUATIONS, *APART),
     "held_out": (*HELD_OUT,),
+    "drawn": (*drawn_names("drawn-0"),),
 }
 
 
@@ -92,8 +95,18 @@ def entries() -> dict[str, str]:
 
 
 def names(chosen: str = "all") -> list[str]:
-    """The names of the scenarios of a set, or of all sets."""
-    return [name for key, scenarios in SETS.items() if chosen in (key, "all") for name in scenarios]
+    """The names of the scenarios of a set, or of all sets but the drawn one."""
+    return [*SETS[chosen]] if chosen != "all" else [*SETS["development"], *SETS["held_out"]]
+
+
+def named(wanted: Sequence[str]) -> list[str]:
+    """The names of these scenarios; of `drawn-SEED`, all that are drawn from that seed. Raises `ValueError` for a name
+    that is none."""
+    known = names("all")
+    for name in wanted:
+        if name not in known and not drawn_names(name):
+            raise ValueError(f"{name!r} is not a scenario of quality; {suggestion(name, [*known, 'drawn-SEED'])}")
+    return [scenario for name in wanted for scenario in (drawn_names(name) or [name])]
 
 
 def cells(
@@ -186,6 +199,8 @@ def comparison(results: Sequence[CellResult]) -> Comparison:
 def regrets_of(chosen: str, summary: Summary) -> Regrets:
     """The regrets over the simulated scenarios of a set. Pools of prefill and decode servers are left out, because they
     compare other rules."""
+    if chosen == "drawn":
+        return regrets({name: rows for name, rows in summary.items() if drawn_names(name)})
     names = [name for name in SETS[chosen] if name in summary and name not in APART]
     return regrets({name: summary[name] for name in names})
 
@@ -229,6 +244,9 @@ def print_table(compared: Comparison) -> None:
         console.print(_table(title, figure, summary, order))
     for name, regret in judged.items():
         console.print(_regret_table(f"regret over the {name} set: geometric mean (worst ratio)", regret, order))
+    for name in summary:
+        if drawn := drawn_scenario(name):
+            console.print(f"{name}: {drawn.words}", highlight=False, soft_wrap=True)
 
 
 def _regret_table(title: str, regret: Regrets, order: Sequence[str]) -> Table:
