@@ -60,7 +60,7 @@ quick: $(VENV)/.dev ## format, types, and the unit tests that take no simulation
 	@$(call timed,types,$(BIN)/mypy)
 	@$(call timed,unit tests,$(PYTEST) $(PARALLEL) tests/unit tests/property -m "not slow and not simulation and not install and not browser")
 
-test: check unit integration ## all checks and tests but those of test-kube (a quarter of an hour on two cores)
+test: check unit integration ## all checks and tests but those of test-kube (nine minutes on two idle cores)
 
 check: $(VENV)/.dev ## ruff, mypy, import contracts, names, the documentation's English (Vale, built once by Go) and its site
 	@$(call timed,format and lint,$(BIN)/ruff format --check . && $(BIN)/ruff check .)
@@ -81,7 +81,8 @@ unit: $(VENV)/.dev ## tests of parts, properties and fuzzers
 	@$(call timed,unit tests,$(call tests,tests/property tests/fuzz tests/unit))
 
 # These wait for processes more than they compute.
-integration test-kube test-hard: WORKERS = 3
+integration: WORKERS = 4
+test-kube test-hard: WORKERS = 3
 integration: $(VENV)/.dev ## tests with real processes: Envoy, stubs, browsers, other schedulers
 	@$(call timed,integration tests,$(call tests,tests/e2e tests/chaos tests/browser tests/integration))
 
