@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from fairlead.lab.engine.presets import PRESETS
-from fairlead.lab.simulator.world import Fault, FaultKind, Replica, Scenario, replicas
+from fairlead.lab.simulator.world import MAX_MODEL_LEN, Fault, FaultKind, Replica, Scenario, replicas
 from fairlead.lab.workload.arrivals import Arrivals, bursty, poisson, tides, times
 from fairlead.lab.workload.conversation import Conversation, SharedPrefix, conversation, shared_prefix
 from fairlead.lab.workload.record import Dispatch, Record, Workload
@@ -133,12 +133,13 @@ def lengths(kind: str, chance: Random, memory: int) -> Conversation | SharedPref
         output_tokens=tokens(64, 1500),
         gap_s=chance.uniform(2, 10) if kind == "agents" else chance.uniform(10, 60),
         spread=chance.uniform(0.2, 1.2),
-        max_tokens=memory // 3,
+        max_tokens=min(memory // 3, MAX_MODEL_LEN),
         block_size=BLOCK,
     )
 
 
 def requests_of(kind: str, spec: Conversation | SharedPrefix, arrivals: Arrivals, seed: int, requests: int) -> Workload:
+    """About so many requests of a kind, or of its sessions; sessions, or single requests, begin at these arrivals."""
     if isinstance(spec, Conversation):
         sessions = max(round(requests / spec.turns), 1)
         dispatch: Dispatch = "think" if kind == "agents" else "timestamp"

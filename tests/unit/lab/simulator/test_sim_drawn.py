@@ -40,6 +40,13 @@ def test_all_requests_fit_into_every_server():
     assert faults == {*FAULTS}
 
 
+def test_long_sessions_end_where_servers_with_much_memory_end_them():
+    scenario = draw(9, 23).scenario
+    longest = min(replica.engine.max_model_len for replica in scenario.replicas)
+    most = max(record.in_tokens + record.out_tokens for record in scenario.workload.records)
+    assert longest / 2 < most <= longest
+
+
 def test_the_same_name_draws_the_same():
     for number in range(6):
         name = f"drawn-5-{number}"
