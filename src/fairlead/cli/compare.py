@@ -300,15 +300,13 @@ def _cells(spec: "ScenarioSpec", scenarios: list[str], policies: list[str], load
     from msgspec.structs import replace
 
     from fairlead.config.problems import suggestion
-    from fairlead.lab.simulator.build import is_name, names
+    from fairlead.lab.simulator.build import is_name, listed
     from fairlead.lab.simulator.run import known_policies
     from fairlead.lab.simulator.scenarios import QUALITY
 
     for name in scenarios:
         if not is_name(name) and not Path(name).is_file():
-            raise ValueError(
-                f"{name!r} is neither a scenario nor a file; {suggestion(name, (*names(), 'drawn-SEED-NUMBER'))}"
-            )
+            raise ValueError(f"{name!r} is neither a scenario nor a file; {suggestion(name, listed())}")
     texts = texts_of(policies) or known_policies()
     loads = numbers(load)
     if not loads or min(loads) <= 0:

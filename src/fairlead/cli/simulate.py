@@ -74,12 +74,12 @@ def simulate(
     The scheduler is the one that `fairlead serve` runs. docs/simulator.md says what is simulated and how well it agrees
     with measured servers.
     """
-    from fairlead.lab.simulator.build import ScenarioSpec, names
+    from fairlead.lab.simulator.build import ScenarioSpec, is_name, listed
     from fairlead.lab.simulator.run import known_policies, policy_text
     from fairlead.lab.workload.formats import TraceError
 
     if list:
-        typer.echo("scenarios: " + ", ".join((*names(), "drawn-SEED-NUMBER")))
+        typer.echo("scenarios: " + ", ".join(listed()))
         typer.echo("policies:  " + ", ".join(known_policies()))
         return
     if not workload:
@@ -87,7 +87,7 @@ def simulate(
         raise typer.Exit(WRONG_INPUT)
     with exits(WRONG_INPUT, TraceError, ValueError, OSError):
         spec = ScenarioSpec(
-            name=workload if workload in names() else Path(workload).stem,
+            name=workload if is_name(workload) else Path(workload).stem,
             source=workload,
             traces=traces,
             format=format,

@@ -84,8 +84,13 @@ class ScenarioSpec(Struct, frozen=True, kw_only=True):
 
 
 def names() -> tuple[str, ...]:
-    """The names of the built-in scenarios, but those of drawn ones (`is_name`)."""
+    """The names of the built-in scenarios without those of drawn ones (`is_name`)."""
     return (*QUALITY, *ADVERSARIAL, *PUBLISHED, *APART, *SITUATIONS, *HELD_OUT)
+
+
+def listed() -> tuple[str, ...]:
+    """The names for people, with the form of drawn ones."""
+    return (*names(), "drawn-SEED-NUMBER")
 
 
 def is_name(name: str) -> bool:
@@ -142,6 +147,6 @@ def _base(spec: ScenarioSpec) -> Scenario:
     elif spec.source in KINDS:
         workload = generate(spec.source, Pace(rate=spec.rate or 1.0, seconds=spec.seconds), {})
     else:
-        there = suggestion(spec.source, dict.fromkeys((*names(), "drawn-SEED-NUMBER", *KINDS)))
+        there = suggestion(spec.source, dict.fromkeys((*listed(), *KINDS)))
         raise ValueError(f"{spec.source!r} is neither a scenario nor a file; {there}")
     return Scenario(name=spec.name, workload=workload, replicas=replicas(8, block_size=workload.block_size or 64))
