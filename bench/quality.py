@@ -38,15 +38,15 @@ from fairlead.lab.simulator.quality import SETS, cells, entries, named, names, p
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
-    traces, note = usable_traces(options.traces)
-    if note:
-        print(note, file=sys.stderr)
     texts = entries()
     chosen = {name: texts[name] for name in _policies(options.policy, list(texts))}
     try:
         scenarios = named(options.scenario or ()) or names(options.set)
     except ValueError as error:
         sys.exit(f"error: {error}")
+    traces, note = usable_traces(options.traces, scenarios)
+    if note:
+        print(note, file=sys.stderr)
     wanted = cells(scenarios, chosen, traces, options.quick, options.seeds, options.head)
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)

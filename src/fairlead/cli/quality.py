@@ -82,7 +82,7 @@ def _cells(
     texts = {name: known[name] for name in policies if name in known}
     texts = {**texts, **texts_of([name for name in policies if name not in known])} or known
     chosen_names = named(scenarios) or names(chosen.replace("-", "_"))
-    directory, note = usable_traces(traces)
+    directory, note = usable_traces(traces, chosen_names)
     if note:
         typer.echo(note, err=True)
     return cells(chosen_names, texts, directory, quick, seeds)

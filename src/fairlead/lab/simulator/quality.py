@@ -33,6 +33,7 @@ from fairlead.lab.simulator.scenarios import (
     PUBLISHED,
     QUALITY,
     SITUATIONS,
+    TRACES,
 )
 
 #: Further configurations that take part like a policy: key → text. They are settings that the authors of rules publish
@@ -147,13 +148,14 @@ def requests_of_quick(name: str) -> int:
     return QUICK.get(name) or QUICK_OTHERS.get(name, 1200)
 
 
-def usable_traces(directory: str) -> tuple[str, str]:
-    """The directory if it has any published trace, otherwise "", and a note about the missing traces."""
+def usable_traces(directory: str, scenarios: Sequence[str]) -> tuple[str, str]:
+    """The directory if it has any published trace, otherwise "", and a note about those that these scenarios miss."""
     path = Path(directory)
-    missing = [name for name in (MOONCAKE, AZURE_CODE) if not (path / name).is_file()]
+    there = [name for name in (MOONCAKE, AZURE_CODE) if (path / name).is_file()]
+    missing = dict.fromkeys(TRACES[name] for name in scenarios if name in TRACES and TRACES[name] not in there)
     where = directory or "--traces"
     note = f"note: no {' and no '.join(missing)} in {where}; made-up workloads stand in" if missing else ""
-    return (str(path.resolve()) if len(missing) < 2 else ""), note
+    return (str(path.resolve()) if there else ""), note
 
 
 KEPT = (

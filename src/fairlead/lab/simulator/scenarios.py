@@ -165,8 +165,13 @@ QUALITY: dict[str, Callable[[Path | None], Scenario]] = {
     "agents": lambda _: agents(),
     "unlike-hardware": lambda traces: unlike(_conversation(traces, 1.0)),
 }
-
-
+#: The published trace that a scenario uses, where there is one.
+TRACES = {
+    **dict.fromkeys((f"conversation-{pace}" for pace in ("1x", "1.5x", "2x")), MOONCAKE),
+    "unlike-hardware": MOONCAKE,
+    "apart-conversation-1x": MOONCAKE,
+    "azure-code": AZURE_CODE,
+}
 #: For pools with separate prefill and decode servers (`parted`), and for the same workload if all servers do both.
 APART: dict[str, Callable[[Path | None], Scenario]] = {
     f"apart-{name}": partial(_apart, name=name) for name in ("chat", "conversation-1x", "agents", "shared-prefix-10")

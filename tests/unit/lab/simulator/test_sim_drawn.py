@@ -1,6 +1,7 @@
 """Drawn scenarios can be simulated, are the same for the same name, and load pools by what these can do."""
 
 from collections import Counter
+from contextlib import nullcontext
 from random import Random
 
 import pytest
@@ -17,9 +18,11 @@ from fairlead.lab.simulator.drawn import (
     requests_of,
 )
 from fairlead.lab.simulator.grid import CellResult
-from fairlead.lab.simulator.quality import KEPT, comparison, named, names, print_table
+from fairlead.lab.simulator.quality import KEPT, comparison, named, names, print_table, usable_traces
+from fairlead.lab.simulator.scenarios import APART, AZURE_CODE, MOONCAKE, QUALITY, TRACES
 from fairlead.lab.simulator.world import replicas
 from fairlead.lab.workload.arrivals import poisson
+from fairlead.lab.workload.formats import TraceError
 
 
 def test_all_requests_fit_into_every_server():
@@ -79,6 +82,27 @@ def test_a_seed_is_all_its_scenarios():
     assert len(drawn_names("drawn-7")) == COUNT == len(names("drawn"))
     assert drawn_scenario("drawn-7") is None, "several"
     assert not {*names("drawn")} & {*names()}
+
+
+def test_only_traces_that_are_used_are_missed(tmp_path):
+    assert usable_traces("", names("drawn")) == ("", "")
+    missed = "note: no mooncake_conversation.jsonl and no azure_2023_code.csv in --traces; made-up workloads stand in"
+    assert usable_traces("", names()) == ("", missed)
+    (tmp_path / AZURE_CODE).touch()
+    assert usable_traces(str(tmp_path), ["azure-code", "agents"]) == (str(tmp_path), "")
+    directory, note = usable_traces(str(tmp_path), ["conversation-2x"])
+    assert directory == str(tmp_path)
+    assert note.startswith(f"note: no mooncake_conversation.jsonl in {tmp_path};")
+
+
+@pytest.mark.parametrize("name", [*QUALITY, *APART])
+def test_the_trace_of_a_scenario_is_known(tmp_path, name):
+    """One that cannot be read fails exactly the scenarios that use it."""
+    for trace in (MOONCAKE, AZURE_CODE):
+        (tmp_path / trace).write_text("no trace")
+    make = {**QUALITY, **APART}[name]
+    with pytest.raises(TraceError) if name in TRACES else nullcontext():
+        make(tmp_path)
 
 
 def test_they_are_judged_by_themselves_and_tables_say_what_they_are(capsys):
