@@ -301,10 +301,12 @@ def _cells(spec: "ScenarioSpec", scenarios: list[str], policies: list[str], load
 
     from fairlead.config.problems import suggestion
     from fairlead.lab.simulator.build import is_name, listed
+    from fairlead.lab.simulator.drawn import drawn_names
     from fairlead.lab.simulator.run import known_policies
     from fairlead.lab.simulator.scenarios import QUALITY
 
-    for name in scenarios:
+    sources = [source for name in scenarios for source in (drawn_names(name) or [name])]
+    for name in sources:
         if not is_name(name) and not Path(name).is_file():
             raise ValueError(f"{name!r} is neither a scenario nor a file; {suggestion(name, listed())}")
     texts = texts_of(policies) or known_policies()
@@ -318,7 +320,7 @@ def _cells(spec: "ScenarioSpec", scenarios: list[str], policies: list[str], load
             text=text,
             seed=seed,
         )
-        for source in scenarios or QUALITY
+        for source in sources or QUALITY
         for factor in loads
         for policy, text in texts.items()
         for seed in range(seeds)

@@ -8,6 +8,7 @@ import pytest
 
 from fairlead.cli.main import main
 from fairlead.cli.options import complain
+from fairlead.lab.simulator.drawn import drawn_names
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
@@ -67,6 +68,14 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     assert {*found["summary"]["agents"]} == {*found["regret"]} == {"random", "lpwl"}
     assert (tmp_path / "report.html").is_file()
+
+
+@pytest.mark.simulation
+def test_compare_takes_all_scenarios_of_a_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scenarios = ("-w", "drawn-7", "-w", "drawn-7-30")
+    code, found = run(capsys, "sim", "compare", "-p", "round-robin", *scenarios, "-n", "3", "--out", str(tmp_path))
+    assert code == 0
+    assert {*found["summary"]} == {*drawn_names("drawn-7"), "drawn-7-30"}
 
 
 @pytest.mark.simulation
