@@ -195,8 +195,13 @@ def read_policy(source: Source, report: Report, registry: Registry) -> PolicySpe
     before = len(report.problems)
     reader = _Reader(source, report, registry)
     named = values.get("policy", "default")
-    if isinstance(named, Mapping) and {*named} == {"type"} and named["type"] in (*POLICIES,):
-        named = values["policy"] = named["type"]
+    if isinstance(named, Mapping) and named.get("type") in (*POLICIES,):
+        shorthand = named["type"]
+        if len(named) > 1 and shorthand != "default":
+            problem = f"policy '{shorthand}' takes no name and no parameters"
+            report.add(source.place("policy"), problem, f"write policy: {shorthand}")
+        if len(named) == 1 or shorthand != "default":
+            named = values["policy"] = shorthand
     if isinstance(named, Mapping) or (isinstance(named, str) and named not in POLICIES):
         policy = reader.policy(named, values)
     else:
@@ -267,6 +272,9 @@ class _Reader(PluginReader):
         """`policy: TYPE`, or `policy: {type: TYPE, parameters: {…}}`, where the type is that of a policy plugin."""
         place = self.source.place("policy")
         entry: Mapping[str, Any] = {"type": node} if isinstance(node, str) else node
+        shown = entry.get("type")
+        if shown == "default":
+            entry = {**entry, "type": DEFAULT_POLICY}
         spec = self.plugin("policy", entry, place, {"type": place} if isinstance(node, str) else None)
         if spec is None:
             return None
@@ -277,9 +285,10 @@ class _Reader(PluginReader):
         else:
             unused += [key for key in ("filters", "builtinFilters") if key in values]
         if unused:
-            problem = f"policy '{spec.type}' brings its own {', '.join(unused)}"
+            problem = f"policy '{shown}' brings its own {', '.join(unused)}"
             self.report.add(place, problem, "leave out one or the other")
-        return PolicySpec(name=spec.name, filters=tuple(filters), plugin=spec)
+        name = "default" if shown == "default" and "name" not in entry else spec.name
+        return PolicySpec(name=name, filters=tuple(filters), plugin=spec)
 
     def picker(self, node: object) -> PluginSpec | None:
         """`{topK: 3}` or `{picker: type, parameters: {…}}`."""

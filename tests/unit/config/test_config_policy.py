@@ -13,6 +13,7 @@ from fairlead.core.policy import Context, Filter, Picked
 from fairlead.core.profile import Profile
 from fairlead.core.request import Request
 from fairlead.plugins.params import Params
+from fairlead.plugins.policies.cost_model import CostModel
 from fairlead.testing import assert_routed, fleet, request
 
 ONE = "endpoints: ['127.0.0.1:8000']\n"
@@ -45,7 +46,7 @@ class Filtering(Last):
 
 @pytest.fixture(autouse=True)
 def policies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(builtins.BUILTINS, "policy", {"last": Last, "filtering": Filtering})  # type: ignore[arg-type]
+    monkeypatch.setitem(builtins.BUILTINS, "policy", {"last": Last, "filtering": Filtering, "cost-model": CostModel})  # type: ignore[arg-type]
 
 
 def test_by_name() -> None:
@@ -69,6 +70,17 @@ def test_a_shorthand_may_stand_in_a_mapping() -> None:
     assert isinstance(build_policy(config), Profile)
 
 
+@pytest.mark.parametrize("parameters", ["interference: 1", "parameters: {interference: 1}"])
+def test_the_default_takes_parameters(parameters: str) -> None:
+    config = load(f"policy: {{type: default, {parameters}}}\nfilters: [{{type: queue-depth}}]\n{ONE}")
+    plain = load(f"policy: default\nfilters: [{{type: queue-depth}}]\n{ONE}")
+    assert config.policy.name == plain.policy.name == "default"
+    assert [spec.name for spec in config.policy.plugins()] == [spec.name for spec in plain.policy.plugins()]
+    policy = build_policy(config)
+    assert isinstance(policy, CostModel) and policy.weights.interference == 1.0
+    assert load(f"policy: {{type: default, name: mine, {parameters}}}\n{ONE}").policy.name == "mine"
+
+
 def test_filters_are_handed_to_a_policy_that_takes_them() -> None:
     policy = build_policy(load(f"policy: filtering\nfilters: [{{type: queue-depth}}]\n{ONE}"))
     assert isinstance(policy, Filtering)
@@ -87,6 +99,9 @@ def test_filters_are_handed_to_a_policy_that_takes_them() -> None:
         ("policy: last\nscorers: []", "$.policy", "brings its own scorers", "leave out"),
         ("policy: last\nfilters: []", "$.policy", "brings its own filters", "leave out"),
         ("policy: filtering\nselection: {topK: 1}", "$.policy", "brings its own selection", ""),
+        ("policy: {type: default, interferenc: 1}", "$.policy.interferenc", "unknown field", "'interference'"),
+        ("policy: {type: default, name: a}\nscorers: []", "$.policy", "'default' brings its own scorers", "leave out"),
+        ("policy: {type: random, seed: 1}", "$.policy", "'random' takes no name and no parameters", "policy: random"),
         ("policy: queue-depth", "$.policy", "unknown policy", "'queue-depth' is a filter"),
         ("scorers: [{type: last}]", "$.scorers[0].type", "unknown scorer type", "'last' is a policy"),
     ],
