@@ -336,8 +336,10 @@ def texts_of(policies: Sequence[str]) -> dict[str, str]:
 
 def _name(policy: str) -> str:
     """The policy's name in tables: what is before the `=`, or the name; a Python file's without folder and ending."""
-    name = policy.partition("=")[0]
-    return Path(name).stem if name == policy and name.endswith(".py") else name
+    from fairlead.lab.simulator.run import named_file
+
+    name, path = named_file(policy)
+    return Path(name).stem if name == path and name.endswith(".py") else name
 
 
 def _label(source: str, factor: float, several: bool) -> str:

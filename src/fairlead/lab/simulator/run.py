@@ -145,6 +145,12 @@ def known_policies() -> dict[str, str]:
     return {name: text for name, text in texts.items() if _works(text)}
 
 
+def named_file(text: str) -> tuple[str, str]:
+    """The two parts of `NAME=FILE`; of a file, or what has no `=`, twice the same."""
+    name, _, path = text.partition("=")
+    return (text, text) if not path or Path(text).is_file() else (name, path)
+
+
 def policy_text(name: str) -> str:
     """The configuration text of a known policy, or of a file, given as `tuned=path.yaml` or `path.yaml`. The file may
     be a Python file with a policy in it.
@@ -154,7 +160,7 @@ def policy_text(name: str) -> str:
     texts = known_policies()
     if name in texts:
         return texts[name]
-    path = Path(name.partition("=")[2] or name)
+    path = Path(named_file(name)[1])
     if not path.is_file():
         raise ValueError(f"{name!r} is neither a policy nor a file; {suggestion(name, texts)}")
     if path.suffix == ".py":

@@ -6,6 +6,7 @@ from statistics import fmean
 import msgspec
 import pytest
 
+from fairlead.cli.compare import texts_of
 from fairlead.lab.simulator import grid
 from fairlead.lab.simulator.build import ScenarioSpec, build, names
 from fairlead.lab.simulator.grid import Cell, CellResult, mean_figures, read_kept, regrets, run_cell, run_grid
@@ -97,6 +98,10 @@ def test_policies_are_found_by_name_or_file(tmp_path):
     assert policy_text(str(file)) == policy_text(f"mine={file}") == "policy: random\n"
     with pytest.raises(ValueError, match="neither a policy nor a file"):
         policy_text("no-such")
+    equals = tmp_path / "a=1.yaml"
+    equals.write_text("policy: least-requests\n")
+    assert policy_text(str(equals)) == policy_text(f"mine={equals}") == "policy: least-requests\n"
+    assert [*texts_of([str(equals), f"mine={equals}", "random"])] == [str(equals), "mine", "random"]
 
 
 def result(scenario, policy, ttft, e2e, seed=0, **more):
