@@ -90,10 +90,11 @@ class Home(Struct, frozen=True):
 class Server:
     """One server; its processes are a group of their own."""
 
-    def __init__(self, home: Home, name: str, log: Path, nice: int, lora: bool) -> None:
+    def __init__(self, home: Home, name: str, log: Path, nice: int, lora: bool, core: int | None = None) -> None:
+        """`core`: the only one that it runs on; `None` = any."""
         self.name = name
         self.port, self.events, self.replay = free_ports(3)
-        self._home, self._log, self._nice, self._lora = home, log, nice, lora
+        self._home, self._log, self._nice, self._lora, self._core = home, log, nice, lora, core
         self._process: subprocess.Popen[bytes] | None = None
         self._spent_s = 0.0
 
@@ -112,6 +113,8 @@ class Server:
                 start_new_session=True,
             )
         set_group_nice(self._process.pid, self._nice)
+        if self._core is not None:
+            os.sched_setaffinity(self._process.pid, {self._core})
 
     def _command(self) -> list[str]:
         nice = ["nice", "-n", str(self._nice - os.getpriority(os.PRIO_PROCESS, 0)), str(self._home.program)]
@@ -205,10 +208,17 @@ class Server:
 class Pool:
     """Servers that are equal, and end together."""
 
-    def __init__(self, home: Home, folder: Path, count: int = 2, nice: int = 5, lora: bool = False) -> None:
+    def __init__(
+        self, home: Home, folder: Path, count: int = 2, nice: int = 5, lora: bool = False, pinned: bool = False
+    ) -> None:
+        """`pinned`: each has a core of its own while there are enough, so that none is slower while another works."""
         folder.mkdir(parents=True, exist_ok=True)
         self.lora = lora
-        self.servers = [Server(home, f"e{i}", folder / f"server-e{i}.log", nice, lora) for i in range(count)]
+        cores = sorted(os.sched_getaffinity(0))
+        self.servers = [
+            Server(home, f"e{i}", folder / f"server-e{i}.log", nice, lora, cores[i % len(cores)] if pinned else None)
+            for i in range(count)
+        ]
 
     def __enter__(self) -> "Pool":
         try:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -65,7 +65,7 @@ CAUGHT_UP_S = 60.0
 
 class Case(Struct, frozen=True):
     """What identifies a run. `policy` may end with `+events` (KV events), `+warm` (traffic before), `+at-once` (no flow
-    control), and with `@REVISION`, whose sources are used."""
+    control), `+NAME=NUMBER` (a parameter of the policy), and with `@REVISION`, whose sources are used."""
 
     policy: str
     rate: float
@@ -76,13 +76,23 @@ class Case(Struct, frozen=True):
     engine: str = "vllm"
     #: Of the model: a key of `SHAPES`.
     size: str = "28m"
+    #: Whether each server has a core of its own.
+    pinned: bool = False
 
     @property
     def key(self) -> str:
         words = [self.policy, f"{self.rate:g}rps", f"seed{self.seed}", f"n{self.requests}", self.fault]
         words += ["adapters"] * self.adapters
+        words += ["pinned"] * self.pinned
         words += [self.engine] * (self.engine != "vllm") + [self.size] * (self.size != "28m")
         return "_".join(words)
+
+
+def scheduling(policy: str, options: Sequence[str]) -> dict[str, Any]:
+    """What a configuration says of these."""
+    parameters = {name: float(value) for name, equals, value in (o.partition("=") for o in options) if equals}
+    document: dict[str, Any] = {"policy": {"type": policy, "parameters": parameters} if parameters else policy}
+    return document | ({"flowControl": {"enabled": False}} if "at-once" in options else {})
 
 
 def traffic(case: Case) -> list[Record]:
@@ -111,7 +121,7 @@ class Gateway:
         self.journal.mkdir(parents=True, exist_ok=True)
         policy, *options = case.policy.partition("@")[0].split("+")
         document: dict[str, Any] = {
-            "policy": policy,
+            **scheduling(policy, options),
             "gateway": {"host": "127.0.0.1", "port": self.port, "concurrency": 1},
             "extProc": {"host": "127.0.0.1", "port": ext_proc},
             "als": {"port": als},
@@ -122,8 +132,6 @@ class Gateway:
             "seed": case.seed,
             "state": {"enabled": False},
         }
-        if "at-once" in options:
-            document["flowControl"] = {"enabled": False}
         self._events, self._servers = "events" in options, len(pool.servers)
         if self._events:
             document["kvEvents"] = {"enabled": True}

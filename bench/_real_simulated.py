@@ -12,6 +12,7 @@ from typing import Any
 
 from _gateway import environment
 from _real_pool import Server
+from _real_run import scheduling
 
 TUNE_S, PATIENCE_S = 60.0, 180.0
 
@@ -40,8 +41,10 @@ def simulated(rows: Iterable[dict[str, Any]], journals: Path, preset: Path, serv
         problem = _fairlead("journal", "capture", str(folder / "journal"), "--out", str(traffic))[1]
         figures: dict[str, Any] = {}
         if not problem:
+            document = folder / "policy.json"
+            document.write_text(json.dumps(scheduling(policy, options)))
             command = ["sim", "run", str(traffic), "--replicas", str(servers), "--engine", str(preset)]
-            command += ["--policy", policy, "--seed", str(row["seed"]), "--json"]
+            command += ["--policy", str(document), "--seed", str(row["seed"]), "--json"]
             text, problem = _fairlead(*command, *(["--kv-lag-ms", "50"] if "events" in options else []))
             figures = json.loads(text)["figures"] if not problem else {}
         found.append(

@@ -68,7 +68,7 @@ def ratio(rows: Sequence[Row], policy: str, other: str, figure: str) -> tuple[fl
 
 def _means(rows: Sequence[Row], policy: str, figure: str) -> dict[tuple[Any, ...], float]:
     return {
-        (row["rate"], row["seed"], row["requests"], row["fault"], row["adapters"]): row[figure]["mean"]
+        (*_case(row), row["seed"], row["requests"]): row[figure]["mean"]
         for row in rows
         if row["policy"] == policy and row["valid"] and row[figure]
     }
@@ -87,8 +87,10 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def lines(rows: Sequence[Row], base: Sequence[str] = ("round-robin", "least-requests")) -> list[str]:
-    """Markdown tables: the runs, their means by policy and rate, the ratios to `base`."""
+    """Markdown tables: the runs, their means by policy and rate, the ratios to those of `base` that have run; where
+    none has, to the first policy."""
     policies = list(dict.fromkeys(row["policy"] for row in rows))
+    base = [policy for policy in base if policy in policies] or policies[:1]
     by_case = sorted(rows, key=lambda row: (*_case(row), row["seed"], policies.index(row["policy"])))
     out = [
         "| policy | rate/s | seed | fault | TTFT mean / p95, ms | E2E mean, ms | hits | shares | in band | p50, p90 of"
@@ -114,8 +116,16 @@ def lines(rows: Sequence[Row], base: Sequence[str] = ("round-robin", "least-requ
     return out
 
 
-def _case(row: Row) -> tuple[str, bool, float]:
-    return row["fault"], row["adapters"], row["rate"]
+def _case(row: Row) -> tuple[str, bool, bool, float]:
+    return row["fault"], row["adapters"], _pinned(row), row["rate"]
+
+
+def _pinned(row: Row) -> bool:
+    return bool(row.get("pinned"))  # older runs do not say
+
+
+def _label(row: Row) -> str:
+    return row["policy"] + (" (adapters)" if row["adapters"] else "") + (" (pinned)" if _pinned(row) else "")
 
 
 def _group_line(rows: Sequence[Row]) -> str:
@@ -124,7 +134,7 @@ def _group_line(rows: Sequence[Row]) -> str:
     judged = [(row["forecast"]["n"], row["forecast"]["inside"]) for row in rows if row["forecast"]]
     inside = sum(n * share for n, share in judged) / sum(n for n, _ in judged) if judged else None
     cells = [
-        row["policy"] + (" (adapters)" if row["adapters"] else ""),
+        _label(row),
         f"{row['rate']:g}",
         row["fault"],
         str(len(rows)),
@@ -157,7 +167,7 @@ def simulation_lines(found: Sequence[Row]) -> list[str]:
 def _line(row: Row) -> str:
     ttft, e2e, forecast = row["ttft_ms"], row["e2e_ms"], row["forecast"]
     cells = [
-        row["policy"] + (" (adapters)" if row["adapters"] else "") + ("" if row["valid"] else " (invalid: late load)"),
+        _label(row) + ("" if row["valid"] else " (invalid: late load)"),
         f"{row['rate']:g}",
         str(row["seed"]),
         row["fault"],

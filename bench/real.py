@@ -3,6 +3,7 @@
     python bench/real.py --install                        # once: vLLM and a small model, 3 GB, some minutes
     python bench/real.py --rate 5 --seed 1                # two servers; default, round robin, least requests in turns
     python bench/real.py --policy default+events --fault kill --requests 300
+    python bench/real.py --pinned --policy default,default+interference=1     # each server on a core of its own
     python bench/real.py --everything --simulate          # rates, seeds, faults, adapters: about an hour
     python bench/real.py --report                         # the table of all runs that are kept
     python bench/real.py --install --engine transformers --program /usr/bin/python3 --size 8b --servers 4 --rate 4,8
@@ -12,8 +13,8 @@ FAIRLEAD_REAL_HOME (or --home) names the folder with `venv` and `model`; default
 Runs are kept as JSON lines in OUT/runs.jsonl, their journals under OUT/journals; what has been run with the same
 sources is not run again (--fresh does). A run whose load generator was more than 20 ms late (p99) is marked as
 invalid. Policies: any name, with `+events` for KV events, `+warm` for a scheduler that had traffic before, `+at-once`
-for one without flow control, and at the end `@REVISION` for the sources of another revision: `default,default@v0.1`
-compares two in turns on the same servers.
+for one without flow control, `+interference=1` for a parameter of its own, and at the end `@REVISION` for the sources
+of another revision: `default,default@v0.1` compares two in turns on the same servers.
 
 JSON: {"rows": [one object per run], "summary": {"runs", "invalid", "ratios": {"A / B": {"ttft_ms": [mean, low, high],
 "e2e_ms": …}}}, "simulated": [with --simulate: {"key", "problem", "ttft_ms": [real, simulated], "e2e_ms": …}]}.
@@ -52,7 +53,8 @@ def cases(options: argparse.Namespace) -> list[Case]:
         return everything(options.requests)
     given = product(options.fault, options.rate, options.seed)
     made = in_turns(options.policy, given, options.requests, options.adapters)
-    return [structs.replace(case, engine=options.engine, size=options.size) for case in made]
+    given_to_all = {"engine": options.engine, "size": options.size, "pinned": options.pinned}
+    return [structs.replace(case, **given_to_all) for case in made]
 
 
 def everything(requests: int) -> list[Case]:
@@ -117,7 +119,7 @@ def _run_with(wanted: Sequence[Case], adapters: bool, home: Home, options: argpa
         places[""] = stack.enter_context(tempfile.TemporaryDirectory(prefix="fairlead-real-"))
         shutil.copytree(HERE / "src", places[""], dirs_exist_ok=True)
         _say(f"starting {options.servers} servers (their output: {options.out}/server-e*.log)")
-        pool = stack.enter_context(Pool(home, options.out, options.servers, options.nice, adapters))
+        pool = stack.enter_context(Pool(home, options.out, options.servers, options.nice, adapters, options.pinned))
         if options.simulate and not adapters:
             tuned(pool.servers, options.out / "preset.yaml", _say)
         for number, case in enumerate(wanted, 1):
@@ -171,6 +173,7 @@ def _arguments() -> argparse.Namespace:
     add("--adapters", action="store_true", help="servers with two LoRA adapters, which requests ask for")
     add("--servers", type=int, default=2)
     add("--nice", type=int, default=5, help="of the servers")
+    add("--pinned", action="store_true", help="each server on a core of its own, as on a GPU of its own")
     add("--install", action="store_true", help="first install what is missing in the home")
     add("--tokeniser", default="", help="with --install: a folder with tokenizer.json, instead of one trained here")
     add("--simulate", action="store_true", help="the same traffic in the simulator, with a preset tuned from a server")

@@ -1,10 +1,13 @@
 """The statistics of runs against real engines. The runs themselves need an installation: `make real`."""
 
 import importlib
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from fairlead.compat.load import problems
 
 
 @pytest.fixture
@@ -66,6 +69,14 @@ def test_the_table_has_a_line_for_each_run_and_each_ratio(bench: Any) -> None:
     assert "| default | 5 | none | 1 | 50 | 150 | 60% | - | 0 |" in table, "without the run that is invalid"
 
 
+def test_pinned_runs_are_shown_apart_and_without_a_base_the_first_policy_is_one(bench: Any) -> None:
+    rows = [row(policy, 1, ttft, pinned=True) for policy, ttft in (("default", 40.0), ("lpwl", 60.0))]
+    table = bench("_real_table").lines([*rows, row("default", 1, 80.0)])
+    assert "| default (pinned) | 5 | none | 1 | 40 | 120 | 60% | - | 0 |" in table
+    assert "| default | 5 | none | 1 | 80 | 240 | 60% | - | 0 |" in table
+    assert "| lpwl / default | 1 | 1.50 | 1.50 |" in table
+
+
 def test_every_policy_begins_once(bench: Any) -> None:
     made = bench("real").in_turns(["a", "b", "c"], [("none", 5.0, seed) for seed in (1, 2, 3)], 90)
     assert [case.policy for case in made] == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
@@ -106,7 +117,16 @@ def test_runs_of_other_engines_and_models_have_keys_of_their_own(bench: Any) -> 
     assert case("default", 5.0, 1, 90).key == "default_5rps_seed1_n90_none"
     keys = {case("default", 5.0, 1, 90, engine=engine, size=size).key for engine in ("vllm", "transformers")
             for size in ("28m", "8b")}  # fmt: skip
-    assert len(keys) == 4
+    assert len({*keys, case("default", 5.0, 1, 90, pinned=True).key}) == 5
+
+
+def test_options_of_a_policy_become_a_configuration(bench: Any) -> None:
+    scheduling = bench("_real_run").scheduling
+    assert scheduling("default", ["events", "warm"]) == {"policy": "default"}
+    assert scheduling("lpwl", ["at-once"]) == {"policy": "lpwl", "flowControl": {"enabled": False}}
+    found = scheduling("default", ["interference=0.5", "decode=0"])
+    assert found == {"policy": {"type": "default", "parameters": {"interference": 0.5, "decode": 0.0}}}
+    assert problems(json.dumps({**found, "endpoints": ["127.0.0.1:1"]})) == []
 
 
 def test_what_is_missing_in_a_home_is_named_for_each_engine(bench: Any, tmp_path: Path) -> None:
