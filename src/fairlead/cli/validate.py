@@ -23,7 +23,7 @@ def run_validate(file: Path, as_json: bool) -> int:
     lines += [f"note: {note.render(str(file))}" for note in report.notes]
     wrong, names = list[str](), ""
     if config is None:
-        wrong = [_counted(len(report.problems))]
+        wrong = [_counted(len(report.problems), "problem")]
     elif not (wrong := _keys_problems(config)[:1]):
         names, wrong = _names(config)
     if config is not None and not wrong:
@@ -32,8 +32,8 @@ def run_validate(file: Path, as_json: bool) -> int:
     return WRONG_INPUT if wrong else 0
 
 
-def _counted(problems: int) -> str:
-    return f"{problems} problem{'s' if problems > 1 else ''}"
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def _as_json(file: Path, config: "Config | None", report: "Report") -> int:
@@ -76,7 +76,7 @@ def _names(config: "Config") -> tuple[str, list[str]]:
 
     models, problems = check_models(config.models)
     if problems:
-        return "", [*problems, _counted(len(problems))]
+        return "", [*problems, _counted(len(problems), "problem")]
     defined = f"{len(models.models)}, objectives: {len(models.objectives)}, rewrites: {len(models.rewrites)}"
     return f" Models: {defined}.", []
 
@@ -89,9 +89,9 @@ def _summary(config: "Config") -> str:
     if config.endpoints.file:
         endpoints = parse_endpoints_text(read_bytes(Path(config.endpoints.file))).entries
     policy = config.policy
-    parts = f"{len(policy.filters)} filters"
+    parts = _counted(len(policy.filters), "filter")
     if policy.picker is not None:
-        parts += f", {len(policy.scorers)} scorers, picker {policy.picker.name}"
+        parts += f", {_counted(len(policy.scorers), 'scorer')}, picker {policy.picker.name}"
     if policy.plugin is not None:
         parts += f", {policy.plugin.type}"
     return f"Policy {policy.name}: {parts}. Endpoints: {len(endpoints)}."

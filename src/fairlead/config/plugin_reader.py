@@ -93,7 +93,8 @@ class PluginReader:
         default."""
         where = dict(places or {})
         if not isinstance(entry, Mapping):
-            self.report.add(place, f"expected a mapping with a type, got {describe(entry)}")
+            hint = f"write {{type: {shorten(entry)}}}" if isinstance(entry, str) else ""
+            self.report.add(place, f"expected a mapping with a type, got {describe(entry)}", hint)
             return None
         registered = self._find(kind, entry.get("type"), where.get("type", (*place, "type")))
         name = entry.get("name", registered.type if registered else "")

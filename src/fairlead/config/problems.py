@@ -17,7 +17,7 @@ Place = tuple[str | int, ...]
 class Problem(Struct, frozen=True):
     """An error or, as a warning or note, useful information."""
 
-    #: JSON path, e.g. `$.scorers[1].weight`; empty = not about the text.
+    #: JSON path, e.g. `$.scorers[1].weight`; `$`, the whole, is not shown; empty = not about the text.
     path: str
     #: Line in the file, from 1; 0 = unknown.
     line: int
@@ -32,10 +32,11 @@ class Problem(Struct, frozen=True):
         return f"{where}{self._said()}"
 
     def __str__(self) -> str:
-        return f"line {self.line}, {self._said()}" if self.line else self._said()
+        between = ", " if self.path not in ("", "$") else ": "
+        return f"line {self.line}{between}{self._said()}" if self.line else self._said()
 
     def _said(self) -> str:
-        path = f"{self.path}: " if self.path else ""
+        path = f"{self.path}: " if self.path not in ("", "$") else ""
         hint = f" ({self.hint})" if self.hint else ""
         return f"{path}{self.message}{hint}"
 

@@ -9,14 +9,14 @@ class FairleadError(Exception):
 
 
 class ConfigError(FairleadError):
-    """The operator's configuration is wrong. `path` is a JSON path such as `$.scorers[1].weight`."""
+    """The operator's configuration is wrong. `path` is a JSON path such as `$.scorers[1].weight`; `$`, the whole, is
+    not shown."""
 
     def __init__(self, message: str, path: str = "$", source: str = "") -> None:
         self.message = message
         self.path = path
         self.source = source
-        where = f"{source}: {path}" if source else path
-        super().__init__(f"{where}: {message}")
+        super().__init__(": ".join(part for part in (source, path, message) if part not in ("", "$")))
 
 
 class ClientError(FairleadError):

@@ -43,6 +43,22 @@ def test_every_problem_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[
     ]
 
 
+def test_one_of_a_kind_is_counted_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "f.yaml"
+    file.write_text(
+        "endpoints: ['10.0.0.1:1']\nfilters: [{type: role}]\nbuiltinFilters: false\nscorers: [{type: queue}]\n"
+    )
+    assert validate(file) == 0
+    assert "Policy custom: 1 filter, 1 scorer, picker top-k." in capsys.readouterr().out
+
+
+def test_what_is_wrong_as_a_whole_has_no_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "f.yaml"
+    file.write_text("endpoints: [\n")
+    assert validate(file) == 2
+    assert capsys.readouterr().out.startswith(f"{file}:1: not valid YAML")
+
+
 def test_notes_do_not_make_it_invalid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "f.yaml"
     file.write_text(
@@ -57,7 +73,7 @@ def test_the_endpoints_file_is_read_too(tmp_path: Path, capsys: pytest.CaptureFi
     file, endpoints = tmp_path / "f.yaml", tmp_path / "e.yaml"
     file.write_text("endpoints: {file: e.yaml}")
     assert validate(file) == 2
-    assert f"{file}:1: $.endpoints.file: {endpoints}: $: cannot be read: No such file" in capsys.readouterr().out
+    assert f"{file}:1: $.endpoints.file: {endpoints}: cannot be read: No such file" in capsys.readouterr().out
     endpoints.write_text("endpoints:\n- 10.0.0.1:1\n- localhost:nonsense\n")
     assert validate(file) == 2
     assert f"{endpoints}:3: $.endpoints[1]: 'nonsense' is not a port (1 to 65535)" in capsys.readouterr().out
@@ -114,4 +130,4 @@ def test_a_plugin_that_cannot_be_made(
 
 def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert validate(tmp_path / "nope.yaml") == 2
-    assert capsys.readouterr().err == f"error: {tmp_path / 'nope.yaml'}: $: cannot be read: No such file or directory\n"
+    assert capsys.readouterr().err == f"error: {tmp_path / 'nope.yaml'}: cannot be read: No such file or directory\n"

@@ -249,7 +249,10 @@ BAD: list[tuple[str, list[tuple[str, int, str, str]]]] = [
     (ONE + "policy: random\nscorers: []", [("$.policy", 2, "brings its own scorers", "leave out")]),
     (ONE + "builtinFilters: 1", [("$.builtinFilters", 2, "expected true or false", "")]),
     (ONE + "filters: {type: role}", [("$.filters", 2, "expected a list, got a mapping", "")]),
-    (ONE + "filters: [role]", [("$.filters[0]", 2, "expected a mapping with a type, got 'role'", "")]),
+    (
+        ONE + "filters: [role]",
+        [("$.filters[0]", 2, "expected a mapping with a type, got 'role'", "write {type: role}")],
+    ),
     (ONE + "filters: [{}]", [("$.filters[0]", 2, "'type' is missing", "")]),
     (ONE + "filters: [{type: 3}]", [("$.filters[0].type", 2, "expected a plugin type, got 3", "")]),
     (ONE + "filters:\n- type: queue-dept", [("$.filters[0].type", 3, "unknown filter type", "'queue-depth'")]),

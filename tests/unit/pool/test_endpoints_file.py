@@ -160,7 +160,7 @@ async def test_broken_text_keeps_everything(tmp_path: Path, heard: Heard, follow
     heard.take()
     path.write_text("endpoints: [")
     await heard.until(lambda: heard.problems)
-    assert heard.problems == ["line 1, $: not valid YAML: did not find expected node content"]
+    assert heard.problems == ["line 1: not valid YAML: did not find expected node content"]
     assert (heard.events, len(follower.endpoints)) == ([], 1)
     path.write_text(text_of(("b", "10.0.0.2")))
     await heard.until(lambda: len(heard.events) == 2)

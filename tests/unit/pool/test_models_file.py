@@ -165,7 +165,7 @@ def test_checked_once(tmp_path: Path) -> None:
     assert ([one.model for one in found.models], problems) == (["a"], [])
     (tmp_path / "b.yaml").write_text("kind: InferenceModel\n")
     found, problems = check_models(Models(file=str(tmp_path)))
-    assert problems[0].startswith(f"{tmp_path}/b.yaml:1: $: field 'apiVersion' is missing")
+    assert problems[0].startswith(f"{tmp_path}/b.yaml:1: field 'apiVersion' is missing")
     assert check_models(Models(file=str(tmp_path / "none")))[1] == [
         f"{tmp_path}/none: cannot be read: No such file or directory"
     ]
