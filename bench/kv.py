@@ -105,7 +105,7 @@ def throughput(rounds: int) -> tuple[float, float]:
                     pass
         spent = time.thread_time() - started
         best = max(best, (sum(one[2] for one in work) / spent, sum(one[1] for one in work) / spent))
-    told = cache.told
+    told = cache.counts
     assert not told.malformed and not told.removed_unknown and not told.orphaned, told
     return best
 

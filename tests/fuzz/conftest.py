@@ -133,7 +133,7 @@ class Wire:
         assert self.status is None, "finished twice"
         self.status = code
 
-    def room(self) -> int:
+    def writable_bytes(self) -> int:
         return self._window
 
     def watch_cancel(self, on: bool) -> None:

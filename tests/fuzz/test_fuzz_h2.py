@@ -86,7 +86,7 @@ class Fickle:
         elif kind == 6:
             self.stream.watch_cancel(len(body) % 2 == 0)
         elif kind == 7:
-            assert self.stream.room() >= 0
+            assert self.stream.writable_bytes() >= 0
         else:
             raise RuntimeError("on purpose")
 

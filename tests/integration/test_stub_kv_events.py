@@ -180,7 +180,7 @@ async def test_predicted_hits_are_those_that_the_answers_report(run: Run) -> Non
     await _restart_and_agree(run, rng)
     await _converse(run, rng, 10)
     for slot in range(_REPLICAS):
-        told = run.index.rank(slot, 0, "tiny").told
+        told = run.index.rank(slot, 0, "tiny").counts
         assert told.removed > 10
         assert not told.removed_unknown
         assert not told.orphaned

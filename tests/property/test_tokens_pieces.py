@@ -116,16 +116,16 @@ def test_pieces_are_found_again() -> None:
     tokeniser = made("byte-level", True, 1 << 20)
     chat = "".join(f"<|s|>user\nmessage {number}<|e|>\n" for number in range(50))
     tokeniser.encode(chat)
-    before = tokeniser.cache.asked - tokeniser.cache.found
+    before = tokeniser.cache.asked - tokeniser.cache.hits
     tokeniser.encode(chat + "<|s|>user\nthe next<|e|>\n")
-    assert tokeniser.cache.asked - tokeniser.cache.found - before == len("<|s|>user\nthe next")
+    assert tokeniser.cache.asked - tokeniser.cache.hits - before == len("<|s|>user\nthe next")
 
 
 def test_every_kind_has_places_to_cut() -> None:
     for kind in KINDS:
         tokeniser = made(kind, False, 1 << 20)
         tokeniser.encode("<|s|>user\nhello<|e|>\n")
-        before = tokeniser.cache.found
+        before = tokeniser.cache.hits
         tokeniser.encode("<|s|>user\nhello<|e|>\n<|s|>user\nmore")
-        assert tokeniser.cache.found > before, kind
+        assert tokeniser.cache.hits > before, kind
     assert json.loads(trained("byte-level"))["added_tokens"]

@@ -107,7 +107,7 @@ def packed(data: bytes, start: int, end: int) -> int:
 FRAME_HEAD = 5
 
 
-class _Found:
+class _Fields:
     """The fields found in a message so far."""
 
     __slots__ = ("budget", "hashes", "limit", "media", "n", "prompt", "stream", "tokens")
@@ -138,7 +138,7 @@ def _parse(api: str, body: bytes) -> ParsedRequest:
         raise ClientError("The request body is not one gRPC frame.")
     if body[0]:
         return unread(api, "grpc-encoding", len(body))
-    fields = _Found()
+    fields = _Fields()
     try:
         for field in walk(body, fields.budget, FRAME_HEAD):
             _take(fields, body, field)
@@ -164,7 +164,7 @@ def _parse(api: str, body: bytes) -> ParsedRequest:
     )
 
 
-def _take(fields: _Found, body: bytes, field: Field) -> None:
+def _take(fields: _Fields, body: bytes, field: Field) -> None:
     """Take a field of a GenerateRequest or EmbedRequest."""
     number, kind, value, start, end = field
     if kind == VARINT:
@@ -190,7 +190,7 @@ def _take(fields: _Found, body: bytes, field: Field) -> None:
         fields.media += sum(1 for f in walk(body, fields.budget, start, end) if f.number == 1 and f.kind == BYTES)
 
 
-def _tokenized(fields: _Found, body: bytes, start: int, end: int) -> None:
+def _tokenized(fields: _Fields, body: bytes, start: int, end: int) -> None:
     view = memoryview(body)
     fields.prompt, fields.tokens = [], 0
     for field in walk(body, fields.budget, start, end):
@@ -201,7 +201,7 @@ def _tokenized(fields: _Found, body: bytes, start: int, end: int) -> None:
         fields.tokens += packed(body, field.start, field.end) if field.kind == BYTES else 1
 
 
-def _sampling(fields: _Found, body: bytes, start: int, end: int) -> None:
+def _sampling(fields: _Fields, body: bytes, start: int, end: int) -> None:
     for field in walk(body, fields.budget, start, end):
         if field.kind == VARINT and field.number == 8:
             fields.limit = min(field.value, MAX_COUNT)

@@ -29,7 +29,7 @@ _BOUNDARY = re.compile(r';\s*boundary\s*=\s*(?:"([^"]{1,200})"|([^\s;"]{1,200}))
 _DISPOSITION = re.compile(rb"^content-disposition[ \t]*:[ \t]*form-data[ \t]*;([^\r\n]*)", re.IGNORECASE | re.MULTILINE)
 _PARAMETER = re.compile(rb'[ \t]*([\w*-]++)[ \t]*=[ \t]*(?:"((?:[^"\\]++|\\.)*+)"|([^\s;"]++))[ \t]*;?')
 #: What may follow a delimiter on its line (RFC 2046: white space), or the end of the form.
-_REST = re.compile(rb"--|[ \t]{0,64}\r\n")
+_AFTER_DELIMITER = re.compile(rb"--|[ \t]{0,64}\r\n")
 
 
 class Form(NamedTuple):
@@ -100,7 +100,7 @@ def read_form(body: bytes, content_type: str) -> Form | None:
 def _parts(body: bytes, line: bytes) -> Iterator[tuple[int, int]]:
     """Yield (start of the headers, end of the content) of each part."""
     # Text before the first delimiter is a preamble, which is ignored.
-    line_end = _REST.match(body, len(line)) if body.startswith(line) else None
+    line_end = _AFTER_DELIMITER.match(body, len(line)) if body.startswith(line) else None
     if line_end is None:
         line_end = _next(body, b"\r\n" + line, 0)[1]
     for _ in range(MAX_PARTS + 1):
@@ -118,7 +118,7 @@ def _parts(body: bytes, line: bytes) -> Iterator[tuple[int, int]]:
 def _next(body: bytes, delimiter: bytes, position: int) -> tuple[int, re.Match[bytes] | None]:
     """The offset of the next delimiter and the match of the rest of its line; `None` if there is no delimiter."""
     while (start := body.find(delimiter, position)) >= 0:
-        line_end = _REST.match(body, start + len(delimiter))
+        line_end = _AFTER_DELIMITER.match(body, start + len(delimiter))
         if line_end is not None:
             return start, line_end
         position = start + len(delimiter)

@@ -16,7 +16,7 @@ from fairlead.core.endpoint import Sample
 # reading.
 
 # Possessive quantifiers: no input makes these backtrack, a hostile page costs linear time.
-_REST = re.compile(
+_LABELS_AND_VALUE = re.compile(
     rb'[ \t]*+(\{(?:[^"}\n]*+"(?:[^"\\\n]|\\.)*+")*+[^"}\n]*+\})?[ \t]*+([^\s#]++)'
     rb"(?:[ \t]++[0-9.eE+-]++)?[ \t\r]*+(?:#.*+)?"
 )
@@ -26,7 +26,7 @@ _ESCAPE = re.compile(rb'\\([\\"n])')
 
 def parse_sample(line: bytes, begin: int) -> tuple[bytes, float] | None:
     """(text between the braces, value) of a line whose name ends at `begin`; `None` = malformed or not finite."""
-    match = _REST.fullmatch(line, begin)
+    match = _LABELS_AND_VALUE.fullmatch(line, begin)
     if match is None:
         return None
     value = parse_value(match[2])
@@ -129,7 +129,7 @@ class Family(Struct):
         start = end = page.find(b"\n", position + 1) + 1
         while start and (stop := _sample_end(page, self.name, end)):
             end = stop
-        return _whole(page, self.name, start, end) if end > start else None
+        return _in_one_piece(page, self.name, start, end) if end > start else None
 
 
 def find_family(page: bytes, name: bytes, before: Family | None = None) -> Family | None:
@@ -149,7 +149,7 @@ def find_family(page: bytes, name: bytes, before: Family | None = None) -> Famil
         return None
     start, end = spans[0][0], spans[-1][1]
     in_one_piece = end - start == sum(stop - begin for begin, stop in spans)
-    if in_one_piece and (family := _whole(page, name, start, end, before)):
+    if in_one_piece and (family := _in_one_piece(page, name, start, end, before)):
         return family
     return Family(name, [_series(page, name, begin, stop) for begin, stop in spans])
 
@@ -162,7 +162,7 @@ def _sample_end(page: bytes, name: bytes, start: int) -> int:
     return page.find(b"\n", behind) + 1 or len(page)
 
 
-def _whole(page: bytes, name: bytes, start: int, end: int, before: Family | None = None) -> Family | None:
+def _in_one_piece(page: bytes, name: bytes, start: int, end: int, before: Family | None = None) -> Family | None:
     """The family from its samples at `start:end`, if a TYPE line stands before and a comment or nothing behind."""
     type_at = page.rfind(b"\n", 0, max(start - 1, 0)) + 1
     last = end == len(page)
@@ -311,12 +311,12 @@ class _Interpreter:
             started=self._number("started", specs.started, max),
             extra=self._extra(),
         )
-        if self._had_adapters and not self._series(specs.lora) and self._whole(sample):
+        if self._had_adapters and not self._series(specs.lora) and self._complete(sample):
             sample = replace(sample, adapters=frozenset())
         asleep = self._number("awake", specs.awake, max) == 0.0
         return Reading(sample, tuple(self._problems), asleep)
 
-    def _whole(self, sample: Sample) -> bool:
+    def _complete(self, sample: Sample) -> bool:
         """The page has its end, and every load gauge that this engine has."""
         wanted = (self._specs.waiting, self._specs.running, self._specs.kv_usage)
         values = (sample.waiting, sample.running, sample.kv_usage)

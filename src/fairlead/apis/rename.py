@@ -87,7 +87,7 @@ class _Documents:
 
     __slots__ = (
         "_chunk", "_depth", "_escaped", "_held", "_in_value", "_kept", "_key", "_limit", "_mode", "_named", "_out",
-        "_shown", "_target", "found", "found_at", "text",
+        "_shown", "_target", "found_at", "matches", "text",
     )  # fmt: skip
 
     def __init__(self, target: str, shown: str) -> None:
@@ -97,7 +97,7 @@ class _Documents:
         self._limit = 6 * len(target.encode("utf-16-le", "surrogatepass")) // 2 + 2
         self._chunk = b""
         #: The number of names found in this chunk, and the offset behind the last; 0 = it is not spelled as `text`.
-        self.found = self.found_at = 0
+        self.matches = self.found_at = 0
         self._out: list[bytes] = []
         #: The offset up to which the chunk is in `_out` or held.
         self._kept = 0
@@ -133,7 +133,7 @@ class _Documents:
 
     def begin(self, chunk: bytes) -> None:
         self._chunk = chunk
-        self._kept = self.found = self.found_at = 0
+        self._kept = self.matches = self.found_at = 0
 
     def finish(self) -> bytes:
         unsent = self._chunk[self._kept :] if self._kept else self._chunk
@@ -240,7 +240,7 @@ class _Documents:
         if closed:
             self._mode = _OUT
             if self._held == self.text or _means(self._held, self._target):
-                self.found += 1
+                self.matches += 1
                 self.found_at = end if self._held == self.text else 0
                 self._held[:] = self._shown
             self.release()
@@ -302,7 +302,7 @@ class ModelRenamer:
             if self._line is None:
                 if self._matched == 0 and documents.fresh:
                     position = self._known(chunk, position)
-                    begun, before = position, documents.found
+                    begun, before = position, documents.matches
                     if position == stop:
                         break
                 position = self._line_start(chunk, position)
@@ -311,7 +311,7 @@ class ModelRenamer:
             end = line_end.start() if line_end else stop
             if self._line:
                 documents.scan(position, end)
-                if begun >= 0 and documents.found == before + 1 and documents.found_at - begun <= _MAX_BEGINNING:
+                if begun >= 0 and documents.matches == before + 1 and documents.found_at - begun <= _MAX_BEGINNING:
                     self._beginning = chunk[begun : documents.found_at]
             begun = -1
             position = end

@@ -176,7 +176,7 @@ class Document:
         self._head = b""
         self._bytes.clear()
 
-    def whole(self) -> bytes | None:
+    def complete(self) -> bytes | None:
         """The whole document; `None` if its middle was dropped."""
         return None if self._head else bytes(self._bytes)
 
@@ -354,7 +354,7 @@ class UsageScanner:
             self._read()
 
     def _read(self) -> None:
-        document = self._document.whole()
+        document = self._document.complete()
         if document is not None:
             self._line(document)
         else:

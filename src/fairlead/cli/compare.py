@@ -35,7 +35,7 @@ Against = Annotated[
         metavar="JOURNAL", help="Simulate its traffic under its own policy and under --policy.", show_default=False
     ),
 ]
-Other = Annotated[
+MeasuredJournal = Annotated[
     Path | None,
     typer.Option(
         "--journal", metavar="JOURNAL", help="With --against: compare two measured journals.", show_default=False
@@ -231,7 +231,7 @@ def compare(
     cluster: Annotated[str, typer.Option(metavar="ADDRESS", help="A Dask scheduler, e.g. tcp://host:8786.")] = "",
     fresh: Annotated[bool, typer.Option("--fresh", help="Do not resume an interrupted run.")] = False,
     against: Against = None,
-    journal: Other = None,
+    journal: MeasuredJournal = None,
     fail_if: FailIf = None,
     as_json: Annotated[bool, typer.Option("--json", help="Means of each policy on each scenario as JSON.")] = False,
 ) -> None:

@@ -236,7 +236,7 @@ def _search(path: Path, request: str, run: str, policy: str, settings: list[str]
     from fairlead.cli.options import busy
     from fairlead.compat.recorded import restore
     from fairlead.config.plugins import build_policy
-    from fairlead.core.explain import again
+    from fairlead.core.explain import asked_again
     from fairlead.core.explain import explain as why
     from fairlead.lab.simulator.journal import search
     from fairlead.server.observe.decisions import explained, plain
@@ -251,7 +251,7 @@ def _search(path: Path, request: str, run: str, policy: str, settings: list[str]
         trace, asked = recorded.decision.trace, apply(config)
         if trace is None or trace.snapshot is None:
             raise ValueError("the numbers of this decision are not in the journal; nothing else can be asked")
-        endpoint, answer = again(build_policy(asked), recorded.decision.request, trace)
+        endpoint, answer = asked_again(build_policy(asked), recorded.decision.request, trace)
         answer.snapshot, answer.held, answer.loading = trace.snapshot, trace.held, trace.loading
         instead = why(lambda: build_policy(asked), recorded.decision.request, answer, endpoint)
         made["instead"] = {"same": endpoint == recorded.decision.endpoint, **plain(instead)}

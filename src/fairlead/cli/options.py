@@ -129,13 +129,13 @@ def pairs(settings: Sequence[str] | None, option: str, underscores: bool = False
     """The NAME=VALUE pairs given for `option`. Raises `ConfigError`."""
     from fairlead.core.errors import ConfigError
 
-    found = {}
+    values = {}
     for setting in settings or ():
         name, equals, value = setting.partition("=")
         if not equals or not name.strip():
             raise ConfigError(f"expected NAME=VALUE, got {setting!r}", option)
-        found[name.strip().replace("-", "_") if underscores else name.strip()] = value.strip()
-    return found
+        values[name.strip().replace("-", "_") if underscores else name.strip()] = value.strip()
+    return values
 
 
 def numbers(text: str) -> tuple[float, ...]:

@@ -23,13 +23,13 @@ from fairlead.cli.options import OTHER_PORT, Admin, admin_url, complain, example
 from fairlead.core.errors import ADMIN_PORT
 
 #: Seconds of silence after which a connection counts as lost, and seconds between two attempts.
-_SILENCE, _AGAIN = 5.0, 1.0
+_SILENCE, _RETRY = 5.0, 1.0
 _MAX_LINE = 64 << 20
 
-Told = dict[str, Any]
+Page = dict[str, Any]
 
 
-def snapshot(base: str) -> Told:
+def snapshot(base: str) -> Page:
     """One snapshot, with `about` and `now`. Raises `OSError` or `ValueError`."""
     with _open(f"{base}/dashboard/snapshot") as answer:
         message = msgspec.json.decode(answer.read(_MAX_LINE))
@@ -39,9 +39,9 @@ def snapshot(base: str) -> Told:
     return {"about": begun["about"], "now": message["now"]}
 
 
-def follow(base: str, every: float) -> Iterator[tuple[Told, str]]:
+def follow(base: str, every: float) -> Iterator[tuple[Page, str]]:
     """Yield the state every `every` seconds, each with the present problem, if any. Never ends."""
-    state: Told = {}
+    state: Page = {}
     while True:
         try:
             for state in _stream(base, every):
@@ -50,10 +50,10 @@ def follow(base: str, every: float) -> Iterator[tuple[Told, str]]:
         except (OSError, ValueError) as error:
             problem = f"{base} does not answer: {error}"
         yield state, f"{problem}; trying again"
-        time.sleep(_AGAIN)
+        time.sleep(_RETRY)
 
 
-def _stream(base: str, every: float) -> Iterator[Told]:
+def _stream(base: str, every: float) -> Iterator[Page]:
     about: Any = {}
     due = 0.0
     with _open(f"{base}/dashboard/stream") as answer:

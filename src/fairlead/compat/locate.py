@@ -61,8 +61,8 @@ def _in_chart(chart: dict[str, Any], place: Place, tree: Tree, report: Report) -
             report.note((*place, key), OF_THE_CHART)
     inline = chart.get(INLINE)
     if isinstance(inline, dict) and inline:
-        at = (*place, INLINE)
-        return Located(inline, Report(lambda inner: tree.line((*at, *inner)), at), at)
+        inner_place = (*place, INLINE)
+        return Located(inline, Report(lambda inner: tree.line((*inner_place, *inner)), inner_place), inner_place)
     texts = chart.get(CUSTOM)
     if not isinstance(texts, dict) or not _is_named_texts(texts):
         report.add((*place, CUSTOM), f"expected files by name, got {describe(texts)}", "name: | and the text below it")
@@ -79,7 +79,7 @@ def _text(place: Place, text: str, tree: Tree, report: Report) -> Located | None
     """The document in a text value. The text of a block scalar begins a line below its key."""
     document = yaml.parse(text)
     before = _node(tree.root, place).line - (0 if "\n" in text else 1)
-    inner = Report(lambda at: before + document.tree.line(at), place)
+    inner = Report(lambda path: before + document.tree.line(path), place)
     for fault in document.problems:
         report.add(place, f"line {before + fault.line}: {fault.message}", fault.hint)
     if document.problems:

@@ -60,7 +60,7 @@ class _Built(Struct, frozen=True):
     config: Config
     scheduling: Scheduling
     #: The policy that decides the canary's share, if the canary is a policy.
-    other: Policy | None
+    canary_policy: Policy | None
 
 
 class SchedulingBuilder:
@@ -91,7 +91,7 @@ class SchedulingBuilder:
         else:
             base = build_policy(config, self._report, self._registry)
             able = able_by(config, base, self._registry, self._report)
-        canary = self._other(config, last)
+        canary = self._canary_policy(config, last)
         flow = build_flow_controller(config, base, self._report, self._registry)
         if flow is not None and last is not None:
             flow = last.scheduling.flow or flow
@@ -122,12 +122,12 @@ class SchedulingBuilder:
         assert self._last is not None, "something was built"
         return build_policy(self._last.config, registry=self._registry)
 
-    def _other(self, config: Config, last: _Built | None) -> Policy | None:
+    def _canary_policy(self, config: Config, last: _Built | None) -> Policy | None:
         canary = config.canary
         if not (canary.policy and canary.percent):
             return None
-        if last is not None and last.other is not None and last.config.canary.policy == canary.policy:
-            return last.other
+        if last is not None and last.canary_policy is not None and last.config.canary.policy == canary.policy:
+            return last.canary_policy
         return build_entry(canary.policy, config, self._report, self._registry)
 
     def _deciding(self, config: Config, primary: Policy, canary: Policy) -> Policy:

@@ -37,7 +37,7 @@ class Listed(Struct, frozen=True):
     #: Whether the host is an address, which needs no resolving.
     literal: bool
 
-    def at(self, ip: str) -> Endpoint:
+    def resolved(self, ip: str) -> Endpoint:
         """The endpoint with its host name resolved to `ip`."""
         old = self.endpoint
         return Endpoint(old.id, host_port(ip, self.port), old.labels, old.metrics_url)
@@ -70,7 +70,7 @@ class _Entry(Struct):
     place: Place
     fields: Mapping[str, Node]
 
-    def at(self, key: str) -> Place:
+    def place_of(self, key: str) -> Place:
         return (*self.place, key) if isinstance(self.node.value, dict) else self.place
 
     def line(self, key: str) -> int:
@@ -90,7 +90,7 @@ class _Entry(Struct):
         return value.strip()
 
     def wrong(self, key: str, message: str, hint: str = "") -> WrongEntry:
-        return WrongEntry(message, self.line(key), self.at(key), hint)
+        return WrongEntry(message, self.line(key), self.place_of(key), hint)
 
     def missing(self, key: str, hint: str = "") -> WrongEntry:
         return WrongEntry(f"`{key}` is missing", self.line(key), self.place, hint)
@@ -186,7 +186,7 @@ def _labels(entry: _Entry) -> dict[str, str]:
     labels = {}
     for key, value in node.value.items():
         if not isinstance(value.value, str):
-            raise WrongEntry("expected a scalar", node.key_lines[key], (*entry.at("labels"), key))
+            raise WrongEntry("expected a scalar", node.key_lines[key], (*entry.place_of("labels"), key))
         labels[key] = value.value
     return labels
 
@@ -203,7 +203,7 @@ def _metrics_url(entry: _Entry, labels: Mapping[str, str], host: str, port: int)
     if not other_host and not other_port:
         return ""
     if other_port and not (_DIGITS.fullmatch(other_port) and 1 <= int(other_port) <= 65535):
-        place = (*entry.at("labels"), "metricsPort")
+        place = (*entry.place_of("labels"), "metricsPort")
         raise WrongEntry(f"{other_port[:80]!r} is not a port", entry.line("labels"), place)
     return f"http://{host_port(other_host or host, int(other_port or port))}/metrics"
 

@@ -108,9 +108,9 @@ class Report:
         self.extend([self._problem(place, message, hint)])
 
     def extend(self, problems: Sequence[Problem]) -> None:
-        room = MAX_PROBLEMS - len(self.problems)
-        self.problems.extend(problems[:room])
-        self._omitted += max(len(problems) - room, 0)
+        left = MAX_PROBLEMS - len(self.problems)
+        self.problems.extend(problems[:left])
+        self._omitted += max(len(problems) - left, 0)
 
     def close(self) -> None:
         """Sort by line, and add the number of omitted problems."""

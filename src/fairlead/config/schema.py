@@ -1049,5 +1049,7 @@ class Config(Settings):
 
 #: Sections that are read unchanged, by their name in the file.
 SECTIONS: dict[str, type[Section]] = {
-    camel(name): cast(type[Section], one.annotation) for name, one in Settings.model_fields.items() if name != "seed"
+    camel(name): cast(type[Section], section.annotation)
+    for name, section in Settings.model_fields.items()
+    if name != "seed"
 }

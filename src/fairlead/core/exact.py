@@ -141,9 +141,9 @@ class ExactKnowledge:
         caches = self.index.caches_of(slot)
         self.check.lived(slot, sum(cache.lives for cache in caches))
         trust = self.check.trust(slot)
-        heard = any(cache.heard for cache in caches)
-        self.curious |= heard and not trust.settled
-        if trust.distrusted or not heard:
+        received = any(cache.heard for cache in caches)
+        self.curious |= received and not trust.settled
+        if trust.distrusted or not received:
             source = _LEARNED
         elif not all(cache.current for cache in caches):
             source = _MOST
@@ -281,7 +281,7 @@ class ExactKnowledge:
         if chain is not None:
             guess = self.index.speculation.add(computing, chain.keys, now + LEASE)
         if prefill_slot < 0:  # otherwise its answer reports the cached tokens of the decoding endpoint
-            hits, certain = _at(look.hits, slot), _at(look.certain, slot)
+            hits, certain = _number_at(look.hits, slot), _number_at(look.certain, slot)
             awaited = self.check.expect(slot, tokens, self._adapter(look.model), hits, certain == hits)
         look.clear()
         return Predicted(guess, awaited)
@@ -325,5 +325,5 @@ class ExactKnowledge:
         assert not any(self._sources[slot] for slot in range(len(self._sources)) if slot not in self._slots)
 
 
-def _at(column: FloatColumn | None, slot: int) -> int:
+def _number_at(column: FloatColumn | None, slot: int) -> int:
     return int(column[slot]) if column is not None else 0

@@ -207,7 +207,7 @@ _QUEUE = [
 ]
 
 
-def again(policy: Policy, request: Request, trace: Trace, chance: int = 0) -> tuple[str, Trace]:
+def asked_again(policy: Policy, request: Request, trace: Trace, chance: int = 0) -> tuple[str, Trace]:
     """Return (endpoint, trace) of a fresh policy's decision from the same numbers. Raise `ValueError` without a
     snapshot."""
     view = restored(trace)
@@ -235,7 +235,7 @@ def explain(make: Callable[[], Policy], request: Request, trace: Trace, endpoint
     chosen = trace.endpoints.index(endpoint) if endpoint in trace.endpoints else -1
     limits, reproduced = None, True
     if trace.waited is None or isinstance(policy, Explainable):  # otherwise the cost kernel chose instead of the policy
-        _, repeated = again(make(), request, trace)
+        _, repeated = asked_again(make(), request, trace)
         rated = rating(trace)
         here = np.isfinite(rated) if trace.waited is not None else slice(None)
         reproduced = bool(np.allclose(rated[here], rating(repeated)[here], rtol=1e-9, atol=1e-9, equal_nan=True))

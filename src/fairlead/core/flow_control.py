@@ -557,20 +557,20 @@ class Eviction:
             raise ValueError("a time must not be negative")
         self._after = after
         #: Victims that are on the books still.
-        self._told: list[Lease] = []
+        self._evicting: list[Lease] = []
         self._last = -inf
 
     def victims(self, flow: FlowControl, fleet: Fleet, now: float) -> list[Lease]:
         """Who has to go now. The caller notes when in their leases."""
-        self._told = [lease for lease in self._told if lease.held]
-        if self.look_at(flow) > now or any(now < lease.evicted_at + CONFIRM for lease in self._told):
+        self._evicting = [lease for lease in self._evicting if lease.held]
+        if self.look_at(flow) > now or any(now < lease.evicted_at + CONFIRM for lease in self._evicting):
             return []
         for band in flow.queues.bands():
             if band.count and band.oldest() + self._after <= now:
                 chosen = self._for(band, flow, fleet, now)
                 if chosen:
                     self._last = now
-                    self._told += chosen
+                    self._evicting += chosen
                     return chosen
         return []
 

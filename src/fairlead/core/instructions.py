@@ -56,7 +56,7 @@ class Evict(Struct, frozen=True, gc=False):
     """End a routed request, so that its model server is free again, and feed `StreamLost` back."""
 
     #: What its client is told, if that is still possible.
-    told: Reject
+    reject: Reject
     client: Any = None
 
 

@@ -501,9 +501,9 @@ class Ledger:
     def validate(self) -> None:
         """Raise `AssertionError` unless every column is exactly the sum of the leases."""
         table = self._table
-        nobody = Account()
+        empty = Account()
         for slot in range(len(table)):
-            account = self._accounts.get(slot, nobody)
+            account = self._accounts.get(slot, empty)
             account.validate()
             assert table.endpoints[slot] is not None or not account.leases
             assert table.load[slot].tolist() == list(account.row())

@@ -37,7 +37,7 @@ class MirrorFleet(Fleet):
 
     def __init__(self, staleness: float = 2.0) -> None:
         super().__init__(staleness=staleness)
-        self._told = np.zeros((len(FLOATS), 0))
+        self._reported = np.zeros((len(FLOATS), 0))
         self._charges: list[_Charge] = []
         self._here: dict[int, int] = {}
 
@@ -58,15 +58,15 @@ class MirrorFleet(Fleet):
             self._here[slot] = here
             rates = self.predictor.rates
             rates.prefill[here] = rates.step[here] = rates.load[here] = 1.0
-            if self._told.shape[1] < len(self.table):
-                self._told = np.hstack((self._told, np.zeros((len(FLOATS), 1))))
-            self._told[:, here] = 0.0
+            if self._reported.shape[1] < len(self.table):
+                self._reported = np.hstack((self._reported, np.zeros((len(FLOATS), 1))))
+            self._reported[:, here] = 0.0
             for name in ("sampled_at", "ejected_until"):
-                self._told[_ROW[name], here] = -np.inf
+                self._reported[_ROW[name], here] = -np.inf
         else:
             self.table.replace(here, endpoint)
         self.table.set_adapters(here, adapters)
-        self._told[_ROW["loaded_adapters"], here] = len(adapters or ())
+        self._reported[_ROW["loaded_adapters"], here] = len(adapters or ())
 
     def leave(self, slot: int) -> None:
         here = self._here.pop(slot, None)
@@ -99,11 +99,11 @@ class MirrorFleet(Fleet):
             if name in _FACTORS:
                 factors[_FACTORS.index(name)][here] = column
             else:
-                self._told[_ROW[name], here] = column
+                self._reported[_ROW[name], here] = column
         if "capacity_tokens" in columns or "ranks" in columns:
-            capacity, ranks = self._told[_ROW["capacity_tokens"], here], self._told[_ROW["ranks"], here]
+            capacity, ranks = self._reported[_ROW["capacity_tokens"], here], self._reported[_ROW["ranks"], here]
             per_capacity = np.maximum(ranks, 1.0) / np.maximum(capacity, 1e-9)
-            self._told[_ROW["per_capacity"], here] = np.where(capacity > 0, per_capacity, 0.0)
+            self._reported[_ROW["per_capacity"], here] = np.where(capacity > 0, per_capacity, 0.0)
         if "max_adapters" in columns:
             for slot, value in zip(here.tolist(), columns["max_adapters"].tolist(), strict=True):
                 self.table.set_max_adapters(slot, value)
@@ -128,7 +128,7 @@ class MirrorFleet(Fleet):
     def settle(self, batch: int) -> None:
         """Rebuild the columns: the received values include the charges of batches up to `batch`; add the later ones."""
         self._charges = [later for later in self._charges if later.batch > batch]
-        self.table.floats[:] = self._told
+        self.table.floats[:] = self._reported
         for charge in self._charges:
             self._add(charge)
         self.table.rewritten()

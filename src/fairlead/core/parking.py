@@ -106,7 +106,7 @@ class Question(Struct, eq=False):
     ids: tuple[str, ...]
     #: Only under flow control.
     reservation: Reservation | None = None
-    at: float = 0.0
+    asked_at: float = 0.0
     deadline: float = inf
 
 
@@ -159,7 +159,7 @@ class Parking:
         """Ask the question, and charge the reservation. `output`: expected tokens of the answer."""
         remote, request, reservation = question.policy, question.request, question.reservation
         remote.breaker.allows(now)
-        question.at, question.deadline = now, now + remote.budget
+        question.asked_at, question.deadline = now, now + remote.budget
         remote.stats.asked += 1
         if reservation is not None and reservation.pick is not None:
             pick = reservation.pick
@@ -225,7 +225,7 @@ class Parking:
             policy.breaker.failed(now)
         else:
             policy.breaker.succeeded()
-            policy.on_answer(now - question.at)
+            policy.on_answer(now - question.asked_at)
         if picked is None:
             stats.fell_back(why)
         else:
@@ -240,7 +240,7 @@ class Parking:
         self._due = inf
         late = [question for question in self._parked if question.deadline <= now]
         for question in late:
-            if question.deadline < question.at + question.policy.budget:
+            if question.deadline < question.asked_at + question.policy.budget:
                 question.policy.breaker.dropped()  # the request's own deadline was before the scheduler's budget ended
             else:
                 question.policy.breaker.failed(now)

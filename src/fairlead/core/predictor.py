@@ -133,7 +133,7 @@ class Predictor:
         busy = np.minimum(pending, 2.0) + np.minimum(table.queued_tokens + table.active, 1.0)
         busy = np.where((terms.used > 1.0) | (terms.slots > 0.0), KINDS - 1.0, np.minimum(busy, KINDS - 2.0))
         kinds = (busy + KINDS * (terms.uncached < prompt)).astype(np.intp)
-        factors = np.array([exp(band.at(p)) for band in self.bands])
+        factors = np.array([exp(band.quantile(p)) for band in self.bands])
         quantile: FloatColumn = (terms.ttft + self.memory_wait(terms)) * factors[kinds]
         return quantile
 

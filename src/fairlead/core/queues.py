@@ -174,7 +174,7 @@ class Queues:
         or its refusal, and the requests that it displaced."""
         band, flow = self.of(request, now)
         key = flow.key
-        displaced = self._room(request, band, flow)
+        displaced = self._make_way(request, band, flow)
         if isinstance(displaced, Refused):
             self._forget_idle(now)
             return displaced, []
@@ -197,7 +197,7 @@ class Queues:
         self._forget_idle(now)
         return waiting, displaced
 
-    def _room(self, request: Request, band: Band, flow: Flow) -> "list[Waiting] | Refused":
+    def _make_way(self, request: Request, band: Band, flow: Flow) -> "list[Waiting] | Refused":
         size, limits = request.body_bytes, self.limits
         if flow.limit.full(len(flow), flow.bytes, size):
             return Refused(SATURATED, "too many requests of this model and tenant are waiting", status=429)

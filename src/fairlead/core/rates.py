@@ -90,7 +90,7 @@ class Band:
         if values:
             values = [min(max(x, -LIMIT), LIMIT) for x in values[-WINDOW:]]
         else:
-            values = _BEFORE if parent is None else [parent.at((i + 0.5) / FIRST) for i in range(FIRST)]
+            values = _BEFORE if parent is None else [parent.quantile((i + 0.5) / FIRST) for i in range(FIRST)]
         self._recent, self._ranked = deque(values), sorted(values)
         self._below = self._above = 1.0
         self._measure()
@@ -104,7 +104,7 @@ class Band:
         """The margin at each end, see `UNKNOWN`."""
         return (UNKNOWN if self._parent is None else self._parent.unknown) * self._borrowed / FIRST
 
-    def at(self, p: float) -> float:
+    def quantile(self, p: float) -> float:
         """The quantile `p` (0.05..0.95), without the margin for unknown engines: the share of further observations that
         will be below."""
         off = self._quantile(p) - self.middle + FINEST * (p - 0.5) / (HIGH - 0.5)
@@ -132,8 +132,8 @@ class Band:
     def _measure(self) -> None:
         self.middle = self._quantile(0.5)
         unknown = self.unknown
-        high = self.at(HIGH)
-        self.low, self.high = self.at(LOW) - unknown, high + unknown
+        high = self.quantile(HIGH)
+        self.low, self.high = self.quantile(LOW) - unknown, high + unknown
         #: What a forecast is multiplied with: for the middle, both ends, and the upper end without the margin.
         self.factors = exp(self.middle), exp(self.low), exp(self.high), exp(high)
 

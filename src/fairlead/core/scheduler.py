@@ -86,9 +86,9 @@ class Endings:
         if not batch:
             return []
         self._left.append((batch, why))
-        return [self._timer()] if len(batch) > MOST else self.some()
+        return [self._timer()] if len(batch) > MOST else self.end_some()
 
-    def some(self) -> list[Instruction]:
+    def end_some(self) -> list[Instruction]:
         """End the first `MOST`. The timer is for the others."""
         instructions: list[Instruction] = []
         for _ in range(MOST):
@@ -766,7 +766,7 @@ class Pipeline:
         if event.name == REMOTE_TIMER and self.parking is not None:
             return self._decide(self.parking.expired(now), T.TIMED_OUT) + self.parking.timer()
         if event.name == TIMER:
-            return self._endings.some()
+            return self._endings.end_some()
         if event.name != EXPIRY_TIMER:
             flow = self.flow_controller
             return [] if flow is None else self._sent_away(flow.fired(event.name, self.fleet, now), T.TIMED_OUT, now)

@@ -284,7 +284,7 @@ class SelfCheck:
 
     def __init__(self, index: KvIndex, recipe: Recipe) -> None:
         self._report: Callable[[Verdict], None] = lambda verdict: None
-        self._heard: Callable[[], None] = lambda: None
+        self._on_cached: Callable[[], None] = lambda: None
         self._suspect: Finding | None = None
         self._index = index
         self._recipe = recipe
@@ -293,9 +293,9 @@ class SelfCheck:
         #: Awaited answers whose prompts are kept.
         self._kept = 0
 
-    def tell(self, report: Callable[[Verdict], None], heard: Callable[[], None]) -> None:
-        """Set callbacks: `report` receives changed verdicts; `heard` is called if an answer reported cached tokens."""
-        self._report, self._heard = report, heard
+    def tell(self, report: Callable[[Verdict], None], on_cached: Callable[[], None]) -> None:
+        """Set callbacks: `report` gets changed verdicts, `on_cached` is called if an answer reported cached tokens."""
+        self._report, self._on_cached = report, on_cached
 
     def suspects(self, finding: Finding) -> None:
         """Set a known problem with the reading of prompts. It is reported if stored blocks do not show the cause."""
@@ -342,7 +342,7 @@ class SelfCheck:
         self._kept -= bool(awaited.tokens)
         if usage.cached_tokens < 0:
             return -1
-        self._heard()
+        self._on_cached()
         state = self._states.get(awaited.slot)
         caches = self._index.caches_of(awaited.slot)
         if state is None or state.tenure != awaited.tenure or not any(cache.heard for cache in caches):

@@ -75,7 +75,7 @@ class KvListening:
         settings = self.site.config.kv_events
         if settings.port:
             ports = settings.port, settings.replay_port, settings.ranks
-            return Source(discovery.at(endpoint.address, *ports, ANY_MODEL, curve))
+            return Source(discovery.source_at(endpoint.address, *ports, ANY_MODEL, curve))
         try:
             answer = await self.site.ask(endpoint, "/kv_event_sources")
         except Unreached as error:
@@ -111,7 +111,7 @@ class KvListening:
         """Recently stored blocks."""
         return [head for cache in self.caches(slot) for head in cache.stores()]
 
-    def told(self, slot: int) -> int:
+    def event_count(self, slot: int) -> int:
         """The number of events so far."""
         return sum(subscription.feed.count.events for subscription in self.subscriptions(slot))
 

@@ -196,7 +196,7 @@ class Site:
         """A page of the admin port. Raises `Unreached`."""
         return await self.once(("admin", path), lambda: self.client.get(self._admin + path))
 
-    async def told(self, path: str) -> Any:
+    async def admin_json(self, path: str) -> Any:
         """A JSON page of the admin port; `None` = there is none."""
         try:
             answer = await self.admin(path)
@@ -206,7 +206,7 @@ class Site:
 
     async def rows(self) -> list[Row]:
         """Endpoints as the running scheduler sees them; empty = there is no scheduler, or no such page."""
-        return rows_of(await self.told("/debug/endpoints")) if self._admin else []
+        return rows_of(await self.admin_json("/debug/endpoints")) if self._admin else []
 
     async def metric(self, name: str) -> list[tuple[dict[str, str], float]]:
         """All series of one family on the scheduler's metrics page, which is fetched once for all checks."""

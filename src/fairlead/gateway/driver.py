@@ -195,7 +195,7 @@ class Driver:
         if isinstance(instruction, Route | Reject | Hold):
             self._give_up(instruction.request_id, instruction.client)
         elif isinstance(instruction, Evict):
-            self._give_up(instruction.told.request_id, instruction.client)
+            self._give_up(instruction.reject.request_id, instruction.client)
 
     def _give_up(self, request_id: int, client: Client | None) -> None:
         """The request's client failed: nothing of the request may stay behind."""
@@ -208,8 +208,8 @@ class Driver:
 
     def _evict(self, instruction: Evict) -> None:
         if instruction.client is not None:
-            instruction.client.reject(instruction.told)
-            self._events.append(StreamLost(instruction.told.request_id))
+            instruction.client.reject(instruction.reject)
+            self._events.append(StreamLost(instruction.reject.request_id))
 
     def _set_timer(self, instruction: SetTimer) -> None:
         old = self._timers.get(instruction.name)

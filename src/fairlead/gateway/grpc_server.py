@@ -109,7 +109,7 @@ class AioStream:
             self._budget.count(self._claim, 0)
         self._may_read.set()
 
-    def room(self) -> int:
+    def writable_bytes(self) -> int:
         return 0
 
     def connected(self) -> bool:

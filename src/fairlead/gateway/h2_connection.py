@@ -50,8 +50,8 @@ class Scratch:
 
     def __init__(self, size: int = 256 << 10) -> None:
         #: `_heads` looks beyond a short frame at the end.
-        self.whole = memoryview(bytearray(size + _PREFIX_SIZE))
-        self.view = self.whole[:size]
+        self.buffer = memoryview(bytearray(size + _PREFIX_SIZE))
+        self.view = self.buffer[:size]
 
 
 class H2Connection(H2Control, asyncio.BufferedProtocol):
@@ -69,7 +69,7 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
         super().__init__(owner, limits, merge_wakeups, budget)
         #: Of an incomplete frame, where that is long.
         self._frame = Claim(self)
-        self._view, self._scratch = scratch.view, scratch.whole
+        self._view, self._scratch = scratch.view, scratch.buffer
         self._whole_messages = not limits.max_stream_bytes
         #: The first four bytes of a frame (its length, and any type) at most, and of one that is a whole message.
         self._max_length = limits.max_frame << 8 | 0xFF

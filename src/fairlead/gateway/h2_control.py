@@ -79,7 +79,7 @@ class H2Control(H2Sender):
         self._acknowledged = False
         self._peer_table = _DEFAULT_TABLE
         self._control = Budget(limits.control_per_second, limits.control_burst, self.loop.time)
-        self._heard = self._changed = self.loop.time()
+        self._received_at = self._changed = self.loop.time()
         self._shaken = False
         self._silent = False
         self._pinged = False
@@ -133,13 +133,13 @@ class H2Control(H2Sender):
         if self._silent:
             self._put_mark(1)
         else:
-            self._heard = now
+            self._received_at = now
             self._pinged = False
         if not self._shaken and now - self._changed > self.limits.handshake_timeout:
             self.fail(ErrorCode.SETTINGS_TIMEOUT, "no SETTINGS in time")
         elif self.draining and not self._goodbye and now - self._changed > _PATIENCE:
             self._say_goodbye()
-        elif self.limits.keepalive and self._silent and now - self._heard > self.limits.keepalive:
+        elif self.limits.keepalive and self._silent and now - self._received_at > self.limits.keepalive:
             self._check_alive(now)
         self._silent = True
 
@@ -291,7 +291,7 @@ class H2Control(H2Sender):
             stream.lost(why)
 
     def _check_alive(self, now: float) -> None:
-        if now - self._heard > 2 * self.limits.keepalive:
+        if now - self._received_at > 2 * self.limits.keepalive:
             self.abort("the peer is silent")
         elif not self._pinged:
             self._pinged = True

@@ -323,7 +323,7 @@ class H2Stream:
         if not connection.corked:
             connection.flush_soon()
 
-    def room(self) -> int:
+    def writable_bytes(self) -> int:
         connection = self._connection
         if self.finished or self._queue or connection.paused or connection.transport.get_write_buffer_size():
             return 0
@@ -455,8 +455,8 @@ class H2Stream:
             if coming != self._coming or self.claim is not None:
                 self._coming = coming
                 self._claim()
-        whole = self._reader is None and not (self.remote_closed or self._connection.limits.max_stream_bytes)
-        if whole and not self.finished:
+        complete = self._reader is None and not (self.remote_closed or self._connection.limits.max_stream_bytes)
+        if complete and not self.finished:
             self.take = handler.on_message
 
     def half_close(self) -> None:

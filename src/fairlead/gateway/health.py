@@ -132,7 +132,7 @@ class _Watch:
         self._health = health
         self._stream = stream
         self._service: str | None = None
-        self._told: ServingStatus | None = None
+        self._reported: ServingStatus | None = None
 
     def on_message(self, message: bytes) -> None:
         if self._service is not None:
@@ -147,8 +147,8 @@ class _Watch:
 
     def notify(self) -> None:
         status = self._health.status(self._service or "")
-        if status is not self._told:
-            self._told = status
+        if status is not self._reported:
+            self._reported = status
             self._stream.send(answer(status))
 
     def end(self) -> None:

@@ -131,7 +131,7 @@ class Renaming:
             return rewrite_chunk(self._mode, chunk, end_of_stream)
         return [CONTINUE[Kind.RESPONSE_BODY]]
 
-    def rest(self) -> list[bytes]:
+    def tail(self) -> list[bytes]:
         """The messages to send before the answer to the trailers. Only full duplex has a place for them: in other
         modes, a response that breaks off inside a name loses that piece."""
         held = self._renamer.feed(b"", end=True) if self._renamer is not None else b""

@@ -423,7 +423,7 @@ class Session:
         if leave is _UNSTREAMED:
             return not request.stream and request.api != "other" and not host.inspect(False)
         # 16 bytes a message cover the gRPC prefix and HTTP/2 framing; the trailers are not flow-controlled.
-        return leave is _ALWAYS or sum(map(len, messages)) + 16 * len(messages) <= self._stream.room()
+        return leave is _ALWAYS or sum(map(len, messages)) + 16 * len(messages) <= self._stream.writable_bytes()
 
     def _wired(self) -> bool:
         """The gateway will tell us the end of this request."""
@@ -477,7 +477,7 @@ class Session:
 
     def _on_response_trailers(self, message: Incoming) -> None:
         if self._renaming is not None:
-            self._stream.send(*self._renaming.rest())
+            self._stream.send(*self._renaming.tail())
         self._stream.send(CONTINUE[Kind.RESPONSE_TRAILERS])
         self._end()
 

@@ -35,7 +35,7 @@ class ServerStream(Protocol):
         keep this many, and cannot continue before they have arrived. The transport gives credit as memory allows, or
         ends the stream."""
 
-    def room(self) -> int:
+    def writable_bytes(self) -> int:
         """The message bytes (without framing) that would leave in one write now; 0 if messages are still queued."""
         ...
 

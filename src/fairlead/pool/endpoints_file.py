@@ -122,7 +122,7 @@ class EndpointSet:
         if entry.literal:
             endpoint = entry.endpoint
         elif entry.host in self._addresses:
-            endpoint = entry.at(self._addresses[entry.host])
+            endpoint = entry.resolved(self._addresses[entry.host])
         else:
             self._new_names.set()
             return
@@ -160,11 +160,11 @@ class EndpointSet:
         self._new_names.clear()
         gate = asyncio.Semaphore(_AT_ONCE)
 
-        async def one(host: str, port: int) -> None:
+        async def resolve(host: str, port: int) -> None:
             async with gate:
                 await self._resolve(host, port)
 
-        await asyncio.gather(*(one(host, port) for host, port in self._names().items()))
+        await asyncio.gather(*(resolve(host, port) for host, port in self._names().items()))
 
     async def _resolve(self, host: str, port: int) -> None:
         try:

@@ -74,7 +74,7 @@ class RequestParser:
         self._headers: dict[str, str] = {}
         self._pieces: list[bytes] = []
         #: Complete requests so far.
-        self._whole = 0
+        self._completed = 0
         #: Bytes of the body so far, of the head or trailers so far, and bytes fed since the last progress.
         self._body_bytes = self._head_bytes = self._silent = 0
         #: The request whose head is complete and whose body is not.
@@ -93,13 +93,13 @@ class RequestParser:
         """Take received bytes. If they are malformed, `next` raises after the requests before them."""
         if self._broken:
             return
-        unfinished, complete, body, fields = self.current, self._whole, self._body_bytes, self._head_bytes
+        unfinished, complete, body, fields = self.current, self._completed, self._body_bytes, self._head_bytes
         try:
             self._parser.feed_data(data)
             if self._begun:
                 # An endless line causes no callback of the parser.
                 trailers = self.current is not None and self._head_bytes > fields
-                if self._whole != complete or self.current is not unfinished or self._body_bytes > body or trailers:
+                if self._completed != complete or self.current is not unfinished or self._body_bytes > body or trailers:
                     self._silent = 0
                 else:
                     self._silent += len(data)
@@ -187,7 +187,7 @@ class RequestParser:
         request.size += len(request.body)
         self._pieces = []
         self._requests.append(request)
-        self._whole += 1
+        self._completed += 1
         self._begun = self.wants_continue = False
 
     def _count(self, size: int) -> None:

@@ -45,7 +45,7 @@ def read_files(settings: Settings) -> ModelFiles:
         names = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.json", "config.json")
         config, special, processor, model = (_maybe(beside / name) for name in names)
     except OSError as error:
-        return ModelFiles(problem=_told(error, named))
+        return ModelFiles(problem=_unreadable(error, named))
     template, problem = _template(settings, beside)
     return ModelFiles(
         tokenizer=tokenizer,
@@ -65,12 +65,12 @@ def _template(settings: Settings, beside: Path) -> tuple[str, str]:
     try:
         return (_read(path) if named else _maybe(path)).decode(), ""
     except OSError as error:
-        return "", _told(error, path)
+        return "", _unreadable(error, path)
     except UnicodeDecodeError as error:
         return "", f"{path} is not UTF-8: {error.reason}"
 
 
-def _told(error: OSError, path: Path) -> str:
+def _unreadable(error: OSError, path: Path) -> str:
     return f"cannot read {error.filename or path}: {error.strerror or error}"
 
 

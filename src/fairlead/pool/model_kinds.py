@@ -309,14 +309,14 @@ class _Reader:
     """Reads documents one after another."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, str], tuple[str, Noun]] = {}
+        self._nouns: dict[tuple[str, str], tuple[str, Noun]] = {}
         self._problems: list[Problem] = []
         self._notes: list[Problem] = []
         self._values = 0
         self._objects = 0
 
     def manifests(self) -> Manifests:
-        models = _model_set(noun for _, noun in self._found.values())
+        models = _model_set(noun for _, noun in self._nouns.values())
         return Manifests(models, tuple(self._problems), tuple(self._notes))
 
     def document(self, text: bytes, offset: int) -> bool:
@@ -359,13 +359,13 @@ class _Reader:
     def _keep(self, noun: Noun, group: str, place: Place, report: Report) -> None:
         """Keep an object. If it is given in both groups, the newer group counts, as when both CRDs are installed."""
         key = type(noun).__name__, str(noun.origin)
-        former = self._found.get(key)
+        former = self._nouns.get(key)
         if former is not None and former[0] == group:
             report.add(place, f"{key[0]} {shorten(key[1])} is given twice")
         elif former is not None:
             report.note(place, f"{key[0]} {shorten(key[1])} is given in both groups; {GROUP} counts")
         if former is None or group == GROUP:
-            self._found[key] = group, noun
+            self._nouns[key] = group, noun
 
 
 def _count(value: object) -> int:

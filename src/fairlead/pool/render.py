@@ -225,7 +225,7 @@ def _prompt_only(api: str, body: bytes) -> bytes:
 _TEXT = "Naïve  café: 12345 = 3.14?\n\n\tdef f(x):\n        return x  # 你好 👍🏽\n"
 _TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 _ASKED = {"role": "user", "content": _TEXT}
-_TOLD = {"role": "assistant", "content": "Well."}
+_ANSWER = {"role": "assistant", "content": "Well."}
 
 #: The probes by name: (path, body).
 PROBES: Mapping[str, tuple[str, dict[str, Any]]] = {
@@ -233,7 +233,7 @@ PROBES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", {"messages": [_ASKED]}),
     "system and turns": (
         "/v1/chat/completions",
-        {"messages": [{"role": "system", "content": "Be brief."}, _ASKED, _TOLD, _ASKED]},
+        {"messages": [{"role": "system", "content": "Be brief."}, _ASKED, _ANSWER, _ASKED]},
     ),
     "tools": ("/v1/chat/completions", {"messages": [_ASKED], "tools": [_TOOL]}),
     "developer": ("/v1/chat/completions", {"messages": [{"role": "developer", "content": "Be brief."}, _ASKED]}),

@@ -135,7 +135,7 @@ async def test_a_wrong_topic_is_named(world: Any, pool_of: Listed) -> None:
     config = {"endpoints": pool_of(await world.stubs(1, wrong)), "kvEvents": settings, **BY_ENGINE}
     found = await world.examined(config, probe=True)
     assert "kv-dialled.topic" in codes(found)
-    assert found.findings[0].evidence == "heard: kv@vllm-7.example@tiny"
+    assert found.findings[0].evidence == "received: kv@vllm-7.example@tiny"
 
 
 def reports_late(world: Any) -> None:

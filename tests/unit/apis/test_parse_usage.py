@@ -256,11 +256,11 @@ def test_long_documents_are_kept_in_bounded_memory() -> None:
     document = Document()
     for _ in range(2_000):
         document.append(b"x" * 1000)
-        assert document.whole() is None or len(document.whole() or b"") <= WHOLE_BYTES
+        assert document.complete() is None or len(document.complete() or b"") <= WHOLE_BYTES
         assert sum(map(len, document.ends())) <= WHOLE_BYTES + TAIL_BYTES
-    assert document.whole() is None
+    assert document.complete() is None
     document.clear()
-    assert document.whole() == b""
+    assert document.complete() == b""
 
 
 def test_a_line_is_parsed_once_however_it_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:

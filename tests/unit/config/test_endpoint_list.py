@@ -60,10 +60,10 @@ def test_a_good_file() -> None:
 
 def test_a_resolved_name() -> None:
     named = parse_endpoints_text(GOOD.encode()).entries[3]
-    assert named.at("fd00::7").address == "[fd00::7]:443"
-    assert named.at("10.0.0.7").scrape_url == "https://model-server.example:9400/m"
+    assert named.resolved("fd00::7").address == "[fd00::7]:443"
+    assert named.resolved("10.0.0.7").scrape_url == "https://model-server.example:9400/m"
     plain = listing(entry(address="host")).entries[0]
-    assert plain.at("10.0.0.7").scrape_url == "http://10.0.0.7:8000/metrics"
+    assert plain.resolved("10.0.0.7").scrape_url == "http://10.0.0.7:8000/metrics"
 
 
 def test_json_with_tabs() -> None:

@@ -71,7 +71,7 @@ class House:
     def evicted(self, after: float) -> list[int]:
         self.clock.advance(after)
         found = self.feed(ev.TimerFired("queue-dispatch"))
-        return [one.told.request_id for one in found if isinstance(one, Evict)]
+        return [one.reject.request_id for one in found if isinstance(one, Evict)]
 
     def lost(self, number):
         return self.feed(ev.StreamLost(number))
@@ -146,7 +146,7 @@ def test_what_the_client_is_told():
     for priority in (-10, -10, 5):
         house.arrive(priority)
     house.clock.advance(1.0)
-    told = [one.told for one in house.feed(ev.TimerFired("queue-dispatch")) if isinstance(one, Evict)]
+    told = [one.reject for one in house.feed(ev.TimerFired("queue-dispatch")) if isinstance(one, Evict)]
     assert told and all(isinstance(one, Reject) for one in told)
     assert {(one.status, one.reason) for one in told} == {(429, "evicted")}
 

@@ -268,11 +268,11 @@ def test_a_band_holds_what_it_says_while_all_gets_worse(drift: float) -> None:
 
 def test_quantiles_lie_between_observations() -> None:
     band = Band()
-    assert [band.at(p) for p in (0.05, 0.5, 0.95)] == pytest.approx([log(0.5), 0.0, log(2.0)], rel=0.1)
+    assert [band.quantile(p) for p in (0.05, 0.5, 0.95)] == pytest.approx([log(0.5), 0.0, log(2.0)], rel=0.1)
     assert [band.low, band.high] == pytest.approx([log(1 / 16), log(16)], rel=0.1)
     for i in range(64):
         add(band, 37 * i % 65 / 65.0)
-    assert [band.at(p) for p in (0.1, 0.3, 0.7)] == pytest.approx([0.1, 0.3, 0.7], abs=0.1)
+    assert [band.quantile(p) for p in (0.1, 0.3, 0.7)] == pytest.approx([0.1, 0.3, 0.7], abs=0.1)
 
 
 def test_the_ends_of_a_band_come_closer_with_each_value_and_its_middle_stays() -> None:
@@ -291,7 +291,7 @@ def test_the_ends_of_a_band_come_closer_with_each_value_and_its_middle_stays() -
     low, high, known_high = kind.factors[1:]
     assert high == pytest.approx(known_high) and low < 1.0
     late = Band(everything)
-    assert late.high == pytest.approx(late.at(0.95)), "a kind that comes when the engine is known"
+    assert late.high == pytest.approx(late.quantile(0.95)), "a kind that comes when the engine is known"
 
 
 def test_a_kind_of_forecast_that_was_never_judged_has_the_band_of_all() -> None:

@@ -25,7 +25,7 @@ class Stream:
         assert self.ended is None
         self.ended = (code, message)
 
-    def room(self) -> int:
+    def writable_bytes(self) -> int:
         return 0
 
 

@@ -64,7 +64,7 @@ def test_what_is_held_comes_with_a_later_chunk(pb: ModuleType) -> None:
     renaming = Renaming("target", "shown", BodyMode.STREAMED, stream=False, resizable=True)
     assert bodies(pb, renaming.chunk(BODY[:12], False)) == [BODY[:9]]
     assert bodies(pb, renaming.chunk(BODY[12:], False)) == [BODY[9:].replace(b"target", b"shown")]
-    assert renaming.rest() == []
+    assert renaming.tail() == []
 
 
 def test_full_duplex_gives_everything_back(pb: ModuleType) -> None:
@@ -73,4 +73,4 @@ def test_full_duplex_gives_everything_back(pb: ModuleType) -> None:
     assert bodies(pb, renaming.chunk(BODY, False)) == [BODY]
     renaming = Renaming("target", "shown", BodyMode.FULL_DUPLEX, stream=False, resizable=False)
     renaming.headers(JSON)
-    assert bodies(pb, renaming.chunk(BODY[:12], False) + renaming.rest()) == [BODY[:9], BODY[9:12]]
+    assert bodies(pb, renaming.chunk(BODY[:12], False) + renaming.tail()) == [BODY[:9], BODY[9:12]]

@@ -58,7 +58,7 @@ class Wire:
         if self.status is None:
             self.status = code
 
-    def room(self):
+    def writable_bytes(self):
         return self.window
 
     held = 0

@@ -62,7 +62,7 @@ class Wire:
     def finish(self, code: int = 0, message: str = "") -> None:
         self.status = code if self.status is None else self.status
 
-    def room(self) -> int:
+    def writable_bytes(self) -> int:
         return 1 << 20
 
     def watch_cancel(self, on: bool) -> None: ...

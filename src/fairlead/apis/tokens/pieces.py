@@ -150,7 +150,7 @@ class PieceCache:
         self.bytes = 0
         #: Characters looked up, and those of them that were found: counters for metrics.
         self.asked = 0
-        self.found = 0
+        self.hits = 0
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -184,7 +184,7 @@ class PieceCache:
         self.asked += len(piece)
         ids = self._ids.get(piece)
         if ids is not None:
-            self.found += len(piece)
+            self.hits += len(piece)
             self._ids.move_to_end(piece)
         return ids
 

@@ -146,7 +146,7 @@ def _object(content: bytes) -> dict[str, Any]:
 # Gets the token ids of a request of any API.
 
 #: The entry of all models that have no entry of their own.
-OTHERS = "*"
+ANY_MODEL = "*"
 #: Longer bodies are not tokenised: a million tokens are about 4 MB.
 MAX_BODY = 16 << 20
 #: Encoding this many bytes of new text takes about 2 ms, see docs/tokens.md.
@@ -204,7 +204,7 @@ class PromptTokeniser:
             return absent(FIELDS, f"{type(exc).__name__}: {exc}")
 
     def _model(self, model: str) -> ModelTokens | None:
-        return self._models.get(model) or self._models.get(OTHERS)
+        return self._models.get(model) or self._models.get(ANY_MODEL)
 
 
 def _encode(model: ModelTokens | None, text: str, special: bool) -> bytes:
@@ -227,9 +227,9 @@ def _conversation(read: Callable[[bytes], ChatFields]) -> Callable[[bytes, Model
 def _chat(fields: ChatFields, model: ModelTokens, tokeniser: Tokeniser) -> PromptTokens:
     refuse_sent(chat_template=fields.chat_template, truncate_prompt_tokens=fields.truncate_prompt_tokens)
     if model.harmony is not None:
-        return _found(tokeniser.encode(model.harmony.render(fields)), fields.cache_salt)
+        return _of_one_prompt(tokeniser.encode(model.harmony.render(fields)), fields.cache_salt)
     text = _rendered(fields, model)
-    return _found(tokeniser.encode(text, is_true(fields.add_special_tokens)), fields.cache_salt)
+    return _of_one_prompt(tokeniser.encode(text, is_true(fields.add_special_tokens)), fields.cache_salt)
 
 
 def _rendered(fields: ChatFields, model: ModelTokens) -> str:
@@ -256,7 +256,7 @@ def _rendered(fields: ChatFields, model: ModelTokens) -> str:
 def _completion(body: bytes, model: ModelTokens | None) -> PromptTokens:
     fields = decode(Fields.completion, body)
     refuse_sent(prompt_embeds=fields.prompt_embeds, truncate_prompt_tokens=fields.truncate_prompt_tokens)
-    return _found_all(_prompts(fields, model), fields.cache_salt)
+    return _of_several(_prompts(fields, model), fields.cache_salt)
 
 
 def _prompts(fields: CompletionFields, model: ModelTokens | None) -> list[bytes]:
@@ -281,7 +281,7 @@ def _generate(body: bytes, model: ModelTokens | None) -> PromptTokens:
         media = fields.media()
     except ValueError as error:
         raise Absent(MEDIA, str(error)) from None
-    return _found(packed(fields.token_ids), fields.cache_salt, media)
+    return _of_one_prompt(packed(fields.token_ids), fields.cache_salt, media)
 
 
 def _sglang(body: bytes, model: ModelTokens | None) -> PromptTokens:
@@ -293,11 +293,11 @@ def _sglang(body: bytes, model: ModelTokens | None) -> PromptTokens:
     if fields.input_ids is not None:
         ids = fields.input_ids
         batch = [ids] if all(isinstance(item, int) for item in ids) else ids
-        return _found_all([packed(item) for item in batch], salt)  # type: ignore[arg-type]
+        return _of_several([packed(item) for item in batch], salt)  # type: ignore[arg-type]
     if fields.text is None:
         raise Absent(FIELDS, "there is no prompt")
     texts = [fields.text] if isinstance(fields.text, str) else fields.text
-    return _found_all([_encode(model, text, True) for text in texts], salt)
+    return _of_several([_encode(model, text, True) for text in texts], salt)
 
 
 def _grpc(parsed: ParsedRequest, model: ModelTokens | None) -> PromptTokens:
@@ -305,15 +305,15 @@ def _grpc(parsed: ParsedRequest, model: ModelTokens | None) -> PromptTokens:
     if parsed.media:
         raise Absent(MEDIA, "where media stand in the prompt is not told")
     if parsed.prompt_tokens:
-        return _found(ids_of(parsed.prompt), None)
-    return _found(_encode(model, b"".join(parsed.prompt).decode(), True), None)
+        return _of_one_prompt(ids_of(parsed.prompt), None)
+    return _of_one_prompt(_encode(model, b"".join(parsed.prompt).decode(), True), None)
 
 
-def _found(ids: bytes, salt: str | None, media: tuple[MediaItem, ...] = ()) -> PromptTokens:
+def _of_one_prompt(ids: bytes, salt: str | None, media: tuple[MediaItem, ...] = ()) -> PromptTokens:
     return PromptTokens(ids, len(ids) // 4, salt=salt or "", media=media)
 
 
-def _found_all(prompts: Sequence[bytes], salt: str | None) -> PromptTokens:
+def _of_several(prompts: Sequence[bytes], salt: str | None) -> PromptTokens:
     if not prompts:
         raise Absent(FIELDS, "there is no prompt")
     return PromptTokens(prompts[0], sum(map(len, prompts)) // 4, salt=salt or "")

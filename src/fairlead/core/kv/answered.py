@@ -60,7 +60,7 @@ class AnsweredIndex(KvIndex):
         """Return a number that distinguishes successive endpoints in the same slot; 0 = the slot is empty."""
         return self._tenures.get(slot, 0)
 
-    def told(self, slot: int, states: Sequence[RankState]) -> None:
+    def report(self, slot: int, states: Sequence[RankState]) -> None:
         """Take the new states of an endpoint's ranks. Ranks that are not listed count as disconnected."""
         for state in states[:MOST_RANKS]:
             cache = self.rank(slot, state.rank, self._model)

@@ -196,7 +196,7 @@ class BlockTable:
 
         Blocks without room are left out and counted as refused.
         """
-        since = shelf.cache.told
+        since = shelf.cache.counts
         shelf_table, blocks, joined = shelf.table, self.table, self.holders.joined
         enter, enter_block = shelf_table.enter, blocks.enter
         bit = shelf.bit

@@ -66,7 +66,7 @@ EVERYONE = -1
 MOST_GROUPS = 64
 
 
-class Told(Struct):
+class Counts(Struct):
     """Counts since the rank was added. Unless noted, they count blocks."""
 
     stored: int = 0
@@ -117,8 +117,8 @@ class RankCache:
     """The blocks of one rank, created by `KvIndex.rank`. `model`: the base model, to which its blocks belong."""
 
     __slots__ = (
-        "beginnings", "behind", "block_size", "heard", "kinds", "linked", "lives", "model", "provisional", "rank",
-        "reports", "rests", "shelves", "slot", "told", "units",
+        "beginnings", "behind", "block_size", "counts", "heard", "kinds", "linked", "lives", "model", "provisional",
+        "rank", "reports", "rests", "shelves", "slot", "units",
     )  # fmt: skip
 
     def __init__(self, slot: int, rank: int, model: str) -> None:
@@ -135,7 +135,7 @@ class RankCache:
         #: Whether our requests make the engine report reused blocks again (`kv_cache_report_mode`). Such stores start
         #: at the root and are not additional copies.
         self.reports = False
-        self.told = Told()
+        self.counts = Counts()
         #: Tokens per block, from the last store; 0 = not reported yet.
         self.block_size = 0
         #: The last stores of prompts: beginnings, and the rest; see `stores`.
@@ -287,7 +287,7 @@ class Orphans:
     def give_up(self) -> None:
         """Forget the oldest orphan."""
         oldest = next(iter(self._entries.values()))
-        oldest.shelf.cache.told.orphans_dropped += 1
+        oldest.shelf.cache.counts.orphans_dropped += 1
         self._forget(oldest)
 
     def _forget(self, orphan: Orphan) -> None:

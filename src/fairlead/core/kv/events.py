@@ -84,7 +84,7 @@ def apply(index: KvIndex, cache: RankCache, event: KvEvent, now: float) -> Itera
         return None
     shelf = cache.shelves.get((event.group, tier_of(event.medium)))
     if shelf is None:
-        cache.told.removed_unknown += len(event.hashes)
+        cache.counts.removed_unknown += len(event.hashes)
         return None
     if len(event.hashes) > STEP:
         return _remove_many(index, shelf, event)
@@ -114,7 +114,7 @@ def _remove_many(index: KvIndex, shelf: Shelf, event: BlocksRemoved) -> Iterator
 def _store(index: KvIndex, cache: RankCache, event: BlocksStored, now: float) -> Iterator[int] | None:
     hashes = event.hashes
     if not cache.indexable(event.group, event.kind):
-        cache.told.not_indexable += len(hashes)
+        cache.counts.not_indexable += len(hashes)
         return None
     if not hashes:
         return None
@@ -207,7 +207,7 @@ class _Store:
         if shelf.dead:
             return
         width = event.block_size * TOKEN_BYTES
-        shelf.cache.told.orphaned += len(hashes)
+        shelf.cache.counts.orphaned += len(hashes)
         until = self._now + orphans.ttl
         for index, digest in enumerate(hashes):
             more = extras[index] if extras is not None else ()
@@ -220,7 +220,7 @@ def _store_nameless(index: KvIndex, shelf: Shelf, event: BlocksStored) -> Iterat
     """Store blocks that are identified only by their hashes, because they were put into another tier. Raise
     `ValueError` at the end if no tier is named and a block is not known: our own keys can only be made from tokens."""
     cache, space = shelf.cache, index.space
-    before = cache.told.nameless
+    before = cache.counts.nameless
     root = space.root(cache.model, event.lora)
     hashes = event.hashes
     for start in range(0, len(hashes), STEP):
@@ -230,9 +230,9 @@ def _store_nameless(index: KvIndex, shelf: Shelf, event: BlocksStored) -> Iterat
             if key is None and space.self_contained:
                 key = space.keys(root, root, [digest], b"", 0, None)[0]
             if key is None:
-                cache.told.nameless += 1
+                cache.counts.nameless += 1
             else:
                 index.store(shelf, [digest], [key], max(0, index.blocks.depth_of(key) - 1))
         yield len(step)
-    if not event.medium and cache.told.nameless > before:
+    if not event.medium and cache.counts.nameless > before:
         raise ValueError("blocks without token_ids can be read with keys: engine only")

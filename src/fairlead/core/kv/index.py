@@ -108,7 +108,7 @@ class KvIndex:
 
     def clear_rank(self, cache: RankCache) -> None:
         """Forget all blocks of one rank: immediately for matches; the O(blocks) work is done later, in `tend`."""
-        cache.told.clears += 1
+        cache.counts.clears += 1
         for shelf in cache.shelves.values():
             shelf.dead = True
             self._dead.append(shelf)
@@ -166,7 +166,7 @@ class KvIndex:
         if shelf.dead:
             return
         left = self.blocks.remove(shelf, digest)
-        counts = shelf.cache.told
+        counts = shelf.cache.counts
         if left < 0 and not self.orphans.removed(shelf, digest):
             counts.removed_unknown += 1
             return
@@ -241,7 +241,7 @@ class KvIndex:
                 root = space.root(model, orphan.lora)
                 extras = [orphan.extras] if orphan.extras else None
                 keys = space.keys(key, root, [orphan.digest], orphan.tokens, orphan.block_size, extras)
-                shelf.cache.told.adopted += 1
+                shelf.cache.counts.adopted += 1
                 for _ in range(orphan.copies):
                     self.store(shelf, [orphan.digest], keys, depth)
             if count >= 100:
@@ -251,7 +251,7 @@ class KvIndex:
     def _take_apart(self) -> None:
         shelf = self._dead[0]
         if shelf.orphans:
-            shelf.cache.told.orphans_dropped += self.orphans.drop_shelf(shelf, 200)
+            shelf.cache.counts.orphans_dropped += self.orphans.drop_shelf(shelf, 200)
             return
         if shelf.reclaimed < shelf.table.segments:
             self.entries -= self.blocks.take_apart(shelf, shelf.reclaimed)
@@ -289,7 +289,7 @@ class KvIndex:
                 self.orphans.give_up()
                 continue
             evicted = self.blocks.evict(loser, forced=looks >= _LOOKS)
-            loser.cache.told.evicted += evicted
+            loser.cache.counts.evicted += evicted
             self.entries -= evicted
             looks += 1
 

@@ -44,8 +44,8 @@ _MASK = (1 << 64) - 1
 _HIGH_BIT = 1 << 63
 _SPREADER = 0x9FB21C651E98DF25
 #: The order in which the other places of a group are read, by the offset of the first.
-_REST = tuple(tuple((start + step) % GROUP for step in range(1, GROUP)) for start in range(GROUP))
-_ALL = tuple((start, *_REST[start]) for start in range(GROUP))
+_NEXT_PLACES = tuple(tuple((start + step) % GROUP for step in range(1, GROUP)) for start in range(GROUP))
+_ALL = tuple((start, *_NEXT_PLACES[start]) for start in range(GROUP))
 
 Positions = NDArray[np.int64]
 Keys = NDArray[np.uint64]
@@ -100,7 +100,7 @@ class Table:
         keys = self.keys
         base = first & ~_PLACE
         group = first & _GROUP_START
-        order = _REST[first & _IN_GROUP]
+        order = _NEXT_PLACES[first & _IN_GROUP]
         free = first if reusable else -1
         for _ in range(SEGMENT // GROUP):
             first_place = base + group

@@ -178,7 +178,7 @@ class _Pair(NamedTuple):
     """Cached tokens."""
 
     predicted: int
-    told: ReportedUsage
+    reported: ReportedUsage
 
 
 async def _prompt(site: Site, model: str, address: str, size: int) -> _Prompt:
@@ -228,23 +228,23 @@ async def _kv_agreement_of(site: Site, kv: KvListening, slot: int) -> list[Findi
     prompt = await _prompt(site, model, endpoint.address, size)
     if prompt.tokens.reason:
         return []  # the check `tokens` reports why
-    before = kv.told(slot)
+    before = kv.event_count(slot)
     first = await _sent(site, endpoint.address, prompt)
     if isinstance(first, str):
         kind = NOT_ALLOWED if first.startswith(("401 ", "403 ")) else FAILED
         return [kind.at(endpoint.id, first)]
-    heard = await kv.until(lambda: kv.told(slot) > before, _TELLING)
+    received = await kv.until(lambda: kv.event_count(slot) > before, _TELLING)
     predicted = _predicted(kv, slot, prompt.tokens)
     second = await _sent(site, endpoint.address, prompt)
     if isinstance(second, str):
         return [FAILED.at(endpoint.id, second)]
     missing = [UNTOKENISED.at("", "")] if prompt.path == COMPLETIONS else []
-    return missing + _judged(kv, slot, prompt.tokens, heard, _Pair(predicted, second))
+    return missing + _judged(kv, slot, prompt.tokens, received, _Pair(predicted, second))
 
 
-def _judged(kv: KvListening, slot: int, tokens: PromptTokens, heard: bool, pair: _Pair) -> list[Finding]:
+def _judged(kv: KvListening, slot: int, tokens: PromptTokens, received: bool, pair: _Pair) -> list[Finding]:
     name, (predicted, usage) = kv.endpoints[slot].id, pair
-    if not heard:
+    if not received:
         evidence = f"nothing within {_TELLING:g} s of a prompt of {usage.prompt} tokens"
         return [SILENT.at(name, evidence)]
     if usage.cached < 0:

@@ -101,7 +101,7 @@ async def asking(site: Site) -> list[Finding]:
     if not site.has("admin") or not site.config.admin.debug:
         return []
     await asyncio.sleep(_SETTLED)
-    decision = await site.told(f"/debug/decisions/{headers['x-request-id']}")
+    decision = await site.admin_json(f"/debug/decisions/{headers['x-request-id']}")
     if decision is None:
         evidence = f"the scheduler has no decision for the request {headers['x-request-id']}, which was answered"
         return [BYPASSED.at("gateway", evidence)]

@@ -118,13 +118,13 @@ async def _kv_events_of(site: Site, kv: KvListening, slot: int) -> list[Finding]
     if not kv.linked(slot):
         return [*findings, UNCONNECTED.at(name, f"no connection to {source.source.events}")]
     wrong = by_hashes(kv, slot)
-    if wrong is not None and wrong.code not in {one.code for one in findings}:
+    if wrong is not None and wrong.code not in {finding.code for finding in findings}:
         findings.append(wrong)
-    counts = [one.feed.count for one in kv.subscriptions(slot)]
+    counts = [subscription.feed.count for subscription in kv.subscriptions(slot)]
     bad = sum(count.bad_events + count.bad_batches for count in counts)
     if bad:
         reason = next((f": {count.bad_reason}" for count in counts if count.bad_reason), "")
-        findings.append(UNREADABLE.at(name, f"{bad} of {bad + kv.told(slot)} events and batches{reason}"))
+        findings.append(UNREADABLE.at(name, f"{bad} of {bad + kv.event_count(slot)} events and batches{reason}"))
     if source.source.replay and (kv.behind(slot) or any(count.failed_replays for count in counts)):
         findings.append(REPLAY.at(name, f"no answer from {source.source.replay}"))
     return [*findings, *_topic(site, kv, slot)]
@@ -172,7 +172,7 @@ TOPIC = Kind(
     "kv-dialled.topic", Severity.ERROR, "a publisher's topic names no endpoint of the pool, so its events are refused",
     "set the topic in --kv-events-config to kv@<address:port or name of the endpoint>@<model>", _BELIEVED,
 )  # fmt: skip
-NOBODY = Kind(
+NO_EVENTS = Kind(
     "kv-dialled.nobody", Severity.ERROR, "no events of an endpoint have arrived",
     "let its --kv-events-config dial kvEvents.bind of this machine; an idle engine sends nothing",
     _BELIEVED,
@@ -204,33 +204,33 @@ _Look = Callable[[], Awaitable[_Received]]
 class _Listened(Struct, frozen=True):
     """What had arrived by the end, after `seconds` and `requests` to each silent endpoint."""
 
-    heard: _Received
+    received: _Received
     seconds: float
     requests: int
 
-    def nobody(self) -> list[Finding]:
+    def without_events(self) -> list[Finding]:
         asked = "one request" if self.requests == 1 else f"{self.requests} requests"
         evidence = f"nothing was heard in {self.seconds:.1f} s, after {asked} to it"
-        return [NOBODY.at(endpoint.id, evidence) for endpoint in self.heard.silent] if self.requests else []
+        return [NO_EVENTS.at(endpoint.id, evidence) for endpoint in self.received.silent] if self.requests else []
 
 
 async def _listened(site: Site, look: _Look, seconds: Sequence[float]) -> _Listened:
     """Wait until all endpoints have sent events, or a round brings as many unknown batches as endpoints are silent."""
     now = asyncio.get_running_loop().time
-    started, requests, heard = now(), 0, await look()
+    started, requests, received = now(), 0, await look()
     for length in seconds:
-        before, end = heard.strange, now() + length
+        before, end = received.strange, now() + length
         async with asyncio.TaskGroup() as group:
             if site.probe:
                 requests += 1
-                for endpoint in heard.silent:
+                for endpoint in received.silent:
                     group.create_task(_asked(site, endpoint))
-            while now() < end and heard.strange - before < len(heard.silent):
+            while now() < end and received.strange - before < len(received.silent):
                 await asyncio.sleep(_POLL)
-                heard = await look()
-        if heard.strange - before >= len(heard.silent):
+                received = await look()
+        if received.strange - before >= len(received.silent):
             break
-    return _Listened(heard, now() - started, requests)
+    return _Listened(received, now() - started, requests)
 
 
 async def _asked(site: Site, endpoint: Endpoint) -> None:
@@ -248,11 +248,11 @@ async def _by_scheduler(site: Site) -> list[Finding]:
         return _Received([endpoint for endpoint in site.endpoints if endpoint.id not in known], int(refused))
 
     listened = await _listened(site, look, ROUNDS if site.probe else ())
-    heard = listened.heard
-    if heard.strange:
-        evidence = f"the scheduler has refused {heard.strange} batches of unknown publishers"
-        return [TOPIC.at(endpoint.id, evidence) for endpoint in heard.silent]
-    return listened.nobody()
+    received = listened.received
+    if received.strange:
+        evidence = f"the scheduler has refused {received.strange} batches of unknown publishers"
+        return [TOPIC.at(endpoint.id, evidence) for endpoint in received.silent]
+    return listened.without_events()
 
 
 async def _by_ourselves(site: Site) -> list[Finding]:
@@ -267,32 +267,32 @@ async def _by_ourselves(site: Site) -> list[Finding]:
         listened = await _listened(site, _own_ear(site, socket), ROUNDS if site.probe else (_WITHOUT_PROBE,))
     finally:
         context.destroy(linger=0)
-    if listened.heard.strange:
-        return [TOPIC.at("", f"heard: {listened.heard.topic or 'an empty topic'}")]
-    return listened.nobody()
+    if listened.received.strange:
+        return [TOPIC.at("", f"received: {listened.received.topic or 'an empty topic'}")]
+    return listened.without_events()
 
 
 def _own_ear(site: Site, socket: Socket) -> _Look:
-    heard = _Received(list(site.endpoints))
+    received = _Received(list(site.endpoints))
 
     async def look() -> _Received:
         """Read all waiting batches. A publisher that dials in gets our subscription only while the socket is read."""
-        nonlocal heard
+        nonlocal received
         while (frames := receive(socket)) is not None:
             with contextlib.suppress(ValueError):
-                heard = _with(heard, site, live(frames).topic)
-        return heard
+                received = _with(received, site, live(frames).topic)
+        return received
 
     return look
 
 
-def _with(heard: _Received, site: Site, topic: bytes) -> _Received:
+def _with(received: _Received, site: Site, topic: bytes) -> _Received:
     pod = topic_of(topic).pod
     known = {endpoint.id for endpoint in site.endpoints if pod in _names(endpoint)}
     if not known:
-        return _Received(heard.silent, heard.strange + 1, topic.decode("utf-8", "replace"))
-    silent = [endpoint for endpoint in heard.silent if endpoint.id not in known]
-    return _Received(silent, heard.strange, heard.topic)
+        return _Received(received.silent, received.strange + 1, topic.decode("utf-8", "replace"))
+    silent = [endpoint for endpoint in received.silent if endpoint.id not in known]
+    return _Received(silent, received.strange, received.topic)
 
 
 def _names(endpoint: Endpoint) -> set[str]:
@@ -302,7 +302,7 @@ def _names(endpoint: Endpoint) -> set[str]:
 @check(
     "kv-dialled",
     "publishers that dial in belong to the pool",
-    (TAKEN, TOPIC, NOBODY),
+    (TAKEN, TOPIC, NO_EVENTS),
     needs=("endpoints", "events"),
     budget=30.0,
 )

@@ -184,7 +184,7 @@ UNKNOWN = Kind(
     "roles.unknown", Severity.ERROR, "an endpoint has an unknown role, and gets no requests",
     f"correct the label {ROLE_LABEL}: one of {', '.join(sorted(ROLES))}", _POLICIES,
 )  # fmt: skip
-NOBODY = Kind(
+NO_ENDPOINT = Kind(
     "roles.nobody", Severity.CRITICAL, "no endpoint has the role for a stage that every request needs",
     f"label endpoints with {ROLE_LABEL}, or remove the label where they do everything", _POLICIES,
 )  # fmt: skip
@@ -207,7 +207,7 @@ def _stages(site: Site) -> Iterator[str]:
 @check(
     "roles",
     "every stage of the policy has an endpoint",
-    (NOBODY, UNKNOWN, NO_PREFILL, IDLE),
+    (NO_ENDPOINT, UNKNOWN, NO_PREFILL, IDLE),
     needs=("endpoints",),
 )
 async def roles(site: Site) -> list[Finding]:
@@ -216,7 +216,7 @@ async def roles(site: Site) -> list[Finding]:
     listed = ", ".join(sorted({role or "none" for role in roles.values()}))
     stages = dict.fromkeys(_stages(site))
     missing = [stage for stage in stages if not any(role in STAGES[stage] for role in roles.values())]
-    findings += [NOBODY.at(stage, f"roles there are: {listed}") for stage in missing]
+    findings += [NO_ENDPOINT.at(stage, f"roles there are: {listed}") for stage in missing]
     prefill_only = [name for name, role in roles.items() if role in PREFILL_ONLY]
     plugin = site.config.policy.plugin
     splits = plugin is not None and plugin.type == SPLITTING

@@ -274,7 +274,7 @@ class _Decisions(Struct):
 async def _starved(site: Site, rows: list[Row]) -> list[Finding]:
     """Findings from decisions that caches did not determine."""
     try:
-        page = convert(await site.told(f"/debug/decisions?last={_LAST}"), _Decisions, strict=False)
+        page = convert(await site.admin_json(f"/debug/decisions?last={_LAST}"), _Decisions, strict=False)
     except ValidationError:
         return []
     free = [made for made in page.decisions if made.predicted_hit_tokens < _CACHED * made.prompt_tokens]
@@ -340,14 +340,14 @@ async def _total(site: Site, name: str) -> float:
 
 
 async def _trust(site: Site) -> list[Finding]:
-    heard = {labels.get("endpoint", "") for labels, _ in await site.metric("fairlead_kv_feed_connected")}
+    connected = {labels.get("endpoint", "") for labels, _ in await site.metric("fairlead_kv_feed_connected")}
     causes: dict[str, dict[str, float]] = {}
     for labels, count in await site.metric("fairlead_kv_disagreements_total"):
         causes.setdefault(labels.get("endpoint", ""), {})[labels.get("cause", "")] = count
     findings = []
     for labels, now in await site.metric("fairlead_kv_source"):
         name = labels.get("endpoint", "")
-        if labels.get("source") == "learned" and now and name in heard and causes.get(name):
+        if labels.get("source") == "learned" and now and name in connected and causes.get(name):
             likely = max(causes[name], key=lambda cause: causes[name][cause])
             findings.append(DISTRUSTED.at(name, f"likely cause: {likely} ({causes[name][likely]:g} answers)"))
     return findings

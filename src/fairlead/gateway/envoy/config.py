@@ -250,7 +250,7 @@ _TIMEOUTS = "type.googleapis.com/envoy.config.overload.v3.ScaleTimersOverloadAct
 _CONNECTION_BUFFER = 32_768
 #: Internal clients may set Envoy's own controls (x-envoy-upstream-rq-timeout-ms, x-envoy-retry-on, …), and if no range
 #: is named, Envoy considers all private addresses internal. No client has the broadcast address.
-_NOBODY = {"unix_sockets": False, "cidr_ranges": [{"address_prefix": "255.255.255.255", "prefix_len": 32}]}
+_NO_INTERNAL_CLIENTS = {"unix_sockets": False, "cidr_ranges": [{"address_prefix": "255.255.255.255", "prefix_len": 32}]}
 #: Shares of the heap limit: upload timeouts are shortened from the first share on, to a tenth at the second; the
 #: largest uploads are ended from the third on, and all counted ones at the fourth; requests are refused from the last.
 _HEAP_HURRY, _HEAP_RESET, _HEAP_FULL = (0.50, 0.80), (0.60, 0.85), 0.95
@@ -342,7 +342,7 @@ def _connection_manager(options: Options, outside: bool = True) -> Json:
         "server_header_transformation": "PASS_THROUGH",
         # Inside, the client is the last address in x-forwarded-for, which the other listener added.
         "use_remote_address": outside,
-        "internal_address_config": _NOBODY,
+        "internal_address_config": _NO_INTERNAL_CLIENTS,
         # The path that is routed, decided and sent on must be the one that a model server understands.
         "normalize_path": True,
         "merge_slashes": True,

@@ -384,8 +384,8 @@ class Engine:
             self._stuck_at = -1
         self._loras.changed = False
         waiting = self._waiting
-        room = self.spec.max_num_seqs - self.running()
-        while waiting and budget > 0 and room > 0:
+        free_slots = self.spec.max_num_seqs - self.running()
+        while waiting and budget > 0 and free_slots > 0:
             request = waiting[0]
             if not self.spec.chunked_prefill and request.prompt_tokens + request.output > budget:
                 return
@@ -401,7 +401,7 @@ class Engine:
             self._stuck_at = -1
             waiting.popleft()
             budget -= self._start(request, now, budget)
-            room -= 1
+            free_slots -= 1
 
     def _start(self, request: EngineRequest, now: float, budget: int) -> int:
         """Put an admitted request into this step; returns how many tokens of the budget it takes."""

@@ -105,9 +105,9 @@ class Probe(Struct, frozen=True):
 def plan(facts: Facts, beside: bool = False, most_tokens: float = inf) -> list[Probe]:
     """The probes of one round. Its first probes already measure something of each kind. `most_tokens`: prompt tokens of
     a probe at most, because more take too long."""
-    room = (facts.max_model_len or _USUAL_LENGTH) - 2 * ANSWER_TOKENS
-    memory = 0.9 * (facts.kv_tokens or room * 4)
-    longest = int(min(0.85 * room, max(most_tokens, SHORT)))
+    window = (facts.max_model_len or _USUAL_LENGTH) - 2 * ANSWER_TOKENS
+    memory = 0.9 * (facts.kv_tokens or window * 4)
+    longest = int(min(0.85 * window, max(most_tokens, SHORT)))
     prompts = [tokens for tokens in PREFILL_TOKENS if tokens <= longest]
     if not prompts or prompts[-1] < 0.7 * longest <= PREFILL_TOKENS[-1]:
         prompts.append(max(longest, 1))
@@ -116,7 +116,7 @@ def plan(facts: Facts, beside: bool = False, most_tokens: float = inf) -> list[P
     groups = [
         Probe(batch, tokens)
         for batch in batches
-        for tokens in (min(SHORT, longest), int(min(LONG, 0.6 * room, max(most_tokens / batch, 4 * SHORT))))
+        for tokens in (min(SHORT, longest), int(min(LONG, 0.6 * window, max(most_tokens / batch, 4 * SHORT))))
         if batch * (tokens + ANSWER_TOKENS) <= min(memory, MOST_GROUP_TOKENS)
     ]
     alone = [Probe(0, tokens) for tokens in prompts]

@@ -187,10 +187,10 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True, tag="chat", forbid_unknown
 
     def calls(self) -> Iterator[Call]:
         ends = _chat_ends(self.model, self.output_tokens, self.stream, self.extra, system=False)
-        room = max(1, self.body_bytes - sum(map(len, ends)))
+        question_bytes = max(1, self.body_bytes - sum(map(len, ends)))
         chance = Random(self.seed)
         while True:
-            question = text(room // BYTES_PER_TOKEN + 1, chance)[:room]
+            question = text(question_bytes // BYTES_PER_TOKEN + 1, chance)[:question_bytes]
             yield Call(body=_chat_body(ends, b"", question))
 
 

@@ -74,7 +74,7 @@ class Run(Struct):
         return self.segments[0][1]
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         """Whether the segments begin at the start of the process and none is missing."""
         return [head.number for _, head in self.segments] == list(range(len(self.segments)))
 

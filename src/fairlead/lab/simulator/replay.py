@@ -56,14 +56,14 @@ class Beside:
 
     def __init__(self, policy: Policy, guide: Policy, answers: dict[int, tuple[str, Trace | None]]) -> None:
         self._policy = policy
-        self._other = guide
+        self._guide = guide
         self._answers = answers
         self.name = policy.name
 
     def choose(self, request: Request, fleet: FleetView, context: Context) -> Answer:
         chance = Random(0)
         chance.setstate(context.rng.getstate())
-        pick = self._other.choose(request, fleet, Context(context.now, chance))
+        pick = self._guide.choose(request, fleet, Context(context.now, chance))
         self._answers[request.id] = _name(pick, fleet), pick.trace
         return self._policy.choose(request, fleet, context)
 
@@ -109,7 +109,7 @@ class Player:
         self.own: dict[int, str] = {}
         self._guided = guided
         #: What else takes part in the decisions, since the beginning or a reload, in words.
-        self.others: list[str] = []
+        self.influences: list[str] = []
         self._heed(head.scheduling)
         self.config = self._configured(head.scheduling)
         self.plugin_errors: list[PluginError] = []
@@ -144,8 +144,8 @@ class Player:
     def _heed(self, scheduling: Any) -> None:
         """Record what else takes part in the decisions from here on."""
         beside = scheduling.get("beside", ()) if isinstance(scheduling, dict) else ()
-        self.others += [text for text in beside if text not in self.others]
-        if self._guided is False and self.others:
+        self.influences += [text for text in beside if text not in self.influences]
+        if self._guided is False and self.influences:
             self._guided = True
 
     def _build(self, config: Config) -> Scheduling:
@@ -209,7 +209,7 @@ class Step(Struct, frozen=True):
 
     at: float
     event: Any
-    found: list[DecisionRecord]
+    decided: list[DecisionRecord]
     recorded: list[Decided]
 
 
@@ -239,7 +239,7 @@ def _step(player: Player, time_s: float, event: Any, decided: list[Decided]) -> 
 
 def needs_guide(run: Run) -> bool:
     """Whether something that took part in the decisions is missing from the journal."""
-    return not run.whole or bool(run.head.beside)
+    return not run.complete or bool(run.head.beside)
 
 
 def replay(run: Run, change: Change | None = None) -> Replayed:
@@ -251,11 +251,11 @@ def replay(run: Run, change: Change | None = None) -> Replayed:
         for choice in step.recorded:
             result.recorded.add(choice.request_id, choice.endpoint)
         recorded = {choice.request_id: choice for choice in step.recorded}
-        for record in step.found:
+        for record in step.decided:
             endpoint = player.own.pop(record.request.id, record.endpoint)
             result.replayed.add(record.request.id, endpoint)
             _compare(result, record, endpoint, recorded.get(record.request.id))
-    judge(result, run, faults, lost, player.others)
+    judge(result, run, faults, lost, player.influences)
     if player.plugin_errors:
         result.notes.append(f"{len(player.plugin_errors)} times a plugin failed: {player.plugin_errors[0]}")
     return result

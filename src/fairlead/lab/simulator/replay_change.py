@@ -66,13 +66,13 @@ def compare(run: Run, change: Change) -> Compared:
     recorded_player, changed_player = Player(run.head, None, needs_guide(run), change), Player(run.head, change, None)
     result = Compared(run=run.id, policy=changed_player.config.policy.name)
     for step in steps(run, recorded_player, faults, lost):
-        for record in step.found:
+        for record in step.decided:
             _asked(result, record, recorded_player.own.pop(record.request.id, record.endpoint), recorded_player.answers)
             _sum(result, record, result.before, 0)
         for record in changed_player.feed(step.at, step.event):
             _sum(result, record, result.after, 1)
     judged = Replayed(run=run.id)
-    judge(judged, run, faults, lost, recorded_player.others)
+    judge(judged, run, faults, lost, recorded_player.influences)
     result.exact, result.notes = judged.exact, judged.notes
     return result
 

@@ -92,9 +92,9 @@ def _count(jobs: Sequence[Job], status: str) -> int:
 
 def _spread(name: str, values: Sequence[float], *percents: int) -> dict[str, Any]:
     """Mean and percentiles; zeros if there are no values."""
-    found = np.array(values) if values else np.zeros(1)
-    percentiles = {f"{name}_p{at}_ms": float(np.percentile(found, at)) for at in percents}
-    return {f"{name}_mean_ms": float(found.mean()), **percentiles}
+    values_ms = np.array(values) if values else np.zeros(1)
+    percentiles = {f"{name}_p{percent}_ms": float(np.percentile(values_ms, percent)) for percent in percents}
+    return {f"{name}_mean_ms": float(values_ms.mean()), **percentiles}
 
 
 def _hit_rate(jobs: Sequence[Job]) -> float:
@@ -146,8 +146,9 @@ def _row(job: Job, begin: float) -> tuple[object, ...]:
 # requests; `hit_rate`, cached tokens / prompt tokens, over requests where both are known.
 
 
-_AT = {"p50": 50, "p90": 90, "p95": 95, "p99": 99}
-FIGURES = (*(f"{what}_{how}" for what in ("ttft", "tpot", "e2e") for how in ("mean", *_AT)), "failed", "hit_rate")
+_PERCENTILES = {"p50": 50, "p90": 90, "p95": 95, "p99": 99}
+_MEANS = ("mean", *_PERCENTILES)
+FIGURES = (*(f"{what}_{how}" for what in ("ttft", "tpot", "e2e") for how in _MEANS), "failed", "hit_rate")
 _CONDITION = re.compile(r"\s*([a-z0-9_]+)\s*([<>])\s*([+-]?)(\d+(?:\.\d+)?)\s*(%?)\s*")
 
 
@@ -192,7 +193,7 @@ def condition(text: str) -> Condition:
 
 def of_journal(run: Run) -> dict[str, float]:
     """The figures of the recorded run."""
-    rows = [(found.decision, found.outcome) for found in decisions(run)]
+    rows = [(entry.decision, entry.outcome) for entry in decisions(run)]
     ended = [(decision, outcome) for decision, outcome in rows if outcome is not None and outcome.status == 200]
     tpot = [value for decision, outcome in ended if (value := _tpot(decision, outcome)) >= 0.0]
     known = [outcome for _, outcome in ended if outcome.cached_tokens >= 0 and outcome.prompt_tokens > 0]
@@ -238,7 +239,7 @@ def _figures(
     for what, values in (("ttft", list(ttft)), ("tpot", list(tpot)), ("e2e", list(e2e))):
         if values:
             made[f"{what}_mean"] = float(np.mean(values))
-            made |= {f"{what}_{name}": float(np.percentile(values, at)) for name, at in _AT.items()}
+            made |= {f"{what}_{name}": float(np.percentile(values, percent)) for name, percent in _PERCENTILES.items()}
     if hits[1]:
         made["hit_rate"] = hits[0] / hits[1]
     return made

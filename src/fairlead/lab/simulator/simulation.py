@@ -245,7 +245,7 @@ class Simulation:
         self._timers: dict[tuple[int, str], Timer] = {}
         #: Of each streamed first token, whether it came within the band of its forecast.
         self.in_band: list[bool] = []
-        self._told: list[tuple[Sample | None, float]] = [(None, -1.0)] * len(self.servers)
+        self._scraped: list[tuple[Sample | None, float]] = [(None, -1.0)] * len(self.servers)
         self._usage_left = world.usage_first
         self._children: dict[str, list[Job]] = {}
 
@@ -422,12 +422,12 @@ class Simulation:
 
     def _evict(self, evict: Evict) -> None:
         """End the request at its gateway; the server notices later."""
-        job = self.jobs[evict.told.request_id - 1]
+        job = self.jobs[evict.reject.request_id - 1]
         index, served = job.leg()
         if job.status == "waiting" and served is not None:
-            self._over(job, "shed", evict.told.reason)
+            self._over(job, "shed", evict.reject.reason)
             self._abort_later(job, index, served)
-            self.kernel.call_at(self.kernel.now, self.feed, ev.StreamLost(evict.told.request_id))
+            self.kernel.call_at(self.kernel.now, self.feed, ev.StreamLost(evict.reject.request_id))
 
     def _set_timer(self, timer: SetTimer) -> None:
         key = self.number, timer.name
@@ -572,11 +572,11 @@ class Simulation:
         """Read a server's page now; the scheduler receives it `scrape_age_ms` later."""
         now, server = self.kernel.now, self.servers[index]
         sample = server.sample()
-        before, reported_at = self._told[index]
+        before, reported_at = self._scraped[index]
         idle = sample is not None and not (sample.running or sample.waiting)
         if idle and sample == before and now < reported_at + 1.0:
             return
-        self._told[index] = (sample, now)
+        self._scraped[index] = (sample, now)
         name = server.endpoint.id
         event = ev.MetricsFailed(name, "no answer") if sample is None else ev.MetricsSampled(name, now, sample)
         self.kernel.call_at(now + self.world.scrape_age_ms * 1e-3, self.feed, event)

@@ -14,18 +14,18 @@ _REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
 class Heads:
     """Heads of one replica's responses."""
 
-    __slots__ = ("_date", "_identity", "_second")
+    __slots__ = ("_date", "_date_of", "_identity")
 
     def __init__(self, identity: tuple[tuple[str, str], ...] = ()) -> None:
         self._identity = b"".join(f"{name}: {value}\r\n".encode("latin-1") for name, value in identity)
-        self._second = -1
+        self._date_of = -1
         self._date = b""
 
     def date(self, unix: float) -> bytes:
-        second = int(unix)
-        if second != self._second:
-            self._second = second
-            self._date = formatdate(second, usegmt=True).encode()
+        unix_s = int(unix)
+        if unix_s != self._date_of:
+            self._date_of = unix_s
+            self._date = formatdate(unix_s, usegmt=True).encode()
         return self._date
 
     def plain(

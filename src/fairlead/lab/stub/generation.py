@@ -340,7 +340,7 @@ class StreamGeneration(Generation):
         parts = self.parts(choice, output)
         text = choice.text(output, 0 if parts.reason else self.hold)
         choice.emitted = output
-        tail = self.shape.event_tail(parts, self._usage(sum(other.emitted for other in self.choices)), last)
+        tail = self.shape.event_tail(parts, self._usage(sum(each.emitted for each in self.choices)), last)
         return b"%b%b%b%b" % (choice.head, self.echo(choice) if first else b"", text, tail)
 
     def _usage(self, completion: int) -> bytes:

@@ -264,7 +264,7 @@ class KvPublisher:
         self._flush_soon: asyncio.Handle | None = None
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         self._lose = 0
-        self._told: deque[int] = deque(maxlen=100_000)
+        self._published: deque[int] = deque(maxlen=100_000)
         self._context: Context = zmq.Context(1)
         try:
             self._socket, self.events_address = publisher_socket(
@@ -307,7 +307,7 @@ class KvPublisher:
         named, content = list(hashes), tokens()
         if self._names is not None:
             named, parent = self._names.name(hashes, parent, content, self.block_size, lora, salt)
-        self._told.extend(named)
+        self._published.extend(named)
         self.add(
             BlocksStored(named, parent, content, self.block_size, lora, "GPU", kind="full_attention", extras=extras)
         )
@@ -329,7 +329,7 @@ class KvPublisher:
 
     def offload(self, count: int, medium: str = "CPU") -> list[int]:
         """Report that the latest `count` stored blocks are also in another tier. Returns their hashes, oldest first."""
-        hashes = list(self._told)[-count:] if count else []
+        hashes = list(self._published)[-count:] if count else []
         if hashes:
             self.add(BlocksStored(hashes, medium=medium))
         return hashes
@@ -346,7 +346,7 @@ class KvPublisher:
         """Begin again without announcing it: numbers from the start, nothing to replay."""
         self._events.clear()
         self._buffer.clear()
-        self._told.clear()
+        self._published.clear()
         self.next_sequence = self.config.first
 
     def flush(self) -> None:

@@ -27,20 +27,20 @@ def render_chat(messages: list[Any], tools: object = None) -> bytes:
         raise ApiError("Cannot apply chat template to an empty conversation. Provide at least one message.")
     parts = []
     if tools:
-        parts += [_opening(b"tools"), _whole(_json(tools)), _END]
+        parts += [_opening(b"tools"), _padded(_json(tools)), _END]
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise bad_value("Each message needs a role", "messages", index)
-        parts += [_opening(_utf8(message["role"])), _whole(_utf8(_content(message))), _END]
+        parts += [_opening(_utf8(message["role"])), _padded(_utf8(_content(message))), _END]
     parts.append(_opening(_ANSWER))
     return b"".join(parts)
 
 
 def _opening(role: bytes) -> bytes:
-    return _whole(b"<|%b|>" % role)
+    return _padded(b"<|%b|>" % role)
 
 
-def _whole(data: bytes) -> bytes:
+def _padded(data: bytes) -> bytes:
     """Pad to whole tokens with spaces. Generated text also ends with spaces, so stripping it changes nothing."""
     return data + b" " * (-len(data) % tk.TOKEN_BYTES)
 
@@ -225,9 +225,9 @@ class _Options:
         if longest >= context:
             raise too_long(context, longest, counted)
         self._check(limit, len(prompts))
-        room = [min(limit or context, context - len(prompt) // tk.TOKEN_BYTES) for prompt in prompts]
+        longest_answers = [min(limit or context, context - len(prompt) // tk.TOKEN_BYTES) for prompt in prompts]
         stops = limit is None and not self.ignore_eos and config.natural_output > 0
-        likely = sum(min(tokens, 2 * config.natural_output) if stops else tokens for tokens in room) * self.n
+        likely = sum(min(tokens, 2 * config.natural_output) if stops else tokens for tokens in longest_answers) * self.n
         check_top(self.logprobs, likely)
         return Plan(
             chat=chat,
@@ -235,7 +235,7 @@ class _Options:
             lora=lora,
             prompts=prompts,
             n=self.n,
-            max_tokens=room,
+            max_tokens=longest_answers,
             stops=stops,
             stream=self.stream,
             include_usage=self.include_usage,

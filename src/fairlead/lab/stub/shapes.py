@@ -37,7 +37,7 @@ class Counts(Struct):
             self.completion,
         )
 
-    def whole(self, details: bool) -> bytes:
+    def in_full(self, details: bool) -> bytes:
         """The usage of a non-streamed answer: nulls are shown."""
         created = b"null" if self.created is None else b"%d" % self.created
         inner = b'{"cached_tokens":%d,"created_cache_tokens":%b,"multimodal_tokens":null}' % (self.cached, created)
@@ -120,7 +120,7 @@ class Shape:
             self._opening(self.whole_object),
             b",".join(choices),
             self._fingerprint,
-            counts.whole(details),
+            counts.in_full(details),
             self.end_of_body(prompt_ids),
             metrics,
         )

@@ -127,8 +127,8 @@ def read_slice(text: bytes | Raw) -> Slice:
     return Slice(
         listed.metadata.resource_version,
         tuple(address for endpoint in endpoints for address in endpoint.addresses),
-        next((one.target_ref.name for one in endpoints if one.target_ref is not None), ""),
-        frozenset(Port(one.name or "", one.port or 0, one.protocol or "TCP") for one in listed.ports or ()),
+        next((endpoint.target_ref.name for endpoint in endpoints if endpoint.target_ref is not None), ""),
+        frozenset(Port(port.name or "", port.port or 0, port.protocol or "TCP") for port in listed.ports or ()),
     )
 
 

@@ -112,7 +112,7 @@ def source_of(sources: dict[str, _Source], address: str, model: str, curve: Curv
     if not port or not first.enable_kv_cache_events or first.publisher != "zmq":
         return None
     replay = _port(first.replay_endpoint or "")
-    return at(address, port, replay, len(ranks), model, curve)
+    return source_at(address, port, replay, len(ranks), model, curve)
 
 
 def _port(address: str) -> int:
@@ -123,7 +123,7 @@ def _port(address: str) -> int:
     return int(port) if int(port) < 65536 else 0
 
 
-def at(address: str, port: int, replay: int, ranks: int, model: str, curve: Curve | None) -> KvSource:
+def source_at(address: str, port: int, replay: int, ranks: int, model: str, curve: Curve | None) -> KvSource:
     """The publisher of the endpoint at `host:port`, on these ports; 0 = no replay."""
     host = address.rpartition(":")[0]
     return KvSource(f"tcp://{host}:{port}", f"tcp://{host}:{replay}" if replay else "", model, ranks, curve)

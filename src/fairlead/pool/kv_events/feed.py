@@ -80,7 +80,7 @@ class Feed:
         self._steps: Iterator[int] | None = None
         self._reconnected = self._resumed = False
         #: Another replay is needed after the current one.
-        self._again = False
+        self._replay_again = False
         #: The waiting batch for which a replay was requested, and the batch before the gap. One request is enough.
         self._asked = (-1, -1)
         self._retries = 0
@@ -141,7 +141,7 @@ class Feed:
         if self.sync is Sync.LIVE:
             self._want(self.last)
         else:
-            self._again = True
+            self._replay_again = True
 
     def gone(self) -> None:
         """Drop all work in progress, because the rank is gone."""
@@ -205,8 +205,8 @@ class Feed:
         self.sync = Sync.LIVE
         self.unsure = False
         self._retries = 0
-        if self._again:
-            self._again = False
+        if self._replay_again:
+            self._replay_again = False
             self._want(self.last)
 
     def give_up(self) -> None:
@@ -251,7 +251,7 @@ class Feed:
                 self._steps = None
         except ValueError as error:
             self._steps = None
-            self.cache.told.malformed += 1
+            self.cache.counts.malformed += 1
             self.count.bad_events += 1
             self.count.bad_reason = str(error)
 
@@ -259,7 +259,7 @@ class Feed:
         assert self._batch is not None
         self.count.bad_events += self._batch.bad
         self.count.bad_reason = self._batch.bad_reason or self.count.bad_reason
-        self.cache.told.malformed += self._batch.bad
+        self.cache.counts.malformed += self._batch.bad
         self._events = self._batch = None
 
     def _decode(self, frames: Frames) -> Batch | None:

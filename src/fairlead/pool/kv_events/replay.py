@@ -137,7 +137,7 @@ class Replayer:
         self._wake = wake
         self._loop = asyncio.get_running_loop()
         self._socket: Socket | None = None
-        self._heard = asyncio.Event()
+        self._received = asyncio.Event()
         self._over = False
         self._complete = False
         self._cool_until = 0.0
@@ -169,7 +169,7 @@ class Replayer:
         frames = receive(socket)
         if frames is None:
             return False
-        self._heard.set()
+        self._received.set()
         if sum(map(len, frames)) > self._limits.max_batch:
             self._feed.unreadable()
             return True
@@ -229,7 +229,7 @@ class Replayer:
         """Request a replay and wait until its replies end. Return whether the end marker arrived."""
         self._complete = False
         self._over = False
-        self._heard.clear()
+        self._received.clear()
         self._socket = socket = dealer(self._context, self._limits, self._curve)
         descriptor = int(socket.get(zmq.FD))
         try:
@@ -252,10 +252,10 @@ class Replayer:
     async def _until_over(self) -> None:
         """Wait for the end. Raises `TimeoutError` if the publisher is silent too long while the feed is not busy."""
         while not self._over:
-            self._heard.clear()
+            self._received.clear()
             try:
                 async with asyncio.timeout(self._limits.replay_silence):
-                    await self._heard.wait()
+                    await self._received.wait()
             except TimeoutError:
                 if not self._feed.busy:
                     raise

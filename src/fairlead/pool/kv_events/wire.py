@@ -168,11 +168,11 @@ class RawTokens:
         """`raw`: a msgpack array. Raises `ValueError` if it is not."""
         kind = raw[0]
         if kind == 0xDC:
-            self._count, self._at = int.from_bytes(raw[1:3], "big"), 3
+            self._count, self._offset = int.from_bytes(raw[1:3], "big"), 3
         elif kind == 0xDD:
-            self._count, self._at = int.from_bytes(raw[1:5], "big"), 5
+            self._count, self._offset = int.from_bytes(raw[1:5], "big"), 5
         elif kind & 0xF0 == 0x90:
-            self._count, self._at = kind & 0x0F, 1
+            self._count, self._offset = kind & 0x0F, 1
         else:
             raise ValueError("token_ids is no array")
         self._raw = raw
@@ -189,17 +189,17 @@ class RawTokens:
         return taken
 
     def _more(self) -> bytes:
-        match = _CHUNK_PATTERN.match(self._raw, self._at)
+        match = _CHUNK_PATTERN.match(self._raw, self._offset)
         head = _CHUNK_HEAD
         if match is None:
-            match = _REST_PATTERN.match(self._raw, self._at)
+            match = _REST_PATTERN.match(self._raw, self._offset)
             assert match is not None
-            if match.end() == self._at or match.end() < len(self._raw):
+            if match.end() == self._offset or match.end() < len(self._raw):
                 raise ValueError("token_ids: not only 32-bit token ids")
             # Less than a chunk is left. The number of ids is known only after splitting them.
-            self._at = len(self._raw)
+            self._offset = len(self._raw)
             return b"".join(_packed(b"\x91" + token) for token in re.findall(_TOKEN, match.group(), re.DOTALL))
-        self._at = match.end()
+        self._offset = match.end()
         return _packed(head + match.group())
 
 
@@ -347,7 +347,7 @@ class _Plain(Struct):
     tier: str | None = None
 
 
-_WHOLE: tuple[msgspec.msgpack.Decoder[Any], ...] = tuple(
+_STRICT: tuple[msgspec.msgpack.Decoder[Any], ...] = tuple(
     msgspec.msgpack.Decoder(kind) for kind in (_ArrayBatchOfMaps, _ArrayBatchOfArrays, _MapBatchOfMaps)
 )
 _LOOSE: tuple[msgspec.msgpack.Decoder[Any], ...] = tuple(
@@ -400,13 +400,13 @@ class BatchDecoder:
     def decode(self, payload: bytes) -> Batch:
         """Decode a batch. Raises `ValueError` if the bytes are not a batch."""
         try:
-            batch = _WHOLE[self._first].decode(payload)
+            batch = _STRICT[self._first].decode(payload)
         except (msgspec.DecodeError, RecursionError):
             return self._search(payload)
         return Batch(batch.ts, batch.data_parallel_rank or 0, batch.events)
 
     def _search(self, payload: bytes) -> Batch:
-        for number, decoder in enumerate(_WHOLE):
+        for number, decoder in enumerate(_STRICT):
             try:
                 batch = decoder.decode(payload)
             except (msgspec.DecodeError, RecursionError):

@@ -6,8 +6,8 @@ not answer. Whether it answers again is found out apart from requests, by pollin
 Rules
 * `ask` never raises except for cancellation, and never takes longer than the budget. On `None` learned prefixes serve.
 * `FAILURES` late or failed questions in a row make the indexer `down`: no question is sent until its state was read
-  again, and not before a rest of `REST` seconds, which doubles each time no question was answered since the last rest.
-  After a rest one failed question is enough.
+  again, and not before a pause of `PAUSE` seconds, which doubles each time no question was answered since the last one.
+  After a pause one failed question is enough.
 * The state is polled every `POLL` seconds; after failures less and less often, up to `POLL_MOST`, with jitter.
 * At most `MOST_ASKED` questions are open; further ones are not sent. One connection each, kept open.
 * No redirect is followed, no proxy from the environment is used, and answers that are too large are failures.
@@ -27,7 +27,7 @@ from fairlead.pool.aio import cancelled, read_at_most
 from fairlead.server.indexer.wire import MSGPACK, Answer, StateAnswer, read_answer, read_state, write_query
 
 FAILURES, POLL, POLL_MOST, POLL_TIMEOUT = 3, 0.5, 5.0, 2.0
-REST, REST_MOST = 0.5, 8.0
+PAUSE, PAUSE_MOST = 0.5, 8.0
 MOST_ASKED = 64
 MAX_ANSWER, MAX_STATE = 4 << 20, 64 << 20
 #: Results of questions: late = not within the budget; down = not sent, because the indexer did not answer before;
@@ -64,7 +64,7 @@ class IndexClient:
         self._now = now
         self._on_state, self._say, self._took = on_state, say, took
         self._failures = self._open = 0
-        self._rest, self._until = REST, -inf
+        self._pause, self._until = PAUSE, -inf
         self._complained = False
         self._rng = Random()
         self._session: aiohttp.ClientSession | None = None
@@ -112,14 +112,14 @@ class IndexClient:
             self._open -= 1
         self._took(perf_counter() - started)
         ends["answered"] += 1
-        self._failures, self._rest = 0, REST
+        self._failures, self._pause = 0, PAUSE
         return answer
 
     def _failed(self, why: str) -> None:
         self._failures += 1
         if self._failures >= FAILURES and self.up:
-            self._until = self._now() + self._rest
-            self._rest = min(2 * self._rest, REST_MOST)
+            self._until = self._now() + self._pause
+            self._pause = min(2 * self._pause, PAUSE_MOST)
             self._down(why)
 
     def _down(self, why: str) -> None:

@@ -67,7 +67,7 @@ class IndexServer(HttpPort):
         self._saving = asyncio.Lock()
 
     def make_app(self) -> web.Application:
-        app = web.Application(client_max_size=MAX_QUERY, middlewares=[self._told])
+        app = web.Application(client_max_size=MAX_QUERY, middlewares=[self._refusals])
         app.router.add_get("/", self._index)
         app.router.add_post("/query", self._query)
         app.router.add_get("/state", self._state)
@@ -79,7 +79,7 @@ class IndexServer(HttpPort):
         return app
 
     @web.middleware
-    async def _told(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _refusals(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             return await handler(request)
         except QueryError as error:
@@ -138,7 +138,7 @@ class IndexServer(HttpPort):
             raise QueryError(403, "snapshots are not taken in here; start with --accept-snapshots to allow it")
         async with self._saving:
             try:
-                taken = take(await _whole(request, MAX_SNAPSHOT))
+                taken = take(await _body(request, MAX_SNAPSHOT))
             except QueryError:
                 raise
             except ValueError as error:
@@ -180,7 +180,7 @@ def _reason(request: web.Request, error: web.HTTPException) -> str:
     return error.reason
 
 
-async def _whole(request: web.Request, most: int) -> bytes:
+async def _body(request: web.Request, most: int) -> bytes:
     """The request's whole body. Raises `QueryError` for more than `most` bytes."""
     large = QueryError(413, f"the snapshot is larger than {most} bytes")
     if (request.content_length or 0) > most:

@@ -252,13 +252,13 @@ class Unpacker:
                 ids = _ids(snapshot.endpoints if snapshot else ())
             trace = Trace(
                 endpoints=tuple(ids),
-                filters=[(name, _at(arrays, place)) for name, place in packed["filters"]],
-                scorers=[(name, weight, _at(arrays, place)) for name, weight, place in packed["scorers"]],
-                total=_at(arrays, packed["total"]),
-                candidates=_at(arrays, packed["candidates"]),
+                filters=[(name, _item(arrays, place)) for name, place in packed["filters"]],
+                scorers=[(name, weight, _item(arrays, place)) for name, weight, place in packed["scorers"]],
+                total=_item(arrays, packed["total"]),
+                candidates=_item(arrays, packed["candidates"]),
                 outcome=packed["outcome"],
-                held=_at(arrays, packed["held"]),
-                loading=_at(arrays, packed.get("loading")),
+                held=_item(arrays, packed["held"]),
+                loading=_item(arrays, packed.get("loading")),
                 snapshot=snapshot,
                 waited=msgspec.convert(packed.get("waited"), Waited | None),
             )
@@ -317,5 +317,5 @@ def _read(stored: Any) -> Any:
     return np.unpackbits(np.frombuffer(bits, np.uint8), count=length).astype(np.bool_)
 
 
-def _at(arrays: list[Any], place: int | None) -> Any:
+def _item(arrays: list[Any], place: int | None) -> Any:
     return None if place is None else arrays[place]

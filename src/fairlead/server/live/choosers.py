@@ -62,11 +62,11 @@ class Connections:
 
 
 def _teller(name: str) -> Callable[[str, str], None]:
-    def told(what: str, why: str) -> None:
+    def notify(what: str, why: str) -> None:
         tell = log.info if "is connected" in what else log.warning
         tell(what, scheduler=name, reason=why)
 
-    return told
+    return notify
 
 
 def check_schedulers(config: Config) -> None:

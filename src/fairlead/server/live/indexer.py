@@ -75,7 +75,7 @@ class LiveIndexer:
         config = self.config
         await follow_endpoints(stack, config.endpoints, self._endpoint, self._problem)
         if config.kubernetes.on:
-            kube = Kube(config.kubernetes, self._endpoint, lambda found: None, self._set_ready, self._kube_metrics)
+            kube = Kube(config.kubernetes, self._endpoint, lambda models: None, self._set_ready, self._kube_metrics)
             await kube.start(stack)
 
     async def _serve(self, stack: contextlib.AsyncExitStack) -> None:

@@ -54,7 +54,7 @@ class Knowledge:
         self._budget = _FOLLOWED
         self._turn = 0
         if exact is not None:
-            exact.check.tell(self._verdict, self._heard)
+            exact.check.tell(self._verdict, self._follow_longer)
 
     async def start(self, stack: contextlib.AsyncExitStack) -> None:
         """Raises `ConfigError` if something that is configured cannot be used."""
@@ -120,7 +120,7 @@ class Knowledge:
         if self.exact is not None:
             self.exact.check.suspects(finding)
 
-    def _heard(self) -> None:
+    def _follow_longer(self) -> None:
         self._budget = _FOLLOWED
 
     def _some_engine(self, model: str) -> str:
@@ -203,12 +203,12 @@ class TokenCheck:
         self,
         tokeniser: Callable[[], PromptTokeniser],
         asks: Callable[[str], bool],
-        found: Callable[[Finding], object] = lambda finding: None,
+        on_finding: Callable[[Finding], object] = lambda finding: None,
         later: float = LATER,
     ) -> None:
         #: By model name, as engines report it.
         self.results: dict[str, TokenCheckResult] = {}
-        self._tokeniser, self._asks, self._found = tokeniser, asks, found
+        self._tokeniser, self._asks, self._on_finding = tokeniser, asks, on_finding
         self._later = later
         self._waiting: dict[str, tuple[Endpoint, int]] = {}
         self._wake = asyncio.Event()
@@ -242,11 +242,11 @@ class TokenCheck:
                     while self._waiting:
                         endpoint, tries = self._waiting.pop(next(iter(self._waiting)))
                         if not await self._check(session, client, endpoint) and tries > 1:
-                            loop.call_later(self._later, self._again, endpoint, tries - 1)
+                            loop.call_later(self._later, self._retry, endpoint, tries - 1)
         finally:
             await client.close()
 
-    def _again(self, endpoint: Endpoint, tries: int) -> None:
+    def _retry(self, endpoint: Endpoint, tries: int) -> None:
         self._waiting.setdefault(endpoint.id, (endpoint, tries))
         self._wake.set()
 
@@ -278,7 +278,7 @@ class TokenCheck:
                 cause=finding.cause,
                 detail=result.state,
             )
-            self._found(finding)
+            self._on_finding(finding)
         elif result.agreed:
             log.info("an engine's token ids equal ours", model=model, endpoint=endpoint.id)
         else:

@@ -222,7 +222,7 @@ class KvListening(Knowledge):
         settings = self._settings
         if settings.port:
             ports = settings.port, settings.replay_port, settings.ranks
-            return discovery.at(endpoint.address, *ports, ANY_MODEL, self._curve)
+            return discovery.source_at(endpoint.address, *ports, ANY_MODEL, self._curve)
         return await discovery.ask(self._session, endpoint.address, ANY_MODEL, self._curve)
 
     def _watch(self, endpoint: Endpoint, slot: int, source: KvSource, places: dict[int, Place]) -> None:

@@ -137,7 +137,7 @@ class KvLookup(Knowledge):
         for slot, endpoint in self._fleet.table.slots():
             name = endpoint.id if endpoint.id in state.pods else by_address.get(endpoint.address)
             if name is not None:
-                index.told(slot, state.pods[name].ranks)
+                index.report(slot, state.pods[name].ranks)
                 self._named[name] = slot, index.tenure(slot)
         self.exact.know_adapters(state.adapters)
         self._sizes = tuple(size for size in state.block_sizes if size > 0)[:8]

@@ -25,7 +25,7 @@ from fairlead.pool.render import RenderClient
 PATIENCE = 1.0
 #: How many prompts may be read at the same time, in the thread and by engines.
 _MOST_READING = 32
-_OTHERS = "*"
+_ANY_MODEL = "*"
 
 
 Asker = Callable[[Prepared], Awaitable[Prepared | None]]
@@ -90,7 +90,7 @@ class PromptReading:
 
     def asks(self, model: str) -> bool:
         """Whether an engine is asked for the ids of this model's prompts."""
-        return model in self._asked or (_OTHERS in self._asked and model not in self._settings.models)
+        return model in self._asked or (_ANY_MODEL in self._asked and model not in self._settings.models)
 
     def _known(self, tokens: PromptTokens, prepared: Prepared | None = None) -> PromptKnown:
         if tokens.reason:

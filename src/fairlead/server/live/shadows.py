@@ -132,7 +132,7 @@ class RemoteShadow:
         self.client = RemoteClient(
             remote_options(name, settings, config),
             fleet,
-            self._heard,
+            self._on_event,
             lambda what, why: log.info(what.replace("; the built-in policy decides", ""), shadow=name, reason=why),
         )
         self.client.start()
@@ -159,7 +159,7 @@ class RemoteShadow:
         if len(self._open) > _MAX_OPEN:
             self._cut_off(f"{_MAX_OPEN} questions are unanswered")
 
-    def _heard(self, event: Event) -> None:
+    def _on_event(self, event: Event) -> None:
         if not isinstance(event, RemotePicked):
             self._open.clear()
             return

@@ -372,8 +372,8 @@ class TokenMetrics:
         asked = prefix + "asked_total"
         follow("counter", asked, text, lambda: cache.asked if (cache := tokeniser().cache) is not None else 0)
         text = "Characters found in the cache of tokens."
-        found = prefix + "found_total"
-        follow("counter", found, text, lambda: cache.found if (cache := tokeniser().cache) is not None else 0)
+        hits = prefix + "found_total"
+        follow("counter", hits, text, lambda: cache.hits if (cache := tokeniser().cache) is not None else 0)
         if without is not None:
             text = "Prompts without token ids, whose tokens were estimated, by reason."
             follow("counter", "fairlead_tokens_missing_total", text, lambda: without, "reason")

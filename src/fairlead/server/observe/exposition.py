@@ -63,7 +63,7 @@ class View:
         self._constant = dict(constant or {})
         self._names = (*shown.values(), *self._constant)
         self._indexes = tuple(family.labels.index(label) for label in shown)
-        self._whole = self._indexes == tuple(range(len(family.labels)))
+        self._all_labels = self._indexes == tuple(range(len(family.labels)))
         self.help = help_text
         self.kind = family.kind
         self.shown_labels = (*sorted(self._names),)
@@ -86,7 +86,7 @@ class View:
         if isinstance(family, Readings):
             yield out[0] + self._readings(family.values)
             return
-        rows = family.children if self._whole else self._summed(family)
+        rows = family.children if self._all_labels else self._summed(family)
         self._trim(len(rows))
         if self.kind == "histogram":
             for values, histogram in list(rows.items()):  # copied: counting continues between pieces

@@ -84,7 +84,7 @@ def _counted(values: Iterable[V]) -> Iterable[tuple[V, int]]:
     return [(value, listed.count(value)) for value in dict.fromkeys(listed)]
 
 
-def _told(
+def _with_known(
     records: Sequence[OutcomeRecord], column: Callable[[OutcomeRecord], Any]
 ) -> tuple[Sequence[OutcomeRecord], list[Any]]:
     """The records of which a figure is known (not negative), and the figures."""
@@ -302,7 +302,7 @@ class SchedulerMetrics:
     def _failed(self, bundle: _Bundle, status: int, records: Sequence[OutcomeRecord]) -> None:
         code = "BadRequest" if 400 <= status < 500 and status != 429 else "ModelServerError"
         self._error(bundle, code, status, len(records))
-        took = _told(records, _DURATION)[1]
+        took = _with_known(records, _DURATION)[1]
         self.families.failed_duration.child(code).observe_all(list(map(_SECONDS, took)))
 
     def _earn(self, key: RequestLabels, records: Sequence[OutcomeRecord]) -> _Bundle:
@@ -326,12 +326,12 @@ class SchedulerMetrics:
         return waited.count(None)
 
     def _times(self, bundle: _Bundle, records: Sequence[OutcomeRecord], stream: bool) -> None:
-        known, milliseconds = _told(records, _DURATION)
+        known, milliseconds = _with_known(records, _DURATION)
         bundle.duration.observe_all(list(map(_SECONDS, milliseconds)), list(map(_REQUEST_ID, known)))
-        counted, _ = _told(known, _COMPLETION_TOKENS)
+        counted, _ = _with_known(known, _COMPLETION_TOKENS)
         finished = [r for r in counted if r.completion_tokens > 0]
         bundle.ntpot.observe_all([r.duration_ms / 1000 / r.completion_tokens for r in finished])
-        known, milliseconds = _told(records, _TTFT)
+        known, milliseconds = _with_known(records, _TTFT)
         ttft = bundle.ttft_stream if stream else bundle.ttft
         ttft.observe_all(list(map(_SECONDS, milliseconds)), list(map(_REQUEST_ID, known)))
         missed = {"ttft": sum(0.0 < r.request.slo_ttft_ms < r.ttft_ms for r in known) if any(map(_SLO, known)) else 0}
@@ -349,10 +349,10 @@ class SchedulerMetrics:
 
     def _sizes(self, bundle: _Bundle, records: Sequence[OutcomeRecord]) -> None:
         bundle.request_size.observe_all(list(map(_REQUEST_BYTES, records)))
-        bundle.response_size.observe_all(_told(records, _RESPONSE_BYTES)[1])
-        bundle.input.observe_all(_told(records, _INPUT_TOKENS)[1])
-        bundle.output.observe_all(_told(records, _COMPLETION_TOKENS)[1])
-        known, cached = _told(records, _CACHED_TOKENS)
+        bundle.response_size.observe_all(_with_known(records, _RESPONSE_BYTES)[1])
+        bundle.input.observe_all(_with_known(records, _INPUT_TOKENS)[1])
+        bundle.output.observe_all(_with_known(records, _COMPLETION_TOKENS)[1])
+        known, cached = _with_known(records, _CACHED_TOKENS)
         bundle.cached.observe_all(cached)
         bundle.reported.value += sum(cached)
         bundle.predicted.value += sum(map(_HIT_TOKENS, known))

@@ -33,7 +33,7 @@ class Window(Generic[Key]):
         self._span = round(seconds / bin_s)
         self._bin_s = bin_s
         self._width = width
-        self._other = folded
+        self._folded = folded
         self._bins: deque[tuple[int, dict[Key, list[float]]]] = deque()
         self.sums: dict[Key, list[float]] = {}
 
@@ -44,7 +44,7 @@ class Window(Generic[Key]):
             self._bins.append((number, {}))
             self._expire(number)
         if key not in self.sums and len(self.sums) >= MAX_KEYS:
-            key = self._other
+            key = self._folded
         for rows in (self._bins[-1][1], self.sums):
             row = rows.get(key)
             if row is None:

@@ -389,7 +389,7 @@ def _outage(endpoints: Sequence[EndpointRow], failures: Failures) -> Iterable[No
         since = min(row.since or inf for row in rows)
         section = _RUNBOOK.get(reason, "FairleadEndpointStale") if out < all_of else "FairleadNoEndpoints"
         what = f": {subject} {_does(reason, rows)}. {elsewhere}"
-        yield Notice(BAD, f"{_some(rows, all_of)} {verb} been out of use", since, what, section)
+        yield Notice(BAD, f"{_listed(rows, all_of)} {verb} been out of use", since, what, section)
 
 
 def _does(reason: str, rows: Sequence[EndpointRow]) -> str:
@@ -405,7 +405,7 @@ def _unread(endpoints: Sequence[EndpointRow]) -> Iterable[Notice]:
     rows = [row for row in endpoints if row.state == "unread"]
     if rows:
         level = BAD if len(rows) == len(endpoints) else WATCH
-        whose, why = _some(rows, len(endpoints)), f" ({rows[0].reason})" if rows[0].reason else ""
+        whose, why = _listed(rows, len(endpoints)), f" ({rows[0].reason})" if rows[0].reason else ""
         text = f"The metrics of {whose[0].lower()}{whose[1:]} cannot be read{why}; load is estimated."
         yield Notice(level, text, runbook="FairleadEndpointStale")
 
@@ -414,7 +414,7 @@ def _suspect(endpoints: Sequence[EndpointRow]) -> Iterable[Notice]:
     rows = [row for row in endpoints if row.state == "suspect"]
     if rows:
         verb = "seems" if len(rows) == 1 else "seem"
-        text = f"{_some(rows, len(endpoints))} {verb} to hang: there is work, and nothing moves."
+        text = f"{_listed(rows, len(endpoints))} {verb} to hang: there is work, and nothing moves."
         yield Notice(BAD, text, runbook="FairleadEndpointHangs")
 
 
@@ -502,7 +502,7 @@ def _troubles(watch: Watch) -> Iterable[Notice]:
             yield Notice(BAD, f"{reason[0].upper()}{reason[1:]}.")
 
 
-def _some(rows: Sequence[EndpointRow], of: int) -> str:
+def _listed(rows: Sequence[EndpointRow], of: int) -> str:
     names = ", ".join(row.id for row in rows[:_NAMED])
     if len(rows) == 1:
         return f"Endpoint {names}"

@@ -90,17 +90,17 @@ class SchedulerStream:
         from grpc import StatusCode
         from grpc.aio import EOF, AioRpcError
 
-        call, why, heard = self._call, "it was cancelled", False
+        call, why, answered = self._call, "it was cancelled", False
         try:
             while (message := await call.read()) is not EOF:
-                heard = True
+                answered = True
                 self._on_message(message)
                 if self._ended:
                     return
             why = "the peer ended the stream: gRPC status 0"
         except AioRpcError as error:
             code, text = error.code(), (error.details() or "")[:200]
-            if code is StatusCode.UNAVAILABLE and not heard:
+            if code is StatusCode.UNAVAILABLE and not answered:
                 why = f"cannot connect to {self._address}: {text}"
             else:
                 why = f"the peer ended the stream: gRPC status {code.value[0]} {text}".rstrip()

@@ -194,13 +194,13 @@ class Checker:
         """Run all checks, each on a stream of its own. If the first one fails, the others are left out."""
         results = []
         for check in CHECKS:
-            result = await self._one(check)
+            result = await self._run_check(check)
             results.append(result)
             if not result.ok and check is CHECKS[0]:
                 break
         return results
 
-    async def _one(self, check: "Check") -> Result:
+    async def _run_check(self, check: "Check") -> Result:
         name = check.__name__.removeprefix("_").replace("_", "-")
         rule = (check.__doc__ or "").strip()
         try:

@@ -248,24 +248,24 @@ def _from_module(module: str, name: str) -> Callable[[], Policy]:
         loaded = importlib.import_module(module)
     except Exception as error:
         raise ConfigError(f"module {module!r} cannot be imported: {type(error).__name__}: {error}; {_FORMS}") from error
-    thing = getattr(loaded, name, None)
-    if thing is None:
+    member = getattr(loaded, name, None)
+    if member is None:
         raise ConfigError(f"module {module!r} has no {name!r}")
-    return lambda: _as_policy(thing, name)
+    return lambda: _as_policy(member, name)
 
 
-def _as_policy(thing: Any, name: str) -> Policy:
-    if isinstance(thing, type):
+def _as_policy(member: Any, name: str) -> Policy:
+    if isinstance(member, type):
         try:
-            thing = thing()
+            member = member()
         except Exception as error:
             raise ConfigError(f"{name} could not be made: {type(error).__name__}: {error}") from error
-    if isinstance(thing, Policy) and isinstance(thing.name, str):
-        return thing
-    if isinstance(thing, _Chooses):
+    if isinstance(member, Policy) and isinstance(member.name, str):
+        return member
+    if isinstance(member, _Chooses):
         raise ConfigError(f"{name} has the method choose, but no name")
-    if isinstance(thing, Scheduler):
-        return SimplePolicy(thing.pick, name)
-    if callable(thing):
-        return SimplePolicy(thing, name)
+    if isinstance(member, Scheduler):
+        return SimplePolicy(member.pick, name)
+    if callable(member):
+        return SimplePolicy(member, name)
     raise ConfigError(f"{name} has neither the method choose (a Policy) nor pick (a Scheduler), and is not a function")

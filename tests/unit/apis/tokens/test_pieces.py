@@ -21,7 +21,7 @@ def test_only_what_is_new_is_encoded() -> None:
     assert cache.encode(["a", "b", "c", "c"], encode) == "abcc".encode("utf-32-le")
     assert cache.encode(["c", "a"], encode) == "ca".encode("utf-32-le")
     assert encode.calls == [["a", "b"], ["c", "c"]]
-    assert (cache.asked, cache.found) == (8, 4)
+    assert (cache.asked, cache.hits) == (8, 4)
     assert cache.encode([], encode) == b""
 
 

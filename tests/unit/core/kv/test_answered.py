@@ -68,10 +68,10 @@ def test_prompts_that_were_just_sent_count_beside_the_answer() -> None:
 def test_the_state_of_ranks_is_taken_over() -> None:
     index = AnsweredIndex(ANY_MODEL)
     index.add_slot(0)
-    index.told(0, [CURRENT, RankState(rank=1, heard=True, linked=True, block_size=32, lives=2)])
+    index.report(0, [CURRENT, RankState(rank=1, heard=True, linked=True, block_size=32, lives=2)])
     assert [cache.current for cache in index.caches_of(0)] == [True, True]
     assert [cache.block_size for cache in index.caches_of(0)] == [16, 32]
-    index.told(0, [CURRENT])
+    index.report(0, [CURRENT])
     assert [cache.current for cache in index.caches_of(0)] == [True, False]
     index.silent()
     assert not any(cache.linked for cache in index.caches_of(0))
@@ -95,7 +95,7 @@ class World:
         self.fleet = Fleet(exact=self.exact)
         for at in range(2):
             self.fleet.up(Endpoint(f"e{at}", f"10.0.0.{at}:80"))
-            self.index.told(at, [CURRENT])
+            self.index.report(at, [CURRENT])
         self.exact.refresh()
 
     def request(

@@ -54,7 +54,7 @@ class Fixture:
 def test_groups_that_do_not_keep_whole_prefixes_are_skipped() -> None:
     one = Fixture()
     one.store(range(3), kind="sliding_window", group=1)
-    assert one.depths(range(3)) == [0, 0, 0] and one.cache().told.not_indexable == 3
+    assert one.depths(range(3)) == [0, 0, 0] and one.cache().counts.not_indexable == 3
     one.store(range(3), group=1)  # its kind is remembered
     assert one.depths(range(3)) == [0, 0, 0]
     one.store(range(3), kind="mla_attention", group=0)
@@ -126,7 +126,7 @@ def test_storage_that_all_share() -> None:
 def test_a_tier_update_of_unknown_blocks_is_ignored() -> None:
     one = Fixture()
     one.apply(BlocksStored([1, 2], medium="CPU"))
-    assert one.index.entries == 0 and one.cache().told.nameless == 2
+    assert one.index.entries == 0 and one.cache().counts.nameless == 2
 
 
 def test_adapters_extras_and_models_keep_blocks_apart() -> None:
@@ -154,14 +154,14 @@ def test_orphans_wait_for_their_parent_even_from_elsewhere() -> None:
     assert len(one.index.orphans) == 0
     one.apply(BlocksStored([100, 101, 102], 0, tokens(0, 1, 2), BLOCK))
     assert one.depths(range(8)) == [7, 3, 0]
-    assert one.cache().told.adopted == 4
+    assert one.cache().counts.adopted == 4
 
 
 def test_orphans_are_bounded_and_expire() -> None:
     one = Fixture(max_orphans=10, orphan_ttl=60)
     for first in range(0, 40, 2):
         one.store(range(first + 1, first + 2), parent=10_000 + first)
-    assert len(one.index.orphans) == 10 and one.cache().told.orphans_dropped == 10
+    assert len(one.index.orphans) == 10 and one.cache().counts.orphans_dropped == 10
     one.index.tend(59.0)
     assert len(one.index.orphans) == 10
     one.index.tend(60.0)
@@ -258,7 +258,7 @@ def test_the_bound_is_kept_and_used_prompts_stay() -> None:
         one.store(contents)
         assert one.index.entries <= 4000
         assert one.depths(range(1000))[1] == 1000  # asked for all the time, and no more than its share
-    assert one.cache().told.evicted > 10_000
+    assert one.cache().counts.evicted > 10_000
     assert one.index.nbytes < 1_500_000
     kept = [one.depths(range(10_000 + prompt * 50, 10_050 + prompt * 50))[0] for prompt in range(240, 300)]
     assert sum(kept) > 500  # tails go first: what is left begins at the beginning

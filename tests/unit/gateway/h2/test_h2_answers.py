@@ -130,7 +130,7 @@ async def test_nothing_is_heard_or_sent_after_finish(connect: Connect) -> None:
     await asyncio.sleep(0)
     assert handler.heard == [b"a"]
     assert peer.trailers()["grpc-status"] == "7"
-    assert handler.stream.room() == 0
+    assert handler.stream.writable_bytes() == 0
 
 
 async def test_a_smaller_table_is_confirmed_once(connect: Connect) -> None:

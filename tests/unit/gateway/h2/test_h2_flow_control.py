@@ -167,7 +167,7 @@ async def test_windows_may_become_negative(connect: Connect) -> None:
     peer.frames()
     peer.feed(h2.settings({h2.INITIAL_WINDOW_SIZE: 1000}))
     assert handler.stream.window == 65535 - 50005 - 64535
-    assert handler.stream.room() == 0
+    assert handler.stream.writable_bytes() == 0
     handler.stream.send(b"more")
     await asyncio.sleep(0)
     peer.feed(h2.window_update(1, 49_005))
@@ -211,26 +211,26 @@ async def test_streams_that_are_lost_free_what_waits(connect: Connect) -> None:
 async def test_room_is_what_leaves_in_one_write(connect: Connect) -> None:
     peer = connect().shake({h2.INITIAL_WINDOW_SIZE: 30_000})
     handler, other = peer.open(1), peer.open(3)
-    room = handler.stream.room()
+    room = handler.stream.writable_bytes()
     assert room == 30_000 - 5
     handler.stream.send(b"x" * room)
     handler.stream.finish()
     await asyncio.sleep(0)
     assert sizes(peer.frames(), 1) == [16384, 13616, 0]
-    assert peer.open(5).stream.room() == 30_000 - 5
+    assert peer.open(5).stream.writable_bytes() == 30_000 - 5
     other.stream.send(b"x" * 30_000)
-    assert other.stream.room() == 0
+    assert other.stream.writable_bytes() == 0
     third = peer.open(7).stream
-    assert third.room() == 65535 - 60_000 - 5
+    assert third.writable_bytes() == 65535 - 60_000 - 5
     peer.transport.held = 1
-    assert third.room() == 0
+    assert third.writable_bytes() == 0
     peer.transport.held = 0
     peer.connection.pause_writing()
-    assert third.room() == 0
+    assert third.writable_bytes() == 0
     peer.connection.resume_writing()
-    assert third.room() > 0
+    assert third.writable_bytes() > 0
     third.finish()
-    assert third.room() == 0
+    assert third.writable_bytes() == 0
 
 
 async def test_a_paused_transport_holds_messages_back(connect: Connect) -> None:

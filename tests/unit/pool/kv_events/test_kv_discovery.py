@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from fairlead.pool.kv_events.discovery import KvSource, ask, at
+from fairlead.pool.kv_events.discovery import KvSource, ask, source_at
 
 
 def source(port: int, replay: int | None = None, **more: object) -> dict[str, object]:
@@ -91,4 +91,4 @@ async def test_nobody_listens() -> None:
 
 
 def test_configured_ports() -> None:
-    assert at("[fd00::1]:8000", 5557, 0, 2, "*", None) == KvSource("tcp://[fd00::1]:5557", "", "*", 2)
+    assert source_at("[fd00::1]:8000", 5557, 0, 2, "*", None) == KvSource("tcp://[fd00::1]:5557", "", "*", 2)

@@ -237,7 +237,7 @@ def test_bad_events_are_counted_and_skipped() -> None:
     good = BlocksStored([7], 0, array("I", [1]).tobytes(), 1)
     wrong = BlocksStored([8, 9], 0, array("I", [1]).tobytes(), 1)
     case.live(Frames(b"", 0, encode_batch(1.0, [wrong, good, AllCleared(), good])))
-    assert case.blocks == [7] and case.feed.cache.told.malformed == 1
+    assert case.blocks == [7] and case.feed.cache.counts.malformed == 1
     assert (case.feed.count.bad_events, case.feed.count.bad_reason) == (1, "2 blocks of 1 tokens cannot have 1 tokens")
 
 

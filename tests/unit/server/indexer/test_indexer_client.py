@@ -91,7 +91,7 @@ class World:
 async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     monkeypatch.setattr(module, "POLL", 0.02)
     monkeypatch.setattr(module, "POLL_MOST", 0.1)
-    monkeypatch.setattr(module, "REST", 0.02)
+    monkeypatch.setattr(module, "PAUSE", 0.02)
     world = World()
     yield world
     await world.client.close()

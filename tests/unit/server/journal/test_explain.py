@@ -12,7 +12,7 @@ import pytest
 from fairlead.compat.load import load
 from fairlead.compat.recorded import restore
 from fairlead.config.plugins import build_policy
-from fairlead.core.explain import Candidate, again, explain, restored, terms_of, why
+from fairlead.core.explain import Candidate, asked_again, explain, restored, terms_of, why
 from fairlead.core.policy import Policy
 from fairlead.core.records import DecisionRecord
 from fairlead.lab.simulator.journal import JournalError, decisions, one_run, search
@@ -144,7 +144,7 @@ def test_what_it_would_have_taken_is_true(recorded: Any) -> None:
             tried += 1
             for extra, enough in ((one.more_cached_tokens, True), (one.more_cached_tokens - 2, False)):
                 changed = msgspec.structs.replace(trace, held=_held(trace, slot, extra / record.request.prompt_tokens))
-                _, repeated = again(fresh(), record.request, changed)
+                _, repeated = asked_again(fresh(), record.request, changed)
                 assert (repeated.total[slot] >= goal - 1e-9) is enough or bool(repeated.total[slot] >= goal) is enough
     assert tried > 20
 
@@ -225,9 +225,9 @@ def test_the_journal_and_the_memory_say_the_same(recorded: Any) -> None:
 def test_another_policy_on_the_same_numbers(recorded: Any) -> None:
     record = records(recorded)[50]
     assert record.trace is not None
-    same, _ = again(maker()(), record.request, record.trace)
+    same, _ = asked_again(maker()(), record.request, record.trace)
     assert same == record.endpoint
-    least, _ = again(maker("policy: least-requests")(), record.request, record.trace)
+    least, _ = asked_again(maker("policy: least-requests")(), record.request, record.trace)
     view = restored(record.trace)
     load_of = view.table.queue + view.table.active
     assert load_of[view.table.ids.index(least)] == load_of.min()

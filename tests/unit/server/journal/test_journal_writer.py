@@ -73,7 +73,7 @@ def test_stopping_when_full_keeps_the_beginning(tmp_path: Path) -> None:
             writer.turn(False)
             assert total(tmp_path) <= 60_000
     run = one_run(tmp_path)
-    assert run.whole
+    assert run.complete
     numbers = [body.request.id for _, _, body in run.items()]
     assert numbers == list(range(len(numbers)))
     assert recorder.counts.unwritten > 100

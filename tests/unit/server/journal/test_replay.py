@@ -234,7 +234,7 @@ def test_damage_in_the_middle_is_counted_and_no_longer_exact(recorded: Any, tmp_
 def test_what_was_rotated_away_is_said(record_run: Callable[..., Any], tmp_path: Path) -> None:
     record_run(tmp_path, turns=20, seconds=30.0, max_bytes=360_000, segment_bytes=120_000)
     run = one_run(tmp_path)
-    assert not run.whole
+    assert not run.complete
     assert run.head.number > 0
     assert len(run.head.endpoints) == 4
     result = replay(run)
@@ -256,7 +256,7 @@ def test_several_processes_in_one_directory(recorded: Any, tmp_path: Path) -> No
     (tmp_path / "b.journal").write_bytes(MAGIC + block(joined([encode((SEGMENT, 0.0, Segment(**values)))], 1)))
     assert [one.id for one in runs(tmp_path)] == ["0000cafe", "0000beef"]
     assert one_run(tmp_path).id == "0000beef"
-    assert one_run(tmp_path, "0000cafe").whole
+    assert one_run(tmp_path, "0000cafe").complete
     with pytest.raises(JournalError, match="0000cafe, 0000beef"):
         one_run(tmp_path, "else")
 

@@ -104,7 +104,7 @@ async def test_configured_ports(start: Start) -> None:
     store(aside, 3)
     await world.until(lambda: world.index.entries == 3)
     (cache,) = world.index.caches_of(slot)
-    assert (cache.told.stored, cache.told.copied) == (3, 0)
+    assert (cache.counts.stored, cache.counts.copied) == (3, 0)
     await world.until(lambda: world.kv.exact.source(slot) == "either")
     assert 'fairlead_kv_feed_blocks{endpoint="a",rank="0"} 3' in world.page()
     slot = world.up("a", "127.0.0.2:8000")
@@ -161,7 +161,7 @@ async def test_a_warm_start(start: Start, tmp_path: Path) -> None:
     (cache,) = second.index.caches_of(slot)
     count = second.kv.subscriptions(slot)[0].feed.count
     # Only what came after was asked for, and the snapshot is known to be of this life.
-    assert (count.batches, cache.told.copied) == (1, 0)
+    assert (count.batches, cache.counts.copied) == (1, 0)
     await second.until(lambda: cache.current)
     second.publishers.append(aside)
 
