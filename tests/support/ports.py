@@ -17,6 +17,7 @@ from collections.abc import Sequence
 _FIRST, _LAST = 20_000, 32_700
 #: Of a demo's gateway, scheduler, dashboard and eight stubs, counted from its first port.
 _DEMO = (0, 1, 2, *range(10, 18))
+#: Those given away last.
 _given: deque[int] = deque(maxlen=500)
 
 
@@ -44,8 +45,7 @@ def part(worker: str, workers: int) -> tuple[int, int]:
 
 def _row(offsets: Sequence[int], host: str) -> list[int]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    environment = os.environ.get
-    begin, end = part(environment("PYTEST_XDIST_WORKER", "gw0"), int(environment("PYTEST_XDIST_WORKER_COUNT", "1")))
+    begin, end = part(os.environ.get("PYTEST_XDIST_WORKER", "gw0"), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
     for _ in range(1000):
         # Tests may set the seed of `random`, and several processes the same one.
         first = random.SystemRandom().randint(begin, end - offsets[-1])
