@@ -105,8 +105,8 @@ def throughput(rounds: int) -> tuple[float, float]:
                     pass
         spent = time.thread_time() - started
         best = max(best, (sum(one[2] for one in work) / spent, sum(one[1] for one in work) / spent))
-    told = cache.counts
-    assert not told.malformed and not told.removed_unknown and not told.orphaned, told
+    counts = cache.counts
+    assert not counts.malformed and not counts.removed_unknown and not counts.orphaned, counts
     return best
 
 
