@@ -13,7 +13,7 @@ from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 from fairlead.compat.catalogue import CATALOGUE
 from fairlead.compat.document import API_VERSIONS, Document
 from fairlead.compat.locate import KIND
-from fairlead.config.builtins import ALIASES, BUILTINS, DEFAULT_POLICY, POLICIES, Kind
+from fairlead.config.builtins import ALIASES, BUILTINS, POLICIES, Kind
 from fairlead.config.check import fields
 from fairlead.config.endpoint_list import KEYS as ENTRY_KEYS
 from fairlead.config.plugin_reader import (
@@ -98,10 +98,7 @@ def _entry_name(kind: Kind) -> str:
 
 def _entry(kind: Kind, table: Mapping[str, RegisteredPlugin | None], ref: Mapping[type[BaseModel], Schema]) -> Schema:
     """An entry of a list, with parameters under one of three keys or next to `type`."""
-    types = {*table}
-    if kind == "policy":
-        types |= {*POLICIES}
-        table = {**table, "default": table.get(DEFAULT_POLICY)}
+    types = {*table, *(POLICIES if kind == "policy" else ())}
     names = {"type": {"enum": sorted(types)}, "name": {"type": "string", "minLength": 1}}
     if kind == "scorer":
         names["weight"] = {"type": "number", "minimum": 0}

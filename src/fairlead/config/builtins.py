@@ -174,7 +174,7 @@ ALIASES: Mapping[Kind, Mapping[str, tuple[str, Mapping[str, Any]]]] = {
         "weighted-random-picker": ("weighted-random", {}),
         "round-robin-picker": ("round-robin", {}),
     },
-    "policy": {},
+    "policy": {"default": ("cost-model", {})},
     "metric-source": {},
     "parser": {},
     "fairness": {

@@ -273,9 +273,6 @@ class _Reader(PluginReader):
         """`policy: TYPE`, or `policy: {type: TYPE, parameters: {…}}`, where the type is that of a policy plugin."""
         place = self.source.place("policy")
         entry: Mapping[str, Any] = {"type": node} if isinstance(node, str) else node
-        shown = entry.get("type")
-        if shown == "default":
-            entry = {**entry, "type": DEFAULT_POLICY}
         spec = self.plugin("policy", entry, place, {"type": place} if isinstance(node, str) else None)
         if spec is None:
             return None
@@ -286,10 +283,9 @@ class _Reader(PluginReader):
         else:
             unused += [key for key in ("filters", "builtinFilters") if key in values]
         if unused:
-            problem = f"policy '{shown}' brings its own {', '.join(unused)}"
+            problem = f"policy '{entry['type']}' brings its own {', '.join(unused)}"
             self.report.add(place, problem, "leave out one or the other")
-        name = "default" if shown == "default" and "name" not in entry else spec.name
-        return PolicySpec(name=name, filters=tuple(filters), plugin=spec)
+        return PolicySpec(name=entry.get("name", entry["type"]), filters=tuple(filters), plugin=spec)
 
     def picker(self, node: object) -> PluginSpec | None:
         """`{topK: 3}` or `{picker: type, parameters: {…}}`."""

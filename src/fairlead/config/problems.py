@@ -32,13 +32,15 @@ class Problem(Struct, frozen=True):
         return f"{where}{self._said()}"
 
     def __str__(self) -> str:
-        between = ", " if self.path not in ("", "$") else ": "
+        between = ", " if self._shown_path() else ": "
         return f"line {self.line}{between}{self._said()}" if self.line else self._said()
 
     def _said(self) -> str:
-        path = f"{self.path}: " if self.path not in ("", "$") else ""
         hint = f" ({self.hint})" if self.hint else ""
-        return f"{path}{self.message}{hint}"
+        return f"{self._shown_path()}{self.message}{hint}"
+
+    def _shown_path(self) -> str:
+        return f"{self.path}: " if self.path not in ("", "$") else ""
 
 
 def show(place: Place) -> str:
