@@ -259,6 +259,8 @@ async def test_sigterm_under_load_finishes_what_runs(mortal: Serve, figures: lis
     assert len(in_flight) > 80
     assert [record.error for record in in_flight if record.error] == []
     assert [r.error for r in later if r.status and r.error] == [], "what got an answer got all of it"
+    soon = [record for record in later if record.sent < story.moments["SIGTERM"] + 0.1]
+    assert [record.error for record in soon if record.error] == [], "the listener is open a little longer"
     assert {r.error for r in refused} <= {"connect_econnrefused", "closed_before_response", "reset"}
     assert not any(os.path.exists(f"/proc/{pid}") for pid in children)
 

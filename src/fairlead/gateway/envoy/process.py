@@ -29,6 +29,9 @@ LISTENERS, LISTENERS_LATER = "listeners.json", "listeners-later.json"
 STAT_PREFIX = LISTENER
 _ACTIVE = rf"^http\.{STAT_PREFIX}\.downstream_rq_active$"
 _POLL = 0.05
+#: Seconds between SIGTERM and the end of listening. A connection that Envoy has not accepted when it closes the listener
+#: is reset, so a request sent just before SIGTERM needs time to be accepted.
+_LAME_DUCK = 0.25
 _T = TypeVar("_T")
 
 
@@ -135,6 +138,7 @@ class GatewayProcess:
 
     async def _drain(self, admin: EnvoyAdmin, grace: float) -> None:
         await admin.post("/healthcheck/fail")  # from now on, answers say `connection: close`
+        await asyncio.sleep(min(_LAME_DUCK, grace))
         await admin.post("/drain_listeners")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace):
