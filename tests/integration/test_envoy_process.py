@@ -82,6 +82,11 @@ async def test_a_taken_port_and_a_wrong_binary_are_named() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(GatewayError, match=f"127.0.0.1:{port} is taken"):
             await Gateway(Options(port=port)).start()
+        with pytest.MonkeyPatch.context() as patch:  # taken while the gateway waits for the scheduler
+            patch.setattr("fairlead.gateway.envoy.gateway.check_free", lambda host, port: None)
+            with pytest.raises(GatewayError, match=f"127.0.0.1:{port} is taken"):
+                async with asyncio.timeout(20):
+                    await Gateway(Options(port=port), start_timeout=600).start()
     with pytest.raises(GatewayError, match="Envoy ended with code 1"):
         await Gateway(Options(port=0), binary="/bin/false").start()
     with pytest.raises(GatewayError, match="/does-not-exist cannot be run: No such file"):

@@ -108,7 +108,7 @@ class GatewayProcess:
     async def _listens(self, envoy: Supervisor) -> tuple[str, int]:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._start_timeout):
-                while True:
+                while not envoy.cannot_bind:
                     where = await envoy.admin.address(LISTENER)
                     if where is not None:
                         return where

@@ -87,6 +87,11 @@ class Supervisor:
         finally:
             await self._end(self._kill_after)
 
+    @property
+    def cannot_bind(self) -> bool:
+        """Whether Envoy said that it cannot open its listener. It runs on without one."""
+        return any("cannot bind" in line for line in self._tail)
+
     def explain(self) -> str:
         """Why Envoy does not work, from its last output."""
         return explain(self._tail)
