@@ -96,6 +96,9 @@ async def test_a_live_run_is_explained_replayed_and_holds_no_words(running: Runn
     assert "to tie" in shown.output
     journaled = json.loads((await asyncio.to_thread(call, "explain", ids[-1], running.journal, "--json")).stdout)
     assert journaled == page, "explained from the journal as live"
+    live = await asyncio.to_thread(call, "explain", "last", "--admin", running.admin, "--json")
+    on_disk = await asyncio.to_thread(call, "explain", "last", running.journal, "--json")
+    assert json.loads(live.stdout) == json.loads(on_disk.stdout), "the newest decision"
     plan = ("plan", "--live", running.admin, "--slo", "ttft_p90=1s", "--out", tmp_path / "plan")
     planned = await asyncio.to_thread(call, *plan, "--json")
     assert planned.exit_code == 0, planned.output

@@ -174,7 +174,7 @@ def _measured(ms: float | None) -> str:
 @examples("""
 \b
 Examples:
-  fairlead explain 94                       asks the scheduler on this host
+  fairlead explain last                     asks the scheduler on this host
   fairlead explain 94 --admin http://10.0.0.5:9090
   fairlead explain 3f2a9c01.000000000000005e journal/
   fairlead explain 94 journal/ --policy round-robin
@@ -182,7 +182,7 @@ Examples:
 """)
 def explain(
     request: Annotated[
-        str, typer.Argument(metavar="ID", help="A decision's id or number, or the client's x-request-id.")
+        str, typer.Argument(metavar="ID", help="A decision's id or number, the client's x-request-id, or `last`.")
     ],
     journal: Annotated[str, typer.Argument(metavar="JOURNAL", help="Directory of a journal.", show_default=False)] = "",
     admin: Admin = "",

@@ -32,6 +32,8 @@ from fairlead.core.snapshot import Restored
 from fairlead.core.stalls import LEVELS
 from fairlead.core.table import FLOATS
 
+#: In place of a decision's id: the newest.
+LAST = "last"
 #: Share of the total within which the default policy may have treated endpoints as equal: its `nearTie` and a margin.
 _NEAR = 0.12
 

@@ -13,6 +13,7 @@ from msgspec.structs import asdict, replace
 
 from fairlead.core.errors import FairleadError
 from fairlead.core.events import RequestArrived
+from fairlead.core.explain import LAST
 from fairlead.core.records import DecisionRecord, OutcomeRecord
 from fairlead.core.request import Request
 from fairlead.server.journal.blocks import Damage, blocks
@@ -174,7 +175,7 @@ class JournaledDecision(Struct):
 
 def search(path: Path, wanted: str, run: str = "") -> JournaledDecision:
     """Find a decision by our number for the request, a decision id (`run.number`), or the client's x-request-id. Of
-    several, the newest is returned.
+    several, the newest is returned, and for `LAST` the newest of all.
 
     Raises `JournalError` or `OSError`.
     """
@@ -233,9 +234,12 @@ def decisions(run: Run, faults: Faults | None = None) -> Iterator[JournaledDecis
 
 
 def _in_run(run: Run, wanted: str) -> JournaledDecision | None:
+    entries = decisions(run)
+    if wanted == LAST:
+        return max(entries, key=lambda entry: (entry.decision.at, entry.decision.request.id), default=None)
     number = _number(wanted, 10)
     latest: JournaledDecision | None = None
-    for entry in decisions(run):
+    for entry in entries:
         request = entry.decision.request
         if request.id == number or (request.external_id and request.external_id == wanted):
             latest = entry

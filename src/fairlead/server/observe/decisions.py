@@ -19,7 +19,7 @@ import numpy as np
 from msgspec import Struct
 
 from fairlead.core.errors import FairleadError
-from fairlead.core.explain import Explanation, explain, why_waited
+from fairlead.core.explain import LAST, Explanation, explain, why_waited
 from fairlead.core.records import DecisionRecord, Forecast, OutcomeRecord, Trace, Waited
 
 #: Candidates shown per decision, the best first; the chosen one always.
@@ -92,11 +92,12 @@ class Journal:
         return [(entry.decision, entry.outcome) for entry in islice(reversed(self._entries), count)]
 
     def find(self, wanted: str) -> tuple[DecisionRecord, OutcomeRecord | None] | None:
-        """The newest decision of that name: our number for the request, a decision id, or the client's x-request-id."""
+        """The newest decision of that name: our number for the request, a decision id, or the client's x-request-id.
+        `LAST` is the newest of all."""
         number = request_number(wanted)
         for entry in reversed(self._entries):
             request = entry.decision.request
-            if request.id == number or (wanted and request.external_id == wanted):
+            if wanted == LAST or request.id == number or (wanted and request.external_id == wanted):
                 return entry.decision, entry.outcome
         return None
 

@@ -195,6 +195,7 @@ def test_the_page_of_one_decision(recorded: Any) -> None:
         (journal.on_decisions if isinstance(one, DecisionRecord) else journal.on_outcomes)([one])
     record = records(recorded)[-1]
     assert journal.find("nobody") is None
+    assert journal.find("last") == journal.find(str(record.request.id))
     for name in (str(record.request.id), f"0000cafe.{record.request.id:016x}"):
         found = journal.find(name)
         assert found is not None
