@@ -29,8 +29,8 @@ LISTENERS, LISTENERS_LATER = "listeners.json", "listeners-later.json"
 STAT_PREFIX = LISTENER
 _ACTIVE = rf"^http\.{STAT_PREFIX}\.downstream_rq_active$"
 _POLL = 0.05
-#: Seconds between SIGTERM and the end of listening. A connection that Envoy has not accepted when it closes the listener
-#: is reset, so a request sent just before SIGTERM needs time to be accepted.
+#: Seconds between SIGTERM and the end of listening. Connections that Envoy has not accepted when it closes the listener
+#: are reset, so a request sent just before SIGTERM needs time to be accepted.
 _LAME_DUCK = 0.25
 _T = TypeVar("_T")
 
