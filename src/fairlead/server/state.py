@@ -237,6 +237,8 @@ class StateFile:
         most_blocks = (self._settings.max_bytes - self._settings.max_bytes // _SPARED) // BLOCK_BYTES
         yield from taken(self._fleet, self._tokens, self._now(), most_blocks)
         for endpoint_id in list(self._stored.endpoints):
+            if endpoint_id not in self._stored.endpoints:
+                continue  # it has joined while this was written
             parts, age_s = self._known(endpoint_id)
             if not parts:
                 del self._stored.endpoints[endpoint_id]
@@ -244,9 +246,20 @@ class StateFile:
                 yield replace(part, age_s=age_s) if isinstance(part, EndpointLearned) else part
 
     async def _write(self) -> float:
-        """Write the file. Returns the seconds of the event loop that this took."""
+        """Write the file. Returns the seconds of the event loop that this took. Never raises."""
+        try:
+            return await self._write_parts(self._parts())
+        except OSError as error:
+            problem = error.strerror or str(error)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+            log.error("cannot take down what was learned", exc=error)
+        self.counts.errors += 1
+        self.problem = f"{self._path} cannot be written, and a restart forgets: {problem}"
+        return 0.0
+
+    async def _write_parts(self, parts: Iterator[Head | Part]) -> float:
         encoded, size, worked_s = list[bytes](), len(MAGIC), 0.0
-        parts = self._parts()
         while True:
             started = time.perf_counter()
             part = next(parts, None)
@@ -258,13 +271,9 @@ class StateFile:
                 encoded.append(content)
             worked_s += time.perf_counter() - started
             await asyncio.sleep(0)
-        try:
-            self.counts.bytes = await asyncio.to_thread(self._store, encoded)
-            self.counts.written += 1
-            self.problem = ""
-        except OSError as error:
-            self.counts.errors += 1
-            self.problem = f"{self._path} cannot be written, and a restart forgets: {error.strerror or error}"
+        self.counts.bytes = await asyncio.to_thread(self._store, encoded)
+        self.counts.written += 1
+        self.problem = ""
         return worked_s
 
     def _store(self, encoded: list[bytes]) -> int:

@@ -226,6 +226,38 @@ async def test_an_endpoint_that_joins_later_is_known_too(written: Path) -> None:
     await process.file.close()
 
 
+async def test_endpoints_that_join_while_it_is_written(tmp_path: Path) -> None:
+    path, names = tmp_path / "learned.state", [f"e{number}" for number in range(40)]
+    before = await Process(path, *names).start()
+    before.serve(*range(80))
+    await before.file.close()
+    process = await Process(path, interval=0.001).start()
+    for name in reversed(names):
+        await process.join(name)
+    written = process.file.counts.written
+    async with asyncio.timeout(30):
+        while process.file.counts.written < written + 2:
+            await asyncio.sleep(0.01)
+    assert (process.file.problem, process.file.counts.errors) == ("", 0)
+    await process.file.close()
+
+
+async def test_an_error_while_it_is_written_does_not_end_the_writing(
+    written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = await Process(written, "e0", interval=0.01).start()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "encode", None)
+        async with asyncio.timeout(30):
+            while not process.file.problem:
+                await asyncio.sleep(0.01)
+    assert "a restart forgets: TypeError: " in process.file.problem
+    async with asyncio.timeout(30):
+        while process.file.problem:
+            await asyncio.sleep(0.01)
+    await process.file.close()
+
+
 async def test_an_endpoint_that_is_away_gets_older(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is in the next file too, and is not made young by that."""
     now = [time.time()]
