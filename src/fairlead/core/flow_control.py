@@ -666,11 +666,10 @@ class FlowController:
         instructions: list[Instruction] = []
         for bound in () if self.flow.overdue(now) else self.flow.dispatch(fleet, now):
             instructions += send(bound, now)
-            if self._last > -inf:
+            # Time when nobody waited says nothing about the pace.
+            if min(bound.waiting.since, self.flow.oldest()) <= self._last:
                 self._gap += _PACE * (now - self._last - self._gap)
             self._last = now
-        if not len(self.flow):
-            self._last = -inf  # the time until somebody waits again says nothing about the pace
         if self._eviction is not None and not self.flow.more:
             victims = self._eviction.victims(self.flow, fleet, now)
             instructions += [evict(lease, self._answer(lease.request, EVICTED)) for lease in victims]

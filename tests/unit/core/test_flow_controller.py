@@ -82,6 +82,23 @@ def test_quiet_hours_say_nothing_about_the_pace() -> None:
     assert shop.flow_controller._gap == pytest.approx(before, rel=0.2)
 
 
+def test_quiet_hours_after_a_client_that_left_say_nothing_about_the_pace() -> None:
+    shop = filled(2)
+    shop.one_ends(after=0.1)
+    before = shop.flow_controller.drain_s()
+    queues = shop.flow_controller.flow.queues
+    (band,) = queues.bands()
+    queues.remove(band.last())
+    for lease in list(shop.fleet.ledger.of_slot(0)):
+        shop.fleet.ledger.release(lease)
+    shop.now += 3600.0
+    for _ in range(8 + 2):
+        shop.arrive()
+    shop.one_ends(after=0.1)
+    assert len(shop.flow_controller) == 1
+    assert shop.flow_controller.drain_s() == before
+
+
 def test_more_endpoints_are_wanted_the_longer_requests_wait() -> None:
     shop = filled(0)
     assert shop.flow_controller.wanted(3, shop.now) == 3
