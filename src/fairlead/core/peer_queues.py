@@ -23,7 +23,8 @@ from fairlead.core.table import EndpointTable
 YIELD, TURN = 8.0, 3.0
 #: That time before it was measured, and its bounds. Seconds.
 DELAY_S, LEAST_S, MOST_S = 0.0125, 0.005, 0.1
-#: Flows kept per peer. The bound is needed because clients choose the names of tenants.
+#: Flows kept per peer. The bound is needed because clients choose the names of models and tenants. Those that want
+#: nothing are forgotten first.
 MOST_FLOWS = 10_000
 
 
@@ -32,6 +33,8 @@ class PeerQueues:
 
     def __init__(self) -> None:
         self._held: dict[str, dict[FlowKey, Held]] = {}
+        #: By origin: its flows that want nothing, the longest idle first.
+        self._idle: dict[str, dict[FlowKey, None]] = {}
         self._waiting: dict[int, int] = {}
         self.top = -inf
         #: By slot: since when it is open to another request, and how many requests there are before their first token.
@@ -46,13 +49,19 @@ class PeerQueues:
 
     def take(self, origin: str, held: Iterable[Held], queues: Queues, now: float) -> None:
         """Take over the flows that a peer reported; its other flows have not changed."""
-        flows = self._held.setdefault(origin, {})
+        flows, idle = self._held.setdefault(origin, {}), self._idle.setdefault(origin, {})
         for flow in held:
             key = FlowKey(flow.priority, flow.model, flow.tenant)
             before = flows.get(key)
             if before is None and len(flows) >= MOST_FLOWS:
-                continue
+                if not idle:
+                    continue
+                forgotten = next(iter(idle))
+                del flows[forgotten], idle[forgotten]
             flows[key] = flow
+            idle.pop(key, None)
+            if not (flow.wanted or flow.count):
+                idle[key] = None
             heads = self._heads.setdefault((origin, flow.priority), {})
             if flow.count:
                 heads[key] = now - flow.age * AGE_UNIT
@@ -66,6 +75,7 @@ class PeerQueues:
 
     def drop(self, origin: str) -> None:
         """Forget a lost peer and its waiting requests."""
+        self._idle.pop(origin, None)
         for flow in self._held.pop(origin, {}).values():
             self._count(flow.priority, -flow.count)
             self._heads.pop((origin, flow.priority), None)
@@ -77,15 +87,14 @@ class PeerQueues:
 
     def beside(self, only: FlowKey) -> bool:
         """Whether any peer has requests of a flow other than `only`."""
-        return any(key != only and flow.wanted for flows in self._held.values() for key, flow in flows.items())
+        return any(
+            len(flows) - len(idle) > (only in flows and only not in idle)
+            for flows, idle in zip(self._held.values(), self._idle.values(), strict=True)
+        )
 
     def reopen(self) -> None:
         """Treat open endpoints as opened now, because they were not looked at for a while."""
         self._open_since.clear()
-
-    def waiting(self, key: FlowKey) -> int:
-        """Return the number of requests of the flow that wait at peers."""
-        return sum(flows[key].count for flows in self._held.values() if key in flows)
 
     def ahead(self, priority: int, since: float) -> int:
         """Return the number of peers that hold a request of the band older than `since`."""

@@ -130,7 +130,7 @@ class Peers:
         #: By origin.
         self.views: dict[str, View] = {}
         #: Lost origins: when each was lost (clock seconds), and its leases.
-        self._orphans: dict[str, tuple[float, dict[int, Lease]]] = {}
+        self.orphans: dict[str, tuple[float, dict[int, Lease]]] = {}
         #: Hash of an endpoint's id, as peers use it → id.
         self._ids: dict[int, str] = {}
         self._name = ""
@@ -148,7 +148,7 @@ class Peers:
     @property
     def leases(self) -> set[Lease]:
         """All leases of peers that are charged here."""
-        views = [view.leases for view in self.views.values()] + [leases for _, leases in self._orphans.values()]
+        views = [view.leases for view in self.views.values()] + [leases for _, leases in self.orphans.values()]
         return {lease for leases in views for lease in leases.values() if lease.held}
 
     def gaps(self) -> list[str]:
@@ -225,7 +225,7 @@ class Peers:
         if self._flow is not None:
             self._flow.peers.drop(origin)
         if view is not None and view.leases:
-            self._orphans[origin] = self._clock.time(), view.leases
+            self.orphans[origin] = self._clock.time(), view.leases
         for endpoint in view.avoided if view is not None else ():
             self._avoid(endpoint)
         self._prefer()
@@ -238,7 +238,7 @@ class Peers:
             if len(self.views) >= MOST_ORIGINS:
                 return None, None
             # If the origin was lost and is back, its snapshot will say which of these leases it still has.
-            _, orphans = self._orphans.pop(origin, (0.0, {}))
+            _, orphans = self.orphans.pop(origin, (0.0, {}))
             view = self.views[origin] = View(leases={number: lease for number, lease in orphans.items() if lease.held})
         try:
             message = read(payload)
@@ -420,12 +420,12 @@ class Peers:
     def sampled(self, endpoint_id: str, started: float) -> None:
         """A scrape that was sent at `started` is about to be handled. It includes the requests that lost origins still
         have there, so their leases end."""
-        for origin, (lost_at, leases) in list(self._orphans.items()):
+        for origin, (lost_at, leases) in list(self.orphans.items()):
             if lost_at <= started:
                 for number in [number for number, lease in leases.items() if lease.endpoint_id == endpoint_id]:
                     self._fleet.ledger.release(leases.pop(number))
                 if not leases:
-                    del self._orphans[origin]
+                    del self.orphans[origin]
 
     def expire(self, now: float) -> None:
         """End leases that have expired, whatever their origin says, and stop avoiding endpoints whose time is over."""
@@ -433,8 +433,16 @@ class Peers:
             for endpoint in [endpoint for endpoint, until in view.avoided.items() if until <= now]:
                 del view.avoided[endpoint]
                 self._avoid(endpoint)
-        for leases in [view.leases for view in self.views.values()] + [leases for _, leases in self._orphans.values()]:
-            for lease in list(leases.values()):
-                if lease.charged_at + self._fleet.ledger.ttl > now:
-                    break
-                self._fleet.ledger.release(lease)
+            self._expire(view.leases, now)
+        for origin, (_, leases) in list(self.orphans.items()):
+            self._expire(leases, now)
+            for number in [number for number, lease in leases.items() if not lease.held]:
+                del leases[number]
+            if not leases:
+                del self.orphans[origin]
+
+    def _expire(self, leases: dict[int, Lease], now: float) -> None:
+        for lease in list(leases.values()):
+            if lease.charged_at + self._fleet.ledger.ttl > now:
+                break
+            self._fleet.ledger.release(lease)

@@ -1,5 +1,6 @@
 """Bands are strict and service counts over all schedulers of a pool, as far as one hears of the others in time."""
 
+from math import inf
 from random import Random
 
 import pytest
@@ -17,10 +18,13 @@ from fairlead.core.events import (
     ResponseEnded,
     TimerFired,
 )
-from fairlead.core.facts import read_batch
+from fairlead.core.facts import Held, read_batch
+from fairlead.core.fairness import Fcfs, StartTimeFair
+from fairlead.core.flow import FlowKey
 from fairlead.core.flow_control import DISPATCH_TIMER
 from fairlead.core.instructions import Route
-from fairlead.core.peer_queues import DELAY_S, TURN, YIELD
+from fairlead.core.peer_queues import DELAY_S, MOST_FLOWS, TURN, YIELD, PeerQueues
+from fairlead.core.queues import Queues
 from fairlead.core.reports import SharedFleet
 from fairlead.core.request import Request
 from fairlead.testing import SimClock
@@ -192,3 +196,25 @@ def test_flows_are_told_when_they_change_and_in_a_snapshot(two, clock):
     b.feed(PeerSnapshot("a", a.pipeline.fleet.reports.snapshot()))
     assert b.control.peers.top == 0
     assert b.send(1, priority=-1) == []
+
+
+def held(priority, tenant, count, wanted, served_ms=0.0):
+    return Held(priority, "m", tenant, count, 0, wanted, served_ms)
+
+
+def test_names_that_want_nothing_make_room_for_new_ones():
+    """Clients choose the names of models and tenants. The peer itself forgets idle ones."""
+    queues = Queues(lambda priority: (StartTimeFair(), Fcfs()))
+    peers = PeerQueues()
+    for number in range(MOST_FLOWS):
+        peers.take("a", [held(0, f"t{number}", 0, 1), held(0, f"t{number}", 0, 0, 5.0)], queues, float(number))
+    mine = FlowKey(0, "m", "mine")
+    assert not peers.beside(mine)
+    peers.take("a", [held(10, "new", 1, 1)], queues, 1e5)
+    assert peers.top == 10 and peers.beside(mine) and not peers.beside(FlowKey(10, "m", "new"))
+    assert peers.ahead(10, inf) == 1
+    for number in range(MOST_FLOWS):
+        peers.take("a", [held(0, f"busy{number}", 1, 1)], queues, 1e5)
+    assert peers.top == 10, "what waits is kept"
+    peers.drop("a")
+    assert peers.top == -inf and not peers.beside(mine)

@@ -333,6 +333,18 @@ def test_what_a_lost_peer_left_stays_until_a_scrape_shows_it(pair, clock):
     assert other.column("inflight") == [0, 0] and other.column("active") == [1, 0]
 
 
+def test_what_a_lost_peer_left_at_endpoints_that_are_gone_is_forgotten_in_time(pair, clock):
+    one, other = pair
+    one.send(1)
+    other.feed(PeerHeard("a", one.batch()))
+    other.feed(EndpointDown("e0"))
+    other.feed(EndpointDown("e1"))
+    other.feed(PeerLost("a"))
+    clock.advance(other.pipeline.fleet.ledger.ttl + 1.0)
+    other.feed(TimerFired(EXPIRY_TIMER))
+    assert other.pipeline.peers.orphans == {}
+
+
 def test_a_peer_that_comes_back_is_believed_where_it_stopped(pair, clock):
     one, other = pair
     one.send(1)
