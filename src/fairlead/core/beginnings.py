@@ -79,12 +79,14 @@ class Beginnings:
 
     def _has_room(self, digest: int, size: int) -> bool:
         """Make room for one more by dropping less shared ones. Return whether there is room."""
+        if size > self._max_bytes:
+            return False
         while self._kept and (self.bytes + size > self._max_bytes or len(self._kept) >= MOST):
             least = min(self._kept, key=self._counts.__getitem__)
             if self._counts[least] >= self._counts[digest]:
                 return False
             self._drop(least)
-        return size <= self._max_bytes
+        return True
 
     def _forget(self, hashes: tuple[int, ...]) -> None:
         counts = self._counts

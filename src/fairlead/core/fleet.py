@@ -274,6 +274,7 @@ class Fleet:
         table.errors[slot] += 1
         table.troubled = True
         if table.errors[slot] >= ERRORS_TO_EJECT:
+            # Told on, even if others saw the failures: a peer that missed some of those messages learns of it.
             self.avoid(slot, now + EJECT_SECONDS)
 
     def avoid(self, slot: int, until: float, own: bool = True) -> None:

@@ -69,3 +69,10 @@ def test_the_number_is_bounded() -> None:
     for digest in range(1, MOST + 50):
         found.keep(digest, "/", b"x")
     assert len(found) == MOST
+
+
+def test_what_never_fits_makes_nothing_give_way() -> None:
+    found = Beginnings(shared=2, max_bytes=10)
+    share(found, "a" * 4000, 2, b"first")
+    share(found, "b" * 4000, 9, b"much too long")
+    assert [one.body for one in found.hottest()] == [b"first"]

@@ -92,15 +92,22 @@ class Directory:
         return self._file < 0 or (self._size + size > self._segment and self._size > len(MAGIC))
 
     def begin(self, head: bytes) -> None:
-        """Begin a new segment with this block. Raises `Full`."""
+        """Begin a new segment with this block. Raises `Full`. If the disk fails, no segment is left: readers ignore one
+        that has no head."""
         self.close()
         self._make_room(len(MAGIC) + len(head))
         path = self.path / f"{self._label}-{self.number:06d}{SUFFIX}"
         self._file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        self.number += 1
         self._current, self._size = path, 0
         self._sizes[path] = 0
-        self._write(MAGIC + head)
+        try:
+            self._write(MAGIC + head)
+        except OSError:
+            self.close()
+            path.unlink(missing_ok=True)
+            del self._sizes[path]
+            raise
+        self.number += 1
 
     def write(self, block: bytes) -> None:
         """Append a block to the segment. Raises `Full`."""

@@ -137,13 +137,6 @@ def test_a_full_disk_costs_records_and_is_said_where(tmp_path: Path, monkeypatch
     recorder.take(1.0, StreamLost(1))
     writer.turn(True)
     real = os.write
-
-    def full(number: int, data: Any) -> int:
-        if len(data) < 12:
-            raise OSError(28, "No space left on device")
-        return real(number, data[:10])  # the disk took a part before it was full
-
-    monkeypatch.setattr(writer_module.os, "write", full)
     monkeypatch.setattr(writer_module.os, "write", lambda number, data: (_ for _ in ()).throw(OSError(28, "full")))
     for number in (2, 3):
         recorder.take(2.0, StreamLost(number))
@@ -157,6 +150,38 @@ def test_a_full_disk_costs_records_and_is_said_where(tmp_path: Path, monkeypatch
     assert recorder.counts.errors == 2
     assert recorder.counts.unwritten >= 2
     assert len(writer.troubles) == 1  # type: ignore[attr-defined]
+
+
+def test_a_disk_that_is_full_as_a_segment_begins_leaves_none_without_a_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder()
+    writer = made(tmp_path, recorder)
+    real, room = os.write, [40]
+
+    def full(number: int, data: Any) -> int:
+        if not room[0]:
+            raise OSError(28, "No space left on device")
+        written = real(number, data[: room[0]])
+        room[0] -= written
+        return written
+
+    while recorder.counts.size < 19_000:
+        recorder.take(1.0, arrived(1))
+        writer.turn(True)
+    with monkeypatch.context() as patch:
+        patch.setattr(writer_module.os, "write", full)
+        for _ in range(30):
+            recorder.take(2.0, arrived(2))
+        writer.turn(True)
+    assert len(list(tmp_path.glob("*.journal"))) == 1
+    recorder.take(3.0, StreamLost(3))
+    writer.turn(True)
+    faults = Faults()
+    items = list(one_run(tmp_path).items(faults))
+    assert items[-1][0] == "StreamLost" and faults == Faults()
+    assert sum(body.records for kind, _, body in items if kind == LOST) == 30
+    assert len(list(tmp_path.glob("*.journal"))) == 2
 
 
 def test_a_part_of_a_block_is_skipped_by_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
