@@ -32,6 +32,12 @@ endpoints: [{endpoints}]
 """
 
 
+MORE = """
+ledger: {leaseTtl: 30s}
+parsing: {maxBodyBytes: 1MiB, maxBufferedBytes: 2MiB}
+"""
+
+
 def write(file: Path, weight: float, endpoints: int = 2, admin: int = 0, more: str = "") -> None:
     listed = ", ".join(f"'127.0.0.1:{1 + i}'" for i in range(endpoints))
     new = file.with_suffix(".new")
@@ -76,9 +82,10 @@ async def test_weights_endpoints_and_limits_while_it_runs(tmp_path: Path, capsys
         assert "unknown filter type 'nope'" in said
         assert live.pipeline.policy is before
 
-        write(file, weight=100, endpoints=1, admin=1, more="ledger: {leaseTtl: 30s}\nparsing: {maxBodyBytes: 1MiB}")
+        write(file, weight=100, endpoints=1, admin=1, more=MORE)
         await until(lambda: live.fleet.table.count == 1)
         assert (live.fleet.ledger.ttl, live.host.max_body) == (30.0, 1 << 20)
+        assert b"\nfairlead_buffered_limit_bytes 2097152\n" in b"".join(live.watch.exposition())
         assert len(homes(live)) == 1
         said = capsys.readouterr().err
         assert "rejected" in said and "$.admin.port" in said

@@ -54,6 +54,7 @@ _FIXED: Final[Mapping[str, str]] = {
 }
 _QUEUES: Final = "its queues were made with it, and requests may wait in them"
 _HIGHER: Final = "the ports were opened for smaller bodies"
+_CONVERSATIONS: Final = "conversations are recognised from the start on, or not at all"
 _MANIFESTS: Final = "the files of models are followed on their own, this setting is not"
 #: Fields that are not settings.
 _IGNORED: Final = frozenset({"source", "notes", "flags", "pools"})
@@ -110,9 +111,13 @@ def _section(name: str, before: Any, after: Any, refused: list[Problem]) -> tupl
         followed = {"file": before.file, "watch": before.watch, "pool": before.pool, "namespace": before.namespace}
         given, after = after, after.model_copy(update=followed)
         refused += [_refusal(difference, _MANIFESTS) for difference in _differences(after, given, path)]
-    if isinstance(before, Parsing) and after.max_body_bytes > before.max_body_bytes:
-        refused.append(_refusal(f"{path}.maxBodyBytes", _HIGHER))
-        after = after.model_copy(update={"max_body_bytes": before.max_body_bytes})
+    if isinstance(before, Parsing):
+        if after.max_body_bytes > before.max_body_bytes:
+            refused.append(_refusal(f"{path}.maxBodyBytes", _HIGHER))
+            after = after.model_copy(update={"max_body_bytes": before.max_body_bytes})
+        if after.conversations != before.conversations:
+            refused.append(_refusal(f"{path}.conversations", _CONVERSATIONS))
+            after = after.model_copy(update={"conversations": before.conversations})
     return after, _differences(before, after, path) if isinstance(before, Section) else [path]
 
 

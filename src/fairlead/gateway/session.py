@@ -293,7 +293,8 @@ class Session:
             self._fail(error)
             return
         self._request = request
-        if mode.full_duplex or host.driver.pipeline.models.rewrites or request.rewrite:
+        # While a prompt is read, the first rule that rewrites names may come.
+        if mode.full_duplex or host.driver.pipeline.models.rewrites or request.rewrite or reading is not None:
             self._body = body
             if body:
                 self._stream.hold(len(body))

@@ -72,6 +72,12 @@ def test_larger_bodies_need_a_restart_smaller_ones_do_not() -> None:
     assert changes.config.parsing.max_body_bytes == 1 << 20
 
 
+def test_recognising_conversations_needs_a_restart() -> None:
+    changes, refused = plan(BASE, BASE + "parsing: {conversations: false, maxBodyBytes: 1MiB}\n")
+    assert (refused, changes.paths) == (["$.parsing.conversations"], ("$.parsing.maxBodyBytes",))
+    assert changes.config.parsing.conversations
+
+
 def test_a_finer_block_size_is_refused_but_the_weights_beside_it_apply() -> None:
     changes, refused = plan(
         BASE, BASE.replace("{type: prefix-aware}", "{type: prefix-aware, weight: 1, hashBlockSize: 9}")

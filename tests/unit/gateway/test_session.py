@@ -6,10 +6,11 @@ import random
 import pytest
 
 from fairlead.core.endpoint import Endpoint
-from fairlead.core.events import EndpointUp
+from fairlead.core.events import EndpointUp, ModelsChanged
 from fairlead.core.fleet import Fleet
 from fairlead.core.headers import ACCESS_LOG_METADATA, WHOLE_BODY_METADATA
 from fairlead.core.instructions import Reject, Route
+from fairlead.core.models import InferenceModel, ModelSet, Origin, Target
 from fairlead.core.prefix import ChainHasher
 from fairlead.core.profile import Profile
 from fairlead.core.scheduler import Pipeline
@@ -698,6 +699,17 @@ async def test_a_request_arrives_with_what_was_read_of_its_prompt(asking):
     assert reader.offered == ["blocks"]
     assert [record.request.blocks for record in rig.seen.decisions] == ["offered blocks"]
     assert rig.leases() == 1
+
+
+async def test_a_name_is_rewritten_by_a_rule_that_comes_while_the_prompt_is_read(asking):
+    rig, reader, wire, _ = asking
+    rule = InferenceModel(origin=Origin(namespace="n", name="r"), model="m", targets=(Target("another"),))
+    rig.driver.feed(ModelsChanged(ModelSet((rule,))))
+    reader.answers[0].set_result(PromptKnown())
+    await turns()
+    assert rig.kinds(wire) == ["request_headers", "request_body"]
+    mutation = rig.answers(wire)[-1].request_body.response.body_mutation
+    assert mutation.body == BODY.replace(b'"m"', b'"another"')
 
 
 @pytest.mark.parametrize("how", ["fails", "is cancelled", "finds nothing"])

@@ -52,12 +52,11 @@ class PoolScheduler:
         counts_fallbacks: bool = True,
         one_of: Pace | None = None,
         unready: Callable[[], Sequence[str]] = list,
-        adopted: Callable[[Config], object] = lambda config: None,
     ) -> None:
         """Raises `ConfigError` or `PluginError`."""
         loop = asyncio.get_running_loop()
         self.config = config
-        self._adopted, self._unready = adopted, unready
+        self._unready = unready
         #: What is wrong with the latest configuration; empty = nothing.
         self.unusable = ""
         self._definitions: dict[str, ModelSet] = {}
@@ -171,7 +170,6 @@ class PoolScheduler:
         self.watch.watch_queue(self.pipeline.flow_controller)
         self.host.keep_bodies_up_to(config.parsing.max_body_bytes)
         self.core.inspection.follow(config.inspect.usage_sampling)
-        self._adopted(config)
 
     def _refuse(self, instruction: RefuseConfiguration) -> None:
         self.refuse([instruction.problem])

@@ -118,9 +118,7 @@ class Live:
     def _one_pool(self, tracing: Tracing | None) -> PoolScheduler:
         # Next to an embedded gateway only the first worker has the pool's file.
         counts = self._pool is not None or not self._gateway
-        return PoolScheduler(
-            self.config, tracing, counts_fallbacks=counts, unready=self._reasons, adopted=self._adopted
-        )
+        return PoolScheduler(self.config, tracing, counts_fallbacks=counts, unready=self._reasons)
 
     def _take(self, pool: PoolScheduler) -> None:
         """Note that this is the only pool."""
@@ -201,16 +199,13 @@ class Live:
         if not self.serving.reconfigure(changes):
             return
         self.config = config = changes.config
+        self._budget.resize(_buffered(config))
         if any(path.startswith("$.log") for path in changes.paths):
             setup_log(config.log.level, config.log.format)
         if changes.endpoints and self._listed is not None:
             self._listed.apply(Listing(config.endpoints.static))
         log.info("applied a configuration change", file=config.source, applied=" ".join(changes.paths))
         _log_notes(config)
-
-    def _adopted(self, config: Config) -> None:
-        self.config = config
-        self._budget.resize(_buffered(config))
 
     # ---- the end ----
 
