@@ -1,6 +1,6 @@
 """`fairlead sim compare`: policies × workloads × loads, simulated in parallel, as a table and a report."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -65,10 +65,11 @@ def gate(
 
     with exits(WRONG_INPUT, ValueError, OSError, FairleadError):
         conditions = [condition(text) for text in fail_if]
+        factor, *more = numbers(load, "--load") or (1.0,)
+        if more:
+            raise ValueError("--against takes one --load")
         with busy(f"simulating {against}" if journal is None else "reading journals"):
-            before, after, names = _figures(
-                against, journal, policies, float(load), servers, engine_argument(engine), head
-            )
+            before, after, names = _figures(against, journal, policies, factor, servers, engine_argument(engine), head)
     typer.echo(f"{'':12} {names[0][-20:]:>20} {names[1][-20:]:>20}  change")
     for name in FIGURES:
         old, new = before.get(name), after.get(name)
@@ -97,7 +98,11 @@ def _figures(
     base = one_run(against)
     if journal is not None:
         changed = one_run(journal)
-        return of_journal(base), of_journal(changed), (base.id, changed.id)
+        notes: list[str] = []
+        measured = of_journal(base, notes), of_journal(changed, notes), (base.id, changed.id)
+        for note in notes:
+            typer.echo(f"note: {note}", err=True)
+        return measured
     if len(policies) != 1:
         raise ValueError("--against needs one --policy to simulate, or a --journal to measure")
     before = _simulated(base, "", load, servers, preset, head)
@@ -240,8 +245,16 @@ def compare(
     Writes results.json, plots and a self-contained report.html. An interrupted run resumes when it is started again.
     """
     if against is not None:
+        ignored = {
+            "-w": workload, "--seeds": seeds > 1, "--speeds": speeds, "--prefill": prefill, "--json": as_json,
+            "--cluster": cluster, "--fresh": fresh,
+        }  # fmt: skip
+        with exits(WRONG_INPUT, ValueError):
+            _refuse(ignored, "with --against")
         gate(against, journal, policy or [], fail_if or [], load=load, servers=replicas, engine=engine, head=requests)
         return
+    with exits(WRONG_INPUT, ValueError):
+        _refuse({"--journal": journal, "--fail-if": fail_if}, "without --against JOURNAL")
     from fairlead.lab.simulator.build import ScenarioSpec
     from fairlead.lab.simulator.grid import run_grid
     from fairlead.lab.simulator.report import print_comparison, write_report
@@ -254,11 +267,11 @@ def compare(
             traces=traces,
             head=requests,
             servers=replicas,
-            speeds=numbers(speeds),
+            speeds=numbers(speeds, "--speeds"),
             prefill=prefill,
             preset=engine_argument(engine),
         )
-        cells = _cells(spec, workload or [], policy or [], load, seeds)
+        cells = compared_cells(spec, workload or [], policy or [], load, seeds)
         kept = kept_results(out, fresh)
         with ExitStack() as stack:
             runner = stack.enter_context(on_cluster(cluster)) if cluster else None
@@ -268,6 +281,13 @@ def compare(
     for path in write_report(results, cells, out):
         typer.echo(f"written: {path}", err=True)
     end_with_errors(results)
+
+
+def _refuse(options: Mapping[str, object], where: str) -> None:
+    """Raise `ValueError` if one of these options, which would have no effect, was given."""
+    given = [name for name, value in options.items() if value]
+    if given:
+        raise ValueError(f"{' and '.join(given)} {'has' if len(given) == 1 else 'have'} no effect {where}")
 
 
 def kept_results(out: Path, fresh: bool) -> Path:
@@ -281,11 +301,21 @@ def kept_results(out: Path, fresh: bool) -> Path:
 
 def end_with_errors(results: list[CellResult]) -> None:
     """Print the errors and end the command with a failure, if there are any."""
-    errors = [result for result in results if result.error]
-    for result in errors:
-        complain(f"{result.policy} on {result.scenario}: {result.error}")
-    if errors:
+    problems = [
+        f"{result.policy} on {result.scenario}: {problem}" for result in results if (problem := _problem(result))
+    ]
+    for problem in problems:
+        complain(problem)
+    if problems:
         raise typer.Exit(FAILED)
+
+
+def _problem(result: CellResult) -> str:
+    count = result.figures.get("plugin_errors", 0)
+    if result.error or not count:
+        return result.error
+    times = "once" if count == 1 else f"{count} times"
+    return f"a plugin failed {times}, so these are not its figures; first: {result.figures['plugin_error']}"
 
 
 def _print_json(results: list[CellResult]) -> None:
@@ -295,7 +325,9 @@ def _print_json(results: list[CellResult]) -> None:
     echo_json({"summary": means, "regret": regrets(means)})
 
 
-def _cells(spec: "ScenarioSpec", scenarios: list[str], policies: list[str], load: str, seeds: int) -> list[Cell]:
+def compared_cells(
+    spec: "ScenarioSpec", scenarios: list[str], policies: list[str], load: str, seeds: int
+) -> list[Cell]:
     """The cells to simulate. `spec`: what the scenarios have in common."""
     from msgspec.structs import replace
 
@@ -310,17 +342,18 @@ def _cells(spec: "ScenarioSpec", scenarios: list[str], policies: list[str], load
         if not is_name(name) and not Path(name).is_file():
             raise ValueError(f"{name!r} is neither a scenario nor a file; {suggestion(name, listed())}")
     texts = texts_of(policies) or known_policies()
-    loads = numbers(load)
-    if not loads or min(loads) <= 0:
-        raise ValueError(f"loads must be numbers above 0, got {load!r}")
+    loads = numbers(load, "--load") or (1.0,)
+    labels = _labels(sources or QUALITY)
     return [
         Cell(
-            scenario=replace(spec, name=_label(source, factor, len(loads) > 1), source=source, speedup=factor),
+            scenario=replace(
+                spec, name=f"{label} @{factor:g}" if len(loads) > 1 else label, source=source, speedup=factor
+            ),
             policy=policy,
             text=text,
             seed=seed,
         )
-        for source in sources or QUALITY
+        for source, label in labels.items()
         for factor in loads
         for policy, text in texts.items()
         for seed in range(seeds)
@@ -331,7 +364,12 @@ def texts_of(policies: Sequence[str]) -> dict[str, str]:
     """Name in tables → configuration. Raises what `policy_text` raises."""
     from fairlead.lab.simulator.run import policy_text
 
-    return {_name(name): policy_text(name) for name in policies}
+    texts: dict[str, str] = {}
+    for given in policies:
+        name, text = _name(given), policy_text(given)
+        if texts.setdefault(name, text) != text:
+            raise ValueError(f"two policies are called {name!r}; give one a name of its own: -p NAME=FILE")
+    return texts
 
 
 def _name(policy: str) -> str:
@@ -342,9 +380,13 @@ def _name(policy: str) -> str:
     return Path(name).stem if name == path and name.endswith(".py") else name
 
 
-def _label(source: str, factor: float, several: bool) -> str:
-    name = Path(source).stem if Path(source).suffix and Path(source).is_file() else source
-    return f"{name} @{factor:g}" if several else name
+def _labels(sources: Iterable[str]) -> dict[str, str]:
+    """Source → name in tables: a file's name without folder and ending, unless another has the same."""
+    from collections import Counter
+
+    names = {name: Path(name).stem if Path(name).suffix and Path(name).is_file() else name for name in sources}
+    times = Counter(names.values())
+    return {source: name if times[name] == 1 else source for source, name in names.items()}
 
 
 @contextmanager

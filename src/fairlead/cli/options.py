@@ -138,9 +138,18 @@ def pairs(settings: Sequence[str] | None, option: str, underscores: bool = False
     return values
 
 
-def numbers(text: str) -> tuple[float, ...]:
-    """The numbers in a text like `1,1,0.4`. Raises `ValueError`."""
-    return tuple(float(part) for part in text.split(",") if part.strip())
+def numbers(text: str, option: str) -> tuple[float, ...]:
+    """The numbers in a text like `1,1,0.4`, which must be above 0. Raises `ValueError`."""
+    from math import isfinite
+
+    given = [part for part in text.split(",") if part.strip()]
+    try:
+        values = tuple(map(float, given))
+    except ValueError:
+        values = (0.0,)
+    if not all(isfinite(number) and number > 0.0 for number in values):
+        raise ValueError(f"{option} takes numbers above 0, such as 0.5,1,2; got {text!r}")
+    return values
 
 
 # Limits of a model server that differ from the preset's.

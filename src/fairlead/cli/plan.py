@@ -137,6 +137,9 @@ def _case(
     if not scenario.workload.records:
         raise ValueError(f"{spec.source or live} has no requests")
     counted_s = duration(warm_up) or scenario.counted_from_s
+    if not any(record.arrival_us >= counted_s * 1e6 for record in scenario.workload.records):
+        last_s = scenario.workload.duration_s
+        raise ValueError(f"--warm-up {warm_up} leaves no request: the last comes after {last_s:,.0f} s")
     return Case(structs.replace(scenario, counted_from_s=counted_s), wanted, decides, spare), now
 
 

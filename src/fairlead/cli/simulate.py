@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from fairlead.cli.basics import WRONG_INPUT, echo_json
+from fairlead.cli.basics import FAILED, WRONG_INPUT, echo_json
 from fairlead.cli.options import (
     BlockSize,
     Engine,
@@ -63,7 +63,7 @@ def simulate(
     prefill: Prefill = 0,
     kv_lag_ms: _KvLagMs = -1,
     dispatch: Annotated[str, typer.Option(help="timestamp or think.", show_default="the workload's")] = "",
-    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of ties and jitter; the traffic stays the same.")] = 0,
     validate: Annotated[bool, typer.Option("--validate", help="Check all invariants after each event (slow).")] = False,
     csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one line per request to this file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Figures as JSON.")] = False,
@@ -99,7 +99,7 @@ def simulate(
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
-            speeds=numbers(speeds),
+            speeds=numbers(speeds, "--speeds"),
             dispatch=dispatch,
             prefill=prefill,
             kv_lag_ms=kv_lag_ms,
@@ -134,12 +134,14 @@ def _run(spec: object, text: str, policy: str, seed: int, validate: bool, as_jso
     if as_json:
         configuration = msgspec.to_builtins(spec) | {"policy": policy, "seed": seed, "text": text}
         echo_json({"figures": figures, "configuration": configuration})
-        return
-    typer.echo(f"{scenario.name}: {policy}, {len(scenario.replicas)} servers, seed {seed} ({took:.1f} s)")
-    for line in _lines(figures):
-        typer.echo(line)
+    else:
+        typer.echo(f"{scenario.name}: {policy}, {len(scenario.replicas)} servers, seed {seed} ({took:.1f} s)")
+        for line in _lines(figures):
+            typer.echo(line)
     for error in dict.fromkeys(map(str, simulation.plugin_errors)):
         complain(error)
+    if simulation.plugin_errors:
+        raise typer.Exit(FAILED)
 
 
 def _lines(figures: dict[str, float]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ Rules
 * Memory is bounded by `max_entries` over all endpoints, at about 240 bytes each; who holds most gives way.
 * Nothing holds a decision up. Blocks are spread over many dicts: a single one of 1.4 million takes 280 ms when it has
   to grow or to be cleaned of holes, a part of it less than one. What an endpoint held that left is masked at once and
-  removed little by little.
+  removed little by little, unless its slot is used again soon: removing 32,000 blocks at once takes 8 ms.
 """
 
 from bisect import bisect_left, bisect_right

@@ -90,7 +90,7 @@ def test_policies_are_compared_and_reported(tmp_path):
         (("sim", "run"), "name a scenario"),
         (("sim", "run", "nothing"), "neither a scenario nor a file"),
         (("sim", "run", "agents", "--policy", "nothing"), "neither a policy nor a file"),
-        (("sim", "run", "agents", "--speeds", "1,fast"), "could not convert"),
+        (("sim", "run", "agents", "--speeds", "1,fast"), "--speeds takes numbers above 0"),
         (("sim", "run", "agents", "--engine", "abacus"), "unknown preset"),
         (("sim", "workload", "show"), "Missing argument"),
         (("sim", "workload", "show", "no-such-file"), "No such file"),
@@ -101,6 +101,12 @@ def test_policies_are_compared_and_reported(tmp_path):
         (("sim", "workload", "generate", "overload", "--dispatch", "never"), "unknown dispatch"),
         (("sim", "compare", "-w", "nothing"), "neither a scenario nor a file"),
         (("sim", "compare", "-w", "agents", "--load", "0"), "above 0"),
+        (("sim", "compare", "-w", "agents", "--load", "nan"), "above 0"),
+        (("sim", "run", "agents", "--speeds=-1"), "above 0"),
+        (("sim", "run", "agents", "--dispatch", "foo"), "unknown dispatch 'foo'; known: timestamp, think"),
+        (("sim", "compare", "-w", "agents", "--fail-if", "failed > 0"), "--fail-if has no effect without --against"),
+        (("sim", "compare", "--against", "j", "--json", "--seeds", "2"), "--seeds and --json have no effect with"),
+        (("plan", "-w", "agents", "--slo", "ttft_p95=2s", "--warm-up", "10000s"), "leaves no request"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(arguments, message):

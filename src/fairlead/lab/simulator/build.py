@@ -1,11 +1,14 @@
 """Workload files: recognizing the format of a file, reading and writing."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from msgspec import Struct, structs
 
 from fairlead.config.problems import suggestion
-from fairlead.lab.engine.presets import DEFAULT_PRESET, preset
+from fairlead.lab.engine.presets import preset
+from fairlead.lab.engine.spec import EngineSpec
 from fairlead.lab.simulator.drawn import drawn_names, drawn_scenario
 from fairlead.lab.simulator.scenarios import (
     ADVERSARIAL,
@@ -18,14 +21,15 @@ from fairlead.lab.simulator.scenarios import (
     parted,
     scenario,
 )
-from fairlead.lab.simulator.world import Scenario, replicas
+from fairlead.lab.simulator.world import Replica, Scenario, replicas
 from fairlead.lab.workload.formats import FORMATS, TraceError, guess
 from fairlead.lab.workload.generate import KINDS, Pace, generate
-from fairlead.lab.workload.record import Workload
+from fairlead.lab.workload.record import Dispatch, Workload, from_first
 
 
 def read_workload(path: Path, format: str = "") -> Workload:
-    """Read a workload file. Raises `TraceError` (bad content, unknown format) or `OSError`."""
+    """Read a workload file. Times count from its first request, as a file may be a part of a longer trace or tell the
+    time of day. Raises `TraceError` (bad content, unknown format) or `OSError`."""
     data = path.read_bytes()
     name = format or guess(data)
     if name not in FORMATS:
@@ -36,7 +40,7 @@ def read_workload(path: Path, format: str = "") -> Workload:
             "",
             f"unknown format {name!r}; known: {known}" if name else f"looks like none of {known}; name one",
         )
-    return FORMATS[name].read(path.stem, data, str(path))
+    return from_first(FORMATS[name].read(path.stem, data, str(path)))
 
 
 def write_workload(workload: Workload, path: Path, format: str = "native") -> None:
@@ -109,26 +113,52 @@ def build(spec: ScenarioSpec) -> Scenario:
         lasts_s, count = made.workload.duration_s / made.speedup, len(made.workload)
         made = structs.replace(made, speedup=made.speedup * spec.rate * lasts_s / count if lasts_s else made.speedup)
     if spec.dispatch:
+        if spec.dispatch not in get_args(Dispatch):
+            raise ValueError(f"unknown dispatch {spec.dispatch!r}; known: {', '.join(get_args(Dispatch))}")
         workload = structs.replace(made.workload, dispatch=spec.dispatch)
         made = structs.replace(made, workload=workload)
-    servers = made.replicas
-    limits = (spec.kv_tokens, spec.block_size, spec.max_num_seqs, spec.max_model_len)
-    if spec.servers or spec.preset or any(limits) or spec.speeds:
-        kind = preset(spec.preset or DEFAULT_PRESET)
-        servers = replicas(
-            spec.servers or len(servers),
-            kind,
-            block_size=spec.block_size or kind.block_size or servers[0].engine.block_size,
-            kv_tokens=spec.kv_tokens,
-            max_num_seqs=spec.max_num_seqs,
-            max_model_len=spec.max_model_len,
-            max_loras=servers[0].engine.max_loras,
-            speeds=spec.speeds or tuple(replica.speed for replica in servers),
-        )
+    servers = _servers(spec, made.replicas)
     if spec.kv_lag_ms >= 0:
         made = structs.replace(made, world=structs.replace(made.world, kv_lag_ms=spec.kv_lag_ms))
     made = structs.replace(made, name=spec.name, replicas=servers, speedup=made.speedup * spec.speedup)
     return parted(made, spec.prefill) if spec.prefill else made
+
+
+def _servers(spec: ScenarioSpec, own: Sequence[Replica]) -> Sequence[Replica]:
+    """The scenario's own servers, as many and with what differs as `spec` says; or others, of its preset."""
+    count = spec.servers or len(own)
+    if spec.preset:
+        kind = preset(spec.preset)
+        return replicas(
+            count,
+            kind,
+            block_size=spec.block_size or kind.block_size or own[0].engine.block_size,
+            kv_tokens=spec.kv_tokens,
+            max_num_seqs=spec.max_num_seqs,
+            max_model_len=spec.max_model_len,
+            max_loras=own[0].engine.max_loras,
+            speeds=spec.speeds or tuple(replica.speed for replica in own),
+        )
+    kept = [own[index % len(own)] for index in range(count)]
+    speeds = spec.speeds or [replica.speed for replica in kept]
+    return tuple(
+        structs.replace(replica, engine=_limited(replica.engine, spec), speed=speeds[index % len(speeds)])
+        for index, replica in enumerate(kept)
+    )
+
+
+def _limited(engine: EngineSpec, spec: ScenarioSpec) -> EngineSpec:
+    """The engine with the limits that `spec` gives. Raises `ValueError` if no server could start with them."""
+    size, sequences = spec.block_size or engine.block_size, spec.max_num_seqs or engine.max_num_seqs
+    blocks = (spec.kv_tokens or engine.kv_tokens) // size
+    return structs.replace(
+        engine,
+        block_size=size,
+        num_blocks=blocks + 1,
+        max_num_seqs=sequences,
+        max_batched_tokens=max(engine.max_batched_tokens, sequences * (1 + engine.draft_tokens)),
+        max_model_len=spec.max_model_len or min(engine.max_model_len, blocks * size),
+    )
 
 
 def _base(spec: ScenarioSpec) -> Scenario:

@@ -1,7 +1,7 @@
 """Policies × scenarios × seeds. Each cell is a simulation in its own process, and finished cells are not run again.
 
 Results are kept as lines of JSON, one per cell, written when the cell is done. A cell is identified by everything it
-depends on: scenario, policy text, seed and, through `version`, the code.
+depends on: scenario, policy text, seed, the code (through `version`), and size and time of the files that it reads.
 """
 
 import os
@@ -24,7 +24,7 @@ from msgspec import Struct
 
 import fairlead
 from fairlead.lab.simulator.build import ScenarioSpec, build
-from fairlead.lab.simulator.run import simulate
+from fairlead.lab.simulator.run import modules_beside, simulate
 from fairlead.lab.simulator.world import unknowing
 
 
@@ -39,7 +39,15 @@ class Cell(Struct, frozen=True, kw_only=True):
 
     def key(self, code: str) -> str:
         """The identity of the cell. `code`: the version of the code that runs it."""
-        return sha256(msgspec.json.encode([code, self.scenario, self.text, self.seed])).hexdigest()[:24]
+        spec = self.scenario
+        files = [Path(spec.source), *(Path(spec.traces).rglob("*") if spec.traces else ()), *modules_beside(self.text)]
+        stamps = sorted((path.name, *_stamp(path)) for path in files if path.is_file())
+        return sha256(msgspec.json.encode([code, spec, self.text, self.seed, stamps])).hexdigest()[:24]
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 class CellResult(Struct, frozen=True, kw_only=True):
@@ -221,10 +229,15 @@ def regrets(summary: Mapping[str, Mapping[str, Figures]]) -> dict[str, Figures]:
     """{policy: {figure: geometric mean of value / best, figure + "_worst": the highest of these ratios, shed, failed}}.
     For goodput, the ratio is best / value.
 
-    Contains only policies that took part in every scenario.
+    Contains only policies that served something in every scenario: one that refuses everything has no latency.
     """
-    shared = [name for name in _first(summary) if all(name in policies for policies in summary.values())]
+    shared = [name for name in _first(summary) if all(served(policies.get(name)) for policies in summary.values())]
     return {policy: _of(policy, summary, shared) for policy in shared}
+
+
+def served(figures: Figures | None) -> bool:
+    """Whether any request was served, so that there are latencies."""
+    return figures is not None and figures.get("done", 1.0) > 0
 
 
 def _first(summary: Mapping[str, Mapping[str, Figures]]) -> Sequence[str]:

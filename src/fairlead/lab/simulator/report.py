@@ -11,7 +11,7 @@ from rich.table import Column, Table
 
 from fairlead.lab.load.plots import log_axis
 from fairlead.lab.load.report import NO_PLOT
-from fairlead.lab.simulator.grid import Cell, CellResult, Figures, mean_figures, regrets
+from fairlead.lab.simulator.grid import Cell, CellResult, Figures, mean_figures, regrets, served
 
 #: (file, figure, title, log axis)
 _PLOTS = (
@@ -107,12 +107,17 @@ def print_comparison(results: Sequence[CellResult]) -> None:
     console = Console()
     means = mean_figures(results)
     for scenario, policies in means.items():
-        rows = sorted(policies.items(), key=lambda item: item[1]["ttft_mean_ms"])
+        rows = sorted(policies.items(), key=_by_latency)
         for table in _tables(console, scenario, rows):
             console.print(table)
     regret = regrets(means)
     if len(regret) > 1:
         console.print(_regret_table(regret))
+
+
+def _by_latency(row: tuple[str, Figures]) -> tuple[bool, float]:
+    """A policy that served nothing comes last."""
+    return not served(row[1]), row[1]["ttft_mean_ms"]
 
 
 def _tables(console: Console, title: str, rows: Sequence[tuple[str, Figures]]) -> Iterator[Table]:
@@ -196,7 +201,7 @@ def _page(
     figures = [f"<figure>{inline(path)}<figcaption>{escape(note)}</figcaption></figure>" for path, note in plots]
     parts.append(f'<div class="plots">{"".join(figures)}</div>' if figures else f"<p>{NO_PLOT}</p>")
     for scenario, policies in means.items():
-        rows = sorted(policies.items(), key=lambda item: item[1]["ttft_mean_ms"])
+        rows = sorted(policies.items(), key=_by_latency)
         parts.append(f"<h2>{escape(scenario)}</h2>" + _table(rows, COLUMNS))
     texts = {cell.policy: cell.text for cell in cells}
     parts.append("<h2>Configurations</h2>")
@@ -209,7 +214,8 @@ def _page(
 
 def _table(rows: Sequence[tuple[str, Figures]], columns: Sequence[tuple[str, str, int]]) -> str:
     head = "".join(f"<th>{escape(title)}" for title in ("policy", *(title for title, _, _ in columns)))
-    lowest = {key: min(row[key] for _, row in rows) for _, key, _ in columns if key.endswith(("_ms", "_worst"))}
+    able = [row for _, row in rows if served(row)] or [row for _, row in rows]
+    lowest = {key: min(row[key] for row in able) for _, key, _ in columns if key.endswith(("_ms", "_worst"))}
     body = []
     for name, row in rows:
         cells = []
@@ -221,6 +227,8 @@ def _table(rows: Sequence[tuple[str, Figures]], columns: Sequence[tuple[str, str
 
 
 def _cell(figures: Figures, key: str, digits: int) -> str:
+    if not served(figures) and key.endswith("_ms"):
+        return "–"
     return f"{figures[key]:,.{digits}f}"
 
 

@@ -48,6 +48,8 @@ class Summary(Struct, frozen=True, kw_only=True):
     preemptions: int
     duration_s: float
     plugin_errors: int
+    #: The first of them; empty = there are none.
+    plugin_error: str
     decision_hash: str
 
     def as_dict(self) -> dict[str, Any]:
@@ -82,6 +84,7 @@ def summarise(simulation: Simulation) -> Summary:
         preemptions=sum(job.preemptions for job in jobs),
         duration_s=duration,
         plugin_errors=len(simulation.plugin_errors),
+        plugin_error=str(simulation.plugin_errors[0]) if simulation.plugin_errors else "",
         decision_hash=simulation.decision_hash,
     )
 
@@ -191,12 +194,17 @@ def condition(text: str) -> Condition:
     return Condition(text.strip(), figure, way == ">", value / 100.0 if percent else value, bool(percent))
 
 
-def of_journal(run: Run) -> dict[str, float]:
-    """The figures of the recorded run."""
+def of_journal(run: Run, notes: list[str]) -> dict[str, float]:
+    """The figures of the recorded run. Adds to `notes` what limits them."""
     rows = [(entry.decision, entry.outcome) for entry in decisions(run)]
     ended = [(decision, outcome) for decision, outcome in rows if outcome is not None and outcome.status == 200]
     tpot = [value for decision, outcome in ended if (value := _tpot(decision, outcome)) >= 0.0]
     known = [outcome for _, outcome in ended if outcome.cached_tokens >= 0 and outcome.prompt_tokens > 0]
+    if len(known) < len(ended):
+        notes.append(
+            f"{run.id}: hit_rate is of {len(known)} of {len(ended)} requests, the first ones among them; "
+            "inspect.usageSampling: 1 records all"
+        )
     hits = sum(outcome.cached_tokens for outcome in known), sum(outcome.prompt_tokens for outcome in known)
     return _figures(
         [outcome.ttft_ms for decision, outcome in ended if outcome.ttft_ms >= 0 and decision.request.stream],

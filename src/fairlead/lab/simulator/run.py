@@ -51,6 +51,14 @@ def configuration(text: str) -> tuple[str, Registry | None]:
     return f"policy: {name}\n", Registry(lambda: [point])
 
 
+def modules_beside(text: str) -> list[Path]:
+    """The modules that the policy of a Python file may import from its own directory."""
+    if not text.startswith(_MARK):
+        return []
+    path = Path(text.partition("\n")[0].removeprefix(_MARK))
+    return [module for module in path.parent.glob("*.py") if module != path]
+
+
 def _module(path: str, source: str) -> ModuleType:
     """Run the file. It can import modules from its own directory."""
     module = ModuleType(f"fairlead_policy_{sha256(source.encode()).hexdigest()[:16]}")

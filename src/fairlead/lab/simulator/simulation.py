@@ -368,7 +368,8 @@ class Simulation:
         job.ended_at = max(job.ended_at, self.kernel.now) if status != "done" else job.ended_at
         self.open -= 1
         for child in self._children.pop(job.record.id, ()):
-            self.kernel.call_at(job.ended_at + child.record.think_ms * 1e-3, self._arrive, child)
+            pause_s = child.record.think_ms * 1e-3 / self.scenario.speedup
+            self.kernel.call_at(job.ended_at + pause_s, self._arrive, child)
 
     # ---- the pipeline's driver ----
 

@@ -169,7 +169,7 @@ class Scenario(Struct, kw_only=True):
     replicas: Sequence[Replica]
     world: World = World()
     faults: Sequence[Fault] = ()
-    #: Timestamps are divided by this.
+    #: Timestamps and pauses before a next turn are divided by this.
     speedup: float = 1.0
     handover: Handover = Handover()
     #: Seconds after the start (before `speedup`) from which requests count. Earlier requests warm the caches.

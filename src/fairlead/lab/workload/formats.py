@@ -322,12 +322,12 @@ _AZURE_ORIGIN = datetime(2023, 11, 16, 18, 0, 0, tzinfo=UTC)
 
 
 def read_azure(data: bytes, source: str = "trace") -> list[Record]:
-    """Read a trace; times count from its first row. Raises `TraceError`."""
+    """Read a trace; times count from the earliest. Raises `TraceError`."""
     records: list[Record] = []
-    first = 0
-    for row in read_table(data, AZURE_FIELDS, source):
-        arrival_us = _azure_microseconds(row)
-        first = first if records else arrival_us
+    table = list(read_table(data, AZURE_FIELDS, source))
+    times = [_azure_microseconds(row) for row in table]
+    first = min(times, default=0)
+    for row, arrival_us in zip(table, times, strict=True):
         record = Record(
             id=str(len(records)),
             arrival_us=arrival_us - first,

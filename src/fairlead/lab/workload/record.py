@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 #: `timestamp`: open loop, every record at its own time. `think`: a record with a parent starts `think_ms` after the
 #: parent's end, as with a person or an agent; its `arrival_us` then only shows when it was recorded.
@@ -113,6 +114,15 @@ def problem_of(record: Record) -> tuple[str, str] | None:
     if len(record.hash_ids) > most:
         return "hash_ids", f"{len(record.hash_ids)} ids for {most} blocks"
     return None
+
+
+def from_first(workload: Workload) -> Workload:
+    """The workload with times that count from its first request."""
+    first = min((record.arrival_us for record in workload.records), default=0)
+    if not first:
+        return workload
+    records = [replace(record, arrival_us=record.arrival_us - first) for record in workload.records]
+    return replace(workload, records=records)
 
 
 def arranged(name: str, records: Sequence[Record], dispatch: Dispatch = "timestamp") -> Workload:

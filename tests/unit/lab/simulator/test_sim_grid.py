@@ -5,13 +5,14 @@ from statistics import fmean
 
 import msgspec
 import pytest
+import typer
 
-from fairlead.cli.compare import texts_of
+from fairlead.cli.compare import compared_cells, end_with_errors, texts_of
 from fairlead.lab.simulator import grid
-from fairlead.lab.simulator.build import ScenarioSpec, build, names
+from fairlead.lab.simulator.build import ScenarioSpec, build, names, read_workload, write_workload
 from fairlead.lab.simulator.grid import Cell, CellResult, mean_figures, read_kept, regrets, run_cell, run_grid
 from fairlead.lab.simulator.report import COLUMNS, print_comparison, write_report
-from fairlead.lab.simulator.run import known_policies, policy_text
+from fairlead.lab.simulator.run import known_policies, policy_text, source_text
 from fairlead.lab.simulator.scenarios import conversation_like
 from fairlead.lab.workload.describe import ideal_hit
 from fairlead.lab.workload.formats import TraceError
@@ -59,6 +60,77 @@ def test_other_code_other_policy_other_seed_is_another_cell():
     assert one.key("a") != one.key("b")
     assert one.key("a") != other.key("a")
     assert one.key("a") == cells(1, ("round-robin",))[0].key("a")
+
+
+def test_a_changed_file_is_another_cell(tmp_path):
+    """The workload, published traces, and modules that a policy imports."""
+    (traces := tmp_path / "traces").mkdir()
+    (mine := tmp_path / "mine.py").write_text(POLICY)
+    traffic, module, trace = tmp_path / "traffic.jsonl", tmp_path / "helper.py", traces / "trace.csv"
+    for path in (traffic, module, trace):
+        path.write_text("1")
+    spec = ScenarioSpec(name="t", source=str(traffic), traces=str(traces))
+    cell = Cell(scenario=spec, policy="mine", text=source_text(mine))
+    seen = {cell.key("")}
+    for path in (traffic, module, trace):
+        path.write_text("22")
+        seen.add(cell.key(""))
+    assert len(seen) == 4 and cell.key("") in seen
+
+
+POLICY = """
+from fairlead.plugins.policies.ranked import Ranked
+
+class Raises(Ranked):
+    type = "raises"
+
+    def cost(self, request, fleet, cycle):
+        raise RuntimeError("oops")
+"""
+
+
+def test_a_policy_that_fails_is_said_to(tmp_path, capsys):
+    (mine := tmp_path / "mine.py").write_text(POLICY)
+    text = source_text(mine)
+    spec = ScenarioSpec(name="paced-prefix", source="paced-prefix", head=6)
+    results = run_grid([Cell(scenario=spec, policy="mine", text=text)], processes=1)
+    with pytest.raises(typer.Exit):
+        end_with_errors(results)
+    said = capsys.readouterr().err
+    assert "mine on paced-prefix: a plugin failed 6 times" in said and "RuntimeError: oops" in said
+
+
+def test_names_that_two_have_are_told_apart(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        write_workload(build(ScenarioSpec(name="x", source="agents", head=5)).workload, tmp_path / folder / "t.jsonl")
+        (tmp_path / folder / "p.yaml").write_text("policy: random\n" if folder == "a" else "policy: round-robin\n")
+    first, second = (str(tmp_path / folder / "t.jsonl") for folder in ("a", "b"))
+    made = compared_cells(ScenarioSpec(name="", source=""), [first, second, first], ["random"], "1", 1)
+    assert [cell.scenario.name for cell in made] == [first, second]
+    (alone,) = compared_cells(ScenarioSpec(name="", source=""), [first], ["random"], "1", 1)
+    assert alone.scenario.name == "t"
+    policies = [f"mine={tmp_path / folder / 'p.yaml'}" for folder in ("a", "b")]
+    with pytest.raises(ValueError, match="two policies are called 'mine'"):
+        texts_of(policies)
+
+
+def test_servers_keep_what_is_not_given():
+    own = build(ScenarioSpec(name="x", source="unlike-memory", head=5)).replicas
+    more = build(ScenarioSpec(name="x", source="unlike-memory", head=5, servers=2 * len(own), speeds=(0.5,))).replicas
+    assert [replica.engine for replica in more] == 2 * [replica.engine for replica in own]
+    assert {replica.speed for replica in more} == {0.5}
+    small = build(ScenarioSpec(name="x", source="dp-ranks", head=5, kv_tokens=64_000)).replicas
+    assert {replica.engine.kv_tokens for replica in small} == {64_000} and max(one.ranks for one in small) > 1
+
+
+def test_a_part_of_a_longer_trace_begins_at_once(tmp_path):
+    rows = [f'{{"timestamp": {1.7e12 + at}, "input_length": 9, "output_length": 2}}' for at in (50.0, 0.0)]
+    (trace := tmp_path / "part.jsonl").write_text("\n".join(rows))
+    assert [record.arrival_us for record in read_workload(trace).records] == [0, 50_000]
+    lines = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:00:02,9,2\n2023-11-16 18:00:00,9,2\n"
+    (trace := tmp_path / "azure.csv").write_text(lines)
+    assert [record.arrival_us for record in read_workload(trace).records] == [0, 2_000_000]
 
 
 def test_a_cell_that_fails_is_reported_and_tried_again(tmp_path):
@@ -110,6 +182,7 @@ def result(scenario, policy, ttft, e2e, seed=0, **more):
         "ttft_p99_ms": ttft * 2,
         "e2e_mean_ms": e2e,
         "goodput": 0.8,
+        "done": 9,
         "shed": 0,
         "failed": 0,
     }
@@ -122,6 +195,7 @@ def test_regret_is_the_geometric_mean_over_scenarios():
         *(result("a", "good", 100.0, 1000.0), result("a", "bad", 400.0, 1000.0)),
         *(result("b", "good", 200.0, 1000.0), result("b", "bad", 200.0, 4000.0, shed=7, goodput=0.2)),
         result("b", "partly", 1.0, 1.0),
+        *(result(scenario, "refuses", 0.0, 0.0, done=0, shed=9) for scenario in "ab"),
     ]
     found = regrets(mean_figures(rows))
     assert found["good"] == {
@@ -131,7 +205,7 @@ def test_regret_is_the_geometric_mean_over_scenarios():
     assert (found["bad"]["ttft_mean_ms"], found["bad"]["ttft_mean_ms_worst"]) == (2.0, 4.0)
     assert (found["bad"]["e2e_mean_ms"], found["bad"]["shed"]) == (2.0, 7)
     assert (found["bad"]["goodput"], found["bad"]["goodput_worst"]) == (2.0, 4.0)
-    assert "partly" not in found
+    assert not {"partly", "refuses"} & set(found)
 
 
 def test_seeds_are_averaged():

@@ -85,13 +85,13 @@ def test_the_captured_run_is_simulated_again_as_it_was(recorded: Any) -> None:
         Scenario(name="again", workload=made, replicas=replicas(4, block_size=80)), policy_from("policy: default"), 5
     )
     again.run()
-    before, after = of_journal(one_run(recorded.path)), of_jobs(again.jobs)
+    before, after = of_journal(one_run(recorded.path), []), of_jobs(again.jobs)
     assert after["ttft_p50"] == pytest.approx(before["ttft_p50"], rel=0.25)
     assert after["ttft_mean"] == pytest.approx(before["ttft_mean"], rel=0.25)
 
 
 def test_the_journals_figures_are_the_runs(recorded: Any) -> None:
-    real, found = of_jobs(recorded.simulation.jobs), of_journal(one_run(recorded.path))
+    real, found = of_jobs(recorded.simulation.jobs), of_journal(one_run(recorded.path), [])
     for name in ("ttft_mean", "ttft_p50", "ttft_p95", "e2e_mean"):
         assert found[name] == pytest.approx(real[name], rel=0.01)
     assert found["failed"] == real["failed"] == 0.0
