@@ -10,6 +10,8 @@ What the answers mean
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from math import isfinite
+from operator import index
 from random import Random
 from typing import Any, Generic, Protocol, TypeVar, TypeVarTuple, runtime_checkable
 
@@ -130,6 +132,23 @@ class Refused(Struct):
 
 
 Answer = Picked | Refused
+
+
+def checked(answer: Any, fleet: FleetView) -> Answer:
+    """Return the answer of a policy that may come from anywhere. Raise `TypeError` or `ValueError` if it cannot be
+    carried out."""
+    if isinstance(answer, Refused):
+        return answer
+    if not isinstance(answer, Picked):
+        raise TypeError(f"{type(answer).__name__}, expected Picked or Refused")
+    endpoints = fleet.table.endpoints
+    optional = (slot for slot in (answer.prefill_slot, answer.fallback_slot) if slot != -1)
+    for slot in (answer.slot, *optional, *answer.alternatives):
+        if not 0 <= index(slot) < len(endpoints) or endpoints[slot] is None:
+            raise ValueError(f"slot {slot} has no endpoint")
+    if not (isfinite(answer.hit_share) and isfinite(answer.best_share)):
+        raise ValueError("hit_share and best_share must be finite")
+    return answer
 
 
 @runtime_checkable

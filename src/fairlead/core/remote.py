@@ -19,7 +19,7 @@ from msgspec import Struct, field
 
 from fairlead.core.columns import BoolColumn
 from fairlead.core.errors import PluginError
-from fairlead.core.policy import Answer, Context, Policy, Refused
+from fairlead.core.policy import Answer, Context, Policy, checked
 from fairlead.core.request import Request
 from fairlead.core.view import FleetView
 
@@ -204,12 +204,10 @@ class Canary(AsksElsewhere):
     def choose(self, request: Request, fleet: FleetView, context: Context) -> Answer:
         if self.takes(request):
             try:
-                pick = self.canary.choose(request, fleet, context)
-                if isinstance(pick, Refused) or fleet.table.endpoints[pick.slot] is not None:
-                    pick.by = pick.by or self.canary.name
-                    self.decided["canary"] += 1
-                    return pick
-                raise IndexError(f"slot {pick.slot} has no endpoint")
+                pick = checked(self.canary.choose(request, fleet, context), fleet)
+                pick.by = pick.by or self.canary.name
+                self.decided["canary"] += 1
+                return pick
             except Exception as error:
                 if self._report is not None:
                     self._report(PluginError(self.canary.name, f"{type(error).__name__}: {error}"))

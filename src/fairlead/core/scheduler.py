@@ -50,8 +50,8 @@ from fairlead.core.models import Catalogue, Refusal, applied, unnamed
 from fairlead.core.parking import TIMER as REMOTE_TIMER
 from fairlead.core.parking import Decided, Parking, Question, Reservation
 from fairlead.core.peers import Peers
-from fairlead.core.policy import Answer, Context, Picked, Policy, Refused
-from fairlead.core.profile import in_order, runner_up
+from fairlead.core.policy import Answer, Context, Picked, Policy, Refused, checked
+from fairlead.core.profile import Profile, in_order, runner_up
 from fairlead.core.queues import Queues
 from fairlead.core.records import DecisionRecord, OutcomeRecord, Snapshot
 from fairlead.core.remote import RemotePolicy
@@ -146,7 +146,7 @@ class Pipeline:
         self._clock = clock
         self._rng = rng
         self.fleet, self._stalls, self._stalled = fleet, fleet.stalls, fleet.stalls.changes
-        self.policy = policy
+        self._decide_by(policy)
         #: Read by parsers to estimate prompt tokens; learns only in here.
         self.tokens = tokens
         self._report = on_plugin_error
@@ -496,14 +496,18 @@ class Pipeline:
         addresses = [endpoint.address for endpoint in endpoints if endpoint is not None]
         return structs.replace(route, destination=",".join(addresses))
 
+    def _decide_by(self, policy: Policy) -> None:
+        self.policy = policy
+        own = isinstance(policy, Profile) and type(policy).__module__.startswith("fairlead.")
+        #: The policy if it is Fairlead's own, which picks among living endpoints; answers of others are checked.
+        self._own_policy = policy if own else None
+
     def _choose(self, policy: Policy, request: Request, now: float) -> Answer:
         try:
             pick = policy.choose(request, self.fleet, Context(now, self._rng))
             if self.snapshot is not None and pick.trace is not None:
                 pick.trace.snapshot = self.snapshot(self.fleet, now)
-            if isinstance(pick, Refused) or self.fleet.table.endpoints[pick.slot] is not None:
-                return pick
-            raise IndexError(f"slot {pick.slot} has no endpoint")
+            return pick if policy is self._own_policy else checked(pick, self.fleet)
         except Exception as error:  # a policy may come from anywhere: its failure must not become the client's
             if self._report is not None:
                 self._report(PluginError(policy.name, f"{type(error).__name__}: {error}"))
@@ -699,7 +703,7 @@ class Pipeline:
             scheduling = self._build(event.document)
         except (PluginError, ConfigError) as error:
             return [RefuseConfiguration(event.document, str(error))]
-        self.policy = scheduling.policy
+        self._decide_by(scheduling.policy)
         self.shadows = scheduling.shadows
         self.fleet.ledger.ttl = scheduling.lease_ttl
         self._turn(scheduling.flow)

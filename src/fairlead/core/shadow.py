@@ -25,7 +25,7 @@ from fairlead.core.cost import cost as expected_cost
 from fairlead.core.events import Outcome, RemotePick
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import Instruction, JudgeShadows
-from fairlead.core.policy import Context, Cycle, Picked, Policy, Refused
+from fairlead.core.policy import Context, Cycle, Picked, Policy, Refused, checked
 from fairlead.core.records import ShadowCase, ShadowRecord, ShadowVerdict, Snapshot
 from fairlead.core.request import NO_PREFIX, Request
 from fairlead.core.snapshot import Restored, Snapshots
@@ -141,16 +141,13 @@ class Bench:
 
     def decide(self, name: str, policy: Policy) -> ShadowVerdict:
         """Return the verdict on what a policy would have done. Never raises."""
-        case, fleet = self._case, self._replica.fleet
+        case = self._case
         assert case is not None
         try:
+            fleet = self._replica.fleet(case)
             context = Context(case.snapshot.at, self._rng, trace=False)
-            pick = policy.choose(case.request, fleet(case), context)
-            if isinstance(pick, Refused):
-                return self.verdict(name, -1)
-            if not isinstance(pick, Picked):
-                raise TypeError(f"{type(pick).__name__}, expected Picked or Refused")
-            return self.verdict(name, pick.slot)
+            pick = checked(policy.choose(case.request, fleet, context), fleet)
+            return self.verdict(name, -1 if isinstance(pick, Refused) else pick.slot)
         except Exception as error:
             return ShadowVerdict(name, error=f"{type(error).__name__}: {error}"[:_MAX_ERROR])
 

@@ -27,6 +27,7 @@ from fairlead.core.policy import (
     Refused,
     Scorer,
     Stage,
+    checked,
 )
 from fairlead.core.request import Request
 from fairlead.core.table import FLOATS
@@ -71,13 +72,14 @@ def check_policy(policy: Policy) -> None:
     """Check that `choose` returns one answer: a chosen slot has an endpoint, a refusal has a reason."""
     _named(policy)
     for case, known, asked in [*_cases(), ("nobody there", _empty(), request("hello"))]:
+        before = known.table.floats.copy()
         pick = policy.choose(asked, known, Context(1.0, Random(1)))
-        assert isinstance(pick, Picked | Refused), f"{case}: {type(pick).__name__} is neither Picked nor Refused"
-        if isinstance(pick, Refused):
-            assert pick.reason, f"{case}: a refusal without a reason"
-        else:
-            assert 0 <= pick.slot < len(known.table), f"{case}: slot {pick.slot} of {len(known.table)}"
-            assert known.table.endpoints[pick.slot] is not None, f"{case}: slot {pick.slot} has no endpoint"
+        _unchanged(case, before, known, "policy")
+        try:
+            checked(pick, known)
+        except (TypeError, ValueError) as error:
+            raise AssertionError(f"{case}: {error}") from None
+        assert isinstance(pick, Picked) or pick.reason, f"{case}: a refusal without a reason"
 
 
 def _named(plugin: Any) -> None:
@@ -91,9 +93,13 @@ def _twice(case: str, known: Fleet, ask: Callable[[Cycle], Any]) -> Any:
     same = (first is None) == (second is None) and (first is None or np.array_equal(first, second, equal_nan=True))
     assert same, f"{case}: the same question with the same seed was answered differently"
     assert np.array_equal(alive, known.table.alive), f"{case}: the plugin changed table.alive"
-    for name, old, new in zip(FLOATS, before, known.table.floats, strict=True):
-        assert np.array_equal(old, new, equal_nan=True), f"{case}: the plugin changed table.{name}"
+    _unchanged(case, before, known, "plugin")
     return first
+
+
+def _unchanged(case: str, before: Any, known: Fleet, what: str) -> None:
+    for name, old, new in zip(FLOATS, before, known.table.floats, strict=True):
+        assert np.array_equal(old, new, equal_nan=True), f"{case}: the {what} changed table.{name}"
 
 
 def _cycle(known: Fleet) -> Cycle:

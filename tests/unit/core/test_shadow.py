@@ -108,7 +108,7 @@ class Nasty:
 
 @pytest.mark.parametrize(
     "answer",
-    [RuntimeError("no"), None, [], [Picked(0)], Picked(99), Picked(-7), "e0", Picked("e0"), 5],  # type: ignore[arg-type]  # type: ignore[arg-type]
+    [RuntimeError("no"), None, [], [Picked(0)], Picked(99), Picked(-7), Picked(-1), "e0", Picked("e0"), 5],  # type: ignore[arg-type]
     ids=str,
 )
 def test_whatever_a_shadow_does_becomes_its_verdict(answer: Any) -> None:

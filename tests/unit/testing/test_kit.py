@@ -109,7 +109,7 @@ class Chooser:
 @pytest.mark.parametrize(
     ("answer", "complaint"),
     [
-        (lambda fleet: [Picked(0)], "list is neither Picked nor Refused"),
+        (lambda fleet: [Picked(0)], "list, expected Picked or Refused"),
         (lambda fleet: Refused(""), "without a reason"),
         (lambda fleet: Picked(-1), "slot -1"),
         (lambda fleet: Picked(7), "slot 7"),

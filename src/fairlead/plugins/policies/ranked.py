@@ -21,6 +21,9 @@ from fairlead.core.view import FleetView
 from fairlead.plugins.params import NoParams
 from fairlead.plugins.pickers import MaxScore, MaxScoreParams
 
+#: The total of an endpoint whose cost is infinite or no number. Filtered ones have -inf.
+_LOWEST = -1e100
+
 
 class Ranked(Profile):
     """A policy by cost. Subclass it, set `type`, and implement `cost`."""
@@ -42,7 +45,8 @@ class Ranked(Profile):
 
     @abstractmethod
     def cost(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn:
-        """Return one finite number per slot, in any unit. The lowest is the best; ties are broken at random.
+        """Return one number per slot, in any unit. The lowest is the best; ties are broken at random. Infinity means
+        "only if all are".
 
         Called once per decision, for all slots, filtered or not. Read columns of `fleet.table`; change nothing.
         """
@@ -59,25 +63,36 @@ class Ranked(Profile):
     def _cost_of(self, request: Request, share: FloatColumn, fleet: FleetView, context: Context) -> FloatColumn:
         cycle = Cycle(context)
         cycle.once(PREFIX_SHARE, lambda: share if np.count_nonzero(share) else None)
-        return self.cost(request, fleet, cycle)
+        costs = self.cost(request, fleet, cycle)
+        return np.where(costs == np.inf, -_LOWEST, costs)
+
+    def _negated(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn:
+        """Return the negated costs, all finite: an infinite cost is the highest. Report costs that are no numbers."""
+        try:
+            totals = -self.cost(request, fleet, cycle)
+            if totals.shape != (len(fleet.table),):
+                raise ValueError(f"costs of shape {totals.shape} for {len(fleet.table)} slots")
+            finite = np.isfinite(totals)
+            if finite.all():
+                return totals
+            wrong = np.count_nonzero(~finite & (totals != -np.inf))
+            if wrong:
+                self._failed("cost", ValueError(f"NaN or -inf for {wrong} of {len(totals)} slots"))
+            return np.where(finite, totals, _LOWEST)
+        except Exception as error:
+            self._failed("cost", error)
+            return np.zeros(len(fleet.table))
 
     def _overflow(self, available: BoolColumn | None, request: Request, fleet: FleetView, cycle: Cycle) -> int:
         """Return the slot with the lowest cost, instead of the next in turn: the choice matters most in overload."""
-        totals = -self.cost(request, fleet, cycle)
+        totals = self._negated(request, fleet, cycle)
         if available is not None:
             totals = np.where(available, totals, -np.inf)
         return self._pick(request, fleet, totals, cycle)
 
     def _totals(self, request: Request, fleet: FleetView, cycle: Cycle, trace: Trace | None) -> FloatColumn:
         """Return the negated costs."""
-        try:
-            totals = -self.cost(request, fleet, cycle)
-            if totals.shape != (len(fleet.table),):
-                raise ValueError(f"costs of shape {totals.shape} for {len(fleet.table)} slots")
-        except Exception as error:
-            self._failed("cost", error)
-            totals = np.zeros(len(fleet.table))
-        else:
-            if trace is not None:
-                trace.scorers.append(("cost", 1.0, totals))
+        totals = self._negated(request, fleet, cycle)
+        if trace is not None:
+            trace.scorers.append(("cost", 1.0, totals))
         return self._after_demotions(totals, request, fleet, cycle, trace) if self._demoters else totals

@@ -1,0 +1,125 @@
+"""Policies by cost from anywhere: costs that are no numbers, and answers that cannot be carried out."""
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fairlead.core.errors import PluginError
+from fairlead.core.events import EndpointUp, RequestArrived
+from fairlead.core.fleet import Fleet
+from fairlead.core.instructions import Route
+from fairlead.core.policy import Context, Cycle, Picked, Stage
+from fairlead.core.request import Request
+from fairlead.core.scheduler import Pipeline
+from fairlead.core.tokens import TokenEstimator
+from fairlead.core.view import FleetView
+from fairlead.plugins.policies.ranked import Ranked
+from fairlead.testing import SimClock, check_policy, endpoint, fleet, request
+
+INF, NAN = np.inf, np.nan
+
+
+class Only:
+    """Keeps the endpoints of these names."""
+
+    name, stage = "only", Stage.ABILITY
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+
+    def keep(self, request: Request, fleet: FleetView, cycle: Cycle) -> Any:
+        return np.isin(fleet.table.ids, self._names)
+
+
+class Busy:
+    """Leaves no endpoint: all are overloaded."""
+
+    name, stage = "busy", Stage.LOAD
+
+    def keep(self, request: Request, fleet: FleetView, cycle: Cycle) -> Any:
+        return np.zeros(len(fleet.table), dtype=np.bool_)
+
+
+class Costs(Ranked):
+    type = "costs"
+    given: Callable[[], Any]
+
+    def cost(self, request: Request, fleet: FleetView, cycle: Cycle) -> Any:
+        return self.given()
+
+
+def went(given: Callable[[], Any], *filters: Any) -> tuple[set[str], list[str]]:
+    """Where requests go at these costs of three endpoints, and what was reported."""
+    policy, errors = Costs(filters=filters), list[PluginError]()
+    policy.given = given
+    policy.report_to(errors.append)
+    known = fleet("e0", "e1", "e2")
+    picks = [policy.choose(request(), known, Context(0.0, Random(seed))) for seed in range(40)]
+    return {known.table.ids[pick.slot] for pick in picks if isinstance(pick, Picked)}, [str(error) for error in errors]
+
+
+@pytest.mark.parametrize("more", [(), (Busy(),)], ids=["calm", "overloaded"])
+def test_costs_that_are_not_finite(more: tuple[Any, ...]) -> None:
+    able = (Only("e1", "e2"), *more)
+    assert went(lambda: np.array([1.0, INF, 5.0]), *able) == ({"e2"}, [])
+    assert went(lambda: np.array([INF, INF, INF]), *able) == ({"e1", "e2"}, [])
+    where, said = went(lambda: np.array([1.0, NAN, 5.0]), *able)
+    assert where == {"e2"} and "NaN or -inf for 1 of 3 slots" in said[0]
+    where, said = went(lambda: np.array([1.0, NAN, NAN]), *able)
+    assert where == {"e1", "e2"} and len(said) == 40
+    where, said = went(lambda: np.array([1.0, -INF, 5.0]), *able)
+    assert where == {"e2"} and len(said) == 40
+
+
+@pytest.mark.parametrize("more", [(), (Busy(),)], ids=["calm", "overloaded"])
+@pytest.mark.parametrize("given", [lambda: np.zeros(2), lambda: 1 / 0], ids=["shape", "raises"])
+def test_a_cost_that_fails_leaves_those_that_are_able(given: Callable[[], Any], more: tuple[Any, ...]) -> None:
+    where, said = went(given, Only("e1", "e2"), *more)
+    assert where == {"e1", "e2"} and "plugin cost" in said[0]
+
+
+class Chooser:
+    name = "chooser"
+
+    def __init__(self, answer: Any) -> None:
+        self._answer = answer
+
+    def choose(self, request: Request, fleet: FleetView, context: Context) -> Any:
+        return self._answer
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Picked(-1), Picked(7), Picked("e0"), None,  # type: ignore[arg-type]
+        Picked(0, prefill_slot=9), Picked(0, fallback_slot=99), Picked(0, fallback_slot=-3),
+        Picked(0, alternatives=(5,)),
+        Picked(0, hit_share=NAN), Picked(0, best_share=INF),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_an_answer_that_cannot_be_carried_out_is_reported_and_replaced(answer: Any) -> None:
+    errors: list[PluginError] = []
+    pipeline = Pipeline(SimClock(), Random(1), Fleet(), Chooser(answer), TokenEstimator(), errors.append)
+    for name in ("e0", "e1"):
+        pipeline.handle(EndpointUp(endpoint(name)))
+    routed = pipeline.handle(RequestArrived(request()))
+    assert any(isinstance(made, Route) for made in routed)
+    assert len(errors) == 1
+    pipeline.validate()
+
+
+def test_a_policy_that_writes_to_columns_breaks_its_contract() -> None:
+    class Writes(Ranked):
+        type = "writes"
+
+        def cost(self, request: Request, fleet: FleetView, cycle: Cycle) -> Any:
+            load = fleet.table.queue
+            load += 1.0
+            return load
+
+    with pytest.raises(AssertionError, match=r"the policy changed table\.queue"):
+        check_policy(Writes())
