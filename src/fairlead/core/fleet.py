@@ -229,16 +229,15 @@ class Fleet:
                 self._list(slot, self.table.listed[slot], dynamic)
 
     def without_model(self, slot: int, model: str) -> bool:
-        """It answered 404. Whether its list of models should be read again, because the model may be an adapter."""
+        """It answered 404. Whether its list of models should be read again, because the model may be an adapter. Until
+        then the list stays: a server answers 404 for paths that it does not have, too."""
         table = self.table
-        endpoint, listed = table.endpoints[slot], table.listed[slot]
+        endpoint = table.endpoints[slot]
         if not model or endpoint is None or endpoint.labels.get(MODEL_LABEL) == model:
             return False
         look = self._looks[slot]
         if self.adapters.refused(model, slot, look):
             self._same_for(look, False)
-        elif listed is not None and model in listed:
-            table.set_listed(slot, listed - {model})
         return True
 
     def loading(self, request: Request) -> FloatColumn | None:

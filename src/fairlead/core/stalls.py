@@ -6,7 +6,8 @@ Theory
   also one with less memory in use, other requests that run or fewer that wait. Neither more that wait nor, where tokens
   are counted, fewer that run: fronts take requests, and give up those whose clients left, while the engine hangs.
 * Silence is the time since the last progress, or since there is work: requests that only peers told of, and that the
-  page does not show, are none. It is plausible for as long as the longest of
+  page does not show, are none. Where the page shows no work, it is no longer than the oldest request is there, for
+  refused ones come and go without progress. It is plausible for as long as the longest of
 
       PLAUSIBLE_S                                whatever the engine is
       PACED × the longest silence that ended     of the last minute or so: its own recent pace. One silence teaches at
@@ -172,14 +173,31 @@ class Stalls:
             watched = self._watched[slot]
             silent = now - watched.since
             if work <= 0.0 or silent == inf or (silent > PLAUSIBLE_S and self._only_told(slot)):
-                watched.since = now
-                if table.suspicion[slot]:
-                    watched.empty_since = min(watched.empty_since, now)
-                    if now - watched.empty_since > RETRIED_S:
-                        self._judged(slot, WELL, 0.0, now)
-                        self.retried.add(slot)
+                self._idle(slot, watched, now, now)
             elif silent > PLAUSIBLE_S:
-                self._judge(slot, watched, now)
+                begun = max(watched.since, self._begun(slot))
+                if now - begun > PLAUSIBLE_S:
+                    watched.since = begun
+                    self._judge(slot, watched, now)
+                else:
+                    self._idle(slot, watched, begun, now)
+
+    def _idle(self, slot: int, watched: _Watched, since: float, now: float) -> None:
+        """Nothing is there that could have moved before `since`."""
+        watched.since = since
+        if self._table.suspicion[slot]:
+            watched.empty_since = min(watched.empty_since, now)
+            if now - watched.empty_since > RETRIED_S:
+                self._judged(slot, WELL, 0.0, now)
+                self.retried.add(slot)
+
+    def _begun(self, slot: int) -> float:
+        """Since when the oldest request is there, if the page shows no others. Requests that a server refuses come and
+        go without progress: they are short, and no sign that it hangs."""
+        table = self._table
+        if table.waiting[slot] + table.running[slot] > 0.0:
+            return -inf
+        return min((lease.charged_at for lease in self._ledger.of_slot(slot)), default=-inf)
 
     def _only_told(self, slot: int) -> bool:
         """Peers told of all its work, and a later page shows none: who died cannot tell of an end."""

@@ -119,14 +119,15 @@ def answered(made: Pipeline, number: int, status: int, name: str) -> list[Instru
     return made.handle(ev.ResponseEnded(request_id=number, status=status))
 
 
-def test_a_404_takes_the_adapter_off_the_list_and_has_lists_read_again() -> None:
+def test_a_404_has_the_list_of_adapters_read_again_and_changes_nothing_before() -> None:
     made = pipeline()
     for name in ("e-a", "e-b"):
         made.handle(ev.AdaptersListed(name, frozenset({"poet", "critic"})))
     assert [type(told) for told in answered(made, 1, 200, "poet")] == [OutcomeRecord]
     record, asked = answered(made, 2, 404, "poet")
     assert isinstance(record, Record) and asked == ListAdapters("e-b")
-    assert made.fleet.table.listed == [frozenset({"poet", "critic"}), frozenset({"critic"})]
+    assert made.fleet.table.listed == [frozenset({"poet", "critic"})] * 2, "the path may be unknown, not the adapter"
+    made.handle(ev.AdaptersListed("e-b", frozenset({"critic"})))
     assert [arrive(made, number, model="poet")[0].endpoint.id for number in (3, 4)] == ["e-a", "e-a"]  # type: ignore[union-attr]
     made.handle(ev.AdaptersListed("e-b", frozenset({"poet"})))
     assert {arrive(made, number, model="poet")[0].endpoint.id for number in (5, 6)} == {"e-a", "e-b"}  # type: ignore[union-attr]

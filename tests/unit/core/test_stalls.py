@@ -52,6 +52,8 @@ class Rig:
         self.hung: set[str] = set()
         self.told: list[StallRecord] = []
         self.running: list[tuple[float, int, str]] = []
+        #: Whether pages show the requests that run: those that are refused at once are never seen.
+        self.shown = True
         self.number = 0
         for number, name in enumerate(self.names):
             self.feed(EndpointUp(Endpoint(id=name, address=f"10.0.0.{number}:80")))
@@ -81,7 +83,7 @@ class Rig:
                 self.feed(ResponseEnded(request_id=number, status=200))
         for name in self.names if scraped else ():
             if name not in self.hung or name not in self.pages:
-                runs = float(sum(there == name for _, _, there in self.running))
+                runs = float(sum(there == name for _, _, there in self.running)) if self.shown else 0.0
                 if runs:
                     self.tokens[name] += 1.0
                 self.pages[name] = Sample(
@@ -326,3 +328,52 @@ def test_a_page_that_stands_still_while_first_tokens_come_says_nothing() -> None
         for name, page in frozen.items():
             rig.feed(MetricsSampled(name, rig.clock.now - 0.01, page))
         assert [rig.suspicion(name) for name in rig.names] == [WELL, WELL]
+
+
+def refused(rig: Rig, seconds: float) -> None:
+    """Clients whose requests are refused at once, always three at a time: they never generate anything."""
+    open_: list[int] = []
+    for _ in range(round(seconds / SCRAPE)):
+        while len(open_) < 6:
+            open_.append(rig.send(took=inf).request_id)
+        rig.step()
+        for number in open_[:3]:
+            rig.feed(ResponseEnded(request_id=number, status=400))
+            rig.running = [each for each in rig.running if each[1] != number]
+        del open_[:3]
+    for number in open_:
+        rig.feed(ResponseEnded(request_id=number, status=400))
+    rig.running.clear()
+
+
+def test_requests_that_a_server_refuses_are_no_hang() -> None:
+    rig = Rig()
+    rig.warm()
+    before = len(rig.told)
+    rig.shown = False
+    refused(rig, 20.0)
+    assert rig.told[before:] == []
+
+
+def test_a_hang_is_noticed_beside_requests_that_are_refused() -> None:
+    rig = Rig()
+    rig.warm()
+    rig.shown = False
+    rig.hung |= {"e0", "e1"}
+    stuck = [rig.send() for _ in range(4)]
+    refused(rig, 4.0)
+    assert {rig.suspicion(route.endpoint.id) for route in stuck} == {OUT_OF_USE}
+
+
+def test_an_endpoint_that_was_out_is_tried_again_beside_requests_that_are_refused() -> None:
+    rig = Rig(servers=1)
+    rig.warm()
+    rig.hang("e0", 6.0)
+    assert rig.suspicion("e0") == OUT_OF_USE
+    rig.hung.clear()
+    for _, number, _ in list(rig.running):
+        rig.feed(ResponseEnded(request_id=number, status=503))
+    rig.running.clear()
+    rig.shown = False
+    refused(rig, 8.0)
+    assert rig.suspicion("e0") < OUT_OF_USE
