@@ -116,6 +116,8 @@ class Site:
         self.endpoints: list[Endpoint] = []
         #: Ids of endpoints without an address, and why.
         self.nameless: dict[str, str] = {}
+        #: What cannot be used of the file of endpoints.
+        self.file_problems: tuple[str, ...] = ()
         self.client = Client(config.metrics)
         self._wanted = admin.rstrip("/")
         self._admin = ""
@@ -229,7 +231,8 @@ class Site:
         source = self.config.endpoints
         listed = source.static
         if source.file:
-            listed = parse_endpoints_text(await asyncio.to_thread(read_bytes, Path(source.file))).entries
+            listing = parse_endpoints_text(await asyncio.to_thread(read_bytes, Path(source.file)))
+            listed, self.file_problems = listing.entries, tuple(map(str, listing.problems))
         if listed:
             resolved = await asyncio.gather(*map(self._resolved, listed))
             self.endpoints = [endpoint for endpoint in resolved if endpoint is not None]

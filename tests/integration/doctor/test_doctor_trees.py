@@ -95,6 +95,15 @@ async def test_a_state_file_that_cannot_be_written_is_named(world: Any, told: To
     assert found.findings[0].evidence == why
 
 
+async def test_what_the_scheduler_says_of_itself_is_a_finding(world: Any, told: Told) -> None:
+    here = [{"id": "127.0.0.1:9", "address": "127.0.0.1:9"}]
+    why = "the journal cannot be written: its disk fails or is full; records are lost"
+    metrics = 'fairlead_trouble{what="journal"} 1\nfairlead_trouble{what="keys"} 0\n'
+    found = await examined(world, await told(metrics, here, ready=f"ready\n- {why}\n"), "scheduler")
+    assert codes(found) == {"scheduler.restricted"}
+    assert (found.findings[0].where, found.findings[0].evidence) == (("journal",), why)
+
+
 @pytest.mark.parametrize(
     ("metrics", "expected", "evidence"),
     [
@@ -251,3 +260,13 @@ async def test_servers_that_look_alike_and_were_learned_to_be_unlike(
 async def test_decisions_of_any_bytes_break_no_check(world: Any, told: Told) -> None:
     rows = [row("a", 0, 0), row("b", 0, 0)]
     assert codes(await examined(world, await told(endpoints=rows, decisions=[{"endpoint": 5}]), "balance")) == set()
+
+
+async def test_what_cannot_be_used_of_the_file_of_endpoints_is_named(world: Any, told: Told) -> None:
+    file = world.directory / "endpoints.yaml"
+    file.write_text("endpoints: [127.0.0.1:9, 127.0.0.1:99999]\n")
+    config = {"endpoints": {"file": str(file)}}
+    found = await world.examined(config, admin=await told(), only=("endpoints",))
+    assert codes(found) == {"endpoints.file", "endpoints.unreachable"}
+    (problem,) = (one for one in found.findings if one.code == "endpoints.file")
+    assert "99999" in problem.evidence

@@ -25,6 +25,10 @@ NAMELESS = Kind(
     "endpoints.no-address", Severity.CRITICAL, "the name of an endpoint has no address",
     "correct the host name under endpoints:, or the name service of this machine", _FAILING,
 )  # fmt: skip
+FILE = Kind(
+    "endpoints.file", Severity.ERROR, "something in the file of endpoints cannot be used",
+    "correct it: a running scheduler leaves out the entry, or keeps the endpoints that it has", _FAILING,
+)  # fmt: skip
 SPEAKS_TLS = Kind(
     "endpoints.tls", Severity.CRITICAL, "an endpoint speaks TLS, and gateways send it plain HTTP",
     "serve plain HTTP within the cluster, or list the port that does under endpoints:",
@@ -61,12 +65,13 @@ async def _endpoints_of(site: Site, endpoint: Endpoint) -> list[Finding]:
 @check(
     "endpoints",
     "a healthy model server answers at every endpoint",
-    (UNREACHABLE, NAMELESS, SPEAKS_TLS, STRANGER, SICK),
+    (UNREACHABLE, NAMELESS, FILE, SPEAKS_TLS, STRANGER, SICK),
     budget=60.0,
 )
 async def endpoints(site: Site) -> list[Finding]:
     nameless = [NAMELESS.at(name, reason) for name, reason in site.nameless.items()]
-    return nameless + await site.each(lambda endpoint: _endpoints_of(site, endpoint))
+    unusable = [FILE.at("", problem) for problem in site.file_problems]
+    return nameless + unusable + await site.each(lambda endpoint: _endpoints_of(site, endpoint))
 
 
 LABEL = Kind(

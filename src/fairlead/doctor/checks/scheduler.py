@@ -47,6 +47,10 @@ FORGETS = Kind(
 "its own file",
     "docs/operations.md#what-a-restart-keeps",
 )  # fmt: skip
+RESTRICTED = Kind(
+    "scheduler.restricted", Severity.ERROR, "the scheduler says what it cannot do",
+    "the evidence is from /readyz; its log says more", "docs/operations.md#the-admin-port",
+)  # fmt: skip
 ALONE = Kind(
     "scheduler.alone", Severity.ERROR, "the scheduler cannot tell other replicas anything, so it decides alone",
     "let the scheduler reach the server in replicas.via, or write to the directory; the evidence says why it fails",
@@ -58,6 +62,8 @@ UNHEARD = Kind(
 "replicas.pool, which must be the same in all",
     "docs/replicas.md#what-to-watch",
 )  # fmt: skip
+#: Values of `what` in `fairlead_trouble` that have findings of their own.
+_ELSEWHERE = {"replicas", "scrapes"}
 #: Share of unscheduled requests from which on there is a finding.
 _MANY = 0.01
 
@@ -96,11 +102,24 @@ async def _metrics(site: Site) -> list[Finding]:
     return [] if answer.status == 200 else [NO_METRICS.at("", f"GET /metrics: {answer.status}")]
 
 
-async def _forgets(site: Site) -> list[Finding]:
-    if not any(value for labels, value in await site.metric("fairlead_trouble") if labels.get("what") == "state"):
+async def _troubles(site: Site) -> list[Finding]:
+    present = {labels.get("what", "") for labels, value in await site.metric("fairlead_trouble") if value}
+    if not present - _ELSEWHERE:
         return []
+    notes = await _notes(site)
+    findings = []
+    if "state" in present:
+        findings.append(FORGETS.at("", next((note for note in notes if "a restart forgets" in note), "")))
+    present -= {"state", *_ELSEWHERE}
+    if present:
+        findings.append(RESTRICTED.at(", ".join(sorted(present)), "; ".join(notes)[:300]))
+    return findings
+
+
+async def _notes(site: Site) -> list[str]:
+    """What `/readyz` says besides."""
     lines = (await site.admin("/readyz")).body.decode("utf-8", "replace").splitlines()
-    return [FORGETS.at("", next((line.removeprefix("- ") for line in lines if "a restart forgets" in line), ""))]
+    return [line.removeprefix("- ") for line in lines if line.startswith("- ")]
 
 
 async def _alone(site: Site) -> list[Finding]:
@@ -108,8 +127,7 @@ async def _alone(site: Site) -> list[Finding]:
     if not connected:
         return []
     if not connected[0][1]:
-        lines = (await site.admin("/readyz")).body.decode("utf-8", "replace").splitlines()
-        return [ALONE.at("", next((line.removeprefix("- ") for line in lines if "decides alone" in line), ""))]
+        return [ALONE.at("", next((note for note in await _notes(site) if "decides alone" in note), ""))]
     silent = max((seconds for _, seconds in await site.metric("fairlead_replicas_unheard_seconds")), default=0.0)
     lease = site.config.replicas.lease
     return [UNHEARD.at("", f"none for {silent:.0f} s")] if silent > lease else []
@@ -118,12 +136,12 @@ async def _alone(site: Site) -> list[Finding]:
 @check(
     "scheduler",
     "the running scheduler is ready and has the configured endpoints",
-    (NOT_READY, NO_METRICS, OTHER_POOL, PLUGINS, FALLBACKS, FORGETS, ALONE, UNHEARD),
+    (NOT_READY, NO_METRICS, OTHER_POOL, PLUGINS, FALLBACKS, FORGETS, RESTRICTED, ALONE, UNHEARD),
     needs=("admin",),
 )
 async def scheduler(site: Site) -> list[Finding]:
     findings = [*await _ready(site), *await _metrics(site), *await _pool(site)]
-    findings += [*await _forgets(site), *await _alone(site)]
+    findings += [*await _troubles(site), *await _alone(site)]
     for labels, count in await site.metric("fairlead_plugin_errors_total"):
         if count:
             findings.append(PLUGINS.at(labels.get("plugin_name", ""), f"{count:g} times since the start"))
