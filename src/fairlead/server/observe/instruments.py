@@ -38,9 +38,6 @@ class Gauge:
     def inc(self, amount: float = 1) -> None:
         self.value += amount
 
-    def dec(self, amount: float = 1) -> None:
-        self.value -= amount
-
 
 class Histogram:
     """`counts[i]` observations in (bounds[i-1], bounds[i]]; the last count is of observations above all bounds.

@@ -251,9 +251,6 @@ class Watch:
             return ""
         return f"the metrics of {len(self._silent)} endpoints cannot be read; our own accounting stands in"
 
-    def on_admin_error(self, page: str, error: Exception) -> None:
-        log.error("an admin page failed", exc=error, page=page)
-
     def on_client_error(self, api: str, status: int) -> None:
         self.metrics.on_client_error("", status)
 
