@@ -71,6 +71,22 @@ async def test_tls_with_reload(serve: Serve, tmp_path: Path, caplog: pytest.LogC
     assert server.stats().streams == 4
 
 
+def test_tls_files_that_cannot_be_used_any_more_are_a_trouble_until_they_can(tmp_path: Path) -> None:
+    first = certificate(tmp_path, "one.test")
+    tls = ServerTls(tmp_path / "tls.crt", tmp_path / "tls.key", check_interval=1.0)
+    assert tls.trouble(0.0) == ""
+    (tmp_path / "tls.crt").write_bytes(first[:100])
+    assert tls.trouble(0.5) == "", "not looked at yet"
+    assert "cannot be used" in tls.trouble(2.0) and "stays in use" in tls.trouble(2.0)
+    certificate(tmp_path, "two.test")
+    assert tls.trouble(4.0) == ""
+    (tmp_path / "tls.key").unlink()
+    assert tls.trouble(6.0) == "", "just being replaced"
+    assert "tls.key: No such file" in tls.trouble(8.0)
+    certificate(tmp_path, "three.test")
+    assert tls.trouble(10.0) == "" and tls.reloads == 2
+
+
 async def test_tls_reload_needs_no_owner(serve: Serve, tmp_path: Path) -> None:
     certificate(tmp_path, "one.test")
     tls = ServerTls(tmp_path / "tls.crt", tmp_path / "tls.key", check_interval=0.1)

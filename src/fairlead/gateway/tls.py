@@ -46,6 +46,10 @@ class ServerTls:
         self._checked = float("-inf")
         #: Successful reloads.
         self.reloads = 0
+        #: Why the newest files cannot be used, and why there are none; empty = they are in use. Files that are missing
+        #: only once are just being replaced.
+        self._unusable = self._missing = ""
+        self._missed = False
         #: The PEM texts in use, for servers that take no context: key, certificate chain, authority of clients.
         self.pem: tuple[bytes, bytes, bytes | None]
         try:
@@ -70,22 +74,33 @@ class ServerTls:
         self._checked = now
         return self.reload()
 
+    def trouble(self, now: float) -> str:
+        """Check the files as `refresh` does. Return why they cannot be used; empty = they are in use."""
+        self.refresh(now)
+        problem = self._missing or self._unusable
+        return f"{problem}; the certificate read before stays in use" if problem else ""
+
     def reload(self) -> bool:
         """Check the files now. Return whether a new pair is in use. Never raises."""
         try:
             identity = self._identify()
-        except OSError:
-            return False  # the files are just being replaced
+        except OSError as error:
+            self._missing = f"{error.filename}: {error.strerror}" if self._missed else ""
+            self._missed = True
+            return False
+        self._missing, self._missed = "", False
         if identity == self._identity:
             return False
         self._identity = identity  # even if it is broken, to log one warning per version
         try:
             self._current = self._load()
         except (OSError, ValueError) as error:
+            self._unusable = f"TLS files {self._certificate} and {self._key} cannot be used: {error}"
             log.warning(
                 "cannot load TLS files %s and %s, keeping the old certificate: %s", self._certificate, self._key, error
             )
             return False
+        self._unusable = ""
         self.reloads += 1
         log.info("TLS certificate %s reloaded", self._certificate)
         return True

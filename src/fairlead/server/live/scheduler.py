@@ -14,7 +14,7 @@ from typing import Any
 
 from fairlead.config.endpoint_list import Listing
 from fairlead.config.reload import plan_reload
-from fairlead.config.schema import Config
+from fairlead.config.schema import Config, Tls
 from fairlead.core.endpoint import host_port
 from fairlead.core.errors import ConfigError
 from fairlead.core.events import EndpointDown, EndpointUp
@@ -138,7 +138,7 @@ class Live:
             await self.kube.start(stack)
         else:
             await self._start_pool(stack, serving)
-        tls = ServerTls.from_directory(config.ext_proc.tls.cert_dir) if config.ext_proc.tls else None
+        tls = self._tls("ext-proc-certificate", config.ext_proc.tls, "h2")
         budget = self._budget = ByteBudget(_buffered(config), loop.time)
         show_budget(serving.registry, budget)
         self._watch_troubles(budget)
@@ -173,6 +173,14 @@ class Live:
             self.kube = Kube(config.kubernetes, self._endpoint, defined, self._set_ready, pool.kube, port)
             await self.kube.start(stack)
         await pool.settle(stack)
+
+    def _tls(self, what: str, settings: Tls | None, protocol: str) -> ServerTls | None:
+        """The certificate of a port, and a trouble while its newest files cannot be used."""
+        if settings is None:
+            return None
+        tls, now = ServerTls.from_directory(settings.cert_dir, protocol=protocol), asyncio.get_running_loop().time
+        self.serving.troubles.watch(what, lambda: tls.trouble(now()))
+        return tls
 
     def _watch_troubles(self, budget: ByteBudget) -> None:
         troubles = self.serving.troubles
@@ -248,7 +256,7 @@ class Live:
             port=settings.port,
             debug=settings.debug,
             access=admin_access(settings.hosts, settings.token_file),
-            tls=ServerTls.from_directory(settings.tls.cert_dir, protocol="http/1.1") if settings.tls else None,
+            tls=self._tls("admin-certificate", settings.tls, "http/1.1"),
             metrics=(settings.metrics_host or settings.host, settings.metrics_port) if settings.metrics_port else None,
             on_error=lambda page, error: log.error("an admin page failed", exc=error, page=page),
             pools=serving.pages if isinstance(serving, LivePools) else None,
@@ -298,7 +306,7 @@ class Live:
             "policy": config.policy.name,
             "endpoints": self.serving.endpoints,
             "ext_proc": host_port(config.ext_proc.host, config.ext_proc.port),
-            "admin": f"http://{host_port(config.admin.host, self.admin.port)}/",
+            "admin": f"http{'s' if config.admin.tls else ''}://{host_port(config.admin.host, self.admin.port)}/",
         }
         if config.gateway.mode == "embedded":
             places["gateway"] = f"http://{host_port(config.gateway.host, config.gateway.port)}/"
