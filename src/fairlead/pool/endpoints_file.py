@@ -189,6 +189,11 @@ class EndpointSet:
             if entry.host == host and not entry.literal:
                 self._bring_up(entry)
 
+    @property
+    def problem(self) -> str:
+        """A name that cannot be resolved, and why; empty = there is none."""
+        return next((f"cannot resolve {host}: {reason}" for host, reason in self._failing.items()), "")
+
 
 _EMPTY = "endpoints.allowEmpty: true takes them away"
 
@@ -215,7 +220,7 @@ class EndpointsFile:
         self._set = EndpointSet(feed, report, resolver=resolver, resolve_s=resolve_s)
         self._watched = WatchedFiles(lambda: [str(self._path)], self._load, poll_s, "endpoints")
         self._text: bytes | None = None
-        self._complaint = ""
+        self._complaint = self._unusable = ""
         #: The file was read and parsed at least once.
         self.loaded = False
 
@@ -238,6 +243,11 @@ class EndpointsFile:
         """The endpoints that are up."""
         return self._set.endpoints
 
+    @property
+    def problem(self) -> str:
+        """What of the file is not in force, and why; empty = all of it is."""
+        return self._complaint or self._unusable or self._set.problem
+
     async def _load(self) -> Listing | None:
         """Read the file and apply it if it has changed. `None` = it could not be read, or is unchanged."""
         try:
@@ -251,9 +261,12 @@ class EndpointsFile:
         self._text = text
         listing = parse_endpoints_text(text)
         self.loaded = self.loaded or listing.ok
+        self._unusable = str(listing.problems[0]) if listing.problems else ""
         if self.endpoints and not (listing.entries or listing.problems or self._allow_empty):
             known = len(self.endpoints)
-            self._report(Problem("", 0, f"{self._path} is empty: its {known} endpoints stay", _EMPTY))
+            problem = Problem("", 0, f"{self._path} is empty: its {known} endpoints stay", _EMPTY)
+            self._unusable = str(problem)
+            self._report(problem)
             return listing
         self._set.apply(listing)
         return listing
@@ -272,10 +285,10 @@ class EndpointsFile:
 
 async def follow_endpoints(
     stack: AsyncExitStack, source: EndpointSource, feed: Feed, report: Report
-) -> EndpointSet | None:
+) -> EndpointSet | EndpointsFile:
     """Feed the present endpoints, and all changes while `stack` is open.
 
-    Returns the set of the list in the configuration, to which another list can be applied; `None` for a file.
+    Returns the set of the list in the configuration, to which another list can be applied, or the file.
     Raises `ConfigError` if the file cannot be read or parsed at the start.
     """
     if not source.file:
@@ -289,4 +302,4 @@ async def follow_endpoints(
     problems = await files.start()
     if not files.loaded:
         raise ConfigError("; ".join(str(problem) for problem in problems), "$.endpoints.file", source.file)
-    return None
+    return files

@@ -119,6 +119,7 @@ async def test_a_list_that_becomes_empty_is_believed_only_if_that_is_allowed(
     path.write_text(text)
     await heard.until(lambda: heard.problems)
     assert heard.problems == [f"{path} is empty: its 2 endpoints stay (endpoints.allowEmpty: true takes them away)"]
+    assert (careful.problem, believing.problem) == (heard.problems[0], "")
     assert [one.id for one in careful.endpoints] == ["default/a", "default/b"]
     await heard.until(lambda: not believing.endpoints)
     assert sorted(heard.take()) == ["down a", "down b"]
@@ -162,8 +163,10 @@ async def test_broken_text_keeps_everything(tmp_path: Path, heard: Heard, follow
     await heard.until(lambda: heard.problems)
     assert heard.problems == ["line 1: not valid YAML: did not find expected node content"]
     assert (heard.events, len(follower.endpoints)) == ([], 1)
+    assert follower.problem == heard.problems[0]
     path.write_text(text_of(("b", "10.0.0.2")))
     await heard.until(lambda: len(heard.events) == 2)
+    assert follower.problem == ""
     assert heard.take() == ["down a", "up b 10.0.0.2:80"]
 
 
@@ -180,6 +183,7 @@ async def test_a_wrong_entry_keeps_its_last_state(tmp_path: Path, heard: Heard, 
         "line 2, $.endpoints[0].address: '10.0.0.999' is neither an IP address nor a host name",
     ]
     assert [one.address for one in follower.endpoints] == ["10.0.0.1:80", "10.0.0.8:80"]
+    assert follower.problem == heard.problems[0]
 
 
 async def test_a_nameless_wrong_entry_takes_nothing_down(tmp_path: Path, heard: Heard, follow: Follow) -> None:
@@ -199,9 +203,10 @@ async def test_a_file_that_goes_away_keeps_everything(tmp_path: Path, heard: Hea
     await follower.start()
     path.unlink()
     await heard.until(lambda: heard.problems)
-    assert heard.problems == [f"cannot read {path}: No such file or directory"]
+    assert heard.problems == [f"cannot read {path}: No such file or directory"] == [follower.problem]
     path.write_text(text_of(("a", "10.0.0.2")))
     await heard.until(lambda: len(heard.events) == 2)
+    assert follower.problem == ""
     assert heard.take() == ["up a 10.0.0.1:80", "up a 10.0.0.2:80"]
 
 
@@ -316,9 +321,10 @@ async def test_a_name_that_fails_is_tried_again_and_reported_once(
     await endpoints.start()
     while names.asked < 4:
         await asyncio.sleep(0.01)
-    assert heard.problems == ["cannot resolve model: Name or service not known"]
+    assert heard.problems == ["cannot resolve model: Name or service not known"] == [endpoints.problem]
     names.known["model"] = ["10.0.0.1"]
     await heard.until(lambda: heard.events)
+    assert endpoints.problem == ""
     del names.known["model"]
     await heard.until(lambda: len(heard.problems) == 2)
     assert (heard.events, endpoints.endpoints) == (
@@ -327,6 +333,7 @@ async def test_a_name_that_fails_is_tried_again_and_reported_once(
     )
     endpoints.apply(listing())
     assert heard.events == ["up a 10.0.0.1:80", "down a"]
+    assert endpoints.problem == ""
     await endpoints.close()
 
 

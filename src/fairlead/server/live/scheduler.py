@@ -26,7 +26,7 @@ from fairlead.gateway.health import HealthService
 from fairlead.gateway.memory import FEW_FILES, memory_limit, raise_file_limit
 from fairlead.gateway.server import Server
 from fairlead.gateway.tls import ServerTls
-from fairlead.pool.endpoints_file import EndpointSet, follow_endpoints
+from fairlead.pool.endpoints_file import EndpointSet, EndpointsFile, follow_endpoints
 from fairlead.server.admin import Admin, admin_access
 from fairlead.server.config_file import ConfigFile
 from fairlead.server.external_scaler import ExternalScaler
@@ -71,7 +71,7 @@ class Live:
         self.serving: PoolScheduler | LivePools
         self.kube: KubeLink | None = None
         self.health = HealthService()
-        self._listed: EndpointSet | None = None
+        self._listed: EndpointSet | EndpointsFile | None = None
 
     def stop(self) -> None:
         self._stopping.set()
@@ -160,7 +160,8 @@ class Live:
     async def _start_pool(self, stack: contextlib.AsyncExitStack, pool: PoolScheduler) -> None:
         config = self.config
         await pool.start(stack)
-        self._listed = await follow_endpoints(stack, config.endpoints, self._endpoint, self._file_problem)
+        listed = self._listed = await follow_endpoints(stack, config.endpoints, self._endpoint, self._file_problem)
+        pool.troubles.watch("endpoints", lambda: listed.problem)
         for keys in self._keys:
             stack.push_async_callback(keys.close)
             await keys.start()
@@ -210,7 +211,7 @@ class Live:
         self._budget.resize(_buffered(config))
         if any(path.startswith("$.log") for path in changes.paths):
             setup_log(config.log.level, config.log.format)
-        if changes.endpoints and self._listed is not None:
+        if changes.endpoints and isinstance(self._listed, EndpointSet):
             self._listed.apply(Listing(config.endpoints.static))
         log.info("applied a configuration change", file=config.source, applied=" ".join(changes.paths))
         _log_notes(config)
