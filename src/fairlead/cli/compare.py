@@ -244,17 +244,13 @@ def compare(
 
     Writes results.json, plots and a self-contained report.html. An interrupted run resumes when it is started again.
     """
+    with exits(WRONG_INPUT, ValueError):
+        simulated = {"-w": workload, "--seeds": seeds > 1, "--speeds": speeds, "--prefill": prefill, "--fresh": fresh}
+        simulated |= {"--cluster": cluster, "--json": as_json}
+        _check_options(against, simulated, {"--journal": journal, "--fail-if": fail_if})
     if against is not None:
-        ignored = {
-            "-w": workload, "--seeds": seeds > 1, "--speeds": speeds, "--prefill": prefill, "--json": as_json,
-            "--cluster": cluster, "--fresh": fresh,
-        }  # fmt: skip
-        with exits(WRONG_INPUT, ValueError):
-            _refuse(ignored, "with --against")
         gate(against, journal, policy or [], fail_if or [], load=load, servers=replicas, engine=engine, head=requests)
         return
-    with exits(WRONG_INPUT, ValueError):
-        _refuse({"--journal": journal, "--fail-if": fail_if}, "without --against JOURNAL")
     from fairlead.lab.simulator.build import ScenarioSpec
     from fairlead.lab.simulator.grid import run_grid
     from fairlead.lab.simulator.report import print_comparison, write_report
@@ -283,10 +279,12 @@ def compare(
     end_with_errors(results)
 
 
-def _refuse(options: Mapping[str, object], where: str) -> None:
-    """Raise `ValueError` if one of these options, which would have no effect, was given."""
-    given = [name for name, value in options.items() if value]
+def _check_options(against: Path | None, simulated: Mapping[str, object], gated: Mapping[str, object]) -> None:
+    """Raise `ValueError` for an option that was given and has no effect: one of `simulated` with --against, one of
+    `gated` without."""
+    given = [name for name, value in (gated if against is None else simulated).items() if value]
     if given:
+        where = "without --against JOURNAL" if against is None else "with --against"
         raise ValueError(f"{' and '.join(given)} {'has' if len(given) == 1 else 'have'} no effect {where}")
 
 
