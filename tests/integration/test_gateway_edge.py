@@ -346,6 +346,27 @@ async def test_large_uploads_arrive_as_they_were_sent() -> None:
     assert list(large.values()) == [4]
 
 
+# ---- protocols ----
+
+
+async def test_clients_of_http_1_0_are_served() -> None:
+    """nginx speaks it toward upstreams by default, without a host if the client names none."""
+    async with edge() as at:
+        for size in (5, MB):
+            reader, writer = await at.connect()
+            head = f"POST {CHAT} HTTP/1.0\r\nconnection: keep-alive\r\ncontent-length: {size}\r\n\r\n"
+            async with asyncio.timeout(30):
+                for kept in (head, head.replace("keep-alive", "close")):
+                    writer.write(kept.encode() + bytes(size))
+                    answer = (await reader.readuntil(b"\r\n\r\n")).decode()
+                    assert answer.startswith("HTTP/1.0 200 ") and "chunked" not in answer
+                    length = int(re.search(r"content-length: (\d+)", answer)[1])  # type: ignore[index]
+                    sent = json.loads(await reader.readexactly(length))
+                    assert sent["size"] == size and sent["headers"]["host"] == "localhost"
+                assert await reader.read() == b""
+            writer.close()
+
+
 # ---- keys ----
 
 
