@@ -365,6 +365,27 @@ async def raw(world_: World, request: bytes, *more: bytes) -> bytes:
     return answer
 
 
+#: Requests that Envoy cannot parse, and its answer's status.
+UNPARSEABLE = {
+    b"FOO / HTTP/1.1\r\nhost: a\r\n\r\n": 400,
+    b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n": 400,
+    b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: x\r\n\r\n": 501,
+    b"GET / HTTP/1.1\r\nhost: a\r\nx: %b\r\n\r\n" % (b"y" * 70_000): 431,
+}
+
+
+@pytest.mark.parametrize("mode", ["whole", "buffered"])
+async def test_the_scheduler_is_not_asked_about_envoys_answer_to_what_cannot_be_parsed(mode: str) -> None:
+    """It was, and its answer came after the end of the connection: the client got no body."""
+    async with world(request_mode=mode) as w:
+        for request, status in UNPARSEABLE.items():
+            answer = await raw(w, request)
+            assert answer.startswith(b"HTTP/1.1 %d " % status)
+        assert w.picker.messages == []
+        for body in (b"", b"x", bytes(600_000)):
+            assert (await w.post(body=body)).json()["at"] == w.picker.destination
+
+
 @pytest.mark.parametrize(("share", "reason"), [(1.0, "memory"), (0.25, "address")])
 async def test_the_log_tells_whose_uploads_were_ended(share: float, reason: str) -> None:
     async with world(receive_idle=0.4, max_heap=128 << 20, upload_share=share) as w:

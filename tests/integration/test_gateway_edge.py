@@ -367,6 +367,33 @@ async def test_clients_of_http_1_0_are_served() -> None:
             writer.close()
 
 
+#: Requests that Envoy itself refuses, and what its answer says.
+REFUSED = (
+    ("FOO /health HTTP/1.1\r\nhost: a\r\n", 400, "Bad Request"),
+    ("POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n", 400, "Bad Request"),
+    ("POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: x\r\n", 501, "Not Implemented"),
+    (f"GET / HTTP/1.1\r\nhost: a\r\nx: {'y' * 70_000}\r\n", 431, "Request Header Fields Too Large"),
+    ("GET /v1/models HTTP/1.1\r\n", 400, "no host header"),
+    ("GET /v1/models#x HTTP/1.1\r\nhost: a\r\n", 400, "#"),
+    ("GET /v1/models%00 HTTP/1.1\r\nhost: a\r\n", 400, "%00"),
+    ("GET / HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: x\r\n", 403, "WebSocket"),
+    ("CONNECT a:443 HTTP/1.1\r\nhost: a:443\r\n", 405, "CONNECT"),
+)
+
+
+async def test_envoys_own_refusals_say_why() -> None:
+    async with edge() as at, asyncio.timeout(30):
+        for request, status, message in REFUSED:
+            reader, writer = await at.connect()
+            writer.write(request.encode() + b"\r\n")
+            answer = (await reader.readuntil(b"\r\n\r\n")).decode()
+            length = int(re.search(r"content-length: (\d+)", answer)[1])  # type: ignore[index]
+            error = json.loads(await reader.readexactly(length))["error"]
+            writer.close()
+            assert answer.startswith(f"HTTP/1.1 {status} ")
+            assert message in error["message"] and error["code"] == status
+
+
 # ---- keys ----
 
 

@@ -126,6 +126,8 @@ def foreign(bootstrap: Json) -> Json:
     """Make it a gateway of somebody else, which knows nothing of us but the protocol. Returns it."""
     manager = connection_manager(bootstrap)
     manager.pop("early_header_mutation_extensions")
+    for entry in manager["http_filters"]:
+        entry.pop("disabled", None)
     config = ext_proc_filter(bootstrap)
     config.pop("forward_rules", None)
     config["failure_mode_allow"] = False

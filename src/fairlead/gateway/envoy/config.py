@@ -159,7 +159,7 @@ _ASK_AGAIN = {
 
 def http_filters(options: Options) -> list[Json]:
     """The filters for ordinary requests."""
-    filters = [_received(), _ext_proc(options, "BUFFERED"), router()]
+    filters = [_received(), {**_ext_proc(options, "BUFFERED"), "disabled": True}, router()]
     if options.request_mode == "whole":
         buffer = {
             "name": "envoy.filters.http.buffer",
@@ -170,7 +170,8 @@ def http_filters(options: Options) -> list[Json]:
         # 1.40): the bytes after the first would be read as its next request. A second buffer makes the router see each
         # body once.
         buffer_again = {**buffer, "name": "envoy.filters.http.buffer.again"}
-        filters = [buffer, _received(), _ext_proc(options, "STREAMED"), buffer_again, router()]
+        scheduled = {**_ext_proc(options, "STREAMED"), "disabled": True}
+        filters = [buffer, _received(), scheduled, buffer_again, router()]
     return filters
 
 

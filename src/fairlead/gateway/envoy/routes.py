@@ -77,6 +77,9 @@ _NO_BODY = {
 }
 _FILTER = "type.googleapis.com/envoy.config.route.v3.FilterConfig"
 _OFF, _ON = {"@type": _FILTER, "disabled": True}, {"@type": _FILTER, "config": {}}
+#: Only these routes ask the scheduler. A request that Envoy cannot parse has no route. Envoy would show the body of its
+#: own answer to the scheduler, and end the connection before the scheduler passes it.
+_SCHEDULED = {"envoy.filters.http.ext_proc": _ON}
 
 
 def _before(options: Options, outside: bool, without_body: Json) -> Iterator[Json]:
@@ -93,16 +96,18 @@ def _before(options: Options, outside: bool, without_body: Json) -> Iterator[Jso
         none = [{"name": name, "present_match": False} for name in ("content-length", CHUNKED)]
         if options.asks_for_keys or options.jwt:
             get = {"name": ":method", "string_match": {"exact": "GET"}}
-            unasked = {**dict.fromkeys((JWT, KEYS, NAMED), _OFF), RECEIVING[0]: _NO_BODY}
+            unasked = {**_SCHEDULED, **dict.fromkeys((JWT, KEYS, NAMED), _OFF), RECEIVING[0]: _NO_BODY}
             probe = {"match": {"path": _HEALTH, "headers": [get, *none]}, "typed_per_filter_config": unasked}
             yield {**without_body, **probe}
-        yield {**without_body, "match": {**allowed, "headers": [no_post, *none]}}
+        no_body = {"match": {**allowed, "headers": [no_post, *none]}, "typed_per_filter_config": _SCHEDULED}
+        yield {**without_body, **no_body}
     least = 0
     for most, total in TOTAL:
-        yield {"match": {**allowed, "headers": [_length(least, most)]}, "route": _receiving(options, total)}
+        match = {**allowed, "headers": [_length(least, most)]}
+        yield {"match": match, "route": _receiving(options, total), "typed_per_filter_config": _SCHEDULED}
         least = most
-    bounded = {"typed_per_filter_config": {BOUND: _ON}} if outside and bound(options, outside) else {}
-    yield {"match": allowed, "route": _receiving(options, TOTAL_REST), **bounded}
+    filters = {**_SCHEDULED, BOUND: _ON} if outside and bound(options, outside) else _SCHEDULED
+    yield {"match": allowed, "route": _receiving(options, TOTAL_REST), "typed_per_filter_config": filters}
     text = "this gateway does not pass this path on; gateway.paths of its configuration names further ones"
     refused = {"status": 404, "body": {"inline_string": text}}
     yield {"match": {"prefix": "/"}, "direct_response": refused, "typed_per_filter_config": unread}
@@ -137,8 +142,17 @@ _NOT_BEGUN = "connect-failure,refused-stream"
 _REPEATABLE_BODY = 1 << 20
 #: Refusals of the scheduler have response-code details with this prefix. They already have the right form.
 _OURS = "fairlead"
-#: Replaces Envoy's text for a request that passed the filters for keys and tokens.
-_UNNAMED = "the token names no tenant: its issuer has to add the claim that this gateway is configured to read"
+#: The beginning of Envoy's reason -> status, and the text in place of Envoy's, which is empty or says nothing. Requests
+#: that `rbac_` denies passed the filters for keys and tokens.
+_TEXTS = {
+    "rbac_": (
+        403,
+        "the token names no tenant: its issuer has to add the claim that this gateway is configured to read",
+    ),
+    "missing_host_header": (400, "the request has no host header"),
+    "path_normalization_failed": (400, "the path contains # or %00, or cannot be normalized"),
+    "upgrade_failed": (403, "this gateway upgrades connections to WebSocket only"),
+}
 
 
 def route_config(options: Options, outside: bool = True) -> Json:
@@ -195,7 +209,8 @@ def _routes(options: Options, outside: bool) -> list[Json]:
         "match": {"prefix": "/", "dynamic_metadata": [*chosen, _present(REWRITTEN)]},
         "response_headers_to_remove": ["content-length"],
     }
-    refused: Json = {"match": {"connect_matcher": {}}, "direct_response": {"status": 405}}
+    text = {"inline_string": "this gateway is no proxy for CONNECT"}
+    refused: Json = {"match": {"connect_matcher": {}}, "direct_response": {"status": 405, "body": text}}
     repeated = partial(_repeated, hedge=options.retry == "hedge")
     # A gRPC message never contains a model server's name, so nothing is rewritten there.
     grpc = [
@@ -257,8 +272,10 @@ def _replies(
     body: Callable[[str], Json], types: Mapping[int, str], fallback_type: str, path: str = ""
 ) -> Iterator[Json]:
     """Errors in one format, for requests with this path prefix. `fallback_type`: the type for any other status."""
-    denied = {"filter": _all_of(_status(403), *_under(path), _details("startsWith('rbac_')"))}
-    yield {**denied, "body": {"inline_string": _UNNAMED}, "body_format_override": body(types[403])}
+    for reason, (status, text) in _TEXTS.items():
+        denied = {"filter": _all_of(_status(status), *_under(path), _details(f"startsWith('{reason}')"))}
+        form = body(types.get(status, fallback_type))
+        yield {**denied, "body": {"inline_string": text}, "body_format_override": form}
     for status in (401, 403, 404, 408, 413, 429, 503, 504):
         mapper: Json = {"filter": _all_of(_status(status), *_under(path), _not_ours())}
         mapper["body_format_override"] = body(types.get(status, fallback_type))
