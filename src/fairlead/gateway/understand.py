@@ -67,7 +67,7 @@ class HintReader:
         selection = first(headers, self._selection, limit=65536) if self._selection else ""
         return ClientHints(
             session=first(headers, self._session),
-            fairness_id=first(headers, self._fairness),
+            fairness_id=_text(first(headers, self._fairness)),
             objective=_text(first(headers, self._objective)),
             rewrite=_text(first(headers, self._rewrite)),
             slo_ttft_ms=_milliseconds(first(headers, self._ttft)),

@@ -56,6 +56,7 @@ def test_the_current_name_wins_over_the_older() -> None:
 def test_names_may_be_utf8() -> None:
     value = "日本".encode().decode("latin-1")
     assert HintReader().read({"x-llm-d-model-name-rewrite": value}).rewrite == "日本"
+    assert HintReader().read({"x-llm-d-inference-fairness-id": value}).fairness_id == "日本"
     assert HintReader().read({"x-llm-d-model-name-rewrite": " \xff "}).rewrite == "\xff"
 
 
