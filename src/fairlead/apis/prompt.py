@@ -79,10 +79,12 @@ MEDIA_BYTES = 4200
 
 #: The type of a part as OpenAI's, vLLM's and Anthropic's APIs name it. Text cannot match: its quotes are escaped.
 _PART = re.compile(
-    rb'"type"[ \t\r\n]*:[ \t\r\n]*"(?:input_)?(?:image|audio|video|file|document)(?:_url|_pil|_embeds)?"'
+    rb'"type"[ \t\r\n]*:[ \t\r\n]*"(?:computer_screenshot|'
+    rb'(?:input_)?(?:image|audio|video|file|document)(?:_url|_pil|_embeds)?)"'
 )
-#: Where inline data begins: a data URL, or the member `data` (`input_audio`, Anthropic's `source`).
-_INLINE = re.compile(rb';base64,|"data"[ \t\r\n]*:[ \t\r\n]*"')
+#: Where inline data begins: a data URL, or one of the members `data` (`input_audio`, Anthropic's `source`), `file_data`
+#: and vLLM's embeddings.
+_INLINE = re.compile(rb';base64,|"(?:(?:file_)?data|(?:image|audio|video)_embeds)"[ \t\r\n]*:[ \t\r\n]*"')
 #: The beginning of inline data. Shorter data is left in the size: it hardly matters.
 _BASE64 = re.compile(rb"[A-Za-z0-9+/=_\\-]{256}")
 

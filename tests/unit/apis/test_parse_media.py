@@ -15,7 +15,7 @@ def messages(*parts: Any) -> memoryview:
     "kind",
     [
         "image_url", "video_url", "audio_url", "input_audio", "input_image", "input_file", "image", "document", "file",
-        "image_pil", "image_embeds", "video",
+        "image_pil", "image_embeds", "audio_embeds", "video", "computer_screenshot",
     ],
 )  # fmt: skip
 def test_parts_that_are_media(kind: str) -> None:
@@ -43,9 +43,13 @@ def test_inline_data_do_not_count_by_length() -> None:
     url = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 5000}}
     sound = {"type": "input_audio", "input_audio": {"data": "B" * 7000, "format": "wav"}}
     link = {"type": "image_url", "image_url": {"url": "https://x/y.png"}}
+    embeds = {"type": "image_embeds", "image_embeds": {"image_embeds": "C" * 4000}}
+    voice = {"type": "audio_embeds", "audio_embeds": "D" * 3000}
+    file = {"type": "input_file", "file_data": "E" * 2000}
+    screen = {"type": "computer_screenshot", "image_url": "data:image/png;base64," + "F" * 1000}
     bare = {"type": "text", "text": "t" * 5000}
-    view = messages(url, sound, link, bare)
-    assert text_size(view, media_items(view)) == len(view) - 12_000 + 3 * MEDIA_BYTES
+    view = messages(url, sound, link, embeds, voice, file, screen, bare)
+    assert text_size(view, media_items(view)) == len(view) - 22_000 + 7 * MEDIA_BYTES
     assert text_size(view, 0) == len(view)
 
 
