@@ -41,7 +41,7 @@ class ResponseWatch:
     def headers(self, headers: Mapping[str, str]) -> None:
         status = headers.get(":status", "")
         self._status = int(status) if len(status) == 3 and status.isascii() and status.isdigit() else 0
-        kind = headers.get("content-type", "")
+        kind = headers.get("content-type", "").lower()
         self.is_sse = kind.startswith("text/event-stream")
         self._scanner = scanner_for(kind, headers.get("content-encoding", ""), self._request.api)
 
@@ -111,7 +111,7 @@ class Renaming:
 
     def headers(self, headers: Mapping[str, str]) -> bytes:
         """The answer to the response headers."""
-        kind = headers.get("content-type", "")
+        kind = headers.get("content-type", "").lower()
         stream = kind.startswith("text/event-stream")
         if "content-encoding" in headers or not (stream or "json" in kind):
             self._renamer = None

@@ -4,8 +4,9 @@ from types import ModuleType
 
 import pytest
 
+from fairlead.core.request import Request
 from fairlead.gateway.ext_proc import CONTINUE, BodyMode, Kind
-from fairlead.gateway.response import Renaming
+from fairlead.gateway.response import Renaming, ResponseWatch
 
 JSON = {"content-type": "application/json"}
 SSE = {"content-type": "text/event-stream; charset=utf-8"}
@@ -31,9 +32,13 @@ def test_a_response_with_headers_loses_its_length(pb: ModuleType, mode: BodyMode
     assert bodies(pb, renaming.chunk(BODY, True)) == [BODY.replace(b"target", b"shown")]
 
 
-def test_a_stream_shows_in_its_headers(pb: ModuleType) -> None:
+@pytest.mark.parametrize("headers", [SSE, {"content-type": "Text/Event-Stream"}])
+def test_a_stream_shows_in_its_headers(pb: ModuleType, headers: dict[str, str]) -> None:
+    watch = ResponseWatch(Request(1, 0.0))
+    watch.headers(headers)
+    assert watch.is_sse
     renaming = Renaming("target", "shown", BodyMode.STREAMED, stream=False, resizable=False)
-    renaming.headers(SSE)
+    renaming.headers(headers)
     assert bodies(pb, renaming.chunk(b"data: " + BODY, False)) == [b"data: " + BODY.replace(b"target", b"shown")]
 
 
