@@ -297,12 +297,15 @@ async def test_without_the_scheduler_the_pool_is_served_and_followed() -> None:
                 await asyncio.sleep(0.02)
         assert answer.status == 503 and answer.json()["error"]["type"] == "Service Unavailable"  # type: ignore[index]
         assert answer.headers["retry-after"] == "1"
-        other = await w.post("/v1/messages?beta=true")
-        assert (other.status, other.headers["retry-after"]) == (503, "1")
-        assert other.json() == {
-            "type": "error",
-            "error": {"type": "overloaded_error", "message": "no healthy upstream"},
-        }
+        for path in ("/v1/messages?beta=true", "/anthropic/v1/messages", "/a/b/v1/messages/count_tokens"):
+            other = await w.post(path)
+            assert (other.status, other.headers["retry-after"]) == (503, "1")
+            assert other.json() == {
+                "type": "error",
+                "error": {"type": "overloaded_error", "message": "no healthy upstream"},
+            }
+        for path in ("/v1/messagesx", "/?to=/v1/messages"):
+            assert "type" not in (await w.post(path)).json()
 
 
 async def test_a_hung_scheduler_costs_its_timeout_and_no_request() -> None:

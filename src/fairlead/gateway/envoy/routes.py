@@ -264,14 +264,14 @@ def _present(key: str, namespace: str = LB_NAMESPACE) -> Json:
 
 def local_replies() -> Json:
     """Envoy's own errors in the format of the OpenAI APIs, or of the Anthropic API by its path."""
-    anthropic = _replies(_anthropic_body, ANTHROPIC_TYPES, "api_error", "/v1/messages")
+    anthropic = _replies(_anthropic_body, ANTHROPIC_TYPES, "api_error", "[^?]*/v1/messages([/?].*)?")
     return {"mappers": [*anthropic, *_replies(_body, TYPES, "GatewayError")]}
 
 
 def _replies(
     body: Callable[[str], Json], types: Mapping[int, str], fallback_type: str, path: str = ""
 ) -> Iterator[Json]:
-    """Errors in one format, for requests with this path prefix. `fallback_type`: the type for any other status."""
+    """Errors in one format, for requests whose path matches this expression. `fallback_type`: for any other status."""
     for reason, (status, text) in _TEXTS.items():
         denied = {"filter": _all_of(_status(status), *_under(path), _details(f"startsWith('{reason}')"))}
         form = body(types.get(status, fallback_type))
@@ -296,7 +296,8 @@ def _anthropic_body(type_: str) -> Json:
 
 
 def _under(path: str) -> list[Json]:
-    return [{"header_filter": {"header": {"name": ":path", "string_match": {"prefix": path}}}}] if path else []
+    match = {"safe_regex": {"regex": path}}
+    return [{"header_filter": {"header": {"name": ":path", "string_match": match}}}] if path else []
 
 
 def _status(status: int) -> Json:
