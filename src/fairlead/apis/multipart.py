@@ -61,18 +61,28 @@ def boundary_of(content_type: str) -> bytes:
     return (match[1] or match[2]).encode("latin-1", "replace") if match else b""
 
 
-def field_span(body: bytes, content_type: str, name: str) -> tuple[int, int] | None:
-    """Offsets (start, end) of a field's text. `None` if there is no such field, or the form cannot be read."""
+def with_field(body: bytes, content_type: str, name: str, text: bytes) -> bytes | None:
+    """The form with another text in a field, which becomes the first part if it is missing. `None` if the form cannot
+    be read, has no parts, or has a file of this name."""
     boundary = boundary_of(content_type)
+    line = b"--" + boundary
     span: tuple[int, int] | None = None
+    begin, is_file = -1, False
     try:
-        for start, end in _parts(body, b"--" + boundary) if boundary else ():
+        for start, end in _parts(body, line) if boundary else ():
+            begin = start if begin < 0 else begin
             blank = body.find(b"\r\n\r\n", start - 2, min(start + _MAX_HEADERS, end + 2))
-            if blank >= 0 and _named(body[start:blank]) == (name, False):
-                span = blank + 4, max(end, blank + 4)
+            part = _named(body[start:blank]) if blank >= 0 else ("", False)
+            if part[0] == name:
+                span, is_file = (blank + 4, max(end, blank + 4)), part[1]
     except ClientError:
         return None
-    return span
+    if begin < 0 or is_file:
+        return None
+    if span is not None:
+        return body[: span[0]] + text + body[span[1] :]
+    head = b'Content-Disposition: form-data; name="%b"\r\n\r\n' % name.encode()
+    return body[:begin] + head + text + b"\r\n" + line + b"\r\n" + body[begin:]
 
 
 def read_form(body: bytes, content_type: str) -> Form | None:

@@ -4,7 +4,7 @@ import json
 import re
 from typing import NamedTuple
 
-from fairlead.apis.multipart import field_span, is_form
+from fairlead.apis.multipart import is_form, with_field
 from fairlead.core.apis import SGLANG
 
 # Finds the model's name in a body. Not on the hot path.
@@ -96,22 +96,19 @@ def _is_key(string: bytes, key: str) -> bool:
 # * JSON: the value of the top-level `model`, a string or null, is replaced. If the key occurs several times, the last
 #   occurrence counts, as for `parse_request`. A body without the key gets it as its first member.
 # * JSON in UTF-16 or UTF-32, which `parse_request` reads too, is converted to UTF-8.
-# * `multipart/form-data`: the text of the field `model` is replaced.
+# * `multipart/form-data`: the text of the field `model` is replaced. Without the field, it becomes the first part.
 
 _QUOTE = 0x22
 _SPACE = b" \t\r\n"
 
 
 def splice_model(body: bytes, name: str, content_type: str = "", api: str = "") -> bytes | None:
-    """The body with `name` as its model; `None` if it has no place for one: not a JSON object, or no such form field.
+    """The body with `name` as its model; `None` if it has no place for one: neither a JSON object nor a form.
 
     `api`: see `core.apis`. SGLang's own API has the adapter in `lora_path`, which counts if no model is named.
     """
     if is_form(content_type):
-        span = field_span(body, content_type, "model")
-        if span is None or any(c in name for c in "\r\n"):
-            return None
-        return body[: span[0]] + name.encode() + body[span[1] :]
+        return None if any(c in name for c in "\r\n") else with_field(body, content_type, "model", name.encode())
     encoding = json.detect_encoding(body)
     if encoding not in ("utf-8", "utf-8-sig"):
         try:

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from fairlead.apis.multipart import field_span
+from fairlead.apis.multipart import read_form
 from fairlead.apis.splice import splice_model
 
 FORM = "multipart/form-data; boundary=BB"
@@ -79,18 +79,30 @@ def test_the_last_field_counts() -> None:
 
 
 @pytest.mark.parametrize(
+    ("before", "after"),
+    [(b"", b""), (b"a preamble\r\n", b""), (b"", b"an epilogue\r\n--BB\r\n")],
+    ids=["plain", "preamble", "epilogue"],
+)
+def test_a_form_without_the_field_gets_it_first(before: bytes, after: bytes) -> None:
+    rest = form(('Content-Disposition: form-data; name="file"; filename="x"', b"\x00\xff"), (field("other"), b"old"))
+    spliced = splice_model(before + rest + after, "néw", FORM)
+    assert spliced == before + form((field("model"), "néw".encode()), end=b"") + rest + after
+    read = read_form(spliced, FORM)
+    assert read is not None and (read.text("model"), read.text("other"), read.files) == ("néw", "old", [2])
+
+
+@pytest.mark.parametrize(
     "body",
     [
-        form((field("other"), b"old")),
         form(('Content-Disposition: form-data; name="model"; filename="x"', b"old")),
         form((field("model"), b"old"), end=b""),
+        form(),
         b"",
         b"--BB",
         b"model=old",
     ],
 )
-def test_form_without_the_field(body: bytes) -> None:
-    assert field_span(body, FORM, "model") is None
+def test_form_without_a_place(body: bytes) -> None:
     assert splice_model(body, "new", FORM) is None
     assert splice_model(body, "new", "multipart/form-data") is None
 
