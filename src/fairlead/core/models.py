@@ -318,12 +318,13 @@ class Catalogue:
 
     @property
     def listed(self) -> list[Listed]:
-        """Models that clients may ask for, sorted by name. Empty (not known) while no InferenceModel is defined."""
+        """Models that clients may ask for, sorted by name; not the reserved ones, which have no target with a weight.
+        Empty (not known) while no InferenceModel is defined."""
         if not self._names:
             return []
         names = {name: Listed(name, entry.created) for name, entry in self._names.items()}
         names.update({name: Listed(name, 0) for name in self._exact if name not in names})
-        return [names[name] for name in sorted(names)]
+        return [names[name] for name in sorted(names) if not self._is_reserved(name)]
 
     def offered(self, served: Iterable[str]) -> list[Listed]:
         """Return `listed`, and the names that endpoints serve (`served`) unless only defined names pass."""
@@ -331,7 +332,11 @@ class Catalogue:
             return self.listed
         names = {name: Listed(name, 0) for name in (*served, *self._exact)}
         names.update({model.name: model for model in self.listed})
-        return [names[name] for name in sorted(names)]
+        return [names[name] for name in sorted(names) if not self._is_reserved(name)]
+
+    def _is_reserved(self, name: str) -> bool:
+        entry = self._exact.get(name) or self._generic or self._names.get(name)
+        return entry is not None and not entry.split.names
 
     def resolve(self, request: Request, rng: Random) -> Resolution | Refusal:
         """Return the resolution of a request, or why it is refused. Draws from `rng` only if a target must be drawn and
@@ -390,7 +395,7 @@ class Catalogue:
     def _offer(self) -> str:
         names = [model.name for model in self.listed]
         more = f" and {len(names) - _SHOWN} more (see GET /v1/models)" if len(names) > _SHOWN else ""
-        return f"Known models: {', '.join(names[:_SHOWN])}{more}."
+        return f"Known models: {', '.join(names[:_SHOWN]) or 'none'}{more}."
 
 
 def _gone(model: str) -> Refusal:

@@ -227,17 +227,18 @@ def models_page(catalogue: Catalogue, headers: Mapping[str, str], served: Served
     if headers.get(":method") != "GET":
         return None
     path = headers.get(":path", "").partition("?")[0]
-    if not (path.startswith(_ONE_MODEL) or api_of(path) == MODELS):
+    _, one_model, wanted = path.rpartition(_ONE_MODEL)
+    if not (one_model or api_of(path) == MODELS):
         return None
     listed = catalogue.listed
     names = served(bool(listed))
     listed = catalogue.offered(names) if names else listed
-    if not listed:
+    if not (listed or catalogue.strict):
         return None
-    if not path.startswith(_ONE_MODEL) or path == _ONE_MODEL:
+    if not (one_model and wanted):
         body = encode({"object": "list", "data": [_shape(candidate) for candidate in listed]})
     else:
-        wanted = unquote(path.removeprefix(_ONE_MODEL))
+        wanted = unquote(wanted)
         model = next((candidate for candidate in listed if candidate.name == wanted), None)
         if model is None:
             return (

@@ -186,6 +186,20 @@ def test_the_oldest_model_of_a_name_counts() -> None:
     assert catalogue.conflicts == [("default/newer", "default/older")]
 
 
+def test_reserved_names_are_not_listed() -> None:
+    none, reserved = Target("x", weight=0), model("reserved", Target("x", weight=0))
+    models, rules = (model("a"), reserved), (rewrite("r", RewriteRule(("b",), (none,)), rule("c", "y")),)
+    catalogue = Catalogue(ModelSet(models, rewrites=rules))
+    assert [one.name for one in catalogue.listed] == ["a", "c"]
+    unknown, refused = ask(catalogue, "nope"), ask(catalogue, "reserved")
+    assert isinstance(unknown, Refusal) and unknown.message.endswith("Known models: a, c.")
+    assert isinstance(refused, Refusal) and refused.status == 404
+    lenient = Catalogue(ModelSet(models, rewrites=rules), LENIENT)
+    assert [one.name for one in lenient.offered(["reserved", "b", "z"])] == ["a", "c", "z"]
+    saved = Catalogue(ModelSet(models, rewrites=(rewrite("r", rule("reserved", "y")),)))
+    assert [one.name for one in saved.listed] == ["a", "reserved"], "the rule comes before the name's own targets"
+
+
 def test_what_is_listed() -> None:
     catalogue = Catalogue(
         ModelSet((model("b", "x", created=9.5), model("a")), rewrites=(rewrite("r", rule("c", "y")),))

@@ -38,7 +38,12 @@ def test_the_list(pb: ModuleType, path: str) -> None:
 
 
 def test_one_model(pb: ModuleType) -> None:
-    for path, name in (("/v1/models/a%2Fb", "a/b"), ("/v1/models/a/b", "a/b"), ("/v1/models/%C3%A9", "é")):
+    for path, name in (
+        ("/v1/models/a%2Fb", "a/b"),
+        ("/v1/models/a/b", "a/b"),
+        ("/v1/models/%C3%A9?x=1", "é"),
+        ("/openai/v1/models/a/b", "a/b"),
+    ):
         found = ask(pb, defined("é", "a/b"), path)
         assert found is not None
         assert (found[0], found[1]["id"]) == (200, name)
@@ -56,6 +61,14 @@ def test_an_unknown_model(pb: ModuleType) -> None:
 )
 def test_other_requests(pb: ModuleType, method: str, path: str) -> None:
     assert ask(pb, defined("a"), path, method) is None
+
+
+def test_reserved_models_do_not_exist(pb: ModuleType) -> None:
+    reserved = InferenceModel(origin=Origin(namespace="n", name="o"), model="r", targets=(Target("x", weight=0),))
+    catalogue = Catalogue(ModelSet((reserved,)))
+    assert ask(pb, catalogue, "/v1/models") == (200, {"object": "list", "data": []})
+    found = ask(pb, catalogue, "/openai/v1/models/r")
+    assert found is not None and found[0] == 404
 
 
 def test_nothing_defined(pb: ModuleType) -> None:
