@@ -9,7 +9,7 @@ from fairlead.lab.stub.connection import Connection
 from fairlead.lab.stub.fields import ApiError
 from fairlead.lab.stub.plans import Plan
 from fairlead.lab.stub.sampling import Stop, chat_logprobs, completion_logprobs
-from fairlead.lab.stub.shapes import DONE, KEEP_ALIVE, ChatShape, CompletionShape, Counts, Parts, Shape, id_list, quoted
+from fairlead.lab.stub.shapes import KEEP_ALIVE, Counts, Parts, Shape, id_list, quoted
 
 REQUEST_HEADER = "endpoint-load-metrics-format"
 
@@ -92,6 +92,11 @@ class Choice:
         first = start // width
         return tk.output(self.request.seed, first, -(-end // width))[start - first * width : end - first * width]
 
+    def full_text(self) -> bytes:
+        """The text from its beginning."""
+        self.shown = 0
+        return self.text(self.request.output, 0)
+
 
 class Generation:
     """A request with all its choices, for a non-streamed answer."""
@@ -102,8 +107,10 @@ class Generation:
         self.host = host
         self.connection = connection
         self.plan = plan
-        make = ChatShape if plan.chat else CompletionShape
-        self.shape: Shape = make(answer_id, created, plan.model, fingerprint)
+        tokens = sum(map(len, plan.prompts)) // tk.TOKEN_BYTES
+        self.shape: Shape = plan.shape(
+            answer_id, created, plan.model, fingerprint, tokens, plan.max_tokens[0], plan.temperature
+        )
         self.choices: list[Choice] = []
         #: Choices that have not ended.
         self.left = 0
@@ -244,7 +251,8 @@ class StreamGeneration(Generation):
         super().__init__(host, connection, plan, answer_id, created, fingerprint)
         #: Whether token events differ only in their text.
         self.plain = not (
-            plan.continuous_usage
+            self.shape.numbered
+            or plan.continuous_usage
             or plan.return_token_ids
             or plan.echo
             or plan.stop_strings is not None
@@ -304,16 +312,19 @@ class StreamGeneration(Generation):
             self.connection.write(data)
             return
         if self.plan.include_usage:
-            data += event(self.shape.usage_event(self.counts(), self.host.details))
+            data += self._each(self.shape.usage_event(self.counts(), self.host.details, self.choices[0].full_text))
         self.end()
-        self.connection.end_stream(data + event(DONE))
+        self.connection.end_stream(data + self._done())
 
     def fail(self, error: ApiError) -> None:
         """Report the error inside the 200 that has already been sent."""
         if not self.over:
             self.end()
-            event = self.connection.event
-            self.connection.end_stream(event(error.event()) + event(DONE))
+            self.connection.end_stream(self.connection.event(error.event()) + self._done())
+
+    def _done(self) -> bytes:
+        # An empty chunk would end the answer.
+        return self.connection.event(self.shape.done) if self.shape.done else b""
 
     # ---------------------------------------------------------------- called by the connection
 
@@ -332,7 +343,11 @@ class StreamGeneration(Generation):
             return b""
         self.started = True
         events = [self.shape.role_event(c.index, self._usage(0), self.prompt_ids(c)) for c in self.choices]
-        return b"".join(self.connection.event(data) for data in events if data)
+        return b"".join(map(self._each, events))
+
+    def _each(self, events: bytes) -> bytes:
+        """Several events, each in a chunk of its own."""
+        return b"".join(self.connection.event(event + b"\n\n") for event in events.split(b"\n\n") if event)
 
     def _token_event(self, choice: Choice, output: int, last: bool = False) -> bytes:
         """The event with the tokens up to `output`, which then count as emitted."""

@@ -16,6 +16,7 @@ from fairlead.lab.stub import fields
 from fairlead.lab.stub.config import StubConfig
 from fairlead.lab.stub.fields import ApiError, Body, bad_value, too_long, unknown_model
 from fairlead.lab.stub.sampling import Sampling, StopStrings, chat_top, check_top, completion_top
+from fairlead.lab.stub.shapes import ChatShape, CompletionShape, MessagesShape, ResponsesShape, Shape
 
 _END = b"<|end|>\n"
 _ANSWER = b"assistant"
@@ -120,6 +121,7 @@ class Plan(Struct, kw_only=True):
     """A checked request: one or more prompts, `n` choices each."""
 
     chat: bool
+    shape: type[Shape]
     model: str
     lora: str
     prompts: list[bytes]
@@ -138,6 +140,7 @@ class Plan(Struct, kw_only=True):
     logprobs: int | None = None
     salt: str = ""
     request_id: str = ""
+    temperature: float = 1.0
 
     def seed(self, prompt: int, choice: int) -> int:
         """The seed of an output: equal prompts get equal output, choice by choice."""
@@ -171,10 +174,10 @@ def plan_completion(body: Body, models: Models, config: StubConfig) -> Plan:
     echo = fields.boolean(body, "echo")
     prompts, counted = prompts_of(body.get("prompt"), config.vocab_size)
     model, lora = models.resolve(options.model)
-    return options.plan(config, prompts, counted, limit, chat=False, model=model, lora=lora, echo=echo)
+    return options.plan(config, prompts, counted, limit, shape=CompletionShape, model=model, lora=lora, echo=echo)
 
 
-def plan_chat(body: Body, models: Models, config: StubConfig) -> Plan:
+def plan_chat(body: Body, models: Models, config: StubConfig, shape: type[Shape] = ChatShape) -> Plan:
     """Plan a request to /v1/chat/completions. Raises `ApiError`."""
     messages = fields.array(body, "messages")
     options = _Options(body)
@@ -182,7 +185,51 @@ def plan_chat(body: Body, models: Models, config: StubConfig) -> Plan:
     limit = fields.integer(body, "max_completion_tokens", fields.integer(body, "max_tokens"))
     model, lora = models.resolve(options.model)
     prompts = [render_chat(messages, body.get("tools"))]
-    return options.plan(config, prompts, False, limit, chat=True, model=model, lora=lora, echo=False)
+    return options.plan(config, prompts, False, limit, shape=shape, model=model, lora=lora, echo=False)
+
+
+#: Fields that the Messages and Responses APIs share with chat.
+_AS_IN_CHAT = ("model", "stream", "temperature", "top_p", "top_k", "tools", "seed", "ignore_eos", "cache_salt")
+
+
+def plan_message(body: Body, models: Models, config: StubConfig) -> Plan:
+    """Plan a request to /v1/messages. Raises `ApiError`."""
+    if "max_tokens" not in body:
+        raise fields.missing(body, "max_tokens")
+    system = [{"role": "system", "content": body["system"]}] if body.get("system") else []
+    messages = [*system, *fields.array(body, "messages")]
+    chat = {"messages": messages, "max_tokens": body["max_tokens"], "stop": body.get("stop_sequences")}
+    return _plan_in_events(body, chat, models, config, MessagesShape)
+
+
+def plan_response(body: Body, models: Models, config: StubConfig) -> Plan:
+    """Plan a request to /v1/responses. Raises `ApiError`."""
+    if "input" not in body:
+        raise fields.missing(body, "input")
+    previous = fields.string(body, "previous_response_id")
+    if previous:  # nothing is stored
+        raise ApiError(f"Response with id '{previous}' not found.", 404)
+    items = body["input"]
+    turns = [{"role": "user", "content": items}] if isinstance(items, str) else fields.array(body, "input")
+    if body.get("instructions"):
+        turns = [{"role": "system", "content": body["instructions"]}, *turns]
+    chat = {"messages": [_turn(item) for item in turns], "max_tokens": body.get("max_output_tokens")}
+    return _plan_in_events(body, chat, models, config, ResponsesShape)
+
+
+def _turn(item: object) -> object:
+    """An item as a message: calls of tools and their results have a type in place of a role."""
+    if isinstance(item, dict) and "role" not in item and "type" in item:
+        return {"role": item["type"], "content": [item]}
+    return item
+
+
+def _plan_in_events(body: Body, chat: Body, models: Models, config: StubConfig, shape: type[Shape]) -> Plan:
+    """The plan of a chat; the end of its stream has events of its own, with the usage."""
+    shared = {name: body[name] for name in _AS_IN_CHAT if name in body}
+    plan = plan_chat({**shared, **chat}, models, config, shape)
+    plan.include_usage, plan.temperature = True, fields.number(body, "temperature", 1.0)
+    return plan
 
 
 class _Options:
@@ -215,7 +262,7 @@ class _Options:
         counted: bool,
         limit: int | None,
         *,
-        chat: bool,
+        shape: type[Shape],
         model: str,
         lora: str,
         echo: bool,
@@ -230,7 +277,8 @@ class _Options:
         likely = sum(min(tokens, 2 * config.natural_output) if stops else tokens for tokens in longest_answers) * self.n
         check_top(self.logprobs, likely)
         return Plan(
-            chat=chat,
+            chat=shape is not CompletionShape,
+            shape=shape,
             model=model,
             lora=lora,
             prompts=prompts,

@@ -17,14 +17,24 @@ from msgspec import Meta, Struct
 from fairlead.apis.engine_metrics import DEFAULT_ENGINE, TRTLLM_PATH
 from fairlead.lab.engine import tokens as tk
 from fairlead.lab.stub import fields
-from fairlead.lab.stub.config import NO_FAULTS, VERSION, changed
+from fairlead.lab.stub.config import NO_FAULTS, VERSION, StubConfig, changed
 from fairlead.lab.stub.connection import Connection, Heads, Held
 from fairlead.lab.stub.exposition import HttpStats, Part
 from fairlead.lab.stub.fields import SCALE_OUT, ApiError, Body
 from fairlead.lab.stub.generation import REQUEST_HEADER
 from fairlead.lab.stub.metrics_page import MetricsPage
 from fairlead.lab.stub.other_pages import OtherPage
-from fairlead.lab.stub.plans import Models, id_tokens, plan_chat, plan_completion, prompts_of, render_chat
+from fairlead.lab.stub.plans import (
+    Models,
+    Plan,
+    id_tokens,
+    plan_chat,
+    plan_completion,
+    plan_message,
+    plan_response,
+    prompts_of,
+    render_chat,
+)
 from fairlead.lab.stub.replica import Replica
 from fairlead.pool.http1 import HttpRequest
 
@@ -279,12 +289,17 @@ def _json(value: object) -> bytes:
 # ---------------------------------------------------------------- generation
 
 
-def _generate(prefix: str, site: "ReplicaServer", connection: Connection, request: HttpRequest) -> None:
+def _generate(
+    prefix: str,
+    make: Callable[[Body, Models, StubConfig], Plan],
+    site: "ReplicaServer",
+    connection: Connection,
+    request: HttpRequest,
+) -> None:
     replica = site.replica
-    make = plan_chat if prefix == "chatcmpl" else plan_completion
     plan = make(_body(request), replica.models, replica.config)
     asked = request.headers.get("x-request-id") or plan.request_id
-    answer_id = f"{prefix}-{asked or format(replica.rng.getrandbits(64), '016x')}"
+    answer_id = f"{prefix}{asked or format(replica.rng.getrandbits(64), '016x')}"
     replica.submit(connection, plan, answer_id, int(site.unix()), request.headers.get(REQUEST_HEADER, ""))
 
 
@@ -454,8 +469,10 @@ _GET, _POST = ("GET",), ("POST",)
 
 #: Path to methods and handler. `_ADAPTERS` exist only on a server that was started with adapters.
 ROUTES: Mapping[str, tuple[tuple[str, ...], Handler]] = {
-    "/v1/completions": (_POST, partial(_generate, "cmpl")),
-    "/v1/chat/completions": (_POST, partial(_generate, "chatcmpl")),
+    "/v1/completions": (_POST, partial(_generate, "cmpl-", plan_completion)),
+    "/v1/chat/completions": (_POST, partial(_generate, "chatcmpl-", plan_chat)),
+    "/v1/messages": (_POST, partial(_generate, "chatcmpl-", plan_message)),
+    "/v1/responses": (_POST, partial(_generate, "resp_", plan_response)),
     "/v1/completions/render": (_POST, scale_out),
     "/v1/chat/completions/render": (_POST, scale_out),
     "/inference/v1/generate": (_POST, scale_out),

@@ -132,5 +132,5 @@ def test_every_event_and_body_is_json_whatever_a_client_called_it(shape):
         usage = json.loads(whole)["usage"]
         assert usage["total_tokens"] == 11
         assert (usage["prompt_tokens_details"] is not None) == details
-        streamed = json.loads(made.usage_event(counts, details)[6:])["usage"]
+        streamed = json.loads(made.usage_event(counts, details, bytes)[6:])["usage"]
         assert ("prompt_tokens_details" in streamed) == details
