@@ -25,6 +25,7 @@ _UNSCHEDULED = r"^cluster\.all_endpoints(_grpc)?\.upstream_rq_total$"
 #: Percentage of the heap limit in use (`Options.max_heap`).
 _HEAP = r"^overload\.envoy\.resource_monitors\.fixed_heap\.pressure$"
 _HEALTHY = r"^cluster\.ext_proc\.membership_healthy$"
+_POOL = r"^cluster\.all_endpoints\.membership_total$"
 #: Seconds to wait for the counters of a gateway that does not answer.
 _PATIENCE = 0.5
 
@@ -90,6 +91,13 @@ class EnvoyAdmin:
             return sum((await self.stats(_HEALTHY)).values()) >= count
         except (TimeoutError, OSError):
             return False
+
+    async def pool_size(self) -> int:
+        """How many endpoints Envoy balances over by itself; 0 if it does not answer."""
+        try:
+            return sum((await self.stats(_POOL)).values())
+        except (TimeoutError, OSError):
+            return 0
 
     async def listens(self) -> bool:
         """Whether clients can connect. False if Envoy does not answer."""

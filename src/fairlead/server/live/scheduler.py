@@ -174,6 +174,14 @@ class Live:
             self.kube = Kube(config.kubernetes, self._endpoint, defined, self._set_ready, pool.kube, port)
             await self.kube.start(stack)
         await pool.settle(stack)
+        if not (pool.endpoints or config.endpoints.allow_empty or config.kubernetes.on) and await self._pool_size():
+            reason = "no endpoints are known here; the gateway goes on with those that it has"
+            log.warning(reason)
+            self._set_ready("endpoints", reason)
+
+    async def _pool_size(self) -> int:
+        """How many endpoints the gateway has: those of a scheduler that died. At the first start it has no more."""
+        return max([await EnvoyAdmin.from_address(where).pool_size() for where in self._gateway], default=0)
 
     def _tls(self, what: str, settings: Tls | None, protocol: str) -> ServerTls | None:
         """The certificate of a port, and a trouble while its newest files cannot be used."""
@@ -238,6 +246,8 @@ class Live:
         self.serving.endpoint(event)
         if self._pool is not None:
             self._pool.changed(event)
+        if isinstance(event, EndpointUp):
+            self._set_ready("endpoints", "")
 
     def _file_problem(self, problem: Any) -> None:
         source = self.config.endpoints.file or self.config.source

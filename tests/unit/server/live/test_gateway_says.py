@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -135,37 +137,72 @@ async def test_whether_it_asks(tmp_path: Path, text: str, asks: bool) -> None:
         await gateway.close()
 
 
-async def test_a_scheduler_is_ready_once_its_gateway_asks_it(tmp_path: Path) -> None:
-    file, collector = tmp_path / "f.yaml", gc.get_threshold()
-    file.write_text(FILE)
-    gateway = Gateway()
-    gateway.text, gateway.listens = HEALTHY.replace("1", "0"), False
-    await gateway.serve(tmp_path / "admin.sock")
-    live = Live(load(file), [str(tmp_path / "admin.sock")])
-    running = asyncio.create_task(live.run())
-
-    async def until(text: str) -> None:
-        async with asyncio.timeout(30), ClientSession() as session:
-            while True:
-                async with session.get(f"http://127.0.0.1:{live.admin.port}/readyz") as answer:
-                    if (await answer.text()).startswith(text):  # then come notes: there is no model server
-                        return
-                await asyncio.sleep(0.01)
-
+@asynccontextmanager
+async def running(file: Path, gateway: Gateway) -> AsyncIterator[Live]:
+    """A scheduler beside this gateway, from when its admin page answers."""
+    collector, socket = gc.get_threshold(), file.with_name("admin.sock")
+    await gateway.serve(socket)
+    live = Live(load(file), [str(socket)])
+    run = asyncio.create_task(live.run())
     try:
         async with asyncio.timeout(30):
-            while not running.done() and live.health.status("") is not ServingStatus.SERVING:
+            while not run.done() and not hasattr(live, "admin"):
                 await asyncio.sleep(0.01)
-        await until("not ready\n- the embedded gateway has not asked yet\n")
-        gateway.text = HEALTHY
-        await asyncio.sleep(0.2)
-        await until("not ready\n- the embedded gateway has not asked yet\n")
-        gateway.listens = True
-        await until("ready\n")
+        yield live
     finally:
         live.stop()
-        await running
+        await run
         await gateway.close()
         # `Live` tunes the collector for a process of its own.
         gc.unfreeze()
         gc.set_threshold(*collector)
+
+
+async def until_ready_page(live: Live, begins: str) -> None:
+    """Wait until `/readyz` begins like that; then come notes, as there is no model server."""
+    async with asyncio.timeout(30), ClientSession() as session:
+        while True:
+            with suppress(OSError):
+                async with session.get(f"http://127.0.0.1:{live.admin.port}/readyz") as answer:
+                    if (await answer.text()).startswith(begins):
+                        return
+            await asyncio.sleep(0.01)
+
+
+async def test_a_scheduler_is_ready_once_its_gateway_asks_it(tmp_path: Path) -> None:
+    file, gateway = tmp_path / "f.yaml", Gateway()
+    file.write_text(FILE)
+    gateway.text, gateway.listens = HEALTHY.replace("1", "0"), False
+    async with running(file, gateway) as live:
+        await until_ready_page(live, "not ready\n- the embedded gateway has not asked yet\n")
+        assert live.health.status("") is ServingStatus.SERVING
+        gateway.text = HEALTHY
+        await asyncio.sleep(0.2)
+        await until_ready_page(live, "not ready\n- the embedded gateway has not asked yet\n")
+        gateway.listens = True
+        await until_ready_page(live, "ready\n")
+
+
+async def test_a_gateway_keeps_its_endpoints_until_its_new_scheduler_knows_some(tmp_path: Path) -> None:
+    file, listed, gateway = tmp_path / "f.yaml", tmp_path / "listed.yaml", Gateway()
+    file.write_text(FILE.replace("['127.0.0.1:1']", f"{{file: '{listed}'}}"))
+    listed.write_text("endpoints: []\n")
+    gateway.text = HEALTHY + "cluster.all_endpoints.membership_total: 3\n"
+    async with running(file, gateway) as live:
+        await until_ready_page(live, "not ready\n- no endpoints are known here; the gateway goes on")
+        assert live.health.status("") is ServingStatus.NOT_SERVING, "requests would be refused"
+        listed.write_text("endpoints: ['127.0.0.1:1']\n")
+        await until_ready_page(live, "ready\n")
+        assert live.health.status("") is ServingStatus.SERVING
+
+
+@pytest.mark.parametrize(("allowed", "size"), [(True, 3), (False, 0)], ids=["allowEmpty", "nobody knows any"])
+async def test_a_pool_that_is_empty_is_served_as_empty(tmp_path: Path, allowed: bool, size: int) -> None:
+    file, listed, gateway = tmp_path / "f.yaml", tmp_path / "listed.yaml", Gateway()
+    source = f"{{file: '{listed}', allowEmpty: {str(allowed).lower()}}}"
+    file.write_text(FILE.replace("['127.0.0.1:1']", source))
+    listed.write_text("endpoints: []\n")
+    gateway.text = f"cluster.all_endpoints.membership_total: {size}\n"
+    async with running(file, gateway) as live:
+        await until_ready_page(live, "not ready\n- no endpoints\n")
+        assert live.health.status("") is ServingStatus.SERVING
