@@ -6,9 +6,10 @@ Rules
 * A block is written when it is large enough or `flush` seconds old. Written blocks survive the process; at most the
   last `flush` seconds are lost with it.
 * A record that cannot be encoded, or a disk that is full or fails, costs those records: they are counted, the journal
-  says where they are missing, and the log reports it once until writing works again.
+  says where they are missing, and the log reports it once until writing works again. The same at the start.
 """
 
+import errno
 import os
 import threading
 import time
@@ -49,6 +50,8 @@ from fairlead.server.journal.records import (
 # * A name has the time and the run: `20261121T101530-3f2a9c01-000000.journal`, so that names sort by age.
 
 SUFFIX = ".journal"
+#: Errors that pass once the disk is well again, with the same configuration.
+_DISK_FAILS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
 #: A segment is at most this part of the limit, so that deleting one leaves most of the journal.
 _LEAST_SEGMENTS = 4
 
@@ -63,7 +66,8 @@ class Full(Exception):
 
 
 class Directory:
-    """The directory of segments. Sizes are in bytes. Raises `OSError` if the disk fails."""
+    """The directory of segments. Sizes are in bytes. Raises `OSError` if it cannot be used; a disk that fails raises
+    only at `begin` and later."""
 
     def __init__(self, path: Path, max_bytes: int, segment_bytes: int, keep_oldest: bool, label: str) -> None:
         self.path = path
@@ -77,9 +81,19 @@ class Directory:
         self.number = 0
         self._sizes: dict[Path, int] = {}
         self._current: Path | None = None
-        path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._lock = lock(path / ".lock", "another scheduler writes its journal there; each needs its own directory")
-        for old in segments(str(path)) or ():
+        self._lock = -1
+        try:
+            self._open()
+        except OSError as error:
+            if error.errno not in _DISK_FAILS:
+                raise
+
+    def _open(self) -> None:
+        """Make the directory, take its lock, and note the segments of former runs."""
+        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        held = "another scheduler writes its journal there; each needs its own directory"
+        self._lock = lock(self.path / ".lock", held)
+        for old in segments(str(self.path)) or ():
             self._sizes[old] = old.stat().st_size
 
     @property
@@ -95,6 +109,8 @@ class Directory:
         """Begin a new segment with this block. Raises `Full`. If the disk fails, no segment is left: readers ignore one
         that has no head."""
         self.close()
+        if self._lock < 0:
+            self._open()
         self._make_room(len(MAGIC) + len(head))
         path = self.path / f"{self._label}-{self.number:06d}{SUFFIX}"
         self._file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -196,8 +212,14 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
 
     def start(self) -> None:
-        """Raises `OSError` if the directory cannot be written."""
-        self.begin()
+        """Raises `OSError` if the directory cannot be used. A disk that fails, or a journal as large as it may be, does
+        not keep the scheduler from starting; `turn` tries again."""
+        try:
+            self.begin()
+        except (OSError, Full) as error:
+            if isinstance(error, OSError) and error.errno not in _DISK_FAILS:
+                raise
+            self._failed(error)
         self._thread.start()
 
     def close(self) -> None:
@@ -305,7 +327,7 @@ class Writer:
             self._head,
             number=self._directory.number,
             scheduling=self._scheduling,
-            chance=self._head.chance if first else None,
+            chance=self._head.chance if first and not self._missing else None,
             endpoints=tuple(self._endpoints.values()),
             models=self._models,
             listed=tuple(self._listed.values()),
@@ -316,14 +338,17 @@ class Writer:
     def _try(self, act: Callable[..., object], *args: Any) -> bool:
         try:
             act(*args)
-        except Full:
-            self._trouble("it is as large as it may be, and writing ends", 0)
-            return False
-        except OSError as error:
-            self._recorder.counts.errors += 1
-            self._trouble(str(error), 0)
+        except (OSError, Full) as error:
+            self._failed(error)
             return False
         return True
+
+    def _failed(self, error: OSError | Full) -> None:
+        if isinstance(error, Full):
+            self._trouble("it is as large as it may be, and writing ends", 0)
+        else:
+            self._recorder.counts.errors += 1
+            self._trouble(str(error), 0)
 
     def _trouble(self, text: str, missing: int) -> None:
         self._missing += missing

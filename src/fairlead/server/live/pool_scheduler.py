@@ -79,6 +79,7 @@ class PoolScheduler:
     async def start(self, stack: AsyncExitStack) -> None:
         """Start all parts; they run until `stack` is closed."""
         config, core = self.config, self.core
+        self._watch_troubles()
         if core.journal is not None:
             core.journal.begin()
             stack.callback(core.journal.close)
@@ -101,7 +102,6 @@ class PoolScheduler:
         await follow_models(
             stack, config.models, lambda model_set: self.defined("files", model_set), self._models_problem
         )
-        self._watch_troubles()
 
     async def settle(self, stack: AsyncExitStack) -> None:
         if self.core.state is not None:

@@ -54,7 +54,7 @@ from fairlead.pool.scrape import Pace, ScrapeOptions, Scraper
 from fairlead.pool.served_models import ServedModels
 from fairlead.server.journal.recorder import RecordedDriver, Recorder, StillClock
 from fairlead.server.journal.records import Segment
-from fairlead.server.journal.writer import Directory, Full, Writer
+from fairlead.server.journal.writer import Directory, Writer
 from fairlead.server.live.choosers import Connections, check_schedulers
 from fairlead.server.live.knowledge import Knowledge, exact_knowledge
 from fairlead.server.live.kv import KvListening
@@ -127,8 +127,6 @@ class LiveJournal:
                 on_trouble=lambda text: log.error("the journal is missing records", path=settings.path, reason=text),
             )
             writer.start()
-        except Full:
-            raise ConfigError(f"{settings.path} holds maxBytes already, and whenFull is stop", "$.journal") from None
         except OSError as error:
             raise ConfigError(f"cannot write to {settings.path}: {error.strerror or error}", "$.journal.path") from None
         self._writer = writer

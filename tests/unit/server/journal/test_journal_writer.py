@@ -1,6 +1,7 @@
 """The writer: never larger than allowed, never waits, loses nothing silently, survives being killed."""
 
 import contextlib
+import errno
 import os
 import signal
 import stat
@@ -9,6 +10,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -182,6 +184,51 @@ def test_a_disk_that_is_full_as_a_segment_begins_leaves_none_without_a_head(
     assert items[-1][0] == "StreamLost" and faults == Faults()
     assert sum(body.records for kind, _, body in items if kind == LOST) == 30
     assert len(list(tmp_path.glob("*.journal"))) == 2
+
+
+@pytest.mark.parametrize("fails", ["open", "write"])
+def test_a_disk_that_is_full_at_the_start_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """Neither its lock nor its first segment can be made."""
+    recorder, reported = Recorder(), list[str]()
+    with monkeypatch.context() as patch:
+
+        def full(*_: Any) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        patch.setattr(writer_module.os, fails, full)
+        directory = Directory(tmp_path, 1 << 20, 1 << 18, False, "t")
+        head = Segment(run="r", chance=Random(1).getstate())
+        writer = Writer(recorder, directory, head, flush_s=0.0, on_trouble=reported.append)
+        writer.start()
+        recorder.take(0.0, EndpointUp(Endpoint("a", "10.0.0.1:80")))
+        for _ in range(500):
+            if recorder.counts.unwritten:
+                break
+            time.sleep(0.01)
+    recorder.take(1.0, StreamLost(1))
+    writer.close()
+    assert reported == ["[Errno 28] No space left on device"]
+    run = one_run(tmp_path)
+    assert [endpoint.id for endpoint in run.head.endpoints] == ["a"]
+    assert run.head.chance is None, "decisions may be missing"
+    assert [kind for kind, _, _ in run.items()] == [LOST, "StreamLost"]
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        Directory(tmp_path / "file", 1 << 20, 1 << 18, False, "t")
+
+
+def test_a_journal_that_is_full_at_the_start_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "19990101-old-000000.journal").write_bytes(b"x" * 50_000)
+    reported: list[str] = []
+    writer = Writer(
+        Recorder(), Directory(tmp_path, 50_000, 20_000, True, "t"), Segment(run="r"), on_trouble=reported.append
+    )
+    writer.start()
+    writer.close()
+    assert reported == ["it is as large as it may be, and writing ends"]
+    assert total(tmp_path) == 50_000
 
 
 def test_a_part_of_a_block_is_skipped_by_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
