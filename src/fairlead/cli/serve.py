@@ -117,8 +117,9 @@ def serve(
 ) -> None:
     """Run the scheduler and, unless the configuration says `gateway: none`, its embedded gateway.
 
-    Logs go to stderr, one event per line. On SIGTERM or Ctrl-C, requests in flight get up to 30 seconds to finish.
-    Options override the configuration. Exit code 2 means that the configuration cannot be used.
+    Logs go to stderr, one event per line. On SIGTERM or Ctrl-C, requests in flight get up to 30 seconds to finish; a
+    second signal cuts them off. Options override the configuration. Exit code 2 means that the configuration cannot be
+    used.
     """
     import json
 

@@ -1,6 +1,7 @@
 """What several parts with tasks and HTTP connections of their own do alike."""
 
 import asyncio
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # who supervises other processes imports as little as it can
@@ -13,6 +14,17 @@ async def cancelled(*tasks: "asyncio.Future[Any] | None") -> None:
     for task in begun:
         task.cancel()
     await asyncio.gather(*begun, return_exceptions=True)
+
+
+async def until_set(event: asyncio.Event, work: Coroutine[Any, Any, object]) -> None:
+    """Do this work, but only until the event is set: then cancel it."""
+    task, cut = asyncio.create_task(work), asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait((task, cut), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+    finally:
+        await cancelled(task, cut)
 
 
 async def read_at_most(body: "StreamReader", most: int, error: Exception) -> bytes:

@@ -18,7 +18,7 @@ from fairlead.core.errors import FairleadError
 from fairlead.gateway.envoy import launcher
 from fairlead.gateway.envoy.admin import EnvoyAdmin
 from fairlead.gateway.envoy.process import GatewayProcess
-from fairlead.pool.aio import cancelled
+from fairlead.pool.aio import cancelled, until_set
 from fairlead.server.observe.log import get, setup
 
 log = get("serve")
@@ -27,6 +27,8 @@ log = get("serve")
 ENDING = signal.SIGUSR1
 #: Seconds that requests in flight get to finish at shutdown.
 DRAIN_SECONDS = 30.0
+#: Seconds that a scheduler gets to end after that, or at a second signal.
+_END_SECONDS = 5.0
 #: Seconds before a dead scheduler is started again; doubled up to the cap while it keeps dying early.
 _BACKOFF_FIRST, _BACKOFF_CAP = 0.1, 5.0
 _HEALTHY_SECONDS = 10.0
@@ -39,6 +41,30 @@ _FAILED, _INTERRUPTED = 1, 130
 
 class SchedulerFailed(FairleadError):
     """The scheduler ended at its start; it has logged why."""
+
+
+class Ending:
+    """What SIGTERM and Ctrl-C ask of this process: the first to stop, a second one to cut off what still
+    runs."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.at_once = asyncio.Event()
+
+    def listen(self, stack: contextlib.AsyncExitStack) -> None:
+        """Handle the signals until `stack` is closed."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+            stack.callback(loop.remove_signal_handler, number)
+
+    def _on_signal(self) -> None:
+        if not self.asked.is_set():
+            log.info("stopping; a second signal cuts off requests in flight", grace_s=DRAIN_SECONDS)
+            self.asked.set()
+        elif not self.at_once.is_set():
+            log.warning("a second signal: requests in flight are cut off")
+            self.at_once.set()
 
 
 class Outage:
@@ -147,17 +173,22 @@ class Keeper:
                 await self._outage.begin()
             await asyncio.sleep(pause)
 
-    async def end(self) -> None:
+    async def end(self, at_once: asyncio.Event) -> None:
+        """End the process, which gets less time from when the event is set."""
         child = self.child
         if not child.runs:
             return
         child.signal(signal.SIGTERM)
-        try:
-            async with asyncio.timeout(DRAIN_SECONDS + 5.0):
-                await child.wait()
-        except TimeoutError:
-            child.signal(signal.SIGKILL)
-            await child.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_SECONDS + _END_SECONDS):
+                await until_set(at_once, child.wait())
+        if at_once.is_set():
+            child.signal(signal.SIGINT)  # another one: two equal signals may arrive as one
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_END_SECONDS):
+                    await child.wait()
+        child.signal(signal.SIGKILL)
+        await child.wait()
 
 
 class Parent:
@@ -166,7 +197,7 @@ class Parent:
     def __init__(self, gateway: GatewayProcess, schedulers: list[tuple[int, list[str]]]) -> None:
         """For each scheduler: the first process id, and the command for the next."""
         self._gateway = gateway
-        self._stopping = asyncio.Event()
+        self._ending = Ending()
         names = [f"worker {i}" if len(schedulers) > 1 else "the scheduler" for i in range(len(schedulers))]
         self._schedulers = [
             Keeper(name, pid, command, Outage(gateway.admins))
@@ -176,18 +207,17 @@ class Parent:
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         async with contextlib.AsyncExitStack() as stack:
-            stop = self._stopping.set
-            for number, handler in ((signal.SIGTERM, stop), (signal.SIGINT, stop), (signal.SIGCHLD, self._reap)):
-                loop.add_signal_handler(number, handler)
-                stack.callback(loop.remove_signal_handler, number)
+            self._ending.listen(stack)
+            loop.add_signal_handler(signal.SIGCHLD, self._reap)
+            stack.callback(loop.remove_signal_handler, signal.SIGCHLD)
             stack.push_async_callback(self._gateway.stop, 0.0)
-            stack.push_async_callback(_ended, self._schedulers)
+            stack.push_async_callback(self._end_schedulers)
             started = asyncio.create_task(self._gateway.start(), name="gateway")
             kept = [
-                asyncio.create_task(keeper.keep(self._stopping), name=f"{keeper.name} supervisor")
+                asyncio.create_task(keeper.keep(self._ending.asked), name=f"{keeper.name} supervisor")
                 for keeper in self._schedulers
             ]
-            stopped = asyncio.create_task(self._stopping.wait())
+            stopped = asyncio.create_task(self._ending.asked.wait())
             for task in (started, *kept, stopped):
                 stack.push_async_callback(cancelled, task)
             await asyncio.wait((started, *kept, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -201,15 +231,14 @@ class Parent:
             for keeper in self._schedulers:
                 keeper.child.signal(ENDING)
             if started.done():
-                await self._gateway.stop(DRAIN_SECONDS)
+                await until_set(self._ending.at_once, self._gateway.stop(DRAIN_SECONDS))
 
     def _reap(self) -> None:
         for keeper in self._schedulers:
             keeper.child.reap()
 
-
-async def _ended(keepers: list[Keeper]) -> None:
-    await asyncio.gather(*(keeper.end() for keeper in keepers))
+    async def _end_schedulers(self) -> None:
+        await asyncio.gather(*(keeper.end(self._ending.at_once) for keeper in self._schedulers))
 
 
 async def _run(handover: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ rest stops. The embedded gateway is not part of this: it must outlive a schedule
 
 import asyncio
 import contextlib
-import signal
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from fairlead.gateway.health import HealthService
 from fairlead.gateway.memory import FEW_FILES, memory_limit, raise_file_limit
 from fairlead.gateway.server import Server
 from fairlead.gateway.tls import ServerTls
+from fairlead.pool.aio import until_set
 from fairlead.pool.endpoints_file import EndpointSet, EndpointsFile, follow_endpoints
 from fairlead.server.admin import Admin, admin_access
 from fairlead.server.config_file import ConfigFile
@@ -42,7 +42,7 @@ from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.log import get
 from fairlead.server.observe.log import setup as setup_log
 from fairlead.server.observe.tracing import Tracing
-from fairlead.server.supervise import DRAIN_SECONDS, ENDING
+from fairlead.server.supervise import DRAIN_SECONDS, ENDING, Ending
 
 log = get("serve")
 
@@ -63,7 +63,7 @@ class Live:
         #: What the gateway has counted, next to that file, which lives as long as the gateway does.
         self._kept = Path(pool).with_name("counts.json") if pool else None
         self._keys = followed_keys(config.gateway, Path(pool).parent) if pool else []
-        self._stopping = asyncio.Event()
+        self._ending = Ending()
         #: What keeps this scheduler from being ready, by part.
         self._unready = {"start": "starting"}
         #: Whether the embedded gateway says that it asks this scheduler, according to its admin page.
@@ -74,7 +74,7 @@ class Live:
         self._listed: EndpointSet | EndpointsFile | None = None
 
     def stop(self) -> None:
-        self._stopping.set()
+        self._ending.asked.set()
 
     async def run(self) -> None:
         """Raises `ConfigError` if something that the configuration names cannot be used, e.g. a taken port."""
@@ -91,9 +91,7 @@ class Live:
                 self.serving = LivePools(self.config, tracing, self._reasons)
             else:
                 self._take(self._one_pool(tracing))
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, self.stop)
-                stack.callback(loop.remove_signal_handler, number)
+            self._ending.listen(stack)
             loop.add_signal_handler(ENDING, self.serving.empty_queue)
             stack.callback(loop.remove_signal_handler, ENDING)
             await self._start(stack, loop)
@@ -108,8 +106,7 @@ class Live:
                 stack.callback(waiting.cancel)
             else:
                 self._announce()
-            await self._stopping.wait()
-            log.info("stopping", grace_s=DRAIN_SECONDS)
+            await self._ending.asked.wait()
             if self.kube is not None:
                 await self.kube.hand_over()
             self._set_ready("stop", "shutting down")
@@ -227,8 +224,14 @@ class Live:
     # ---- the end ----
 
     async def _finish(self, server: Server) -> None:
-        """Give requests in flight time to finish. A gateway's access log stream reports their ends but has no end of
-        its own: close it after the last request."""
+        """Give requests in flight time to finish, unless a second signal cuts them off."""
+        await until_set(self._ending.at_once, self._drain(server))
+        if self._ending.at_once.is_set():
+            await server.close(0.0)
+
+    async def _drain(self, server: Server) -> None:
+        """A gateway's access log stream reports the ends of requests but has no end of its own: close it after the last
+        request."""
         loop = asyncio.get_running_loop()
         until = loop.time() + DRAIN_SECONDS
         server.drain()

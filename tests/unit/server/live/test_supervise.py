@@ -12,7 +12,7 @@ import pytest
 
 import fairlead
 from fairlead.gateway.envoy.admin import Vitals
-from fairlead.server.supervise import Child, Parent, SchedulerFailed
+from fairlead.server.supervise import DRAIN_SECONDS, Child, Parent, SchedulerFailed
 
 SOURCES = str(Path(fairlead.__file__).parents[1])
 
@@ -23,6 +23,8 @@ class Gateway:
     def __init__(self) -> None:
         self.started = False
         self.stopped: list[float] = []
+        #: Whether requests run for longer than any grace.
+        self.busy = False
         self.admins: list[Any] = [self]
 
     async def start(self) -> None:
@@ -30,6 +32,8 @@ class Gateway:
 
     async def stop(self, grace: float) -> None:
         self.stopped.append(grace)
+        if self.busy and grace:
+            await asyncio.Event().wait()
 
     async def vitals(self) -> Vitals:
         return Vitals(0, 0.0)
@@ -120,3 +124,30 @@ async def test_the_end_is_told_before_it_comes(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         await running
     assert said.read_text().startswith("up\nending")
+
+
+async def test_a_second_signal_ends_what_still_runs(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    code = (
+        "import signal, sys\n"
+        f"out = open({str(said)!r}, 'a', buffering=1)\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: None)\n"
+        "signal.signal(signal.SIGTERM, lambda *_: out.write('drains\\n'))\n"
+        "signal.signal(signal.SIGINT, lambda *_: sys.exit(0))\n"
+        "out.write('up\\n')\n"
+        "while True: signal.pause()\n"
+    )
+    gateway = Gateway()
+    gateway.busy = True
+    running = asyncio.create_task(parent(gateway, child(code)).run())
+    async with asyncio.timeout(20):
+        while not said.exists() or "up" not in said.read_text():
+            await asyncio.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not gateway.stopped:
+            await asyncio.sleep(0.005)
+        assert not running.done()
+        os.kill(os.getpid(), signal.SIGINT)
+        await running
+    assert said.read_text() == "up\ndrains\n"
+    assert gateway.stopped == [DRAIN_SECONDS, 0.0]

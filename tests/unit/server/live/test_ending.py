@@ -1,0 +1,58 @@
+"""A scheduler without an embedded gateway: what signals do to it."""
+
+import asyncio
+import gc
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from fairlead.compat.load import load
+from fairlead.core.events import RequestArrived
+from fairlead.server.live.scheduler import Live
+from fairlead.testing import request
+
+FILE = """
+gateway: none
+extProc: {host: 127.0.0.1, port: 0}
+als: {enabled: false}
+admin: {port: 0}
+endpoints: ['127.0.0.1:1']
+"""
+
+
+@pytest.fixture
+async def busy(tmp_path: Path) -> AsyncIterator[tuple[Live, asyncio.Task[None]]]:
+    """A scheduler with a request in flight that never ends, and its run."""
+    collector, file = gc.get_threshold(), tmp_path / "f.yaml"
+    file.write_text(FILE)
+    live = Live(load(file))
+    run = asyncio.create_task(live.run())
+    async with asyncio.timeout(30):
+        while not hasattr(live, "admin"):
+            await asyncio.sleep(0.01)
+    live.driver.feed(RequestArrived(replace(request(model="m"), id=1, arrived=0.0)))
+    assert live.serving.leases == 1
+    yield live, run
+    if not run.done():
+        run.cancel()
+    # `Live` tunes the collector for a process of its own.
+    gc.unfreeze()
+    gc.set_threshold(*collector)
+
+
+async def test_a_second_signal_ends_requests_in_flight(
+    busy: tuple[Live, asyncio.Task[None]], caplog: pytest.LogCaptureFixture
+) -> None:
+    _, run = busy
+    with caplog.at_level("INFO", "fairlead"):
+        os.kill(os.getpid(), signal.SIGTERM)
+        async with asyncio.timeout(20):
+            while "stopping; a second signal cuts off requests in flight" not in caplog.text:
+                await asyncio.sleep(0.01)
+            assert not run.done()
+            os.kill(os.getpid(), signal.SIGTERM)
+            await run
