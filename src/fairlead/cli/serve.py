@@ -118,8 +118,8 @@ def serve(
     """Run the scheduler and, unless the configuration says `gateway: none`, its embedded gateway.
 
     Logs go to stderr, one event per line. On SIGTERM or Ctrl-C, requests in flight get up to 30 seconds to finish; a
-    second signal cuts them off. Options override the configuration. Exit code 2 means that the configuration cannot be
-    used.
+    second signal cuts them off. SIGHUP ends nothing, and the configuration file is followed without it. Options
+    override the configuration. Exit code 2 means that the configuration cannot be used.
     """
     import json
 
@@ -155,7 +155,9 @@ def serve_file(
 ) -> None:
     """Serve with the configuration in `file`. `notes`: flags without an effect, and why."""
     import asyncio
+    import signal
 
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # while no handler is set, here or in a process that this one starts
     with without_collection():
         from fairlead.compat.load import load
         from fairlead.server.observe.log import get, setup

@@ -45,7 +45,7 @@ class SchedulerFailed(FairleadError):
 
 class Ending:
     """What SIGTERM and Ctrl-C ask of this process: the first to stop, a second one to cut off what still
-    runs."""
+    runs. SIGHUP, which closed terminals send and other servers read as a reload, ends nothing."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
@@ -54,8 +54,9 @@ class Ending:
     def listen(self, stack: contextlib.AsyncExitStack) -> None:
         """Handle the signals until `stack` is closed."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
+        handlers = {signal.SIGTERM: self._on_signal, signal.SIGINT: self._on_signal, signal.SIGHUP: self._on_hangup}
+        for number, handler in handlers.items():
+            loop.add_signal_handler(number, handler)
             stack.callback(loop.remove_signal_handler, number)
 
     def _on_signal(self) -> None:
@@ -65,6 +66,9 @@ class Ending:
         elif not self.at_once.is_set():
             log.warning("a second signal: requests in flight are cut off")
             self.at_once.set()
+
+    def _on_hangup(self) -> None:
+        log.info("SIGHUP changes nothing: the configuration file is followed without it")
 
 
 class Outage:

@@ -25,8 +25,8 @@ endpoints: ['127.0.0.1:1']
 
 
 @pytest.fixture
-async def busy(tmp_path: Path) -> AsyncIterator[tuple[Live, asyncio.Task[None]]]:
-    """A scheduler with a request in flight that never ends, and its run."""
+async def busy(tmp_path: Path) -> AsyncIterator[asyncio.Task[None]]:
+    """A scheduler with a request in flight that never ends."""
     collector, file = gc.get_threshold(), tmp_path / "f.yaml"
     file.write_text(FILE)
     live = Live(load(file))
@@ -36,7 +36,7 @@ async def busy(tmp_path: Path) -> AsyncIterator[tuple[Live, asyncio.Task[None]]]
             await asyncio.sleep(0.01)
     live.driver.feed(RequestArrived(replace(request(model="m"), id=1, arrived=0.0)))
     assert live.serving.leases == 1
-    yield live, run
+    yield run
     if not run.done():
         run.cancel()
     # `Live` tunes the collector for a process of its own.
@@ -45,14 +45,25 @@ async def busy(tmp_path: Path) -> AsyncIterator[tuple[Live, asyncio.Task[None]]]
 
 
 async def test_a_second_signal_ends_requests_in_flight(
-    busy: tuple[Live, asyncio.Task[None]], caplog: pytest.LogCaptureFixture
+    busy: asyncio.Task[None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    _, run = busy
     with caplog.at_level("INFO", "fairlead"):
         os.kill(os.getpid(), signal.SIGTERM)
         async with asyncio.timeout(20):
             while "stopping; a second signal cuts off requests in flight" not in caplog.text:
                 await asyncio.sleep(0.01)
-            assert not run.done()
+            assert not busy.done()
             os.kill(os.getpid(), signal.SIGTERM)
-            await run
+            await busy
+
+
+async def test_a_hangup_ends_nothing(busy: asyncio.Task[None], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "fairlead"):
+        os.kill(os.getpid(), signal.SIGHUP)
+        async with asyncio.timeout(20):
+            while "SIGHUP changes nothing" not in caplog.text:
+                await asyncio.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+            while "stopping;" not in caplog.text:
+                await asyncio.sleep(0.01)
+    assert not busy.done()

@@ -146,6 +146,7 @@ async def test_a_second_signal_ends_what_still_runs(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         while not gateway.stopped:
             await asyncio.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGHUP)
         assert not running.done()
         os.kill(os.getpid(), signal.SIGINT)
         await running
