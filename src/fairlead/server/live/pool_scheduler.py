@@ -33,11 +33,11 @@ _SHOWN = 5
 
 
 def log_unusable(problems: Sequence[str]) -> str:
-    """Log why a changed configuration cannot be used. Returns the summary."""
+    """Log why a changed configuration cannot be used. Returns the summary, with the first problem."""
     text = "the changed configuration cannot be used; the old one stays"
     for problem in problems[:_SHOWN]:
         log.error(text, problem=problem)
-    return text
+    return ": ".join((text, *problems[:1])) + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
 
 
 class PoolScheduler:

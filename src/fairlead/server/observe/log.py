@@ -7,8 +7,8 @@
 
 Rules
 * The message is a constant; what varies goes into fields. That makes lines searchable and repetition visible: a message
-  (of one logger, about one endpoint) is written `BURST` times per `WINDOW_S`; the first one after that says how many
-  were left out. Below the level of warning nothing is left out.
+  (of one logger, about one endpoint or problem) is written `BURST` times per `WINDOW_S`; the first one after that says
+  how many were left out. Below the level of warning nothing is left out.
 * Never a prompt, a body or a credential: fields with such names are replaced, and all values are cut at `MAX_VALUE`.
 * The standard library's logging is underneath, so log lines of libraries have the same format.
 """
@@ -104,7 +104,7 @@ class RepeatFilter(logging.Filter):
         super().__init__()
         self._clock = clock
         #: Key to (start of its window, lines seen in it).
-        self._seen: OrderedDict[tuple[str, str, str], tuple[float, int]] = OrderedDict()
+        self._seen: OrderedDict[tuple[str, ...], tuple[float, int]] = OrderedDict()
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno < logging.WARNING:
@@ -112,7 +112,8 @@ class RepeatFilter(logging.Filter):
         fields: Mapping[str, object] = vars(record).get("fields", {})
         # Our own messages are an argument of "%s"; in a library's line the constant part is the format.
         message = record.args[0] if record.msg == "%s" and isinstance(record.args, tuple) else record.msg
-        key = (record.name, str(message)[:MAX_VALUE], str(fields.get("endpoint", "")))
+        texts = (message, fields.get("endpoint", ""), fields.get("problem", ""))
+        key = (record.name, *(str(text)[:MAX_VALUE] for text in texts))
         now = self._clock()
         began, count = self._seen.pop(key, (now, 0))
         left_out = 0

@@ -102,8 +102,9 @@ async def test_a_changed_configuration_reaches_the_pools_that_it_is_for(pools: L
     assert b.scheduler.pipeline.policy is before
     later = await pools.open("c/llama", pool("llama", "c"))
     assert later.scheduler.config.policy.scorers[0].weight == 3
-    pools.refuse(["x"])
-    assert "configuration" in pools.troubles.look()
+    pools.refuse(["line 3: unknown key", "line 4: another one"])
+    shown = pools.troubles.look()["configuration"]
+    assert shown.endswith("cannot be used; the old one stays: line 3: unknown key (and 1 more)")
     assert not pools.reconfigure(plan_reload(pools.config, load(other))[0])
     assert "configuration" not in pools.troubles.look()
 

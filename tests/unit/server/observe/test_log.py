@@ -123,6 +123,7 @@ def test_repetition_is_held_back_and_owned_up_to() -> None:
     assert [repeated.passes() for _ in range(8)] == [True] * log.BURST + [False] * (8 - log.BURST)
     assert repeated.passes("another") is True
     assert repeated.passes(endpoint="a") is True
+    assert repeated.passes(problem="the file names no endpoints") is True
     repeated.now = log.WINDOW_S
     assert repeated.passes() == 8 - log.BURST
     assert repeated.passes() is True
@@ -137,7 +138,7 @@ def test_what_is_remembered_is_bounded(bytes_kept: Callable[[Callable[[], object
     def filled(messages: int) -> Repeated:
         repeated = Repeated()
         for i in range(messages):
-            repeated.passes(f"m{i}")
+            repeated.passes(f"m{i}", problem=f"{i} " * 1000)
         return repeated
 
     assert bytes_kept(lambda: filled(10_000)) < 2 * bytes_kept(lambda: filled(1_000))
