@@ -43,7 +43,7 @@ def indexer(
 
     from fairlead.compat.load import load
     from fairlead.server.live.indexer import LiveIndexer
-    from fairlead.server.observe.log import setup
+    from fairlead.server.observe.log import in_background, setup
 
     config = load(file)
     host, port = _address(listen) if listen else (config.admin.host, config.admin.port)
@@ -56,7 +56,8 @@ def indexer(
     async def run() -> None:
         await LiveIndexer(config, host, port, accept_snapshots).run()
 
-    asyncio.run(run())
+    with in_background():
+        asyncio.run(run())
 
 
 def _address(text: str) -> tuple[str, int]:

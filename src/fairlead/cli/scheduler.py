@@ -31,7 +31,7 @@ def serve(
     import signal
 
     from fairlead.gateway.tls import ServerTls
-    from fairlead.server.observe.log import setup
+    from fairlead.server.observe.log import in_background, setup
     from fairlead.server.sdk.server import SchedulerServer, policy_maker
 
     setup("info", "logfmt")
@@ -51,7 +51,8 @@ def serve(
         stats = server.stats
         typer.echo(f"{stats.requests} requests in {stats.batches} batches on {stats.streams} streams")
 
-    asyncio.run(run())
+    with in_background():
+        asyncio.run(run())
 
 
 @examples("""

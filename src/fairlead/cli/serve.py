@@ -160,7 +160,7 @@ def serve_file(
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # while no handler is set, here or in a process that this one starts
     with without_collection():
         from fairlead.compat.load import load
-        from fairlead.server.observe.log import get, setup
+        from fairlead.server.observe.log import get, in_background, setup
 
         config = load(file, flags=flags)
         setup(config.log.level, config.log.format)
@@ -173,4 +173,5 @@ def serve_file(
         elif workers > 1:
             raise ConfigError("workers stand behind the embedded gateway; start one per process here", "--workers")
         from fairlead.server.live import Live
-    asyncio.run(Live(config, gateway_admin, gateway_pool).run())
+    with in_background():
+        asyncio.run(Live(config, gateway_admin, gateway_pool).run())

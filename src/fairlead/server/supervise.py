@@ -19,7 +19,7 @@ from fairlead.gateway.envoy import launcher
 from fairlead.gateway.envoy.admin import EnvoyAdmin
 from fairlead.gateway.envoy.process import GatewayProcess
 from fairlead.pool.aio import cancelled, until_set
-from fairlead.server.observe.log import get, setup
+from fairlead.server.observe.log import get, in_background, setup
 
 log = get("serve")
 
@@ -254,7 +254,8 @@ def main(handover: dict[str, Any]) -> int:
     """Run the parent. Returns the exit code of the command."""
     setup(*handover["log"])
     try:
-        asyncio.run(_run(handover))
+        with in_background():
+            asyncio.run(_run(handover))
     except FairleadError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)

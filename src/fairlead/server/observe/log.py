@@ -11,14 +11,19 @@ Rules
   how many were left out. Below the level of warning nothing is left out.
 * Never a prompt, a body or a credential: fields with such names are replaced, and all values are cut at `MAX_VALUE`.
 * The standard library's logging is underneath, so log lines of libraries have the same format.
+* A process that serves writes `in_background`: a full pipe whose reader stalls must not stop its event loop.
 """
 
 import json
 import logging
+import os
 import sys
+import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from queue import SimpleQueue
 from typing import Any, TextIO
 
 BURST = 5
@@ -26,6 +31,9 @@ WINDOW_S = 60.0
 MAX_VALUE = 400
 _MAX_TRACEBACK = 4000
 _MAX_KEYS = 1000
+#: Lines that may wait for the reader of stderr, and the seconds that they get at the end.
+_MAX_WAITING = 5_000
+_FLUSH_S = 1.0
 _ROOT = "fairlead"
 #: Names of fields that would carry users' text or credentials.
 _SECRET = frozenset(
@@ -91,7 +99,67 @@ class Written:
     lost = 0
 
 
+class _Background:
+    """Writes lines from a thread of its own, until `close()`. It bypasses `sys.stderr`, whose lock a thread that waits
+    for a reader would still hold at the end of the process."""
+
+    #: What writes for all handlers; `None` = each line is written as it is logged.
+    running: "_Background | None" = None
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._lines: SimpleQueue[bytes | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="log", daemon=True)
+        self._thread.start()
+
+    def put(self, line: str) -> None:
+        if self._lines.qsize() < _MAX_WAITING:
+            self._lines.put(line.encode(errors="replace"))
+        else:
+            Written.lost += 1
+
+    def close(self) -> bool:
+        """Write what waits. False = its reader did not take it in time."""
+        self._lines.put(None)
+        self._thread.join(_FLUSH_S)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while line := self._lines.get():
+            try:
+                while line:
+                    line = line[os.write(self._descriptor, line) :]
+            except OSError:
+                Written.lost += 1
+
+
+@contextmanager
+def in_background() -> Iterator[None]:
+    """Write to stderr from a thread until the context ends. Threads do not survive a fork, so enter it after that."""
+    try:
+        sys.stderr.flush()
+        descriptor = sys.stderr.fileno()
+    except (AttributeError, OSError, ValueError):  # it is closed, or no file
+        yield
+        return
+    _Background.running = background = _Background(descriptor)
+    try:
+        yield
+    finally:
+        if background.close():
+            _Background.running = None
+
+
 class _Handler(logging.StreamHandler[TextIO]):
+    def emit(self, record: logging.LogRecord) -> None:
+        if _Background.running is None or self.stream is not sys.stderr:
+            super().emit(record)
+            return
+        try:
+            _Background.running.put(self.format(record) + self.terminator)
+        except Exception:
+            self.handleError(record)
+
     def handleError(self, record: logging.LogRecord) -> None:
         """Count the failure instead of reporting it: a report would fail in the same way."""
         Written.lost += 1

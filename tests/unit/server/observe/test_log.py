@@ -3,7 +3,10 @@
 import io
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Callable
+from subprocess import PIPE
 
 import pytest
 
@@ -151,3 +154,54 @@ def test_library_lines_that_differ_only_in_arguments_are_one_message() -> None:
         record = logging.LogRecord("aiohttp", logging.ERROR, "", 0, "client %s failed", (i,), None)
         passed += repeated.filter.filter(record)
     assert passed == log.BURST
+
+
+def process(lines: int) -> subprocess.Popen[str]:
+    """A process that logs that many lines in the background, and then prints how many were lost."""
+    code = (
+        "import sys\n"
+        "from fairlead.server.observe import log\n"
+        "log.setup('info', 'logfmt')\n"
+        "log.get('x').info('first')\n"
+        "with log.in_background():\n"
+        f"    for number in range({lines}):\n"
+        "        log.get('x').info('line', number=number)\n"
+        "    print('went on', flush=True)\n"
+        "print(log.Written.lost)\n"
+    )
+    return subprocess.Popen([sys.executable, "-c", code], stdout=PIPE, stderr=PIPE, text=True)
+
+
+def test_a_reader_that_stalls_stops_nothing_and_what_it_misses_is_counted() -> None:
+    with process(20_000) as running:
+        try:
+            running.wait(30)  # nobody reads stderr meanwhile
+        finally:
+            running.kill()
+        assert running.returncode == 0
+        assert running.stdout is not None and running.stderr is not None
+        went_on, lost = running.stdout.read().splitlines()
+        written = running.stderr.read().splitlines()
+    assert went_on == "went on"
+    assert 10_000 < int(lost) < 20_000 - 100
+    assert [line.rpartition("=")[2] for line in written[:101]] == ["first", *map(str, range(100))]
+
+
+def test_lines_in_the_background_are_all_written_at_the_end() -> None:
+    with process(3_000) as running:
+        out, written = running.communicate(timeout=30)
+    assert out.splitlines() == ["went on", "0"]
+    assert [line.rpartition("=")[2] for line in written.splitlines()] == ["first", *map(str, range(3_000))]
+
+
+def test_without_stderr_nothing_is_written_in_the_background(
+    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    log.setup()
+    with log.in_background():
+        log.get("x").info("here")
+        assert "msg=here" in stream.getvalue()
+    monkeypatch.setattr(sys, "stderr", None)
+    with log.in_background():
+        log.get("x").info("nowhere")
