@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Otherwise pydantic looks for its plugins in all installed packages, which takes 6 % of the time of `validate`.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     from fairlead.cli.basics import FAILED, INTERRUPTED, WRONG_INPUT
-    from fairlead.core.errors import ConfigError, FairleadError, PluginError
+    from fairlead.core.errors import ConfigError, FairleadError, PluginError, Unavailable
 
     if os.environ.get("NO_COLOR"):
         os.environ["TERM"] = "dumb"  # Rich and click look at TERM; NO_COLOR alone leaves bold, dim and cursor codes.
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _run(given)
         except (ConfigError, PluginError) as error:
             _complain(error)
-            sys.exit(WRONG_INPUT)
+            sys.exit(FAILED if isinstance(error, Unavailable) else WRONG_INPUT)
         except FairleadError as error:
             _complain(error)
             sys.exit(FAILED)

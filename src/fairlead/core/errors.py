@@ -1,5 +1,7 @@
 """The exceptions, one per party at fault. A refused request is a value (`instructions.Reject`), not an exception."""
 
+from errno import EADDRINUSE, EADDRNOTAVAIL
+
 #: Beginning of the admin port's answer to paths that it does not serve, so that misdirected clients recognise it.
 ADMIN_PORT = "this is Fairlead's admin port"
 
@@ -17,6 +19,17 @@ class ConfigError(FairleadError):
         self.path = path
         self.source = source
         super().__init__(": ".join(part for part in (source, path, message) if part not in ("", "$")))
+
+
+class Unavailable(ConfigError):
+    """What the configuration names cannot be used now, such as a port that another process has. Trying again with the
+    same configuration may help."""
+
+
+def cannot_listen(where: str, error: OSError, path: str = "$") -> ConfigError:
+    """The error for an address that cannot be listened on. Without a code (gRPC tells none) its port is taken."""
+    kind = Unavailable if error.errno in (None, EADDRINUSE, EADDRNOTAVAIL) else ConfigError
+    return kind(f"cannot listen on {where}: {error.strerror or error}", path)
 
 
 class ClientError(FairleadError):

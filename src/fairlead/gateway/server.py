@@ -2,7 +2,7 @@
 
 import contextlib
 
-from fairlead.core.errors import ConfigError
+from fairlead.core.errors import cannot_listen
 from fairlead.gateway import access_log
 from fairlead.gateway.grpc_server import GrpcServer
 from fairlead.gateway.h2_limits import ByteBudget, H2Limits
@@ -72,7 +72,7 @@ class Server:
         try:
             return await server.listen(host, port)
         except OSError as error:
-            raise ConfigError(f"cannot listen on {host or '*'}:{port}: {error.strerror or error}", path) from None
+            raise cannot_listen(f"{host or '*'}:{port}", error, path) from None
 
     def drain(self) -> None:
         """Accept no new streams. Running streams continue."""

@@ -10,7 +10,7 @@ import asyncio
 import struct
 from collections.abc import Callable, Mapping
 
-from fairlead.core.errors import ConfigError
+from fairlead.core.errors import cannot_listen
 from fairlead.gateway.grpc_frames import Status
 from fairlead.gateway.h2_server import H2Server
 from fairlead.gateway.protobuf import field, number
@@ -35,7 +35,7 @@ class ExternalScaler:
         try:
             return await self._server.listen(host, port)
         except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port}: {error}", "$.autoscaling.port") from None
+            raise cannot_listen(f"{host}:{port}", error, "$.autoscaling.port") from None
 
     @property
     def watchers(self) -> int:

@@ -27,13 +27,17 @@ def write_whole(path: Path, pieces: Iterable[bytes], *, on_disk: bool = True) ->
     return size
 
 
+class Held(OSError):
+    """Another process has the lock."""
+
+
 def lock(path: Path, held: str) -> int:
-    """A descriptor that holds the lock until it is closed or the process ends. Raises `OSError`, with the text `held`
-    if another process has the lock."""
+    """A descriptor that holds the lock until it is closed or the process ends. Raises `OSError`; that is
+    `Held`, with the text `held`, if another process has the lock."""
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(descriptor)
-        raise OSError(held) if isinstance(error, BlockingIOError) else error from None
+        raise Held(held) if isinstance(error, BlockingIOError) else error from None
     return descriptor

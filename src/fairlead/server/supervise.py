@@ -34,13 +34,17 @@ _BACKOFF_FIRST, _BACKOFF_CAP = 0.1, 5.0
 _HEALTHY_SECONDS = 10.0
 #: Seconds after which a new scheduler certainly listens, and the gateway has noticed.
 _ASKED_AGAIN_S = 3.0
-#: Exit code of a scheduler that cannot use its configuration: a restart helps only once the file has changed.
-_WRONG_CONFIG = 2
-_FAILED, _INTERRUPTED = 1, 130
+#: Exit codes, as in `cli.basics`. That of a scheduler that cannot use its configuration: a restart helps only once the
+#: file has changed. After the other, for example because a port is taken, it may help.
+_WRONG_CONFIG, _FAILED, _INTERRUPTED = 2, 1, 130
 
 
 class SchedulerFailed(FairleadError):
-    """The scheduler ended at its start; it has logged why."""
+    """The scheduler ended at its start, with this exit code; it has logged why."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__("the scheduler could not start, see above")
+        self.code = code
 
 
 class Ending:
@@ -151,9 +155,10 @@ class Keeper:
         self._outage = outage
         self.child = Child(first)
 
-    async def keep(self, stopping: asyncio.Event) -> None:
-        """Restart the process until `stopping`. Raises if the first start fails for good. Later ones may also fail, if
-        the file has changed since: then the gateway continues without the process until it can be started."""
+    async def keep(self, stopping: asyncio.Event, gateway: asyncio.Future[None]) -> None:
+        """Restart the process until `stopping`. Raises `SchedulerFailed` if the first start fails for good, or before
+        the start of the gateway is done. Later ones may also fail, if the file has changed since: then the gateway
+        continues without the process until it can be started."""
         loop = asyncio.get_running_loop()
         pause = _BACKOFF_FIRST
         first = True
@@ -167,8 +172,8 @@ class Keeper:
                 code = await self.child.wait()
             if stopping.is_set():
                 return
-            if code == _WRONG_CONFIG and first:
-                raise SchedulerFailed("the scheduler could not start, see above")
+            if first and (code == _WRONG_CONFIG or (code == _FAILED and not gateway.done())):
+                raise SchedulerFailed(code)
             first = False
             pause = _BACKOFF_FIRST if loop.time() - started > _HEALTHY_SECONDS else min(pause * 2, _BACKOFF_CAP)
             what = "cannot start with its configuration" if code == _WRONG_CONFIG else "died"
@@ -218,7 +223,7 @@ class Parent:
             stack.push_async_callback(self._end_schedulers)
             started = asyncio.create_task(self._gateway.start(), name="gateway")
             kept = [
-                asyncio.create_task(keeper.keep(self._ending.asked), name=f"{keeper.name} supervisor")
+                asyncio.create_task(keeper.keep(self._ending.asked, started), name=f"{keeper.name} supervisor")
                 for keeper in self._schedulers
             ]
             stopped = asyncio.create_task(self._ending.asked.wait())
@@ -259,7 +264,7 @@ def main(handover: dict[str, Any]) -> int:
     except FairleadError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
-        return _FAILED
+        return error.code if isinstance(error, SchedulerFailed) else _FAILED
     except KeyboardInterrupt:
         return _INTERRUPTED
     return 0

@@ -76,7 +76,7 @@ def test_a_taken_port_and_an_open_one_are_said(host: str, tmp_path: Path, capsys
         port = taken.bind_to_random_port("tcp://127.0.0.1")
         with pytest.raises(SystemExit) as ended:
             main(["indexer", str(file), "--listen", f"{host}:{port}"])
-    assert ended.value.code == 2
+    assert ended.value.code == 1, "the configuration may be right"
     said = "".join(capsys.readouterr())
     assert f"cannot listen on {host}:{port}" in said
     assert ("anyone who reaches this address" in said) == (host == "0.0.0.0")

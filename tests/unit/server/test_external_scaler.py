@@ -9,7 +9,7 @@ import grpc
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from fairlead.core.errors import ConfigError
+from fairlead.core.errors import Unavailable
 from fairlead.server.external_scaler import ExternalScaler
 
 STRING, BOOL, INT64, DOUBLE, MESSAGE = 9, 8, 3, 1, 11
@@ -96,6 +96,6 @@ async def test_an_unknown_method_and_a_taken_port_are_told() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as unknown:
             await call(channel, "Other", "IsActiveResponse")
         assert unknown.value.code() == grpc.StatusCode.UNIMPLEMENTED
-        with pytest.raises(ConfigError, match="autoscaling"):
+        with pytest.raises(Unavailable, match="autoscaling"):
             await other.scaler.start("127.0.0.1", pool.port)
         await other.scaler.close()

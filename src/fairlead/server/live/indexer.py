@@ -11,7 +11,7 @@ from typing import Any
 
 from fairlead.config.checks import is_loopback
 from fairlead.config.schema import Config, KvIndexer
-from fairlead.core.errors import ConfigError
+from fairlead.core.errors import cannot_listen
 from fairlead.core.events import EndpointDown, EndpointUp
 from fairlead.core.fleet import Fleet
 from fairlead.pool.endpoints_file import follow_endpoints
@@ -95,7 +95,7 @@ class LiveIndexer:
         try:
             await server.start()
         except OSError as error:
-            raise ConfigError(f"cannot listen on {self._host}:{self.port}: {error.strerror or error}") from None
+            raise cannot_listen(f"{self._host}:{self.port}", error) from None
         self.port = server.port
         stack.push_async_callback(server.close)
 

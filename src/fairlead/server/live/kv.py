@@ -19,7 +19,7 @@ import zmq
 
 from fairlead.config.schema import Config, KvCurve
 from fairlead.core.endpoint import Endpoint
-from fairlead.core.errors import ConfigError
+from fairlead.core.errors import ConfigError, cannot_listen
 from fairlead.core.events import EndpointDown, EndpointUp
 from fairlead.core.exact import ExactKnowledge
 from fairlead.core.fleet import Fleet
@@ -139,7 +139,8 @@ class KvListening(Knowledge):
             try:
                 bound = self._events.bind(settings.bind, self._curve, clients)
             except zmq.ZMQError as error:
-                raise ConfigError(f"cannot listen on {settings.bind}: {error}", "$.kvEvents.bind") from None
+                refused = OSError(error.errno, str(error))
+                raise cannot_listen(settings.bind, refused, "$.kvEvents.bind") from None
             log.info("accepting connections from publishers of KV events", address=bound)
         stack.push_async_callback(self._end)
         self._timer = self._loop.call_later(_REFRESH, self._refresh)

@@ -15,7 +15,7 @@ from fairlead.config.endpoint_list import Listing
 from fairlead.config.reload import plan_reload
 from fairlead.config.schema import Config, Tls
 from fairlead.core.endpoint import host_port
-from fairlead.core.errors import ConfigError
+from fairlead.core.errors import cannot_listen
 from fairlead.core.events import EndpointDown, EndpointUp
 from fairlead.core.models import ModelSet
 from fairlead.gateway.envoy.admin import EnvoyAdmin
@@ -279,7 +279,7 @@ class Live:
             await self.admin.start()
         except OSError as error:
             where = f"{settings.host}:{settings.port}" if not self.admin.port else f"{settings.metrics_port}"
-            raise ConfigError(f"cannot listen on {where}: {error.strerror or error}", "$.admin") from None
+            raise cannot_listen(where, error, "$.admin") from None
         stack.push_async_callback(self.admin.close)
 
     def _reasons(self) -> list[str]:

@@ -1,9 +1,13 @@
-"""A scheduler without an embedded gateway: what signals do to it."""
+"""A scheduler without an embedded gateway: what ends it, and its exit code."""
 
 import asyncio
 import gc
+import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -42,6 +46,23 @@ async def busy(tmp_path: Path) -> AsyncIterator[asyncio.Task[None]]:
     # `Live` tunes the collector for a process of its own.
     gc.unfreeze()
     gc.set_threshold(*collector)
+
+
+@pytest.mark.parametrize("setting", ["admin", "extProc", "als"])
+async def test_a_taken_port_is_no_wrong_configuration(tmp_path: Path, setting: str) -> None:
+    """It may be free later: exit code 1, not 2."""
+    file = tmp_path / "f.yaml"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        settings = {"gateway": "none", "endpoints": ["127.0.0.1:1"], "extProc": {"host": "127.0.0.1", "port": 0}}
+        settings |= {"als": {"enabled": setting == "als"}, "admin": {"port": 0}}
+        settings[setting] = {"host": "127.0.0.1", "port": port} if setting != "als" else {"port": port}
+        file.write_text(json.dumps(settings))
+        done = await asyncio.to_thread(
+            subprocess.run, [sys.executable, "-m", "fairlead", "serve", str(file)], capture_output=True, text=True
+        )
+    assert done.returncode == 1
+    assert f"$.{setting}" in done.stderr and "cannot listen on 127.0.0.1" in done.stderr
 
 
 async def test_a_second_signal_ends_requests_in_flight(

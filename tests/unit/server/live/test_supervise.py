@@ -21,14 +21,16 @@ class Gateway:
     """An Envoy that always starts, and counts what nobody scheduled."""
 
     def __init__(self) -> None:
-        self.started = False
+        #: Whether it listens to clients as soon as it is started.
+        self.quick = True
         self.stopped: list[float] = []
         #: Whether requests run for longer than any grace.
         self.busy = False
         self.admins: list[Any] = [self]
 
     async def start(self) -> None:
-        self.started = True
+        if not self.quick:
+            await asyncio.Event().wait()
 
     async def stop(self, grace: float) -> None:
         self.stopped.append(grace)
@@ -86,21 +88,26 @@ async def test_a_childs_end_is_told(code: str, expected: int) -> None:
     one.reap()
 
 
-async def test_a_first_scheduler_that_cannot_use_its_configuration_ends_all() -> None:
+@pytest.mark.parametrize(("code", "quick"), [(2, True), (2, False), (1, False)])
+async def test_a_first_scheduler_that_cannot_start_ends_all_with_its_code(code: int, quick: bool) -> None:
+    """Its configuration cannot be used, or a port is taken: 1, which costs no client anything before it can connect."""
     gateway = Gateway()
-    with pytest.raises(SchedulerFailed):
+    gateway.quick = quick
+    with pytest.raises(SchedulerFailed) as failed:
         async with asyncio.timeout(20):
-            await parent(gateway, child("raise SystemExit(2)")).run()
+            await parent(gateway, child(f"raise SystemExit({code})")).run()
+    assert failed.value.code == code
     assert 0.0 in gateway.stopped
 
 
-async def test_a_scheduler_that_dies_is_followed_by_another_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", [1, 3])
+async def test_a_scheduler_that_dies_is_followed_by_another_one(tmp_path: Path, code: int) -> None:
     marks = tmp_path / "marks"
     mark = f"import os, signal; open({str(marks)!r}, 'a').write('x')"
     again = f"{mark}; os.kill(os.getppid(), signal.SIGTERM); signal.pause()"
     gateway = Gateway()
     async with asyncio.timeout(20):
-        await parent(gateway, child("raise SystemExit(2 + 1)"), again).run()
+        await parent(gateway, child(f"raise SystemExit({code})"), again).run()
     assert marks.read_text() == "x", "the second one ran, and was ended with its parent"
     assert gateway.stopped[0] > 0, "clients first"
 
