@@ -20,6 +20,7 @@ import contextlib
 import json
 import os
 import sys
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,6 +30,7 @@ from msgspec.structs import replace
 import fairlead
 from fairlead.compat.load import load
 from fairlead.config.schema import Config
+from fairlead.core.endpoint import host_port
 from fairlead.core.errors import ConfigError
 from fairlead.core.events import EndpointDown, EndpointUp
 from fairlead.gateway.envoy.authentication import KeysFile, read_jwt, read_keys, script
@@ -64,7 +66,7 @@ def serve_embedded(config: Config, file: Path, workers: int = 1) -> tuple[Config
     keys = config.gateway.keys
     known = read_keys(keys.file) if keys else ()
     pool, http2 = asyncio.run(first_pool(config))
-    peers = tuple(f"127.0.0.1:{config.ext_proc.port + i}" for i in range(1, workers))
+    peers = tuple(_dialled(config, config.ext_proc.port + i) for i in range(1, workers))
     options = replace(gateway_options(config, http2), peers=peers)
     plan = prepare(options, pool, scheduler_timeout=config.gateway.wait_for_scheduler)
     if keys:
@@ -179,10 +181,10 @@ async def first_pool(config: Config) -> tuple[list[str], bool]:
 
 
 def pinned(config: Config) -> dict[str, Any]:
-    """The flags of a replacement scheduler. The file may name other ports by then, which the running gateway would
+    """The flags of a replacement scheduler. The file may name other addresses by then, which the running gateway would
     never ask."""
     flags = {name: dict(section) for name, section in config.flags.items()}
-    flags.setdefault("extProc", {})["port"] = config.ext_proc.port
+    flags.setdefault("extProc", {}).update(host=config.ext_proc.host, port=config.ext_proc.port)
     flags.setdefault("als", {}).update(enabled=config.als.enabled, port=config.als.port)
     return flags
 
@@ -194,9 +196,9 @@ def gateway_options(config: Config, http2: bool = False) -> Options:
         host=gateway.host,
         port=gateway.port,
         admin_port=gateway.admin_port,
-        ext_proc=f"127.0.0.1:{ext_proc.port}",
-        als=f"127.0.0.1:{config.als.port}" if config.als.enabled else "",
-        # Our own process on the loopback: its certificate is for other clients, and may be renewed while Envoy runs.
+        ext_proc=_dialled(config, ext_proc.port),
+        als=_dialled(config, config.als.port) if config.als.enabled else "",
+        # Our own process on this machine: its certificate is for other clients, and may be renewed while Envoy runs.
         tls=Tls(verify=False) if ext_proc.tls else None,
         response_mode="first-chunk" if gateway.response_mode == "streamed" else "none",
         retry=gateway.retry,
@@ -214,6 +216,16 @@ def gateway_options(config: Config, http2: bool = False) -> Options:
         decision_header=config.journal.header,
         upstream_http2=http2,
     )
+
+
+def _dialled(config: Config, port: int) -> str:
+    """Where Envoy reaches a port of the scheduler."""
+    host = config.ext_proc.host
+    with contextlib.suppress(ValueError):  # a name
+        address = ip_address(host)
+        if address.is_unspecified:
+            host = "127.0.0.1" if address.version == 4 else "::1"
+    return host_port("127.0.0.1" if host == "localhost" else host, port)
 
 
 def printed_options(config: Config, http2: bool = False) -> Options:
