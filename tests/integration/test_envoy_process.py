@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import socket
 import sys
@@ -37,7 +38,12 @@ async def test_stop_lets_streams_finish_and_leaves_nothing(tmp_path: Path) -> No
         gateway = Gateway(Options(port=0, ext_proc="127.0.0.1:1"), [endpoint], directory=tmp_path)
         await gateway.start()
         pid, address = gateway.pid, gateway.address
-        assert [path.stat().st_mode & 0o77 for path in tmp_path.iterdir()] == [0]
+        (files,) = tmp_path.iterdir()
+        assert files.stat().st_mode & 0o77 == 0
+        descriptor = os.open(files, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # so systemd-tmpfiles leaves them alone
+        os.close(descriptor)
         async with http.post(f"http://{address}/v1/completions", data=b"x") as response:
             stopping = asyncio.create_task(gateway.stop(10.0))
             assert (await response.read()).endswith(b"chunk 9")

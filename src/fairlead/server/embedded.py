@@ -181,10 +181,12 @@ async def first_pool(config: Config) -> tuple[list[str], bool]:
 
 
 def pinned(config: Config) -> dict[str, Any]:
-    """The flags of a replacement scheduler. The file may name other addresses by then, which the running gateway would
-    never ask."""
+    """The flags of a replacement scheduler. The file may name other addresses or TLS by then, and the running gateway
+    would never ask."""
     flags = {name: dict(section) for name, section in config.flags.items()}
-    flags.setdefault("extProc", {}).update(host=config.ext_proc.host, port=config.ext_proc.port)
+    ext_proc = config.ext_proc
+    tls = {"certDir": ext_proc.tls.cert_dir} if ext_proc.tls else None
+    flags.setdefault("extProc", {}).update(host=ext_proc.host, port=ext_proc.port, tls=tls)
     flags.setdefault("als", {}).update(enabled=config.als.enabled, port=config.als.port)
     return flags
 

@@ -1,8 +1,12 @@
 """The embedded gateway asks the scheduler where it listens."""
 
+import asyncio
+from pathlib import Path
+
 import pytest
 
 from fairlead.compat.load import load
+from fairlead.gateway.envoy.clusters import PoolWriter
 from fairlead.server.embedded import gateway_options, pinned
 
 FILE = "endpoints: ['127.0.0.1:1']\nextProc: {host: '%s', port: 9002}\nals: {port: 9005}\n"
@@ -29,4 +33,25 @@ def test_it_dials_the_host_that_the_scheduler_listens_on(host: str, dialled: str
 
 def test_a_replacement_listens_where_the_gateway_dials() -> None:
     """Whatever the file says by then."""
-    assert pinned(load(FILE % "10.0.0.7"))["extProc"] == {"host": "10.0.0.7", "port": 9002}
+    flags = pinned(load(FILE % "10.0.0.7"))
+    changed = load("endpoints: ['127.0.0.1:1']\nextProc: {port: 1, tls: {certDir: /x}}\n", flags=flags).ext_proc
+    assert (changed.host, changed.port, changed.tls) == ("10.0.0.7", 9002, None)
+    with_tls = load("endpoints: ['127.0.0.1:1']\nextProc: {tls: {certDir: /x}}\n")
+    again = load(FILE % "", flags=pinned(with_tls)).ext_proc
+    assert again.tls is not None and again.tls.cert_dir == "/x"
+
+
+async def test_endpoints_that_cannot_be_written_for_envoy_are_a_problem(tmp_path: Path) -> None:
+    (directory := tmp_path / "gateway").mkdir()
+    pool = PoolWriter(directory / "endpoints.json")
+    directory.rmdir()
+    pool.set(["127.0.0.1:1"])
+    async with asyncio.timeout(30):
+        while not pool.problem:
+            await asyncio.sleep(0.01)
+        assert "it keeps the old ones" in pool.problem
+        directory.mkdir()
+        pool.set(["127.0.0.1:2"])
+        while pool.problem:
+            await asyncio.sleep(0.01)
+    assert "127.0.0.1" in (directory / "endpoints.json").read_text()

@@ -83,6 +83,8 @@ class PoolWriter:
         self._by_id: dict[str, str] = {}
         self._pool: tuple[str, ...] = ()
         self._due: asyncio.TimerHandle | None = None
+        #: Why the newest pool could not be written; empty = it was.
+        self.problem = ""
 
     def set(self, addresses: Iterable[str]) -> None:
         """Set the pool. Cheap, because a burst of changes is written once. Raises `ConfigError` for an address that is
@@ -114,8 +116,10 @@ class PoolWriter:
         self._due = None
         try:
             self._file.write(self._pool)
+            self.problem = ""
         except OSError as error:
-            log.error("could not update the gateway's endpoints, it keeps the old ones: %s", error)
+            self.problem = f"the gateway's endpoints could not be updated, it keeps the old ones: {error}"
+            log.error("%s", self.problem)
 
 
 # What Envoy connects to: the scheduler, its access log service, the chosen endpoint, and the whole pool.

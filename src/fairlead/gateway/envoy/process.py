@@ -5,6 +5,7 @@ The files that it needs are written before, see `gateway.prepare`.
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -53,6 +54,7 @@ class GatewayProcess:
         `last_log`: seconds until the last entries of the access log are sent. `scheduler_timeout`: seconds to wait for
         all `schedulers` before the gateway listens for clients."""
         self._directory = Path(directory)
+        self._lock = -1
         self._last_log = last_log
         self._start_timeout, self._scheduler_timeout = start_timeout, scheduler_timeout
         self._schedulers = schedulers
@@ -75,6 +77,10 @@ class GatewayProcess:
         """Start, and return when requests are served. Raises `GatewayError`."""
         raise_file_limit()  # inherited by Envoy, which needs two descriptors per request
         try:
+            # Envoy is restarted from these files. systemd-tmpfiles removes old files of /tmp, but nothing from a
+            # directory that is locked (tmpfiles.d(5)).
+            self._lock = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(self._lock, fcntl.LOCK_SH)
             await _all(envoy.start() for envoy in self.supervisors)
             if self._scheduler_timeout:
                 await self._wait_for_scheduler()
@@ -129,6 +135,9 @@ class GatewayProcess:
         """Accept nothing new, let running requests finish for at most `grace` seconds, then end. Never raises."""
         await _all(self._stop(envoy, grace) for envoy in self.supervisors)
         shutil.rmtree(self._directory, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     async def _stop(self, envoy: Supervisor, grace: float) -> None:
         if grace > 0 and envoy.pid:

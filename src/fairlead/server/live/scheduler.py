@@ -200,6 +200,8 @@ class Live:
         )
         refused = "requests are refused or cut off: unfinished ones fill the memory for them (parsing.maxBufferedBytes)"
         troubles.lately("uploads", lambda: budget.refused + budget.cut, refused)
+        if (pool := self._pool) is not None:
+            troubles.watch("gateway-endpoints", lambda: pool.problem)
         if self._keys:
             troubles.watch("keys", lambda: "; ".join(keys.unusable for keys in self._keys if keys.unusable))
 
