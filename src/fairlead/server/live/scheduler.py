@@ -46,6 +46,9 @@ from fairlead.server.supervise import DRAIN_SECONDS, ENDING, Ending
 
 log = get("serve")
 
+#: The part that is not ready while a restarted scheduler knows none of the endpoints that the gateway has.
+_ENDPOINTS = "endpoints"
+
 _POLL = 0.05
 #: Bytes of unfinished requests, unless configured; less on machines with little memory.
 _MOST_BUFFERED = 128 << 20
@@ -64,6 +67,7 @@ class Live:
         self._kept = Path(pool).with_name("counts.json") if pool else None
         self._keys = followed_keys(config.gateway, Path(pool).parent) if pool else []
         self._ending = Ending()
+        self._endpoints_known = asyncio.Event()
         #: What keeps this scheduler from being ready, by part.
         self._unready = {"start": "starting"}
         #: Whether the embedded gateway says that it asks this scheduler, according to its admin page.
@@ -143,7 +147,6 @@ class Live:
         server = Server(config.ext_proc.transport, serving.host, self.health, tls, max_body, budget)
         stack.push_async_callback(self._finish, server)
         log_port = config.als.port if config.als.enabled and not config.kubernetes.namespaces else 0
-        await server.start(config.ext_proc.host, config.ext_proc.port, config.ext_proc.health_port, log_port)
         await self._start_admin(stack)
         if config.autoscaling.port:
             scaler = ExternalScaler(self.watch.desired_endpoints, lambda: serving.endpoints)
@@ -153,6 +156,9 @@ class Live:
             file = ConfigFile(config.source, self._changed, serving.refuse, flags=config.flags)
             stack.push_async_callback(file.close)
             await file.start()
+        if _ENDPOINTS in self._unready:  # Envoy asks whoever listens until its next health check
+            await until_set(self._ending.asked, self._endpoints_known.wait())
+        await server.start(config.ext_proc.host, config.ext_proc.port, config.ext_proc.health_port, log_port)
 
     async def _start_pool(self, stack: contextlib.AsyncExitStack, pool: PoolScheduler) -> None:
         config = self.config
@@ -174,7 +180,7 @@ class Live:
         if not (pool.endpoints or config.endpoints.allow_empty or config.kubernetes.on) and await self._pool_size():
             reason = "no endpoints are known here; the gateway goes on with those that it has"
             log.warning(reason)
-            self._set_ready("endpoints", reason)
+            self._set_ready(_ENDPOINTS, reason)
 
     async def _pool_size(self) -> int:
         """How many endpoints the gateway has: those of a scheduler that died. At the first start it has no more."""
@@ -252,7 +258,8 @@ class Live:
         if self._pool is not None:
             self._pool.changed(event)
         if isinstance(event, EndpointUp):
-            self._set_ready("endpoints", "")
+            self._set_ready(_ENDPOINTS, "")
+            self._endpoints_known.set()
 
     def _file_problem(self, problem: Any) -> None:
         source = self.config.endpoints.file or self.config.source

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import ClientSession, web
+from ports import free_ports
 
 from fairlead.compat.load import load
 from fairlead.gateway.envoy.admin import EnvoyAdmin, Vitals
@@ -185,15 +186,31 @@ async def test_a_scheduler_is_ready_once_its_gateway_asks_it(tmp_path: Path) -> 
 
 async def test_a_gateway_keeps_its_endpoints_until_its_new_scheduler_knows_some(tmp_path: Path) -> None:
     file, listed, gateway = tmp_path / "f.yaml", tmp_path / "listed.yaml", Gateway()
+    (port,) = free_ports(1)
+    text = FILE.replace("['127.0.0.1:1']", f"{{file: '{listed}'}}").replace("port: 0}", f"port: {port}}}", 1)
+    file.write_text(text)
+    listed.write_text("endpoints: []\n")
+    gateway.text = HEALTHY + "cluster.all_endpoints.membership_total: 3\n"
+    async with running(file, gateway) as live:
+        await until_ready_page(live, "not ready\n- starting\n- no endpoints are known here; the gateway goes on")
+        assert live.health.status("") is ServingStatus.NOT_SERVING, "requests would be refused"
+        with pytest.raises(ConnectionRefusedError):  # Envoy would ask until its next health check
+            await asyncio.open_connection("127.0.0.1", port)
+        listed.write_text("endpoints: ['127.0.0.1:1']\n")
+        await until_ready_page(live, "ready\n")
+        assert live.health.status("") is ServingStatus.SERVING
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.close()
+
+
+async def test_a_scheduler_that_waits_for_endpoints_can_be_stopped(tmp_path: Path) -> None:
+    file, listed, gateway = tmp_path / "f.yaml", tmp_path / "listed.yaml", Gateway()
     file.write_text(FILE.replace("['127.0.0.1:1']", f"{{file: '{listed}'}}"))
     listed.write_text("endpoints: []\n")
     gateway.text = HEALTHY + "cluster.all_endpoints.membership_total: 3\n"
     async with running(file, gateway) as live:
-        await until_ready_page(live, "not ready\n- no endpoints are known here; the gateway goes on")
-        assert live.health.status("") is ServingStatus.NOT_SERVING, "requests would be refused"
-        listed.write_text("endpoints: ['127.0.0.1:1']\n")
-        await until_ready_page(live, "ready\n")
-        assert live.health.status("") is ServingStatus.SERVING
+        await until_ready_page(live, "not ready\n- starting\n- no endpoints are known here; the gateway goes on")
+        live.stop()
 
 
 @pytest.mark.parametrize(("allowed", "size"), [(True, 3), (False, 0)], ids=["allowEmpty", "nobody knows any"])
