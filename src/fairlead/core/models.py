@@ -324,7 +324,7 @@ class Catalogue:
             return []
         names = {name: Listed(name, entry.created) for name, entry in self._names.items()}
         names.update({name: Listed(name, 0) for name in self._exact if name not in names})
-        return [names[name] for name in sorted(names) if not self._is_reserved(name)]
+        return [names[name] for name in sorted(names) if not self.is_reserved(name)]
 
     def offered(self, served: Iterable[str]) -> list[Listed]:
         """Return `listed`, and the names that endpoints serve (`served`) unless only defined names pass."""
@@ -332,9 +332,10 @@ class Catalogue:
             return self.listed
         names = {name: Listed(name, 0) for name in (*served, *self._exact)}
         names.update({model.name: model for model in self.listed})
-        return [names[name] for name in sorted(names) if not self._is_reserved(name)]
+        return [names[name] for name in sorted(names) if not self.is_reserved(name)]
 
-    def _is_reserved(self, name: str) -> bool:
+    def is_reserved(self, name: str) -> bool:
+        """Whether the name is defined, and has no target with a weight: requests for it are refused."""
         entry = self._exact.get(name) or self._generic or self._names.get(name)
         return entry is not None and not entry.split.names
 

@@ -556,6 +556,8 @@ class Pipeline:
         now = self._clock.time()
         fleet.ledger.release(lease)
         if event.client_gone:
+            if entry.state is S.ROUTED:
+                self._stalls.given_up(lease.slot, now)
             entry.usage = event.usage or entry.usage
             return [self._ended(entry, lease, ev.ResponseEnded, event, "client-disconnect", now)]
         done = 200 <= event.status < 300
@@ -616,6 +618,8 @@ class Pipeline:
         now, flow = self._clock.time(), self.flow_controller
         if entry.lease is not None:
             cause = "evicted" if entry.lease.evicted_at >= 0.0 else "stream-lost"
+            if entry.state is S.ROUTED:
+                self._stalls.given_up(entry.lease.slot, now)
             return self._given_up(entry, ev.StreamLost, cause)
         queued_ms, waiting = 0.0, entry.waiting
         if waiting is not None and flow is not None:

@@ -7,7 +7,8 @@ Theory
   are counted, fewer that run: fronts take requests, and give up those whose clients left, while the engine hangs.
 * Silence is the time since the last progress, or since there is work: requests that only peers told of, and that the
   page does not show, are none. Where the page shows no work, it is no longer than the oldest request is there, for
-  refused ones come and go without progress. It is plausible for as long as the longest of
+  refused ones come and go without progress. What clients gave up lately is no excuse.
+* It is plausible for as long as the longest of
 
       PLAUSIBLE_S                                whatever the engine is
       PACED × the longest silence that ended     of the last minute or so: its own recent pace. One silence teaches at
@@ -86,6 +87,8 @@ class _Watched(Struct):
     unseen_since: float = inf
     #: The page does not change although first tokens come: its silence says nothing.
     still: bool = False
+    #: When a client gave up a request that had no token yet for the last time.
+    given_up_at: float = -inf
 
 
 class Stalls:
@@ -163,6 +166,10 @@ class Stalls:
             self._watched[slot].since = now
             self._judged(slot, SUSPECT, 0.0, now)
 
+    def given_up(self, slot: int, now: float) -> None:
+        """A client left before the first token: that does not excuse the endpoint's silence."""
+        self._watched[slot].given_up_at = now
+
     # ---- silence ----
 
     def look(self, now: float) -> None:
@@ -175,7 +182,8 @@ class Stalls:
             if work <= 0.0 or silent == inf or (silent > PLAUSIBLE_S and self._only_told(slot)):
                 self._idle(slot, watched, now, now)
             elif silent > PLAUSIBLE_S:
-                begun = max(watched.since, self._begun(slot))
+                given_up = watched.given_up_at > now - PLAUSIBLE_S
+                begun = watched.since if given_up else max(watched.since, self._begun(slot))
                 if now - begun > PLAUSIBLE_S:
                     watched.since = begun
                     self._judge(slot, watched, now)

@@ -230,12 +230,11 @@ def models_page(catalogue: Catalogue, headers: Mapping[str, str], served: Served
     _, one_model, wanted = path.rpartition(_ONE_MODEL)
     if not (one_model or api_of(path) == MODELS):
         return None
-    listed = catalogue.listed
-    names = served(bool(listed))
-    listed = catalogue.offered(names) if names else listed
-    if not (listed or catalogue.strict):
-        return None
+    names = served(bool(catalogue.known))
+    listed = catalogue.offered(names) if names else catalogue.listed
     if not (one_model and wanted):
+        if not (listed or catalogue.strict):
+            return None
         body = encode({"object": "list", "data": [_shape(candidate) for candidate in listed]})
     else:
         wanted = unquote(wanted)
@@ -243,7 +242,7 @@ def models_page(catalogue: Catalogue, headers: Mapping[str, str], served: Served
         if model is None:
             return (
                 client_error(MODELS, 404, f"The model `{wanted}` does not exist.", "model", MODEL_NOT_FOUND)
-                if catalogue.strict
+                if catalogue.strict or catalogue.is_reserved(wanted)
                 else None
             )
         body = encode(_shape(model))

@@ -31,13 +31,14 @@ import fairlead
 from fairlead.compat.load import load
 from fairlead.config.schema import Config
 from fairlead.core.endpoint import host_port
-from fairlead.core.errors import ConfigError
+from fairlead.core.errors import ConfigError, cannot_listen
 from fairlead.core.events import EndpointDown, EndpointUp
 from fairlead.gateway.envoy.authentication import KeysFile, read_jwt, read_keys, script
 from fairlead.gateway.envoy.gateway import Plan, prepare
 from fairlead.gateway.envoy.options import Options, Tls
 from fairlead.gateway.envoy.process import JWT, KEYS, tie_to_parent
 from fairlead.gateway.memory import memory_limit
+from fairlead.gateway.ports import listening_sockets
 from fairlead.pool.endpoints_file import follow_endpoints
 from fairlead.pool.kube.objects import H2C
 
@@ -63,6 +64,7 @@ def serve_embedded(config: Config, file: Path, workers: int = 1) -> tuple[Config
     Raises `FairleadError` if the gateway cannot be started, or if that many workers cannot work together.
     """
     check_workers(config, workers)
+    check_ports(config, workers)
     keys = config.gateway.keys
     known = read_keys(keys.file) if keys else ()
     pool, http2 = asyncio.run(first_pool(config))
@@ -123,6 +125,20 @@ def check_workers(config: Config, workers: int) -> None:
                 why = f"{workers} workers need {workers} ports from {first} on, and {port} is {who}"
                 raise ConfigError(why, f"$.{section}.{field}")
             taken[port] = f"that of {section}.{field}"
+
+
+def check_ports(config: Config, workers: int) -> None:
+    """Raises `ConfigError` if a scheduler could not listen. Envoy would take whoever has its port for the scheduler."""
+    ext_proc, admin = config.ext_proc, config.admin
+    hosts = {"port": admin.host, "metricsPort": admin.metrics_host or admin.host}
+    for (section, field), first in _counted_ports(config).items():
+        host = ext_proc.host if section == "extProc" else hosts[field]
+        for port in range(first, first + workers):
+            try:
+                for listener in listening_sockets(host, port, 1):
+                    listener.close()
+            except OSError as error:
+                raise cannot_listen(host_port(host, port), error, f"$.{section}.{field}") from None
 
 
 def _counted_ports(config: Config) -> dict[tuple[str, str], int]:

@@ -16,6 +16,7 @@ from fairlead.core.events import (
     RequestArrived,
     RequestMoved,
     ResponseEnded,
+    StreamLost,
 )
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import Record, Route
@@ -363,6 +364,25 @@ def test_a_hang_is_noticed_beside_requests_that_are_refused() -> None:
     stuck = [rig.send() for _ in range(4)]
     refused(rig, 4.0)
     assert {rig.suspicion(route.endpoint.id) for route in stuck} == {OUT_OF_USE}
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["client gone", "stream lost"])
+def test_a_hang_is_noticed_though_clients_give_up_soon_and_the_page_shows_nothing(lost: bool) -> None:
+    """The engine hung while it was idle, behind a front that answers for it."""
+    rig = Rig()
+    rig.warm()
+    rig.shown = False
+    rig.hung.add("e0")
+    for _ in range(40):
+        for _ in range(4):
+            rig.send()
+        rig.step()
+        for began, number, name in list(rig.running):
+            if name == "e0" and began - 0.3 + 1.0 <= rig.clock.now:
+                rig.running.remove((began, number, name))
+                ended = ResponseEnded(request_id=number, status=0, client_gone=True)
+                rig.feed(StreamLost(number) if lost else ended)
+    assert rig.suspicion("e0") >= SUSPECT
 
 
 def test_an_endpoint_that_was_out_is_tried_again_beside_requests_that_are_refused() -> None:

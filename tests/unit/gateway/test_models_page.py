@@ -108,3 +108,13 @@ def test_what_endpoints_serve(pb: ModuleType, catalogue: Catalogue, served: Serv
 
 def test_an_unknown_model_of_a_mixed_pool_is_the_servers_to_refuse(pb: ModuleType) -> None:
     assert ask(pb, Catalogue(), "/v1/models/nope", served=unlike) is None
+
+
+def test_a_reserved_model_is_hidden_where_undefined_names_pass_too(pb: ModuleType) -> None:
+    reserved = InferenceModel(origin=Origin(namespace="n", name="o"), model="base", targets=(Target("x", weight=0),))
+    catalogue = Catalogue(ModelSet((reserved,)), PASS)
+    found = ask(pb, catalogue, "/v1/models", served=same)
+    assert found is not None and [model["id"] for model in found[1]["data"]] == ["adapter"]
+    found = ask(pb, catalogue, "/v1/models/base", served=same)
+    assert found is not None and found[0] == 404
+    assert ask(pb, catalogue, "/v1/models/another", served=same) is None, "some model server may know it"

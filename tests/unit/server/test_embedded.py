@@ -1,13 +1,16 @@
 """The embedded gateway asks the scheduler where it listens."""
 
 import asyncio
+import socket
 from pathlib import Path
 
 import pytest
+from ports import free_ports
 
 from fairlead.compat.load import load
+from fairlead.core.errors import Unavailable
 from fairlead.gateway.envoy.clusters import PoolWriter
-from fairlead.server.embedded import gateway_options, pinned
+from fairlead.server.embedded import check_ports, gateway_options, pinned
 
 FILE = "endpoints: ['127.0.0.1:1']\nextProc: {host: '%s', port: 9002}\nals: {port: 9005}\n"
 
@@ -39,6 +42,17 @@ def test_a_replacement_listens_where_the_gateway_dials() -> None:
     with_tls = load("endpoints: ['127.0.0.1:1']\nextProc: {tls: {certDir: /x}}\n")
     again = load(FILE % "", flags=pinned(with_tls)).ext_proc
     assert again.tls is not None and again.tls.cert_dir == "/x"
+
+
+@pytest.mark.parametrize("place", ["extProc: {host: 127.0.0.1, port: %d}", "admin: {host: 127.0.0.1, port: %d}"])
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_taken_port_is_named_before_the_gateway_starts(place: str, before: int) -> None:
+    """If another scheduler has it, Envoy would take that one for ours, and its pool."""
+    (port, second) = free_ports(2)
+    config = load("endpoints: ['127.0.0.1:1']\n" + place % (port - before))
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(Unavailable, match=f"cannot listen on .*:{port}"):
+        check_ports(config, 1 + before)
+    check_ports(load(f"endpoints: ['127.0.0.1:1']\nadmin: {{port: {second}}}\nextProc: {{port: {port}}}\n"), 1)
 
 
 async def test_endpoints_that_cannot_be_written_for_envoy_are_a_problem(tmp_path: Path) -> None:

@@ -80,7 +80,8 @@ class GatewayProcess:
             # Envoy is restarted from these files. systemd-tmpfiles removes old files of /tmp, but nothing from a
             # directory that is locked (tmpfiles.d(5)).
             self._lock = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            fcntl.flock(self._lock, fcntl.LOCK_SH)
+            with contextlib.suppress(OSError):  # not every file system has locks
+                fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             await _all(envoy.start() for envoy in self.supervisors)
             if self._scheduler_timeout:
                 await self._wait_for_scheduler()

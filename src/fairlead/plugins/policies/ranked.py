@@ -64,7 +64,9 @@ class Ranked(Profile):
         cycle = Cycle(context)
         cycle.once(PREFIX_SHARE, lambda: share if np.count_nonzero(share) else None)
         costs = self.cost(request, fleet, cycle)
-        return np.where(costs == np.inf, -_LOWEST, costs)
+        if not np.isfinite(costs).all():  # late binding reports NaN and takes the kernel's costs
+            costs = np.where(costs == np.inf, -_LOWEST, np.where(costs == -np.inf, np.nan, costs))
+        return costs
 
     def _negated(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn:
         """Return the negated costs, all finite: an infinite cost is the highest. Report costs that are no numbers."""

@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,12 @@ class Directory:
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         held = "another scheduler writes its journal there; each needs its own directory"
         self._lock = lock(self.path / ".lock", held)
-        for old in segments(str(self.path)) or ():
-            self._sizes[old] = old.stat().st_size
+        try:
+            self._sizes = {old: old.stat().st_size for old in segments(str(self.path)) or ()}
+        except OSError:
+            os.close(self._lock)
+            self._lock = -1
+            raise
 
     @property
     def size(self) -> int:
@@ -113,14 +118,15 @@ class Directory:
             self._open()
         self._make_room(len(MAGIC) + len(head))
         path = self.path / f"{self._label}-{self.number:06d}{SUFFIX}"
-        self._file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._file = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._current, self._size = path, 0
         self._sizes[path] = 0
         try:
             self._write(MAGIC + head)
         except OSError:
             self.close()
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # else the next attempt writes over it
+                path.unlink(missing_ok=True)
             del self._sizes[path]
             raise
         self.number += 1

@@ -31,8 +31,8 @@ WINDOW_S = 60.0
 MAX_VALUE = 400
 _MAX_TRACEBACK = 4000
 _MAX_KEYS = 1000
-#: Lines that may wait for the reader of stderr, and the seconds that they get at the end.
-_MAX_WAITING = 5_000
+#: Bytes that may wait for the reader of stderr, those of one write, and the seconds that they get at the end.
+_MAX_WAITING, _WRITE = 4 << 20, 64 << 10
 _FLUSH_S = 1.0
 _ROOT = "fairlead"
 #: Names of fields that would carry users' text or credentials.
@@ -109,12 +109,17 @@ class _Background:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._lines: SimpleQueue[bytes | None] = SimpleQueue()
+        #: Bytes taken and written since the start. Each is counted in one place: puts exclude each other.
+        self._taken = self._written = 0
+        self._ended = False
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
         self._thread.start()
 
     def put(self, line: str) -> None:
-        if self._lines.qsize() < _MAX_WAITING:
-            self._lines.put(line.encode(errors="replace"))
+        encoded = line.encode(errors="replace")
+        if self._taken - self._written < _MAX_WAITING:
+            self._taken += len(encoded)
+            self._lines.put(encoded)
         else:
             Written.lost += 1
 
@@ -125,12 +130,27 @@ class _Background:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while line := self._lines.get():
+        while lines := self._several():
+            left = memoryview(b"".join(lines))
+            self._written += len(left)
             try:
-                while line:
-                    line = line[os.write(self._descriptor, line) :]
+                while left:
+                    left = left[os.write(self._descriptor, left) :]
             except OSError:
-                Written.lost += 1
+                Written.lost += len(lines)
+
+    def _several(self) -> list[bytes]:
+        """The next lines for one write; empty = none will come. A write for each would be too slow for a burst."""
+        lines: list[bytes] = []
+        size = 0
+        while not self._ended and size < _WRITE and not (lines and self._lines.empty()):
+            line = self._lines.get()
+            if line is None:
+                self._ended = True
+            else:
+                lines.append(line)
+                size += len(line)
+        return lines
 
 
 @contextmanager

@@ -81,6 +81,14 @@ def test_a_cost_that_fails_leaves_those_that_are_able(given: Callable[[], Any], 
     assert where == {"e1", "e2"} and "plugin cost" in said[0]
 
 
+def test_late_binding_hears_of_costs_that_are_no_numbers() -> None:
+    policy = Costs()
+    policy.given = lambda: np.array([5.0, -INF, INF])
+    terms: Any = None
+    (row,) = policy.costs([request()], np.zeros((1, 3)), terms, fleet("e0", "e1", "e2"), Context(0.0, Random(0)))
+    assert np.isnan(row).tolist() == [False, True, False] and np.isfinite(row[2]) and row[2] > row[0]
+
+
 class Chooser:
     name = "chooser"
 

@@ -231,6 +231,38 @@ def test_a_journal_that_is_full_at_the_start_is_kept(tmp_path: Path) -> None:
     assert total(tmp_path) == 50_000
 
 
+def test_a_segment_without_a_head_that_cannot_be_removed_is_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk fails, and is mounted read-only then."""
+    directory = Directory(tmp_path, 100_000, 20_000, False, "t")
+
+    def fails(*_: Any, **__: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer_module.os, "write", fails)
+        patch.setattr(Path, "unlink", fails)
+        with pytest.raises(OSError, match="Input/output"):
+            directory.begin(b"head")
+    directory.begin(b"head")
+    assert len(list(tmp_path.glob("*.journal"))) == 1 and directory.number == 1
+    directory.release()
+
+
+def test_old_segments_count_though_they_could_not_be_listed_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = tmp_path / "a-000000.journal"
+    old.write_bytes(b"x" * 50_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(writer_module, "segments", lambda path: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        directory = Directory(tmp_path, 60_000, 20_000, False, "t")
+    directory.begin(b"head" * 5_000)
+    assert not old.exists() and directory.size < 60_000
+    directory.release()
+
+
 def test_a_part_of_a_block_is_skipped_by_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder()
     writer = made(tmp_path, recorder)
