@@ -29,6 +29,8 @@ class Unavailable(ConfigError):
 def cannot_listen(where: str, error: OSError, path: str = "$") -> ConfigError:
     """The error for an address that cannot be listened on. Without a code (gRPC tells none) its port is taken."""
     kind = Unavailable if error.errno in (None, EADDRINUSE, EADDRNOTAVAIL) else ConfigError
+    if error.errno == EADDRINUSE:
+        return kind(f"cannot listen on {where}: the port is taken; stop what listens there, or set a free one", path)
     return kind(f"cannot listen on {where}: {error.strerror or error}", path)
 
 
