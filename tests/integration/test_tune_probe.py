@@ -173,7 +173,7 @@ async def test_a_server_that_goes_away_leaves_what_it_told(little, monkeypatch, 
         done = await probing
     assert done.exit_code == 1, done.output
     assert "probes failed" in done.stderr and "fitted from" in done.stderr
-    assert "latency" in done.stdout
+    assert "latency" in done.stdout, done.output
 
 
 def _enough(save):
