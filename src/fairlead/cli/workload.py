@@ -11,7 +11,7 @@ from fairlead.cli.basics import WRONG_INPUT, echo_json
 from fairlead.cli.options import examples, exits, needed_out, pairs
 
 if TYPE_CHECKING:
-    from fairlead.lab.workload.record import Dispatch, Workload
+    from fairlead.lab.workload.record import Workload
 
 
 def _kinds(incomplete: str) -> list[str]:
@@ -96,6 +96,7 @@ def generate(
     from fairlead.lab.simulator.build import write_workload
     from fairlead.lab.workload.generate import Pace
     from fairlead.lab.workload.generate import generate as make
+    from fairlead.lab.workload.record import dispatch_of
 
     with _problems():
         pace = Pace(
@@ -105,7 +106,7 @@ def generate(
             arrivals=arrivals,
             cv=cv,
             to_rate=to_rate,
-            dispatch=_dispatch(dispatch),
+            dispatch=dispatch_of(dispatch) if dispatch else None,
             seed=seed,
         )
         made = make(kind, pace, pairs(set, "--set", underscores=True))
@@ -141,16 +142,6 @@ def _problems() -> Iterator[None]:
 
     with exits(WRONG_INPUT, ConfigError, TraceError, ValueError, OSError):
         yield
-
-
-def _dispatch(text: str) -> "Dispatch | None":
-    if text == "timestamp":
-        return "timestamp"
-    if text == "think":
-        return "think"
-    if not text:
-        return None
-    raise ValueError(f"unknown dispatch {text!r}; known: timestamp, think")
 
 
 def _describe(made: "Workload", as_json: bool) -> None:

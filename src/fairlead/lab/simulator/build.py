@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
 
 from msgspec import Struct, structs
 
@@ -24,7 +23,7 @@ from fairlead.lab.simulator.scenarios import (
 from fairlead.lab.simulator.world import Replica, Scenario, replicas
 from fairlead.lab.workload.formats import FORMATS, TraceError, guess
 from fairlead.lab.workload.generate import KINDS, Pace, generate
-from fairlead.lab.workload.record import Dispatch, Workload, from_first
+from fairlead.lab.workload.record import Workload, dispatch_of, from_first
 
 
 def read_workload(path: Path, format: str = "") -> Workload:
@@ -113,9 +112,7 @@ def build(spec: ScenarioSpec) -> Scenario:
         lasts_s, count = made.workload.duration_s / made.speedup, len(made.workload)
         made = structs.replace(made, speedup=made.speedup * spec.rate * lasts_s / count if lasts_s else made.speedup)
     if spec.dispatch:
-        if spec.dispatch not in get_args(Dispatch):
-            raise ValueError(f"unknown dispatch {spec.dispatch!r}; known: {', '.join(get_args(Dispatch))}")
-        workload = structs.replace(made.workload, dispatch=spec.dispatch)
+        workload = structs.replace(made.workload, dispatch=dispatch_of(spec.dispatch))
         made = structs.replace(made, workload=workload)
     servers = _servers(spec, made.replicas)
     if spec.kv_lag_ms >= 0:

@@ -14,6 +14,15 @@ from msgspec.structs import replace
 #: `timestamp`: open loop, every record at its own time. `think`: a record with a parent starts `think_ms` after the
 #: parent's end, as with a person or an agent; its `arrival_us` then only shows when it was recorded.
 Dispatch = Literal["timestamp", "think"]
+DISPATCHES: tuple[Dispatch, ...] = ("timestamp", "think")
+
+
+def dispatch_of(text: str) -> Dispatch:
+    """Return the dispatch of this name. Raise `ValueError` if there is none."""
+    for dispatch in DISPATCHES:
+        if dispatch == text:
+            return dispatch
+    raise ValueError(f"unknown dispatch {text!r}; known: {', '.join(DISPATCHES)}")
 
 
 class Outcome(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
