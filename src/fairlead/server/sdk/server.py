@@ -19,7 +19,7 @@ from fairlead.core.endpoint import Endpoint
 from fairlead.core.errors import ConfigError, PluginError, ProtocolError
 from fairlead.core.events import Outcome, RemotePick
 from fairlead.core.mirror import MirrorFleet
-from fairlead.core.policy import Context, Picked, Policy, Refused
+from fairlead.core.policy import Context, Picked, Policy, Refused, checked
 from fairlead.core.profile import in_order, runner_up
 from fairlead.core.request import Request
 from fairlead.gateway.grpc_frames import Status
@@ -186,7 +186,7 @@ class Session:
             column[fleet.slots_of(asked.hit_slots.tolist())] = asked.hit_shares
             request = replace(request, blocks=column)
         try:
-            pick = self._policy.choose(request, fleet, context)
+            pick = checked(self._policy.choose(request, fleet, context), fleet)
             return self._answer(request, asked.expected_output, pick)
         except Exception:
             self._stats.failures += 1
@@ -199,9 +199,6 @@ class Session:
             if pick.reason == PASSED:
                 return RemotePick(request.id, Outcome.PASSED)
             return RemotePick(request.id, Outcome.REFUSED, reason=pick.message or pick.reason)
-        endpoint = fleet.table.endpoints[pick.slot]
-        if endpoint is None:
-            raise IndexError(f"slot {pick.slot} has no endpoint")
         hits = fleet.match(request)
         share = 0.0 if hits is None else float(hits[pick.slot])
         _, *behind = in_order(pick, runner_up(pick, fleet.table), fleet.table, self._alternatives + 1)
@@ -209,7 +206,9 @@ class Session:
         prefiller = fleet.table.endpoints[pick.prefill_slot] if pick.prefill_slot >= 0 else None
         alternatives = tuple((fleet.table.ids[slot], 0.0) for slot in behind)
         prefill = prefiller.id if prefiller else ""
-        return RemotePick(request.id, Outcome.PICKED, endpoint.id, alternatives=alternatives, prefill=prefill)
+        return RemotePick(
+            request.id, Outcome.PICKED, fleet.table.ids[pick.slot], alternatives=alternatives, prefill=prefill
+        )
 
 
 # `my.module:Name`, or the name of a built-in policy → a function that makes policies.

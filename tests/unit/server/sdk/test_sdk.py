@@ -19,6 +19,7 @@ from fairlead.server.sdk.simple import PASSED, SimplePolicy
 from fairlead.testing import builders
 
 MODULE = """
+from fairlead.core.policy import Picked
 from fairlead.server.sdk import RefusedRequest
 
 class Least:
@@ -32,6 +33,11 @@ class Policy:
     name = "mine"
     def choose(self, request, fleet, context):
         raise RuntimeError("not today")
+
+class Nowhere:
+    name = "nowhere"
+    def choose(self, request, fleet, context):
+        return Picked(-1)
 
 class Needs:
     def __init__(self, something): ...
@@ -181,8 +187,9 @@ def test_a_caller_gets_as_many_endpoints_as_it_takes_for_a_state_of_its_own_in_o
     assert [first.endpoint, *(name for name, _ in first.alternatives)] == ["e1", "e2", "e3", "e0"][:most]
 
 
-def test_a_policy_that_raises_has_no_opinion(module: str) -> None:
-    one, stream, stats = session(f"{module}:Policy")
+@pytest.mark.parametrize("policy", ["Policy", "Nowhere"])
+def test_a_policy_that_raises_or_picks_nobody_has_no_opinion(module: str, policy: str) -> None:
+    one, stream, stats = session(f"{module}:{policy}")
     one.on_message(encode_ask(Ask(hello=Hello(), state=Dialogue().state(endpoints(2)))))
     one.on_message(encode_ask(Ask(batch=Batch(number=1, requests=[]))))
     batch = Batch(number=2, requests=[Asked(request=builders.request("x"))])
