@@ -40,7 +40,7 @@ class Cell(Struct, frozen=True, kw_only=True):
     def key(self, code: str) -> str:
         """The identity of the cell. `code`: the version of the code that runs it."""
         spec = self.scenario
-        files = [Path(spec.source), *(Path(spec.traces).rglob("*") if spec.traces else ()), *modules_beside(self.text)]
+        files = [Path(spec.source), *(Path(spec.traces).glob("*") if spec.traces else ()), *modules_beside(self.text)]
         stamps = sorted((path.name, *_stamp(path)) for path in files if path.is_file())
         return sha256(msgspec.json.encode([code, spec, self.text, self.seed, stamps])).hexdigest()[:24]
 
