@@ -253,7 +253,7 @@ class StateFile:
             problem = error.strerror or str(error)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
-            log.error("cannot take down what was learned", exc=error)
+            log.error("cannot save what was learned", exc=error)
         self.counts.errors += 1
         self.problem = f"{self._path} cannot be written, and a restart forgets: {problem}"
         return 0.0
