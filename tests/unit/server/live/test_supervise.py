@@ -112,22 +112,25 @@ async def test_a_scheduler_that_dies_is_followed_by_another_one(tmp_path: Path, 
     assert gateway.stopped[0] > 0, "clients first"
 
 
+def listening(said: Path, **handlers: str) -> int:
+    """The id of a process that says `up`, and runs code at signals, by their names."""
+    code = f"import signal, sys\nout = open({str(said)!r}, 'a', buffering=1)\n"
+    code += "".join(f"signal.signal(signal.{name}, lambda *_: {handler})\n" for name, handler in handlers.items())
+    return child(code + "out.write('up\\n')\nwhile True: signal.pause()\n")
+
+
+async def until_up(said: Path) -> None:
+    while not said.exists() or "up" not in said.read_text():
+        await asyncio.sleep(0.005)
+
+
 async def test_the_end_is_told_before_it_comes(tmp_path: Path) -> None:
     """SIGUSR1 lets those who wait go, SIGTERM drains."""
     said = tmp_path / "said"
-    code = (
-        "import signal, sys\n"
-        f"out = open({str(said)!r}, 'a', buffering=1)\n"
-        "signal.signal(signal.SIGUSR1, lambda *_: out.write('ending\\n'))\n"
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
-        "out.write('up\\n')\n"
-        "while True: signal.pause()\n"
-    )
-    gateway = Gateway()
-    running = asyncio.create_task(parent(gateway, child(code)).run())
+    pid = listening(said, SIGUSR1="out.write('ending\\n')", SIGTERM="sys.exit(0)")
+    running = asyncio.create_task(parent(Gateway(), pid).run())
     async with asyncio.timeout(20):
-        while not said.exists() or "up" not in said.read_text():
-            await asyncio.sleep(0.005)
+        await until_up(said)
         os.kill(os.getpid(), signal.SIGTERM)
         await running
     assert said.read_text().startswith("up\nending")
@@ -135,21 +138,12 @@ async def test_the_end_is_told_before_it_comes(tmp_path: Path) -> None:
 
 async def test_a_second_signal_ends_what_still_runs(tmp_path: Path) -> None:
     said = tmp_path / "said"
-    code = (
-        "import signal, sys\n"
-        f"out = open({str(said)!r}, 'a', buffering=1)\n"
-        "signal.signal(signal.SIGUSR1, lambda *_: None)\n"
-        "signal.signal(signal.SIGTERM, lambda *_: out.write('drains\\n'))\n"
-        "signal.signal(signal.SIGINT, lambda *_: sys.exit(0))\n"
-        "out.write('up\\n')\n"
-        "while True: signal.pause()\n"
-    )
+    pid = listening(said, SIGUSR1="None", SIGTERM="out.write('drains\\n')", SIGINT="sys.exit(0)")
     gateway = Gateway()
     gateway.busy = True
-    running = asyncio.create_task(parent(gateway, child(code)).run())
+    running = asyncio.create_task(parent(gateway, pid).run())
     async with asyncio.timeout(20):
-        while not said.exists() or "up" not in said.read_text():
-            await asyncio.sleep(0.005)
+        await until_up(said)
         os.kill(os.getpid(), signal.SIGTERM)
         while not gateway.stopped:
             await asyncio.sleep(0.005)
