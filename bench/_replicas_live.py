@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -23,10 +24,10 @@ from _gateway import children, usage
 from fairlead.gateway.envoy.admin import EnvoyAdmin
 from fairlead.gateway.ports import obstacle
 from fairlead.lab.demo import MODEL, Child
-from fairlead.lab.load.process import allow_many_sockets
+from fairlead.lab.load.process import allow_many_sockets, run_in_process
 from fairlead.lab.load.runner import run
-from fairlead.lab.load.spec import Options, Record
-from fairlead.lab.load.workload import Call, Poisson, SharedPrefix, Workload, text
+from fairlead.lab.load.spec import Options, Record, RunSpec
+from fairlead.lab.load.workload import AnyWorkload, Call, Chat, ClosedLoop, Poisson, SharedPrefix, Workload, text
 
 PATIENCE_S = 60.0
 #: 150 groups of 5 prompts share 6,000 tokens. Stubs run so many times faster than real servers.
@@ -38,6 +39,7 @@ WARM_S, CALM_S = 10.0, 2.0
 AFTER_S = 1.0
 AWAY_S, CUT_S = 10.0, 60.0
 VALKEY_SOCKET = "valkey.sock"
+LIGHT_PROCESSES = 8
 
 
 def valkey_command(directory: str) -> list[str]:
@@ -60,9 +62,12 @@ def ports_in_a_row(count: int) -> int:
 class Site:
     """Stubs and `fairlead serve`. The stubs and what they have cached stay when the other is started again."""
 
-    def __init__(self, workers: int, stubs: int = 8, time_ratio: float = TIME_RATIO, **config: Any) -> None:
+    def __init__(
+        self, workers: int, stubs: int = 8, time_ratio: float = TIME_RATIO, threads: int = 1, **config: Any
+    ) -> None:
+        """`time_ratio` 0: servers that answer at once and cost next to nothing. `threads`: of Envoy."""
         self.workers = workers
-        self._stubs, self._time_ratio, self._config = stubs, time_ratio, config
+        self._stubs, self._time_ratio, self._threads, self._config = stubs, time_ratio, threads, config
         self._stack = AsyncExitStack()
         self._serve: Child | None = None
         self._first = ports_in_a_row(2 * workers + stubs + 2)
@@ -71,16 +76,11 @@ class Site:
     async def __aenter__(self) -> Self:
         self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="fairlead-bench-")))
         self._http = await self._stack.enter_async_context(aiohttp.ClientSession())
-        listed = self.folder / "endpoints.yaml"
-        first = self._first + 2 * self.workers
-        options = ("--replicas", str(self._stubs), "--time-ratio", str(self._time_ratio), "--out", str(listed))
-        stub = await self._stack.enter_async_context(Child("stub", "--port", str(first), *options))
-        await stub.ready(f"http://127.0.0.1:{first + self._stubs - 1}/health")
         document = {
-            "gateway": {"port": self.port, "adminPort": self.port + 1, "concurrency": 1},
+            "gateway": {"port": self.port, "adminPort": self.port + 1, "concurrency": self._threads},
             "extProc": {"host": "127.0.0.1", "port": self._first},
             "admin": {"port": self._first + self.workers},
-            "endpoints": {"file": str(listed), "watch": False},
+            "endpoints": await (self._servers() if self._time_ratio else self._light_servers()),
             "state": {"file": str(self.folder / "learned.state"), "interval": "1s"},
             "seed": 1,
             **self._config,
@@ -96,6 +96,28 @@ class Site:
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
         await self._stack.aclose()
+
+    async def _servers(self) -> dict[str, Any]:
+        """Starts stubs. Returns what the configuration says of them."""
+        listed = self.folder / "endpoints.yaml"
+        first = self._first + 2 * self.workers
+        options = ("--replicas", str(self._stubs), "--time-ratio", str(self._time_ratio), "--out", str(listed))
+        stub = await self._stack.enter_async_context(Child("stub", "--port", str(first), *options))
+        await stub.ready(f"http://127.0.0.1:{first + self._stubs - 1}/health")
+        return {"file": str(listed), "watch": False}
+
+    async def _light_servers(self) -> list[dict[str, Any]]:
+        """The same in several processes, so that a core is not their limit."""
+        first = self._first + 2 * self.workers
+        ports = [str(port) for port in range(first, first + self._stubs)]
+        program = str(Path(__file__).with_name("_upstream.py"))
+        for place in range(LIGHT_PROCESSES):
+            command = (sys.executable, program, "--listen", ",".join(ports[place::LIGHT_PROCESSES]))
+            server = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+            self._stack.push_async_callback(_end, server)
+            assert server.stdout is not None
+            await server.stdout.readline()  # it listens
+        return [{"address": "127.0.0.1", "port": int(port)} for port in ports]
 
     async def start(self) -> None:
         several = ("--workers", str(self.workers)) if self.workers > 1 else ()
@@ -158,6 +180,11 @@ class Site:
     def cpu_s(self) -> float:
         return sum(usage(pid).cpu_s for pid in self.pids())
 
+    def envoy_cpu_s(self) -> float:
+        assert self._serve is not None
+        below = children(self._serve.pid)
+        return sum(usage(pid).cpu_s for pid in below if b"envoy" in Path(f"/proc/{pid}/cmdline").read_bytes()[:200])
+
     async def load(
         self, workload: Workload, rate: float, script: Callable[[], Awaitable[Any]], drain_s: float = 60.0
     ) -> tuple[list[Record], Any]:
@@ -175,6 +202,12 @@ class Site:
         playing = asyncio.create_task(play())
         result = await run(f"http://127.0.0.1:{self.port}", workload, arrivals, options)
         return result.records, await playing
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    await process.wait()
 
 
 class _Until:
@@ -491,6 +524,64 @@ async def compare(times: int, rate: float, count: int = 3000) -> dict[str, Any]:
                 cpu_ms = (site.cpu_s() - before) / measured * 1e3
             rows.setdefault(name, []).append(_figures(result.records) | {"cpu_ms": cpu_ms})
     return {name: _mean(of) | {"rounds": of} for name, of in rows.items()}
+
+
+#: Clients of each load generator, which is a process of its own, and for how long it sends. There are so many servers
+#: that no request waits for one.
+CLIENTS, SATURATED_S, LIGHT_SERVERS = 32, 8.0, 64
+#: Chats of 1 KB, and 7,200 tokens of which 6,000 are one of 150 system prompts.
+SATURATING: dict[str, AnyWorkload] = {"chat": Chat(body_bytes=1024, model=MODEL), "shared prefix": PROMPTS}
+
+
+async def throughput(times: int, rate: float) -> dict[str, Any]:
+    """Requests a second of one, two and four workers that have all they can do, and what limits them.
+
+    `rate` is not used: clients send the next request when the last one is answered. Servers answer at once, and say
+    that 6,000 tokens of each prompt were cached. `worker_cores` is the CPU time of a worker by the wall clock: well
+    below 1.0, something else is the limit.
+    """
+    rows: dict[str, list[dict[str, Any]]] = {}
+    cores = os.cpu_count() or 1
+    for turn in range(times):
+        for workers in (1, 2, 4) if turn % 2 else (4, 2, 1):
+            threads = max(cores * 3 // 8, 1)
+            async with Site(
+                workers, LIGHT_SERVERS, 0, threads, state={"enabled": False}, log={"level": "warning"}
+            ) as site:
+                for name, workload in SATURATING.items():
+                    row = await _saturated(site, workload, max(cores * 3 // 8, 2))
+                    rows.setdefault(f"{name}, {workers}", []).append(row)
+    return {name: _mean(of) | {"rounds": of} for name, of in rows.items()}
+
+
+async def _saturated(site: Site, workload: AnyWorkload, generators: int) -> dict[str, Any]:
+    specs = []
+    headers = {"x-bench-chunks": "4", "x-bench-cached": "6000"}
+    for seed in range(generators):
+        mine = structs.replace(workload, seed=seed)
+        if isinstance(mine, SharedPrefix):
+            mine = structs.replace(mine, groups=mine.groups // generators)
+        options = Options(duration_s=SATURATED_S, headers=headers, read_usage=False, gaps=False)
+        target = f"http://127.0.0.1:{site.port}"
+        specs.append(RunSpec(target=target, workload=mine, arrivals=ClosedLoop(CLIENTS), options=options))
+    warm = structs.replace(specs[0], options=structs.replace(specs[0].options, duration_s=2.0))
+    await run_in_process(warm)
+    cpu, envoy = site.cpu_s(), site.envoy_cpu_s()
+    results = await asyncio.gather(*map(run_in_process, specs))
+    cpu, envoy = site.cpu_s() - cpu, site.envoy_cpu_s() - envoy
+    records = [record for result in results for record in result.records]
+    begin = max(result.records[0].sent for result in results)
+    end = min(result.records[-1].sent for result in results)
+    whole_s = max(record.end for record in records) - min(record.sent for record in records)
+    return {
+        "requests": len(records),
+        "failed": sum(bool(record.error) for record in records),
+        "per_s": sum(begin <= record.sent < end for record in records) / (end - begin),
+        "cpu_ms": cpu / len(records) * 1e3,
+        "envoy_ms": envoy / len(records) * 1e3,
+        "worker_cores": cpu / whole_s / site.workers,
+        "envoy_cores": envoy / whole_s,
+    }
 
 
 def _mean(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -286,6 +286,7 @@ LIVE: dict[str, tuple[Callable[[int, float], Coroutine[Any, Any, dict[str, Any]]
     "valkey": (live.valkey, 200.0),
     "bands": (live.bands, 60.0),
     "compare": (live.compare, 100.0),
+    "throughput": (live.throughput, 0.0),
 }
 
 
