@@ -226,7 +226,7 @@ class Machine(RuleBasedStateMachine):
         self.unreachable.update(self.routed)
 
     @precondition(lambda self: self.arrived)
-    @rule(data=st.data(), what=st.sampled_from(["token", "end", "end", "gone", "lost"]))
+    @rule(data=st.data(), what=st.sampled_from(["token", "end", "end", "gone", "reset", "lost"]))
     def progress(self, data, what):
         number = data.draw(st.sampled_from(self.arrived[-12:]))
         if what == "token":
@@ -236,7 +236,8 @@ class Machine(RuleBasedStateMachine):
                 self.lose(number)
             self.driver.feed(ev.StreamLost(number))
         elif self.answers[number]:
-            self.driver.feed(ev.ResponseEnded(request_id=number, status=200, client_gone=what == "gone"))
+            cut = {"client_gone": what == "gone", "upstream_reset": what == "reset"}
+            self.driver.feed(ev.ResponseEnded(request_id=number, status=200, **cut))
 
     @rule(name=NAMES, waiting=st.sampled_from([0.0, 3.0]), running=st.sampled_from([0.0, 5.0]), kv=st.floats(0, 1))
     def sampled(self, name, waiting, running, kv):

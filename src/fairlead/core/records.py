@@ -130,7 +130,7 @@ class DecisionRecord(Struct, frozen=True, kw_only=True, gc=False):
 
 
 #: Causes of an end that count as a failure of the endpoint or of the path to it.
-LOST = ("stream-lost", "endpoint-gone")
+LOST = ("stream-lost", "endpoint-gone", "upstream-reset")
 
 
 class OutcomeRecord(Struct, frozen=True, kw_only=True, gc=False):
@@ -140,7 +140,8 @@ class OutcomeRecord(Struct, frozen=True, kw_only=True, gc=False):
     at: float
     endpoint: str
     status: int = 0
-    #: `natural`, `client-disconnect`, `stream-lost`, `expired`, `reconciled`, `endpoint-gone`.
+    #: `natural`, `client-disconnect`, `upstream-reset`, `stream-lost`, `evicted`, `expired`, `reconciled`,
+    #: `endpoint-gone`.
     cause: str = "natural"
     #: -1 = there was no first token, as in every answer other than a 2xx.
     ttft_ms: float = -1.0

@@ -555,11 +555,8 @@ class Pipeline:
         assert lease is not None
         now = self._clock.time()
         fleet.ledger.release(lease)
-        if event.client_gone:
-            if entry.state is S.ROUTED:
-                self._stalls.given_up(lease.slot, now)
-            entry.usage = event.usage or entry.usage
-            return [self._ended(entry, lease, ev.ResponseEnded, event, "client-disconnect", now)]
+        if event.client_gone or event.upstream_reset:
+            return [self._cut_short(entry, lease, event, now)]
         done = 200 <= event.status < 300
         if not done or fleet.table.troubled:
             fleet.answered(lease.slot, 0 < event.status < 500, now)
@@ -576,6 +573,20 @@ class Pipeline:
             ended = self._ended(entry, lease, ev.ResponseEnded, event, "natural", now)
             return [ended, ListAdapters(lease.endpoint_id)]
         return [self._ended(entry, lease, ev.ResponseEnded, event, "natural", now)]
+
+    def _cut_short(self, entry: RequestEntry, lease: Lease, event: ev.ResponseEnded, now: float) -> OutcomeRecord:
+        """The client or the model server ended a response before it was complete."""
+        entry.usage = event.usage or entry.usage
+        cause = "upstream-reset"
+        if event.client_gone:
+            cause = "client-disconnect"
+            if entry.state is S.ROUTED:
+                self._stalls.given_up(lease.slot, now)
+        elif lease.evicted_at >= 0.0:
+            cause = "evicted"
+        else:
+            self.fleet.answered(lease.slot, False, now)
+        return self._ended(entry, lease, ev.ResponseEnded, event, cause, now)
 
     def _ended(
         self,

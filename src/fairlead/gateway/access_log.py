@@ -86,11 +86,14 @@ _UPLOAD = re.compile(
 UPLOAD_ENDS = {"OM": "memory", "SI": "paused", "DT": "slow"}
 #: Before an address inside of Envoy: there its second listener logs the request again.
 _WITHIN = "envoy://"
-#: Short names of the flags in `_CLIENT_GONE`.
-_GONE_FLAGS = frozenset(("DC", "DR"))
+#: Short names of the flags in `_CLIENT_GONE` and in `_UPSTREAM_RESET`.
+_GONE_FLAGS, _RESET_FLAGS = frozenset(("DC", "DR")), frozenset(("UT", "UR", "UC", "SI", "UPE"))
 TTFT_TAG = b"ttft_us"
 #: ResponseFlags downstream_connection_termination and downstream_remote_reset.
 _CLIENT_GONE = (15, 28)
+#: upstream_request_timeout, upstream_remote_reset, upstream_connection_termination, stream_idle_timeout, and
+#: upstream_protocol_error, which is also a connection that closes within a chunked body.
+_UPSTREAM_RESET = (3, 5, 7, 17, 24)
 #: A longer Duration is a negative one.
 _MAX_SECONDS = 1 << 62
 _NAMESPACE = LB_NAMESPACE.encode()
@@ -107,6 +110,8 @@ class AccessLogEntry(Struct, frozen=True):
     duration_ms: float = -1.0
     response_bytes: int = -1
     client_gone: bool = False
+    #: After a 2xx: whether the model server broke off.
+    upstream_reset: bool = False
     #: Only of the summary: upstreams that were tried, and the gateway's own id.
     attempts: int = 0
     gateway_id: str = ""
@@ -147,6 +152,7 @@ def _summarised(
     gateway_id: str,
 ) -> AccessLogEntry:
     """The groups of `_SUMMARY`."""
+    gone, reset = _cut_short(status, flags) if flags else (False, False)
     return AccessLogEntry(
         lease,
         int(status or 0),
@@ -154,24 +160,32 @@ def _summarised(
         int(ttft_us) / 1000.0 if ttft_us else -1.0,
         float(duration_ms) if duration_ms else -1.0,
         int(size) if size else -1,
-        bool(flags) and not _GONE_FLAGS.isdisjoint(flags.split(",")),
+        gone,
+        reset,
         int(attempts or 0),
         gateway_id,
     )
+
+
+def _cut_short(status: str, flags: str) -> tuple[bool, bool]:
+    """Whether the client went away, and whether the model server broke off."""
+    names = flags.split(",")
+    gone = not _GONE_FLAGS.isdisjoint(names)
+    return gone, status.startswith("2") and not gone and not _RESET_FLAGS.isdisjoint(names)
 
 
 def _read_entry(data: bytes, start: int, end: int) -> AccessLogEntry:
     lease = upstream = ""
     ttft = duration = -1.0
     status, size = 0, -1
-    gone = False
+    flags: set[int] = set()
     for part, begin, stop in walk(data, start, end):
         if part == 1:  # common_properties
             for key, a, b in walk(data, begin, stop):
                 if key == 13:
                     upstream = _read_address(data, a, b)
                 elif key == 16:
-                    gone = any(n in _CLIENT_GONE and x for n, x, y in fields(data, a, b) if y < 0)
+                    flags = {n for n, x, y in fields(data, a, b) if y < 0 and x}
                 elif key == 17:
                     lease = _read_lease(data, a, b) or lease
                 elif key == 22 and data.find(TTFT_TAG, a, b) >= 0:
@@ -180,6 +194,7 @@ def _read_entry(data: bytes, start: int, end: int) -> AccessLogEntry:
                     duration = _duration_ms(data, a, b)
         elif part == 4:  # response
             status, size = _read_response(data, begin, stop)
+    gone = not flags.isdisjoint(_CLIENT_GONE)
     return AccessLogEntry(
         lease=lease,
         status=status,
@@ -188,6 +203,7 @@ def _read_entry(data: bytes, start: int, end: int) -> AccessLogEntry:
         duration_ms=duration,
         response_bytes=size,
         client_gone=gone,
+        upstream_reset=200 <= status < 300 and not gone and not flags.isdisjoint(_UPSTREAM_RESET),
     )
 
 
@@ -323,6 +339,7 @@ class AccessLogs:
                     duration_ms=entry.duration_ms,
                     response_bytes=entry.response_bytes,
                     client_gone=entry.client_gone,
+                    upstream_reset=entry.upstream_reset,
                 )
             )
         elif not entry.lease:

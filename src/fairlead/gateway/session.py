@@ -48,7 +48,7 @@ from fairlead.core.headers import ACCESS_LOG_METADATA, REQUEST_ID, RESIZABLE_MET
 from fairlead.core.instructions import Reject, Route
 from fairlead.core.request import Request
 from fairlead.gateway import ext_proc
-from fairlead.gateway.access_log import GATEWAY_ID
+from fairlead.gateway.access_log import GATEWAY_ID, GRACE
 from fairlead.gateway.answers import client_error, client_is_told, models_page, refusal, rest_of_request
 from fairlead.gateway.ext_proc import (
     CONTINUE,
@@ -193,7 +193,11 @@ class Session:
             self._reading.cancel()
         elif state is SessionState.ANSWERING and not self._wired():
             host, watch = self._host, self._watch
-            host.feed(watch.ended(host.now(), client_gone=not watch.complete))
+            end = watch.ended(host.now(), client_gone=not watch.complete)
+            if end.client_gone and self._mode.access_log:  # it opens with the first entry: this one says who hung up
+                host.driver.later(GRACE, lambda: host.feed(end))
+            else:
+                host.feed(end)
 
     # ---- the request ----
 

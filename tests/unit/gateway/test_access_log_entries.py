@@ -52,6 +52,27 @@ def test_what_envoy_does_not_know_is_empty_or_a_dash() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("status", "flags", "bits", "gone", "reset"),
+    [
+        # Read off Envoy 1.40: a model server is killed in mid-stream, or closes within a chunked body.
+        (200, "UPE", (24,), False, True),
+        (200, "UC", (7,), False, True),
+        (206, "UR,URX", (5, 16), False, True),
+        (200, "SI", (17,), False, True),
+        (200, "DC,UPE", (15, 24), True, False),
+        (503, "UC", (7,), False, False),
+        (200, "URX", (16,), False, False),
+    ],
+)
+def test_who_cut_a_response_short(status: int, flags: str, bits: tuple[int, ...], gone: bool, reset: bool) -> None:
+    summary = tagged(f"x {status} 1 1 1 10.0.0.1:80 {flags} 1 -;".encode())
+    fields = field(1, field(16, b"".join(number(bit, 1) for bit in bits))) + field(4, field(1, number(1, status)))
+    for entry in (summary, fields):
+        (read,) = read_entries(message(entry))
+        assert (read.client_gone, read.upstream_reset) == (gone, reset)
+
+
 @pytest.mark.parametrize("sent", ["-", "a b;c 200;", " ", ";;;;", "\xfe\xff", "x" * 36])
 def test_whatever_a_client_sends_as_id_hides_no_entry(sent: str) -> None:
     """Where a gateway is not ours, the header is the client's."""

@@ -478,6 +478,43 @@ def test_a_lost_stream_leaves_no_lease_behind(rig, moment, wired):
     assert rig.leases() == (1 if moment == "responding" and wired else 0), "a running response ends by the access log"
 
 
+@pytest.mark.parametrize(("flags", "cause"), [("UPE", "upstream-reset"), ("DC", "client-disconnect")])
+def test_who_cut_a_response_short_is_known_from_the_log_that_opens_with_its_entry(rig, flags, cause):
+    from fairlead.gateway.protobuf import field
+
+    _, session = rig.open(BUFFERED, STREAMED)
+    rig.host.logs.connected = 0
+    rig.request_headers(session)
+    rig.body(session)
+    rig.response_headers(session)
+    rig.chunk(session, b"data: {}\n\n")
+    timers = []
+    rig.clock.call_at = lambda when, callback, *args: timers.append(callback)
+    session.on_lost("reset")
+    assert rig.leases() == 1
+    entry = field(22, field(1, b"fairlead") + field(2, f"ab.0000000000000001 200 9 9 9 10.0.0.0:80 {flags};".encode()))
+    AccessLogStream(Wire(), rig.host.logs).on_message(field(2, field(1, field(1, entry))))
+    for callback in timers:
+        callback()
+    assert [outcome.cause for outcome in rig.seen.outcomes] == [cause]
+    assert [outcome.failed for outcome in rig.seen.outcomes] == [cause == "upstream-reset"]
+    assert rig.fleet.table.errors.sum() == (cause == "upstream-reset")
+
+
+def test_without_an_entry_a_response_that_was_cut_short_ends_all_the_same(rig):
+    _, session = rig.open(BUFFERED, STREAMED)
+    rig.host.logs.connected = 0
+    rig.request_headers(session)
+    rig.body(session)
+    rig.response_headers(session)
+    timers = []
+    rig.clock.call_at = lambda when, callback, *args: timers.append(callback)
+    session.on_lost("reset")
+    for callback in timers:
+        callback()
+    assert [outcome.cause for outcome in rig.seen.outcomes] == ["client-disconnect"]
+
+
 def test_a_stream_may_stay_to_learn_token_counts(pb):
     rig = Rig(pb, inspect=True)
     wire, session = rig.open(BUFFERED, STREAMED)

@@ -231,7 +231,7 @@ def of_jobs(jobs: Sequence[Job]) -> dict[str, float]:
 
 
 def _failed(outcome: OutcomeRecord | None) -> bool:
-    return outcome is None or (outcome.status != 200 and outcome.cause != "client-disconnect")
+    return outcome is None or outcome.failed or (outcome.status != 200 and outcome.cause != "client-disconnect")
 
 
 def _tpot(decision: DecisionRecord, outcome: OutcomeRecord) -> float:

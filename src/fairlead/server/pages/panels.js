@@ -127,7 +127,7 @@ function ended(row) {
   if (!row.endpoint) return { text: `refused ${row.status}`, kind: "bad" };
   if (!row.cause) return { text: "in flight" };
   const took = row.duration_ms === null ? "" : ` in ${milliseconds(row.duration_ms)}`;
-  if (row.cause !== "natural") return { text: `${row.cause}${took}`, kind: "watch" };
+  if (row.cause !== "natural") return { text: `${row.cause}${took}`, kind: row.cause === "upstream-reset" ? "bad" : "watch" };
   return { text: `${row.ended}${took}`, kind: row.ended >= 400 ? "bad" : "" };
 }
 
