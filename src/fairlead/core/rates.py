@@ -19,7 +19,8 @@ Theory
 * What is believed to be cached may not be. A part of it, `MISSED`, counts as noise, so stretches that compute next to
   nothing say little. And a stretch makes older ones forgotten only as far as it says something.
 * Endpoints that look alike (`Fleet.up`) are a class. The factors are those of the class: least squares over all its
-  stretches, relative to what was expected, drawn weakly to the pool's mean.
+  stretches, relative to what was expected, drawn weakly to the pool's mean. A class without a stretch follows that
+  mean: where the prior is far off it is so for all of the pool, and who keeps it would be shunned or overrun.
 * What an endpoint is besides, is one number: how much longer it takes than its class. Most endpoints are what they
   look like, and a few are something else altogether. As a prior: with probability 1 - UNLIKE the logarithm of that
   number is about 0 (within LIKE_SD), else anything (within UNLIKE_SD). Its posterior mean ("spike and slab", Mitchell
@@ -219,16 +220,12 @@ class _Class:
     what was expected, and the factors that solve them. Plain floats: arrays of three cost four times as much."""
 
     def __init__(self, factors: _Three) -> None:
-        self.factors = factors
-        self.lag = factors[1]
-        self.level = _level(factors)
+        self.begin(factors)
         self.noise = NOISE
         #: Of the members' own means: their weights, and the weighted sum.
         self.weight = self.sum = 0.0
         self.limit = _Limit()
         self.members: set[int] = set()
-        #: Those factors that the members' columns were made of.
-        self.published = factors
         #: Mean of late of the logarithm of observed / expected, in standard deviations of one.
         self._drift = 0.0
         self._squares: _Three = (0.0, 0.0, 0.0)
@@ -237,6 +234,17 @@ class _Class:
         self._observed: _Three = (0.0, 0.0, 0.0)
         #: x·w, y·w, z·w, w·w, observed·w.
         self._lagged: _Five = (0.0, 0.0, 0.0, 0.0, 0.0)
+
+    def begin(self, factors: _Three) -> None:
+        """Take these for as long as nothing was observed here."""
+        #: The factors now, and those that the members' columns were made of.
+        self.factors = self.published = factors
+        self.lag = factors[1]
+        self.level = _level(factors)
+
+    @property
+    def is_untried(self) -> bool:
+        return not any(self._squares)
 
     def add(self, row: _Three, lag: float, observed: float, weight: float, pool: _Three) -> None:
         """`row` and `lag`: what multiplies each factor, as shares of what was expected."""
@@ -465,6 +473,8 @@ class Rates:
         # Whose evidence gets old, in turn.
         self._turn = turn = (self._turn + 1) % len(self._own)
         alike = self._classes[self._looks[turn]]
+        if alike.is_untried:
+            alike.begin(self._pool)
         self._ratios[turn] = self._own[turn].ratio(alike, now)
         self._write(turn, alike)
 

@@ -186,12 +186,13 @@ def test_a_reused_slot_starts_over() -> None:
         fleet.charge(sent(number, 8000), 1, float(number), 0, 1.0)
         fleet.first_token(lease_of(fleet, number), number + 0.9)
         fleet.ledger.release(lease_of(fleet, number))
-    slow = float(fleet.predictor.rates.prefill[1])
-    assert slow > 1.8
+    assert float(fleet.predictor.rates.prefill[1]) > 1.8
+    assert fleet.predictor.rates.own(1, 40.0)[1] > 1.0
     fleet.down("e1")
     fleet.up(Endpoint(id="e9", address="10.0.0.9:80"))
     assert fleet.table.slot("e9") == 1
-    assert fleet.predictor.rates.prefill[1] < slow
+    assert fleet.predictor.rates.own(1, 40.0)[1] == 0.0
+    assert fleet.predictor.rates.prefill[1] == fleet.predictor.rates.prefill[0], "both look like nobody who was asked"
     assert fleet.predictor.kappa[1] == 1.0
 
 

@@ -171,6 +171,23 @@ def test_who_was_never_asked_follows_those_who_were(factor: float) -> None:
     assert engines.rates.prefill[1] == pytest.approx(factor, rel=0.3)
 
 
+@pytest.mark.parametrize("factor", [0.1, 10.0])
+def test_a_class_that_was_never_asked_follows_the_pool(factor: float) -> None:
+    """A label may say that it is another version, and nobody knows whether it is faster."""
+    rates = Rates()
+    for slot, look in enumerate(("v1", "v1", "v2")):
+        rates.reset(slot, look)
+    engines = Engines(rates, (factor, factor, factor), seed=8)
+    for number in range(60):
+        engines.stretch(number % 2)
+    assert rates.prefill[2] == pytest.approx(factor, rel=0.3)
+    engines.factors = (3 * factor, 3 * factor, 3 * factor)
+    for _ in range(40):
+        engines.stretch(2)
+    assert rates.prefill[2] == pytest.approx(3 * factor, rel=0.3)
+    assert rates.prefill[0] == pytest.approx(factor, rel=0.3)
+
+
 @pytest.mark.parametrize(
     ("work", "took"),
     [(0.0, 0.0), (100.0, 0.0), (100.0, -5.0), (100.0, float("nan")), (float("inf"), 10.0), (1e12, 1.0)],
