@@ -12,7 +12,8 @@ The two minima are independent, so finding the best pair takes two passes over c
 taken only if it saves `margin` of the cost, because a transfer can fail.
 
 d has a role that decodes (or no role), p one that prefills. An endpoint that does both can be either; as both it is
-"alone". Requests are not split in a pool without pure prefill endpoints: there, the plain cost model decides.
+"alone". Requests are not split in a pool without pure prefill endpoints: there, the plain cost model decides. Nor are
+they while no prefill endpoint is healthy: the decode endpoint would ask one in vain, and the request would fail.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ from fairlead.core.profile import estimate
 from fairlead.core.request import Request
 from fairlead.core.view import FleetView
 from fairlead.plugins.filters.ability import Role, RoleParams
+from fairlead.plugins.filters.availability import Health
 from fairlead.plugins.policies.cost_model import CostModel, CostModelParams
 
 Millis = Annotated[float, Field(ge=0)]
@@ -67,6 +69,7 @@ class PrefillDecode:
         self.weights = self._alone.weights
         shared = [plugin for plugin in filters if not isinstance(plugin, Role)]
         prefills = [Role(RoleParams(stage="prefill")), *shared]
+        self._health = [plugin for plugin in shared if isinstance(plugin, Health)]
         self._prefill = PrefillPart(params, name, prefills)
         self._decode = DecodePart(params, name, filters)
 
@@ -88,7 +91,12 @@ class PrefillDecode:
         alone, prefill, decode = (
             policy.choose(request, fleet, traced) for policy in (self._alone, self._prefill, self._decode)
         )
-        if isinstance(prefill, Picked) and isinstance(decode, Picked) and self._may_split(request, prefill, decode):
+        if (
+            isinstance(prefill, Picked)
+            and isinstance(decode, Picked)
+            and self._may_split(request, prefill, decode)
+            and self._healthy(prefill.slot, request, fleet, traced)
+        ):
             pair = _cost(prefill) + self._params.transfer_ms + _cost(decode)
             if self._params.always or pair < (1.0 - self._params.margin) * _cost(alone):
                 decode.prefill_slot, decode.fallback_slot = prefill.slot, -1
@@ -104,6 +112,11 @@ class PrefillDecode:
         lacking = tokens * (1.0 - decode.hit_share)
         long = tokens >= params.prompt_tokens and lacking >= params.non_cached_tokens
         return long and prefill.slot != decode.slot
+
+    def _healthy(self, slot: int, request: Request, fleet: FleetView, context: Context) -> bool:
+        """Whether no health filter removes the slot. Where one would leave no prefill endpoint, it was ignored."""
+        masks = (plugin.keep(request, fleet, Cycle(context)) for plugin in self._health)
+        return all(mask is None or bool(mask[slot]) for mask in masks)
 
 
 class PrefillPart(CostModel):

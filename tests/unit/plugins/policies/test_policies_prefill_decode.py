@@ -14,6 +14,8 @@ from fairlead.core.request import Request
 from fairlead.core.scheduler import Pipeline
 from fairlead.core.tokens import TokenEstimator
 from fairlead.plugins.filters.ability import Role, RoleParams
+from fairlead.plugins.filters.availability import Health, HealthParams
+from fairlead.plugins.filters.load import QueueDepth, QueueDepthParams
 from fairlead.plugins.policies.prefill_decode import PrefillDecode, PrefillDecodeParams
 from fairlead.testing import SimClock, assert_refused, busy, check_policy, endpoint, fleet, holds, request
 
@@ -93,6 +95,29 @@ def test_an_endpoint_that_does_both_is_never_both_ends() -> None:
 
 def test_prefill_endpoints_alone_serve_nobody() -> None:
     assert_refused(PrefillDecode(filters=[Role(RoleParams())]), request(LONG), pool("prefill", "prefill"))
+
+
+@pytest.mark.parametrize(
+    ("failures", "waiting", "prefill"),
+    [((0, 0), 0, 0), ((3, 0), 0, 1), ((3, 3), 0, -1), ((0, 0), 500, 0)],
+    ids=["well", "one failed", "both failed", "full"],
+)
+@pytest.mark.parametrize("always", [True, False])
+def test_a_prefill_endpoint_that_failed_is_not_asked(
+    failures: tuple[int, int], waiting: int, prefill: int, always: bool
+) -> None:
+    """Not even if none is left: the decode endpoint then computes the prompt. One that is only full is asked."""
+    known = pool("prefill", "prefill", "decode")
+    holds(known, "e0", request(LONG))
+    for slot, count in enumerate(failures):
+        known.sampled(f"e{slot}", 1.0, 1.0, Sample(waiting=waiting, running=0))
+        known.table.failures[slot] = count
+    known.table.judge_trouble()
+    filters = [Role(RoleParams()), Health(HealthParams()), QueueDepth(QueueDepthParams())]
+    policy = PrefillDecode(PrefillDecodeParams(always=always, margin=0.0), filters=filters)
+    answer = policy.choose(request(LONG), known, Context(1.0, Random(1)))
+    assert isinstance(answer, Picked)
+    assert (answer.slot, answer.prefill_slot) == (2, prefill if always or not waiting else -1)
 
 
 class Run:
