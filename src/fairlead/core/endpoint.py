@@ -38,6 +38,8 @@ class Endpoint(Struct, frozen=True):
     labels: Mapping[str, str] = field(default_factory=dict)
     #: URL of the metrics page; empty = `http://{address}/metrics`.
     metrics_url: str = ""
+    #: Its place among the endpoints of its pod, which has one per port: the data-parallel rank.
+    rank: int = 0
 
     @property
     def scrape_url(self) -> str:

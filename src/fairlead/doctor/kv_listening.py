@@ -75,7 +75,7 @@ class KvListening:
         settings = self.site.config.kv_events
         if settings.port:
             ports = settings.port, settings.replay_port, settings.ranks
-            return Source(discovery.source_at(endpoint.address, *ports, ANY_MODEL, curve))
+            return Source(discovery.configured(endpoint, *ports, ANY_MODEL, curve))
         try:
             answer = await self.site.ask(endpoint, "/kv_event_sources")
         except Unreached as error:

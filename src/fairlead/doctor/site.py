@@ -43,6 +43,7 @@ class Row(Struct, frozen=True):
     id: str
     address: str
     labels: dict[str, str] = {}
+    rank: int = 0
     fresh: bool = True
     age_s: float | None = None
     waiting: float | None = None
@@ -237,7 +238,7 @@ class Site:
             resolved = await asyncio.gather(*map(self._resolved, listed))
             self.endpoints = [endpoint for endpoint in resolved if endpoint is not None]
             return
-        self.endpoints = [Endpoint(row.id, row.address, row.labels) for row in await self.rows()]
+        self.endpoints = [Endpoint(row.id, row.address, row.labels, rank=row.rank) for row in await self.rows()]
 
     async def _resolved(self, entry: Listed) -> Endpoint | None:
         endpoint = entry.endpoint

@@ -6,6 +6,7 @@ import aiohttp
 import msgspec
 from msgspec import Struct
 
+from fairlead.core.endpoint import Endpoint
 from fairlead.core.errors import ConfigError
 from fairlead.pool.aio import read_at_most
 
@@ -121,6 +122,13 @@ def _port(address: str) -> int:
     if not address.startswith("tcp://") or not (port.isascii() and port.isdigit() and len(port) < 6):
         return 0
     return int(port) if int(port) < 65536 else 0
+
+
+def configured(endpoint: Endpoint, port: int, replay: int, ranks: int, model: str, curve: Curve | None) -> KvSource:
+    """The endpoint's publisher, given the ports of its pod's first rank; 0 = no replay. The ranks of one endpoint
+    follow those of the endpoint before it."""
+    before = endpoint.rank * ranks
+    return source_at(endpoint.address, port + before, replay and replay + before, ranks, model, curve)
 
 
 def source_at(address: str, port: int, replay: int, ranks: int, model: str, curve: Curve | None) -> KvSource:

@@ -141,6 +141,8 @@ class Publisher(Struct, frozen=True):
 
     slot: int
     model: str = ""
+    #: Ranks that are endpoints of their own, and their slots.
+    ranks: Mapping[int, int] = {}
 
 
 class KvSubscriber:
@@ -230,9 +232,10 @@ class KvSubscriber:
         publisher = self._allowed.get(pod)
         if publisher is None:
             return None
-        cache = self.index.rank(publisher.slot, rank, publisher.model or model)
+        slot = publisher.ranks.get(rank, publisher.slot)
+        cache = self.index.rank(slot, rank, publisher.model or model)
         feed = Feed(self.index, cache, can_replay=False)
-        feeds = self._hub_feeds.setdefault(publisher.slot, {})
+        feeds = self._hub_feeds.setdefault(slot, {})
         if rank in feeds:
             # The same pod under another topic: it now serves another model.
             self._forget(feeds[rank])

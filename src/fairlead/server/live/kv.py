@@ -179,11 +179,17 @@ class KvListening(Knowledge):
         self._events.unwatch(slot)
 
     def _allowed(self) -> dict[str, Publisher]:
-        """Publishers by the names that topics may give a pod: the endpoint's address, its id, or the id's last part."""
+        """Publishers by the names that topics may give a pod: the endpoint's address, its id, or the id's last part.
+        All ranks of a pod may use the names of its first endpoint."""
         allowed = {}
+        siblings: dict[str, dict[int, int]] = {}
         for slot, endpoint in self._fleet.table.slots():
+            if endpoint.rank:
+                siblings.setdefault(_host(endpoint), {})[endpoint.rank] = slot
+        for slot, endpoint in self._fleet.table.slots():
+            ranks = {} if endpoint.rank else siblings.get(_host(endpoint), {})
             for pod in (endpoint.address, endpoint.id, endpoint.id.rpartition("/")[2]):
-                allowed[pod] = Publisher(slot, ANY_MODEL)
+                allowed[pod] = Publisher(slot, ANY_MODEL, ranks)
         return allowed
 
     async def _follow(self, endpoint: Endpoint, slot: int) -> None:
@@ -223,7 +229,7 @@ class KvListening(Knowledge):
         settings = self._settings
         if settings.port:
             ports = settings.port, settings.replay_port, settings.ranks
-            return discovery.source_at(endpoint.address, *ports, ANY_MODEL, self._curve)
+            return discovery.configured(endpoint, *ports, ANY_MODEL, self._curve)
         return await discovery.ask(self._session, endpoint.address, ANY_MODEL, self._curve)
 
     def _watch(self, endpoint: Endpoint, slot: int, source: KvSource, places: dict[int, Place]) -> None:
@@ -305,6 +311,10 @@ class KvListening(Knowledge):
 
     def _saved(self) -> What:
         return self.exact.index, dict(self._endpoints()), self._events.place_of
+
+
+def _host(endpoint: Endpoint) -> str:
+    return endpoint.address.rpartition(":")[0]
 
 
 def _trouble(reason: str) -> None:

@@ -18,6 +18,8 @@ class EndpointStatus(Struct, frozen=True, kw_only=True):
     id: str
     address: str
     labels: Mapping[str, str] = {}
+    #: Its place among the endpoints of its pod.
+    rank: int = 0
     #: Whether its last good scrape is recent enough to be used.
     fresh: bool = False
     #: Seconds since that scrape.

@@ -308,6 +308,7 @@ class Watch:
                     id=endpoint.id,
                     address=endpoint.address,
                     labels=dict(endpoint.labels),
+                    rank=endpoint.rank,
                     fresh=age <= fleet.staleness,
                     age_s=age if isfinite(age) else None,
                     last_error=self.unread(endpoint.id),

@@ -68,6 +68,7 @@ async def test_each_port_of_each_ready_pod_is_an_endpoint(
         "default/b-rank-1": "[fd00::1]:8001",
         "default/e-rank-1": "10.0.0.5:8001",
     }
+    assert all(endpoint.id.endswith(f"-rank-{endpoint.rank}") for endpoint in followed.pods.endpoints)
 
 
 async def test_unready_and_deleted_pods_go_at_once(

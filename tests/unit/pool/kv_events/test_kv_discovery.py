@@ -8,7 +8,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from fairlead.pool.kv_events.discovery import KvSource, ask, source_at
+from fairlead.core.endpoint import Endpoint
+from fairlead.pool.kv_events.discovery import KvSource, ask, configured, source_at
 
 
 def source(port: int, replay: int | None = None, **more: object) -> dict[str, object]:
@@ -92,3 +93,8 @@ async def test_nobody_listens() -> None:
 
 def test_configured_ports() -> None:
     assert source_at("[fd00::1]:8000", 5557, 0, 2, "*", None) == KvSource("tcp://[fd00::1]:5557", "", "*", 2)
+    for rank, ranks, ports in ((0, 1, (5557, 5657)), (1, 1, (5558, 5658)), (2, 4, (5565, 5665))):
+        found = configured(Endpoint(f"pod-rank-{rank}", "10.0.0.1:8000", rank=rank), 5557, 5657, ranks, "*", None)
+        events, replay = (f"tcp://10.0.0.1:{port}" for port in ports)
+        assert found == KvSource(events, replay, "*", ranks)
+    assert not configured(Endpoint("pod-rank-1", "10.0.0.1:8001", rank=1), 5557, 0, 1, "*", None).replay

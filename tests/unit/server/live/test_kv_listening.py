@@ -39,8 +39,8 @@ class World:
         self.index = self.kv.exact.index
         self.publishers: list[KvPublisher] = []
 
-    def up(self, name: str, address: str, **labels: str) -> int:
-        endpoint = Endpoint(name, address, labels)
+    def up(self, name: str, address: str, rank: int = 0, **labels: str) -> int:
+        endpoint = Endpoint(name, address, labels, rank=rank)
         self.fleet.up(endpoint)
         self.kv.endpoint(EndpointUp(endpoint))
         slot = self.fleet.table.slot(name)
@@ -140,6 +140,31 @@ async def test_publishers_that_dial_in_must_be_of_the_pool(start: Start, caplog:
             await asyncio.sleep(0.02)
     world.down("pool/a")
     await world.until(lambda: world.index.entries == 0)
+
+
+async def test_ranks_of_a_pod_that_are_endpoints(start: Start) -> None:
+    """All may dial in under the name of the first. The name counts more than the number in batches."""
+    with zmq.Context() as context, context.socket(zmq.PUB) as free:
+        port = free.bind_to_random_port("tcp://127.0.0.1")
+    world = await start(f"{{enabled: true, bind: 'tcp://127.0.0.1:{port}'}}")
+    slots = [world.up(f"pool/a-rank-{rank}", f"10.0.0.1:{8000 + rank}", rank) for rank in (0, 1, 2)]
+    slots.append(world.up("pool/b-rank-1", "10.0.0.2:8001", 1))
+    dial = {"events": f"tcp://127.0.0.1:{port}", "replay": "", "connect": True}
+    made = [world.publisher("10.0.0.1:8000", **dial, rank=rank) for rank in (0, 1)]
+    made.append(world.publisher("10.0.0.1:8002", **dial))
+    made.append(world.publisher("10.0.0.2:8001", **dial, rank=1))
+
+    def held() -> list[list[int]]:
+        return [[cache.rank for cache in world.index.caches_of(slot) if cache.blocks] for slot in slots]
+
+    digest = 1
+    async with asyncio.timeout(10):
+        while sum(map(len, held())) < len(made):
+            for publisher in made:
+                store(publisher, digest)
+            digest += 1
+            await asyncio.sleep(0.02)
+    assert held() == [[0], [1], [0], [1]]
 
 
 async def test_a_warm_start(start: Start, tmp_path: Path) -> None:
