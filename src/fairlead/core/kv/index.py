@@ -19,7 +19,7 @@ import numpy as np
 
 from fairlead.core.columns import FloatColumn
 from fairlead.core.kv.blocks import BlockTable
-from fairlead.core.kv.cache import MOST_GROUPS, Orphans, RankCache, Shelf
+from fairlead.core.kv.cache import EVERYONE, MOST_GROUPS, Orphans, RankCache, Shelf
 from fairlead.core.kv.keys import KeySpace, OwnSpace
 from fairlead.core.kv.match import BlockChain, KvMatch, Matcher
 from fairlead.core.kv.speculation import Speculation
@@ -141,6 +141,7 @@ class KvIndex:
         """Store consecutive blocks, at most a few hundred, the first one `depth` blocks after the beginning."""
         if shelf.dead:
             return
+        copies &= shelf.cache.slot != EVERYONE  # shared storage has one copy, whoever reports it
         self.entries += self.blocks.store(shelf, hashes, keys, depth, copies)
         if len(self.orphans):
             model = shelf.cache.model

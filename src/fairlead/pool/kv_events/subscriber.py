@@ -7,7 +7,7 @@ from typing import Any
 import zmq
 from msgspec import Struct
 
-from fairlead.core.kv.cache import RankCache
+from fairlead.core.kv.cache import EVERYONE, RankCache
 from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.snapshot import Place
 from fairlead.pool.kv_events.discovery import Curve, KvSource, Limits
@@ -233,6 +233,8 @@ class KvSubscriber:
         if publisher is None:
             return None
         slot = publisher.ranks.get(rank, publisher.slot)
+        if slot == EVERYONE:  # what one rank stores, another may remove
+            rank = 0
         cache = self.index.rank(slot, rank, publisher.model or model)
         feed = Feed(self.index, cache, can_replay=False)
         feeds = self._hub_feeds.setdefault(slot, {})
@@ -402,6 +404,8 @@ class Hub:
         # Only allowed topics are remembered: the number of others is unbounded.
         self._decoders[received.topic] = decoder
         self._current = feed
+        if feed.cache.slot == EVERYONE:  # several publishers, each with its own numbers
+            received.sequence = feed.last + 1
         feed.live(received, batch)
 
     def _feed(self, name: bytes, rank: int) -> Feed | None:

@@ -23,7 +23,7 @@ from fairlead.core.errors import ConfigError, cannot_listen
 from fairlead.core.events import EndpointDown, EndpointUp
 from fairlead.core.exact import ExactKnowledge
 from fairlead.core.fleet import Fleet
-from fairlead.core.kv.cache import RankCache
+from fairlead.core.kv.cache import EVERYONE, RankCache
 from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.recipe import ANY_MODEL
 from fairlead.core.kv.snapshot import Place, Shelved, save
@@ -100,6 +100,8 @@ _REFRESH = 0.1
 #: Seconds between two questions to an engine for its publisher: at first, and the most after repeated failures.
 _ASK_AGAIN = (1.0, 15.0)
 STILL_THERE = 10.0
+#: What topics name instead of a pod if blocks are in storage that all share (llm-d's storage back end).
+_STORAGE = ("SHARED_STORAGE", "OBJECT_STORE")
 
 
 class KvListening(Knowledge):
@@ -136,6 +138,7 @@ class KvListening(Knowledge):
         if settings.indexer.warm_from:
             await self._warm(settings.indexer.warm_from)
         if settings.bind:
+            self.exact.index.add_slot(EVERYONE)
             try:
                 bound = self._events.bind(settings.bind, self._curve, clients)
             except zmq.ZMQError as error:
@@ -181,7 +184,7 @@ class KvListening(Knowledge):
     def _allowed(self) -> dict[str, Publisher]:
         """Publishers by the names that topics may give a pod: the endpoint's address, its id, or the id's last part.
         All ranks of a pod may use the names of its first endpoint."""
-        allowed = {}
+        allowed = dict.fromkeys(_STORAGE, Publisher(EVERYONE, ANY_MODEL))
         siblings: dict[str, dict[int, int]] = {}
         for slot, endpoint in self._fleet.table.slots():
             if endpoint.rank:

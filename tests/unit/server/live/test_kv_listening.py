@@ -17,8 +17,10 @@ from fairlead.core.errors import ConfigError
 from fairlead.core.events import EndpointDown, EndpointUp
 from fairlead.core.exact import Predicted
 from fairlead.core.fleet import Fleet
-from fairlead.core.kv.events import BlocksStored
+from fairlead.core.kv.cache import EVERYONE, RankCache
+from fairlead.core.kv.events import BlocksRemoved, BlocksStored
 from fairlead.core.kv.hashing import EngineHasher
+from fairlead.core.kv.recipe import ANY_MODEL
 from fairlead.core.kv.snapshot import Place, save
 from fairlead.core.request import Usage
 from fairlead.lab.stub.kv_publisher import KvEventsConfig, KvPublisher
@@ -165,6 +167,36 @@ async def test_ranks_of_a_pod_that_are_endpoints(start: Start) -> None:
             digest += 1
             await asyncio.sleep(0.02)
     assert held() == [[0], [1], [0], [1]]
+
+
+async def test_storage_that_all_share(start: Start) -> None:
+    """Each server has a publisher for it, with numbers of its own. A block is there once, and who removed it, says so."""
+    with zmq.Context() as context, context.socket(zmq.PUB) as free:
+        port = free.bind_to_random_port("tcp://127.0.0.1")
+    world = await start(f"{{enabled: true, bind: 'tcp://127.0.0.1:{port}'}}")
+    world.up("a", "10.0.0.1:8000")
+    dial = {"events": f"tcp://127.0.0.1:{port}", "replay": "", "connect": True}
+    one, two = (world.publisher(topic="kv@SHARED_STORAGE@m", first=1, rank=rank, **dial) for rank in (0, 1))
+    other = world.publisher(topic="kv@OBJECT_STORE@m", first=1, **dial)
+    digest = 1
+
+    def held() -> list[tuple[int, int]]:
+        return [(cache.blocks, cache.lives) for cache in world.index.caches_of(EVERYONE)]
+
+    for publisher in (one, two, other):
+        before = world.index.entries
+        async with asyncio.timeout(10):
+            while world.index.entries < before + 3:
+                store(publisher, digest)
+                digest += 1
+                await asyncio.sleep(0.02)
+    await world.until(lambda: held() == [(world.index.entries, 0)])
+    store(two, 1_000_000)
+    store(one, 1_000_000, 1_000_001)
+    await world.until(lambda: world.index.resolve(RankCache(0, 0, ANY_MODEL), 1_000_001))
+    two.add(BlocksRemoved([1_000_000]))
+    two.flush()
+    await world.until(lambda: not world.index.resolve(RankCache(0, 0, ANY_MODEL), 1_000_000))
 
 
 async def test_a_warm_start(start: Start, tmp_path: Path) -> None:
