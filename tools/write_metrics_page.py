@@ -68,8 +68,18 @@ These published names have no counterpart here:
 
 - `request_streaming_itl_seconds`: Fairlead leaves a stream after the first chunk and does not see the gaps between
   tokens. `fairlead bench` measures them.
-- `extproc_streams_*`, `flow_control_dispatch_cycle_duration_seconds`, `flow_control_request_enqueue_duration_seconds`
-  and `plugin_data_scope_violations_total`.
+- `extproc_stream_*`, `extproc_streams_*`, `plugin_data_scope_violations_total`, `request_processing_duration_seconds`,
+  `response_processing_duration_seconds` and `request_{ttft,tpot}_prediction_duration_seconds`. Use
+  `scheduler_e2e_duration_seconds`.
+- `flow_control_dispatch_cycle_duration_seconds` and `flow_control_request_enqueue_duration_seconds`.
+- `flow_control_revocations_total`, `flow_control_revocation_confirmation_seconds`, `flow_control_reclaim_target` and
+  `flow_control_pending_reclaim`. `fairlead_request_end_total{cause="evicted"}` counts the ends of such requests.
+- `datalayer_extract_errors_total`: a page that cannot be read is a failed scrape.
+- `kv_cache_index_lookup_latency_seconds`, and of `kv_cache_events_*`: `pool_queue_depth`, `pool_capacity`,
+  `stores_skipped_total`, `removals_skipped_total`, `zmq_errors_total` and `dedup_removed_hashes_*`. See
+  `fairlead_kv_*`.
+- `prefix_indexer_hit_bytes`, `encoder_cache_*`, `disaggregatedset_*`, `program_aware_*`, `pd_decision_total` and
+  `inference_request_metric`.
 
 `llm_d_epp_plugin_duration_seconds` has one series per policy, not per filter or scorer.
 """
@@ -122,7 +132,7 @@ def _section(name: str) -> str:
         return "Our own"
     if name.startswith("llm_d_epp_"):
         return "Published"
-    if name.startswith(("inference_", "llm_d_")):
+    if name.startswith(("inference_", "kvcache_", "llm_d_")):
         return "Deprecated twins"
     return "Required"
 

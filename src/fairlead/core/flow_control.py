@@ -638,6 +638,8 @@ class FlowController:
         self._eviction = eviction
         #: Whether requests of a priority below 0 may have to make way once they run.
         self.evicts = eviction is not None
+        #: How many had to make way, by priority.
+        self.evicted: dict[int, int] = {}
         self.policy = policy
         self._target_s = target_s
         self._deadline = inf
@@ -672,7 +674,10 @@ class FlowController:
             self._last = now
         if self._eviction is not None and not self.flow.more:
             victims = self._eviction.victims(self.flow, fleet, now)
-            instructions += [evict(lease, self._answer(lease.request, EVICTED)) for lease in victims]
+            for lease in victims:
+                priority = lease.request.priority
+                self.evicted[priority] = self.evicted.get(priority, 0) + 1
+                instructions.append(evict(lease, self._answer(lease.request, EVICTED)))
         return instructions + self._timers(now)
 
     def _timers(self, now: float) -> list[Instruction]:

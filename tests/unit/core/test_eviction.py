@@ -104,6 +104,7 @@ def test_the_next_ones_go_when_the_first_are_gone_and_a_moment_later():
     assert len(routes(found)) == 2, "their places are taken at once"
     assert house.evicted(GRACE - 0.05) == []
     assert house.evicted(0.1) == [2, 1]
+    assert house.pipeline.flow_controller.evicted == {-10: 4}
     for number in (1, 2):
         house.lost(number)
     for number in range(5, 11):

@@ -58,6 +58,8 @@ class KvIndex:
         self._caches: dict[int, dict[int, RankCache]] = {}
         #: Blocks held, counted per (endpoint, rank, group, tier). Disowned blocks count until they are taken apart.
         self.entries = 0
+        #: Copies that were entered, and those that were evicted to stay within bounds.
+        self.admitted = self.evicted = 0
         self._shelf_numbers = 0
         self._dead: deque[Shelf] = deque()
         self._parents: deque[tuple[str, int, int, int]] = deque()
@@ -142,7 +144,9 @@ class KvIndex:
         if shelf.dead:
             return
         copies &= shelf.cache.slot != EVERYONE  # shared storage has one copy, whoever reports it
-        self.entries += self.blocks.store(shelf, hashes, keys, depth, copies)
+        admitted = self.blocks.store(shelf, hashes, keys, depth, copies)
+        self.entries += admitted
+        self.admitted += admitted
         if len(self.orphans):
             model = shelf.cache.model
             for index, digest in enumerate(hashes):
@@ -291,6 +295,7 @@ class KvIndex:
                 continue
             evicted = self.blocks.evict(loser, forced=looks >= _LOOKS)
             loser.cache.counts.evicted += evicted
+            self.evicted += evicted
             self.entries -= evicted
             looks += 1
 

@@ -99,6 +99,8 @@ class Matcher:
         self._layout: _Layout | None = None
         #: Whether matched blocks are marked as used, which causes a third of a match's cache misses.
         self.note_use = False
+        #: Prompts looked up, their leading blocks that any slot has, and those of the slot that has most of them.
+        self.lookups = self.lookup_hits = self.slot_hits = 0
 
     # ---------------------------------------------------------------- units
 
@@ -170,10 +172,14 @@ class Matcher:
         keys = chain.keys
         if not len(keys):
             return None
+        self.lookups += 1
         numbers = self._known(keys)
         if not len(numbers):
             return self.guess(None, chain, slots, worth[0])
+        self.lookup_hits += len(numbers)
         combined = self._combine(numbers, chain, slots, worth)
+        if combined is not None:
+            self.slot_hits += int(combined.blocks.max())
         return self.guess(combined, chain, slots, worth[0])
 
     def _known(self, keys: Keys) -> Numbers:

@@ -45,6 +45,8 @@ class Count(Struct):
     lost: int = 0
     gaps: int = 0
     restarts: int = 0
+    #: Connections, the first one too.
+    connections: int = 0
     replays: int = 0
     failed_replays: int = 0
 
@@ -136,6 +138,7 @@ class Feed:
 
     def connected(self) -> None:
         """Request the batches that were sent before the connection was up, if replays are possible."""
+        self.count.connections += 1
         if not self.can_replay:
             return
         if self.sync is Sync.LIVE:

@@ -269,7 +269,7 @@ class KvListening(Knowledge):
                 yield KvFeedStatus(
                     endpoint, slot, cache.rank, cache.linked, feed.sync is not Sync.LIVE, cache.provisional,
                     cache.blocks, count.batches, count.events, count.bad_events + count.bad_batches, count.lost,
-                    count.gaps, count.restarts, count.replays, count.failed_replays,
+                    count.gaps, count.restarts, count.replays, count.failed_replays, max(0, count.connections - 1),
                 )  # fmt: skip
 
     # ---------------------------------------------------------------- snapshot

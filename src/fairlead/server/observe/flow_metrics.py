@@ -20,7 +20,7 @@ from fairlead.core.records import DecisionRecord
 from fairlead.core.request import Request
 from fairlead.server.observe import instruments as buckets
 from fairlead.server.observe.exposition import Registry
-from fairlead.server.observe.instruments import counters, gauges, histograms
+from fairlead.server.observe.instruments import Readings, counters, gauges, histograms
 from fairlead.server.observe.metrics import RequestLabels, grouped
 
 #: What decisions must have in common to be counted together.
@@ -58,6 +58,7 @@ class FlowMetrics:
         self._now = now
         self._labels = labels
         self._requests = counters("outcome", "priority", cap=256, fold=("priority",))
+        self._evicted = Readings("counter", "priority")
         self._waits = histograms(*_FLOW, "outcome", bounds=buckets.QUEUE)
         self._size = gauges(*_FLOW)
         self._bytes = gauges(*_FLOW)
@@ -109,6 +110,7 @@ class FlowMetrics:
         flows, bands = (self._size, self._bytes, self._flow_age), (self._age, self._delays, self._jain)
         for family in (*flows, *bands, *self._used.values()):
             family.children.clear()
+        self._evicted.take({(str(priority),): count for priority, count in flow_controller.evicted.items()})
         now, queues = self._now(), flow_controller.flow.queues
         for band in queues.bands():
             self._band(band, band.limit, flow_controller.drain_s(band.priority), now)
@@ -157,6 +159,8 @@ class FlowMetrics:
             show(prefix + "pool_saturation", text, self._saturation, **pool)
         prefix = _PREFIXES[0]
         show(prefix + "requests_total", "[ALPHA] Requests by what became of them.", self._requests, **pool)
+        text = "[ALPHA] Running requests that had to make way for waiting ones."
+        show(prefix + "revocations_issued_total", text, self._evicted, **pool)
         for kind in ("requests", "bytes"):
             text = f"[ALPHA] Share of the limit of {kind} that is used, by band."
             show(f"{prefix}capacity_utilization_{kind}", text, self._used[kind], **pool)

@@ -34,6 +34,7 @@ class KvFeedStatus(Struct, frozen=True):
     restarts: int
     replays: int
     failed_replays: int
+    reconnections: int
 
 
 #: Metric, its help text, and the field that it shows.
@@ -82,6 +83,7 @@ class KvMetrics:
         self._tokens = Readings("counter", "endpoint", "by")
         self._causes = Readings("counter", "endpoint", "cause")
         self._publishers = Readings("counter", "pod_identifier")
+        self._reconnections = Readings("counter", "pod_identifier")
         self._subscribers = gauges()
         registry.before(self._refresh)
         self._show(registry, rejected, without)
@@ -95,9 +97,11 @@ class KvMetrics:
         for field, gauge in self._gauges.items():
             gauge.values = {labels: int(values[field]) for values, labels in read}
         batches: dict[tuple[str, ...], int] = {}
+        reconnections: dict[tuple[str, ...], int] = {}
         for feed, (endpoint, _) in feeds:
             batches[(endpoint,)] = batches.get((endpoint,), 0) + feed.batches
-        self._publishers.values = batches
+            reconnections[(endpoint,)] = reconnections.get((endpoint,), 0) + feed.reconnections
+        self._publishers.values, self._reconnections.values = batches, reconnections
         self._subscribers.child().set(sum(feed.linked for feed, _ in feeds))
         self._check()
 
@@ -148,7 +152,19 @@ class KvMetrics:
         show("llm_d_epp_kv_cache_events_active_subscribers", text, self._subscribers)
         text = "[ALPHA] Batches of KV events, by publisher."
         show("llm_d_epp_kv_cache_events_messages_received_total", text, self._publishers)
+        text = "[ALPHA] Times that a publisher of KV events was connected again."
+        show("llm_d_epp_kv_cache_events_subscriber_reconnections_total", text, self._reconnections)
         follow("counter", "fairlead_kv_rejected_batches_total", "Batches from publishers outside the pool.", rejected)
+        index = self._exact.index
+        for name, text, read in (
+            ("admissions", "Copies of blocks that were entered into the index.", lambda: index.admitted),
+            ("evictions", "Copies that the index dropped to stay within its bounds.", lambda: index.evicted),
+            ("lookup_requests", "Prompts that were looked up.", lambda: index.matcher.lookups),
+            ("lookup_hits", "Blocks of these that any endpoint has.", lambda: index.matcher.lookup_hits),
+            ("max_pod_hit_count", "Blocks that the endpoint with most has.", lambda: index.matcher.slot_hits),
+        ):
+            for prefix in ("llm_d_epp_kv_cache", "kvcache"):
+                follow("counter", f"{prefix}_index_{name}_total", "[ALPHA] " + text, read)
 
 
 # Metrics of a scheduler that queries an indexer, and of an indexer.

@@ -13,9 +13,10 @@ Rules
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import compress, islice, repeat
 from math import inf
-from operator import attrgetter
+from operator import attrgetter, truediv
 from typing import Any, TypeVar
 
 from fairlead import __version__
@@ -59,6 +60,7 @@ _INPUT_TOKENS, _COMPLETION_TOKENS = attrgetter("prompt_tokens"), attrgetter("com
 _CACHED_TOKENS = attrgetter("cached_tokens")
 #: Whether a figure is known (not negative). A method of `float` takes integers too.
 _KNOWN = (0.0).__le__
+_AT_LEAST_ONE = partial(max, 1)
 #: Milliseconds → seconds.
 _SECONDS = (1000.0).__rtruediv__
 
@@ -188,6 +190,7 @@ class SchedulerMetrics:
         families = self.families
         self._scheduling = families.scheduling.child()
         self._overloaded = families.overloaded.child()
+        self._hit_ratio = families.hit_ratio.child()
         families.show(self.registry)
         self.registry.before(self._refresh)
         self.registry.show("fairlead_scale_up_wanted", "1 while more replicas are wanted.", self._scale_up)
@@ -235,8 +238,10 @@ class SchedulerMetrics:
                     self._refused(record)
             records = [record for record in records if record.endpoint]
         self.routed += len(records)
-        self.prompt_tokens += sum(map(_PROMPT_TOKENS, records))
-        self.cached_tokens += sum(map(_HIT_TOKENS, records))
+        prompts, hits = list(map(_PROMPT_TOKENS, records)), list(map(_HIT_TOKENS, records))
+        self.prompt_tokens += sum(prompts)
+        self.cached_tokens += sum(hits)
+        self._hit_ratio.observe_all(list(map(truediv, hits, map(_AT_LEAST_ONE, prompts))))
         for labels, group in grouped(list(map(_LABELS, records)), records):
             bundle = self._known(*labels)
             if bundle is None:

@@ -60,6 +60,7 @@ class RequestFamilies:
         self.rewrites = counted("model_rewrite_name", "model_name", "target_model")
         self.rejected = counters("reason", cap=64, fold=("reason",))
         self.ends = counters("cause", cap=64, fold=("cause",))
+        self.hit_ratio = histograms(bounds=buckets.HIT_RATIO)
         self.scheduling = histograms(bounds=buckets.SCHEDULING_LONG)
         self.plugin = histograms("extension_point", "plugin_type", "plugin_name", bounds=buckets.SCHEDULING)
         self.plugin_errors = counters("plugin_name", cap=256, fold=("plugin_name",))
@@ -159,6 +160,10 @@ class RequestFamilies:
             show(_OBJECTIVE + twin, "[ALPHA] " + text, family, labels=_MODEL)
         show("kv_cache_lookup_total", "Prompt tokens of routed requests, looked up in the prefix index.", self.lookups)
         show("kv_cache_hit_total", "Prompt tokens predicted to be cached at the chosen endpoint.", self.hits)
+        text = "[ALPHA] Share of a prompt that was predicted to be cached at the chosen endpoint."
+        learned = {"constant": {"plugin_name": "prefix-index", "plugin_type": "prefix-cache-scorer"}}
+        for prefix in (_LLMD, _EXTENSION):
+            show(prefix + "prefix_indexer_hit_ratio", text, self.hit_ratio, **learned)
         text = (
             "Predicted times to first token, by where the observed one was in the 90 % band; since requests were sent."
         )

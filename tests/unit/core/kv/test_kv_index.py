@@ -118,6 +118,9 @@ def test_storage_that_all_share() -> None:
     found = one.find(range(6))
     assert found is not None
     assert found.blocks.tolist() == [5, 5, 0]
+    one.find([99])
+    matcher = one.index.matcher
+    assert (matcher.lookups, matcher.lookup_hits, matcher.slot_hits) == (2, 5, 5)
     assert found.tiers.tolist() == [[4, 2, 0], [0, 0, 0], [1, 3, 0]]
     one.index.clear(EVERYONE)
     assert one.depths(range(6)) == [4, 2, 0]
@@ -258,7 +261,8 @@ def test_the_bound_is_kept_and_used_prompts_stay() -> None:
         one.store(contents)
         assert one.index.entries <= 4000
         assert one.depths(range(1000))[1] == 1000  # asked for all the time, and no more than its share
-    assert one.cache().counts.evicted > 10_000
+    assert one.cache().counts.evicted == one.index.evicted > 10_000
+    assert one.index.admitted == one.index.entries + one.index.evicted == 16_000
     assert one.index.nbytes < 1_500_000
     kept = [one.depths(range(10_000 + prompt * 50, 10_050 + prompt * 50))[0] for prompt in range(240, 300)]
     assert sum(kept) > 500  # tails go first: what is left begins at the beginning

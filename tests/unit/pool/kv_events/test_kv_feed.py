@@ -207,6 +207,7 @@ def test_reconnecting_without_replay() -> None:
     case.feed.connected()
     case.live(batch(2))
     assert case.blocks == [1, 2, 3]  # it goes on where it was
+    assert case.feed.count.connections == 1
     case.feed.connection_lost()
     case.live(batch(9, life=1))
     assert case.blocks == [1010] and case.feed.count.restarts == 1 and case.feed.cache.provisional

@@ -170,7 +170,7 @@ async def test_ranks_of_a_pod_that_are_endpoints(start: Start) -> None:
 
 
 async def test_storage_that_all_share(start: Start) -> None:
-    """Each server has a publisher for it, with numbers of its own. A block is there once, and who removed it, says so."""
+    """Each server has a publisher for it, with numbers of its own. A block is there once."""
     with zmq.Context() as context, context.socket(zmq.PUB) as free:
         port = free.bind_to_random_port("tcp://127.0.0.1")
     world = await start(f"{{enabled: true, bind: 'tcp://127.0.0.1:{port}'}}")

@@ -125,7 +125,9 @@ def test_outcomes_and_waits() -> None:
             ),
             0.0,
         )
+    shop.flow_controller.evicted[-10] = 2
     page = shop.page()
+    assert page['llm_d_epp_flow_control_revocations_issued_total{inference_pool="default",priority="-10"}'] == 2
     for name in {outcome for _, _, outcome in endings}:
         found = page[f'llm_d_epp_flow_control_requests_total{{inference_pool="default",outcome="{name}",priority="0"}}']
         assert found == [outcome for _, _, outcome in endings].count(name)

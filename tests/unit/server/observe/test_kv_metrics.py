@@ -9,7 +9,7 @@ from fairlead.server.observe.kv_metrics import KvFeedStatus, KvMetrics
 
 
 def feed(endpoint: str, slot: int) -> KvFeedStatus:
-    return KvFeedStatus(endpoint, slot, 1, True, False, True, 42, 10, 20, 3, 4, 5, 6, 7, 8)
+    return KvFeedStatus(endpoint, slot, 1, True, False, True, 42, 10, 20, 3, 4, 5, 6, 7, 8, 2)
 
 
 def test_what_is_shown() -> None:
@@ -39,8 +39,10 @@ def test_what_is_shown() -> None:
         'fairlead_kv_checked_tokens_total{by="reported",endpoint="default/a"} 96',
         'fairlead_kv_prompts_without_tokens_total{reason="media"} 2',
         "fairlead_kv_rejected_batches_total 9",
+        'llm_d_epp_kv_cache_events_subscriber_reconnections_total{pod_identifier="default/a"} 2',
     ):
         assert f"\n{line}\n" in page, line
+    assert "llm_d_epp_kv_cache_index_lookup_hits_total 0" in page
     # Who has left is shown no more.
     feeds.clear()
     del endpoints[0]

@@ -76,6 +76,8 @@ def test_a_routed_request(watched: Watched) -> None:
     assert found["inference_objective_running_requests{model_name=m}"] == 1
     assert found[f"kv_cache_lookup_total{{{M}}}"] == 100
     assert found[f"kv_cache_hit_total{{{M}}}"] == 40
+    index = "plugin_name=prefix-index,plugin_type=prefix-cache-scorer"
+    assert [found[f"llm_d_epp_prefix_indexer_hit_ratio_bucket{{le={le},{index}}}"] for le in (0.3, 0.4)] == [0, 1]
     where = "namespace=ns,port=8000,status=success,target_model_name=m"
     assert found[f"llm_d_epp_scheduler_attempts_total{{endpoint_name=vllm-0,{where}}}"] == 1
     assert (
