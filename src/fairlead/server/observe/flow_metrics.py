@@ -33,7 +33,7 @@ _COLD = (1.0, 5.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 #: Reason → the published outcome of a request that had not waited, and of one that had.
 _OUTCOMES = {
     "routed": ("Dispatched", "Dispatched"),
-    "rejected-saturated": ("RejectedCapacity", "EvictedOther"),
+    "rejected-saturated": ("RejectedCapacity", "RejectedCapacity"),
     "rejected-no-endpoints": ("RejectedNoEndpoints", "EvictedNoEndpoints"),
     "rejected-ttl-expired": ("EvictedTTL", "EvictedTTL"),
     "rejected-context-cancelled": ("EvictedContextCancelled", "EvictedContextCancelled"),

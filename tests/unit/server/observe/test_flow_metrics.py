@@ -109,7 +109,7 @@ def test_outcomes_and_waits() -> None:
         ("routed", 0.0, "Dispatched"),
         ("routed", 300.0, "Dispatched"),
         ("rejected-saturated", 0.0, "RejectedCapacity"),
-        ("rejected-saturated", 5.0, "EvictedOther"),
+        ("rejected-saturated", 5.0, "RejectedCapacity"),
         ("rejected-ttl-expired", 5.0, "EvictedTTL"),
         ("rejected-no-endpoints", 0.0, "RejectedNoEndpoints"),
         ("rejected-no-endpoints", 5.0, "EvictedNoEndpoints"),
