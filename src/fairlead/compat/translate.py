@@ -64,7 +64,10 @@ NO_TEMPLATE = (
     "priorityBands names their priority; say it there for each that is in use"
 )
 EVICTS = "requests below priority 0 make way for higher ones that have waited for {} ms, whatever the saturation is"
+LONGEST = f"requests wait for {LONGEST_WAIT:g} s at most, as gateways give up after 600 s"
 OTHER_LEVEL = "the pool's saturation is that of flowControl.saturationDetector: its own thresholds are not used"
+#: Seconds that requests wait if nothing is said.
+_TTL = 60.0
 #: The reference's type → our kind and type.
 _TYPES: dict[str, tuple[Kind, str]] = {
     "global-strict-fairness-policy": ("fairness", "global-strict"),
@@ -116,14 +119,17 @@ def flow_spec(flow: FlowControl, named: Named, report: Report) -> FlowSpec:
     report.note(FLOW, OURS)
     if named.negative is not None and named.negative.says() != named.default.says():
         report.note(named.negative.place, NO_TEMPLATE)
-    ttl = _ttl(flow.default_request_ttl, 60.0)
+    ttl = _ttl(flow.default_request_ttl, _TTL, "defaultRequestTTL", report)
+    empty = _ttl(
+        flow.no_endpoint_request_ttl, ttl if flow.default_request_ttl else _TTL, "noEndpointRequestTTL", report
+    )
     total = QueueLimit(requests=flow.max_requests or None, bytes=flow.max_bytes or None)
     eviction = Evicting() if flow.enable_eviction else None
     if eviction is not None:
         report.note((*FLOW, "enableEviction"), EVICTS.format(round(eviction.after * 1e3)))
     settings = FlowSettings(
         ttl=ttl,
-        no_endpoint_ttl=_ttl(flow.no_endpoint_request_ttl, ttl),
+        no_endpoint_ttl=empty,
         limits=QueueLimits(total=total, band=_limit(named.default.band)),
         early_shedding=_shedding(named, report),
         eviction=eviction,
@@ -189,9 +195,13 @@ def _name(instance: Instance | None) -> str:
     return instance.name if instance is not None else ""
 
 
-def _ttl(said: float | None, default: float) -> float:
+def _ttl(said: float | None, default: float, field: str, report: Report) -> float:
     """The time to live; 0 = as long as a gateway waits."""
-    return default if said is None else min(said or LONGEST_WAIT, LONGEST_WAIT)
+    if said is None:
+        return default
+    if not 0.0 < said <= LONGEST_WAIT:
+        report.note((*FLOW, field), LONGEST)
+    return min(said or LONGEST_WAIT, LONGEST_WAIT)
 
 
 def _spec(kind: Kind, instance: Instance | None, report: Report) -> PluginSpec | None:

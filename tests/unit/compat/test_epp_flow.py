@@ -93,8 +93,21 @@ def test_what_cannot_be_is_a_problem(plugins: str, refs: str, where: str, what: 
     assert problem.path == where and what in problem.message
 
 
-def test_for_ever_is_as_long_as_a_gateway_waits() -> None:
-    assert flow("featureGates: [flowControl]\nflowControl: {defaultRequestTTL: 0s}\n").settings.ttl == 590.0
+@pytest.mark.parametrize(
+    ("said", "ttls", "noted"),
+    [
+        ("", (60.0, 60.0), []),
+        ("defaultRequestTTL: 590s", (590.0, 590.0), []),
+        ("defaultRequestTTL: 0s", (590.0, 60.0), ["defaultRequestTTL"]),
+        ("defaultRequestTTL: 1h", (590.0, 590.0), ["defaultRequestTTL"]),
+        ("defaultRequestTTL: 30s, noEndpointRequestTTL: 15m", (30.0, 590.0), ["noEndpointRequestTTL"]),
+    ],
+)
+def test_requests_wait_as_long_as_a_gateway_does(said: str, ttls: tuple[float, float], noted: list[str]) -> None:
+    config = load(f"{HEAD}{GATE}flowControl: {{{said}}}\n", need_endpoints=False)
+    settings = config.flow_control.settings  # type: ignore[union-attr]
+    assert (settings.ttl, settings.no_endpoint_ttl) == ttls
+    assert [note.path for note in config.notes if "590 s" in note.message] == [f"$.flowControl.{one}" for one in noted]
 
 
 BANDS = """
