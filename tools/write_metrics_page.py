@@ -50,7 +50,8 @@ A model, an adapter or a fairness id gets its own series when it is declared (de
 by an endpoint in `/v1/models`), or when a request with it was answered 2xx. Everything else counts as `other`. At most
 100 label sets that were only answered have their own series; each is removed after 15 minutes without a request.
 `fairlead_metrics_folded_total` counts what was put under `other`. A request whose labels have no series yet shows as
-running under `other` and is counted when it ends. The series of an endpoint are removed with it.
+running under `other` and is counted when it ends. The series of an endpoint are removed with it. Requests without a
+fairness id have `default-flow`.
 
 See also the [alerts](runbook.md), the dashboard in `deploy/grafana`, and [what the page costs](benchmarks.md).
 """

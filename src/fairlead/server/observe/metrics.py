@@ -30,6 +30,8 @@ from fairlead.server.observe.request_families import RequestFamilies
 
 SCALE_UP_HOLD_S = 60.0
 _MAX_LABEL = 200
+#: The published fairness id of requests that name none.
+NO_TENANT = "default-flow"
 #: Children per label set of requests: error codes, streaming or not, endpoints.
 _FAMILY_ROOM = 10
 #: How many requests with unproven labels may wait for their end; further ones are counted as `other` immediately.
@@ -430,7 +432,7 @@ class SchedulerMetrics:
 
     def _declared(self, key: RequestLabels) -> bool:
         model, target, fairness_id, _ = key
-        return fairness_id in ("", OTHER) and self._name(model) == model and self._name(target) == target
+        return fairness_id in ("", NO_TENANT, OTHER) and self._name(model) == model and self._name(target) == target
 
     def _name(self, model: str) -> str:
         if not model or model in self._defined:
@@ -449,13 +451,18 @@ class SchedulerMetrics:
         return self._name(model), self._name(target), fairness_id and OTHER, 0
 
     def _make(self, key: RequestLabels) -> _Bundle:
-        bundle = self._bundles[key] = _Bundle(self.families, (*key[:3], str(key[3])))
+        model, target, fairness_id, priority = key
+        labels = model, target, fairness_id or NO_TENANT, str(priority)
+        bundle = self._bundles[key] = _Bundle(self.families, labels)
         return bundle
 
     def labels(self, request: Request) -> tuple[str, str, str, int]:
         """Model, target, fairness id and priority under which a request is shown."""
         key = _key(request.model, request.target_model, request.fairness_id, request.priority)
-        return key if key in self._bundles or self._declared(key) else self._folded_labels(key)
+        if key not in self._bundles and not self._declared(key):
+            key = self._folded_labels(key)
+        model, target, fairness_id, priority = key
+        return model, target, fairness_id or NO_TENANT, priority
 
     def _refresh(self) -> None:
         self._scale_up.child().set(1 if self.scale_up_wanted() else 0)

@@ -49,7 +49,7 @@ def test_nothing_is_said_while_it_is_off() -> None:
     watch.on_decision(DecisionRecord(request=Request(id=1, arrived=0.0), at=0.0, policy="p"), 0.0)
     page = b"".join(watch.exposition()).decode()
     assert "# TYPE llm_d_epp_flow_control_queue_size gauge" in page
-    samples = [line for line in page.splitlines() if "flow" in line or "desired" in line]
+    samples = [line for line in page.splitlines() if "_flow" in line or "desired" in line]
     assert all(line.startswith("#") for line in samples), samples
 
 

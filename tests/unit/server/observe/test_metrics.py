@@ -63,7 +63,7 @@ def ended(asked: Request | None = None, **fields: Any) -> OutcomeRecord:
     return OutcomeRecord(request=asked or request(), **(base | fields))
 
 
-ML = "fairness_id=,model_name=m,priority=0,target_model_name=m"
+ML = "fairness_id=default-flow,model_name=m,priority=0,target_model_name=m"
 M = "model_name=m,target_model_name=m"
 
 
@@ -90,6 +90,12 @@ def test_a_routed_request(watched: Watched) -> None:
     assert found["llm_d_epp_scheduler_e2e_duration_seconds_bucket{le=0.1}"] == 1
     assert "llm_d_epp_scheduler_e2e_duration_seconds_bucket{le=0.2}" not in found
     assert found["inference_extension_scheduler_e2e_duration_seconds_count"] == 1
+
+
+def test_requests_of_no_tenant_are_those_of_the_default_flow(watched: Watched) -> None:
+    watched.metrics.on_decisions([routed(), routed(request(fairness_id="default-flow"))], [0.001, 0.001])
+    assert watched.samples()[f"llm_d_epp_request_total{{{ML}}}"] == 2
+    assert watched.metrics.labels(request()) == ("m", "m", "default-flow", 0)
 
 
 def test_an_outcome(watched: Watched) -> None:
@@ -222,7 +228,7 @@ def test_bad_ends(watched: Watched, status: int, cause: str, code: str | None) -
 def test_errors_before_a_request_is_understood(watched: Watched) -> None:
     watched.metrics.on_client_error("", 400)
     found = watched.samples()
-    labels = "fairness_id=,model_name=,priority=0,target_model_name="
+    labels = "fairness_id=default-flow,model_name=,priority=0,target_model_name="
     assert found[f"llm_d_epp_request_error_total{{error_code=BadRequest,{labels}}}"] == 1
     assert found[f"llm_d_epp_request_total{{{labels}}}"] == 0
 
