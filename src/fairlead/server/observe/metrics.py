@@ -275,6 +275,7 @@ class SchedulerMetrics:
         if any(map(_REWRITTEN_BY, records)):
             for name, number in _counted(map(_REWRITTEN_BY, records)):
                 if name:
+                    name = name.rpartition("/")[2]  # as published: without the namespace
                     self.families.rewrites.child(name, *bundle.labels[:2]).value += number
         if self._splitting or any(map(_PREFILL, records)):
             for record in records:

@@ -29,7 +29,7 @@ def test_a_split() -> None:
     assert 'inference_model_request_total{model_name="chat",target_model_name="b"} 1\n' in text
     assert 'inference_model_output_tokens_count{model_name="chat",target_model_name="a"} 2\n' in text
     assert 'inference_model_running_requests{model_name="chat"} 0\n' in text
-    labels = 'model_name="chat",model_rewrite_name="n/r",target_model="b"'
+    labels = 'model_name="chat",model_rewrite_name="r",target_model="b"'
     assert f"llm_d_epp_model_rewrite_decisions_total{{{labels}}} 1\n" in text
     assert f"inference_extension_model_rewrite_decisions_total{{{labels}}} 1\n" in text
 
