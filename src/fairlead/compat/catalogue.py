@@ -340,6 +340,11 @@ def _scrape(params: ref.MetricsSource, settings: Settings) -> None:
         settings.set("metrics", "tls", {"caFile": params.ca_cert_path})
 
 
+def _models(params: ref.MetricsSource, settings: Settings) -> None:
+    if params.interval is not None:
+        settings.set("metrics", "modelsInterval", params.interval)
+
+
 def _core_metrics(params: ref.CoreMetrics) -> str:
     if params.engine_label_key in ENGINE_LABELS:
         return ""
@@ -451,10 +456,8 @@ DATA: Table = {
     "core-metrics-extractor": Entry(
         "extractor", "metrics.engines, metrics.defaultEngine", ref.CoreMetrics, refused=_core_metrics, settings=_engines
     ),
-    "models-data-source": Entry(
-        "source", "label model-id", ref.MetricsSource, note="/v1/models is not asked: label endpoints with model-id"
-    ),
-    "models-data-extractor": Entry("extractor", "label model-id"),
+    "models-data-source": Entry("source", "metrics.modelsInterval", ref.MetricsSource, settings=_models),
+    "models-data-extractor": Entry("extractor", "metrics.modelsInterval"),
     "k8s-notification-source": Entry(
         "source",
         "built in",

@@ -264,3 +264,10 @@ def test_an_answer_names_as_many_endpoints_as_the_picker_says(picker: str, most:
     if named > 1:
         with pytest.raises(ConfigError, match="the embedded gateway takes one endpoint"):
             read(f"{text}gateway: embedded\nextProc: {{maxEndpoints: {most}}}\n")
+
+
+def test_models_are_read_as_often_as_their_source_says() -> None:
+    for said, seconds in (("", 30.0), (", parameters: {interval: 5s}", 5.0)):
+        config = read(f"{HEAD}plugins: [{{type: queue-scorer}}, {{type: models-data-source{said}}}]\n")
+        assert config.metrics.models_interval == seconds
+        assert not [note for note in config.notes if "models-data-source" in note.message]
