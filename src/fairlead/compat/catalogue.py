@@ -48,6 +48,8 @@ class Settings(Struct):
     """Values from plugins that belong to sections of our own: section → field → value."""
 
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    #: By path of a value: the path and the line where the document says it, for problems.
+    said_at: dict[str, tuple[str, int]] = field(default_factory=dict)
 
     def set(self, section: str, key: str, value: Any) -> None:
         self.values.setdefault(section, {})[key] = value

@@ -341,6 +341,8 @@ class _Assembly:
             sections["seed"] = self._root["seed"]
         settings = Settings.model_construct(**sections)  # all are checked: a validator of all takes 20 ms to build
         settings = resolve(settings, self._base, self._report)
+        if self._translation is not None and "maxEndpoints" not in (self._root.get("extProc") or ()):
+            self._report.move(self._translation.settings.said_at)
         scorers = policy.scorers if policy else ()
         urls = [spec.parameters.cache_indexer_url for spec in scorers if spec.type == "prefix-aware"]
         kv_events = asked_elsewhere(settings.kv_events, urls, self._report)

@@ -5,7 +5,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from fairlead.compat.catalogue import CATALOGUE, Around, Entry, Settings, Use
+from fairlead.compat.catalogue import CATALOGUE, PICKERS, Around, Entry, Settings, Use
 from fairlead.compat.document import Plugin, SchedulingProfile, WeightedRef
 from fairlead.compat.parameters import ApproxPrefix, DisaggHandler, PdHandler, PrecisePrefix, PrefixDecider
 from fairlead.config.builtins import METHODS, SELECTION, SPLITTING, Kind
@@ -153,6 +153,9 @@ class Instances:
             self._report.note(place, f"{plugin.type}: {remark}")
         if entry.settings is not None:
             entry.settings(parameters, self.settings)
+        if plugin.type in PICKERS:
+            where = (*parameters_place, "maxNumOfEndpoints")
+            self.settings.said_at["$.extProc.maxEndpoints"] = self._report.path(where), self._report.line(where)
         return Instance(name, plugin.type, place, parameters, entry)
 
     def _ours(self, name: str, plugin: Plugin, place: Place) -> Instance | None:

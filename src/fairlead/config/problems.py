@@ -1,10 +1,11 @@
 """Problems of a configuration: all of them, each with its path, its line and, if possible, a suggestion."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from re import fullmatch
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from fairlead.core.errors import ConfigError, PluginError
 
@@ -108,6 +109,13 @@ class Report:
 
     def add(self, place: Place, message: str, hint: str = "") -> None:
         self.extend([self._problem(place, message, hint)])
+
+    def move(self, places: Mapping[str, tuple[str, int]]) -> None:
+        """Show problems of these paths at other paths and lines, where the file says what they are about."""
+        for index, problem in enumerate(self.problems):
+            if problem.path in places:
+                path, line = places[problem.path]
+                self.problems[index] = replace(problem, path=path, line=line)
 
     def extend(self, problems: Sequence[Problem]) -> None:
         left = MAX_PROBLEMS - len(self.problems)

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from fairlead.cli.main import main
-from fairlead.compat.load import load
+from fairlead.compat.load import load, problems
 from fairlead.config.plugins import build_hasher, build_policy
 from fairlead.config.schema import Config
 from fairlead.core.errors import ConfigError
@@ -264,6 +264,8 @@ def test_an_answer_names_as_many_endpoints_as_the_picker_says(picker: str, most:
     if named > 1:
         with pytest.raises(ConfigError, match="the embedded gateway takes one endpoint"):
             read(f"{text}gateway: embedded\nextProc: {{maxEndpoints: {most}}}\n")
+        (problem,) = problems(f"{text}gateway: embedded\n", need_endpoints=False)
+        assert (problem.path, problem.line) == ("$.plugins[0].parameters.maxNumOfEndpoints", text.count("\n"))
 
 
 def test_models_are_read_as_often_as_their_source_says() -> None:
