@@ -5,8 +5,8 @@ from typing import Any
 from msgspec import DecodeError, Raw, Struct
 from msgspec.json import Decoder
 
-from fairlead.apis.body import ABSENT, Body, Reader, Scalar, StreamOptions, count, flag
-from fairlead.apis.parsed import ParsedRequest, Text, choices, is_sent, named, reading, scope, short_text
+from fairlead.apis.body import ABSENT, SALVAGE_LIMIT, Body, Reader, Scalar, StreamOptions, count, flag
+from fairlead.apis.parsed import MAX_N, ParsedRequest, Text, choices, is_sent, named, reading, scope, short_text
 from fairlead.apis.prompt import MEDIA_BYTES, items, list_prefix, prompts_in, text_or_list, token_ids
 from fairlead.core.apis import GENERATE, SGLANG
 from fairlead.core.errors import ClientError
@@ -40,13 +40,20 @@ class _Sampling(Struct, gc=False):
     n: Scalar = None
 
 
+class _Batch(Struct, array_like=True, gc=False):
+    """Of the sets of sampling parameters, the first."""
+
+    first: _Sampling | None = None
+
+
 class _Features(Struct, gc=False):
     mm_hashes: Raw = ABSENT
 
 
 _read_generate = Reader(GenerateBody).read
 _read_sglang = Reader(SglangBody).read
-_decode_sampling = Decoder(_Sampling | list[_Sampling] | None).decode
+_decode_sampling = Decoder(_Sampling | None).decode
+_decode_batch = Decoder(_Batch).decode
 _decode_features = Decoder(_Features).decode
 _decode_hashes = Decoder(dict[str, list[Any] | None]).decode
 
@@ -122,20 +129,20 @@ def _sampling(raw: Raw) -> _Sampling:
     if raw is ABSENT:
         return _Sampling()
     try:
-        sampling = _decode_sampling(raw)
+        sampling = _decode_batch(raw).first if list_prefix(raw) is not None else _decode_sampling(raw)
     except (DecodeError, UnicodeDecodeError, RecursionError):
         return _Sampling()
-    if isinstance(sampling, list):
-        sampling = sampling[0] if sampling else None
     return sampling or _Sampling()
 
 
 def _features(raw: Raw) -> tuple[Raw, int]:
-    """The media hashes as sent, and their number."""
+    """The media hashes as sent, and their number, `MAX_N` if they are large."""
     if not is_sent(raw):
         return ABSENT, 0
     try:
         hashes = _decode_features(raw).mm_hashes
+        if len(memoryview(hashes)) > SALVAGE_LIMIT:
+            return hashes, MAX_N  # as objects they would take many times their size
         return hashes, sum(len(of_kind or ()) for of_kind in _decode_hashes(hashes).values()) if is_sent(hashes) else 0
     except (DecodeError, UnicodeDecodeError, RecursionError):
         return ABSENT, 0

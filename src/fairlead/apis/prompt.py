@@ -1,11 +1,16 @@
 """The raw JSON bytes of a prompt: the part that stays a prefix when the prompt grows, and its size."""
 
 import re
+from collections.abc import Callable
+from functools import cache
+from itertools import islice
 
-from msgspec import DecodeError, Raw
+from msgspec import DecodeError, Raw, Struct, defstruct
 from msgspec.json import Decoder
+from msgspec.structs import astuple
 
-from fairlead.apis.parsed import QUOTE, Text, is_sent
+from fairlead.apis.body import ABSENT
+from fairlead.apis.parsed import MAX_N, QUOTE, Text, is_sent
 
 _SPACE = b" \t\r\n"
 
@@ -44,14 +49,28 @@ def prompts_in(raw: Raw) -> int:
 _decode_items = Decoder(list[Raw]).decode
 
 
+#: A list with fewer commas is counted as objects, 60 bytes each.
+_FEW_COMMAS = 4 * MAX_N
+
+
+@cache
+def _decode_first() -> Callable[[Raw], Struct]:
+    """Reads the first `MAX_N` items of a list and skips the others: 30 million items are 1.7 GB as objects."""
+    fields = [(f"item_{number}", Raw, ABSENT) for number in range(MAX_N)]
+    return Decoder(defstruct("First", fields, array_like=True, gc=False)).decode
+
+
 def items(raw: Raw) -> int:
-    """The number of items in a list; 1 for a single value, 0 if nothing was sent."""
+    """The number of items in a list, `MAX_N` if it has more; 1 for a single value, 0 if nothing was sent."""
     if not is_sent(raw):
         return 0
     try:
-        return len(_decode_items(raw))
+        if bytes(raw).count(b",") < _FEW_COMMAS:
+            return min(len(_decode_items(raw)), MAX_N)
+        read = astuple(_decode_first()(raw))
     except (DecodeError, UnicodeDecodeError, RecursionError):
         return 1
+    return MAX_N if read[-1] is not ABSENT else read.index(ABSENT)
 
 
 def anything(raw: Raw) -> Text:
@@ -82,30 +101,47 @@ _PART = re.compile(
     rb'"type"[ \t\r\n]*:[ \t\r\n]*"(?:computer_screenshot|'
     rb'(?:input_)?(?:image|audio|video|file|document)(?:_url|_pil|_embeds)?)"'
 )
-#: Where inline data begins: a data URL, or one of the members `data` (`input_audio`, Anthropic's `source`), `file_data`
-#: and vLLM's embeddings.
-_INLINE = re.compile(rb';base64,|"(?:(?:file_)?data|(?:image|audio|video)_embeds)"[ \t\r\n]*:[ \t\r\n]*"')
+#: What stands where inline data begins: a data URL, or one of the members `data` (`input_audio`, Anthropic's `source`),
+#: `file_data` and vLLM's embeddings. `find` is ten times as fast as a pattern for all of them.
+_INLINE = (b";base64,", b'data"', b'_embeds"')
+_MEMBERS = (b'"data"', b'"file_data"', b'"image_embeds"', b'"audio_embeds"', b'"video_embeds"')
+_VALUE = re.compile(rb'[ \t\r\n]*:[ \t\r\n]*"')
 #: The beginning of inline data. Shorter data is left in the size: it hardly matters.
 _BASE64 = re.compile(rb"[A-Za-z0-9+/=_\\-]{256}")
 
 
 def media_items(messages: memoryview) -> int:
-    """The number of media items in a list of messages. Costs 0.4 µs per kB."""
-    return sum(1 for _ in _PART.finditer(messages))
+    """The number of media items in a list of messages, `MAX_N` if it has more. Costs 0.4 µs per kB."""
+    return sum(1 for _ in islice(_PART.finditer(messages), MAX_N))
 
 
 def text_size(messages: memoryview, items: int) -> int:
-    """The size in bytes of a text that costs as many tokens as the messages with their `items`."""
-    size = len(messages)
+    """The size in bytes of a text that costs as many tokens as the messages with their `items`. It looks at the first
+    `MAX_N` places where inline data may begin."""
+    size = length = len(messages)
     if not items:
         return size
     raw = bytes(messages)
     position = 0
-    while match := _INLINE.search(raw, position):
-        start = position = match.end()
-        if _BASE64.match(raw, start):
+    nearest = dict.fromkeys(_INLINE, -1)
+    for _ in range(MAX_N):
+        for mark, place in nearest.items():
+            if place < position:
+                place = raw.find(mark, position)
+                nearest[mark] = length if place < 0 else place
+        mark = min(_INLINE, key=nearest.__getitem__)
+        if nearest[mark] == length:
+            break
+        position = nearest[mark] + len(mark)
+        if mark != _INLINE[0]:
+            value = _VALUE.match(raw, position) if raw.endswith(_MEMBERS, 0, position) else None
+            if value is None:
+                continue
+            position = value.end()
+        if _BASE64.match(raw, position):
             # Base64 has no quotes, so the next quote ends the string. `find` has the speed of memchr.
-            end = raw.find(b'"', start)
-            position = len(raw) if end < 0 else end
-            size -= position - start
+            end = raw.find(b'"', position)
+            end = length if end < 0 else end
+            size -= end - position
+            position = end
     return size + items * MEDIA_BYTES

@@ -104,6 +104,12 @@ def test_a_large_body_with_an_unpaired_surrogate_is_read() -> None:
     assert len(bytes(read.prompt)) == SALVAGE_LIMIT + 8
 
 
+def test_bodies_made_of_escapes_are_not_mended() -> None:
+    prompt = b"\\n" * (1 << 20) + b"\\ud83d"
+    assert read_completion(b'{"prompt":"' + prompt + b'"}') is None
+    assert read_completion(b'{"prompt":"' + prompt[2:] + b'"}') is not None
+
+
 def test_the_last_of_equal_keys_wins_however_it_is_read() -> None:
     strict = b'{"model":"a","prompt":"x","mod\\u0065l":"b","prompt":"y"}'
     for body in (strict, strict.replace(b"}", b',"temperature":Infinity}')):

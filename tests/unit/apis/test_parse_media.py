@@ -1,10 +1,15 @@
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
+from msgspec import Raw
+from msgspec.json import Decoder
 
 from fairlead.apis import prompt
-from fairlead.apis.prompt import MEDIA_BYTES, media_items, text_size
+from fairlead.apis.parsed import MAX_N
+from fairlead.apis.prompt import MEDIA_BYTES, items, media_items, text_size
+from fairlead.apis.request import parse_request
 
 
 def messages(*parts: Any) -> memoryview:
@@ -64,3 +69,41 @@ def test_hostile_messages_take_linear_time(unit: bytes, monkeypatch: pytest.Monk
     view = memoryview(unit * (2_000_000 // len(unit)))
     assert media_items(view) == 0
     assert text_size(view, 1) <= len(view) + prompt.MEDIA_BYTES
+
+
+@pytest.mark.parametrize("size", [0, 1, MAX_N - 1, MAX_N, MAX_N + 1, 4 * MAX_N, 4 * MAX_N + 1, 80_000])
+@pytest.mark.parametrize("item", ["1", '"a,b"', "[1,2]", '{"a":[1]}', "null"])
+def test_items_are_counted_up_to_a_limit(size: int, item: str) -> None:
+    raw = Raw(f"[{','.join([item] * size)}]".encode())
+    assert items(raw) == min(len(Decoder(list[Raw]).decode(raw)), MAX_N)
+
+
+def test_commas_elsewhere_are_no_items() -> None:
+    commas = "," * 5 * MAX_N
+    assert items(Raw(f'["{commas}",1]'.encode())) == 2
+    assert items(Raw(f'"{commas}"'.encode())) == 1
+    assert items(Raw(b"{" + b",".join([b'"a":1'] * 5 * MAX_N) + b"}")) == 1
+
+
+HOSTILE = [
+    ("/v1/completions", b'{"prompt":["",%b]}', b"1"),
+    ("/v1/completions", b'{"prompt":[%b]}', b"[]"),
+    ("/v1/embeddings", b'{"input":["",%b]}', b"1"),
+    ("/generate", b'{"text":"a","image_data":[%b]}', b"[]"),
+    ("/generate", b'{"text":"a","sampling_params":[%b]}', b"{}"),
+    ("/inference/v1/generate", b'{"token_ids":[1],"features":{"mm_hashes":{"image":[%b]}}}', b"[]"),
+    ("/v1/chat/completions", b'{"messages":[{"role":"user","content":[%b]}]}', b'{"type":"image"}'),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "item"), HOSTILE)
+def test_hostile_lists_take_no_more_memory_than_they_have_bytes(path: str, body: bytes, item: bytes) -> None:
+    sent = body % b",".join([item] * 2_000_000)
+    tracemalloc.start()
+    try:
+        parsed = parse_request(path, sent)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2.5 * len(sent) + 16_000_000
+    assert parsed.prompt_bytes <= len(sent) + MAX_N * MEDIA_BYTES
