@@ -11,7 +11,8 @@ Theory
   *provisional* knowledge. Otherwise nothing would ever be known of a long-lived engine whose history is lost.
 
 Rules
-* `step` does a bounded amount of work (128 blocks) and returns whether there is more. No other method takes longer.
+* `step` reads an event, or stores up to 128 of its blocks, and returns whether there is more. No other method takes
+  longer. An event as large as `Limits.max_batch` allows takes 1 to 10 ms to read.
 * The module is pure: sockets and time belong to the caller. `wanted` is the batch at which a replay shall start.
 """
 

@@ -6,10 +6,13 @@ millisecond would hold the loop for 50 ms.
 """
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
 from time import perf_counter
 from typing import Protocol
+
+log = logging.getLogger(__name__)
 
 #: Steps of a worker before the next worker's turn.
 _TURN = 16
@@ -87,7 +90,7 @@ class Pump:
     def _turn(self, now: float, until: float) -> bool:
         worker = self._ready.popleft()
         for _ in range(_TURN):
-            if not worker.step(now):
+            if not self._stepped(worker, now):
                 self._queued.discard(worker)
                 break
             if self._timer() >= until:
@@ -96,6 +99,14 @@ class Pump:
         else:
             self._ready.append(worker)
         return True
+
+    def _stepped(self, worker: Worker, now: float) -> bool:
+        """`step`. A worker that fails waits for its next wake-up, and stops no other."""
+        try:
+            return worker.step(now)
+        except Exception:
+            log.exception("reading KV events failed; it goes on with the next ones")
+            return False
 
     def _note(self, held: float) -> None:
         self.busy += held

@@ -82,3 +82,22 @@ async def test_a_closed_pump_does_nothing() -> None:
     pump.poke()
     await settle()
     assert log == []
+
+
+async def test_a_worker_that_fails_stops_nobody_and_is_woken_again() -> None:
+    log = list[str]()
+    pump = Pump(asyncio.get_running_loop(), 0.0005, lambda now: False)
+
+    class Failing(Job):
+        def step(self, now: float) -> bool:
+            super().step(now)
+            raise RecursionError
+
+    failing = Failing("a", 1, log, [0.0])
+    pump.wake(failing)
+    pump.wake(Job("b", 2, log, [0.0]))
+    await settle()
+    assert log == ["a", "b", "b"]
+    pump.wake(failing)
+    await settle()
+    assert log == ["a", "b", "b", "a"]

@@ -147,6 +147,53 @@ def test_extra_keys() -> None:
     assert read.extras == [("image-1", "image-2", "salt"), (), (), ("other",), ("01ff",)]
 
 
+def stored(**fields: Any) -> bytes:
+    event = {"type": "BlockStored", "block_hashes": [1], "token_ids": [1], "block_size": 1, **fields}
+    return msgspec.msgpack.encode([1.0, [event], 0])
+
+
+def test_extra_keys_of_many_blocks_are_read_in_pieces() -> None:
+    size = 10_000
+    keys = [["ad", f"image-{number}"] for number in range(size - 1)] + [[{}]]
+    ids = list(range(size))
+    (read,) = BatchDecoder().decode(stored(block_hashes=ids, token_ids=ids, lora_name="ad", extra_keys=keys))
+    assert isinstance(read, BlocksStored)
+    assert read.extras is not None and len(read.extras) == size
+    assert read.extras[128:130] == [("image-128",), ("image-129",)]
+    with pytest.raises(ValueError, match="not an identifier"):
+        read.extras[size - 1]
+
+
+@pytest.mark.parametrize(
+    ("payload", "why"),
+    [
+        (stored(extra_keys=[["a"]] * 1_000_000), "1 blocks, but extra keys for 1000000"),
+        (stored(extra_keys=[["a"] * 10_000]), "too many"),
+        (stored(extra_keys=[["a" * 300_000]]), "bytes for 1 blocks"),
+        (stored(extra_keys=[["a"], ["a"]]), "1 blocks, but extra keys for 2"),
+        (stored(block_hashes=[-1] * 900_000), "900000 block hashes in one event"),
+    ],
+    ids=["blocks", "entries", "bytes", "two", "hashes"],
+)
+def test_endless_events_cost_only_themselves(payload: bytes, why: str) -> None:
+    batch = BatchDecoder().decode(payload)
+    assert list(batch.each()) == [None]
+    assert batch.bad == 1 and why in batch.bad_reason
+
+
+@pytest.mark.parametrize("head", [b"\xabBlockStored\xaaextra_keys", b"\xacBlockRemoved\xa1x", b"\xabblock_moved\xa1x"])
+def test_events_that_are_nested_too_deeply_cost_only_themselves(head: bytes) -> None:
+    deep = b"\x82\xa4type" + head + b"\x91" * 100_000 + b"\xc0"
+    batch = BatchDecoder().decode(msgspec.msgpack.encode([1.0, [deep, ["AllBlocksCleared"]], 0]))
+    assert list(batch.each()) == [None, AllCleared()]
+    assert batch.bad == 1 and "recursion" in batch.bad_reason
+
+
+def test_signed_hashes() -> None:
+    (read,) = BatchDecoder().decode(msgspec.msgpack.encode([1.0, [["BlockRemoved", [-1, 5, -(2**63), 2**64 - 1]]], 0]))
+    assert read == BlocksRemoved([2**64 - 1, 5, 2**63, 2**64 - 1])
+
+
 def test_requirement_names() -> None:
     events = [
         {"type": "block_created", "block_hash": 5, "pod": "p"},
