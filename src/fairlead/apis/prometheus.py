@@ -17,11 +17,12 @@ from fairlead.core.endpoint import Sample
 
 # Possessive quantifiers: no input makes these backtrack, a hostile page costs linear time.
 _LABELS_AND_VALUE = re.compile(
-    rb'[ \t]*+(\{(?:[^"}\n]*+"(?:[^"\\\n]|\\.)*+")*+[^"}\n]*+\})?[ \t]*+([^\s#]++)'
+    rb'[ \t]*+(\{(?:[^"}\n]*+"(?:[^"\\\n]++|\\.)*+")*+[^"}\n]*+\})?[ \t]*+([^\s#]++)'
     rb"(?:[ \t]++[0-9.eE+-]++)?[ \t\r]*+(?:#.*+)?"
 )
-_LABEL = re.compile(rb'[ \t]*+([a-zA-Z_][a-zA-Z0-9_]*+)[ \t]*+=[ \t]*+"((?:[^"\\]|\\.)*+)"[ \t]*+(,|$)')
+_LABEL = re.compile(rb'[ \t]*+([a-zA-Z_][a-zA-Z0-9_]*+)[ \t]*+=[ \t]*+"((?:[^"\\]++|\\.)*+)"[ \t]*+(,|$)')
 _ESCAPE = re.compile(rb'\\([\\"n])')
+MOST_LABELS = 1024
 
 
 def parse_sample(line: bytes, begin: int) -> tuple[bytes, float] | None:
@@ -46,10 +47,13 @@ def parse_value(text: bytes) -> float | None:
 
 
 def parse_labels(inner: bytes) -> dict[str, str] | None:
-    """Labels of the text between the braces; `None` = malformed. A repeated label keeps its last value."""
+    """Labels of the text between the braces; `None` = malformed, or more than `MOST_LABELS`. A repeated label keeps its
+    last value."""
     labels: dict[str, str] = {}
     position = 0
     while position < len(inner):
+        if len(labels) > MOST_LABELS:
+            return None
         match = _LABEL.match(inner, position)
         if match is None:
             return labels if not inner[position:].strip() and labels else None
@@ -75,6 +79,8 @@ def parse_labels(inner: bytes) -> dict[str, str] | None:
 
 #: How far (bytes) a family may have moved between two pages to be found without a full search.
 SLACK = 256
+#: Families with more series are not read. An engine has one for each of its ranks; only `lora_requests_info` grows.
+MOST_SERIES, MOST_ADAPTER_SERIES = 1024, 10_000
 
 
 class Series(Struct):
@@ -99,6 +105,10 @@ class Series(Struct):
         return labels is not None and all(labels.get(name, "") == value for name, value in wanted)
 
 
+#: Stands for all samples of a family that has too many.
+ENDLESS = Series(b"", None)
+
+
 class Family(Struct):
     """All samples of one family on one page."""
 
@@ -109,6 +119,11 @@ class Family(Struct):
     at: int = 0
     #: The page ends right behind the family.
     last: bool = False
+
+    @property
+    def endless(self) -> bool:
+        """It has too many samples: it is looked at again only when the whole page is."""
+        return self.series[0] is ENDLESS
 
     def still_at(self, page: bytes) -> bool:
         """Whether the same text stands on `page` where it stood, or nearby; remembers where."""
@@ -127,13 +142,17 @@ class Family(Struct):
         if position < 0:
             return None
         start = end = page.find(b"\n", position + 1) + 1
-        while start and (stop := _sample_end(page, self.name, end)):
+        for _ in range(len(self.series) + SLACK):
+            stop = _sample_end(page, self.name, end) if start else 0
+            if not stop:
+                break
             end = stop
         return _in_one_piece(page, self.name, start, end) if end > start else None
 
 
-def find_family(page: bytes, name: bytes, before: Family | None = None) -> Family | None:
-    """The family `name` with all its samples, wherever they are; `None` = not on the page. O(page).
+def find_family(page: bytes, name: bytes, before: Family | None = None, most: int = MOST_SERIES) -> Family | None:
+    """The family `name` with all its samples, wherever they are; `None` = not on the page. O(page). Of more than `most`
+    samples there is only `ENDLESS`.
 
     `before` is the family on an earlier page: where the text is the same its series are taken over, not parsed again.
     """
@@ -144,6 +163,8 @@ def find_family(page: bytes, name: bytes, before: Family | None = None) -> Famil
         end = _sample_end(page, name, name_start)
         if end:
             spans.append((name_start, end))
+            if len(spans) > most:
+                return Family(name, [ENDLESS])
         name_start = page.find(needle, max(end - 1, name_start)) + 1 or -1
     if not spans:
         return None
@@ -206,6 +227,8 @@ def _series(page: bytes, name: bytes, start: int, end: int) -> Series:
 #: A share may exceed 1 by rounding, not by more: 37 would be a percentage, and every endpoint would look full.
 _SHARE_TOLERANCE = 1e-3
 _MAX_SHOWN = 100
+#: Of adapters in one label.
+MOST_NAMES = 10_000
 #: Largest count believed; keeps `int()` and sums sane.
 _MAX_COUNT = 1e15
 
@@ -246,7 +269,7 @@ class PageReader:
             self._families = {}
         reading = _Interpreter(self._specs, page, self._families, before, self._had_adapters).reading()
         self._had_adapters = self._had_adapters or reading.sample.adapters is not None
-        self._steady = all(family is None or family.text for family in self._families.values())
+        self._steady = all(family is None or family.text or family.endless for family in self._families.values())
         if reading != self._last:
             self._last = reading
         assert self._last is not None
@@ -327,7 +350,8 @@ class _Interpreter:
         """Series of the first spec that has any on the page."""
         for spec in specs:
             if spec.family not in self._known:
-                self._known[spec.family] = find_family(self._page, spec.family, self._before.get(spec.family))
+                most = MOST_ADAPTER_SERIES if specs is self._specs.lora else MOST_SERIES
+                self._known[spec.family] = find_family(self._page, spec.family, self._before.get(spec.family), most)
             family = self._known[spec.family]
             if family is not None:
                 series = [row for row in family.series if row.value is None or row.has(spec.labels)]
@@ -378,18 +402,25 @@ class _Interpreter:
         return values
 
     def _adapters(self) -> tuple[frozenset[str] | None, frozenset[str], int]:
+        rows = self._series(self._specs.lora)
+        unread = next((row for row in rows if row.value is None), None)
         newest: dict[str, str] | None = None
-        newest_at = -inf
-        for row in self._series(self._specs.lora):
-            labels = row.labels() if row.value is not None else None
-            if labels is None or row.value is None:
-                self._unreadable("adapters", row)
-            elif row.value >= newest_at:
-                newest, newest_at = labels, row.value
+        rows.reverse()
+        # Only the newest is read, the last of them if there are several.
+        for row in sorted(rows, key=_age):
+            newest = row.labels() if row.value is not None else None
+            if newest is not None:
+                break
+            unread = unread or row
+        if unread is not None:
+            self._unreadable("adapters", unread)
         if newest is None:
             return None, frozenset(), 0
-        waiting = _names(newest.get("waiting_lora_adapters", ""))
-        return _names(newest.get("running_lora_adapters", "")), waiting, _count(newest.get("max_lora", ""))
+        running, waiting = (_names(newest.get(f"{state}_lora_adapters", "")) for state in ("running", "waiting"))
+        if running is None or waiting is None:
+            self._problems.append(f"adapters: more than {MOST_NAMES} names")
+            return None, frozenset(), 0
+        return running, waiting, _count(newest.get("max_lora", ""))
 
     def _cache(self) -> tuple[int, int]:
         specs = self._specs
@@ -407,12 +438,22 @@ class _Interpreter:
         return size, count or int(self._number("num_blocks", specs.num_blocks, sum) or 0)
 
     def _unreadable(self, field: str, series: Series) -> None:
+        if series is ENDLESS:
+            self._problems.append(f"{field}: more series than are read")
+            return
         shown = series.inner[:_MAX_SHOWN].decode("utf-8", "replace")
         self._problems.append(f"{field}: unreadable line {shown!r}")
 
 
-def _names(text: str) -> frozenset[str]:
+def _names(text: str) -> frozenset[str] | None:
+    """`None` = more than `MOST_NAMES`."""
+    if text.count(",") >= MOST_NAMES:
+        return None
     return frozenset(name for part in text.split(",") if (name := part.strip()))
+
+
+def _age(series: Series) -> float:
+    return inf if series.value is None else -series.value
 
 
 def _count(text: str) -> int:

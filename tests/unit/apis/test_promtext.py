@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from fairlead.apis.engine_metrics import ENGINES, EngineMetrics, Spec, compile_engine, engine_of, parse_spec
-from fairlead.apis.prometheus import PageReader, Reading, find_family, parse_labels, read_page
+from fairlead.apis.prometheus import (
+    ENDLESS,
+    MOST_LABELS,
+    MOST_NAMES,
+    MOST_SERIES,
+    PageReader,
+    Reading,
+    find_family,
+    parse_labels,
+    read_page,
+)
 from fairlead.core.errors import ConfigError
 
 DATA = Path(__file__).parents[2] / "data" / "metrics"
@@ -223,6 +233,51 @@ READINGS = {
     "llamacpp": (6.0, 4.0, None, 0, 0, None, None, None),
     "tgi": (8.0, 3.0, None, 0, 0, None, None, None),
 }
+
+
+LOAD = "vllm:num_requests_waiting 2\nvllm:kv_cache_usage_perc 0\n"
+ADAPTERS = 'vllm:lora_requests_info{max_lora="4",running_lora_adapters="%s",waiting_lora_adapters="w"} %d\n'
+
+
+@pytest.mark.parametrize("typed", ["", "# TYPE vllm:num_requests_running gauge\n"])
+def test_a_family_has_a_thousand_series_at_most(typed: str) -> None:
+    for most, running in ((MOST_SERIES, MOST_SERIES), (MOST_SERIES + 1, None), (50_000, None)):
+        rows = "".join(f'vllm:num_requests_running{{engine="{number}"}} 1\n' for number in range(most))
+        reading = read(f"{typed}{rows}# TYPE x gauge\n{LOAD}")
+        assert (reading.sample.running, reading.sample.waiting) == (running, 2)
+        assert reading.problems == (() if running else ("running: more series than are read",))
+    family = find_family(rows.encode(), b"vllm:num_requests_running")
+    assert family is not None and family.series == [ENDLESS]
+
+
+def test_the_newest_adapters_are_read_of_ten_thousand_sets() -> None:
+    rows = [ADAPTERS % (f"a{number}", number) for number in range(9_999)]
+    rows.insert(5, ADAPTERS % ("first", 9_999) + 'vllm:lora_requests_info{running_lora_adapters="newest"} 9999\n')
+    assert read("".join(rows[:-2])).sample.adapters == {"newest"}
+    assert "adapters: more series than are read" in read("".join([*rows, *rows])).problems
+
+
+def test_an_endpoint_has_ten_thousand_adapters_at_most() -> None:
+    names = [f"a{number}" for number in range(MOST_NAMES + 1)]
+    assert len(read(ADAPTERS % (",".join(names[1:]), 1)).sample.adapters or ()) == MOST_NAMES
+    reading = read(ADAPTERS % (",".join(names), 1))
+    assert reading.sample.adapters is None and f"adapters: more than {MOST_NAMES} names" in reading.problems
+
+
+def test_endless_labels_are_none() -> None:
+    assert parse_labels(b",".join(b'l%d="1"' % number for number in range(MOST_LABELS)))
+    assert parse_labels(b",".join(b'l%d="1"' % number for number in range(300_000))) is None
+
+
+def test_a_page_with_an_endless_family_is_still_read_cheaply() -> None:
+    reader = PageReader(VLLM)
+    rows = "vllm:num_requests_running 1\n" * 2000
+    page = f"# TYPE vllm:num_requests_waiting gauge\nvllm:num_requests_waiting %d\n# TYPE x gauge\n{rows}"
+    first = reader.read((page % 2).encode())
+    assert first.sample.running is None
+    assert reader.read((page % 2).encode(), full=False) is first
+    assert reader.read((page % 3).encode(), full=False).sample.waiting == 3
+    assert reader.read((page % 3 + "x 1\n").replace(rows, rows[:28]).encode()).sample.running == 1
 
 
 def test_a_page_tells_when_all_its_engines_sleep() -> None:
