@@ -8,6 +8,11 @@ Access
   several, one per line, and is read again when it changes, so that an old and a new token are valid together for a
   while.
 * Paths that probes use are answered without checks.
+
+Connections
+* There are at most `MOST_CONNECTIONS`, so that they cannot exhaust the process's descriptors. A further one takes the
+  place of the oldest one that waits for a request, so that nobody keeps probes out by asking nothing.
+* Who sends no whole request head for `IDLE_S` seconds is disconnected.
 """
 
 import asyncio
@@ -20,6 +25,7 @@ import socket
 from collections.abc import Callable, Collection, Iterable
 from ipaddress import ip_address
 from pathlib import Path
+from ssl import SSLContext
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -28,8 +34,8 @@ from aiohttp.typedefs import Handler, Middleware
 from fairlead.core.errors import ConfigError
 from fairlead.gateway.tls import ServerTls
 
-#: Connections of one port; further ones are closed immediately, so that they cannot exhaust the process's descriptors.
 MOST_CONNECTIONS = 256
+IDLE_S, _HANDSHAKE_S = 30.0, 10.0
 _TLS_LOOK_S = 5.0
 
 
@@ -144,6 +150,9 @@ class Access:
         return guard
 
 
+Busy = set[web.RequestHandler]
+
+
 class _Crowded(asyncio.Protocol):
     """Closes a connection beyond the limit."""
 
@@ -152,17 +161,28 @@ class _Crowded(asyncio.Protocol):
 
 
 class _Site(web.TCPSite):
-    """A site with a limit on connections."""
+    """A site with a limit on connections. `busy`: those with a request in progress."""
+
+    def __init__(self, runner: web.AppRunner, host: str, port: int, tls: SSLContext | None, busy: Busy) -> None:
+        super().__init__(runner, host, port, ssl_context=tls)
+        self._busy = busy
 
     async def start(self) -> None:
         make, loop = self._runner.server, asyncio.get_running_loop()
         assert make is not None
 
         def protocol() -> asyncio.BaseProtocol:
-            return make() if len(make.connections) < MOST_CONNECTIONS else _Crowded()
+            connected = [connection for connection in make.connections if connection.transport is not None]
+            if len(connected) >= MOST_CONNECTIONS:
+                oldest = next((connection for connection in connected if connection not in self._busy), None)
+                if oldest is None:
+                    return _Crowded()
+                oldest.force_close()
+            return make()
 
         await web.BaseSite.start(self)
-        self._server = await loop.create_server(protocol, self._host, self._port, ssl=self._ssl_context)
+        tls, limit = self._ssl_context, _HANDSHAKE_S if self._ssl_context is not None else None
+        self._server = await loop.create_server(protocol, self._host, self._port, ssl=tls, ssl_handshake_timeout=limit)
 
 
 class HttpPort:
@@ -187,6 +207,7 @@ class HttpPort:
         self._make_app = make_app
         self._runner: web.AppRunner | None = None
         self._looking: asyncio.TimerHandle | None = None
+        self._busy: Busy = set()
         #: The port in use, once started.
         self.port = 0
 
@@ -196,11 +217,13 @@ class HttpPort:
 
     async def start(self) -> None:
         """Raises `OSError` if the port is taken."""
-        runner = web.AppRunner(self.make_app(), access_log=None, shutdown_timeout=self._grace_s)
+        app = self.make_app()
+        app.middlewares.insert(0, self._serve)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=self._grace_s, keepalive_timeout=IDLE_S)
         await runner.setup()
         try:
             tls = None if self._tls is None else self._tls.context
-            await _Site(runner, self._host, self._wanted_port, ssl_context=tls).start()
+            await _Site(runner, self._host, self._wanted_port, tls, self._busy).start()
         except BaseException:
             await runner.cleanup()
             raise
@@ -208,6 +231,14 @@ class HttpPort:
         self.port = int(runner.addresses[0][1])
         if self._tls is not None:
             self._look()
+
+    @web.middleware
+    async def _serve(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        self._busy.add(request.protocol)
+        try:
+            return await handler(request)
+        finally:
+            self._busy.discard(request.protocol)
 
     def _look(self) -> None:
         loop = asyncio.get_running_loop()

@@ -9,10 +9,12 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 from msgspec import structs
 
 from fairlead.core.endpoint import Endpoint
 from fairlead.server.admin import MAX_DECISIONS, Admin, AdminSources
+from fairlead.server.http_port import HttpPort
 
 
 class Sources:
@@ -289,21 +291,63 @@ async def test_a_long_page_leaves_the_loop_most_of_its_time() -> None:
     await visitor.admin.close()
 
 
-async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch, visitor: Visitor) -> None:
+async def test_connections_are_bounded_and_the_oldest_that_ask_nothing_make_room(
+    monkeypatch: pytest.MonkeyPatch, visitor: Visitor
+) -> None:
     monkeypatch.setattr("fairlead.server.http_port.MOST_CONNECTIONS", 5)
     held = [await asyncio.open_connection("127.0.0.1", visitor.admin.port) for _ in range(9)]
     # Who is accepted hears nothing until it asks.
-    ended: set[asyncio.Task[bytes]] = set()
+    ended = [asyncio.create_task(reader.read(1)) for reader, _ in held]
     try:
-        ended = {asyncio.create_task(reader.read(1)) for reader, _ in held}
-        while len(over := {task for task in ended if task.done()}) < 4:
-            await asyncio.sleep(0.01)
-        assert [task.result() for task in over] == [b""] * 4
-        await hang_up([held[0][1]])
-        status = 0
-        while status != 200:
-            with contextlib.suppress(aiohttp.ClientError):
-                status = (await visitor.get("/healthz")).status
+        assert await asyncio.gather(*ended[:4]) == [b""] * 4
+        assert not any(task.done() for task in ended[4:])
+        held[5][1].write(b"GET /healthz HTTP/1.1\r\nHost: loc")
+        assert (await visitor.get("/healthz")).status == 200
+        assert await ended[4] == b""
+        assert not any(task.done() for task in ended[5:])
     finally:
         await hang_up([writer for _, writer in held])
         await asyncio.gather(*ended, return_exceptions=True)
+
+
+async def test_requests_in_progress_are_not_cut_off_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fairlead.server.http_port.MOST_CONNECTIONS", 2)
+    asked, answer = asyncio.Semaphore(0), asyncio.Event()
+
+    async def slow(request: web.Request) -> web.Response:
+        asked.release()
+        await answer.wait()
+        return web.Response(text="done")
+
+    def app() -> web.Application:
+        app = web.Application()
+        app.router.add_get("/", slow)
+        return app
+
+    port = HttpPort("127.0.0.1", 0, 1.0, make_app=app)
+    await port.start()
+    readers, writers = zip(*[await asyncio.open_connection("127.0.0.1", port.port) for _ in range(2)], strict=True)
+    for writer in writers:
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        await asked.acquire()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+    assert await reader.read() == b""
+    answer.set()
+    assert all([(await reader.read()).endswith(b"done") for reader in readers])
+    await hang_up([*writers, writer])
+    await port.close()
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET /healthz HTTP/1.1\r\nHost: loc", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\nGET"]
+)
+async def test_who_sends_no_whole_head_is_disconnected(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    monkeypatch.setattr("fairlead.server.http_port.IDLE_S", 0.05)
+    visitor = Visitor()
+    await visitor.admin.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", visitor.admin.port)
+    writer.write(sent)
+    answered = await reader.read()
+    assert answered.count(b"HTTP/1.1 200 OK") == (sent.endswith(b"GET"))
+    await hang_up([writer])
+    await visitor.admin.close()
