@@ -23,6 +23,8 @@ GROUP, VERSION = "discovery.k8s.io", "v1"
 #: The labels that name a slice's service, and the program that maintains the slice.
 SERVICE_LABEL, KEEPER_LABEL = "kubernetes.io/service-name", "endpointslice.kubernetes.io/managed-by"
 KEEPER = "fairlead"
+#: The annotation of a slice with the lease, `NAMESPACE/NAME`, whose holder wrote it.
+LEASE = "fairlead.dev/lease"
 
 
 class Place(Struct, frozen=True):
@@ -60,10 +62,17 @@ class Slice(Struct, frozen=True):
     addresses: tuple[str, ...] = ()
     pod: str = ""
     ports: frozenset[Port] = frozenset()
+    #: The name of its service by its label, the uid of its service by its owner, and the lease of its writer.
+    service: str = ""
+    owner: str = ""
+    lease: str = ""
+    #: Gateways may use its addresses.
+    usable: bool = True
 
-    def names(self, place: Place, service: Service) -> bool:
-        """Whether the slice is as it should be with this place and service."""
-        return self.addresses == (place.address,) and self.pod == place.pod and self.ports == {*service.ports}
+
+def wanted_slice(service: Service, place: Place, lease: str, version: str = "") -> Slice:
+    """The slice that names this place, written by the holder of this lease."""
+    return Slice(version, (place.address,), place.pod, frozenset(service.ports), service.name, service.uid, lease)
 
 
 class _ServicePort(Struct, frozen=True, rename="camel"):
@@ -87,9 +96,16 @@ class _Target(Struct, frozen=True):
     name: str = ""
 
 
+class _Conditions(Struct, frozen=True):
+    ready: bool | None = True
+    serving: bool | None = True
+    terminating: bool | None = False
+
+
 class _Endpoint(Struct, frozen=True, rename="camel"):
     addresses: tuple[str, ...] = ()
     target_ref: _Target | None = None
+    conditions: _Conditions = _Conditions()
 
 
 class _SlicePort(Struct, frozen=True):
@@ -98,8 +114,18 @@ class _SlicePort(Struct, frozen=True):
     protocol: str | None = None
 
 
+class _Owner(Struct, frozen=True):
+    uid: str = ""
+
+
+class _SliceMeta(Meta, frozen=True, rename="camel"):
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+    owner_references: tuple[_Owner, ...] = ()
+
+
 class _Slice(Struct, frozen=True):
-    metadata: Meta = Meta()
+    metadata: _SliceMeta = _SliceMeta()
     endpoints: list[_Endpoint] | None = None
     ports: list[_SlicePort] | None = None
 
@@ -123,12 +149,16 @@ def read_service(text: bytes | Raw) -> Service:
 def read_slice(text: bytes | Raw) -> Slice:
     """Read a slice. Raises `Unreadable`."""
     listed = decoded(msgspec.json.Decoder(_Slice), text)
-    endpoints = listed.endpoints or []
+    meta, endpoints = listed.metadata, listed.endpoints or []
     return Slice(
-        listed.metadata.resource_version,
+        meta.resource_version,
         tuple(address for endpoint in endpoints for address in endpoint.addresses),
         next((endpoint.target_ref.name for endpoint in endpoints if endpoint.target_ref is not None), ""),
         frozenset(Port(port.name or "", port.port or 0, port.protocol or "TCP") for port in listed.ports or ()),
+        meta.labels.get(SERVICE_LABEL, ""),
+        next((owner.uid for owner in meta.owner_references), ""),
+        meta.annotations.get(LEASE, ""),
+        all(endpoint.conditions == _Conditions() for endpoint in endpoints),
     )
 
 
@@ -138,13 +168,14 @@ def slice_name(service: str, place: Place) -> str:
 
 
 def slice_object(
-    service: Service, namespace: str, place: Place, version: str = "", empty: bool = False
+    service: Service, namespace: str, place: Place, lease: str, version: str = "", empty: bool = False
 ) -> dict[str, Any]:
     """The object for POST or, with a version, PUT. `empty`: there is no leader. It is deleted with its service."""
     metadata: dict[str, Any] = {
         "name": slice_name(service.name, place),
         "namespace": namespace,
         "labels": {SERVICE_LABEL: service.name, KEEPER_LABEL: KEEPER},
+        "annotations": {LEASE: lease},
         "ownerReferences": [{"apiVersion": "v1", "kind": "Service", "name": service.name, "uid": service.uid}],
     }
     if version:
@@ -179,10 +210,16 @@ def _endpoint(place: Place, namespace: str) -> Mapping[str, Any]:
 #   believes it leads must learn of its successor first.
 # * A leader that ends leaves the slice to its successor. If there is none, it empties the slice, so that gateways know
 #   that no replica answers.
+# * The service is read again now and then: its ports may change, and one that was made again has another uid.
+# * A slice that the holder of another lease wrote is left to it for a while, and reported: two releases serve one pool.
+#   It is written over after that, because its writer may be gone. Each answer of the other doubles the while.
 # * Without permission nothing is written, and the missing rule is reported. Leading never depends on it.
 
 #: Seconds before changes by others are corrected, and seconds after a failure.
 REPAIR_S, RETRY_S = 1.0, 1.0
+#: Seconds after which the service is read again. Seconds for which another lease's slice is left alone at first, and at
+#: most.
+SERVICE_S, FOREIGN_S, FOREIGN_MAX_S = 30.0, 30.0, 3600.0
 _CONFLICTS = (404, 409)
 
 
@@ -195,27 +232,36 @@ class EndpointSlicePublisher:
         namespace: str,
         service: str,
         place: Place,
+        lease: str,
         rng: Random,
         *,
         on_trouble: Callable[[str], object] = lambda trouble: None,
         reflector: Reflector[Slice] | None = None,
     ) -> None:
-        """`reflector`: a shared reflector of several slices, whose owner calls `see`; `None` = create one."""
+        """`lease`: the one that its leader holds, as `NAMESPACE/NAME`. `reflector`: a shared reflector of several
+        slices, whose owner calls `see`; `None` = create one."""
         #: How often the slice was written.
         self.writes = 0
         self._client = client
         self._namespace = namespace
         self._name = service
         self._place = place
+        self._lease = lease
+        self._rng = rng
         self._on_trouble = on_trouble
         self._services = Resource("", "v1", "services", namespace)
         self._slices = Resource(GROUP, VERSION, "endpointslices", namespace)
         self._service: Service | None = None
+        #: `_service` was read lately, and nothing hints at another one.
+        self._current = False
+        #: The version of the slice that another lease's holder wrote, when it may be written over, and the next wait.
+        self._foreign, self._foreign_until, self._patience = "", 0.0, FOREIGN_S
         self._seen = Slice()
         self._leading = False
         #: The slice has named this replica since it leads.
         self._named = False
-        self._trouble = ""
+        #: Why the service does not lead here; empty = it does, or need not.
+        self.trouble = ""
         self._woken = asyncio.Event()
         self._writing = asyncio.Lock()
         self._own = reflector is None
@@ -232,6 +278,7 @@ class EndpointSlicePublisher:
 
     def lead(self, leading: bool) -> None:
         self._leading, self._named = leading, False
+        self._foreign, self._patience = "", FOREIGN_S
         self._woken.set()
 
     async def run(self) -> None:
@@ -242,9 +289,11 @@ class EndpointSlicePublisher:
                 self._woken.clear()
                 pause = await self._round() if self._leading else None
                 # Not `wait_for`: until Python 3.12 it loses a cancellation that arrives together with the result.
-                with contextlib.suppress(TimeoutError):
+                try:
                     async with asyncio.timeout(pause):
                         await self._woken.wait()
+                except TimeoutError:
+                    self._current = False
         finally:
             await cancelled(watching)
 
@@ -254,40 +303,58 @@ class EndpointSlicePublisher:
             # A write in flight may be naming this replica; its result is known once it has ended.
             async with asyncio.timeout(RETRY_S), self._writing:
                 service = self._service
-                if service is not None and not self._leading and self._seen.names(self._place, service):
+                if service is not None and not self._leading and self._names(service):
                     await self._put(service, empty=True)
 
-    async def _round(self) -> float | None:
-        """Write the slice if needed. Return the seconds until the next round; `None` = nothing to do."""
+    def _names(self, service: Service) -> bool:
+        return self._seen == wanted_slice(service, self._place, self._lease, self._seen.version)
+
+    async def _round(self) -> float:
+        """Write the slice if needed. Return the seconds until the next round."""
         try:
-            if self._service is None:
+            if self._service is None or not self._current:
+                self._current = False
                 self._service = read_service(await self._client.read(self._services, self._name))
-            if self._seen.names(self._place, self._service):
-                self._named = True
-                self._say("")
-                return None
-            if self._named:
+                self._current = True
+            if self._named and not self._names(self._service):
                 await asyncio.sleep(REPAIR_S)
-                if self._seen.names(self._place, self._service):
-                    return None
-            if self._leading:
+            if not self._names(self._service):
+                if (pause := self._left_to_other()) > 0:
+                    return pause
+                if not self._leading:
+                    return SERVICE_S
                 async with self._writing:
                     await self._put(self._service)
-                self._named = True
-                self._say("")
+            self._named = True
+            self._say("")
         except KubeError as error:
-            if error.code in _CONFLICTS and self._service is not None:
+            if error.code in _CONFLICTS and self._current:
                 return await self._look()
             self._say(f"the service {self._name} does not lead here: {error}")
             return RETRY_S
         except (Unreachable, Unreadable) as error:
             self._say(f"the service {self._name} does not lead here: {error}")
             return RETRY_S
-        return None
+        return SERVICE_S * self._rng.uniform(0.8, 1.2)
+
+    def _left_to_other(self) -> float:
+        """Seconds for which the slice is still left to the holder of another lease."""
+        seen = self._seen
+        if not seen.addresses or seen.lease in ("", self._lease):
+            return 0.0
+        now = asyncio.get_running_loop().time()
+        if seen.version != self._foreign:
+            self._foreign, self._foreign_until = seen.version, now + self._patience
+            self._patience = min(2 * self._patience, FOREIGN_MAX_S)
+        self._say(
+            f"the service {self._name} leads to {seen.addresses[0]}, by the lease {seen.lease} of another release;"
+            " only one of them may serve its pool"
+        )
+        return self._foreign_until - now
 
     async def _put(self, service: Service, empty: bool = False) -> None:
         seen = self._seen
-        value = slice_object(service, self._namespace, self._place, seen.version, empty)
+        value = slice_object(service, self._namespace, self._place, self._lease, seen.version, empty)
         if seen.version:
             answer = await self._client.update(self._slices, slice_name(self._name, self._place), value)
         else:
@@ -297,7 +364,7 @@ class EndpointSlicePublisher:
 
     async def _look(self) -> float:
         """Read the slice, and later its service, again after another write."""
-        self._service = None
+        self._current = False
         try:
             self._seen = read_slice(Raw(await self._client.read(self._slices, slice_name(self._name, self._place))))
         except KubeError as error:
@@ -313,15 +380,17 @@ class EndpointSlicePublisher:
     def see(self, listed: Slice | None) -> None:
         """Take note of the present slice; `None` = there is none."""
         self._seen = listed or Slice()
+        if self._service is not None and self._seen.owner != self._service.uid:
+            self._current = False  # perhaps the service was made again: its old slice is deleted
         self._woken.set()
 
     def _contact(self, trouble: str) -> None:
         if trouble:
             self._say(trouble)
-        elif self._trouble:
+        elif self.trouble:
             self._woken.set()
 
     def _say(self, trouble: str) -> None:
-        if trouble != self._trouble:
-            self._trouble = trouble
+        if trouble != self.trouble:
+            self.trouble = trouble
             self._on_trouble(trouble)

@@ -99,6 +99,16 @@ class KubeLink:
     def publishers(self) -> list[EndpointSlicePublisher]:
         raise NotImplementedError
 
+    @property
+    def misled(self) -> str:
+        """Why gateways do not find this leader; empty = they do."""
+        return "; ".join(publisher.trouble for publisher in self.publishers if publisher.trouble and self._may_write())
+
+    @property
+    def lease(self) -> str:
+        """The leader's lease, as `NAMESPACE/NAME`."""
+        return f"{self.namespace}/{self._lease}"
+
     # ---- common to all ----
 
     async def start(self, stack: AsyncExitStack) -> None:
@@ -196,10 +206,10 @@ class KubeLink:
             self._troubles[resource] = trouble
             if trouble != before:
                 log.warning(
-                    "cannot reach Kubernetes; the last known state stays in use", resource=resource, reason=trouble
+                    "trouble with Kubernetes; the last known state stays in use", resource=resource, reason=trouble
                 )
         elif before:
-            log.info("Kubernetes can be reached again", resource=resource)
+            log.info("no more trouble with Kubernetes", resource=resource)
         self._judge()
 
     def _followed(self) -> dict[str, Followed]:
@@ -259,6 +269,7 @@ class Kube(KubeLink):
                 self.namespace,
                 settings.leader_election.service,
                 own_place(),
+                self.lease,
                 self._rng,
                 on_trouble=lambda why: self._on_trouble("endpointslices", why),
             )

@@ -260,6 +260,7 @@ class KubePools(KubeLink):
                 namespace,
                 service,
                 place,
+                self.lease,
                 self._rng,
                 on_trouble=lambda why, key=key: self._on_trouble(f"the service {'/'.join(key)}", why),  # type: ignore[misc]
                 reflector=slices,

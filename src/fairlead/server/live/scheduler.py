@@ -196,6 +196,8 @@ class Live:
 
     def _watch_troubles(self, budget: ByteBudget) -> None:
         troubles = self.serving.troubles
+        if (kube := self.kube) is not None:
+            troubles.watch("leader-service", lambda: kube.misled)
         troubles.watch(
             "memory",
             lambda: (

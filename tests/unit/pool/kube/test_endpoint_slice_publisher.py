@@ -22,12 +22,12 @@ SERVICE = {
 
 
 class Replica:
-    def __init__(self, kube: FakeKube, number: int) -> None:
+    def __init__(self, kube: FakeKube, number: int, lease: str = "default/epp") -> None:
         self.place = Place(f"10.244.0.{number}", f"epp-{number}")
         self.troubles: list[str] = []
         self.client = KubeClient(Access(Where(kube.url), FixedSecret(Secret())))
         self.publisher = EndpointSlicePublisher(
-            self.client, "default", "epp-leader", self.place, Random(number), on_trouble=self.troubles.append
+            self.client, "default", "epp-leader", self.place, lease, Random(number), on_trouble=self.troubles.append
         )
         self.task = asyncio.create_task(self.publisher.run())
 
@@ -39,8 +39,8 @@ async def replica(kube: FakeKube, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     kube.put("v1", "services", SERVICE)
     made: list[Replica] = []
 
-    def make(number: int) -> Replica:
-        made.append(Replica(kube, number))
+    def make(number: int, *lease: str) -> Replica:
+        made.append(Replica(kube, number, *lease))
         return made[-1]
 
     yield make
@@ -109,6 +109,73 @@ async def test_what_others_change_is_put_right(kube: FakeKube, replica: Any, unt
     kube.drop(*SLICES, "epp-leader-ipv4")
     await until(lambda: named(kube) == ["10.244.0.1"])
     assert not a.troubles
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"metadata": {"labels": {"kubernetes.io/service-name": None}}},
+        {"endpoints": [{"addresses": ["10.244.0.1"], "conditions": {"ready": False}, "targetRef": {"name": "epp-1"}}]},
+    ],
+)
+async def test_a_slice_that_gateways_would_not_use_is_put_right(
+    kube: FakeKube, replica: Any, until: Any, change: Any
+) -> None:
+    a = replica(1)
+    a.publisher.lead(True)
+    await until(lambda: named(kube) == ["10.244.0.1"])
+    right = kube.objects[SLICES][NAME]
+    kube.patch(*SLICES, "epp-leader-ipv4", change)
+    await until(lambda: a.publisher.writes == 2)
+    assert kube.objects[SLICES][NAME]["metadata"]["labels"] == right["metadata"]["labels"]
+    assert kube.objects[SLICES][NAME]["endpoints"] == right["endpoints"]
+
+
+async def test_the_slice_follows_the_ports_of_its_service(
+    kube: FakeKube, replica: Any, until: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint_slice, "SERVICE_S", 0.05)
+    a = replica(1)
+    a.publisher.lead(True)
+    await until(lambda: named(kube) == ["10.244.0.1"])
+    kube.patch(
+        "v1", "services", "epp-leader", {"spec": {"ports": [{"name": "grpc", "port": 9002, "targetPort": 9004}]}}
+    )
+    await until(lambda: [port["port"] for port in kube.objects[SLICES][NAME]["ports"]] == [9004])
+
+
+async def test_a_service_that_was_made_again_gets_a_slice_of_its_own(kube: FakeKube, replica: Any, until: Any) -> None:
+    """Garbage collection deletes what the deleted service owned."""
+    a = replica(1)
+    a.publisher.lead(True)
+    await until(lambda: named(kube) == ["10.244.0.1"])
+    kube.drop("v1", "services", "epp-leader")
+    kube.put("v1", "services", {**SERVICE, "metadata": {"name": "epp-leader", "uid": "another"}})
+    kube.drop(*SLICES, "epp-leader-ipv4")
+    await until(lambda: named(kube) == ["10.244.0.1"])
+    assert kube.objects[SLICES][NAME]["metadata"]["ownerReferences"][0]["uid"] == "another"
+
+
+async def test_the_slice_of_another_release_is_left_alone_for_a_while_and_told(
+    kube: FakeKube, replica: Any, until: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = replica(1), replica(2, "other/epp")
+    a.publisher.lead(True)
+    await until(lambda: named(kube) == ["10.244.0.1"])
+    b.publisher.lead(True)
+    await until(lambda: "the lease default/epp of another release" in b.publisher.trouble)
+    assert named(kube) == ["10.244.0.1"]
+    monkeypatch.setattr(endpoint_slice, "FOREIGN_S", 0.05)
+    a.publisher.lead(True)
+    b.publisher.lead(True)
+    await until(lambda: named(kube) == ["10.244.0.2"])  # its writer might be gone
+    await until(lambda: "the lease other/epp of another release" in a.publisher.trouble)
+    await until(lambda: named(kube) == ["10.244.0.1"])  # but it is not
+    b.publisher.lead(False)
+    a.publisher.lead(False)
+    await a.publisher.withdraw()
+    b.publisher.lead(True)
+    await until(lambda: named(kube) == ["10.244.0.2"] and not b.publisher.trouble)
 
 
 async def test_who_lost_the_lease_meanwhile_does_not_write_over_its_successor(

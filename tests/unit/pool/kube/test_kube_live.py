@@ -12,6 +12,7 @@ from fairlead.config.schema import Kubernetes, LeaderElection
 from fairlead.core.errors import ConfigError
 from fairlead.core.events import EndpointUp
 from fairlead.core.models import ModelSet
+from fairlead.pool.kube import endpoint_slice
 from fairlead.server.live import kube as live_kube
 from fairlead.server.live.kube import Kube, follow_pool
 from fairlead.server.observe.component_metrics import KubeMetrics
@@ -142,6 +143,20 @@ async def test_a_standby_is_warm_and_not_ready_until_it_leads(
     await until(lambda: not standby.unready)
     assert "leader" in leader.unready
     await leader.kube.hand_over()  # who does not lead has nothing to hand over
+
+
+async def test_a_leader_that_gateways_do_not_find_says_so(
+    kube: FakeKube, kubeconfig: Path, stack: AsyncExitStack, until: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint_slice, "RETRY_S", 0.05)
+    monkeypatch.setenv("POD_IP", "10.244.0.7")
+    kube.put(V1, "inferencepools", POOL)
+    replica = Replica(kubeconfig, leader_election=LeaderElection(enabled=True, service="llama-epp-leader"))
+    await replica.kube.start(stack)
+    await until(lambda: "the service llama-epp-leader does not lead here" in replica.kube.misled)
+    assert not replica.unready
+    kube.put("v1", "services", {"metadata": {"name": "llama-epp-leader"}, "spec": {"ports": [{"port": 9002}]}})
+    await until(lambda: not replica.kube.misled)
 
 
 async def test_endpoints_alone_for_the_gateways_parent(

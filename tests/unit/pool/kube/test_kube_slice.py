@@ -5,10 +5,18 @@ from typing import Any
 
 import pytest
 
-from fairlead.pool.kube.endpoint_slice import Place, Port, read_service, read_slice, slice_name, slice_object
+from fairlead.pool.kube.endpoint_slice import (
+    Place,
+    Port,
+    read_service,
+    read_slice,
+    slice_name,
+    slice_object,
+    wanted_slice,
+)
 from fairlead.pool.kube.objects import Unreadable
 
-HERE = Place("10.244.0.7", "epp-a", "node-1")
+HERE, LEASE = Place("10.244.0.7", "epp-a", "node-1"), "serving/epp"
 
 
 def service(*ports: dict[str, Any], **spec: Any) -> bytes:
@@ -22,8 +30,8 @@ PICKER = {"name": "grpc-ext-proc", "port": 9002, "targetPort": 19002, "protocol"
 def test_what_is_written_is_read_as_what_was_meant() -> None:
     found = read_service(service(PICKER, {"name": "kv", "port": 5555}))
     assert found.ports == (Port("grpc-ext-proc", 19002), Port("kv", 5555))
-    made = slice_object(found, "serving", HERE, "17")
-    assert read_slice(json.dumps(made).encode()).names(HERE, found)
+    made = slice_object(found, "serving", HERE, LEASE, "17")
+    assert read_slice(json.dumps(made).encode()) == wanted_slice(found, HERE, LEASE, "17")
     assert made["metadata"]["resourceVersion"] == "17"
     assert made["metadata"]["labels"]["kubernetes.io/service-name"] == "epp-leader"
     assert made["endpoints"][0]["targetRef"] == {"kind": "Pod", "namespace": "serving", "name": "epp-a"}
@@ -36,17 +44,19 @@ def test_what_is_written_is_read_as_what_was_meant() -> None:
 )
 def test_another_replica_is_another(other: Place) -> None:
     found = read_service(service(PICKER))
-    assert not read_slice(json.dumps(slice_object(found, "serving", other)).encode()).names(HERE, found)
+    made = slice_object(found, "serving", other, LEASE)
+    assert read_slice(json.dumps(made).encode()) != wanted_slice(found, HERE, LEASE)
 
 
 def test_other_ports_are_to_be_written_anew() -> None:
     old, new = read_service(service(PICKER)), read_service(service({**PICKER, "targetPort": 29002}))
-    assert not read_slice(json.dumps(slice_object(old, "serving", HERE)).encode()).names(HERE, new)
+    made = slice_object(old, "serving", HERE, LEASE)
+    assert read_slice(json.dumps(made).encode()) != wanted_slice(new, HERE, LEASE)
 
 
 def test_nobody() -> None:
     found = read_service(service(PICKER))
-    made = slice_object(found, "serving", HERE, "3", empty=True)
+    made = slice_object(found, "serving", HERE, LEASE, "3", empty=True)
     assert made["endpoints"] == [] and read_slice(json.dumps(made).encode()).addresses == ()
     # As an API server gives an empty list back.
     assert read_slice(json.dumps({**made, "endpoints": None, "ports": None}).encode()).addresses == ()
@@ -54,7 +64,7 @@ def test_nobody() -> None:
 
 def test_each_family_has_its_own_slice() -> None:
     there = Place("fd00::7")
-    made = slice_object(read_service(service(PICKER)), "serving", there)
+    made = slice_object(read_service(service(PICKER)), "serving", there, LEASE)
     assert (made["addressType"], made["metadata"]["name"]) == ("IPv6", slice_name("epp-leader", there))
     assert slice_name("epp-leader", there) != slice_name("epp-leader", HERE)
     assert "targetRef" not in made["endpoints"][0] and "nodeName" not in made["endpoints"][0]
