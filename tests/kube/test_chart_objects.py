@@ -10,7 +10,7 @@ import yaml
 from kr_client import Object, Refused
 from kr_cluster import Cluster
 from kr_helm import CHART, LABELS, Helm, of_kind, one
-from kr_schemas import UNPUBLISHED, foreign_crds
+from kr_schemas import UNPUBLISHED, UPSTREAM, foreign_crds, upstream_pool_crd
 
 VALUES = sorted((Path(__file__).parent / "values").glob("*.yaml"))
 POOL: Object = {
@@ -86,7 +86,7 @@ def install(cluster: Cluster, namespace: str, objects: list[Object]) -> str:
 
 
 def test_install_and_upgrade(kube: Cluster, namespace: str, helm: Helm, tmp_path: Path) -> None:
-    """Helm itself, against the API server: definitions that exist are left alone, and the certificate is kept."""
+    """Helm itself, against the API server: the definitions are there already, and the certificate is kept."""
     access = ("--namespace", namespace, "--kubeconfig", str(kube.kubeconfig(tmp_path / "kubeconfig")), *LABELS)
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "one-epp-tls"}}
     revisions = []
@@ -103,6 +103,23 @@ def test_install_and_upgrade(kube: Cluster, namespace: str, helm: Helm, tmp_path
     run = helm.run("uninstall", "one", *access[:4])
     assert run.returncode == 0, run.stderr
     assert kube.admin.must("GET", f"{GROUP}inferencepools".format(namespace))["items"] == []
+
+
+@pytest.mark.parametrize("version", UPSTREAM)
+def test_installed_beside_the_definition_of_upstream(
+    own_kube: Callable[..., Cluster], helm: Helm, go: str, tmp_path: Path, version: str
+) -> None:
+    """With `--skip-crds`, as documented: Helm 4 would stop with a conflict, or replace it."""
+    cluster, upstream = own_kube(), upstream_pool_crd(go, version)
+    cluster.install_crd(upstream)
+    access = ("--kubeconfig", str(cluster.kubeconfig(tmp_path / "kubeconfig")), *LABELS)
+    run = helm.run("upgrade", "--install", "one", str(CHART), "--skip-crds", *access)
+    assert run.returncode == 0, run.stderr
+    annotations = cluster.admin.get(upstream)["metadata"]["annotations"]
+    assert annotations["inference.networking.k8s.io/bundle-version"] == version
+    assert (
+        cluster.admin.must("GET", f"{GROUP}inferencepools".format("default"))["items"][0]["metadata"]["name"] == "one"
+    )
 
 
 def test_the_documented_command_brings_the_definitions_up_to_date(own_kube: Callable[..., Cluster], helm: Helm) -> None:

@@ -57,29 +57,46 @@ MODULES = (
         ("Certificate",),
     ),
 )
+#: Sums of upstream's module of InferencePools, by version.
+UPSTREAM = {
+    "v1.0.0": "h1:GsHvlu1Cn1t6+vrHoPdNNlpwKxf/y1HuQSlUjd58Ds8=",
+    "v1.6.0": "h1:cjtwMJYcTnLXBYE5ffR1/hHhn7U1aIFfe2RITYmOXVA=",
+}
 #: Objects of kinds whose definition is published nowhere as a module; they are rendered, not checked against a schema.
 UNPUBLISHED = ("HealthCheckPolicy", "GCPBackendPolicy", "PodMonitoring", "Rules")
 
 
 def foreign_crds(go: str, only: str = "") -> Iterator[dict[str, Any]]:
-    """`only`: this kind. Raises `AssertionError` when a module has another sum, `OSError` when it cannot be fetched."""
-    for module, version, expected, path, kinds in MODULES:
-        if only and only not in kinds:
-            continue
-        environment = {**os.environ, "GOFLAGS": "-mod=mod", "GO111MODULE": "on"}
-        command = [go, "mod", "download", "-json", f"{module}@{version}"]
-        run = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True)
-        said = json.loads(run.stdout or "{}")
-        if "Dir" not in said:
-            raise OSError(f"{module} cannot be fetched: {said.get('Error') or run.stderr}")
-        assert said["Sum"] == expected, f"{module} {version} has another sum: {said['Sum']}"
-        # cert-manager's files are templates of its chart; the definitions themselves hold no template.
-        lines = (Path(said["Dir"]) / path).read_text().splitlines()
-        plain = "\n".join(line for line in lines if "{{" not in line)
-        for document in yaml.safe_load_all(plain):
-            if document and document["spec"]["names"]["kind"] in kinds:
-                document["metadata"] = {
-                    "name": document["metadata"]["name"],
-                    "annotations": document["metadata"].get("annotations", {}),
-                }
-                yield document
+    """`only`: this kind. Raises as `_published` does."""
+    for module in MODULES:
+        if not only or only in module[4]:
+            yield from _published(go, *module)
+
+
+def upstream_pool_crd(go: str, version: str) -> dict[str, Any]:
+    """Upstream's definition of InferencePools in this version. Raises as `_published` does."""
+    module, path = "sigs.k8s.io/gateway-api-inference-extension", "inference.networking.k8s.io_inferencepools.yaml"
+    return next(_published(go, module, version, UPSTREAM[version], f"config/crd/bases/{path}", ("InferencePool",)))
+
+
+def _published(
+    go: str, module: str, version: str, expected: str, path: str, kinds: tuple[str, ...]
+) -> Iterator[dict[str, Any]]:
+    """Raises `AssertionError` when a module has another sum, `OSError` when it cannot be fetched."""
+    environment = {**os.environ, "GOFLAGS": "-mod=mod", "GO111MODULE": "on"}
+    command = [go, "mod", "download", "-json", f"{module}@{version}"]
+    run = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True)
+    said = json.loads(run.stdout or "{}")
+    if "Dir" not in said:
+        raise OSError(f"{module} cannot be fetched: {said.get('Error') or run.stderr}")
+    assert said["Sum"] == expected, f"{module} {version} has another sum: {said['Sum']}"
+    # cert-manager's files are templates of its chart; the definitions themselves hold no template.
+    lines = (Path(said["Dir"]) / path).read_text().splitlines()
+    plain = "\n".join(line for line in lines if "{{" not in line)
+    for document in yaml.safe_load_all(plain):
+        if document and document["spec"]["names"]["kind"] in kinds:
+            document["metadata"] = {
+                "name": document["metadata"]["name"],
+                "annotations": document["metadata"].get("annotations", {}),
+            }
+            yield document
