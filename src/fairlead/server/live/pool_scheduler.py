@@ -119,6 +119,12 @@ class PoolScheduler:
     def endpoints(self) -> int:
         return self.fleet.table.count
 
+    @property
+    def holds(self) -> bool:
+        """Requests wait for the pool's first endpoint."""
+        flow = self.config.flow_control
+        return flow is not None and flow.settings.enabled and flow.settings.no_endpoint_ttl > 0
+
     def empty_queue(self) -> None:
         """The process is ending: end the wait of every queued request."""
         self.driver.feed(StopAsked())
@@ -235,11 +241,13 @@ class PoolScheduler:
     # ---- admin pages ----
 
     def notes(self) -> list[str]:
-        """For `/readyz`: present troubles, and notes on the state file and on replicas."""
+        """For `/readyz`: present troubles, and notes on endpoints, on the state file and on replicas."""
         state, replicas = self.core.state, self.core.replicas
         notes = [state.note] if state is not None and state.note else []
         if replicas is not None and not replicas.problem:
             notes.append(f"replicas: {replicas.note()}")
+        if self.holds and not self.endpoints:
+            notes.append("no endpoints: requests wait for the first one")
         return [*self.troubles.look().values(), *notes]
 
     def sources(self, **more: Any) -> AdminSources:

@@ -144,8 +144,9 @@ class LivePools:
         return {key: pool.sources for key, pool in self.pools.items()}
 
     def _notes(self) -> list[str]:
-        notes = [f"{key}: {note}" for key, pool in self.pools.items() for note in pool.scheduler.notes()]
-        empty = [f"{key}: no endpoints" for key, pool in self.pools.items() if not pool.scheduler.endpoints]
+        served = {key: pool.scheduler for key, pool in self.pools.items()}
+        notes = [f"{key}: {note}" for key, pool in served.items() for note in pool.notes()]
+        empty = [f"{key}: no endpoints" for key, pool in served.items() if not (pool.endpoints or pool.holds)]
         return [*self.troubles.look().values(), *notes, *empty]
 
 

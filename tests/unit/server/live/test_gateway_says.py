@@ -213,13 +213,27 @@ async def test_a_scheduler_that_waits_for_endpoints_can_be_stopped(tmp_path: Pat
         live.stop()
 
 
-@pytest.mark.parametrize(("allowed", "size"), [(True, 3), (False, 0)], ids=["allowEmpty", "nobody knows any"])
-async def test_a_pool_that_is_empty_is_served_as_empty(tmp_path: Path, allowed: bool, size: int) -> None:
+HOLDS = "flowControl: {noEndpointTtl: 60s}\n"
+
+
+@pytest.mark.parametrize(
+    ("allowed", "size", "more", "said"),
+    [
+        (True, 3, "", "not ready\n- no endpoints\n"),
+        (False, 0, "", "not ready\n- no endpoints\n"),
+        (True, 3, HOLDS, "ready\n- no endpoints: requests wait for the first one\n"),
+        (True, 3, HOLDS.replace("60", "0"), "not ready\n- no endpoints\n"),
+    ],
+    ids=["allowEmpty", "nobody knows any", "requests wait", "they do not"],
+)
+async def test_a_pool_that_is_empty_is_served_as_empty(
+    tmp_path: Path, allowed: bool, size: int, more: str, said: str
+) -> None:
     file, listed, gateway = tmp_path / "f.yaml", tmp_path / "listed.yaml", Gateway()
     source = f"{{file: '{listed}', allowEmpty: {str(allowed).lower()}}}"
-    file.write_text(FILE.replace("['127.0.0.1:1']", source))
+    file.write_text(FILE.replace("['127.0.0.1:1']", source) + more)
     listed.write_text("endpoints: []\n")
-    gateway.text = f"cluster.all_endpoints.membership_total: {size}\n"
+    gateway.text = (HEALTHY if size else "") + f"cluster.all_endpoints.membership_total: {size}\n"
     async with running(file, gateway) as live:
-        await until_ready_page(live, "not ready\n- no endpoints\n")
+        await until_ready_page(live, said)
         assert live.health.status("") is ServingStatus.SERVING
