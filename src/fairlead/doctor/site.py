@@ -26,7 +26,7 @@ from fairlead.pool.scrape import page_address
 
 Need = Literal["endpoints", "admin", "gateway", "any-gateway", "probe", "events", "tokens", "embedded"]
 NEEDS: dict[Need, str] = {
-    "endpoints": "no endpoints are known: the configuration has none, and no running scheduler was found to tell them",
+    "endpoints": "no endpoints are known: the configuration has none, and no running scheduler shows any",
     "admin": "no running scheduler was found at the admin port; start it, or say where with --admin",
     "gateway": "no --gateway URL was given",
     "any-gateway": "neither --gateway nor --gateway-admin was given",
@@ -57,6 +57,8 @@ class Row(Struct, frozen=True):
     max_num_seqs: int | None = None
     prefill_factor: float = 1.0
     step_factor: float = 1.0
+    #: `NAMESPACE/NAME`; empty = the scheduler has one pool.
+    pool: str = ""
 
     @property
     def load(self) -> float:
@@ -209,7 +211,16 @@ class Site:
 
     async def rows(self) -> list[Row]:
         """Endpoints as the running scheduler sees them; empty = there is no scheduler, or no such page."""
-        return rows_of(await self.admin_json("/debug/endpoints")) if self._admin else []
+        if not self._admin:
+            return []
+        if not self.config.kubernetes.namespaces:
+            return rows_of(await self.admin_json("/debug/endpoints"))
+        counted = await self.metric("llm_d_epp_ready_endpoints")
+        pools = sorted({labels["inference_pool"] for labels, _ in counted if "inference_pool" in labels})
+        pages = await asyncio.gather(*(self.admin_json(f"/debug/endpoints?pool={pool}") for pool in pools))
+        listed = [(pool, row) for pool, page in zip(pools, pages, strict=True) for row in rows_of(page)]
+        # A pod that several pools select is examined once.
+        return list({row.id: structs.replace(row, pool=pool) for pool, row in reversed(listed)}.values())
 
     async def metric(self, name: str) -> list[tuple[dict[str, str], float]]:
         """All series of one family on the scheduler's metrics page, which is fetched once for all checks."""

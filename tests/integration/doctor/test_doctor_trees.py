@@ -28,17 +28,20 @@ async def told() -> AsyncIterator[Told]:
         unready: str = "",
         decisions: list[Json] | None = None,
         ready: str = "ready\n",
+        index: str = "fairlead\n\n/debug/endpoints  all endpoints\n",
     ) -> str:
         async def page(request: web.Request) -> web.Response:
             if request.path == "/metrics":
                 return web.Response(text=metrics, status=500 if "failed" in metrics else 200)
             if request.path == "/debug/endpoints":
-                return web.json_response({"endpoints": endpoints or []})
+                pool = request.query.get("pool", "")
+                rows = [row for row in endpoints or [] if row["id"].startswith(pool)]
+                return web.json_response({"endpoints": rows})
             if request.path == "/debug/decisions":
                 return web.json_response({"decisions": (decisions or [])[: int(request.query["last"])]})
             if request.path == "/readyz":
                 return web.Response(status=503 if unready else 200, text=unready or ready)
-            return web.Response(text="fairlead\n")
+            return web.Response(text=index)
 
         app = web.Application()
         app.router.add_get("/{path:.*}", page)
@@ -63,6 +66,25 @@ async def test_a_scheduler_that_is_not_ready_says_why(world: Any, told: Told) ->
     found = await examined(world, await told(endpoints=here, unready="not ready\n- no endpoints\n"), "scheduler")
     assert codes(found) == {"scheduler.not-ready"}
     assert found.findings[0].evidence == "not ready - no endpoints"
+
+
+@pytest.mark.parametrize("kubernetes", [{"pool": "llama"}, {"namespaces": ["a", "b"]}], ids=["one", "several"])
+async def test_endpoints_that_the_scheduler_does_not_show_are_not_examined_and_that_is_said(
+    world: Any, told: Told, kubernetes: Json
+) -> None:
+    config = {"gateway": "none", "kubernetes": kubernetes}
+    hidden = await world.examined(config, admin=await told(index="fairlead\n"), only=("scheduler", "endpoints"))
+    assert codes(hidden) == {"scheduler.no-debug"}
+    empty = await world.examined(config, admin=await told(), only=("scheduler", "endpoints"))
+    assert codes(empty) == set()
+
+
+async def test_the_endpoints_of_several_pools_are_examined(world: Any, told: Told) -> None:
+    rows = [{"id": f"{pool}-0-rank-0", "address": "127.0.0.1:9"} for pool in ("a/llama", "b/qwen")]
+    lines = [f'llm_d_epp_ready_endpoints{{inference_pool="{pool}"}} 1\n' for pool in ("a/llama", "b/qwen")]
+    config = {"gateway": "none", "kubernetes": {"namespaces": ["a", "b"]}}
+    found = await world.examined(config, admin=await told("".join(lines), rows), only=("endpoints",))
+    assert {where for one in found.findings for where in one.where} == {row["id"] for row in rows}
 
 
 async def test_a_metrics_page_that_fails_is_named(world: Any, told: Told) -> None:

@@ -41,6 +41,11 @@ NO_METRICS = Kind(
     "scheduler.no-metrics", Severity.ERROR, "the scheduler's own metrics page fails",
     "its log has the reason. Dashboards, alerts and the checks hits and scheduling need this page", _RUNBOOK,
 )  # fmt: skip
+HIDDEN = Kind(
+    "scheduler.no-debug", Severity.WARNING, "the scheduler shows no endpoints, so none was examined",
+    "set admin.debug, in the chart config.admin.debug=true, for as long as the doctor runs: the pages need no password",
+    "docs/kubernetes.md#is-it-working",
+)  # fmt: skip
 FORGETS = Kind(
     "scheduler.forgets", Severity.WARNING, "the state file cannot be written, so a restart begins cold",
     "let the scheduler write to the directory of state.file, with free space; each scheduler needs "
@@ -94,6 +99,13 @@ async def _pool(site: Site) -> list[Finding]:
     return [OTHER_POOL.at(name, evidence) for name in names]
 
 
+async def _hidden(site: Site) -> list[Finding]:
+    source = site.config.endpoints
+    if site.endpoints or source.static or source.file or b"/debug/endpoints" in (await site.admin("/")).body:
+        return []
+    return [HIDDEN.at("", "its port has no page /debug/endpoints")]
+
+
 async def _metrics(site: Site) -> list[Finding]:
     try:
         answer = await site.admin("/metrics")
@@ -136,11 +148,11 @@ async def _alone(site: Site) -> list[Finding]:
 @check(
     "scheduler",
     "the running scheduler is ready and has the configured endpoints",
-    (NOT_READY, NO_METRICS, OTHER_POOL, PLUGINS, FALLBACKS, FORGETS, RESTRICTED, ALONE, UNHEARD),
+    (NOT_READY, NO_METRICS, OTHER_POOL, HIDDEN, PLUGINS, FALLBACKS, FORGETS, RESTRICTED, ALONE, UNHEARD),
     needs=("admin",),
 )
 async def scheduler(site: Site) -> list[Finding]:
-    findings = [*await _ready(site), *await _metrics(site), *await _pool(site)]
+    findings = [*await _ready(site), *await _metrics(site), *await _pool(site), *await _hidden(site)]
     findings += [*await _troubles(site), *await _alone(site)]
     for labels, count in await site.metric("fairlead_plugin_errors_total"):
         if count:
@@ -250,8 +262,8 @@ _LAST, _CACHED = 200, 0.3
 _OF_ONE = ("pod", "host", "index", "zone", "topology", "name")
 
 
-def _group(row: Row) -> tuple[str, str]:
-    return row.labels.get(MODEL_LABEL, ""), row.labels.get(ROLE_LABEL, "")
+def _group(row: Row) -> tuple[str, str, str]:
+    return row.pool, row.labels.get(MODEL_LABEL, ""), row.labels.get(ROLE_LABEL, "")
 
 
 def _looks(row: Row) -> Hashable:
