@@ -28,6 +28,7 @@ async def told() -> AsyncIterator[Told]:
         unready: str = "",
         decisions: list[Json] | None = None,
         ready: str = "ready\n",
+        several: bool = False,
         index: str = "fairlead\n\n/debug/endpoints  all endpoints\n",
     ) -> str:
         async def page(request: web.Request) -> web.Response:
@@ -35,6 +36,8 @@ async def told() -> AsyncIterator[Told]:
                 return web.Response(text=metrics, status=500 if "failed" in metrics else 200)
             if request.path == "/debug/endpoints":
                 pool = request.query.get("pool", "")
+                if several and not pool:
+                    return web.Response(status=404, text="no pool ''")
                 rows = [row for row in endpoints or [] if row["id"].startswith(pool)]
                 return web.json_response({"endpoints": rows})
             if request.path == "/debug/decisions":
@@ -83,7 +86,7 @@ async def test_the_endpoints_of_several_pools_are_examined(world: Any, told: Tol
     rows = [{"id": f"{pool}-0-rank-0", "address": "127.0.0.1:9"} for pool in ("a/llama", "b/qwen")]
     lines = [f'llm_d_epp_ready_endpoints{{inference_pool="{pool}"}} 1\n' for pool in ("a/llama", "b/qwen")]
     config = {"gateway": "none", "kubernetes": {"namespaces": ["a", "b"]}}
-    found = await world.examined(config, admin=await told("".join(lines), rows), only=("endpoints",))
+    found = await world.examined(config, admin=await told("".join(lines), rows, several=True), only=("endpoints",))
     assert {where for one in found.findings for where in one.where} == {row["id"] for row in rows}
 
 

@@ -73,6 +73,8 @@ class Pod(Struct, frozen=True):
     serves: bool
     address: str = ""
     labels: Mapping[str, str] = {}
+    #: The labels that selectors see: those of the pod itself.
+    own_labels: Mapping[str, str] = {}
     #: Ports in use; `None` = all.
     active_ports: frozenset[int] | None = None
 
@@ -87,14 +89,15 @@ def read_pod(text: bytes | Raw) -> Pod:
     over = status.phase in _OVER or meta.deletion_timestamp is not None
     if not ready or over or not _is_address(status.pod_ip):
         return Pod(meta.namespace, meta.name, meta.uid, False)
-    labels = dict(list((meta.labels or {}).items())[:MAX_LABELS])
+    own = meta.labels or {}
+    labels = dict(list(own.items())[:MAX_LABELS])
     for old, new in _RENAMED.items():
         if old in labels:
             labels.setdefault(new, labels[old])
     if pod.spec.node_name:
         labels.setdefault(NODE_LABEL, pod.spec.node_name)
     ports = _active_ports(meta.annotations or {})
-    return Pod(meta.namespace, meta.name, meta.uid, True, status.pod_ip, labels, ports)
+    return Pod(meta.namespace, meta.name, meta.uid, True, status.pod_ip, labels, own, ports)
 
 
 def endpoints_of(pod: Pod, ports: tuple[int, ...]) -> list[Endpoint]:

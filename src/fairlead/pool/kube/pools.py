@@ -96,7 +96,7 @@ class Pools:
 
 
 def _take(endpoints: PodEndpoints, pool: Pool, key: str, pod: Pod | None) -> None:
-    selected = pod is not None and pool.selector.items() <= pod.labels.items()
+    selected = pod is not None and pool.selector.items() <= pod.own_labels.items()
     endpoints.take(key, pod if selected else None, pool.ports)
 
 

@@ -150,6 +150,21 @@ async def test_each_pool_is_told_its_own(
     assert len(followed.was_unready) == before, "pools that come and go make nobody else wait"
 
 
+async def test_a_pool_selects_by_the_labels_that_pods_have_themselves(
+    kube: FakeKube, tmp_path: Path, stack: AsyncExitStack
+) -> None:
+    """As the API server would. Endpoints also have labels for the node and under newer names."""
+    names = {"node": "kubernetes.io/hostname", "engine": "llm-d.ai/engine-type"}
+    for name, label in names.items():
+        kube.put(V1, "inferencepools", pool(name, "a", **{label: "vllm"}))
+    kube.put("v1", "pods", pod("labelled", "a", **dict.fromkeys(names.values(), "vllm")))
+    enriched = pod("enriched", "a", **{"inference.networking.k8s.io/engine-type": "vllm"})
+    kube.put("v1", "pods", {**enriched, "spec": {"nodeName": "vllm"}})
+    followed = Followed(kube, tmp_path, namespaces=("a",))
+    await followed.kube.start(stack)
+    assert [set(followed.opened[f"a/{name}"].up) for name in names] == [{"a/labelled-rank-0"}] * 2
+
+
 async def test_labels_limit_what_is_read(kube: FakeKube, tmp_path: Path, stack: AsyncExitStack, until: Any) -> None:
     ours = pool("ours", "a", app="vllm")
     ours["metadata"]["labels"] = {"picker": "fairlead"}
