@@ -106,3 +106,32 @@ def test_dashboards_are_what_grafana_reads(promtool: str, path: Path, tmp_path: 
     parsed = tmp_path / "panels.yaml"
     parsed.write_text(yaml.safe_dump({"groups": [{"name": path.stem, "rules": rules}]}))
     run(promtool, "check", "rules", str(parsed))
+
+
+QUIET = {"llm_d_epp_request_total": "0+60x20", "fairlead_flow_waiting_requests": "0x20"}
+BYPASS = "Served without asking, refused, failed plugins"
+FALLBACKS = 'fairlead_fallback_requests_total{endpoint="a"}'
+PANELS: list[tuple[str, dict[str, str], float]] = [
+    ("Errors", QUIET, 0.0),
+    ("Errors", QUIET | {"llm_d_epp_request_error_total": "0+30x20"}, 0.5),
+    ("Waiting by priority", QUIET, 0.0),
+    ("Waiting by priority", QUIET | {'llm_d_epp_flow_control_queue_size{priority="0"}': "7x20"}, 7.0),
+    # Requests served while the scheduler hung: the count per endpoint begins with them.
+    (BYPASS, {"fairlead_unscheduled_requests_total": "0x5 300x15", FALLBACKS: "_x5 300x15"}, 1.0),
+    (BYPASS, {FALLBACKS: "0+60x20"}, 1.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("title", "series", "value"), PANELS, ids=lambda one: str(one)[:40])
+def test_panels_show_what_happened(
+    promtool: str, title: str, series: dict[str, str], value: float, tmp_path: Path
+) -> None:
+    dashboard = json.loads(DASHBOARDS[0].read_text())
+    panel = next(panel for panel in dashboard["panels"] if panel["title"] == title)
+    samples = [{"labels": '{priority="0"}' if "priority" in str(series) else "{}", "value": value}]
+    check = {"expr": f"({panel['targets'][0]['expr']}) + 0", "eval_time": "8m", "exp_samples": samples}
+    given = [{"series": name, "values": values} for name, values in series.items()]
+    tests = [{"interval": "1m", "input_series": given, "promql_expr_test": [check]}]
+    written = tmp_path / "panel_test.yaml"
+    written.write_text(yaml.safe_dump({"tests": tests}))
+    run(promtool, "test", "rules", str(written))

@@ -50,9 +50,9 @@ class Trust:
         self.distrusted = False
 
     @property
-    def level(self) -> float:
-        """The share of the last pairs that agreed; 0.5 if there are none."""
-        return sum(self._window) / len(self._window) if self._window else 0.5
+    def level(self) -> float | None:
+        """The share of the last pairs that agreed; `None` = there are none."""
+        return sum(self._window) / len(self._window) if self._window else None
 
     @property
     def settled(self) -> bool:
@@ -236,7 +236,7 @@ class Verdict(Struct, frozen=True):
 
     slot: int
     trusted: bool
-    level: float
+    level: float | None
     finding: Finding | None
     predicted: int
     reported: int

@@ -233,6 +233,8 @@ class UploadMetrics:
     def __init__(self, registry: Registry, now: Callable[[], float]) -> None:
         self._now = now
         self._ended = counters("reason", cap=16, fold=("reason",))
+        for reason in _WORDS:
+            self._ended.child(reason)
         self._since = -inf
         #: Recent bytes by client, and recent uploads by reason.
         self._clients: dict[str, int] = {}

@@ -109,7 +109,8 @@ class KvMetrics:
         exact, check = self._exact, self._exact.check
         slots = list(self._endpoints())
         judged = [(endpoint, check.judged(slot)) for slot, endpoint in slots]
-        self._trust.values = {(endpoint,): check.trust(slot).level for slot, endpoint in slots}
+        levels = ((endpoint, check.trust(slot).level) for slot, endpoint in slots)
+        self._trust.values = {(endpoint,): level for endpoint, level in levels if level is not None}
         sources = [(endpoint, exact.source(slot)) for slot, endpoint in slots]
         self._source.values = {(endpoint, label): int(label == now) for endpoint, now in sources for label in SOURCES}
         verdicts = [(endpoint, asdict(verdict)) for endpoint, verdict in judged]

@@ -43,7 +43,8 @@ _DEPARTED_KEPT = 256
 _SWEEP_S = 30.0
 _POLICIES = 64
 
-#: Published `error_code` by HTTP status; other statuses by their class.
+#: Published `error_code` of an answer that failed; of refusals by HTTP status, other statuses by their class.
+_SERVER_ERROR = "ModelServerError"
 _ERROR_CODES = {429: "InferencePoolResourceExhausted", 503: "ServiceUnavailable", 500: "Internal"}
 
 
@@ -130,6 +131,7 @@ class _Bundle:
         self.hits = families.hits.child(*model)
         self.predicted = families.predicted_hits.child(*model)
         self.reported = families.reported_hits.child(*model)
+        families.errors.child(*labels, _SERVER_ERROR)  # from 0 on: `rate` does not see what a series begins with
         #: By endpoint id and address.
         self.attempts: dict[tuple[str, str], Counter] = {}
         #: When a request with these labels was last decided or ended.
@@ -308,7 +310,7 @@ class SchedulerMetrics:
             self._sizes(bundle, group)
 
     def _failed(self, bundle: _Bundle, status: int, records: Sequence[OutcomeRecord]) -> None:
-        code = "BadRequest" if 400 <= status < 500 and status != 429 else "ModelServerError"
+        code = "BadRequest" if 400 <= status < 500 and status != 429 else _SERVER_ERROR
         self._error(bundle, code, status, len(records))
         took = _with_known(records, _DURATION)[1]
         self.families.failed_duration.child(code).observe_all(list(map(_SECONDS, took)))

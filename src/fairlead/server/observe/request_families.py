@@ -7,6 +7,9 @@ a prefix are those of the original requirements. `fairlead_*` are our own.
 
 from collections.abc import Collection
 
+from fairlead.core.flow import EXPIRED, LEFT, NO_ENDPOINTS, SATURATED, SHUTTING_DOWN
+from fairlead.core.models import MODEL_NOT_FOUND
+from fairlead.core.remote import REFUSED
 from fairlead.server.observe import instruments as buckets
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.instruments import Counter, Family, Histogram, counters, gauges, histograms
@@ -25,6 +28,8 @@ _OBJECTIVE = "inference_objective_"
 _EXTENSION = "inference_extension_"
 #: From the time when InferenceModel defined models; dashboards of that time still query these names.
 _BY_MODEL = "inference_model_"
+#: Why requests are refused.
+_REASONS = (SATURATED, EXPIRED, NO_ENDPOINTS, SHUTTING_DOWN, LEFT.reason, MODEL_NOT_FOUND, REFUSED)
 #: The usage of other answers is not read: reading it costs work for every chunk.
 _SAMPLED = " Of the share whose usage is read, inspect.usageSampling."
 
@@ -76,9 +81,12 @@ class RequestFamilies:
         self.slo_violations = counted(*_PREDICTED, "type")
         self.pairs = counted("plugin_name", "model_name", "decision_type")
         self.forecasts = counters("result")
-        # All results exist from the start: the share of those inside is undefined while a series is missing.
+        # All results exist from the start: the share of those inside is undefined while a series is missing, and
+        # `rate` does not see what a series begins with.
         for result in ("below", "inside", "above"):
             self.forecasts.child(result)
+        for reason in _REASONS:
+            self.rejected.child(reason)
         self.forecast_ratio = histograms(bounds=buckets.RATIO)
 
     def forget(self, kept: Collection[tuple[str, ...]]) -> None:

@@ -87,9 +87,7 @@ def _knowledge(watch: Watch, slot: int) -> tuple[str, float | None]:
     exact = watch.fleet.exact
     if exact is None:
         return "learned", None
-    source, judged = exact.source(slot), exact.check.judged(slot)
-    compared = judged.equal + judged.close + judged.off
-    return source, exact.check.trust(slot).level if compared else None
+    return exact.source(slot), exact.check.trust(slot).level
 
 
 def traffic_of(watch: Watch, recent: Recent, now: float) -> list[shape.TrafficRow]:

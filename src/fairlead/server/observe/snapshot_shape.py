@@ -469,8 +469,8 @@ def _events(watch: Watch) -> Iterable[Notice]:
             cause = f" Likely cause: {finding.detail or finding.cause}." if finding else ""
             yield Notice(
                 WATCH,
-                f"KV events of endpoint {endpoint.id} are not believed: predictions came true in {trust.level:.0%} of "
-                f"the last answers; learned knowledge is used instead.{cause}",
+                f"KV events of endpoint {endpoint.id} are not believed: predictions came true in "
+                f"{trust.level or 0.0:.0%} of the last answers; learned knowledge is used instead.{cause}",
                 runbook="FairleadIndexNotTrusted",
             )
         elif any(cache.heard and not cache.linked for cache in exact.index.caches_of(slot)):

@@ -33,7 +33,6 @@ def test_what_is_shown() -> None:
         'fairlead_kv_source{endpoint="default/a",source="most"} 1',
         'fairlead_kv_source{endpoint="default/b",source="learned"} 1',
         'fairlead_kv_trust{endpoint="default/a"} 0',
-        'fairlead_kv_trust{endpoint="default/b"} 0.5',
         'fairlead_kv_checked_total{endpoint="default/a",verdict="off"} 1',
         'fairlead_kv_disagreements_total{cause="events-missing",endpoint="default/a"} 1',
         'fairlead_kv_checked_tokens_total{by="reported",endpoint="default/a"} 96',
@@ -43,6 +42,7 @@ def test_what_is_shown() -> None:
     ):
         assert f"\n{line}\n" in page, line
     assert "llm_d_epp_kv_cache_index_lookup_hits_total 0" in page
+    assert 'fairlead_kv_trust{endpoint="default/b"}' not in page, "no answer of it has been compared"
     # Who has left is shown no more.
     feeds.clear()
     del endpoints[0]

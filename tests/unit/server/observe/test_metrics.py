@@ -144,7 +144,18 @@ def test_an_outcome(watched: Watched) -> None:
     assert found[f"fairlead_predicted_hit_tokens_total{{{M}}}"] == 40
     assert found[f"fairlead_reported_cached_tokens_total{{{M}}}"] == 32
     assert found["fairlead_request_end_total{cause=natural}"] == 1
-    assert not any(key.startswith("llm_d_epp_request_error_total{") for key in found)
+    errors = {key: value for key, value in found.items() if key.startswith("llm_d_epp_request_error_total{")}
+    assert errors == {f"llm_d_epp_request_error_total{{error_code=ModelServerError,{ML}}}": 0}, "the first is seen"
+
+
+def test_refusals_are_counted_from_zero_on(watched: Watched) -> None:
+    """`rate` sees nothing of what a series begins with."""
+    refusals = {key: value for key, value in watched.samples().items() if key.startswith("fairlead_rejected_total{")}
+    assert {key.partition("=")[2][:-1] for key in refusals} == {
+        *("rejected-saturated", "rejected-ttl-expired", "rejected-no-endpoints", "rejected-shutting-down"),
+        *("rejected-context-cancelled", "rejected-by-scheduler", "model_not_found"),
+    }
+    assert set(refusals.values()) == {0}
 
 
 def test_how_long_failures_took_is_told_apart(watched: Watched) -> None:
@@ -219,7 +230,7 @@ def test_a_refused_request(watched: Watched, outcome: str, status: int, code: st
 def test_bad_ends(watched: Watched, status: int, cause: str, code: str | None) -> None:
     watched.metrics.on_outcomes([ended(status=status, cause=cause)])
     found = watched.samples()
-    errors = {key for key in found if key.startswith("llm_d_epp_request_error_total{")}
+    errors = {key for key in found if key.startswith("llm_d_epp_request_error_total{") and found[key]}
     assert errors == ({f"llm_d_epp_request_error_total{{error_code={code},{ML}}}"} if code else set())
     assert found[f"fairlead_request_end_total{{cause={cause}}}"] == 1
     assert found["fairlead_lease_expired_total"] == (cause == "expired")

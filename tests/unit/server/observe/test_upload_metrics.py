@@ -17,6 +17,7 @@ def test_who_uploads_too_much_is_counted_and_named(caplog):
     )
     assert len(note) < 250
     page = registry.render()
+    assert b'fairlead_uploads_ended_total{reason="slow"} 0\n' in page
     assert b'fairlead_uploads_ended_total{reason="memory"} 300\n' in page
     assert b'fairlead_uploads_ended_total{reason="paused"} 1\n' in page
     assert [record.fields["memory"] for record in caplog.records] == [1], "one line in ten seconds"
