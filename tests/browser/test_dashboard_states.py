@@ -165,6 +165,40 @@ async def test_a_hundred_endpoints_and_a_hostile_name(scheduler: Scheduler, brow
     await page.close()
 
 
+async def test_long_names_can_be_told_apart(scheduler: Scheduler, browser: Browser, axe: str) -> None:
+    names = [
+        f"default/ms-inference-scheduling-llm-d-modelservice-decode-7d9f8c6b5d-{end}" for end in ("x2x7k", "9q4mz")
+    ]
+    for name in names:
+        scheduler.fleet.up(Endpoint(name, "10.0.0.1:8000"))
+    for i in range(4):
+        scheduler.serve(i, names[i % 2], "meta-llama/Llama-3.3-70B-Instruct-FP8-dynamic")
+    page = await browser.page(scheduler.url)
+    await live(page)
+    await page.until("document.querySelectorAll('#decision-rows tbody tr').length === 4")
+    cells = '"#endpoint-rows td.name", "#decision-rows [data-column=endpoint]", "#decision-rows [data-column=model]"'
+    shown = await page.run(
+        f"""[...document.querySelectorAll([{cells}])].map((cell) => {{
+          const range = document.createRange();
+          range.setStart(cell.querySelector(".cut").nextSibling, 0);
+          range.setEndAfter(cell.querySelector(".cut").nextSibling);
+          const right = range.getBoundingClientRect().right;
+          return [cell.textContent, cell.title, `${{range}}`, right <= cell.getBoundingClientRect().right];
+        }})"""
+    )
+    assert len(shown) == 10
+    for text, title, end, fits_in in shown:
+        assert title.startswith(text) and text.endswith(end) and len(end) == 12 and fits_in, text
+    await page.until(
+        "document.querySelector('#decision-rows').scrollWidth <= document.querySelector('#decision-rows').clientWidth"
+    )
+    for width in (1400, 390):
+        await page.resize(width, 900)
+        await fits(page)
+    await accessible(page, axe)
+    await page.close()
+
+
 async def _sorts_and_finds(page: Page) -> None:
     first = "#endpoint-rows tbody tr:first-child [data-column=id]"
     running = "[...document.querySelectorAll('#endpoint-rows th button')].find((one) => one.textContent === 'Running')"

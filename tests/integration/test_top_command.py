@@ -116,14 +116,19 @@ async def test_the_order_and_the_width_can_be_chosen(port: Port) -> None:
 
 
 async def test_long_names_cut_no_figure(port: Port) -> None:
-    name = "vllm-qwen3-32b-instruct-fp8-6c9d8b7f5d-x2k4q.inference.svc.cluster.local:8000"
+    names = [f"inference/vllm-qwen3-32b-instruct-fp8-production-6c9d8b7f5d-{end}" for end in ("x2k4q", "9q4mz")]
     now = asyncio.get_running_loop().time()
-    port.watch.fleet.up(Endpoint(name, "10.0.0.7:80"))
-    port.watch.fleet.sampled(name, now, now, Sample(waiting=12_345, running=23_456, kv_usage=0.87))
-    for width in (60, 80, 100):
+    for name in names:
+        port.watch.fleet.up(Endpoint(name, "10.0.0.7:80"))
+        port.watch.fleet.sampled(name, now, now, Sample(waiting=12_345, running=23_456, kv_usage=0.87))
+    for width in (60, 80, 100, 130, 150):
         done = await call("--admin", f"127.0.0.1:{port.number}", "--once", width=width)
         assert max(map(len, done.output.splitlines())) <= width
-        assert {"12,345", "23,456", "87%"} <= {*done.output.split()} and "…" not in done.output
+        rows = [line.split() for line in done.output.splitlines() if "…" in line]
+        assert [row[0][-12:] for row in rows] == [name[-12:] for name in sorted(names)], "one line each, and its end"
+        assert all({"12,345", "23,456", "87%"} <= {*row} for row in rows)
+    done = await call("--admin", f"127.0.0.1:{port.number}", "--once", width=200)
+    assert all(name in done.output for name in names)
 
 
 async def test_one_moment_as_json(port: Port) -> None:

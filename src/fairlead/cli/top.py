@@ -14,6 +14,7 @@ from urllib.request import urlopen
 import msgspec
 import typer
 from rich import box
+from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -100,6 +101,9 @@ SORTS: dict[str, Callable[[Row], Any]] = {
     "ttft": lambda row: -(row["actual_ms"] or 0.0),
 }
 _DASH = "–"
+#: Characters: of a state before it is wrapped; of names while there are columns to leave out, and in any case.
+_STATE, _NAME, _LEAST_NAME = 18, 24, 16
+_Column = tuple[str, int, Callable[[Row], str | Text]]
 #: Lines of the screen other than rows of the table of endpoints.
 _OTHER_LINES = 17
 
@@ -167,13 +171,32 @@ def _figures(now: Row) -> Text:
 
 
 def _endpoints(rows: list[Row], width: int, most: int | None) -> Table:
-    columns = [column for column in _COLUMNS if width >= column[1]]
     shown = rows if most is None or len(rows) <= most else rows[: most - 1]
+    columns, names = _fitting(shown, width)
     left = len(rows) - len(shown)
     table = _table((name for name, _, _ in columns), 2, f"and {left} more endpoints" if left else None)
     for row in shown:
-        table.add_row(*(cell(row) for _, _, cell in columns))
+        name, *figures = (cell(row) for _, _, cell in columns)
+        table.add_row(_cut(str(name), names), *figures)
     return table
+
+
+def _fitting(rows: list[Row], width: int) -> tuple[list[_Column], int]:
+    """The columns that leave room for names, and how many characters of names they leave."""
+    columns = [column for column in _COLUMNS if width >= column[1]]
+    while True:
+        widths = [max(cell_len(str(text)) for text in (name, *map(cell, rows))) for name, _, cell in columns]
+        left = width - min(widths[1], _STATE) - sum(widths[2:]) - 3 * len(widths)
+        least = max(column[1] for column in columns)
+        if left >= min(widths[0], _NAME) or not least:
+            return columns, max(left, _LEAST_NAME)
+        columns = [column for column in columns if column[1] < least]
+
+
+def _cut(name: str, width: int) -> str:
+    """The name without its middle if it is too long: names of pods differ at their ends."""
+    end = max((width - 1) // 2, 12)
+    return name if cell_len(name) <= width else f"{name[: width - 1 - end]}…{name[-end:]}"
 
 
 def _near(row: Row) -> str:
@@ -182,7 +205,7 @@ def _near(row: Row) -> str:
 
 
 #: Columns of endpoints: the name, the screen width from which on it is shown, and its content.
-_COLUMNS: tuple[tuple[str, int, Callable[[Row], str | Text]], ...] = (
+_COLUMNS: tuple[_Column, ...] = (
     ("endpoint", 0, lambda row: row["id"]),
     ("state", 0, lambda row: Text(*_state(row))),
     ("waiting", 0, lambda row: f"{_near(row)}{row['queue']:,.0f}"),
@@ -244,10 +267,9 @@ def _queues(queues: Row) -> Table:
 def _table(names: Iterable[str], left: int, caption: str | None = None) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left", padding=(0, 1))
     for i, name in enumerate(names):
-        # Names are wrapped if there is no room; figures are never cut.
-        table.add_column(
-            name, justify="left" if i < left else "right", no_wrap=i > 0 and name != "state", overflow="fold"
-        )
+        # Texts are wrapped if there is no room; names of endpoints are cut already, and figures are never cut.
+        wraps = name == "state" or (i == 0 and name != "endpoint")
+        table.add_column(name, justify="left" if i < left else "right", no_wrap=not wraps, overflow="fold")
     return table
 
 

@@ -17,6 +17,18 @@ export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
+// Signs of a long name: those that always show, at its end, and how many fit in any case.
+const END = 12;
+const FITS = 24;
+
+// A name that is cut in the middle where it is too long: names of pods differ at their ends.
+export function setName(element, text) {
+  if (element.textContent === text) return;
+  const signs = [...text];
+  const start = signs.length > FITS ? signs.splice(0, signs.length - END).join("") : "";
+  element.replaceChildren(make("span", {}, ...(start ? [make("span", { class: "cut" }, start)] : []), signs.join("")));
+}
+
 export function setClass(element, name) {
   if (element.className !== name) element.className = name;
 }

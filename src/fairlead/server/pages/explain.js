@@ -1,7 +1,7 @@
 // One decision in full: fetched from the scheduler when the user opens it.
 
 import { count, decimal, DASH, milliseconds, percent } from "./format.js";
-import { $, make } from "./dom.js";
+import { $, make, setName } from "./dom.js";
 
 const SHOWN = 25;
 
@@ -113,8 +113,11 @@ function tie(one) {
   return ways.join(", or ") || "more cache or a shorter queue is not enough";
 }
 
-const row = (kind, values) => make("tr", { class: kind }, ...values.map((value, i) =>
-  make("td", { class: i === 0 || i === values.length - 1 ? "text" : "" }, value)));
+function row(kind, [name, ...values]) {
+  const first = make("td", { class: "text", title: name });
+  setName(first, name);
+  return make("tr", { class: kind }, first, ...values.map((value, i) => make("td", { class: i === values.length - 1 ? "text" : "" }, value)));
+}
 
 function table(caption, heads, rows) {
   const head = make("tr", {}, ...heads.map((text, i) =>

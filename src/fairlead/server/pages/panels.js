@@ -1,7 +1,7 @@
 // The tables and the strip: their columns, and the columns' content.
 
 import { bytes, count, DASH, decimal, hourOf, milliseconds, percent, rate, seconds, timeOfDay } from "./format.js";
-import { $, make, setAttribute, setClass, setHidden, setText } from "./dom.js";
+import { $, make, setAttribute, setClass, setHidden, setName, setText } from "./dom.js";
 import { addressOf, Page } from "./page.js";
 import { explain } from "./explain.js";
 import { Search, told } from "./search.js";
@@ -45,12 +45,20 @@ const ENDPOINTS = [
 
 function page(cell, row) {
   if (cell.firstChild) return;
-  cell.append(make("a", { href: addressOf("endpoint", row.id) }, row.id));
-  cell.title = [row.address, row.model, row.role].filter(Boolean).join(" · ");
+  cell.append(linkTo("endpoint", row.id));
+  cell.title = [row.id, row.address, row.model, row.role].filter(Boolean).join(" · ");
 }
 
 function modelPage(cell, row) {
-  if (!cell.firstChild) cell.append(make("a", { href: addressOf("model", row.model) }, row.model || "(none named)"));
+  if (cell.firstChild) return;
+  cell.append(linkTo("model", row.model, row.model || "(none named)"));
+  cell.title = row.model;
+}
+
+function linkTo(kind, id, name = id) {
+  const made = make("a", { href: addressOf(kind, id) });
+  setName(made, name);
+  return made;
 }
 
 const MODELS = [
@@ -111,10 +119,10 @@ const share = (row) => (total(row) ? row.agree / total(row) : null);
 const DECISIONS = [
   { id: "why", title: "Decision", text: true, name: true, fill: link },
   { id: "at", title: "Time", text: true, wide: true, value: (row) => timeOfDay(row.at) },
-  { id: "model", title: "Model", text: true, wide: true, value: (row) => row.model || DASH },
-  { id: "tenant", title: "Tenant", text: true, wide: true, value: (row) => row.tenant || DASH },
+  { id: "model", title: "Model", text: true, wide: true, long: true, value: (row) => row.model || DASH },
+  { id: "tenant", title: "Tenant", text: true, wide: true, long: true, value: (row) => row.tenant || DASH },
   { id: "band", title: "Band", value: (row) => String(row.priority) },
-  { id: "endpoint", title: "Went to", text: true, wide: true, value: (row) => (row.endpoint ? row.endpoint : { text: row.outcome, kind: "bad" }) },
+  { id: "endpoint", title: "Went to", text: true, wide: true, long: true, value: (row) => (row.endpoint ? row.endpoint : { text: row.outcome, kind: "bad" }) },
   { id: "prompt", title: "Prompt", value: (row) => `${count(row.prompt_tokens)} tok` },
   { id: "cached", title: "Cached", value: (row) => percent(row.prompt_tokens ? row.hit_tokens / row.prompt_tokens : null), hint: "Share of the prompt predicted to be cached there" },
   { id: "queued", title: "Queued", value: (row) => (row.queued_ms ? milliseconds(row.queued_ms) : DASH) },

@@ -1,9 +1,10 @@
 // Tables whose rows stay where they are while their numbers change.
 //
 // A column: { id, title, hint, text, value(row), sort(row), fill(cell, row) }. `value` returns a text, or { text, kind }
-// with a kind that the style sheet knows; `fill` sets up the cell itself; `sort` makes the column sortable.
+// with a kind that the style sheet knows; `fill` sets up the cell itself; `sort` makes the column sortable. The texts of
+// columns with `name` or `long` are cut in the middle; `name` is what a card is called.
 
-import { make, setAttribute, setClass, setText } from "./dom.js";
+import { make, setAttribute, setClass, setName, setText } from "./dom.js";
 
 export class Table {
   constructor(container, { caption, columns, key, cards = true, sortBy = "", descending = false }) {
@@ -102,8 +103,8 @@ export class Table {
   line() {
     const line = make("tr", { role: "row" });
     for (const column of this.columns) {
-      const kinds = [column.text ? "text" : "", column.name ? "name" : "", column.wide ? "wide-cell" : ""];
-      const cell = make("td", { role: "cell", "data-label": column.title, class: kinds.join(" ").trim() });
+      const kinds = [column.text ? "text" : "", column.name ? "name" : "", column.wide ? "wide-cell" : "", column.long ? "long" : ""];
+      const cell = make("td", { role: "cell", "data-label": column.title, class: kinds.filter(Boolean).join(" ") });
       cell.dataset.column = column.id;
       cell.dataset.base = cell.className;
       line.append(cell);
@@ -121,9 +122,10 @@ export class Table {
       }
       const value = column.value(row);
       const { text, kind = "", title = "" } = typeof value === "string" ? { text: value } : value;
-      setText(cell, text);
+      const cut = column.name || column.long;
+      (cut ? setName : setText)(cell, text);
       setClass(cell, kind ? `${cell.dataset.base} ${kind}` : cell.dataset.base);
-      if (title || column.name) setAttribute(cell, "title", title || text);
+      if (title || cut) setAttribute(cell, "title", title || text);
     });
   }
 }
