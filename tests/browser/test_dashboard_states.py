@@ -35,9 +35,11 @@ class Scheduler:
         self.fleet = Fleet(staleness=inf)
         self.watch = Watch(self.fleet, self.now, served=lambda: ["m", "llama"])
         self.maker = SnapshotMaker(
-            self.watch, self.now, 1.8e9, pool="default", policy=lambda: "cost-model", reasons=lambda: self.reasons
-        )
+            self.watch, self.now, 1.8e9, pool="default", policy=lambda: "cost-model", reasons=lambda: self.reasons,
+            schedulers=lambda: self.schedulers,
+        )  # fmt: skip
         self.reasons: list[str] = []
+        self.schedulers = 1
         self.port = 0
 
     async def start(self) -> None:
@@ -130,6 +132,10 @@ async def test_nothing_is_there_yet(scheduler: Scheduler, browser: Browser, axe:
     assert "Not ready: no endpoints." in await text_of(page, "#notices")
     assert "No endpoint is known yet" in await text_of(page, "#endpoints-empty")
     assert "No decision has been made yet" in await text_of(page, "#decisions-empty")
+    assert await page.run("document.getElementById('share').hidden")
+    scheduler.schedulers = 2
+    await page.until("document.getElementById('share').textContent.startsWith('Numbers of this scheduler, one of 2;')")
+    assert not await page.run("document.getElementById('share').hidden")
     assert "NaN" not in await text_of(page, "body") and "undefined" not in await text_of(page, "main")
     await accessible(page, axe)
     scheduler.reasons = []
@@ -464,7 +470,9 @@ async def test_a_model_has_a_page_with_its_last_hour(scheduler: Scheduler, brows
     await page.until("document.getElementById('model').open")
     assert await text_of(page, "#model-title") == "chat"
     traffic = "document.getElementById('model-traffic').ariaLabel"
-    await page.until(f"{traffic}.startsWith('Requests per second over the last 60 min. Now: asked 0.13, failed 0.07')")
+    await page.until(
+        f"{traffic}.startsWith('Requests per second over the last 60 min. Now: decided 0.13, failed 0.07')"
+    )
     await page.until("document.querySelectorAll('#model-decisions tbody tr').length === 20")
     assert "Served by" in await text_of(page, "#model-facts")
     await _looks_good_everywhere(page, axe)

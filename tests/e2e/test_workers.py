@@ -115,6 +115,8 @@ async def test_four_find_as_much_cached_as_one(
             said = await started.replicas()
             assert all(one["sent"] for one in said), "each has decided"
             await started.agree()
+            shown = [json.loads(await started.page(worker, "/dashboard/snapshot")) for worker in range(count)]
+            assert {each["now"]["schedulers"] for each in shown} == {count}, "each says that it is one of several"
         started.serve.end()
         servers.end()
     figures.append(f"hit rate by workers: {rates}")

@@ -37,7 +37,7 @@ class Port:
             request = Request(id=i, arrived=now(), model="llama", prompt_tokens=100)
             record = DecisionRecord(request=request, at=now(), policy="p", endpoint="server-2", address="x:1")
             self.watch.on_decision(record, 1e-4)
-        self.replicas = ""
+        self.replicas, self.schedulers = "", 1
         maker = SnapshotMaker(
             self.watch,
             now,
@@ -46,6 +46,7 @@ class Port:
             policy=lambda: "cost-model",
             reasons=list,
             replicas=lambda: self.replicas,
+            schedulers=lambda: self.schedulers,
         )
         dashboard = DashboardSources(
             begin=maker.begin, end=maker.end, beginning=maker.beginning, take=maker.take, tick=0.05
@@ -80,16 +81,17 @@ async def test_one_moment_as_text(port: Port) -> None:
     assert done.exit_code == 0, done.output
     names = [line.split()[0] for line in done.output.splitlines() if line.strip().startswith("server-")]
     assert names == ["server-1", "server-2", "server-10"]
-    assert "5 in all" in done.output and "llama" in done.output and "cost-model" in done.output
+    assert "5 decided" in done.output and "llama" in done.output and "cost-model" in done.output
     assert "△ The metrics of endpoint server-1 cannot be read (no scrape has succeeded yet)" in done.output
     assert "metrics not read" in done.output and "≈0" in done.output
-    assert "\x1b" not in done.output and "replicas" not in done.output
+    assert "\x1b" not in done.output and "replicas" not in done.output and "numbers of" not in done.output
 
 
 async def test_other_schedulers_have_a_line(port: Port) -> None:
-    port.replicas = "2 others, heard 7 ms late"
+    port.replicas, port.schedulers = "2 others, heard 7 ms late", 3
     done = await call("--admin", f"127.0.0.1:{port.number}", "--once")
     assert "replicas 2 others, heard 7 ms late" in done.output
+    assert "numbers of this scheduler, one of 3;" in done.output
 
 
 async def test_an_outage_is_said_with_its_time_and_what_to_do(port: Port) -> None:

@@ -118,6 +118,8 @@ def view(state: dict[str, Any], sort: str, width: int, height: int | None = None
         parts.append(Text(f"! {problem}; these numbers are old", "bold red"))
     parts += _notices(now["notices"])
     parts.append(_figures(now))
+    if now["schedulers"] > 1:
+        parts.append(Text(f"numbers of this scheduler, one of {now['schedulers']}; in flight and at endpoints: all"))
     if now["replicas"]:
         parts.append(Text.assemble(("replicas ", "dim"), now["replicas"]))
     traffic, queues = now["traffic"][:4], now["queues"]
@@ -152,7 +154,7 @@ def _figures(now: Row) -> Text:
     held = totals["inside"] / totals["forecasts"] if totals["forecasts"] else None
     waiting = _DASH if queues is None else f"{queues['waiting']:,} (saturation {queues['saturation']:.2f})"
     rows = (
-        ("requests", f"{_number(totals['per_s'], 1)} /s, {totals['requests']:,} in all"),
+        ("requests", f"{_number(totals['arrived_per_s'], 1)} /s, {totals['requests']:,} decided"),
         ("errors", f"{_percent(totals['error_rate'])}, {totals['errors']:,} in all"),
         ("5xx", f"{_number(totals['server_errors_per_s'], 1)} /s"),
         ("4xx", f"{_number(totals['client_errors_per_s'], 1)} /s"),

@@ -34,6 +34,8 @@ class _Counts(NamedTuple):
     """The counts at one moment, since the start."""
 
     time_s: float
+    #: Those that wait are included.
+    arrived: float
     requests: float
     refused: float
     answered: int
@@ -44,6 +46,8 @@ class _Counts(NamedTuple):
 class Rates(Struct, frozen=True):
     """Per second, over the last ten seconds; `None` = not watched long enough."""
 
+    arrived: float | None = None
+    #: Sent to an endpoint, or refused.
     requests: float | None = None
     refused: float | None = None
     client_errors: float | None = None
@@ -101,17 +105,18 @@ class History:
         return Failures(None if since is None else since + self._wall, share)
 
     def point(self, now: float) -> Point:
-        table, flow_controller, rates = self._watch.fleet.table, self._watch.queue.flow_controller, self.rates
+        table, rates = self._watch.fleet.table, self.rates
         latency = self.latency(now)
         return Point(
             at=now + self._wall,
             ttft=(latency.ttft.p50, latency.ttft.p95, latency.ttft.p99),
             predicted=latency.predicted.p50,
             answer=(latency.answer.p50, latency.answer.p95, latency.answer.p99),
+            arrived_per_s=rates.arrived,
             per_s=rates.requests,
             client_errors_per_s=rates.client_errors,
             server_errors_per_s=rates.server_errors,
-            waiting=None if flow_controller is None else len(flow_controller.flow.queues),
+            waiting=self._waiting(),
             engines_waiting=float(table.queue[table.alive].sum()),
             engines_running=float(table.active[table.alive].sum()),
         )
@@ -136,7 +141,12 @@ class History:
         metrics = self._watch.metrics
         requests = sum(child.value for child in metrics.families.requests.children.values()) + metrics.unproven
         refused = sum(child.value for child in metrics.families.rejected.children.values())
-        return _Counts(now, requests, refused, metrics.answered, metrics.client_errors, metrics.server_errors)
+        arrived = requests + (self._waiting() or 0)
+        return _Counts(now, arrived, requests, refused, metrics.answered, metrics.client_errors, metrics.server_errors)
+
+    def _waiting(self) -> int | None:
+        controller = self._watch.queue.flow_controller
+        return None if controller is None else len(controller.flow.queues)
 
     def _judge(self, before: _Counts, counts: _Counts) -> None:
         """Update since when every request fails."""
@@ -170,9 +180,12 @@ def _rates(oldest: _Counts, newest: _Counts) -> Rates:
     seconds = newest.time_s - oldest.time_s
     if seconds < 1.0:
         return Rates()
-    _, requests, refused, answered, client_errors, server_errors = (b - a for a, b in zip(oldest, newest, strict=True))
+    _, arrived, requests, refused, answered, client_errors, server_errors = (
+        b - a for a, b in zip(oldest, newest, strict=True)
+    )
     errors = client_errors + server_errors
     return Rates(
+        max(arrived, 0.0) / seconds,
         requests / seconds,
         refused / seconds,
         client_errors / seconds,

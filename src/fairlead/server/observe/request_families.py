@@ -108,7 +108,7 @@ class RequestFamilies:
 
     def _show_requests(self, registry: Registry) -> None:
         show = registry.show
-        text = "[ALPHA] Requests that asked for an endpoint."
+        text = "[ALPHA] Requests that were sent to an endpoint or refused; those that wait are not counted yet."
         show(_LLMD + "request_total", text, self.requests)
         show(_OBJECTIVE + "request_total", text, self.requests, labels=_MODEL_PRIORITY)
         text = "[ALPHA] Requests that were refused or failed."

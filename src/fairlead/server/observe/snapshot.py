@@ -257,7 +257,7 @@ class SnapshotMaker:
     """Call `begin`, then `take` once per tick, then `end`.
 
     `wall_offset`: seconds to add to the clock of records to get the time of day. `reasons`: why this scheduler is not
-    ready. `replicas`: the state of the link to other schedulers.
+    ready. `replicas`: the state of the link to other schedulers; `schedulers`: how many there are.
     """
 
     def __init__(
@@ -270,13 +270,14 @@ class SnapshotMaker:
         policy: Callable[[], str],
         reasons: Callable[[], Sequence[str]],
         replicas: Callable[[], str] = lambda: "",
+        schedulers: Callable[[], int] = lambda: 1,
     ) -> None:
         self._watch = watch
         self._now = now
         self._wall = wall_offset
         self._policy = policy
         self._reasons = reasons
-        self._replicas = replicas
+        self._replicas, self._schedulers = replicas, schedulers
         self._happened = Happened()
         #: The fleet's version, and the models that it serves since then.
         self._served = -1, served_models(watch.fleet.table)
@@ -315,10 +316,12 @@ class SnapshotMaker:
         traffic = traffic_of(watch, recent, now)
         if self._served[0] != watch.fleet.table.version:
             self._served = watch.fleet.table.version, served_models(watch.fleet.table)
+        failures, schedulers = history.failures(), self._schedulers()
+        listed = notices(watch, endpoints, failures, queues, self._reasons(), self._happened, now, schedulers)
         return shape.Snapshot(
             at=now + self._wall,
             policy=self._policy(),
-            notices=notices(watch, endpoints, history.failures(), queues, self._reasons(), self._happened, now),
+            notices=listed,
             endpoints=endpoints,
             totals=self._totals(),
             traffic=traffic[:TRAFFIC_ROWS],
@@ -332,6 +335,7 @@ class SnapshotMaker:
             index_size=watch.fleet.prefix.entries,
             kv_events=watch.fleet.exact is not None,
             replicas=self._replicas(),
+            schedulers=schedulers,
             point=history.point(now),
         )
 
@@ -364,6 +368,7 @@ class SnapshotMaker:
             errors=int(_sum(families.errors)),
             refused=int(_sum(families.rejected)),
             running=int(_sum(families.running)),
+            arrived_per_s=rates.arrived,
             per_s=rates.requests,
             refused_per_s=rates.refused,
             client_errors_per_s=rates.client_errors,

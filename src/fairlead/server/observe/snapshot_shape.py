@@ -209,13 +209,15 @@ class ShadowRow(Struct, frozen=True, kw_only=True):
 
 
 class Totals(Struct, frozen=True, kw_only=True):
-    """Counts since the start; `running` and the rates are present values."""
+    """Counts since the start; `running` and the rates are present values. Requests that wait are not in `requests`."""
 
     requests: int
     errors: int
     refused: int
     #: Now.
     running: int
+    #: Of requests that arrived, and of those that were decided: sent to an endpoint, or refused.
+    arrived_per_s: float | None
     per_s: float | None
     refused_per_s: float | None
     #: 4xx, and all other failures.
@@ -237,6 +239,7 @@ class Point(Struct, frozen=True, kw_only=True):
     ttft: tuple[float | None, float | None, float | None]
     predicted: float | None
     answer: tuple[float | None, float | None, float | None]
+    arrived_per_s: float | None
     per_s: float | None
     client_errors_per_s: float | None
     server_errors_per_s: float | None
@@ -280,6 +283,8 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     kv_events: bool
     #: The state of the link to other schedulers of the pool, for people; empty = there is no link.
     replicas: str
+    #: How many schedulers the pool has, this one included. Requests in flight are those of all, other counts its own.
+    schedulers: int
     #: The newest point of the charts.
     point: Point
 
@@ -349,13 +354,14 @@ def notices(
     reasons: Sequence[str],
     happened: Happened,
     now: float,
+    schedulers: int = 1,
 ) -> list[Notice]:
-    """`reasons`: why this scheduler is not ready."""
+    """`reasons`: why this scheduler is not ready. `schedulers`: how many the pool has."""
     listed = [*_outage(endpoints, failures)]
     listed += [Notice(BAD, f"Not ready: {reason}.") for reason in reasons]
     listed += _unread(endpoints)
     listed += _suspect(endpoints)
-    listed += _pressure(watch, queues)
+    listed += _pressure(watch, queues, schedulers)
     listed += _choosers(watch)
     listed += _failing(watch, happened, now)
     listed += _events(watch)
@@ -418,7 +424,7 @@ def _suspect(endpoints: Sequence[EndpointRow]) -> Iterable[Notice]:
         yield Notice(BAD, text, runbook="FairleadEndpointHangs")
 
 
-def _pressure(watch: Watch, queues: Queues | None) -> Iterable[Notice]:
+def _pressure(watch: Watch, queues: Queues | None, schedulers: int) -> Iterable[Notice]:
     if watch.metrics.scale_up_wanted():
         yield Notice(
             BAD,
@@ -428,10 +434,11 @@ def _pressure(watch: Watch, queues: Queues | None) -> Iterable[Notice]:
     if queues is not None and queues.waiting:
         oldest = max(band.oldest_s for band in queues.bands)
         if oldest >= _LONG_WAIT:
+            whose = "the" if schedulers == 1 else "this scheduler's"
             wait = "1 request waits" if queues.waiting == 1 else f"{queues.waiting:,} requests wait"
             yield Notice(
                 WATCH,
-                f"{wait} in the queue, the longest for {_seconds(oldest)}; no endpoint has room for more.",
+                f"{wait} in {whose} queue, the longest for {_seconds(oldest)}; no endpoint has room for more.",
                 runbook="FairleadSaturated",
             )
 

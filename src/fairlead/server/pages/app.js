@@ -38,7 +38,8 @@ const perSecond = (value) => (value === null || value === undefined ? DASH : `${
 const charts = {
   latency: chart("latency", "Latency", "time", 10, LATENCY.ttft, milliseconds, (value) => (value ? milliseconds(value).replace(".0 ", " ") : "0")),
   traffic: chart("traffic", "Requests per second", "requests per second", 4, [
-    { title: "asked", color: "blue", dash: "solid", width: 2.5, fill: true, value: (point) => point.per_s },
+    { title: "arrived", color: "blue", dash: "solid", width: 2.5, fill: true, value: (point) => point.arrived_per_s },
+    { title: "decided", color: "teal", dash: "mixed", value: (point) => point.per_s },
     { title: "failed, 4xx", color: "orange", dash: "dashed", value: (point) => point.client_errors_per_s },
     { title: "failed, 5xx", color: "bad", dash: "dotted", width: 3, value: (point) => point.server_errors_per_s },
   ], perSecond, (value) => (Number.isInteger(value) ? count(value) : decimal(value))),
@@ -69,7 +70,7 @@ const figure = (name, text) => setText(document.querySelector(`[data-figure="${n
 
 function figures() {
   const { totals, latency, queues, endpoints } = now;
-  figure("per_s", rate(totals.per_s));
+  figure("per_s", rate(totals.arrived_per_s));
   figure("requests", count(totals.requests));
   figure("leases", count(now.leases));
   figure("ready", count(endpoints.filter((row) => row.state !== "out").length));
@@ -86,6 +87,8 @@ function figures() {
   figure("errors", count(totals.errors));
   setClass($("errors"), totals.error_rate ? "bad" : "");
   figure("refused", count(totals.refused));
+  setText($("share"), `Numbers of this scheduler, one of ${now.schedulers}; requests in flight and at the endpoints: those of all.`);
+  setHidden($("share"), now.schedulers === 1);
   setText($("policy"), now.policy);
   setText($("replicas"), now.replicas);
   setHidden($("replicas").parentElement, !now.replicas);

@@ -28,7 +28,7 @@ const KINDS = {
     key: "model", ask: "name", facts: () => [],
     charts: [
       { name: "traffic", title: "Requests per second", unit: "requests per second", least: 0.2, show: (value) => decimal(value, 2), lines: [
-        { title: "asked", color: "blue", dash: "solid", width: 2.5, fill: true, value: (point) => point.per_s },
+        { title: "decided", color: "blue", dash: "solid", width: 2.5, fill: true, value: (point) => point.per_s },
         { title: "failed", color: "bad", dash: "dotted", width: 3, value: (point) => point.errors_per_s },
       ] },
       { ...TTFT, lines: [

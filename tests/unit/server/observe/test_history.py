@@ -1,7 +1,12 @@
 """What is kept of the last hour whether or not somebody looks."""
 
+from fairlead.core.binding import PairBinder
 from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.fairness import Fcfs, StartTimeFair
 from fairlead.core.fleet import EJECT_SECONDS, Fleet
+from fairlead.core.flow_control import FlowControl, FlowController
+from fairlead.core.gates import LedgerGate
+from fairlead.core.queues import Queues
 from fairlead.core.records import OutcomeRecord
 from fairlead.core.request import Request
 from fairlead.server.observe.history import HISTORY, POINT, History, Out
@@ -92,3 +97,19 @@ def test_metrics_that_cannot_be_read_take_no_endpoint_out() -> None:
     pool.fleet.scrape_failed("a", pool.now, answered=True)
     pool.passes(0.5)
     assert pool.history.out == {}
+
+
+def test_what_waits_has_arrived() -> None:
+    """An overload is no falling traffic."""
+    pool = Pool()
+    flow = FlowControl(
+        Queues(lambda priority: (StartTimeFair(), Fcfs())), LedgerGate(requests=1), PairBinder(lambda *_: None)
+    )
+    pool.watch.watch_queue(FlowController(flow, "p", 1.0))
+    pool.fleet.charge(Request(id=0, arrived=0.0, prompt_tokens=10), 0, 0.0, 0, 10)
+    for number in range(1, 31):
+        flow.arrived(Request(id=number, arrived=pool.now, model="m", prompt_tokens=10), pool.fleet, pool.now)
+        pool.passes(0.5)
+    rates = pool.history.rates
+    assert (rates.arrived, rates.requests) == (2.0, 0.0)
+    assert (pool.history.points[-1].arrived_per_s, pool.history.points[-1].waiting) == (2.0, 30)

@@ -34,6 +34,7 @@ class Scene:
         self.recent = Recent()
         self.history = History(self.watch, self.now, 1000.0)
         self.queues: Queues | None = None
+        self.schedulers = 1
 
     def answer(self, *names, age=0.5) -> None:
         for name in names:
@@ -58,7 +59,7 @@ class Scene:
         self.history.look(self.now)
         rows = endpoints(self.watch, self.recent, self.history.out, self.now, 1000.0)
         failures = self.history.failures()
-        return notices(self.watch, rows, failures, self.queues, reasons, self.happened, self.now)
+        return notices(self.watch, rows, failures, self.queues, reasons, self.happened, self.now, self.schedulers)
 
     def told(self, *reasons) -> list[tuple[str, str]]:
         return [(notice.level, notice.text) for notice in self.notices(*reasons)]
@@ -153,6 +154,8 @@ def test_a_long_queue(scene):
     assert scene.told() == [
         ("watch", "3 requests wait in the queue, the longest for 7 s; no endpoint has room for more.")
     ]
+    scene.schedulers = 2
+    assert scene.told()[0][1].startswith("3 requests wait in this scheduler's queue, the longest")
 
 
 def test_what_keeps_failing_is_told_for_a_minute(scene, caplog):
