@@ -15,6 +15,8 @@ is at most 5 % for t = `ttft_ms` - s. The third bound is on memory: the memory i
 
 The load is that of the last `RECENT_S` seconds. If it grows, it is extrapolated by `startup_s`, since an endpoint that
 is ordered now serves only after that time. A falling load is not extrapolated.
+
+With several schedulers each counts what all of them route. So all publish about the same number, that of the pool.
 """
 
 from collections import deque
@@ -25,6 +27,7 @@ import numpy as np
 from msgspec import Struct
 
 from fairlead.core.cost import STEP_TOKENS, Known
+from fairlead.core.facts import Charged
 from fairlead.core.flow_control import FlowController
 
 #: Seconds over which the load is measured, and over which its trend is; and seconds between two totals that are kept.
@@ -53,6 +56,23 @@ class Totals(NamedTuple):
     requests: float
     tokens: float
     cached_tokens: float
+
+
+class PeersLoad(Struct):
+    """What peers have routed, by the leases that they report: as in `Totals`."""
+
+    requests: int = 0
+    tokens: int = 0
+    cached_tokens: int = 0
+
+    def count(self, charged: Charged) -> None:
+        if charged.more:  # the prompt is in the request's other lease
+            self.cached_tokens -= charged.uncached
+            return
+        prompt = charged.kv - charged.growth
+        self.requests += 1
+        self.tokens += prompt
+        self.cached_tokens += prompt - charged.uncached
 
 
 class Demand:

@@ -29,6 +29,7 @@ from msgspec import Struct, field
 
 from fairlead.core.clock import Clock
 from fairlead.core.cost import LONG_TOKENS
+from fairlead.core.demand import PeersLoad
 from fairlead.core.facts import (
     AGE_UNIT,
     BROKEN,
@@ -140,6 +141,7 @@ class Peers:
             self._own.append(fleet.reports.dictionary)
             fleet.reports.known_elsewhere = self._known
         self._spread_at = -inf
+        self.load = PeersLoad()
 
     def follow(self, flow: FlowControl) -> None:
         """Flow control was turned on: keep it informed of the queues of peers."""
@@ -302,6 +304,7 @@ class Peers:
             sequences=charged.sequences,
         )
         fleet.ledger.charge_late(lease)
+        self.load.count(charged)
         if charged.uncached >= LONG_TOKENS:
             fleet.sent_long_prompt(slot, charged.work_us * 1e-3, now)
         delay_s = self._clock.time() - now

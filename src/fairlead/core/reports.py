@@ -271,6 +271,7 @@ def _charge(lease: Lease, endpoints: _Endpoints, now: float) -> Charged:
         int(min(lease.forecast.ttft_ms, LONGEST_MS)),
         lease.adapter,
         lease.sequences,
+        lease.auxiliary or bool(lease.unreached),
     )
 
 

@@ -80,6 +80,19 @@ def pair(clock):
     return Scheduler(clock), Scheduler(clock)
 
 
+def test_the_load_of_a_peer_is_known_from_its_leases(pair, clock):
+    one, other = pair
+    one.send(1)
+    one.send(2)
+    other.feed(PeerHeard("a", one.batch()))
+    load = other.pipeline.peers.load
+    assert (load.requests, load.tokens, load.cached_tokens) == (2, 8000, 0)
+    two = Scheduler(clock, pairs=True)
+    two.send(1)
+    other.feed(PeerHeard("b", two.batch()))
+    assert (load.requests, load.tokens, load.cached_tokens) == (3, 12_000, -1), "two leases, and one request"
+
+
 def test_a_lease_counts_at_the_peer_from_its_charge_to_its_end(pair, clock):
     one, other = pair
     one.send(1)

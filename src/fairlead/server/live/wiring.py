@@ -226,6 +226,9 @@ def wire(
     shared = config, pipeline, driver, clock, registry
     replicas = _replicas(run, scraper, *shared)
     deliver = replicas.feed if isinstance(replicas, FileReplicas) else driver.feed
+    if replicas is not None:
+        watch.peers_load = pipeline.peers.load
+        watch.alone = lambda: bool(replicas.problem)
     host = _host(config, clock.time, run, driver, understanding, watch, inspected, served, deliver)
     parts = fleet, scraper, served, watch, kv, builder, journal, _state_file(*shared), replicas
     return Core(*parts, pipeline, connections, shadows, driver, inspection, host, warming)

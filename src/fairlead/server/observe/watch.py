@@ -5,7 +5,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from math import inf, isfinite
 from typing import Any
 
-from fairlead.core.demand import Demand, Objective, Totals
+from fairlead.core.demand import Demand, Objective, PeersLoad, Totals
 from fairlead.core.endpoint import MODEL_LABEL
 from fairlead.core.errors import PluginError
 from fairlead.core.fleet import Fleet
@@ -106,6 +106,9 @@ class Watch:
         self._tracing = tracing
         self._scrapes = scrapes
         self._decision_id: Callable[[int], str] | None = None
+        self.peers_load = PeersLoad()
+        #: Whether there are other schedulers of the pool that cannot be heard.
+        self.alone: Callable[[], bool] = lambda: False
         #: Hears of every counted record too; `None` = nobody looks at the dashboard.
         self.recent: Recent | None = None
 
@@ -191,10 +194,14 @@ class Watch:
         return {**explained(*recorded, make_policy), "decision_id": decision_id}
 
     def desired_endpoints(self) -> int | None:
-        """How many the load asks for; `None` = too little is known of it."""
+        """How many the pool's load asks for; `None` = too little is known of it."""
         self.count()
-        now, counted = self._now(), self.metrics
-        self._demand.observe(Totals(now, counted.routed, counted.prompt_tokens, counted.cached_tokens))
+        now, counted, peers = self._now(), self.metrics, self.peers_load
+        own = counted.routed, counted.prompt_tokens, counted.cached_tokens
+        totals = Totals(now, own[0] + peers.requests, own[1] + peers.tokens, own[2] + peers.cached_tokens)
+        self._demand.observe(totals)
+        if self.alone():
+            return None
         return self._demand.desired(self.fleet, self.queue.flow_controller, now)
 
     def watch_queue(self, flow_controller: FlowController | None) -> None:

@@ -4,6 +4,7 @@ import re
 
 import msgspec
 
+from fairlead.core.demand import PeersLoad
 from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.fleet import Fleet
 from fairlead.core.records import DecisionRecord, OutcomeRecord
@@ -117,3 +118,19 @@ def test_endpoints_show_what_was_scraped_and_how_old_it_is():
     fleet.sampled("default/a", 9.0, 9.5, Sample(waiting=3, running=2, kv_usage=0.5, adapters=frozenset({"x"})))
     (known,) = watch.endpoints()
     assert (known.fresh, known.age_s, known.waiting, known.adapters) == (True, 0.5, 3, ["x"])
+
+
+def test_every_scheduler_asks_for_what_the_load_of_all_needs():
+    def desired(own, peers, alone=False):
+        clock = [0.0]
+        watch = Watch(Fleet(), lambda: clock[0])
+        watch.peers_load, watch.alone = PeersLoad(), lambda: alone
+        for step in range(20):
+            clock[0] = 5.0 * step
+            watch.metrics.routed, watch.metrics.prompt_tokens = own * step, own * step * 4000
+            watch.peers_load.requests, watch.peers_load.tokens = peers * step, peers * step * 4000
+            number = watch.desired_endpoints()
+        return number
+
+    assert desired(1000, 0) == desired(300, 700) == desired(0, 1000) > desired(300, 0)
+    assert desired(300, 700, alone=True) is None, "how much the others route is not known"
