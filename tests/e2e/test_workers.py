@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.request import Request
 
 import pytest
 from gw_hit_rate import Conversations
@@ -17,6 +18,8 @@ from gw_processes import Child, Serve, Stub, Upstream, get_page, stat
 from ports import free_ports
 from valkey.asyncio import Valkey
 from valkey_server import ValkeyServer
+
+from fairlead.gateway.envoy.authentication import new_key
 
 PATIENCE = 60.0
 #: Points of the hit rate that several workers may cost.
@@ -233,6 +236,42 @@ async def _valkey_in_trouble(server: ValkeyServer, two: Workers, figures: list[s
     story = await under_load(f"http://127.0.0.1:{two.serve.port}", script)
     figures.append(f"Valkey killed, stopped, full: {_summary(story)}")
     assert not story.failures
+
+
+async def test_a_hung_worker_is_missed_and_keys_are_revoked_all_the_same(
+    upstream: Upstream, workers: Callable[..., Awaitable[Workers]], tmp_path: Path
+) -> None:
+    """The first worker too, which alone writes the endpoints."""
+    (kept, kept_entry), (gone, gone_entry) = new_key("a"), new_key("b")
+    file = tmp_path / "keys.txt"
+    file.write_text(f"{kept_entry.digest} a\n{gone_entry.digest} b\n")
+    three = await workers(3, upstream.addresses, gateway={"keys": {"file": str(file)}}, replicas={"lease": "1s"})
+    await three.agree()
+
+    async def status(key: str) -> int:
+        url = f"http://127.0.0.1:{three.serve.port}/v1/models"
+        return (await asyncio.to_thread(get_page, Request(url, headers={"authorization": f"Bearer {key}"})))[0]
+
+    assert [await status(kept), await status(gone)] == [200, 200]
+    first = next(line for line in three.serve.said().splitlines() if '"worker 0 runs"' in line)
+    pid = int(first.rpartition("pid=")[2])
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        file.write_text(f"{kept_entry.digest} a\n")
+        async with asyncio.timeout(PATIENCE):
+            while await status(gone) != 401:
+                await asyncio.sleep(0.05)
+            while "only 2 of 3 workers are heard" not in await three.page(1, "/readyz"):
+                await asyncio.sleep(0.05)
+        assert await three.metric(2, 'fairlead_trouble{what="replicas"}') == 1
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    await three.agree()
+    assert await status(kept) == 200
+    assert "only 2 of 3" not in await three.page(1, "/readyz")
+    own = [line for line in three.serve.said().splitlines() if "component=replicas" in line]
+    assert {line.partition(" worker=")[2].partition(" ")[0] for line in own} == {"0", "1", "2"}
+    assert [page["worker"] for page in await three.replicas()] == [0, 1, 2]
 
 
 async def test_what_workers_cannot_have_together_is_said(tmp_path: Path) -> None:

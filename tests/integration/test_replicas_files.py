@@ -87,6 +87,20 @@ async def test_whatever_happened_before_an_event_is_known_when_it_is_handled(
         assert tellers[0].replicas.where == url
 
 
+async def test_a_worker_that_is_not_heard_is_a_trouble_after_a_lease(url: str) -> None:
+    one, other, stranger = Teller("vm-1", url), Teller("vm-2", url), Teller("vm-b-3", url)
+    for worker, teller in enumerate((one, other)):
+        teller.replicas.worker, teller.replicas.workers = worker, 2
+    async with running(one, stranger):
+        async with running(other):
+            await until(lambda: agree(one, other, stranger) and len(one.replicas.peers) == 2)
+            assert not one.replicas.trouble()
+        await until(lambda: "vm-2" not in one.replicas.peers)
+        assert not one.replicas.trouble(), "it may start again"
+        await until(lambda: "only 1 of 2 workers are heard" in one.replicas.trouble())
+        assert not stranger.replicas.trouble(), "it belongs to another gateway"
+
+
 async def test_nothing_is_written_while_nothing_happens(url: str) -> None:
     one, other = Teller("a", url), Teller("b", url)
     async with running(one, other):

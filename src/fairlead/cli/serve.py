@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -62,15 +63,11 @@ def _numbers(text: str) -> list[int]:
 _SchedulerOnly = Annotated[
     bool, typer.Option("--scheduler-only", help="Leave the embedded gateway to somebody else.", hidden=True)
 ]
-_GatewayAdmin = Annotated[
-    list[str] | None,
-    typer.Option("--gateway-admin", help="Where the admin page of an embedded Envoy is.", hidden=True),
+_RunningGateway = Annotated[
+    str, typer.Option("--running-gateway", help="The embedded gateway next to this scheduler.", hidden=True)
 ]
 _Workers = Annotated[
     int, typer.Option(metavar="N", min=1, max=64, help="Schedulers that decide as one. See docs/replicas.md.")
-]
-_GatewayPool = Annotated[
-    str, typer.Option("--gateway-pool", help="The file with the embedded gateway's endpoints.", hidden=True)
 ]
 
 
@@ -85,8 +82,7 @@ Examples:
 def serve(
     file: ConfigFile = DEFAULT_FILE,
     scheduler_only: _SchedulerOnly = False,
-    gateway_admin: _GatewayAdmin = None,
-    gateway_pool: _GatewayPool = "",
+    running_gateway: _RunningGateway = "{}",
     workers: _Workers = 1,
     inherited: Annotated[str, typer.Option("--flags", help="Values that count before the file's.", hidden=True)] = "",
     port: Annotated[
@@ -141,37 +137,41 @@ def serve(
                 "admin.port": admin_port,
             },
         )
-    serve_file(file, flags, scheduler_only, gateway_admin or (), gateway_pool, workers=workers)
+    serve_file(file, flags, scheduler_only, json.loads(running_gateway), workers=workers)
 
 
 def serve_file(
     file: Path,
     flags: Mapping[str, Any],
     scheduler_only: bool = False,
-    gateway_admin: Sequence[str] = (),
-    gateway_pool: str = "",
+    running_gateway: Mapping[str, Any] = MappingProxyType({}),
     notes: Sequence[tuple[str, str]] = (),
     workers: int = 1,
 ) -> None:
-    """Serve with the configuration in `file`. `notes`: flags without an effect, and why."""
+    """Serve with the configuration in `file`. `running_gateway`: see `RunningGateway`. `notes`: flags without an
+    effect, and why."""
     import asyncio
     import signal
 
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # while no handler is set, here or in a process that this one starts
     with without_collection():
         from fairlead.compat.load import load
-        from fairlead.server.observe.log import get, in_background, setup
+        from fairlead.server.observe.log import get, in_background, name_worker, setup
+        from fairlead.server.running_gateway import RunningGateway
 
         config = load(file, flags=flags)
         setup(config.log.level, config.log.format)
         for flag, why in notes:
             get("serve").warning("a flag has no effect here", flag=flag, why=why)
+        gateway = RunningGateway(**running_gateway)
         if config.gateway.mode == "embedded" and not scheduler_only:
             from fairlead.server.embedded import serve_embedded
 
-            config, gateway_admin, gateway_pool = serve_embedded(config, file, workers)
+            config, gateway = serve_embedded(config, file, workers)
         elif workers > 1:
             raise ConfigError("workers stand behind the embedded gateway; start one per process here", "--workers")
+        if gateway.workers > 1:
+            name_worker(gateway.worker)
         from fairlead.server.live import Live
     with in_background():
-        asyncio.run(Live(config, gateway_admin, gateway_pool).run())
+        asyncio.run(Live(config, gateway).run())

@@ -41,6 +41,7 @@ from fairlead.gateway.memory import memory_limit
 from fairlead.gateway.ports import listening_sockets
 from fairlead.pool.endpoints_file import follow_endpoints
 from fairlead.pool.kube.objects import H2C
+from fairlead.server.running_gateway import RunningGateway
 
 _PACKAGES = str(Path(fairlead.__file__).parents[1])
 _LARGEST_HEAP = 4 << 30
@@ -56,10 +57,9 @@ sys.exit(main(json.loads(sys.argv[2])))
 """
 
 
-def serve_embedded(config: Config, file: Path, workers: int = 1) -> tuple[Config, list[str], str]:
-    """Start the gateway's parent. Returns only in the children, each of which continues as a scheduler, with: its
-    configuration, and for `Live` the addresses of the gateway's admin pages and the gateway's file of endpoints, which
-    only one of the children writes (empty for the others).
+def serve_embedded(config: Config, file: Path, workers: int = 1) -> tuple[Config, RunningGateway]:
+    """Start the gateway's parent. Returns only in the children, each of which continues as a scheduler, with its
+    configuration and the gateway for `Live`.
 
     Raises `FairleadError` if the gateway cannot be started, or if that many workers cannot work together.
     """
@@ -84,7 +84,7 @@ def serve_embedded(config: Config, file: Path, workers: int = 1) -> tuple[Config
             os.setsid()
             tie_to_parent(parent)
             own = load(file, flags=worker_flags(config, plan, i)) if workers > 1 else config
-            return own, plan.admins, "" if i else str(plan.endpoints_file)
+            return own, RunningGateway(plan.admins, plan.directory, i, workers)
         schedulers.append([child, scheduler_command(config, file, plan, i, workers)])
     log = [config.log.level, config.log.format]
     return _become_parent({"gateway": to_builtins(plan), "schedulers": schedulers, "log": log})
@@ -96,11 +96,10 @@ def _become_parent(handover: dict[str, Any]) -> NoReturn:
 
 def scheduler_command(config: Config, file: Path, plan: Plan, worker: int = 0, workers: int = 1) -> list[str]:
     """The command that starts a replacement for a scheduler."""
-    fairlead = [sys.executable, "-m", "fairlead", "serve", str(file), "--scheduler-only"]
-    fairlead += [f"--gateway-admin={where}" for where in plan.admins]
-    fairlead += ["--gateway-pool", "" if worker else str(plan.endpoints_file)]
+    gateway = to_builtins(RunningGateway(plan.admins, plan.directory, worker, workers))
     flags = worker_flags(config, plan, worker) if workers > 1 else pinned(config)
-    return [*fairlead, "--flags", json.dumps(flags)]
+    fairlead = [sys.executable, "-m", "fairlead", "serve", str(file), "--scheduler-only"]
+    return [*fairlead, "--running-gateway", json.dumps(gateway), "--flags", json.dumps(flags)]
 
 
 # ---- several schedulers: `serve --workers` ----
@@ -118,6 +117,7 @@ def check_workers(config: Config, workers: int) -> None:
         raise ConfigError("workers cannot listen at one address: set kvEvents.port or an indexer", "$.kvEvents.bind")
     gateway = config.gateway
     taken = dict.fromkeys((gateway.port, *(gateway.admin_port + i for i in range(gateway.envoys))), "the gateway's")
+    taken[config.autoscaling.port] = "that of autoscaling.port"
     for (section, field), first in _counted_ports(config).items():
         for port in range(first, first + workers):
             if port in taken or port > 65535:
@@ -164,6 +164,8 @@ def worker_flags(config: Config, plan: Plan, worker: int) -> dict[str, Any]:
         give(section, **{field: first + worker})
     give("als", port=config.ext_proc.port + worker)
     give("replicas", via=config.replicas.via or f"file://{Path(plan.directory, FACTS)}")
+    if worker and config.autoscaling.port:
+        give("autoscaling", port=0)  # all workers would give the same answers
     if worker and config.journal.path:
         give("journal", path=f"{config.journal.path}/worker-{worker}")
     if worker and config.state.file:

@@ -100,6 +100,9 @@ class Replicas:
         #: Seconds from writing facts to reading them.
         self.lag_s = 0.0
         self._unheard_since = time.monotonic()
+        #: The number of this scheduler among the `workers` of one gateway; and when all of them were last there.
+        self.worker, self.workers = 0, 1
+        self._complete_at = self._unheard_since
         #: Whether to write a snapshot: a replica asked for one, or batches were dropped.
         self._owes_snapshot = False
         self._snapshot_at = 0.0
@@ -128,7 +131,19 @@ class Replicas:
             return (
                 f"messages of the other replicas arrive {self.lag_s:.1f} s late: {self.where} or this process is slow"
             )
+        here = self._workers_here()
+        if here < self.workers:
+            return f"only {here} of {self.workers} workers are heard: one does not run or hangs, see the log"
         return ""
+
+    def _workers_here(self) -> int:
+        """The number of workers, this one included. One that was heard within the last lease counts: it may be starting
+        again."""
+        host, now = self.origin.rpartition("-")[0], time.monotonic()
+        here = 1 + sum(name.rpartition("-")[0] == host for name in self.peers)
+        if here >= self.workers:
+            self._complete_at = now
+        return here if now - self._complete_at > self._settings.lease else self.workers
 
     def note(self) -> str:
         """The state of the link, for people, while there is no trouble."""
@@ -141,6 +156,8 @@ class Replicas:
         now = time.monotonic()
         return {
             "replica": self.origin,
+            "worker": self.worker,
+            "workers": self.workers,
             "via": self.where,
             "connected": not self.problem,
             "problem": self.problem,

@@ -328,7 +328,7 @@ def children_of(parent: int) -> list[int]:
     return found
 
 
-def get_page(url: str) -> tuple[int, str]:
+def get_page(url: str | urllib.request.Request) -> tuple[int, str]:
     try:
         with urllib.request.urlopen(url, timeout=10) as answer:
             return int(answer.status), answer.read().decode()

@@ -1,6 +1,7 @@
 """The embedded gateway asks the scheduler where it listens."""
 
 import asyncio
+import json
 import socket
 from pathlib import Path
 
@@ -8,9 +9,18 @@ import pytest
 from ports import free_ports
 
 from fairlead.compat.load import load
-from fairlead.core.errors import Unavailable
+from fairlead.core.errors import ConfigError, Unavailable
 from fairlead.gateway.envoy.clusters import PoolWriter
-from fairlead.server.embedded import check_ports, gateway_options, pinned
+from fairlead.gateway.envoy.gateway import Plan
+from fairlead.server.embedded import (
+    check_ports,
+    check_workers,
+    gateway_options,
+    pinned,
+    scheduler_command,
+    worker_flags,
+)
+from fairlead.server.running_gateway import RunningGateway
 
 FILE = "endpoints: ['127.0.0.1:1']\nextProc: {host: '%s', port: 9002}\nals: {port: 9005}\n"
 
@@ -53,6 +63,28 @@ def test_a_taken_port_is_named_before_the_gateway_starts(place: str, before: int
     with socket.create_server(("127.0.0.1", port)), pytest.raises(Unavailable, match=f"cannot listen on .*:{port}"):
         check_ports(config, 1 + before)
     check_ports(load(f"endpoints: ['127.0.0.1:1']\nadmin: {{port: {second}}}\nextProc: {{port: {port}}}\n"), 1)
+
+
+def test_only_the_first_worker_answers_autoscalers() -> None:
+    """All would give the same answers, and only one can have the port."""
+    config = load("endpoints: ['127.0.0.1:1']\nautoscaling: {port: 9100}\n")
+    plan = Plan("/gateway", [], ["/gateway/admin-0.sock"], 0.0, 1.0)
+    check_workers(config, 3)
+    assert worker_flags(config, plan, 0).get("autoscaling") is None
+    assert worker_flags(config, plan, 1)["autoscaling"] == {"port": 0}
+    taken = load("endpoints: ['127.0.0.1:1']\nautoscaling: {port: 9004}\n")
+    with pytest.raises(ConfigError, match=r"9004 is that of autoscaling\.port"):
+        check_workers(taken, 3)
+
+
+def test_a_replacement_knows_the_gateway_and_its_own_number() -> None:
+    config = load("endpoints: ['127.0.0.1:1']\n")
+    plan = Plan("/gateway", [], ["/gateway/admin-0.sock"], 0.0, 1.0)
+    command = scheduler_command(config, Path("f.yaml"), plan, 1, 3)
+    gateway = RunningGateway(**json.loads(command[command.index("--running-gateway") + 1]))
+    assert gateway == RunningGateway(["/gateway/admin-0.sock"], "/gateway", 1, 3)
+    assert gateway.pool_file is None, "the first worker writes it"
+    assert RunningGateway([], "/gateway").pool_file == plan.endpoints_file
 
 
 async def test_endpoints_that_cannot_be_written_for_envoy_are_a_problem(tmp_path: Path) -> None:

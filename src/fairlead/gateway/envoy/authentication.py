@@ -294,7 +294,7 @@ def write_jwt(path: Path, jwt: Jwt, optional: bool) -> None:
 
 
 class KeysFile:
-    """Writes versions of the filter to `path`. Nothing else may write to its directory."""
+    """Writes versions of the filter to `path`."""
 
     def __init__(self, path: Path, forward: bool) -> None:
         self._path, self._forward = path, forward

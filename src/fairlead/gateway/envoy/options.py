@@ -245,8 +245,8 @@ def parse_endpoint(text: str, path: str = "$") -> Address:
 
 
 def replace_watched(path: Path, text: str) -> None:
-    """Write a new version of a file that Envoy watches, by moving a file there, which is all that Envoy notices. Raises
-    `OSError` on disk errors; the old version then stays."""
-    aside = path.with_suffix(".new")
+    """Write a new version of a file that Envoy watches, by moving a file there, which is all that Envoy notices.
+    Several processes may do so. Raises `OSError` on disk errors; the old version then stays."""
+    aside = path.with_suffix(f".{os.getpid()}.new")
     aside.write_text(text)
     os.replace(aside, path)

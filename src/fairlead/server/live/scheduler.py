@@ -42,6 +42,7 @@ from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.log import get
 from fairlead.server.observe.log import setup as setup_log
 from fairlead.server.observe.tracing import Tracing
+from fairlead.server.running_gateway import NONE_RUNS, RunningGateway
 from fairlead.server.supervise import DRAIN_SECONDS, ENDING, Ending
 
 log = get("serve")
@@ -55,17 +56,18 @@ _MOST_BUFFERED = 128 << 20
 
 
 class Live:
-    """A scheduler in this process: `await run()` returns after `stop()` or a signal. `gateway`: the addresses of the
-    embedded gateway's admin pages, if it runs next to this process (see `watch_gateway`); `pool`: the file with the
-    endpoints that the gateway balances over by itself."""
+    """A scheduler in this process: `await run()` returns after `stop()` or a signal."""
 
-    def __init__(self, config: Config, gateway: Sequence[str] = (), pool: str = "") -> None:
+    def __init__(self, config: Config, gateway: RunningGateway = NONE_RUNS) -> None:
         self.config = config
-        self._gateway = gateway
-        self._pool = PoolWriter(Path(pool)) if pool else None
+        self._worker = gateway.worker, gateway.workers
+        self._gateway = gateway.admins
+        pool = gateway.pool_file
+        self._pool = PoolWriter(pool) if pool else None
         #: What the gateway has counted, next to that file, which lives as long as the gateway does.
-        self._kept = Path(pool).with_name("counts.json") if pool else None
-        self._keys = followed_keys(config.gateway, Path(pool).parent) if pool else []
+        self._kept = pool.with_name("counts.json") if pool else None
+        # Each worker follows them, so that a key which is revoked does not depend on any one of them.
+        self._keys = followed_keys(config.gateway, Path(gateway.directory)) if gateway.directory else []
         self._ending = Ending()
         self._endpoints_known = asyncio.Event()
         #: What keeps this scheduler from being ready, by part.
@@ -119,7 +121,10 @@ class Live:
     def _one_pool(self, tracing: Tracing | None) -> PoolScheduler:
         # Next to an embedded gateway only the first worker has the pool's file.
         counts = self._pool is not None or not self._gateway
-        return PoolScheduler(self.config, tracing, counts_fallbacks=counts, unready=self._reasons)
+        pool = PoolScheduler(self.config, tracing, counts_fallbacks=counts, unready=self._reasons)
+        if pool.core.replicas is not None:
+            pool.core.replicas.worker, pool.core.replicas.workers = self._worker
+        return pool
 
     def _take(self, pool: PoolScheduler) -> None:
         """Note that this is the only pool."""

@@ -45,6 +45,15 @@ _SECRET = frozenset(
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
+#: Fields of every line of this process.
+_OWN: dict[str, object] = {}
+
+
+def name_worker(number: int) -> None:
+    """Have every line say which of several workers writes it."""
+    _OWN["worker"] = number
+
+
 class Log:
     """A named logger that takes fields. Cheap when the level is off."""
 
@@ -223,6 +232,7 @@ def _entry(record: logging.LogRecord) -> dict[str, Any]:
         "time": f"{stamp}.{int(record.msecs):03d}Z",
         "level": record.levelname.lower(),
         "component": record.name.removeprefix(_ROOT + "."),
+        **_OWN,
         "msg": record.getMessage()[:MAX_VALUE],
     }
     fields: Mapping[str, object] = vars(record).get("fields", {})

@@ -15,6 +15,7 @@ from fairlead.gateway.envoy.admin import EnvoyAdmin, Vitals
 from fairlead.gateway.health import ServingStatus
 from fairlead.server.live.scheduler import Live, watch_gateway
 from fairlead.server.observe.exposition import Registry
+from fairlead.server.running_gateway import RunningGateway
 
 NAME = b"fairlead_unscheduled_requests_total"
 
@@ -143,7 +144,7 @@ async def running(file: Path, gateway: Gateway) -> AsyncIterator[Live]:
     """A scheduler beside this gateway, from when its admin page answers."""
     collector, socket = gc.get_threshold(), file.with_name("admin.sock")
     await gateway.serve(socket)
-    live = Live(load(file), [str(socket)])
+    live = Live(load(file), RunningGateway([str(socket)]))
     run = asyncio.create_task(live.run())
     try:
         async with asyncio.timeout(30):

@@ -206,3 +206,11 @@ def test_without_stderr_nothing_is_written_in_the_background(
     monkeypatch.setattr(sys, "stderr", None)
     with log.in_background():
         log.get("x").info("nowhere")
+
+
+def test_lines_of_a_worker_say_which_it_is(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "_OWN", {})
+    log.setup("info", "logfmt", stream)
+    log.name_worker(2)
+    log.get("x").info("word", worker="not this")
+    assert lines(stream) == ['level=info component=x worker=2 msg=word worker_="not this"']

@@ -1,0 +1,25 @@
+"""What a scheduler has to know of the embedded gateway that runs next to it."""
+
+from pathlib import Path
+
+from msgspec import Struct
+
+from fairlead.gateway.envoy.process import ENDPOINTS
+
+
+class RunningGateway(Struct, frozen=True):
+    """`admins`: the addresses of its admin pages; empty = it does not run here. `directory`: that of its files.
+    `worker`: the number of this scheduler among `workers`."""
+
+    admins: list[str] = []
+    directory: str = ""
+    worker: int = 0
+    workers: int = 1
+
+    @property
+    def pool_file(self) -> Path | None:
+        """The file with the endpoints that it balances over by itself, which only the first worker writes."""
+        return Path(self.directory, ENDPOINTS) if self.directory and not self.worker else None
+
+
+NONE_RUNS = RunningGateway()
