@@ -41,6 +41,7 @@ from fairlead.gateway.memory import memory_limit
 from fairlead.gateway.ports import listening_sockets
 from fairlead.pool.endpoints_file import follow_endpoints
 from fairlead.pool.kube.objects import H2C
+from fairlead.server.journal.records import WORKER
 from fairlead.server.running_gateway import RunningGateway
 
 _PACKAGES = str(Path(fairlead.__file__).parents[1])
@@ -167,7 +168,7 @@ def worker_flags(config: Config, plan: Plan, worker: int) -> dict[str, Any]:
     if worker and config.autoscaling.port:
         give("autoscaling", port=0)  # all workers would give the same answers
     if worker and config.journal.path:
-        give("journal", path=f"{config.journal.path}/worker-{worker}")
+        give("journal", path=f"{config.journal.path}/{WORKER}{worker}")
     if worker and config.state.file:
         give("state", file=f"{config.state.file}.worker-{worker}")
     if worker and config.kv_events.snapshot:

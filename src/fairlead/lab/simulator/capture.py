@@ -92,9 +92,9 @@ class _Names:
 def capture(
     run: Run, *, key: bytes, block_size: int = 64, stretch: float = 1.0, name: str = "capture", refused: bool = False
 ) -> Captured:
-    """Make a workload from a run. `key`: see the rules. `stretch`: times are multiplied by it, for servers that ran
-    faster than real ones. `refused`: keep the requests that were refused too. Raises `OSError`."""
-    outcomes = list(_outcomes(run))
+    """Make a workload from a run and those beside it. `key`: see the rules. `stretch`: times are multiplied by it, for
+    servers that ran faster than real ones. `refused`: keep the requests that were refused too. Raises `OSError`."""
+    outcomes = [pair for each in (run, *run.beside) for pair in _outcomes(each)]
     rates = _rates(outcomes)
     names = _Names(key)
     made = Captured(Workload(name=name, records=[]))

@@ -1,6 +1,7 @@
 """Reads journals: files → runs → records in order. Damaged data is skipped and counted.
 
-A journal's directory holds the segments of one or more runs (processes). A segment may still be growing.
+A journal's directory holds the segments of one or more runs (processes). A segment may still be growing. With
+`serve --workers`, those of the other workers are in directories in it.
 """
 
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from fairlead.server.journal.records import (
     POLICY,
     SEGMENT,
     VERSION,
+    WORKER,
     Decided,
     Ended,
     Item,
@@ -69,6 +71,8 @@ class Run(Struct):
     id: str
     #: The segments in order, each with its head.
     segments: list[tuple[Path, Segment]]
+    #: The runs of other workers of the same gateway at the same time, whose clock is the same.
+    beside: "list[Run]" = []
 
     @property
     def head(self) -> Segment:
@@ -87,10 +91,22 @@ class Run(Struct):
                 if item[0] != SEGMENT:
                     yield item
 
+    def until(self) -> float:
+        """When its last record was made, in seconds since 1970."""
+        path, head = self.segments[-1]
+        return head.epoch + max((at for _, at, _ in _items(path.read_bytes(), Faults())), default=0.0)
+
+    def since(self) -> float:
+        """When its first record was made that is there, in seconds since 1970."""
+        return self.head.epoch + next((at for _, at, _ in self.items()), 0.0)
+
 
 def runs(path: Path) -> list[Run]:
-    """The runs of a directory, or of one segment, the oldest first. Raises `JournalError` or `OSError`."""
-    files = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
+    """The runs of a directory, or of one segment, the oldest first; those of other workers, too. Raises `JournalError`
+    or `OSError`."""
+    files = [path]
+    if path.is_dir():
+        files = sorted([*path.glob(f"*{SUFFIX}"), *path.glob(f"{WORKER}*/*{SUFFIX}")], key=lambda file: file.name)
     segments_of: dict[str, list[tuple[Path, Segment]]] = {}
     for file in files:
         head = _head(file)
@@ -105,10 +121,17 @@ def runs(path: Path) -> list[Run]:
 
 
 def one_run(path: Path, run: str = "") -> Run:
-    """The named run of a journal, or its last run. Raises `JournalError` that lists the existing runs."""
+    """The named run of a journal; or its last one, with those of other workers beside it. Raises `JournalError` that
+    lists the existing runs."""
     there = runs(path)
     if not run:
-        return there[-1]
+        own = [candidate for candidate in there if candidate.segments[0][0].parent == path]
+        last = (own or there)[-1]
+        others = [candidate for candidate in there if candidate.segments[0][0].parent != last.segments[0][0].parent]
+        if others:
+            since, until = last.since(), last.until()
+            last.beside = [other for other in others if other.until() >= since and other.since() <= until]
+        return last
     for candidate in there:
         if candidate.id == run:
             return candidate
@@ -181,6 +204,11 @@ def search(path: Path, wanted: str, run: str = "") -> JournaledDecision:
     """
     named, dot, digits = wanted.rpartition(".")
     there = runs(path)
+    if wanted == LAST and not run:
+        newest = one_run(path)
+        entries = [entry for candidate in (newest, *newest.beside) if (entry := _in_run(candidate, LAST)) is not None]
+        if entries:
+            return max(entries, key=lambda entry: entry.decision.at)
     if dot and any(candidate.id == named for candidate in there):
         run, wanted = named, str(_number(digits))
     for candidate in reversed(there):

@@ -18,6 +18,7 @@ from fairlead.core.errors import PluginError
 from fairlead.core.events import EndpointUp, Event, Reconfigured
 from fairlead.core.policy import Answer, Context, Picked, Policy
 from fairlead.core.records import DecisionRecord, Trace
+from fairlead.core.reports import SharedFleet
 from fairlead.core.request import Request
 from fairlead.core.scheduling import Scheduling
 from fairlead.core.view import FleetView
@@ -118,8 +119,16 @@ class Player:
         if head.chance is not None:
             version, state, gauss = head.chance
             rng.setstate((version, tuple(state), gauss))
+        ledger, metrics = self.config.ledger, self.config.metrics
+        #: Where the scheduler reported to others; they leave out of their own reports what they know from these.
+        self._shared = SharedFleet(lease_ttl=ledger.lease_ttl, staleness=metrics.staleness) if head.shared else None
         self.pipeline = build_pipeline(
-            self.config, self._clock, rng, build=self._build, on_plugin_error=self.plugin_errors.append
+            self.config,
+            self._clock,
+            rng,
+            build=self._build,
+            fleet=self._shared,
+            on_plugin_error=self.plugin_errors.append,
         )
         self._head: Segment | None = head
         self.pipeline.start()
@@ -139,7 +148,10 @@ class Player:
                 self.pipeline.handle(head.models)
             for listed in head.listed:
                 self.pipeline.handle(listed)
-        return [record for record in self.pipeline.handle(event) if isinstance(record, DecisionRecord)]
+        records = [record for record in self.pipeline.handle(event) if isinstance(record, DecisionRecord)]
+        if self._shared is not None:
+            self._shared.reports.batch(time_s)
+        return records
 
     def _heed(self, scheduling: Any) -> None:
         """Record what else takes part in the decisions from here on."""
@@ -289,3 +301,5 @@ def judge(result: Replayed, run: Run, faults: Faults, lost: list[int], more_note
         result.notes.append("it follows the recorded decisions, each compared with what the policy would have done")
     result.exact = not result.notes and not faults.damaged and not faults.unreadable
     result.notes += faults.describe()
+    if run.beside:
+        result.notes.append(f"other workers decided too; replay them with --run: {', '.join(r.id for r in run.beside)}")

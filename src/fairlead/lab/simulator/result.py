@@ -195,8 +195,8 @@ def condition(text: str) -> Condition:
 
 
 def of_journal(run: Run, notes: list[str]) -> dict[str, float]:
-    """The figures of the recorded run. Adds to `notes` what limits them."""
-    rows = [(entry.decision, entry.outcome) for entry in decisions(run)]
+    """The figures of the recorded run and those beside it. Adds to `notes` what limits them."""
+    rows = [(entry.decision, entry.outcome) for each in (run, *run.beside) for entry in decisions(each)]
     ended = [(decision, outcome) for decision, outcome in rows if outcome is not None and outcome.status == 200]
     tpot = [value for decision, outcome in ended if (value := _tpot(decision, outcome)) >= 0.0]
     known = [outcome for _, outcome in ended if outcome.cached_tokens >= 0 and outcome.prompt_tokens > 0]

@@ -27,6 +27,8 @@ from fairlead.core.records import DecisionRecord, Forecast, Snapshot, Trace, Wai
 from fairlead.core.request import Request
 
 SEGMENT, DECIDED, DETAIL, ENDED, POLICY, LOST = "segment", "decided", "detail", "ended", "policy", "lost"
+#: What the directory of another worker's journal begins with, in that of the first one.
+WORKER = "worker-"
 VERSION = 1
 _ARRAY = struct.Struct(">BI")
 
@@ -55,6 +57,8 @@ class Segment(Struct, frozen=True, kw_only=True):
     beside: tuple[str, ...] = ()
     #: Share of the decisions that have a detail.
     sample: float = 1.0
+    #: Whether the scheduler reported what it did to others of its pool.
+    shared: bool = False
 
 
 class Decided(Struct, frozen=True, array_like=True):

@@ -114,6 +114,7 @@ class LiveJournal:
             chance=self._rng.getstate(),
             beside=beside(self._config),
             sample=settings.sample,
+            shared=bool(self._config.replicas.via),
         )
         label = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime(wall))}-{self._run}"
         stop = settings.when_full == "stop"

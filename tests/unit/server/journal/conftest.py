@@ -10,6 +10,7 @@ import pytest
 
 from fairlead.compat.load import load
 from fairlead.compat.recorded import record
+from fairlead.core.reports import SharedFleet
 from fairlead.lab.simulator.scenarios import headline
 from fairlead.lab.simulator.simulation import Simulation
 from fairlead.lab.simulator.world import replicas
@@ -19,6 +20,12 @@ from fairlead.server.journal.writer import Directory, Writer
 
 #: What no journal may contain.
 CANARY = "the-words-of-a-prompt"
+
+
+class SharedSimulation(Simulation):
+    """Of a scheduler that reports to others."""
+
+    fleet_type = SharedFleet
 
 
 class Recorded:
@@ -35,7 +42,7 @@ class Recorded:
 def record_run() -> Callable[..., Recorded]:
     """Simulate some seconds of the shared-prefix workload on four servers and write the journal of it."""
 
-    def run(
+    def make(
         path: Path,
         policy: str = "policy: default\nflowControl: {enabled: false}",
         *,
@@ -45,6 +52,8 @@ def record_run() -> Callable[..., Recorded]:
         midway: Mapping[int, Callable[[Simulation], None]] = {},
         sample: float = 1.0,
         model: str = "",
+        shared: bool = False,
+        run: str = "0000cafe",
         **sizes: Any,
     ) -> Recorded:
         config = load(policy, need_endpoints=False)
@@ -60,9 +69,10 @@ def record_run() -> Callable[..., Recorded]:
         scenario = msgspec.structs.replace(
             scenario, world=msgspec.structs.replace(scenario.world, staleness_s=config.metrics.staleness)
         )
-        simulation = Simulation(scenario, config, seed=5, watch=watch, snapshots=True)
+        simulation = (SharedSimulation if shared else Simulation)(scenario, config, seed=5, watch=watch, snapshots=True)
         pipeline = simulation.pipeline
-        head = Segment(run="0000cafe", scheduling=record(config), chance=Random("pipeline/5").getstate(), sample=sample)
+        chance = Random("pipeline/5").getstate()
+        head = Segment(run=run, scheduling=record(config), chance=chance, sample=sample, shared=shared)
         bounds = {"max_bytes": 1 << 30, "segment_bytes": 64 << 20, "keep_oldest": False, "label": "t"} | sizes
         writer = Writer(recorder, Directory(path, **bounds), head, flush_s=0.0)
         writer.begin()
@@ -83,7 +93,7 @@ def record_run() -> Callable[..., Recorded]:
         writer.turn(True)
         return Recorded(path, simulation, decisions, recorder)
 
-    return run
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -13,12 +13,15 @@ from fairlead.compat.recorded import changed, record, restore
 from fairlead.config.building import build_pipeline
 from fairlead.core.errors import ConfigError
 from fairlead.core.events import EndpointUp, PeerHeard, PeerLost, Reconfigured, RequestArrived, Restored
+from fairlead.core.facts import encode as encode_facts
+from fairlead.core.facts import read_batch
 from fairlead.core.learned import EndpointLearned, Part
 from fairlead.core.records import DecisionRecord
 from fairlead.core.reports import SharedFleet
 from fairlead.core.request import Request
 from fairlead.core.state import taken
-from fairlead.lab.simulator.journal import Faults, JournalError, one_run, runs
+from fairlead.lab.simulator.capture import capture
+from fairlead.lab.simulator.journal import Faults, JournalError, one_run, runs, search
 from fairlead.lab.simulator.replay import replay
 from fairlead.lab.simulator.replay_change import compare
 from fairlead.plugins.pickers import RoundRobin
@@ -102,6 +105,52 @@ def test_what_peers_told_is_replayed(record_run: Callable[..., Any], tmp_path: P
     assert result.identical and result.exact and result.notes == []
     endpoints = [[made.endpoint for made in run.decisions if isinstance(made, DecisionRecord)] for run in (alone, told)]
     assert endpoints[0] != endpoints[1]
+
+
+def test_a_peer_leaves_out_what_it_knows_from_us(record_run: Callable[..., Any], tmp_path: Path) -> None:
+    """The replay knows it from the reports that the scheduler made."""
+    config = load("flowControl: {enabled: false}", need_endpoints=False)
+    peer = build_pipeline(config, SimClock(), Random(1), fleet=SharedFleet())
+
+    def exchange(simulation: Any) -> None:
+        reports, now = simulation.pipeline.fleet.reports, simulation.kernel.now
+        (first, *_) = simulation.servers
+        peer.handle(EndpointUp(first.endpoint))
+        peer.handle(PeerHeard("live", reports.batch(now)))
+        chains = [lease.request.prefix for lease in simulation.pipeline.fleet.ledger]
+        for number, chain in enumerate(chains, 1):
+            peer.handle(RequestArrived(Request(number, 0.0, prompt_tokens=80, stream=True, prefix=chain)))
+        message = read_batch(peer.fleet.reports.batch(0.0))  # type: ignore[attr-defined]
+        assert message.sent and not message.blocks, "all of them were reported"
+        simulation.feed(PeerHeard("p", encode_facts(message)))
+        assert not simulation.pipeline.peers.gaps()
+
+    record_run(tmp_path, "policy: default", rate=20.0, seconds=5.0, midway={60: exchange}, shared=True)
+    result = replay(one_run(tmp_path))
+    assert result.identical and result.exact and result.notes == []
+
+
+def test_the_runs_of_other_workers_are_read_too(record_run: Callable[..., Any], tmp_path: Path) -> None:
+    """In directories beside the first worker's segments; those of an earlier start are not mixed in."""
+    made = record_run(tmp_path, "policy: default", rate=20.0, seconds=5.0)
+    other = record_run(tmp_path / "worker-1", "policy: default", rate=10.0, seconds=3.0, run="0000beef")
+    (file,) = (tmp_path / "worker-1").glob("*.journal")
+    (tmp_path / "worker-2").mkdir()
+    run = one_run(tmp_path / "worker-1")
+    values = {name: getattr(run.head, name) for name in Segment.__struct_fields__} | {"run": "old", "epoch": -1e6}
+    head = block(joined([encode((SEGMENT, 0.0, Segment(**values)))], 1))
+    first = MAGIC + block(joined([encode((SEGMENT, 0.0, run.head))], 1))
+    (tmp_path / "worker-2" / "old.journal").write_bytes(MAGIC + head + file.read_bytes()[len(first) :])
+    assert {each.id for each in runs(tmp_path)} == {"0000cafe", "0000beef", "old"}
+    both = one_run(tmp_path)
+    assert (both.id, [each.id for each in both.beside]) == ("0000cafe", ["0000beef"])
+    count = [len([one for one in each.decisions if isinstance(one, DecisionRecord)]) for each in (made, other)]
+    assert len(capture(both, key=b"").workload.records) == sum(count)
+    result = replay(both)
+    assert result.identical and result.exact and "--run: 0000beef" in result.notes[0]
+    assert search(tmp_path, "0000beef.0000000000000003").run == "0000beef"
+    last = max((made.decisions[-1].at, "0000cafe"), (other.decisions[-1].at, "0000beef"))[1]
+    assert search(tmp_path, "last").run == last
 
 
 def test_other_chance_gives_other_decisions(recorded: Any, tmp_path: Path) -> None:
