@@ -13,6 +13,7 @@ import pytest
 from tellers import Teller, agree, running, until
 
 from fairlead.core.events import PeerHeard, PeerLost, StreamLost
+from fairlead.server import replicas
 from fairlead.server import replicas_files as module
 from fairlead.server.replicas_files import FACTS, RING, SNAPSHOTS, FileReplicas
 
@@ -99,6 +100,17 @@ async def test_a_worker_that_is_not_heard_is_a_trouble_after_a_lease(url: str) -
         assert not one.replicas.trouble(), "it may start again"
         await until(lambda: "only 1 of 2 workers are heard" in one.replicas.trouble())
         assert not stranger.replicas.trouble(), "it belongs to another gateway"
+
+
+async def test_facts_that_stay_missing_are_a_trouble(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where another pool's schedulers, with other endpoints, have the same name."""
+    monkeypatch.setattr(replicas, "ASK_CAP_S", 1.0)
+    one, other = Teller("vm-1", url), Teller("vm-2", url)
+    async with running(one, other):
+        await until(lambda: agree(one, other) and len(one.replicas.peers) == 1)
+        assert not one.replicas.trouble()
+        one.lacks.append("vm-2")
+        await until(lambda: "facts of vm-2 stay missing" in one.replicas.trouble())
 
 
 async def test_nothing_is_written_while_nothing_happens(url: str) -> None:

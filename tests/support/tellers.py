@@ -29,6 +29,8 @@ class Teller:
         self.snapshots = 0
         #: Whether it cannot take in what others say.
         self.fails = False
+        #: Whose facts it cannot use, whatever they say.
+        self.lacks: list[str] = []
         #: Events in their order.
         self.fed: list[Any] = []
         sequence, newest = lambda: self._fetched, lambda name: self._heard.get(name, 0)
@@ -50,7 +52,8 @@ class Teller:
         return " ".join(self.words).encode()
 
     def gaps(self) -> list[str]:
-        return [origin for origin, ahead in self._heard.items() if ahead != len(self.known.get(origin, ()))]
+        behind = [origin for origin, ahead in self._heard.items() if ahead != len(self.known.get(origin, ()))]
+        return [*self.lacks, *behind]
 
     def feed(self, event: Any) -> None:
         if self.fails and isinstance(event, PeerHeard):

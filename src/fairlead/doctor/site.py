@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Struct, structs
@@ -124,6 +125,9 @@ class Site:
         self.client = Client(config.metrics)
         self._wanted = admin.rstrip("/")
         self._admin = ""
+        #: URLs of the admin ports of several workers, in their order; and whether there are yet more schedulers.
+        self.workers: list[str] = []
+        self.elsewhere = False
         self._lent = tokeniser
         self._engines = engine_table(config.metrics)
         self._known: dict[Hashable, asyncio.Future[Any]] = {}
@@ -138,6 +142,8 @@ class Site:
             raise CannotExamine(f"$.metrics.tls.caFile: {error}") from None
         try:
             await self._look_for_scheduler()
+            if self._admin:
+                await self._look_for_workers()
             await self._find_endpoints()
         except BaseException:
             await self._stack.aclose()
@@ -196,6 +202,25 @@ class Site:
             self._admin = url
         elif self._wanted:
             raise CannotExamine(f"no scheduler at {url}: {reason}; --admin is the URL of its admin port")
+
+    async def _look_for_workers(self) -> None:
+        """With `serve --workers`: the admin ports of all workers, which follow each other."""
+        page = await self.admin_json("/debug/replicas") or {}
+        worker, workers, parts = page.get("worker", 0), page.get("workers", 1), urlsplit(self._admin)
+        if workers > 1 and parts.port:
+            ports = (parts.port - worker + number for number in range(workers))
+            self.workers = [f"{parts.scheme}://{host_port(parts.hostname or '', port)}" for port in ports]
+        self.elsewhere = len(page.get("replicas", ())) > workers - 1
+
+    async def each_worker(self, path: str) -> list[Answer | Unreached]:
+        """A page of all workers' admin ports, in their order, or why there is none."""
+        return list(await asyncio.gather(*(self._page(url + path) for url in self.workers or [self._admin])))
+
+    async def _page(self, url: str) -> Answer | Unreached:
+        try:
+            return await self.client.get(url)
+        except Unreached as error:
+            return error
 
     async def admin(self, path: str) -> Answer:
         """A page of the admin port. Raises `Unreached`."""

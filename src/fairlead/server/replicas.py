@@ -134,6 +134,9 @@ class Replicas:
         here = self._workers_here()
         if here < self.workers:
             return f"only {here} of {self.workers} workers are heard: one does not run or hangs, see the log"
+        lacking = [name for name, peer in self.peers.items() if peer.pause_s >= ASK_CAP_S]
+        if lacking:
+            return f"facts of {', '.join(lacking)} stay missing: do they have the same endpoints, and the same pool?"
         return ""
 
     def _workers_here(self) -> int:
@@ -161,6 +164,7 @@ class Replicas:
             "via": self.where,
             "connected": not self.problem,
             "problem": self.problem,
+            "trouble": self.trouble(),
             "lag_ms": round(self.lag_s * 1e3, 3),
             "missing": self.missing,
             **asdict(self.counts),

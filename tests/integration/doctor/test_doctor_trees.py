@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from ports import free_ports
 
 from fairlead.doctor.run import Examination
 
@@ -30,6 +31,9 @@ async def told() -> AsyncIterator[Told]:
         ready: str = "ready\n",
         several: bool = False,
         index: str = "fairlead\n\n/debug/endpoints  all endpoints\n",
+        replicas: Json | None = None,
+        decided: bool = False,
+        port: int | None = None,
     ) -> str:
         async def page(request: web.Request) -> web.Response:
             if request.path == "/metrics":
@@ -42,13 +46,17 @@ async def told() -> AsyncIterator[Told]:
                 return web.json_response({"endpoints": rows})
             if request.path == "/debug/decisions":
                 return web.json_response({"decisions": (decisions or [])[: int(request.query["last"])]})
+            if request.path == "/debug/replicas" and replicas is not None:
+                return web.json_response(replicas)
+            if request.path.startswith("/debug/decisions/"):
+                return web.json_response({}, status=200 if decided else 404)
             if request.path == "/readyz":
                 return web.Response(status=503 if unready else 200, text=unready or ready)
             return web.Response(text=index)
 
         app = web.Application()
-        app.router.add_get("/{path:.*}", page)
-        server = TestServer(app)
+        app.router.add_route("*", "/{path:.*}", page)
+        server = TestServer(app, port=port)
         await server.start_server()
         servers.append(server)
         return str(server.make_url("")).rstrip("/")
@@ -146,6 +154,33 @@ async def test_a_replica_that_nobody_hears_is_named(
     found = await examined(world, await told(metrics, here, ready=ready), "scheduler")
     assert codes(found) == expected
     assert all(evidence in each.evidence for each in found.findings)
+
+
+@pytest.mark.parametrize(("decided", "peers", "expected"), [(1, 1, False), (2, 1, True), (2, 2, False)])
+async def test_any_worker_may_have_decided(world: Any, told: Told, decided: int, peers: int, expected: bool) -> None:
+    """Where there are yet more schedulers, those may have, too."""
+    first, workers = (
+        free_ports(2)[0],
+        [{"worker": i, "workers": 2, "replicas": dict.fromkeys("ab"[:peers])} for i in (0, 1)],
+    )
+    admins = [await told(replicas=page, decided=i == decided, port=first + i) for i, page in enumerate(workers)]
+    config = {"endpoints": ["127.0.0.1:9"]}
+    found = await world.examined(config, admin=admins[1], gateway=await told(), only=("asking",))
+    assert codes(found) == ({"asking.bypassed"} if expected else set())
+
+
+async def test_each_worker_is_looked_at(world: Any, told: Told) -> None:
+    here, first = [{"id": "127.0.0.1:9", "address": "127.0.0.1:9"}], free_ports(3)[0]
+    trouble = "only 2 of 3 workers are heard: one does not run or hangs, see the log"
+    page = {"worker": 0, "workers": 3, "replicas": {"b": {}}, "trouble": trouble}
+    metrics = 'fairlead_replicas_connected 1\nfairlead_trouble{what="replicas"} 1\n'
+    admin = await told(metrics, here, replicas=page, port=first)
+    await told(unready="not ready\n- no endpoints\n", port=first + 1)
+    found = await examined(world, admin, "scheduler")
+    assert codes(found) == {"scheduler.not-ready", "scheduler.apart"}
+    by_code = {one.code: one for one in found.findings}
+    assert by_code["scheduler.not-ready"].where == ("worker 1", "worker 2")
+    assert by_code["scheduler.apart"].evidence == trouble
 
 
 async def test_events_that_are_not_relied_on_are_named_with_their_cause(world: Any, told: Told) -> None:

@@ -11,7 +11,7 @@ from fairlead.config.schema import Config
 from fairlead.core.endpoint import host_port
 from fairlead.core.errors import ConfigError
 from fairlead.core.headers import CONTROL_HEADERS, DESTINATION, PREFILLER
-from fairlead.doctor.http import Unreached
+from fairlead.doctor.http import Answer, Unreached
 from fairlead.doctor.requests import gateway_request, marks, shown
 from fairlead.doctor.run import Finding, Kind, Severity, Skipped, check
 from fairlead.doctor.site import Site
@@ -101,8 +101,9 @@ async def asking(site: Site) -> list[Finding]:
     if not site.has("admin") or not site.config.admin.debug:
         return []
     await asyncio.sleep(_SETTLED)
-    decision = await site.admin_json(f"/debug/decisions/{headers['x-request-id']}")
-    if decision is None:
+    pages = await site.each_worker(f"/debug/decisions/{headers['x-request-id']}")
+    decided = any(isinstance(page, Answer) and page.status == 200 for page in pages)
+    if not decided and not site.elsewhere:
         evidence = f"the scheduler has no decision for the request {headers['x-request-id']}, which was answered"
         return [BYPASSED.at("gateway", evidence)]
     return []

@@ -67,6 +67,11 @@ UNHEARD = Kind(
 "replicas.pool, which must be the same in all",
     "docs/replicas.md#what-to-watch",
 )  # fmt: skip
+APART = Kind(
+    "scheduler.apart", Severity.WARNING, "the scheduler does not hear all that the other replicas do",
+    "the log says which worker hangs or cannot start; the schedulers of one pool need the same endpoints, those of "
+"several pools another replicas.pool each", "docs/replicas.md#when-something-fails",
+)  # fmt: skip
 #: Values of `what` in `fairlead_trouble` that have findings of their own.
 _ELSEWHERE = {"replicas", "scrapes"}
 #: Share of unscheduled requests from which on there is a finding.
@@ -74,13 +79,14 @@ _MANY = 0.01
 
 
 async def _ready(site: Site) -> list[Finding]:
-    try:
-        answer = await site.admin("/readyz")
-    except Unreached as error:
-        return [NOT_READY.at("", str(error))]
-    if answer.status == 200:
-        return []
-    return [NOT_READY.at("", " ".join(answer.body.decode("utf-8", "replace").split())[:300])]
+    findings = []
+    for worker, answer in enumerate(await site.each_worker("/readyz")):
+        where = f"worker {worker}" if site.workers else ""
+        if isinstance(answer, Unreached):
+            findings.append(NOT_READY.at(where, str(answer)))
+        elif answer.status != 200:
+            findings.append(NOT_READY.at(where, " ".join(answer.body.decode("utf-8", "replace").split())[:300]))
+    return findings
 
 
 async def _pool(site: Site) -> list[Finding]:
@@ -140,6 +146,9 @@ async def _alone(site: Site) -> list[Finding]:
         return []
     if not connected[0][1]:
         return [ALONE.at("", next((note for note in await _notes(site) if "decides alone" in note), ""))]
+    if any(value for labels, value in await site.metric("fairlead_trouble") if labels.get("what") == "replicas"):
+        page = await site.admin_json("/debug/replicas") or {}
+        return [APART.at("", str(page.get("trouble", "")))]
     silent = max((seconds for _, seconds in await site.metric("fairlead_replicas_unheard_seconds")), default=0.0)
     lease = site.config.replicas.lease
     return [UNHEARD.at("", f"none for {silent:.0f} s")] if silent > lease else []
@@ -148,7 +157,7 @@ async def _alone(site: Site) -> list[Finding]:
 @check(
     "scheduler",
     "the running scheduler is ready and has the configured endpoints",
-    (NOT_READY, NO_METRICS, OTHER_POOL, HIDDEN, PLUGINS, FALLBACKS, FORGETS, RESTRICTED, ALONE, UNHEARD),
+    (NOT_READY, NO_METRICS, OTHER_POOL, HIDDEN, PLUGINS, FALLBACKS, FORGETS, RESTRICTED, ALONE, APART, UNHEARD),
     needs=("admin",),
 )
 async def scheduler(site: Site) -> list[Finding]:

@@ -94,11 +94,11 @@ class Run(Struct):
     def until(self) -> float:
         """When its last record was made, in seconds since 1970."""
         path, head = self.segments[-1]
-        return head.epoch + max((at for _, at, _ in _items(path.read_bytes(), Faults())), default=0.0)
+        return head.epoch + max((time_s for _, time_s, _ in _items(path.read_bytes(), Faults())), default=0.0)
 
     def since(self) -> float:
         """When its first record was made that is there, in seconds since 1970."""
-        return self.head.epoch + next((at for _, at, _ in self.items()), 0.0)
+        return self.head.epoch + next((time_s for _, time_s, _ in self.items()), 0.0)
 
 
 def runs(path: Path) -> list[Run]:
@@ -127,10 +127,10 @@ def one_run(path: Path, run: str = "") -> Run:
     if not run:
         own = [candidate for candidate in there if candidate.segments[0][0].parent == path]
         last = (own or there)[-1]
-        others = [candidate for candidate in there if candidate.segments[0][0].parent != last.segments[0][0].parent]
-        if others:
+        elsewhere = [candidate for candidate in there if candidate.segments[0][0].parent != last.segments[0][0].parent]
+        if elsewhere:
             since, until = last.since(), last.until()
-            last.beside = [other for other in others if other.until() >= since and other.since() <= until]
+            last.beside = [each for each in elsewhere if each.until() >= since and each.since() <= until]
         return last
     for candidate in there:
         if candidate.id == run:
