@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-from msgspec import Struct
+from msgspec import UNSET, Struct
 
 from fairlead.apis.request import parse_request
 from fairlead.apis.tokens import PromptTokeniser, PromptTokens
@@ -158,11 +158,11 @@ class IndexService:
         index = self._exact.index
         matches = [(index.look_up(chain, slots), chain) for chain in chains]
         best = [_columns(match, chain, given_blocks) for match, chain in matches if match is not None]
-        pods = {name: _best(best, slot) for name, slot in wanted.items()}
+        total, size = max(((max(given_blocks, len(chain.keys)), chain.block_size) for chain in chains), default=(0, 0))
+        pods = {name: _best(best, slot, max(size, 1)) for name, slot in wanted.items()}
         pods |= dict.fromkeys(unknown, _NOTHING)
         if query.hits_only:
             pods = {name: pod for name, pod in pods.items() if pod.matched}
-        total, size = max(((max(given_blocks, len(chain.keys)), chain.block_size) for chain in chains), default=(0, 0))
         self.asked.questions += 1
         self.asked.looked_up += total
         self.asked.hit += max((pod.matched for pod in pods.values()), default=0)
@@ -195,15 +195,22 @@ def _columns(match: KvMatch, chain: BlockChain, given_blocks: int) -> _Columns:
     return _Columns(match.blocks.tolist(), match.tiers.T.tolist(), total, max(chain.block_size, 1))
 
 
-def _best(matches: Sequence[_Columns], slot: int) -> PodAnswer:
-    """The best match of an endpoint, in blocks of its own size: chains with other block sizes match nothing there."""
+def _best(matches: Sequence[_Columns], slot: int, size: int) -> PodAnswer:
+    """The best match of an endpoint, in blocks of its own size: chains with other block sizes match nothing there.
+    `size`: that of the answer."""
     best, most = _NOTHING, 0.0
     for columns in matches:
         blocks = columns.blocks[slot]
         if blocks * columns.size > most:
             most = blocks * columns.size
             tiers = {_TIER_NAMES[tier]: int(count) for tier, count in enumerate(columns.tiers[slot]) if count}
-            best = PodAnswer(matched=int(blocks), hit_rate=round(blocks / columns.total, 4), tiers=tiers)
+            best = PodAnswer(
+                matched=int(blocks),
+                hit_rate=round(blocks / columns.total, 4),
+                tiers=tiers,
+                total=UNSET if columns.size == size else columns.total,
+                block_size=UNSET if columns.size == size else columns.size,
+            )
     return best
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from msgspec import DecodeError, Struct, ValidationError
+from msgspec import UNSET, DecodeError, Struct, UnsetType, ValidationError
 from msgspec.structs import asdict
 
 from fairlead.core.kv.answered import RankState
@@ -49,11 +49,14 @@ class Query(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class PodAnswer(Struct, frozen=True, kw_only=True, gc=False):
-    """One endpoint. `matched`: blocks from the prompt's beginning; `tiers`: the matched blocks by tier."""
+    """One endpoint. `matched`: blocks from the prompt's beginning; `tiers`: the matched blocks by tier. `total` and
+    `block_size` are those of its blocks, if they are not as large as the answer's."""
 
     matched: int
     hit_rate: float
     tiers: dict[str, int] = {}
+    total: int | UnsetType = UNSET
+    block_size: int | UnsetType = UNSET
 
 
 class Answer(Struct, frozen=True, kw_only=True):

@@ -146,6 +146,22 @@ async def test_token_ids_texts_and_messages(world: World) -> None:
     assert (found["total"], found["pods"]["default/pod0"]["matched"]) == (2000, 4)
 
 
+async def test_each_pod_has_blocks_of_its_own_size(world: World) -> None:
+    index = world.exact.index
+    cache = index.rank(2, 0, ANY_MODEL)
+    cache.block_size = 32
+    keys = prompt_keys(index.space.root(ANY_MODEL, ""), array("I", TOKENS).tobytes(), 32).tolist()
+    index.store(index.shelf(cache, 0, Tier.GPU), [7], keys[:1], 0)
+    world.exact.refresh()
+    found = await world.post({"token_ids": TOKENS})
+    assert (found["total"], found["block_size"]) == (4, 16)
+    assert found["pods"] == {
+        "default/pod0": {"matched": 4, "hit_rate": 1.0, "tiers": {"gpu": 4}},
+        "default/pod1": {"matched": 2, "hit_rate": 0.5, "tiers": {"gpu": 1, "cpu": 1}},
+        "default/pod2": {"matched": 1, "hit_rate": 0.5, "tiers": {"gpu": 1}, "total": 2, "block_size": 32},
+    }
+
+
 @pytest.mark.parametrize(
     ("fields", "status", "said"),
     [
