@@ -43,6 +43,7 @@ from fairlead.pool.endpoints_file import follow_endpoints
 from fairlead.pool.kube.objects import H2C
 from fairlead.server.journal.records import WORKER
 from fairlead.server.running_gateway import RunningGateway
+from fairlead.server.state import WORKER as STATE_OF_WORKER
 
 _PACKAGES = str(Path(fairlead.__file__).parents[1])
 _LARGEST_HEAP = 4 << 30
@@ -169,8 +170,8 @@ def worker_flags(config: Config, plan: Plan, worker: int) -> dict[str, Any]:
         give("autoscaling", port=0)  # all workers would give the same answers
     if worker and config.journal.path:
         give("journal", path=f"{config.journal.path}/{WORKER}{worker}")
-    if worker and config.state.file:
-        give("state", file=f"{config.state.file}.worker-{worker}")
+    if worker and (state := config.state.path(config.journal)):
+        give("state", file=f"{state}{STATE_OF_WORKER}{worker}")
     if worker and config.kv_events.snapshot:
         give("kvEvents", snapshot=f"{config.kv_events.snapshot}.worker-{worker}")
     if config.seed is not None:

@@ -36,6 +36,8 @@ from fairlead.server.observe.log import get
 log = get("state")
 
 MAGIC = b"fairlead state\n"
+#: What follows in the names of other workers' files, before their number.
+WORKER = ".worker-"
 #: Taking and encoding a file may use this share of the time between two files.
 _BUSY = 0.02
 #: One part in this many of the largest file is reserved for data other than prefixes.
@@ -154,16 +156,24 @@ class StateFile:
         self.note = ""
 
     async def start(self) -> None:
-        """Read the file, and restore what does not belong to single endpoints."""
-        self._stored = stored = await asyncio.to_thread(read_state, self._path, self._cut, self._settings.max_bytes)
+        """Read the file, and restore what does not belong to single endpoints. A worker without a file of its own reads
+        that of the first one, which knows what all have sent."""
+        path, first = self._path, self._path.with_name(self._path.name.partition(WORKER)[0])
+        stored = await self._read(path)
+        if first != path and (stored.head is None or self._age() > self._settings.max_age):
+            path, stored = first, await self._read(first)
         for problem in stored.problems:
-            log.warning("loaded only part of the saved state", file=str(self._path), problem=problem)
+            log.warning("loaded only part of the saved state", file=str(path), problem=problem)
         if self._age() > self._settings.max_age:
             age = f"it is {self._age():.0f} s old, and state.maxAge is {self._settings.max_age:.0f} s"
-            log.warning("did not load the saved cache contents", file=str(self._path), problem=age)
+            log.warning("did not load the saved cache contents", file=str(path), problem=age)
         if stored.common is not None:
             self._feed(Restored(stored.common, self._age()))
         self._writing = asyncio.create_task(self._write_on())
+
+    async def _read(self, path: Path) -> Stored:
+        self._stored = await asyncio.to_thread(read_state, path, self._cut, self._settings.max_bytes)
+        return self._stored
 
     def joined(self, endpoint: Endpoint) -> None:
         """The endpoint is in the pool now: restore what was known of it."""

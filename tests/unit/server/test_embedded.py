@@ -77,6 +77,14 @@ def test_only_the_first_worker_answers_autoscalers() -> None:
         check_workers(taken, 3)
 
 
+def test_files_of_workers_are_beside_those_of_the_first() -> None:
+    plan = Plan("/gateway", [], ["/gateway/admin-0.sock"], 0.0, 1.0)
+    config = load("endpoints: ['127.0.0.1:1']\njournal: {path: /j}\n")
+    paths = [load("endpoints: ['127.0.0.1:1']", flags=worker_flags(config, plan, i)) for i in range(2)]
+    assert (paths[1].journal.path, paths[1].state.file) == ("/j/worker-1", "/j/learned.state.worker-1")
+    assert not paths[0].state.file, "the journal's directory says it"
+
+
 def test_a_replacement_knows_the_gateway_and_its_own_number() -> None:
     config = load("endpoints: ['127.0.0.1:1']\n")
     plan = Plan("/gateway", [], ["/gateway/admin-0.sock"], 0.0, 1.0)

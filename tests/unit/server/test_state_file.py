@@ -359,3 +359,18 @@ def test_where_it_is() -> None:
 
 def test_a_file_that_is_not_there_says_nothing(tmp_path: Path) -> None:
     assert read_state(tmp_path / "none", HASHER, MOST) == Stored()
+
+
+async def test_a_worker_without_a_file_reads_that_of_the_first(written: Path) -> None:
+    own = written.with_name(f"{written.name}.worker-1")
+    process = await restarted(own)
+    assert all(process.knows(*range(10)))
+    process.serve(11)
+    await process.file.close()
+    again = await restarted(own)
+    assert again.knows(11) == [True], "it has a file of its own by now"
+    await again.file.close()
+    old = await restarted(own, max_age=1e-9)
+    assert old.knows(1) == [False]
+    await old.file.close()
+    assert read_state(written, HASHER, MOST).problems == []
