@@ -32,6 +32,7 @@ from itertools import starmap
 from math import inf
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from fairlead.core.endpoint import host_port
 from fairlead.core.errors import ProtocolError
@@ -109,12 +110,12 @@ class AccessLogEntry(Struct, frozen=True):
     ttft_ms: float = -1.0
     duration_ms: float = -1.0
     response_bytes: int = -1
-    client_gone: bool = False
-    #: After a 2xx: whether the model server broke off.
-    upstream_reset: bool = False
     #: Only of the summary: upstreams that were tried, and the gateway's own id.
     attempts: int = 0
     gateway_id: str = ""
+    client_gone: bool = False
+    #: After a 2xx: whether the model server broke off.
+    upstream_reset: bool = False
 
 
 def read_uploads(message: bytes) -> list[tuple[str, int, str]]:
@@ -152,26 +153,25 @@ def _summarised(
     gateway_id: str,
 ) -> AccessLogEntry:
     """The groups of `_SUMMARY`."""
-    gone, reset = _cut_short(status, flags) if flags else (False, False)
-    return AccessLogEntry(
+    entry = AccessLogEntry(
         lease,
         int(status or 0),
         upstream,
         int(ttft_us) / 1000.0 if ttft_us else -1.0,
         float(duration_ms) if duration_ms else -1.0,
         int(size) if size else -1,
-        gone,
-        reset,
         int(attempts or 0),
         gateway_id,
     )
+    return _flagged(entry, flags) if flags else entry
 
 
-def _cut_short(status: str, flags: str) -> tuple[bool, bool]:
-    """Whether the client went away, and whether the model server broke off."""
+def _flagged(entry: AccessLogEntry, flags: str) -> AccessLogEntry:
+    """The same with who ended it early."""
     names = flags.split(",")
     gone = not _GONE_FLAGS.isdisjoint(names)
-    return gone, status.startswith("2") and not gone and not _RESET_FLAGS.isdisjoint(names)
+    reset = 200 <= entry.status < 300 and not gone and not _RESET_FLAGS.isdisjoint(names)
+    return replace(entry, client_gone=gone, upstream_reset=reset)
 
 
 def _read_entry(data: bytes, start: int, end: int) -> AccessLogEntry:
