@@ -9,7 +9,9 @@
 Rules
 * Every error is JSON, `{"error": {"status": 400, "message": "..."}}`, and says what would be right.
 * Bodies are bounded. Larger ones are refused before they are read to the end.
-* A snapshot is made of the live index, segment by segment, while the loop runs in between; one at a time.
+* A snapshot is made of the live index, segment by segment, while the loop runs in between; one at a time. Its readers
+  share it for `SHARED_S` seconds, and for longer while two are being read. Who takes a MiB in no less than `STALL_S`
+  seconds is cut off, and who sends a question in no less than `ASK_S`.
 * Clients cannot change the index, except by `PUT /snapshot`, which is off by default.
 """
 
@@ -28,6 +30,8 @@ from fairlead.server.indexer.service import IndexService
 from fairlead.server.indexer.wire import JSON, MSGPACK, QueryError, read_query, write
 
 MAX_QUERY, MAX_SNAPSHOT = 8 << 20, 1 << 30
+SHARED_S, STALL_S, ASK_S = 60.0, 10.0, 30.0
+_CHUNK = 1 << 20
 
 _PAGES = {
     "POST /query": 'who holds how much: {"prompt_hash": [...], "pods": [...]}',
@@ -52,6 +56,14 @@ class IndexSources(Struct, frozen=True, kw_only=True):
     on_error: Callable[[str, Exception], object] = lambda page, error: None
 
 
+class _Snapshot(Struct, eq=False):
+    """A snapshot, the loop's time when it was made, and how many clients are reading it."""
+
+    pieces: list[bytes]
+    made: float
+    readers: int = 0
+
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -65,6 +77,7 @@ class IndexServer(HttpPort):
         self._service = service
         self._sources = sources
         self._saving = asyncio.Lock()
+        self._snapshots: list[_Snapshot] = []
 
     def make_app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_QUERY, middlewares=[self._refusals])
@@ -110,7 +123,12 @@ class IndexServer(HttpPort):
 
     async def _query(self, request: web.Request) -> web.Response:
         content_type = MSGPACK if request.content_type == MSGPACK else JSON
-        query = read_query(await request.read(), content_type)
+        try:
+            async with asyncio.timeout(ASK_S):
+                body = await request.read()
+        except TimeoutError:
+            raise QueryError(408, f"the body did not come within {ASK_S:g} seconds") from None
+        query = read_query(body, content_type)
         return _written(await self._service.answer(query), content_type)
 
     async def _state(self, request: web.Request) -> web.Response:
@@ -119,18 +137,36 @@ class IndexServer(HttpPort):
     async def _snapshot(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
         async with self._saving:
+            snapshot = await self._newest()
+            snapshot.readers += 1
+        response.content_length = sum(map(len, snapshot.pieces))
+        try:
+            await response.prepare(request)
+            for piece in snapshot.pieces:
+                for offset in range(0, len(piece), _CHUNK):
+                    async with asyncio.timeout(STALL_S):
+                        await response.write(piece[offset : offset + _CHUNK])
+            await response.write_eof()
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()
+        except ConnectionError:
+            pass  # the client left
+        finally:
+            snapshot.readers -= 1
+        return response
+
+    async def _newest(self) -> _Snapshot:
+        self._snapshots = [snapshot for snapshot in self._snapshots if snapshot.readers]
+        now = asyncio.get_running_loop().time()
+        if not self._snapshots or (len(self._snapshots) == 1 and now - self._snapshots[0].made > SHARED_S):
             pieces: list[bytes] = []
             for piece in self._sources.snapshot():
                 if piece:
                     pieces.append(piece)
                 await asyncio.sleep(0)
-        response.content_length = sum(map(len, pieces))
-        await response.prepare(request)
-        for piece in pieces:
-            for offset in range(0, len(piece), 1 << 20):
-                await response.write(piece[offset : offset + (1 << 20)])
-        await response.write_eof()
-        return response
+            self._snapshots.append(_Snapshot(pieces, now))
+        return self._snapshots[-1]
 
     async def _take(self, request: web.Request) -> web.Response:
         take = self._sources.take

@@ -242,6 +242,53 @@ async def test_snapshots_come_and_go(world: World) -> None:
     assert world.errors == []
 
 
+async def test_readers_of_a_snapshot_share_it_and_are_cut_off_if_they_stop(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, world: World
+) -> None:
+    monkeypatch.setattr(module, "STALL_S", 600.0)
+    made = list[int]()
+
+    def pieces() -> Any:
+        made.append(1)
+        yield b"x" * (24 << 20)
+
+    server = IndexServer(world.service, IndexSources(metrics=list, unready=list, snapshot=pieces), "127.0.0.1", 0)
+    await server.start()
+
+    async def begin() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1024)
+        writer.write(b"GET /snapshot HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+        return reader, writer
+
+    readers = [await begin() for _ in range(6)]
+    assert len(made) == 1
+    assert len(await readers[0][0].readexactly(24 << 20)) == 24 << 20
+    for _, writer in readers:
+        writer.transport.abort()
+    monkeypatch.setattr(module, "STALL_S", 0.05)
+    readers = [await begin() for _ in range(3)]
+    before = len(made)
+    async with asyncio.timeout(15):
+        while len(made) == before:  # until the readers are cut off, who comes gets the snapshot that is being sent
+            _, writer = await begin()
+            writer.transport.abort()
+    for _, writer in readers:
+        writer.transport.abort()
+    await server.close()
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+async def test_a_question_that_does_not_come_is_refused(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
+    monkeypatch.setattr(module, "ASK_S", 0.05)
+
+    async def body() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    assert (await world.call("POST", "/query", data=body()))[0] == 408
+
+
 async def test_snapshots_are_not_taken_in_unless_allowed() -> None:
     world = World()
     sources = IndexSources(metrics=list, unready=list, snapshot=list)
