@@ -13,6 +13,8 @@ Rules
 from collections.abc import Iterable
 from math import inf
 
+from msgspec.structs import replace
+
 from fairlead.core.columns import BoolColumn
 from fairlead.core.facts import AGE_UNIT, Held
 from fairlead.core.flow import FlowKey
@@ -47,9 +49,15 @@ class PeerQueues:
         """Take a new measurement of the time from a charge until peers know of it."""
         self._delay_s = min(max(delay_s, LEAST_S), MOST_S)
 
-    def take(self, origin: str, held: Iterable[Held], queues: Queues, now: float) -> None:
-        """Take over the flows that a peer reported; its other flows have not changed."""
+    def take(self, origin: str, held: Iterable[Held], queues: Queues, now: float, complete: bool = False) -> None:
+        """Take over the flows that a peer reported; its other flows have not changed, or want nothing if the report is
+        `complete`."""
         flows, idle = self._held.setdefault(origin, {}), self._idle.setdefault(origin, {})
+        if complete:
+            held = [*held]
+            named = {FlowKey(flow.priority, flow.model, flow.tenant) for flow in held}
+            ended = [flow for key, flow in flows.items() if key not in named and key not in idle]
+            held += [replace(flow, count=0, age=0, wanted=0) for flow in ended]
         for flow in held:
             key = FlowKey(flow.priority, flow.model, flow.tenant)
             before = flows.get(key)

@@ -261,7 +261,8 @@ class Peers:
     def _hold(self, origin: str, view: View, message: Batch | Snapshot, now: float) -> None:
         """Take over the message's flows and avoided endpoints, unless a newer message has already reported them."""
         if self._flow is not None and message.sequence >= view.newest:
-            self._flow.peers.take(origin, message.held, self._flow.queues, now)
+            complete = isinstance(message, Snapshot)
+            self._flow.peers.take(origin, message.held, self._flow.queues, now, complete)
         if message.avoided is not None and message.sequence >= view.avoided_sequence:
             before, view.avoided_sequence = view.avoided, message.sequence
             view.avoided = {message.endpoints[each.endpoint]: now + each.left_ms * 1e-3 for each in message.avoided}

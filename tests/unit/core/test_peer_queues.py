@@ -218,3 +218,21 @@ def test_names_that_want_nothing_make_room_for_new_ones():
     assert peers.top == 10, "what waits is kept"
     peers.drop("a")
     assert peers.top == -inf and not peers.beside(mine)
+
+
+def test_a_snapshot_ends_waits_whose_end_was_lost(two, clock):
+    a, b = two
+    full_with_a_higher_band_at_the_peer(a, b)
+    assert a.control.peers.top == 5
+    a.end(1)
+    a.tell(b)
+    b.end(1)
+    assert b.pipeline.fleet.reports.batch(clock.time()), "it is lost"
+    clock.advance(1.0)
+    b.send(7, tenant="z")
+    b.tell(a)
+    assert a.pipeline.peers.gaps() == ["b"]
+    a.feed(PeerSnapshot("b", b.pipeline.fleet.reports.snapshot()))
+    assert not len(b.control)
+    assert a.control.peers.top == -inf
+    assert a.control.peers.beside(FlowKey(0, "", "")), "what it has running counts as before"
