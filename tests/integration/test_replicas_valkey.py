@@ -52,6 +52,17 @@ async def test_nothing_is_written_while_nothing_happens(server: ValkeyServer) ->
             assert await client.xlen("{fairlead:pool}:told") == before + 1
 
 
+async def test_the_last_to_leave_removes_what_was_told(server: ValkeyServer) -> None:
+    one, other = Teller("a", server.url), Teller("b", server.url)
+    async with Valkey.from_url(server.url) as client:
+        async with running(one):
+            async with running(other):
+                one.say("word")
+                await until(lambda: other.known == {"a": ["word"]})
+            assert await client.exists("{fairlead:pool}:told"), "one is left"
+        assert [key for key in await client.keys() if b"snapshot" not in key] == []
+
+
 async def test_a_joiner_gets_what_was_said_before(server: ValkeyServer) -> None:
     one = Teller("a", server.url)
     async with running(one):

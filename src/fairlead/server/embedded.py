@@ -36,7 +36,7 @@ from fairlead.core.events import EndpointDown, EndpointUp
 from fairlead.gateway.envoy.authentication import KeysFile, read_jwt, read_keys, script
 from fairlead.gateway.envoy.gateway import Plan, prepare
 from fairlead.gateway.envoy.options import Options, Tls
-from fairlead.gateway.envoy.process import JWT, KEYS, tie_to_parent
+from fairlead.gateway.envoy.process import FACTS, JWT, KEYS, tie_to_parent
 from fairlead.gateway.memory import memory_limit
 from fairlead.gateway.ports import listening_sockets
 from fairlead.pool.endpoints_file import follow_endpoints
@@ -47,8 +47,6 @@ from fairlead.server.state import WORKER as STATE_OF_WORKER
 
 _PACKAGES = str(Path(fairlead.__file__).parents[1])
 _LARGEST_HEAP = 4 << 30
-#: The directory in the gateway's one where workers tell each other what they do.
-FACTS = "facts"
 #: What the small interpreter runs. Without `ssl`, asyncio does not load OpenSSL, a quarter of its memory.
 _BECOME = """
 import json, sys

@@ -131,7 +131,10 @@ class ValkeyReplicas(Replicas):
                 await self._tell_batches(client)
                 await client.delete(self._alive + self._name)
                 await client.srem(self._members, self._name)
-                await self._write(client, GONE, b"")
+                if await client.smembers(self._members):
+                    await self._write(client, GONE, b"")
+                else:
+                    await client.delete(self._stream)
 
     async def _collect(self) -> None:
         """Take facts from the core, whether there is a server or not."""

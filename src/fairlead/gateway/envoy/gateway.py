@@ -5,11 +5,14 @@ async with Gateway(options, endpoints=["10.0.0.1:8000"]) as gateway:
     gateway.set_endpoints(["10.0.0.1:8000", "10.0.0.2:8000"])
 """
 
+import contextlib
+import fcntl
 import json
 import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -26,6 +29,7 @@ from fairlead.gateway.envoy.process import (
     ADMIN_SOCKET,
     BOOTSTRAP,
     ENDPOINTS,
+    FACTS,
     KEYS,
     LISTENERS,
     LISTENERS_LATER,
@@ -35,6 +39,9 @@ from fairlead.gateway.ports import obstacle
 
 log = logging.getLogger("fairlead.gateway")
 
+_PREFIX = "fairlead-"
+#: Seconds within which a gateway that starts has certainly locked its new directory.
+_STARTS_S = 60.0
 _LISTENER = "type.googleapis.com/envoy.config.listener.v3.Listener"
 
 
@@ -78,7 +85,8 @@ def prepare(
     options.check()
     binary = binary or find_envoy()
     check_free(options.host, options.port)
-    own = Path(tempfile.mkdtemp(prefix="fairlead-", dir=directory))  # mode 0700
+    remove_leftovers(directory or Path(tempfile.gettempdir()))
+    own = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=directory))  # mode 0700
     try:
         pool = EndpointsFile(own / ENDPOINTS)
         pool.write(tuple(endpoints) or options.endpoints)
@@ -101,6 +109,20 @@ def prepare(
         scheduler_timeout=scheduler_timeout,
         schedulers=1 + len(options.peers),
     )
+
+
+def remove_leftovers(base: Path) -> None:
+    """Remove directories of gateways that were killed, if their workers left files there: two MiB each."""
+    for path in base.glob(f"{_PREFIX}*/{FACTS}"):
+        with contextlib.suppress(OSError):
+            directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a running gateway holds it
+                about = os.fstat(directory)
+                if about.st_uid == os.getuid() and time.time() - about.st_mtime > _STARTS_S:
+                    shutil.rmtree(path.parent, ignore_errors=True)
+            finally:
+                os.close(directory)
 
 
 def _write(directory: Path, number: int, binary: str, options: Options) -> list[str]:

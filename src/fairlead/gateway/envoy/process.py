@@ -24,6 +24,8 @@ log = logging.getLogger("fairlead.gateway")
 #: Files in the gateway's directory. Each Envoy has its own two of the first line, by number.
 ADMIN_SOCKET, BOOTSTRAP = "admin-{}.sock", "bootstrap-{}.json"
 ENDPOINTS, KEYS, JWT = "endpoints.json", "keys.json", "jwt.json"
+#: The directory in the gateway's one where workers tell each other what they do.
+FACTS = "facts"
 #: The current listeners, and those to open when clients may connect.
 LISTENERS, LISTENERS_LATER = "listeners.json", "listeners-later.json"
 #: The prefix of the metrics of the client listener.
