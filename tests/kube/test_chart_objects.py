@@ -30,6 +30,8 @@ MODEL: Object = {
     "spec": {"modelName": "chat", "poolRef": {"name": "p"}, "targetModels": [{"name": "a", "weight": 1}]},
 }
 
+DEPLOYMENT: Object = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "one-epp"}}
+
 
 @pytest.fixture(scope="module")
 def equipped(kube: Cluster, go: str) -> Cluster:
@@ -151,9 +153,36 @@ def test_an_upgrade_leaves_the_files_of_running_pods_alone(
     first = files("info")
     second = files("debug")
     assert len(first) == 1 and first.items() <= second.items() and len(second) == 2
-    assert files("debug").keys() == second.keys() - first.keys()
+    third = files("debug")
+    assert third.keys() == second.keys() - first.keys()
+    # A rollout that has not ended: pods of an older ReplicaSet run, and the Deployment names the newest file only.
+    made = kube.admin.get(DEPLOYMENT, namespace)
+    owner = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "one-epp", "uid": made["metadata"]["uid"]}
+    older: Object = {"apiVersion": "apps/v1", "kind": "ReplicaSet"}
+    older["metadata"] = {"name": "older", "ownerReferences": [owner]}
+    older["spec"] = {key: made["spec"][key] for key in ("selector", "template")}
+    kube.admin.create(older, namespace)
+    for pods, level in ((1, "warning"), (1, "error"), (0, "info")):
+        kube.admin.patch(older, {"status": {"replicas": pods}}, namespace, "status")
+        assert (third.keys() < files(level).keys()) == bool(pods)
     assert len(files("debug", "--set", "restartOnConfigChange=false")) == 2
     assert [*files("error", "--set", "restartOnConfigChange=false")] == ["one-epp"]
+
+
+def test_an_autoscaler_keeps_its_number(kube: Cluster, namespace: str, helm: Helm, tmp_path: Path) -> None:
+    access = ("--namespace", namespace, "--kubeconfig", str(kube.kubeconfig(tmp_path / "kubeconfig")), *LABELS)
+
+    def replicas(*more: str) -> int:
+        shared = ("--set", "inferenceExtension.valkey.enabled=true,inferenceExtension.replicas=3")
+        run = helm.run("upgrade", "--install", "one", str(CHART), *access, *shared, *more)
+        assert run.returncode == 0, run.stderr
+        return int(kube.admin.get(DEPLOYMENT, namespace)["spec"]["replicas"])
+
+    assert replicas() == 3
+    assert replicas("--set", "autoscaling.enabled=true") == 3
+    kube.admin.patch(DEPLOYMENT, {"spec": {"replicas": 4}}, namespace, "scale")
+    assert replicas("--set", "autoscaling.enabled=true,config.log.level=debug") == 4
+    assert replicas("--set", "autoscaling.enabled=true") == 4
 
 
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/{}/leases"

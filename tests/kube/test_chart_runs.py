@@ -88,6 +88,6 @@ def test_the_picker_serves_tls_and_answers_its_probes(
     def told() -> bool:
         slice_ = kube.admin.get(found, namespace)
         ports = {one["name"]: one["port"] for one in slice_["ports"]}
-        return bool(slice_["endpoints"][0]["addresses"] == ["10.244.0.7"] and ports == {"grpc-ext-proc": 9002})
+        return bool(slice_["endpoints"][0]["addresses"] == ["10.244.0.7"] and ports == {"grpc-ext-proc": picker})
 
     assert until(told, "the slice that gateways read")

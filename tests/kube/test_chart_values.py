@@ -81,7 +81,7 @@ def test_probes_ask_what_is_answered(helm: Helm, values: Path) -> None:
         (pod["readinessProbe"], WARM if leads else READINESS, "/readyz"),
     ):
         if "grpc" in probe:
-            assert probe["grpc"] == {"port": 9003, "service": service}
+            assert probe["grpc"] == {"port": configured(objects).ext_proc.health_port, "service": service}
         else:
             assert probe["httpGet"] == {"path": page, "port": "metrics"} and "metrics" in named
 
@@ -330,6 +330,15 @@ def test_custom_plugins_are_checked_as_well(helm: Helm, entries: str) -> None:
             [*LABELS, "--set", "standalone.enabled=true,inferenceExtension.leaderElection.enabled=true"],
             "stands by serves nothing",
         ),
+        (
+            [*LABELS, "--set", "inferenceExtension.terminationGracePeriodSeconds=34"],
+            "at least preStopSleepSeconds and 30",
+        ),
+        ([*LABELS, "--set", "config.kubernetes.leaderElection.enabled=true"], "set inferenceExtension.leaderElection"),
+        (
+            [*LABELS, "--set", "autoscaling.enabled=true,autoscaling.minReplicas=6,autoscaling.maxReplicas=5"],
+            "autoscaling.minReplicas",
+        ),
         ([*LABELS, "--set", "standalone.keysSecret=keys"], "set standalone.enabled"),
         (
             [*LABELS, "--set", "standalone.enabled=true,inferenceExtension.replicas=3"],
@@ -432,6 +441,19 @@ def test_nobody_reaches_more_than_was_asked_for(helm: Helm) -> None:
     (policy,) = [thing["spec"] for thing in objects if thing["kind"] == "NetworkPolicy"]
     assert policy["policyTypes"] == ["Ingress"]
     assert [ports["port"] for rule in policy["ingress"] for ports in rule["ports"]] == ["grpc-ext-proc", "metrics"]
+
+
+def test_names_and_labels_that_kubernetes_takes(helm: Helm, tmp_path: Path) -> None:
+    """Pods of a StatefulSet have a label of its name and eleven characters; labels have 63 at most, and no `+`."""
+    long = "n" * 53
+    objects = helm.render(*LABELS, "--set", "inferenceExtension.valkey.enabled=true", release=long)
+    (name,) = [thing["metadata"]["name"] for thing in of_kind(objects, "StatefulSet")]
+    assert len(name) <= 52
+    assert configured(objects).replicas.via == f"valkey://fairlead@{name}:6379/0"
+    chart = Path(__file__).parents[2] / "charts" / "fairlead"
+    assert helm.run("package", str(chart), "--version", "1.2.3+abc", "--destination", str(tmp_path)).returncode == 0
+    text = helm.run("template", "one", str(tmp_path / "fairlead-1.2.3+abc.tgz"), *LABELS).stdout
+    assert set(re.findall(r"helm.sh/chart: (.*)", text)) == {"fairlead-1.2.3_abc"}
 
 
 def test_what_was_learned_is_kept_in_the_pod_or_beside_the_journal(helm: Helm) -> None:

@@ -30,7 +30,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{/* (root, selector, component): labels of an object; the chart's own win over commonLabels */}}
 {{- define "fairlead.allLabels" -}}
 {{- $root := index . 0 -}}
-{{- $chart := printf "%s-%s" $root.Chart.Name $root.Chart.Version -}}
+{{- $chart := printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" -}}
 {{- $own := dict "app.kubernetes.io/version" $root.Chart.AppVersion "app.kubernetes.io/component" (index . 2) "app.kubernetes.io/managed-by" $root.Release.Service "helm.sh/chart" $chart -}}
 {{- toYaml (merge (index . 1 | fromYaml) $own $root.Values.commonLabels) -}}
 {{- end }}
@@ -192,16 +192,24 @@ imagePullPolicy: {{ .pullPolicy }}
 {{- include "fairlead.epp" . }}{{ if .Values.restartOnConfigChange }}-{{ include "fairlead.config" . | sha256sum | trunc 10 }}{{ end -}}
 {{- end }}
 
-{{/* (root, Deployment, name, labels, text): the ConfigMap, and the one that the running Deployment names: its pods may be made again */}}
+{{/* (root, Deployment, name, labels, text): the ConfigMap, and those that the running Deployment and its ReplicaSets with pods name: pods may be made again */}}
 {{- define "fairlead.configMaps" -}}
 {{- $root := index . 0 -}}
 {{- $namespace := $root.Release.Namespace -}}
 {{- $texts := dict (index . 2) (index . 4) -}}
 {{- $running := lookup "apps/v1" "Deployment" $namespace (index . 1) -}}
-{{- range dig "spec" "template" "spec" "volumes" list ($running | default dict) -}}
+{{- $templates := list (dig "spec" "template" dict ($running | default dict)) -}}
+{{- range (lookup "apps/v1" "ReplicaSet" $namespace "").items -}}
+{{- if and (dig "status" "replicas" 0 .) (eq (index $ 1) (dig "name" "" (first (.metadata.ownerReferences | default list) | default dict))) -}}
+{{- $templates = append $templates .spec.template -}}
+{{- end -}}
+{{- end -}}
+{{- range $templates -}}
+{{- range dig "spec" "volumes" list . -}}
 {{- if and (eq .name "config") (ne (dig "configMap" "name" "" .) (index $ 2)) -}}
 {{- $kept := lookup "v1" "ConfigMap" $namespace .configMap.name -}}
 {{- with dig "data" "fairlead.yaml" "" ($kept | default dict) -}}{{- $_ := set $texts $kept.metadata.name . -}}{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- range $name, $text := $texts }}
@@ -263,8 +271,19 @@ matchLabels: {{- toYaml . | nindent 2 }}
 {{- fail "standalone.keysSecret: only a gateway of our own asks for keys; set standalone.enabled, or let your gateway know its clients" -}}
 {{- end -}}
 {{- include "fairlead.checkValkey" . -}}
+{{- $grace := int .Values.inferenceExtension.terminationGracePeriodSeconds -}}
+{{- $asked := dig "kubernetes" "leaderElection" "enabled" nil .Values.config -}}
+{{- if and (kindIs "bool" $asked) (ne $asked (eq (include "fairlead.leaderElection" .) "true")) -}}
+{{- fail "config.kubernetes.leaderElection.enabled: it would contradict the chart's Services; set inferenceExtension.leaderElection.enabled" -}}
+{{- end -}}
+{{- if and .Values.autoscaling.enabled (gt (int .Values.autoscaling.minReplicas) (int .Values.autoscaling.maxReplicas)) -}}
+{{- fail "autoscaling.minReplicas: more than maxReplicas" -}}
+{{- end -}}
+{{- if and (not (include "fairlead.leaderElection" .)) (lt $grace (int (add 30 .Values.inferenceExtension.preStopSleepSeconds))) -}}
+{{- fail "inferenceExtension.terminationGracePeriodSeconds: at least preStopSleepSeconds and 30, for requests in flight" -}}
+{{- end -}}
 {{- if include "fairlead.leaderElection" . -}}
-{{- if lt (int .Values.inferenceExtension.terminationGracePeriodSeconds) 45 -}}
+{{- if lt $grace 45 -}}
 {{- fail "inferenceExtension.terminationGracePeriodSeconds: with leader election at least 45, for a leader that ends hands over first (11 s) and then finishes its requests (30 s)" -}}
 {{- end -}}
 {{- if .Values.autoscaling.enabled -}}

@@ -5,7 +5,8 @@
 {{- end }}
 
 {{- define "fairlead.valkey" -}}
-{{- printf "%s-valkey" (include "fairlead.fullname" .) -}}
+{{- /* A StatefulSet's name is at most 52 long: its pods have a label with it and a hash. */ -}}
+{{- printf "%s-valkey" (include "fairlead.fullname" . | trunc 45 | trimSuffix "-") -}}
 {{- end }}
 
 {{- define "fairlead.valkeySelector" -}}
