@@ -45,12 +45,15 @@ class Limits(Struct, frozen=True):
 
     #: The longest time that the event loop is held without a break.
     hold: float = 0.0004
-    #: Batches that ZMQ queues per publisher. The publisher drops further batches; the sequence then has a gap.
-    queue: int = 2_000
+    #: Batches that ZMQ queues per publisher, each of up to `max_frame` bytes. Further ones wait at the publisher, which
+    #: drops those beyond its own limit (vLLM: 100,000); the sequence then has a gap.
+    queue: int = 500
     #: Replies that ZMQ queues per replay. A publisher sends all its batches at once (10,000 by default).
     replay_queue: int = 20_000
     #: Bytes of a batch. Larger batches are dropped and count as lost (decoding 1 MiB takes 1 to 2 ms).
     max_batch: int = 1 << 20
+    #: Bytes of a frame. A publisher that sends a larger one is disconnected.
+    max_frame: int = 4 << 20
     replay_timeout: float = 120.0
     replay_silence: float = 2.0
     replay_backoff: float = 0.1

@@ -1,7 +1,9 @@
 """Receive all KV events of a pool, over connections to publishers or a bound socket that they connect to."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Collection, Mapping
+from math import inf
 from typing import Any
 
 import zmq
@@ -38,6 +40,8 @@ class Subscription:
         self._socket = subscriber(context, limits, curve)
         events, replay = addresses
         self._address = events
+        #: The loop's time from which on a lost connection is not expected to come back by itself.
+        self._mend_at = inf
         try:
             self._monitor = Monitor(self._socket, self._connected, self._lost)
             self._socket.connect(events)
@@ -71,14 +75,21 @@ class Subscription:
         return self._replayer.look()
 
     def sweep(self) -> None:
-        """Check for events whose wake-up was lost."""
+        """Check for events whose wake-up was lost, and connect again if libzmq does not: it gives up a publisher whose
+        frame was too large."""
         self._monitor.read()
+        if self._loop.time() > self._mend_at and not self.feed.cache.linked:
+            self._mend_at = self._loop.time() + 2 * self._limits.reconnect_max
+            with contextlib.suppress(zmq.ZMQError):
+                self._socket.disconnect(self._address)
+            self.mend()
         self._wake()
 
     def cut(self) -> None:
         """Drop the connection as if the network broke; `mend` connects again. For tests and drills."""
         self._socket.disconnect(self._address)
         self._lost()  # the monitor does not report a requested disconnection
+        self._mend_at = inf
 
     def mend(self) -> None:
         self._socket.connect(self._address)
@@ -119,6 +130,7 @@ class Subscription:
         self._wake()
 
     def _lost(self) -> None:
+        self._mend_at = self._loop.time() + 2 * self._limits.reconnect_max
         self.feed.cache.linked = False
         self.feed.connection_lost()
 

@@ -217,6 +217,31 @@ async def test_bad_batches_from_the_wire(events: Any, publish: Any) -> None:
     assert events.counts(0)[0].bad_batches >= 4
 
 
+@pytest.mark.parametrize("bound", [True, False])
+async def test_frames_that_are_too_large_are_not_read_into_memory(events: Any, publish: Any, bound: bool) -> None:
+    size = events.limits.max_frame
+    if bound:
+        address = events.bind("tcp://127.0.0.1:*")
+        events.allow({"10.0.0.1:8000": Publisher(0, "m")})
+        publisher = publish(events=address, connect=True, replay="")
+        async with asyncio.timeout(15):
+            while not blocks(events):
+                store(publisher, 1)
+                await asyncio.sleep(0.01)
+    else:
+        publisher = publish(replay="")
+        events.watch(0, source(publisher))
+        await joined(events, publisher, 0)
+    count = events.counts(0)[0]
+    bad, before = count.bad_batches, count.batches
+    publisher.send(bytes(size + 1))
+    async with asyncio.timeout(15):
+        while count.batches == before:  # it is connected again
+            store(publisher, 2)
+            await asyncio.sleep(0.01)
+    assert count.bad_batches == bad
+
+
 async def test_a_great_many_batches_at_once(events: Any, publish: Any) -> None:
     publisher = publish()
     for digest in range(1, 3001):
