@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from br_checks import accessible
 from br_chromium import Browser
 
 from fairlead.lab.simulator.grid import CellResult
@@ -10,7 +11,7 @@ from fairlead.lab.simulator.report import COLUMNS, write_report
 SHEET = "document.documentElement"
 
 
-async def test_the_report_fits_a_phone(browser: Browser, tmp_path: Path) -> None:
+async def test_the_report_fits_a_phone(browser: Browser, tmp_path: Path, axe: str) -> None:
     figures = {key: 12_345.678 + number for number, (_, key, _) in enumerate(COLUMNS)}
     results = [
         CellResult(key="", scenario=scenario, policy=policy, seed=0, figures=figures)
@@ -28,5 +29,6 @@ async def test_the_report_fits_a_phone(browser: Browser, tmp_path: Path) -> None
             "[...document.querySelectorAll('.wide')].every(one => one.scrollWidth === one.clientWidth"
             " || getComputedStyle(one).overflowX === 'auto')"
         )
+        await accessible(page, axe)
         assert page.messages == []
         await page.close()

@@ -118,10 +118,10 @@ def write_plan(
     cells += ["".join(f"<td>{escape(cell)}" for cell in row) for row in rows]
     page = (
         '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>Fairlead plan</title><style>{STYLE}</style><h1>How many replicas</h1>"
+        f"<title>Fairlead plan</title><style>{STYLE}</style><main><h1>How many replicas</h1>"
         + "".join(f"<p>{escape(line)}</p>" for line in title.splitlines())
         + f'<div class="wide" tabindex="0"><table><tr>{"<tr>".join(cells)}</table></div>{figure}'
-        f"<h2>In full</h2><pre>{escape(written[0].read_text(encoding='utf-8'))}</pre></html>"
+        f'<h2>In full</h2><pre tabindex="0">{escape(written[0].read_text(encoding="utf-8"))}</pre></main></html>'
     )
     written.append(out / "report.html")
     written[-1].write_text(page, encoding="utf-8")

@@ -191,7 +191,7 @@ def _page(
     parts = [
         '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         "<title>Fairlead comparison</title>",
-        f"<style>{STYLE}</style><h1>Policies compared</h1><p>{_NOTE}</p>",
+        f"<style>{STYLE}</style><main><h1>Policies compared</h1><p>{_NOTE}</p>",
     ]
     if len(regret) > 1:
         rows = sorted(regret.items(), key=lambda item: item[1]["ttft_mean_ms"])
@@ -205,10 +205,10 @@ def _page(
         parts.append(f"<h2>{escape(scenario)}</h2>" + _table(rows, COLUMNS))
     texts = {cell.policy: cell.text for cell in cells}
     parts.append("<h2>Configurations</h2>")
-    parts += [f"<h3>{escape(name)}</h3><pre>{escape(text)}</pre>" for name, text in texts.items()]
+    parts += [f'<h3>{escape(name)}</h3><pre tabindex="0">{escape(text)}</pre>' for name, text in texts.items()]
     scenarios = {cell.scenario.name: cell.scenario for cell in cells}
     described = msgspec.json.format(msgspec.json.encode(list(scenarios.values()))).decode()
-    parts.append(f"<h3>Scenarios</h3><pre>{escape(described)}</pre></html>")
+    parts.append(f'<h3>Scenarios</h3><pre tabindex="0">{escape(described)}</pre></main></html>')
     return "\n".join(parts)
 
 
