@@ -277,10 +277,14 @@ def prediction(decision: DecisionRecord, outcome: OutcomeRecord | None) -> dict[
         return None
     ttft = round(outcome.sent_ttft_ms, 6) if outcome is not None and outcome.ttft_ms >= 0 else None
     cached = outcome.cached_tokens if outcome is not None and outcome.cached_tokens >= 0 else None
-    tpot = None
-    if outcome is not None and outcome.completion_tokens > 1 and outcome.duration_ms > outcome.ttft_ms >= 0:
+    tpot, streamed = None, decision.request.stream
+    if (
+        streamed
+        and outcome is not None
+        and outcome.completion_tokens > 1
+        and outcome.duration_ms > outcome.ttft_ms >= 0
+    ):
         tpot = (outcome.duration_ms - outcome.ttft_ms) / (outcome.completion_tokens - 1)
-    streamed = decision.request.stream
     return {
         "ttft_ms": {
             "predicted": round(forecast.ttft_ms, 3),

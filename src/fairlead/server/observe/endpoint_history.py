@@ -46,7 +46,10 @@ class EndpointHistory:
             return
         self._follow(table)
         row = self._values[self._next]
-        row[0], row[1], row[2] = table.queue, table.active, table.kv
+        # Until the first scrape nothing is known of an endpoint but our own requests.
+        known = (table.sampled_at > -np.inf) | (table.inflight > 0)
+        for place, column in enumerate((table.queue, table.active, table.kv)):
+            row[place] = np.where(known, column, np.nan)
         row[3] = self._first_tokens(table, newest)
         self._times[self._next] = self._last = now
         self._next = (self._next + 1) % POINTS

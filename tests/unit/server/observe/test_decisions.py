@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
-from fairlead.core.records import DecisionRecord, OutcomeRecord, Trace
+from fairlead.core.records import DecisionRecord, Forecast, OutcomeRecord, Trace
 from fairlead.core.request import Request
-from fairlead.server.observe.decisions import Journal
+from fairlead.server.observe.decisions import Journal, prediction
 
 
 def decision(number: int = 1, trace: Trace | None = None, **fields: Any) -> DecisionRecord:
@@ -87,6 +88,15 @@ def test_a_decision_with_its_outcome() -> None:
         "cached_tokens": 32,
     }
     assert (shown["waited_ms"], shown["predicted_hit_tokens"], shown["best_hit_tokens"]) == (250.0, 40, 64)
+
+
+@pytest.mark.parametrize(("stream", "tpot_ms"), [(True, 10.0), (False, None)])
+def test_time_per_token_is_measured_of_streams_only(stream: bool, tpot_ms: float | None) -> None:
+    """Of another answer the first byte comes with the last token."""
+    asked = Request(id=1, arrived=9.75, stream=stream)
+    made = replace(decision(forecast=Forecast(ttft_ms=50.0, tpot_ms=9.0)), request=asked)
+    held = prediction(made, outcome(ttft_ms=100.0, duration_ms=190.0, completion_tokens=10))
+    assert held is not None and held["tpot_ms"] == {"predicted": 9.0, "actual": tpot_ms}
 
 
 def test_the_newest_come_first() -> None:

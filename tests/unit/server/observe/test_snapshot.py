@@ -192,6 +192,7 @@ def test_a_search_reaches_all_decisions_that_are_held(pool):
 
 
 def test_the_last_hour_of_an_endpoint_is_there_while_the_endpoint_is(pool):
+    pool.fleet.sampled("default/a", 99.0, 99.5, Sample(waiting=0, running=0))
     pool.maker.history.look(pool.now)
     past = pool.maker.endpoint({"id": "default/a"})
     assert past is not None and [point.time for point in past.points] == [1_000_100.0]
