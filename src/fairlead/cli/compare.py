@@ -205,7 +205,7 @@ _Requests = Annotated[
     int, typer.Option("--requests", "-n", metavar="N", min=0, help="Only the first N requests of each workload.")
 ]
 _Replicas = Annotated[
-    int, typer.Option(metavar="N", min=0, help="Number of model servers.", show_default="the scenario's")
+    int | None, typer.Option(metavar="N", min=1, help="Number of model servers.", show_default="the scenario's")
 ]
 
 
@@ -225,7 +225,7 @@ def compare(
     seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Repeat with this many seeds.")] = 1,
     traces: Traces = "",
     requests: _Requests = 0,
-    replicas: _Replicas = 0,
+    replicas: _Replicas = None,
     speeds: Speeds = "",
     engine: Engine = "",
     prefill: Prefill = 0,
@@ -249,7 +249,16 @@ def compare(
         simulated |= {"--cluster": cluster, "--json": as_json}
         _check_options(against, simulated, {"--journal": journal, "--fail-if": fail_if})
     if against is not None:
-        gate(against, journal, policy or [], fail_if or [], load=load, servers=replicas, engine=engine, head=requests)
+        gate(
+            against,
+            journal,
+            policy or [],
+            fail_if or [],
+            load=load,
+            servers=replicas or 0,
+            engine=engine,
+            head=requests,
+        )
         return
     from fairlead.lab.simulator.build import ScenarioSpec
     from fairlead.lab.simulator.grid import run_grid
@@ -262,7 +271,7 @@ def compare(
             source="",
             traces=traces,
             head=requests,
-            servers=replicas,
+            servers=replicas or 0,
             speeds=numbers(speeds, "--speeds"),
             prefill=prefill,
             preset=engine_argument(engine),

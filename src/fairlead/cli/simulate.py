@@ -32,9 +32,12 @@ Policy = Annotated[str, policy_option("A policy, a configuration that has one, o
 
 
 _Replicas = Annotated[
-    int, typer.Option(metavar="N", min=0, max=1000, help="Number of model servers.", show_default="the scenario's")
+    int | None,
+    typer.Option(metavar="N", min=1, max=1000, help="Number of model servers.", show_default="the scenario's"),
 ]
-_KvLagMs = Annotated[float, typer.Option(metavar="MS", help="KV events arrive this late.", show_default="no KV events")]
+_KvLagMs = Annotated[
+    float | None, typer.Option(metavar="MS", min=0, help="KV events arrive this late.", show_default="no KV events")
+]
 
 
 @examples("""
@@ -50,7 +53,7 @@ def simulate(
     workload: Workload = "",
     policy: Policy = "default",
     requests: Annotated[int, typer.Option("--requests", "-n", metavar="N", min=0, help="Only the first N.")] = 0,
-    replicas: _Replicas = 0,
+    replicas: _Replicas = None,
     speedup: Annotated[float, typer.Option(metavar="N", min=0.001, help="Send N times as fast.")] = 1.0,
     format: Annotated[str, typer.Option(help="Format of the workload file.", show_default="by its content")] = "",
     traces: Traces = "",
@@ -61,7 +64,7 @@ def simulate(
     max_model_len: MaxModelLen = 0,
     speeds: Speeds = "",
     prefill: Prefill = 0,
-    kv_lag_ms: _KvLagMs = -1,
+    kv_lag_ms: _KvLagMs = None,
     dispatch: Annotated[str, typer.Option(help="timestamp or think.", show_default="the workload's")] = "",
     seed: Annotated[int, typer.Option(help="Seed of ties and jitter; the traffic stays the same.")] = 0,
     validate: Annotated[bool, typer.Option("--validate", help="Check all invariants after each event (slow).")] = False,
@@ -93,7 +96,7 @@ def simulate(
             format=format,
             speedup=speedup,
             head=requests,
-            servers=replicas,
+            servers=replicas or 0,
             preset=engine_argument(engine),
             kv_tokens=kv_tokens,
             block_size=block_size,
@@ -102,7 +105,7 @@ def simulate(
             speeds=numbers(speeds, "--speeds"),
             dispatch=dispatch,
             prefill=prefill,
-            kv_lag_ms=kv_lag_ms,
+            kv_lag_ms=-1 if kv_lag_ms is None else kv_lag_ms,
         )
         _run(spec, policy_text(policy), policy, seed, validate, json, csv)
 

@@ -123,7 +123,10 @@ def build(spec: ScenarioSpec) -> Scenario:
 
 def _servers(spec: ScenarioSpec, own: Sequence[Replica]) -> Sequence[Replica]:
     """The scenario's own servers, as many and with what differs as `spec` says; or others, of its preset."""
-    count = spec.servers or len(own)
+    speeds = spec.speeds
+    count = spec.servers or (len(speeds) if len(speeds) > 1 else len(own))
+    if len(speeds) > 1 and len(speeds) != count:
+        raise ValueError(f"{len(speeds)} speeds for {count} replicas: give one for each, or one for all")
     if spec.preset:
         kind = preset(spec.preset)
         return replicas(
@@ -134,10 +137,10 @@ def _servers(spec: ScenarioSpec, own: Sequence[Replica]) -> Sequence[Replica]:
             max_num_seqs=spec.max_num_seqs,
             max_model_len=spec.max_model_len,
             max_loras=own[0].engine.max_loras,
-            speeds=spec.speeds or tuple(replica.speed for replica in own),
+            speeds=speeds or tuple(replica.speed for replica in own),
         )
     kept = [own[index % len(own)] for index in range(count)]
-    speeds = spec.speeds or [replica.speed for replica in kept]
+    speeds = speeds or tuple(replica.speed for replica in kept)
     return tuple(
         structs.replace(replica, engine=_limited(replica.engine, spec), speed=speeds[index % len(speeds)])
         for index, replica in enumerate(kept)

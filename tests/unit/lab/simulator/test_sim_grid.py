@@ -120,6 +120,11 @@ def test_servers_keep_what_is_not_given():
     more = build(ScenarioSpec(name="x", source="unlike-memory", head=5, servers=2 * len(own), speeds=(0.5,))).replicas
     assert [replica.engine for replica in more] == 2 * [replica.engine for replica in own]
     assert {replica.speed for replica in more} == {0.5}
+    for preset in ("", "llama-8b-h100"):
+        each = build(
+            ScenarioSpec(name="x", source="agents", head=5, preset=preset, speeds=12 * (1.0,) + (0.4,))
+        ).replicas
+        assert [replica.speed for replica in each] == 12 * [1.0] + [0.4], "as many servers as speeds"
     small = build(ScenarioSpec(name="x", source="dp-ranks", head=5, kv_tokens=64_000)).replicas
     assert {replica.engine.kv_tokens for replica in small} == {64_000} and max(one.ranks for one in small) > 1
 
@@ -141,9 +146,7 @@ def test_a_cell_that_fails_is_reported_and_tried_again(tmp_path):
 
 
 def test_a_scenario_can_be_changed_by_plain_values(tmp_path, mooncake_head):
-    made = build(
-        ScenarioSpec(name="mine", source=str(mooncake_head), servers=3, speeds=(1.0, 0.5), head=10, speedup=2.0)
-    )
+    made = build(ScenarioSpec(name="mine", source=str(mooncake_head), speeds=(1.0, 0.5, 1.0), head=10, speedup=2.0))
     assert (made.name, len(made.replicas), len(made.workload), made.speedup) == ("mine", 3, 10, 2.0)
     assert [replica.speed for replica in made.replicas] == [1.0, 0.5, 1.0]
     assert made.replicas[0].engine.block_size == 512
