@@ -2,6 +2,8 @@
 never to list the commands: a command whose optional dependency is missing does not affect the others.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -10,21 +12,46 @@ from typer.core import TyperCommand, TyperGroup
 
 from fairlead import __version__
 from fairlead.cli.commands import COMMANDS, GROUPS, RENAMED, Command, members, overview
-from fairlead.cli.options import note_renamed
+from fairlead.cli.options import complain, note_renamed
 from fairlead.core.errors import FairleadError
 
 #: Optional dependencies, and the extra that installs each.
 EXTRAS = {"matplotlib": "report", "distributed": "cluster"}
 
 
+#: Typer has a copy of click, and shows of its errors only this one: its base is any wrong use.
+_WrongUsage: Any = typer.BadParameter.__base__
+
+
 class CommandError(FairleadError):
     """A listed command cannot run in this installation."""
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    """Make an error of usage one line, as all others are. What is shown without arguments is help."""
+    try:
+        yield
+    except _WrongUsage as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            raise
+        where = f"; see `{error.ctx.command_path} --help`" if error.ctx else ""
+        complain(error.format_message().rstrip(".") + where)
+        raise typer.Exit(error.exit_code) from None
 
 
 class LazyGroup(TyperGroup):
     """Lists commands from the table, and loads only the one that is about to run."""
 
     path = ""
+
+    def make_context(self, *args: Any, **more: Any) -> Any:
+        with _one_line():
+            return super().make_context(*args, **more)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _one_line():
+            return super().invoke(ctx)
 
     def list_commands(self, ctx: Any) -> list[str]:
         return members(self.path)

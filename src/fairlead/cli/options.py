@@ -272,6 +272,11 @@ def busy(title: str) -> Iterator[Callable[[str], None]]:
         yield lambda text: bar.update(task, description=text)
 
 
+def nobody(option: str = "--admin") -> str:
+    """What to look at if nothing answers at the address that `option` gives."""
+    return f"is `fairlead serve` running, and is this its admin port ({option})?"
+
+
 def with_token(url: str) -> "Request":
     """A request to an admin port; `http://:TOKEN@HOST` sends the token along."""
     from urllib import request as http
@@ -284,9 +289,9 @@ def with_token(url: str) -> "Request":
     return request
 
 
-def fetched(page: str, base: str, ours: str, timeout_s: float = 10.0) -> bytes:
+def fetched(page: str, base: str, ours: str, timeout_s: float = 10.0, option: str = "--admin") -> bytes:
     """A page of the admin port at `base`. Raises `ValueError` for a refusal, with its text if `ours` is in it, else
-    saying that something else listens there; `EngineError` if nothing answers."""
+    saying that something else listens there; `EngineError` if nothing answers. `option` gave `base`."""
     from urllib.error import HTTPError, URLError
     from urllib.request import urlopen
 
@@ -300,6 +305,4 @@ def fetched(page: str, base: str, ours: str, timeout_s: float = 10.0) -> bytes:
         # The gateway and model servers also answer 404, with texts that do not name Fairlead.
         raise ValueError(said if ours in said or error.code != 404 else f"{base}: {OTHER_PORT}") from None
     except URLError as error:
-        raise EngineError(
-            base, f"does not answer ({error.reason}); is `fairlead serve` running, and is this its admin port?"
-        ) from None
+        raise EngineError(base, f"does not answer ({error.reason}); {nobody(option)}") from None

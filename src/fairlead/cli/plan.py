@@ -88,11 +88,11 @@ def plan(
     The scheduler is the one that `fairlead serve` runs, the replicas are simulated. With --live the table also shows
     the replicas that there are now, and what happens when one of them dies. Exit code 1: no size holds the objective.
     """
-    from fairlead.core.errors import FairleadError
+    from fairlead.core.errors import EngineError, FairleadError
     from fairlead.lab.simulator.build import ScenarioSpec
     from fairlead.lab.workload.formats import TraceError
 
-    with exits(WRONG_INPUT, FairleadError, TraceError, ValueError, OSError):
+    with exits(WRONG_INPUT, FairleadError, TraceError, ValueError, OSError), exits(FAILED, EngineError):
         if bool(workload) == bool(live):
             raise ValueError("give a --workload, or the --live journal of a scheduler")
         spec = ScenarioSpec(
@@ -275,13 +275,17 @@ def _journal(source: str) -> Iterator[Path]:
     page = f"{source.rstrip('/')}/debug/journal"
     with TemporaryDirectory(prefix="fairlead-plan-") as folder:
         try:
-            listed = msgspec.json.decode(fetched(page, source, "journal"), type=dict[str, list[tuple[str, int]]])
+            listed = msgspec.json.decode(
+                fetched(page, source, "journal", option="--live"), type=dict[str, list[tuple[str, int]]]
+            )
             left = _MOST_FETCHED
             for name, size in reversed(listed["segments"]):
                 left -= size
                 if left < 0 and left + size < _MOST_FETCHED:
                     break
-                (Path(folder) / Path(name).name).write_bytes(fetched(f"{page}/{name}", source, "journal", 60.0))
+                (Path(folder) / Path(name).name).write_bytes(
+                    fetched(f"{page}/{name}", source, "journal", 60.0, "--live")
+                )
         except (msgspec.DecodeError, KeyError):
             raise ValueError(f"{source}: {OTHER_PORT}") from None
         yield Path(folder)

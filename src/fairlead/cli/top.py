@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fairlead.cli.basics import FAILED
-from fairlead.cli.options import OTHER_PORT, Admin, admin_url, complain, examples, with_token
+from fairlead.cli.options import OTHER_PORT, Admin, admin_url, complain, examples, nobody, with_token
 from fairlead.core.errors import ADMIN_PORT
 
 #: Seconds of silence after which a connection counts as lost, and seconds between two attempts.
@@ -82,7 +82,7 @@ def _open(url: str) -> HTTPResponse:
         raise OSError(words or f"status {error.code}") from None
     except urllib.error.URLError as error:
         said = error.reason.strerror if isinstance(error.reason, OSError) else ""
-        raise OSError(said or str(error.reason)) from None
+        raise ConnectionError(said or str(error.reason)) from None
 
 
 # Draws the same numbers as the dashboard, with the same words.
@@ -341,7 +341,7 @@ def top(
     try:
         state = snapshot(address)
     except (OSError, ValueError) as error:
-        complain(f"{address} does not answer: {error}")
+        complain(f"{address} does not answer: {error}" + f"; {nobody()}" * isinstance(error, ConnectionError))
         raise typer.Exit(FAILED) from None
     _print(state, as_json, sort)
 

@@ -54,7 +54,6 @@ def test_no_size_is_told_apart_from_an_error(tmp_path: Path) -> None:
         (("-w", "agents", "--slo", "p95=2s"), "'p95=2s' is not an objective"),
         (("-w", "agents", "--traffic", "twice"), "--traffic twice: expected e.g. 2x"),
         (("-w", "agents", "--policy", "no-such"), "neither a policy nor a file"),
-        (("--live", "http://127.0.0.1:1"), "does not answer"),
         (("--live", "."), "holds no journal"),
     ],
 )
@@ -63,3 +62,9 @@ def test_wrong_input_says_what_to_do(arguments: tuple[str, ...], said: str, tmp_
     assert done.exit_code == 2
     assert said in done.stderr and len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_a_scheduler_that_does_not_answer_is_no_wrong_input() -> None:
+    done = call("plan", "--live", "http://127.0.0.1:1")
+    assert done.exit_code == 1
+    assert "does not answer" in done.stderr and "(--live)" in done.stderr and len(done.stderr.splitlines()) == 1
