@@ -47,6 +47,7 @@ from fairlead.plugins.flow_control import (
     UtilizationDetectorParams,
 )
 from fairlead.plugins.params import NoParams, Params
+from fairlead.plugins.pickers import MaxScore
 
 # The reference's flow control → ours. It is on only with the feature gate `flowControl`. What the document does not
 # name has our defaults, not the reference's, whose detector stops the pool when scrapes fail.
@@ -62,6 +63,10 @@ OURS = f"what is not named has Fairlead's defaults: {StartTimeFairness.type}, {L
 NO_TEMPLATE = (
     "a template for all priorities below 0 cannot be said here: they have what defaultPriorityBand says, unless "
     "priorityBands names their priority; say it there for each that is in use"
+)
+NO_SCORER = (
+    "without a scorer all endpoints score the same, and requests go anywhere: name some, or leave out apiVersion, kind "
+    "and plugins for the default policy"
 )
 EVICTS = "requests below priority 0 make way for higher ones that have waited for {} ms, whatever the saturation is"
 LONGEST = f"requests wait for {LONGEST_WAIT:g} s at most, as gateways give up after 600 s"
@@ -315,7 +320,10 @@ class _Translator:
                 )
             profiles.append((i, profile))
         made = Profiles(profiles, bool(nodes), self._instances, self._report, self._registry, self._flow_gate)
-        return made.policy()
+        policy = made.policy()
+        if policy is not None and policy.picker and not policy.scorers and policy.picker.type == MaxScore.type:
+            self._report.note(("schedulingProfiles",) if nodes else ("plugins",), NO_SCORER)
+        return policy
 
     def _ref(self, name: str, place: Place, role: str) -> Instance | None:
         return self._instances.ref(name, place, role)

@@ -268,6 +268,25 @@ def test_an_answer_names_as_many_endpoints_as_the_picker_says(picker: str, most:
         assert (problem.path, problem.line) == ("$.plugins[0].parameters.maxNumOfEndpoints", text.count("\n"))
 
 
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("featureGates: [flowControl]\n", "$.plugins"),
+        ("plugins: [{type: decode-filter}]\n", "$.plugins"),
+        (
+            "plugins: [{type: queue-scorer}, {type: decode-filter}]\n"
+            "schedulingProfiles: [{name: default, plugins: [{pluginRef: decode-filter}]}]\n",
+            "$.schedulingProfiles",
+        ),
+        ("plugins: [{type: queue-scorer}]\n", ""),
+        ("plugins: [{type: random-picker}]\n", ""),
+    ],
+)
+def test_a_policy_without_a_scorer_is_noted(text: str, place: str) -> None:
+    notes = [note for note in read(HEAD + text).notes if "without a scorer" in note.message]
+    assert [note.path for note in notes] == ([place] if place else [])
+
+
 def test_models_are_read_as_often_as_their_source_says() -> None:
     for said, seconds in (("", 30.0), (", parameters: {interval: 5s}", 5.0)):
         config = read(f"{HEAD}plugins: [{{type: queue-scorer}}, {{type: models-data-source{said}}}]\n")
