@@ -93,7 +93,9 @@ async def test_metrics(visitor: Visitor) -> None:
 async def test_endpoints(visitor: Visitor) -> None:
     page = await visitor.get("/debug/endpoints")
     assert page.kind == "application/json"
-    assert page.text == ('{"endpoints":[{"id":"a","address":"10.0.0.1:80","labels":{"zone":"x"},"metrics_url":""}]}\n')
+    assert page.text == (
+        '{"endpoints":[{"id":"a","address":"10.0.0.1:80","labels":{"zone":"x"},"metrics_url":"","rank":0}]}\n'
+    )
 
 
 async def test_names_that_are_no_text(visitor: Visitor) -> None:
