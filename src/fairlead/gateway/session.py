@@ -65,6 +65,8 @@ from fairlead.gateway.stream import HandlerFactory, ServerStream
 from fairlead.gateway.understand import MAX_NAME, NO_HEAD, Reading
 
 _INVALID_ARGUMENT, _INTERNAL = 3, 13
+#: Headers messages above this size (bytes) count in the byte budget. Envoy's own limit for headers is 60 KiB.
+_SMALL_HEAD = 16 << 10
 _BODY_CONTINUES = CONTINUE[Kind.REQUEST_BODY]
 
 
@@ -110,6 +112,8 @@ class Session:
     _state = SessionState.OPENED
     _request_end = RequestEnd.OPEN
     _head = NO_HEAD
+    # What the budget counts of it.
+    _head_size = 0
     # The gateway's own id of the request, and its x-request-id.
     _gateway_id = _request_id = ""
     # Of the body, and their size, where it comes in several.
@@ -212,9 +216,19 @@ class Session:
 
     def _on_request_headers(self, message: Incoming) -> None:
         headers, ended = message.headers()
+        if len(message.data) > _SMALL_HEAD and not self._has_room(len(message.data), ended):
+            return
         self._head = self._host.understanding.head(headers, message.subset())
         self._gateway_id, self._request_id = headers.get(GATEWAY_ID, ""), headers.get(REQUEST_ID, "")[:MAX_NAME]
         self._after_headers(ended)
+
+    def _has_room(self, size: int, ended: bool) -> bool:
+        """Whether the budget has room for a large head. If not, the stream is over."""
+        self._head_size, self._parts = size, []
+        self._stream.hold(size, size + 1)
+        if ended or self._mode.on_headers:
+            self._stream.hold(size)
+        return self._state is _COLLECTING
 
     def _after_headers(self, ended: bool) -> None:
         if ended:
@@ -249,7 +263,8 @@ class Session:
         else:
             length = self._head.headers.get("content-length", "")
             expected = int(length) if length.isdecimal() and len(length) < 12 else 0
-            self._stream.hold(self._size, min(max(expected, self._size + 1), self._host.max_body))
+            expected = min(max(expected, self._size + 1), self._host.max_body)
+            self._stream.hold(self._head_size + self._size, self._head_size + expected)
 
     def _on_request_trailers(self, message: Incoming) -> None:
         self._request_end = RequestEnd.TRAILERS
@@ -279,8 +294,8 @@ class Session:
     def _complete_parts(self) -> None:
         parts, self._parts = self._parts or [], None
         self._chunks = len(parts)
-        if len(parts) > 1:
-            self._stream.hold(0)
+        if len(parts) > 1 or self._head_size:
+            self._stream.hold(self._head_size)
         self._complete(b"".join(parts))
 
     def _complete(self, body: bytes) -> None:
@@ -301,7 +316,7 @@ class Session:
         if mode.full_duplex or host.driver.pipeline.models.rewrites or request.rewrite or reading is not None:
             self._body = body
             if body:
-                self._stream.hold(len(body))
+                self._stream.hold(len(body) + self._head_size)
         if reading is None:
             self._state = _WAITING
             host.feed(RequestArrived(request, self))
@@ -389,8 +404,8 @@ class Session:
             if self._wired():
                 self._stream.watch_cancel(False)  # the access log tells the end in any case
             self._state = SessionState.ROUTED
-            if self._body:
-                self._body = b""
+            if self._body or self._head_size:
+                self._body, self._head = b"", NO_HEAD
                 self._stream.hold(0)
             self._picked, self._fallback = route.endpoint.address, route.fallback
             self._watch = ResponseWatch(request)

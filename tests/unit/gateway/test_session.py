@@ -919,3 +919,34 @@ def test_what_comes_of_a_request_beside_a_local_reply_is_not_answered(rig):
     session.reject(Reject(request_id=1, status=503, reason="evicted", message=""))
     rig.chunk(session, b"request timeout", eos=True)
     assert (rig.kinds(wire), wire.status, rig.leases()) == (["response_headers", "response_body"], 0, 0)
+
+
+@pytest.mark.parametrize("request_mode", [BUFFERED, FULL_DUPLEX])
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_a_large_head_counts_in_the_budget_as_long_as_it_is_kept(pb, request_mode, pieces):
+    rig, fed = Rig(pb), []
+    rig.host.feed = fed.append
+    wire, session = rig.open(request_mode, STREAMED, wired=False)
+    rig.request_headers(session, x_small="a" * 10_000)
+    assert wire.held == 0
+    wire, session = rig.open(request_mode, STREAMED, wired=False)
+    rig.request_headers(session, x_large="a" * 20_000)
+    head = wire.held
+    assert head > 20_000
+    if request_mode == FULL_DUPLEX and pieces == 2:
+        rig.body(session, BODY[:9], eos=False)
+        assert wire.held > head
+        rig.body(session, BODY[9:])
+    else:
+        rig.body(session)
+    assert wire.held == head - 1 + (len(BODY) if request_mode == FULL_DUPLEX else 0)
+    rig.driver.feed(fed[0])
+    assert (rig.leases(), wire.status, wire.held) == (1, None, 0)
+
+
+@pytest.mark.parametrize("eos", [True, False])
+def test_a_head_without_room_is_the_end(rig, eos):
+    wire, session = rig.open(BUFFERED, STREAMED)
+    wire.hold = lambda size, expected=0: session.on_lost("")
+    rig.request_headers(session, eos, x_large="a" * 20_000)
+    assert wire.sent == [] and rig.leases() == 0
