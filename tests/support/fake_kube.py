@@ -123,7 +123,7 @@ class FakeKube:
         self.objects: dict[_Resource, dict[str, Object]] = {}
         #: Accepted bearer tokens; empty = everybody.
         self.tokens: set[str] = set()
-        #: (verb, plural or plural/part) that are not allowed.
+        #: (verb, plural or plural/part) that are not allowed; lists also by namespace/plural.
         self.forbidden: set[tuple[str, str]] = set()
         #: (method, path) of every request.
         self.requests: list[tuple[str, str]] = []
@@ -274,9 +274,9 @@ class FakeKube:
             return await self._collection(request, (version, plural), namespace)
         return await self._one(request, (version, plural), namespace, names[0], names[1] if names[1:] else "")
 
-    def _allow(self, verb: str, resource: _Resource, part: str = "") -> None:
+    def _allow(self, verb: str, resource: _Resource, part: str = "", namespace: str = "") -> None:
         plural = f"{resource[1]}/{part}" if part else resource[1]
-        if (verb, plural) in self.forbidden:
+        if {(verb, plural), (verb, f"{namespace}/{plural}")} & self.forbidden:
             raise Refused(403, "Forbidden", f"{plural} is forbidden: cannot {verb}")
 
     async def _collection(self, request: web.Request, resource: _Resource, namespace: str) -> web.StreamResponse:
@@ -293,7 +293,7 @@ class FakeKube:
         if request.query.get("watch") in ("1", "true"):
             self._allow("watch", resource)
             return await self._watch(request, resource, wanted)
-        self._allow("list", resource)
+        self._allow("list", resource, namespace=namespace)
         return web.json_response(self._list(request, resource, wanted))
 
     def _list(self, request: web.Request, resource: _Resource, wanted: Selector) -> Object:

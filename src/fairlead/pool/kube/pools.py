@@ -64,6 +64,11 @@ class Pools:
             return "the InferencePools were not read yet"
         return "" if self.pods.ready.is_set() else "the pods were not listed yet"
 
+    @property
+    def refused(self) -> bool:
+        """What is missing may not be read."""
+        return self.pools.forbidden or self.pods.forbidden
+
     async def run(self) -> None:
         await asyncio.gather(self.pools.run(), self.pods.run())
 

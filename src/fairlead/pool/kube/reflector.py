@@ -269,7 +269,7 @@ class Reflector(Generic[T]):
 
     def _in_touch(self) -> None:
         if not self.stats.connected:
-            self.stats.connected, self.stats.trouble = True, ""
+            self.stats.connected, self.stats.trouble, self.forbidden = True, "", False
             self._guard(lambda: self._on_trouble(""))
 
     def _lost(self, why: str) -> None:

@@ -156,7 +156,8 @@ class KubePools(KubeLink):
     def missing(self) -> str:
         if self._synced.is_set():
             return ""  # a pool that appears later does not hold up the others
-        for watched in self._watched.values():
+        allowed = [watched for watched in self._watched.values() if not watched.pools.refused]
+        for watched in allowed or self._watched.values():  # a namespace without rights does not hold up the others
             missing = watched.pools.missing or (watched.models.missing if watched.models is not None else "")
             if missing:
                 return missing

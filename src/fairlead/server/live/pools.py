@@ -61,6 +61,7 @@ class LivePools:
         self.troubles = Troubles(self.registry, now)
         self.kube = KubeMetrics(self.registry)
         watch_process(self.troubles)
+        self.troubles.watch("kubernetes", self.kube.trouble)
         self.troubles.watch("configuration", lambda: self._unusable)
         unknown = "gateways ask for pools that are not served here, or cannot be told apart; the log names the last one"
         self.troubles.lately("pools", lambda: self.host.refused, unknown)

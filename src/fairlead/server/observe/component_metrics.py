@@ -330,6 +330,12 @@ class KubeMetrics:
         """`source` returns, by plural name, the resources that are listed and watched."""
         self.followed = source
 
+    def trouble(self) -> str:
+        """What the API server does not give now; empty = nothing is missing."""
+        lost = [resource for resource, followed in self.followed().items() if not followed.connected]
+        what = f"the API server does not answer for {', '.join(lost)}; the last known state stays in force"
+        return what if lost else ""
+
     def wrote(self, pool: str, conditions: int) -> None:
         """Set how many conditions were written since the start."""
         self._writes.child(pool).value = conditions

@@ -88,7 +88,7 @@ class Watch:
         self.kube = KubeMetrics(self.metrics.registry)
         self.uploads = UploadMetrics(self.metrics.registry, now)
         self.troubles = Troubles(self.metrics.registry, now)
-        self.troubles.watch("kubernetes", self._unanswered)
+        self.troubles.watch("kubernetes", self.kube.trouble)
         self.troubles.watch("scrapes", self._unread)
         self.troubles.watch("gateway-uploads", self.uploads.note)
         if not one_of_several:
@@ -247,11 +247,6 @@ class Watch:
 
     def on_endpoint_gone(self, endpoint_id: str) -> None:
         self._silent.pop(endpoint_id, None)
-
-    def _unanswered(self) -> str:
-        lost = [resource for resource, followed in self.kube.followed().items() if not followed.connected]
-        what = f"the API server does not answer for {', '.join(lost)}; the last known state stays in force"
-        return what if lost else ""
 
     def _unread(self) -> str:
         if not self._silent:
