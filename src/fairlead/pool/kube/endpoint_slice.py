@@ -325,6 +325,8 @@ class EndpointSlicePublisher:
                     return SERVICE_S
                 async with self._writing:
                     await self._put(self._service)
+            if not self._named:
+                await self._empty_other_family(self._service)
             self._named = True
             self._say("")
         except KubeError as error:
@@ -336,6 +338,16 @@ class EndpointSlicePublisher:
             self._say(f"the service {self._name} does not lead here: {error}")
             return RETRY_S
         return SERVICE_S * self._rng.uniform(0.8, 1.2)
+
+    async def _empty_other_family(self, service: Service) -> None:
+        """A former leader may have had an address of the other family. Never raises."""
+        former = Place("::" if self._place.family == "IPv4" else "0.0.0.0")
+        name = slice_name(service.name, former)
+        with contextlib.suppress(KubeError, Unreachable, Unreadable):
+            seen = read_slice(Raw(await self._client.read(self._slices, name)))
+            if seen.addresses and seen.lease == self._lease and self._leading:
+                value = slice_object(service, self._namespace, former, self._lease, seen.version, empty=True)
+                await self._client.update(self._slices, name, value)
 
     def _left_to_other(self) -> float:
         """Seconds for which the slice is still left to the holder of another lease."""

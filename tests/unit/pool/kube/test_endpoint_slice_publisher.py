@@ -23,7 +23,7 @@ SERVICE = {
 
 class Replica:
     def __init__(self, kube: FakeKube, number: int, lease: str = "default/epp") -> None:
-        self.place = Place(f"10.244.0.{number}", f"epp-{number}")
+        self.place = Place(f"10.244.0.{number}" if number else "fd00::7", f"epp-{number}")
         self.troubles: list[str] = []
         self.client = KubeClient(Access(Where(kube.url), FixedSecret(Secret())))
         self.publisher = EndpointSlicePublisher(
@@ -67,6 +67,19 @@ async def test_only_who_leads_writes_and_the_next_one_writes_over(kube: FakeKube
     assert (a.publisher.writes, b.publisher.writes) == (1, 1), "in one write each, and never empty in between"
     await a.publisher.withdraw()
     assert named(kube) == ["10.244.0.2"], "who is not named takes nothing away"
+
+
+async def test_the_address_of_a_former_leader_of_another_family_is_taken_out(
+    kube: FakeKube, replica: Any, until: Any
+) -> None:
+    a, b = replica(0), replica(1)
+    a.publisher.lead(True)
+    await until(lambda: "default/epp-leader-ipv6" in kube.objects.get(SLICES, {}))
+    a.publisher.lead(False)
+    b.publisher.lead(True)
+    await until(lambda: not kube.objects[SLICES]["default/epp-leader-ipv6"]["endpoints"])
+    assert named(kube) == ["10.244.0.1"]
+    assert kube.objects[SLICES]["default/epp-leader-ipv6"]["addressType"] == "IPv6"
 
 
 async def test_who_ends_without_a_successor_takes_itself_out(kube: FakeKube, replica: Any, until: Any) -> None:
