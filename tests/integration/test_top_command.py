@@ -27,8 +27,9 @@ class Port:
     def __init__(self) -> None:
         now = asyncio.get_running_loop().time
         self.now, self.fleet = now, Fleet(staleness=1e6)
+        self.served = ["llama"]
         fleet = self.fleet
-        self.watch = Watch(fleet, now, served=lambda: ["llama"])
+        self.watch = Watch(fleet, now, served=lambda: self.served)
         for i in (10, 2, 1):
             fleet.up(Endpoint(f"server-{i}", f"10.0.0.{i}:80"))
             if i > 1:
@@ -85,6 +86,24 @@ async def test_one_moment_as_text(port: Port) -> None:
     assert "△ The metrics of endpoint server-1 cannot be read (no scrape has succeeded yet)" in done.output
     assert "metrics not read" in done.output and "≈0" in done.output
     assert "\x1b" not in done.output and "replicas" not in done.output and "numbers of" not in done.output
+
+
+@pytest.mark.parametrize("option", [(), ("--json",)])
+async def test_names_from_outside_are_neither_obeyed_nor_markup(port: Port, option: tuple[str, ...]) -> None:
+    name = "\x1b]0;PWNED\x07\x9b2J\u202e[/b][red]x"
+    port.served.append(name)
+    record = DecisionRecord(
+        request=Request(id=9, arrived=port.now(), model=name),
+        at=port.now(),
+        policy="p",
+        endpoint="server-2",
+        address="x:1",
+    )
+    port.watch.on_decision(record, 1e-4)
+    done = await call("--admin", f"127.0.0.1:{port.number}", "--once", *option, width=200)
+    assert done.exit_code == 0, done.output
+    assert "[/b][red]x" in done.output
+    assert all(letter.isprintable() for letter in done.output.replace("\n", ""))
 
 
 async def test_other_schedulers_have_a_line(port: Port) -> None:

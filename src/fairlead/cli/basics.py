@@ -40,4 +40,6 @@ def echo_json(value: object) -> None:
     """Print the value as indented JSON on stdout."""
     import msgspec
 
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value)).decode() + "\n")
+    from fairlead.core.text import escaped
+
+    sys.stdout.write(escaped(msgspec.json.format(msgspec.json.encode(value))) + "\n")

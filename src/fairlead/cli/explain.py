@@ -13,6 +13,7 @@ from rich.text import Text
 
 from fairlead.cli.basics import FAILED, WRONG_INPUT, echo_json
 from fairlead.cli.options import Admin, Policy, Set, admin_url, change, examples, exits, fetched
+from fairlead.core.text import plain
 
 if TYPE_CHECKING:
     from fairlead.core.explain import Candidate
@@ -24,7 +25,8 @@ _WIDEST = 10_000
 
 def show(explained: dict[str, Any], top: int) -> None:
     """Print an explanation. `explained`: the result of `server.observe.decisions.explained`."""
-    console = Console(highlight=False, markup=False)
+    console = Console(highlight=False, markup=False, emoji=False)
+    explained = plain(explained)  # clients and model servers choose names
     where = explained["endpoint"] or f"nowhere ({explained['outcome']})"
     name = f"request {explained['request_id']}" + (f" ({explained['external_id']})" if explained["external_id"] else "")
     console.print(Text.assemble(name, " → ", (where, "bold"), f" by {explained['policy']}"))

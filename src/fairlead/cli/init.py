@@ -8,6 +8,7 @@ import typer
 
 from fairlead.cli.basics import DEFAULT_FILE, FAILED
 from fairlead.cli.options import complain, examples
+from fairlead.core.text import plain
 
 if TYPE_CHECKING:
     from fairlead.doctor.survey import Server
@@ -108,7 +109,7 @@ def _surveyed(addresses: list[str], probe: bool) -> "list[Server]":
     with busy("asking the servers"):
         surveyed = asyncio.run(survey(addresses))
     for server in surveyed:
-        complain(str(server)) if server.problem else typer.echo(f"found {server}")
+        complain(str(server)) if server.problem else typer.echo(f"found {plain(str(server))}")
     if any(server.problem for server in surveyed):
         complain("nothing was written: start these servers, leave them out, or use --no-probe")
         raise typer.Exit(FAILED)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from fairlead.cli.basics import config_file
+from fairlead.core.text import plain
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -28,7 +29,7 @@ def complain(problem: str | Exception) -> None:
     if isinstance(problem, OSError) and problem.filename and problem.strerror:
         message = f"{problem.filename}: {problem.strerror}"
     for line in message.splitlines():
-        typer.echo(f"error: {line}", err=True)
+        typer.echo(f"error: {plain(line)}", err=True)
 
 
 def note_renamed(old: str, new: str) -> None:

@@ -22,6 +22,7 @@ from rich.text import Text
 from fairlead.cli.basics import FAILED
 from fairlead.cli.options import OTHER_PORT, Admin, admin_url, complain, examples, nobody, with_token
 from fairlead.core.errors import ADMIN_PORT
+from fairlead.core.text import escaped, plain
 
 #: Seconds of silence after which a connection counts as lost, and seconds between two attempts.
 _SILENCE, _RETRY = 5.0, 1.0
@@ -111,8 +112,8 @@ _OTHER_LINES = 17
 def view(state: dict[str, Any], sort: str, width: int, height: int | None = None, problem: str = "") -> RenderableType:
     """The whole screen. `width`, `height`: its characters and lines; `None` = as many lines as needed."""
     if not state:
-        return Text(problem or "waiting for the first numbers …", "bold red" if problem else "")
-    about, now = state["about"], state["now"]
+        return Text(plain(problem) or "waiting for the first numbers …", "bold red" if problem else "")
+    about, now, problem = plain([state["about"], state["now"], problem])  # clients and model servers choose names
     parts: list[RenderableType] = [_title(about, now)]
     if problem:
         parts.append(Text(f"! {problem}; these numbers are old", "bold red"))
@@ -350,11 +351,11 @@ def _print(state: dict[str, Any], as_json: bool, sort: str) -> None:
     if as_json:
         import msgspec
 
-        typer.echo(msgspec.json.encode(state))
+        typer.echo(escaped(msgspec.json.encode(state)))
         return
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     console.print(view(state, sort, console.width))
 
 
@@ -372,7 +373,7 @@ def _live(address: str, sort: str, every: float) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         for state, problem in follow(address, every):
             console.print(view(state, sort, console.width, problem=problem))

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from fairlead.core.text import plain
 from fairlead.doctor.run import Check, Examination, Finding, Severity
 from fairlead.doctor.site import NEEDS
 
@@ -22,9 +23,9 @@ def as_text(examination: Examination, colour: bool = False, width: int = 0) -> s
 def _lines(findings: tuple[Finding, ...], colour: bool, width: int) -> Iterator[str]:
     for finding in findings:
         word = f"{finding.severity.word:8}"
-        yield f"{_painted(word, finding.severity) if colour else word}  {finding.code}: {finding.what}"
+        yield f"{_painted(word, finding.severity) if colour else word}  {finding.code}: {plain(finding.what)}"
         details = {"where": _places(finding.where), "seen": finding.evidence, "do": finding.fix, "read": finding.docs}
-        yield from (_wrapped(f"          {name:6}", _plain(text), width) for name, text in details.items() if text)
+        yield from (_wrapped(f"          {name:6}", plain(text), width) for name, text in details.items() if text)
         yield ""
 
 
@@ -33,11 +34,6 @@ def _wrapped(heading: str, text: str, width: int) -> str:
     left = width - len(heading)
     lines = wrap(text, left, break_long_words=False, break_on_hyphens=False) if left > 0 else [text]
     return heading + f"\n{' ' * len(heading)}".join(lines)
-
-
-def _plain(text: str) -> str:
-    """The text without control characters: text from a server may hold anything."""
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
 def _painted(text: str, severity: Severity) -> str:
@@ -52,7 +48,7 @@ def _places(where: tuple[str, ...]) -> str:
 def _unable(examination: Examination) -> Iterator[str]:
     for outcome in examination.outcomes:
         if outcome.state in ("unfinished", "failed"):
-            yield f"{outcome.state}: {outcome.check}: {_plain(outcome.detail)}"
+            yield f"{outcome.state}: {outcome.check}: {plain(outcome.detail)}"
 
 
 def _summary(examination: Examination) -> str:

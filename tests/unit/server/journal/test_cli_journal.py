@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fairlead.cli.app import build_app
+from fairlead.cli.explain import show
 from fairlead.core.records import DecisionRecord
 from fairlead.lab.simulator import plan_live
 from fairlead.lab.simulator.journal import one_run
@@ -33,6 +34,16 @@ def test_replay(recorded: Any) -> None:
     other = json.loads(call("journal", "replay", recorded.path, "--policy", "round-robin", "--json").output)
     assert other["policy"] == "round-robin"
     assert 0 < other["changed"] <= other["decisions"]
+
+
+def test_an_explanation_shows_names_and_does_not_obey_them(recorded: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    record = next(one for one in recorded.decisions[::-1] if isinstance(one, DecisionRecord))
+    explained = json.loads(call("explain", record.request.id, recorded.path, "--json").output)
+    name = "\x1b]0;PWNED\x07\x1b[2J\x1b[Hall is well\u202e"
+    explained["target_model"] = explained["external_id"] = name
+    show(explained, 3)
+    output = capsys.readouterr().out
+    assert output.count("PWNED") == 2 and all(letter.isprintable() for letter in output.replace("\n", ""))
 
 
 def test_explain(recorded: Any) -> None:
