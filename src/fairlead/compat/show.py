@@ -1,6 +1,5 @@
 """The effective configuration, value by value, with the origin of each value."""
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,10 +12,10 @@ from fairlead.config.endpoint_list import Listed
 from fairlead.config.problems import Place, show
 from fairlead.config.schema import Config, PluginSpec, Section
 from fairlead.config.yaml import Node, Tree
+from fairlead.core.text import masked
 from fairlead.plugins.params import camel
 
 DEFAULT = "default"
-_PASSWORD = re.compile(r"(?<=://)([^@/?#\s:]*):[^@/?#\s]*(?=@)")
 
 
 class Value(Struct, frozen=True):
@@ -124,7 +123,7 @@ class _Show:
                 differs = value is not None and not field.is_required() and value != field.get_default()
                 text = shown[key]
                 if isinstance(text, str):
-                    text = _PASSWORD.sub(r"\1:***", text)
+                    text = masked(text)
                 yield Value(show(path), text, self._origin(path, differs))
 
     def _origin(self, place: Place, differs: bool = False) -> str:

@@ -21,6 +21,7 @@ from fairlead.core.exact import ExactKnowledge, Prepared
 from fairlead.core.fleet import Fleet
 from fairlead.core.kv.answered import AnsweredIndex, bounded
 from fairlead.core.kv.match import BlockChain, Held
+from fairlead.core.text import masked
 from fairlead.server.indexer.client import IndexClient
 from fairlead.server.indexer.wire import MOST_BLOCKS, TIERS, Answer, StateAnswer
 from fairlead.server.live.knowledge import Knowledge
@@ -71,7 +72,7 @@ class KvLookup(Knowledge):
     def page(self) -> dict[str, Any]:
         client, state = self.client, self._state
         indexer = {
-            "url": client.url,
+            "url": masked(client.url),
             "up": client.up,
             "complaint": self._complaint,
             "index_size": state.index_size if state is not None else None,

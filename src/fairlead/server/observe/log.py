@@ -9,7 +9,8 @@ Rules
 * The message is a constant; what varies goes into fields. That makes lines searchable and repetition visible: a message
   (of one logger, about one endpoint or problem) is written `BURST` times per `WINDOW_S`; the first one after that says
   how many were left out. Below the level of warning nothing is left out.
-* Never a prompt, a body or a credential: fields with such names are replaced, and all values are cut at `MAX_VALUE`.
+* Never a prompt, a body or a credential: fields with such names are replaced, passwords in URLs are
+  masked, and all values are cut at `MAX_VALUE`.
 * The standard library's logging is underneath, so log lines of libraries have the same format.
 * A process that serves writes `in_background`: a full pipe whose reader stalls must not stop its event loop.
 """
@@ -25,6 +26,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, TextIO
+
+from fairlead.core.text import masked
 
 BURST = 5
 WINDOW_S = 60.0
@@ -233,7 +236,7 @@ def _entry(record: logging.LogRecord) -> dict[str, Any]:
         "level": record.levelname.lower(),
         "component": record.name.removeprefix(_ROOT + "."),
         **_OWN,
-        "msg": record.getMessage()[:MAX_VALUE],
+        "msg": masked(record.getMessage())[:MAX_VALUE],
     }
     fields: Mapping[str, object] = vars(record).get("fields", {})
     for name, value in fields.items():
@@ -242,14 +245,14 @@ def _entry(record: logging.LogRecord) -> dict[str, Any]:
     if left_out is not None:
         entry["left_out"] = left_out
     if record.exc_info and record.exc_info[0] is not None:
-        entry["exc"] = logging.Formatter().formatException(record.exc_info)[-_MAX_TRACEBACK:]
+        entry["exc"] = masked(logging.Formatter().formatException(record.exc_info))[-_MAX_TRACEBACK:]
     return entry
 
 
 def _short(value: object) -> object:
     if value is None or isinstance(value, bool | int | float):
         return value
-    text = str(value)
+    text = masked(str(value))
     return text if len(text) <= MAX_VALUE else text[:MAX_VALUE] + "…"
 
 

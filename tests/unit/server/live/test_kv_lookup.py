@@ -30,7 +30,7 @@ CURRENT = RankState(heard=True, linked=True, block_size=16)
 class Client:
     """Stands for `IndexClient`."""
 
-    url = "http://indexer"
+    url = "http://us:er@indexer"
     up = True
 
     def __init__(self) -> None:
@@ -161,6 +161,7 @@ async def test_an_index_of_other_keys_is_not_asked(world: World, caplog: pytest.
     world.up("a", "10.0.0.7:80")
     world.told(a="10.0.0.7:80")
     world.kv._on_state(StateAnswer(space="engine-1", index_size=1))
+    assert world.kv.page()["indexer"]["url"] == "http://us:***@indexer"
     assert world.kv.page()["indexer"]["complaint"] == "its keys are of 'engine-1', ours of 'own-1'"
     assert await world.read(1, bytes(256)) == 64
     assert world.client.asked == []

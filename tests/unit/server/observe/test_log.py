@@ -56,6 +56,20 @@ def test_json(stream: io.StringIO) -> None:
     }
 
 
+@pytest.mark.parametrize("form", ["logfmt", "json"])
+def test_passwords_in_urls_are_masked(stream: io.StringIO, form: str) -> None:
+    log.setup("info", form, stream)
+    url = "http://user:s3cret@indexer:1/"
+    log.get("x").info("asking", url=url, reason=f"{url}: refused")
+    logging.getLogger("library").warning("no answer from %s", url + "x" * log.MAX_VALUE)
+    try:
+        raise ValueError(url)
+    except ValueError:
+        logging.getLogger("library").exception("failed")
+    assert "s3cret" not in stream.getvalue()
+    assert stream.getvalue().count("http://user:***@indexer:1/") == 4
+
+
 def test_levels(stream: io.StringIO) -> None:
     log.setup("warning", "logfmt", stream)
     logger = log.get("x")
