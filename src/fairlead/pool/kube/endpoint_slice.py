@@ -332,10 +332,10 @@ class EndpointSlicePublisher:
         except KubeError as error:
             if error.code in _CONFLICTS and self._current:
                 return await self._look()
-            self._say(f"the service {self._name} does not lead here: {error}")
+            self._say(f"the service {self._namespace}/{self._name} does not lead here: {error}")
             return RETRY_S
         except (Unreachable, Unreadable) as error:
-            self._say(f"the service {self._name} does not lead here: {error}")
+            self._say(f"the service {self._namespace}/{self._name} does not lead here: {error}")
             return RETRY_S
         return SERVICE_S * self._rng.uniform(0.8, 1.2)
 
@@ -359,8 +359,8 @@ class EndpointSlicePublisher:
             self._foreign, self._foreign_until = seen.version, now + self._patience
             self._patience = min(2 * self._patience, FOREIGN_MAX_S)
         self._say(
-            f"the service {self._name} leads to {seen.addresses[0]}, by the lease {seen.lease} of another release;"
-            " only one of them may serve its pool"
+            f"the service {self._namespace}/{self._name} leads to {seen.addresses[0]}, by the lease"
+            f" {seen.lease} of another release; only one of them may serve its pool"
         )
         return self._foreign_until - now
 
