@@ -91,7 +91,7 @@ async def test_whatever_happened_before_an_event_is_known_when_it_is_handled(
 async def test_a_worker_that_is_not_heard_is_a_trouble_after_a_lease(url: str) -> None:
     one, other, stranger = Teller("vm-1", url), Teller("vm-2", url), Teller("vm-b-3", url)
     for worker, teller in enumerate((one, other)):
-        teller.replicas.worker, teller.replicas.workers = worker, 2
+        teller.replicas.expect(worker, 2)
     async with running(one, stranger):
         async with running(other):
             await until(lambda: agree(one, other, stranger) and len(one.replicas.peers) == 2)

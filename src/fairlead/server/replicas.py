@@ -100,12 +100,16 @@ class Replicas:
         #: Seconds from writing facts to reading them.
         self.lag_s = 0.0
         self._unheard_since = time.monotonic()
-        #: The number of this scheduler among the `workers` of one gateway; and when all of them were last there.
-        self.worker, self.workers = 0, 1
+        self._worker, self._workers = 0, 1
+        #: When all workers were last there.
         self._complete_at = self._unheard_since
         #: Whether to write a snapshot: a replica asked for one, or batches were dropped.
         self._owes_snapshot = False
         self._snapshot_at = 0.0
+
+    def expect(self, worker: int, workers: int) -> None:
+        """This scheduler has the number `worker` among so many of one gateway."""
+        self._worker, self._workers = worker, workers
 
     @property
     def missing(self) -> list[str]:
@@ -132,8 +136,8 @@ class Replicas:
                 f"messages of the other replicas arrive {self.lag_s:.1f} s late: {self.where} or this process is slow"
             )
         here = self._workers_here()
-        if here < self.workers:
-            return f"only {here} of {self.workers} workers are heard: one does not run or hangs, see the log"
+        if here < self._workers:
+            return f"only {here} of {self._workers} workers are heard: one does not run or hangs, see the log"
         lacking = [name for name, peer in self.peers.items() if peer.pause_s >= ASK_CAP_S]
         if lacking:
             return f"facts of {', '.join(lacking)} stay missing: do they have the same endpoints, and the same pool?"
@@ -144,9 +148,9 @@ class Replicas:
         again."""
         host, now = self.origin.rpartition("-")[0], time.monotonic()
         here = 1 + sum(name.rpartition("-")[0] == host for name in self.peers)
-        if here >= self.workers:
+        if here >= self._workers:
             self._complete_at = now
-        return here if now - self._complete_at > self._settings.lease else self.workers
+        return here if now - self._complete_at > self._settings.lease else self._workers
 
     def note(self) -> str:
         """The state of the link, for people, while there is no trouble."""
@@ -159,8 +163,8 @@ class Replicas:
         now = time.monotonic()
         return {
             "replica": self.origin,
-            "worker": self.worker,
-            "workers": self.workers,
+            "worker": self._worker,
+            "workers": self._workers,
             "via": self.where,
             "connected": not self.problem,
             "problem": self.problem,

@@ -130,7 +130,8 @@ def one_run(path: Path, run: str = "") -> Run:
         elsewhere = [candidate for candidate in there if candidate.segments[0][0].parent != last.segments[0][0].parent]
         if elsewhere:
             since, until = last.since(), last.until()
-            last.beside = [each for each in elsewhere if each.until() >= since and each.since() <= until]
+            beside = [each for each in elsewhere if each.until() >= since and each.since() <= until]
+            return replace(last, beside=beside)
         return last
     for candidate in there:
         if candidate.id == run:

@@ -123,7 +123,7 @@ class Live:
         counts = self._pool is not None or not self._gateway
         pool = PoolScheduler(self.config, tracing, counts_fallbacks=counts, unready=self._reasons)
         if pool.core.replicas is not None:
-            pool.core.replicas.worker, pool.core.replicas.workers = self._worker
+            pool.core.replicas.expect(*self._worker)
         return pool
 
     def _take(self, pool: PoolScheduler) -> None:

@@ -225,11 +225,8 @@ def wire(
         driver = RecordedDriver(pipeline, clock, journal.clock, watch, journal.recorder, handlers)
     inspected = inspection if kv is None else kv.inspecting(inspection)
     shared = config, pipeline, driver, clock, registry
-    replicas = _replicas(run, scraper, *shared)
+    replicas = _replicas(run, scraper, watch, *shared)
     deliver = replicas.feed if isinstance(replicas, FileReplicas) else driver.feed
-    if replicas is not None:
-        watch.peers_load = pipeline.peers.load
-        watch.alone = lambda: bool(replicas.problem)
     host = _host(config, clock.time, run, driver, understanding, watch, inspected, served, deliver)
     parts = fleet, scraper, served, watch, kv, builder, journal, _state_file(*shared), replicas
     return Core(*parts, pipeline, connections, shadows, driver, inspection, host, warming)
@@ -283,6 +280,7 @@ def _state_file(
 def _replicas(
     run: str,
     scraper: Scraper,
+    watch: Watch,
     config: Config,
     pipeline: Pipeline,
     driver: Driver,
@@ -307,6 +305,7 @@ def _replicas(
     kind = FileReplicas if urlsplit(settings.via).scheme == "file" else ValkeyReplicas
     replicas = kind(settings, pool, origin, facts, driver.feed, scraper.share)
     show_replicas(registry, replicas)
+    watch.watch_peers(peers.load, lambda: bool(replicas.problem))
     return replicas
 
 

@@ -49,12 +49,12 @@ _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARN
 
 
 #: Fields of every line of this process.
-_OWN: dict[str, object] = {}
+OWN_FIELDS: dict[str, object] = {}
 
 
 def name_worker(number: int) -> None:
     """Have every line say which of several workers writes it."""
-    _OWN["worker"] = number
+    OWN_FIELDS["worker"] = number
 
 
 class Log:
@@ -235,7 +235,7 @@ def _entry(record: logging.LogRecord) -> dict[str, Any]:
         "time": f"{stamp}.{int(record.msecs):03d}Z",
         "level": record.levelname.lower(),
         "component": record.name.removeprefix(_ROOT + "."),
-        **_OWN,
+        **OWN_FIELDS,
         "msg": masked(record.getMessage())[:MAX_VALUE],
     }
     fields: Mapping[str, object] = vars(record).get("fields", {})

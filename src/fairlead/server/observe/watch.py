@@ -106,9 +106,8 @@ class Watch:
         self._tracing = tracing
         self._scrapes = scrapes
         self._decision_id: Callable[[int], str] | None = None
-        self.peers_load = PeersLoad()
-        #: Whether there are other schedulers of the pool that cannot be heard.
-        self.alone: Callable[[], bool] = lambda: False
+        self._peers_load = PeersLoad()
+        self._alone: Callable[[], bool] = lambda: False
         #: Hears of every counted record too; `None` = nobody looks at the dashboard.
         self.recent: Recent | None = None
 
@@ -196,13 +195,17 @@ class Watch:
     def desired_endpoints(self) -> int | None:
         """How many the pool's load asks for; `None` = too little is known of it."""
         self.count()
-        now, counted, peers = self._now(), self.metrics, self.peers_load
+        now, counted, peers = self._now(), self.metrics, self._peers_load
         own = counted.routed, counted.prompt_tokens, counted.cached_tokens
         totals = Totals(now, own[0] + peers.requests, own[1] + peers.tokens, own[2] + peers.cached_tokens)
         self._demand.observe(totals)
-        if self.alone():
+        if self._alone():
             return None
         return self._demand.desired(self.fleet, self.queue.flow_controller, now)
+
+    def watch_peers(self, load: PeersLoad, alone: Callable[[], bool]) -> None:
+        """There are other schedulers of the pool, with this load. `alone`: whether they cannot be heard now."""
+        self._peers_load, self._alone = load, alone
 
     def watch_queue(self, flow_controller: FlowController | None) -> None:
         """Show what waits there; `None` = flow control is off."""

@@ -223,7 +223,7 @@ def test_without_stderr_nothing_is_written_in_the_background(
 
 
 def test_lines_of_a_worker_say_which_it_is(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log, "_OWN", {})
+    monkeypatch.setattr(log, "OWN_FIELDS", {})
     log.setup("info", "logfmt", stream)
     log.name_worker(2)
     log.get("x").info("word", worker="not this")

@@ -124,11 +124,12 @@ def test_every_scheduler_asks_for_what_the_load_of_all_needs():
     def desired(own, peers, alone=False):
         clock = [0.0]
         watch = Watch(Fleet(), lambda: clock[0])
-        watch.peers_load, watch.alone = PeersLoad(), lambda: alone
+        load = PeersLoad()
+        watch.watch_peers(load, lambda: alone)
         for step in range(20):
             clock[0] = 5.0 * step
             watch.metrics.routed, watch.metrics.prompt_tokens = own * step, own * step * 4000
-            watch.peers_load.requests, watch.peers_load.tokens = peers * step, peers * step * 4000
+            load.requests, load.tokens = peers * step, peers * step * 4000
             number = watch.desired_endpoints()
         return number
 
