@@ -38,8 +38,8 @@ WITH_INDEXER = ("fairlead_indexer_up",)
 RECORDED = ("vllm_time_to_first_token_seconds_bucket", "vllm_queue_depth")
 #: Only the shape is promised: nothing of the kind happens while all is well.
 QUIET = re.compile(
-    r"_error_total|fairlead_(fallback_requests|plugin_errors|rejected|lease_expired|kv_disagreements|shadow_cut_off"
-    r"|kv_checked|all_overloaded|scheduler_answer|uploads_ended)"
+    r"fairlead_(fallback_requests|plugin_errors|lease_expired|kv_disagreements|kv_trust|shadow_cut_off"
+    r"|kv_checked|all_overloaded|scheduler_answer)"
 )
 
 

@@ -112,6 +112,8 @@ QUIET = {"llm_d_epp_request_total": "0+60x20", "fairlead_flow_waiting_requests":
 BYPASS = "Served without asking, refused, failed plugins"
 FALLBACKS = 'fairlead_fallback_requests_total{endpoint="a"}'
 PANELS: list[tuple[str, dict[str, str], float]] = [
+    ("Errors", {}, 0.0),
+    ("Errors", {"llm_d_epp_request_total": "0x20", "llm_d_epp_request_error_total": "0x20"}, 0.0),
     ("Errors", QUIET, 0.0),
     ("Errors", QUIET | {"llm_d_epp_request_error_total": "0+30x20"}, 0.5),
     ("Waiting by priority", QUIET, 0.0),

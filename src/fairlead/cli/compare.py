@@ -244,21 +244,13 @@ def compare(
 
     Writes results.json, plots and a self-contained report.html. An interrupted run resumes when it is started again.
     """
+    servers = replicas or 0
     with exits(WRONG_INPUT, ValueError):
         simulated = {"-w": workload, "--seeds": seeds > 1, "--speeds": speeds, "--prefill": prefill, "--fresh": fresh}
         simulated |= {"--cluster": cluster, "--json": as_json}
         _check_options(against, simulated, {"--journal": journal, "--fail-if": fail_if})
     if against is not None:
-        gate(
-            against,
-            journal,
-            policy or [],
-            fail_if or [],
-            load=load,
-            servers=replicas or 0,
-            engine=engine,
-            head=requests,
-        )
+        gate(against, journal, policy or [], fail_if or [], load=load, servers=servers, engine=engine, head=requests)
         return
     from fairlead.lab.simulator.build import ScenarioSpec
     from fairlead.lab.simulator.grid import run_grid
@@ -271,7 +263,7 @@ def compare(
             source="",
             traces=traces,
             head=requests,
-            servers=replicas or 0,
+            servers=servers,
             speeds=numbers(speeds, "--speeds"),
             prefill=prefill,
             preset=engine_argument(engine),

@@ -273,7 +273,7 @@ def busy(title: str) -> Iterator[Callable[[str], None]]:
         yield lambda text: bar.update(task, description=text)
 
 
-def nobody(option: str = "--admin") -> str:
+def hint_of(option: str = "--admin") -> str:
     """What to look at if nothing answers at the address that `option` gives."""
     return f"is `fairlead serve` running, and is this its admin port ({option})?"
 
@@ -306,4 +306,4 @@ def fetched(page: str, base: str, ours: str, timeout_s: float = 10.0, option: st
         # The gateway and model servers also answer 404, with texts that do not name Fairlead.
         raise ValueError(said if ours in said or error.code != 404 else f"{base}: {OTHER_PORT}") from None
     except URLError as error:
-        raise EngineError(base, f"does not answer ({error.reason}); {nobody(option)}") from None
+        raise EngineError(base, f"does not answer ({error.reason}); {hint_of(option)}") from None

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fairlead.cli.basics import FAILED
-from fairlead.cli.options import OTHER_PORT, Admin, admin_url, complain, examples, nobody, with_token
+from fairlead.cli.options import OTHER_PORT, Admin, admin_url, complain, examples, hint_of, with_token
 from fairlead.core.errors import ADMIN_PORT
 from fairlead.core.text import escaped, plain
 
@@ -342,7 +342,7 @@ def top(
     try:
         state = snapshot(address)
     except (OSError, ValueError) as error:
-        complain(f"{address} does not answer: {error}" + f"; {nobody()}" * isinstance(error, ConnectionError))
+        complain(f"{address} does not answer: {error}" + f"; {hint_of()}" * isinstance(error, ConnectionError))
         raise typer.Exit(FAILED) from None
     _print(state, as_json, sort)
 
