@@ -117,6 +117,11 @@ class Replicas:
         return sorted(name for name, peer in self.peers.items() if peer.ask_at)
 
     @property
+    def count(self) -> int:
+        """Schedulers of the pool, workers that are not heard included."""
+        return max(self._workers, 1 + len(self.peers))
+
+    @property
     def unheard_s(self) -> float:
         """Seconds without any other replica."""
         return 0.0 if self.peers else time.monotonic() - self._unheard_since

@@ -74,7 +74,7 @@ class PoolScheduler:
             policy=lambda: self.pipeline.policy.name,
             reasons=unready,
             replicas=self._replicas,
-            schedulers=lambda: 1 if core.replicas is None else max(core.replicas.workers, 1 + len(core.replicas.peers)),
+            schedulers=lambda: 1 if core.replicas is None else core.replicas.count,
         )
 
     async def start(self, stack: AsyncExitStack) -> None:
