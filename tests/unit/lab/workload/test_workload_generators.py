@@ -136,7 +136,7 @@ def test_parameters_are_words():
             generate(kind, Pace(count=1), parameters)
     with pytest.raises(ValueError, match="unknown arrivals"):
         generate("shared-prefix", Pace(count=1, arrivals="tidal"), {})
-    with pytest.raises(ValueError, match="count or seconds"):
+    with pytest.raises(ValueError, match="--requests or --seconds"):
         generate("shared-prefix", Pace(), {})
 
 
