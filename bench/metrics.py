@@ -66,7 +66,7 @@ def sample(fleet: Fleet, chance: Random) -> None:
 def with_kv_events(watch: Watch) -> None:
     """A feed for each endpoint."""
     slots = [(slot, endpoint.id) for slot, endpoint in watch.fleet.table.slots()]
-    zeros = dict.fromkeys(("bad", "lost", "gaps", "restarts", "replays", "failed_replays"), 0)
+    zeros = dict.fromkeys(("bad", "lost", "gaps", "restarts", "replays", "failed_replays", "reconnections"), 0)
     looks = count(1)
 
     def feeds() -> list[KvFeedStatus]:
