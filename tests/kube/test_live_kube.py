@@ -224,8 +224,8 @@ async def no_api_server(world: World) -> None:
         await world.has(0, 1)
         assert await world.serve.metric("fairlead_kube_connected", resource="pods")
     assert set(traffic.statuses) == {200}, (traffic.statuses, traffic.answers[:3])
-    assert "cannot reach Kubernetes" in world.serve.said()
-    assert "Kubernetes can be reached again" in world.serve.said()
+    assert "trouble with Kubernetes" in world.serve.said()
+    assert "no more trouble with Kubernetes" in world.serve.said()
 
 
 async def test_flags_reach_the_scheduler_behind_the_embedded_gateway(world: World, tmp_path: Path) -> None:
