@@ -68,6 +68,7 @@ def processing_mode(modes: Modes | None, access_log: bool, whole_body: bool, res
     """The mode of a stream. `modes`: as in the first message; `None` = it has none."""
     modes = request, response, eager = modes or _DEMANDED
     waits = request is BodyMode.STREAMED and not eager
+    whole_body = whole_body and request is BodyMode.STREAMED and eager  # elsewhere it would not be true
     if not access_log:
         leave = Leave.NEVER
     elif response is BodyMode.NONE:

@@ -258,13 +258,15 @@ class Session:
         elif mode.buffered:
             self._awaited = Kind.REQUEST_BODY
             self._complete_parts()
-        elif ended or mode.whole_body:
+        elif ended or (mode.whole_body and self._size >= self._announced_length()):
             self._complete_parts()
         else:
-            length = self._head.headers.get("content-length", "")
-            expected = int(length) if length.isdecimal() and len(length) < 12 else 0
-            expected = min(max(expected, self._size + 1), self._host.max_body)
+            expected = min(max(self._announced_length(), self._size + 1), self._host.max_body)
             self._stream.hold(self._head_size + self._size, self._head_size + expected)
+
+    def _announced_length(self) -> int:
+        length = self._head.headers.get("content-length", "")
+        return int(length) if length.isdecimal() and len(length) < 12 else 0
 
     def _on_request_trailers(self, message: Incoming) -> None:
         self._request_end = RequestEnd.TRAILERS

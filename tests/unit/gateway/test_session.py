@@ -326,6 +326,20 @@ def test_a_whole_body_needs_no_end_of_stream_and_both_answers_go_together(rig):
     assert wire.status == 0
 
 
+def test_a_body_that_is_said_to_be_whole_and_is_not_is_collected_to_its_end(rig):
+    """A gateway without a buffer in front announces it all the same."""
+    for modes in ((FULL_DUPLEX, FULL_DUPLEX, False), (STREAMED, STREAMED, True)):
+        wire, session = rig.open(*modes[:2], eager=modes[2], whole=True)
+        length = {} if modes[0] == FULL_DUPLEX else {"content-length": str(len(BODY))}
+        rig.request_headers(session, **length)
+        rig.body(session, BODY[:20], eos=False)
+        assert wire.sent == []
+        rig.body(session, BODY[20:])
+        assert wire.sent and rig.seen.decisions[-1].request.model == "m"
+        if modes[0] == FULL_DUPLEX:
+            assert rig.answers(wire)[1].request_body.response.body_mutation.streamed_response.body == BODY
+
+
 def test_an_answer_that_is_not_streamed_is_left_at_the_pick(rig):
     wire, session = rig.open(STREAMED, STREAMED, eager=True, whole=True)
     rig.request_headers(session)
