@@ -129,8 +129,9 @@ class DecisionRecord(Struct, frozen=True, kw_only=True, gc=False):
     trace: Trace | None = None
 
 
-#: Causes of an end that count as a failure of the endpoint or of the path to it.
-LOST = ("stream-lost", "endpoint-gone", "upstream-reset")
+#: Causes of an end that count as a failure of the endpoint or of the path to it. `stream-lost` is none: the client
+#: left, the gateway died, or it shows no responses. Where it shows them, a failure of the endpoint comes as one.
+LOST = ("endpoint-gone", "upstream-reset")
 
 
 class OutcomeRecord(Struct, frozen=True, kw_only=True, gc=False):

@@ -193,7 +193,7 @@ class Tracing:
         end = began + record.duration_ms * 1e-3 if record.duration_ms >= 0.0 else record.at
         if record.status >= 500:
             self._fail(span, str(record.status), end)
-        elif record.cause not in ("natural", "client-disconnect"):
+        elif record.cause not in ("natural", "client-disconnect", "stream-lost"):
             self._fail(span, record.cause, end)
         else:
             span.end(self._nanoseconds(end))

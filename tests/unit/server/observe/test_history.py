@@ -46,7 +46,7 @@ def test_rates_are_of_the_last_ten_seconds_however_often_somebody_looks() -> Non
     pool = Pool()
     pool.passes(0.5, (200, "natural"))
     assert pool.history.rates.error_rate is None, "too early to tell"
-    pool.passes(30.0, (200, "natural"), (503, "natural"), (0, "stream-lost"), (400, "natural"))
+    pool.passes(30.0, (200, "natural"), (503, "natural"), (0, "endpoint-gone"), (400, "natural"))
     for _ in range(9):
         pool.history.look(pool.now)
     rates = pool.history.rates
@@ -60,7 +60,7 @@ def test_every_request_fails_from_the_first_failure_to_the_first_answer() -> Non
     pool.passes(10.0, (200, "natural"))
     pool.passes(1.5, (503, "natural"))
     assert pool.history.failing_since is None, "a few are no outage"
-    pool.passes(10.0, (503, "natural"), (0, "stream-lost"), (404, "natural"))
+    pool.passes(10.0, (503, "natural"), (0, "endpoint-gone"), (404, "natural"))
     assert pool.history.failing_since == 10.0
     pool.passes(0.5, (200, "natural"))
     assert pool.history.failing_since is None

@@ -159,7 +159,7 @@ def test_refusals_are_counted_from_zero_on(watched: Watched) -> None:
 
 
 def test_how_long_failures_took_is_told_apart(watched: Watched) -> None:
-    ends: list[dict[str, Any]] = [{}, {"status": 503}, {"status": 503}, {"status": 400}, {"cause": "stream-lost"}]
+    ends: list[dict[str, Any]] = [{}, {"status": 503}, {"status": 503}, {"status": 400}, {"cause": "endpoint-gone"}]
     watched.metrics.on_outcomes([ended(duration_ms=1000.0, **end) for end in ends])
     found = watched.samples()
     failed = "fairlead_failed_request_duration_seconds"
@@ -221,7 +221,7 @@ def test_a_refused_request(watched: Watched, outcome: str, status: int, code: st
         (500, "natural", "ModelServerError"),
         (429, "natural", "ModelServerError"),
         (404, "natural", "BadRequest"),
-        (0, "stream-lost", "ModelServerError"),
+        (0, "stream-lost", None),
         (0, "endpoint-gone", "ModelServerError"),
         (0, "client-disconnect", None),
         (0, "expired", None),

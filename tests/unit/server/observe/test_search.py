@@ -19,17 +19,18 @@ RECORDS = [
     recorded(10, model="Llama-8B", fairness_id="Team-A", external_id="abc-10"),
     recorded(11, model="chat", target="sql-adapter", fairness_id="team-b"),
     recorded(12, status=503, endpoint="default/b"),
-    recorded(13, cause="stream-lost"),
+    recorded(13, cause="endpoint-gone"),
     recorded(14, cause="client-disconnect"),
     recorded(15, endpoint=""),
     recorded(16, ended=False),
+    recorded(17, cause="stream-lost"),
 ]
 
 
 @pytest.mark.parametrize(
     ("query", "ids"),
     [
-        ({}, [10, 11, 12, 13, 14, 15, 16]),
+        ({}, [10, 11, 12, 13, 14, 15, 16, 17]),
         ({"id": "12"}, [12]),
         ({"id": "run.d"}, [13]),
         ({"id": "ABC"}, [10]),
@@ -40,7 +41,7 @@ RECORDS = [
         ({"endpoint": "default"}, []),
         ({"outcome": "answered"}, [10, 11]),
         ({"outcome": "failed"}, [12, 13]),
-        ({"outcome": "cancelled"}, [14]),
+        ({"outcome": "cancelled"}, [14, 17]),
         ({"outcome": "refused"}, [15]),
         ({"outcome": "running"}, [16]),
         ({"outcome": "answered", "tenant": "b"}, [11]),

@@ -143,6 +143,7 @@ def test_a_refused_request(traced: Traced, status: int, failed: bool) -> None:
         ({"status": 0, "cause": "expired"}, "expired"),
         ({"status": 400}, None),
         ({"status": 0, "cause": "client-disconnect"}, None),
+        ({"status": 0, "cause": "stream-lost"}, None),
     ],
 )
 def test_ends(traced: Traced, fields: dict[str, Any], error: str | None) -> None:
