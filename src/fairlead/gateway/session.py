@@ -468,6 +468,8 @@ class Session:
             answer = CONTINUE[Kind.RESPONSE_HEADERS]
         self._stream.send(answer)
         if ended or self._mode.response is BodyMode.NONE:
+            if self._moved_to:
+                self._host.feed(RequestMoved(self._request.id, self._moved_to))
             self._end()
 
     def _on_response_body(self, message: Incoming) -> None:

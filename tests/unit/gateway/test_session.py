@@ -402,6 +402,21 @@ def test_the_lease_moves_to_who_served_as_the_gateway_says(rig, served, source, 
     assert (wire.status, rig.leases()) == (0, 0)
 
 
+@pytest.mark.parametrize(("response", "ended"), [(FULL_DUPLEX, True), (STREAMED, True), (NONE, False)])
+def test_who_served_is_believed_of_a_response_whose_body_is_not_seen(rig, response, ended):
+    _, session = rig.open(FULL_DUPLEX, response, wired=False)
+    rig.request_headers(session)
+    rig.body(session)
+    message = rig.pb.ProcessingRequest()
+    message.response_headers.end_of_stream = ended
+    message.response_headers.headers.headers.add(key=":status", raw_value=b"503")
+    served = {"x-gateway-destination-endpoint-served": "10.0.0.1:80"}
+    message.metadata_context.filter_metadata["envoy.lb"].update(served)
+    session.on_message(message.SerializeToString())
+    assert [(end.endpoint, end.unreached, end.status) for end in rig.seen.outcomes] == [("e1", "e0", 503)]
+    assert rig.leases() == 0
+
+
 def test_without_response_headers_the_status_is_an_attribute(rig):
     wire, session = rig.open(BUFFERED, STREAMED, wired=False)
     rig.request_headers(session)
