@@ -268,6 +268,12 @@ class Incoming:
         return ""
 
 
+def opens_tunnel(headers: Mapping[str, str], ended: bool) -> bool:
+    """Whether this is a WebSocket or CONNECT: both sides send as they like, and the request has no end to wait for."""
+    method = headers.get(":method")
+    return not ended and (method == "CONNECT" or (method == "GET" and "upgrade" in headers))
+
+
 # The two messages that nearly every request consists of, in the form in which Envoy writes them.
 
 
@@ -312,6 +318,8 @@ def _known_opening(before: bytes, behind: bytes) -> Opening | None:
         headers, ended = message.headers()
         ids = headers.pop(_GATEWAY_ID), headers.pop(_REQUEST_ID)
         if ids != (placeholder.decode(), placeholder.decode()):
+            return None
+        if opens_tunnel(headers, ended):
             return None
         return Opening(headers, ended, message.modes(), message.subset())
     except ProtocolError:

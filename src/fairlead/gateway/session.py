@@ -13,6 +13,8 @@ Rules (Envoy 1.40; tests/integration/pitfalls/README.md has the measurements)
   BUFFERED_PARTIAL body (end_of_stream false) is waved through unscheduled: the gateway ignores a pick there.
 * NONE, and STREAMED without `send_body_without_waiting_for_header_response`: the gateway routes when the headers are
   answered, so the choice is made on headers alone.
+* A WebSocket or CONNECT is chosen on its headers. Under full duplex what follows is echoed in both directions, to the
+  end (left at the pick, Envoy resets it); a gateway that would buffer is left at the pick.
 * STREAMED with that flag: headers and body come together, and the headers answer waits for the body, as under full
   duplex. A gateway that buffers in front of ext_proc announces it with the initial metadata `fairlead-whole-body`:
   the first body message is then all of it, even when trailers follow (end_of_stream false).
@@ -56,6 +58,7 @@ from fairlead.gateway.ext_proc import (
     Incoming,
     Kind,
     Modes,
+    opens_tunnel,
     read_last_chunk,
     read_opening,
 )
@@ -220,7 +223,18 @@ class Session:
             return
         self._head = self._host.understanding.head(headers, message.subset())
         self._gateway_id, self._request_id = headers.get(GATEWAY_ID, ""), headers.get(REQUEST_ID, "")[:MAX_NAME]
-        self._after_headers(ended)
+        if opens_tunnel(headers, ended):
+            self._open_tunnel()
+        else:
+            self._after_headers(ended)
+
+    def _open_tunnel(self) -> None:
+        mode = self._mode
+        if BodyMode.FULL_DUPLEX in mode.modes:
+            self._mode = without_access_log(mode)
+        self._only_asks = mode.buffered
+        self._chunks = 0
+        self._complete(b"")
 
     def _has_room(self, size: int, ended: bool) -> bool:
         """Whether the budget has room for a large head. If not, the stream is over."""
@@ -279,9 +293,14 @@ class Session:
     def _on_late_body(self, message: Incoming) -> None:
         """The choice is made, or under way, without it."""
         self._refuse_after_trailers()
+        full_duplex = self._mode.full_duplex
+        if full_duplex and (self._request_end is RequestEnd.MARKED or self._state < SessionState.ROUTED):
+            raise ProtocolError("the request goes on after its end, or before its tunnel is open")
         _, ended = message.body()
         self._request_end = RequestEnd.MARKED if ended else RequestEnd.OPEN
-        if self._mode.request is BodyMode.STREAMED:
+        if full_duplex:
+            self._stream.send(*ext_proc.echo(message))
+        elif self._mode.request is BodyMode.STREAMED:
             self._stream.send(CONTINUE[Kind.REQUEST_BODY])
 
     def _on_late_trailers(self, message: Incoming) -> None:
@@ -467,10 +486,14 @@ class Session:
         else:
             answer = CONTINUE[Kind.RESPONSE_HEADERS]
         self._stream.send(answer)
-        if ended or self._mode.response is BodyMode.NONE:
+        if ended or (self._mode.response is BodyMode.NONE and not self._echoes_request()):
             if self._moved_to:
                 self._host.feed(RequestMoved(self._request.id, self._moved_to))
             self._end()
+
+    def _echoes_request(self) -> bool:
+        """A tunnel is open whose bytes the gateway hands over."""
+        return self._mode.full_duplex and self._request_end is RequestEnd.OPEN
 
     def _on_response_body(self, message: Incoming) -> None:
         host, watch = self._host, self._watch

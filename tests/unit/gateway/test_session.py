@@ -852,6 +852,56 @@ def test_in_each_state_only_what_the_table_has_is_legal(pb, state, message):
     assert rig.leases() == 0 or wire.status is None
 
 
+WEBSOCKET, CONNECT = {":method": "GET", "upgrade": "websocket"}, {":method": "CONNECT"}
+
+
+@pytest.mark.parametrize("wired", [False, True])
+@pytest.mark.parametrize("response", [NONE, STREAMED, FULL_DUPLEX])
+@pytest.mark.parametrize("headers", [WEBSOCKET, CONNECT])
+def test_a_tunnel_is_chosen_on_its_headers_and_echoed_to_its_end(rig, headers, response, wired):
+    """Its body has no end to wait for. What the gateway has handed over must come back, in both directions."""
+    wire, session = rig.open(FULL_DUPLEX, response, wired=wired)
+    rig.request_headers(session, path="/v1/realtime", **headers)
+    assert rig.kinds(wire) == ["request_headers"]
+    rig.body(session, b"early", eos=False)
+    rig.response_headers(session, status=101)
+    assert wire.status is None
+    rig.body(session, b"late", eos=False)
+    echoed = [answer.request_body for answer in rig.answers(wire) if answer.WhichOneof("response") == "request_body"]
+    streamed = [answer.response.body_mutation.streamed_response for answer in echoed]
+    assert [(part.body, part.end_of_stream) for part in streamed] == [(b"early", False), (b"late", False)]
+    if response != NONE:
+        rig.chunk(session, b"answer")
+        assert wire.status is None
+    assert rig.leases() == 1
+    session.on_lost("reset")
+    assert rig.leases() == 0
+
+
+@pytest.mark.parametrize("request_mode", [BUFFERED, PARTIAL])
+def test_a_gateway_that_would_buffer_a_tunnel_is_left_at_the_pick(rig, request_mode):
+    wire, session = rig.open(request_mode, STREAMED)
+    rig.request_headers(session, **WEBSOCKET)
+    assert rig.answers(wire)[0].dynamic_metadata["envoy.lb"]
+    assert (rig.kinds(wire), wire.status, rig.leases()) == (["request_headers"], 0, 0)
+
+
+def test_a_request_that_only_offers_another_protocol_is_read_as_ever(rig):
+    wire, session = rig.open(FULL_DUPLEX, FULL_DUPLEX)
+    rig.request_headers(session, **{":method": "POST", "upgrade": "h2c"})
+    assert wire.sent == []
+    rig.body(session)
+    assert rig.seen.decisions[-1].request.model == "m"
+
+
+def test_under_full_duplex_nothing_is_dropped_that_comes_after_the_end(rig):
+    wire, session = rig.open(FULL_DUPLEX, FULL_DUPLEX, wired=False)
+    rig.request_headers(session)
+    rig.body(session)
+    rig.body(session, b"more")
+    assert (wire.status, rig.leases()) == (3, 0)
+
+
 def test_what_comes_for_a_session_that_is_closed_is_ignored(rig):
     wire, session = rig.open(BUFFERED, STREAMED, wired=False)
     rig.request_headers(session)
