@@ -95,7 +95,10 @@ class Machine(RuleBasedStateMachine):
         self.driver.feed(RequestArrived(request, self))
 
     @precondition(lambda self: self.arrived)
-    @rule(data=st.data(), kind=st.sampled_from(["first", "end", "end-500", "gone", "reset", "lost", "usage"]))
+    @rule(
+        data=st.data(),
+        kind=st.sampled_from(["first", "end", "end-500", "gone", "reset", "unfinished", "lost", "usage"]),
+    )
     def happen(self, data, kind):
         request_id = data.draw(st.sampled_from(self.arrived))
         self.driver.feed(
@@ -105,6 +108,7 @@ class Machine(RuleBasedStateMachine):
                 "end-500": ResponseEnded(request_id=request_id, status=500),
                 "gone": ResponseEnded(request_id=request_id, client_gone=True),
                 "reset": ResponseEnded(request_id=request_id, status=200, upstream_reset=True),
+                "unfinished": ResponseEnded(request_id=request_id, status=200, client_gone=True, upstream_reset=True),
                 "lost": StreamLost(request_id),
                 "usage": UsageReported(request_id, Usage(prompt_tokens=100, completion_tokens=5)),
             }[kind]

@@ -28,6 +28,8 @@ BYTES_SHARE, BYTES_CHANGED = 0.2, 0.02
 #: Failed responses in a row before an endpoint is avoided, and for how many seconds.
 ERRORS_TO_EJECT = 3
 EJECT_SECONDS = 3.0
+#: What an answer counts for that broke off where nobody tells whether the client or the endpoint did it.
+UNFINISHED = 0.25
 #: Of requests whose first token nobody sees, one in so many seconds and endpoint teaches how fast engines are.
 BLIND_S = 1.0
 #: Labels with such a word in their name tell engines apart that differ in speed. Others may be of one pod only.
@@ -275,6 +277,17 @@ class Fleet:
         if table.errors[slot] >= ERRORS_TO_EJECT:
             # Told on, even if others saw the failures: a peer that missed some of those messages learns of it.
             self.avoid(slot, now + EJECT_SECONDS)
+
+    def unfinished(self, slot: int, now: float) -> bool:
+        """An answer broke off, and nobody tells by whom. Clients leave one endpoint as often as another: many such in a
+        row, while others finish, are failures of the endpoint. Return whether it is one."""
+        table = self.table
+        table.errors[slot] = min(table.errors[slot] + UNFINISHED, ERRORS_TO_EJECT)
+        table.troubled = True
+        failed = table.errors[slot] >= ERRORS_TO_EJECT and bool(np.any(table.alive & (table.errors < 1.0)))
+        if failed:
+            self.avoid(slot, now + EJECT_SECONDS)
+        return failed
 
     def avoid(self, slot: int, until: float, own: bool = True) -> None:
         """Avoid an endpoint until then (-inf = not), for reasons of our own or on the word of others."""

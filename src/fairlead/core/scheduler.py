@@ -582,6 +582,8 @@ class Pipeline:
             cause = "client-disconnect"
             if entry.state is S.ROUTED:
                 self._stalls.given_up(lease.slot, now)
+            if event.upstream_reset and lease.evicted_at < 0.0 and self.fleet.unfinished(lease.slot, now):
+                cause = "upstream-reset"
         elif lease.evicted_at >= 0.0:
             cause = "evicted"
         else:

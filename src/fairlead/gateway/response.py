@@ -85,6 +85,7 @@ class ResponseWatch:
         return (self._scanner.error_status or 0) if self._scanner is not None else 0
 
     def ended(self, now: float, client_gone: bool = False) -> ResponseEnded:
+        """`client_gone`: it broke off; an answer to a model's request may have been the model server's doing."""
         return ResponseEnded(
             request_id=self._request.id,
             status=self.error_status or self._status,
@@ -93,6 +94,7 @@ class ResponseWatch:
             duration_ms=(now - self._request.arrived) * 1e3,
             response_bytes=self._bytes,
             client_gone=client_gone,
+            upstream_reset=client_gone and self._scanner is not None and 200 <= self._status < 300,
         )
 
 

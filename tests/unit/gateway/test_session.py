@@ -247,6 +247,31 @@ def test_full_duplex_stays_when_the_window_is_too_small_and_echoes_to_the_end(ri
     assert wire.status == 0
 
 
+@pytest.mark.parametrize(
+    ("turns", "broken", "failures"),
+    [
+        (12, lambda turn: (True, False), 1),
+        (12, lambda turn: (True, True), 0),  # clients leave both
+        (24, lambda turn: (turn % 11 < 10, False), 0),  # one that ends makes up for those before it
+    ],
+)
+def test_an_endpoint_whose_answers_all_break_off_is_avoided_without_an_access_log(rig, turns, broken, failures):
+    """Nobody tells whether a client left or the model server broke off."""
+    for turn in range(turns):
+        for unfinished in broken(turn):
+            _, session = rig.open(FULL_DUPLEX, FULL_DUPLEX, wired=False)
+            rig.request_headers(session)
+            rig.body(session)
+            rig.response_headers(session)
+            rig.chunk(session, b"data: {}\n\n", eos=not unfinished)
+            session.on_lost("reset")
+    assert [outcome.cause for outcome in rig.seen.outcomes if outcome.endpoint == "e0"].count(
+        "upstream-reset"
+    ) == failures
+    assert [until > rig.clock.now for until in rig.fleet.table.ejected_until[:2]] == [bool(failures), False]
+    assert rig.leases() == 0
+
+
 def test_full_duplex_without_access_log_never_leaves_early(rig):
     wire, session = rig.open(FULL_DUPLEX, FULL_DUPLEX, wired=False)
     rig.request_headers(session)
