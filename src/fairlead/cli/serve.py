@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -66,6 +65,9 @@ _SchedulerOnly = Annotated[
 _RunningGateway = Annotated[
     str, typer.Option("--running-gateway", help="The embedded gateway next to this scheduler.", hidden=True)
 ]
+# Parents of older versions, whose files were replaced while they ran, give these two instead.
+_GatewayAdmin = Annotated[list[str] | None, typer.Option("--gateway-admin", help="Its admin pages.", hidden=True)]
+_GatewayPool = Annotated[str, typer.Option("--gateway-pool", help="Its file of endpoints.", hidden=True)]
 _Workers = Annotated[
     int, typer.Option(metavar="N", min=1, max=64, help="Schedulers that decide as one. See docs/replicas.md.")
 ]
@@ -83,6 +85,8 @@ def serve(
     file: ConfigFile = DEFAULT_FILE,
     scheduler_only: _SchedulerOnly = False,
     running_gateway: _RunningGateway = "{}",
+    gateway_admin: _GatewayAdmin = None,
+    gateway_pool: _GatewayPool = "",
     workers: _Workers = 1,
     inherited: Annotated[str, typer.Option("--flags", help="Values that count before the file's.", hidden=True)] = "",
     port: Annotated[
@@ -137,24 +141,29 @@ def serve(
                 "admin.port": admin_port,
             },
         )
-    serve_file(file, flags, scheduler_only, json.loads(running_gateway), workers=workers)
+    if gateway_admin:
+        directory = str(Path(gateway_pool).parent) if gateway_pool else ""  # which only the first worker was given
+        running_gateway = json.dumps({"admins": gateway_admin, "directory": directory})
+    serve_file(file, flags, scheduler_only, running_gateway, workers=workers)
 
 
 def serve_file(
     file: Path,
     flags: Mapping[str, Any],
     scheduler_only: bool = False,
-    running_gateway: Mapping[str, Any] = MappingProxyType({}),
+    running_gateway: str = "{}",
     notes: Sequence[tuple[str, str]] = (),
     workers: int = 1,
 ) -> None:
-    """Serve with the configuration in `file`. `running_gateway`: see `RunningGateway`. `notes`: flags without an
-    effect, and why."""
+    """Serve with the configuration in `file`. `running_gateway`: a `RunningGateway` as JSON. `notes`: flags
+    without an effect, and why."""
     import asyncio
     import signal
 
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # while no handler is set, here or in a process that this one starts
     with without_collection():
+        from msgspec.json import decode
+
         from fairlead.compat.load import load
         from fairlead.server.observe.log import get, in_background, name_worker, setup
         from fairlead.server.running_gateway import RunningGateway
@@ -163,7 +172,7 @@ def serve_file(
         setup(config.log.level, config.log.format)
         for flag, why in notes:
             get("serve").warning("a flag has no effect here", flag=flag, why=why)
-        gateway = RunningGateway(**running_gateway)
+        gateway = decode(running_gateway, type=RunningGateway)
         if config.gateway.mode == "embedded" and not scheduler_only:
             from fairlead.server.embedded import serve_embedded
 

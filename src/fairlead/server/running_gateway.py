@@ -1,4 +1,8 @@
-"""What a scheduler has to know of the embedded gateway that runs next to it."""
+"""What a scheduler has to know of the embedded gateway that runs next to it.
+
+The parent gives it to each new scheduler on the command line (`cli.serve`). Fairlead's files may be replaced while a
+parent runs, so what parents of any version give must be understood: fields may be added, and unknown ones are ignored.
+"""
 
 from pathlib import Path
 

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import fairlead
 from fairlead.core.errors import FairleadError
 from fairlead.gateway.envoy import launcher
 from fairlead.gateway.envoy.admin import EnvoyAdmin
@@ -73,6 +74,14 @@ class Ending:
 
     def _on_hangup(self) -> None:
         log.info("SIGHUP changes nothing: the configuration file is followed without it")
+
+
+def _installed() -> int:
+    """Changes when other files of Fairlead are installed."""
+    try:
+        return Path(fairlead.__file__).stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 class Outage:
@@ -153,6 +162,7 @@ class Keeper:
         self.name = name
         self._command = command
         self._outage = outage
+        self._installed = _installed()
         self.child = Child(first)
 
     async def keep(self, stopping: asyncio.Event, gateway: asyncio.Future[None]) -> None:
@@ -177,6 +187,8 @@ class Keeper:
             first = False
             pause = _BACKOFF_FIRST if loop.time() - started > _HEALTHY_SECONDS else min(pause * 2, _BACKOFF_CAP)
             what = "cannot start with its configuration" if code == _WRONG_CONFIG else "died"
+            if _installed() != self._installed:
+                what += "; Fairlead's files have changed since this process started, so restart it"
             log.error(f"{self.name} {what}; the gateway goes on without it", exit_code=code, restart_in_s=pause)
             if self._outage:
                 await self._outage.begin()

@@ -112,6 +112,24 @@ async def test_a_scheduler_that_dies_is_followed_by_another_one(tmp_path: Path, 
     assert gateway.stopped[0] > 0, "clients first"
 
 
+async def test_a_scheduler_that_cannot_start_with_other_files_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (package := tmp_path / "__init__.py").touch()
+    monkeypatch.setattr(fairlead, "__file__", str(package))
+    gateway, said = Gateway(), "Fairlead's files have changed since this process started"
+    running = asyncio.create_task(parent(gateway, child("raise SystemExit(3)"), "raise SystemExit(2)").run())
+    async with asyncio.timeout(20):
+        while "cannot start with its configuration" not in caplog.text:
+            await asyncio.sleep(0.005)
+        assert said not in caplog.text
+        os.utime(package, (1, 1))
+        while said not in caplog.text:
+            await asyncio.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await running
+
+
 def listening(said: Path, **handlers: str) -> int:
     """The id of a process that says `up`, and runs code at signals, by their names."""
     code = f"import signal, sys\nout = open({str(said)!r}, 'a', buffering=1)\n"
