@@ -10,7 +10,7 @@ from ports import free_ports
 
 from fairlead.compat.load import load
 from fairlead.core.errors import ConfigError, Unavailable
-from fairlead.gateway.envoy.clusters import PoolWriter
+from fairlead.gateway.envoy.clusters import EndpointsFile, PoolWriter
 from fairlead.gateway.envoy.gateway import Plan
 from fairlead.server.embedded import (
     check_ports,
@@ -95,7 +95,13 @@ def test_a_replacement_knows_the_gateway_and_its_own_number() -> None:
     assert RunningGateway([], "/gateway").pool_file == plan.endpoints_file
 
 
-async def test_endpoints_that_cannot_be_written_for_envoy_are_a_problem(tmp_path: Path) -> None:
+async def test_endpoints_that_cannot_be_written_for_envoy_are_a_problem_until_they_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries: list[object] = []
+    write = EndpointsFile.write
+    monkeypatch.setattr(EndpointsFile, "write", lambda file, pool: (tries.append(pool), write(file, pool)))
+    monkeypatch.setattr("fairlead.gateway.envoy.clusters.AGAIN_S", 0.01)
     (directory := tmp_path / "gateway").mkdir()
     pool = PoolWriter(directory / "endpoints.json")
     directory.rmdir()
@@ -104,8 +110,11 @@ async def test_endpoints_that_cannot_be_written_for_envoy_are_a_problem(tmp_path
         while not pool.problem:
             await asyncio.sleep(0.01)
         assert "it keeps the old ones" in pool.problem
-        directory.mkdir()
         pool.set(["127.0.0.1:2"])
+        while len(tries) < 3:
+            await asyncio.sleep(0.01)
+        directory.mkdir()
         while pool.problem:
             await asyncio.sleep(0.01)
-    assert "127.0.0.1" in (directory / "endpoints.json").read_text()
+    assert '"port_value": 2' in (directory / "endpoints.json").read_text()
+    assert len(caplog.records) == 1

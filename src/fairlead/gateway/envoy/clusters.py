@@ -26,6 +26,8 @@ log = logging.getLogger("fairlead.gateway")
 CLUSTER = "all_endpoints"
 #: Seconds in which a burst of changes is collected, so that it is written once.
 _COALESCE = 0.02
+#: Seconds until a file that could not be written is tried again.
+AGAIN_S = 1.0
 
 _ASSIGNMENT = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
 
@@ -118,8 +120,10 @@ class PoolWriter:
             self._file.write(self._pool)
             self.problem = ""
         except OSError as error:
+            if not self.problem:
+                log.error("the gateway's endpoints cannot be updated, it keeps the old ones: %s", error)
             self.problem = f"the gateway's endpoints could not be updated, it keeps the old ones: {error}"
-            log.error("%s", self.problem)
+            self._due = asyncio.get_running_loop().call_later(AGAIN_S, self._write)
 
 
 # What Envoy connects to: the scheduler, its access log service, the chosen endpoint, and the whole pool.
