@@ -47,13 +47,14 @@ What = tuple[KvIndex, Mapping[int, str], Callable[[RankCache], Place]]
 
 
 class Keeper:
-    """`what` returns the state to write; `trouble` receives the reason why a file cannot be read or written."""
+    """`what` returns the state to write."""
 
-    def __init__(self, path: Path, interval: float, what: Callable[[], What], trouble: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, interval: float, what: Callable[[], What]) -> None:
         self._path = path
         self._interval = interval
         self._what = what
-        self._trouble = trouble
+        #: Why the last save failed; empty = it did not.
+        self.problem = ""
         self._task: asyncio.Task[None] | None = None
 
     async def read(self) -> bytes:
@@ -63,7 +64,7 @@ class Keeper:
         except FileNotFoundError:
             return b""
         except OSError as error:
-            self._trouble(f"{self._path}: {error.strerror or error}")
+            _unusable(f"{self._path}: {error.strerror or error}")
             return b""
 
     def start(self) -> None:
@@ -86,7 +87,14 @@ class Keeper:
         try:
             await asyncio.to_thread(write_whole, self._path, pieces)
         except OSError as error:
-            self._trouble(f"{self._path}: {error.strerror or error}")
+            reason = f"{self._path}: {error.strerror or error}"
+            if not self.problem:
+                log.warning("cannot write the snapshot of the KV index", reason=reason)
+            self.problem = f"the snapshot of the KV index cannot be written: {reason}"
+        else:
+            if self.problem:
+                log.info("the snapshot of the KV index is written again", file=str(self._path))
+            self.problem = ""
 
     async def _run(self) -> None:
         while True:
@@ -118,6 +126,7 @@ class KvListening(Knowledge):
         #: The last reported problem with an endpoint's block hashes, by endpoint id.
         self._unlike: dict[str, str] = {}
         self._shelved: Shelved | None = None
+        self._keeper: Keeper | None = None
         KvMetrics(registry, self.exact, self._endpoints, self._feeds, self._rejected, self.prompts.without)
 
     async def start(self, stack: contextlib.AsyncExitStack) -> None:
@@ -129,7 +138,7 @@ class KvListening(Knowledge):
         self._session = await stack.enter_async_context(aiohttp.ClientSession())
         self._events = await stack.enter_async_context(KvSubscriber(self.exact.index))
         if settings.snapshot:
-            keeper = Keeper(Path(settings.snapshot), settings.snapshot_interval, self._saved, _trouble)
+            keeper = self._keeper = Keeper(Path(settings.snapshot), settings.snapshot_interval, self._saved)
             content = await keeper.read()
             if content:
                 self._load(content)
@@ -310,7 +319,11 @@ class KvListening(Knowledge):
         try:
             self._shelved = Shelved(self.exact.index, content)
         except ValueError as error:
-            _trouble(str(error))
+            _unusable(str(error))
+
+    def unsaved(self) -> str:
+        """Why the snapshot cannot be written; empty = it can."""
+        return self._keeper.problem if self._keeper is not None else ""
 
     def _saved(self) -> What:
         return self.exact.index, dict(self._endpoints()), self._events.place_of
@@ -320,7 +333,7 @@ def _host(endpoint: Endpoint) -> str:
     return endpoint.address.rpartition(":")[0]
 
 
-def _trouble(reason: str) -> None:
+def _unusable(reason: str) -> None:
     log.warning("cannot use the snapshot of the KV index", reason=reason)
 
 

@@ -21,6 +21,7 @@ from fairlead.server.admin import AdminSources
 from fairlead.server.dashboard import DashboardSources
 from fairlead.server.journal.writer import segments
 from fairlead.server.live.choosers import check_schedulers
+from fairlead.server.live.kv import KvListening
 from fairlead.server.live.wiring import pool_label, wire
 from fairlead.server.observe.log import get
 from fairlead.server.observe.snapshot import TICK, SnapshotMaker
@@ -143,6 +144,9 @@ class PoolScheduler:
         state = self.core.state
         if state is not None:
             troubles.watch("state", lambda: state.problem)
+        kv = self.core.kv
+        if isinstance(kv, KvListening):
+            troubles.watch("kv-snapshot", kv.unsaved)
         if self.core.replicas is not None:
             troubles.watch("replicas", self.core.replicas.trouble)
         if self.core.journal is not None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from fairlead.core.kv.events import BlocksStored, apply_all
 from fairlead.core.kv.index import KvIndex
@@ -24,18 +25,17 @@ def filled() -> KvIndex:
     return index
 
 
-async def kept(path: Path, troubles: list[str]) -> bytes:
+def keeper_of(path: Path) -> Keeper:
     index = filled()
-    keeper = Keeper(path, 1000.0, lambda: (index, {0: "a", 1: "b"}, lambda cache: Place(7, 1.5)), troubles.append)
+    return Keeper(path, 1000.0, lambda: (index, {0: "a", 1: "b"}, lambda cache: Place(7, 1.5)))
+
+
+async def test_endpoints_get_their_own_back_in_whatever_slot(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keeper = keeper_of(tmp_path / "index.kv")
     assert await keeper.read() == b""
     keeper.start()
     await keeper.close()
-    return await keeper.read()
-
-
-async def test_endpoints_get_their_own_back_in_whatever_slot(tmp_path: Path) -> None:
-    troubles: list[str] = []
-    content = await kept(tmp_path / "index.kv", troubles)
+    content = await keeper.read()
     assert [file.name for file in tmp_path.iterdir()] == ["index.kv"]
     index = KvIndex()
     shelved = Shelved(index, content)
@@ -50,11 +50,22 @@ async def test_endpoints_get_their_own_back_in_whatever_slot(tmp_path: Path) -> 
     # Nobody gets it twice, and strangers get nothing.
     assert list(shelved.enter("b", 5, lambda cache, place: None)) == []
     assert list(shelved.enter("z", 5, lambda cache, place: None)) == []
-    assert troubles == []
+    assert not caplog.records
 
 
-async def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    troubles: list[str] = []
-    await kept(tmp_path / "missing" / "index.kv", troubles)
-    assert len(troubles) == 1
-    assert "missing" in troubles[0]
+async def test_a_place_that_cannot_be_written_is_a_problem_until_it_can(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    path = tmp_path / "missing" / "index.kv"
+    keeper = keeper_of(path)
+    await keeper.save()
+    await keeper.save()
+    assert str(path) in keeper.problem
+    path.parent.mkdir()
+    await keeper.save()
+    assert not keeper.problem
+    assert [record.getMessage() for record in caplog.records] == [
+        "cannot write the snapshot of the KV index",
+        "the snapshot of the KV index is written again",
+    ]
