@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,11 @@ from fairlead.server.journal.records import (
 #   and are deleted first.
 # * Files can be read by their owner only: they name models, tenants and sessions.
 # * One process writes there at a time: it holds a lock that ends with it. Two would throw away each other's segments.
-# * A name has the time and the run: `20261121T101530-3f2a9c01-000000.journal`, so that names sort by age.
+# * A name has the time and the run: `20261121T101530-3f2a9c01-000000.journal`, so that names sort by age. A run is
+#   later than those before it, also if the clock was ahead then (`label`).
 
 SUFFIX = ".journal"
+_TIME = "%Y%m%dT%H%M%S"
 #: Errors that pass once the disk is well again, with the same configuration.
 _DISK_FAILS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
 #: A segment is at most this part of the limit, so that deleting one leaves most of the journal.
@@ -60,6 +63,15 @@ _LEAST_SEGMENTS = 4
 def segments(path: str) -> list[Path] | None:
     """The segments in the directory, oldest first; `None` = no path is set."""
     return sorted(Path(path).glob(f"*{SUFFIX}")) if path else None
+
+
+def label(path: Path, run: str, now: float) -> str:
+    """The beginning of the names of a run that begins `now` (seconds since 1970)."""
+    began = datetime.fromtimestamp(int(now), UTC).replace(tzinfo=None)
+    for old in segments(str(path)) or ():
+        with suppress(ValueError, OverflowError):  # not a name of ours
+            began = max(began, datetime.strptime(old.name.partition("-")[0], _TIME) + timedelta(seconds=1))
+    return f"{began.strftime(_TIME)}-{run}"
 
 
 class Full(Exception):

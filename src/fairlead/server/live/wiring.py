@@ -55,7 +55,7 @@ from fairlead.pool.served_models import ServedModels
 from fairlead.server.files import Held
 from fairlead.server.journal.recorder import RecordedDriver, Recorder, StillClock
 from fairlead.server.journal.records import Segment
-from fairlead.server.journal.writer import Directory, Writer
+from fairlead.server.journal.writer import Directory, Writer, label
 from fairlead.server.live.choosers import Connections, check_schedulers
 from fairlead.server.live.knowledge import Knowledge, exact_knowledge
 from fairlead.server.live.kv import KvListening
@@ -116,10 +116,10 @@ class LiveJournal:
             sample=settings.sample,
             shared=bool(self._config.replicas.via),
         )
-        label = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime(wall))}-{self._run}"
-        stop = settings.when_full == "stop"
+        stop, path = settings.when_full == "stop", Path(settings.path)
         try:
-            directory = Directory(Path(settings.path), settings.max_bytes, settings.segment_bytes, stop, label)
+            named = label(path, self._run, wall)
+            directory = Directory(path, settings.max_bytes, settings.segment_bytes, stop, named)
             writer = Writer(
                 self.recorder,
                 directory,

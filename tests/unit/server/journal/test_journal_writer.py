@@ -26,7 +26,7 @@ from fairlead.lab.simulator.journal import Faults, one_run
 from fairlead.server.journal import writer as writer_module
 from fairlead.server.journal.recorder import Recorder
 from fairlead.server.journal.records import LOST, Segment
-from fairlead.server.journal.writer import Directory, Writer
+from fairlead.server.journal.writer import Directory, Writer, label, segments
 
 
 def made(path: Path, recorder: Recorder, *, keep: bool = False, size: int = 200_000, segment: int = 20_000) -> Writer:
@@ -64,6 +64,23 @@ def test_it_never_exceeds_its_bound_and_keeps_the_newest(tmp_path: Path) -> None
     numbers = [body.request.id for _, _, body in run.items()]
     assert numbers == list(range(600 - len(numbers), 600))
     assert run.head.number > 0
+
+
+def test_a_run_is_newer_than_those_before_it_whatever_the_clock_said(tmp_path: Path) -> None:
+    (tmp_path / "other-name.journal").touch()
+    assert label(tmp_path, "a", 1e9) == "20010909T014640-a"
+    (tmp_path / f"{label(tmp_path, 'z', 1e9 + 2 * 86400)}-000003.journal").write_bytes(b"x" * 900)
+    second = Directory(tmp_path, 2000, 500, False, label(tmp_path, "a", 1e9))
+    second.begin(b"x" * 300)
+    second.release()
+    third = Directory(tmp_path, 2000, 500, False, label(tmp_path, "a", 1e9))
+    third.begin(b"x" * 900)
+    third.release()
+    assert [path.name for path in segments(str(tmp_path)) or ()] == [
+        "20010911T014641-a-000000.journal",
+        "20010911T014642-a-000000.journal",
+        "other-name.journal",
+    ]
 
 
 def test_stopping_when_full_keeps_the_beginning(tmp_path: Path) -> None:
