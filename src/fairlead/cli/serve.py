@@ -73,6 +73,10 @@ _Workers = Annotated[
 ]
 
 
+def _port(text: str) -> Any:
+    return typer.Option(metavar="PORT", min=0, max=65535, show_default=False, help=text)
+
+
 @examples("""
 \b
 Examples:
@@ -89,20 +93,10 @@ def serve(
     gateway_pool: _GatewayPool = "",
     workers: _Workers = 1,
     inherited: Annotated[str, typer.Option("--flags", help="Values that count before the file's.", hidden=True)] = "",
-    port: Annotated[
-        int,
-        typer.Option(metavar="PORT", min=0, max=65535, show_default=False, help="Where clients connect: gateway.port."),
-    ] = 0,
-    admin_port: Annotated[
-        int,
-        typer.Option(metavar="PORT", min=0, max=65535, show_default=False, help="Dashboard and metrics: admin.port."),
-    ] = 0,
-    grpc_port: Annotated[
-        int, typer.Option(metavar="PORT", min=0, max=65535, show_default=False, help="For Envoy: extProc.port.")
-    ] = 0,
-    grpc_health_port: Annotated[
-        int, typer.Option(metavar="PORT", min=0, max=65535, show_default=False, help="gRPC health: extProc.healthPort.")
-    ] = 0,
+    port: Annotated[int, _port("Where clients connect: gateway.port.")] = 0,
+    admin_port: Annotated[int, _port("Dashboard and metrics: admin.port.")] = 0,
+    grpc_port: Annotated[int, _port("For Envoy: extProc.port.")] = 0,
+    grpc_health_port: Annotated[int, _port("gRPC health: extProc.healthPort.")] = 0,
     pool_name: Annotated[str, typer.Option(metavar="NAME", help="InferencePool: kubernetes.pool.")] = "",
     pool_namespace: Annotated[str, typer.Option(metavar="NAME", help="Its namespace: kubernetes.namespace.")] = "",
     pool_group: Annotated[str, typer.Option(metavar="GROUP", help="Its API group: kubernetes.group.")] = "",
