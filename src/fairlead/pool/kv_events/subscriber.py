@@ -109,6 +109,7 @@ class Subscription:
             await self._replayer.close()
         self._monitor.close()
         self._socket.close(linger=0)
+        del self._monitor, self._replayer  # they know this one, and collections may be rare
 
     def _take(self, frames: list[bytes]) -> None:
         if sum(map(len, frames)) > self._limits.max_batch:

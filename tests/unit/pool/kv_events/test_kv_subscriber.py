@@ -1,7 +1,9 @@
 """Real sockets: stub publishers and a subscriber in one loop."""
 
 import asyncio
+import gc
 import random
+import weakref
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.snapshot import Place
 from fairlead.lab.stub.kv_publisher import Encoding, KvEventsConfig, KvPublisher
 from fairlead.pool.kv_events.discovery import Curve, KvSource, Limits, rank_address
+from fairlead.pool.kv_events.feed import Sync
 from fairlead.pool.kv_events.subscriber import KvSubscriber, Publisher
 
 LIMITS = Limits(replay_silence=0.8, replay_backoff=0.01, reconnect_min=0.01, reconnect_max=0.05, replay_cooldown=5)
@@ -269,6 +272,27 @@ async def test_leaving(events: Any, publish: Any) -> None:
     assert blocks(events) == 0 and events.counts(0) == []
     events.watch(0, source(publisher))
     await until(lambda: blocks(events) == 2)
+
+
+@pytest.mark.parametrize("replays", [True, False], ids=["live", "in a replay"])
+async def test_nothing_of_an_endpoint_that_left_waits_for_a_collection(
+    events: Any, publish: Any, replays: bool
+) -> None:
+    publisher = publish()
+    store(publisher, 1)
+    silent = zmq.Context.instance().socket(zmq.ROUTER)
+    nobody = f"tcp://127.0.0.1:{silent.bind_to_random_port('tcp://127.0.0.1')}"
+    events.watch(0, source(publisher) if replays else KvSource(publisher.events_address, nobody, "m"))
+    await until(lambda: blocks(events) == 1 if replays else events.feeds(0)[0].sync is Sync.REPLAYING)
+    left = weakref.ref(events.feeds(0)[0])
+    gc.collect()
+    gc.disable()
+    try:
+        events.unwatch(0)
+        await until(lambda: left() is None)
+    finally:
+        gc.enable()
+        silent.close(linger=0)
 
 
 async def test_going_on_after_a_warm_start(events: Any, publish: Any) -> None:
