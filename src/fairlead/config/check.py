@@ -93,6 +93,10 @@ def read(
                 report.unknown(where, "field", name, known, (hints or {}).get(name, "") if len(steps) == 1 else "")
             elif fault["type"] == "literal_error" and isinstance(fault["input"], str):
                 report.unknown(where, "value", fault["input"], _choices(fault))
+            elif fault["type"] == "string_pattern_mismatch" and (
+                examples := _examples(_kind(model, steps[:-1]), steps)
+            ):
+                report.add(where, f"expected a value like {examples}, got {describe(fault['input'])}")
             elif fault["type"] not in _EXPECTED:
                 report.add(where, _message(fault, _kind(model, steps)))
     return None
@@ -171,6 +175,12 @@ def _mismatches(faults: list[ErrorDetails], deeper: bool) -> list[str]:
     if isinstance(node, float) and not isfinite(node) and not {"a list", "a mapping"} & {*kinds}:
         return ["expected a finite number"]
     return [f"expected {' or '.join(kinds)}, got {describe(node)}"]
+
+
+def _examples(kind: Any, steps: Place) -> str:
+    """The examples of the last field of `steps`, which belongs to a `kind`; empty = there are none."""
+    field = fields(kind).get(str(steps[-1])) if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+    return " or ".join(f"'{example}'" for example in (field and field.examples) or ())
 
 
 def _choices(fault: ErrorDetails) -> list[str]:

@@ -65,6 +65,7 @@ class JwtSettings(Section):
     jwks_uri: str = Field(
         default="",
         pattern="^(https://.+|http://(localhost|127\\.[0-9.]+|\\[::1\\])(:[0-9]+)?/.*)?$",
+        examples=["https://HOST/PATH", "http://localhost:PORT/PATH"],
         description="Where to fetch the issuer's keys, every five minutes. Plain HTTP only from this machine.",
     )
     jwks_file: RelativePath = Field(default="", description="Or a file with them (JWKS), which is followed.")
@@ -795,6 +796,7 @@ class JournalSettings(Section):
     header: str = Field(
         default="",
         pattern="^(x-[A-Za-z0-9-]{1,62})?$",
+        examples=["x-fairlead-decision"],
         description="Response header with the decision's id, added by the embedded gateway; empty = none.",
     )
 
@@ -825,6 +827,7 @@ class ReplicaSettings(Section):
         default="",
         pattern=r"^((valkey|redis)s?://([^@/?#\s]*@)?([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?(/[0-9]{1,5})?"
         r"|unix://([^@/?#\s]*@)?/[^?#\s]+(\?db=[0-9]{1,5})?|file:///[^?#\s]+)?$",
+        examples=["valkey://USER@HOST:PORT/DB", "unix:///PATH", "file:///PATH"],
         description="The Valkey or Redis server through which they tell each other: `valkey://USER@HOST:PORT/DB`, "
         "`valkeys://…` with TLS, or `unix:///PATH`. `file:///PATH`: a directory, where all are on one machine.",
     )
@@ -885,7 +888,10 @@ class Tracing(Section):
     """OpenTelemetry traces. Off without `endpoint`: OpenTelemetry is then not loaded."""
 
     endpoint: str = Field(
-        default="", pattern="^(https?://.+)?$", description="OTLP over HTTP, e.g. `http://localhost:4318/v1/traces`."
+        default="",
+        pattern="^(https?://.+)?$",
+        examples=["http://localhost:4318/v1/traces"],
+        description="OTLP over HTTP, e.g. `http://localhost:4318/v1/traces`.",
     )
     sample: float = Field(
         default=0.1, ge=0, le=1, description="Share of requests to trace, of those whose caller has not decided."

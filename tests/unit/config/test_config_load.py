@@ -401,3 +401,18 @@ def test_a_flood_of_problems_is_counted_not_listed() -> None:
     found = problems(ONE + "".join(f"fild{i}: 1\n" for i in range(5000)))
     assert len(found) == 201
     assert found[-1].message == "there are 4800 problems more"
+
+
+@pytest.mark.parametrize(
+    ("text", "example"),
+    [
+        ("replicas: {via: 'http://x'}", "'valkey://USER@HOST:PORT/DB' or 'unix:///PATH' or 'file:///PATH'"),
+        ("journal: {header: decision}", "'x-fairlead-decision'"),
+        ("tracing: {endpoint: 'x:1'}", "'http://localhost:4318/v1/traces'"),
+        ("gateway: {jwt: {issuer: a, jwksUri: 'http://x/'}}", "'https://HOST/PATH' or 'http://localhost:PORT/PATH'"),
+    ],
+)
+def test_a_value_of_the_wrong_form_is_answered_with_examples(text: str, example: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(f"endpoints: ['127.0.0.1:1']\n{text}\n")
+    assert f"expected a value like {example}, got '" in str(error.value)
