@@ -35,8 +35,8 @@ class Scheduler:
         self.fleet = Fleet(staleness=inf)
         self.watch = Watch(self.fleet, self.now, served=lambda: ["m", "llama"])
         self.maker = SnapshotMaker(
-            self.watch, self.now, 1.8e9, pool="default", policy=lambda: "cost-model", reasons=lambda: self.reasons,
-            schedulers=lambda: self.schedulers,
+            self.watch, self.now, lambda: 1.8e9, pool="default", policy=lambda: "cost-model",
+            reasons=lambda: self.reasons, schedulers=lambda: self.schedulers,
         )  # fmt: skip
         self.reasons: list[str] = []
         self.schedulers = 1

@@ -42,7 +42,7 @@ class Port:
         maker = SnapshotMaker(
             self.watch,
             now,
-            0.0,
+            lambda: 0.0,
             pool="default",
             policy=lambda: "cost-model",
             reasons=list,

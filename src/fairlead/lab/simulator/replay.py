@@ -11,6 +11,7 @@ from typing import Any
 from msgspec import Struct, field, structs
 from xxhash import xxh3_64
 
+from fairlead import __version__
 from fairlead.compat.recorded import restore
 from fairlead.config.building import SchedulingBuilder, build_pipeline
 from fairlead.config.schema import Config
@@ -268,6 +269,9 @@ def replay(run: Run, change: Change | None = None) -> Replayed:
             result.replayed.add(record.request.id, endpoint)
             _compare(result, record, endpoint, recorded.get(record.request.id))
     judge(result, run, faults, lost, player.influences)
+    if not result.identical and run.head.program != __version__:
+        writer = f"version {run.head.program}" if run.head.program else "an older version"
+        result.notes.append(f"{writer} of Fairlead wrote it and this is {__version__}, which may decide differently")
     if player.plugin_errors:
         result.notes.append(f"{len(player.plugin_errors)} times a plugin failed: {player.plugin_errors[0]}")
     return result

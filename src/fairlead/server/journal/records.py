@@ -41,6 +41,8 @@ class Segment(Struct, frozen=True, kw_only=True):
     version: int = VERSION
     #: Names the process: the beginning of its decision ids.
     run: str
+    #: The version of Fairlead that wrote it; empty = one that did not say so.
+    program: str = ""
     #: 0 = the first segment of its run: a replay that begins there repeats the decisions exactly.
     number: int = 0
     #: Seconds since 1970 at clock 0.

@@ -197,7 +197,8 @@ _STOPPED_AFTER = 5.0
 
 
 class Writer:
-    """`start()`, then `close()`. `head`: that of the first segment; endpoints and models are updated for later ones."""
+    """`start()`, then `close()`. `head`: that of the first segment; endpoints and models are updated for later
+    ones, and each has its own `epoch`."""
 
     def __init__(
         self,
@@ -205,6 +206,7 @@ class Writer:
         directory: Directory,
         head: Segment,
         *,
+        epoch: Callable[[], float] = float,
         flush_s: float = 0.25,
         fsync: str = "never",
         on_trouble: Callable[[str], object] = lambda text: None,
@@ -212,6 +214,7 @@ class Writer:
         self._recorder = recorder
         self._directory = directory
         self._head = head
+        self._epoch = epoch
         self._flush_s = flush_s
         self._fsync = fsync
         self._on_trouble = on_trouble
@@ -344,6 +347,7 @@ class Writer:
         head = replace(
             self._head,
             number=self._directory.number,
+            epoch=self._epoch(),
             scheduling=self._scheduling,
             chance=self._head.chance if first and not self._missing else None,
             endpoints=tuple(self._endpoints.values()),

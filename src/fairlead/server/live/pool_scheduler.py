@@ -1,7 +1,6 @@
 """The scheduler of one pool: all of `wiring`, fed with endpoints, model definitions and changed configurations."""
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
@@ -22,7 +21,7 @@ from fairlead.server.dashboard import DashboardSources
 from fairlead.server.journal.writer import segments
 from fairlead.server.live.choosers import check_schedulers
 from fairlead.server.live.kv import KvListening
-from fairlead.server.live.wiring import pool_label, wire
+from fairlead.server.live.wiring import TimeOfDay, pool_label, wire
 from fairlead.server.observe.log import get
 from fairlead.server.observe.snapshot import TICK, SnapshotMaker
 from fairlead.server.observe.tracing import Tracing
@@ -70,7 +69,7 @@ class PoolScheduler:
         self.maker = SnapshotMaker(
             self.watch,
             loop.time,
-            time.time() - loop.time(),
+            TimeOfDay(loop.time),
             pool=self.label,
             policy=lambda: self.pipeline.policy.name,
             reasons=unready,

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from msgspec import Struct
 
+from fairlead import __version__
 from fairlead.compat.recorded import beside, record
 from fairlead.config.building import SchedulingBuilder, build_pipeline
 from fairlead.config.checks import engine_table
@@ -87,6 +88,24 @@ class LoopClock:
         self.call_at = loop.call_at
 
 
+class TimeOfDay:
+    """What to add to a clock to get seconds since 1970. It stays the same, unless the system's clock was set."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._offset = time.time() - now()
+
+    def __call__(self) -> float:
+        offset = time.time() - self._now()
+        if abs(offset - self._offset) > _CLOCK_SET_S:
+            self._offset = offset
+        return self._offset
+
+
+#: Seconds of difference from which on the system's clock was set.
+_CLOCK_SET_S = 1.0
+
+
 # The journal of a running scheduler: `begin` before the first event, `close` after the last.
 
 
@@ -106,10 +125,9 @@ class LiveJournal:
     def begin(self) -> None:
         """Raises `ConfigError`. Call this before the first decision: it records the state of the random generator."""
         settings = self._config.journal
-        wall = time.time()
         head = Segment(
             run=self._run,
-            epoch=wall - self._outer.time(),
+            program=__version__,
             scheduling=record(self._config),
             chance=self._rng.getstate(),
             beside=beside(self._config),
@@ -118,12 +136,13 @@ class LiveJournal:
         )
         stop, path = settings.when_full == "stop", Path(settings.path)
         try:
-            named = label(path, self._run, wall)
+            named = label(path, self._run, time.time())
             directory = Directory(path, settings.max_bytes, settings.segment_bytes, stop, named)
             writer = Writer(
                 self.recorder,
                 directory,
                 head,
+                epoch=TimeOfDay(self._outer.time),
                 flush_s=settings.flush,
                 fsync=settings.fsync,
                 on_trouble=lambda text: log.error("the journal is missing records", path=settings.path, reason=text),
@@ -409,8 +428,7 @@ def start_tracing(stack: AsyncExitStack, config: Config, loop: asyncio.AbstractE
         why = f"tracing needs OpenTelemetry ({error}): pip install 'fairlead[tracing]'"
         raise ConfigError(why, "$.tracing.endpoint") from None
     sampling = Sampling(settings.sample, settings.follow_parent, settings.max_rate)
-    epoch = time.time() - loop.time()
-    tracing = Tracing(provider.get_tracer("fairlead"), sampling, Random(), loop.time, epoch)
+    tracing = Tracing(provider.get_tracer("fairlead"), sampling, Random(), loop.time, TimeOfDay(loop.time))
 
     async def close() -> None:
         tracing.close()

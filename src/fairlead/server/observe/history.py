@@ -8,7 +8,7 @@ Rules
 """
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from math import inf
 from typing import NamedTuple
 
@@ -66,7 +66,7 @@ class Out(Struct, frozen=True):
 class History:
     """Call `look(now)` twice a second. `wall`: seconds to add to the clock to get the time of day."""
 
-    def __init__(self, watch: Watch, now: float, wall: float) -> None:
+    def __init__(self, watch: Watch, now: float, wall: Callable[[], float]) -> None:
         self._watch = watch
         self._wall = wall
         self._counts = deque([self._count(now)])
@@ -102,13 +102,13 @@ class History:
         since, rates = self.failing_since, self.rates
         errors = (rates.client_errors or 0.0) + (rates.server_errors or 0.0)
         share = (rates.server_errors or 0.0) / errors * (rates.error_rate or 0.0) if errors else 0.0
-        return Failures(None if since is None else since + self._wall, share)
+        return Failures(None if since is None else since + self._wall(), share)
 
     def point(self, now: float) -> Point:
         table, rates = self._watch.fleet.table, self.rates
         latency = self.latency(now)
         return Point(
-            at=now + self._wall,
+            at=now + self._wall(),
             ttft=(latency.ttft.p50, latency.ttft.p95, latency.ttft.p99),
             predicted=latency.predicted.p50,
             answer=(latency.answer.p50, latency.answer.p95, latency.answer.p99),

@@ -264,7 +264,7 @@ class SnapshotMaker:
         self,
         watch: Watch,
         now: Callable[[], float],
-        wall_offset: float,
+        wall_offset: Callable[[], float],
         *,
         pool: str,
         policy: Callable[[], str],
@@ -283,7 +283,7 @@ class SnapshotMaker:
         self._served = -1, served_models(watch.fleet.table)
         self.history = History(watch, now(), wall_offset)
         self.about = shape.About(
-            version=__version__, pool=pool, started=now() + wall_offset, tick_s=TICK, point_s=POINT
+            version=__version__, pool=pool, started=now() + wall_offset(), tick_s=TICK, point_s=POINT
         )
 
     def begin(self) -> None:
@@ -311,7 +311,8 @@ class SnapshotMaker:
         assert recent is not None, "somebody looks"
         history.look(now)
         recent.move(now)
-        endpoints = endpoint_rows(watch, recent, history.out, now, self._wall)
+        wall = self._wall()
+        endpoints = endpoint_rows(watch, recent, history.out, now, wall)
         queues = queue_rows(watch, now)
         traffic = traffic_of(watch, recent, now)
         if self._served[0] != watch.fleet.table.version:
@@ -319,7 +320,7 @@ class SnapshotMaker:
         failures, schedulers = history.failures(), self._schedulers()
         listed = notices(watch, endpoints, failures, queues, self._reasons(), self._happened, now, schedulers)
         return shape.Snapshot(
-            at=now + self._wall,
+            at=now + wall,
             policy=self._policy(),
             notices=listed,
             endpoints=endpoints,
@@ -329,7 +330,7 @@ class SnapshotMaker:
             models=model_rows(watch, traffic, self._served[1], now)[:TRAFFIC_ROWS],
             latency=history.latency(now),
             queues=queues,
-            decisions=[decision(self._wall, *entry) for entry in watch.journal.newest(DECISIONS)],
+            decisions=[decision(wall, *entry) for entry in watch.journal.newest(DECISIONS)],
             shadows=shadows(watch),
             leases=len(watch.fleet.ledger),
             index_size=watch.fleet.prefix.entries,
@@ -345,7 +346,8 @@ class SnapshotMaker:
         self._watch.count()
         held = self._watch.journal.newest(len(self._watch.journal))
         matches = wanted.among(held)
-        shown = [decision(self._wall, *entry) for entry in matches[:MAX_FOUND]]
+        wall = self._wall()
+        shown = [decision(wall, *entry) for entry in matches[:MAX_FOUND]]
         return SearchResult(shown, len(matches), len(held))
 
     def endpoint(self, query: Mapping[str, str]) -> EndpointPast | None:
@@ -354,11 +356,11 @@ class SnapshotMaker:
         slot = table.slot(query.get("id", ""))
         if slot is None:
             return None
-        return EndpointPast(STEP, self.history.endpoints.of(slot, table, self._wall))
+        return EndpointPast(STEP, self.history.endpoints.of(slot, table, self._wall()))
 
     def model(self, query: Mapping[str, str]) -> ModelPast:
         """The last hour of a model; without traffic for a model that was not requested."""
-        return ModelPast(STEP, self.history.models.of(query.get("name", ""), self._wall))
+        return ModelPast(STEP, self.history.models.of(query.get("name", ""), self._wall()))
 
     def _totals(self) -> shape.Totals:
         families, rates = self._watch.metrics.families, self.history.rates

@@ -76,7 +76,7 @@ class Tracing:
     """
 
     def __init__(
-        self, tracer: "Tracer", sampling: Sampling, rng: Random, now: Callable[[], float], epoch: float
+        self, tracer: "Tracer", sampling: Sampling, rng: Random, now: Callable[[], float], epoch: Callable[[], float]
     ) -> None:
         import opentelemetry.trace as apis
 
@@ -211,7 +211,7 @@ class Tracing:
         span.end(self._nanoseconds(now))
 
     def _nanoseconds(self, time_s: float) -> int:
-        return int((time_s + self._epoch) * 1e9)
+        return int((time_s + self._epoch()) * 1e9)
 
 
 def _asked(request: Request) -> dict[str, Attribute]:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from fairlead import __version__
 from fairlead.compat.load import load
 from fairlead.compat.recorded import record
 from fairlead.core.reports import SharedFleet
@@ -72,7 +73,8 @@ def record_run() -> Callable[..., Recorded]:
         simulation = (SharedSimulation if shared else Simulation)(scenario, config, seed=5, watch=watch, snapshots=True)
         pipeline = simulation.pipeline
         chance = Random("pipeline/5").getstate()
-        head = Segment(run=run, scheduling=record(config), chance=chance, sample=sample, shared=shared)
+        of_run = {"run": run, "program": __version__, "sample": sample, "shared": shared}
+        head = Segment(scheduling=record(config), chance=chance, **of_run)
         bounds = {"max_bytes": 1 << 30, "segment_bytes": 64 << 20, "keep_oldest": False, "label": "t"} | sizes
         writer = Writer(recorder, Directory(path, **bounds), head, flush_s=0.0)
         writer.begin()

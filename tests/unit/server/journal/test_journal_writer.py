@@ -303,6 +303,15 @@ def test_a_part_of_a_block_is_skipped_by_readers(tmp_path: Path, monkeypatch: py
     assert faults.damaged == 20
 
 
+def test_each_segment_has_the_time_of_day_of_its_beginning(tmp_path: Path) -> None:
+    recorder, epochs = Recorder(), iter((1e9, 2e9, 3e9))
+    directory = Directory(tmp_path, 200_000, 20_000, False, "t")
+    writer = Writer(recorder, directory, Segment(run="r"), epoch=lambda: next(epochs), flush_s=0.0)
+    writer.begin()
+    writer.begin()
+    assert [head.epoch for _, head in one_run(tmp_path).segments] == [1e9, 2e9]
+
+
 def test_a_record_that_cannot_be_written_costs_only_itself(tmp_path: Path) -> None:
     recorder = Recorder()
     writer = made(tmp_path, recorder)

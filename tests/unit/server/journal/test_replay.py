@@ -8,6 +8,7 @@ from typing import Any, get_args
 import pytest
 from msgspec.structs import replace
 
+from fairlead import __version__
 from fairlead.compat.load import load
 from fairlead.compat.recorded import changed, record, restore
 from fairlead.config.building import build_pipeline
@@ -157,11 +158,18 @@ def test_other_chance_gives_other_decisions(recorded: Any, tmp_path: Path) -> No
     """The journal's state of the generator counts: without it the draws differ."""
     (run,) = runs(recorded.path)
     segment = run.segments[0][0].read_bytes()
-    values = {name: getattr(run.head, name) for name in Segment.__struct_fields__} | {"chance": None}
+    values = {name: getattr(run.head, name) for name in Segment.__struct_fields__} | {
+        "chance": None,
+        "program": "0.0.1",
+    }
     head = block(joined([encode((SEGMENT, 0.0, Segment(**values)))], 1))
     first = MAGIC + block(joined([encode((SEGMENT, 0.0, run.head))], 1))
     (tmp_path / "other.journal").write_bytes(MAGIC + head + segment[len(first) :])
-    assert not replay(one_run(tmp_path)).identical
+    result = replay(one_run(tmp_path))
+    assert not result.identical
+    assert [note for note in result.notes if "wrote it" in note] == [
+        f"version 0.0.1 of Fairlead wrote it and this is {__version__}, which may decide differently"
+    ]
 
 
 def reloaded(text: str) -> Callable[[Any], None]:

@@ -19,7 +19,7 @@ class Pool:
         self.fleet = Fleet()
         self.fleet.up(Endpoint("a", "10.0.0.1:80"))
         self.watch = Watch(self.fleet, lambda: self.now)
-        self.history = History(self.watch, self.now, 1e6)
+        self.history = History(self.watch, self.now, lambda: 1e6)
 
     def passes(self, seconds: float, *ends: tuple[int, str]) -> None:
         """With one request in each half second that ends so."""

@@ -32,7 +32,7 @@ class Scene:
         self.watch.troubles.watch("log", lambda: "")  # what other tests left of it is not ours
         self.happened = Happened()
         self.recent = Recent()
-        self.history = History(self.watch, self.now, 1000.0)
+        self.history = History(self.watch, self.now, lambda: 1000.0)
         self.queues: Queues | None = None
         self.schedulers = 1
 

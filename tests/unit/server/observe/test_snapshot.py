@@ -22,6 +22,7 @@ class Pool:
 
     def __init__(self) -> None:
         self.now = 100.0
+        self.wall = 1_000_000.0
         self.reasons: list[str] = []
         self.fleet = Fleet()
         for name in ("a", "b"):
@@ -30,7 +31,7 @@ class Pool:
         self.maker = SnapshotMaker(
             self.watch,
             lambda: self.now,
-            1_000_000.0,
+            lambda: self.wall,
             pool="default",
             policy=lambda: "cost-model",
             reasons=lambda: self.reasons,
@@ -117,6 +118,15 @@ def test_an_endpoint_says_what_is_known_of_it(pool):
         0,
         *[None] * 3,
     )
+
+
+def test_times_of_day_follow_a_clock_that_is_set(pool):
+    pool.maker.begin()
+    pool.serve(1)
+    before = pool.maker.take()
+    pool.wall += 3600.0
+    after = pool.maker.take()
+    assert after.at - before.at == after.decisions[0].at - before.decisions[0].at == 3600.0
 
 
 def test_nothing_is_listened_to_while_nobody_looks(pool):

@@ -32,7 +32,9 @@ class Traced:
         self.provider = TracerProvider(sampler=ALWAYS_ON, shutdown_on_exit=False)
         self.provider.add_span_processor(SimpleSpanProcessor(self.exporter))
         tracer = self.provider.get_tracer("test")
-        self.tracing = Tracing(tracer, Sampling(**{"share": 1.0, **sampling}), Random(1), lambda: self.now, EPOCH)
+        self.tracing = Tracing(
+            tracer, Sampling(**{"share": 1.0, **sampling}), Random(1), lambda: self.now, lambda: EPOCH
+        )
 
     def arrive(self, number: int = 1, headers: dict[str, str] | None = None, **fields: Any) -> Request:
         asked = request(number, arrived=self.now, **fields)
