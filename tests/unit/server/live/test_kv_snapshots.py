@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from fairlead.gateway.understand import PromptKnown
 from fairlead.lab.stub.kv_publisher import KvEventsConfig, KvPublisher
 from fairlead.server.live.knowledge import exact_knowledge
 from fairlead.server.live.kv import KvListening
+from fairlead.server.live.pool_scheduler import PoolScheduler
 from fairlead.server.live.prompts import PromptReading
 from fairlead.server.observe.exposition import Registry
 
@@ -145,3 +147,17 @@ async def test_prompts_are_counted_without_events() -> None:
     # No engine is asked just to count.
     assert reading.read(ParsedRequest("chat", prompt_bytes=40), bytes(40), "e") == PromptKnown(10)
     await reading.close()
+
+
+async def test_a_snapshot_that_cannot_be_written_is_a_restriction(tmp_path: Path) -> None:
+    path = tmp_path / "missing" / "index.kv"
+    events = f"kvEvents: {{enabled: true, port: 1, snapshot: '{path}', snapshotInterval: 10ms}}"
+    pool = PoolScheduler(load(f"endpoints: ['127.0.0.1:1']\n{events}\n"), None)
+    async with AsyncExitStack() as stack, asyncio.timeout(30):
+        await pool.start(stack)
+        while "kv-snapshot" not in pool.troubles.look():
+            await asyncio.sleep(0.005)
+        assert str(path) in pool.troubles.look()["kv-snapshot"]
+        path.parent.mkdir()
+        while "kv-snapshot" in pool.troubles.look():
+            await asyncio.sleep(0.005)
