@@ -9,9 +9,9 @@
 Rules
 * Every error is JSON, `{"error": {"status": 400, "message": "..."}}`, and says what would be right.
 * Bodies are bounded. Larger ones are refused before they are read to the end.
-* A snapshot is made of the live index, segment by segment, while the loop runs in between; one at a time. Its readers
-  share it for `SHARED_S` seconds, and for longer while two are being read. Who takes a MiB in no less than `STALL_S`
-  seconds is cut off, and who sends a question in no less than `ASK_S`.
+* A snapshot is made of the live index, segment by segment, while the loop runs in between; one at a time. While it is
+  read, others share it for `SHARED_S` seconds, and for longer while two are being read. Who takes a MiB in no less than
+  `STALL_S` seconds is cut off, and who sends a question in no less than `ASK_S`.
 * Clients cannot change the index, except by `PUT /snapshot`, which is off by default.
 """
 
@@ -154,10 +154,11 @@ class IndexServer(HttpPort):
             pass  # the client left
         finally:
             snapshot.readers -= 1
+            if not snapshot.readers:  # hundreds of megabytes
+                self._snapshots.remove(snapshot)
         return response
 
     async def _newest(self) -> _Snapshot:
-        self._snapshots = [snapshot for snapshot in self._snapshots if snapshot.readers]
         now = asyncio.get_running_loop().time()
         if not self._snapshots or (len(self._snapshots) == 1 and now - self._snapshots[0].made > SHARED_S):
             pieces: list[bytes] = []

@@ -1,8 +1,10 @@
 """The indexer's HTTP port, asked as strangers ask."""
 
 import asyncio
+import gc
 import io
 import json
+import weakref
 from array import array
 from collections.abc import AsyncIterator
 from contextlib import nullcontext
@@ -277,6 +279,26 @@ async def test_readers_of_a_snapshot_share_it_and_are_cut_off_if_they_stop(
         writer.transport.abort()
     await server.close()
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+async def test_a_snapshot_goes_with_its_last_reader(world: World) -> None:
+    class Piece(bytearray):
+        """Can be referred to weakly."""
+
+    made = list[weakref.ref[Piece]]()
+
+    def pieces() -> Any:
+        piece = Piece(b"x" * 1000)
+        made.append(weakref.ref(piece))
+        yield piece
+
+    server = IndexServer(world.service, IndexSources(metrics=list, unready=list, snapshot=pieces), "127.0.0.1", 0)
+    await server.start()
+    async with aiohttp.ClientSession() as client, client.get(f"http://127.0.0.1:{server.port}/snapshot") as answer:
+        assert await answer.read() == b"x" * 1000
+    await server.close()
+    gc.collect()
+    assert [piece() for piece in made] == [None]
 
 
 async def test_a_question_that_does_not_come_is_refused(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
