@@ -88,13 +88,14 @@ UPLOAD_ENDS = {"OM": "memory", "SI": "paused", "DT": "slow"}
 #: Before an address inside of Envoy: there its second listener logs the request again.
 _WITHIN = "envoy://"
 #: Short names of the flags in `_CLIENT_GONE` and in `_UPSTREAM_RESET`.
-_GONE_FLAGS, _RESET_FLAGS = frozenset(("DC", "DR")), frozenset(("UT", "UR", "UC", "SI", "UPE"))
+_GONE_FLAGS, _RESET_FLAGS = frozenset(("DC", "DR")), frozenset(("UR", "UC", "UPE"))
 TTFT_TAG = b"ttft_us"
 #: ResponseFlags downstream_connection_termination and downstream_remote_reset.
 _CLIENT_GONE = (15, 28)
-#: upstream_request_timeout, upstream_remote_reset, upstream_connection_termination, stream_idle_timeout, and
-#: upstream_protocol_error, which is also a connection that closes within a chunked body.
-_UPSTREAM_RESET = (3, 5, 7, 17, 24)
+#: upstream_remote_reset, upstream_connection_termination, and upstream_protocol_error, which is also a connection that
+#: closes within a chunked body. Timeouts of the gateway are not among them: a client that reads no more leads to a
+#: stream_idle_timeout, and an upstream_request_timeout is the limit of a route.
+_UPSTREAM_RESET = (5, 7, 24)
 #: A longer Duration is a negative one.
 _MAX_SECONDS = 1 << 62
 _NAMESPACE = LB_NAMESPACE.encode()
