@@ -11,7 +11,8 @@ Access
 
 Connections
 * There are at most `MOST_CONNECTIONS`, so that they cannot exhaust the process's descriptors. A further one takes the
-  place of the oldest one that waits for a request, so that nobody keeps probes out by asking nothing.
+  place of the oldest one that waits for a request, or else of one that does not read its answer, so that nobody keeps
+  probes out by asking or reading nothing.
 * Who sends no whole request head for `IDLE_S` seconds is disconnected.
 """
 
@@ -26,6 +27,7 @@ from collections.abc import Callable, Collection, Iterable
 from ipaddress import ip_address
 from pathlib import Path
 from ssl import SSLContext
+from typing import cast
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -153,36 +155,51 @@ class Access:
 Busy = set[web.RequestHandler]
 
 
-class _Crowded(asyncio.Protocol):
-    """Closes a connection beyond the limit."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.close()
-
-
 class _Site(web.TCPSite):
     """A site with a limit on connections. `busy`: those with a request in progress."""
 
     def __init__(self, runner: web.AppRunner, host: str, port: int, tls: SSLContext | None, busy: Busy) -> None:
         super().__init__(runner, host, port, ssl_context=tls)
         self._busy = busy
+        # aiohttp forgets the transport of a connection that it closes, which stays open until its client has read all.
+        self._open: dict[web.RequestHandler, asyncio.Transport] = {}
 
     async def start(self) -> None:
-        make, loop = self._runner.server, asyncio.get_running_loop()
-        assert make is not None
-
-        def protocol() -> asyncio.BaseProtocol:
-            connected = [connection for connection in make.connections if connection.transport is not None]
-            if len(connected) >= MOST_CONNECTIONS:
-                oldest = next((connection for connection in connected if connection not in self._busy), None)
-                if oldest is None:
-                    return _Crowded()
-                oldest.force_close()
-            return make()
-
         await web.BaseSite.start(self)
         tls, limit = self._ssl_context, _HANDSHAKE_S if self._ssl_context is not None else None
-        self._server = await loop.create_server(protocol, self._host, self._port, ssl=tls, ssl_handshake_timeout=limit)
+        self._server = await asyncio.get_running_loop().create_server(
+            lambda: _Entry(self), self._host, self._port, ssl=tls, ssl_handshake_timeout=limit
+        )
+
+    def admit(self, transport: asyncio.Transport) -> None:
+        """Serve a new connection, or close it if all others are busy."""
+        server = self._runner.server
+        assert server is not None
+        connected = set(server.connections)
+        self._open = {connection: its for connection, its in self._open.items() if connection in connected}
+        if len(self._open) >= MOST_CONNECTIONS:
+            idle = [connection for connection in self._open if connection not in self._busy]
+            if not idle:
+                transport.abort()
+                return
+            # The oldest one, but who still reads an answer goes last.
+            oldest = min(idle, key=lambda connection: self._open[connection].get_write_buffer_size() > 0)
+            oldest.force_close()
+            self._open.pop(oldest).abort()
+        protocol = server()
+        self._open[protocol] = transport
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)
+
+
+class _Entry(asyncio.Protocol):
+    """The protocol of a connection until it is admitted."""
+
+    def __init__(self, site: _Site) -> None:
+        self._site = site
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._site.admit(cast(asyncio.Transport, transport))
 
 
 class HttpPort:

@@ -340,6 +340,45 @@ async def test_requests_in_progress_are_not_cut_off_for_others(monkeypatch: pyte
     await port.close()
 
 
+async def test_who_does_not_read_the_answer_makes_room_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fairlead.server.http_port.MOST_CONNECTIONS", 2)
+    page, answered = b"." * (16 << 20), asyncio.Semaphore(0)
+
+    async def large(request: web.Request) -> web.Response:
+        answered.release()
+        return web.Response(body=page)
+
+    def app() -> web.Application:
+        app = web.Application()
+        app.router.add_get("/", large)
+        return app
+
+    port = HttpPort("127.0.0.1", 0, 1.0, make_app=app)
+    await port.start()
+    readers, writers = [], []
+    for _ in range(4):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port.port, limit=1024)
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        await answered.acquire()
+        readers.append(reader)
+        writers.append(writer)
+    sizes = await asyncio.gather(*[received(reader) for reader in readers])
+    # The first two were cut off, not only closed: their answers would have stayed in memory until somebody read them.
+    assert all(size < len(page) for size in sizes[:2])
+    assert all(size > len(page) for size in sizes[2:])
+    await hang_up(writers)
+    await port.close()
+
+
+async def received(reader: asyncio.StreamReader) -> int:
+    """How many bytes arrive before the end, also a rough one."""
+    size = 0
+    with contextlib.suppress(ConnectionError):
+        while data := await reader.read(1 << 20):
+            size += len(data)
+    return size
+
+
 @pytest.mark.parametrize(
     "sent", [b"", b"GET /healthz HTTP/1.1\r\nHost: loc", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\nGET"]
 )
