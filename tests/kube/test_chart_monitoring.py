@@ -43,6 +43,13 @@ def test_the_rules_are_those_of_the_file(helm: Helm) -> None:
     assert rendered["metadata"]["labels"]["release"] == "prometheus"
 
 
+def test_labels_may_be_null(helm: Helm) -> None:
+    unset = "monitoring.enabled=true,monitoring.labels=null,monitoring.dashboards.labels=null"
+    objects = helm.render(*WITH_RULES, *WITH_DASHBOARDS, "--set", unset)
+    for kind, name in (("ServiceMonitor", ""), ("PrometheusRule", ""), ("ConfigMap", "-dashboards")):
+        assert one(objects, kind, name)["metadata"]["labels"]["app.kubernetes.io/instance"] == "one"
+
+
 def test_the_rendered_rules_fire_as_the_file_s_do(helm: Helm, tmp_path: Path) -> None:
     promtool = shutil.which("promtool")
     if not promtool:

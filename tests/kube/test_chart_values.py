@@ -330,10 +330,6 @@ def test_custom_plugins_are_checked_as_well(helm: Helm, entries: str) -> None:
             [*LABELS, "--set", "standalone.enabled=true,inferenceExtension.leaderElection.enabled=true"],
             "stands by serves nothing",
         ),
-        (
-            [*LABELS, "--set", "inferenceExtension.terminationGracePeriodSeconds=34"],
-            "at least preStopSleepSeconds and 30",
-        ),
         ([*LABELS, "--set", "config.kubernetes.leaderElection.enabled=true"], "set inferenceExtension.leaderElection"),
         (
             [*LABELS, "--set", "autoscaling.enabled=true,autoscaling.minReplicas=6,autoscaling.maxReplicas=5"],
@@ -367,6 +363,12 @@ def test_custom_plugins_are_checked_as_well(helm: Helm, entries: str) -> None:
 )
 def test_what_cannot_work_is_refused(helm: Helm, arguments: list[str], said: str) -> None:
     assert said in helm.refused(*arguments)
+
+
+@pytest.mark.parametrize(("seconds", "short"), [(30, True), (34, True), (35, False)])
+def test_notes_warn_of_a_short_grace_period(helm: Helm, seconds: int, short: bool) -> None:
+    notes = helm.notes(*LABELS, "--set", f"inferenceExtension.terminationGracePeriodSeconds={seconds}")
+    assert ("terminationGracePeriodSeconds is less than 35" in notes) == short
 
 
 def test_several_pools_need_rights_where_they_are(helm: Helm) -> None:

@@ -271,7 +271,6 @@ matchLabels: {{- toYaml . | nindent 2 }}
 {{- fail "standalone.keysSecret: only a gateway of our own asks for keys; set standalone.enabled, or let your gateway know its clients" -}}
 {{- end -}}
 {{- include "fairlead.checkValkey" . -}}
-{{- $grace := int .Values.inferenceExtension.terminationGracePeriodSeconds -}}
 {{- $asked := dig "kubernetes" "leaderElection" "enabled" nil .Values.config -}}
 {{- if and (kindIs "bool" $asked) (ne $asked (eq (include "fairlead.leaderElection" .) "true")) -}}
 {{- fail "config.kubernetes.leaderElection.enabled: it would contradict the chart's Services; set inferenceExtension.leaderElection.enabled" -}}
@@ -279,11 +278,8 @@ matchLabels: {{- toYaml . | nindent 2 }}
 {{- if and .Values.autoscaling.enabled (gt (int .Values.autoscaling.minReplicas) (int .Values.autoscaling.maxReplicas)) -}}
 {{- fail "autoscaling.minReplicas: more than maxReplicas" -}}
 {{- end -}}
-{{- if and (not (include "fairlead.leaderElection" .)) (lt $grace (int (add 30 .Values.inferenceExtension.preStopSleepSeconds))) -}}
-{{- fail "inferenceExtension.terminationGracePeriodSeconds: at least preStopSleepSeconds and 30, for requests in flight" -}}
-{{- end -}}
 {{- if include "fairlead.leaderElection" . -}}
-{{- if lt $grace 45 -}}
+{{- if lt (int .Values.inferenceExtension.terminationGracePeriodSeconds) 45 -}}
 {{- fail "inferenceExtension.terminationGracePeriodSeconds: with leader election at least 45, for a leader that ends hands over first (11 s) and then finishes its requests (30 s)" -}}
 {{- end -}}
 {{- if .Values.autoscaling.enabled -}}
