@@ -365,6 +365,11 @@ def test_what_cannot_work_is_refused(helm: Helm, arguments: list[str], said: str
     assert said in helm.refused(*arguments)
 
 
+def test_notes_know_the_admin_port(helm: Helm) -> None:
+    assert "deployment/one-epp 9090:9090 &" in helm.notes(*LABELS)
+    assert "deployment/one-epp 9090:9190 &" in helm.notes(*LABELS, "--set", "config.admin.port=9190")
+
+
 @pytest.mark.parametrize(("seconds", "short"), [(30, True), (34, True), (35, False)])
 def test_notes_warn_of_a_short_grace_period(helm: Helm, seconds: int, short: bool) -> None:
     notes = helm.notes(*LABELS, "--set", f"inferenceExtension.terminationGracePeriodSeconds={seconds}")
