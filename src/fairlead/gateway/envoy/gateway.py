@@ -113,13 +113,15 @@ def prepare(
 
 def remove_leftovers(base: Path) -> None:
     """Remove directories of gateways that were killed, if their workers left files there: two MiB each."""
-    for path in base.glob(f"{_PREFIX}*/{FACTS}"):
+    for path in base.glob(f"{_PREFIX}{'[a-z0-9_]' * 8}/{FACTS}"):  # as `mkdtemp` names them
         with contextlib.suppress(OSError):
             directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a running gateway holds it
                 about = os.fstat(directory)
-                if about.st_uid == os.getuid() and time.time() - about.st_mtime > _STARTS_S:
+                ours = about.st_uid == os.getuid() and about.st_mode & 0o777 == 0o700
+                ours = ours and any((path.parent / name).is_file() for name in (LISTENERS, ENDPOINTS))
+                if ours and time.time() - about.st_mtime > _STARTS_S:
                     shutil.rmtree(path.parent, ignore_errors=True)
             finally:
                 os.close(directory)
