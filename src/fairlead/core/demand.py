@@ -16,7 +16,8 @@ is at most 5 % for t = `ttft_ms` - s. The third bound is on memory: the memory i
 The load is that of the last `RECENT_S` seconds. If it grows, it is extrapolated by `startup_s`, since an endpoint that
 is ordered now serves only after that time. A falling load is not extrapolated.
 
-With several schedulers each counts what all of them route. So all publish about the same number, that of the pool.
+With several schedulers each counts what all of them route. So all publish about the same number, that of the pool. When
+a peer comes or is lost, the load is measured anew (`forget`): what was routed meanwhile cannot be counted.
 """
 
 from collections import deque
@@ -64,6 +65,8 @@ class PeersLoad(Struct):
     requests: int = 0
     tokens: int = 0
     cached_tokens: int = 0
+    #: How often a peer came or was lost. What it routed in between is not counted.
+    breaks: int = 0
 
     def count(self, charged: Charged) -> None:
         if charged.more:  # the prompt is in the request's other lease
@@ -83,6 +86,10 @@ class Demand:
     def __len__(self) -> int:
         """The number of totals that are kept."""
         return len(self._totals)
+
+    def forget(self) -> None:
+        """The load is measured anew: totals from now on cannot be compared with those before."""
+        self._totals.clear()
 
     def observe(self, totals: Totals) -> None:
         """Take the present totals, every few seconds; more frequent calls are ignored. If totals fall, the older ones

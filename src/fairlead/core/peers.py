@@ -224,6 +224,7 @@ class Peers:
     def lost(self, origin: str) -> None:
         """The origin ended, or is silent for too long."""
         view = self.views.pop(origin, None)
+        self.load.breaks += view is not None
         if self._flow is not None:
             self._flow.peers.drop(origin)
         if view is not None and view.leases:
@@ -239,6 +240,7 @@ class Peers:
         if view is None:
             if len(self.views) >= MOST_ORIGINS:
                 return None, None
+            self.load.breaks += 1
             # If the origin was lost and is back, its snapshot will say which of these leases it still has.
             _, orphans = self.orphans.pop(origin, (0.0, {}))
             view = self.views[origin] = View(leases={number: lease for number, lease in orphans.items() if lease.held})
@@ -305,7 +307,8 @@ class Peers:
             sequences=charged.sequences,
         )
         fleet.ledger.charge_late(lease)
-        self.load.count(charged)
+        if isinstance(message, Batch):  # a snapshot repeats what was counted, or routed before we heard of the peer
+            self.load.count(charged)
         if charged.uncached >= LONG_TOKENS:
             fleet.sent_long_prompt(slot, charged.work_us * 1e-3, now)
         delay_s = self._clock.time() - now

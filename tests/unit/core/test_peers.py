@@ -93,6 +93,25 @@ def test_the_load_of_a_peer_is_known_from_its_leases(pair, clock):
     assert (load.requests, load.tokens, load.cached_tokens) == (3, 12_000, -1), "two leases, and one request"
 
 
+def test_leases_that_a_snapshot_repeats_are_no_new_load(pair, clock):
+    one, other = pair
+    load = other.pipeline.peers.load
+    one.send(1)
+    other.feed(PeerHeard("a", one.batch()))
+    assert (load.requests, load.breaks) == (1, 1)
+    other.feed(PeerLost("a"))
+    other.feed(PeerLost("a"))
+    for number in range(2):
+        other.feed(MetricsSampled(f"e{number}", clock.time(), Sample(waiting=0.0, running=1.0)))
+    assert not other.pipeline.peers.leases
+    other.feed(PeerSnapshot("a", one.pipeline.fleet.reports.snapshot()))
+    assert len(other.pipeline.peers.leases) == 1
+    assert (load.requests, load.breaks) == (1, 3)
+    one.send(2)
+    other.feed(PeerHeard("a", one.batch()))
+    assert (load.requests, load.breaks) == (2, 3)
+
+
 def test_a_lease_counts_at_the_peer_from_its_charge_to_its_end(pair, clock):
     one, other = pair
     one.send(1)

@@ -108,6 +108,8 @@ class Watch:
         self._decision_id: Callable[[int], str] | None = None
         self._peers_load = PeersLoad()
         self._alone: Callable[[], bool] = lambda: False
+        #: At the last look: whether we were alone, and the breaks of the peers' load.
+        self._peers_before = False, 0
         #: Hears of every counted record too; `None` = nobody looks at the dashboard.
         self.recent: Recent | None = None
 
@@ -198,9 +200,10 @@ class Watch:
         now, counted, peers = self._now(), self.metrics, self._peers_load
         own = counted.routed, counted.prompt_tokens, counted.cached_tokens
         totals = Totals(now, own[0] + peers.requests, own[1] + peers.tokens, own[2] + peers.cached_tokens)
+        before, self._peers_before = self._peers_before, (self._alone(), peers.breaks)
+        if self._peers_before != before or self._peers_before[0]:
+            self._demand.forget()
         self._demand.observe(totals)
-        if self._alone():
-            return None
         return self._demand.desired(self.fleet, self.queue.flow_controller, now)
 
     def watch_peers(self, load: PeersLoad, alone: Callable[[], bool]) -> None:

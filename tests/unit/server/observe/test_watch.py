@@ -135,3 +135,27 @@ def test_every_scheduler_asks_for_what_the_load_of_all_needs():
 
     assert desired(1000, 0) == desired(300, 700) == desired(0, 1000) > desired(300, 0)
     assert desired(300, 700, alone=True) is None, "how much the others route is not known"
+
+
+def test_the_load_is_measured_anew_when_a_peer_comes_or_is_lost_and_after_the_link_was_down():
+    clock, alone = [0.0], [False]
+    watch, load = Watch(Fleet(), lambda: clock[0]), PeersLoad()
+    watch.watch_peers(load, lambda: alone[0])
+
+    def seen(looks):
+        numbers = []
+        for _ in range(looks):
+            clock[0] += 5.0
+            load.requests, load.tokens = load.requests + 1000, load.tokens + 4_000_000
+            numbers.append(watch.desired_endpoints())
+        return numbers
+
+    usual = seen(20)[-1]
+    load.breaks += 1
+    load.requests += 1_000_000
+    assert [number or 0 for number in seen(12)] == [0] * 6 + [usual] * 6
+    alone[0] = True
+    assert not any(seen(2))
+    alone[0] = False
+    load.requests += 1_000_000  # what the others routed meanwhile
+    assert [number or 0 for number in seen(12)] == [0] * 6 + [usual] * 6
