@@ -104,11 +104,12 @@ class Demand:
 
     def desired(self, fleet: Known, flow: FlowController | None, now: float) -> int | None:
         """Return the number of endpoints needed by the load and by the waiting requests (`flow`); `None` = not enough
-        is known yet."""
-        asked = self.endpoints(fleet)
+        is known yet, and those that wait need no more than there are."""
+        asked, present = self.endpoints(fleet), fleet.table.count
         if flow is None or not len(flow.flow):
             return asked
-        return max(asked or 0, flow.wanted(fleet.table.count, now))
+        wanted = flow.wanted(present, now)
+        return None if asked is None and wanted <= present else max(asked or 0, wanted)
 
     def endpoints(self, fleet: Known) -> int | None:
         """Return the number of endpoints needed by the load, 0 if there are no requests; `None` = it was not observed

@@ -1,8 +1,10 @@
 """Metrics, journal and hooks behind one observer."""
 
 import re
+from types import SimpleNamespace
 
 import msgspec
+import pytest
 
 from fairlead.core.demand import PeersLoad
 from fairlead.core.endpoint import Endpoint, Sample
@@ -135,6 +137,14 @@ def test_every_scheduler_asks_for_what_the_load_of_all_needs():
 
     assert desired(1000, 0) == desired(300, 700) == desired(0, 1000) > desired(300, 0)
     assert desired(300, 700, alone=True) is None, "how much the others route is not known"
+
+
+@pytest.mark.parametrize(("wanted", "desired"), [(0, None), (1, None), (2, 2)])
+def test_a_scheduler_that_is_alone_asks_for_what_waits_here(wanted, desired):
+    watch, _ = make()
+    watch.watch_peers(PeersLoad(), lambda: True)
+    watch.watch_queue(SimpleNamespace(flow=[1] * wanted, wanted=lambda present, now: wanted))
+    assert watch.desired_endpoints() == desired
 
 
 def test_the_load_is_measured_anew_when_a_peer_comes_or_is_lost_and_after_the_link_was_down():
