@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 
 from msgspec import Struct
@@ -112,6 +113,10 @@ def _understand(data: bytes, stored: Stored, cut: ChainHasher) -> None:
         stored.problems.append(f"{unreadable} of its parts cannot be read")
 
 
+def _taken_at(stored: Stored) -> float:
+    return stored.head.taken_at if stored.head is not None else -inf
+
+
 class StateCounts(Struct):
     """Counts since the start."""
 
@@ -137,7 +142,8 @@ class StateFile:
         now: Callable[[], float],
     ) -> None:
         """`now`: the pipeline's clock, in seconds."""
-        self._path = path
+        #: What is written, and what was read.
+        self._path = self._source = path
         self._settings = settings
         self._fleet = pipeline.fleet
         self._tokens = pipeline.tokens
@@ -156,12 +162,15 @@ class StateFile:
         self.note = ""
 
     async def start(self) -> None:
-        """Read the file, and restore what does not belong to single endpoints. A worker without a file of its own reads
-        that of the first one, which knows what all have sent."""
+        """Read the file, and restore what does not belong to single endpoints. A worker takes the file of the first
+        one, which knows what all have sent, unless its own is newer: that may be of a run with more workers."""
         path, first = self._path, self._path.with_name(self._path.name.partition(WORKER)[0])
         stored = await self._read(path)
-        if first != path and (stored.head is None or self._age() > self._settings.max_age):
-            path, stored = first, await self._read(first)
+        if first != path:
+            stored_first = await self._read(first)
+            if _taken_at(stored_first) >= _taken_at(stored):
+                path, stored = first, stored_first
+        self._stored, self._source = stored, path
         for problem in stored.problems:
             log.warning("loaded only part of the saved state", file=str(path), problem=problem)
         if self._age() > self._settings.max_age:
@@ -172,8 +181,7 @@ class StateFile:
         self._writing = asyncio.create_task(self._write_on())
 
     async def _read(self, path: Path) -> Stored:
-        self._stored = await asyncio.to_thread(read_state, path, self._cut, self._settings.max_bytes)
-        return self._stored
+        return await asyncio.to_thread(read_state, path, self._cut, self._settings.max_bytes)
 
     def joined(self, endpoint: Endpoint) -> None:
         """The endpoint is in the pool now: restore what was known of it."""
@@ -232,7 +240,7 @@ class StateFile:
             f"restored {counts.prefixes} prefixes for {counts.endpoints} endpoints, "
             f"learned speeds of {speeds} engine class{'' if speeds == 1 else 'es'}, {age_s:.0f} s old"
         )
-        log.info(self.note, file=str(self._path))
+        log.info(self.note, file=str(self._source))
 
     # ---- writing ----
 

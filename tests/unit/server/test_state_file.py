@@ -374,3 +374,25 @@ async def test_a_worker_without_a_file_reads_that_of_the_first(written: Path) ->
     assert old.knows(1) == [False]
     await old.file.close()
     assert read_state(written, HASHER, MOST).problems == []
+
+
+async def test_a_worker_whose_file_is_of_a_run_before_takes_that_of_the_first(
+    written: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a run with fewer workers was in between."""
+    caplog.set_level(logging.INFO, "fairlead")
+    own, now = written.with_name(f"{written.name}.worker-1"), time.time()
+    monkeypatch.setattr("time.time", lambda: now - 60.0)
+    before = await Process(own, "e0", "e1").start()
+    before.serve(11)
+    await before.file.close()
+    monkeypatch.undo()
+    process = await restarted(own)
+    assert process.knows(1, 11) == [True, False]
+    assert f"'file': '{written}'" in said(caplog), "the log says what was read"
+    await process.file.close()
+    written.unlink()
+    process = await restarted(own, max_age=1e-9)
+    assert process.knows(1) == [False]
+    assert "state.maxAge" in said(caplog), "its own is too old, and there is no other"
+    await process.file.close()
