@@ -108,8 +108,7 @@ class Watch:
         self._decision_id: Callable[[int], str] | None = None
         self._peers_load = PeersLoad()
         self._alone: Callable[[], bool] = lambda: False
-        #: At the last look: whether we were alone, and the breaks of the peers' load.
-        self._peers_before = False, 0
+        self._peers_before = False, 0  # at the last look: whether we were alone, and the breaks of the peers' load
         #: Hears of every counted record too; `None` = nobody looks at the dashboard.
         self.recent: Recent | None = None
 
