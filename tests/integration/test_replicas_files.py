@@ -16,6 +16,7 @@ from fairlead.core.events import PeerHeard, PeerLost, StreamLost
 from fairlead.server import replicas
 from fairlead.server import replicas_files as module
 from fairlead.server.replicas_files import FACTS, RING, SNAPSHOTS, FileReplicas
+from fairlead.server.running_gateway import RunningGateway
 
 #: A replica of its own process that says `word`.
 _OTHER = """
@@ -100,6 +101,21 @@ async def test_a_worker_that_is_not_heard_is_a_trouble_after_a_lease(url: str) -
         assert not one.replicas.trouble(), "it may start again"
         await until(lambda: "only 1 of 2 workers are heard" in one.replicas.trouble())
         assert not stranger.replicas.trouble(), "it belongs to another gateway"
+
+
+async def test_workers_of_another_gateway_on_the_host_are_others(url: str) -> None:
+    marks = [RunningGateway(directory=directory, workers=2).mark for directory in ("/tmp/a", "/tmp/a", "/tmp/b", "/c")]
+    names = [f"vm-{mark}0000000{number}" for number, mark in enumerate(marks)]
+    one, other, strange, stranger = (Teller(name, url) for name in names)
+    older = Teller("vm-00000009", url)
+    one.replicas.expect(0, 2)
+    async with running(one, strange, stranger):
+        async with running(other):
+            await until(lambda: agree(one, other, strange, stranger) and len(one.replicas.peers) == 3)
+            assert not one.replicas.trouble()
+        await until(lambda: "only 1 of 2 workers are heard" in one.replicas.trouble())
+        async with running(older):
+            await until(lambda: not one.replicas.trouble())  # its version has no marks
 
 
 async def test_facts_that_stay_missing_are_a_trouble(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,8 @@ from fairlead.server.observe.log import get
 
 log = get("replicas")
 
+#: Digits of the run in a replica's name.
+RUN_DIGITS = 8
 #: How many other replicas are followed at most.
 MOST_PEERS = 64
 #: Pause between two requests for a replica's snapshot. It doubles: the cause may be an endpoint unknown here.
@@ -26,6 +28,12 @@ SNAPSHOT_PAUSE_S = 0.25
 JOIN_S = 2.0
 #: Lag from which on there is a trouble.
 _SLOW_S = 1.0
+
+
+def _gateway_of(origin: str) -> tuple[str, str]:
+    """The host, and the mark of the gateway; it is empty where an older version gave the name."""
+    host, _, run = origin.rpartition("-")
+    return host, run[:-RUN_DIGITS]
 
 
 class Facts(Struct, frozen=True):
@@ -85,8 +93,9 @@ class Replicas:
         feed: Callable[[Event], object],
         counted: Callable[[int], object],
     ) -> None:
-        """`origin`: a name that is unique among all replicas and all former runs of this one. `counted` hears how many
-        replicas there are, this one included, when that changes."""
+        """`origin`: a name that is unique among all replicas and all former runs of this one: HOST-[MARK]RUN, with the
+        same mark for all workers of a gateway. `counted` hears how many replicas there are, this one included, when
+        that changes."""
         self._settings = settings
         self._facts = facts
         self._feed = feed
@@ -151,8 +160,8 @@ class Replicas:
     def _workers_here(self) -> int:
         """The number of workers, this one included. One that was heard within the last lease counts: it may be starting
         again."""
-        host, now = self.origin.rpartition("-")[0], time.monotonic()
-        here = 1 + sum(name.rpartition("-")[0] == host for name in self.peers)
+        (host, mark), now = _gateway_of(self.origin), time.monotonic()
+        here = 1 + sum(_gateway_of(name) in ((host, mark), (host, "")) for name in self.peers)
         if here >= self._workers:
             self._complete_at = now
         return here if now - self._complete_at > self._settings.lease else self._workers

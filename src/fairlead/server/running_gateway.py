@@ -4,6 +4,7 @@ The parent gives it to each new scheduler on the command line (`cli.serve`). Fai
 parent runs, so what parents of any version give must be understood: fields may be added, and unknown ones are ignored.
 """
 
+from hashlib import blake2b
 from pathlib import Path
 
 from msgspec import Struct
@@ -19,6 +20,11 @@ class RunningGateway(Struct, frozen=True):
     directory: str = ""
     worker: int = 0
     workers: int = 1
+
+    @property
+    def mark(self) -> str:
+        """What the names of its schedulers have in common, as replicas; empty = there is only one."""
+        return blake2b(self.directory.encode(), digest_size=4).hexdigest() if self.workers > 1 else ""
 
     @property
     def pool_file(self) -> Path | None:

@@ -60,7 +60,7 @@ class Live:
 
     def __init__(self, config: Config, gateway: RunningGateway = NONE_RUNS) -> None:
         self.config = config
-        self._worker = gateway.worker, gateway.workers
+        self._worker, self._mark = (gateway.worker, gateway.workers), gateway.mark
         self._gateway = gateway.admins
         pool = gateway.pool_file
         self._pool = PoolWriter(pool) if pool else None
@@ -121,7 +121,7 @@ class Live:
     def _one_pool(self, tracing: Tracing | None) -> PoolScheduler:
         # Next to an embedded gateway only the first worker has the pool's file.
         counts = self._pool is not None or not self._gateway
-        pool = PoolScheduler(self.config, tracing, counts_fallbacks=counts, unready=self._reasons)
+        pool = PoolScheduler(self.config, tracing, counts_fallbacks=counts, unready=self._reasons, mark=self._mark)
         if pool.core.replicas is not None:
             pool.core.replicas.expect(*self._worker)
         return pool

@@ -73,7 +73,7 @@ from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.log import get
 from fairlead.server.observe.tracing import Sampling, Tracing, make_provider
 from fairlead.server.observe.watch import POOL, Watch
-from fairlead.server.replicas import Facts, Replicas
+from fairlead.server.replicas import RUN_DIGITS, Facts, Replicas
 from fairlead.server.replicas_files import FileReplicas
 from fairlead.server.replicas_valkey import ValkeyReplicas
 from fairlead.server.state import StateFile
@@ -197,11 +197,11 @@ def wire(
     refuse: Callable[[RefuseConfiguration], object],
     counts_fallbacks: bool = True,
     one_of: Pace | None = None,
+    mark: str = "",
 ) -> Core:
-    """`adopt` and `refuse` receive the outcome of a `Reconfigured`; `one_of`: the pace that all pools of this process
-    share. Raises `ConfigError` or `PluginError`."""
+    """`adopt` and `refuse` receive the outcome of a `Reconfigured`. For the rest, and errors, see `PoolScheduler`."""
     check_schedulers(config)
-    rng, run, clock = Random(config.seed), secrets.token_hex(4), LoopClock(loop)
+    rng, run, clock = Random(config.seed), secrets.token_hex(RUN_DIGITS // 2), LoopClock(loop)
     inspection = Inspection(config.inspect.usage_sampling, Random(rng.random()), clock.time)
     fleet, tokens = _fleet(config), TokenEstimator()
 
@@ -244,7 +244,7 @@ def wire(
         driver = RecordedDriver(pipeline, clock, journal.clock, watch, journal.recorder, handlers)
     inspected = inspection if kv is None else kv.inspecting(inspection)
     shared = config, pipeline, driver, clock, registry
-    replicas = _replicas(run, scraper, watch, *shared)
+    replicas = _replicas(mark + run, scraper, watch, *shared)
     deliver = replicas.feed if isinstance(replicas, FileReplicas) else driver.feed
     host = _host(config, clock.time, run, driver, understanding, watch, inspected, served, deliver)
     parts = fleet, scraper, served, watch, kv, builder, journal, _state_file(*shared), replicas
@@ -297,7 +297,7 @@ def _state_file(
 
 
 def _replicas(
-    run: str,
+    name: str,
     scraper: Scraper,
     watch: Watch,
     config: Config,
@@ -320,7 +320,7 @@ def _replicas(
         lambda: bool(pipeline.flow_controller),
     )
     pool = settings.pool or "/".join(filter(None, (config.kubernetes.namespace, config.kubernetes.pool))) or POOL
-    origin = f"{gethostname()}-{run}"
+    origin = f"{gethostname()}-{name}"
     kind = FileReplicas if urlsplit(settings.via).scheme == "file" else ValkeyReplicas
     replicas = kind(settings, pool, origin, facts, driver.feed, scraper.share)
     show_replicas(registry, replicas)
