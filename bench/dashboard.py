@@ -90,7 +90,7 @@ def one_snapshot(endpoints: int) -> dict[str, float]:
     for i in range(endpoints):
         fleet.up(Endpoint(f"default/server-{i}", f"10.0.0.{i}:80"))
         fleet.sampled(f"default/server-{i}", 0.0, time.monotonic(), Sample(waiting=1, running=4, kv_usage=0.5))
-    maker = SnapshotMaker(watch, time.monotonic, 0.0, pool="default", policy=str, reasons=list)
+    maker = SnapshotMaker(watch, time.monotonic, lambda: 0.0, pool="default", policy=str, reasons=list)
     for i in range(1000):
         request = Request(id=i, arrived=time.monotonic(), model=f"model-{i % 5}", prompt_tokens=1000, stream=True)
         name = f"default/server-{i % endpoints}"

@@ -103,13 +103,12 @@ class Demand:
             kept.popleft()
 
     def desired(self, fleet: Known, flow: FlowController | None, now: float) -> int | None:
-        """Return the number of endpoints needed by the load and by the waiting requests (`flow`); `None` = not enough
-        is known yet, and those that wait need no more than there are."""
-        asked, present = self.endpoints(fleet), fleet.table.count
+        """Return the number of endpoints needed by the load and by the waiting requests (`flow`), which need no fewer
+        than there are; `None` = nothing waits, and not enough is known of the load yet."""
+        asked = self.endpoints(fleet)
         if flow is None or not len(flow.flow):
             return asked
-        wanted = flow.wanted(present, now)
-        return None if asked is None and wanted <= present else max(asked or 0, wanted)
+        return max(asked or 0, flow.wanted(fleet.table.count, now))
 
     def endpoints(self, fleet: Known) -> int | None:
         """Return the number of endpoints needed by the load, 0 if there are no requests; `None` = it was not observed

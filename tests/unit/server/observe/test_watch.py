@@ -139,7 +139,7 @@ def test_every_scheduler_asks_for_what_the_load_of_all_needs():
     assert desired(300, 700, alone=True) is None, "how much the others route is not known"
 
 
-@pytest.mark.parametrize(("wanted", "desired"), [(0, None), (1, None), (2, 2)])
+@pytest.mark.parametrize(("wanted", "desired"), [(0, None), (1, 1), (2, 2)])
 def test_a_scheduler_that_is_alone_asks_for_what_waits_here(wanted, desired):
     watch, _ = make()
     watch.watch_peers(PeersLoad(), lambda: True)
