@@ -64,8 +64,7 @@ class ResponseEnded(Struct, frozen=True, kw_only=True, gc=False):
     response_bytes: int = -1
     #: The client went away before the response was complete.
     client_gone: bool = False
-    #: The model server broke off a response that had begun. With `client_gone`: one of the two,
-    #: and nobody tells which.
+    #: The model server broke off a response that had begun. With `client_gone`: one of the two, and nobody tells which.
     upstream_reset: bool = False
 
 

@@ -27,7 +27,7 @@ Rules
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import starmap
 from math import inf
 
@@ -87,15 +87,12 @@ _UPLOAD = re.compile(
 UPLOAD_ENDS = {"OM": "memory", "SI": "paused", "DT": "slow"}
 #: Before an address inside of Envoy: there its second listener logs the request again.
 _WITHIN = "envoy://"
-#: Short names of the flags in `_CLIENT_GONE` and in `_UPSTREAM_RESET`.
+#: The client went away, or the model server broke off. Timeouts of the gateway say neither: a client that reads no more
+#: leads to SI, and UT is the limit of a route. UPE is also a connection that closes within a chunked body.
 _GONE_FLAGS, _RESET_FLAGS = frozenset(("DC", "DR")), frozenset(("UR", "UC", "UPE"))
+#: The same as fields of ResponseFlags.
+_FLAGS = {5: "UR", 7: "UC", 15: "DC", 24: "UPE", 28: "DR"}
 TTFT_TAG = b"ttft_us"
-#: ResponseFlags downstream_connection_termination and downstream_remote_reset.
-_CLIENT_GONE = (15, 28)
-#: upstream_remote_reset, upstream_connection_termination, and upstream_protocol_error, which is also a connection that
-#: closes within a chunked body. Timeouts of the gateway are not among them: a client that reads no more leads to a
-#: stream_idle_timeout, and an upstream_request_timeout is the limit of a route.
-_UPSTREAM_RESET = (5, 7, 24)
 #: A longer Duration is a negative one.
 _MAX_SECONDS = 1 << 62
 _NAMESPACE = LB_NAMESPACE.encode()
@@ -164,14 +161,13 @@ def _summarised(
         int(attempts or 0),
         gateway_id,
     )
-    return _flagged(entry, flags) if flags else entry
+    return _flagged(entry, flags.split(",")) if flags else entry
 
 
-def _flagged(entry: AccessLogEntry, flags: str) -> AccessLogEntry:
+def _flagged(entry: AccessLogEntry, flags: Collection[str]) -> AccessLogEntry:
     """The same with who ended it early."""
-    names = flags.split(",")
-    gone = not _GONE_FLAGS.isdisjoint(names)
-    reset = 200 <= entry.status < 300 and not gone and not _RESET_FLAGS.isdisjoint(names)
+    gone = not _GONE_FLAGS.isdisjoint(flags)
+    reset = 200 <= entry.status < 300 and not gone and not _RESET_FLAGS.isdisjoint(flags)
     return replace(entry, client_gone=gone, upstream_reset=reset)
 
 
@@ -179,14 +175,14 @@ def _read_entry(data: bytes, start: int, end: int) -> AccessLogEntry:
     lease = upstream = ""
     ttft = duration = -1.0
     status, size = 0, -1
-    flags: set[int] = set()
+    flags: set[str] = set()
     for part, begin, stop in walk(data, start, end):
         if part == 1:  # common_properties
             for key, a, b in walk(data, begin, stop):
                 if key == 13:
                     upstream = _read_address(data, a, b)
                 elif key == 16:
-                    flags = {n for n, x, y in fields(data, a, b) if y < 0 and x}
+                    flags = {_FLAGS.get(n, "") for n, x, y in fields(data, a, b) if y < 0 and x}
                 elif key == 17:
                     lease = _read_lease(data, a, b) or lease
                 elif key == 22 and data.find(TTFT_TAG, a, b) >= 0:
@@ -195,17 +191,15 @@ def _read_entry(data: bytes, start: int, end: int) -> AccessLogEntry:
                     duration = _duration_ms(data, a, b)
         elif part == 4:  # response
             status, size = _read_response(data, begin, stop)
-    gone = not flags.isdisjoint(_CLIENT_GONE)
-    return AccessLogEntry(
+    entry = AccessLogEntry(
         lease=lease,
         status=status,
         upstream=upstream,
         ttft_ms=ttft,
         duration_ms=duration,
         response_bytes=size,
-        client_gone=gone,
-        upstream_reset=200 <= status < 300 and not gone and not flags.isdisjoint(_UPSTREAM_RESET),
     )
+    return _flagged(entry, flags) if flags else entry
 
 
 def _read_lease(data: bytes, start: int, end: int) -> str:
