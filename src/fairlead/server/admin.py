@@ -28,7 +28,7 @@ from fairlead.gateway.accept import OPENMETRICS_TYPE, TEXT_TYPE, wants_openmetri
 from fairlead.gateway.tls import ServerTls
 from fairlead.server import openapi
 from fairlead.server.dashboard import Dashboard, DashboardSources
-from fairlead.server.http_port import Access, HttpPort, Tokens
+from fairlead.server.http_port import Access, HttpPort, Tokens, send
 
 #: How many decisions one request may ask for at most.
 MAX_DECISIONS = 200
@@ -42,7 +42,6 @@ SEND_S = 10.0
 MOST_SENT = 32 << 20
 #: Seconds of work on a page without a pause, and how many times longer the pause after that is.
 _TURN_S, _PAUSE = 0.002, 4.0
-_CHUNK = 64 << 10
 _PROBES = ("/healthz", "/readyz")
 
 _PAGES = {
@@ -179,26 +178,6 @@ class SharedPage:
         return page
 
 
-async def _send(request: web.Request, parts: Iterable[bytes], headers: dict[str, str]) -> web.StreamResponse:
-    """Send the page. A client that does not read it in time is cut off."""
-    response = web.StreamResponse(headers=headers)
-    parts = list(parts)
-    response.content_length = sum(map(len, parts))
-    try:
-        async with asyncio.timeout(SEND_S):
-            await response.prepare(request)
-            for part in parts if request.method != "HEAD" else ():
-                for start in range(0, len(part), _CHUNK):
-                    await response.write(part[start : start + _CHUNK])
-            await response.write_eof()
-    except TimeoutError:
-        if request.transport is not None:
-            request.transport.abort()
-    except ConnectionError:
-        pass  # the client left
-    return response
-
-
 class Admin(HttpPort):
     """`await start()`, then `port`; `await close()`. Raises `OSError` if a port is taken."""
 
@@ -304,7 +283,7 @@ class Admin(HttpPort):
             try:
                 async with self._making:
                     parts = await _paced(pieces(request))
-                return await _send(request, parts, {"Content-Type": "application/json"})
+                return await send(request, list(parts), {"Content-Type": "application/json"}, whole_s=SEND_S)
             finally:
                 self._in_flight -= 1
 
@@ -338,7 +317,7 @@ class Admin(HttpPort):
         if self._openmetrics is not None and wants_openmetrics(",".join(request.headers.getall("Accept", ()))):
             page, kind = self._openmetrics, OPENMETRICS_TYPE
         async with page.read() as parts:
-            return await _send(request, parts, {"Content-Type": kind, "Vary": "Accept"})
+            return await send(request, list(parts), {"Content-Type": kind, "Vary": "Accept"}, whole_s=SEND_S)
 
     def _of(self, request: web.Request) -> AdminSources:
         """The sources of pages about the requested pool. Raises 404 for an unknown pool."""

@@ -202,6 +202,35 @@ class _Entry(asyncio.Protocol):
         self._site.admit(cast(asyncio.Transport, transport))
 
 
+async def send(
+    request: web.Request,
+    pieces: Collection[bytes],
+    headers: dict[str, str],
+    *,
+    chunk: int = 64 << 10,
+    whole_s: float | None = None,
+    chunk_s: float | None = None,
+) -> web.StreamResponse:
+    """Send the pieces. A client is cut off that has not read all after `whole_s` seconds, or that takes longer than
+    `chunk_s` for `chunk` bytes."""
+    response = web.StreamResponse(headers=headers)
+    response.content_length = sum(map(len, pieces))
+    try:
+        async with asyncio.timeout(whole_s):
+            await response.prepare(request)
+            for piece in pieces if request.method != "HEAD" else ():
+                for start in range(0, len(piece), chunk):
+                    async with asyncio.timeout(chunk_s):
+                        await response.write(piece[start : start + chunk])
+            await response.write_eof()
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+    except ConnectionError:
+        pass  # the client left
+    return response
+
+
 class HttpPort:
     """`await start()`, then `port`; `await close()`.
 

@@ -25,7 +25,7 @@ from msgspec import Struct
 
 from fairlead.gateway.accept import TEXT_TYPE
 from fairlead.pool.aio import read_at_most
-from fairlead.server.http_port import HttpPort
+from fairlead.server.http_port import HttpPort, send
 from fairlead.server.indexer.service import IndexService
 from fairlead.server.indexer.wire import JSON, MSGPACK, QueryError, read_query, write
 
@@ -135,28 +135,16 @@ class IndexServer(HttpPort):
         return _written(self._service.state(), JSON)
 
     async def _snapshot(self, request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
         async with self._saving:
             snapshot = await self._newest()
             snapshot.readers += 1
-        response.content_length = sum(map(len, snapshot.pieces))
         try:
-            await response.prepare(request)
-            for piece in snapshot.pieces:
-                for offset in range(0, len(piece), _CHUNK):
-                    async with asyncio.timeout(STALL_S):
-                        await response.write(piece[offset : offset + _CHUNK])
-            await response.write_eof()
-        except TimeoutError:
-            if request.transport is not None:
-                request.transport.abort()
-        except ConnectionError:
-            pass  # the client left
+            kind = {"Content-Type": "application/octet-stream"}
+            return await send(request, snapshot.pieces, kind, chunk=_CHUNK, chunk_s=STALL_S)
         finally:
             snapshot.readers -= 1
             if not snapshot.readers:  # hundreds of megabytes
                 self._snapshots.remove(snapshot)
-        return response
 
     async def _newest(self) -> _Snapshot:
         now = asyncio.get_running_loop().time()
