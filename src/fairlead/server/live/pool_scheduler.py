@@ -25,6 +25,7 @@ from fairlead.server.live.wiring import TimeOfDay, pool_label, wire
 from fairlead.server.observe.log import get
 from fairlead.server.observe.snapshot import TICK, SnapshotMaker
 from fairlead.server.observe.tracing import Tracing
+from fairlead.server.running_gateway import NONE_RUNS, RunningGateway
 
 log = get("serve")
 
@@ -43,7 +44,7 @@ def log_unusable(problems: Sequence[str]) -> str:
 class PoolScheduler:
     """Call `await start(stack)`, then `await settle(stack)` once the first endpoints may be known. `one_of`: the pace
     that all pools of this process share; `None` = this is the only pool. `unready`: why requests cannot be served.
-    `mark`: as in `RunningGateway`."""
+    `gateway`: the embedded one next to this process."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class PoolScheduler:
         counts_fallbacks: bool = True,
         one_of: Pace | None = None,
         unready: Callable[[], Sequence[str]] = list,
-        mark: str = "",
+        gateway: RunningGateway = NONE_RUNS,
     ) -> None:
         """Raises `ConfigError` or `PluginError`."""
         loop = asyncio.get_running_loop()
@@ -62,7 +63,7 @@ class PoolScheduler:
         #: What is wrong with the latest configuration; empty = nothing.
         self.unusable = ""
         self._definitions: dict[str, ModelSet] = {}
-        self.core = core = wire(config, loop, tracing, self._adopt, self._refuse, counts_fallbacks, one_of, mark)
+        self.core = core = wire(config, loop, tracing, self._adopt, self._refuse, counts_fallbacks, one_of, gateway)
         self.fleet, self.watch, self.pipeline = core.fleet, core.watch, core.pipeline
         self.driver, self.host, self.scraper = core.driver, core.host, core.scraper
         self.label = pool_label(config, one_of is not None)

@@ -60,8 +60,7 @@ class Live:
 
     def __init__(self, config: Config, gateway: RunningGateway = NONE_RUNS) -> None:
         self.config = config
-        self._worker, self._mark = (gateway.worker, gateway.workers), gateway.mark
-        self._gateway = gateway.admins
+        self._beside, self._gateway = gateway, gateway.admins
         pool = gateway.pool_file
         self._pool = PoolWriter(pool) if pool else None
         #: What the gateway has counted, next to that file, which lives as long as the gateway does.
@@ -121,10 +120,7 @@ class Live:
     def _one_pool(self, tracing: Tracing | None) -> PoolScheduler:
         # Next to an embedded gateway only the first worker has the pool's file.
         counts = self._pool is not None or not self._gateway
-        pool = PoolScheduler(self.config, tracing, counts_fallbacks=counts, unready=self._reasons, mark=self._mark)
-        if pool.core.replicas is not None:
-            pool.core.replicas.expect(*self._worker)
-        return pool
+        return PoolScheduler(self.config, tracing, counts_fallbacks=counts, unready=self._reasons, gateway=self._beside)
 
     def _take(self, pool: PoolScheduler) -> None:
         """Note that this is the only pool."""

@@ -76,6 +76,7 @@ from fairlead.server.observe.watch import POOL, Watch
 from fairlead.server.replicas import RUN_DIGITS, Facts, Replicas
 from fairlead.server.replicas_files import FileReplicas
 from fairlead.server.replicas_valkey import ValkeyReplicas
+from fairlead.server.running_gateway import NONE_RUNS, RunningGateway
 from fairlead.server.state import StateFile
 
 
@@ -197,7 +198,7 @@ def wire(
     refuse: Callable[[RefuseConfiguration], object],
     counts_fallbacks: bool = True,
     one_of: Pace | None = None,
-    mark: str = "",
+    gateway: RunningGateway = NONE_RUNS,
 ) -> Core:
     """`adopt` and `refuse` receive the outcome of a `Reconfigured`. For the rest, and errors, see `PoolScheduler`."""
     check_schedulers(config)
@@ -244,7 +245,7 @@ def wire(
         driver = RecordedDriver(pipeline, clock, journal.clock, watch, journal.recorder, handlers)
     inspected = inspection if kv is None else kv.inspecting(inspection)
     shared = config, pipeline, driver, clock, registry
-    replicas = _replicas(mark + run, scraper, watch, *shared)
+    replicas = _replicas(gateway, run, scraper, watch, *shared)
     deliver = replicas.feed if isinstance(replicas, FileReplicas) else driver.feed
     host = _host(config, clock.time, run, driver, understanding, watch, inspected, served, deliver)
     parts = fleet, scraper, served, watch, kv, builder, journal, _state_file(*shared), replicas
@@ -297,7 +298,8 @@ def _state_file(
 
 
 def _replicas(
-    name: str,
+    gateway: RunningGateway,
+    run: str,
     scraper: Scraper,
     watch: Watch,
     config: Config,
@@ -320,9 +322,10 @@ def _replicas(
         lambda: bool(pipeline.flow_controller),
     )
     pool = settings.pool or "/".join(filter(None, (config.kubernetes.namespace, config.kubernetes.pool))) or POOL
-    origin = f"{gethostname()}-{name}"
+    origin = f"{gethostname()}-{gateway.mark}{run}"
     kind = FileReplicas if urlsplit(settings.via).scheme == "file" else ValkeyReplicas
     replicas = kind(settings, pool, origin, facts, driver.feed, scraper.share)
+    replicas.expect(gateway.worker, gateway.workers)
     show_replicas(registry, replicas)
     watch.watch_peers(peers.load, lambda: bool(replicas.problem))
     return replicas
