@@ -4,6 +4,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from math import inf
 
+from msgspec import Struct
+
 from fairlead.lab.engine.request import EngineRequest
 
 # Bounds of vLLM 0.32.0; +Inf is implied.
@@ -89,24 +91,21 @@ class Run:
         self._histogram.count += seen * self._times
 
 
-class Gauges:
+class Gauges(Struct):
     """Values at the end of the last step, as on a real server: later changes do not show yet."""
 
-    __slots__ = ("awake", "deferred", "kv_usage", "running", "running_loras", "waiting", "waiting_loras")
-
-    def __init__(self) -> None:
-        #: 0 while the engine sleeps.
-        self.awake = 1
-        self.running = 0
-        #: Requests in the queue, deferred ones included.
-        self.waiting = 0
-        #: The part of `waiting` that waits for an adapter slot.
-        self.deferred = 0
-        #: Share of blocks held by running requests, 0..1. Cached blocks that no request holds count as free.
-        self.kv_usage = 0.0
-        #: In the order of the requests; empty if the engine has no adapters.
-        self.running_loras: tuple[str, ...] = ()
-        self.waiting_loras: tuple[str, ...] = ()
+    #: 0 while the engine sleeps.
+    awake: int = 1
+    running: int = 0
+    #: Requests in the queue, deferred ones included.
+    waiting: int = 0
+    #: The part of `waiting` that waits for an adapter slot.
+    deferred: int = 0
+    #: Share of blocks held by running requests, 0..1. Cached blocks that no request holds count as free.
+    kv_usage: float = 0.0
+    #: In the order of the requests; empty if the engine has no adapters.
+    running_loras: tuple[str, ...] = ()
+    waiting_loras: tuple[str, ...] = ()
 
 
 class EngineStats:
@@ -121,7 +120,6 @@ class EngineStats:
         self.prompt_tokens_cached = 0
         self.generation_tokens = 0
         self.finished = {"stop": 0, "length": 0}
-        self.steps = 0
 
         tokens = token_bounds(max_model_len)
         self.ttft = Histogram(TTFT_BOUNDS)

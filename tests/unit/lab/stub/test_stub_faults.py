@@ -51,7 +51,7 @@ async def test_a_stalled_replica_hangs_and_goes_on_where_it_stood(http, quick):
     for _ in range(3):
         assert (await http.get(quick.addresses[0], "/health"))[0] == 200
     assert not asked.done()
-    assert replica.engine.stats.steps == 0 and replica.engine.stats.generation_tokens == 0
+    assert replica.engine.stats.iteration_tokens.count == 0 and replica.engine.stats.generation_tokens == 0
     quick.set_faults(0, stall=False)
     assert (await asyncio.wait_for(asked, 10))[0] == 200
 
@@ -64,7 +64,7 @@ async def test_a_sleeping_replica_says_so_and_serves_nothing_until_it_wakes(http
     assert awake + b"0.0" in (await http.get(address, "/metrics"))[1]
     asked = asyncio.create_task(http.post(address, "/v1/completions", {"prompt": "x", "max_tokens": 3}))
     await http.until(lambda: quick.replica(0).in_flight == 1, "the request arrives")
-    assert quick.replica(0).engine.stats.steps == 0
+    assert quick.replica(0).engine.stats.iteration_tokens.count == 0
     quick.set_faults(0, asleep=False)
     assert (await asyncio.wait_for(asked, 10))[0] == 200
     assert awake + b"1.0" in (await http.get(address, "/metrics"))[1]
