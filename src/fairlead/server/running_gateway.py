@@ -31,5 +31,10 @@ class RunningGateway(Struct, frozen=True):
         """The file with the endpoints that it balances over by itself, which only the first worker writes."""
         return Path(self.directory, ENDPOINTS) if self.directory and not self.worker else None
 
+    @property
+    def is_counted_here(self) -> bool:
+        """Whether this scheduler counts requests that the gateway served without asking: of all workers one does."""
+        return not self.admins or self.pool_file is not None
+
 
 NONE_RUNS = RunningGateway()

@@ -21,7 +21,7 @@ from fairlead.server.dashboard import DashboardSources
 from fairlead.server.journal.writer import segments
 from fairlead.server.live.choosers import check_schedulers
 from fairlead.server.live.kv import KvListening
-from fairlead.server.live.wiring import TimeOfDay, pool_label, wire
+from fairlead.server.live.wiring import Core, TimeOfDay, pool_label
 from fairlead.server.observe.log import get
 from fairlead.server.observe.snapshot import TICK, SnapshotMaker
 from fairlead.server.observe.tracing import Tracing
@@ -51,7 +51,6 @@ class PoolScheduler:
         config: Config,
         tracing: Tracing | None,
         *,
-        counts_fallbacks: bool = True,
         one_of: Pace | None = None,
         unready: Callable[[], Sequence[str]] = list,
         gateway: RunningGateway = NONE_RUNS,
@@ -63,7 +62,7 @@ class PoolScheduler:
         #: What is wrong with the latest configuration; empty = nothing.
         self.unusable = ""
         self._definitions: dict[str, ModelSet] = {}
-        self.core = core = wire(config, loop, tracing, self._adopt, self._refuse, counts_fallbacks, one_of, gateway)
+        self.core = core = Core(config, loop, tracing, self._adopt, self._refuse, one_of, gateway)
         self.fleet, self.watch, self.pipeline = core.fleet, core.watch, core.pipeline
         self.driver, self.host, self.scraper = core.driver, core.host, core.scraper
         self.label = pool_label(config, one_of is not None)

@@ -41,7 +41,6 @@ from fairlead.server.observe.component_metrics import GatewayMetrics, show_budge
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.log import get
 from fairlead.server.observe.log import setup as setup_log
-from fairlead.server.observe.tracing import Tracing
 from fairlead.server.running_gateway import NONE_RUNS, RunningGateway
 from fairlead.server.supervise import DRAIN_SECONDS, ENDING, Ending
 
@@ -95,7 +94,7 @@ class Live:
             if self.config.kubernetes.namespaces:
                 self.serving = LivePools(self.config, tracing, self._reasons)
             else:
-                self._take(self._one_pool(tracing))
+                self._take(PoolScheduler(self.config, tracing, unready=self._reasons, gateway=self._beside))
             self._ending.listen(stack)
             loop.add_signal_handler(ENDING, self.serving.empty_queue)
             stack.callback(loop.remove_signal_handler, ENDING)
@@ -116,11 +115,6 @@ class Live:
                 await self.kube.hand_over()
             self._set_ready("stop", "shutting down")
             self.serving.empty_queue()
-
-    def _one_pool(self, tracing: Tracing | None) -> PoolScheduler:
-        # Next to an embedded gateway only the first worker has the pool's file.
-        counts = self._pool is not None or not self._gateway
-        return PoolScheduler(self.config, tracing, counts_fallbacks=counts, unready=self._reasons, gateway=self._beside)
 
     def _take(self, pool: PoolScheduler) -> None:
         """Note that this is the only pool."""

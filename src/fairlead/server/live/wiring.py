@@ -19,8 +19,6 @@ from random import Random
 from socket import gethostname
 from urllib.parse import urlsplit
 
-from msgspec import Struct
-
 from fairlead import __version__
 from fairlead.compat.recorded import beside, record
 from fairlead.config.building import SchedulingBuilder, build_pipeline
@@ -44,7 +42,6 @@ from fairlead.core.instructions import (
 )
 from fairlead.core.records import ShadowRecord, StallRecord
 from fairlead.core.reports import SharedFleet
-from fairlead.core.scheduler import Pipeline
 from fairlead.core.tokens import TokenEstimator
 from fairlead.gateway.answers import Answers
 from fairlead.gateway.driver import Driver, Handlers
@@ -166,112 +163,170 @@ _GRACE = 1.0
 log = get("tracing")
 
 
-class Core(Struct):
-    """Complete once it is made. Nothing in it listens on a port, is connected or has handled an event."""
+class Core:
+    """All parts of the scheduler of one pool. Nothing in it listens on a port, is connected or has handled an event."""
 
-    fleet: Fleet
-    scraper: Scraper
-    served: ServedModels
-    watch: Watch
-    kv: Knowledge | None
-    builder: SchedulingBuilder
-    journal: LiveJournal | None
-    #: Learned state on disk; `None` = it is not kept.
-    state: StateFile | None
-    #: Other replicas that schedule for the same pool; `None` = none are informed.
-    replicas: Replicas | None
-    pipeline: Pipeline
-    connections: Connections
-    shadows: LiveShadows
-    driver: Driver
-    inspection: Inspection
-    host: Host
-    #: Sends shared beginnings to cold endpoints; `None` = warming is off.
-    warming: Warming | None
+    def __init__(
+        self,
+        config: Config,
+        loop: asyncio.AbstractEventLoop,
+        tracing: Tracing | None,
+        adopt: Callable[[AdoptConfiguration], object],
+        refuse: Callable[[RefuseConfiguration], object],
+        one_of: Pace | None = None,
+        gateway: RunningGateway = NONE_RUNS,
+    ) -> None:
+        """`adopt` and `refuse` receive the outcome of a `Reconfigured`. For the rest, and errors, see
+        `PoolScheduler`."""
+        check_schedulers(config)
+        self._config, self._tracing, self._clock = config, tracing, LoopClock(loop)
+        rng, self._run = Random(config.seed), secrets.token_hex(RUN_DIGITS // 2)
+        self.inspection = Inspection(config.inspect.usage_sampling, Random(rng.random()), self._clock.time)
+        self.fleet, self._tokens = _fleet(config), TokenEstimator()
+        self.connections, self.shadows = Connections(self.fleet, self._feed), LiveShadows(self.fleet, self._feed)
+        self._observe(loop, one_of, gateway)
+        watch, registry = self.watch, self.watch.metrics.registry
+        self.kv = knowledge(config, self.fleet, registry)
+        self.builder = SchedulingBuilder(
+            watch.on_plugin_error, on_answer=lambda name: watch.choosers.took(name).observe
+        )
+        self.journal = LiveJournal(config, self._clock, self._run, rng, registry) if config.journal.path else None
+        self.pipeline = build_pipeline(
+            config,
+            self._clock if self.journal is None else self.journal.clock,
+            rng,
+            build=self.builder,
+            fleet=self.fleet,
+            tokens=self._tokens,
+            on_plugin_error=watch.on_plugin_error,
+            snapshots=bool(config.journal.path or config.journal.explain),
+        )
+        watch.watch_queue(self.pipeline.flow_controller)
+        understanding = self._understanding()
+        #: Sends shared beginnings to cold endpoints; `None` = warming is off.
+        self.warming: Warming | None = None
+        if isinstance(understanding, Noticing):
+            tokens = config.warming.tokens
+            self.warming = Warming(tokens, self.fleet, understanding, self._feed, self._clock.time)
+            show_warming(registry, self.warming.counts)
+        self.driver = self._driver(adopt, refuse)
+        #: Other replicas that schedule for the same pool; `None` = none are informed.
+        self.replicas = self._replicas(gateway)
+        self._deliver = self.replicas.feed if isinstance(self.replicas, FileReplicas) else self.driver.feed
+        self.host = self._host(understanding)
+        #: Learned state on disk; `None` = it is not kept.
+        self.state = self._state_file()
 
+    def _feed(self, event: Event) -> None:
+        """For parts that are made before the driver."""
+        self._deliver(event)
 
-def wire(
-    config: Config,
-    loop: asyncio.AbstractEventLoop,
-    tracing: Tracing | None,
-    adopt: Callable[[AdoptConfiguration], object],
-    refuse: Callable[[RefuseConfiguration], object],
-    counts_fallbacks: bool = True,
-    one_of: Pace | None = None,
-    gateway: RunningGateway = NONE_RUNS,
-) -> Core:
-    """`adopt` and `refuse` receive the outcome of a `Reconfigured`. For the rest, and errors, see `PoolScheduler`."""
-    check_schedulers(config)
-    rng, run, clock = Random(config.seed), secrets.token_hex(RUN_DIGITS // 2), LoopClock(loop)
-    inspection = Inspection(config.inspect.usage_sampling, Random(rng.random()), clock.time)
-    fleet, tokens = _fleet(config), TokenEstimator()
+    def _driver(
+        self, adopt: Callable[[AdoptConfiguration], object], refuse: Callable[[RefuseConfiguration], object]
+    ) -> Driver:
+        watch, warming = self.watch, self.warming
+        handlers: Handlers = {
+            AskRemote: self.connections.ask,
+            JudgeShadows: self.shadows.judge,
+            ListAdapters: lambda asked: self.served.look(asked.endpoint_id),
+            WarmUp: warming.warm if warming is not None else lambda asked: None,
+            ShadowRecord: watch.shadows.on_shadow,
+            StallRecord: watch.on_stall,
+            AdoptConfiguration: adopt,
+            RefuseConfiguration: refuse,
+        }
+        if self.journal is None:
+            return Driver(self.pipeline, self._clock, watch, handlers)
+        journal = self.journal
+        return RecordedDriver(self.pipeline, self._clock, journal.clock, watch, journal.recorder, handlers)
 
-    def feed(event: Event) -> None:  # for parts that are made before the driver
-        deliver(event)
+    def _understanding(self) -> Understanding:
+        config, kv, tracing, settings = self._config, self.kv, self._tracing, self._config.warming
+        make = partial(Noticing, Beginnings(settings.shared, settings.max_bytes)) if settings.enabled else Understanding
+        return make(
+            self._tokens,
+            build_hasher(config),
+            self._clock.time,
+            conversations=config.parsing.conversations,
+            trusted=config.trusted,
+            parse=build_parse(config, self.watch.on_plugin_error),
+            prompts=kv.prompts if kv is not None else None,
+            trace=tracing.arrived if tracing is not None else None,
+        )
 
-    connections, shadows = Connections(fleet, feed), LiveShadows(fleet, feed)
-    scraper, served, watch = _observers(config, loop, fleet, feed, shadows, tracing, counts_fallbacks, one_of)
-    kv = knowledge(config, fleet, watch.metrics.registry)
-    builder = SchedulingBuilder(watch.on_plugin_error, on_answer=lambda name: watch.choosers.took(name).observe)
-    journal = LiveJournal(config, clock, run, rng, watch.metrics.registry) if config.journal.path else None
-    pipeline = build_pipeline(
-        config,
-        clock if journal is None else journal.clock,
-        rng,
-        build=builder,
-        fleet=fleet,
-        tokens=tokens,
-        on_plugin_error=watch.on_plugin_error,
-        snapshots=bool(config.journal.path or config.journal.explain),
-    )
-    watch.watch_queue(pipeline.flow_controller)
-    understanding = _understanding(config, tokens, clock.time, watch, kv, tracing)
-    registry, warming = watch.metrics.registry, None
-    if isinstance(understanding, Noticing):
-        warming = Warming(config.warming.tokens, fleet, understanding, feed, clock.time)
-        show_warming(registry, warming.counts)
-    handlers: Handlers = {
-        AskRemote: connections.ask,
-        JudgeShadows: shadows.judge,
-        ListAdapters: lambda asked: served.look(asked.endpoint_id),
-        WarmUp: warming.warm if warming is not None else lambda asked: None,
-        ShadowRecord: watch.shadows.on_shadow,
-        StallRecord: watch.on_stall,
-        AdoptConfiguration: adopt,
-        RefuseConfiguration: refuse,
-    }
-    driver = Driver(pipeline, clock, watch, handlers)
-    if journal is not None:
-        driver = RecordedDriver(pipeline, clock, journal.clock, watch, journal.recorder, handlers)
-    inspected = inspection if kv is None else kv.inspecting(inspection)
-    shared = config, pipeline, driver, clock, registry
-    replicas = _replicas(gateway, run, scraper, watch, *shared)
-    deliver = replicas.feed if isinstance(replicas, FileReplicas) else driver.feed
-    host = _host(config, clock.time, run, driver, understanding, watch, inspected, served, deliver)
-    parts = fleet, scraper, served, watch, kv, builder, journal, _state_file(*shared), replicas
-    return Core(*parts, pipeline, connections, shadows, driver, inspection, host, warming)
+    def _state_file(self) -> StateFile | None:
+        settings, clock = self._config.state, self._clock
+        path = settings.path(self._config.journal)
+        if not path:
+            return None
+        state = StateFile(Path(path), settings, self.pipeline, build_hasher(self._config), self.driver.feed, clock.time)
+        show_state(self.watch.metrics.registry, state.counts)
+        return state
 
+    def _replicas(self, gateway: RunningGateway) -> Replicas | None:
+        """The link to other replicas; `None` = there is none. Raises `ConfigError` if Valkey's client is missing."""
+        config, pipeline, clock = self._config, self.pipeline, self._clock
+        settings, kubernetes, fleet = config.replicas, config.kubernetes, pipeline.fleet
+        if not isinstance(fleet, SharedFleet):
+            return None
+        reports, peers = fleet.reports, pipeline.peers
+        facts = Facts(
+            lambda: reports.batch(clock.time()),
+            reports.snapshot,
+            peers.gaps,
+            lambda: reports.sequence,
+            lambda name: peers.views[name].newest if name in peers.views else 0,
+            lambda: bool(pipeline.flow_controller),
+        )
+        pool = settings.pool or "/".join(filter(None, (kubernetes.namespace, kubernetes.pool))) or POOL
+        origin = f"{gethostname()}-{gateway.mark}{self._run}"
+        kind = FileReplicas if urlsplit(settings.via).scheme == "file" else ValkeyReplicas
+        replicas = kind(settings, pool, origin, facts, self.driver.feed, self.scraper.share)
+        replicas.expect(gateway.worker, gateway.workers)
+        show_replicas(self.watch.metrics.registry, replicas)
+        self.watch.watch_peers(peers.load, lambda: bool(replicas.problem))
+        return replicas
 
-def _understanding(
-    config: Config,
-    tokens: TokenEstimator,
-    now: Callable[[], float],
-    watch: Watch,
-    kv: Knowledge | None,
-    tracing: Tracing | None,
-) -> Understanding:
-    settings = config.warming
-    make = partial(Noticing, Beginnings(settings.shared, settings.max_bytes)) if settings.enabled else Understanding
-    return make(
-        tokens,
-        build_hasher(config),
-        now,
-        conversations=config.parsing.conversations,
-        trusted=config.trusted,
-        parse=build_parse(config, watch.on_plugin_error),
-        prompts=kv.prompts if kv is not None else None,
-        trace=tracing.arrived if tracing is not None else None,
-    )
+    def _observe(self, loop: asyncio.AbstractEventLoop, pace: Pace | None, gateway: RunningGateway) -> None:
+        """Make the scraper, the reader of model lists, and the watch, which wakes the scraper and reports what it
+        finds."""
+        config, options, scaling = self._config, scrape_options(self._config), self._config.autoscaling
+        self.scraper = Scraper(
+            loop,
+            self._feed,
+            engine_table(config.metrics),
+            options,
+            default_engine=config.metrics.default_engine,
+            report=lambda endpoint, lacks: self.watch.on_page(endpoint, lacks),
+            measure=build_measure(config, lambda error: self.watch.on_plugin_error(error)),
+            silence=lambda endpoint, reason: self.watch.on_silence(endpoint, reason),
+            pace=pace,
+        )
+        self.served = ServedModels(loop, self._feed, options, pace=pace)
+        self.watch = Watch(
+            self.fleet,
+            loop.time,
+            pool_label(config, pace is not None),
+            on_routed=self.scraper.wake,
+            awake=self.scraper.awake,
+            tracing=self._tracing,
+            scrapes=self.scraper.stats,
+            served=self.served.names,
+            skipped=self.shadows.skipped,
+            cut=self.shadows.cut,
+            counts_fallbacks=gateway.is_counted_here,
+            one_of_several=pace is not None,
+            objective=Objective(ttft_ms=scaling.ttft * 1e3, tpot_ms=scaling.tpot * 1e3, startup_s=scaling.startup),
+        )
+
+    def _host(self, understanding: Understanding) -> Host:
+        config, watch, inspection = self._config, self.watch, self.inspection
+        answers = Answers(self._run, config.gateway.retry)
+        watch.naming(answers.lease)
+        inspect = inspection if self.kv is None else self.kv.inspecting(inspection)
+        tells, max_body = "test-selection" in config.headers.trust, config.parsing.max_body_bytes
+        driver, now, known = self.driver, self._clock.time, self.served.union
+        return Host(driver, understanding, answers, watch, now, max_body, inspect, tells, known, self._deliver)
 
 
 def _fleet(config: Config) -> Fleet:
@@ -285,116 +340,10 @@ def _fleet(config: Config) -> Fleet:
     return kind(config.ledger.lease_ttl, config.metrics.staleness, exact=exact_knowledge(config), topology=topology)
 
 
-def _state_file(
-    config: Config, pipeline: Pipeline, driver: Driver, clock: Clock, registry: Registry
-) -> StateFile | None:
-    """The file of learned state; `None` = none is kept."""
-    path = config.state.path(config.journal)
-    if not path:
-        return None
-    state = StateFile(Path(path), config.state, pipeline, build_hasher(config), driver.feed, clock.time)
-    show_state(registry, state.counts)
-    return state
-
-
-def _replicas(
-    gateway: RunningGateway,
-    run: str,
-    scraper: Scraper,
-    watch: Watch,
-    config: Config,
-    pipeline: Pipeline,
-    driver: Driver,
-    clock: Clock,
-    registry: Registry,
-) -> Replicas | None:
-    """The link to other replicas; `None` = there is none. Raises `ConfigError` if Valkey's client is not installed."""
-    settings, fleet = config.replicas, pipeline.fleet
-    if not isinstance(fleet, SharedFleet):
-        return None
-    reports, peers = fleet.reports, pipeline.peers
-    facts = Facts(
-        lambda: reports.batch(clock.time()),
-        reports.snapshot,
-        peers.gaps,
-        lambda: reports.sequence,
-        lambda name: peers.views[name].newest if name in peers.views else 0,
-        lambda: bool(pipeline.flow_controller),
-    )
-    pool = settings.pool or "/".join(filter(None, (config.kubernetes.namespace, config.kubernetes.pool))) or POOL
-    origin = f"{gethostname()}-{gateway.mark}{run}"
-    kind = FileReplicas if urlsplit(settings.via).scheme == "file" else ValkeyReplicas
-    replicas = kind(settings, pool, origin, facts, driver.feed, scraper.share)
-    replicas.expect(gateway.worker, gateway.workers)
-    show_replicas(registry, replicas)
-    watch.watch_peers(peers.load, lambda: bool(replicas.problem))
-    return replicas
-
-
-def _observers(
-    config: Config,
-    loop: asyncio.AbstractEventLoop,
-    fleet: Fleet,
-    feed: Callable[[Event], None],
-    shadows: LiveShadows,
-    tracing: Tracing | None,
-    counts_fallbacks: bool,
-    pace: Pace | None,
-) -> tuple[Scraper, ServedModels, Watch]:
-    """The scraper, the reader of model lists, and the watch, which wakes the scraper and reports what it finds."""
-    scraper = Scraper(
-        loop,
-        feed,
-        engine_table(config.metrics),
-        scrape_options(config),
-        default_engine=config.metrics.default_engine,
-        report=lambda endpoint, lacks: watch.on_page(endpoint, lacks),
-        measure=build_measure(config, lambda error: watch.on_plugin_error(error)),
-        silence=lambda endpoint, reason: watch.on_silence(endpoint, reason),
-        pace=pace,
-    )
-    served = ServedModels(loop, feed, scrape_options(config), pace=pace)
-    scaling = config.autoscaling
-    watch = Watch(
-        fleet,
-        loop.time,
-        pool_label(config, pace is not None),
-        on_routed=scraper.wake,
-        awake=scraper.awake,
-        tracing=tracing,
-        scrapes=scraper.stats,
-        served=served.names,
-        skipped=shadows.skipped,
-        cut=shadows.cut,
-        counts_fallbacks=counts_fallbacks,
-        one_of_several=pace is not None,
-        objective=Objective(ttft_ms=scaling.ttft * 1e3, tpot_ms=scaling.tpot * 1e3, startup_s=scaling.startup),
-    )
-    return scraper, served, watch
-
-
 def pool_label(config: Config, one_of_several: bool) -> str:
     """The pool's name in metrics and on pages."""
     kubernetes = config.kubernetes
     return f"{kubernetes.namespace}/{kubernetes.pool}" if one_of_several else kubernetes.pool or POOL
-
-
-def _host(
-    config: Config,
-    now: Callable[[], float],
-    run: str,
-    driver: Driver,
-    understanding: Understanding,
-    watch: Watch,
-    inspect: Callable[[bool], bool],
-    served: ServedModels,
-    feed: Callable[[Event], None],
-) -> Host:
-    answers = Answers(run, config.gateway.retry)
-    watch.naming(answers.lease)
-    tells = "test-selection" in config.headers.trust
-    max_body = config.parsing.max_body_bytes
-    return Host(driver, understanding, answers, watch, now, max_body, inspect, tells, served.union, feed)
 
 
 def knowledge(config: Config, fleet: Fleet, registry: Registry) -> Knowledge | None:
