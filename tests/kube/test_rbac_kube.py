@@ -133,10 +133,10 @@ async def test_the_role_is_enough(kube: Cluster, tmp_path: Path, caplog: pytest.
         async with asyncio.timeout(20):
             while not await asyncio.to_thread(written, kube, namespace):
                 await asyncio.sleep(0.05)
-        assert live.slice_publisher is not None
-        await until(lambda: live.slice_publisher.writes == 1, "the slice that names the leader")
+        (publisher,) = live.publishers.values()
+        await until(lambda: publisher.writes == 1, "the slice that names the leader")
         await live.hand_over()
-        assert live.slice_publisher.writes == 2, "nobody came after it: the slice is emptied"
+        assert publisher.writes == 2, "nobody came after it: the slice is emptied"
     assert "not allowed" not in said(caplog)
 
 
@@ -165,8 +165,8 @@ async def test_exactly_the_charts_role_is_enough(
         async with asyncio.timeout(20):
             while not await asyncio.to_thread(written, kube, namespace):
                 await asyncio.sleep(0.05)
-        assert live.slice_publisher is not None
-        await until(lambda: live.slice_publisher.writes == 1, "the slice that names the leader")
+        (publisher,) = live.publishers.values()
+        await until(lambda: publisher.writes == 1, "the slice that names the leader")
         await live.hand_over()
-        assert live.slice_publisher.writes == 2, "nobody came after it: the slice is emptied"
+        assert publisher.writes == 2, "nobody came after it: the slice is emptied"
     assert "not allowed" not in said(caplog)

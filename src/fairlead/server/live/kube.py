@@ -15,7 +15,7 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from ipaddress import ip_address
 from random import Random
@@ -72,6 +72,12 @@ class KubeLink:
         self.namespace = namespace_of(settings, self.client)
         self._lease = settings.leader_election.lease_name or f"epp-{self.namespace}-{pool}.fairlead"
         self.elector = self._elector(health_port) if settings.leader_election.enabled else None
+        #: What runs for as long as Kubernetes is followed, each with its name.
+        self.work: list[tuple[Callable[[], Coroutine[Any, Any, None]], str]] = []
+        #: By pool or namespace.
+        self.writers: dict[str, StatusWriter] = {}
+        #: By namespace and service.
+        self.publishers: dict[tuple[str, str], EndpointSlicePublisher] = {}
 
     # ---- what subclasses fill in ----
 
@@ -81,35 +87,22 @@ class KubeLink:
         raise NotImplementedError
 
     @property
-    def work(self) -> Iterator[tuple[Coroutine[Any, Any, None], str]]:
-        """The coroutines that run for as long as Kubernetes is followed, each with its name."""
-        raise NotImplementedError
-
-    @property
     def reflectors(self) -> Mapping[str, Reflector[Any]]:
         """By resource."""
         raise NotImplementedError
 
-    @property
-    def writers(self) -> Mapping[str, StatusWriter]:
-        """By pool or namespace."""
-        raise NotImplementedError
-
-    @property
-    def publishers(self) -> list[EndpointSlicePublisher]:
-        raise NotImplementedError
+    # ---- common to all ----
 
     @property
     def misled(self) -> str:
         """Why gateways do not find this leader; empty = they do."""
-        return "; ".join(publisher.trouble for publisher in self.publishers if publisher.trouble and self._may_write())
+        troubles = [publisher.trouble for publisher in self.publishers.values() if publisher.trouble]
+        return "; ".join(troubles) if self._may_write() else ""
 
     @property
     def lease(self) -> str:
         """The leader's lease, as `NAMESPACE/NAME`."""
         return f"{self.namespace}/{self._lease}"
-
-    # ---- common to all ----
 
     async def start(self, stack: AsyncExitStack) -> None:
         """Follow everything for as long as `stack` is open."""
@@ -120,7 +113,7 @@ class KubeLink:
             self._run(stack, work, f"kubernetes {name}")
         if self.elector is not None:
             self._set_ready("leader", "standby: no leader is known yet")
-            self._run(stack, self.elector.run(), "kubernetes lease")
+            self._run(stack, self.elector.run, "kubernetes lease")
         self._metrics.follow(self._followed)
         try:
             async with asyncio.timeout(START_S):
@@ -143,13 +136,13 @@ class KubeLink:
         if successor:
             await asyncio.sleep(self._settings.leader_election.overlap)
         else:
-            await asyncio.gather(*(publisher.withdraw() for publisher in self.publishers))
+            await asyncio.gather(*(publisher.withdraw() for publisher in self.publishers.values()))
         self._set_ready("leader", f"{successor or 'nobody'} leads, this replica ends")
         if successor:
             await asyncio.sleep(NOTICE_S)
 
-    def _run(self, stack: AsyncExitStack, work: object, name: str) -> None:
-        task: asyncio.Task[None] = asyncio.create_task(work, name=name)  # type: ignore[arg-type]
+    def _run(self, stack: AsyncExitStack, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
+        task = asyncio.create_task(work(), name=name)
 
         def ended(task: "asyncio.Task[None]") -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
@@ -176,7 +169,7 @@ class KubeLink:
     # ---- what happens ----
 
     def _leads(self, leading: bool, holder: str) -> None:
-        for publisher in self.publishers:
+        for publisher in self.publishers.values():
             publisher.lead(leading)
         self._metrics.leader.child(self._lease).set(leading)
         if not self._ending:
@@ -245,13 +238,14 @@ class Kube(KubeLink):
             report=report_unreadable,
             changed=self._judge,
         )
-        self.writer = StatusWriter(self.client, self._may_write, log.warning)
+        self.work.append((self.endpoints.run, "endpoints"))
+        writer = self.writers[settings.pool] = StatusWriter(self.client, self._may_write, log.warning)
         self.models: PoolModels | None = None
         if settings.models and settings.pool:
             self.models = PoolModels(
                 self.client,
                 self.namespace,
-                self.writer,
+                writer,
                 self._rng,
                 on_trouble=self._on_trouble,
                 report=report_unreadable,
@@ -262,48 +256,34 @@ class Kube(KubeLink):
                 self._judge()
 
             self.models.follow(self.namespace, settings.pool, defined)
-        self.slice_publisher: EndpointSlicePublisher | None = None
-        if self.elector is not None and settings.leader_election.service:
-            self.slice_publisher = EndpointSlicePublisher(
+            self.work.append((self.models.run, "models"))
+        if settings.status:
+            self.work.append((writer.run, "status"))
+        service = settings.leader_election.service
+        if self.elector is not None and service:
+            publisher = self.publishers[self.namespace, service] = EndpointSlicePublisher(
                 self.client,
                 self.namespace,
-                settings.leader_election.service,
+                service,
                 own_place(),
                 self.lease,
                 self._rng,
                 on_trouble=lambda why: self._on_trouble("endpointslices", why),
             )
+            self.work.append((publisher.run, "leader's service"))
 
     @property
     def missing(self) -> str:
         return self.endpoints.missing or (self.models.missing if self.models is not None else "")
 
     @property
-    def work(self) -> Iterator[tuple[Coroutine[Any, Any, None], str]]:
-        yield self.endpoints.run(), "endpoints"
-        if self.models is not None:
-            yield self.models.run(), "models"
-        if self._settings.status:
-            yield self.writer.run(), "status"
-        if self.slice_publisher is not None:
-            yield self.slice_publisher.run(), "leader's service"
-
-    @property
     def reflectors(self) -> Mapping[str, Reflector[Any]]:
         reflectors: dict[str, Reflector[Any]] = dict(self.endpoints.reflectors)
         if self.models is not None:
             reflectors |= self.models.reflectors
-        if self.slice_publisher is not None:
-            reflectors["endpointslices"] = self.slice_publisher.reflector
+        for publisher in self.publishers.values():
+            reflectors["endpointslices"] = publisher.reflector
         return reflectors
-
-    @property
-    def writers(self) -> Mapping[str, StatusWriter]:
-        return {self._settings.pool: self.writer}
-
-    @property
-    def publishers(self) -> list[EndpointSlicePublisher]:
-        return [self.slice_publisher] if self.slice_publisher is not None else []
 
 
 def _as_followed(reflector: Reflector[Any]) -> Followed:

@@ -5,7 +5,7 @@ and the leader maintains its EndpointSlice, as with a single pool. So pools of a
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, Protocol
 
@@ -78,7 +78,6 @@ class _Watched(Struct, eq=False):
 
     pools: Pools
     models: PoolModels | None
-    writer: StatusWriter
     slices: Reflector[Slice] | None
 
 
@@ -98,7 +97,8 @@ class KubePools(KubeLink):
         self._open = open_pool
         self._entries: dict[str, _Entry] = {}
         self._place = own_place(self.namespace) if self.elector is not None else None
-        self._publishers: dict[tuple[str, str], tuple[EndpointSlicePublisher, asyncio.Task[None]]] = {}
+        #: What keeps the slice of each service.
+        self._keeping: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         namespaces = ("",) if EVERYWHERE in settings.namespaces else settings.namespaces
         self._watched = {namespace: self._watch(namespace) for namespace in namespaces}
@@ -109,7 +109,7 @@ class KubePools(KubeLink):
         def on_trouble(resource: str, why: str) -> None:
             self._on_trouble(_named(resource, namespace), why)
 
-        writer = StatusWriter(self.client, self._may_write, log.warning)
+        writer = self.writers[namespace or EVERYWHERE] = StatusWriter(self.client, self._may_write, log.warning)
         pools = Pools(
             self.client,
             namespace,
@@ -122,11 +122,13 @@ class KubePools(KubeLink):
             report=report_unreadable,
             synced=self._judge,
         )
+        self.work.append((pools.run, _named("pools", namespace)))
         models = slices = None
         if settings.models:
             models = PoolModels(
                 self.client, namespace, writer, self._rng, on_trouble=on_trouble, report=report_unreadable
             )
+            self.work.append((models.run, _named("models", namespace)))
         if self._place is not None:
             slices = Reflector(
                 self.client,
@@ -138,7 +140,10 @@ class KubePools(KubeLink):
                 on_trouble=lambda why: on_trouble("endpointslices", why),
                 report=report_unreadable,
             )
-        return _Watched(pools, models, writer, slices)
+            self.work.append((slices.run, _named("slices", namespace)))
+        if settings.status:
+            self.work.append((writer.run, _named("status", namespace)))
+        return _Watched(pools, models, slices)
 
     def _of(self, namespace: str) -> _Watched:
         return self._watched.get(namespace) or self._watched[""]
@@ -148,7 +153,7 @@ class KubePools(KubeLink):
         await super().start(stack)
 
     async def _end(self) -> None:
-        await cancelled(*(task for _, task in self._publishers.values()), *self._tasks)
+        await cancelled(*self._keeping.values(), *self._tasks)
 
     # ---- what the base class needs ----
 
@@ -165,17 +170,6 @@ class KubePools(KubeLink):
         return f"the pool {opening[0]} is not served yet" if opening else ""
 
     @property
-    def work(self) -> Iterator[tuple[Coroutine[Any, Any, None], str]]:
-        for namespace, watched in self._watched.items():
-            yield watched.pools.run(), _named("pools", namespace)
-            if watched.models is not None:
-                yield watched.models.run(), _named("models", namespace)
-            if watched.slices is not None:
-                yield watched.slices.run(), _named("slices", namespace)
-            if self._settings.status:
-                yield watched.writer.run(), _named("status", namespace)
-
-    @property
     def reflectors(self) -> Mapping[str, Reflector[Any]]:
         reflectors: dict[str, Reflector[Any]] = {}
         for namespace, watched in self._watched.items():
@@ -186,14 +180,6 @@ class KubePools(KubeLink):
                 all_of["endpointslices"] = watched.slices
             reflectors |= {_named(resource, namespace): reflector for resource, reflector in all_of.items()}
         return reflectors
-
-    @property
-    def writers(self) -> Mapping[str, StatusWriter]:
-        return {namespace or EVERYWHERE: watched.writer for namespace, watched in self._watched.items()}
-
-    @property
-    def publishers(self) -> list[EndpointSlicePublisher]:
-        return [publisher for publisher, _ in self._publishers.values()]
 
     # ---- pools ----
 
@@ -253,10 +239,10 @@ class KubePools(KubeLink):
             return
         refs = {(entry.pool.namespace, entry.pool.picker) for entry in self._entries.values()}
         wanted = {(namespace, ref.name) for namespace, ref in refs if ref is not None and ref.kind == "Service"}
-        for key in wanted - self._publishers.keys():
+        for key in wanted - self.publishers.keys():
             namespace, service = key
             slices = self._of(namespace).slices
-            publisher = EndpointSlicePublisher(
+            publisher = self.publishers[key] = EndpointSlicePublisher(
                 self.client,
                 namespace,
                 service,
@@ -269,20 +255,17 @@ class KubePools(KubeLink):
             if slices is not None:
                 publisher.see(slices.items.get(f"{namespace}/{slice_name(service, place)}"))
             publisher.lead(self.elector.leading)
-            self._publishers[key] = (
-                publisher,
-                asyncio.create_task(publisher.run(), name=f"service {namespace}/{service}"),
-            )
-        for key in self._publishers.keys() - wanted:
-            publisher, task = self._publishers.pop(key)
+            self._keeping[key] = asyncio.create_task(publisher.run(), name=f"service {namespace}/{service}")
+        for key in self.publishers.keys() - wanted:
+            publisher = self.publishers.pop(key)
             publisher.lead(False)
-            task.cancel()
+            self._keeping.pop(key).cancel()
             closing = asyncio.create_task(publisher.withdraw())
             self._tasks.add(closing)
             closing.add_done_callback(self._tasks.discard)
 
     def _slice_changed(self, key: str, listed: Slice | None) -> None:
-        for (namespace, service), (publisher, _) in self._publishers.items():
+        for (namespace, service), publisher in self.publishers.items():
             if self._place is not None and key == f"{namespace}/{slice_name(service, self._place)}":
                 publisher.see(listed)
 

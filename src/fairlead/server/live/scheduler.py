@@ -8,6 +8,7 @@ rest stops. The embedded gateway is not part of this: it must outlive a schedule
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from fairlead.config.schema import Config, Tls
 from fairlead.core.endpoint import host_port
 from fairlead.core.errors import cannot_listen
 from fairlead.core.events import EndpointDown, EndpointUp
-from fairlead.core.models import ModelSet
 from fairlead.gateway.envoy.admin import EnvoyAdmin
 from fairlead.gateway.envoy.clusters import PoolWriter
 from fairlead.gateway.h2_limits import ByteBudget
@@ -164,11 +164,7 @@ class Live:
             stack.push_async_callback(keys.close)
             await keys.start()
         if config.kubernetes.on:
-
-            def defined(models: ModelSet) -> None:
-                pool.defined("kubernetes", models)
-
-            port = config.ext_proc.health_port
+            port, defined = config.ext_proc.health_port, partial(pool.defined, "kubernetes")
             self.kube = Kube(config.kubernetes, self._endpoint, defined, self._set_ready, pool.kube, port)
             await self.kube.start(stack)
         await pool.settle(stack)
