@@ -11,6 +11,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from embedded_gateway import Gateway
 from msgspec import structs
 from ports import free_port
 
@@ -18,7 +19,7 @@ from fairlead.core.errors import ConfigError
 from fairlead.gateway import ext_proc
 from fairlead.gateway.access_log import AccessLogEntry, read_entries, read_uploads
 from fairlead.gateway.envoy.config import AT_ENTRY
-from fairlead.gateway.envoy.gateway import Gateway, prepare
+from fairlead.gateway.envoy.gateway import prepare
 from fairlead.gateway.envoy.options import Options
 from fairlead.gateway.envoy.process import GatewayProcess
 from fairlead.gateway.envoy.routes import TOWARD_UPSTREAM

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from embedded_gateway import Gateway
 
 from fairlead.gateway.envoy.admin import GatewayError
-from fairlead.gateway.envoy.gateway import Gateway
 from fairlead.gateway.envoy.options import Options
 
 pytestmark = pytest.mark.envoy
@@ -58,7 +58,7 @@ async def test_stop_lets_streams_finish_and_leaves_nothing(tmp_path: Path) -> No
 
 PARENT = """
 import asyncio
-from fairlead.gateway.envoy.gateway import Gateway
+from embedded_gateway import Gateway
 from fairlead.gateway.envoy.options import Options
 async def main():
     gateway = Gateway(Options(port=0))
@@ -71,7 +71,10 @@ asyncio.run(main())
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG exists on Linux only")
 async def test_envoy_dies_with_its_parent() -> None:
-    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", PARENT, stdout=asyncio.subprocess.PIPE)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", PARENT, stdout=asyncio.subprocess.PIPE, env=environment
+    )
     assert parent.stdout is not None
     pid = int(await asyncio.wait_for(parent.stdout.readline(), 30))
     parent.kill()

@@ -13,12 +13,12 @@ from urllib.parse import unquote
 from urllib.request import urlopen
 
 import pytest
+from embedded_gateway import Gateway
 from h2.connection import H2Connection
 from h2.events import ResponseReceived
 
 from fairlead.gateway.envoy import routes
 from fairlead.gateway.envoy.authentication import Key, KeysFile, new_key
-from fairlead.gateway.envoy.gateway import Gateway
 from fairlead.gateway.envoy.options import Options
 
 pytestmark = pytest.mark.envoy
