@@ -18,6 +18,7 @@ from fairlead.lab.load.tune import Observation, TooLittle, ask_facts
 from fairlead.lab.load.tune_probe import Ask, probe
 from fairlead.lab.stub.config import StubConfig
 from fairlead.lab.stub.pool import StubPool
+from support.commands import fairlead
 
 CONFIG = StubConfig(preset="llama-8b-h100", time_ratio=20.0, max_model_len=8192)
 
@@ -131,7 +132,7 @@ async def test_the_command_prints_a_preset_that_is_simulated(little, tmp_path):
     assert document["fit"]["prefills"] >= 6 and document["fit"]["residuals"]
     ran = CliRunner().invoke(build_app(), ["sim", "run", "viral-prompt", "--requests", "4", "--engine", str(out)])
     assert ran.exit_code == 0, ran.output
-    failed = await asyncio.to_thread(CliRunner().invoke, build_app(), ["tune", gone])
+    failed = await asyncio.to_thread(fairlead, "tune", gone)
     assert (failed.exit_code, "does not answer" in failed.output) == (1, True)
 
 

@@ -125,7 +125,6 @@ def bench(
     Requests leave when they are due, whether or not earlier ones were answered (open loop).
     """
     from fairlead.cli.bench_load import LoadOptions, build
-    from fairlead.lab.workload.formats import TraceError
 
     load_options = LoadOptions(
         workload=workload,
@@ -142,7 +141,7 @@ def bench(
         extra=json_object(extra),
         seed=seed,
     )
-    with exits(WRONG_INPUT, TraceError, OSError):
+    with exits(WRONG_INPUT, OSError):
         load = build(load_options)
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)

@@ -54,10 +54,10 @@ def capture(
 
     from fairlead.cli.options import busy
     from fairlead.lab.simulator.capture import capture as take
-    from fairlead.lab.simulator.journal import JournalError, one_run
+    from fairlead.lab.simulator.journal import one_run
     from fairlead.lab.workload.formats import FORMATS
 
-    with exits(WRONG_INPUT, JournalError, OSError, ValueError):
+    with exits(WRONG_INPUT, OSError, ValueError):
         if format not in FORMATS:
             raise ValueError(f"unknown format {format!r}; {suggestion(format, FORMATS)}")
         target = needed_out(out, old_out)

@@ -255,9 +255,8 @@ def compare(
     from fairlead.lab.simulator.build import ScenarioSpec
     from fairlead.lab.simulator.grid import run_grid
     from fairlead.lab.simulator.report import print_comparison, write_report
-    from fairlead.lab.workload.formats import TraceError
 
-    with exits(WRONG_INPUT, TraceError, ValueError, OSError):
+    with exits(WRONG_INPUT, ValueError, OSError):
         spec = ScenarioSpec(
             name="",
             source="",

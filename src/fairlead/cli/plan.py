@@ -90,9 +90,8 @@ def plan(
     """
     from fairlead.core.errors import EngineError, FairleadError
     from fairlead.lab.simulator.build import ScenarioSpec
-    from fairlead.lab.workload.formats import TraceError
 
-    with exits(WRONG_INPUT, FairleadError, TraceError, ValueError, OSError), exits(FAILED, EngineError):
+    with exits(WRONG_INPUT, FairleadError, ValueError, OSError), exits(FAILED, EngineError):
         if bool(workload) == bool(live):
             raise ValueError("give a --workload, or the --live journal of a scheduler")
         spec = ScenarioSpec(

@@ -57,9 +57,8 @@ def quality(
     """
     from fairlead.lab.simulator.grid import run_grid
     from fairlead.lab.simulator.quality import judgement, print_table, write_summary
-    from fairlead.lab.workload.formats import TraceError
 
-    with exits(WRONG_INPUT, TraceError, ValueError, OSError):
+    with exits(WRONG_INPUT, ValueError, OSError):
         cells = _cells(policy or [], workload or [], chosen, quick, seeds, traces)
         kept = kept_results(out, fresh)
         with progress_bar(len(cells)) as progress:

@@ -45,9 +45,9 @@ def replay(
     from fairlead.cli.options import busy
     from fairlead.lab.simulator import replay as same
     from fairlead.lab.simulator import replay_change
-    from fairlead.lab.simulator.journal import JournalError, one_run
+    from fairlead.lab.simulator.journal import one_run
 
-    with exits(WRONG_INPUT, JournalError, OSError, ValueError):
+    with exits(WRONG_INPUT, OSError, ValueError):
         apply = change(policy, setting)
         compared = result = None
         with busy(f"replaying {journal}"):

@@ -79,7 +79,6 @@ def simulate(
     """
     from fairlead.lab.simulator.build import ScenarioSpec, is_name, listed
     from fairlead.lab.simulator.run import known_policies, policy_text
-    from fairlead.lab.workload.formats import TraceError
 
     if list:
         typer.echo("scenarios: " + ", ".join(listed()))
@@ -88,7 +87,7 @@ def simulate(
     if not workload:
         complain("name a scenario or a workload file; --list shows the scenarios")
         raise typer.Exit(WRONG_INPUT)
-    with exits(WRONG_INPUT, TraceError, ValueError, OSError):
+    with exits(WRONG_INPUT, ValueError, OSError):
         spec = ScenarioSpec(
             name=workload if is_name(workload) else Path(workload).stem,
             source=workload,

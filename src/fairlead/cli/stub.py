@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fairlead.cli.basics import FAILED, WRONG_INPUT
-from fairlead.cli.options import BlockSize, KvTokens, MaxModelLen, MaxNumSeqs, complain, engine_option, examples, exits
+from fairlead.cli.basics import WRONG_INPUT
+from fairlead.cli.options import BlockSize, KvTokens, MaxModelLen, MaxNumSeqs, engine_option, examples, exits
 from fairlead.cli.tune import engine_argument
 
 if TYPE_CHECKING:
@@ -163,8 +163,10 @@ def stub(
     out: _Out = None,
 ) -> None:
     """Serve stub model servers that speak and behave like vLLM 0.32."""
+    import asyncio
+
     from fairlead.lab.stub.config import StubConfig
-    from fairlead.lab.stub.pool import run
+    from fairlead.lab.stub.pool import serve
 
     if engine == "list":
         _list_presets()
@@ -190,7 +192,7 @@ def stub(
             kv_events=_hashed(events, kv_hash, kv_hash_seed),
             seed=seed,
         )
-    _end(run(config, replicas, host, port, out, typer.echo))
+    asyncio.run(serve(config, replicas, host, port, out, typer.echo))
 
 
 def _events(
@@ -231,12 +233,6 @@ def _hashed(events: "KvEventsConfig | None", algorithm: str, seed: str) -> "KvEv
     except ValueError as error:
         raise typer.BadParameter(f"--kv-hash: {error}") from None
     return replace(events, hashes=algorithm, hash_seed=seed)
-
-
-def _end(problem: str) -> None:
-    if problem:
-        complain(problem)
-        raise typer.Exit(FAILED)
 
 
 @contextmanager

@@ -103,7 +103,7 @@ def tune(
 
     from fairlead.lab.load.tune import Facts, Measured, Traffic, advise, traffic_of
 
-    with _problems():
+    with exits(WRONG_INPUT, ValueError, OSError):
         if bool(url) == (observations is not None):
             raise ValueError("give the URL of a server, or --observations FILE")
         if observations is not None:
@@ -151,20 +151,12 @@ def preset_like(url: str) -> str:
 
     from fairlead.lab.engine.presets import write_preset
 
-    with _problems():
+    with exits(WRONG_INPUT, ValueError, OSError):
         measured, _ = _probe(replace(_ask(url, "", "", 0, {}), seconds=60.0), None)
         fitted = measured.fit()
     preset = measured.preset(fitted, url)
     typer.echo("\n".join([*_comments(preset, fitted), write_preset(preset)]), err=True)
     return write_preset(preset)
-
-
-@contextmanager
-def _problems() -> Iterator[None]:
-    from fairlead.core.errors import ConfigError, FairleadError
-
-    with exits(FAILED, FairleadError), exits(WRONG_INPUT, ConfigError, ValueError, OSError):
-        yield
 
 
 def _ask(url: str, neighbour: str, model: str, max_num_seqs: int, headers: dict[str, str]) -> "Ask":

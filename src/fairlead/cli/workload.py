@@ -1,7 +1,5 @@
 """`fairlead sim workload`: shows, converts and generates workloads."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,7 +37,7 @@ def show(file: _File, format: _From = "", as_json: _Json = False) -> None:
     """Describe a workload file: requests, lengths, rates, how much of the prompts is shared."""
     from fairlead.lab.simulator.build import read_workload
 
-    with _problems():
+    with exits(WRONG_INPUT, ValueError, OSError):
         _describe(read_workload(file, format), as_json)
 
 
@@ -60,7 +58,7 @@ def convert(
     """Convert a workload file to another format."""
     from fairlead.lab.simulator.build import read_workload, write_workload
 
-    with _problems():
+    with exits(WRONG_INPUT, ValueError, OSError):
         target = needed_out(out, old_out)
         made = read_workload(file, format)
         write_workload(made, target, to)
@@ -98,7 +96,7 @@ def generate(
     from fairlead.lab.workload.generate import generate as make
     from fairlead.lab.workload.record import dispatch_of
 
-    with _problems():
+    with exits(WRONG_INPUT, ValueError, OSError):
         pace = Pace(
             rate=rate,
             count=requests,
@@ -133,15 +131,6 @@ def kinds() -> None:
     typer.echo("formats:")
     for name, format in FORMATS.items():
         typer.echo(f"  {name:18} {format.help}")
-
-
-@contextmanager
-def _problems() -> Iterator[None]:
-    from fairlead.core.errors import ConfigError
-    from fairlead.lab.workload.formats import TraceError
-
-    with exits(WRONG_INPUT, ConfigError, TraceError, ValueError, OSError):
-        yield
 
 
 def _describe(made: "Workload", as_json: bool) -> None:

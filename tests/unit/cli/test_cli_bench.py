@@ -14,6 +14,7 @@ from fairlead.cli.bench_load import DEFAULT_REQUESTS, KINDS, Load, LoadOptions, 
 from fairlead.core.errors import ConfigError
 from fairlead.lab.load.spec import Progress
 from fairlead.lab.load.workload import ClosedLoop, Paced, Recorded
+from support.commands import fairlead
 
 TRACE = """{"fairlead_workload":1,"name":"t"}
 {"id":"a","in_tokens":20,"out_tokens":2,"arrival_us":0,"block_size":10,"hash_ids":[1,2]}
@@ -117,7 +118,7 @@ def test_bad_options_are_wrong_usage(arguments: list[str]) -> None:
 def test_a_bad_file_is_wrong_usage(tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_bytes(b'{"id":"a","in_tokens":0,"out_tokens":1}\n\xff')
-    done = CliRunner().invoke(build_app(), ["bench", "127.0.0.1:1", "-w", str(bad)])
+    done = fairlead("bench", "127.0.0.1:1", "-w", bad)
     assert done.exit_code == 2, done.output
     assert "bad.jsonl:1" in done.output
 

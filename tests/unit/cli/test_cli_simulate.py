@@ -5,15 +5,8 @@ import io
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from fairlead.cli.app import build_app
-
-runner = CliRunner()
-
-
-def call(*arguments):
-    return runner.invoke(build_app(), [str(argument) for argument in arguments])
+from support.commands import fairlead as call
 
 
 def test_a_workload_is_generated_shown_converted_and_simulated(tmp_path):

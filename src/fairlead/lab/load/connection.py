@@ -22,6 +22,7 @@ from typing import cast
 from urllib.parse import urlsplit
 
 from fairlead.apis.usage import UsageScanner
+from fairlead.core.endpoint import host_port
 from fairlead.core.errors import ConfigError
 from fairlead.core.request import Usage
 from fairlead.lab.load.reactor import READABLE, WRITABLE, Reactor
@@ -337,7 +338,7 @@ class Client:
         self._host, self._port = _split_target(target)
         self._address: Address | None = None
         self._heads: dict[tuple[str, str], bytes] = {}
-        self._fields = _render_fields({"host": _authority(self._host, self._port), **options.headers})
+        self._fields = _render_fields({"host": host_port(self._host, self._port), **options.headers})
         self._idle: list[Connection] = []
         # In the order of sending, so the oldest request is first.
         self._busy: dict[int, tuple[Connection, Done]] = {}
@@ -443,10 +444,6 @@ def _split_target(target: str) -> tuple[str, int]:
     if parts.scheme != "http" or not parts.hostname or parts.path.strip("/") or parts.query:
         raise ConfigError(f"{target!r} is not http://host:port", "$.target")
     return parts.hostname, port
-
-
-def _authority(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _render_fields(fields: dict[str, str]) -> bytes:

@@ -6,6 +6,7 @@ from pathlib import Path
 from msgspec import Struct, structs
 
 from fairlead.config.problems import suggestion
+from fairlead.core.errors import ConfigError
 from fairlead.lab.engine.presets import preset
 from fairlead.lab.engine.spec import EngineSpec
 from fairlead.lab.simulator.drawn import drawn_names, drawn_scenario
@@ -21,31 +22,27 @@ from fairlead.lab.simulator.scenarios import (
     scenario,
 )
 from fairlead.lab.simulator.world import Replica, Scenario, replicas
-from fairlead.lab.workload.formats import FORMATS, TraceError, guess
+from fairlead.lab.workload.formats import FORMATS, guess
 from fairlead.lab.workload.generate import KINDS, Pace, generate
 from fairlead.lab.workload.record import Workload, dispatch_of, from_first
 
 
 def read_workload(path: Path, format: str = "") -> Workload:
     """Read a workload file. Times count from its first request, as a file may be a part of a longer trace or tell the
-    time of day. Raises `TraceError` (bad content, unknown format) or `OSError`."""
+    time of day. Raises `ConfigError` (bad content, unknown format) or `OSError`."""
     data = path.read_bytes()
     name = format or guess(data)
     if name not in FORMATS:
         known = ", ".join(FORMATS)
-        raise TraceError(
-            str(path),
-            0,
-            "",
-            f"unknown format {name!r}; known: {known}" if name else f"looks like none of {known}; name one",
-        )
+        message = f"unknown format {name!r}; known: {known}" if name else f"looks like none of {known}; name one"
+        raise ConfigError(message, source=str(path))
     return from_first(FORMATS[name].read(path.stem, data, str(path)))
 
 
 def write_workload(workload: Workload, path: Path, format: str = "native") -> None:
-    """Write a workload file. Raises `TraceError` for an unknown format, or `OSError`."""
+    """Write a workload file. Raises `ConfigError` for an unknown format, or `OSError`."""
     if format not in FORMATS:
-        raise TraceError(str(path), 0, "", f"unknown format {format!r}; {suggestion(format, FORMATS)}")
+        raise ConfigError(f"unknown format {format!r}; {suggestion(format, FORMATS)}", source=str(path))
     path.write_bytes(FORMATS[format].write(workload))
 
 
@@ -102,7 +99,7 @@ def is_name(name: str) -> bool:
 
 
 def build(spec: ScenarioSpec) -> Scenario:
-    """Build the scenario. Raises `ValueError`, `TraceError` or `OSError`."""
+    """Build the scenario. Raises `ValueError`, `ConfigError` or `OSError`."""
     made = _base(spec)
     if spec.head:
         workload = cut(made.workload, spec.head)

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
-from fairlead.core.errors import FairleadError
+from fairlead.core.errors import ConfigError
 from fairlead.core.events import RequestArrived
 from fairlead.core.explain import LAST
 from fairlead.core.records import DecisionRecord, OutcomeRecord
@@ -38,7 +38,7 @@ from fairlead.server.journal.records import (
 SUFFIX = ".journal"
 
 
-class JournalError(FairleadError):
+class JournalError(ConfigError):
     """There is no journal, or none that can be used for this purpose."""
 
 

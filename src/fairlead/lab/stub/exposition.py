@@ -35,19 +35,19 @@ def header(name: str, kind: str, help_text: str) -> str:
 
 
 Read = Callable[[], float]
+#: A part of a page, which it makes for each page.
+Part = Callable[[], str]
 
 
-class Value:
+def sample(name: str, label_values: Mapping[str, str], read: Read) -> Part:
     """The line of a gauge or counter, whose value is read for each page."""
+    prefix = f"{name}{labels(label_values)} "
+    return lambda: f"{prefix}{number(read())}\n"
 
-    __slots__ = ("_prefix", "_read")
 
-    def __init__(self, name: str, label_values: Mapping[str, str], read: Read) -> None:
-        self._prefix = f"{name}{labels(label_values)} "
-        self._read = read
-
-    def text(self) -> str:
-        return f"{self._prefix}{number(self._read())}\n"
+def fixed(text: str) -> Part:
+    """Text that never changes."""
+    return lambda: text
 
 
 class HistogramLines:
@@ -82,32 +82,8 @@ class HistogramLines:
         return self._text
 
 
-class Fixed:
-    """Text that never changes."""
-
-    __slots__ = ("_text",)
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def text(self) -> str:
-        return self._text
-
-
-class Made:
-    """Text that a function makes for each page."""
-
-    __slots__ = ("text",)
-
-    def __init__(self, make: Callable[[], str]) -> None:
-        self.text = make
-
-
-Part = Value | HistogramLines | Fixed | Made
-
-
 def page(parts: Sequence[Part]) -> bytes:
-    return "".join([part.text() for part in parts]).encode("utf-8", "replace")
+    return "".join([part() for part in parts]).encode("utf-8", "replace")
 
 
 # The http_* families, which the real server's page has in addition to its own.
@@ -163,12 +139,12 @@ class HttpStats:
     def parts(self) -> list[Part]:
         fine = "http_request_duration_highr_seconds"
         return [
-            Made(self._request_lines),
-            Made(self._size_lines),
-            Fixed(header(fine, "histogram", _FINE_HELP)),
-            HistogramLines(fine, {}, lambda: self._fine, _FINE),
-            Fixed(header(f"{fine}_created", "gauge", _FINE_HELP) + f"{fine}_created {self._created}\n"),
-            Made(self._duration_lines),
+            self._request_lines,
+            self._size_lines,
+            fixed(header(fine, "histogram", _FINE_HELP)),
+            HistogramLines(fine, {}, lambda: self._fine, _FINE).text,
+            fixed(header(f"{fine}_created", "gauge", _FINE_HELP) + f"{fine}_created {self._created}\n"),
+            self._duration_lines,
         ]
 
     def _request_lines(self) -> str:
@@ -218,7 +194,7 @@ class HttpStats:
 
 def process_parts(started_unix: float) -> list[Part]:
     """What the Prometheus client reports about the Python process; the same for all replicas in it."""
-    return [Made(_gc_lines), Fixed(_python_line()), Made(lambda: _process_lines(started_unix))]
+    return [_gc_lines, fixed(_python_line()), lambda: _process_lines(started_unix)]
 
 
 def _gc_lines() -> str:

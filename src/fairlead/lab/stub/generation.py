@@ -3,6 +3,8 @@
 import json
 from typing import Protocol
 
+from msgspec import Struct
+
 from fairlead.lab.engine import tokens as tk
 from fairlead.lab.engine.request import EngineRequest, Phase
 from fairlead.lab.stub.connection import Connection
@@ -58,26 +60,21 @@ class Host(Protocol):
         ...
 
 
-class Choice:
+class Choice(Struct, eq=False):
     """One output. `emitted` of its tokens have been written, and `shown` bytes of their text."""
 
-    __slots__ = ("emitted", "ended", "generation", "head", "index", "prompt", "request", "shown", "stop", "tail")
-
-    def __init__(
-        self, generation: "Generation", index: int, prompt: int, request: EngineRequest, stop: Stop | None
-    ) -> None:
-        self.generation = generation
-        self.index = index
-        self.prompt = prompt
-        self.request = request
-        #: The stop string that will end the output.
-        self.stop = stop
-        self.emitted = 0
-        self.shown = 0
-        #: The last event was written, or, in a non-streamed answer, the output is complete.
-        self.ended = False
-        self.head = b""
-        self.tail = b""
+    generation: "Generation"
+    index: int
+    prompt: int
+    request: EngineRequest
+    #: The stop string that will end the output.
+    stop: Stop | None
+    emitted: int = 0
+    shown: int = 0
+    #: The last event was written, or, in a non-streamed answer, the output is complete.
+    ended: bool = False
+    head: bytes = b""
+    tail: bytes = b""
 
     def text(self, output: int, hold: int) -> bytes:
         """The part of the text of the first `output` tokens that has not been shown yet, without the last `hold` bytes.
@@ -101,22 +98,17 @@ class Choice:
 class Generation:
     """A request with all its choices, for a non-streamed answer."""
 
-    def __init__(
-        self, host: Host, connection: Connection, plan: Plan, answer_id: str, created: int, fingerprint: str
-    ) -> None:
+    def __init__(self, host: Host, connection: Connection, plan: Plan, shape: Shape, orca: str) -> None:
+        """`orca`: the client's `endpoint-load-metrics-format`; empty = none."""
         self.host = host
         self.connection = connection
         self.plan = plan
-        tokens = sum(map(len, plan.prompts)) // tk.TOKEN_BYTES
-        self.shape: Shape = plan.shape(
-            answer_id, created, plan.model, fingerprint, tokens, plan.max_tokens[0], plan.temperature
-        )
+        self.shape = shape
+        self.orca = orca
         self.choices: list[Choice] = []
         #: Choices that have not ended.
         self.left = 0
         self.over = False
-        #: The client's `endpoint-load-metrics-format`; empty = none.
-        self.orca = ""
 
     def add_choice(self, prompt: int, request: EngineRequest, stop: Stop | None) -> Choice:
         choice = Choice(self, len(self.choices), prompt, request, stop)
@@ -245,10 +237,8 @@ _NEVER = 1 << 62
 class StreamGeneration(Generation):
     """A generation in which each choice is a series of events, all on one connection."""
 
-    def __init__(
-        self, host: Host, connection: Connection, plan: Plan, answer_id: str, created: int, fingerprint: str
-    ) -> None:
-        super().__init__(host, connection, plan, answer_id, created, fingerprint)
+    def __init__(self, host: Host, connection: Connection, plan: Plan, shape: Shape, orca: str) -> None:
+        super().__init__(host, connection, plan, shape, orca)
         #: Whether token events differ only in their text.
         self.plain = not (
             self.shape.numbered

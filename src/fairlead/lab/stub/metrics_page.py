@@ -10,7 +10,7 @@ from typing import TypeVar
 from msgspec import Struct
 
 from fairlead.lab.engine.stats import EngineStats, Histogram
-from fairlead.lab.stub.exposition import Fixed, HistogramLines, Made, Part, Read, Value, header, labels, number, page
+from fairlead.lab.stub.exposition import HistogramLines, Part, Read, fixed, header, labels, number, page, sample
 from fairlead.lab.stub.replica import Replica
 
 T = TypeVar("T")
@@ -224,12 +224,13 @@ class MetricsPage:
         self._add_rejections()
         for histogram in HISTOGRAMS:
             bounds = histogram.read(self._replica.engine.stats).bounds
-            self._parts.append(Fixed(header(histogram.name, "histogram", histogram.help)))
-            self._parts.append(HistogramLines(histogram.name, self._labels, self._now(histogram.read), bounds))
+            self._parts.append(fixed(header(histogram.name, "histogram", histogram.help)))
+            lines = HistogramLines(histogram.name, self._labels, self._now(histogram.read), bounds)
+            self._parts.append(lines.text)
             self._add_created(histogram.name, histogram.help, [self._labels])
         if replica.spec.max_loras:
-            self._parts.append(Made(self._lora_lines))
-        self._parts.append(Fixed(self._cache_config()))
+            self._parts.append(self._lora_lines)
+        self._parts.append(fixed(self._cache_config()))
         self._parts += after
 
     def render(self) -> bytes:
@@ -243,15 +244,15 @@ class MetricsPage:
     def _add(self, family: Family) -> None:
         counts = family.counts
         name = f"{family.name}_total" if counts else family.name
-        self._parts.append(Fixed(header(name, "counter" if counts else "gauge", family.help)))
+        self._parts.append(fixed(header(name, "counter" if counts else "gauge", family.help)))
         for extra, read in family.series:
-            self._parts.append(Value(name, self._labels | extra, self._now(read)))
+            self._parts.append(sample(name, self._labels | extra, self._now(read)))
         if counts:
             self._add_created(family.name, family.help, [self._labels | extra for extra, _ in family.series])
 
     def _add_created(self, name: str, help_text: str, series: list[dict[str, str]]) -> None:
         lines = "".join(f"{name}_created{labels(values)} {self._created}\n" for values in series)
-        self._parts.append(Fixed(header(f"{name}_created", "gauge", help_text) + lines))
+        self._parts.append(fixed(header(f"{name}_created", "gauge", help_text) + lines))
 
     def _add_rejections(self) -> None:
         name, help_text = REJECTIONS, REJECTIONS_HELP
@@ -260,9 +261,9 @@ class MetricsPage:
             "max_num_queued_reqs": lambda: self._replica.rejections,
             "max_num_queued_tokens": lambda: 0,
         }
-        self._parts.append(Fixed(header(f"{name}_total", "counter", help_text)))
+        self._parts.append(fixed(header(f"{name}_total", "counter", help_text)))
         for reason, read in reasons.items():
-            self._parts.append(Value(f"{name}_total", {**model, "reason": reason}, read))
+            self._parts.append(sample(f"{name}_total", {**model, "reason": reason}, read))
         self._add_created(name, help_text, [{**model, "reason": reason} for reason in reasons])
 
     def _lora_lines(self) -> str:

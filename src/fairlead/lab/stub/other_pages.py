@@ -3,11 +3,11 @@
 Names and labels follow the sources listed in tests/data/metrics/ORIGIN.md. Histograms and help texts are left out.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from operator import attrgetter
 
-from fairlead.lab.stub.exposition import Fixed, Part, Value, page
+from fairlead.lab.stub.exposition import Part, fixed, page, sample
 from fairlead.lab.stub.replica import Replica
 
 #: Attributes of a replica that the pages show.
@@ -69,20 +69,16 @@ SERIES: Mapping[str, tuple[tuple[str, Mapping[str, str], str], ...]] = {
 }
 
 
-class OtherPage:
-    """The page of one replica, as `MetricsPage` is for vLLM."""
-
-    def __init__(self, replica: Replica) -> None:
-        model = replica.config.served_model
-        self._parts: list[Part] = []
-        before = ""
-        for name, labels, attribute in SERIES[replica.config.engine_type]:
-            if name != before:
-                kind = "counter" if name.endswith("_total") else "gauge"
-                self._parts.append(Fixed(f"# TYPE {name} {kind}\n"))
-            before = name
-            named = {label: value or model for label, value in labels.items()}
-            self._parts.append(Value(name, named, partial(attrgetter(attribute), replica)))
-
-    def render(self) -> bytes:
-        return page(self._parts)
+def other_page(replica: Replica) -> Callable[[], bytes]:
+    """Makes the page of one replica, as `MetricsPage.render` does for vLLM."""
+    model = replica.config.served_model
+    parts: list[Part] = []
+    before = ""
+    for name, labels, attribute in SERIES[replica.config.engine_type]:
+        if name != before:
+            kind = "counter" if name.endswith("_total") else "gauge"
+            parts.append(fixed(f"# TYPE {name} {kind}\n"))
+        before = name
+        named = {label: value or model for label, value in labels.items()}
+        parts.append(sample(name, named, partial(attrgetter(attribute), replica)))
+    return partial(page, parts)

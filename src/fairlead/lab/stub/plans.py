@@ -147,6 +147,12 @@ class Plan(Struct, kw_only=True):
         digest: int = xxhash.xxh3_64_intdigest(self.prompts[prompt], tk.root_hash(self.lora))
         return digest + 7919 * choice
 
+    def answer(self, answer_id: str, created: int, fingerprint: str) -> Shape:
+        """The form of the answer."""
+        tokens = sum(map(len, self.prompts)) // tk.TOKEN_BYTES
+        limit, temperature = self.max_tokens[0], self.temperature
+        return self.shape(answer_id, created, self.model, fingerprint, tokens, limit, temperature)
+
 
 class Models:
     """The model names that requests can use: the base model and the loaded adapters."""

@@ -14,6 +14,8 @@ import msgspec
 import yaml
 
 from fairlead.apis.engine_metrics import DEFAULT_ENGINE, ENGINE_LABELS, TRTLLM_PATH
+from fairlead.core.endpoint import host_port
+from fairlead.core.errors import FairleadError
 from fairlead.lab.stub.config import Faults, StubConfig, changed
 from fairlead.lab.stub.connection import Held
 from fairlead.lab.stub.exposition import Part, process_parts
@@ -24,12 +26,8 @@ if TYPE_CHECKING:
     from fairlead.lab.stub.kv_publisher import KvEventsConfig
 
 
-class PortTaken(Exception):
-    """A port could not be bound. `cure`: what a user of the command can do."""
-
-    def __init__(self, message: str, cure: str) -> None:
-        super().__init__(message)
-        self.cure = cure
+class PortTaken(FairleadError):
+    """A port could not be bound, and what a user of the command can do."""
 
 
 _ANOTHER = "is another server running there? Choose another --port"
@@ -105,8 +103,7 @@ class StubPool:
     @property
     def addresses(self) -> list[str]:
         """`host:port` of every replica, including stopped ones."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return [f"{host}:{port}" for port in self._ports]
+        return [host_port(self.host, port) for port in self._ports]
 
     @property
     def replicas(self) -> list[Replica]:
@@ -152,7 +149,7 @@ class StubPool:
             self._ports[index] = await server.start(self.host, self._ports[index])
         except OSError as error:
             taken = f"cannot listen on {self.host}:{self._ports[index]}: {error.strerror or error}"
-            raise PortTaken(taken, _ANOTHER) from error
+            raise PortTaken(f"{taken}; {_ANOTHER}") from error
         self._servers[index] = server
         events = self._kv_events[index]
         if events is not None:
@@ -174,7 +171,7 @@ class StubPool:
             publisher = KvPublisher(named, address, model, replica.unix)
         except zmq.ZMQError as error:
             cure = _NO_ADDRESS if config.connect else _EVENT_CURES.get(error.errno or 0, "choose other addresses")
-            raise PortTaken(f"cannot publish KV events: {error}", cure) from error
+            raise PortTaken(f"cannot publish KV events: {error}; {cure}") from error
         replica.publish(publisher)
         return msgspec.structs.replace(named, events=publisher.events_address, replay=publisher.replay_address)
 
@@ -190,7 +187,7 @@ def _have_files(publishers: int) -> None:
     needed = _FILES_PER_PUBLISHER * publishers + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY not in (soft, hard) and needed > hard:
-        raise PortTaken(f"KV events of {publishers} replicas need {needed} open files", f"raise the limit of {hard}")
+        raise PortTaken(f"KV events of {publishers} replicas need {needed} open files; raise the limit of {hard}")
     if soft != resource.RLIM_INFINITY and needed > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
@@ -198,26 +195,20 @@ def _have_files(publishers: int) -> None:
 # The `fairlead stub` command: start a pool, print its addresses, wait for a signal, stop.
 
 
-def run(
+async def serve(
     config: StubConfig, replicas: int, host: str, port: int, endpoints: Path | None, say: Callable[[str], object]
-) -> str:
-    """Serve until SIGINT or SIGTERM. Returns what went wrong, in words for a user; empty when nothing did."""
-    return asyncio.run(_serve(config, replicas, host, port, endpoints, say))
-
-
-async def _serve(
-    config: StubConfig, replicas: int, host: str, port: int, endpoints: Path | None, say: Callable[[str], object]
-) -> str:
+) -> None:
+    """Serve until SIGINT or SIGTERM. Raises `FairleadError` for what went wrong."""
     loop = asyncio.get_running_loop()
     asked_to_stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, asked_to_stop.set)
     if port + replicas - 1 > 65535:
-        return f"{replicas} replicas from port {port} on need ports above 65535"
+        raise FairleadError(f"{replicas} replicas from port {port} on need ports above 65535")
     try:
         pool = StubPool(config, replicas, host, port)
     except ValueError as error:
-        return str(error)
+        raise FairleadError(str(error)) from None
     try:
         async with pool:
             if endpoints is not None:
@@ -230,11 +221,8 @@ async def _serve(
             for index, (name, address) in enumerate(zip(pool.names, pool.addresses, strict=True)):
                 say(f"{name}  http://{address}{_sources(pool.replica(index))}")
             await asked_to_stop.wait()
-    except PortTaken as error:
-        return f"{error}; {error.cure}"
     except OSError as error:
-        return f"cannot write {endpoints}: {error.strerror or error}"
-    return ""
+        raise FairleadError(f"cannot write {endpoints}: {error.strerror or error}") from None
 
 
 def _sources(replica: Replica) -> str:

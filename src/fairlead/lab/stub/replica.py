@@ -146,8 +146,7 @@ class Replica:
         if refusal is not None and not in_stream:
             raise refusal
         make = StreamGeneration if plan.stream else Generation
-        generation = make(self, connection, plan, answer_id, created, self.fingerprint)
-        generation.orca = orca
+        generation = make(self, connection, plan, plan.answer(answer_id, created, self.fingerprint), orca)
         if isinstance(generation, StreamGeneration) and self._draw(self._faults.disconnect_rate):
             generation.cut_after = self._faults.disconnect_after
         self._generations[generation] = None

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from fairlead.apis.engine_metrics import DEFAULT_ENGINE, TRTLLM_PATH
+from fairlead.core.endpoint import host_port
 from fairlead.lab.engine import tokens as tk
 from fairlead.lab.stub import fields
 from fairlead.lab.stub.config import NO_FAULTS, VERSION, StubConfig, changed
@@ -23,7 +24,7 @@ from fairlead.lab.stub.exposition import HttpStats, Part
 from fairlead.lab.stub.fields import SCALE_OUT, ApiError, Body
 from fairlead.lab.stub.generation import REQUEST_HEADER
 from fairlead.lab.stub.metrics_page import MetricsPage
-from fairlead.lab.stub.other_pages import OtherPage
+from fairlead.lab.stub.other_pages import other_page
 from fairlead.lab.stub.plans import (
     Models,
     Plan,
@@ -63,9 +64,9 @@ class ReplicaServer:
         self._http = HttpStats(replica.unix())
         full = config.full_metrics
         self._page = (
-            MetricsPage(replica, process if full else [], self._http.parts() if full else [])
+            MetricsPage(replica, process if full else [], self._http.parts() if full else []).render
             if config.engine_type == DEFAULT_ENGINE
-            else OtherPage(replica)
+            else other_page(replica)
         )
         self._frozen_page: bytes | None = None
         self._connections: set[Connection] = set()
@@ -77,7 +78,7 @@ class ReplicaServer:
         loop = asyncio.get_running_loop()
         self._listener = await loop.create_server(lambda: Connection(self), host, port, backlog=_BACKLOG)
         port = int(self._listener.sockets[0].getsockname()[1])
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.address = host_port(host, port)
         config = self.replica.config
         if config.identity_headers:
             self.heads = Heads(
@@ -179,11 +180,11 @@ class ReplicaServer:
         if not faults.metrics_frozen:
             self._frozen_page = None
         elif self._frozen_page is None:
-            self._frozen_page = self._page.render()
+            self._frozen_page = self._page()
         if faults.metrics_status:
             connection.reply(faults.metrics_status, b"", content_type=b"")
             return
-        connection.reply(200, self._frozen_page or self._page.render(), content_type=_METRICS_TYPE)
+        connection.reply(200, self._frozen_page or self._page(), content_type=_METRICS_TYPE)
 
     # ---------------------------------------------------------------- idle connections
 

@@ -13,19 +13,15 @@ from typing import TypeVar
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from fairlead.core.errors import FairleadError
+from fairlead.core.errors import ConfigError
 from fairlead.lab.workload.record import Dispatch, Outcome, Record, Workload, arranged, problem_of
 
 
-class TraceError(FairleadError):
+class TraceError(ConfigError):
     """A trace cannot be read. `line` counts from 1; `field` is empty if the whole line is invalid."""
 
     def __init__(self, source: str, line: int, field: str, message: str) -> None:
-        self.source = source
-        self.line = line
-        self.field = field
-        where = f"{source}:{line}" if line else source
-        super().__init__(f"{where}: {field}: {message}" if field else f"{where}: {message}")
+        super().__init__(message, field, f"{source}:{line}" if line else source)
 
 
 def shortened(text: str, most: int = 60) -> str:

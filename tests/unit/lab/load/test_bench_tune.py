@@ -14,6 +14,7 @@ from fairlead.lab.engine.spec import LatencyModel
 from fairlead.lab.load.tune import Facts, Measured, Observation, TooLittle, Traffic, advise, fit, traffic_of
 from fairlead.lab.load.tune_probe import ANSWER_TOKENS, SHORT_ANSWER, plan
 from fairlead.lab.simulator.world import replicas
+from support.commands import fairlead
 
 #: What a small server on a CPU tells of itself, and its speed.
 SMALL = Facts(model="m", max_model_len=2048, block_size=32, num_blocks=256, max_num_seqs=4, max_batched_tokens=2048)
@@ -362,7 +363,7 @@ def test_the_command_fits_a_file_and_its_preset_is_simulated(tmp_path):
     ],
 )
 def test_wrong_input_is_one_line(arguments, code, message):
-    done = CliRunner().invoke(build_app(), ["tune", *arguments])
+    done = fairlead("tune", *arguments)
     assert (done.exit_code, message in done.output, "Traceback" in done.output) == (code, True, False)
 
 

@@ -103,7 +103,7 @@ async def test_a_taken_port_of_events_is_named_and_nothing_stays_behind(publishi
         with pytest.raises(PortTaken, match="cannot publish KV events: Address already in use") as caught:
             async with second:
                 pass
-        assert "--kv-events-port" in caught.value.cure
+        assert "--kv-events-port" in str(caught.value)
         assert second.replicas == []
 
 
@@ -256,7 +256,7 @@ async def test_an_address_that_is_none_says_what_to_give(quick_config):
     with pytest.raises(PortTaken, match="cannot publish KV events") as caught:
         async with StubPool(msgspec.structs.replace(quick_config, kv_events=nowhere)):
             pass
-    assert "--kv-events-connect" in caught.value.cure
+    assert "--kv-events-connect" in str(caught.value)
 
 
 @pytest.mark.parametrize(("limit", "replicas"), [(200, 3), (150, 9)])
@@ -269,13 +269,13 @@ def test_open_files_are_enough_or_said_to_be_missing(limit, replicas):
         "async def run():\n"
         f"    async with StubPool(StubConfig(kv_events=KvEventsConfig()), {replicas}): print('runs')\n"
         "try: asyncio.run(run())\n"
-        "except PortTaken as error: print(error, error.cure)"
+        "except PortTaken as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     if replicas == 3:
         assert done.stdout == "runs\n"
     else:
-        assert done.stdout == "KV events of 9 replicas need 208 open files raise the limit of 150\n"
+        assert done.stdout == "KV events of 9 replicas need 208 open files; raise the limit of 150\n"
 
 
 async def test_the_port_is_free_again_after_the_pool(publishing):

@@ -163,7 +163,7 @@ def test_a_bad_line_names_file_line_and_field(name, data, line, field):
     with pytest.raises(TraceError) as caught:
         read(name, data)
     error = caught.value
-    assert (error.source, error.line, error.field) == ("file.x", line, field)
+    assert (error.source, error.path) == (f"file.x:{line}", field)
     assert str(error).startswith(f"file.x:{line}: ")
 
 
