@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from fairlead.core.errors import ConfigError
@@ -22,11 +23,25 @@ from fairlead.lab.load.process import run_in_process
 from fairlead.lab.load.report import summarise
 from fairlead.lab.load.runner import run
 from fairlead.lab.load.spec import Options, Progress, RunResult, RunSpec
-from fairlead.lab.load.workload import Call, ClosedLoop, Constant, Fixed, Poisson, SharedPrefix
+from fairlead.lab.load.workload import Call, Chat, ClosedLoop, Paced, Poisson, SharedPrefix
+from fairlead.lab.workload.arrivals import constant
 
 REPOSITORY = Path(__file__).parents[2]
 OK = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
 SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+class Fixed(msgspec.Struct):
+    """The same request repeatedly."""
+
+    body: str = ""
+    headers: dict[str, str] = {}
+
+    def calls(self) -> Iterator[Call]:
+        while True:
+            yield Call(body=self.body.encode(), headers=self.headers)
+
+
 SMALL = Fixed(body='{"messages":[]}')
 
 Reader = asyncio.StreamReader
@@ -132,43 +147,28 @@ async def test_json_answers_with_usage(upstream: list[str]) -> None:
 async def test_streams_are_timed_and_their_usage_read(upstream: list[str]) -> None:
     fields = {"x-bench-chunks": "10", "x-bench-interval-ms": "4", "x-bench-delay-ms": "3", "x-bench-cached": "1"}
     workload = Fixed(body='{"stream": true, "messages": []}', headers=fields)
-    result = await run(upstream[1], workload, Poisson(200), Options(requests=30, chunk_times=5))
+    result = await run(upstream[1], workload, Poisson(200), Options(requests=30))
     assert reasons(result) == {"": 30}
     for record in result.records:
         assert (record.chunks, record.completion_tokens, record.cached_tokens) == (12, 10, 1)
         assert record.headers < record.first_data < record.last_data <= record.end
-        assert record.chunk_times == sorted(record.chunk_times)
-        assert record.chunk_times[0] == record.first_data
-        assert 1 < len(record.chunk_times) <= 5
     assert result.gaps.count >= 30
     summary = summarise(result)
     assert summary["output_tokens"] == 300
     assert summary["tpot_ms"]["p50"] > 0
 
 
-async def test_every_byte_of_an_irregular_stream_is_verified(upstream: list[str]) -> None:
+async def test_irregular_streams_are_read_to_their_end(upstream: list[str]) -> None:
     class Seeds:
         def calls(self) -> Iterator[Call]:
             for seed in range(30):
                 yield Call(headers={"x-bench-mode": "verify", "x-bench-seed": str(seed)})
 
-    options = Options(requests=100, digest_header="X-Bench-Sha256")
-    result = await run(upstream[0], Seeds(), ClosedLoop(4), options)
+    result = await run(upstream[0], Seeds(), ClosedLoop(4), Options(requests=100))
     assert reasons(result) == {"": 30}
-    assert len({record.sha256 for record in result.records}) == 30
     assert sum(record.body_bytes for record in result.records) > 5_000_000
     framed_by_length = [record for record in result.records if not record.chunks]
     assert 0 < len(framed_by_length) < 30
-
-
-async def test_a_changed_byte_is_noticed() -> None:
-    head = b"HTTP/1.1 200 OK\r\nx-digest: ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad\r\n"
-    async with serving(replying(head + b"content-length: 3\r\n\r\nabc", close=False)) as server:
-        good = await run(server.target, SMALL, ClosedLoop(1), Options(requests=2, digest_header="x-digest"))
-    async with serving(replying(head + b"content-length: 3\r\n\r\nabd", close=False)) as server:
-        bad = await run(server.target, SMALL, ClosedLoop(1), Options(requests=2, digest_header="x-digest"))
-    assert reasons(good) == {"": 2}
-    assert reasons(bad) == {"digest_mismatch": 2}
 
 
 async def test_uploads_arrive_whole(upstream: list[str]) -> None:
@@ -245,7 +245,7 @@ async def test_silence_times_out() -> None:
         await reader.read()
 
     async with serving(silent) as server:
-        result = await run(server.target, SMALL, Constant(1000), Options(requests=5, timeout_s=0.1))
+        result = await run(server.target, SMALL, Paced(constant(1000)), Options(requests=5, timeout_s=0.1))
     assert reasons(result) == {"timeout": 5}
     assert not result.cut
 
@@ -285,7 +285,7 @@ async def test_latency_counts_from_the_schedule_when_the_server_stalls() -> None
 
     options = Options(requests=50, max_in_flight=1, progress_s=0.01)
     async with serving(stalling) as server:
-        result = await run(server.target, SMALL, Constant(1000), options, watch)
+        result = await run(server.target, SMALL, Paced(constant(1000)), options, watch)
     assert reasons(result) == {"": 50}
     for record in result.records:
         assert record.scheduled == pytest.approx(result.origin + record.index / 1000, abs=1e-9)
@@ -313,7 +313,7 @@ async def test_an_open_loop_does_not_wait_for_answers() -> None:
         writer.write(OK)
 
     async with serving(wait_for_all) as server:
-        result = await run(server.target, SMALL, Constant(2000), Options(requests=40))
+        result = await run(server.target, SMALL, Paced(constant(2000)), Options(requests=40))
         assert server.connections == 40
     assert reasons(result) == {"": 40}
 
@@ -324,27 +324,21 @@ async def test_the_hard_bound_ends_a_run_and_forgets_no_request() -> None:
 
     options = Options(requests=30, max_in_flight=4, time_limit_s=0.3)
     async with serving(silent) as server:
-        result = await run(server.target, SMALL, Constant(10_000), options)
+        result = await run(server.target, SMALL, Paced(constant(10_000)), options)
     assert reasons(result) == {"time_limit": 4, "not_sent": 26}
     assert result.cut
 
 
 async def test_a_run_bounded_by_time_schedules_what_lies_within_it() -> None:
     async with serving(replying(OK)) as server:
-        result = await run(server.target, SMALL, Constant(100), Options(duration_s=0.2))
+        result = await run(server.target, SMALL, Paced(constant(100)), Options(duration_s=0.2))
     assert reasons(result) == {"": 20}
-
-
-async def test_a_closed_loop_that_thinks_ends_too() -> None:
-    async with serving(replying(OK)) as server:
-        result = await run(server.target, SMALL, ClosedLoop(2, think_s=0.001), Options(requests=9))
-    assert reasons(result) == {"": 9}
 
 
 async def test_progress_ends_with_everything_done() -> None:
     looks: list[Progress] = []
     async with serving(replying(OK)) as server:
-        await run(server.target, SMALL, Constant(200), Options(requests=20, progress_s=0.02), looks.append)
+        await run(server.target, SMALL, Paced(constant(200)), Options(requests=20, progress_s=0.02), looks.append)
     assert [look.done for look in looks] == sorted(look.done for look in looks)
     last = looks[-1]
     assert (last.done, last.total, last.in_flight, last.waiting, last.failed) == (20, 20, 0, 0, 0)
@@ -362,9 +356,9 @@ async def test_a_broken_workload_or_callback_ends_the_run_with_its_error() -> No
 
     async with serving(replying(OK)) as server:
         with pytest.raises(RuntimeError, match="no more ideas"):
-            await run(server.target, Broken(), Constant(500), Options(requests=5))
+            await run(server.target, Broken(), Paced(constant(500)), Options(requests=5))
         with pytest.raises(RuntimeError, match="no ears"):
-            await run(server.target, SMALL, Constant(10), Options(requests=50, progress_s=0.01), complain)
+            await run(server.target, SMALL, Paced(constant(10)), Options(requests=50, progress_s=0.01), complain)
         with pytest.raises(ConfigError):
             await run(server.target, Fixed(headers={"a": "b\r\nc: d"}), ClosedLoop(1), Options(requests=1))
 
@@ -423,7 +417,7 @@ async def test_cancelling_ends_the_process() -> None:
         await reader.read()
 
     async with serving(silent) as server:
-        spec = RunSpec(target=server.target, workload=SMALL, arrivals=ClosedLoop(2), options=Options(requests=2))
+        spec = RunSpec(target=server.target, workload=Chat(), arrivals=ClosedLoop(2), options=Options(requests=2))
         running = asyncio.create_task(run_in_process(spec))
         await reached.wait()
         running.cancel()
@@ -435,7 +429,7 @@ async def test_a_callback_that_fails_ends_the_process(upstream: list[str]) -> No
     def complain(_progress: Progress) -> None:
         raise RuntimeError("no ears")
 
-    spec = RunSpec(target=upstream[0], workload=SMALL, arrivals=Constant(50), options=Options(duration_s=60))
+    spec = RunSpec(target=upstream[0], workload=Chat(), arrivals=Poisson(50), options=Options(duration_s=60))
     with pytest.raises(RuntimeError, match="no ears"):
         await run_in_process(spec, complain)
 

@@ -18,7 +18,8 @@ from msgspec.structs import asdict
 
 from fairlead.lab.load.runner import run
 from fairlead.lab.load.spec import Options, Record
-from fairlead.lab.load.workload import Call, Constant, OpenLoop
+from fairlead.lab.load.workload import Call, OpenLoop, Paced
+from fairlead.lab.workload.arrivals import constant
 
 FULL = os.environ.get("FAIRLEAD_CHAOS") == "full"
 RATE = 200.0
@@ -128,7 +129,7 @@ class _Until:
         self.over = False
 
     def offsets(self) -> Iterator[float]:
-        for offset in Constant(self.rate).offsets():
+        for offset in Paced(constant(self.rate)).offsets():
             if self.over:
                 return
             yield offset

@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable, Iterator
 
 from fairlead.lab.load.runner import run
 from fairlead.lab.load.spec import Options, Record, RunResult
-from fairlead.lab.load.workload import Call, Constant
+from fairlead.lab.load.workload import Call, Paced
+from fairlead.lab.workload.arrivals import constant
 
 _QUESTION = "What does a fairlead do on a ship? " * 40
 
@@ -70,7 +71,7 @@ async def under_load(
 
     class Arrivals:
         def offsets(self) -> Iterator[float]:
-            for offset in Constant(rate).offsets():
+            for offset in Paced(constant(rate)).offsets():
                 if over:
                     return
                 yield offset

@@ -9,12 +9,11 @@ Rules
 
 Values of `Record.error`: `status_<code>` (not 2xx) · `body_error_<code>` (an error inside a 200) · `sse_incomplete`
 (stream without `[DONE]`) · `connect_<errno>` · `reset` · `closed_before_response` · `closed_in_headers` · `short_body`
-· `chunked_unterminated` · `malformed` · `extra_bytes` · `digest_mismatch` · `timeout` · `time_limit` (in flight at the
-run's hard time bound) · `not_sent` (scheduled, but still held back then)."""
+· `chunked_unterminated` · `malformed` · `extra_bytes` · `timeout` · `time_limit` (in flight at the run's hard time
+bound) · `not_sent` (scheduled, but still held back then)."""
 
 import asyncio
 import errno
-import hashlib
 import socket
 from collections.abc import Callable
 from time import monotonic
@@ -30,7 +29,7 @@ from fairlead.lab.load.spec import Histogram, Options, Record
 from fairlead.lab.load.workload import Call
 from fairlead.pool.http1 import MalformedMessage, ResponseReader
 
-# What the generator reads from a response body: token usage, errors inside a 200, a digest.
+# What the generator reads from a response body: token usage, errors inside a 200.
 #
 # vLLM 0.32 answers a stream with 200 immediately and reports overload or a dead engine inside it, as an SSE event
 # `data: {"error": …}`, so the status alone does not show success. It may also send `: keep-alive` comments while a
@@ -47,11 +46,10 @@ STREAM_TAIL = 4096
 class BodyWatch:
     """One response body. A `ResponseReader` fills `pieces`; `look` processes them from time to time."""
 
-    __slots__ = ("_digest", "_reader", "_scanner", "_stream", "_tail", "data_seen", "pieces")
+    __slots__ = ("_reader", "_scanner", "_stream", "_tail", "data_seen", "pieces")
 
-    def __init__(self, reader: ResponseReader, digest: bool = False) -> None:
+    def __init__(self, reader: ResponseReader) -> None:
         self._reader = reader
-        self._digest = hashlib.sha256() if digest else None
         self._scanner: UsageScanner | None = None
         self._stream = False
         self._tail = b""
@@ -70,8 +68,6 @@ class BodyWatch:
             self._scanner = UsageScanner(self._stream)
         if not self.data_seen:
             self.data_seen = not new.startswith(b":") or b"\ndata:" in new
-        if self._digest is not None:
-            self._digest.update(new)
         if self._stream:
             tail = self._tail + new
             if len(tail) > STREAM_TAIL:
@@ -94,10 +90,6 @@ class BodyWatch:
         # A server that shuts down cleanly ends its chunked body but does not send [DONE].
         return scanner.usage, "sse_incomplete" if self._stream and not scanner.done else ""
 
-    def sha256(self) -> str:
-        """Hex digest of the body so far; empty unless requested."""
-        return self._digest.hexdigest() if self._digest is not None else ""
-
 
 #: Enough for every response head and body on the fast path.
 RECEIVE_BYTES = 262144
@@ -111,7 +103,7 @@ Address = tuple[socket.AddressFamily, SocketAddress]
 class Connection:
     """A connection that is created closed; `start` connects when needed."""
 
-    __slots__ = ("_connecting", "_out", "_owner", "_reader", "_socket", "_times", "_watch", "idle_since", "record")
+    __slots__ = ("_connecting", "_out", "_owner", "_reader", "_socket", "_watch", "idle_since", "record")
 
     def __init__(self, owner: "Client") -> None:
         self._owner = owner
@@ -120,7 +112,6 @@ class Connection:
         self._out: memoryview | None = None
         self._reader = ResponseReader()
         self._watch: BodyWatch | None = None
-        self._times: list[float] = []
         self.record: Record | None = None
         self.idle_since = 0.0
 
@@ -131,10 +122,7 @@ class Connection:
     def start(self, record: Record, message: bytes, address: Address) -> None:
         """Send `message`, a complete request. The record's times are filled in as events occur."""
         self.record = record
-        options = self._owner.options
-        watched = options.read_usage or options.sha256 or self._owner.digest_field
-        digest = options.sha256 or bool(self._owner.digest_field)
-        self._watch = BodyWatch(self._reader, digest) if watched else None
+        self._watch = BodyWatch(self._reader) if self._owner.options.read_usage else None
         self._reader.reset(self._watch.pieces.append if self._watch else None)
         record.sent = monotonic()
         if self._socket is None:
@@ -249,11 +237,11 @@ class Connection:
             self._end("extra_bytes" if reader.excess else "", now)
 
     def _note_arrival(self, record: Record, now: float) -> None:
-        options, watch = self._owner.options, self._watch
+        watch = self._watch
         if watch is not None and (not record.first_data or len(watch.pieces) > _UNREAD_PIECES):
             watch.look()
         if record.first_data:
-            if options.gaps:
+            if self._owner.options.gaps:
                 self._owner.new_gaps.append(now - record.last_data)
         else:
             if not record.first_byte:
@@ -262,8 +250,6 @@ class Connection:
                 record.first_data = now
                 self._owner.new_ttfts.append(now - record.scheduled)
         record.last_data = now
-        if len(self._times) < options.chunk_times:
-            self._times.append(now)
 
     def _end(self, error: str, now: float, closed: bool = False) -> None:
         record, reader, watch = self.record, self._reader, self._watch
@@ -272,13 +258,10 @@ class Connection:
         record.status = reader.status
         record.body_bytes = reader.body_bytes
         record.chunks = reader.chunks
-        if self._times:
-            record.chunk_times, self._times = self._times, []
         reusable = not error and not closed and reader.keep_alive and self._out is None
         if watch is not None:
             watch.look()
-            record.sha256 = watch.sha256()
-            error = error or self._judge_body(record, watch)
+            error = error or _judge_body(record, watch)
         if not 200 <= record.status < 300 and not error:
             error = f"status_{record.status}"
         record.error = error
@@ -289,18 +272,14 @@ class Connection:
         self.idle_since = now
         self._owner.ended(self, reusable, now)
 
-    def _judge_body(self, record: Record, watch: BodyWatch) -> str:
-        expected = self._owner.digest_field
-        if expected and self._reader.field(expected).decode("latin-1") != record.sha256:
-            return "digest_mismatch"
-        if not self._owner.options.read_usage:
-            return ""
-        usage, error = watch.close()
-        if usage is not None:
-            record.prompt_tokens = usage.prompt_tokens
-            record.completion_tokens = usage.completion_tokens
-            record.cached_tokens = usage.cached_tokens
-        return error if 200 <= record.status < 300 else ""
+
+def _judge_body(record: Record, watch: BodyWatch) -> str:
+    usage, error = watch.close()
+    if usage is not None:
+        record.prompt_tokens = usage.prompt_tokens
+        record.completion_tokens = usage.completion_tokens
+        record.cached_tokens = usage.cached_tokens
+    return error if 200 <= record.status < 300 else ""
 
 
 def _connect_error(code: int) -> str:
@@ -334,7 +313,6 @@ class Client:
         self.buffer = bytearray(RECEIVE_BYTES)
         #: The same bytes, for access without a copy.
         self.received = memoryview(self.buffer)
-        self.digest_field = options.digest_header.lower().encode("latin-1")
         self._host, self._port = _split_target(target)
         self._address: Address | None = None
         self._heads: dict[tuple[str, str], bytes] = {}

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from fairlead.core.errors import ADMIN_PORT, ConfigError, FairleadError
+from fairlead.core.text import plain
 
 MODELS_PATH = "/v1/models"
 #: Most bytes of a response that are read: metrics pages are the largest.
@@ -25,9 +26,10 @@ class Model(msgspec.Struct):
     """One entry of `/v1/models`; other fields are ignored."""
 
     id: str
+    max_model_len: int | None = None
 
 
-class _Models(msgspec.Struct):
+class Models(msgspec.Struct):
     data: list[Model]
 
 
@@ -47,7 +49,7 @@ def normal_target(url: str) -> str:
 
 
 def exchanged(
-    target: str, path: str, headers: Mapping[str, str], timeout_s: float = 10.0, body: bytes | None = None
+    target: str, path: str, headers: Mapping[str, str], body: bytes | None = None, timeout_s: float = 10.0
 ) -> tuple[int, bytes]:
     """Send a request, GET, or POST if there is a `body`; returns (status, content). Raises `OSError`, `HTTPException`,
     or `ValueError` for a header that cannot be sent."""
@@ -61,12 +63,12 @@ def exchanged(
         connection.close()
 
 
-def ask_models(target: str, headers: Mapping[str, str], timeout_s: float = 10.0) -> tuple[int, list[str]]:
+def ask_models(target: str, headers: Mapping[str, str]) -> tuple[int, list[str]]:
     """(status, names) of `GET /v1/models`; no names if the answer is not a list of models. Raises NoAnswer."""
     try:
-        status, body = exchanged(target, MODELS_PATH, headers, timeout_s)
+        status, body = exchanged(target, MODELS_PATH, headers)
     except (OSError, HTTPException) as error:
-        what = _printable(str(error)) or type(error).__name__
+        what = plain(str(error)[:200]) or type(error).__name__
         cures = _CURES.format(target=target, path=MODELS_PATH)
         raise NoAnswer(f"{target} does not answer: {what}\n{cures}") from None
     except ValueError as error:
@@ -76,11 +78,6 @@ def ask_models(target: str, headers: Mapping[str, str], timeout_s: float = 10.0)
     if not 200 <= status < 300:
         return status, []
     try:
-        return status, [model.id for model in msgspec.json.decode(body, type=_Models).data]
+        return status, [model.id for model in msgspec.json.decode(body, type=Models).data]
     except msgspec.DecodeError:
         return status, []
-
-
-def _printable(text: str, most: int = 200) -> str:
-    """A part of what a peer sent, safe to show on a terminal."""
-    return "".join(letter if letter.isprintable() else " " for letter in text[:most]).strip()

@@ -105,7 +105,6 @@ class _Load:
         self._exhausted = False
         #: Scheduled times of requests that `max_in_flight` holds back, oldest first.
         self._waiting: deque[float] = deque()
-        self._thinking = 0
         self._failed = 0
         self._last_look = (self.origin, 0)
 
@@ -140,7 +139,7 @@ class _Load:
                 self._finished.set_exception(error)
 
     def _idle(self) -> bool:
-        return self._next is None and not self._waiting and not self._thinking and not self._client.in_flight
+        return self._next is None and not self._waiting and not self._client.in_flight
 
     def _begin(self) -> None:
         if self._closed_loop is None:
@@ -206,27 +205,12 @@ class _Load:
             return
         if self._waiting:
             self._send(self._waiting.popleft())
-        if self._closed_loop is not None:
-            self._continue_worker(now, self._closed_loop.think_s)
-
-    def _continue_worker(self, now: float, think_s: float) -> None:
-        if 0 < self._options.duration_s <= now - self.origin:
-            return
-        if think_s:
-            self._thinking += 1
-            self._client.loop.call_later(think_s, self._guard, self._wake_worker)
-        else:
+        if self._closed_loop is not None and not 0 < self._options.duration_s <= now - self.origin:
             self._arrive(now)
-
-    def _wake_worker(self) -> None:
-        self._thinking -= 1
-        if not self.cut:
-            self._arrive(time.monotonic())
 
     def _cut_off(self) -> None:
         self.cut = True
         self._next = None
-        self._thinking = 0
         now = time.monotonic()
         for scheduled in self._waiting:
             self.records.append(Record(len(self.records), scheduled, end=now, error="not_sent"))

@@ -90,15 +90,12 @@ class Record(msgspec.Struct, gc=False):
     chunks: int = 0
     #: Why the request failed; empty = success. See `fairlead.lab.load.connection` for the values.
     error: str = ""
-    sha256: str = ""
     #: `-1` = not reported.
     prompt_tokens: int = -1
     completion_tokens: int = -1
     cached_tokens: int = -1
     #: The prefix group of the workload; -1 = none.
     group: int = -1
-    #: Arrival times of body bytes, at most `Options.chunk_times`.
-    chunk_times: Sequence[float] = ()
 
     def ttft(self) -> float:
         """Seconds from the scheduled arrival to the first token (or the response head, if it is not a stream)."""
@@ -126,12 +123,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     read_usage: bool = True
     #: Measure the gaps between arrivals of body bytes (ITL).
     gaps: bool = True
-    #: Keep up to this many arrival times per request.
-    chunk_times: int = 0
-    #: Keep the sha256 of every response body.
-    sha256: bool = False
-    #: Compare the body's sha256 with this response header.
-    digest_header: str = ""
     #: Sent with every request.
     headers: dict[str, str] = {}
     #: The server's model time runs this many times faster than the wall clock.

@@ -14,7 +14,7 @@ from fairlead.apis.prometheus import read_page
 from fairlead.core.errors import FairleadError
 from fairlead.lab.engine.presets import Preset
 from fairlead.lab.engine.spec import LatencyModel
-from fairlead.lab.load.probe import exchanged
+from fairlead.lab.load.probe import MODELS_PATH, Models, exchanged
 
 
 class Facts(Struct, kw_only=True, frozen=True):
@@ -38,15 +38,6 @@ class Facts(Struct, kw_only=True, frozen=True):
         return self.block_size * max(self.num_blocks - 1, 0)
 
 
-class _Model(Struct):
-    id: str
-    max_model_len: int | None = None
-
-
-class _Models(Struct):
-    data: list[_Model]
-
-
 class _SchedulerLimits(Struct):
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
@@ -63,15 +54,15 @@ class _ServerInfo(Struct):
     vllm_config: _VllmConfig
 
 
-def ask_facts(target: str, headers: dict[str, str], model: str = "", timeout_s: float = 10.0) -> Facts:
+def ask_facts(target: str, headers: dict[str, str], model: str = "") -> Facts:
     """Query `http://host:port`. If a page is missing or cannot be read, its fields stay unknown."""
     facts = Facts(model=model)
-    for entry in _asked(target, "/v1/models", headers, timeout_s, _Models, _Models([])).data:
+    for entry in _asked(target, MODELS_PATH, headers, Models, Models([])).data:
         if not model or entry.id == model:
             facts = msgspec.structs.replace(facts, model=entry.id, max_model_len=max(entry.max_model_len or 0, 0))
             break
     nothing = _ServerInfo(_VllmConfig(_SchedulerLimits()))
-    info = _asked(target, "/server_info?config_format=json", headers, timeout_s, _ServerInfo, nothing)
+    info = _asked(target, "/server_info?config_format=json", headers, _ServerInfo, nothing)
     limits = info.vllm_config.scheduler_config
     facts = msgspec.structs.replace(
         facts,
@@ -79,7 +70,7 @@ def ask_facts(target: str, headers: dict[str, str], model: str = "", timeout_s: 
         max_batched_tokens=max(limits.max_num_batched_tokens, 0),
         async_scheduling=limits.async_scheduling,
     )
-    page = _get(target, "/metrics", headers, timeout_s)
+    page = _get(target, "/metrics", headers)
     for engine in ENGINES.values():
         sample = read_page(page, compile_engine(engine)).sample
         if sample.num_blocks:
@@ -96,17 +87,17 @@ def ask_facts(target: str, headers: dict[str, str], model: str = "", timeout_s: 
 T = TypeVar("T")
 
 
-def _asked(target: str, path: str, headers: dict[str, str], timeout_s: float, kind: type[T], otherwise: T) -> T:
+def _asked(target: str, path: str, headers: dict[str, str], kind: type[T], otherwise: T) -> T:
     try:
-        return msgspec.json.decode(_get(target, path, headers, timeout_s), type=kind)
+        return msgspec.json.decode(_get(target, path, headers), type=kind)
     except msgspec.DecodeError:
         return otherwise
 
 
-def _get(target: str, path: str, headers: dict[str, str], timeout_s: float) -> bytes:
+def _get(target: str, path: str, headers: dict[str, str]) -> bytes:
     """The content of a page; empty if there is no such page."""
     try:
-        status, body = exchanged(target, path, headers, timeout_s)
+        status, body = exchanged(target, path, headers)
     except (OSError, HTTPException):
         return b""
     return body if 200 <= status < 300 else b""
@@ -502,7 +493,7 @@ def traffic_of(observations: Sequence[Observation]) -> Traffic:
     )
 
 
-class Advice(Struct, kw_only=True, frozen=True):
+class Advice(Struct, frozen=True):
     """A recommended value of one parameter."""
 
     parameter: str
@@ -531,12 +522,11 @@ def advise(fitted: Fitted, facts: Facts, traffic: Traffic) -> list[Advice]:
 
 def _block_size(traffic: Traffic) -> Advice:
     value = max(BLOCK_LEAST, min(BLOCK_MOST, round(traffic.prompt_tokens / BLOCK_PER)))
-    return Advice(
-        parameter="hashBlockSize",
-        value=value,
-        reason=f"mean prompt of {traffic.prompt_tokens:,.0f} tokens / {BLOCK_PER}, within {BLOCK_LEAST} and "
-        f"{BLOCK_MOST}: smaller finds short shared beginnings, larger costs less per decision",
+    why = (
+        f"mean prompt of {traffic.prompt_tokens:,.0f} tokens / {BLOCK_PER}, within {BLOCK_LEAST} and {BLOCK_MOST}: "
+        "smaller finds short shared beginnings, larger costs less per decision"
     )
+    return Advice("hashBlockSize", value, why)
 
 
 def _weights(traffic: Traffic) -> list[Advice]:
@@ -552,10 +542,7 @@ def _weights(traffic: Traffic) -> list[Advice]:
             else f"between {LOW:.0%} and {HIGH:.0%} both matter"
         )
     prefix, load = (100, 30) if rate > HIGH else (20, 100) if 0 <= rate < LOW else (60, 60)
-    return [
-        Advice(parameter="prefix-aware weight", value=prefix, reason=why),
-        Advice(parameter="load-aware weight", value=load, reason=why),
-    ]
+    return [Advice("prefix-aware weight", prefix, why), Advice("load-aware weight", load, why)]
 
 
 def _queue_length(fitted: Fitted, facts: Facts, traffic: Traffic) -> Advice:
@@ -565,7 +552,7 @@ def _queue_length(fitted: Fitted, facts: Facts, traffic: Traffic) -> Advice:
     why = f"a waiting prompt takes {own:,.1f} ms; behind more of them TTFT is above {traffic.ttft_ms:,.0f} ms"
     if by_time >= most:
         why = f"{QUEUE_SHARE:.0%} of the engine's {slots} sequences; so many prompts take {most * own:,.0f} ms"
-    return Advice(parameter="maxQueueLength", value=max(1, min(by_time, most)), reason=why)
+    return Advice("maxQueueLength", max(1, min(by_time, most)), why)
 
 
 def _concurrency(fitted: Fitted, facts: Facts, traffic: Traffic) -> Advice:
@@ -581,18 +568,14 @@ def _concurrency(fitted: Fitted, facts: Facts, traffic: Traffic) -> Advice:
         why = f"its KV cache of {facts.kv_tokens:,} tokens has no room for more of {tokens:,.0f} that share nothing"
     else:
         why = f"with more answers at once a token takes longer than {traffic.tpot_ms:g} ms"
-    return Advice(parameter="maxConcurrency", value=value, reason=why)
+    return Advice("maxConcurrency", value, why)
 
 
 def _waiting_tokens(fitted: Fitted, traffic: Traffic) -> Advice:
     per_token = 1e3 / _tokens_per_s(fitted)
-    value = int((traffic.ttft_ms / 2) / per_token)
-    return Advice(
-        parameter="waiting prompt tokens per endpoint",
-        value=value,
-        reason=f"half of {traffic.ttft_ms:,.0f} ms at {per_token * 1e3:,.1f} µs per token: with more in front the "
-        "other half must do for the rest",
-    )
+    pace = f"half of {traffic.ttft_ms:,.0f} ms at {per_token * 1e3:,.1f} µs per token"
+    why = f"{pace}: with more in front the other half must do for the rest"
+    return Advice("waiting prompt tokens per endpoint", int((traffic.ttft_ms / 2) / per_token), why)
 
 
 def _tokens_per_s(fitted: Fitted) -> float:
@@ -600,25 +583,17 @@ def _tokens_per_s(fitted: Fitted) -> float:
 
 
 def _peak(fitted: Fitted) -> Advice:
-    return Advice(
-        parameter="peakPrefillThroughput",
-        value=round(_tokens_per_s(fitted)),
-        reason=f"prompt tokens per second in a step of {fitted.step_tokens}; `prefix-cache-affinity-filter` turns "
-        "tokens into time",
-    )
+    pace = f"prompt tokens per second in a step of {fitted.step_tokens}"
+    why = f"{pace}; `prefix-cache-affinity-filter` turns tokens into time"
+    return Advice("peakPrefillThroughput", round(_tokens_per_s(fitted)), why)
 
 
 def _capacity(facts: Facts) -> list[Advice]:
     if not facts.num_blocks:
         return []
-    return [
-        Advice(
-            parameter="lruCapacityPerServer",
-            value=facts.num_blocks,
-            reason=f"the engine reports {facts.num_blocks:,} blocks of {facts.block_size} tokens; a larger memory of "
-            "prefixes believes in blocks that are gone",
-        )
-    ]
+    blocks = f"the engine reports {facts.num_blocks:,} blocks of {facts.block_size} tokens"
+    why = f"{blocks}; a larger memory of prefixes believes in blocks that are gone"
+    return [Advice("lruCapacityPerServer", facts.num_blocks, why)]
 
 
 def _uncached(traffic: Traffic) -> float:

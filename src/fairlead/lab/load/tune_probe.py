@@ -33,6 +33,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from fairlead.core.text import plain
 from fairlead.lab.load.probe import exchanged
 from fairlead.lab.load.runner import run
 from fairlead.lab.load.spec import Options, Record
@@ -146,7 +147,7 @@ async def probe(ask: Ask, keep: Keep, on_progress: OnProgress | None = None) -> 
 async def _fetch_metrics(target: str, ask: Ask) -> None:
     while True:
         with suppress(OSError, HTTPException):
-            await asyncio.to_thread(exchanged, target, "/metrics", ask.headers, FETCH_TIMEOUT_S)
+            await asyncio.to_thread(exchanged, target, "/metrics", ask.headers, None, FETCH_TIMEOUT_S)
         await asyncio.sleep(FETCH_S)
 
 
@@ -322,8 +323,7 @@ class _Prober:
             _, said = exchanged(self.ask.target, call.path, headers, body=call.body)
         except (OSError, HTTPException):
             return ""
-        words = said[:500].decode("utf-8", "replace")
-        return ": " + "".join(letter if letter.isprintable() else " " for letter in words)
+        return ": " + str(plain(said[:500].decode("utf-8", "replace")))
 
     @asynccontextmanager
     async def _busy_neighbour(self, item: Probe) -> AsyncIterator[None]:

@@ -5,7 +5,6 @@ Pure: randomness comes from a seed, and the caller of the offsets provides the t
 
 from collections.abc import Iterator, Sequence
 from hashlib import shake_128
-from itertools import count
 from random import Random
 from typing import Any, Protocol
 
@@ -15,11 +14,6 @@ from msgspec.structs import asdict
 from fairlead.core.errors import ConfigError
 from fairlead.lab.workload.arrivals import Arrivals, poisson
 from fairlead.lab.workload.record import Record
-
-
-def _positive(value: float, name: str) -> None:
-    if not value > 0:
-        raise ConfigError("must be above 0", f"$.arrivals.{name}")
 
 
 class OpenLoop(Protocol):
@@ -38,40 +32,25 @@ class Poisson(msgspec.Struct, frozen=True, tag="poisson", forbid_unknown_fields=
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _positive(self.rate, "rate")
+        if not self.rate > 0:
+            raise ConfigError("must be above 0", "$.arrivals.rate")
 
     def offsets(self) -> Iterator[float]:
         """Seconds after the start, ascending, without end."""
         return poisson(self.rate)(Random(self.seed))
 
 
-class Constant(msgspec.Struct, frozen=True, tag="constant", forbid_unknown_fields=True):
-    """Open loop with equal gaps, the first request at 0."""
-
-    rate: float = 10.0
-
-    def __post_init__(self) -> None:
-        _positive(self.rate, "rate")
-
-    def offsets(self) -> Iterator[float]:
-        """Seconds after the start, ascending, without end."""
-        return (index / self.rate for index in count())
-
-
 class ClosedLoop(msgspec.Struct, frozen=True, tag="closed_loop", forbid_unknown_fields=True):
     """Each worker sends its next request when its previous one has ended. Measures capacity, but hides queueing."""
 
     workers: int = 8
-    #: Pause of a worker between two requests, seconds.
-    think_s: float = 0.0
 
     def __post_init__(self) -> None:
-        _positive(self.workers, "workers")
-        if self.think_s < 0:
-            raise ConfigError("must not be negative", "$.arrivals.think_s")
+        if self.workers < 1:
+            raise ConfigError("must be at least 1", "$.arrivals.workers")
 
 
-AnyArrivals = Poisson | Constant | ClosedLoop
+AnyArrivals = Poisson | ClosedLoop
 
 
 #: Bytes of text per token, the average of tokenizers for English.
@@ -194,21 +173,7 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True, tag="chat", forbid_unknown
             yield Call(body=_chat_body(ends, b"", question))
 
 
-class Fixed(msgspec.Struct, frozen=True, kw_only=True, tag="fixed", forbid_unknown_fields=True):
-    """The same request repeatedly."""
-
-    body: str = ""
-    path: str = CHAT_PATH
-    method: str = "POST"
-    headers: dict[str, str] = {}
-
-    def calls(self) -> Iterator[Call]:
-        call = Call(body=self.body.encode(), path=self.path, method=self.method, headers=self.headers)
-        while True:
-            yield call
-
-
-AnyWorkload = SharedPrefix | Chat | Fixed
+AnyWorkload = SharedPrefix | Chat
 
 _Ends = tuple[bytes, bytes, bytes]
 

@@ -5,11 +5,12 @@ import msgspec
 import pytest
 
 from fairlead.core.errors import ConfigError
-from fairlead.lab.load.workload import AnyArrivals, ClosedLoop, Constant, Poisson
+from fairlead.lab.load.workload import AnyArrivals, ClosedLoop, Paced, Poisson
+from fairlead.lab.workload.arrivals import constant
 
 
 def test_constant_is_exact_and_starts_at_once() -> None:
-    assert list(islice(Constant(4).offsets(), 5)) == [0.0, 0.25, 0.5, 0.75, 1.0]
+    assert list(islice(Paced(constant(4)).offsets(), 5)) == [0.0, 0.25, 0.5, 0.75, 1.0]
 
 
 def test_poisson_has_exponential_gaps_of_the_given_rate() -> None:
@@ -28,7 +29,7 @@ def test_the_seed_decides() -> None:
     assert first(1) == first(1) != first(2)
 
 
-@pytest.mark.parametrize("arrivals", [Poisson(3.5, seed=9), Constant(2), ClosedLoop(7, think_s=0.1)])
+@pytest.mark.parametrize("arrivals", [Poisson(3.5, seed=9), ClosedLoop(7)])
 def test_arrivals_survive_json(arrivals: AnyArrivals) -> None:
     assert msgspec.json.decode(msgspec.json.encode(arrivals), type=AnyArrivals) == arrivals
 
@@ -37,9 +38,8 @@ def test_arrivals_survive_json(arrivals: AnyArrivals) -> None:
     ("make", "path"),
     [
         (lambda: Poisson(0), "$.arrivals.rate"),
-        (lambda: Constant(float("nan")), "$.arrivals.rate"),
+        (lambda: Poisson(float("nan")), "$.arrivals.rate"),
         (lambda: ClosedLoop(0), "$.arrivals.workers"),
-        (lambda: ClosedLoop(1, think_s=-1), "$.arrivals.think_s"),
     ],
 )
 def test_impossible_arrivals_are_named(make: object, path: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from fairlead.core.errors import ConfigError
 from fairlead.lab.load import workload as words
-from fairlead.lab.load.workload import AnyWorkload, Call, Chat, Fixed, SharedPrefix, Workload
+from fairlead.lab.load.workload import AnyWorkload, Call, Chat, SharedPrefix, Workload
 
 
 def take(workload: Workload, count: int) -> list[Call]:
@@ -81,12 +81,7 @@ def test_chat_has_exactly_the_size_asked_for(size: int) -> None:
     assert body_of(calls[0])["max_tokens"] == 7
 
 
-def test_fixed_repeats() -> None:
-    first, second = take(Fixed(body="{}", path="/x", headers={"a": "b"}), 2)
-    assert first == second == Call(body=b"{}", path="/x", headers={"a": "b"})
-
-
-@pytest.mark.parametrize("workload", [SharedPrefix(groups=2, extra={"a": 1}), Chat(seed=4), Fixed(body="x")])
+@pytest.mark.parametrize("workload", [SharedPrefix(groups=2, extra={"a": 1}), Chat(seed=4)])
 def test_workloads_survive_json(workload: AnyWorkload) -> None:
     assert msgspec.json.decode(msgspec.json.encode(workload), type=AnyWorkload) == workload
 
