@@ -78,7 +78,7 @@ class Client:
             self._ssl = False
         elif tls.ca_file:
             self._ssl = await asyncio.to_thread(ssl.create_default_context, cafile=tls.ca_file)
-        self._session = aiohttp.ClientSession(
+        self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             headers={"User-Agent": "fairlead-doctor", "Accept-Encoding": "identity"},
             timeout=aiohttp.ClientTimeout(total=None),
@@ -87,11 +87,7 @@ class Client:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._session.close()
-
-    @property
-    def session(self) -> aiohttp.ClientSession:
-        return self._session
+        await self.session.close()
 
     async def get(self, url: str, headers: Mapping[str, str] | None = None, seconds: float = TIMEOUT) -> Answer:
         """Raises `Unreached`."""
@@ -118,24 +114,16 @@ class Client:
     async def _ask(
         self, method: str, url: str, body: bytes | None, headers: Mapping[str, str] | None, seconds: float
     ) -> Answer:
-        async with self._turn:
-            return await self._exchange(method, url, body, headers, seconds)
-
-    async def _exchange(
-        self, method: str, url: str, body: bytes | None, headers: Mapping[str, str] | None, seconds: float
-    ) -> Answer:
-        sent = time.time()
         try:
-            async with (
-                asyncio.timeout(seconds),
-                self._session.request(
+            async with self._turn, asyncio.timeout(seconds):
+                sent = time.time()
+                async with self.session.request(
                     method, url, data=body, headers=headers, ssl=self._ssl, allow_redirects=False
-                ) as response,
-            ):
-                large = Unreached("other", f"more than {self._most_bytes} bytes")
-                content = await read_at_most(response.content, self._most_bytes, large)
-                heads = {name.lower(): value for name, value in response.headers.items()}
-                return Answer(response.status, heads, content, sent, time.time())
+                ) as response:
+                    large = Unreached("other", f"more than {self._most_bytes} bytes")
+                    content = await read_at_most(response.content, self._most_bytes, large)
+                    heads = {name.lower(): value for name, value in response.headers.items()}
+                    return Answer(response.status, heads, content, sent, time.time())
         except Unreached:
             raise
         except TimeoutError:

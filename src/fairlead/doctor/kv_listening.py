@@ -16,7 +16,7 @@ from fairlead.core.exact import ExactKnowledge
 from fairlead.core.kv.cache import Head, RankCache
 from fairlead.core.kv.recipe import ANY_MODEL, Recipe, new_index
 from fairlead.doctor.http import Answer, Unreached
-from fairlead.doctor.site import MOST_FOLLOWED, Site
+from fairlead.doctor.site import MOST_FOLLOWED, Site, tried
 from fairlead.pool.kv_events import discovery
 from fairlead.pool.kv_events.discovery import Curve, KvSource
 from fairlead.pool.kv_events.feed import Sync
@@ -76,10 +76,9 @@ class KvListening:
         if settings.port:
             ports = settings.port, settings.replay_port, settings.ranks
             return Source(discovery.configured(endpoint, *ports, ANY_MODEL, curve))
-        try:
-            answer = await self.site.ask(endpoint, "/kv_event_sources")
-        except Unreached as error:
-            return Source(reason=str(error), away=True)
+        answer = await tried(self.site.ask(endpoint, "/kv_event_sources"))
+        if isinstance(answer, Unreached):
+            return Source(reason=str(answer), away=True)
         if answer.status != 200:
             return Source(reason=f"GET /kv_event_sources: {answer.status}")
         source = await discovery.ask(self.site.client.session, endpoint.address, ANY_MODEL, curve)
@@ -102,10 +101,8 @@ class KvListening:
         return bool(caches) and all(cache.linked for cache in caches)
 
     def behind(self, slot: int) -> bool:
-        return any(
-            subscription.feed.cache.linked and subscription.feed.sync is not Sync.LIVE
-            for subscription in self.subscriptions(slot)
-        )
+        feeds = (subscription.feed for subscription in self.subscriptions(slot))
+        return any(feed.cache.linked and feed.sync is not Sync.LIVE for feed in feeds)
 
     def heads(self, slot: int) -> list[Head]:
         """Recently stored blocks."""

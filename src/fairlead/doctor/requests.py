@@ -19,20 +19,17 @@ async def gateway_request(site: Site) -> tuple[str, bytes]:
     model = ""
     for endpoint in site.endpoints:
         model = model or await site.model(endpoint)
-    return CHAT, json.dumps({"model": model, "max_tokens": 1, "messages": _messages(4)}).encode()
-
-
-def _messages(words: int) -> list[dict[str, str]]:
-    nonce = secrets.token_hex(8)
-    text = " ".join(
-        ["fairlead doctor", nonce, *(f"{nonce[index % 12 : index % 12 + 4]}{index}" for index in range(words))]
-    )
-    return [{"role": "user", "content": text}]
+    return CHAT, chat(model, 4)
 
 
 def chat(model: str, words: int) -> bytes:
     """A chat with a new prompt of at least this many tokens."""
-    return json.dumps({"model": model, "max_tokens": 1, "messages": _messages(words)}).encode()
+    nonce = secrets.token_hex(8)
+    text = " ".join(
+        ["fairlead doctor", nonce, *(f"{nonce[index % 12 : index % 12 + 4]}{index}" for index in range(words))]
+    )
+    messages = [{"role": "user", "content": text}]
+    return json.dumps({"model": model, "max_tokens": 1, "messages": messages}).encode()
 
 
 def completion(model: str, tokens: int) -> bytes:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable
+from collections.abc import Awaitable, Callable, Hashable, Iterable
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
@@ -24,6 +24,7 @@ from fairlead.pool.aio import cancelled
 from fairlead.pool.endpoints_file import preferred, resolve_host
 from fairlead.pool.model_files import load_tokeniser
 from fairlead.pool.scrape import page_address
+from fairlead.server.observe.fleet_gauges import EndpointStatus
 
 Need = Literal["endpoints", "admin", "gateway", "any-gateway", "probe", "events", "tokens", "embedded"]
 NEEDS: dict[Need, str] = {
@@ -38,26 +39,9 @@ NEEDS: dict[Need, str] = {
 }
 
 
-class Row(Struct, frozen=True):
-    """An endpoint on the admin page; see `fairlead.server.observe.fleet_gauges.EndpointStatus`."""
+class Row(EndpointStatus, frozen=True, kw_only=True):
+    """An endpoint on the admin page."""
 
-    id: str
-    address: str
-    labels: dict[str, str] = {}
-    rank: int = 0
-    fresh: bool = True
-    age_s: float | None = None
-    waiting: float | None = None
-    running: float | None = None
-    leases: float = 0.0
-    kv_usage: float | None = None
-    suspicion: str = "well"
-    adapters: list[str] = []
-    block_size: int | None = None
-    num_blocks: int | None = None
-    max_num_seqs: int | None = None
-    prefill_factor: float = 1.0
-    step_factor: float = 1.0
     #: `NAMESPACE/NAME`; empty = the scheduler has one pool.
     pool: str = ""
 
@@ -85,11 +69,21 @@ T = TypeVar("T")
 MOST_FOLLOWED = 64
 
 
-def series(page: Answer | None, name: str) -> list[tuple[dict[str, str], float]]:
+def series(page: Answer | Unreached, name: str) -> list[tuple[dict[str, str], float]]:
     """Labels and values of one family on a metrics page; empty if there is no page or no such family."""
-    family = find_family(page.body, name.encode()) if page is not None and page.status == 200 else None
+    if isinstance(page, Unreached) or page.status != 200:
+        return []
+    family = find_family(page.body, name.encode())
     listed = family.series if family is not None else []
     return [(row.labels() or {}, row.value) for row in listed if row.value is not None]
+
+
+async def tried(asked: Awaitable[Answer]) -> Answer | Unreached:
+    """The answer, or why there is none."""
+    try:
+        return await asked
+    except Unreached as error:
+        return error
 
 
 class CannotExamine(FairleadError):
@@ -129,7 +123,7 @@ class Site:
         self.workers: list[str] = []
         self.elsewhere = False
         self._lent = tokeniser
-        self._engines = engine_table(config.metrics)
+        self.engines = engine_table(config.metrics)
         self._known: dict[Hashable, asyncio.Future[Any]] = {}
         self._stack = contextlib.AsyncExitStack()
         self._alone = asyncio.Lock()
@@ -214,13 +208,8 @@ class Site:
 
     async def each_worker(self, path: str) -> list[Answer | Unreached]:
         """A page of all workers' admin ports, in their order, or why there is none."""
-        return list(await asyncio.gather(*(self._page(url + path) for url in self.workers or [self._admin])))
-
-    async def _page(self, url: str) -> Answer | Unreached:
-        try:
-            return await self.client.get(url)
-        except Unreached as error:
-            return error
+        urls = self.workers or [self._admin]
+        return list(await asyncio.gather(*(tried(self.client.get(url + path)) for url in urls)))
 
     async def admin(self, path: str) -> Answer:
         """A page of the admin port. Raises `Unreached`."""
@@ -249,18 +238,11 @@ class Site:
 
     async def metric(self, name: str) -> list[tuple[dict[str, str], float]]:
         """All series of one family on the scheduler's metrics page, which is fetched once for all checks."""
-        try:
-            answer = await self.admin("/metrics")
-        except Unreached:
-            return []
-        return series(answer, name)
+        return series(await tried(self.admin("/metrics")), name)
 
-    async def metrics_now(self) -> Answer | None:
-        """The scheduler's metrics page, fetched again; `None` = it could not be fetched."""
-        try:
-            return await self.client.get(self._admin + "/metrics")
-        except Unreached:
-            return None
+    async def metrics_now(self) -> Answer | Unreached:
+        """The scheduler's metrics page, fetched again."""
+        return await tried(self.client.get(self._admin + "/metrics"))
 
     # ---------------------------------------------------------------- endpoints
 
@@ -291,14 +273,10 @@ class Site:
 
     def engine(self, endpoint: Endpoint) -> str:
         """The name of the engine that the endpoint's metrics page is read for."""
-        return engine_of(endpoint.labels, self._engines, self.config.metrics.default_engine)
+        return engine_of(endpoint.labels, self.engines, self.config.metrics.default_engine)
 
     def specs(self, engine: str) -> EngineSpecs:
-        return compile_engine(self._engines[engine])
-
-    @property
-    def engines(self) -> Collection[str]:
-        return self._engines
+        return compile_engine(self.engines[engine])
 
     async def ask(self, endpoint: Endpoint, path: str) -> Answer:
         """A page of the model server itself. Raises `Unreached`; with trouble `tls` if it only speaks TLS."""
@@ -334,18 +312,15 @@ class Site:
     async def alone(self, ask: Callable[[], Awaitable[Answer]], before: Answer) -> Answer:
         """Ask again without competition, since reading many answers at the same time is slow; `before` if it fails."""
         async with self._alone:
-            try:
-                return await ask()
-            except Unreached:
-                return before
+            retried = await tried(ask())
+            return before if isinstance(retried, Unreached) else retried
 
     async def reading(self, endpoint: Endpoint) -> Reading | None:
         """The content of the endpoint's metrics page; `None` = there is no page."""
-        try:
-            answer = await self.page(endpoint)
-        except Unreached:
+        page = await tried(self.page(endpoint))
+        if isinstance(page, Unreached) or page.status != 200:
             return None
-        return read_page(answer.body, self.specs(self.engine(endpoint))) if answer.status == 200 else None
+        return read_page(page.body, self.specs(self.engine(endpoint)))
 
     async def served(self, endpoint: Endpoint) -> dict[str, bool]:
         """Names of the models that it serves, and whether each is an adapter; empty = unknown."""

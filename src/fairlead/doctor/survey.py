@@ -10,7 +10,7 @@ from fairlead.compat.load import load
 from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.errors import ADMIN_PORT
 from fairlead.doctor.http import Answer, Unreached
-from fairlead.doctor.site import Site
+from fairlead.doctor.site import Site, tried
 from fairlead.pool.kv_events.discovery import ask
 
 
@@ -61,8 +61,8 @@ async def survey(addresses: list[str]) -> list[Server]:
 
 async def _look(site: Site, endpoint: Endpoint) -> Server:
     version, page, served, source = await asyncio.gather(
-        _page(site, endpoint, "/version"),
-        _page(site, endpoint, "/metrics"),
+        tried(site.ask(endpoint, "/version")),
+        tried(site.ask(endpoint, "/metrics")),
         site.served(endpoint),
         ask(site.client.session, endpoint.address, "", None),
     )
@@ -73,7 +73,7 @@ async def _look(site: Site, endpoint: Endpoint) -> Server:
     engine, sample = _engine(page)
     metrics_url = ""
     if not engine:
-        engine, sample = _engine(await _page(site, endpoint, TRTLLM_PATH))
+        engine, sample = _engine(await tried(site.ask(endpoint, TRTLLM_PATH)))
         metrics_url = f"http://{endpoint.address}{TRTLLM_PATH}" if engine else ""
     return Server(
         address=endpoint.id,
@@ -85,13 +85,6 @@ async def _look(site: Site, endpoint: Endpoint) -> Server:
         sample=sample,
         kv_events=source.events if source is not None else "",
     )
-
-
-async def _page(site: Site, endpoint: Endpoint, path: str) -> Answer | Unreached:
-    try:
-        return await site.ask(endpoint, path)
-    except Unreached as error:
-        return error
 
 
 def _engine(page: Answer | Unreached) -> tuple[str, Sample]:

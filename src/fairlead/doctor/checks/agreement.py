@@ -16,7 +16,7 @@ from fairlead.doctor.http import Unreached
 from fairlead.doctor.kv_listening import KvListening, listening
 from fairlead.doctor.requests import CHAT, COMPLETIONS, ReportedUsage, chat, completion, shown, usage
 from fairlead.doctor.run import Finding, Kind, Severity, Skipped, check
-from fairlead.doctor.site import Site
+from fairlead.doctor.site import Site, tried
 from fairlead.pool.render import PROBES, RenderClient, compare
 
 _TOKENS = "docs/tokens.md"
@@ -214,10 +214,9 @@ def _predicted(kv: KvListening, slot: int, tokens: PromptTokens) -> int:
 
 async def _sent(site: Site, address: str, prompt: _Prompt) -> ReportedUsage | str:
     """Usage in the answer, or why there is none."""
-    try:
-        answer = await site.client.post(f"http://{address}{prompt.path}", prompt.body, seconds=_PATIENCE)
-    except Unreached as error:
-        return str(error)
+    answer = await tried(site.client.post(f"http://{address}{prompt.path}", prompt.body, seconds=_PATIENCE))
+    if isinstance(answer, Unreached):
+        return str(answer)
     return usage(answer) if answer.status == 200 else shown(answer)
 
 

@@ -14,7 +14,7 @@ from fairlead.core.headers import CONTROL_HEADERS, DESTINATION, PREFILLER
 from fairlead.doctor.http import Answer, Unreached
 from fairlead.doctor.requests import gateway_request, marks, shown
 from fairlead.doctor.run import Finding, Kind, Severity, Skipped, check
-from fairlead.doctor.site import Site
+from fairlead.doctor.site import Site, tried
 from fairlead.gateway.envoy.admin import GatewayError
 from fairlead.gateway.envoy.binary import find_envoy, validate
 from fairlead.gateway.envoy.config import render
@@ -90,10 +90,9 @@ _SETTLED = 0.5
 async def asking(site: Site) -> list[Finding]:
     path, body = await gateway_request(site)
     headers = marks()
-    try:
-        answer = await site.client.post(site.gateway + path, body, headers, seconds=10.0)
-    except Unreached as error:
-        return [UNANSWERED.at("gateway", f"{site.gateway}: {error}")]
+    answer = await tried(site.client.post(site.gateway + path, body, headers, seconds=10.0))
+    if isinstance(answer, Unreached):
+        return [UNANSWERED.at("gateway", f"{site.gateway}: {answer}")]
     if answer.status in (401, 403):
         return [NOT_ALLOWED.at("gateway", shown(answer))]
     if answer.status != 200:
@@ -185,12 +184,8 @@ async def _tried(site: Site) -> list[Finding]:
         return []  # the check `asking` reports a gateway that does not answer
     path, body = await gateway_request(site)
     async with _listening(host) as trap:
-        names = dict.fromkeys(_NAMING, trap.address)
-        try:
-            answer = await site.client.post(site.gateway + path, body, names)
-            said = f"the gateway answered {answer.status}"
-        except Unreached as error:
-            said = str(error)
+        answer = await tried(site.client.post(site.gateway + path, body, dict.fromkeys(_NAMING, trap.address)))
+        said = f"the gateway answered {answer.status}" if isinstance(answer, Answer) else str(answer)
         await asyncio.sleep(_PATIENCE)
         if not trap.caught:
             return []

@@ -13,11 +13,10 @@ from fairlead.core.trust import ALGORITHM as WRONG_ALGORITHM
 from fairlead.core.trust import BLOCK_SIZE as WRONG_SIZE
 from fairlead.core.trust import SEED as WRONG_SEED
 from fairlead.core.trust import Case, diagnose
-from fairlead.doctor.http import Unreached
 from fairlead.doctor.kv_listening import KvListening, listening, own_keys
 from fairlead.doctor.requests import COMPLETIONS, completion
 from fairlead.doctor.run import Finding, Kind, Severity, Skipped, check
-from fairlead.doctor.site import Site, series
+from fairlead.doctor.site import Site, series, tried
 from fairlead.pool.kv_events import discovery
 from fairlead.pool.kv_events.discovery import Limits
 from fairlead.pool.kv_events.replay import Context, Socket, receive, subscriber
@@ -236,8 +235,7 @@ async def _listened(site: Site, look: _Look, seconds: Sequence[float]) -> _Liste
 async def _asked(site: Site, endpoint: Endpoint) -> None:
     """Send the engine a request, so that it has something to report."""
     body = completion(await site.model(endpoint), 4 * 64)
-    with contextlib.suppress(Unreached):
-        await site.client.post(f"http://{endpoint.address}{COMPLETIONS}", body)
+    await tried(site.client.post(f"http://{endpoint.address}{COMPLETIONS}", body))
 
 
 async def _by_scheduler(site: Site) -> list[Finding]:

@@ -10,7 +10,7 @@ from fairlead.config.schema import Config
 from fairlead.core.endpoint import Endpoint
 from fairlead.doctor.http import Answer, Unreached
 from fairlead.doctor.run import Finding, Kind, Severity, check
-from fairlead.doctor.site import Site
+from fairlead.doctor.site import Site, tried
 from fairlead.gateway.memory import FEW_FILES, memory_limit
 
 _UNEVEN = "docs/runbook.md#load-is-uneven"
@@ -78,13 +78,7 @@ async def _metrics_of(site: Site, endpoint: Endpoint) -> list[Finding]:
 
 async def _away(site: Site, endpoint: Endpoint) -> bool:
     """Whether the page is the model server's own, and the server does not answer at all."""
-    if not site.own_page(endpoint):
-        return False
-    try:
-        await site.ask(endpoint, "/health")
-    except Unreached:
-        return True
-    return False
+    return site.own_page(endpoint) and isinstance(await tried(site.ask(endpoint, "/health")), Unreached)
 
 
 def _limits(config: Config, endpoint: Endpoint, answer: Answer) -> list[Finding]:
@@ -194,30 +188,21 @@ SKEW = Kind(
 )  # fmt: skip
 
 
-def _judge(where: str, answer: Answer) -> list[Finding]:
-    skew = answer.skew()
+def _judge(where: str, answer: Answer | Unreached) -> list[Finding]:
+    skew = 0.0 if isinstance(answer, Unreached) else answer.skew()
     if abs(skew) <= TOLERANCE:
         return []
     way = "ahead of" if skew > 0 else "behind"
     return [SKEW.at(where, f"it is at least {abs(skew):.0f} s {way} us")]
 
 
-async def _endpoint(site: Site, endpoint: Endpoint) -> list[Finding]:
-    try:
-        return _judge(endpoint.id, await site.ask(endpoint, "/health"))
-    except Unreached:
-        return []
-
-
 @check("clock", "all machines have the same time", (SKEW,))
 async def clock(site: Site) -> list[Finding]:
-    findings = await site.each(lambda endpoint: _endpoint(site, endpoint))
-    if site.has("admin"):
-        try:
-            findings += _judge("scheduler", await site.admin("/healthz"))
-        except Unreached:
-            return findings
-    return findings
+    async def ask(endpoint: Endpoint) -> list[Finding]:
+        return _judge(endpoint.id, await tried(site.ask(endpoint, "/health")))
+
+    scheduler = _judge("scheduler", await tried(site.admin("/healthz"))) if site.has("admin") else []
+    return [*await site.each(ask), *scheduler]
 
 
 #: Open files per endpoint (scraping, events, replay, their monitors; see `lab.stub.pool`), and of everything else.

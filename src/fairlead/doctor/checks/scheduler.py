@@ -11,7 +11,7 @@ from msgspec import Struct, ValidationError, convert
 from fairlead.core.endpoint import MODEL_LABEL, ROLE_LABEL
 from fairlead.doctor.http import Unreached
 from fairlead.doctor.run import Finding, Kind, Severity, check
-from fairlead.doctor.site import Row, Site
+from fairlead.doctor.site import Row, Site, tried
 
 _RUNBOOK = "docs/runbook.md"
 _SLOWNESS = "docs/runbook.md#epphighlatency"
@@ -113,10 +113,9 @@ async def _hidden(site: Site) -> list[Finding]:
 
 
 async def _metrics(site: Site) -> list[Finding]:
-    try:
-        answer = await site.admin("/metrics")
-    except Unreached as error:
-        return [NO_METRICS.at("", str(error))]
+    answer = await tried(site.admin("/metrics"))
+    if isinstance(answer, Unreached):
+        return [NO_METRICS.at("", str(answer))]
     return [] if answer.status == 200 else [NO_METRICS.at("", f"GET /metrics: {answer.status}")]
 
 
