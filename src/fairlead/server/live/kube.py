@@ -35,7 +35,7 @@ from fairlead.pool.kube.objects import Pool
 from fairlead.pool.kube.pods import Feed, PoolEndpoints
 from fairlead.pool.kube.reflector import Reflector
 from fairlead.pool.kube.status import StatusWriter
-from fairlead.server.observe.component_metrics import Followed, KubeMetrics
+from fairlead.server.observe.component_metrics import KubeMetrics
 from fairlead.server.observe.log import get
 
 log = get("kubernetes")
@@ -205,13 +205,13 @@ class KubeLink:
             log.info("no more trouble with Kubernetes", resource=resource)
         self._judge()
 
-    def _followed(self) -> dict[str, Followed]:
+    def _followed(self) -> Mapping[str, Reflector[Any]]:
         reflectors = dict(self.reflectors)
         if self.elector is not None:
             reflectors["leases"] = self.elector.reflector
         for name, writer in self.writers.items():
             self._metrics.wrote(name, writer.writes)
-        return {name: _as_followed(reflector) for name, reflector in reflectors.items()}
+        return reflectors
 
 
 class Kube(KubeLink):
@@ -284,19 +284,6 @@ class Kube(KubeLink):
         for publisher in self.publishers.values():
             reflectors["endpointslices"] = publisher.reflector
         return reflectors
-
-
-def _as_followed(reflector: Reflector[Any]) -> Followed:
-    stats = reflector.stats
-    return Followed(
-        connected=stats.connected,
-        objects=len(reflector.items),
-        lists=stats.lists,
-        watches=stats.watches,
-        failures=stats.failures,
-        events=stats.events,
-        unreadable=stats.unreadable,
-    )
 
 
 def report_unreadable(problem: str) -> None:

@@ -5,9 +5,10 @@ Gauges and sums are set at each rendering.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import DecodeError, Struct
 from msgspec.json import decode, encode
@@ -26,6 +27,9 @@ from fairlead.server.observe.instruments import Histogram, Readings, counters, g
 from fairlead.server.observe.log import get
 from fairlead.server.replicas import Replicas
 from fairlead.server.state import StateCounts
+
+if TYPE_CHECKING:
+    from fairlead.pool.kube.reflector import Reflector
 
 log = get("gateway")
 
@@ -289,50 +293,38 @@ def show_budget(registry: Registry, budget: ByteBudget) -> None:
 # The connection to Kubernetes, as metrics.
 
 
-class Followed(Struct, frozen=True, kw_only=True):
-    """One resource that is listed and watched; counts are since the start."""
-
-    connected: bool
-    objects: int
-    lists: int
-    watches: int
-    failures: int
-    events: int
-    unreadable: int
+#: The counts of a reflector, and their help texts.
+_KUBE_COUNTS = {
+    "lists": "Full lists read.",
+    "watches": "Watches that were started.",
+    "failures": "Requests to the API server that failed or were refused.",
+    "events": "Changes received from watches.",
+    "unreadable": "Objects that could not be read.",
+}
 
 
 class KubeMetrics:
     """Empty until `follow` is called."""
 
     def __init__(self, registry: Registry) -> None:
-        self.followed: Callable[[], Mapping[str, Followed]] = dict
-        self._connected = gauges("resource")
-        self._objects = gauges("resource")
-        self._counts = {name: counters("resource") for name in ("lists", "watches", "failures", "events", "unreadable")}
+        #: What is listed and watched, by plural name.
+        self._followed: Callable[[], Mapping[str, Reflector[Any]]] = dict
         self.leader = gauges("lease")
         self._writes = counters("pool")
-        registry.before(self._refresh)
-        registry.show("fairlead_kube_connected", "1 while the API server answers for this resource.", self._connected)
-        registry.show("fairlead_kube_objects", "Objects currently known.", self._objects)
-        helps = {
-            "lists": "Full lists read.",
-            "watches": "Watches that were started.",
-            "failures": "Requests to the API server that failed or were refused.",
-            "events": "Changes received from watches.",
-            "unreadable": "Objects that could not be read.",
-        }
-        for name, family in self._counts.items():
-            registry.show(f"fairlead_kube_{name}_total", helps[name], family)
+        text = "1 while the API server answers for this resource."
+        registry.follow("gauge", "fairlead_kube_connected", text, lambda: self._each("connected"), "resource")
+        registry.follow("gauge", "fairlead_kube_objects", "Objects currently known.", self._objects, "resource")
+        for name, text in _KUBE_COUNTS.items():
+            registry.follow("counter", f"fairlead_kube_{name}_total", text, partial(self._each, name), "resource")
         registry.show("fairlead_kube_leader", "1 while this replica leads.", self.leader)
         registry.show("fairlead_kube_status_writes_total", "Status conditions written.", self._writes)
 
-    def follow(self, source: Callable[[], Mapping[str, Followed]]) -> None:
-        """`source` returns, by plural name, the resources that are listed and watched."""
-        self.followed = source
+    def follow(self, source: "Callable[[], Mapping[str, Reflector[Any]]]") -> None:
+        self._followed = source
 
     def trouble(self) -> str:
         """What the API server does not give now; empty = nothing is missing."""
-        lost = [resource for resource, followed in self.followed().items() if not followed.connected]
+        lost = [resource for resource, connected in self._each("connected").items() if not connected]
         what = f"the API server does not answer for {', '.join(lost)}; the last known state stays in force"
         return what if lost else ""
 
@@ -340,13 +332,11 @@ class KubeMetrics:
         """Set how many conditions were written since the start."""
         self._writes.child(pool).value = conditions
 
-    def _refresh(self) -> None:
-        for resource, followed in self.followed().items():
-            self._connected.child(resource).set(followed.connected)
-            self._objects.child(resource).set(followed.objects)
-            values = asdict(followed)
-            for name, family in self._counts.items():
-                family.child(resource).value = values[name]
+    def _objects(self) -> dict[str, int]:
+        return {name: len(reflector.items) for name, reflector in self._followed().items()}
+
+    def _each(self, field: str) -> dict[str, int]:
+        return {name: asdict(reflector.stats)[field] for name, reflector in self._followed().items()}
 
 
 # Tokenisers, their caches, and whether engines agree with them, on the metrics page.
@@ -365,15 +355,11 @@ class TokenMetrics:
         without: Mapping[str, int] | None = None,
     ) -> None:
         self._tokeniser, self._check_states = tokeniser, check_states
-        self._loaded = gauges("model", "tokeniser", "template")
-        self._agreement = gauges("model", "state")
-        registry.before(self._refresh)
-        show = registry.show
-        text = "1 for the library and the template that turn a model's prompts into tokens; none = there is none."
-        show("fairlead_tokens_model", text, self._loaded)
-        text = "1 for the result of comparing token ids with an engine: agrees, differs, unknown."
-        show("fairlead_tokens_parity", text, self._agreement)
         follow, prefix = registry.follow, "fairlead_tokens_cache_"
+        text = "1 for the library and the template that turn a model's prompts into tokens; none = there is none."
+        follow("gauge", "fairlead_tokens_model", text, self._loaded, "model", "tokeniser", "template")
+        text = "1 for the result of comparing token ids with an engine: agrees, differs, unknown."
+        follow("gauge", "fairlead_tokens_parity", text, self._agreement, "model", "state")
         text = "Size of the cache of tokens, in bytes."
         follow("gauge", prefix + "bytes", text, lambda: cache.bytes if (cache := tokeniser().cache) is not None else 0)
         text = "Characters looked up in the cache of tokens."
@@ -386,17 +372,14 @@ class TokenMetrics:
             text = "Prompts without token ids, whose tokens were estimated, by reason."
             follow("counter", "fairlead_tokens_missing_total", text, lambda: without, "reason")
 
-    def _refresh(self) -> None:
-        self._loaded.children.clear()
-        self._agreement.children.clear()
-        tokeniser = self._tokeniser()
-        for name, model in tokeniser.states().items():
-            library = model.tokeniser.library if model.tokeniser is not None else "none"
-            template = "ok" if model.templates else "none"
-            self._loaded.child(name, library, template).set(1)
-        for served, result in self._check_states().items():
-            for state in _STATES:
-                self._agreement.child(served, state).set(float(result == state))
+    def _loaded(self) -> dict[tuple[str, str, str], int]:
+        models = self._tokeniser().states().items()
+        libraries = {name: model.tokeniser.library if model.tokeniser is not None else "none" for name, model in models}
+        return {(name, libraries[name], "ok" if model.templates else "none"): 1 for name, model in models}
+
+    def _agreement(self) -> dict[tuple[str, str], int]:
+        results = self._check_states().items()
+        return {(model, state): int(result == state) for model, result in results for state in _STATES}
 
 
 # The counts of the journal on disk, on the metrics page.
@@ -457,9 +440,9 @@ _REPLICA_FLOWS = (
 def show_replicas(registry: Registry, replicas: Replicas | None) -> None:
     """`None` = show only the names, without values."""
 
-    def follow(kind: str, name: str, text: str, read: Callable[[Replicas], Any], label: str = "") -> None:
+    def follow(kind: str, name: str, text: str, read: Callable[[Replicas], Any], *labels: str) -> None:
         name = f"fairlead_replicas_{name}"
-        registry.follow(kind, name, text, lambda: None if replicas is None else read(replicas), label)
+        registry.follow(kind, name, text, lambda: None if replicas is None else read(replicas), *labels)
 
     text = "1 while facts go to other replicas and come from them."
     follow("gauge", "connected", text, lambda peers: not peers.problem)

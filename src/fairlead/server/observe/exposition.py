@@ -195,17 +195,25 @@ class Registry:
         """Call `refresh` at the beginning of every rendering, to set gauges that are not updated otherwise."""
         self._before.append(refresh)
 
-    def follow(self, kind: str, name: str, help_text: str, read: Callable[[], Any], label: str = "") -> None:
-        """Show what `read` returns at every rendering: a number, or numbers by values of `label`; `None` = nothing."""
-        family = Readings(kind, *([label] if label else ()))
+    def follow(
+        self, kind: str, name: str, help_text: str, read: Callable[[], Any], *labels: str, **how: Any
+    ) -> Readings:
+        """Show what `read` returns at every rendering: a number, or numbers by the label's value (with several labels,
+        by the tuple of their values); `None` = nothing. `how` as for `View`. Returns the family, for more views."""
+        family = Readings(kind, *labels)
 
         def refresh() -> None:
             figure = read()
-            numbers = figure if label else {"": figure}
-            family.take({} if figure is None else {(key,) if label else (): value for key, value in numbers.items()})
+            numbers = figure if labels else {(): figure}
+            if figure is None:
+                numbers = {}
+            elif len(labels) == 1:
+                numbers = {(key,): value for key, value in figure.items()}
+            family.take(numbers)
 
         self.before(refresh)
-        self.show(name, help_text, family)
+        self.show(name, help_text, family, **how)
+        return family
 
     def refresh(self) -> Iterator[None]:
         """Set the gauges that are not updated otherwise, one group at a time."""

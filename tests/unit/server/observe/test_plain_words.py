@@ -3,6 +3,7 @@
 import re
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,8 +14,8 @@ from fairlead.core.fleet import Fleet
 from fairlead.core.kv.recipe import Recipe, new_index
 from fairlead.core.records import OutcomeRecord
 from fairlead.core.request import Request
+from fairlead.pool.kube.reflector import Stats
 from fairlead.server.observe import snapshot_shape
-from fairlead.server.observe.component_metrics import Followed
 from fairlead.server.observe.history import History
 from fairlead.server.observe.recent import Recent
 from fairlead.server.observe.snapshot import endpoint_rows as endpoints
@@ -173,7 +174,7 @@ def test_what_keeps_failing_is_told_for_a_minute(scene, caplog):
 
 
 def test_kubernetes_and_shadows(scene):
-    followed = Followed(connected=False, objects=1, lists=1, watches=1, failures=1, events=0, unreadable=0)
+    followed = SimpleNamespace(stats=Stats(lists=1, watches=1, failures=1), items={})
     scene.watch.kube.follow(lambda: {"pods": followed})
     scene.watch.shadows.cut = lambda: {"slow": "too slow"}
     assert [text for _, text in scene.told()] == [
