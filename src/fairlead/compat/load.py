@@ -5,9 +5,20 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct
 from msgspec.structs import replace
 
-from fairlead.compat.locate import KIND, ROUTER, Located, document_fields, in_values, is_document
+from fairlead.compat.locate import (
+    CUSTOM,
+    EXTENSION,
+    KIND,
+    OF_THE_CHART,
+    ROUTER,
+    Located,
+    document_fields,
+    in_values,
+    is_document,
+)
 from fairlead.config import yaml
 from fairlead.config.builtins import SPLITTING
 from fairlead.config.check import read
@@ -21,7 +32,7 @@ from fairlead.config.plugin_reader import (
     OF_A_POOL,
     PARSERS,
     POOLS,
-    Extras,
+    PluginReader,
     Source,
     check_choosers,
     check_metric_names,
@@ -48,10 +59,7 @@ from fairlead.plugins.params import camel
 if TYPE_CHECKING:
     from fairlead.compat.translate import Translation
 
-#: An alternative place of the scheduling part: the values of the extension's Helm chart.
-CHART = "inferenceExtension"
-CUSTOM = "pluginsCustomConfig"
-FIELDS = (*KEYS, *EXTRA_KEYS, *SECTIONS, "endpoints", "seed", POOLS, CHART)
+FIELDS = (*KEYS, *EXTRA_KEYS, *SECTIONS, "endpoints", "seed", POOLS, EXTENSION)
 
 #: How the reference listens; it has no gateway of its own.
 _LISTENS: Mapping[str, Mapping[str, object]] = {"gateway": {"mode": "none"}, "extProc": {"healthPort": 9003}}
@@ -135,57 +143,48 @@ def _read(
     return (None if report.problems else config), report
 
 
-class _Assembly:
+class _Assembly(Struct, eq=False):
     """One pass over the mapping at the root."""
 
-    def __init__(
-        self,
-        root: dict[str, Any],
-        tree: Tree,
-        report: Report,
-        base: Path | None,
-        registry: Registry,
-        thorough: bool = False,
-    ) -> None:
-        self._root = root
-        self._tree = tree
-        self._report = report
-        self._base = base
-        self._registry = registry
-        self._thorough = thorough
-        self._translation: Translation | None = None
+    root: dict[str, Any]
+    tree: Tree
+    report: Report
+    base: Path | None
+    registry: Registry
+    thorough: bool
+    translation: "Translation | None" = None
 
     def config(self, source: str, need_endpoints: bool) -> Config | None:
         policy = self._policy()
         # In a document of the reference, `flowControl` is the reference's.
-        keys = [key for key in EXTRA_KEYS if key in self._root and not (self._translation and key == FLOW_CONTROL)]
-        extras = Extras({key: self._root[key] for key in keys}, self._report, self._registry)
-        sources = extras.list("metric-source", METRIC_SOURCES)
-        parsers = extras.list("parser", PARSERS)
-        flow_control = self._translation.flow if self._translation else extras.flow_control()
+        keys = [key for key in EXTRA_KEYS if key in self.root and not (self.translation and key == FLOW_CONTROL)]
+        extras = PluginReader(Source({key: self.root[key] for key in keys}, {}), self.report, self.registry)
+        sources = extras.named("metric-source", METRIC_SOURCES)
+        parsers = extras.named("parser", PARSERS)
+        flow_control = self.translation.flow if self.translation else extras.flow_control()
         settings = self._settings(policy)
-        if self._root.get(FLOW_CONTROL) is None and self._translation is None:
+        if self.root.get(FLOW_CONTROL) is None and self.translation is None:
             flow_control = implied_flow_control(policy, settings)
         if policy is not None:
-            check_metric_names(policy, extras.provided(sources), settings.metrics, self._report)
+            check_metric_names(policy, extras.provided(sources), settings.metrics, self.report)
         endpoints = self._endpoints(need_endpoints and not settings.kubernetes.on)
         if settings.kubernetes.on and (endpoints.static or endpoints.file):
             hint = "leave out endpoints: or kubernetes:"
-            self._report.add(("endpoints",), "endpoints come from Kubernetes already", hint)
-        if not self._report.problems:  # otherwise the entries may not be where they are in the file
-            note_unknown_engines(endpoints.static, settings.metrics, ("endpoints",), self._report)
+            self.report.add(("endpoints",), "endpoints come from Kubernetes already", hint)
+        if not self.report.problems:  # otherwise the entries may not be where they are in the file
+            note_unknown_engines(endpoints.static, settings.metrics, ("endpoints",), self.report)
             if policy is not None:
-                note_pool(endpoints.static, policy, settings.gateway, ("endpoints",), self._report)
-        check_choosers(settings.canary, settings.shadows, self._report, self._registry)
+                note_pool(endpoints.static, policy, settings.gateway, ("endpoints",), self.report)
+        check_choosers(settings.canary, settings.shadows, self.report, self.registry)
         self._check_splitting(policy, flow_control)
-        if self._thorough:
+        if self.thorough:
             beside = (*sources, *parsers, *(flow_control.plugins() if flow_control else ()))
             self._check_made(*(policy.plugins() if policy else ()), *beside)
             self._check_endpoints_file(endpoints.file, settings, policy)
-        if policy is None or self._report.problems:
+        if policy is None or self.report.problems:
             return None
-        if self._root.get(POOLS) and not settings.kubernetes.namespaces:
-            self._report.add((POOLS,), "there are not several pools", "set kubernetes.namespaces, or leave pools out")
+        if self.root.get(POOLS) and not settings.kubernetes.namespaces:
+            self.report.add((POOLS,), "there are not several pools", "set kubernetes.namespaces, or leave pools out")
         return Config.model_construct(
             **dict(settings),
             policy=policy,
@@ -194,41 +193,41 @@ class _Assembly:
             flow_control=flow_control,
             endpoints=endpoints,
             source=source,
-            notes=tuple(self._report.notes),
+            notes=tuple(self.report.notes),
             pools=self._pools(source),
         )
 
     def _pools(self, source: str) -> dict[str, Config]:
         """The complete configuration of each pool that has its own settings: these, and the rest of the file."""
-        value = self._root.get(POOLS) or {}
+        value = self.root.get(POOLS) or {}
         if not isinstance(value, dict):
-            self._report.add((POOLS,), f"expected a mapping from namespace/name, got {describe(value)}")
+            self.report.add((POOLS,), f"expected a mapping from namespace/name, got {describe(value)}")
             return {}
         pools: dict[str, Config] = {}
         for key, own in value.items():
             place = (POOLS, key)
             namespace, slash, name = key.partition("/")
             if not (namespace and slash and name) or "/" in name:
-                self._report.add(place, f"'{shorten(key)}' names no pool", "write namespace/name")
+                self.report.add(place, f"'{shorten(key)}' names no pool", "write namespace/name")
             elif not isinstance(own, dict):
-                self._report.add(place, f"expected a mapping, got {describe(own)}")
+                self.report.add(place, f"expected a mapping, got {describe(own)}")
             elif unknown := [field for field in own if field not in OF_A_POOL]:
                 for field in unknown:
                     hint = "all pools share it: write it at the top of the file" if field in FIELDS else ""
-                    self._report.unknown((*place, field), "field", field, OF_A_POOL, hint)
+                    self.report.unknown((*place, field), "field", field, OF_A_POOL, hint)
             elif (config := self._pool(place, own, source)) is not None:
                 pools[key] = config
         return pools
 
     def _pool(self, place: Place, own: dict[str, Any], source: str) -> Config | None:
-        root = {key: value for key, value in self._root.items() if key != POOLS}
+        root = {key: value for key, value in self.root.items() if key != POOLS}
         if any(key in KEYS for key in own):  # a policy is one unit
-            shared = BESIDE if self._translation else (*BESIDE, FLOW_CONTROL)
+            shared = BESIDE if self.translation else (*BESIDE, FLOW_CONTROL)
             root = {key: value for key, value in root.items() if key in shared}
-        report = Report(lambda inner: self._tree.line((*place, *inner)), place)
-        merged = _Assembly({**root, **own}, self._tree, report, self._base, self._registry, self._thorough)
+        report = Report(lambda inner: self.tree.line((*place, *inner)), place)
+        merged = _Assembly({**root, **own}, self.tree, report, self.base, self.registry, self.thorough)
         config = merged.config(source, need_endpoints=False)
-        self._report.take(report)
+        self.report.take(report)
         return config
 
     def _check_made(self, *specs: PluginSpec) -> None:
@@ -237,95 +236,95 @@ class _Assembly:
         if named:
             from fairlead.config.plugins import check_made
 
-            check_made(named, self._registry, self._report)
+            check_made(named, self.registry, self.report)
 
     def _check_splitting(self, policy: PolicySpec | None, flow_control: FlowSpec | None) -> None:
         plugin = policy.plugin if policy else None
         if flow_control and flow_control.settings.enabled and plugin and plugin.type == SPLITTING:
             hint = "take another policy, or leave flowControl out"
-            self._report.add((FLOW_CONTROL,), f"requests that wait cannot be split as '{SPLITTING}' does it", hint)
+            self.report.add((FLOW_CONTROL,), f"requests that wait cannot be split as '{SPLITTING}' does it", hint)
 
     def _check_endpoints_file(self, path: str, settings: Settings, policy: PolicySpec | None) -> None:
         """Report problems in an endpoints file, and note its warnings, which do not stop a followed file."""
         if not path:
             return
-        place = ("endpoints", "file") if "endpoints" in self._root else ("dataLayer", "discovery")
+        place = ("endpoints", "file") if "endpoints" in self.root else ("dataLayer", "discovery")
         try:
             listing = parse_endpoints_text(read_bytes(Path(path)))
         except ConfigError as error:
-            self._report.add(place, str(error))
+            self.report.add(place, str(error))
             return
         for problem in listing.problems:
-            tell = self._report.note if problem.warning else self._report.add
+            tell = self.report.note if problem.warning else self.report.add
             tell(place, problem.render(path))
-        note_unknown_engines(listing.entries, settings.metrics, place, self._report, path)
+        note_unknown_engines(listing.entries, settings.metrics, place, self.report, path)
         if policy is not None:
-            note_pool(listing.entries, policy, settings.gateway, place, self._report, path)
+            note_pool(listing.entries, policy, settings.gateway, place, self.report, path)
 
     def _policy(self) -> PolicySpec | None:
         """The policy, from a configuration of the reference picker, wherever it is, or from our own fields."""
-        if is_document(self._root):
+        if is_document(self.root):
             allowed = document_fields()
-            for key in self._root:
+            for key in self.root:
                 if key not in (*allowed, *BESIDE):
-                    self._report.unknown((key,), "field", key, (*allowed, *BESIDE))
-            values = {key: value for key, value in self._root.items() if key in allowed}
-            return self._foreign(Located(values, self._report))
-        located = in_values(self._root, self._tree, self._report)
-        taken = {located.place[0]} if located else {ROUTER} if ROUTER in self._root else set()
+                    self.report.unknown((key,), "field", key, (*allowed, *BESIDE))
+            values = {key: value for key, value in self.root.items() if key in allowed}
+            return self._foreign(Located(values, self.report))
+        located = in_values(self.root, self.tree, self.report)
+        taken = {located.place[0]} if located else {ROUTER} if ROUTER in self.root else set()
         known = BESIDE if taken else FIELDS
-        for key in self._root:
+        for key in self.root:
             if key not in known and key not in taken:
                 hint = f"it belongs to a file with kind: {KIND}" if key in document_fields() else ""
-                self._report.unknown((key,), "field", key, known, hint)
+                self.report.unknown((key,), "field", key, known, hint)
         if located is not None:
             for key in located.values:
                 if key not in document_fields():
                     located.report.unknown((key,), "field", key, document_fields())
             policy = self._foreign(located)
-            self._report.take(located.report)
+            self.report.take(located.report)
             return policy
         if taken:
-            self._report.add((ROUTER,), f"no {KIND} in it", "it is expected under epp.pluginsCustomConfig")
+            self.report.add((ROUTER,), f"no {KIND} in it", "it is expected under epp.pluginsCustomConfig")
             return None
-        return read_policy(self._scheduling(), self._report, self._registry)
+        return read_policy(self._scheduling(), self.report, self.registry)
 
     def _foreign(self, located: Located) -> PolicySpec | None:
         from fairlead.compat.translate import translate
 
-        translation = translate(located.values, located.report, self._registry, self._base)
-        self._translation = translation
+        translation = translate(located.values, located.report, self.registry, self.base)
+        self.translation = translation
         return translation.policy
 
     def _scheduling(self) -> Source:
         """The keys of the scheduling part, from the top of the file or from the chart's values."""
-        source = Source({k: v for k, v in self._root.items() if k in KEYS}, {k: (k,) for k in self._root if k in KEYS})
-        chart = self._root.get(CHART)
+        source = Source({k: v for k, v in self.root.items() if k in KEYS}, {k: (k,) for k in self.root if k in KEYS})
+        chart = self.root.get(EXTENSION)
         if chart is None:
             return source
         if not isinstance(chart, dict):
-            self._report.add((CHART,), f"expected a mapping, got {describe(chart)}")
+            self.report.add((EXTENSION,), f"expected a mapping, got {describe(chart)}")
             return source
         for key in chart:
             if key != CUSTOM and CUSTOM in chart:
-                self._report.note((CHART, key), "belongs to the Helm chart; it has no effect here")
+                self.report.note((EXTENSION, key), OF_THE_CHART)
             elif key != CUSTOM:
-                self._report.unknown((CHART, key), "field", key, [CUSTOM])
-        self._merge(chart.get(CUSTOM), (CHART, CUSTOM), source)
+                self.report.unknown((EXTENSION, key), "field", key, [CUSTOM])
+        self._merge(chart.get(CUSTOM), (EXTENSION, CUSTOM), source)
         return source
 
     def _merge(self, custom: object, place: Place, into: Source) -> None:
         if custom is None:
             return
         if not isinstance(custom, dict):
-            self._report.add(place, f"expected a mapping, got {describe(custom)}")
+            self.report.add(place, f"expected a mapping, got {describe(custom)}")
             return
         for key, value in custom.items():
             if key not in KEYS:
                 hint = "it belongs at the top of the file" if key in FIELDS else ""
-                self._report.unknown((*place, key), "field", key, KEYS, hint)
+                self.report.unknown((*place, key), "field", key, KEYS, hint)
             elif key in into.values:
-                self._report.add((*place, key), f"'{key}' is given at the top of the file too", "give it once")
+                self.report.add((*place, key), f"'{key}' is given at the top of the file too", "give it once")
             else:
                 into.values[key] = value
                 into.places[key] = (*place, key)
@@ -337,67 +336,67 @@ class _Assembly:
             model = SECTIONS.get(camel(name))
             if model is not None:
                 sections[name] = self._section(camel(name), model) or model.model_construct()
-        if self._root.get("seed") is not None and read(Settings, {"seed": self._root["seed"]}, (), self._report):
-            sections["seed"] = self._root["seed"]
+        if self.root.get("seed") is not None and read(Settings, {"seed": self.root["seed"]}, (), self.report):
+            sections["seed"] = self.root["seed"]
         settings = Settings.model_construct(**sections)  # all are checked: a validator of all takes 20 ms to build
-        settings = resolve(settings, self._base, self._report)
-        if self._translation is not None and "maxEndpoints" not in (self._root.get("extProc") or ()):
-            self._report.move(self._translation.settings.said_at)
+        settings = resolve(settings, self.base, self.report)
+        if self.translation is not None and "maxEndpoints" not in (self.root.get("extProc") or ()):
+            self.report.move(self.translation.settings.said_at)
         scorers = policy.scorers if policy else ()
         urls = [spec.parameters.cache_indexer_url for spec in scorers if spec.type == "prefix-aware"]
-        kv_events = asked_elsewhere(settings.kv_events, urls, self._report)
+        kv_events = asked_elsewhere(settings.kv_events, urls, self.report)
         return settings.model_copy(update={"kv_events": kv_events})
 
     def _section(self, key: str, model: type[Section]) -> Section | None:
-        node = self._root.get(key)
+        node = self.root.get(key)
         places: dict[str, Place] = {}
-        if key == "gateway" and key in self._root and not isinstance(node, dict):
+        if key == "gateway" and key in self.root and not isinstance(node, dict):
             if not isinstance(node, str):
-                self._report.add((key,), f"expected embedded, none or a mapping; got {describe(node)}")
+                self.report.add((key,), f"expected embedded, none or a mapping; got {describe(node)}")
                 return None
             node, places = {"mode": node}, {"mode": (key,)}  # `gateway: none` is short for `gateway: {mode: none}`
         if key == "models" and isinstance(node, list):
             node, places = {"list": node}, {"list": (key,)}
         said: dict[str, object] = {}
-        if self._translation is not None and not (key == "gateway" and node):
-            said = {**_LISTENS.get(key, {}), **self._translation.settings.values.get(key, {})}
+        if self.translation is not None and not (key == "gateway" and node):
+            said = {**_LISTENS.get(key, {}), **self.translation.settings.values.get(key, {})}
         if said and (node is None or isinstance(node, dict)):
             node = {**said, **(node or {})}
         if node is None or node == {}:
             return None
-        return read(model, node, (key,), self._report, places)
+        return read(model, node, (key,), self.report, places)
 
     def _endpoints(self, needed: bool) -> EndpointSource:
-        value = self._root.get("endpoints")
+        value = self.root.get("endpoints")
         value = None if value == {} else value
-        named = self._translation.endpoints if self._translation else None
+        named = self.translation.endpoints if self.translation else None
         if value is None and named is not None:
             return named
         if value is None or value == []:
-            if needed and self._thorough and self._translation:
-                self._report.note((), f"no endpoints: to serve, {_NO_DISCOVERY}")
+            if needed and self.thorough and self.translation:
+                self.report.note((), f"no endpoints: to serve, {_NO_DISCOVERY}")
             elif needed:
-                place: Place = ("endpoints",) if "endpoints" in self._root else ()
-                self._report.add(place, "no endpoints", _NO_DISCOVERY if self._translation else _NO_ENDPOINTS)
+                place: Place = ("endpoints",) if "endpoints" in self.root else ()
+                self.report.add(place, "no endpoints", _NO_DISCOVERY if self.translation else _NO_ENDPOINTS)
             return EndpointSource()
         return self._endpoint_source(value)
 
     def _endpoint_source(self, value: object) -> EndpointSource:
         """A list, or a `FileSource`. The warnings about a list are problems here, because a duplicate is a mistake."""
         if isinstance(value, list):
-            assert isinstance(self._tree.root.value, dict)
-            listing = read_endpoints(self._tree.root.value["endpoints"], ("endpoints",))
+            assert isinstance(self.tree.root.value, dict)
+            listing = read_endpoints(self.tree.root.value["endpoints"], ("endpoints",))
             for problem in listing.problems:
                 shown = replace(problem, hint=_TWICE, warning=False) if problem.warning else problem
-                self._report.extend([shown])
+                self.report.extend([shown])
             return EndpointSource(static=listing.entries)
         if not isinstance(value, dict):
-            self._report.add(("endpoints",), f"expected a list, or file: and a path; got {describe(value)}")
+            self.report.add(("endpoints",), f"expected a list, or file: and a path; got {describe(value)}")
             return EndpointSource()
-        source = read(FileSource, value, ("endpoints",), self._report)
+        source = read(FileSource, value, ("endpoints",), self.report)
         if source is None:
             return EndpointSource()
-        file = str(self._base / source.file) if self._base else source.file
+        file = str(self.base / source.file) if self.base else source.file
         return EndpointSource(file=file, watch=source.watch, allow_empty=source.allow_empty)
 
 

@@ -208,39 +208,31 @@ ALWAYS = ("subset", "health")
 _DECIDER_STAGES = ("prefill", "encode", "decode")
 
 
-class Profiles:
-    def __init__(
-        self,
-        profiles: Sequence[tuple[int, SchedulingProfile]],
-        any_given: bool,
-        instances: Instances,
-        report: Report,
-        registry: Registry,
-        queues: bool,
-    ) -> None:
-        """`queues`: whether requests may wait."""
-        self._queues = queues
-        self._profiles = profiles
-        self._any_given = any_given
-        self._instances = instances
-        self._report = report
-        self._registry = registry
+class Profiles(Struct, eq=False):
+    """`any_given`: whether the document has profiles. `queues`: whether requests may wait."""
+
+    profiles: Sequence[tuple[int, SchedulingProfile]]
+    any_given: bool
+    instances: Instances
+    report: Report
+    registry: Registry
+    queues: bool
 
     def policy(self) -> PolicySpec | None:
-        if not self._any_given:
-            refs = [(instance, None, instance.place) for instance in self._instances.by_name.values() if instance.uses]
+        if not self.any_given:
+            refs = [(instance, None, instance.place) for instance in self.instances.by_name.values() if instance.uses]
             return self._spec("default", refs, ("plugins",))
-        built = {profile.name: self._profile(i, profile) for i, profile in self._profiles}
-        names = [profile.name for _, profile in self._profiles]
-        handlers = [instance for instance in self._instances.by_name.values() if instance.role == "handler"]
+        built = {profile.name: self._profile(i, profile) for i, profile in self.profiles}
+        names = [profile.name for _, profile in self.profiles]
+        handlers = [instance for instance in self.instances.by_name.values() if instance.role == "handler"]
         for extra in handlers[1:]:
-            self._report.add(extra.place, "there is a profile handler already", f"'{handlers[0].name}'")
+            self.report.add(extra.place, "there is a profile handler already", f"'{handlers[0].name}'")
         if handlers and isinstance(handlers[0].parameters, (DisaggHandler, PdHandler)):
             return self._split(handlers[0], built.get(self._disaggregated(handlers[0], names)))
         if len(names) > 1:
             problem = f"{len(names)} profiles, and nothing that chooses among them"
             hint = "add a disagg-profile-handler, or leave one profile"
-            self._report.add(("schedulingProfiles",), problem, hint)
+            self.report.add(("schedulingProfiles",), problem, hint)
         return built.get(names[0]) if names else None
 
     def _disaggregated(self, handler: Instance, names: list[str]) -> str:
@@ -248,24 +240,24 @@ class Profiles:
         parameters = handler.parameters
         if isinstance(parameters, PdHandler):
             if parameters.decider_plugin_name:
-                self._instances.ref(parameters.decider_plugin_name, (*parameters_place, "deciderPluginName"), "decider")
+                self.instances.ref(parameters.decider_plugin_name, (*parameters_place, "deciderPluginName"), "decider")
             wanted, place = parameters.decode_profile, (*parameters_place, "decodeProfile")
         else:
             for key, name in (parameters.deciders or {}).items():
                 if key not in _DECIDER_STAGES:
-                    self._report.unknown((*parameters_place, "deciders", key), "stage", key, _DECIDER_STAGES)
-                self._instances.ref(name, (*parameters_place, "deciders", key), "decider")
+                    self.report.unknown((*parameters_place, "deciders", key), "stage", key, _DECIDER_STAGES)
+                self.instances.ref(name, (*parameters_place, "deciders", key), "decider")
             for key, name in (parameters.profiles or {}).items():
                 if key not in _DECIDER_STAGES:
-                    self._report.unknown((*parameters_place, "profiles", key), "stage", key, _DECIDER_STAGES)
+                    self.report.unknown((*parameters_place, "profiles", key), "stage", key, _DECIDER_STAGES)
                 elif name not in names and key != "decode":
-                    self._report.unknown((*parameters_place, "profiles", key), "profile", name, names)
+                    self.report.unknown((*parameters_place, "profiles", key), "profile", name, names)
             wanted, place = (
                 (parameters.profiles or {}).get("decode", "decode"),
                 (*parameters_place, "profiles", "decode"),
             )
         if names and wanted not in names:
-            self._report.unknown(place, "profile", wanted, names, "requests go where the decode profile says")
+            self.report.unknown(place, "profile", wanted, names, "requests go where the decode profile says")
         return wanted
 
     def _profile(self, index: int, profile: SchedulingProfile) -> PolicySpec | None:
@@ -273,10 +265,10 @@ class Profiles:
         plugins_place: Place = ("schedulingProfiles", index, "plugins")
         for i, entry in enumerate(profile.plugins or ()):
             place = (*plugins_place, i)
-            instance = self._instances.ref(entry.plugin_ref, (*place, "pluginRef"))
+            instance = self.instances.ref(entry.plugin_ref, (*place, "pluginRef"))
             if instance is not None and not instance.fits("profile"):
                 words = f"'{shorten(instance.name)}' is a {instance.role} plugin; a profile has no use for it"
-                self._report.note((*place, "pluginRef"), words)
+                self.report.note((*place, "pluginRef"), words)
             elif instance is not None:
                 refs.append((instance, self._weight(entry, instance, place), place))
         return self._spec(profile.name, refs, plugins_place)
@@ -289,21 +281,21 @@ class Profiles:
             if isinstance(parameters, PdHandler)
             else (parameters.deciders or {}).get("prefill", "")
         )
-        decider = self._instances.by_name.get(name)
+        decider = self.instances.by_name.get(name)
         given = decider.parameters if decider else None
         never = decider is None or (isinstance(given, PrefixDecider) and not given.non_cached_tokens)
-        policy = self._registry.find("policy", SPLITTING)
-        if spec is None or policy is None or self._queues or never:
-            self._report.note(handler.place, QUEUED if self._queues else NO_DECIDER)
+        policy = self.registry.find("policy", SPLITTING)
+        if spec is None or policy is None or self.queues or never:
+            self.report.note(handler.place, QUEUED if self.queues else NO_DECIDER)
             return spec
-        self._report.note(handler.place, PAIRS.format(shorten(name)))
+        self.report.note(handler.place, PAIRS.format(shorten(name)))
         limits = given.model_dump() if isinstance(given, PrefixDecider) else {}
         plugin = PluginSpec(
             kind="policy",
             type=policy.type,
             name=handler.name,
             given=policy.params(always=True, **limits),
-            path=self._report.path(handler.place),
+            path=self.report.path(handler.place),
             lines=handler.lines,
             stands_for=handler.type,
         )
@@ -313,7 +305,7 @@ class Profiles:
         if entry.weight is None:
             return None
         if not any(use.kind == "scorer" for use in instance.uses):
-            self._report.note((*place, "weight"), f"'{shorten(instance.name)}' is no scorer; its weight has no effect")
+            self.report.note((*place, "weight"), f"'{shorten(instance.name)}' is no scorer; its weight has no effect")
         return entry.weight
 
     def _spec(
@@ -322,12 +314,12 @@ class Profiles:
         parts: dict[str, list[PluginSpec]] = {"filter": self._always(), "scorer": [], "picker": []}
         for instance, weight, place in refs:
             lines = dict(instance.lines) | (
-                {"weight": self._report.line((*place, "weight"))} if weight is not None else {}
+                {"weight": self.report.line((*place, "weight"))} if weight is not None else {}
             )
             for use in instance.uses:
                 if use.kind == "picker" and parts["picker"]:
                     first = parts["picker"][0].name
-                    self._report.add(place, f"a second picker; '{first}' is there already", "a profile has one")
+                    self.report.add(place, f"a second picker; '{first}' is there already", "a profile has one")
                     continue
                 spec = PluginSpec(
                     kind=use.kind,
@@ -335,7 +327,7 @@ class Profiles:
                     name=instance.name,
                     given=use.parameters,
                     weight=(1.0 if weight is None else weight) if use.kind == "scorer" else 0.0,
-                    path=self._report.path(instance.place),
+                    path=self.report.path(instance.place),
                     lines=lines,
                     stands_for=instance.type if instance.entry else "",
                 )
@@ -344,10 +336,10 @@ class Profiles:
         return PolicySpec(name=name, filters=tuple(parts["filter"]), scorers=tuple(parts["scorer"]), picker=picker)
 
     def _always(self) -> list[PluginSpec]:
-        plugins = [self._registry.find("filter", name) for name in ALWAYS]
+        plugins = [self.registry.find("filter", name) for name in ALWAYS]
         return [PluginSpec(kind="filter", type=f.type, name=f.type, given=f.params()) for f in plugins if f]
 
     def _default_picker(self) -> PluginSpec:
-        picker = self._registry.find("picker", SELECTION["picker"])
+        picker = self.registry.find("picker", SELECTION["picker"])
         assert picker is not None
         return PluginSpec(kind="picker", type=picker.type, name=picker.type, given=picker.params(near_tie=0.0))

@@ -270,49 +270,32 @@ def read_endpoints(node: Node, place: Place) -> Listing:
     if len(node.value) > MAX_ENDPOINTS:
         line = node.value[MAX_ENDPOINTS].line
         return _unreadable(Problem(show(place), line, f"more than {MAX_ENDPOINTS} endpoints"))
-    reader = _Reader()
+    entries: dict[str, Listed] = {}
+    problems: list[Problem] = []
+    broken, nameless = set[str](), False
+    owners: dict[str, str] = {}  # endpoint ids by address
     for i, entry in enumerate(node.value):
-        reader.take(entry, (*place, i))
-    return reader.listing()
+        try:
+            listed = read_entry(entry, (*place, i))
+        except WrongEntry as wrong:
+            problems.append(wrong.problem)
+            broken |= {wrong.endpoint_id} - {""}
+            nameless = nameless or not wrong.endpoint_id
+            continue
+        name, address = listed.endpoint.id, listed.endpoint.address
+        warning = hint = ""
+        if entries.pop(name, None) is not None:
+            warning, hint = f"{name} is listed twice", "the last counts"
+        elif address in owners:
+            warning = f"{address} is the address of {owners[address]} already"
+        if warning:
+            problems.append(Problem(show((*place, i)), entry.line, warning, hint, warning=True))
+        owners.setdefault(address, name)
+        broken.discard(name)
+        entries[name] = listed
+    usable = tuple(listed for name, listed in entries.items() if name not in broken)
+    return Listing(usable, tuple(problems), frozenset(broken), nameless)
 
 
 def _unreadable(problem: Problem) -> Listing:
     return Listing(problems=(problem,), ok=False)
-
-
-class _Reader:
-    """Reads entries one after the other."""
-
-    def __init__(self) -> None:
-        self._entries: dict[str, Listed] = {}
-        self._problems: list[Problem] = []
-        self._broken: set[str] = set()
-        self._nameless = False
-        #: Endpoint ids by address.
-        self._owners: dict[str, str] = {}
-
-    def listing(self) -> Listing:
-        entries = tuple(entry for name, entry in self._entries.items() if name not in self._broken)
-        return Listing(entries, tuple(self._problems), frozenset(self._broken), self._nameless)
-
-    def take(self, node: Node, place: Place) -> None:
-        try:
-            listed = read_entry(node, place)
-        except WrongEntry as wrong:
-            self._problems.append(wrong.problem)
-            if wrong.endpoint_id:
-                self._broken.add(wrong.endpoint_id)
-            else:
-                self._nameless = True
-            return
-        name, address = listed.endpoint.id, listed.endpoint.address
-        warning = hint = ""
-        if self._entries.pop(name, None) is not None:
-            warning, hint = f"{name} is listed twice", "the last counts"
-        elif address in self._owners:
-            warning = f"{address} is the address of {self._owners[address]} already"
-        if warning:
-            self._problems.append(Problem(show(place), node.line, warning, hint, warning=True))
-        self._owners.setdefault(address, name)
-        self._broken.discard(name)
-        self._entries[name] = listed

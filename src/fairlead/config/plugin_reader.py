@@ -60,13 +60,12 @@ class Source(Struct):
         return self.places.get(key, (key,))
 
 
-class PluginReader:
+class PluginReader(Struct, eq=False):
     """Checks entries against the registry."""
 
-    def __init__(self, source: Source, report: Report, registry: Registry) -> None:
-        self.source = source
-        self.report = report
-        self.registry = registry
+    source: Source
+    report: Report
+    registry: Registry
 
     def plugins(self, kind: Kind, key: str, node: object) -> list[PluginSpec]:
         place = self.source.place(key)
@@ -182,80 +181,7 @@ class PluginReader:
                 where[key] = (*place, block, key)
         return given
 
-
-# ---- the policy: `policy`, `filters`, `scorers`, `selection`, `builtinFilters` ----
-
-#: Names in the file that make up the policy.
-KEYS = ("policy", "filters", "scorers", "selection", "builtinFilters")
-
-
-def read_policy(source: Source, report: Report, registry: Registry) -> PolicySpec | None:
-    """Read the policy; `None` if there are problems, which are reported."""
-    values = {key: value for key, value in source.values.items() if not _absent(key, value)}
-    source = Source(values, {key: place for key, place in source.places.items() if key in values})
-    before = len(report.problems)
-    reader = _Reader(source, report, registry)
-    named = values.get("policy", "default")
-    if isinstance(named, Mapping) and named.get("type") in (*POLICIES,):
-        shorthand = named["type"]
-        if len(named) > 1 and shorthand != "default":
-            problem = f"policy '{shorthand}' takes no name and no parameters"
-            report.add(source.place("policy"), problem, f"write policy: {shorthand}")
-        if len(named) == 1 or shorthand != "default":
-            named = values["policy"] = shorthand
-    if isinstance(named, Mapping) or (isinstance(named, str) and named not in POLICIES):
-        policy = reader.policy(named, values)
-    else:
-        policy = _profile(reader, _shorthand(values, source, report), values)
-    return None if len(report.problems) > before else policy
-
-
-def _absent(key: str, value: object) -> bool:
-    """Whether a value is empty. `[]` is not: it is an empty list. A policy is a plugin and has a type."""
-    return value is None or (key == "selection" and value == {})
-
-
-def _profile(reader: "_Reader", shorthand: str, values: Mapping[str, Any]) -> PolicySpec | None:
-    if shorthand == "default" and "scorers" not in values and "selection" not in values:
-        return _default(reader, values)
-    own = any(key in values for key in ("filters", "scorers", "selection"))
-    if shorthand != "default":
-        values = {**POLICIES[shorthand], **{k: v for k, v in values.items() if k == "builtinFilters"}}
-    name = shorthand if shorthand != "default" or not own else "custom"
-    filters = reader.filters(values.get("filters", FILTERS), values.get("builtinFilters", True))
-    scorers = reader.plugins("scorer", "scorers", values.get("scorers", SCORERS))
-    fallback = CUSTOM_SELECTION if "scorers" in values else SELECTION
-    picker = reader.picker(values.get("selection", fallback))
-    return PolicySpec(name=name, filters=tuple(filters), scorers=tuple(scorers), picker=picker)
-
-
-def _default(reader: "_Reader", values: Mapping[str, Any]) -> PolicySpec | None:
-    """The policy that needs no configuration, after the file's own filters if there are any.
-
-    It takes queues into account itself. An additional limit would remove the endpoint that holds the prompt just when
-    work must be saved: at twice the load that the servers of the shared-prefix workload can handle, hits fall from 92 %
-    to 83 %.
-    """
-    filters = reader.filters(values.get("filters", ()), values.get("builtinFilters", True))
-    spec = reader.plugin("policy", {"type": DEFAULT_POLICY}, ("policy",), written=False)
-    return PolicySpec(name="default", filters=tuple(filters), plugin=spec) if spec else None
-
-
-def _shorthand(values: Mapping[str, Any], source: Source, report: Report) -> str:
-    name = values.get("policy", "default")
-    place = source.place("policy")
-    if not isinstance(name, str):
-        report.add(place, f"expected the name of a policy, got {describe(name)}", f"known: {', '.join(POLICIES)}")
-        return "default"
-    clashing = [key for key in ("filters", "scorers", "selection") if key in values]
-    if name != "default" and clashing:
-        report.add(place, f"policy '{name}' brings its own {', '.join(clashing)}", "leave out one or the other")
-        return "default"
-    return name
-
-
-class _Reader(PluginReader):
-    """Reads the parts of a policy."""
+    # ---- the parts of a policy ----
 
     def filters(self, node: object, builtin: object) -> list[PluginSpec]:
         """The configured filters, after those ability filters that they do not replace."""
@@ -315,6 +241,130 @@ class _Reader(PluginReader):
         written = "selection" in self.source.places
         return self.plugin("picker", {"type": "top-k", "k": k}, place, {"type": where, "k": where}, written)
 
+    # ---- `metricSources`, `parsers` and `flowControl` ----
+
+    def named(self, kind: Kind, key: str) -> tuple[PluginSpec, ...]:
+        node = self.source.values.get(key)
+        return () if node is None else tuple(self.plugins(kind, key, node))
+
+    def provided(self, sources: tuple[PluginSpec, ...]) -> set[str]:
+        """Names of the columns that metric sources provide."""
+        plugins = [self.registry.find(source.kind, source.type) for source in sources]
+        return {name for plugin in plugins if plugin for name in plugin.cls.provides}
+
+    def flow_control(self) -> FlowSpec | None:
+        node = self.source.values.get(FLOW_CONTROL)
+        if FLOW_CONTROL not in self.source.values or node is None:
+            return None
+        if not isinstance(node, dict):
+            self.report.add((FLOW_CONTROL,), f"expected a mapping, got {describe(node)}")
+            return None
+        settings, plugins = self._mixed(FlowSettings, node, (FLOW_CONTROL,), FLOW_KINDS, BANDS)
+        bands = self._bands(node.get(BANDS))
+        return FlowSpec(settings=settings or FlowSettings(), bands=bands, **plugins)
+
+    def _mixed(
+        self, kind: type[Section], node: dict[str, Any], place: Place, kinds: tuple[Kind, ...], *more_keys: str
+    ) -> Any:
+        """Read a mapping of settings, plugins of `kinds` and `more_keys`."""
+        plain = {key: value for key, value in node.items() if key not in (*kinds, *more_keys)}
+        settings = read(kind, plain, place, self.report, siblings=(*kinds, *more_keys))
+        given = [plugin_kind for plugin_kind in kinds if node.get(plugin_kind) is not None]
+        return settings, {
+            plugin_kind: self.plugin(plugin_kind, node[plugin_kind], (*place, plugin_kind)) for plugin_kind in given
+        }
+
+    def _bands(self, node: object) -> tuple[BandSpec, ...]:
+        place: Place = (FLOW_CONTROL, BANDS)
+        if not isinstance(node, list | None):
+            self.report.add(place, f"expected a list, got {describe(node)}")
+            return ()
+        bands: dict[int, BandSpec] = {}
+        for i, entry in enumerate(node or ()):
+            if not isinstance(entry, dict):
+                self.report.add((*place, i), f"expected a mapping, got {describe(entry)}")
+                continue
+            settings, plugins = self._mixed(BandSettings, entry, (*place, i), BAND_KINDS)
+            if settings is None:
+                continue
+            if settings.priority in bands:
+                self.report.add((*place, i, "priority"), f"the band of priority {settings.priority} is there already")
+            bands[settings.priority] = BandSpec(settings=settings, **plugins)
+        if sum(band.settings.share for band in bands.values()) > 1.0:
+            self.report.add(place, "the shares of all bands must be at most 1 together")
+        return tuple(bands.values())
+
+
+# ---- the policy: `policy`, `filters`, `scorers`, `selection`, `builtinFilters` ----
+
+#: Names in the file that make up the policy.
+KEYS = ("policy", "filters", "scorers", "selection", "builtinFilters")
+
+
+def read_policy(source: Source, report: Report, registry: Registry) -> PolicySpec | None:
+    """Read the policy; `None` if there are problems, which are reported."""
+    values = {key: value for key, value in source.values.items() if not _absent(key, value)}
+    source = Source(values, {key: place for key, place in source.places.items() if key in values})
+    before = len(report.problems)
+    reader = PluginReader(source, report, registry)
+    named = values.get("policy", "default")
+    if isinstance(named, Mapping) and named.get("type") in (*POLICIES,):
+        shorthand = named["type"]
+        if len(named) > 1 and shorthand != "default":
+            problem = f"policy '{shorthand}' takes no name and no parameters"
+            report.add(source.place("policy"), problem, f"write policy: {shorthand}")
+        if len(named) == 1 or shorthand != "default":
+            named = values["policy"] = shorthand
+    if isinstance(named, Mapping) or (isinstance(named, str) and named not in POLICIES):
+        policy = reader.policy(named, values)
+    else:
+        policy = _profile(reader, _shorthand(values, source, report), values)
+    return None if len(report.problems) > before else policy
+
+
+def _absent(key: str, value: object) -> bool:
+    """Whether a value is empty. `[]` is not: it is an empty list. A policy is a plugin and has a type."""
+    return value is None or (key == "selection" and value == {})
+
+
+def _profile(reader: PluginReader, shorthand: str, values: Mapping[str, Any]) -> PolicySpec | None:
+    if shorthand == "default" and "scorers" not in values and "selection" not in values:
+        return _default(reader, values)
+    own = any(key in values for key in ("filters", "scorers", "selection"))
+    if shorthand != "default":
+        values = {**POLICIES[shorthand], **{k: v for k, v in values.items() if k == "builtinFilters"}}
+    name = shorthand if shorthand != "default" or not own else "custom"
+    filters = reader.filters(values.get("filters", FILTERS), values.get("builtinFilters", True))
+    scorers = reader.plugins("scorer", "scorers", values.get("scorers", SCORERS))
+    fallback = CUSTOM_SELECTION if "scorers" in values else SELECTION
+    picker = reader.picker(values.get("selection", fallback))
+    return PolicySpec(name=name, filters=tuple(filters), scorers=tuple(scorers), picker=picker)
+
+
+def _default(reader: PluginReader, values: Mapping[str, Any]) -> PolicySpec | None:
+    """The policy that needs no configuration, after the file's own filters if there are any.
+
+    It takes queues into account itself. An additional limit would remove the endpoint that holds the prompt just when
+    work must be saved: at twice the load that the servers of the shared-prefix workload can handle, hits fall from 92 %
+    to 83 %.
+    """
+    filters = reader.filters(values.get("filters", ()), values.get("builtinFilters", True))
+    spec = reader.plugin("policy", {"type": DEFAULT_POLICY}, ("policy",), written=False)
+    return PolicySpec(name="default", filters=tuple(filters), plugin=spec) if spec else None
+
+
+def _shorthand(values: Mapping[str, Any], source: Source, report: Report) -> str:
+    name = values.get("policy", "default")
+    place = source.place("policy")
+    if not isinstance(name, str):
+        report.add(place, f"expected the name of a policy, got {describe(name)}", f"known: {', '.join(POLICIES)}")
+        return "default"
+    clashing = [key for key in ("filters", "scorers", "selection") if key in values]
+    if name != "default" and clashing:
+        report.add(place, f"policy '{name}' brings its own {', '.join(clashing)}", "leave out one or the other")
+        return "default"
+    return name
+
 
 # ---- policies inside `canary` and `shadows` ----
 
@@ -343,68 +393,6 @@ FLOW_KINDS: tuple[Kind, ...] = ("fairness", "ordering", "saturation", "ceiling")
 BAND_KINDS: tuple[Kind, ...] = ("fairness", "ordering")
 BANDS = "bands"
 FLOW_FIELDS = tuple(fields(FlowSettings))
-
-
-class Extras:
-    """Reads the lists from the root of a file."""
-
-    def __init__(self, root: dict[str, Any], report: Report, registry: Registry) -> None:
-        self._root = root
-        self._report = report
-        self._registry = registry
-        self._reader = PluginReader(Source({}, {}), report, registry)
-
-    def list(self, kind: Kind, key: str) -> tuple[PluginSpec, ...]:
-        node = self._root.get(key)
-        return () if node is None else tuple(self._reader.plugins(kind, key, node))
-
-    def provided(self, sources: tuple[PluginSpec, ...]) -> set[str]:
-        """Names of the columns that metric sources provide."""
-        plugins = [self._registry.find(source.kind, source.type) for source in sources]
-        return {name for plugin in plugins if plugin for name in plugin.cls.provides}
-
-    def flow_control(self) -> FlowSpec | None:
-        node = self._root.get(FLOW_CONTROL)
-        if FLOW_CONTROL not in self._root or node is None:
-            return None
-        if not isinstance(node, dict):
-            self._report.add((FLOW_CONTROL,), f"expected a mapping, got {describe(node)}")
-            return None
-        settings, plugins = self._mixed(FlowSettings, node, (FLOW_CONTROL,), FLOW_KINDS, BANDS)
-        bands = self._bands(node.get(BANDS))
-        return FlowSpec(settings=settings or FlowSettings(), bands=bands, **plugins)
-
-    def _mixed(
-        self, kind: type[Section], node: dict[str, Any], place: Place, kinds: tuple[Kind, ...], *more_keys: str
-    ) -> Any:
-        """Read a mapping of settings, plugins of `kinds` and `more_keys`."""
-        plain = {key: value for key, value in node.items() if key not in (*kinds, *more_keys)}
-        settings = read(kind, plain, place, self._report, siblings=(*kinds, *more_keys))
-        given = [plugin_kind for plugin_kind in kinds if node.get(plugin_kind) is not None]
-        return settings, {
-            plugin_kind: self._reader.plugin(plugin_kind, node[plugin_kind], (*place, plugin_kind))
-            for plugin_kind in given
-        }
-
-    def _bands(self, node: object) -> tuple[BandSpec, ...]:
-        place: Place = (FLOW_CONTROL, BANDS)
-        if not isinstance(node, list | None):
-            self._report.add(place, f"expected a list, got {describe(node)}")
-            return ()
-        bands: dict[int, BandSpec] = {}
-        for i, entry in enumerate(node or ()):
-            if not isinstance(entry, dict):
-                self._report.add((*place, i), f"expected a mapping, got {describe(entry)}")
-                continue
-            settings, plugins = self._mixed(BandSettings, entry, (*place, i), BAND_KINDS)
-            if settings is None:
-                continue
-            if settings.priority in bands:
-                self._report.add((*place, i, "priority"), f"the band of priority {settings.priority} is there already")
-            bands[settings.priority] = BandSpec(settings=settings, **plugins)
-        if sum(band.settings.share for band in bands.values()) > 1.0:
-            self._report.add(place, "the shares of all bands must be at most 1 together")
-        return tuple(bands.values())
 
 
 def check_metric_names(policy: PolicySpec, provided: Collection[str], metrics: Metrics, report: Report) -> None:
