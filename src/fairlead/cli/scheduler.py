@@ -9,7 +9,7 @@ from fairlead.cli.basics import FAILED
 from fairlead.cli.options import examples, policies
 
 if TYPE_CHECKING:
-    from fairlead.server.remote.stream import ClientTls
+    from fairlead.config.schema import SchedulerTls
     from fairlead.server.sdk.check import Result
 
 
@@ -103,12 +103,12 @@ def contract() -> str:
     return (Path(fairlead.__file__).parent / "server/remote/proto/fairlead/scheduler/v1/scheduler.proto").read_text()
 
 
-def _tls(ca_file: str) -> "ClientTls | None":
-    from fairlead.server.remote.stream import ClientTls
+def _tls(ca_file: str) -> "SchedulerTls | None":
+    from fairlead.config.schema import SchedulerTls
 
     if not ca_file:
         return None
-    return ClientTls(verify=False) if ca_file == "any" else ClientTls(ca_file=ca_file)
+    return SchedulerTls(verify=False) if ca_file == "any" else SchedulerTls(ca_file=ca_file)
 
 
 def _print(results: "list[Result]") -> None:

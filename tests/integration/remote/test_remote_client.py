@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fairlead.config.schema import SchedulerTls
 from fairlead.core.errors import ConfigError
 from fairlead.core.events import Event, Outcome, RemoteDown, RemotePick, RemotePicked, RemoteUp
 from fairlead.core.fleet import Fleet
@@ -21,7 +22,7 @@ from fairlead.gateway.tls import ServerTls
 from fairlead.server.remote import client as remote_client
 from fairlead.server.remote.client import RemoteClient, RemoteOptions
 from fairlead.server.remote.messages import PATH, Answer, Picks, Welcome, decode_ask, encode_answer
-from fairlead.server.remote.stream import ClientTls
+from fairlead.server.remote.stream import check_tls
 from fairlead.server.sdk.server import SchedulerServer, policy_maker
 from fairlead.testing import builders
 
@@ -261,14 +262,14 @@ def certificate(tmp_path: Path) -> Path:
 async def test_tls_is_verified(certificate: Path) -> None:
     server = SchedulerServer(policy_maker("round-robin"), ServerTls.from_directory(certificate))
     address = await server.start("127.0.0.1:0")
-    trusted = ClientTls(ca_file=str(certificate / "tls.crt"), server_name="localhost")
+    trusted = SchedulerTls(ca_file=str(certificate / "tls.crt"), server_name="localhost")
     try:
         async with client(address, tls=trusted) as (_, ears):
             await ears.until(lambda: ears.of(RemoteUp))
-        async with client(address, tls=ClientTls(server_name="localhost")) as (_, ears):
+        async with client(address, tls=SchedulerTls(server_name="localhost")) as (_, ears):
             await ears.until(lambda: ears.told)
             assert "certificate" in ears.told[0][1].lower() and ears.events == []
-        async with client(address, tls=ClientTls(verify=False)) as (_, ears):
+        async with client(address, tls=SchedulerTls(verify=False)) as (_, ears):
             await ears.until(lambda: ears.of(RemoteUp))
     finally:
         await server.close()
@@ -276,7 +277,7 @@ async def test_tls_is_verified(certificate: Path) -> None:
 
 def test_tls_files_that_are_not_there_are_told() -> None:
     with pytest.raises(ConfigError, match="TLS files"):
-        ClientTls(ca_file="/nowhere.pem").check()
+        check_tls(SchedulerTls(ca_file="/nowhere.pem"))
 
 
 async def test_batches_count_as_settled_when_all_before_them_are_answered_or_too_late() -> None:

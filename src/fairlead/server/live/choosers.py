@@ -15,7 +15,7 @@ from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import AskRemote
 from fairlead.server.observe.log import get
 from fairlead.server.remote.client import RemoteClient, RemoteOptions
-from fairlead.server.remote.stream import ClientTls
+from fairlead.server.remote.stream import check_tls
 
 log = get("scheduler")
 
@@ -80,18 +80,13 @@ def check_schedulers(config: Config) -> None:
 
 def remote_options(name: str, settings: SchedulerSettings, config: Config) -> RemoteOptions:
     """The settings of a scheduler in the client's terms. Raises `ConfigError` if its TLS files cannot be used."""
-    tls = None
     if settings.tls is not None:
-        named = settings.tls
-        tls = ClientTls(
-            ca_file=named.ca_file, verify=named.verify, server_name=named.server_name, cert_dir=named.cert_dir
-        )
-        tls.check()
+        check_tls(settings.tls)
     return RemoteOptions(
         name=name,
         address=settings.address,
         budget=settings.budget,
         pool=config.models.pool or config.kubernetes.pool or "default",
         max_endpoints=max(config.ext_proc.max_endpoints, 2),
-        tls=tls,
+        tls=settings.tls,
     )

@@ -8,7 +8,6 @@ Rules
 """
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ import numpy as np
 from msgspec import Struct
 
 from fairlead import __version__
+from fairlead.config.schema import SchedulerTls
 from fairlead.core.cost import cost
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.errors import ConfigError, ProtocolError
@@ -24,6 +24,7 @@ from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import AskRemote
 from fairlead.core.records import Snapshot
 from fairlead.core.table import FLOATS
+from fairlead.pool.aio import cancelled
 from fairlead.server.remote.messages import (
     COLUMNS,
     FACTORS,
@@ -42,7 +43,7 @@ from fairlead.server.remote.messages import (
     decode_answer,
     encode_ask,
 )
-from fairlead.server.remote.stream import ClientTls, SchedulerStream, open_channel
+from fairlead.server.remote.stream import SchedulerStream, open_channel
 
 if TYPE_CHECKING:
     import grpc.aio
@@ -63,7 +64,7 @@ class RemoteOptions(Struct, frozen=True, kw_only=True):
     budget: float = 0.005
     pool: str = "default"
     max_endpoints: int = 2
-    tls: ClientTls | None = None
+    tls: SchedulerTls | None = None
 
 
 class _Undecided(Struct):
@@ -110,10 +111,7 @@ class RemoteClient:
     async def close(self) -> None:
         self._feed = lambda event: None  # the next connection may have our name
         task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await cancelled(task)
         if self._stream is not None:
             stream = self._stream
             stream.end("closed")

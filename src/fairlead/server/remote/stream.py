@@ -12,8 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from msgspec import Struct
-
+from fairlead.config.schema import SchedulerTls
 from fairlead.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -141,29 +140,18 @@ _OPTIONS = (
 )
 
 
-class ClientTls(Struct, frozen=True, kw_only=True):
-    """How to check the scheduler's certificate, and our own certificate. PEM files; empty = the system's, or none."""
-
-    ca_file: str = ""
-    #: False = accept any certificate.
-    verify: bool = True
-    #: Name in the certificate; empty = the host of the address.
-    server_name: str = ""
-    #: Directory with `tls.crt` and `tls.key`.
-    cert_dir: str = ""
-
-    def check(self) -> None:
-        """Raises `ConfigError` if a file cannot be used."""
-        try:
-            context = ssl.create_default_context(cafile=self.ca_file or None)
-            if self.cert_dir:
-                base = Path(self.cert_dir)
-                context.load_cert_chain(base / "tls.crt", base / "tls.key")
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"TLS files of the scheduler's connection: {error}", "$.scheduler.tls") from error
+def check_tls(tls: SchedulerTls) -> None:
+    """Raises `ConfigError` if a file cannot be used."""
+    try:
+        context = ssl.create_default_context(cafile=tls.ca_file or None)
+        if tls.cert_dir:
+            base = Path(tls.cert_dir)
+            context.load_cert_chain(base / "tls.crt", base / "tls.key")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"TLS files of the scheduler's connection: {error}", "$.scheduler.tls") from error
 
 
-async def open_channel(address: str, tls: ClientTls | None = None) -> "grpc.aio.Channel":
+async def open_channel(address: str, tls: SchedulerTls | None = None) -> "grpc.aio.Channel":
     """A channel, which connects once it is used. Raises `ConfigError`; `OSError` if a certificate that is to be
     accepted unchecked cannot be fetched."""
     import grpc
@@ -175,7 +163,7 @@ async def open_channel(address: str, tls: ClientTls | None = None) -> "grpc.aio.
             raise ConfigError(f"{address!r} is neither host:port nor unix:/path", "$.scheduler.address")
     if tls is None:
         return grpc.aio.insecure_channel(address, options=_OPTIONS)
-    tls.check()
+    check_tls(tls)
     roots, name = _roots(tls), tls.server_name
     if not tls.verify:
         roots, name = await _certificate(address)
@@ -188,7 +176,7 @@ async def open_channel(address: str, tls: ClientTls | None = None) -> "grpc.aio.
     return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(roots, key, chain), options=options)
 
 
-def _roots(tls: ClientTls) -> bytes | None:
+def _roots(tls: SchedulerTls) -> bytes | None:
     """The trusted authorities. Without the system's list gRPC uses one of its own."""
     file = tls.ca_file or ssl.get_default_verify_paths().cafile
     return Path(file).read_bytes() if file else None

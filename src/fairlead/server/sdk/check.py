@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
+from fairlead.config.schema import SchedulerTls
 from fairlead.core.errors import FairleadError, ProtocolError
 from fairlead.core.events import Outcome, RemotePick
 from fairlead.core.request import Request
@@ -32,7 +33,7 @@ from fairlead.server.remote.messages import (
     decode_answer,
     encode_ask,
 )
-from fairlead.server.remote.stream import ClientTls, SchedulerStream, open_channel
+from fairlead.server.remote.stream import SchedulerStream, open_channel
 
 # Talks to a scheduler message by message, for checks and benchmarks of schedulers that may be wrong.
 
@@ -153,7 +154,7 @@ class Dialogue:
 
 
 @asynccontextmanager
-async def talk(address: str, tls: ClientTls | None = None) -> AsyncIterator[Dialogue]:
+async def talk(address: str, tls: SchedulerTls | None = None) -> AsyncIterator[Dialogue]:
     """A `Dialogue`. If nothing listens at the address, its first answer or this raises `Failed`."""
     dialogue = Dialogue()
     try:
@@ -185,7 +186,7 @@ class Result(Struct, frozen=True):
 class Checker:
     """`budget_ms`: how long the 99th percentile of answers may take."""
 
-    def __init__(self, address: str, tls: ClientTls | None = None, budget_ms: float = 100.0) -> None:
+    def __init__(self, address: str, tls: SchedulerTls | None = None, budget_ms: float = 100.0) -> None:
         self._address = address
         self._tls = tls
         self._budget_ms = budget_ms
