@@ -4,6 +4,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator
 from math import inf, sin
+from types import SimpleNamespace
 
 import pytest
 from br_checks import accessible, figure, fits, picture, rows, text_of
@@ -19,7 +20,6 @@ from fairlead.core.queues import Queues
 from fairlead.core.records import DecisionRecord, Forecast, OutcomeRecord
 from fairlead.core.request import Request
 from fairlead.server.admin import Admin, AdminSources
-from fairlead.server.dashboard import DashboardSources
 from fairlead.server.observe.snapshot import SnapshotMaker
 from fairlead.server.observe.watch import Watch
 
@@ -44,7 +44,7 @@ class Scheduler:
 
     async def start(self) -> None:
         maker = self.maker
-        source = DashboardSources(
+        source = SimpleNamespace(
             begin=maker.begin, end=maker.end, beginning=maker.beginning, take=maker.take, tick=0.25,
             answers={"decisions": maker.search, "endpoint": maker.endpoint, "model": maker.model},
         )  # fmt: skip

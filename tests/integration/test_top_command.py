@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ from fairlead.core.fleet import Fleet
 from fairlead.core.records import DecisionRecord
 from fairlead.core.request import Request
 from fairlead.server.admin import Admin, AdminSources
-from fairlead.server.dashboard import DashboardSources
 from fairlead.server.observe.snapshot import SnapshotMaker
 from fairlead.server.observe.watch import Watch
 
@@ -49,8 +49,8 @@ class Port:
             replicas=lambda: self.replicas,
             schedulers=lambda: self.schedulers,
         )
-        dashboard = DashboardSources(
-            begin=maker.begin, end=maker.end, beginning=maker.beginning, take=maker.take, tick=0.05
+        dashboard = SimpleNamespace(
+            begin=maker.begin, end=maker.end, beginning=maker.beginning, take=maker.take, answers={}, tick=0.05
         )
         self.sources = AdminSources(
             metrics=list, unready=list, endpoints=list, decisions=lambda count: [], dashboard=dashboard

@@ -27,8 +27,9 @@ from fairlead.core.errors import ADMIN_PORT
 from fairlead.gateway.accept import OPENMETRICS_TYPE, TEXT_TYPE, wants_openmetrics
 from fairlead.gateway.tls import ServerTls
 from fairlead.server import openapi
-from fairlead.server.dashboard import Dashboard, DashboardSources
+from fairlead.server.dashboard import Dashboard
 from fairlead.server.http_port import Access, HttpPort, Tokens, send
+from fairlead.server.observe.snapshot import SnapshotMaker
 
 #: How many decisions one request may ask for at most.
 MAX_DECISIONS = 200
@@ -98,7 +99,7 @@ class AdminSources(Struct, frozen=True, kw_only=True):
     #: Other replicas, and what they reported; `None` = there are none.
     replicas: Callable[[], Any] = lambda: None
     #: What the dashboard at `/` shows; `None` = there is no dashboard, and `/` lists the pages.
-    dashboard: DashboardSources | None = None
+    dashboard: SnapshotMaker | None = None
 
 
 async def _paced(pieces: Iterable[bytes]) -> list[bytes]:

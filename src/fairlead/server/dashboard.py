@@ -13,14 +13,15 @@ Rules
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from hashlib import blake2s
 from importlib.resources import files
 from typing import Any
 
 import msgspec
 from aiohttp import web
-from msgspec import Struct
+
+from fairlead.server.observe.snapshot import SnapshotMaker
 
 VIEWERS = 16
 PATIENCE = 5.0
@@ -53,22 +54,6 @@ _GONE = "There is nothing of that name, or no longer. The dashboard and /debug/e
 _TOO_MANY = "{} viewers look already; close one and try again\n"
 
 
-class DashboardSources(Struct, frozen=True, kw_only=True):
-    """Where the content comes from. Values are what msgspec can encode."""
-
-    #: Called when the first viewer arrives; called when the last viewer has left.
-    begin: Callable[[], object]
-    end: Callable[[], object]
-    #: For a viewer that has just arrived; for all viewers, at each tick.
-    beginning: Callable[[], Any]
-    take: Callable[[], Any]
-    #: Answers by name: the query's parameters → a value, or `None` if the requested thing does not exist. They raise
-    #: `msgspec.ValidationError`.
-    answers: Mapping[str, Callable[[Mapping[str, str]], Any]] = {}
-    #: Seconds between two ticks.
-    tick: float = 0.5
-
-
 class _Viewer:
     """Holds the newest frame that the viewer has not been sent yet."""
 
@@ -91,7 +76,7 @@ class Dashboard:
 
     def __init__(
         self,
-        sources: DashboardSources,
+        sources: SnapshotMaker,
         *,
         viewers: int = VIEWERS,
         patience: float = PATIENCE,

@@ -17,13 +17,12 @@ from fairlead.core.scheduling import Scheduling
 from fairlead.pool.models_file import follow_models, listed_models
 from fairlead.pool.scrape import Pace
 from fairlead.server.admin import AdminSources
-from fairlead.server.dashboard import DashboardSources
 from fairlead.server.journal.writer import segments
 from fairlead.server.live.choosers import check_schedulers
 from fairlead.server.live.kv import KvListening
 from fairlead.server.live.wiring import Core, TimeOfDay, pool_label
 from fairlead.server.observe.log import get
-from fairlead.server.observe.snapshot import TICK, SnapshotMaker
+from fairlead.server.observe.snapshot import SnapshotMaker
 from fairlead.server.observe.tracing import Tracing
 from fairlead.server.running_gateway import NONE_RUNS, RunningGateway
 
@@ -258,15 +257,7 @@ class PoolScheduler:
 
     def sources(self, **more: Any) -> AdminSources:
         """`more`: further fields of `AdminSources`."""
-        core, watch, maker = self.core, self.watch, self.maker
-        dashboard = DashboardSources(
-            begin=maker.begin,
-            end=maker.end,
-            beginning=maker.beginning,
-            take=maker.take,
-            answers={"decisions": maker.search, "endpoint": maker.endpoint, "model": maker.model},
-            tick=TICK,
-        )
+        core, watch = self.core, self.watch
         return AdminSources(
             metrics=watch.exposition,
             openmetrics=lambda: watch.exposition(openmetrics=True),
@@ -278,7 +269,7 @@ class PoolScheduler:
             knowledge=core.kv.page if core.kv is not None else lambda: None,
             journal=lambda: segments(self.config.journal.path),
             replicas=core.replicas.page if core.replicas is not None else lambda: None,
-            dashboard=dashboard,
+            dashboard=self.maker,
             **more,
         )
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from heapq import nlargest
 from math import inf, isfinite
+from typing import Any
 
 import msgspec
 
@@ -254,7 +255,9 @@ class ModelPast(msgspec.Struct, frozen=True):
 
 
 class SnapshotMaker:
-    """Call `begin`, then `take` once per tick, then `end`.
+    """What the dashboard shows. Call `begin` when the first viewer arrives, then `take` once per tick for all of them,
+    `end` when the last one has left. `answers`, by name: the query's parameters → a value, or `None` if the requested
+    thing does not exist; they raise `msgspec.ValidationError`.
 
     `wall_offset`: seconds to add to the clock of records to get the time of day. `reasons`: why this scheduler is not
     ready. `replicas`: the state of the link to other schedulers; `schedulers`: how many there are.
@@ -282,6 +285,12 @@ class SnapshotMaker:
         #: The fleet's version, and the models that it serves since then.
         self._served = -1, served_models(watch.fleet.table)
         self.history = History(watch, now(), wall_offset)
+        self.tick = TICK
+        self.answers: Mapping[str, Callable[[Mapping[str, str]], Any]] = {
+            "decisions": self.search,
+            "endpoint": self.endpoint,
+            "model": self.model,
+        }
         self.about = shape.About(
             version=__version__, pool=pool, started=now() + wall_offset(), tick_s=TICK, point_s=POINT
         )
