@@ -16,7 +16,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from math import inf
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from fairlead.core.learned import Common, EndpointLearned, Part, PrefixesLearned
 from fairlead.core.prefix import ChainHasher
 from fairlead.core.scheduler import Pipeline
 from fairlead.core.state import BLOCK_BYTES, VERSION, Head, decode, encode, taken
+from fairlead.pool.aio import cancelled
 from fairlead.server.files import lock, write_whole
 from fairlead.server.journal.blocks import OVERHEAD, Damage, block, blocks
 from fairlead.server.observe.log import get
@@ -197,11 +197,7 @@ class StateFile:
 
     async def close(self) -> None:
         """Write a last time, and stop."""
-        for task in (self._restoring, self._writing):
-            if task is not None:
-                task.cancel()
-                with suppress(asyncio.CancelledError):
-                    await task
+        await cancelled(self._restoring, self._writing)
         await self._write()
         if self._lock >= 0:
             os.close(self._lock)

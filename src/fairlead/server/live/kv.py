@@ -72,10 +72,7 @@ class Keeper:
 
     async def close(self) -> None:
         """Write once more, and stop."""
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+        await cancelled(self._task)
         await self.save()
 
     async def save(self) -> None:

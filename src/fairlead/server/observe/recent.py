@@ -102,14 +102,11 @@ class Recent:
 
     def seed(self, records: Iterable[tuple[DecisionRecord, OutcomeRecord | None]], since: float) -> None:
         """Begin with earlier records, which are complete from `since` on; oldest first."""
-        known = list(records)
         self.covered_since = since
-        events: list[tuple[float, DecisionRecord | OutcomeRecord]] = []
-        for decision, outcome in known:
-            events.append((decision.at, decision))
-            if outcome is not None:
-                events.append((outcome.at, outcome))
-        for _, record in sorted(events, key=lambda event: event[0]):
+        self.take(record for pair in records for record in pair if record is not None)
+
+    def take(self, records: Iterable[DecisionRecord | OutcomeRecord]) -> None:
+        for record in sorted(records, key=lambda record: record.at):
             if isinstance(record, OutcomeRecord):
                 self.on_outcome(record)
             else:

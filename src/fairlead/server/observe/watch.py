@@ -149,12 +149,7 @@ class Watch:
             self.metrics.on_outcomes(outcomes)
             self.journal.on_outcomes(outcomes)
         if self.recent is not None:
-            records: list[DecisionRecord | OutcomeRecord] = [*decisions, *outcomes]
-            for record in sorted(records, key=lambda record: record.at):
-                if isinstance(record, OutcomeRecord):
-                    self.recent.on_outcome(record)
-                else:
-                    self.recent.on_decision(record)
+            self.recent.take([*decisions, *outcomes])
 
     def naming(self, decision_id: Callable[[int], str]) -> None:
         """Let OpenMetrics tell which decision an observation belongs to, and which trace."""
