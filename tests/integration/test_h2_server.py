@@ -61,7 +61,7 @@ async def test_three_hundred_streams_at_once(serve: Serve) -> None:
         sent = [[b"%d-%d" % (stream, part) * (stream % 50) for part in range(4)] for stream in range(300)]
         assert await asyncio.gather(*(echo(channel, *messages) for messages in sent)) == sent
         await until(lambda: idle(server))
-    assert server.stats().streams == 300
+    assert server.streams == 300
 
 
 @pytest.mark.parametrize("merge", [False, True])
@@ -134,8 +134,8 @@ async def test_draining_during_traffic_loses_nothing(serve: Serve) -> None:
             assert await call.read() is grpc.aio.EOF
             assert await call.code() == grpc.StatusCode.OK
         await closing
-    assert successor.stats().streams + server.stats().streams == 70
-    assert server.stats().connections == 0
+    assert successor.streams + server.streams == 70
+    assert not server.connections
     await successor.close()
 
 
@@ -250,6 +250,6 @@ async def test_connections_are_limited(serve: Serve) -> None:
         except ConnectionError:
             heads.append(b"")
     assert [bool(head) for head in heads] == [True] * 3 + [False] * 2
-    assert server.stats().connections == 3
+    assert len(server.connections) == 3
     for _, writer in streams:
         writer.close()

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from fairlead.core.errors import ProtocolError
+from fairlead.core.headers import DESTINATION
 from fairlead.gateway.protobuf import (
     BYTES,
     Json,
@@ -78,16 +79,16 @@ _ANSWER = {kind: CONTINUE[kind][0] >> 3 for kind in Kind}
 #: The protocol wants streamed body answers below 64 KiB (Envoy 1.40 takes 1 MB); the reference picker cuts at this.
 MAX_CHUNK = 62_000
 
-DESTINATION = "x-gateway-destination-endpoint"
 SUBSET_NAMESPACE = "envoy.lb.subset_hint"
-SUBSET_KEY = "x-gateway-destination-endpoint-subset"
-SERVED_KEY = "x-gateway-destination-endpoint-served"
+SUBSET_KEY = f"{DESTINATION}-subset"
+SERVED_KEY = f"{DESTINATION}-served"
 _SUBSET_KEY, _SERVED_KEY = SUBSET_KEY.encode(), SERVED_KEY.encode()
 LB_NAMESPACE = "envoy.lb"
 #: In that namespace: the lease of a request that was routed.
 LEASE_KEY = "fairlead-lease"
 
-_CLEAR_ROUTE_CACHE = number(5, 1)
+_HEADERS = (Kind.REQUEST_HEADERS, Kind.RESPONSE_HEADERS)
+_CLEAR_ROUTE_CACHE, _CONTINUE_AND_REPLACE = number(5, 1), number(1, 1)
 
 
 #: Bytes of a ProtocolConfiguration: it has seven short fields, and those that were seen are kept.
@@ -384,8 +385,11 @@ def lb_metadata(entries: Mapping[str, bytes]) -> bytes:
 def answer(
     kind: Kind, mutation: bytes = b"", metadata: bytes = b"", body: bytes | None = None, reroute: bool = False
 ) -> bytes:
-    """Answer a headers or body message: HeaderMutation content, `lb_metadata`, a whole new body."""
-    common = field(2, mutation) if mutation else b""
+    """Answer a headers or body message: HeaderMutation content, `lb_metadata`, a whole new body. In the answer to
+    headers, the body replaces that of the message, and whatever else comes of it needs no answer."""
+    common = _CONTINUE_AND_REPLACE if body is not None and kind in _HEADERS else b""
+    if mutation:
+        common += field(2, mutation)
     if body is not None:
         common += field(3, field(1, body))
     if reroute:
@@ -544,7 +548,6 @@ def _read_header(data: bytes, pos: int, end: int, out: dict[str, str]) -> int:
 #   answer, then the new bytes in place of those that came.
 
 _CONTENT_LENGTH = "content-length"
-_CONTINUE_AND_REPLACE = number(1, 1)
 
 #: HeaderMutation content for a headers answer: the body's length is not known yet. It goes out chunked.
 UNKNOWN_LENGTH = remove_headers((_CONTENT_LENGTH,))
@@ -555,39 +558,14 @@ def content_length(size: int) -> bytes:
     return set_header(_CONTENT_LENGTH, b"%d" % size)
 
 
-def replace(kind: Kind, body: bytes, mutation: bytes = b"", metadata: bytes = b"", reroute: bool = False) -> bytes:
-    """Answer a headers message (`kind`) with the whole new body of its message (CONTINUE_AND_REPLACE).
-
-    `mutation`, `metadata`, `reroute`: as for `ext_proc.answer`. Whatever else comes of the message needs no answer.
-    """
-    common = _CONTINUE_AND_REPLACE
-    if mutation:
-        common += field(2, mutation)
-    common += field(3, field(1, body))
-    if reroute:
-        common += _CLEAR_ROUTE_CACHE
-    return field(CONTINUE[kind][0] >> 3, field(1, common)) + metadata
-
-
-def can_rewrite_request(modes: Modes, end_of_stream: bool) -> bool:
-    """Whether a request whose body was seen can leave with another one. `end_of_stream`: of its last body message.
-
-    Not when the headers were answered without the body (NONE, and STREAMED that does not send ahead), and not when
-    only its beginning was seen (a truncated BUFFERED_PARTIAL): Envoy would append the rest.
-    """
-    mode, _, eager = modes
-    if mode is BodyMode.BUFFERED_PARTIAL:
-        return end_of_stream
-    return mode in (BodyMode.BUFFERED, BodyMode.FULL_DUPLEX) or (mode is BodyMode.STREAMED and eager)
-
-
 def rewrite_request(
     modes: Modes, body: bytes, mutation: bytes = b"", metadata: bytes = b"", trailers: bool = False
 ) -> list[bytes]:
     """The pick, with another body: all answers to the request, to be sent in one write.
 
     `mutation`, `metadata`: of the pick; the route is chosen anew. `trailers`: request trailers came, and wait for
-    their answer. Raises ValueError in modes that do not allow it (`can_rewrite_request`).
+    their answer. Raises ValueError where the headers were answered without the body (NONE, and STREAMED that does not
+    send ahead).
     """
     mode, _, eager = modes
     if mode is BodyMode.FULL_DUPLEX:
@@ -598,7 +576,7 @@ def rewrite_request(
         mutation += content_length(len(body))
         return [answer(Kind.REQUEST_BODY, mutation, metadata, body, reroute=True)]
     if mode is BodyMode.STREAMED and eager:
-        return [replace(Kind.REQUEST_HEADERS, body, mutation, metadata, reroute=True)]
+        return [answer(Kind.REQUEST_HEADERS, mutation, metadata, body, reroute=True)]
     raise ValueError(f"the body of a request cannot be changed in mode {mode.name}")
 
 

@@ -230,12 +230,9 @@ class GrpcServer:
         """Credentials that ask for the current certificate at each handshake. grpc calls this from its own threads."""
 
         def configuration() -> Any:
-            key, certificate, authority = tls.pem
-            return self._grpc.ssl_server_certificate_configuration([(key, certificate)], root_certificates=authority)
+            return self._grpc.ssl_server_certificate_configuration([tls.pem])
 
-        return self._grpc.dynamic_ssl_server_credentials(
-            configuration(), configuration, require_client_authentication=tls.pem[2] is not None
-        )
+        return self._grpc.dynamic_ssl_server_credentials(configuration(), configuration)
 
     def _tick(self) -> None:
         loop = asyncio.get_running_loop()

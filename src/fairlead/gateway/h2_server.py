@@ -16,8 +16,6 @@ import os
 import socket
 from pathlib import Path
 
-from msgspec import Struct
-
 from fairlead.core.endpoint import host_port
 from fairlead.gateway.h2_connection import H2Connection, Scratch
 from fairlead.gateway.h2_control import H2Control
@@ -32,14 +30,6 @@ _TICK = 1.0
 #: Seconds between log lines about connections that broke the protocol.
 _LOG_GAP = 60.0
 _BACKLOG = 1024
-
-
-class TransportStats(Struct, frozen=True):
-    """Sums over a server's life, closed connections included."""
-
-    #: Open connections.
-    connections: int = 0
-    streams: int = 0
 
 
 class H2Server:
@@ -157,9 +147,10 @@ class H2Server:
             log.info("closed %d connections that broke the protocol, the last from %s: %s", self._broke, peer, why)
             self._broke, self._broke_logged_at = 0, now
 
-    def stats(self) -> TransportStats:
-        live = self._connections
-        return TransportStats(len(live), self._streams + sum(c.opened for c in live))
+    @property
+    def streams(self) -> int:
+        """The number of streams in the server's life, those of closed connections included."""
+        return self._streams + sum(connection.opened for connection in self._connections)
 
     # ---- the end ----
 

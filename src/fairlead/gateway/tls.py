@@ -29,18 +29,15 @@ class ServerTls:
         certificate: str | Path,
         key: str | Path,
         *,
-        client_ca: str | Path | None = None,
         check_interval: float = 5.0,
         protocol: str = "h2",
     ) -> None:
-        """The files are PEM. `client_ca`: clients must have a certificate of this authority. `protocol`: ALPN name.
-        Times are in seconds.
+        """The files are PEM. `protocol`: ALPN name. Times are in seconds.
 
         Raises `ConfigError` if the files cannot be used.
         """
         self._certificate = str(certificate)
         self._key = str(key)
-        self._client_ca = None if client_ca is None else str(client_ca)
         self._interval = check_interval
         self._protocol = protocol
         self._checked = float("-inf")
@@ -50,8 +47,8 @@ class ServerTls:
         #: only once are just being replaced.
         self._unusable = self._missing = ""
         self._missed = False
-        #: The PEM texts in use, for servers that take no context: key, certificate chain, authority of clients.
-        self.pem: tuple[bytes, bytes, bytes | None]
+        #: The PEM texts in use, for servers that take no context: key, certificate chain.
+        self.pem: tuple[bytes, bytes]
         try:
             self._identity = self._identify()
             self.context = self._current = self._load()
@@ -60,12 +57,10 @@ class ServerTls:
         self.context.sni_callback = self._choose
 
     @classmethod
-    def from_directory(
-        cls, directory: str | Path, *, client_ca: str | Path | None = None, protocol: str = "h2"
-    ) -> "ServerTls":
+    def from_directory(cls, directory: str | Path, *, protocol: str = "h2") -> "ServerTls":
         """Load `tls.crt` and `tls.key`, the files of a mounted Kubernetes TLS secret."""
         base = Path(directory)
-        return cls(base / "tls.crt", base / "tls.key", client_ca=client_ca, protocol=protocol)
+        return cls(base / "tls.crt", base / "tls.key", protocol=protocol)
 
     def refresh(self, now: float) -> bool:
         """Check the files, at most every `check_interval` seconds of `now`. Return whether a new pair is in use."""
@@ -106,8 +101,7 @@ class ServerTls:
         return True
 
     def _identify(self) -> _Identity:
-        files = [self._certificate, self._key] + ([self._client_ca] if self._client_ca else [])
-        return tuple((s.st_ino, s.st_mtime_ns, s.st_size) for s in map(os.stat, files))
+        return tuple((s.st_ino, s.st_mtime_ns, s.st_size) for s in map(os.stat, (self._certificate, self._key)))
 
     def _load(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -117,11 +111,7 @@ class ServerTls:
         context.set_alpn_protocols([self._protocol])
         # Without it OpenSSL would ask at the terminal for the password of an encrypted key.
         context.load_cert_chain(self._certificate, self._key, password=_no_password)
-        if self._client_ca is not None:
-            context.load_verify_locations(self._client_ca)
-            context.verify_mode = ssl.CERT_REQUIRED
-        authority = None if self._client_ca is None else Path(self._client_ca).read_bytes()
-        self.pem = (Path(self._key).read_bytes(), Path(self._certificate).read_bytes(), authority)
+        self.pem = (Path(self._key).read_bytes(), Path(self._certificate).read_bytes())
         return context
 
     def _choose(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:

@@ -33,7 +33,7 @@ from fairlead.config.schema import Config
 from fairlead.core.endpoint import host_port
 from fairlead.core.errors import ConfigError, cannot_listen
 from fairlead.core.events import EndpointDown, EndpointUp
-from fairlead.gateway.envoy.authentication import KeysFile, read_jwt, read_keys, script
+from fairlead.gateway.envoy.authentication import read_jwt, read_keys, script, write_keys
 from fairlead.gateway.envoy.gateway import Plan, prepare
 from fairlead.gateway.envoy.options import Options, Tls
 from fairlead.gateway.envoy.process import FACTS, JWT, KEYS, tie_to_parent
@@ -72,7 +72,7 @@ def serve_embedded(config: Config, file: Path, workers: int = 1) -> tuple[Config
     options = replace(gateway_options(config, http2), peers=peers)
     plan = prepare(options, pool, scheduler_timeout=config.gateway.wait_for_scheduler)
     if keys:
-        KeysFile(plan.keys_file, keys.forward).write(known)
+        write_keys(plan.keys_file, known, keys.forward)
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()

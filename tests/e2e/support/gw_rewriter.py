@@ -76,7 +76,7 @@ class _Session:
                 self._messages.append(message)
                 last = message.body()[1]
             if last or self._whole or mode in (BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL):
-                self._pick(kind, bodies.can_rewrite_request(self._modes, last))
+                self._pick(kind, _all_seen(self._modes, last))
 
     def _pick(self, kind: Kind, possible: bool) -> None:
         self._picked = True
@@ -123,3 +123,12 @@ def arrived(got: Got) -> tuple[int, str]:
 
 def made(body: bytes) -> tuple[int, str]:
     return len(body), sha256(body).hexdigest()
+
+
+def _all_seen(modes: Modes, end_of_stream: bool) -> bool:
+    """Whether a request can leave with another body: the headers were not answered without it, and not only its
+    beginning was seen, to which Envoy would append the rest."""
+    mode, _, eager = modes
+    if mode is BodyMode.BUFFERED_PARTIAL:
+        return end_of_stream
+    return mode in (BodyMode.BUFFERED, BodyMode.FULL_DUPLEX) or (mode is BodyMode.STREAMED and eager)

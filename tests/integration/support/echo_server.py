@@ -50,7 +50,7 @@ async def serving() -> AsyncIterator[Serve]:
     yield start
     for server in servers:
         await server.close()
-        assert server.stats().connections == 0
+        assert not server.connections
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -293,12 +293,6 @@ def write_jwt(path: Path, jwt: Jwt, optional: bool) -> None:
     _write(path, JWT, _jwt(jwt, optional))
 
 
-class KeysFile:
-    """Writes versions of the filter to `path`."""
-
-    def __init__(self, path: Path, forward: bool) -> None:
-        self._path, self._forward = path, forward
-
-    def write(self, keys: Iterable[Key]) -> None:
-        """Write the keys. Raises `OSError` on disk errors; the old keys then stay in force."""
-        _write(self._path, KEYS, _lua(script(keys, self._forward)))
+def write_keys(path: Path, keys: Iterable[Key], forward: bool) -> None:
+    """Write the filter for keys, for `Options.keys_file`. Raises `OSError` on disk errors."""
+    _write(path, KEYS, _lua(script(keys, forward)))

@@ -11,10 +11,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fairlead.core.events import EndpointDown, EndpointUp
-from fairlead.core.headers import FALLBACK, OWN_NAMESPACE
+from fairlead.core.headers import DESTINATION, FALLBACK, OWN_NAMESPACE
 from fairlead.gateway.envoy.authentication import JWKS
 from fairlead.gateway.envoy.options import Address, Jwt, Options, Tls, parse_address, parse_endpoint, replace_watched
-from fairlead.gateway.ext_proc import DESTINATION, LB_NAMESPACE
+from fairlead.gateway.ext_proc import LB_NAMESPACE
 
 # The pool as a file that Envoy watches (endpoint discovery from a file, EDS).
 #
@@ -157,6 +157,15 @@ _WIDE = {
 }
 _WASM = "type.googleapis.com/envoy.extensions.filters.http.wasm.v3.Wasm"
 _UPSTREAM_CODEC = "type.googleapis.com/envoy.extensions.filters.http.upstream_codec.v3.UpstreamCodec"
+#: Of a retry policy: not the same host again.
+OTHER_HOSTS = [
+    {
+        "name": "envoy.retry_host_predicates.previous_hosts",
+        "typed_config": {
+            "@type": "type.googleapis.com/envoy.extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate"
+        },
+    }
+]
 _COMPOSITE = "type.googleapis.com/envoy.extensions.clusters.composite.v3.ClusterConfig"
 
 

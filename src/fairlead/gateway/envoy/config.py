@@ -27,7 +27,7 @@ from fairlead.gateway.access_log import (
 )
 from fairlead.gateway.envoy.admin import LISTENER
 from fairlead.gateway.envoy.authentication import authentication
-from fairlead.gateway.envoy.clusters import EXT_PROC, UPLOADS, als, clusters, seconds
+from fairlead.gateway.envoy.clusters import EXT_PROC, OTHER_HOSTS, UPLOADS, als, clusters, seconds
 from fairlead.gateway.envoy.options import Options
 from fairlead.gateway.envoy.process import STAT_PREFIX
 from fairlead.gateway.envoy.routes import CHUNKED, LARGE, RECEIVED, local_replies, route_config
@@ -145,14 +145,7 @@ _ASK_AGAIN = {
     "retry_on": "connect-failure,refused-stream,reset,unavailable",
     "num_retries": 30,
     "retry_back_off": {"base_interval": "0.05s", "max_interval": "0.25s"},
-    "retry_host_predicate": [
-        {
-            "name": "envoy.retry_host_predicates.previous_hosts",
-            "typed_config": {
-                "@type": "type.googleapis.com/envoy.extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate"
-            },
-        }
-    ],
+    "retry_host_predicate": OTHER_HOSTS,
     "host_selection_retry_max_attempts": 3,
 }
 

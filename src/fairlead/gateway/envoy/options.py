@@ -122,7 +122,7 @@ class Options(Struct, frozen=True, kw_only=True):
     receive_idle: float = 15.0
     #: Allowed paths in addition to those of inference (`routes`); `*` at the end stands for anything.
     paths: tuple[str, ...] = ()
-    #: A file written by `authentication.KeysFile`, which Envoy follows: clients have to send a key. Empty = none. The
+    #: A file written by `authentication.write_keys`, which Envoy follows: clients have to send a key. Empty = none. The
     #: supervisor interprets the path relative to its directory.
     keys_file: str = ""
     #: The script itself instead of a file, for an Envoy without a supervisor that writes files.

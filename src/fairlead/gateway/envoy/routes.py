@@ -16,13 +16,13 @@ from fairlead.gateway.envoy.clusters import (
     GRPC_DESTINATION,
     GRPC_EITHER,
     GRPC_POOL,
+    OTHER_HOSTS,
     POOL,
     UPLOADS,
     seconds,
 )
 from fairlead.gateway.envoy.options import Options
 from fairlead.gateway.envoy.uploads import BOUND, WHY, bound
-from fairlead.gateway.ext_proc import DESTINATION as EXT_PROC_DESTINATION
 from fairlead.gateway.ext_proc import LB_NAMESPACE, LEASE_KEY
 
 Json = dict[str, Any]
@@ -172,29 +172,14 @@ def route_config(options: Options, outside: bool = True) -> Json:
 
 def _routes(options: Options, outside: bool) -> list[Json]:
     """The routes. The scheduler's answer contains the destination as metadata and has the route chosen again."""
-    chosen = [_present(EXT_PROC_DESTINATION)]
+    chosen = [_present(DESTINATION)]
     limits = _limits(options)
     received = {"key": RECEIVED, "string_match": {"exact": "1"}}
     removed = [*TOWARD_UPSTREAM, CHUNKED]
     unscheduled: Json = {"match": {"prefix": "/", "filter_state": [received]}, "request_headers_to_remove": removed}
     if options.fail_open:
-        unscheduled["route"] = {
-            "cluster": POOL,
-            **limits,
-            "retry_policy": {
-                "retry_on": _NOT_BEGUN,
-                "num_retries": 2,
-                "retry_host_predicate": [
-                    {
-                        "name": "envoy.retry_host_predicates.previous_hosts",
-                        "typed_config": {
-                            "@type": "type.googleapis.com/"
-                            "envoy.extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate"
-                        },
-                    }
-                ],
-            },
-        }
+        retry = {"retry_on": _NOT_BEGUN, "num_retries": 2, "retry_host_predicate": OTHER_HOSTS}
+        unscheduled["route"] = {"cluster": POOL, **limits, "retry_policy": retry}
     else:
         unscheduled["direct_response"] = {"status": 503, "body": {"inline_string": "nobody scheduled this request"}}
     picked: Json = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from fairlead.config.schema import Gateway
 from fairlead.core.errors import ConfigError
-from fairlead.gateway.envoy.authentication import KeysFile, read_jwt, read_keys, write_jwt
+from fairlead.gateway.envoy.authentication import read_jwt, read_keys, write_jwt, write_keys
 from fairlead.gateway.envoy.process import JWT, KEYS
 from fairlead.pool.watched_files import WatchedFiles
 from fairlead.server.observe.log import get
@@ -56,7 +56,7 @@ def followed_keys(gateway: Gateway, directory: Path) -> list[FollowedKeys]:
     keys, jwt = gateway.keys, gateway.jwt
     followed = []
     if keys:
-        write = KeysFile(directory / KEYS, keys.forward).write
+        write = partial(write_keys, directory / KEYS, forward=keys.forward)
         followed.append(FollowedKeys("API keys", keys.file, partial(read_keys, keys.file), write))
     if jwt and jwt.jwks_file:
         write_tokens = partial(write_jwt, directory / JWT, optional=bool(keys))
