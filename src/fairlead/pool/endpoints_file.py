@@ -22,7 +22,7 @@ from fairlead.config.yaml import MAX_BYTES
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.errors import ConfigError
 from fairlead.core.events import EndpointDown, EndpointUp
-from fairlead.pool.aio import cancelled
+from fairlead.pool.aio import call_consumer, cancelled, set_within
 from fairlead.pool.watched_files import WatchedFiles
 
 # Endpoints come from the list in the configuration, or from a file that is followed.
@@ -131,11 +131,7 @@ class EndpointSet:
             self._emit(EndpointUp(endpoint))
 
     def _emit(self, event: EndpointUp | EndpointDown) -> None:
-        try:
-            self._feed(event)
-        except Exception as error:  # keep following the list if a consumer fails
-            context = {"message": f"the consumer of {event!r} raised", "exception": error}
-            asyncio.get_running_loop().call_exception_handler(context)
+        call_consumer(lambda: self._feed(event), f"the consumer of {event!r}")
 
     def _names(self) -> dict[str, int]:
         return {entry.host: entry.port for entry in self._listed.values() if not entry.literal}
@@ -149,11 +145,7 @@ class EndpointSet:
                 delay = RETRY_S
             else:
                 delay = self._resolve_s
-            try:
-                async with asyncio.timeout(delay):  # `wait_for` of Python 3.11 may swallow a cancellation
-                    await self._new_names.wait()
-            except TimeoutError:
-                pass
+            await set_within(self._new_names, delay)
             await self._resolve_all()
 
     async def _resolve_all(self) -> None:

@@ -44,11 +44,16 @@ from fairlead.pool.kube.status import ACCEPTED, Condition
 # ---- one object ----
 
 LEGACY_GROUP, GROUP = "inference.networking.x-k8s.io", "llm-d.ai"
-_VERSIONS: dict[str, dict[str, tuple[str, ...]]] = {
-    "InferenceModel": {LEGACY_GROUP: ("v1alpha1", "v1alpha2")},
-    "InferenceObjective": {GROUP: ("v1alpha2", "v1"), LEGACY_GROUP: ("v1alpha2",)},
-    "InferenceModelRewrite": {GROUP: ("v1alpha2",), LEGACY_GROUP: ("v1alpha2",)},
+#: The groups and versions of each kind. If several are installed, the first counts.
+_VERSIONS = {
+    "InferenceModel": ((LEGACY_GROUP, "v1alpha2"), (LEGACY_GROUP, "v1alpha1")),
+    "InferenceObjective": ((GROUP, "v1alpha2"), (GROUP, "v1"), (LEGACY_GROUP, "v1alpha2")),
+    "InferenceModelRewrite": ((GROUP, "v1alpha2"), (LEGACY_GROUP, "v1alpha2")),
 }
+#: The kind of each plural.
+KINDS = {f"{kind.lower()}s": kind for kind in _VERSIONS}
+#: The groups and versions of each plural, as above.
+SERVED = {plural: _VERSIONS[kind] for plural, kind in KINDS.items()}
 
 Named = Annotated[str, Field(min_length=1, max_length=253)]
 Weight = Annotated[int, Field(ge=0, le=1_000_000)]
@@ -149,7 +154,7 @@ def read_object(value: object, report: Report, place: Place = (), kind: str = ""
 
 
 def _check_version(kind: str, given: object, place: Place, report: Report) -> None:
-    known = [f"{group}/{version}" for group, versions in _VERSIONS[kind].items() for version in versions]
+    known = ["/".join(served) for served in _VERSIONS[kind]]
     if not given:
         report.add(place[:-1], "field 'apiVersion' is missing", f"known: {', '.join(known)}")
     elif given not in known:
@@ -376,22 +381,6 @@ def _count(value: object) -> int:
 
 # ---- objects of an API server, and the conditions for their status ----
 
-#: The plural of each kind.
-PLURALS = {
-    "InferenceModel": "inferencemodels",
-    "InferenceObjective": "inferenceobjectives",
-    "InferenceModelRewrite": "inferencemodelrewrites",
-}
-#: The groups and versions of each plural. If several are installed, the first counts.
-SERVED = {
-    "inferencemodels": (("inference.networking.x-k8s.io", "v1alpha2"), ("inference.networking.x-k8s.io", "v1alpha1")),
-    "inferenceobjectives": (
-        ("llm-d.ai", "v1alpha2"),
-        ("llm-d.ai", "v1"),
-        ("inference.networking.x-k8s.io", "v1alpha2"),
-    ),
-    "inferencemodelrewrites": (("llm-d.ai", "v1alpha2"), ("inference.networking.x-k8s.io", "v1alpha2")),
-}
 _SHOWN = 5
 
 

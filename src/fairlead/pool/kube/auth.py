@@ -110,7 +110,6 @@ class ExecPlugin(Struct, frozen=True, rename="camel"):
     env: list[dict[str, str]] | None = None
     install_hint: str = ""
     provide_cluster_info: bool = False
-    interactive_mode: str = ""
 
 
 class _ExecStatus(Struct, rename="camel"):

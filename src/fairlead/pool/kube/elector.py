@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw, Struct
 
-from fairlead.pool.aio import cancelled
+from fairlead.pool.aio import cancelled, set_within
 from fairlead.pool.kube.client import KubeClient, KubeError, Resource, Unreachable
 from fairlead.pool.kube.objects import Meta, Unreadable, decoded
 from fairlead.pool.kube.reflector import Reflector
@@ -301,7 +301,7 @@ class Elector:
         self.reflector: Reflector[Lease] = Reflector(
             client,
             self._resource,
-            _read,
+            read_lease,
             lambda key, lease: self._seen(lease),
             rng,
             query={"fieldSelector": f"metadata.name={settings.name}"},
@@ -368,11 +368,11 @@ class Elector:
             case Wait(until):
                 self._lead(False, sight.lease.holder if sight.lease else "")
                 connected = self.reflector.stats.connected
-                await self._pause(until - loop.time() + 0.001 if connected else settings.retry_s)
+                await set_within(self._woken, until - loop.time() + 0.001 if connected else settings.retry_s)
             case Take() if not self.leading and not self.reflector.stats.connected:
-                await self._pause(settings.retry_s)
+                await set_within(self._woken, settings.retry_s)
             case Take() | Keep():
-                await self._pause(await self._claim(sight.lease))
+                await set_within(self._woken, await self._claim(sight.lease))
 
     async def _claim(self, lease: Lease | None) -> float:
         """Take or renew the lease. Return the seconds until the next turn."""
@@ -410,12 +410,12 @@ class Elector:
                     answer = await self._client.create(self._resource, value)
         except TimeoutError:
             raise Unreachable("no answer in time") from None
-        self._note(_read(Raw(answer)))
+        self._note(read_lease(answer))
 
     async def _look(self) -> None:
         """Read the present lease."""
         try:
-            self._note(_read(Raw(await self._client.read(self._resource, self._settings.name))))
+            self._note(read_lease(await self._client.read(self._resource, self._settings.name)))
         except KubeError as error:
             if error.code == _NOT_FOUND:
                 self._note(None)
@@ -423,12 +423,6 @@ class Elector:
                 self._say(str(error))
         except (Unreachable, Unreadable) as error:
             self._say(str(error))
-
-    async def _pause(self, seconds: float) -> None:
-        # Not `wait_for`: until Python 3.12 it loses a cancellation that arrives together with the result.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(seconds, 0.0)):
-                await self._woken.wait()
 
     # ---- what is seen ----
 
@@ -474,7 +468,3 @@ class Elector:
         if trouble != self._trouble:
             self._trouble = trouble
             self._on_trouble(trouble)
-
-
-def _read(text: Raw) -> Lease:
-    return read_lease(text)

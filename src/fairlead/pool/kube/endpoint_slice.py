@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw, Struct
 
-from fairlead.pool.aio import cancelled
+from fairlead.pool.aio import cancelled, set_within
 from fairlead.pool.kube.client import KubeClient, KubeError, Resource, Unreachable
 from fairlead.pool.kube.objects import Meta, Unreadable, decoded
 from fairlead.pool.kube.reflector import Reflector
@@ -288,11 +288,7 @@ class EndpointSlicePublisher:
             while True:
                 self._woken.clear()
                 pause = await self._round() if self._leading else None
-                # Not `wait_for`: until Python 3.12 it loses a cancellation that arrives together with the result.
-                try:
-                    async with asyncio.timeout(pause):
-                        await self._woken.wait()
-                except TimeoutError:
+                if not await set_within(self._woken, pause):
                     self._current = False
         finally:
             await cancelled(watching)
@@ -344,7 +340,7 @@ class EndpointSlicePublisher:
         former = Place("::" if self._place.family == "IPv4" else "0.0.0.0")
         name = slice_name(service.name, former)
         with contextlib.suppress(KubeError, Unreachable, Unreadable):
-            seen = read_slice(Raw(await self._client.read(self._slices, name)))
+            seen = read_slice(await self._client.read(self._slices, name))
             if seen.addresses and seen.lease == self._lease and self._leading:
                 value = slice_object(service, self._namespace, former, self._lease, seen.version, empty=True)
                 await self._client.update(self._slices, name, value)
@@ -372,13 +368,13 @@ class EndpointSlicePublisher:
         else:
             answer = await self._client.create(self._slices, value)
         self.writes += 1
-        self._seen = read_slice(Raw(answer))
+        self._seen = read_slice(answer)
 
     async def _look(self) -> float:
         """Read the slice, and later its service, again after another write."""
         self._current = False
         try:
-            self._seen = read_slice(Raw(await self._client.read(self._slices, slice_name(self._name, self._place))))
+            self._seen = read_slice(await self._client.read(self._slices, slice_name(self._name, self._place)))
         except KubeError as error:
             if error.code != 404:
                 self._say(str(error))

@@ -23,12 +23,11 @@ from fairlead.pool.kube.client import KubeClient, KubeError, Resource, Unreachab
 from fairlead.pool.kube.objects import read_plain
 from fairlead.pool.kube.reflector import Backoff, Reflector
 from fairlead.pool.kube.status import DesiredCondition, StatusWriter, Target
-from fairlead.pool.model_kinds import PLURALS, SERVED, ModelObject, conditions, model_set, read_model_object
+from fairlead.pool.model_kinds import KINDS, SERVED, ModelObject, conditions, model_set, read_model_object
 
 REDISCOVER_S = 30.0
 #: Changes within this many seconds are reported together.
 _GATHER_S = 0.01
-_KINDS = {plural: kind for kind, plural in PLURALS.items()}
 
 
 class _Names(msgspec.Struct):
@@ -140,7 +139,7 @@ class PoolModels:
             raise Unreachable(f"what {group}/{version} serves cannot be read: {error}") from None
 
     def _follow(self, resource: Resource) -> None:
-        kind = _KINDS[resource.plural]
+        kind = KINDS[resource.plural]
         version = f"{resource.group}/{resource.version}"
 
         def troubled(trouble: str) -> None:

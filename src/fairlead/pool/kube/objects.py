@@ -22,7 +22,6 @@ class Meta(Struct, frozen=True, rename="camel", gc=False):
     uid: str = ""
     resource_version: str = ""
     generation: int = 0
-    creation_timestamp: str = ""
     deletion_timestamp: str | None = None
 
 

@@ -20,7 +20,7 @@ from msgspec import Raw, Struct
 from fairlead.config.endpoint_list import MAX_LABELS
 from fairlead.core.endpoint import NODE_LABEL, Endpoint, host_port
 from fairlead.core.events import EndpointDown, EndpointUp
-from fairlead.pool.aio import cancelled
+from fairlead.pool.aio import call_consumer, cancelled
 from fairlead.pool.kube.client import KubeClient, Resource
 from fairlead.pool.kube.objects import VERSIONS, Meta, Pool, Unreadable, decoded, read_pool, selector_text
 from fairlead.pool.kube.reflector import Reflector
@@ -175,11 +175,7 @@ class PodEndpoints:
             self._by_pod.pop(key, None)
 
     def _emit(self, event: EndpointUp | EndpointDown) -> None:
-        try:
-            self._feed(event)
-        except Exception as error:  # keep following if a consumer fails
-            context = {"message": f"the consumer of {event!r} raised", "exception": error}
-            asyncio.get_running_loop().call_exception_handler(context)
+        call_consumer(lambda: self._feed(event), f"the consumer of {event!r}")
 
 
 class PoolEndpoints:

@@ -19,6 +19,7 @@ from typing import Generic, TypeVar
 
 from msgspec import Raw, Struct
 
+from fairlead.pool.aio import call_consumer
 from fairlead.pool.kube.client import KubeClient, KubeError, Resource, Unreachable
 from fairlead.pool.kube.objects import Page as PageOf
 from fairlead.pool.kube.objects import Unreadable, key_of, read_event, read_failure, read_meta, read_page
@@ -261,11 +262,7 @@ class Reflector(Generic[T]):
         self._guard(lambda: self._changed(key, value))
 
     def _guard(self, call: Callable[[], object]) -> None:
-        try:
-            call()
-        except Exception as error:  # keep following if a consumer fails
-            context = {"message": f"a consumer of {self.resource.plural} raised", "exception": error}
-            asyncio.get_running_loop().call_exception_handler(context)
+        call_consumer(call, f"a consumer of {self.resource.plural}")
 
     def _in_touch(self) -> None:
         if not self.stats.connected:

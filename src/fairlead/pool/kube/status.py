@@ -15,6 +15,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from fairlead.pool.aio import set_within
 from fairlead.pool.kube.client import APPLY, KubeClient, KubeError, Resource, Unreachable
 from fairlead.pool.kube.objects import Unreadable, read_plain
 
@@ -151,10 +152,7 @@ class StatusWriter:
         while True:
             self._woken.clear()
             pause = await self._round() if self._may_write() else None
-            # Not `wait_for`: until Python 3.12 it loses a cancellation that arrives together with the result.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause):
-                    await self._woken.wait()
+            await set_within(self._woken, pause)
 
     async def _round(self) -> float | None:
         """Write the conditions that are due. Return the seconds until the next is due; `None` = none is left."""

@@ -89,8 +89,6 @@ class Feed:
         self._retries = 0
         #: The rest of the current replay is ignored.
         self._spoiled = False
-        #: Timestamp of the first applied batch since the engine's last start.
-        self._life_ts = 0.0
         #: Sequence and timestamp of the batch before the one being applied.
         self._before = (-1, 0.0)
         if can_replay:
@@ -111,7 +109,6 @@ class Feed:
     def resume(self, last: int, ts: float) -> None:
         """Take note that the index was loaded from a snapshot, which is up to date to the batch `last`."""
         self._note(last, ts)
-        self._life_ts = ts
         self.cache.heard = self._resumed = True
         self.connection_lost()
         if self._reconnected and self.can_replay:
@@ -320,8 +317,6 @@ class Feed:
             self.cache.provisional = True
         elif 0 <= self.last < number - 1 and self.sync is Sync.REPLAYING:
             self._missed(number - self.last - 1)
-        if self.last < 0:
-            self._life_ts = batch.ts
         self._before = (self.last, self.last_ts)
         self._note(number, batch.ts)
         self._reconnected = False

@@ -8,6 +8,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from fairlead.pool.aio import set_within
 from fairlead.pool.kv_events.discovery import Curve, Limits
 from fairlead.pool.kv_events.feed import Feed, Sync
 from fairlead.pool.kv_events.wire import END, replay_request, replayed
@@ -255,9 +256,5 @@ class Replayer:
         """Wait for the end. Raises `TimeoutError` if the publisher is silent too long while the feed is not busy."""
         while not self._over:
             self._received.clear()
-            try:
-                async with asyncio.timeout(self._limits.replay_silence):
-                    await self._received.wait()
-            except TimeoutError:
-                if not self._feed.busy:
-                    raise
+            if not await set_within(self._received, self._limits.replay_silence) and not self._feed.busy:
+                raise TimeoutError
