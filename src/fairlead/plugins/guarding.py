@@ -76,8 +76,7 @@ class Measuring:
                 if stray:
                     raise ValueError(f"gave {min(stray)!r}, which it does not provide")
             except Exception as error:
-                if self._report is not None:
-                    self._report(PluginError(source.name, f"{type(error).__name__}: {error}"))
+                _tell(self._report, source.name, error)
                 continue
             values |= {n: (_MOST if v > 0 else -_MOST) if isinf(v) else v for n, v in given.items()}
         return values
@@ -115,8 +114,7 @@ class Parsing:
         except ClientError:
             raise
         except Exception as error:
-            if self._report is not None:
-                self._report(PluginError(parser.name, f"{type(error).__name__}: {error}"))
+            _tell(self._report, parser.name, error)
             return unread(OTHER, "path", len(body))
 
 

@@ -75,7 +75,7 @@ class Plain:
     def __init__(self, params: Any = None, name: str = "") -> None:
         super().__init__()
         self.name = name or self.type
-        self._params = params
+        self._params = self.Params() if params is None else params
 
 
 _UNIT = "(?:ms|us|s|secs?|seconds?|m|mins?|minutes?|h|hours?)"

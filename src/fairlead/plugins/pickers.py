@@ -11,7 +11,7 @@ from fairlead.core.policy import Cycle
 from fairlead.core.request import Request
 from fairlead.core.view import FleetView
 from fairlead.plugins.columns import entries
-from fairlead.plugins.params import NoParams, Params, Plain
+from fairlead.plugins.params import Params, Plain
 
 
 class MaxScoreParams(Params):
@@ -20,20 +20,17 @@ class MaxScoreParams(Params):
     )
 
 
-class MaxScore:
+class MaxScore(Plain):
     """The highest total; among those within `nearTie` of it, a random one."""
 
     type = "max-score"
     Params = MaxScoreParams
-
-    def __init__(self, params: MaxScoreParams, name: str = type) -> None:
-        self.name = name
-        self._near = params.near_tie
+    _params: MaxScoreParams
 
     def pick(self, request: Request, fleet: FleetView, totals: FloatColumn, cycle: Cycle) -> int:
         leader = totals.argmax()
         best = float(totals[leader])
-        near = totals >= best - abs(best) * self._near
+        near = totals >= best - abs(best) * self._params.near_tie
         if np.count_nonzero(near) == 1:
             return int(leader)
         return self.one_of(entries(near), totals, fleet, cycle)
@@ -53,19 +50,16 @@ class TopKParams(Params):
     k: int = Field(default=3, ge=1, description="How many of the best to choose from.")
 
 
-class TopK:
+class TopK(Plain):
     """A random one of the `k` highest totals. Equal totals at the border of the `k` are also drawn at random."""
 
     type = "top-k"
     Params = TopKParams
-
-    def __init__(self, params: TopKParams, name: str = type) -> None:
-        self.name = name
-        self._k = params.k
+    _params: TopKParams
 
     def pick(self, request: Request, fleet: FleetView, totals: FloatColumn, cycle: Cycle) -> int:
         finite = totals > -np.inf
-        k = min(self._k, int(np.count_nonzero(finite)))
+        k = min(self._params.k, int(np.count_nonzero(finite)))
         border = np.partition(totals, -k)[-k]
         above = entries(totals > border)
         rank = int(cycle.rng.random() * k)
@@ -88,15 +82,11 @@ class WeightedRandom(Plain):
         return int(np.searchsorted(sums, drawn, side="right"))
 
 
-class RoundRobin:
+class RoundRobin(Plain):
     """The next candidate in slot order."""
 
     type = "round-robin"
-    Params = NoParams
-
-    def __init__(self, params: NoParams, name: str = type) -> None:
-        self.name = name
-        self._last = -1
+    _last = -1
 
     def pick(self, request: Request, fleet: FleetView, totals: FloatColumn, cycle: Cycle) -> int:
         candidates = entries(totals > -np.inf)

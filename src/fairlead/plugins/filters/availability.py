@@ -19,7 +19,7 @@ class HealthParams(Params):
     failed_scrapes: int = Field(default=3, ge=1, description="Failed scrapes in a row that make an endpoint suspect.")
 
 
-class Health:
+class Health(Plain):
     """Removes endpoints that failed several scrapes, or several recent responses, and those that hang.
 
     It never removes all endpoints: if all look unhealthy, the fault is more likely ours, and the pool must go on
@@ -29,18 +29,15 @@ class Health:
 
     type = "health"
     Params = HealthParams
+    _params: HealthParams
     stage = Stage.AVAILABILITY
     steady = True
-
-    def __init__(self, params: HealthParams, name: str = type) -> None:
-        self.name = name
-        self._failures = params.failed_scrapes
 
     def keep(self, request: Request, fleet: FleetView, cycle: Cycle) -> BoolColumn | None:
         table = fleet.table
         if not table.troubled:
             return None  # by far the most frequent case: no endpoint has failed or hangs
-        answers = (table.failures < self._failures) & (table.ejected_until <= cycle.now)
+        answers = (table.failures < self._params.failed_scrapes) & (table.ejected_until <= cycle.now)
         for well in (answers & (table.suspicion < SUSPECT), answers & (table.suspicion < OUT_OF_USE)):
             healthy = np.count_nonzero(well & table.alive)
             if healthy:
@@ -56,7 +53,7 @@ class UtilizationParams(Params):
     headroom: float = Field(default=0.0, ge=0, description="How far past 1 an endpoint may be and still be kept.")
 
 
-class Utilization:
+class Utilization(Plain):
     """Keeps endpoints with max(waiting / threshold, kv / threshold) < 1 + headroom; all if none is below.
 
     Source: the reference picker's utilization-detector, used as a filter.
@@ -64,17 +61,13 @@ class Utilization:
 
     type = "utilization"
     Params = UtilizationParams
+    _params: UtilizationParams
     stage = Stage.AVAILABILITY
 
-    def __init__(self, params: UtilizationParams, name: str = type) -> None:
-        self.name = name
-        self._queue = params.queue_depth_threshold * (1.0 + params.headroom)
-        self._kv = params.kv_cache_util_threshold * (1.0 + params.headroom)
-
     def keep(self, request: Request, fleet: FleetView, cycle: Cycle) -> BoolColumn | None:
-        table = fleet.table
-        mask: BoolColumn = np.logical_and(table.queue < self._queue, table.kv < self._kv)
-        return unless_all(mask)
+        params, most = self._params, 1.0 + self._params.headroom
+        few: BoolColumn = fleet.table.queue < params.queue_depth_threshold * most
+        return unless_all(few & (fleet.table.kv < params.kv_cache_util_threshold * most))
 
 
 Share = Annotated[float, Field(ge=0, le=1)]

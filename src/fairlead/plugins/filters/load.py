@@ -22,19 +22,16 @@ class QueueDepthParams(Params):
     )
 
 
-class QueueDepth:
+class QueueDepth(Plain):
     """Keeps endpoints with fewer than `maxQueueLength` effectively waiting requests (scraped, corrected by our own)."""
 
     type = "queue-depth"
     Params = QueueDepthParams
+    _params: QueueDepthParams
     stage = Stage.LOAD
 
-    def __init__(self, params: QueueDepthParams, name: str = type) -> None:
-        self.name = name
-        self._limit = params.max_queue_length
-
     def keep(self, request: Request, fleet: FleetView, cycle: Cycle) -> BoolColumn | None:
-        return below(fleet.table.queue, self._limit)
+        return below(fleet.table.queue, self._params.max_queue_length)
 
 
 #: Above this utilisation an endpoint is kept but demoted, down to half its score at the limit.
@@ -55,28 +52,25 @@ class MemoryPressureParams(Params):
     )
 
 
-class MemoryPressure:
+class MemoryPressure(Plain):
     """Keeps endpoints with KV utilisation below `maxKVUtilization`; above 0.85 the score is lowered."""
 
     type = "memory-pressure"
     Params = MemoryPressureParams
+    _params: MemoryPressureParams
     stage = Stage.LOAD
 
-    def __init__(self, params: MemoryPressureParams, name: str = type) -> None:
-        self.name = name
-        self._limit = params.max_kv_utilization
-        self._soft = min(SOFT_LIMIT, self._limit)
-        self._max_age = params.check_interval
-
     def keep(self, request: Request, fleet: FleetView, cycle: Cycle) -> BoolColumn | None:
-        mask = below(fleet.table.kv, self._limit)
-        return None if mask is None else unless_all(mask | (fleet.table.sampled_at < cycle.now - self._max_age))
+        mask = below(fleet.table.kv, self._params.max_kv_utilization)
+        oldest = cycle.now - self._params.check_interval
+        return None if mask is None else unless_all(mask | (fleet.table.sampled_at < oldest))
 
     def demote(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
-        kv = fleet.table.kv
-        if top(kv) <= self._soft:
+        kv, limit = fleet.table.kv, self._params.max_kv_utilization
+        soft = min(SOFT_LIMIT, limit)
+        if top(kv) <= soft:
             return None
-        return 1.0 - 0.5 * np.clip((kv - self._soft) / max(self._limit - self._soft, 1e-9), 0.0, 1.0)
+        return 1.0 - 0.5 * np.clip((kv - soft) / max(limit - soft, 1e-9), 0.0, 1.0)
 
 
 class ConcurrencyParams(Params):

@@ -33,24 +33,20 @@ class PredictedLatencyParams(Params):
     )
 
 
-class PredictedLatency:
+class PredictedLatency(Plain):
     """Lowest prediction among the candidates / prediction: 1 for the fastest, 0.5 where it takes twice as long."""
 
     type = "predicted-latency"
     Params = PredictedLatencyParams
+    _params: PredictedLatencyParams
     weight = 30.0
-
-    def __init__(self, params: PredictedLatencyParams, name: str = type) -> None:
-        self.name = name
-        self._tpot = params.target_metric == "tpot"
-        self._percentile = params.percentile
 
     def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
         terms = estimate(request, fleet, cycle)
-        if self._tpot:
+        if self._params.target_metric == "tpot":
             predicted = fleet.predictor.tpot_kappa * terms.step
         else:
-            predicted = fleet.predictor.ttft_quantile(terms, request.prompt_tokens, self._percentile)
+            predicted = fleet.predictor.ttft_quantile(terms, request.prompt_tokens, self._params.percentile)
         predicted = np.maximum(predicted, _LEAST)
         candidates = cycle.get(CANDIDATES)
         if candidates is None:

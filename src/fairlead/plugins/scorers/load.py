@@ -61,7 +61,7 @@ class ActiveRequestsParams(Params):
     )
 
 
-class ActiveRequests:
+class ActiveRequests(Plain):
     """1 for idle endpoints, else (most - count) / most · `maxBusyScore`, over the candidates.
 
     Source: the reference picker's active-request-scorer. Counts are leases: charged at the decision, released at the
@@ -70,21 +70,16 @@ class ActiveRequests:
 
     type = "active-requests"
     Params = ActiveRequestsParams
-    weight = 1.0
-
-    def __init__(self, params: ActiveRequestsParams, name: str = type) -> None:
-        self.name = name
-        self._idle = params.idle_threshold
-        self._busy = params.max_busy_score
+    _params: ActiveRequestsParams
 
     def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
-        count, candidates = fleet.table.inflight, cycle.get(CANDIDATES)
+        count, candidates, idle = fleet.table.inflight, cycle.get(CANDIDATES), self._params.idle_threshold
         among = count if candidates is None else count[candidates]
         most = float(among.max()) if len(among) else 0.0
-        if most <= self._idle:
+        if most <= idle:
             return None if candidates is None else np.ones(len(count))
-        busy = np.clip((most - count) / most, 0.0, 1.0) * self._busy
-        return np.where(count <= self._idle, 1.0, busy)
+        busy = np.clip((most - count) / most, 0.0, 1.0) * self._params.max_busy_score
+        return np.where(count <= idle, 1.0, busy)
 
 
 #: Load at which the score reaches 0: a load of 0, 10, 25, 40, 50 scores 1, .8, .5, .2, 0.

@@ -6,25 +6,28 @@ from fairlead.core.columns import FloatColumn
 from fairlead.core.endpoint import MODEL_LABEL
 from fairlead.core.policy import Cycle
 from fairlead.core.request import Request
+from fairlead.core.table import EndpointTable
 from fairlead.core.view import FleetView
 from fairlead.plugins.params import Plain
 
 
-class LoraAware(Plain):
-    """1 where the adapter is loaded, 0.5 where a slot is free, else 0. No score if no adapter is requested.
+def _is_adapter(model: str, table: EndpointTable) -> bool:
+    """A name counts as an adapter unless an endpoint has it as its base model (`model-id`), or no endpoint has LoRA
+    slots."""
+    if not model or not np.count_nonzero(table.max_adapters):
+        return False
+    return not np.count_nonzero(table.mask(("base", model), lambda _, e: e.labels.get(MODEL_LABEL) == model))
 
-    A name counts as an adapter unless an endpoint has it as its base model (`model-id`), or no endpoint has LoRA slots.
-    """
+
+class LoraAware(Plain):
+    """1 where the adapter is loaded, 0.5 where a slot is free, else 0. No score if no adapter is requested."""
 
     type = "lora-aware"
     weight = 100.0
 
     def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
         table, model = fleet.table, request.target_model
-        if not model or not np.count_nonzero(table.max_adapters):
-            return None
-        is_base = table.mask(("base", model), lambda _, e: e.labels.get(MODEL_LABEL) == model)
-        if np.count_nonzero(is_base):
+        if not _is_adapter(model, table):
             return None
         score = np.where(table.loaded_adapters < table.max_adapters, 0.5, 0.0)
         loaded = table.holders(model)
@@ -39,17 +42,14 @@ LOADED, FREE_SLOT, WAITING = 1.0, 0.8, 0.6
 class LoraAffinity(Plain):
     """1 where the adapter is loaded, 0.8 where a slot is free, 0.6 where requests already wait for it, else 0.
 
-    No score if no adapter is requested: the name is an endpoint's base model (`model-id`), or no endpoint has LoRA
-    slots. Source: the reference picker's lora-affinity-scorer.
+    No score if no adapter is requested. Source: the reference picker's lora-affinity-scorer.
     """
 
     type = "lora-affinity"
 
     def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
         table, model = fleet.table, request.target_model
-        if not model or not np.count_nonzero(table.max_adapters):
-            return None
-        if np.count_nonzero(table.mask(("base", model), lambda _, e: e.labels.get(MODEL_LABEL) == model)):
+        if not _is_adapter(model, table):
             return None
         queued = [frozenset[str]() if sample is None else sample.waiting_adapters for sample in table.samples]
         waiting = np.fromiter((model in names for names in queued), np.bool_, len(queued))

@@ -7,7 +7,7 @@ from fairlead.core.columns import FloatColumn
 from fairlead.core.policy import CANDIDATES, Cycle, prefix_share
 from fairlead.core.request import Request
 from fairlead.core.view import FleetView
-from fairlead.plugins.params import Params
+from fairlead.plugins.params import Params, Plain
 
 
 class PrefixAwareParams(Params):
@@ -54,7 +54,7 @@ class PrefixLengthParams(Params):
     match_length_scale_tokens: int = Field(default=8192, ge=1, description="Matched tokens that count as full.")
 
 
-class PrefixLength:
+class PrefixLength(Plain):
     """w · min(1, matched tokens / scale)² + (1 - w) · matched share.
 
     Source: the reference picker's prefix-cache-scorer.
@@ -62,19 +62,15 @@ class PrefixLength:
 
     type = "prefix-length"
     Params = PrefixLengthParams
-    weight = 1.0
-
-    def __init__(self, params: PrefixLengthParams, name: str = type) -> None:
-        self.name = name
-        self._weight = params.match_length_weight
-        self._scale = params.match_length_scale_tokens
+    _params: PrefixLengthParams
 
     def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
         share = prefix_share(request, fleet, cycle)
         if share is None:
             return None
-        length = np.minimum(share * (request.prompt_tokens / self._scale), 1.0)
-        return np.clip(self._weight * length * length + (1.0 - self._weight) * share, 0.0, 1.0)
+        length = np.minimum(share * (request.prompt_tokens / self._params.match_length_scale_tokens), 1.0)
+        weight = self._params.match_length_weight
+        return np.clip(weight * length * length + (1.0 - weight) * share, 0.0, 1.0)
 
 
 class NoHitLruParams(Params):
