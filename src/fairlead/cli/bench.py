@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fairlead.cli.basics import FAILED, WRONG_INPUT
-from fairlead.cli.options import examples, exits, json_object, pairs
+from fairlead.cli.options import Header, completion, examples, exits, json_object, pairs
 
 if TYPE_CHECKING:
     from fairlead.cli.bench_load import Load, LoadOptions
@@ -18,13 +18,6 @@ if TYPE_CHECKING:
 _Url = Annotated[str, typer.Argument(metavar="URL", help="http://HOST:PORT of a gateway or model server.")]
 
 
-def _workloads(incomplete: str) -> list[str]:
-    """For the shell's completion."""
-    from fairlead.cli.bench_load import KINDS
-
-    return [kind for kind in KINDS if kind.startswith(incomplete)]
-
-
 _Workload = Annotated[
     str,
     typer.Option(
@@ -32,7 +25,7 @@ _Workload = Annotated[
         "-w",
         metavar="KIND|FILE",
         help="shared-prefix, conversation, chat, another kind (docs/workloads.md) or a file.",
-        autocompletion=_workloads,
+        autocompletion=completion("fairlead.cli.bench_load", "KINDS"),
     ),
 ]
 _Rate = Annotated[float, typer.Option(min=0, help="Requests per second.", show_default="5, or the file's own times")]
@@ -56,9 +49,6 @@ _Model = Annotated[
 ]
 _Output = Annotated[
     int, typer.Option(metavar="N", min=0, help="max_tokens of each request.", show_default="the workload's")
-]
-_Header = Annotated[
-    list[str] | None, typer.Option("--header", "-H", help="Header for every request; repeatable.", metavar="NAME=VALUE")
 ]
 _Set = Annotated[
     list[str] | None, typer.Option(help="A parameter of the workload; a wrong name lists them.", metavar="NAME=VALUE")
@@ -111,7 +101,7 @@ def bench(
     output_tokens: _Output = 0,
     set: _Set = None,
     extra: _Extra = "",
-    header: _Header = None,
+    header: Header = None,
     seed: Annotated[int, typer.Option(help="Seed of arrivals and prompts; a new seed misses all caches.")] = 0,
     slo_ttft_ms: Annotated[float, typer.Option(metavar="MS", min=0, help="Longest TTFT in goodput; 0 = any.")] = 2000.0,
     slo_tpot_ms: Annotated[float, typer.Option(metavar="MS", min=0, help="Longest TPOT in goodput; 0 = any.")] = 50.0,

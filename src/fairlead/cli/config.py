@@ -5,8 +5,15 @@ from typing import Annotated
 import typer
 
 from fairlead.cli.basics import DEFAULT_FILE, echo_json
-from fairlead.cli.options import ConfigFile, wrapped
+from fairlead.cli.options import ConfigFile, completion, wrapped
 from fairlead.cli.validate import run_validate
+
+_Name = Annotated[
+    str,
+    typer.Argument(
+        help="A field, a section or a plugin.", autocompletion=completion("fairlead.compat.reference", "names")
+    ),
+]
 
 
 def schema() -> None:
@@ -26,13 +33,6 @@ def schema() -> None:
     from fairlead.compat.json_schema import json_schema
 
     typer.echo(json.dumps(json_schema(), indent=2))
-
-
-def _reference_names(incomplete: str) -> list[str]:
-    """For the shell's completion."""
-    from fairlead.compat.reference import names
-
-    return [name for name in names() if name.startswith(incomplete)]
 
 
 def show(
@@ -63,7 +63,7 @@ def show(
 
 
 def explain(
-    name: Annotated[str, typer.Argument(help="A field, a section or a plugin.", autocompletion=_reference_names)],
+    name: _Name,
     as_json: Annotated[bool, typer.Option("--json", help="The entries as JSON.")] = False,
 ) -> None:
     """Print what the reference says about a field, a section or a plugin.

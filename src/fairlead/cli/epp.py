@@ -64,7 +64,7 @@ def _configuration(given: Mapping[str, str], directory: Path) -> Path:
 def configured(given: Mapping[str, str], directory: Path) -> dict[str, Any]:
     """The flags as values of the configuration, in the file's shape. `directory`: where a certificate is created if
     needed. Raises `ConfigError`."""
-    from fairlead.cli.serve import overlay
+    from fairlead.cli.serve import labels, overlay, port_numbers
 
     if given.get("pool-name") and given.get("endpoint-selector"):
         raise ConfigError("not together with --pool-name; leave out one of them", "--endpoint-selector")
@@ -72,19 +72,21 @@ def configured(given: Mapping[str, str], directory: Path) -> dict[str, Any]:
         raise ConfigError("clients' certificates are not asked for; use admin.tokenFile", "--metrics-client-ca-file")
     metrics_port = int(given.get("metrics-port", "9090"))
     values = overlay(
-        pool=given.get("pool-name", ""),
-        namespace=given.get("pool-namespace", ""),
-        group=given.get("pool-group", ""),
-        selector=given.get("endpoint-selector", ""),
-        target_ports=given.get("endpoint-target-ports", ""),
-        kubeconfig=given.get("kubeconfig", ""),
-        leader_election=given.get("ha-enable-leader-election") == "true",
-        ports={
+        {
+            "kubernetes.pool": given.get("pool-name"),
+            "kubernetes.namespace": given.get("pool-namespace"),
+            "kubernetes.group": given.get("pool-group"),
+            "kubernetes.kubeconfig": given.get("kubeconfig"),
+            "kubernetes.selector": labels(given.get("endpoint-selector", "")),
+            "kubernetes.targetPorts": port_numbers(given.get("endpoint-target-ports", "")),
+            "kubernetes.leaderElection": {"enabled": True}
+            if given.get("ha-enable-leader-election") == "true"
+            else None,
             "extProc.port": int(given.get("grpc-port", "9002")),
             "extProc.healthPort": int(given.get("grpc-health-port", "9003")),
             "admin.port": metrics_port + 1,
             "admin.metricsPort": metrics_port,
-        },
+        }
     )
     values["gateway"] = {"mode": "none"}
     values["admin"]["metricsHost"] = "0.0.0.0"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -48,25 +49,18 @@ def needed_out(out: Path | None, old: Path | None) -> Path:
     return path
 
 
-# Completions for the shell.
+def completion(module: str, name: str) -> Callable[[str], list[str]]:
+    """The shell's completion: from the names in `module`, which is imported only then, or those a function returns."""
+
+    def complete(incomplete: str) -> list[str]:
+        known = vars(import_module(module))[name]
+        return [word for word in (known() if callable(known) else known) if word.startswith(incomplete)]
+
+    return complete
 
 
-def policies(incomplete: str) -> list[str]:
-    from fairlead.lab.simulator.run import known_policies
-
-    return [name for name in known_policies() if name.startswith(incomplete)]
-
-
-def scenarios(incomplete: str) -> list[str]:
-    from fairlead.lab.simulator.build import names
-
-    return [name for name in names() if name.startswith(incomplete)]
-
-
-def presets(incomplete: str) -> list[str]:
-    from fairlead.lab.engine.presets import PRESETS
-
-    return [name for name in PRESETS if name.startswith(incomplete)]
+policies = completion("fairlead.lab.simulator.run", "known_policies")
+scenarios = completion("fairlead.lab.simulator.build", "names")
 
 
 # Options that several commands have, each with its own help text.
@@ -81,7 +75,14 @@ def workload_option(metavar: str, help: str, **more: Any) -> Any:
 
 
 def engine_option(help: str, **more: Any) -> Any:
-    return typer.Option("--engine", "-e", metavar="NAME|FILE|URL", help=help, autocompletion=presets, **more)
+    return typer.Option(
+        "--engine",
+        "-e",
+        metavar="NAME|FILE|URL",
+        help=help,
+        autocompletion=completion("fairlead.lab.engine.presets", "PRESETS"),
+        **more,
+    )
 
 
 @contextmanager
@@ -172,6 +173,9 @@ Engine = Annotated[
         "Model and GPU: a preset, a FILE of `fairlead tune`, or an idle server to measure.",
         show_default="as recorded, or the scenario's",
     ),
+]
+Header = Annotated[
+    list[str] | None, typer.Option("--header", "-H", help="Header for every request; repeatable.", metavar="NAME=VALUE")
 ]
 Traces = Annotated[
     str, typer.Option(metavar="DIR", envvar="FAIRLEAD_TRACES", help="The published traces [env: FAIRLEAD_TRACES].")

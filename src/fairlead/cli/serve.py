@@ -11,47 +11,26 @@ from fairlead.cli.options import ConfigFile, examples
 from fairlead.core.errors import ConfigError
 
 
-def overlay(
-    *,
-    pool: str = "",
-    namespace: str = "",
-    group: str = "",
-    selector: str = "",
-    target_ports: str = "",
-    kubeconfig: str = "",
-    leader_election: bool = False,
-    ports: Mapping[str, int] | None = None,
-) -> dict[str, Any]:
-    """The flags in the shape of the file, without those not given. Raises `ConfigError` for invalid ones."""
-    kubernetes: dict[str, Any] = {
-        key: value
-        for key, value in (("pool", pool), ("namespace", namespace), ("group", group), ("kubeconfig", kubeconfig))
-        if value
-    }
-    if selector:
-        kubernetes["selector"] = _labels(selector)
-    if target_ports:
-        kubernetes["targetPorts"] = _numbers(target_ports)
-    if leader_election:
-        kubernetes["leaderElection"] = {"enabled": True}
-    flags: dict[str, Any] = {"kubernetes": kubernetes} if kubernetes else {}
-    for path, port in (ports or {}).items():
-        if port:
+def overlay(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Flags by the paths of their fields in the shape of the file, without those not given."""
+    given: dict[str, Any] = {}
+    for path, value in flags.items():
+        if value:
             section, _, field = path.partition(".")
-            flags.setdefault(section, {})[field] = port
-    return flags
+            given.setdefault(section, {})[field] = value
+    return given
 
 
-def _labels(text: str) -> dict[str, str]:
+def labels(text: str) -> dict[str, str]:
     pairs = [part.split("=", 1) for part in text.split(",") if part.strip()]
     if not all(len(pair) == 2 and pair[0].strip() for pair in pairs):
         raise ConfigError(f"expected KEY=VALUE,KEY=VALUE, got {text!r}", "--endpoint-selector")
     return {pair[0].strip(): pair[1].lstrip("=").strip() for pair in pairs}
 
 
-def _numbers(text: str) -> list[int]:
+def port_numbers(text: str) -> list[int]:
     words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words or not all(word.isascii() and word.isdigit() for word in words):
+    if text and not (words and all(word.isascii() and word.isdigit() for word in words)):
         raise ConfigError(f"expected PORT,PORT, got {text!r}", "--endpoint-target-ports")
     return [int(word) for word in words]
 
@@ -121,19 +100,19 @@ def serve(
         flags = json.loads(inherited)
     else:
         flags = overlay(
-            pool=pool_name,
-            namespace=pool_namespace,
-            group=pool_group,
-            selector=endpoint_selector,
-            target_ports=endpoint_target_ports,
-            kubeconfig=kubeconfig,
-            leader_election=ha_enable_leader_election,
-            ports={
+            {
+                "kubernetes.pool": pool_name,
+                "kubernetes.namespace": pool_namespace,
+                "kubernetes.group": pool_group,
+                "kubernetes.kubeconfig": kubeconfig,
+                "kubernetes.selector": labels(endpoint_selector),
+                "kubernetes.targetPorts": port_numbers(endpoint_target_ports),
+                "kubernetes.leaderElection": {"enabled": True} if ha_enable_leader_election else None,
                 "gateway.port": port,
                 "extProc.port": grpc_port,
                 "extProc.healthPort": grpc_health_port,
                 "admin.port": admin_port,
-            },
+            }
         )
     if gateway_admin:
         directory = str(Path(gateway_pool).parent) if gateway_pool else ""  # which only the first worker was given

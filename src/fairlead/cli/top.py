@@ -15,12 +15,12 @@ import msgspec
 import typer
 from rich import box
 from rich.cells import cell_len
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from fairlead.cli.basics import FAILED
-from fairlead.cli.options import OTHER_PORT, Admin, admin_url, complain, examples, hint_of, with_token
+from fairlead.cli.options import OTHER_PORT, Admin, admin_url, complain, completion, examples, hint_of, with_token
 from fairlead.core.errors import ADMIN_PORT
 from fairlead.core.text import escaped, plain
 
@@ -307,10 +307,6 @@ def _seconds(value: float) -> str:
 # `fairlead top`: a running scheduler in a terminal.
 
 
-def _sorts(incomplete: str) -> list[str]:
-    return [name for name in SORTS if name.startswith(incomplete)]
-
-
 @examples("""
 \b
 Examples:
@@ -325,7 +321,12 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print the current state once and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON per update.")] = False,
     sort: Annotated[
-        str, typer.Option(metavar="COLUMN", help=f"Order of endpoints: {', '.join(SORTS)}.", autocompletion=_sorts)
+        str,
+        typer.Option(
+            metavar="COLUMN",
+            help=f"Order of endpoints: {', '.join(SORTS)}.",
+            autocompletion=completion("fairlead.cli.top", "SORTS"),
+        ),
     ] = "name",
     every: Annotated[float, typer.Option(metavar="SECONDS", min=0.2, max=60.0, help="Time between updates.")] = 1.0,
 ) -> None:
@@ -349,18 +350,13 @@ def top(
 
 def _print(state: dict[str, Any], as_json: bool, sort: str) -> None:
     if as_json:
-        import msgspec
-
         typer.echo(escaped(msgspec.json.encode(state)))
         return
-    from rich.console import Console
-
     console = Console(highlight=False, markup=False, emoji=False)
     console.print(view(state, sort, console.width))
 
 
 def _top_stream(address: str, sort: str, every: float) -> None:
-
     for state, problem in follow(address, every):
         if problem:
             complain(problem)
@@ -369,9 +365,7 @@ def _top_stream(address: str, sort: str, every: float) -> None:
 
 
 def _live(address: str, sort: str, every: float) -> None:
-    from rich.console import Console
     from rich.live import Live
-    from rich.text import Text
 
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:

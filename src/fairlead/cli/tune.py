@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fairlead.cli.basics import FAILED, INTERRUPTED, WRONG_INPUT, echo_json
-from fairlead.cli.options import complain, examples, exits, json_object, pairs
+from fairlead.cli.options import Header, complain, examples, exits, json_object, pairs
 
 if TYPE_CHECKING:
     from fairlead.lab.engine.presets import Preset
@@ -36,11 +36,6 @@ _HitRate = Annotated[
 _MaxNumSeqs = Annotated[
     int, typer.Option(metavar="N", min=0, help="Requests in one batch.", show_default="as seen, or 256")
 ]
-_Header = Annotated[
-    list[str] | None, typer.Option("--header", "-H", help="Header for every request; repeatable.", metavar="NAME=VALUE")
-]
-
-
 _Save = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write the observations to this file.", dir_okay=False)
 ]
@@ -82,7 +77,7 @@ def tune(
     time_ratio: Annotated[
         float, typer.Option(metavar="N", min=0.001, help="The stub's --time-ratio, if the server is a stub.")
     ] = 1.0,
-    header: _Header = None,
+    header: Header = None,
     extra: Annotated[str, typer.Option(metavar="JSON", help="More fields for every request.")] = '{"ignore_eos": true}',
     seed: Annotated[int, typer.Option(help="Seed of the prompts; a new seed misses all caches.")] = 0,
     prompt_tokens: _PromptTokens = 0,

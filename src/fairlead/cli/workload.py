@@ -6,17 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fairlead.cli.basics import WRONG_INPUT, echo_json
-from fairlead.cli.options import examples, exits, needed_out, pairs
+from fairlead.cli.options import completion, examples, exits, needed_out, pairs
 
 if TYPE_CHECKING:
     from fairlead.lab.workload.record import Workload
-
-
-def _kinds(incomplete: str) -> list[str]:
-    """For the shell's completion."""
-    from fairlead.lab.workload.generate import KINDS
-
-    return [kind for kind in KINDS if kind.startswith(incomplete)]
 
 
 _File = Annotated[Path, typer.Argument(metavar="FILE", help="A workload file.")]
@@ -73,7 +66,13 @@ Examples:
   fairlead sim workload kinds
 """)
 def generate(
-    kind: Annotated[str, typer.Argument(help="See `fairlead sim workload kinds`.", autocompletion=_kinds)],
+    kind: Annotated[
+        str,
+        typer.Argument(
+            help="See `fairlead sim workload kinds`.",
+            autocompletion=completion("fairlead.lab.workload.generate", "KINDS"),
+        ),
+    ],
     old_out: _OldOut = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the workload to this file.")] = None,
     to: _To = "native",

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fairlead.cli.serve import overlay
+from fairlead.cli.serve import labels, overlay, port_numbers
 from fairlead.compat.load import load, overlaid, problems
 from fairlead.config.reload import plan_reload
 from fairlead.core.errors import ConfigError
@@ -63,7 +63,14 @@ def test_what_does_not_fit_together(text: str, said: str) -> None:
 def test_flags_count_before_the_file(tmp_path: Path) -> None:
     file = tmp_path / "f.yaml"
     file.write_text("kubernetes: {pool: a, namespace: x}\nextProc: {port: 7}\n")
-    flags = overlay(pool="b", leader_election=True, ports={"extProc.healthPort": 9003, "admin.port": 0})
+    flags = overlay(
+        {
+            "kubernetes.pool": "b",
+            "kubernetes.leaderElection": {"enabled": True},
+            "extProc.healthPort": 9003,
+            "admin.port": 0,
+        }
+    )
     config = load(file, flags=flags)
     assert (config.kubernetes.pool, config.kubernetes.namespace) == ("b", "x")
     assert config.kubernetes.leader_election.enabled
@@ -73,12 +80,12 @@ def test_flags_count_before_the_file(tmp_path: Path) -> None:
 
 
 def test_flags_of_pods_without_a_pool() -> None:
-    flags = overlay(selector="app=vllm, tier = gpu", target_ports="8000,8001")
-    assert flags == {"kubernetes": {"selector": {"app": "vllm", "tier": "gpu"}, "targetPorts": [8000, 8001]}}
-    assert overlay() == {}
-    for wrong in ({"selector": "app"}, {"selector": "=x"}, {"target_ports": "http"}, {"target_ports": ","}):
+    assert labels("app=vllm, tier = gpu") == {"app": "vllm", "tier": "gpu"}
+    assert port_numbers("8000,8001") == [8000, 8001]
+    assert overlay({"kubernetes.selector": labels(""), "kubernetes.targetPorts": port_numbers("")}) == {}
+    for read, wrong in ((labels, "app"), (labels, "=x"), (port_numbers, "http"), (port_numbers, ",")):
         with pytest.raises(ConfigError):
-            overlay(**wrong)  # type: ignore[arg-type]
+            read(wrong)
 
 
 def test_nested_mappings_are_merged() -> None:
