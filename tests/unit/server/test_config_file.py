@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fairlead.config.schema import Config
-from fairlead.server.config_file import ConfigFile
+from fairlead.server.followed_files import ConfigFile
 
 ONE = "endpoints: ['10.0.0.1:1']\n"
 
@@ -44,7 +44,7 @@ async def following(tmp_path: Path):  # type: ignore[no-untyped-def]
     file.write_text(text(1))
     heard = Heard()
     follower = ConfigFile(file, heard.changed, heard.refused.append, poll_s=0.01)
-    await follower.start()
+    follower.start()
     await heard.until(lambda: heard.weights == [1.0])
     heard.weights.clear()
     yield heard, file
@@ -90,7 +90,7 @@ async def test_a_swapped_symlink_is_a_change(tmp_path: Path) -> None:
     link.symlink_to("a")
     heard = Heard()
     follower = ConfigFile(link / "f.yaml", heard.changed, heard.refused.append, poll_s=0.01)
-    await follower.start()
+    follower.start()
     await heard.until(lambda: heard.weights == [1.0])
     (tmp_path / "new").symlink_to("b")
     os.replace(tmp_path / "new", link)
@@ -110,7 +110,7 @@ async def test_following_outlives_a_consumer_that_raises(tmp_path: Path) -> None
 
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: raised.append(context["exception"]))
     follower = ConfigFile(file, changed, heard.refused.append, poll_s=0.01)
-    await follower.start()
+    follower.start()
     for weight in (1.0, 2.0):
         replace(file, text(weight))
         await heard.until(lambda weight=weight: heard.weights[-1:] == [weight])  # type: ignore[misc]

@@ -28,9 +28,8 @@ from fairlead.gateway.tls import ServerTls
 from fairlead.pool.aio import until_set
 from fairlead.pool.endpoints_file import EndpointSet, EndpointsFile, follow_endpoints
 from fairlead.server.admin import Admin, admin_access
-from fairlead.server.config_file import ConfigFile
 from fairlead.server.external_scaler import ExternalScaler
-from fairlead.server.live.keys import followed_keys
+from fairlead.server.followed_files import ConfigFile, followed_keys
 from fairlead.server.live.kube import Kube, KubeLink
 from fairlead.server.live.kube_pools import KubePools
 from fairlead.server.live.memory import HeapTrim, LoopLag, keep_heap, settle_memory
@@ -150,7 +149,7 @@ class Live:
         if config.source:
             file = ConfigFile(config.source, self._changed, serving.refuse, flags=config.flags)
             stack.push_async_callback(file.close)
-            await file.start()
+            file.start()
         if _ENDPOINTS in self._unready:  # Envoy asks whoever listens until its next health check
             await until_set(self._ending.asked, self._endpoints_known.wait())
         await server.start(config.ext_proc.host, config.ext_proc.port, config.ext_proc.health_port, log_port)
@@ -162,7 +161,7 @@ class Live:
         pool.troubles.watch("endpoints", lambda: listed.problem)
         for keys in self._keys:
             stack.push_async_callback(keys.close)
-            await keys.start()
+            await keys.begin()
         if config.kubernetes.on:
             port, defined = config.ext_proc.health_port, partial(pool.defined, "kubernetes")
             self.kube = Kube(config.kubernetes, self._endpoint, defined, self._set_ready, pool.kube, port)

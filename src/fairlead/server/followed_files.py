@@ -1,0 +1,105 @@
+"""Files that are followed while a scheduler runs: its configuration, and the keys that Envoy requires of clients.
+
+Rules
+* They are followed as `watched_files` says; loading also happens in a thread. The same content again is no change.
+* The first content of the configuration is reported too: the file may have changed since it was loaded at the start.
+* A file that cannot be read or has problems changes nothing; it is reported, once per content.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fairlead.compat.load import load, read_bytes
+from fairlead.config.schema import Config, Gateway
+from fairlead.core.errors import ConfigError, FairleadError
+from fairlead.gateway.envoy.authentication import read_jwt, read_keys, write_jwt, write_keys
+from fairlead.gateway.envoy.process import JWT, KEYS
+from fairlead.pool.watched_files import WatchedFiles
+from fairlead.server.observe.log import get
+
+log = get("keys")
+
+
+class ConfigFile(WatchedFiles):
+    """Calls `changed(config)` for each new valid content, `refused(lines)` for each invalid one."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        changed: Callable[[Config], object],
+        refused: Callable[[list[str]], object],
+        *,
+        poll_s: float = 0.5,
+        flags: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(lambda: [str(path)], self._load, poll_s, "the configuration file")
+        self._path, self._flags = Path(path), flags
+        self._tell, self._refused = changed, refused
+        self._seen: bytes | str | None = None
+
+    async def _load(self) -> None:
+        content = await asyncio.to_thread(self._content)
+        if content == self._seen:
+            return
+        self._seen = content
+        try:
+            config = await asyncio.to_thread(load, self._path, flags=self._flags)
+        except FairleadError as error:
+            self._refused(str(error).splitlines())
+        else:
+            self._tell(config)
+
+    def _content(self) -> bytes | str:
+        """The content, or the reason why it cannot be read."""
+        try:
+            return read_bytes(self._path)
+        except ConfigError as error:
+            return str(error)
+
+
+class FollowedKeys(WatchedFiles):
+    """Writes a filter to where the gateway reads it, whenever the file of keys behind it has changed."""
+
+    def __init__(
+        self, keys: str, file: str, read: Callable[[], Any], write: Callable[[Any], None], poll_s: float = 0.5
+    ) -> None:
+        """`keys`: the name in the log. `read` raises `ConfigError`; `write` takes its result and raises `OSError`."""
+        super().__init__(lambda: [file], self._load, poll_s, keys)
+        self._keys, self._file, self._read, self._write = keys, file, read, write
+        self._known: Any = None
+        #: Why the file cannot be used; empty = it is in force.
+        self.unusable = ""
+
+    async def begin(self) -> None:
+        """Load the file and follow it. If it cannot be used, what the gateway had before stays in force."""
+        await self.note()
+        await self._load()
+        self.start()
+
+    async def _load(self) -> None:
+        try:
+            keys = await asyncio.to_thread(self._read)
+            if keys != self._known:
+                self._write(keys)
+                log.info(f"loaded the {self._keys}", file=self._file)
+            self._known, self.unusable = keys, ""
+        except (ConfigError, OSError) as error:
+            problem = error.message if isinstance(error, ConfigError) else f"cannot write: {error.strerror}"
+            self.unusable = f"the {self._keys} cannot be used, those read before stay in force: {problem}"
+            log.error(f"cannot load the {self._keys}; the previous ones stay in use", problem=problem)
+
+
+def followed_keys(gateway: Gateway, directory: Path) -> list[FollowedKeys]:
+    """The files of keys to follow for the gateway whose files are in `directory`."""
+    keys, jwt = gateway.keys, gateway.jwt
+    followed = []
+    if keys:
+        write = partial(write_keys, directory / KEYS, forward=keys.forward)
+        followed.append(FollowedKeys("API keys", keys.file, partial(read_keys, keys.file), write))
+    if jwt and jwt.jwks_file:
+        write_tokens = partial(write_jwt, directory / JWT, optional=bool(keys))
+        followed.append(FollowedKeys("issuer's keys", jwt.jwks_file, partial(read_jwt, jwt), write_tokens))
+    return followed
