@@ -18,7 +18,7 @@ from h2.connection import H2Connection
 from h2.events import ResponseReceived
 
 from fairlead.gateway.envoy import routes
-from fairlead.gateway.envoy.authentication import Key, KeysFile, new_key
+from fairlead.gateway.envoy.authentication import Key, new_key, write_keys
 from fairlead.gateway.envoy.options import Options
 
 pytestmark = pytest.mark.envoy
@@ -400,7 +400,7 @@ async def test_envoys_own_refusals_say_why() -> None:
 @pytest.mark.parametrize("forward", [False, True])
 async def test_model_servers_get_the_key_only_if_told(forward: bool, tmp_path: Path) -> None:
     key, kept = new_key("team-a")
-    KeysFile(tmp_path / "keys.json", forward).write([kept])
+    write_keys(tmp_path / "keys.json", [kept], forward)
     async with edge(keys_file=str(tmp_path / "keys.json")) as at:
         for name, value in (("authorization", f"Bearer {key}"), ("x-api-key", key)):
             for size in (5, MB):
@@ -411,9 +411,9 @@ async def test_model_servers_get_the_key_only_if_told(forward: bool, tmp_path: P
 
 
 async def test_keys_of_any_length_are_compared_by_their_sha256(tmp_path: Path) -> None:
-    file = KeysFile(tmp_path / "keys.json", False)
     keys = ["".join(chr(33 + (i * size) % 90) for i in range(size)) for size in range(513)]
-    file.write(Key(sha256(key.encode()).hexdigest(), "team-a") for key in keys)
+    kept = [Key(sha256(key.encode()).hexdigest(), "team-a") for key in keys]
+    write_keys(tmp_path / "keys.json", kept, False)
     sizes = [*range(14, 18), *range(50, 70), *range(110, 132), 511, 512, 513]
     async with edge(keys_file=str(tmp_path / "keys.json")) as at:
         got = {size: (await at.ask(more=f"x-api-key: {keys[size]}\r\n"))[9:12] for size in sizes if size < 513}
@@ -426,7 +426,7 @@ async def test_a_check_that_fails_lets_nobody_in(broken: str, tmp_path: Path) ->
     """Envoy goes on when a script raises."""
     key, kept = new_key("team-a")
     file = tmp_path / "keys.json"
-    KeysFile(file, False).write([kept])
+    write_keys(file, [kept], False)
     begin = "function envoy_on_request(handle)"
     assert begin in file.read_text()
     file.write_text(file.read_text().replace(begin, f"{begin} {broken}"))

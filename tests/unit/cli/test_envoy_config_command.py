@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from fairlead.cli.envoy_config import envoy_config
 from fairlead.compat.load import load
 from fairlead.core.errors import ConfigError
-from fairlead.gateway.envoy.authentication import KeysFile, new_key, write_jwt
+from fairlead.gateway.envoy.authentication import new_key, write_jwt, write_keys
 from fairlead.gateway.envoy.config import build
 from fairlead.gateway.envoy.options import Options
 from fairlead.server.embedded import gateway_options
@@ -99,7 +99,7 @@ def test_keys_and_tokens_are_asked_for_as_by_the_embedded_gateway(tmp_path: Path
     options = gateway_options(load(file))
     assert options.jwt is not None
     write_jwt(tmp_path / "jwt.json", options.jwt, optional=True)
-    KeysFile(tmp_path / "keys.json", forward=False).write([kept])
+    write_keys(tmp_path / "keys.json", [kept], forward=False)
     written = [json.loads((tmp_path / name).read_text())["resources"][0] for name in ("jwt.json", "keys.json")]
     listener = yaml.safe_load(done.stdout)["static_resources"]["listeners"][0]
     filters = listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"]
