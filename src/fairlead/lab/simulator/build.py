@@ -19,7 +19,6 @@ from fairlead.lab.simulator.scenarios import (
     SITUATIONS,
     cut,
     parted,
-    scenario,
 )
 from fairlead.lab.simulator.world import Replica, Scenario, replicas
 from fairlead.lab.workload.formats import FORMATS, guess
@@ -159,10 +158,9 @@ def _limited(engine: EngineSpec, spec: ScenarioSpec) -> EngineSpec:
 
 
 def _base(spec: ScenarioSpec) -> Scenario:
-    if spec.source in QUALITY:
-        return scenario(spec.source, Path(spec.traces) if spec.traces else None)
-    if spec.source in APART:
-        return APART[spec.source](Path(spec.traces) if spec.traces else None)
+    for traced in (QUALITY, APART):
+        if spec.source in traced:
+            return traced[spec.source](Path(spec.traces) if spec.traces else None)
     for known in (ADVERSARIAL, PUBLISHED, SITUATIONS, HELD_OUT):
         if spec.source in known:
             return known[spec.source]()

@@ -8,7 +8,7 @@ from random import Random
 from msgspec import structs
 
 from fairlead.core.endpoint import ROLE_LABEL
-from fairlead.lab.simulator.world import Fault, Replica, Scenario, World, replicas
+from fairlead.lab.simulator.world import Fault, FaultKind, Replica, Scenario, World, replicas
 from fairlead.lab.workload import adversarial as made
 from fairlead.lab.workload.arrivals import Arrivals, poisson, tides, times
 from fairlead.lab.workload.conversation import Conversation, SharedPrefix, conversation, shared_prefix
@@ -38,31 +38,23 @@ def headline(rate: float = 20.0, seconds: float = 0.0, seed: int = 0, servers: S
     )
 
 
-def mooncake(
-    path: Path, speedup: float = 1.0, servers: Sequence[Replica] = (), head: int = 0, block_size: int = 512
-) -> Scenario:
+def mooncake(path: Path, speedup: float = 1.0, servers: Sequence[Replica] = (), head: int = 0) -> Scenario:
     """The first `head` requests of a Mooncake trace at `speedup` times its pace. Raises `TraceError` or `OSError`."""
     records = read_mooncake(path.read_bytes(), str(path))
-    return _of_trace(path, records, speedup, servers, head, block_size)
+    return _of_trace(path, records[: head or None], speedup, servers or replicas(8, block_size=512))
 
 
-def azure(path: Path, speedup: float = 10.0, servers: Sequence[Replica] = (), head: int = 0) -> Scenario:
-    """An Azure 2023 trace: no shared prefixes, short answers. Raises `TraceError` or `OSError`."""
-    return _of_trace(path, read_azure(path.read_bytes(), str(path)), speedup, servers, head, 64)
+def azure(path: Path) -> Scenario:
+    """An Azure 2023 trace, ten times as fast: no shared prefixes, short answers. Raises `TraceError` or `OSError`."""
+    return _of_trace(path, read_azure(path.read_bytes(), str(path)), 10.0, replicas(8, block_size=64))
 
 
-def _of_trace(
-    path: Path, records: list[Record], speedup: float, servers: Sequence[Replica], head: int, block_size: int
-) -> Scenario:
-    return Scenario(
-        name=f"{path.stem.replace('_', '-')}-x{speedup:g}",
-        workload=arranged(path.stem, records[:head] if head else records),
-        replicas=servers or replicas(8, block_size=block_size),
-        speedup=speedup,
-    )
+def _of_trace(path: Path, records: list[Record], speedup: float, servers: Sequence[Replica]) -> Scenario:
+    name = f"{path.stem.replace('_', '-')}-x{speedup:g}"
+    return Scenario(name=name, workload=arranged(path.stem, records), replicas=servers, speedup=speedup)
 
 
-def agents(sessions: int = 320, rate: float = 0.8, seed: int = 0, servers: Sequence[Replica] = ()) -> Scenario:
+def agents(sessions: int = 320, rate: float = 0.8, servers: Sequence[Replica] = ()) -> Scenario:
     """Agents with tools: long shared system prompts and many quick turns, each waiting for the one before."""
     spec = Conversation(
         systems=12,
@@ -74,11 +66,11 @@ def agents(sessions: int = 320, rate: float = 0.8, seed: int = 0, servers: Seque
         gap_s=6.0,
         spread=0.7,
     )
-    workload = conversation(spec, sessions=sessions, rate=rate, seed=seed, name="agents")
+    workload = conversation(spec, sessions=sessions, rate=rate, name="agents")
     return Scenario(name="agents", workload=workload, replicas=servers or replicas(8, block_size=64))
 
 
-def conversation_like(speedup: float, seed: int = 0) -> Scenario:
+def conversation_like(speedup: float) -> Scenario:
     """A replacement if the Mooncake trace is missing: made up, with about its rate, mean lengths and share of reuse."""
     spec = Conversation(
         systems=40,
@@ -91,19 +83,17 @@ def conversation_like(speedup: float, seed: int = 0) -> Scenario:
         spread=1.3,
         block_size=512,
     )
-    made = conversation(
-        spec, seconds=_LIKE_SECONDS, rate=2.3, seed=seed, dispatch="timestamp", name="conversation-like"
-    )
+    made = conversation(spec, seconds=_LIKE_SECONDS, rate=2.3, dispatch="timestamp", name="conversation-like")
     made.records = [record for record in made.records if record.arrival_us < _LIKE_SECONDS * 1e6]
     return Scenario(
         name=f"conversation-like-x{speedup:g}", workload=made, replicas=replicas(8, block_size=512), speedup=speedup
     )
 
 
-def unlike(scenario: Scenario, speeds: Sequence[float] = UNLIKE) -> Scenario:
-    """The scenario on servers of these speeds."""
+def unlike(scenario: Scenario) -> Scenario:
+    """The scenario on servers of unlike speeds."""
     servers = tuple(
-        structs.replace(replica, speed=speeds[i % len(speeds)]) for i, replica in enumerate(scenario.replicas)
+        structs.replace(replica, speed=UNLIKE[i % len(UNLIKE)]) for i, replica in enumerate(scenario.replicas)
     )
     return structs.replace(scenario, name=f"unlike-{scenario.name}", replicas=servers)
 
@@ -178,15 +168,6 @@ APART: dict[str, Callable[[Path | None], Scenario]] = {
 }
 
 
-def scenario(name: str, traces: Path | None = None) -> Scenario:
-    """A scenario of `QUALITY` by name. Raises `ValueError` that lists the names, `TraceError` or `OSError`."""
-    try:
-        make = QUALITY[name]
-    except KeyError:
-        raise ValueError(f"unknown scenario {name!r}; known: {', '.join(QUALITY)}") from None
-    return structs.replace(make(traces), name=name)
-
-
 # The published shared-prefix benchmark, with its loads, pauses and memory.
 #
 # Source: llm-d's benchmark reports of 2025 and 2026 ("X-70R-6kSys", and the optimised baseline's guide): Qwen3-32B on 8
@@ -252,26 +233,7 @@ def _faulty(name: str, *faults: Fault, rate: float = 9.0, seconds: float = 120.0
     return scenario
 
 
-def restart() -> Scenario:
-    """One server dies at 40 s, losing its cache, and is back 30 s later."""
-    return _faulty("restart", Fault(kind="down", replica=2, at_s=40.0, for_s=30.0))
-
-
-def frozen_metrics() -> Scenario:
-    """For 60 s, all metrics pages show their values of second 20."""
-    return _faulty("frozen-metrics", *(Fault(kind="freeze", replica=i, at_s=20.0, for_s=60.0) for i in range(8)))
-
-
-def mute_metrics() -> Scenario:
-    """No metrics page answers between 20 s and 80 s."""
-    return _faulty("mute-metrics", *(Fault(kind="mute", replica=i, at_s=20.0, for_s=60.0) for i in range(8)))
-
-
-def slow_replica() -> Scenario:
-    """One server takes twice as long for every step from 20 s on."""
-    return _faulty("slow-replica", Fault(kind="slow", replica=5, at_s=20.0, factor=2.0))
-
-
+_METRICS_FAULTS: dict[str, FaultKind] = {"frozen": "freeze", "mute": "mute"}
 ADVERSARIAL: dict[str, Callable[[], Scenario]] = {
     "paced-prefix": lambda: _plain(made.paced_prefix()),
     "cold-bursts": lambda: _plain(made.cold_bursts()),
@@ -279,20 +241,27 @@ ADVERSARIAL: dict[str, Callable[[], Scenario]] = {
     "long-and-short": lambda: _plain(made.long_and_short()),
     "cancel-storm": lambda: _plain(made.cancel_storm(), 80),
     "overload": lambda: _plain(made.overload(), 80),
-    "restart": restart,
-    "frozen-metrics": frozen_metrics,
-    "mute-metrics": mute_metrics,
-    "slow-replica": slow_replica,
+    # One server dies at 40 s, losing its cache, and is back 30 s later.
+    "restart": partial(_faulty, "restart", Fault(kind="down", replica=2, at_s=40.0, for_s=30.0)),
+    # For 60 s, all metrics pages show their values of second 20; and no metrics page answers between 20 s and 80 s.
+    **{
+        f"{name}-metrics": partial(
+            _faulty, f"{name}-metrics", *(Fault(kind=kind, replica=i, at_s=20.0, for_s=60.0) for i in range(8))
+        )
+        for name, kind in _METRICS_FAULTS.items()
+    },
+    # One server takes twice as long for every step from 20 s on.
+    "slow-replica": partial(_faulty, "slow-replica", Fault(kind="slow", replica=5, at_s=20.0, factor=2.0)),
 }
 
 # Situations that occur in pools of every size. Half of them are in the development set, half in the held-out set.
 
 
-def _chat_at(rate: float, seconds: float, servers: Sequence[Replica], seed: int = 0) -> Scenario:
+def _chat_at(rate: float, seconds: float, servers: Sequence[Replica]) -> Scenario:
     """Conversations of `interactive-chat`. `rate` begin per second, and many are already in progress at the start."""
     spec = CATALOGUE["interactive-chat"].spec
     settled = 2 * spec.gap_s * spec.turns
-    made = conversation(spec, seconds=settled + seconds, rate=rate, seed=seed, dispatch="timestamp")
+    made = conversation(spec, seconds=settled + seconds, rate=rate, dispatch="timestamp")
     records = [
         structs.replace(record, arrival_us=record.arrival_us - int(settled * 1e6))
         for record in made.records

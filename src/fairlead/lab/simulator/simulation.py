@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 from xxhash import xxh3_64
@@ -107,9 +106,6 @@ class Faults:
 # decoding server are taken when the KV has arrived. In reality, both are held a little longer. A prefill that fails
 # makes the request fail, as in the reference's sidecar.
 
-if TYPE_CHECKING:
-    from fairlead.lab.simulator.world import Job
-
 
 class Pairs:
     """The requests of a simulation whose prompt is computed on one server and whose answer on another."""
@@ -118,14 +114,14 @@ class Pairs:
         self._sim = simulation
         self._by_address = {server.endpoint.address: i for i, server in enumerate(simulation.servers)}
 
-    def send(self, job: "Job", prefill_address: str) -> None:
+    def send(self, job: Job, prefill_address: str) -> None:
         """Send the request to the prefill server first."""
         sim = self._sim
         job.prefill_server = self._by_address[prefill_address]
         # From the gateway to the decoder's sidecar, and from there to the prefill server.
         sim.kernel.call_at(sim.kernel.now + 2 * sim.network, self._arrived, job)
 
-    def _arrived(self, job: "Job") -> None:
+    def _arrived(self, job: Job) -> None:
         sim = self._sim
         if job.status != "waiting":
             return
@@ -135,11 +131,11 @@ class Pairs:
         job.prefilled = self._request(job, job.prefill_server, max_tokens=1)
         sim.put(job, job.prefill_server, job.prefilled)
 
-    def _request(self, job: "Job", server: int, *, max_tokens: int = 0, loaded: int = 0) -> EngineRequest:
+    def _request(self, job: Job, server: int, *, max_tokens: int = 0, loaded: int = 0) -> EngineRequest:
         size = self._sim.servers[server].replica.engine.block_size
         return self._sim.prompts.engine_request(job.index, job.record, size, max_tokens=max_tokens, loaded=loaded)
 
-    def computed(self, job: "Job") -> None:
+    def computed(self, job: Job) -> None:
         """The prompt is computed; transfer its KV to the decoding server."""
         sim = self._sim
         assert job.prefilled is not None
@@ -149,7 +145,7 @@ class Pairs:
         took = sim.scenario.handover.seconds(max(served.prompt_tokens - there, 0))
         sim.kernel.call_at(job.prefilled.finished_at + 2 * sim.network + took, self._moved, job, served)
 
-    def _moved(self, job: "Job", served: EngineRequest) -> None:
+    def _moved(self, job: Job, served: EngineRequest) -> None:
         if job.status == "waiting":
             self._sim.answer(job, served)
 

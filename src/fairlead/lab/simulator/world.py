@@ -17,14 +17,11 @@ from fairlead.lab.engine.spec import EngineSpec
 from fairlead.lab.workload.record import Record, Workload
 
 
-class Timer:
+class Timer(Struct, eq=False):
     """A timer set by `Kernel.call_at`. Cancelling it after it fired does nothing."""
 
-    __slots__ = ("args", "callback")
-
-    def __init__(self, callback: Callable[..., object] | None, args: tuple[Any, ...]) -> None:
-        self.callback = callback
-        self.args = args
+    callback: Callable[..., object] | None
+    args: tuple[Any, ...]
 
     def cancel(self) -> None:
         self.callback = None

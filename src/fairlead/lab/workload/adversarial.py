@@ -16,20 +16,24 @@
 """
 
 from random import Random
+from typing import Any
 
 from msgspec import structs
 
 from fairlead.lab.workload.arrivals import poisson, ramp, times
 from fairlead.lab.workload.conversation import SharedPrefix, shared_prefix
-from fairlead.lab.workload.record import Record, Workload, arranged
+from fairlead.lab.workload.record import Dispatch, Record, Workload, arranged
 
 BLOCK = 64
 
 
-class _Blocks:
-    """Creates block ids: shared beginnings by name, and new ids."""
+class _Draft:
+    """A workload in the making, and block ids for it: shared beginnings by name, and new ids."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, seed: int) -> None:
+        self.rng = Random(f"{name}/{seed}")
+        self.records: list[Record] = []
+        self._name = name
         self._next = 0
         self._shared: dict[str, tuple[int, ...]] = {}
 
@@ -42,63 +46,61 @@ class _Blocks:
             self._shared[name] = self.fresh(tokens)
         return self._shared[name]
 
+    def arrivals(self, rate: float, seconds: float) -> list[float]:
+        return times(poisson(rate), self.rng, seconds=seconds)
 
-def _record(index: int, arrival_s: float, ids: tuple[int, ...], output: int) -> Record:
-    return Record(
-        id=str(index),
-        arrival_us=int(arrival_s * 1e6),
-        in_tokens=len(ids) * BLOCK,
-        out_tokens=output,
-        max_tokens=output,
-        block_size=BLOCK,
-        hash_ids=ids,
-    )
+    def add(self, arrival_s: float, ids: tuple[int, ...], output: int, **fields: Any) -> None:
+        self.records.append(
+            Record(
+                id=str(len(self.records)),
+                arrival_us=int(arrival_s * 1e6),
+                in_tokens=len(ids) * BLOCK,
+                out_tokens=output,
+                max_tokens=output,
+                block_size=BLOCK,
+                hash_ids=ids,
+                **fields,
+            )
+        )
+
+    def workload(self, dispatch: Dispatch = "timestamp") -> Workload:
+        return arranged(self._name, self.records, dispatch)
 
 
 def paced_prefix(count: int = 120, gap_s: float = 1.0, seed: int = 0) -> Workload:
     """Requests that each start `gap_s` after the end of the one before, all with the same first 6,400 tokens."""
-    blocks = _Blocks()
-    records: list[Record] = []
+    draft = _Draft("paced-prefix", seed)
     for index in range(count):
-        record = _record(index, index * (gap_s + 1.0), blocks.shared("system", 6400) + blocks.fresh(640), 40)
-        before = str(index - 1) if index else ""
-        records.append(structs.replace(record, parent=before, think_ms=gap_s * 1e3 if index else 0.0))
-    return arranged("paced-prefix", records, "think")
+        after = {"parent": str(index - 1), "think_ms": gap_s * 1e3} if index else {}
+        draft.add(index * (gap_s + 1.0), draft.shared("system", 6400) + draft.fresh(640), 40, **after)
+    return draft.workload("think")
 
 
 def cold_bursts(bursts: int = 24, size: int = 16, every_s: float = 5.0, seed: int = 0) -> Workload:
     """Every `every_s` seconds, `size` requests within 100 ms that share 8,000 tokens not used before."""
-    rng = Random(f"cold-bursts/{seed}")
-    blocks = _Blocks()
-    records: list[Record] = []
+    draft = _Draft("cold-bursts", seed)
     for burst in range(bursts):
         for _ in range(size):
-            arrival_s = burst * every_s + rng.random() * 0.1
-            records.append(_record(len(records), arrival_s, blocks.shared(str(burst), 8000) + blocks.fresh(256), 150))
-    return arranged("cold-bursts", records)
+            arrival_s = burst * every_s + draft.rng.random() * 0.1
+            draft.add(arrival_s, draft.shared(str(burst), 8000) + draft.fresh(256), 150)
+    return draft.workload()
 
 
 def viral_prompt(rate: float = 30.0, seconds: float = 90.0, share: float = 0.8, seed: int = 0) -> Workload:
     """`share` of all requests have the same first 6,400 tokens; the others share nothing."""
-    rng = Random(f"viral-prompt/{seed}")
-    blocks = _Blocks()
-    records: list[Record] = []
-    for arrival_s in times(poisson(rate), rng, seconds=seconds):
-        viral = rng.random() < share
-        ids = blocks.shared("viral", 6400) + blocks.fresh(640) if viral else blocks.fresh(3200)
-        records.append(_record(len(records), arrival_s, ids, 250))
-    return arranged("viral-prompt", records)
+    draft = _Draft("viral-prompt", seed)
+    for arrival_s in draft.arrivals(rate, seconds):
+        viral = draft.rng.random() < share
+        draft.add(arrival_s, draft.shared("viral", 6400) + draft.fresh(640) if viral else draft.fresh(3200), 250)
+    return draft.workload()
 
 
 def long_and_short(rate: float = 12.0, seconds: float = 120.0, share: float = 0.06, seed: int = 0) -> Workload:
     """`share` of the prompts have 48,000 tokens, the others 512."""
-    rng = Random(f"long-and-short/{seed}")
-    blocks = _Blocks()
-    records: list[Record] = []
-    for arrival_s in times(poisson(rate), rng, seconds=seconds):
-        long = rng.random() < share
-        records.append(_record(len(records), arrival_s, blocks.fresh(48_000 if long else 512), 200))
-    return arranged("long-and-short", records)
+    draft = _Draft("long-and-short", seed)
+    for arrival_s in draft.arrivals(rate, seconds):
+        draft.add(arrival_s, draft.fresh(48_000 if draft.rng.random() < share else 512), 200)
+    return draft.workload()
 
 
 def cancel_storm(rate: float = 12.0, seconds: float = 90.0, at_s: float = 45.0, seed: int = 0) -> Workload:
@@ -132,14 +134,13 @@ def overload(first: float = 6.0, last: float = 30.0, seconds: float = 60.0, seed
 
 def hot_prefix(rate: float = 42.0, seconds: float = 60.0, share: float = 0.4, seed: int = 0) -> Workload:
     """`share` of the requests begin with the same 6,400 tokens, the others with one of 60 beginnings of 3,200."""
-    rng = Random(f"hot-prefix/{seed}")
-    blocks = _Blocks()
-    records: list[Record] = []
-    for arrival_s in times(poisson(rate), rng, seconds=seconds):
+    draft = _Draft("hot-prefix", seed)
+    rng = draft.rng
+    for arrival_s in draft.arrivals(rate, seconds):
         hot = rng.random() < share
-        ids = blocks.shared("hot", 6400) if hot else blocks.shared(f"group {rng.randrange(60)}", 3200)
-        records.append(_record(len(records), arrival_s, ids + blocks.fresh(rng.randint(100, 2000)), 250))
-    return arranged("hot-prefix", records)
+        ids = draft.shared("hot", 6400) if hot else draft.shared(f"group {rng.randrange(60)}", 3200)
+        draft.add(arrival_s, ids + draft.fresh(rng.randint(100, 2000)), 250)
+    return draft.workload()
 
 
 def same_prompts(
@@ -147,31 +148,28 @@ def same_prompts(
 ) -> Workload:
     """Single requests of 2,000 tokens, and about every `every_s` seconds a burst: `size` times the same 4,800 tokens
     within 50 ms. One of four bursts repeats the prompt of an earlier burst."""
-    rng = Random(f"same-prompts/{seed}")
-    blocks = _Blocks()
-    records = [
-        _record(index, arrival_s, blocks.fresh(2000), 200)
-        for index, arrival_s in enumerate(times(poisson(rate), rng, seconds=seconds))
-    ]
-    for burst, begin_s in enumerate(times(poisson(1.0 / every_s), rng, seconds=seconds)):
-        prompt = blocks.shared(f"burst {rng.randrange(burst) if burst and rng.random() < 0.25 else burst}", 4800)
+    draft = _Draft("same-prompts", seed)
+    rng = draft.rng
+    for arrival_s in draft.arrivals(rate, seconds):
+        draft.add(arrival_s, draft.fresh(2000), 200)
+    for burst, begin_s in enumerate(draft.arrivals(1.0 / every_s, seconds)):
+        prompt = draft.shared(f"burst {rng.randrange(burst) if burst and rng.random() < 0.25 else burst}", 4800)
         for _ in range(size):
-            records.append(_record(len(records), begin_s + rng.random() * 0.05, prompt, rng.randint(50, 350)))
-    return arranged("same-prompts", records)
+            draft.add(begin_s + rng.random() * 0.05, prompt, rng.randint(50, 350))
+    return draft.workload()
 
 
 def rare_giants(rate: float = 12.0, seconds: float = 90.0, share: float = 0.02, seed: int = 0) -> Workload:
     """`share` of the prompts have 100,000 tokens; the others have 500 to 4,500 after one of ten beginnings of 1,000."""
-    rng = Random(f"rare-giants/{seed}")
-    blocks = _Blocks()
-    records: list[Record] = []
-    for arrival_s in times(poisson(rate), rng, seconds=seconds):
+    draft = _Draft("rare-giants", seed)
+    rng = draft.rng
+    for arrival_s in draft.arrivals(rate, seconds):
         if rng.random() < share:
-            ids = blocks.fresh(100_000)
+            ids = draft.fresh(100_000)
         else:
-            ids = blocks.shared(f"group {rng.randrange(10)}", 1000) + blocks.fresh(rng.randint(500, 4500))
-        records.append(_record(len(records), arrival_s, ids, 250))
-    return arranged("rare-giants", records)
+            ids = draft.shared(f"group {rng.randrange(10)}", 1000) + draft.fresh(rng.randint(500, 4500))
+        draft.add(arrival_s, ids, 250)
+    return draft.workload()
 
 
 def one_hog(
@@ -184,28 +182,23 @@ def one_hog(
 ) -> Workload:
     """Ten tenants with `rate` requests per second each and their own system prompts of 2,000 tokens. From `begin_s`, an
     eleventh tenant sends `hog` requests per second for `for_s` seconds, each with 4,000 tokens shared with no other."""
-    rng = Random(f"one-hog/{seed}")
-    blocks = _Blocks()
-    records: list[Record] = []
-    for arrival_s in times(poisson(10 * rate), rng, seconds=seconds):
-        tenant = f"tenant {rng.randrange(10)}"
-        record = _record(len(records), arrival_s, blocks.shared(tenant, 2000) + blocks.fresh(1000), 200)
-        records.append(structs.replace(record, tenant=tenant))
-    for arrival_s in times(poisson(hog), rng, seconds=for_s):
-        record = _record(len(records), begin_s + arrival_s, blocks.fresh(4000), 300)
-        records.append(structs.replace(record, tenant="hog"))
-    return arranged("one-hog", records)
+    draft = _Draft("one-hog", seed)
+    for arrival_s in draft.arrivals(10 * rate, seconds):
+        tenant = f"tenant {draft.rng.randrange(10)}"
+        draft.add(arrival_s, draft.shared(tenant, 2000) + draft.fresh(1000), 200, tenant=tenant)
+    for arrival_s in draft.arrivals(hog, for_s):
+        draft.add(begin_s + arrival_s, draft.fresh(4000), 300, tenant="hog")
+    return draft.workload()
 
 
 def adapters(count: int = 6, rate: float = 15.0, seconds: float = 90.0, base: float = 0.0, seed: int = 0) -> Workload:
     """Chat with one of `count` adapters; the n-th is chosen in proportion to 1/n. A share `base` uses no adapter."""
-    rng = Random(f"adapters/{seed}")
-    blocks = _Blocks()
+    draft = _Draft("adapters", seed)
+    rng = draft.rng
     names = [f"adapter-{number}" for number in range(count)]
     weights = [1.0 / (number + 1) for number in range(count)]
-    records: list[Record] = []
-    for arrival_s in times(poisson(rate), rng, seconds=seconds):
+    for arrival_s in draft.arrivals(rate, seconds):
         lora = "" if rng.random() < base else rng.choices(names, weights)[0]
-        ids = blocks.shared(f"{lora} {rng.randrange(3)}", 1500) + blocks.fresh(rng.randint(200, 2200))
-        records.append(structs.replace(_record(len(records), arrival_s, ids, 200), lora=lora))
-    return arranged("adapters", records)
+        ids = draft.shared(f"{lora} {rng.randrange(3)}", 1500) + draft.fresh(rng.randint(200, 2200))
+        draft.add(arrival_s, ids, 200, lora=lora)
+    return draft.workload()

@@ -75,40 +75,34 @@ def _place(message: str) -> tuple[str, str]:
 # Rows of CSV with a header line → checked fields. Errors name the line and the field.
 
 
-class TableRow:
+class TableRow(Struct, frozen=True):
     """One line, with access to its fields by name."""
 
-    __slots__ = ("_source", "_values", "line")
-
-    def __init__(self, values: dict[str, str], source: str, line: int) -> None:
-        self._values = values
-        self._source = source
-        self.line = line
+    values: dict[str, str]
+    source: str
+    line: int
 
     def has(self, field: str) -> bool:
         """Whether the field is present and not empty."""
-        return bool(self._values.get(field, "").strip())
-
-    def text(self, field: str) -> str:
-        return self._values[field]
+        return bool(self.values.get(field, "").strip())
 
     def number(self, field: str) -> float:
         try:
-            value = float(self._values[field])
+            value = float(self.values[field])
         except ValueError:
             value = float("nan")
         if not isfinite(value):
-            raise self.error(field, f"expected a number, got {shortened(self._values[field])!r}")
+            raise self.error(field, f"expected a number, got {shortened(self.values[field])!r}")
         return value
 
     def count(self, field: str) -> int:
         value = self.number(field)
         if value != int(value) or value < 0:
-            raise self.error(field, f"expected a whole number of at least 0, got {shortened(self._values[field])!r}")
+            raise self.error(field, f"expected a whole number of at least 0, got {shortened(self.values[field])!r}")
         return int(value)
 
     def error(self, field: str, message: str) -> TraceError:
-        return TraceError(self._source, self.line, field, message)
+        return TraceError(self.source, self.line, field, message)
 
 
 def read_table(data: bytes, fields: Sequence[str], source: str) -> Iterator[TableRow]:
@@ -312,26 +306,29 @@ def _chat_id(text: str) -> int | str:
 
 
 AZURE_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-_AZURE_NAMES = {"in_tokens": "ContextTokens", "out_tokens": "GeneratedTokens", "arrival_us": "TIMESTAMP"}
 #: The first timestamp of written traces, because a record has only its time after the beginning.
 _AZURE_ORIGIN = datetime(2023, 11, 16, 18, 0, 0, tzinfo=UTC)
 
 
+def _times_and_lengths(
+    table: Sequence[TableRow], arrivals_us: Sequence[int], fields: Sequence[str], source: str
+) -> list[Record]:
+    """The records of a table that has only these. `fields`: the columns with arrivals, prompts and answers."""
+    names = dict(zip(("arrival_us", "in_tokens", "out_tokens"), fields, strict=True))
+    records = []
+    for index, (row, arrival_us) in enumerate(zip(table, arrivals_us, strict=True)):
+        prompt, answer = row.count(fields[1]), max(row.count(fields[2]), 1)
+        record = Record(id=str(index), arrival_us=arrival_us, in_tokens=prompt, out_tokens=answer)
+        records.append(checked(record, source, row.line, names))
+    return records
+
+
 def read_azure(data: bytes, source: str = "trace") -> list[Record]:
     """Read a trace; times count from the earliest. Raises `TraceError`."""
-    records: list[Record] = []
     table = list(read_table(data, AZURE_FIELDS, source))
-    times = [_azure_microseconds(row) for row in table]
-    first = min(times, default=0)
-    for row, arrival_us in zip(table, times, strict=True):
-        record = Record(
-            id=str(len(records)),
-            arrival_us=arrival_us - first,
-            in_tokens=row.count("ContextTokens"),
-            out_tokens=max(row.count("GeneratedTokens"), 1),
-        )
-        records.append(checked(record, source, row.line, _AZURE_NAMES))
-    return records
+    arrivals_us = [_azure_microseconds(row) for row in table]
+    first = min(arrivals_us, default=0)
+    return _times_and_lengths(table, [arrival_us - first for arrival_us in arrivals_us], AZURE_FIELDS, source)
 
 
 def write_azure(records: Iterable[Record]) -> bytes:
@@ -339,7 +336,7 @@ def write_azure(records: Iterable[Record]) -> bytes:
 
 
 def _azure_microseconds(row: TableRow) -> int:
-    text = row.text("TIMESTAMP").strip()
+    text = row.values["TIMESTAMP"].strip()
     until_second, _, fraction = text.partition(".")
     fraction = fraction.split("+")[0].rstrip("Z")
     try:
@@ -356,21 +353,12 @@ def _azure_time(micros: int) -> str:
 
 
 VIDUR_FIELDS = ("arrived_at", "num_prefill_tokens", "num_decode_tokens")
-_VIDUR_NAMES = dict(zip(("arrival_us", "in_tokens", "out_tokens"), VIDUR_FIELDS, strict=True))
 
 
-def read_vidur(data: bytes, source: str = "trace") -> list[Record]:
+def read_vidur(data: bytes, source: str) -> list[Record]:
     """Read a trace. Raises `TraceError`."""
-    records: list[Record] = []
-    for row in read_table(data, VIDUR_FIELDS, source):
-        record = Record(
-            id=str(len(records)),
-            arrival_us=round(row.number("arrived_at") * 1e6),
-            in_tokens=row.count("num_prefill_tokens"),
-            out_tokens=max(row.count("num_decode_tokens"), 1),
-        )
-        records.append(checked(record, source, row.line, _VIDUR_NAMES))
-    return records
+    table = list(read_table(data, VIDUR_FIELDS, source))
+    return _times_and_lengths(table, [round(row.number("arrived_at") * 1e6) for row in table], VIDUR_FIELDS, source)
 
 
 def write_vidur(records: Iterable[Record]) -> bytes:
@@ -395,14 +383,14 @@ def read_burstgpt(data: bytes, source: str = "trace") -> list[Record]:
         tokens = row.count("Response tokens")
         if tokens == 0:
             continue
-        session = row.text("Session ID").strip() if row.has("Session ID") else ""
+        session = row.values.get("Session ID", "").strip()
         elapsed = row.number("Elapsed time") * 1e3 if row.has("Elapsed time") else -1.0
         record = Record(
             id=str(len(records)),
             arrival_us=round(row.number("Timestamp") * 1e6),
             session=session,
             parent=last.get(session, "") if session else "",
-            model=row.text("Model").strip(),
+            model=row.values["Model"].strip(),
             in_tokens=row.count("Request tokens"),
             out_tokens=tokens,
             outcome=Outcome(e2e_ms=round(elapsed, 3)) if elapsed >= 0 else None,

@@ -66,17 +66,12 @@ CATALOGUE: Mapping[str, Kind] = {
 
 #: The adversarial set; each has its own parameters.
 ADVERSARIAL: Mapping[str, Callable[..., Workload]] = {
-    "paced-prefix": adversarial.paced_prefix,
-    "cold-bursts": adversarial.cold_bursts,
-    "viral-prompt": adversarial.viral_prompt,
-    "long-and-short": adversarial.long_and_short,
-    "cancel-storm": adversarial.cancel_storm,
-    "overload": adversarial.overload,
-    "hot-prefix": adversarial.hot_prefix,
-    "same-prompts": adversarial.same_prompts,
-    "rare-giants": adversarial.rare_giants,
-    "one-hog": adversarial.one_hog,
-    "adapters": adversarial.adapters,
+    make.__name__.replace("_", "-"): make
+    for make in (
+        *(adversarial.paced_prefix, adversarial.cold_bursts, adversarial.viral_prompt, adversarial.long_and_short),
+        *(adversarial.cancel_storm, adversarial.overload, adversarial.hot_prefix, adversarial.same_prompts),
+        *(adversarial.rare_giants, adversarial.one_hog, adversarial.adapters),
+    )
 }
 KINDS = ("shared-prefix", "conversation", *CATALOGUE, *ADVERSARIAL)
 
