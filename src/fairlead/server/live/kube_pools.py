@@ -7,12 +7,11 @@ and the leader maintains its EndpointSlice, as with a single pool. So pools of a
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import Struct
 
 from fairlead.config.schema import Kubernetes
-from fairlead.core.events import EndpointDown, EndpointUp
 from fairlead.core.models import ModelSet
 from fairlead.pool.aio import cancelled
 from fairlead.pool.kube.client import Resource
@@ -32,6 +31,7 @@ from fairlead.pool.kube.pools import Pools
 from fairlead.pool.kube.reflector import Reflector
 from fairlead.pool.kube.status import StatusWriter
 from fairlead.server.live.kube import KubeLink, own_place, report_unreadable
+from fairlead.server.live.pools import OpenedPool
 from fairlead.server.observe.component_metrics import KubeMetrics
 from fairlead.server.observe.log import get
 
@@ -41,29 +41,15 @@ log = get("kubernetes")
 EVERYWHERE = "*"
 
 
-class ServedPool(Protocol):
-    """An opened pool."""
-
-    def endpoint(self, event: EndpointUp | EndpointDown) -> None: ...
-
-    def defined(self, where: str, models: ModelSet) -> None: ...
-
-    def changed(self, pool: Pool) -> None:
-        """The InferencePool has changed to `pool`."""
-
-    async def close(self, *, at_once: bool = False) -> None:
-        """The pool is gone: let running requests finish (or not, with `at_once`), and release everything."""
-
-
 class _Entry:
     """A pool that exists, and what serves it once it is open."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.gone = asyncio.Event()
-        self.served: ServedPool | None = None
+        self.served: OpenedPool | None = None
 
-    def opened(self, served: ServedPool) -> None:
+    def opened(self, served: OpenedPool) -> None:
         self.served = served
         served.changed(self.pool)
 
@@ -87,7 +73,7 @@ class KubePools(KubeLink):
     def __init__(
         self,
         settings: Kubernetes,
-        open_pool: Callable[[str, Pool], Awaitable[ServedPool]],
+        open_pool: Callable[[str, Pool], Awaitable[OpenedPool]],
         set_ready: Callable[[str, str], object],
         metrics: KubeMetrics,
         health_port: int = 0,
@@ -226,7 +212,7 @@ class KubePools(KubeLink):
             await served.close(at_once=True)
             raise
 
-    def _defined(self, served: ServedPool, models: ModelSet) -> None:
+    def _defined(self, served: OpenedPool, models: ModelSet) -> None:
         served.defined("kubernetes", models)
         self._judge()
 

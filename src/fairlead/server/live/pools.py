@@ -51,12 +51,12 @@ class LivePools:
         now = asyncio.get_running_loop().time
         self.config = config
         self.host = PoolHosts()
-        self.pools: dict[str, _Opened] = {}
+        self.pools: dict[str, OpenedPool] = {}
         self._tracing, self._unready = tracing, unready
         self._pace = Pace()
         self._unusable = ""
         #: Pools that are gone but still have running requests.
-        self._ending: dict[str, _Opened] = {}
+        self._ending: dict[str, OpenedPool] = {}
         self.registry = Registry()
         self.troubles = Troubles(self.registry, now)
         self.kube = KubeMetrics(self.registry)
@@ -71,12 +71,12 @@ class LivePools:
 
     # ---- pools ----
 
-    async def open(self, key: str, pool: Pool) -> "_Opened":
+    async def open(self, key: str, pool: Pool) -> "OpenedPool":
         """Raises `ConfigError` or `PluginError`."""
         before = self._ending.get(key)
         if before is not None:  # the pool is back: its files are needed
             await before.close(at_once=True)
-        opened = _Opened(self, key, pool)
+        opened = OpenedPool(self, key, pool)
         try:
             await opened.start()
         except BaseException:
@@ -151,8 +151,8 @@ class LivePools:
         return [*self.troubles.look().values(), *notes, *empty]
 
 
-class _Opened:
-    """An open pool; implements `server.live.kube_pools.ServedPool`."""
+class OpenedPool:
+    """A pool that is served."""
 
     def __init__(self, pools: LivePools, key: str, pool: Pool) -> None:
         self._pools, self._key, self._pool = pools, key, pool
@@ -178,6 +178,7 @@ class _Opened:
         self.scheduler.defined(where, models)
 
     def changed(self, pool: Pool) -> None:
+        """The InferencePool has changed to `pool`."""
         ref = pool.picker
         service = None if ref is None else PickerService(pool.namespace, ref.name, ref.port)
         if service is None:
