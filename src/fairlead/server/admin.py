@@ -28,7 +28,7 @@ from fairlead.gateway.accept import OPENMETRICS_TYPE, TEXT_TYPE, wants_openmetri
 from fairlead.gateway.tls import ServerTls
 from fairlead.server import openapi
 from fairlead.server.dashboard import Dashboard
-from fairlead.server.http_port import Access, HttpPort, Tokens, send
+from fairlead.server.http_port import Access, HttpPort, Tokens, healthz, readiness, send
 from fairlead.server.observe.snapshot import SnapshotMaker
 
 #: How many decisions one request may ask for at most.
@@ -237,7 +237,7 @@ class Admin(HttpPort):
 
     def _public_app(self) -> web.Application:
         app = web.Application(client_max_size=1024, middlewares=[self._access.middleware()])
-        self._add(app, "/healthz", self._healthz)
+        self._add(app, "/healthz", healthz)
         self._add(app, "/readyz", self._readyz)
         self._add(app, "/metrics", self._metrics)
         return app
@@ -304,14 +304,9 @@ class Admin(HttpPort):
     def _openapi(self, request: web.Request) -> Iterable[bytes]:
         yield _json(openapi.document(self._pages())) + b"\n"
 
-    async def _healthz(self, request: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
-
     async def _readyz(self, request: web.Request) -> web.Response:
         reasons = self._sources.unready()
-        if reasons:
-            return web.Response(status=503, text="not ready\n" + "".join(f"- {reason}\n" for reason in reasons))
-        return web.Response(text="ready\n" + "".join(f"- {note}\n" for note in self._sources.notes()))
+        return readiness(reasons, () if reasons else self._sources.notes())
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
         page, kind = self._text, TEXT_TYPE

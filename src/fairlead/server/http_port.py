@@ -231,6 +231,18 @@ async def send(
     return response
 
 
+async def healthz(request: web.Request) -> web.Response:
+    """Answers while the process is alive."""
+    return web.Response(text="ok\n")
+
+
+def readiness(reasons: Iterable[str], notes: Iterable[str] = ()) -> web.Response:
+    """The page `/readyz`. `reasons`: why requests cannot be served."""
+    if listed := "".join(f"- {reason}\n" for reason in reasons):
+        return web.Response(status=503, text="not ready\n" + listed)
+    return web.Response(text="ready\n" + "".join(f"- {note}\n" for note in notes))
+
+
 class HttpPort:
     """`await start()`, then `port`; `await close()`.
 

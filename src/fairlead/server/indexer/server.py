@@ -25,7 +25,7 @@ from msgspec import Struct
 
 from fairlead.gateway.accept import TEXT_TYPE
 from fairlead.pool.aio import read_at_most
-from fairlead.server.http_port import HttpPort, send
+from fairlead.server.http_port import HttpPort, healthz, readiness, send
 from fairlead.server.indexer.service import IndexService
 from fairlead.server.indexer.wire import JSON, MSGPACK, QueryError, read_query, write
 
@@ -86,7 +86,7 @@ class IndexServer(HttpPort):
         app.router.add_get("/state", self._state)
         app.router.add_get("/snapshot", self._snapshot)
         app.router.add_put("/snapshot", self._take)
-        app.router.add_get("/healthz", self._healthz)
+        app.router.add_get("/healthz", healthz)
         app.router.add_get("/readyz", self._readyz)
         app.router.add_get("/metrics", self._metrics)
         return app
@@ -170,14 +170,8 @@ class IndexServer(HttpPort):
                 raise QueryError(400, str(error)) from None
         return web.json_response({"endpoints": taken})
 
-    async def _healthz(self, request: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
-
     async def _readyz(self, request: web.Request) -> web.Response:
-        reasons = self._sources.unready()
-        if reasons:
-            return web.Response(status=503, text="not ready\n" + "".join(f"- {reason}\n" for reason in reasons))
-        return web.Response(text="ready\n")
+        return readiness(self._sources.unready())
 
     async def _metrics(self, request: web.Request) -> web.Response:
         parts = []
