@@ -25,7 +25,7 @@ from fairlead.server.observe.component_metrics import (
     show_warming,
 )
 from fairlead.server.observe.exposition import Registry, View
-from fairlead.server.observe.kv_metrics import IndexerMetrics, KvMetrics, QueryMetrics
+from fairlead.server.observe.kv_metrics import KvMetrics, show_indexer, show_questions
 from fairlead.server.observe.watch import Watch
 from fairlead.server.state import StateCounts
 
@@ -112,7 +112,7 @@ def scheduler_registry() -> Registry:
     registry = watch.metrics.registry
     KvMetrics(registry, ExactKnowledge(), tuple, tuple, lambda: 0, {})
     TokenMetrics(registry, PromptTokeniser, dict, {})
-    QueryMetrics(registry)
+    show_questions(registry, lambda: None)
     show_journal(registry, _NoJournal())
     show_state(registry, StateCounts())
     show_warming(registry, WarmingCounts(Beginnings()))
@@ -124,7 +124,7 @@ def scheduler_registry() -> Registry:
 
 def _indexer() -> Registry:
     registry = Registry()
-    IndexerMetrics(registry, KvIndex())
+    show_indexer(registry, KvIndex(), lambda: None)
     return registry
 
 

@@ -5,6 +5,7 @@ import shlex
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ from fairlead.server.observe.component_metrics import (
     show_warming,
 )
 from fairlead.server.observe.exposition import Registry
-from fairlead.server.observe.kv_metrics import IndexerMetrics, KvMetrics, QueryMetrics
+from fairlead.server.observe.kv_metrics import KvMetrics, show_indexer, show_questions
 from fairlead.server.observe.watch import Watch
 from fairlead.server.state import StateCounts
 
@@ -235,9 +236,10 @@ def test_every_metric_that_is_named_exists() -> None:
     GatewayMetrics(watch.metrics.registry, None, 1)
     show_replicas(watch.metrics.registry, None)
     show_budget(watch.metrics.registry, ByteBudget(1, lambda: 0.0))
-    QueryMetrics(watch.metrics.registry)
+    asker = SimpleNamespace(up=True, counts=SimpleNamespace(ends={}))
+    show_questions(watch.metrics.registry, lambda: asker)
     indexer = Registry()  # of another process
-    IndexerMetrics(indexer, KvIndex())
+    show_indexer(indexer, KvIndex(), lambda: SimpleNamespace(looked_up=0, hit=0, questions=0, refused={}))
     TokenMetrics(watch.metrics.registry, PromptTokeniser, dict, {})
     page = (b"".join(watch.exposition()) + indexer.render()).decode()
     known = {*re.findall(r"^# TYPE (\S+)", page, re.MULTILINE)}

@@ -23,7 +23,7 @@ from fairlead.server.live.kv import KvListening
 from fairlead.server.live.memory import keep_heap, settle_memory
 from fairlead.server.observe.component_metrics import KubeMetrics
 from fairlead.server.observe.exposition import Registry
-from fairlead.server.observe.kv_metrics import IndexerMetrics
+from fairlead.server.observe.kv_metrics import show_indexer
 from fairlead.server.observe.log import get
 
 log = get("indexer")
@@ -41,11 +41,8 @@ class LiveIndexer:
         self.fleet = Fleet(exact=exact_knowledge(config))
         self._registry = Registry()
         self.kv = KvListening(config, self.fleet, self._registry)
-        metrics = IndexerMetrics(self._registry, self.kv.exact.index)
-        self.service = IndexService(
-            self.kv.exact, self.fleet.table.slots, lambda: self.kv.prompts.tokeniser, metrics.took
-        )
-        metrics.watch(self.service.asked)
+        took = show_indexer(self._registry, self.kv.exact.index, lambda: self.service.asked)
+        self.service = IndexService(self.kv.exact, self.fleet.table.slots, lambda: self.kv.prompts.tokeniser, took)
         self._kube_metrics = KubeMetrics(self._registry)
         self._take = self.kv.take if accept_snapshots else None
 

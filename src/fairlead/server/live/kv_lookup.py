@@ -26,7 +26,7 @@ from fairlead.server.indexer.client import IndexClient
 from fairlead.server.indexer.wire import MOST_BLOCKS, TIERS, Answer, StateAnswer
 from fairlead.server.live.knowledge import Knowledge
 from fairlead.server.observe.exposition import Registry
-from fairlead.server.observe.kv_metrics import KvMetrics, QueryMetrics
+from fairlead.server.observe.kv_metrics import KvMetrics, show_questions
 from fairlead.server.observe.log import get
 
 log = get("kv-events")
@@ -44,10 +44,9 @@ class KvLookup(Knowledge):
         super().__init__(config, fleet, registry, self._ask)
         assert isinstance(self.exact.index, AnsweredIndex), "the fleet has what `exact_knowledge` gives"
         self._index = self.exact.index
-        metrics = QueryMetrics(registry)
+        took = show_questions(registry, lambda: self.client)
         indexer = config.kv_events.indexer
-        self.client = IndexClient(indexer.url, indexer.budget, self._on_state, self._say, metrics.took)
-        metrics.watch(self.client)
+        self.client = IndexClient(indexer.url, indexer.budget, self._on_state, self._say, took)
         KvMetrics(registry, self.exact, self._endpoints, list, lambda: 0, self.prompts.without)
         #: The indexer's last report; its names for our endpoints, with slot and tenure of each.
         self._state: StateAnswer | None = None

@@ -174,46 +174,26 @@ class KvMetrics:
 _BOUNDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 1.0)
 
 
-class QueryMetrics:
-    """Metrics of a scheduler that queries an indexer."""
-
-    def __init__(self, registry: Registry) -> None:
-        self._asker: IndexClient | None = None
-        seconds = histograms(bounds=_BOUNDS)
-        #: Records how long an answer took, in seconds.
-        self.took = seconds.child().observe
-        text = "Questions to the indexer by end; all but 'answered' leave the request to learned prefixes."
-        name = "fairlead_indexer_questions_total"
-        registry.follow("counter", name, text, lambda: self._asker and self._asker.counts.ends, "result")
-        text = "1 while the indexer answers."
-        registry.follow("gauge", "fairlead_indexer_up", text, lambda: self._asker is not None and self._asker.up)
-        registry.show("fairlead_indexer_answer_seconds", "Time until the indexer answered.", seconds)
-
-    def watch(self, asker: "IndexClient") -> None:
-        self._asker = asker
+def show_questions(registry: Registry, asker: "Callable[[], IndexClient]") -> Callable[[float], None]:
+    """The metrics of a scheduler that queries an indexer. Returns what records how long an answer took, in seconds."""
+    seconds = histograms(bounds=_BOUNDS)
+    text = "Questions to the indexer by end; all but 'answered' leave the request to learned prefixes."
+    registry.follow("counter", "fairlead_indexer_questions_total", text, lambda: asker().counts.ends, "result")
+    registry.follow("gauge", "fairlead_indexer_up", "1 while the indexer answers.", lambda: asker().up)
+    registry.show("fairlead_indexer_answer_seconds", "Time until the indexer answered.", seconds)
+    return seconds.child().observe
 
 
-class IndexerMetrics:
-    """Metrics of an indexer. `index_size` and the two `kv_cache_` names are those of published alerts."""
-
-    def __init__(self, registry: Registry, index: KvIndex) -> None:
-        self._questions: Asked | None = None
-        seconds = histograms(bounds=_BOUNDS)
-        #: Records how long a question took, in seconds, without reading it and writing the answer.
-        self.took = seconds.child().observe
-        registry.follow("gauge", "index_size", "Block copies in the index.", lambda: index.entries)
-        follow, text = registry.follow, "Blocks of prompts that were looked up."
-        follow("counter", "kv_cache_lookup_total", text, lambda: self._questions.looked_up if self._questions else 0)
-        text = "Of these, blocks that the best endpoint holds."
-        follow("counter", "kv_cache_hit_total", text, lambda: self._questions.hit if self._questions else 0)
-        text, name = "Questions that were answered.", "fairlead_indexer_queries_total"
-        follow("counter", name, text, lambda: self._questions.questions if self._questions else 0)
-        text, name = "Questions that were refused, by status.", "fairlead_indexer_refused_total"
-        follow("counter", name, text, self._refused, "status")
-        registry.show("fairlead_indexer_query_seconds", "How long the answers took to make.", seconds)
-
-    def watch(self, questions: "Asked") -> None:
-        self._questions = questions
-
-    def _refused(self) -> dict[str, int]:
-        return {str(status): count for status, count in self._questions.refused.items()} if self._questions else {}
+def show_indexer(registry: Registry, index: KvIndex, asked: "Callable[[], Asked]") -> Callable[[float], None]:
+    """The metrics of an indexer. `index_size` and the two `kv_cache_` names are those of published alerts. Returns what
+    records how long a question took, in seconds, without reading it and writing the answer."""
+    seconds, follow = histograms(bounds=_BOUNDS), registry.follow
+    follow("gauge", "index_size", "Block copies in the index.", lambda: index.entries)
+    follow("counter", "kv_cache_lookup_total", "Blocks of prompts that were looked up.", lambda: asked().looked_up)
+    follow("counter", "kv_cache_hit_total", "Of these, blocks that the best endpoint holds.", lambda: asked().hit)
+    text = "Questions that were answered."
+    follow("counter", "fairlead_indexer_queries_total", text, lambda: asked().questions)
+    text, refused = "Questions that were refused, by status.", lambda: {str(k): n for k, n in asked().refused.items()}
+    follow("counter", "fairlead_indexer_refused_total", text, refused, "status")
+    registry.show("fairlead_indexer_query_seconds", "How long the answers took to make.", seconds)
+    return seconds.child().observe

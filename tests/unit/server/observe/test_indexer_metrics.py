@@ -5,7 +5,7 @@ from msgspec import Struct
 from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.tiers import Tier
 from fairlead.server.observe.exposition import Registry
-from fairlead.server.observe.kv_metrics import IndexerMetrics, QueryMetrics
+from fairlead.server.observe.kv_metrics import show_indexer, show_questions
 
 
 class Counts(Struct):
@@ -28,11 +28,9 @@ class Asked(Struct):
 
 def test_a_scheduler_that_asks() -> None:
     registry = Registry()
-    metrics = QueryMetrics(registry)
-    assert "fairlead_indexer_up 0" in registry.render().decode()
     asker = Asker(True, Counts({"answered": 5, "late": 2}))
-    metrics.watch(asker)
-    metrics.took(0.002)
+    took = show_questions(registry, lambda: asker)
+    took(0.002)
     page = registry.render().decode()
     assert "fairlead_indexer_up 1" in page
     assert 'fairlead_indexer_questions_total{result="late"} 2' in page
@@ -43,12 +41,11 @@ def test_a_scheduler_that_asks() -> None:
 
 def test_an_indexer() -> None:
     registry, index = Registry(), KvIndex()
-    metrics = IndexerMetrics(registry, index)
+    took = show_indexer(registry, index, lambda: Asked(refused={400: 2, 413: 1}))
     assert "index_size 0" in registry.render().decode()
     index.add_slot(0)
     index.store(index.shelf(index.rank(0, 0, "*"), 0, Tier.GPU), [1, 2, 3], [11, 12, 13], 0)
-    metrics.watch(Asked(refused={400: 2, 413: 1}))
-    metrics.took(0.0004)
+    took(0.0004)
     page = registry.render().decode()
     for line in (
         "index_size 3",
