@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from body_spans import model_span
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from fairlead.apis.errors import error_body
 from fairlead.apis.request import parse_request
-from fairlead.apis.splice import model_span
 from fairlead.apis.usage import UsageScanner, usage_of
 from fairlead.core.errors import ClientError
 from fairlead.core.request import Usage

@@ -10,10 +10,11 @@ from random import Random
 from typing import Any
 
 import pytest
+from body_spans import model_span
 
 from fairlead.apis.rename import ModelRenamer
 from fairlead.apis.request import parse_request
-from fairlead.apis.splice import model_span, splice_model
+from fairlead.apis.splice import splice_model
 
 BODIES = int(os.environ.get("FAIRLEAD_MODEL_BODIES", "2000"))
 BLOCKS = 20

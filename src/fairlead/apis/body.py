@@ -189,8 +189,9 @@ def _wrong_type(reason: str) -> ClientError:
     return ClientError(f"Invalid type for '{name}': expected {_WANTED.get(name, 'an integer')}.", param=name or None)
 
 
-_TRUE = frozenset(("true", "t", "yes", "y", "on", "1"))
-_FALSE = frozenset(("false", "f", "no", "n", "off", "0"))
+#: What pydantic reads as a boolean.
+TRUE = frozenset(("true", "t", "yes", "y", "on", "1"))
+FALSE = frozenset(("false", "f", "no", "n", "off", "0"))
 
 
 def flag(value: Scalar, name: str) -> bool:
@@ -201,8 +202,8 @@ def flag(value: Scalar, name: str) -> bool:
         return True
     if isinstance(value, str):
         word = value.lower()
-        if word in _TRUE or word in _FALSE:
-            return word in _TRUE
+        if word in TRUE or word in FALSE:
+            return word in TRUE
     raise ClientError(f"Invalid type for '{name}': expected a boolean.", param=name)
 
 

@@ -93,53 +93,23 @@ def _matchers(inner: str, text: str, path: str) -> tuple[tuple[str, str], ...]:
     return tuple(matchers.items())
 
 
-class EngineSpecs(Struct, frozen=True, kw_only=True):
+class EngineSpecs(Struct, frozen=True):
     """An `EngineMetrics` with its specs parsed; shared by all readers of one engine."""
 
-    rank_label: str
-    waiting: tuple[Spec, ...]
-    running: tuple[Spec, ...]
-    kv_usage: tuple[Spec, ...]
-    lora: tuple[Spec, ...]
-    cache_info: tuple[Spec, ...]
-    block_size_label: str
-    num_blocks_label: str
-    block_size: tuple[Spec, ...]
-    num_blocks: tuple[Spec, ...]
-    prefix_queries: tuple[Spec, ...]
-    prefix_hits: tuple[Spec, ...]
-    generation_tokens: tuple[Spec, ...]
-    awake: tuple[Spec, ...]
-    started: tuple[Spec, ...]
-    extra: tuple[tuple[str, Spec], ...]
+    metrics: EngineMetrics
+    #: By the name of the field; further gauges by `extra.NAME`.
+    parsed: Mapping[str, tuple[Spec, ...]]
 
 
 def compile_engine(metrics: EngineMetrics, path: str = "$") -> EngineSpecs:
     """Parse every spec. Raises a `ConfigError` with the path of the bad spec, e.g. `$.engines.vllm.waiting[0]`."""
-
-    named = asdict(metrics)
-
-    def parse(name: str) -> tuple[Spec, ...]:
-        return tuple(parse_spec(text, f"{path}.{name}[{i}]") for i, text in enumerate(named[name]))
-
-    return EngineSpecs(
-        rank_label=metrics.rank_label,
-        waiting=parse("waiting"),
-        running=parse("running"),
-        kv_usage=parse("kv_usage"),
-        lora=parse("lora"),
-        cache_info=parse("cache_info"),
-        block_size_label=metrics.block_size_label,
-        num_blocks_label=metrics.num_blocks_label,
-        block_size=parse("block_size"),
-        num_blocks=parse("num_blocks"),
-        prefix_queries=parse("prefix_queries"),
-        prefix_hits=parse("prefix_hits"),
-        generation_tokens=parse("generation_tokens"),
-        awake=parse("awake"),
-        started=parse("started"),
-        extra=tuple((key, parse_spec(text, f"{path}.extra.{key}")) for key, text in metrics.extra.items()),
-    )
+    listed = {name: texts for name, texts in asdict(metrics).items() if isinstance(texts, tuple)}
+    parsed = {
+        name: tuple(parse_spec(text, f"{path}.{name}[{i}]") for i, text in enumerate(texts))
+        for name, texts in listed.items()
+    }
+    extra = {f"extra.{name}": (parse_spec(text, f"{path}.extra.{name}"),) for name, text in metrics.extra.items()}
+    return EngineSpecs(metrics, parsed | extra)
 
 
 def named_engine(labels: Mapping[str, str]) -> str:

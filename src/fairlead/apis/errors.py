@@ -55,12 +55,10 @@ _GRPC = frozenset((GRPC, GRPC_EMBED))
 MAX_MESSAGE_CHARS = 2000
 
 
-def error_body(
-    api: str, status: int, message: str, type_: str = "", param: str | None = None, code: str | int | None = None
-) -> bytes:
+def error_body(api: str, status: int, message: str, param: str | None = None, code: str | int | None = None) -> bytes:
     """The body of an error reply, UTF-8. `api` (see `core.apis`) decides the shape and the `content_type`.
 
-    `type_` defaults to the type of the status, `code` to the status as an integer, as in vLLM. Anthropic's shape has
+    `code` defaults to the status as an integer, as in vLLM. Anthropic's shape has
     neither `param` nor `code`. Unpaired surrogates in the texts become `?`.
     """
     message = _clean(message)
@@ -68,9 +66,9 @@ def error_body(
         return message.encode()
     if api in _ANTHROPIC:
         fallback = "api_error" if status >= 500 else "invalid_request_error"
-        kind = _clean(type_) or ANTHROPIC_TYPES.get(status, fallback)
+        kind = ANTHROPIC_TYPES.get(status, fallback)
         return encode({"type": "error", "error": {"type": kind, "message": message}})
-    kind = _clean(type_) or TYPES.get(status) or ("InternalServerError" if status >= 500 else "BadRequestError")
+    kind = TYPES.get(status) or ("InternalServerError" if status >= 500 else "BadRequestError")
     error = {
         "message": message,
         "type": kind,

@@ -7,7 +7,7 @@ from math import inf, isfinite
 from msgspec import Struct
 from msgspec.structs import replace
 
-from fairlead.apis.engine_metrics import EngineSpecs, Spec
+from fairlead.apis.engine_metrics import EngineSpecs
 from fairlead.core.endpoint import Sample
 
 # One sample line of the Prometheus text format: `name{labels} value [timestamp] [# exemplar]`.
@@ -231,6 +231,8 @@ _MAX_SHOWN = 100
 MOST_NAMES = 10_000
 #: Largest count believed; keeps `int()` and sums sane.
 _MAX_COUNT = 1e15
+#: The load gauges. Of the first that a page has, the ranks are counted.
+_LOADS = ("running", "waiting", "kv_usage")
 
 
 class Reading(Struct, frozen=True):
@@ -313,44 +315,42 @@ class _Interpreter:
         self._problems: list[str] = []
 
     def reading(self) -> Reading:
-        specs = self._specs
         if self._page and not self._page.endswith(b"\n"):
             self._problems.append("the page is cut off: its last line has no end")
         running_adapters, waiting_adapters, max_adapters = self._adapters()
         block_size, num_blocks = self._cache()
         sample = Sample(
             ranks=self._ranks(),
-            waiting=self._number("waiting", specs.waiting, sum, required=True),
-            running=self._number("running", specs.running, sum, required=True),
-            kv_usage=self._number("kv_usage", specs.kv_usage, max, required=True, limit=1.0 + _SHARE_TOLERANCE),
+            waiting=self._number("waiting", sum, required=True),
+            running=self._number("running", sum, required=True),
+            kv_usage=self._number("kv_usage", max, required=True, limit=1.0 + _SHARE_TOLERANCE),
             adapters=running_adapters,
             waiting_adapters=waiting_adapters,
             max_adapters=max_adapters,
             block_size=block_size,
             num_blocks=num_blocks,
-            prefix_queries=self._number("prefix_queries", specs.prefix_queries, sum),
-            prefix_hits=self._number("prefix_hits", specs.prefix_hits, sum),
-            generation_tokens=self._number("generation_tokens", specs.generation_tokens, sum),
-            started=self._number("started", specs.started, max),
+            prefix_queries=self._number("prefix_queries", sum),
+            prefix_hits=self._number("prefix_hits", sum),
+            generation_tokens=self._number("generation_tokens", sum),
+            started=self._number("started", max),
             extra=self._extra(),
         )
-        if self._had_adapters and not self._series(specs.lora) and self._complete(sample):
+        if self._had_adapters and not self._series("lora") and self._complete(sample):
             sample = replace(sample, adapters=frozenset())
-        asleep = self._number("awake", specs.awake, max) == 0.0
+        asleep = self._number("awake", max) == 0.0
         return Reading(sample, tuple(self._problems), asleep)
 
     def _complete(self, sample: Sample) -> bool:
         """The page has its end, and every load gauge that this engine has."""
-        wanted = (self._specs.waiting, self._specs.running, self._specs.kv_usage)
-        values = (sample.waiting, sample.running, sample.kv_usage)
-        there = all(value is not None for specs, value in zip(wanted, values, strict=True) if specs)
+        values = {"waiting": sample.waiting, "running": sample.running, "kv_usage": sample.kv_usage}
+        there = all(value is not None for field, value in values.items() if self._specs.parsed[field])
         return there and self._page.endswith(b"\n")
 
-    def _series(self, specs: tuple[Spec, ...]) -> list[Series]:
-        """Series of the first spec that has any on the page."""
-        for spec in specs:
+    def _series(self, field: str) -> list[Series]:
+        """Series of the first spec of this field that has any on the page."""
+        for spec in self._specs.parsed[field]:
             if spec.family not in self._known:
-                most = MOST_ADAPTER_SERIES if specs is self._specs.lora else MOST_SERIES
+                most = MOST_ADAPTER_SERIES if field == "lora" else MOST_SERIES
                 self._known[spec.family] = find_family(self._page, spec.family, self._before.get(spec.family), most)
             family = self._known[spec.family]
             if family is not None:
@@ -361,22 +361,20 @@ class _Interpreter:
 
     def _ranks(self) -> int:
         """Engines that tell their load."""
-        specs = self._specs
-        series = self._series(specs.running) or self._series(specs.waiting) or self._series(specs.kv_usage)
-        if len(series) < 2 or not specs.rank_label:
+        series, label = next(filter(None, map(self._series, _LOADS)), []), self._specs.metrics.rank_label
+        if len(series) < 2 or not label:
             return min(len(series), 1)
-        return len({(row.labels() or {}).get(specs.rank_label) for row in series})
+        return len({(row.labels() or {}).get(label) for row in series})
 
     def _number(
         self,
         field: str,
-        specs: tuple[Spec, ...],
         combine: Callable[[Iterable[float]], float],
         required: bool = False,
         limit: float = _MAX_COUNT,
         floor: float = 0.0,
     ) -> float | None:
-        series = self._series(specs)
+        series, specs = self._series(field), self._specs.parsed[field]
         if not series:
             if required and specs:
                 self._problems.append(f"{field}: {specs[0].family.decode()} is not on the page")
@@ -395,14 +393,14 @@ class _Interpreter:
 
     def _extra(self) -> dict[str, float]:
         values = {}
-        for name, spec in self._specs.extra:
-            value = self._number(f"extra.{name}", (spec,), sum, required=True, limit=inf, floor=-inf)
+        for name in self._specs.metrics.extra:
+            value = self._number(f"extra.{name}", sum, required=True, limit=inf, floor=-inf)
             if value is not None:
                 values[name] = value
         return values
 
     def _adapters(self) -> tuple[frozenset[str] | None, frozenset[str], int]:
-        rows = self._series(self._specs.lora)
+        rows = self._series("lora")
         unread = next((row for row in rows if row.value is None), None)
         newest: dict[str, str] | None = None
         rows.reverse()
@@ -423,19 +421,19 @@ class _Interpreter:
         return running, waiting, _count(newest.get("max_lora", ""))
 
     def _cache(self) -> tuple[int, int]:
-        specs = self._specs
+        metrics = self._specs.metrics
         sizes: list[int] = []
         counts: list[int] = []
-        for row in self._series(specs.cache_info):
+        for row in self._series("cache_info"):
             labels = row.labels() if row.value is not None else None
             if labels is None:
                 self._unreadable("cache_info", row)
                 return 0, 0
-            sizes.append(_count(labels.get(specs.block_size_label, "")))
-            counts.append(_count(labels.get(specs.num_blocks_label, "")))
-        size = max(sizes, default=0) or int(self._number("block_size", specs.block_size, max) or 0)
+            sizes.append(_count(labels.get(metrics.block_size_label, "")))
+            counts.append(_count(labels.get(metrics.num_blocks_label, "")))
+        size = max(sizes, default=0) or int(self._number("block_size", max) or 0)
         count = sum(counts) if all(counts) else 0
-        return size, count or int(self._number("num_blocks", specs.num_blocks, sum) or 0)
+        return size, count or int(self._number("num_blocks", sum) or 0)
 
     def _unreadable(self, field: str, series: Series) -> None:
         if series is ENDLESS:

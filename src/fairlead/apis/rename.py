@@ -14,7 +14,7 @@ from fairlead.apis.splice import json_string
 #: The rest of a string, without its closing quote.
 _INSIDE = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
 _ESCAPED = 200
-_QUOTE, _BACKSLASH = b'"', 0x5C
+_QUOTE, _BACKSLASH = 0x22, 0x5C
 
 
 def string_end(data: bytes, position: int, stop: int) -> int:
@@ -22,7 +22,7 @@ def string_end(data: bytes, position: int, stop: int) -> int:
     inside the string, not behind an escaping backslash."""
     begin = position
     for _ in range(_ESCAPED):
-        quote = data.find(_QUOTE, position, stop)
+        quote = data.find(b'"', position, stop)
         if quote < 0:
             return -1
         before = quote
@@ -33,7 +33,7 @@ def string_end(data: bytes, position: int, stop: int) -> int:
         begin = position = quote + 1
     match = _INSIDE.match(data, position, stop)
     end = match.end() if match else stop
-    return end + 1 if data.startswith(_QUOTE, end, stop) else -1
+    return end + 1 if data.startswith(b'"', end, stop) else -1
 
 
 def ends_escaping(data: bytes, position: int, stop: int) -> bool:
@@ -74,7 +74,6 @@ _MAX_KEY = 64
 #: Before a document; between tokens; in a string, a key, a possible name; in a document that is not read.
 _START, _OUT, _STRING, _KEY, _NAME, _UNREAD = range(6)
 
-_rename_QUOTE, _rename_BACKSLASH = 0x22, 0x5C
 _DATA = b"data:"
 #: Longer event beginnings are not kept.
 _MAX_BEGINNING = 2048
@@ -178,11 +177,11 @@ class _Documents:
         if match is None:
             return stop
         byte = self._chunk[match.start()]
-        if byte == _rename_QUOTE:
+        if byte == _QUOTE:
             self._mode = self._kind_of_string() if near else _STRING
             if self._mode == _NAME:
                 self._out.append(self._chunk[self._kept : match.start()])
-                self._held.append(_rename_QUOTE)
+                self._held.append(_QUOTE)
                 self._kept = match.end()
         elif byte in b"{[":
             self._depth += 1
@@ -231,7 +230,7 @@ class _Documents:
             self._key += chunk[begin : min(end, begin + _MAX_KEY)]
         if closed:
             self._mode = _OUT
-            if _rename_BACKSLASH in self._key and len(self._key) <= _MAX_KEY:
+            if _BACKSLASH in self._key and len(self._key) <= _MAX_KEY:
                 self._key[:] = _unescaped(bytes(self._key))
 
     def _end_of_name(self, chunk: bytes, begin: int, end: int, closed: bool) -> None:
@@ -251,7 +250,7 @@ class _Documents:
 
 def _means(string: bytearray, text: str) -> bool:
     """Whether a JSON string with escapes decodes to `text`."""
-    if _rename_BACKSLASH not in string:
+    if _BACKSLASH not in string:
         return False
     try:
         return bool(json.loads(string) == text)

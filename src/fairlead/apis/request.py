@@ -35,23 +35,10 @@ from fairlead.apis.openai import (
     parse_score,
     parse_tokenize,
 )
-from fairlead.apis.parsed import MAX_MODEL_CHARS, MAX_USER_CHARS, Parsed, ParsedRequest, unread
-from fairlead.apis.splice import model_span
+from fairlead.apis.parsed import Parsed, ParsedRequest, unread
 from fairlead.core import apis
 from fairlead.core.apis import EXACT, OTHER, api_of
 from fairlead.core.errors import ClientError
-
-__all__ = [
-    "MAX_MODEL_CHARS",
-    "MAX_USER_CHARS",
-    "ParsedRequest",
-    "explained",
-    "model_span",
-    "parse_request",
-    "parser_of",
-    "too_large",
-    "unread",
-]
 
 #: Their bodies are not JSON, or need not be.
 _OTHER_TYPES = frozenset((apis.AUDIO, apis.IMAGES, apis.GRPC, apis.GRPC_EMBED))
@@ -83,17 +70,15 @@ _PARSERS: Mapping[str, Parser] = {
 UNREAD_PATH = ParsedRequest(unread="path")
 
 
-def parse_request(
-    path: str, body: bytes, content_type: str = "", *, content_encoding: str = "", prefix: str | None = None
-) -> ParsedRequest:
+def parse_request(path: str, body: bytes, content_type: str = "", *, content_encoding: str = "") -> ParsedRequest:
     """Understand one whole request body.
 
     `content_type` tells forms from JSON where both are taken. Elsewhere it only sharpens the error message: a JSON body
     under a wrong type is the model server's to refuse.
-    `content_encoding` other than `identity` makes the body unreadable; it is scheduled unread. `prefix`: see `api_of`.
+    `content_encoding` other than `identity` makes the body unreadable; it is scheduled unread.
     Raises `ClientError` (400) for what cannot be read; no other exception for any bytes. Time is linear in the body.
     """
-    api = EXACT.get(path) or api_of(path, prefix)
+    api = EXACT.get(path) or api_of(path)
     parser = _PARSERS.get(api)
     if parser is None:
         return UNREAD_PATH if api == OTHER else unread(api, "path")
@@ -102,9 +87,9 @@ def parse_request(
     if not body:
         raise ClientError("The request has no body.")
     try:
-        return parser(body, content_type) or too_large(path, body, prefix)
+        return parser(body, content_type) or too_large(path, body)
     except ClientError as error:
-        raise explained(error, path, content_type, prefix) from None
+        raise explained(error, path, content_type) from None
 
 
 def parser_of(path: str, content_encoding: str = "") -> Parser | None:
@@ -115,14 +100,14 @@ def parser_of(path: str, content_encoding: str = "") -> Parser | None:
     return None if content_encoding else _PARSERS.get(api_of(path))
 
 
-def explained(error: ClientError, path: str, content_type: str, prefix: str | None = None) -> ClientError:
+def explained(error: ClientError, path: str, content_type: str) -> ClientError:
     """What a parser raised, with a hint where the body may be of another type."""
-    if not content_type or "json" in content_type.lower() or api_of(path, prefix) in _OTHER_TYPES:
+    if not content_type or "json" in content_type.lower() or api_of(path) in _OTHER_TYPES:
         return error
     hint = f"{error.message} Its content type is {content_type[:80]!r}; application/json is expected."
     return ClientError(hint, error.status, error.param, error.code)
 
 
-def too_large(path: str, body: bytes, prefix: str | None = None) -> ParsedRequest:
+def too_large(path: str, body: bytes) -> ParsedRequest:
     """In place of what a parser returned nothing for: the body is too large for a second reading."""
-    return unread(api_of(path, prefix), "too-large", len(body))
+    return unread(api_of(path), "too-large", len(body))

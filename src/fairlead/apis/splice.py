@@ -28,18 +28,6 @@ class Member(NamedTuple):
     value: tuple[int, int] | None
 
 
-def model_span(body: bytes) -> tuple[int, int] | None:
-    """Offsets (start, end) of the JSON string, quotes included, that is the value of the top-level key `model`.
-
-    If the key occurs several times, the last occurrence counts, as for `parse_request`. `None` if there is no such
-    key, if the value is not a string, or if the body is not UTF-8 JSON text (`parse_request` also reads UTF-16).
-    """
-    member = model_member(body)
-    if member is None or member.value is None or body[member.value[0]] != 0x22:
-        return None
-    return member.value
-
-
 def model_member(body: bytes, key: str = "model") -> Member | None:
     """Find a top-level key of an object. `None` if the body is not an object, judged by its brackets."""
     # Has the length of `body`, and every remaining quote begins or ends a string.

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
-from fairlead.apis.request import ParsedRequest, parse_request
+from fairlead.apis.parsed import ParsedRequest
+from fairlead.apis.request import parse_request
 from fairlead.config.builtins import BYTES_PER_TOKEN, HASH_BLOCK_SIZE
 from fairlead.config.problems import Problem, Report
 from fairlead.config.registry import Registry, takes_filters

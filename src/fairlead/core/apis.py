@@ -68,7 +68,7 @@ ANYWHERE = {
     "/v1/completions/render": RENDER,
     "/v1/models": MODELS,
 }
-#: Recognised only as the whole path, or after the configured prefix, because other paths end in the same words.
+#: Recognised only as the whole path, because other paths end in the same words.
 _BARE = {
     "/generate": SGLANG,
     "/score": SCORE,
@@ -110,12 +110,11 @@ def read_path(path: str) -> str:
     return read + question + query if api_of(read) != OTHER else path
 
 
-def api_of(path: str, prefix: str | None = None) -> str:
+def api_of(path: str) -> str:
     """Return the API of a request path; the query and one trailing slash are ignored.
 
-    `prefix` may precede an API's own path, such as `/openai`; `None` allows any whole segments before an unambiguous
-    path (`/v1/…`). The bare path is always accepted. If several API paths match, the longest wins. Nothing is decoded
-    (`read_path` does). O(length of the path).
+    Any whole segments may precede an unambiguous path (`/v1/…`). If several API paths match, the longest wins. Nothing
+    is decoded (`read_path` does). O(length of the path).
     """
     api = EXACT.get(path)
     if api is not None:
@@ -126,7 +125,5 @@ def api_of(path: str, prefix: str | None = None) -> str:
         tail = "/" + "/".join(segments[first:])
         api = EXACT.get(tail)
         if api is not None:
-            before = path[: -len(tail)]
-            allowed = tail in ANYWHERE if prefix is None else before == prefix.rstrip("/")
-            return api if allowed or not before else OTHER
+            return api if tail in ANYWHERE or tail == path else OTHER
     return OTHER

@@ -11,7 +11,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
-from fairlead.apis.request import ParsedRequest, Parser, explained, parse_request, parser_of, too_large, unread
+from fairlead.apis.parsed import ParsedRequest, unread
+from fairlead.apis.request import Parser, explained, parse_request, parser_of, too_large
 from fairlead.core import headers as names
 from fairlead.core.apis import EXACT, STREAMING, api_of, read_path
 from fairlead.core.errors import ClientError

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import isfinite, isinf
 from typing import Protocol
 
-from fairlead.apis.request import ParsedRequest, parse_request, unread
+from fairlead.apis.parsed import ParsedRequest, unread
+from fairlead.apis.request import parse_request
 from fairlead.core.apis import OTHER
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.errors import ClientError, PluginError

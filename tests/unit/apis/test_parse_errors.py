@@ -29,10 +29,8 @@ def test_every_status_has_a_type_and_is_its_own_code(status: int) -> None:
 
 
 def test_given_names_win() -> None:
-    error = json.loads(error_body("completions", 429, "full", type_="Mine", param="x", code="rejected-saturated"))[
-        "error"
-    ]
-    assert error == {"message": "full", "type": "Mine", "param": "x", "code": "rejected-saturated"}
+    error = json.loads(error_body("completions", 429, "full", param="x", code="rejected-saturated"))["error"]
+    assert error == {"message": "full", "type": "RateLimitError", "param": "x", "code": "rejected-saturated"}
 
 
 @pytest.mark.parametrize("message", ['"quoted"\n\x00', "\ud800", "é🦊", "x" * 10**6])

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from fairlead.apis.body import SALVAGE_LIMIT
+from fairlead.apis.parsed import MAX_MODEL_CHARS, MAX_USER_CHARS, ParsedRequest
 from fairlead.apis.prompt import MEDIA_BYTES
-from fairlead.apis.request import MAX_MODEL_CHARS, MAX_USER_CHARS, ParsedRequest, model_span, parse_request
+from fairlead.apis.request import parse_request
 from fairlead.core.errors import ClientError
 
 DATA = Path(__file__).parents[2] / "data" / "vllm-0.32-responses"
@@ -268,7 +269,3 @@ def test_a_prompt_is_a_view_of_the_body() -> None:
     (view,) = parse_request(COMPLETIONS, body).prompt
     assert isinstance(view, memoryview)
     assert bytes(view) in body
-
-
-def test_model_span_is_reachable_from_here() -> None:
-    assert model_span(b'{"model":"m"}') == (9, 12)

@@ -1,8 +1,7 @@
 import json
 
 import pytest
-
-from fairlead.apis.splice import model_span
+from body_spans import model_span
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from msgspec import UNSET, DecodeError, Raw, Struct, UnsetType, ValidationError
 from msgspec.json import Decoder
 
+from fairlead.apis.body import FALSE
 from fairlead.apis.tokens.pieces import FIELDS, MEDIA, STORED, TEMPLATE, UNREAD, Absent, MediaItem
 from fairlead.apis.tokens.template import PARTS
 
@@ -137,12 +138,9 @@ def decode(decoder: Decoder[T], body: bytes) -> T:
         raise Absent(UNREAD, str(exc)) from None
 
 
-_FALSE = frozenset(("false", "f", "no", "n", "off", "0"))
-
-
 def is_true(value: Flag) -> bool:
     """Read a flag as pydantic does. Other values count as true: the engine refuses them anyway."""
-    return value.lower() not in _FALSE if isinstance(value, str) else bool(value)
+    return value.lower() not in FALSE if isinstance(value, str) else bool(value)
 
 
 def refuse_sent(**fields: Raw | UnsetType) -> None:

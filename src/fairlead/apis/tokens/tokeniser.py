@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from msgspec import DecodeError, Struct, ValidationError
 from msgspec.json import Decoder
+from msgspec.structs import asdict
 
 from fairlead.apis.tokens.pieces import PieceCache, packed
 
@@ -172,14 +173,7 @@ class OracleBackend:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         for token in more:
-            named = module.AddedToken(
-                token.content,
-                single_word=token.single_word,
-                lstrip=token.lstrip,
-                rstrip=token.rstrip,
-                normalized=token.normalized,
-                special=token.special,
-            )
+            named = module.AddedToken(**{name: value for name, value in asdict(token).items() if name != "id"})
             _made(self._tokenizer.add_special_tokens if token.special else self._tokenizer.add_tokens, [named])
 
     def encode(self, texts: Sequence[str]) -> list[bytes]:

@@ -107,7 +107,7 @@ def _content(site: Site, endpoint: Endpoint, page: bytes, reading: Reading) -> l
     if named:
         evidence = f"'{shorten(named)}'; it is read for {engine}; known: {', '.join(sorted(site.engines))}"
         findings.append(UNKNOWN_ENGINE.at(endpoint.id, evidence))
-    for spec in site.specs(engine).cache_info:
+    for spec in site.specs(engine).parsed["cache_info"]:
         family = find_family(page, spec.family)
         labels = [label_set.labels() or {} for label_set in family.series] if family is not None else []
         if any(label_set.get("enable_prefix_caching") == "False" for label_set in labels):
