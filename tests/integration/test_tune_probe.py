@@ -9,6 +9,7 @@ import time
 
 import msgspec
 import pytest
+from commands import fairlead
 from typer.testing import CliRunner
 
 from fairlead.cli.app import build_app
@@ -18,7 +19,6 @@ from fairlead.lab.load.tune import Observation, TooLittle, ask_facts
 from fairlead.lab.load.tune_probe import Ask, probe
 from fairlead.lab.stub.config import StubConfig
 from fairlead.lab.stub.pool import StubPool
-from support.commands import fairlead
 
 CONFIG = StubConfig(preset="llama-8b-h100", time_ratio=20.0, max_model_len=8192)
 

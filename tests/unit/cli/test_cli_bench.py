@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import fairlead
 from typer.testing import CliRunner
 
 from fairlead.cli.app import build_app
@@ -14,7 +15,6 @@ from fairlead.cli.bench_load import DEFAULT_REQUESTS, KINDS, Load, LoadOptions, 
 from fairlead.core.errors import ConfigError
 from fairlead.lab.load.spec import Progress
 from fairlead.lab.load.workload import ClosedLoop, Paced, Recorded
-from support.commands import fairlead
 
 TRACE = """{"fairlead_workload":1,"name":"t"}
 {"id":"a","in_tokens":20,"out_tokens":2,"arrival_us":0,"block_size":10,"hash_ids":[1,2]}

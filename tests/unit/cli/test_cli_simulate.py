@@ -5,8 +5,7 @@ import io
 import json
 
 import pytest
-
-from support.commands import fairlead as call
+from commands import fairlead as call
 
 
 def test_a_workload_is_generated_shown_converted_and_simulated(tmp_path):

@@ -4,6 +4,7 @@ import json
 
 import msgspec
 import pytest
+from commands import fairlead
 from typer.testing import CliRunner
 
 from fairlead.cli.app import build_app
@@ -14,7 +15,6 @@ from fairlead.lab.engine.spec import LatencyModel
 from fairlead.lab.load.tune import Facts, Measured, Observation, TooLittle, Traffic, advise, fit, traffic_of
 from fairlead.lab.load.tune_probe import ANSWER_TOKENS, SHORT_ANSWER, plan
 from fairlead.lab.simulator.world import replicas
-from support.commands import fairlead
 
 #: What a small server on a CPU tells of itself, and its speed.
 SMALL = Facts(model="m", max_model_len=2048, block_size=32, num_blocks=256, max_num_seqs=4, max_batched_tokens=2048)

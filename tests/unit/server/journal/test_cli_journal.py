@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import fairlead
 
 from fairlead.cli.explain import show
 from fairlead.core.records import DecisionRecord
 from fairlead.lab.simulator import plan_live
 from fairlead.lab.simulator.journal import one_run
 from fairlead.lab.simulator.plan_live import fit
-from support.commands import fairlead
 
 
 def call(*arguments: object, columns: int = 200) -> Any:
