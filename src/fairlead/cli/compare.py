@@ -14,6 +14,7 @@ from fairlead.cli.options import (
     Prefill,
     Speeds,
     Traces,
+    bar,
     change,
     complain,
     examples,
@@ -47,16 +48,16 @@ FailIf = Annotated[
 ]
 
 
-def gate(
+def _gate(
     against: Path,
     journal: Path | None,
     policies: Sequence[str],
     fail_if: Sequence[str],
     *,
-    load: str = "1",
-    servers: int = 0,
-    engine: str = "",
-    head: int = 0,
+    load: str,
+    servers: int,
+    engine: str,
+    head: int,
 ) -> None:
     """Print both runs' figures. Exit with 1 if a condition is broken, with 2 on wrong usage."""
     from fairlead.cli.options import busy
@@ -250,7 +251,7 @@ def compare(
         simulated |= {"--cluster": cluster, "--json": as_json}
         _check_options(against, simulated, {"--journal": journal, "--fail-if": fail_if})
     if against is not None:
-        gate(against, journal, policy or [], fail_if or [], load=load, servers=servers, engine=engine, head=requests)
+        _gate(against, journal, policy or [], fail_if or [], load=load, servers=servers, engine=engine, head=requests)
         return
     from fairlead.lab.simulator.build import ScenarioSpec
     from fairlead.lab.simulator.grid import run_grid
@@ -390,12 +391,5 @@ def _labels(sources: Iterable[str]) -> dict[str, str]:
 @contextmanager
 def progress_bar(total: int) -> Iterator[Callable[[CellResult, int, int], None]]:
     """A bar on stderr where that is a terminal, else a line now and then."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("simulating", total=total)
-        yield lambda result, done, _: bar.update(
-            task, completed=done, description=f"{result.scenario}: {result.policy}"
-        )
+    with bar("simulating", total, everywhere=True) as update:
+        yield lambda result, done, _: update(completed=done, description=f"{result.scenario}: {result.policy}")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from inspect import cleandoc
 from pathlib import Path
@@ -235,46 +236,28 @@ def change(policy: str, settings: Sequence[str] | None) -> "Callable[[Config], C
     return apply
 
 
-# Progress bars on stderr for work that takes longer than a second. Nothing is drawn if stderr is no terminal.
-
-#: Steps between two updates of the bar: drawing must not slow down what is measured.
-_EVERY = 64
+# Progress on stderr for work that takes longer than a second.
 
 
 @contextmanager
-def counted(title: str, total: int) -> Iterator[Callable[[], None] | None]:
-    """Yields a function to be called once per step; `None` if no bar is drawn."""
+def bar(title: str, total: int | None = None, *, everywhere: bool = False) -> Iterator[Callable[..., None]]:
+    """A bar, or a spinner if `total` is `None`. Yields rich's `update`, with `completed`, `total` and `description`.
+    Nothing is drawn if stderr is no terminal, except with `everywhere`: then its last state is, and it stays."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task, done = bar.add_task(title, total=total), 0
-
-        def step() -> None:
-            nonlocal done
-            done += 1
-            if done % _EVERY == 0:
-                bar.update(task, completed=done)
-
-        yield step
+    console, words = Console(stderr=True), TextColumn("{task.description}")
+    columns = (SpinnerColumn(), words) if total is None else (words, BarColumn(bar_width=24), MofNCompleteColumn())
+    hidden = not (everywhere or console.is_terminal)
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=not everywhere, disable=hidden) as shown:
+        yield partial(shown.update, shown.add_task(title, total=total))
 
 
 @contextmanager
 def busy(title: str) -> Iterator[Callable[[str], None]]:
     """Show a spinner and the seconds for work of unknown length. Yields a function that changes the title."""
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda text: bar.update(task, description=text)
+    with bar(title) as update:
+        yield lambda text: update(description=text)
 
 
 def hint_of(option: str = "--admin") -> str:

@@ -15,6 +15,7 @@ from fairlead.cli.options import (
     Prefill,
     Speeds,
     Traces,
+    bar,
     complain,
     examples,
     exits,
@@ -35,6 +36,8 @@ _Replicas = Annotated[
     int | None,
     typer.Option(metavar="N", min=1, max=1000, help="Number of model servers.", show_default="the scenario's"),
 ]
+#: Requests between two updates of the bar: drawing must not slow down what is measured.
+_EVERY = 64
 _KvLagMs = Annotated[
     float | None, typer.Option(metavar="MS", min=0, help="KV events arrive this late.", show_default="no KV events")
 ]
@@ -110,11 +113,11 @@ def simulate(
 
 
 def _run(spec: object, text: str, policy: str, seed: int, validate: bool, as_json: bool, csv: Path | None) -> None:
+    from itertools import count
     from time import perf_counter
 
     import msgspec
 
-    from fairlead.cli.options import counted
     from fairlead.core.records import OutcomeRecord
     from fairlead.lab.simulator.build import ScenarioSpec, build
     from fairlead.lab.simulator.result import request_table, summarise
@@ -125,8 +128,13 @@ def _run(spec: object, text: str, policy: str, seed: int, validate: bool, as_jso
     scenario = build(spec)
     begun = perf_counter()
     config, registry = config_from(text)
-    with counted(scenario.name, len(scenario.workload.records)) as step:
-        watch = (lambda record: step() if isinstance(record, OutcomeRecord) else None) if step else None
+    ended = count(1)
+    with bar(scenario.name, len(scenario.workload.records)) as update:
+
+        def watch(record: object) -> None:
+            if isinstance(record, OutcomeRecord) and (done := next(ended)) % _EVERY == 0:
+                update(completed=done)
+
         simulation = Simulation(scenario, config, seed, watch=watch, validate=validate, registry=registry)
         simulation.run()
     took = perf_counter() - begun

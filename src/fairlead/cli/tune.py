@@ -1,14 +1,12 @@
 """`fairlead tune`: fits a preset to a server's speed, and suggests parameters from it."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fairlead.cli.basics import FAILED, INTERRUPTED, WRONG_INPUT, echo_json
-from fairlead.cli.options import Header, complain, examples, exits, json_object, pairs
+from fairlead.cli.options import Header, bar, complain, examples, exits, json_object, pairs
 
 if TYPE_CHECKING:
     from fairlead.lab.engine.presets import Preset
@@ -196,7 +194,11 @@ def _probe(ask: "Ask", save: Path | None) -> "tuple[Measured, int]":
                 file.writelines(msgspec.json.encode(observation) + b"\n" for observation in more)
 
     try:
-        with _progress() as step:
+        with bar("probing", 1) as update:
+
+            def step(done: int, total: int, what: str) -> None:
+                update(completed=done, total=total, description=what)
+
             asyncio.run(probe(ask, keep, step))
     except KeyboardInterrupt:
         code = INTERRUPTED
@@ -209,19 +211,6 @@ def _probe(ask: "Ask", save: Path | None) -> "tuple[Measured, int]":
     if code:
         complain(f"what follows is fitted from {len(measured.observations)} observations")
     return measured, code
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on stderr, if it is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("probing")
-        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
 
 
 def _read(path: Path) -> "list[Observation]":

@@ -95,21 +95,18 @@ def capture(
     """Make a workload from a run and those beside it. `key`: see the rules. `stretch`: times are multiplied by it, for
     servers that ran faster than real ones. `refused`: keep the requests that were refused too. Raises `OSError`."""
     outcomes = [pair for each in (run, *run.beside) for pair in _outcomes(each)]
-    rates = _rates(outcomes)
-    names = _Names(key)
     made = Captured(Workload(name=name, records=[]))
     begin = min((pair[0].request.arrived for pair in outcomes), default=0.0)
+    recorder = _Recorder(made, _rates(outcomes), _Names(key), block_size, stretch, begin)
     records: list[Record] = []
-    last: dict[str, tuple[str, float]] = {}
     for decision, outcome in sorted(outcomes, key=lambda pair: pair[0].request.arrived):
-        request = decision.request
         if not decision.endpoint and not refused:
             made.refused += 1
-        elif request.prompt_tokens <= 0:
+        elif decision.request.prompt_tokens <= 0:
             made.without_prompt += 1
         else:
-            record = _record(len(records), decision, outcome, rates, names, block_size, stretch, begin, made)
-            records.append(_following(record, last, outcome, request, stretch))
+            record = recorder.record(len(records), decision, outcome)
+            records.append(recorder.following(record, outcome, decision.request))
     made.workload = arranged(name, records)
     return made
 
@@ -142,92 +139,90 @@ def _rates(outcomes: list[tuple[DecisionRecord, OutcomeRecord | None]]) -> Rates
     return prompts, answers
 
 
-def _record(
-    index: int,
-    decision: DecisionRecord,
-    outcome: OutcomeRecord | None,
-    rates: Rates,
-    names: _Names,
-    block_size: int,
-    stretch: float,
-    begin: float,
-    made: Captured,
-) -> Record:
-    request = decision.request
-    rate = rates[0][request.model].value
-    n = request.sequences if outcome is None or outcome.status < 400 else 1  # a refused request may have had any number
-    reported = outcome.prompt_tokens if outcome is not None else -1
-    made.estimated_prompts += reported <= 0
-    in_tokens = reported if reported > 0 else max(round(request.prompt_bytes / rate), 1) or request.prompt_tokens
-    gone = outcome is not None and outcome.cause == "client-disconnect" and outcome.duration_ms > 0
-    return Record(
-        id=str(index),
-        in_tokens=in_tokens,
-        out_tokens=-(-_answer(request, outcome, rates, made) // n),
-        n=n,
-        arrival_us=max(round((request.arrived - begin) * 1e6 * stretch), 0),
-        session=names.text("s", request.session),
-        model=request.model,
-        target=request.target,
-        tenant=names.text("t", request.fairness_id),
-        priority=request.priority,
-        slo_ttft_ms=request.slo_ttft_ms * stretch,
-        slo_tpot_ms=request.slo_tpot_ms * stretch,
-        max_tokens=request.max_tokens,
-        block_size=block_size,
-        hash_ids=_blocks(request, rate, in_tokens, names, block_size),
-        stream=request.stream,
-        cancel_after_ms=outcome.duration_ms * stretch if gone and outcome is not None else 0.0,
-        outcome=_outcome(decision, outcome, names, stretch),
-    )
+class _Recorder(Struct):
+    """Makes records, and counts in `made` what is estimated."""
 
+    made: Captured
+    rates: Rates
+    names: _Names
+    block_size: int
+    stretch: float
+    #: When the first request arrived.
+    begin: float
+    #: Session → its last record, and when it ended.
+    last: dict[str, tuple[str, float]] = {}
 
-def _answer(request: Request, outcome: OutcomeRecord | None, rates: Rates, made: Captured) -> int:
-    if outcome is not None and outcome.completion_tokens > 0:
-        return outcome.completion_tokens
-    made.estimated_answers += 1
-    rate = rates[1][request.model, request.stream]
-    tokens = rate.mean_tokens
-    if outcome is not None and outcome.response_bytes > 0:
-        tokens = round(outcome.response_bytes / rate.value)
-    return max(min(tokens, request.max_tokens or tokens), 1)
+    def record(self, index: int, decision: DecisionRecord, outcome: OutcomeRecord | None) -> Record:
+        request, names, stretch = decision.request, self.names, self.stretch
+        rate = self.rates[0][request.model].value
+        # A refused request may have had any number.
+        n = request.sequences if outcome is None or outcome.status < 400 else 1
+        reported = outcome.prompt_tokens if outcome is not None else -1
+        self.made.estimated_prompts += reported <= 0
+        in_tokens = reported if reported > 0 else max(round(request.prompt_bytes / rate), 1) or request.prompt_tokens
+        gone = outcome is not None and outcome.cause == "client-disconnect" and outcome.duration_ms > 0
+        return Record(
+            id=str(index),
+            in_tokens=in_tokens,
+            out_tokens=-(-self._answer(request, outcome) // n),
+            n=n,
+            arrival_us=max(round((request.arrived - self.begin) * 1e6 * stretch), 0),
+            session=names.text("s", request.session),
+            model=request.model,
+            target=request.target,
+            tenant=names.text("t", request.fairness_id),
+            priority=request.priority,
+            slo_ttft_ms=request.slo_ttft_ms * stretch,
+            slo_tpot_ms=request.slo_tpot_ms * stretch,
+            max_tokens=request.max_tokens,
+            block_size=self.block_size,
+            hash_ids=self._blocks(request, rate, in_tokens),
+            stream=request.stream,
+            cancel_after_ms=outcome.duration_ms * stretch if gone and outcome is not None else 0.0,
+            outcome=self._outcome(decision, outcome),
+        )
 
+    def following(self, record: Record, outcome: OutcomeRecord | None, request: Request) -> Record:
+        """The record, with the last request of its session that had ended before it as its parent."""
+        if not record.session:
+            return record
+        before = self.last.get(record.session)
+        ended = request.arrived + max(outcome.duration_ms, 0.0) * 1e-3 if outcome is not None else request.arrived
+        self.last[record.session] = record.id, ended
+        if before is None or before[1] > request.arrived:
+            return record
+        return replace(record, parent=before[0], think_ms=(request.arrived - before[1]) * 1e3 * self.stretch)
 
-def _blocks(request: Request, rate: float, in_tokens: int, names: _Names, block_size: int) -> tuple[int, ...]:
-    """Ids of the prompt's blocks, as far as the journal knows the prompt."""
-    chain = request.prefix
-    numbers = []
-    for place in range(in_tokens // block_size):
-        step = bisect_left(chain.ends, (place + 1) * block_size * rate)
-        if step >= len(chain.ends):
-            break
-        numbers.append(names.number(chain.hashes[step], place))
-    return tuple(numbers)
+    def _answer(self, request: Request, outcome: OutcomeRecord | None) -> int:
+        if outcome is not None and outcome.completion_tokens > 0:
+            return outcome.completion_tokens
+        self.made.estimated_answers += 1
+        rate = self.rates[1][request.model, request.stream]
+        tokens = rate.mean_tokens
+        if outcome is not None and outcome.response_bytes > 0:
+            tokens = round(outcome.response_bytes / rate.value)
+        return max(min(tokens, request.max_tokens or tokens), 1)
 
+    def _blocks(self, request: Request, rate: float, in_tokens: int) -> tuple[int, ...]:
+        """Ids of the prompt's blocks, as far as the journal knows the prompt."""
+        chain = request.prefix
+        numbers = []
+        for place in range(in_tokens // self.block_size):
+            step = bisect_left(chain.ends, (place + 1) * self.block_size * rate)
+            if step >= len(chain.ends):
+                break
+            numbers.append(self.names.number(chain.hashes[step], place))
+        return tuple(numbers)
 
-def _outcome(decision: DecisionRecord, outcome: OutcomeRecord | None, names: _Names, stretch: float) -> Outcome | None:
-    if outcome is None:
-        return None
-    return Outcome(
-        endpoint=names.endpoint(decision.endpoint),
-        cached_tokens=outcome.cached_tokens,
-        queue_ms=decision.queued_ms * stretch,
-        ttft_ms=outcome.ttft_ms * stretch if outcome.ttft_ms >= 0 else -1.0,
-        e2e_ms=outcome.duration_ms * stretch if outcome.duration_ms >= 0 else -1.0,
-        status=outcome.status,
-        rewritten_by=decision.request.rewritten_by,
-    )
-
-
-def _following(
-    record: Record, last: dict[str, tuple[str, float]], outcome: OutcomeRecord | None, request: Request, stretch: float
-) -> Record:
-    """The record, with the last request of its session that had ended before it as its parent."""
-    if not record.session:
-        return record
-    before = last.get(record.session)
-    ended = request.arrived + max(outcome.duration_ms, 0.0) * 1e-3 if outcome is not None else request.arrived
-    last[record.session] = record.id, ended
-    if before is None or before[1] > request.arrived:
-        return record
-    return replace(record, parent=before[0], think_ms=(request.arrived - before[1]) * 1e3 * stretch)
+    def _outcome(self, decision: DecisionRecord, outcome: OutcomeRecord | None) -> Outcome | None:
+        if outcome is None:
+            return None
+        return Outcome(
+            endpoint=self.names.endpoint(decision.endpoint),
+            cached_tokens=outcome.cached_tokens,
+            queue_ms=decision.queued_ms * self.stretch,
+            ttft_ms=outcome.ttft_ms * self.stretch if outcome.ttft_ms >= 0 else -1.0,
+            e2e_ms=outcome.duration_ms * self.stretch if outcome.duration_ms >= 0 else -1.0,
+            status=outcome.status,
+            rewritten_by=decision.request.rewritten_by,
+        )

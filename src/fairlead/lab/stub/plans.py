@@ -120,14 +120,14 @@ _MAX_CHOICES = 1024
 class Plan(Struct, kw_only=True):
     """A checked request: one or more prompts, `n` choices each."""
 
-    chat: bool
     shape: type[Shape]
+    #: Empty, before it is resolved: the base model.
     model: str
-    lora: str
-    prompts: list[bytes]
+    lora: str = ""
+    prompts: list[bytes] = []
     n: int
     #: Per prompt, limited to what the context length leaves.
-    max_tokens: list[int]
+    max_tokens: list[int] = []
     #: Whether the model stops by itself; only if the client set no limit.
     stops: bool
     stream: bool
@@ -141,6 +141,10 @@ class Plan(Struct, kw_only=True):
     salt: str = ""
     request_id: str = ""
     temperature: float = 1.0
+
+    @property
+    def chat(self) -> bool:
+        return self.shape is not CompletionShape
 
     def seed(self, prompt: int, choice: int) -> int:
         """The seed of an output: equal prompts get equal output, choice by choice."""
@@ -174,24 +178,24 @@ class Models:
 
 def plan_completion(body: Body, models: Models, config: StubConfig) -> Plan:
     """Plan a request to /v1/completions. Raises `ApiError`."""
-    options = _Options(body)
-    options.logprobs = completion_top(body)
+    plan, sampling = _begun(body, CompletionShape)
+    plan.logprobs = completion_top(body)
     limit = fields.integer(body, "max_tokens", _COMPLETION_TOKENS)
-    echo = fields.boolean(body, "echo")
-    prompts, counted = prompts_of(body.get("prompt"), config.vocab_size)
-    model, lora = models.resolve(options.model)
-    return options.plan(config, prompts, counted, limit, shape=CompletionShape, model=model, lora=lora, echo=echo)
+    plan.echo = fields.boolean(body, "echo")
+    plan.prompts, counted = prompts_of(body.get("prompt"), config.vocab_size)
+    plan.model, plan.lora = models.resolve(plan.model)
+    return _completed(plan, sampling, config, counted, limit)
 
 
 def plan_chat(body: Body, models: Models, config: StubConfig, shape: type[Shape] = ChatShape) -> Plan:
     """Plan a request to /v1/chat/completions. Raises `ApiError`."""
     messages = fields.array(body, "messages")
-    options = _Options(body)
-    options.logprobs = chat_top(body)
+    plan, sampling = _begun(body, shape)
+    plan.logprobs = chat_top(body)
     limit = fields.integer(body, "max_completion_tokens", fields.integer(body, "max_tokens"))
-    model, lora = models.resolve(options.model)
-    prompts = [render_chat(messages, body.get("tools"))]
-    return options.plan(config, prompts, False, limit, shape=shape, model=model, lora=lora, echo=False)
+    plan.model, plan.lora = models.resolve(plan.model)
+    plan.prompts = [render_chat(messages, body.get("tools"))]
+    return _completed(plan, sampling, config, False, limit)
 
 
 #: Fields that the Messages and Responses APIs share with chat.
@@ -238,75 +242,46 @@ def _plan_in_events(body: Body, chat: Body, models: Models, config: StubConfig, 
     return plan
 
 
-class _Options:
-    """The fields that both APIs share."""
-
-    def __init__(self, body: Body) -> None:
-        self.model = fields.string(body, "model")
-        self.n = fields.integer(body, "n", 1) or 0
-        self.stream = fields.boolean(body, "stream")
-        self.ignore_eos = fields.boolean(body, "ignore_eos")
-        self.return_token_ids = fields.boolean(body, "return_token_ids")
-        self.salt = fields.string(body, "cache_salt") or ""
-        self.request_id = fields.string(body, "request_id") or ""
-        fields.integer(body, "seed")
-        self.sampling = Sampling(body)
-        self.logprobs: int | None = None
-        stream_options = fields.mapping(body, "stream_options")
-        if stream_options is not None and not self.stream:
-            raise ApiError(
-                "Stream options can only be defined when `stream=True`. (parameter=stream_options)",
-                param="stream_options",
-            )
-        self.include_usage = fields.boolean(stream_options or {}, "include_usage")
-        self.continuous_usage = self.include_usage and fields.boolean(stream_options or {}, "continuous_usage_stats")
-
-    def plan(
-        self,
-        config: StubConfig,
-        prompts: list[bytes],
-        counted: bool,
-        limit: int | None,
-        *,
-        shape: type[Shape],
-        model: str,
-        lora: str,
-        echo: bool,
-    ) -> Plan:
-        context = config.spec().max_model_len
-        longest = max(map(len, prompts)) // tk.TOKEN_BYTES
-        if longest >= context:
-            raise too_long(context, longest, counted)
-        self._check(limit, len(prompts))
-        longest_answers = [min(limit or context, context - len(prompt) // tk.TOKEN_BYTES) for prompt in prompts]
-        stops = limit is None and not self.ignore_eos and config.natural_output > 0
-        likely = sum(min(tokens, 2 * config.natural_output) if stops else tokens for tokens in longest_answers) * self.n
-        check_top(self.logprobs, likely)
-        return Plan(
-            chat=shape is not CompletionShape,
-            shape=shape,
-            model=model,
-            lora=lora,
-            prompts=prompts,
-            n=self.n,
-            max_tokens=longest_answers,
-            stops=stops,
-            stream=self.stream,
-            include_usage=self.include_usage,
-            continuous_usage=self.continuous_usage,
-            echo=echo,
-            return_token_ids=self.return_token_ids,
-            stop_strings=self.sampling.stop_strings(),
-            logprobs=self.logprobs,
-            salt=self.salt,
-            request_id=self.request_id,
+def _begun(body: Body, shape: type[Shape]) -> tuple[Plan, Sampling]:
+    """A plan with the fields that all APIs share. Their types are checked, not their values."""
+    plan = Plan(
+        shape=shape,
+        model=fields.string(body, "model") or "",
+        n=fields.integer(body, "n", 1) or 0,
+        stream=fields.boolean(body, "stream"),
+        stops=not fields.boolean(body, "ignore_eos"),
+        return_token_ids=fields.boolean(body, "return_token_ids"),
+        salt=fields.string(body, "cache_salt") or "",
+        request_id=fields.string(body, "request_id") or "",
+    )
+    fields.integer(body, "seed")
+    sampling = Sampling(body)
+    stream_options = fields.mapping(body, "stream_options")
+    if stream_options is not None and not plan.stream:
+        raise ApiError(
+            "Stream options can only be defined when `stream=True`. (parameter=stream_options)", param="stream_options"
         )
+    plan.include_usage = fields.boolean(stream_options or {}, "include_usage")
+    plan.continuous_usage = plan.include_usage and fields.boolean(stream_options or {}, "continuous_usage_stats")
+    return plan, sampling
 
-    def _check(self, limit: int | None, prompts: int) -> None:
-        if self.n < 1:
-            raise bad_value(f"n must be at least 1, got {self.n}.", "n", self.n)
-        if self.n * prompts > _MAX_CHOICES:
-            raise bad_value(f"n must be at most {_MAX_CHOICES} for all prompts together, got {self.n}.", "n", self.n)
-        self.sampling.check()
-        if limit is not None and limit < 1:
-            raise bad_value(f"max_tokens must be at least 1, got {limit}.", "max_tokens", limit)
+
+def _completed(plan: Plan, sampling: Sampling, config: StubConfig, counted: bool, limit: int | None) -> Plan:
+    """The plan after checks of its values. `counted`: the client sent token ids. `limit`: what it set for answers."""
+    context = config.spec().max_model_len
+    longest = max(map(len, plan.prompts)) // tk.TOKEN_BYTES
+    if longest >= context:
+        raise too_long(context, longest, counted)
+    if plan.n < 1:
+        raise bad_value(f"n must be at least 1, got {plan.n}.", "n", plan.n)
+    if plan.n * len(plan.prompts) > _MAX_CHOICES:
+        raise bad_value(f"n must be at most {_MAX_CHOICES} for all prompts together, got {plan.n}.", "n", plan.n)
+    sampling.check()
+    if limit is not None and limit < 1:
+        raise bad_value(f"max_tokens must be at least 1, got {limit}.", "max_tokens", limit)
+    plan.max_tokens = [min(limit or context, context - len(prompt) // tk.TOKEN_BYTES) for prompt in plan.prompts]
+    plan.stops = plan.stops and limit is None and config.natural_output > 0
+    likely = sum(min(most, 2 * config.natural_output) if plan.stops else most for most in plan.max_tokens) * plan.n
+    check_top(plan.logprobs, likely)
+    plan.stop_strings = sampling.stop_strings()
+    return plan

@@ -32,20 +32,15 @@ class Counts(Struct):
     created: int | None
 
     def bare(self) -> bytes:
-        return b'"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d' % (
-            self.prompt,
-            self.prompt + self.completion,
-            self.completion,
-        )
+        total = self.prompt + self.completion
+        return b'"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d' % (self.prompt, total, self.completion)
 
     def in_full(self, details: bool) -> bytes:
         """The usage of a non-streamed answer: nulls are shown."""
         created = b"null" if self.created is None else b"%d" % self.created
         inner = b'{"cached_tokens":%d,"created_cache_tokens":%b,"multimodal_tokens":null}' % (self.cached, created)
-        return b'"usage":{%b,"prompt_tokens_details":%b,"completion_tokens_details":null}' % (
-            self.bare(),
-            inner if details else b"null",
-        )
+        shown = inner if details else b"null"
+        return b'"usage":{%b,"prompt_tokens_details":%b,"completion_tokens_details":null}' % (self.bare(), shown)
 
     def streamed(self, details: bool) -> bytes:
         """The usage in the last event of a stream: nulls are left out."""
@@ -113,11 +108,8 @@ class Shape:
 
     def event_tail(self, parts: Parts = _NOTHING, usage: bytes = b"", last: bool = False) -> bytes:
         """The part of a token event after its text. `last`: the last event of the stream except for usage."""
-        return b"%b]%b%b}\n\n" % (
-            self.end_of_choice(parts),
-            b',"usage":{%b}' % usage if usage else b"",
-            b"," + self._fingerprint if last else b"",
-        )
+        counts = b',"usage":{%b}' % usage if usage else b""
+        return b"%b]%b%b}\n\n" % (self.end_of_choice(parts), counts, b"," + self._fingerprint if last else b"")
 
     def end_of_choice(self, parts: Parts) -> bytes:
         raise NotImplementedError
@@ -131,9 +123,7 @@ class Shape:
         opening = self._opening(self.event_object)
         return b"data: %b[],%b,%b}\n\n" % (opening, counts.streamed(details), self._fingerprint)
 
-    def body(
-        self, choices: list[bytes], counts: Counts, details: bool, prompt_ids: bytes, metrics: bytes = b"null"
-    ) -> bytes:
+    def body(self, choices: list[bytes], counts: Counts, details: bool, prompt_ids: bytes, metrics: bytes) -> bytes:
         """The non-streamed answer, made from results of `choice`."""
         return b'%b[%b],"service_tier":null,%b,%b,%b,"metrics":%b}' % (
             self._opening(self.whole_object),
@@ -183,12 +173,8 @@ class ChatShape(Shape):
 
     def end_of_choice(self, parts: Parts) -> bytes:
         stop = b',"stop_reason":%b' % parts.stop_reason if parts.reason else b""
-        return b'"},"logprobs":%b,"finish_reason":%b%b,"token_ids":%b}' % (
-            parts.logprobs,
-            parts.finish(),
-            stop,
-            parts.ids,
-        )
+        reason = parts.finish() + stop
+        return b'"},"logprobs":%b,"finish_reason":%b,"token_ids":%b}' % (parts.logprobs, reason, parts.ids)
 
     def role_event(self, index: int, usage: bytes, prompt_ids: bytes) -> bytes:
         return (
@@ -237,9 +223,7 @@ class MessagesShape(Shape):
         self._reason = parts.reason
         return b'{"type":"text","text":"%b"}' % text
 
-    def body(
-        self, choices: list[bytes], counts: Counts, details: bool, prompt_ids: bytes, metrics: bytes = b"null"
-    ) -> bytes:
+    def body(self, choices: list[bytes], counts: Counts, details: bool, prompt_ids: bytes, metrics: bytes) -> bytes:
         return self._message(b",".join(choices), self._stop_reason(), self._usage(counts, details))
 
     def _usage(self, counts: Counts, details: bool) -> bytes:
@@ -263,10 +247,8 @@ class MessagesShape(Shape):
         return b'"},"index":0}\n\n'
 
     def usage_event(self, counts: Counts, details: bool, text: Callable[[], bytes]) -> bytes:
-        delta = b'{"type":"message_delta","delta":{"stop_reason":%b},"usage":%b}' % (
-            self._stop_reason(),
-            self._usage(counts, details),
-        )
+        usage = self._usage(counts, details)
+        delta = b'{"type":"message_delta","delta":{"stop_reason":%b},"usage":%b}' % (self._stop_reason(), usage)
         return (
             _event(b"content_block_stop", b'{"type":"content_block_stop","index":0}')
             + _event(b"message_delta", delta)
@@ -321,9 +303,7 @@ class ResponsesShape(Shape):
         self._reason = parts.reason
         return self._item(_text_part(text))
 
-    def body(
-        self, choices: list[bytes], counts: Counts, details: bool, prompt_ids: bytes, metrics: bytes = b"null"
-    ) -> bytes:
+    def body(self, choices: list[bytes], counts: Counts, details: bool, prompt_ids: bytes, metrics: bytes) -> bytes:
         return self._final(b",".join(choices), counts)
 
     def _next(self, kind: bytes, fields: bytes) -> bytes:
