@@ -11,6 +11,7 @@ Rules
 from collections.abc import Callable, Collection, Sequence
 from math import inf, nan
 from operator import attrgetter
+from typing import Any
 
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import Limit
@@ -20,7 +21,7 @@ from fairlead.core.records import DecisionRecord
 from fairlead.core.request import Request
 from fairlead.server.observe import instruments as buckets
 from fairlead.server.observe.exposition import Registry
-from fairlead.server.observe.instruments import Readings, counters, gauges, histograms
+from fairlead.server.observe.instruments import counters, gauges, histograms
 from fairlead.server.observe.metrics import RequestLabels, grouped
 
 #: What decisions must have in common to be counted together.
@@ -58,20 +59,14 @@ class FlowMetrics:
         self._now = now
         self._labels = labels
         self._requests = counters("outcome", "priority", cap=256, fold=("priority",))
-        self._evicted = Readings("counter", "priority")
         self._waits = histograms(*_FLOW, "outcome", bounds=buckets.QUEUE)
         self._size = gauges(*_FLOW)
         self._bytes = gauges(*_FLOW)
-        self._saturation = gauges("stage")
         self._used = {kind: gauges("priority", cap=256, fold=("priority",)) for kind in ("requests", "bytes")}
-        self._used_all = {kind: gauges("unused", cap=2) for kind in ("requests", "bytes")}
         self._age = gauges("priority", cap=256, fold=("priority",))
         self._jain = gauges("priority", cap=256, fold=("priority",))
         self._flow_age = gauges(*_FLOW)
         self._delays = gauges("priority", cap=256, fold=("priority",))
-        self._waiting = gauges("unused", cap=2)
-        self._stale = gauges("unused", cap=2)
-        self._delay = gauges("unused", cap=2)
         self._cold_starts = histograms(bounds=_COLD)
         registry.before(self._refresh)
         self._show(registry, {"constant": {"inference_pool": pool}})
@@ -110,19 +105,9 @@ class FlowMetrics:
         flows, bands = (self._size, self._bytes, self._flow_age), (self._age, self._delays, self._jain)
         for family in (*flows, *bands, *self._used.values()):
             family.children.clear()
-        self._evicted.take({(str(priority),): count for priority, count in flow_controller.evicted.items()})
-        now, queues = self._now(), flow_controller.flow.queues
-        for band in queues.bands():
+        now = self._now()
+        for band in flow_controller.flow.queues.bands():
             self._band(band, band.limit, flow_controller.drain_s(band.priority), now)
-        total = queues.limits.total
-        for kind, count, most in (("requests", len(queues), total.requests), ("bytes", queues.bytes, total.bytes)):
-            self._used_all[kind].child("").set(_share(count, most))
-        self._saturation.child("effective").set(self._saturated(flow_controller, now))
-        table = self._fleet.table
-        stale = table.alive & (now - table.sampled_at > self._fleet.staleness)
-        self._stale.child("").set(float(stale.sum()))
-        self._waiting.child("").set(len(queues))
-        self._delay.child("").set(flow_controller.drain_s())
 
     def _band(self, band: Band, limit: Limit, delay: float, now: float) -> None:
         priority = str(band.priority)
@@ -143,31 +128,41 @@ class FlowMetrics:
 
     def saturation(self) -> float | None:
         """The saturation that the gauge shows; `None` = flow control is off."""
-        return None if self.flow_controller is None else self._saturated(self.flow_controller, self._now())
+        controller = self.flow_controller
+        return None if controller is None else controller.flow.gate.level(self._fleet, self._now())
 
-    def _saturated(self, flow_controller: FlowController, now: float) -> float:
-        return flow_controller.flow.gate.level(self._fleet, now)
+    def _reading(self, read: Callable[[FlowController], Any]) -> Callable[[], Any]:
+        """For `Registry.follow`: nothing while flow control is off."""
+        return lambda: None if self.flow_controller is None else read(self.flow_controller)
+
+    def _effective(self, controller: FlowController) -> dict[str, float]:
+        return {"effective": controller.flow.gate.level(self._fleet, self._now())}
+
+    def _stale(self, controller: FlowController) -> int:
+        table = self._fleet.table
+        return int((table.alive & (self._now() - table.sampled_at > self._fleet.staleness)).sum())
 
     def _show(self, registry: Registry, pool: dict[str, dict[str, str]]) -> None:
-        show = registry.show
+        show, follow, of = registry.show, registry.follow, self._reading
         for prefix in _PREFIXES:
             text = "[ALPHA] Time from a request's arrival at flow control to its outcome."
             show(prefix + "request_queue_duration_seconds", text, self._waits, **pool)
             show(prefix + "queue_size", "[ALPHA] Requests that wait, by flow.", self._size, **pool)
             show(prefix + "queue_bytes", "[ALPHA] Body bytes of waiting requests, by flow.", self._bytes, **pool)
             text = "[ALPHA] 1 = no endpoint can take one more request; above 1 = oversubscribed."
-            show(prefix + "pool_saturation", text, self._saturation, **pool)
+            follow("gauge", prefix + "pool_saturation", text, of(self._effective), "stage", **pool)
         prefix = _PREFIXES[0]
         show(prefix + "requests_total", "[ALPHA] Requests by what became of them.", self._requests, **pool)
         text = "[ALPHA] Running requests that had to make way for waiting ones."
-        show(prefix + "revocations_issued_total", text, self._evicted, **pool)
+        evicted = of(lambda controller: {str(priority): count for priority, count in controller.evicted.items()})
+        follow("counter", prefix + "revocations_issued_total", text, evicted, "priority", **pool)
         for kind in ("requests", "bytes"):
             text = f"[ALPHA] Share of the limit of {kind} that is used, by band."
             show(f"{prefix}capacity_utilization_{kind}", text, self._used[kind], **pool)
             text = f"[ALPHA] Share of the global limit of {kind} that is used."
-            show(f"{prefix}global_capacity_utilization_{kind}", text, self._used_all[kind], labels={}, **pool)
+            follow("gauge", f"{prefix}global_capacity_utilization_{kind}", text, of(_USED[kind]), **pool)
         text = "[ALPHA] Endpoints whose metrics are too old to be used."
-        show(f"{prefix}stale_endpoints", text, self._stale, labels={}, constant={"detector": "fairlead"})
+        follow("gauge", f"{prefix}stale_endpoints", text, of(self._stale), constant={"detector": "fairlead"})
         text = "Age of the request that waits longest, by band."
         show("fairlead_flow_head_age_seconds", text, self._age)
         text = "Age of the request that waits longest, by flow."
@@ -175,12 +170,20 @@ class FlowMetrics:
         text = "Jain's index of the work that the flows of a band were given out of the queue; 1 = all the same."
         show("fairlead_flow_fairness_index", text, self._jain)
         text = "How long the queue will take at the pace of the last dispatches."
-        show("fairlead_flow_delay_seconds", text, self._delay, labels={})
+        follow("gauge", "fairlead_flow_delay_seconds", text, of(lambda controller: controller.drain_s()))
         text = "How long the queue of a band and the bands above will take: the Retry-After."
         show("fairlead_flow_band_delay_seconds", text, self._delays)
         text = "How long requests had waited when a pool without endpoints got its first."
         show("fairlead_cold_start_seconds", text, self._cold_starts)
-        show("fairlead_flow_waiting_requests", "Requests that wait, in all.", self._waiting, labels={})
+        waiting = of(lambda controller: len(controller.flow.queues))
+        follow("gauge", "fairlead_flow_waiting_requests", "Requests that wait, in all.", waiting)
+
+
+#: The shares of the global limits that are used.
+_USED: dict[str, Callable[[FlowController], float]] = {
+    "requests": lambda controller: _share(len(controller.flow.queues), controller.flow.queues.limits.total.requests),
+    "bytes": lambda controller: _share(controller.flow.queues.bytes, controller.flow.queues.limits.total.bytes),
+}
 
 
 def _share(used: float, limit: float) -> float:
