@@ -6,7 +6,7 @@ Times of day are seconds since 1970. Counts are since the start, rates over the 
 the last minute.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 
 from msgspec import Struct
@@ -426,43 +426,29 @@ def _suspect(endpoints: Sequence[EndpointRow]) -> Iterable[Notice]:
 
 def _pressure(watch: Watch, queues: Queues | None, schedulers: int) -> Iterable[Notice]:
     if watch.metrics.scale_up_wanted():
-        yield Notice(
-            BAD,
-            "All endpoints were overloaded within the last minute; more replicas are wanted.",
-            runbook="FairleadScaleUp",
-        )
+        text = "All endpoints were overloaded within the last minute; more replicas are wanted."
+        yield Notice(BAD, text, runbook="FairleadScaleUp")
     if queues is not None and queues.waiting:
         oldest = max(band.oldest_s for band in queues.bands)
         if oldest >= _LONG_WAIT:
             whose = "the" if schedulers == 1 else "this scheduler's"
             wait = "1 request waits" if queues.waiting == 1 else f"{queues.waiting:,} requests wait"
-            yield Notice(
-                WATCH,
-                f"{wait} in {whose} queue, the longest for {_seconds(oldest)}; no endpoint has room for more.",
-                runbook="FairleadSaturated",
-            )
+            text = f"{wait} in {whose} queue, the longest for {_seconds(oldest)}; no endpoint has room for more."
+            yield Notice(WATCH, text, runbook="FairleadSaturated")
 
 
 def _choosers(watch: Watch) -> Iterable[Notice]:
     for name, policy in watch.choosers.remotes.items():
+        text = ""
         if not policy.connected:
-            yield Notice(
-                BAD,
-                f"The external scheduler '{name}' is not connected; the built-in policy decides.",
-                runbook="FairleadSchedulerFallback",
-            )
+            text = f"The external scheduler '{name}' is not connected; the built-in policy decides."
         elif policy.breaker.state != CLOSED:
-            yield Notice(
-                BAD,
-                f"The external scheduler '{name}' failed too often; the built-in policy decides for now.",
-                runbook="FairleadSchedulerFallback",
-            )
+            text = f"The external scheduler '{name}' failed too often; the built-in policy decides for now."
+        if text:
+            yield Notice(BAD, text, runbook="FairleadSchedulerFallback")
     for name, reason in watch.shadows.cut().items():
-        yield Notice(
-            WATCH,
-            f"The shadow '{name}' is cut off ({reason}); traffic is not affected.",
-            runbook="FairleadShadowCutOff",
-        )
+        text = f"The shadow '{name}' is cut off ({reason}); traffic is not affected."
+        yield Notice(WATCH, text, runbook="FairleadShadowCutOff")
 
 
 def _events(watch: Watch) -> Iterable[Notice]:
@@ -474,18 +460,14 @@ def _events(watch: Watch) -> Iterable[Notice]:
         trust, finding = exact.check.trust(slot), exact.check.finding(slot)
         if trust.distrusted:
             cause = f" Likely cause: {finding.detail or finding.cause}." if finding else ""
-            yield Notice(
-                WATCH,
+            text = (
                 f"KV events of endpoint {endpoint.id} are not believed: predictions came true in "
-                f"{trust.level or 0.0:.0%} of the last answers; learned knowledge is used instead.{cause}",
-                runbook="FairleadIndexNotTrusted",
+                f"{trust.level or 0.0:.0%} of the last answers; learned knowledge is used instead.{cause}"
             )
+            yield Notice(WATCH, text, runbook="FairleadIndexNotTrusted")
         elif any(cache.heard and not cache.linked for cache in exact.index.caches_of(slot)):
-            yield Notice(
-                WATCH,
-                f"KV events of endpoint {endpoint.id} have stopped; its cache is known up to then.",
-                runbook="FairleadKvFeedDown",
-            )
+            text = f"KV events of endpoint {endpoint.id} have stopped; its cache is known up to then."
+            yield Notice(WATCH, text, runbook="FairleadKvFeedDown")
 
 
 def _forecasts(endpoints: Iterable[EndpointRow]) -> Iterable[Notice]:
@@ -495,12 +477,11 @@ def _forecasts(endpoints: Iterable[EndpointRow]) -> Iterable[Notice]:
         return
     inside = sum(row.judged * (row.inside or 0.0) for row in rows) / judged
     if inside < _LEAST_INSIDE:
-        yield Notice(
-            WATCH,
+        text = (
             f"Only {inside:.0%} of the last minute's first tokens came within their forecast's 90 % band; "
-            "decisions rest on forecasts that are off.",
-            runbook="FairleadForecastsOff",
+            "decisions rest on forecasts that are off."
         )
+        yield Notice(WATCH, text, runbook="FairleadForecastsOff")
 
 
 def _troubles(watch: Watch) -> Iterable[Notice]:
@@ -526,25 +507,16 @@ def _seconds(value: float) -> str:
 def _failing(watch: Watch, happened: Happened, now: float) -> Iterable[Notice]:
     """Notices about counters of things that should not happen."""
     families = watch.metrics.families
-    rows: tuple[tuple[str, float, str, Callable[[float], str]], ...] = (
-        (
-            "FairleadBypassed", sum(c.value for c in families.fallbacks.children.values()), BAD,
-            lambda n: f"The gateway serves requests without asking us ({n:,.0f} since the start); it could not reach "
-            "the scheduler, or not in time.",
-        ),
-        (
-            "FairleadLeasesExpire", families.expired.child().value, WATCH,
-            lambda n: f"The end of some requests is never told ({n:,.0f} since the start); check the gateway's access "
-            "log.",
-        ),
-    )  # fmt: skip
-    for section, count, level, text in rows:
-        if happened.lately(section, count, now):
-            yield Notice(level, text(count), runbook=section)
+    bypassed, expired = sum(c.value for c in families.fallbacks.children.values()), families.expired.child().value
+    if happened.lately("bypassed", bypassed, now):
+        text = f"The gateway serves requests without asking us ({bypassed:,.0f} since the start); it could not reach "
+        yield Notice(BAD, text + "the scheduler, or not in time.", runbook="FairleadBypassed")
+    if happened.lately("expired", expired, now):
+        text = (
+            f"The end of some requests is never told ({expired:,.0f} since the start); check the gateway's access log."
+        )
+        yield Notice(WATCH, text, runbook="FairleadLeasesExpire")
     for (plugin,), counter in families.plugin_errors.children.items():
         if happened.lately(f"plugin {plugin}", counter.value, now):
-            yield Notice(
-                BAD,
-                f"The plugin '{plugin}' fails ({counter.value:,.0f} times since the start) and is left out.",
-                runbook="FairleadPluginFails",
-            )
+            text = f"The plugin '{plugin}' fails ({counter.value:,.0f} times since the start) and is left out."
+            yield Notice(BAD, text, runbook="FairleadPluginFails")
