@@ -37,13 +37,6 @@ class Use(Struct, frozen=True):
     parameters: Any = field(default_factory=NoParams)
 
 
-class Around(Struct):
-    """Values from other parts of the document."""
-
-    #: Tokens of a prefix block.
-    block: int = 64
-
-
 class Settings(Struct):
     """Values from plugins that belong to sections of our own: section → field → value."""
 
@@ -69,8 +62,8 @@ class Entry(Struct, frozen=True):
     #: A second role in which it may be named.
     also: Role | None = None
     status: Literal["beta", "alpha", "deprecated"] = "beta"
-    #: Maps parameters to plugins for a profile.
-    use: Callable[[Any, Around], list[Use]] | None = None
+    #: Maps parameters, and the tokens of a prefix block, to plugins for a profile.
+    use: Callable[[Any, int], list[Use]] | None = None
     note: str | Callable[[Any], str] = ""
     refused: str | Callable[[Any], str] = ""
     settings: Callable[[Any, Settings], None] | None = None
@@ -93,9 +86,9 @@ def narrowed(params: Params, model: type[Model]) -> Model:
 # ---- filters, scorers, pickers, profile handlers and deciders ----
 
 
-def _use(kind: Kind, type: str, model: type[Params] = NoParams) -> Callable[[Any, Around], list[Use]]:
+def _use(kind: Kind, type: str, model: type[Params] = NoParams) -> Callable[[Any, int], list[Use]]:
     """One plugin replaces one, with the parameters that have the same names."""
-    return lambda params, around: [Use(kind, type, narrowed(params, model))]
+    return lambda params, block: [Use(kind, type, narrowed(params, model))]
 
 
 def _same(kind: Kind, type: str, model: type[Params] = NoParams, params: Any = None, **more: Any) -> Entry:
@@ -108,13 +101,13 @@ def _refused(role: Role, way_out: str) -> Entry:
 
 
 def _role(stage: Any) -> Entry:
-    def use(params: Any, around: Around) -> list[Use]:
+    def use(params: Any, block: int) -> list[Use]:
         return [Use("filter", "role", RoleParams(stage=stage))]
 
     return Entry("profile", "role", use=use)
 
 
-def _by_label(params: ref.ByLabel, around: Around) -> list[Use]:
+def _by_label(params: ref.ByLabel, block: int) -> list[Use]:
     selector = narrowed(params, LabelSelectorParams)
     uses = [] if selector == LabelSelectorParams() else [Use("filter", "label-selector", selector)]
     if params.label:
@@ -122,27 +115,27 @@ def _by_label(params: ref.ByLabel, around: Around) -> list[Use]:
     return uses
 
 
-def _context_length(params: ref.ContextLength, around: Around) -> list[Use]:
+def _context_length(params: ref.ContextLength, block: int) -> list[Use]:
     scorer = Use("scorer", "context-length", ContextLengthScorerParams(label=params.label))
     filtering = Use("filter", "context-length", ContextLengthParams(label=params.label))
     return [filtering, scorer] if params.enable_filtering else [scorer]
 
 
-def _prefix_cache(params: ref.PrefixCacheScorer, around: Around) -> list[Use]:
+def _prefix_cache(params: ref.PrefixCacheScorer, block: int) -> list[Use]:
     if not params.match_length_weight:
-        return _prefix_aware(params, around)
+        return _prefix_aware(params, block)
     return [Use("scorer", "prefix-length", narrowed(params, PrefixLengthParams))]
 
 
-def _prefix_aware(params: Any, around: Around) -> list[Use]:
-    return [Use("scorer", "prefix-aware", PrefixAwareParams(hash_block_size=min(around.block, 1024)))]
+def _prefix_aware(params: Any, block: int) -> list[Use]:
+    return [Use("scorer", "prefix-aware", PrefixAwareParams(hash_block_size=min(block, 1024)))]
 
 
-def _token_load(params: ref.TokenLoad, around: Around) -> list[Use]:
+def _token_load(params: ref.TokenLoad, block: int) -> list[Use]:
     return [Use("scorer", "inflight-tokens", InflightTokensParams(threshold_tokens=params.queue_threshold_tokens))]
 
 
-def _attribute_filter(params: ref.AttributeFilter, around: Around) -> list[Use]:
+def _attribute_filter(params: ref.AttributeFilter, block: int) -> list[Use]:
     threshold = params.algorithm.threshold
     limit = MetricLimitParams(
         metric=params.attribute,
@@ -153,14 +146,14 @@ def _attribute_filter(params: ref.AttributeFilter, around: Around) -> list[Use]:
     return [Use("filter", "metric-limit", limit)]
 
 
-def _attribute_scorer(params: ref.AttributeScorer, around: Around) -> list[Use]:
+def _attribute_scorer(params: ref.AttributeScorer, block: int) -> list[Use]:
     fixed = params.algorithm.normalization.fixed_range
     better: Any = "low" if params.algorithm.type == "linear_lower_is_better" else "high"
     ends = (fixed.min, fixed.max) if fixed else None
     return [Use("scorer", "metric", MetricParams(metric=params.attribute_key, better=better, range=ends))]
 
 
-def _highest(params: ref.Picker, around: Around) -> list[Use]:
+def _highest(params: ref.Picker, block: int) -> list[Use]:
     return [Use("picker", "max-score", MaxScoreParams(near_tie=0.0))]
 
 
@@ -285,7 +278,6 @@ HANDLERS: Table = {
     "pd-profile-handler": Entry("handler", "policy prefill-decode", ref.PdHandler, status="deprecated"),
     "data-parallel-profile-handler": Entry(
         "handler",
-        params=ref.DataParallelHandler,
         refused="list every rank as an endpoint of its own (address:port); the gateway then dials it directly",
     ),
     "header-profile-handler": _refused("handler", "give every profile a scheduler of its own, or use one profile"),
@@ -415,7 +407,6 @@ PRODUCERS: Table = {
     "agent-identity": _refused("control", "send the fairness id in x-llm-d-inference-fairness-id"),
     "request-attribute-reporter": Entry(
         "control",
-        params=ref.Reporter,
         refused="leave it out: token counts are in the metrics and in the decision journal, not in gateway metadata",
     ),
 }

@@ -146,10 +146,6 @@ class PdHandler(Section):
     threshold: Count = 0
 
 
-class DataParallelHandler(Section):
-    primary_port: Port = 8000
-
-
 class PrefixDecider(Section):
     non_cached_tokens: Count = 0
     prompt_tokens: Count = 0
@@ -220,10 +216,6 @@ class ProbabilisticAdmitter(Section):
     kv_cache_util_threshold: float = Field(default=0.8, gt=0)
     power: float = Field(default=5, gt=0, le=100)
     k: float = Field(default=300, gt=0, le=1e9)
-
-
-class Reporter(Section):
-    attributes: list[Any] | None = None
 
 
 class ProgramAwareFairness(Section):

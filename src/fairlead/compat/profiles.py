@@ -5,7 +5,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from fairlead.compat.catalogue import CATALOGUE, PICKERS, Around, Entry, Settings, Use
+from fairlead.compat.catalogue import CATALOGUE, PICKERS, Entry, Settings, Use
 from fairlead.compat.document import Plugin, SchedulingProfile, WeightedRef
 from fairlead.compat.parameters import ApproxPrefix, DisaggHandler, PdHandler, PrecisePrefix, PrefixDecider
 from fairlead.config.builtins import METHODS, SELECTION, SPLITTING, Kind
@@ -83,7 +83,7 @@ class Instances:
             return
         for i, item in enumerate(node):
             self._declare(item, (*place, i))
-        block = Around(self._block())
+        block = self._block()
         for instance in self.by_name.values():
             for key, name in plain(instance.parameters).items():
                 if key in _PRODUCER_REFS and name:
@@ -193,10 +193,10 @@ class Instances:
                 return max(tokens.block_size_tokens or tokens.block_size or 0, LEAST_BLOCK)
         return LEAST_BLOCK
 
-    def _translate(self, instance: Instance, around: Around) -> None:
+    def _translate(self, instance: Instance, block: int) -> None:
         assert instance.entry is not None and instance.entry.use is not None
         try:
-            instance.uses = tuple(instance.entry.use(instance.parameters, around))
+            instance.uses = tuple(instance.entry.use(instance.parameters, block))
         except (ValueError, TypeError) as error:
             self._report.add((*instance.place, "parameters"), str(error))
 

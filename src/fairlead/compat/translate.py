@@ -271,7 +271,7 @@ class _Translator:
         control = self._flow(parts.flow_control, detector)
         handler = parts.request_handler
         for i, parser in enumerate((handler.parsers or ()) if handler else ()):
-            self._ref(parser.plugin_ref, ("requestHandler", "parsers", i, "pluginRef"), "parser")
+            self._instances.ref(parser.plugin_ref, ("requestHandler", "parsers", i, "pluginRef"), "parser")
         self._top_level_ref(parts.parser, "parser", "parser")
         endpoints = self._data_layer()
         failed = len(self._report.problems) > before
@@ -325,11 +325,8 @@ class _Translator:
             self._report.note(("schedulingProfiles",) if nodes else ("plugins",), NO_SCORER)
         return policy
 
-    def _ref(self, name: str, place: Place, role: str) -> Instance | None:
-        return self._instances.ref(name, place, role)
-
     def _top_level_ref(self, ref: Ref | None, key: str, role: str) -> Instance | None:
-        return None if ref is None else self._ref(ref.plugin_ref, (key, "pluginRef"), role)
+        return None if ref is None else self._instances.ref(ref.plugin_ref, (key, "pluginRef"), role)
 
     def _flow(self, given: FlowControl | None, detector: Instance | None) -> FlowSpec | None:
         """`None` while the gate is off, as in the reference. `detector`: the one from its deprecated place."""
@@ -340,9 +337,11 @@ class _Translator:
         named.bands = [self._band(("priorityBands", i), band) for i, band in enumerate(flow.priority_bands or ())]
         if flow.saturation_detector:
             place: Place = (*FLOW, "saturationDetector", "pluginRef")
-            named.saturation = self._ref(flow.saturation_detector.plugin_ref, place, "saturation")
+            named.saturation = self._instances.ref(flow.saturation_detector.plugin_ref, place, "saturation")
         if flow.usage_limit_policy_plugin_ref:
-            named.limit = self._ref(flow.usage_limit_policy_plugin_ref, (*FLOW, "usageLimitPolicyPluginRef"), "flow")
+            named.limit = self._instances.ref(
+                flow.usage_limit_policy_plugin_ref, (*FLOW, "usageLimitPolicyPluginRef"), "flow"
+            )
         declared = self._instances.by_name.values()
         named.admitter = next(
             (instance for instance in declared if isinstance(instance.parameters, ProbabilisticAdmitter)), None
@@ -362,10 +361,10 @@ class _Translator:
         named = NamedBand((*FLOW, key) if isinstance(key, str) else (*FLOW, *key), band or Band())
         if named.band.fairness_policy_ref:
             place = (*named.place, "fairnessPolicyRef")
-            named.fairness = self._ref(named.band.fairness_policy_ref, place, "flow")
+            named.fairness = self._instances.ref(named.band.fairness_policy_ref, place, "flow")
         if named.band.ordering_policy_ref:
             place = (*named.place, "orderingPolicyRef")
-            named.ordering = self._ref(named.band.ordering_policy_ref, place, "flow")
+            named.ordering = self._instances.ref(named.band.ordering_policy_ref, place, "flow")
         return named
 
     def _data_layer(self) -> EndpointSource | None:
@@ -374,9 +373,11 @@ class _Translator:
             return None
         layer_place: Place = ("dataLayer",)
         for i, source in enumerate(layer.sources or ()):
-            self._ref(source.plugin_ref, (*layer_place, "sources", i, "pluginRef"), "source")
+            self._instances.ref(source.plugin_ref, (*layer_place, "sources", i, "pluginRef"), "source")
             for j, extractor in enumerate(source.extractors or ()):
-                self._ref(extractor.plugin_ref, (*layer_place, "sources", i, "extractors", j, "pluginRef"), "extractor")
+                self._instances.ref(
+                    extractor.plugin_ref, (*layer_place, "sources", i, "extractors", j, "pluginRef"), "extractor"
+                )
         if layer.peer_discovery is not None or layer.cross_replica_syncer_plugin_ref:
             key = "peerDiscovery" if layer.peer_discovery is not None else "crossReplicaSyncerPluginRef"
             self._report.add((*layer_place, key), "state is not shared between replicas", "leave it out")
@@ -393,7 +394,7 @@ class _Translator:
         if not name:
             self._report.add(discovery_place, "field 'pluginRef' is missing")
             return None
-        instance = self._ref(name, place, "discovery")
+        instance = self._instances.ref(name, place, "discovery")
         if instance is None or not isinstance(instance.parameters, FileDiscovery):
             return None
         path = instance.parameters.path

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from fairlead.compat.catalogue import CATALOGUE, Around, Entry
+from fairlead.compat.catalogue import CATALOGUE, Entry
 from fairlead.compat.load import load, problems
 from fairlead.config.builtins import BUILTINS
 
@@ -70,7 +70,7 @@ def test_profile_plugins_become_plugins_that_exist() -> None:
         if entry.use is None:
             assert entry.role != "profile" or entry.refused
             continue
-        for use in entry.use(parameters(name, entry), Around()):
+        for use in entry.use(parameters(name, entry), 64):
             cls = BUILTINS[use.kind][use.type]
             assert isinstance(use.parameters, cls.Params)
             cls(use.parameters, name="n")
