@@ -532,9 +532,7 @@ class Models(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        names = [entry.name for entry in self.list]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
+        if twice := _twice([entry.name for entry in self.list]):
             raise ValueError(f"two models are named '{twice[0]}': give the name once, with all of its targets")
         return self
 
@@ -740,11 +738,13 @@ class Shadows(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        labels = [policy.label for policy in self.policies]
-        twice = sorted({label for label in labels if labels.count(label) > 1})
-        if twice:
+        if twice := _twice([policy.label for policy in self.policies]):
             raise ValueError(f"two shadows are named '{twice[0]}': give one another name")
         return self
+
+
+def _twice(names: list[str]) -> list[str]:
+    return sorted({name for name in names if names.count(name) > 1})
 
 
 def _one_of(policy: PolicyEntry, scheduler: SchedulerSettings | None, needed: bool) -> None:

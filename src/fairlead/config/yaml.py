@@ -145,19 +145,16 @@ def _joined(escape: re.Match[bytes]) -> bytes:
     return b"\\U%08x" % (0x10000 + ((int(high, 16) - 0xD800) << 10) + int(low, 16) - 0xDC00)
 
 
-class _Open:
+class _Open(Struct, eq=False):
     """A collection that is not complete yet."""
 
-    __slots__ = ("anchor", "key", "key_line", "merge", "merges", "node")
-
-    def __init__(self, node: Node, anchor: str | None) -> None:
-        self.node = node
-        self.anchor = anchor
-        #: The key that waits for its value, the key's line, and whether the key is `<<`.
-        self.key: str | None = None
-        self.key_line = 0
-        self.merge = False
-        self.merges: list[Node] = []
+    node: Node
+    anchor: str | None
+    #: The key that waits for its value, the key's line, and whether the key is `<<`.
+    key: str | None = None
+    key_line: int = 0
+    merge: bool = False
+    merges: list[Node] = []
 
 
 class _Builder:
