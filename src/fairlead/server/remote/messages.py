@@ -407,39 +407,24 @@ def _forecast(**columns: Floats) -> Forecast:
     return Forecast(**columns)
 
 
-def _asked(
-    expected_output: float = 0.0,
-    hit_slots: Slots = _NO_SLOTS,
-    hit_shares: Floats = _NO_SHARES,
-    candidates: Slots | None = None,
-    forecast: Forecast | None = None,
-    **values: Any,
-) -> Asked:
-    if len(hit_slots) != len(hit_shares):
+def _asked(**values: Any) -> Asked:
+    about = {name: values.pop(name) for name in _OF_ASKED if name in values}
+    asked = Asked(request=Request(**{"id": 0, "api": "", "arrived": 0.0, **values}), **about)
+    if len(asked.hit_slots) != len(asked.hit_shares):
         raise ProtocolError("hit_slots and hit_shares are not parallel")
-    return Asked(
-        request=Request(**{"id": 0, "api": "", "arrived": 0.0, **values}),
-        expected_output=expected_output,
-        hit_slots=hit_slots,
-        hit_shares=hit_shares,
-        candidates=candidates,
-        forecast=forecast,
-    )
+    return asked
 
 
-def _forms(**forms: Form) -> dict[str, Form]:
-    return forms
-
-
-_OF_REQUEST = _forms(
-    id=_INTEGER, api=_TEXT, model=_TEXT, stream=_BOOL, prompt_tokens=_COUNT, prompt_bytes=_INTEGER, max_tokens=_COUNT,
-    priority=_SIGNED, session=_TEXT, fairness_id=_TEXT, slo_ttft_ms=_REAL, slo_tpot_ms=_REAL, media=_COUNT,
-)  # fmt: skip
-_OF_ASKED = _forms(
-    expected_output=_REAL, hit_slots=_SLOTS, hit_shares=_DOUBLES,
-    candidates=_inner(Message(lambda slots=_NO_SLOTS: slots, lambda slots: (slots,), slots=_SLOTS)),
-    forecast=_inner(Message(_forecast, **dict.fromkeys(Forecast.__struct_fields__, _DOUBLES))),
-)  # fmt: skip
+_OF_REQUEST: dict[str, Form] = {
+    "id": _INTEGER, "api": _TEXT, "model": _TEXT, "stream": _BOOL, "prompt_tokens": _COUNT, "prompt_bytes": _INTEGER,
+    "max_tokens": _COUNT, "priority": _SIGNED, "session": _TEXT, "fairness_id": _TEXT, "slo_ttft_ms": _REAL,
+    "slo_tpot_ms": _REAL, "media": _COUNT,
+}  # fmt: skip
+_OF_ASKED: dict[str, Form] = {
+    "expected_output": _REAL, "hit_slots": _SLOTS, "hit_shares": _DOUBLES,
+    "candidates": _inner(Message(lambda slots=_NO_SLOTS: slots, lambda slots: (slots,), slots=_SLOTS)),
+    "forecast": _inner(Message(_forecast, **dict.fromkeys(Forecast.__struct_fields__, _DOUBLES))),
+}  # fmt: skip
 _REQUEST = Message(
     _asked,
     attrgetter(*(f"request.{name}".replace(".model", ".target_model") for name in _OF_REQUEST), *_OF_ASKED),
@@ -448,12 +433,9 @@ _REQUEST = Message(
 )
 
 
-def _batch(number: int = 0, now: float = 0.0, requests: Iterable[Asked] = ()) -> Batch:
-    return Batch(
-        number=number,
-        now=now,
-        requests=[replace(asked, request=replace(asked.request, arrived=now)) for asked in requests],
-    )
+def _batch(now: float = 0.0, requests: Iterable[Asked] = (), **values: int) -> Batch:
+    arrived = [replace(asked, request=replace(asked.request, arrived=now)) for asked in requests]
+    return Batch(now=now, requests=arrived, **values)
 
 
 _BATCH = Message(_batch, number=_INTEGER, now=_REAL, requests=_inner_list(_REQUEST))
