@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from fairlead.server.journal.records import writable
 from fairlead.server.observe.snapshot import SnapshotMaker
 
 VIEWERS = 16
@@ -245,15 +246,7 @@ def encode(value: Any) -> bytes:
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError:
-        return msgspec.json.encode(_cleaned(msgspec.to_builtins(value)))
-
-
-def _cleaned(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
-    if isinstance(value, dict):
-        return {_cleaned(key): _cleaned(item) for key, item in value.items()}
-    return [_cleaned(item) for item in value] if isinstance(value, list | tuple) else value
+        return msgspec.json.encode(writable(msgspec.to_builtins(value), "replace"))
 
 
 def _read_files() -> dict[str, tuple[bytes, str]]:

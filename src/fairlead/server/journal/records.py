@@ -134,7 +134,7 @@ def encode(item: Item) -> bytes:
     try:
         return _ENCODER.encode(item)
     except UnicodeEncodeError:
-        return _ENCODER.encode(_escaped(msgspec.to_builtins(item)))
+        return _ENCODER.encode(writable(msgspec.to_builtins(item), "backslashreplace"))
 
 
 def recorded(request: Request) -> Request:
@@ -163,14 +163,13 @@ def decode(content: bytes) -> Iterator[Item]:
             yield kind, time_s, Unknown(kind, str(error))
 
 
-def _escaped(value: Any) -> Any:
+def writable(value: Any, errors: str) -> Any:
+    """Plain values whose texts are valid Unicode. `errors`: what becomes of the rest, as for `str.encode`."""
     if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode()
+        return value.encode("utf-8", errors).decode()
     if isinstance(value, dict):
-        return {_escaped(key): _escaped(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_escaped(item) for item in value]
-    return value
+        return {writable(key, errors): writable(item, errors) for key, item in value.items()}
+    return [writable(item, errors) for item in value] if isinstance(value, list | tuple) else value
 
 
 # The detail of a decision ↔ plain values: columns become bytes, and only changes since the previous one are written.
