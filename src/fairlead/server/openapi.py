@@ -10,8 +10,7 @@ import msgspec
 
 from fairlead import __version__
 from fairlead.server.observe.fleet_gauges import EndpointStatus
-from fairlead.server.observe.search import Search, SearchResult
-from fairlead.server.observe.snapshot import EndpointPast, ModelPast
+from fairlead.server.observe.snapshot import EndpointPast, ModelPast, Search, SearchResult
 from fairlead.server.observe.snapshot_shape import Beginning, Snapshot
 
 PATH: Final = "/openapi.json"

@@ -78,12 +78,9 @@ class Journal:
             if entry is not None:
                 entry.outcome = record
 
-    def last(self, count: int, max_shown: int = MAX_SHOWN) -> list[dict[str, Any]]:
-        """The newest `count` decisions, newest first, as plain values that JSON can hold."""
-        return list(self.each(count, max_shown))
-
     def each(self, count: int, max_shown: int = MAX_SHOWN) -> Iterator[dict[str, Any]]:
-        """The same one by one: each is rendered when it is asked for."""
+        """The newest `count` decisions, newest first, as plain values that JSON can hold. Each is rendered when it is
+        asked for."""
         newest = list(self._entries)[-count:] if count > 0 else []
         return (render(entry.decision, entry.outcome, max_shown) for entry in reversed(newest))
 

@@ -41,7 +41,7 @@ def test_a_decision_with_its_outcome() -> None:
     journal = Journal()
     journal.on_decisions([decision(trace=trace(), hit_tokens=40, best_hit_tokens=64)])
     journal.on_outcomes([outcome(ttft_ms=55.0, cached_tokens=32)])
-    (shown,) = journal.last(10)
+    (shown,) = list(journal.each(10))
     assert json.loads(json.dumps(shown, allow_nan=False)) == shown
     assert shown["trace"] == {
         "outcome": "picked",
@@ -103,15 +103,15 @@ def test_the_newest_come_first() -> None:
     journal = Journal(size=3)
     for number in range(1, 6):
         journal.on_decisions([decision(number)])
-    assert [shown["request_id"] for shown in journal.last(10)] == [5, 4, 3]
-    assert [shown["request_id"] for shown in journal.last(2)] == [5, 4]
-    assert journal.last(0) == journal.last(-1) == []
+    assert [shown["request_id"] for shown in list(journal.each(10))] == [5, 4, 3]
+    assert [shown["request_id"] for shown in list(journal.each(2))] == [5, 4]
+    assert list(journal.each(0)) == list(journal.each(-1)) == []
 
 
 def test_a_refused_request() -> None:
     journal = Journal()
     journal.on_decisions([decision(endpoint="", address="", outcome="rejected-no-endpoints", status=503)])
-    (shown,) = journal.last(1)
+    (shown,) = list(journal.each(1))
     assert (shown["endpoint"], shown["outcome"], shown["status"], shown["trace"], shown["result"]) == (
         None,
         "rejected-no-endpoints",
@@ -140,7 +140,7 @@ def test_an_outcome_without_its_decision_is_ignored() -> None:
         journal.on_decisions([decision(number)])
     journal.on_outcomes([outcome(0)])
     journal.on_outcomes([outcome(99)])
-    assert [shown["result"] for shown in journal.last(5)] == [None, None]
+    assert [shown["result"] for shown in list(journal.each(5))] == [None, None]
     assert len(journal._by_id) == 2
 
 
@@ -149,7 +149,7 @@ def test_only_the_first_outcome_counts() -> None:
     journal.on_decisions([decision()])
     journal.on_outcomes([outcome(status=200)])
     journal.on_outcomes([outcome(status=500)])
-    assert journal.last(1)[0]["result"]["status"] == 200
+    assert next(journal.each(1))["result"]["status"] == 200
     assert journal._by_id == {}
 
 
@@ -159,13 +159,13 @@ def test_a_second_decision_about_a_request() -> None:
     journal.on_decisions([decision(1, endpoint="b")])
     journal.on_decisions([decision(2)])
     journal.on_outcomes([outcome(1)])
-    assert [shown["result"] is not None for shown in journal.last(5)] == [False, True]
+    assert [shown["result"] is not None for shown in list(journal.each(5))] == [False, True]
 
 
 def test_many_candidates_are_cut_but_never_the_chosen_one() -> None:
     journal = Journal()
     journal.on_decisions([decision(trace=trace(500))])
-    shown = journal.last(1, max_shown=4)[0]["trace"]
+    shown = next(journal.each(1, max_shown=4))["trace"]
     assert shown["left_out"] == 496
     assert [one["endpoint"] for one in shown["candidates"]] == ["b", "e499", "e498", "e497"]
 
@@ -174,7 +174,7 @@ def test_columns_that_are_missing_or_do_not_fit() -> None:
     journal = Journal()
     odd = Trace(endpoints=("a", "b"), filters=[("f", np.array([True]))], scorers=[("s", 1.0, None)], total=None)
     journal.on_decisions([decision(trace=odd)])
-    candidates = journal.last(1)[0]["trace"]["candidates"]
+    candidates = next(journal.each(1))["trace"]["candidates"]
     assert [(one["filters"], one["scores"], one["total"], one["kept"]) for one in candidates] == [
         ({"f": None}, {"s": None}, None, True)
     ] * 2

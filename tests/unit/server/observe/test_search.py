@@ -5,7 +5,7 @@ import pytest
 
 from fairlead.core.records import DecisionRecord, OutcomeRecord
 from fairlead.core.request import Request
-from fairlead.server.observe.search import Search
+from fairlead.server.observe.snapshot import Search
 
 
 def recorded(number, status=200, cause="natural", endpoint="default/a", ended=True, **fields):

@@ -12,8 +12,7 @@ from fairlead.core.records import DecisionRecord, Forecast, OutcomeRecord, Shado
 from fairlead.core.request import Request
 from fairlead.server.observe.endpoint_history import POINTS, STEP
 from fairlead.server.observe.model_rows import ModelPoint
-from fairlead.server.observe.search import MAX_FOUND
-from fairlead.server.observe.snapshot import DECISIONS, TRAFFIC_ROWS, SnapshotMaker
+from fairlead.server.observe.snapshot import DECISIONS, MAX_FOUND, TRAFFIC_ROWS, SnapshotMaker
 from fairlead.server.observe.watch import Watch
 
 
