@@ -279,7 +279,7 @@ def _scheduler() -> Any:
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump({"seed": 1, "endpoints": [{"address": "127.0.0.1", "port": 8000}]}, file)
         file.flush()
-        core = wiring.wire(load(Path(file.name)), loop, None, print, print)
+        core = wiring.Core(load(Path(file.name)), loop, None, print, print)
     core.driver.start()
     for number in range(ENDPOINTS):
         endpoint = Endpoint(f"default/e{number}", f"127.0.0.1:{8000 + number}")
