@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from fairlead.core.columns import BoolColumn, FloatColumn, top
 from fairlead.core.cost import Terms, Weights, cost, memory_wait, shortage, weighed
-from fairlead.core.errors import PluginError
+from fairlead.core.errors import PLUGIN_FAILURES, PluginError
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import Waiting
 from fairlead.core.flow_control import Bound
@@ -151,7 +151,7 @@ class WaitingRules:
                 )
             if np.isnan(costs).any():
                 raise ValueError("costs that are not numbers")
-        except Exception as error:
+        except PLUGIN_FAILURES as error:
             if self._report is not None:
                 self._report(PluginError(self._name, f"{type(error).__name__}: {error}"))
             return weighed(terms, self.weights, fleet)

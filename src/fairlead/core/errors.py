@@ -61,6 +61,10 @@ class PluginError(FairleadError):
         super().__init__(f"plugin {plugin}: {message}")
 
 
+#: What a plugin may raise when it is called. `sys.exit` in a plugin must not end the scheduler.
+PLUGIN_FAILURES = (Exception, SystemExit)
+
+
 class ProtocolError(FairleadError):
     """The peer broke a wire protocol (HTTP/2, gRPC, ext_proc). `code` is the HTTP/2 or gRPC error code to answer."""
 

@@ -138,6 +138,10 @@ def checked(answer: Any, fleet: FleetView) -> Answer:
     """Return the answer of a policy that may come from anywhere. Raise `TypeError` or `ValueError` if it cannot be
     carried out."""
     if isinstance(answer, Refused):
+        if not (isinstance(answer.reason, str) and isinstance(answer.message, str) and isinstance(answer.status, int)):
+            raise TypeError(f"{answer}: reason and message must be str, status int")
+        if not 400 <= answer.status <= 599:
+            raise ValueError(f"a refusal with HTTP status {answer.status}, expected 400 to 599")
         return answer
     if not isinstance(answer, Picked):
         raise TypeError(f"{type(answer).__name__}, expected Picked or Refused")
@@ -255,6 +259,17 @@ class ReportsErrors(Protocol):
     """A policy that reports which of its plugins failed."""
 
     def report_to(self, on_plugin_error: Callable[[PluginError], None] | None) -> None: ...
+
+
+def choose_or_raise(policy: Policy, request: Request, fleet: FleetView, context: Context) -> Answer:
+    """Return the checked answer of a policy. Raise what the policy raises, and what it reports of its plugins."""
+    errors: list[PluginError] = []
+    if isinstance(policy, ReportsErrors):
+        policy.report_to(errors.append)
+    answer = checked(policy.choose(request, fleet, context), fleet)
+    if errors:
+        raise errors[0]
+    return answer
 
 
 class Clamped:

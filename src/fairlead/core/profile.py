@@ -19,7 +19,7 @@ import numpy as np
 
 from fairlead.core.columns import BoolColumn, FloatColumn, scalar
 from fairlead.core.cost import Terms, cost
-from fairlead.core.errors import PluginError
+from fairlead.core.errors import PLUGIN_FAILURES, PluginError
 from fairlead.core.policy import (
     CANDIDATES,
     Answer,
@@ -153,7 +153,7 @@ class Profile:
                 if mask is None:
                     continue
                 _check(mask, len(table))
-            except Exception as error:
+            except PLUGIN_FAILURES as error:
                 self._failed(plugin.name, error)
                 continue
             if trace is not None:
@@ -186,7 +186,7 @@ class Profile:
                 if points.shape != shape:
                     raise ValueError(f"scores of shape {points.shape} for {shape[0]} slots")
                 totals = points if totals is None else totals + points
-            except Exception as error:
+            except PLUGIN_FAILURES as error:
                 self._failed(plugin.name, error)
                 continue
             if trace is not None:
@@ -206,7 +206,7 @@ class Profile:
                     if trace is not None and self._points:
                         trace.scorers.append((name, -self._points, (totals - lower) / self._points))
                     totals = lower
-            except Exception as error:
+            except PLUGIN_FAILURES as error:
                 self._failed(name, error)
         return totals
 
@@ -216,7 +216,7 @@ class Profile:
             if slot >= 0 and totals[slot] > -np.inf:
                 return int(slot)
             self._failed(self.picker.name, ValueError(f"picked slot {slot}, which was filtered out"))
-        except Exception as error:
+        except PLUGIN_FAILURES as error:
             self._failed(self.picker.name, error)
         return int(np.nan_to_num(totals, nan=-1e300, neginf=-np.inf).argmax())
 
@@ -245,7 +245,7 @@ class Profile:
         for name, observer in self._observers:
             try:
                 observer.chosen(request, slot, fleet, cycle)
-            except Exception as error:
+            except PLUGIN_FAILURES as error:
                 self._failed(name, error)
         share = prefix_share(request, fleet, cycle)
         if trace is not None:
@@ -260,7 +260,7 @@ class Profile:
             trace.outcome = "none"
         return Refused(NO_ENDPOINTS, message, trace)
 
-    def _failed(self, plugin: str, error: Exception) -> None:
+    def _failed(self, plugin: str, error: BaseException) -> None:
         if self._report is not None:
             self._report(PluginError(plugin, f"{type(error).__name__}: {error}"))
 

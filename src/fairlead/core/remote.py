@@ -18,7 +18,7 @@ from zlib import crc32
 from msgspec import Struct, field
 
 from fairlead.core.columns import BoolColumn
-from fairlead.core.errors import PluginError
+from fairlead.core.errors import PLUGIN_FAILURES, PluginError
 from fairlead.core.policy import Answer, Context, Policy, checked
 from fairlead.core.request import Request
 from fairlead.core.view import FleetView
@@ -208,7 +208,7 @@ class Canary(AsksElsewhere):
                 pick.by = pick.by or self.canary.name
                 self.decided["canary"] += 1
                 return pick
-            except Exception as error:
+            except PLUGIN_FAILURES as error:
                 if self._report is not None:
                     self._report(PluginError(self.canary.name, f"{type(error).__name__}: {error}"))
         self.decided["primary"] += 1

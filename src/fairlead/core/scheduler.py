@@ -28,7 +28,7 @@ from msgspec import structs
 from fairlead.core import events as ev
 from fairlead.core.apis import BEGUN_ONCE
 from fairlead.core.clock import Clock
-from fairlead.core.errors import ConfigError, PluginError
+from fairlead.core.errors import PLUGIN_FAILURES, ConfigError, PluginError
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import DISPLACED, LEFT, FlowKey, Waiting
 from fairlead.core.flow_control import ANYBODY, MARGIN, Bound, FlowControl, FlowController
@@ -508,7 +508,7 @@ class Pipeline:
             if self.snapshot is not None and pick.trace is not None:
                 pick.trace.snapshot = self.snapshot(self.fleet, now)
             return pick if policy is self._own_policy else checked(pick, self.fleet)
-        except Exception as error:  # a policy may come from anywhere: its failure must not become the client's
+        except PLUGIN_FAILURES as error:  # a policy may come from anywhere: its failure must not become the client's
             if self._report is not None:
                 self._report(PluginError(policy.name, f"{type(error).__name__}: {error}"))
         alive = self.fleet.table.slots()

@@ -22,10 +22,11 @@ from msgspec.structs import replace
 
 from fairlead.core.columns import BoolColumn, FloatColumn
 from fairlead.core.cost import cost as expected_cost
+from fairlead.core.errors import PLUGIN_FAILURES
 from fairlead.core.events import Outcome, RemotePick
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import Instruction, JudgeShadows
-from fairlead.core.policy import Context, Cycle, Picked, Policy, Refused, checked
+from fairlead.core.policy import Context, Cycle, Picked, Policy, Refused, choose_or_raise
 from fairlead.core.records import ShadowCase, ShadowRecord, ShadowVerdict, Snapshot
 from fairlead.core.request import NO_PREFIX, Request
 from fairlead.core.snapshot import Restored, Snapshots
@@ -146,9 +147,9 @@ class Bench:
         try:
             fleet = self._replica.fleet(case)
             context = Context(case.snapshot.at, self._rng, trace=False)
-            pick = checked(policy.choose(case.request, fleet, context), fleet)
+            pick = choose_or_raise(policy, case.request, fleet, context)
             return self.verdict(name, -1 if isinstance(pick, Refused) else pick.slot)
-        except Exception as error:
+        except PLUGIN_FAILURES as error:
             return ShadowVerdict(name, error=f"{type(error).__name__}: {error}"[:_MAX_ERROR])
 
     def answered(self, name: str, pick: RemotePick, took_us: float) -> ShadowVerdict:

@@ -12,7 +12,7 @@ from fairlead.apis.parsed import ParsedRequest, unread
 from fairlead.apis.request import parse_request
 from fairlead.core.apis import OTHER
 from fairlead.core.endpoint import Endpoint
-from fairlead.core.errors import ClientError, PluginError
+from fairlead.core.errors import PLUGIN_FAILURES, ClientError, PluginError
 from fairlead.core.fairness import Strict
 from fairlead.core.flow import Ceiling, Fairness, Flow, Ordering, Waiting
 from fairlead.core.view import FleetView
@@ -76,7 +76,7 @@ class Measuring:
                 stray = given.keys() - {*source.provides}
                 if stray:
                     raise ValueError(f"gave {min(stray)!r}, which it does not provide")
-            except Exception as error:
+            except PLUGIN_FAILURES as error:
                 _tell(self._report, source.name, error)
                 continue
             values |= {n: (_MOST if v > 0 else -_MOST) if isinf(v) else v for n, v in given.items()}
@@ -114,7 +114,7 @@ class Parsing:
             return parsed
         except ClientError:
             raise
-        except Exception as error:
+        except PLUGIN_FAILURES as error:
             _tell(self._report, parser.name, error)
             return unread(OTHER, "path", len(body))
 
@@ -128,7 +128,7 @@ class Parsing:
 Report = Callable[[PluginError], None] | None
 
 
-def _tell(report: Report, name: str, error: Exception) -> None:
+def _tell(report: Report, name: str, error: BaseException) -> None:
     if report is not None:
         report(PluginError(name, f"{type(error).__name__}: {error}"))
 
@@ -145,7 +145,7 @@ class GuardedOrdering:
             if isfinite(key):
                 return key
             raise ValueError(f"{key} is no key")
-        except Exception as error:
+        except PLUGIN_FAILURES as error:
             _tell(self._report, self.name, error)
             return waiting.since
 
@@ -203,7 +203,7 @@ class GuardedFairness:
         try:
             for turn in self._inner.turns(window):
                 yield list(turn)
-        except Exception as error:
+        except PLUGIN_FAILURES as error:
             self._failed(error)
 
     def _try(self, call: Callable[[Fairness], None]) -> None:
@@ -211,10 +211,10 @@ class GuardedFairness:
             return
         try:
             call(self._inner)
-        except Exception as error:
+        except PLUGIN_FAILURES as error:
             self._failed(error)
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: BaseException) -> None:
         self._inner = None
         _tell(self._report, self.name, error)
 
@@ -231,7 +231,7 @@ class GuardedCeiling:
             if len(allowed) == len(priorities):
                 return allowed
             raise ValueError(f"{len(allowed)} answers for {len(priorities)} bands")
-        except Exception as error:
+        except PLUGIN_FAILURES as error:
             _tell(self._report, self.name, error)
             return [True] * len(priorities)
 
@@ -248,6 +248,6 @@ class GuardedSaturation:
             if level == level:
                 return level
             raise ValueError("no number")
-        except Exception as error:
+        except PLUGIN_FAILURES as error:
             _tell(self._report, self.name, error)
             return 0.0

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from fairlead.core.errors import PLUGIN_FAILURES
 from fairlead.core.fleet import Fleet
 from fairlead.core.policy import (
     CANDIDATES,
@@ -27,7 +28,7 @@ from fairlead.core.policy import (
     Refused,
     Scorer,
     Stage,
-    checked,
+    choose_or_raise,
 )
 from fairlead.core.request import Request
 from fairlead.core.table import FLOATS
@@ -73,12 +74,11 @@ def check_policy(policy: Policy) -> None:
     _named(policy)
     for case, known, asked in [*_cases(), ("nobody there", _empty(), request("hello"))]:
         before = known.table.floats.copy()
-        pick = policy.choose(asked, known, Context(1.0, Random(1)))
-        _unchanged(case, before, known, "policy")
         try:
-            checked(pick, known)
-        except (TypeError, ValueError) as error:
-            raise AssertionError(f"{case}: {error}") from None
+            pick = choose_or_raise(policy, asked, known, Context(1.0, Random(1)))
+        except PLUGIN_FAILURES as error:
+            raise AssertionError(f"{case}: {type(error).__name__}: {error}") from error
+        _unchanged(case, before, known, "policy")
         assert isinstance(pick, Picked) or pick.reason, f"{case}: a refusal without a reason"
 
 

@@ -101,14 +101,26 @@ class Nasty:
         self._answer = answer
 
     def choose(self, request: Any, fleet: Fleet, context: Any) -> Any:
-        if isinstance(self._answer, Exception):
+        if isinstance(self._answer, BaseException):
             raise self._answer
         return self._answer
 
 
 @pytest.mark.parametrize(
     "answer",
-    [RuntimeError("no"), None, [], [Picked(0)], Picked(99), Picked(-7), Picked(-1), "e0", Picked("e0"), 5],  # type: ignore[arg-type]
+    [
+        RuntimeError("no"),
+        SystemExit(3),
+        None,
+        [],
+        [Picked(0)],
+        Picked(99),
+        Picked(-7),
+        Picked(-1),
+        "e0",
+        Picked("e0"),
+        5,
+    ],  # type: ignore[arg-type]
     ids=str,
 )
 def test_whatever_a_shadow_does_becomes_its_verdict(answer: Any) -> None:
@@ -118,6 +130,17 @@ def test_whatever_a_shadow_does_becomes_its_verdict(answer: Any) -> None:
     verdict = judge.decide("nasty", Nasty(answer))
     assert verdict.error and not verdict.endpoint and len(verdict.error) <= 200
     assert judge.decide("good", LeastRequests()).error == "", "others are not touched"
+
+
+def test_a_shadow_whose_cost_fails_has_failed() -> None:
+    class Fails(LeastRequests):
+        def cost(self, request: Any, fleet: Any, cycle: Any) -> Any:
+            raise RuntimeError("no")
+
+    rig, judge = Rig(2), bench()
+    rig.arrive("a")
+    judge.open(rig.cases[0])
+    assert judge.decide("f", Fails(name="f")).error == "PluginError: plugin f: RuntimeError: no"
 
 
 def test_a_shadow_that_writes_to_its_fleet_changes_no_real_one() -> None:

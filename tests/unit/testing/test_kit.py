@@ -121,6 +121,15 @@ def test_policies_that_break_the_contract(answer: Callable[[Fleet], Any], compla
         check_policy(Chooser(answer))
 
 
+@pytest.mark.parametrize("error", [RuntimeError("no"), SystemExit(3)], ids=repr)
+def test_a_policy_whose_plugin_always_fails_breaks_the_contract(error: BaseException) -> None:
+    def fails(fleet: Fleet, cycle: Cycle) -> Any:
+        raise error
+
+    with pytest.raises(AssertionError, match=rf"plugin mine: {type(error).__name__}: {error}"):
+        check_policy(Profile("p", [], [(Plugin(fails), 1.0)], MaxScore(MaxScoreParams())))
+
+
 def test_good_ones_pass() -> None:
     check_scorer(Plugin(lambda fleet, cycle: None))
     check_filter(Plugin(lambda fleet, cycle: fleet.table.alive.copy()))

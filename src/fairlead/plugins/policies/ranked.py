@@ -5,7 +5,7 @@ left are those of `Profile`. A subclass only implements `cost`; see docs/policie
 choices also has `chosen` (`core.policy.PickObserver`).
 """
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from fairlead.core.columns import BoolColumn, FloatColumn
 from fairlead.core.cost import Terms, Weights
+from fairlead.core.errors import PLUGIN_FAILURES
 from fairlead.core.policy import PREFIX_SHARE, Context, Cycle, Filter, Picker
 from fairlead.core.profile import Profile
 from fairlead.core.records import Trace
@@ -25,7 +26,7 @@ from fairlead.plugins.pickers import MaxScore, MaxScoreParams
 _LOWEST = -1e100
 
 
-class Ranked(Profile):
+class Ranked(Profile, ABC):
     """A policy by cost. Subclass it, set `type`, and implement `cost`."""
 
     type: ClassVar[str]
@@ -63,7 +64,7 @@ class Ranked(Profile):
     def _cost_of(self, request: Request, share: FloatColumn, fleet: FleetView, context: Context) -> FloatColumn:
         cycle = Cycle(context)
         cycle.once(PREFIX_SHARE, lambda: share if np.count_nonzero(share) else None)
-        costs = self.cost(request, fleet, cycle)
+        costs = np.asarray(self.cost(request, fleet, cycle), dtype=np.float64)
         if not np.isfinite(costs).all():  # late binding reports NaN and takes the kernel's costs
             costs = np.where(costs == np.inf, -_LOWEST, np.where(costs == -np.inf, np.nan, costs))
         return costs
@@ -71,7 +72,7 @@ class Ranked(Profile):
     def _negated(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn:
         """Return the negated costs, all finite: an infinite cost is the highest. Report costs that are no numbers."""
         try:
-            totals = -self.cost(request, fleet, cycle)
+            totals: FloatColumn = np.negative(self.cost(request, fleet, cycle), dtype=np.float64)
             if totals.shape != (len(fleet.table),):
                 raise ValueError(f"costs of shape {totals.shape} for {len(fleet.table)} slots")
             finite = np.isfinite(totals)
@@ -79,10 +80,10 @@ class Ranked(Profile):
                 return totals
             wrong = np.count_nonzero(~finite & (totals != -np.inf))
             if wrong:
-                self._failed("cost", ValueError(f"NaN or -inf for {wrong} of {len(totals)} slots"))
+                self._failed(self.name, ValueError(f"NaN or -inf for {wrong} of {len(totals)} slots"))
             return np.where(finite, totals, _LOWEST)
-        except Exception as error:
-            self._failed("cost", error)
+        except PLUGIN_FAILURES as error:
+            self._failed(self.name, error)
             return np.zeros(len(fleet.table))
 
     def _overflow(self, available: BoolColumn | None, request: Request, fleet: FleetView, cycle: Cycle) -> int:

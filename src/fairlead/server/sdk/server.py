@@ -16,10 +16,10 @@ from fairlead import __version__
 from fairlead.compat.load import load
 from fairlead.config.plugins import build_policy
 from fairlead.core.endpoint import Endpoint
-from fairlead.core.errors import ConfigError, PluginError, ProtocolError
+from fairlead.core.errors import PLUGIN_FAILURES, ConfigError, ProtocolError
 from fairlead.core.events import Outcome, RemotePick
 from fairlead.core.mirror import MirrorFleet
-from fairlead.core.policy import Context, Picked, Policy, Refused, checked
+from fairlead.core.policy import Context, Picked, Policy, Refused, choose_or_raise
 from fairlead.core.profile import in_order, runner_up
 from fairlead.core.request import Request
 from fairlead.gateway.grpc_frames import Status
@@ -186,9 +186,9 @@ class Session:
             column[fleet.slots_of(asked.hit_slots.tolist())] = asked.hit_shares
             request = replace(request, blocks=column)
         try:
-            pick = checked(self._policy.choose(request, fleet, context), fleet)
+            pick = choose_or_raise(self._policy, request, fleet, context)
             return self._answer(request, asked.expected_output, pick)
-        except Exception:
+        except PLUGIN_FAILURES:
             self._stats.failures += 1
             log.exception("policy %s failed; the gateway's own policy decides", self._policy.name)
             return RemotePick(request.id, Outcome.PASSED)
@@ -216,19 +216,19 @@ class Session:
 _FORMS = "give the name of a built-in policy, a configuration file (.yaml), or MODULE:NAME"
 
 
-def policy_maker(target: str, report: Callable[[PluginError], None] | None = None) -> Callable[[], Policy]:
+def policy_maker(target: str) -> Callable[[], Policy]:
     """Makes one policy per stream. Raises `ConfigError`, which says what to give; a policy is made here as a test."""
     if ":" in target:
         make = _from_module(*target.rsplit(":", 1))
     elif target.endswith((".yaml", ".yml", ".json")):
         config = load(Path(target), need_endpoints=False)
-        make = lambda: build_policy(config, report)  # noqa: E731
+        make = lambda: build_policy(config)  # noqa: E731
     else:
         try:
             named = load(f"policy: {target}", need_endpoints=False)
         except ConfigError as error:
             raise ConfigError(f"{error}; {_FORMS}") from None
-        make = lambda: build_policy(named, report)  # noqa: E731
+        make = lambda: build_policy(named)  # noqa: E731
     make()
     return make
 

@@ -3,15 +3,18 @@
 from collections.abc import Callable
 from random import Random
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
 
+from fairlead.core.binding import WaitingRules
 from fairlead.core.errors import PluginError
 from fairlead.core.events import EndpointUp, RequestArrived
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import Route
-from fairlead.core.policy import Context, Cycle, Picked, Stage
+from fairlead.core.policy import Context, Cycle, Picked, Refused, Stage
+from fairlead.core.profile import estimate
 from fairlead.core.request import Request
 from fairlead.core.scheduler import Pipeline
 from fairlead.core.tokens import TokenEstimator
@@ -78,7 +81,7 @@ def test_costs_that_are_not_finite(more: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize("given", [lambda: np.zeros(2), lambda: 1 / 0], ids=["shape", "raises"])
 def test_a_cost_that_fails_leaves_those_that_are_able(given: Callable[[], Any], more: tuple[Any, ...]) -> None:
     where, said = went(given, Only("e1", "e2"), *more)
-    assert where == {"e1", "e2"} and "plugin cost" in said[0]
+    assert where == {"e1", "e2"} and "plugin costs" in said[0]
 
 
 def test_late_binding_hears_of_costs_that_are_no_numbers() -> None:
@@ -87,6 +90,52 @@ def test_late_binding_hears_of_costs_that_are_no_numbers() -> None:
     terms: Any = None
     (row,) = policy.costs([request()], np.zeros((1, 3)), terms, fleet("e0", "e1", "e2"), Context(0.0, Random(0)))
     assert np.isnan(row).tolist() == [False, True, False] and np.isfinite(row[2]) and row[2] > row[0]
+
+
+def exits() -> Any:
+    raise SystemExit(3)
+
+
+def routed(policy: Any) -> tuple[list[Route], list[str]]:
+    """How a pipeline of three endpoints, which names two beside the chosen one, sends a request; and what failed."""
+    errors: list[PluginError] = []
+    if isinstance(policy, Ranked):
+        policy.report_to(errors.append)
+    pipeline = Pipeline(SimClock(), Random(1), Fleet(), policy, TokenEstimator(), errors.append, alternatives=2)
+    for name in ("e0", "e1", "e2"):
+        pipeline.handle(EndpointUp(endpoint(name)))
+    routes = [made for made in pipeline.handle(RequestArrived(request())) if isinstance(made, Route)]
+    pipeline.validate()
+    return routes, [str(error) for error in errors]
+
+
+@pytest.mark.parametrize("column", [np.array([2, 0, 1]), np.array([2, 0, 1], np.uint8), [2, 0, 1]], ids=repr)
+def test_whole_numbers_and_lists_are_costs_too(column: Any) -> None:
+    policy = Costs()
+    policy.given = lambda: column
+    ((route,), errors), order = routed(policy), [f"10.0.0.{number}:8000" for number in (1, 2, 0)]
+    assert (route.destination.split(","), errors) == (order, [])
+    terms: Any = None
+    row = policy.costs([request()], np.zeros((1, 3)), terms, fleet("e0", "e1", "e2"), Context(0.0, Random(0)))
+    assert row.tolist() == [[2.0, 0.0, 1.0]]
+
+
+def test_a_policy_that_ends_the_process_has_failed_like_others() -> None:
+    policy = Costs()
+    policy.given = exits
+    assert routed(policy) == ([ANY], ["plugin costs: SystemExit: 3"])
+    binder = WaitingRules(policy, policy, print)
+    known = fleet("e0", "e1", "e2")
+    terms = estimate(request(), known, Cycle(Context(0.0, Random(0))))
+    binder.costs([request()], np.zeros((1, 3)), np.ones((1, 3), np.bool_), terms, known, 0.0)
+
+
+def test_a_policy_by_cost_has_a_cost() -> None:
+    class Costless(Ranked):
+        type = "costless"
+
+    with pytest.raises(TypeError, match="abstract method cost"):
+        Costless()  # type: ignore[abstract]
 
 
 class Chooser:
@@ -106,18 +155,14 @@ class Chooser:
         Picked(0, prefill_slot=9), Picked(0, fallback_slot=99), Picked(0, fallback_slot=-3),
         Picked(0, alternatives=(5,)),
         Picked(0, hit_share=NAN), Picked(0, best_share=INF),
+        Refused("busy", status="429"), Refused(None), Refused("busy", None),  # type: ignore[arg-type]
+        Refused("busy", status=200), Refused("busy", status=600),
     ],
     ids=repr,
 )  # fmt: skip
 def test_an_answer_that_cannot_be_carried_out_is_reported_and_replaced(answer: Any) -> None:
-    errors: list[PluginError] = []
-    pipeline = Pipeline(SimClock(), Random(1), Fleet(), Chooser(answer), TokenEstimator(), errors.append)
-    for name in ("e0", "e1"):
-        pipeline.handle(EndpointUp(endpoint(name)))
-    routed = pipeline.handle(RequestArrived(request()))
-    assert any(isinstance(made, Route) for made in routed)
-    assert len(errors) == 1
-    pipeline.validate()
+    routes, errors = routed(Chooser(answer))
+    assert len(routes) == len(errors) == 1
 
 
 def test_a_policy_that_writes_to_columns_breaks_its_contract() -> None:

@@ -20,6 +20,7 @@ from fairlead.testing import builders
 
 MODULE = """
 from fairlead.core.policy import Picked
+from fairlead.plugins.policies.ranked import Ranked
 from fairlead.server.sdk import RefusedRequest
 
 class Least:
@@ -38,6 +39,11 @@ class Nowhere:
     name = "nowhere"
     def choose(self, request, fleet, context):
         return Picked(-1)
+
+class Fails(Ranked):
+    type = "fails"
+    def cost(self, request, fleet, cycle):
+        raise SystemExit(3)
 
 class Needs:
     def __init__(self, something): ...
@@ -187,7 +193,7 @@ def test_a_caller_gets_as_many_endpoints_as_it_takes_for_a_state_of_its_own_in_o
     assert [first.endpoint, *(name for name, _ in first.alternatives)] == ["e1", "e2", "e3", "e0"][:most]
 
 
-@pytest.mark.parametrize("policy", ["Policy", "Nowhere"])
+@pytest.mark.parametrize("policy", ["Policy", "Nowhere", "Fails"])
 def test_a_policy_that_raises_or_picks_nobody_has_no_opinion(module: str, policy: str) -> None:
     one, stream, stats = session(f"{module}:{policy}")
     one.on_message(encode_ask(Ask(hello=Hello(), state=Dialogue().state(endpoints(2)))))
