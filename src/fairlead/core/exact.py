@@ -31,7 +31,7 @@ from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.match import BlockChain, KvMatch
 from fairlead.core.kv.recipe import Recipe, TokenIds, new_index
 from fairlead.core.kv.speculation import Guess
-from fairlead.core.kv.tiers import Tier, TierCosts
+from fairlead.core.kv.tiers import TRANSFER_MS
 from fairlead.core.request import Request, Usage
 from fairlead.core.trust import Awaited, SelfCheck
 
@@ -87,13 +87,10 @@ class Prepared(Struct, frozen=True, gc=False):
 class ExactKnowledge:
     """Owned by `Fleet`, which reports endpoints and requests to it. Events reach `index` through `core.kv.events`."""
 
-    def __init__(
-        self, recipe: Recipe | None = None, index: KvIndex | None = None, costs: TierCosts | None = None
-    ) -> None:
+    def __init__(self, recipe: Recipe | None = None, index: KvIndex | None = None) -> None:
         self.recipe = recipe or Recipe()
         self.index = index if index is not None else new_index(self.recipe)
         self.check = SelfCheck(self.index, self.recipe)
-        self._costs = costs or TierCosts()
         self._slots: set[int] = set()
         self._sources = np.zeros(0, np.int8)
         #: The block sizes of all engines, in tokens.
@@ -163,7 +160,7 @@ class ExactKnowledge:
 
     def adapter(self, model: str) -> str:
         """Return the name if it is a known adapter, else an empty string."""
-        return self._adapter(model)
+        return model if model in self._adapters else ""
 
     def source(self, slot: int) -> str:
         """Return the source that is used for the slot, one of `SOURCES`."""
@@ -226,7 +223,7 @@ class ExactKnowledge:
         if look is None or tokens is None:
             return None
         model = request.target_model
-        if look.chains is None or self._adapter(look.model) != self._adapter(model):
+        if look.chains is None or self.adapter(look.model) != self.adapter(model):
             look.chains = self._chains(tokens, model)
         look.model = model
         if not all(map(self.index.knows, look.chains.values())):
@@ -241,12 +238,9 @@ class ExactKnowledge:
         return look
 
     def _chains(self, tokens: TokenIds, model: str) -> dict[int, BlockChain]:
-        lora = self._adapter(model)
+        lora = self.adapter(model)
         chains = {size: self.recipe.chain(self.index.space, tokens, size, lora) for size in self.sizes}
         return {size: chain for size, chain in chains.items() if chain is not None}
-
-    def _adapter(self, model: str) -> str:
-        return model if model in self._adapters else ""
 
     def _add(self, look: PromptBlocks, match: KvMatch, prompt: int, recompute_ms: FloatColumn) -> None:
         hits = match.hit_tokens(prompt)
@@ -254,9 +248,8 @@ class ExactKnowledge:
         credit = hits
         if len(match.tiers) > 1:
             fetching = np.zeros(len(hits))
-            for tier in range(1, len(match.tiers)):
-                price = self._costs.transfer_ms(Tier(tier)) / np.maximum(recompute_ms, 1e-9)
-                fetching += match.tiers[tier] * np.minimum(price, 1.0)
+            for blocks, transfer_ms in zip(match.tiers[1:], TRANSFER_MS[1:], strict=False):
+                fetching += blocks * np.minimum(transfer_ms / np.maximum(recompute_ms, 1e-9), 1.0)
             credit = np.maximum(hits - fetching * match.block_size, 0.0)
         if look.hits is None or look.certain is None or look.credit is None:
             look.hits, look.certain, look.credit = hits, certain, credit
@@ -282,7 +275,7 @@ class ExactKnowledge:
             guess = self.index.speculation.add(computing, chain.keys, now + LEASE)
         if prefill_slot < 0:  # otherwise its answer reports the cached tokens of the decoding endpoint
             hits, certain = _number_at(look.hits, slot), _number_at(look.certain, slot)
-            awaited = self.check.expect(slot, tokens, self._adapter(look.model), hits, certain == hits)
+            awaited = self.check.expect(slot, tokens, self.adapter(look.model), hits, certain == hits)
         look.clear()
         return Predicted(guess, awaited)
 

@@ -36,7 +36,7 @@ from fairlead.core.fleet import Fleet
 from fairlead.core.flow import FlowKey
 from fairlead.core.flow_control import FlowControl
 from fairlead.core.ledger import Lease, Ledger
-from fairlead.core.request import PrefixChain, Request
+from fairlead.core.request import PrefixChain
 
 #: Facts that may wait to be fetched.
 MOST_FACTS = 65_536
@@ -317,18 +317,8 @@ class SharedFleet(Fleet):
         super().__init__(*args, **{**settings, "ledger": ReportingLedger})
         self.reports = self.ledger.reports = Reports(self.ledger)
 
-    def charge(
-        self,
-        request: Request,
-        slot: int,
-        now: float,
-        hit_tokens: int,
-        expected_output: float,
-        *,
-        auxiliary: bool = False,
-        reserved: bool = False,
-    ) -> Lease:
-        lease = super().charge(request, slot, now, hit_tokens, expected_output, auxiliary=auxiliary, reserved=reserved)
+    def charge(self, *charge: Any, reserved: bool = False, **marks: Any) -> Lease:
+        lease = super().charge(*charge, reserved=reserved, **marks)
         if not reserved:
             self.reports.charged(lease)
         return lease
@@ -345,9 +335,7 @@ class SharedFleet(Fleet):
         if own and endpoint is not None:
             self.reports.avoided(endpoint.id, until)
 
-    def completed(
-        self, lease: Lease, now: float, completion_tokens: int, ttft_ms: float = -1.0, duration_ms: float = -1.0
-    ) -> None:
-        super().completed(lease, now, completion_tokens, ttft_ms, duration_ms)
+    def completed(self, lease: Lease, now: float, completion_tokens: int, *times_ms: float) -> None:
+        super().completed(lease, now, completion_tokens, *times_ms)
         if lease.number:
             self.reports.ended(lease, completion_tokens)

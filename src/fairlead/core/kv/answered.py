@@ -17,7 +17,7 @@ from msgspec import Struct
 from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.keys import KeySpace
 from fairlead.core.kv.match import BlockChain, KvMatch
-from fairlead.core.kv.tiers import CREDITS
+from fairlead.core.kv.tiers import Tier
 
 #: Ranks per endpoint, at most.
 MOST_RANKS = 256
@@ -47,8 +47,8 @@ class AnsweredIndex(KvIndex):
         self._tenures: dict[int, int] = {}
         self._tenants = 0
 
-    def add_slot(self, slot: int, capacity: int = 0) -> None:
-        super().add_slot(slot, capacity)
+    def add_slot(self, slot: int) -> None:
+        super().add_slot(slot)
         self._tenants += 1
         self._tenures[slot] = self._tenants
 
@@ -80,10 +80,10 @@ class AnsweredIndex(KvIndex):
     def knows(self, chain: BlockChain) -> bool:
         return chain.held is not None
 
-    def look_up(self, chain: BlockChain, slots: int, worth: tuple[float, ...] = CREDITS) -> KvMatch | None:
-        return self.matcher.guess(self._answer(chain, slots, worth), chain, slots, worth[0])
+    def look_up(self, chain: BlockChain, slots: int) -> KvMatch | None:
+        return self.matcher.guess(self._answer(chain, slots), chain, slots)
 
-    def _answer(self, chain: BlockChain, slots: int, worth: tuple[float, ...]) -> KvMatch | None:
+    def _answer(self, chain: BlockChain, slots: int) -> KvMatch | None:
         held = [
             held_by
             for held_by in chain.held or ()
@@ -94,15 +94,13 @@ class AnsweredIndex(KvIndex):
         tiers = np.zeros((max(len(held_by.tiers) for held_by in held), slots))
         for held_by in held:
             tiers[: len(held_by.tiers), held_by.slot] = held_by.tiers
-        blocks = tiers.sum(axis=0)
-        weighed = np.array(worth[: len(tiers)]) @ tiers
-        return KvMatch(blocks, weighed, len(chain.keys), chain.block_size, tiers, np.full(slots, -1, np.int64))
+        return KvMatch(tiers.sum(axis=0), chain.block_size, tiers)
 
 
 def bounded(tiers: Sequence[float], total: int) -> tuple[float, ...]:
     """Return another process's counts of blocks per tier, limited to at least 0 each and at most `total` together."""
     left, clipped = float(total), list[float]()
-    for blocks in tiers[: len(CREDITS)]:
+    for blocks in tiers[: len(Tier)]:
         clipped.append(min(max(float(blocks), 0.0), left))
         left -= clipped[-1]
     return tuple(clipped)

@@ -3,6 +3,7 @@ of copies), and the blocks whose parent is not known yet (orphans)."""
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator
+from itertools import islice
 
 from msgspec import Struct
 
@@ -75,16 +76,10 @@ class Counts(Struct):
     removed: int = 0
     #: Removed, but not known here.
     removed_unknown: int = 0
-    #: Clear events.
-    clears: int = 0
     #: Reported without tokens, and not known from another rank.
     nameless: int = 0
-    #: Of groups whose blocks are not useful for longer prompts.
-    not_indexable: int = 0
-    #: Stored with an unknown parent (orphans); of these: parent found, and dropped (with their rank, or given up).
+    #: Stored with an unknown parent (orphans).
     orphaned: int = 0
-    adopted: int = 0
-    orphans_dropped: int = 0
     #: One hash with two contents.
     conflicts: int = 0
     #: No room, or too many colliding hashes.
@@ -276,19 +271,14 @@ class Orphans:
                 return
             self.give_up()
 
-    def drop_shelf(self, shelf: Shelf, most: int) -> int:
-        """Forget up to `most` orphans of a shelf. Return how many."""
-        dropped = 0
-        while shelf.orphans and dropped < most:
-            self._forget(self._entries[shelf.number, next(iter(shelf.orphans))])
-            dropped += 1
-        return dropped
+    def drop_shelf(self, shelf: Shelf, most: int) -> None:
+        """Forget up to `most` orphans of a shelf."""
+        for digest in list(islice(shelf.orphans, most)):
+            self._forget(self._entries[shelf.number, digest])
 
     def give_up(self) -> None:
         """Forget the oldest orphan."""
-        oldest = next(iter(self._entries.values()))
-        oldest.shelf.cache.counts.orphans_dropped += 1
-        self._forget(oldest)
+        self._forget(next(iter(self._entries.values())))
 
     def _forget(self, orphan: Orphan) -> None:
         name = (orphan.shelf.number, orphan.digest)

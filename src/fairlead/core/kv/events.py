@@ -113,10 +113,7 @@ def _remove_many(index: KvIndex, shelf: Shelf, event: BlocksRemoved) -> Iterator
 
 def _store(index: KvIndex, cache: RankCache, event: BlocksStored, now: float) -> Iterator[int] | None:
     hashes = event.hashes
-    if not cache.indexable(event.group, event.kind):
-        cache.counts.not_indexable += len(hashes)
-        return None
-    if not hashes:
+    if not cache.indexable(event.group, event.kind) or not hashes:
         return None
     size, tokens = event.block_size, event.tokens
     if not tokens:

@@ -17,14 +17,13 @@ from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
-from fairlead.core.columns import FloatColumn
 from fairlead.core.kv.blocks import BlockTable
 from fairlead.core.kv.cache import EVERYONE, MOST_GROUPS, Orphans, RankCache, Shelf
 from fairlead.core.kv.keys import KeySpace, OwnSpace
 from fairlead.core.kv.match import BlockChain, KvMatch, Matcher
 from fairlead.core.kv.speculation import Speculation
 from fairlead.core.kv.table import SEGMENT, Keys
-from fairlead.core.kv.tiers import CREDITS, Tier
+from fairlead.core.kv.tiers import Tier
 
 #: Dead shelves beyond this number are taken apart immediately, so that a rank which clears all the time cannot make the
 #: list grow.
@@ -36,7 +35,7 @@ _LOOKS = 3
 
 
 class KvIndex:
-    """Slots are those of the endpoint table. The interface is that of the learned index, `core.prefix.PrefixIndex`."""
+    """Slots are those of the endpoint table."""
 
     #: Whether its caches remember recent stores.
     tells_stores = True
@@ -66,7 +65,7 @@ class KvIndex:
 
     # ---------------------------------------------------------------- endpoints and ranks
 
-    def add_slot(self, slot: int, capacity: int = 0) -> None:
+    def add_slot(self, slot: int) -> None:
         """Add an endpoint. Its ranks are added with their first events. Slot `EVERYONE`: storage shared by all."""
         self._caches[slot] = {}
 
@@ -75,9 +74,6 @@ class KvIndex:
         self.clear(slot)
         del self._caches[slot]
         self.speculation.drop_slot(slot)
-
-    def set_capacity(self, slot: int, capacity: int) -> None:
-        """Do nothing: engines report what they drop. Exists because the learned index has it."""
 
     def rank(self, slot: int, rank: int, model: str) -> RankCache:
         """Return the cache of one rank, created on first use. Raise `KeyError` if the slot was not added.
@@ -110,7 +106,6 @@ class KvIndex:
 
     def clear_rank(self, cache: RankCache) -> None:
         """Forget all blocks of one rank: immediately for matches; the O(blocks) work is done later, in `tend`."""
-        cache.counts.clears += 1
         for shelf in cache.shelves.values():
             shelf.dead = True
             self._dead.append(shelf)
@@ -195,22 +190,9 @@ class KvIndex:
         """Whether `look_up` knows about the chain; if not, finding nothing is not a miss."""
         return True
 
-    def look_up(self, chain: BlockChain, slots: int, worth: tuple[float, ...] = CREDITS) -> KvMatch | None:
-        """Return how much of a prompt each slot holds; `None` = no slot holds its first block. `worth`: of a block, per
-        tier."""
-        return self.matcher.match(chain, slots, worth)
-
-    def match(self, chain: BlockChain, slots: int) -> FloatColumn | None:
-        """Return the matched tokens per slot as a column of length `slots`; `None` = no slot holds any of it."""
-        matched = self.matcher.match(chain, slots, CREDITS)
-        return matched.blocks * chain.block_size if matched is not None else None
-
-    def matches(self, chain: BlockChain) -> Iterator[tuple[int, int]]:
-        """Iterate over (slot, matched tokens) of all endpoints that hold at least the first block."""
-        tokens = self.match(chain, max(self._caches, default=-1) + 1)
-        if tokens is not None:
-            for slot in tokens.nonzero()[0].tolist():
-                yield slot, int(tokens[slot])
+    def look_up(self, chain: BlockChain, slots: int) -> KvMatch | None:
+        """Return how much of a prompt each slot holds; `None` = no slot holds its first block."""
+        return self.matcher.match(chain, slots)
 
     # ---------------------------------------------------------------- housekeeping
 
@@ -246,7 +228,6 @@ class KvIndex:
                 root = space.root(model, orphan.lora)
                 extras = [orphan.extras] if orphan.extras else None
                 keys = space.keys(key, root, [orphan.digest], orphan.tokens, orphan.block_size, extras)
-                shelf.cache.counts.adopted += 1
                 for _ in range(orphan.copies):
                     self.store(shelf, [orphan.digest], keys, depth)
             if count >= 100:
@@ -256,7 +237,7 @@ class KvIndex:
     def _take_apart(self) -> None:
         shelf = self._dead[0]
         if shelf.orphans:
-            shelf.cache.counts.orphans_dropped += self.orphans.drop_shelf(shelf, 200)
+            self.orphans.drop_shelf(shelf, 200)
             return
         if shelf.reclaimed < shelf.table.segments:
             self.entries -= self.blocks.take_apart(shelf, shelf.reclaimed)

@@ -50,19 +50,9 @@ class KvMatch(NamedTuple):
 
     #: Blocks held without a gap from the beginning.
     blocks: FloatColumn
-    #: Sum over these blocks of the worth of a block in its tier.
-    worth: FloatColumn
-    #: Number of full blocks of the prompt.
-    total: int
     block_size: int
     #: How many of `blocks` are in each tier, fastest first, without speculative ones; shape (tiers, slots).
     tiers: NDArray[np.float64]
-    #: Per slot the rank that holds most; -1 = none.
-    ranks: Positions
-
-    def share(self) -> FloatColumn:
-        """Return the matched share (0..1) of the prompt's full blocks."""
-        return self.blocks / max(self.total, 1)
 
     def hit_tokens(self, prompt_tokens: int) -> FloatColumn:
         """Return the tokens that need not be computed. An engine always computes at least one token: of a prompt of
@@ -72,15 +62,12 @@ class KvMatch(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """The slot and rank of each unit. Arrays have one entry per live unit, unless noted."""
+    """The slot of each unit. Arrays have one entry per live unit, unless noted."""
 
     units: Positions
     slots: Positions
-    ranks: Positions
-    #: Number of the unit's (slot, rank); and for each such number its slot and its rank.
+    #: Number of the unit's (slot, rank).
     caches: Positions
-    cache_slots: Positions
-    cache_ranks: Positions
     #: Whether every slot has exactly one unit.
     plain: bool
     #: Bits of one plane that stand for storage shared by all endpoints; `None` = there is none.
@@ -137,8 +124,7 @@ class Matcher:
 
     def _lay_out(self) -> _Layout:
         numbers: dict[int, int] = {}
-        units, slots, ranks, caches = [], [], [], []
-        owners: list[RankCache] = []
+        units, slots, caches = [], [], []
         shared = 0
         for unit, cache in enumerate(self._units):
             if cache is None:
@@ -146,20 +132,13 @@ class Matcher:
             if cache.slot == EVERYONE:
                 shared |= 1 << unit
                 continue
-            number = numbers.setdefault(id(cache), len(numbers))
-            if number == len(owners):
-                owners.append(cache)
             units.append(unit)
             slots.append(cache.slot)
-            ranks.append(cache.rank)
-            caches.append(number)
+            caches.append(numbers.setdefault(id(cache), len(numbers)))
         self._layout = layout = _Layout(
             np.array(units, np.int64),
             np.array(slots, np.int64),
-            np.array(ranks, np.int64),
             np.array(caches, np.int64),
-            np.array([cache.slot for cache in owners], np.int64),
-            np.array([cache.rank for cache in owners], np.int64),
             len(set(slots)) == len(slots),
             self._blocks.holders.words(shared) if shared else None,
         )
@@ -167,7 +146,7 @@ class Matcher:
 
     # ---------------------------------------------------------------- matching
 
-    def match(self, chain: BlockChain, slots: int, worth: tuple[float, ...]) -> KvMatch | None:
+    def match(self, chain: BlockChain, slots: int) -> KvMatch | None:
         """See `KvIndex.look_up`."""
         keys = chain.keys
         if not len(keys):
@@ -175,12 +154,12 @@ class Matcher:
         self.lookups += 1
         numbers = self._known(keys)
         if not len(numbers):
-            return self.guess(None, chain, slots, worth[0])
+            return self.guess(None, chain, slots)
         self.lookup_hits += len(numbers)
-        combined = self._combine(numbers, chain, slots, worth)
+        combined = self._combine(numbers, chain, slots)
         if combined is not None:
             self.slot_hits += int(combined.blocks.max())
-        return self.guess(combined, chain, slots, worth[0])
+        return self.guess(combined, chain, slots)
 
     def _known(self, keys: Keys) -> Numbers:
         """Return the set numbers of the leading blocks that have any holder."""
@@ -201,7 +180,7 @@ class Matcher:
         numbers: Numbers = table.vectors[0].take(positions)
         return numbers
 
-    def _combine(self, numbers: Numbers, chain: BlockChain, slots: int, worth: tuple[float, ...]) -> KvMatch | None:
+    def _combine(self, numbers: Numbers, chain: BlockChain, slots: int) -> KvMatch | None:
         layout = self._layout or self._lay_out()
         if not len(layout.units):
             return None
@@ -223,10 +202,9 @@ class Matcher:
             per_tier.append(_lengths(lengths, unmatched & rows[:, plane])[layout.units])
             unmatched = unmatched & ~rows[:, plane]
         per_tier.append(_lengths(lengths, unmatched)[layout.units])
-        tiers = np.array(per_tier, np.float64)
-        return _by_slot(tiers, np.array(worth[:planes]), layout, chain, slots)
+        return _by_slot(np.array(per_tier, np.float64), layout, chain, slots)
 
-    def guess(self, match: KvMatch | None, chain: BlockChain, slots: int, worth: float) -> KvMatch | None:
+    def guess(self, match: KvMatch | None, chain: BlockChain, slots: int) -> KvMatch | None:
         """Add blocks that endpoints will soon hold, because prompts were just sent there."""
         if not len(self._speculation):
             return match
@@ -234,14 +212,8 @@ class Matcher:
             if slot >= slots:
                 continue
             if match is None:
-                match = KvMatch(
-                    np.zeros(slots), np.zeros(slots), len(chain.keys), chain.block_size, np.zeros((1, slots)),
-                    np.full(slots, -1, np.int64),
-                )  # fmt: skip
-            more = blocks - match.blocks[slot]
-            if more > 0:
-                match.blocks[slot] = blocks
-                match.worth[slot] += more * worth
+                match = KvMatch(np.zeros(slots), chain.block_size, np.zeros((1, slots)))
+            match.blocks[slot] = max(match.blocks[slot], blocks)
         return match
 
 
@@ -252,14 +224,12 @@ def _lengths(lengths: Floats, rows: NDArray[np.uint64]) -> Floats:
     return summed
 
 
-def _by_slot(
-    tiers: NDArray[np.float64], worth: FloatColumn, layout: _Layout, chain: BlockChain, slots: int
-) -> KvMatch | None:
+def _by_slot(tiers: NDArray[np.float64], layout: _Layout, chain: BlockChain, slots: int) -> KvMatch | None:
     """Combine units to slots: the minimum over groups, then the maximum over ranks."""
     blocks = tiers.sum(axis=0)
     if not blocks.any():
         return None
-    owners, ranks = layout.slots, layout.ranks
+    owners = layout.slots
     if not layout.plain:
         order = np.lexsort((blocks, layout.caches))
         caches = layout.caches[order]
@@ -267,16 +237,11 @@ def _by_slot(
         shortest = shortest[np.argsort(blocks[shortest], kind="stable")]
         # Ascending, so that the rank with the most blocks is written last.
         tiers, blocks = tiers[:, shortest], blocks[shortest]
-        owners, ranks = owners[shortest], ranks[shortest]
+        owners = owners[shortest]
     inside = owners < slots
     if not inside.all():
-        tiers, blocks, owners, ranks = tiers[:, inside], blocks[inside], owners[inside], ranks[inside]
-    result = KvMatch(
-        np.zeros(slots), np.zeros(slots), len(chain.keys), chain.block_size, np.zeros((len(tiers), slots)),
-        np.full(slots, -1, np.int64),
-    )  # fmt: skip
+        tiers, blocks, owners = tiers[:, inside], blocks[inside], owners[inside]
+    result = KvMatch(np.zeros(slots), chain.block_size, np.zeros((len(tiers), slots)))
     result.blocks[owners] = blocks
-    result.worth[owners] = worth @ tiers
     result.tiers[:, owners] = tiers
-    result.ranks[owners] = np.where(blocks > 0, ranks, -1)
     return result

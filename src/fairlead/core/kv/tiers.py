@@ -2,8 +2,6 @@
 
 from enum import IntEnum
 
-from msgspec import Struct
-
 
 class Tier(IntEnum):
     """The tiers, fastest first. A block in several tiers counts in the fastest one."""
@@ -40,23 +38,5 @@ def tier_of(medium: str | None) -> Tier:
     return MEDIA.get(medium.strip().lower(), Tier.OTHER) if medium else Tier.GPU
 
 
-class TierCosts(Struct, frozen=True):
-    """Milliseconds to bring one token's KV from a tier to the GPU, and to compute it again (`recompute_ms`).
-
-    The defaults are for a GPU at 10,000 prompt tokens/s, PCIe for the host's memory, and a fast disk.
-    """
-
-    recompute_ms: float = 0.1
-    host_ms: float = 0.005
-    disk_ms: float = 0.06
-
-    def transfer_ms(self, tier: Tier) -> float:
-        return {Tier.GPU: 0.0, Tier.HOST: self.host_ms}.get(tier, self.disk_ms)
-
-    def saved_ms(self, tier: Tier) -> float:
-        """Return the milliseconds that a token in a tier saves. At least 0, since slow tiers are not used."""
-        return max(0.0, self.recompute_ms - self.transfer_ms(tier))
-
-
-#: Worth of a block by tier if no costs are known.
-CREDITS = (1.0, 0.75, 0.25, 0.25)
+#: Milliseconds to bring one token's KV from each tier to the GPU: from the host's memory over PCIe, from a fast disk.
+TRANSFER_MS = (0.0, 0.005, 0.06, 0.06)

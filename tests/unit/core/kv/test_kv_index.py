@@ -3,7 +3,6 @@
 import random
 from array import array
 
-import numpy as np
 import pytest
 
 from fairlead.core.kv.cache import EVERYONE, RankCache
@@ -12,7 +11,7 @@ from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.keys import EngineSpace, prompt_keys
 from fairlead.core.kv.match import BlockChain, KvMatch
 from fairlead.core.kv.snapshot import Place, load, save
-from fairlead.core.kv.tiers import Tier, TierCosts, tier_of
+from fairlead.core.kv.tiers import tier_of
 
 BLOCK = 4
 
@@ -41,9 +40,9 @@ class Fixture:
     def apply(self, event: BlocksStored | BlocksRemoved | AllCleared, slot: int = 0) -> None:
         apply_all(self.index, self.cache(slot), event, 0.0)
 
-    def find(self, contents: range, lora: str = "", worth: tuple[float, ...] = (1, 0.75, 0.25, 0.25)) -> KvMatch | None:
+    def find(self, contents: range, lora: str = "") -> KvMatch | None:
         root = self.index.space.root("m", lora)
-        return self.index.look_up(BlockChain(prompt_keys(root, tokens(*contents), BLOCK), BLOCK), 3, worth)
+        return self.index.look_up(BlockChain(prompt_keys(root, tokens(*contents), BLOCK), BLOCK), 3)
 
     def depths(self, contents: range, lora: str = "") -> list[int]:
         found = self.find(contents, lora)
@@ -54,7 +53,7 @@ class Fixture:
 def test_groups_that_do_not_keep_whole_prefixes_are_skipped() -> None:
     one = Fixture()
     one.store(range(3), kind="sliding_window", group=1)
-    assert one.depths(range(3)) == [0, 0, 0] and one.cache().counts.not_indexable == 3
+    assert one.depths(range(3)) == [0, 0, 0]
     one.store(range(3), group=1)  # its kind is remembered
     assert one.depths(range(3)) == [0, 0, 0]
     one.store(range(3), kind="mla_attention", group=0)
@@ -82,7 +81,7 @@ def test_ranks_count_apart_and_the_best_is_named() -> None:
     one.store(range(2), rank=0)
     one.store(range(5), rank=1)
     found = one.find(range(6))
-    assert found is not None and found.blocks[0] == 5 and found.ranks[0] == 1
+    assert found is not None and found.blocks[0] == 5
     one.apply(AllCleared())
     assert one.depths(range(6)) == [5, 0, 0]
     apply_all(one.index, one.cache(0, 1), AllCleared(), 0.0)
@@ -99,11 +98,6 @@ def test_tiers() -> None:
     found = one.find(range(8))
     assert found is not None
     assert found.tiers[:, 0].tolist() == [3, 2, 0, 1] and found.blocks[0] == 6
-    assert found.worth[0] == 3 + 2 * 0.75 + 0.25
-    assert found.share()[0] == 0.75 and found.total == 8
-    costs = TierCosts(recompute_ms=0.1, host_ms=0.04, disk_ms=0.5)
-    found = one.find(range(8), worth=tuple(BLOCK * costs.saved_ms(tier) for tier in Tier))
-    assert found is not None and found.worth[0] == pytest.approx(4 * (3 * 0.1 + 2 * 0.06))
     assert [tier_of(medium) for medium in (None, "", "GPU", "cpu", "Disk", "tape")] == [0, 0, 0, 1, 2, 3]
 
 
@@ -157,14 +151,13 @@ def test_orphans_wait_for_their_parent_even_from_elsewhere() -> None:
     assert len(one.index.orphans) == 0
     one.apply(BlocksStored([100, 101, 102], 0, tokens(0, 1, 2), BLOCK))
     assert one.depths(range(8)) == [7, 3, 0]
-    assert one.cache().counts.adopted == 4
 
 
 def test_orphans_are_bounded_and_expire() -> None:
     one = Fixture(max_orphans=10, orphan_ttl=60)
     for first in range(0, 40, 2):
         one.store(range(first + 1, first + 2), parent=10_000 + first)
-    assert len(one.index.orphans) == 10 and one.cache().counts.orphans_dropped == 10
+    assert len(one.index.orphans) == 10
     one.index.tend(59.0)
     assert len(one.index.orphans) == 10
     one.index.tend(60.0)
@@ -287,19 +280,6 @@ def test_speculation_ends_with_its_lease() -> None:
     one.index.speculation.add(2, keys, until=9.0)
     one.index.drop_slot(2)
     assert one.depths(range(100)) == [0, 10, 0]
-
-
-def test_learned_index_interface() -> None:
-    one = Fixture()
-    one.store(range(3), slot=2)
-    chain = BlockChain(prompt_keys(one.index.space.root("m", ""), tokens(*range(5)), BLOCK), BLOCK)
-    column = one.index.match(chain, 3)
-    np.testing.assert_array_equal(column, [0, 0, 12])
-    assert list(one.index.matches(chain)) == [(2, 12)]
-    assert one.index.match(BlockChain(chain.keys[:0], BLOCK), 3) is None
-    one.index.set_capacity(2, 5)
-    one.index.drop_slot(2)
-    assert one.index.match(chain, 3) is None
 
 
 def test_engine_space_needs_neither_tokens_nor_parents() -> None:

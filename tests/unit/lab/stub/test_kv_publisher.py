@@ -78,7 +78,7 @@ async def test_the_index_predicts_what_the_replica_reports(http) -> None:
             await caught_up(events, publisher)
             index.validate()
         told = index.rank(0, 0, "tiny").counts
-        assert told.removed > 50 and told.copied > 0 and told.clears == 1
+        assert told.removed > 50 and told.copied > 0
         assert not told.removed_unknown and not told.orphaned and not told.malformed
         assert sum(hit > 0 for hit in hits) > 15
         await publisher.close()
