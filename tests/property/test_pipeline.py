@@ -97,7 +97,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.arrived)
     @rule(
         data=st.data(),
-        kind=st.sampled_from(["first", "end", "end-500", "gone", "reset", "unfinished", "lost", "usage"]),
+        kind=st.sampled_from(["first", "end", "end-400", "end-500", "gone", "reset", "unfinished", "lost", "usage"]),
     )
     def happen(self, data, kind):
         request_id = data.draw(st.sampled_from(self.arrived))
@@ -105,6 +105,7 @@ class Machine(RuleBasedStateMachine):
             {
                 "first": FirstTokenSeen(request_id),
                 "end": ResponseEnded(request_id=request_id, status=200, usage=Usage(prompt_tokens=7)),
+                "end-400": ResponseEnded(request_id=request_id, status=400),
                 "end-500": ResponseEnded(request_id=request_id, status=500),
                 "gone": ResponseEnded(request_id=request_id, client_gone=True),
                 "reset": ResponseEnded(request_id=request_id, status=200, upstream_reset=True),

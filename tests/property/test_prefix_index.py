@@ -117,6 +117,18 @@ class IndexMachine(RuleBasedStateMachine):
         self.model.insert(slot, chain)
         self.model.trim(slot)
 
+    @precondition(lambda self: self.model.slots)
+    @rule(data=st.data(), prompt=prompts)
+    def take_back(self, data: st.DataObject, prompt: bytes) -> None:
+        """What no other prompt goes on from, so that no hole remains."""
+        slot = data.draw(st.sampled_from(sorted(self.model.slots)))
+        held, hashes = self.model.slots[slot], chain_of(prompt).hashes
+        stems = {self.model.parent[block] for block in held if block not in hashes}
+        kept = max((depth for depth, block in enumerate(hashes, 1) if block in stems), default=0)
+        self.index.take_back(slot, hashes[kept:])
+        for block in hashes[kept:]:
+            held.pop(block, None)
+
     @rule(prompt=prompts)
     def match(self, prompt: bytes) -> None:
         chain = chain_of(prompt)

@@ -1,5 +1,6 @@
 """The fleet: one mutating door for what is known about endpoints, and the view that policies read."""
 
+from bisect import bisect_right
 from collections.abc import Hashable
 from math import inf, log2
 from typing import cast
@@ -474,6 +475,27 @@ class Fleet:
             own_ms, blind_ms = lease.work_us * 1e-3, self.ledger.blind_ms(slot)
             predictor.complete(slot, uncached, complete_ms, tokens, mark, blind_ms, now, own_ms)
         lease.first_token_at = lease.charged_at + took_ms * 1e-3
+
+    def refused(self, lease: Lease) -> None:
+        """The server answered 4xx and computed nothing. Forget what it was believed to cache since this prompt was sent
+        (its lease is released), unless a request that is there now computes it: if that is refused, too, it does.
+
+        Schedulers that are told of the prompt keep believing it: their messages cannot take a prompt back.
+        """
+        request, there = lease.request, lease.prefill or lease
+        hashes, ends = request.prefix.hashes, request.prefix.ends
+        if not hashes or lease.unreached or self.table.ids[there.slot] != there.endpoint_id:
+            return
+        before = min(lease.hit_tokens, lease.hit_at_most)
+        token_bytes = max(request.prompt_bytes, ends[-1]) / max(request.prompt_tokens, 1)
+        depth = bisect_right(ends, (before + 1) * token_bytes)
+        for beside in self.ledger.of_slot(there.slot):
+            alone, theirs = depth, beside.request.prefix.hashes
+            while depth < min(len(hashes), len(theirs)) and hashes[depth] == theirs[depth]:
+                depth += 1
+            if depth > alone:
+                beside.hit_at_most = min(before, beside.hit_at_most)
+        self.table.free_cache[there.slot] = self.prefix.take_back(there.slot, hashes[depth:])
 
     def measured(self, bytes_per_token: float, share: float = BYTES_SHARE) -> None:
         """Of prompts, as answers reported. A cache is believed to hold so much more or less text."""

@@ -79,6 +79,8 @@ class Lease(Struct, eq=False, gc=False):
     cold: Cold | None = None
     #: Under which others are told of it (`fairlead.core.reports`); 0 = they are not.
     number: int = 0
+    #: Of `hit_tokens`, at most so many are cached there: what it shares beyond them was sent with a refused request.
+    hit_at_most: float = inf
 
 
 # One endpoint's load: what it said last, corrected by what we sent it and saw of it since.

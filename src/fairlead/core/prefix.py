@@ -236,6 +236,17 @@ class PrefixIndex:
             free = self._free[slot]
         return free / (self._capacity[slot] or 1)
 
+    def take_back(self, slot: int, blocks: Sequence[int]) -> float:
+        """`slot` does not have these last blocks of a chain after all. Returns what is `free` then."""
+        lru = self._lru[slot]
+        for block in blocks:
+            size = lru.pop(block, 0)
+            if size:
+                self._free[slot] += size
+                self._entries -= 1
+                self._unmark(block, slot)
+        return self.free(slot)
+
     def occupy(self, slot: int, size: int) -> None:
         """Something took `size` bytes of the endpoint's memory that no prompt begins with, such as an answer. Nobody
         will look for it, so it has no holders."""

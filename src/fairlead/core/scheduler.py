@@ -569,9 +569,11 @@ class Pipeline:
             if lease.mark is not None and lease.blind and tokens < 0:
                 tokens = self.tokens.answer_tokens(entry.request, event.response_bytes)
             fleet.completed(lease, now, tokens, event.ttft_ms, event.duration_ms)
-        elif event.status == 404 and fleet.without_model(lease.slot, entry.request.target_model):
-            ended = self._ended(entry, lease, ev.ResponseEnded, event, "natural", now)
-            return [ended, ListAdapters(lease.endpoint_id)]
+        elif 400 <= event.status < 500:
+            fleet.refused(lease)
+            if event.status == 404 and fleet.without_model(lease.slot, entry.request.target_model):
+                ended = self._ended(entry, lease, ev.ResponseEnded, event, "natural", now)
+                return [ended, ListAdapters(lease.endpoint_id)]
         return [self._ended(entry, lease, ev.ResponseEnded, event, "natural", now)]
 
     def _cut_short(self, entry: RequestEntry, lease: Lease, event: ev.ResponseEnded, now: float) -> OutcomeRecord:

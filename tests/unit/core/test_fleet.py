@@ -7,6 +7,7 @@ import pytest
 from fairlead.core.cost import LONG_TOKENS, PRIOR
 from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.fleet import BYTES_PER_TOKEN, EJECT_SECONDS, Fleet
+from fairlead.core.ledger import Lease
 from fairlead.core.prefix import ChainHasher
 from fairlead.core.request import Request
 
@@ -273,6 +274,31 @@ def test_a_prompt_that_the_engine_will_refuse_is_no_work_and_leaves_nothing_in_i
     assert (column > 0).tolist() == [False, True], "nothing is known of the memory there"
     assert fleet.charge(request(3, 1700), 0, 0.0, 200, 0.0).uncached_tokens == 1500, "the rest is there already"
     fleet.validate()
+
+
+def test_what_a_refused_prompt_added_is_taken_back() -> None:
+    fleet = fleet_of(1)
+    hasher, text = ChainHasher(), b"x" * 8192
+
+    def sent(number: int, size: int, hit: int) -> Lease:
+        prefix = hasher.chain(b"m", text[:size])
+        prompt = Request(id=number, arrived=0.0, prompt_tokens=size // 4, prompt_bytes=size, prefix=prefix)
+        return fleet.charge(prompt, 0, 0.0, hit, 0.0)
+
+    def refused(lease: Lease) -> float:
+        fleet.ledger.release(lease)
+        fleet.refused(lease)
+        column = fleet.match(Request(id=99, arrived=0.0, prefix=hasher.chain(b"m", text)))
+        fleet.validate()
+        assert fleet.table.free_cache[0] == fleet.prefix.free(0)
+        return 0.0 if column is None else float(column[0]) * 8192
+
+    assert refused(sent(1, 4096, 0)) == 0.0
+    fleet.ledger.release(sent(2, 2048, 0))
+    assert refused(sent(3, 4096, 512)) == 2048, "that was there before"
+    first, second = sent(4, 4096, 512), sent(5, 8192, 1024)
+    assert refused(first) == 8192, "another one computes it, or"
+    assert refused(second) == 2048, "is refused, too"
 
 
 def test_long_prompts_keep_others_away_for_as_long_again_as_they_take() -> None:

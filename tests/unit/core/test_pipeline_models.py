@@ -3,6 +3,7 @@
 from random import Random
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
 
 from fairlead.core import events as ev
@@ -158,3 +159,11 @@ def test_a_latency_is_the_header_s_else_the_objective_s_else_the_model_s() -> No
     assert latency(3, model="chat", objective="urgent") == (200.0, 0.0)
     assert latency(4, model="chat", objective="batch") == (800.0, 60.0)
     assert latency(5, model="a", objective="urgent", slo_ttft_ms=90.0) == (90.0, 0.0)
+
+
+@pytest.mark.parametrize(("status", "cached"), [(200, True), (400, False), (503, True)])
+def test_a_prompt_that_its_server_refused_is_not_cached_there(status: int, cached: bool) -> None:
+    made = pipeline()
+    _, request = arrive(made, model="b")
+    made.handle(ev.ResponseEnded(request_id=1, status=status))
+    assert (made.fleet.match(request) is not None) == cached
