@@ -9,8 +9,9 @@ Rules
 * Late: an endpoint is chosen when a request leaves the queue, never before. `Binder` chooses among a window of requests
   and all open endpoints; fairness says whose window it is.
 * Strict between bands, but never idle: where no request of a higher band can use what is open, a lower one may.
-  Two settings bend that: minimum shares (`shares`) let a lower band go first now and then, ceilings (`ceilings`) keep
-  it waiting although something is open.
+  Room that a band's heavy requests leave to its light ones is left by lower bands, too. Two settings bend that: minimum
+  shares (`shares`) let a lower band go first now and then, ceilings (`ceilings`) keep it waiting although something is
+  open.
 * Driven by events: arrivals, first tokens, ends, scrapes, joining endpoints. There is no tick. One call dispatches at
   most `batch` requests; `more` then says that it is not done, so that a long queue does not hold up everybody else.
   One call refuses at most `REFUSALS` of those that wait, however many run out of time at once; while some are left
@@ -401,16 +402,21 @@ class FlowControl:
             return None
         self.look_again = inf
         bands, held_back = self._served(fleet, now)
+        kept: list[tuple[Band, BoolColumn]] = []
         for band in bands:
             if band.count:
                 left, more_at = self.peers.left(band.priority, band.oldest(), opened, fleet.table, now)
                 self.look_again = min(self.look_again, more_at)
                 held_back = held_back or left is not opened
+                for higher, held in kept:
+                    if higher.priority > band.priority:
+                        left = left & ~self._usable(higher, held, fleet, now)
                 among = self._calm(band, left, fleet.table, now)
                 bound = self._of_band(band, fleet, among, now) if np.count_nonzero(among) else None
                 if among is not left:
                     held_back = True
                     bound = bound or self._not_heavy(band, fleet, left, now)
+                    kept.append((band, left & ~among))
                 if bound is not None:
                     self._in_vain = None
                     self._passed.clear()
@@ -432,6 +438,16 @@ class FlowControl:
             return opened
         self.look_again = min(self.look_again, more_at, patient_until)
         return opened & calm
+
+    def _usable(self, band: Band, held: BoolColumn, fleet: Fleet, now: float) -> BoolColumn:
+        """Of the endpoints at which heavy requests of the band must wait, those that can serve some."""
+        usable = np.zeros_like(held)
+        for window in self.queues.turns(band, 1):
+            able = self.binder.able(window[0].request, fleet, now)
+            usable |= held if able is None else held & able
+            if np.array_equal(usable, held):
+                break
+        return usable
 
     def _not_heavy(self, band: Band, fleet: Fleet, opened: BoolColumn, now: float) -> Bound | None:
         """Of those that need not wait for the sake of others, whose turn it is."""

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from fairlead.core.endpoint import Endpoint
-from fairlead.core.fairness import Fcfs, Strict
+from fairlead.core.fairness import Charge, Fcfs, StartTimeFair, Strict
 from fairlead.core.fleet import Fleet
-from fairlead.core.flow import Limit, Limits, Times
+from fairlead.core.flow import FlowKey, Limit, Limits, Times
 from fairlead.core.flow_control import PAIRS, Bound, FlowControl
 from fairlead.core.policy import Refused
 from fairlead.core.queues import Queues
@@ -44,15 +44,26 @@ class FirstForFirst:
                     return Bound(waiting, int(slot), waiting.work)
         return inf
 
+    def able(self, request, fleet, now):
+        there = (request.subset is None or endpoint.address in request.subset for endpoint in fleet.table.endpoints)
+        return np.array(list(there))
+
 
 class FlowController:
     """Flow control over `endpoints` endpoints that take one request each."""
 
-    def __init__(self, endpoints: int = 2, batch: int = 16, limits: Limits | None = None, times: Times | None = None):
+    def __init__(
+        self,
+        endpoints: int = 2,
+        batch: int = 16,
+        limits: Limits | None = None,
+        times: Times | None = None,
+        fairness: type[Strict] | type[StartTimeFair] = Strict,
+    ):
         self.fleet = Fleet()
         for i in range(endpoints):
             self.fleet.up(Endpoint(f"e{i}", f"10.0.0.{i}:80"))
-        queues = Queues(lambda priority: (Strict(), Fcfs()), limits)
+        queues = Queues(lambda priority: (fairness(), Fcfs()), limits)
         self.flow = FlowControl(queues, AtMost(1), FirstForFirst(), times, batch=batch)
         self.now = 100.0
         self._ids = 0
@@ -112,6 +123,21 @@ def test_higher_bands_go_first_whenever_they_came():
         ((holder, _),) = flow_controller.dispatch()
         order.append(holder)
     assert order == [critical.id, standard.id, sheddable.id]
+
+
+def test_what_a_band_keeps_for_its_light_requests_is_kept_from_lower_bands_where_it_could_use_it():
+    flow_controller = FlowController(endpoints=3, fairness=StartTimeFair)
+    flow, at = flow_controller.flow, flow_controller.now
+    flow_controller.arrive()
+    flow.count([], flow_controller.fleet)
+    light, heavy = (flow.queues.named(FlowKey(0, "", tenant), at)[1] for tenant in ("light", ""))
+    charges = [Charge(light, slot, at, 0.0, 0.0, 1.0, True) for slot in (1, 2)]
+    charges += [Charge(heavy, slot, at, 100.0, 0.0, 100.0, False) for slot in (0, 1, 2)]
+    for charge in charges:
+        flow.queues.sent(charge.flow, charge, 10.0)
+    flow_controller.arrive(subset=frozenset({"10.0.0.1:80"}))
+    sheddable = [flow_controller.arrive(priority=-10)[0].id for _ in range(2)]
+    assert flow_controller.dispatch() == [(sheddable[0], 2)]
 
 
 def test_a_request_whose_endpoints_are_busy_does_not_block_others():

@@ -141,6 +141,15 @@ def test_two_workers_beside_sixty(text: str, tokens: int, out: int, stream: bool
     assert beside[-1] <= 1.5 * alone[-1]
 
 
+@pytest.mark.parametrize(("tokens", "out"), [(250, 150), (3000, 20)])
+def test_a_lower_band_takes_nothing_of_what_is_kept_for_a_light_tenant(tokens: int, out: int) -> None:
+    idle = [structs.replace(one, priority=-10, arrival_us=10**6) for one in loops("idle", 10, 5, tokens, out, True)]
+    usual = loops("many", 40, 40, tokens, out, True), loops("few", 10, 40, tokens, out, True)
+    found = run(TTL + "}", idle, *usual, dispatch="think", max_seqs=16)
+    assert "idle" not in found.work and len(found.work) == 2
+    assert len(found.ttft["idle"]) == 50, "they go once nobody else waits"
+
+
 def test_evicted_requests_leave_the_ledger_empty() -> None:
     idle = [structs.replace(one, out_tokens=2000) for one in records("idle", 20.0, 10, 20_000, -10)]
     text = TTL + ", eviction: {after: 100ms}}"
