@@ -116,7 +116,7 @@ def scheduler_registry() -> Registry:
     show_journal(registry, _NoJournal())
     show_state(registry, StateCounts())
     show_warming(registry, WarmingCounts(Beginnings()))
-    GatewayMetrics(registry, None, 1)
+    GatewayMetrics(registry, None, 1, lambda: 0.0)
     show_replicas(registry, None)
     show_budget(registry, ByteBudget(1, lambda: 0.0))
     return registry

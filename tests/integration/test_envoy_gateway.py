@@ -29,6 +29,7 @@ from fairlead.gateway.health import EXT_PROC, HealthService
 from fairlead.gateway.stream import HandlerFactory, ServerStream
 from fairlead.server.live.scheduler import watch_gateway
 from fairlead.server.observe.exposition import Registry
+from fairlead.server.observe.troubles import Troubles
 
 pytestmark = pytest.mark.envoy
 
@@ -446,7 +447,7 @@ async def test_of_two_envoys_one_dies_and_nobody_else_notices(tmp_path: Path) ->
         options = Options(port=free_port(), ext_proc="127.0.0.1:1", paths=("/*",), envoys=2)
         plan = prepare(options, [upstream.address], directory=tmp_path)
         process, registry = GatewayProcess(**structs.asdict(plan)), Registry()
-        refresh = watch_gateway(plan.admins, tmp_path / "counts.json", registry)
+        refresh = watch_gateway(plan.admins, tmp_path / "counts.json", registry, Troubles(registry, lambda: 0.0))
         assert refresh is not None
         sent = 0
 

@@ -233,7 +233,7 @@ def test_every_metric_that_is_named_exists() -> None:
     show_journal(watch.metrics.registry, Counts())
     show_state(watch.metrics.registry, StateCounts())
     show_warming(watch.metrics.registry, WarmingCounts(Beginnings()))
-    GatewayMetrics(watch.metrics.registry, None, 1)
+    GatewayMetrics(watch.metrics.registry, None, 1, lambda: 0.0)
     show_replicas(watch.metrics.registry, None)
     show_budget(watch.metrics.registry, ByteBudget(1, lambda: 0.0))
     asker = SimpleNamespace(up=True, counts=SimpleNamespace(ends={}))

@@ -25,7 +25,7 @@ from fairlead.gateway.health import HealthService
 from fairlead.gateway.memory import FEW_FILES, memory_limit, raise_file_limit
 from fairlead.gateway.server import Server
 from fairlead.gateway.tls import ServerTls
-from fairlead.pool.aio import until_set
+from fairlead.pool.aio import cancelled, until_set
 from fairlead.pool.endpoints_file import EndpointSet, EndpointsFile, follow_endpoints
 from fairlead.server.admin import Admin, admin_access
 from fairlead.server.external_scaler import ExternalScaler
@@ -40,6 +40,7 @@ from fairlead.server.observe.component_metrics import GatewayMetrics, show_budge
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.log import get
 from fairlead.server.observe.log import setup as setup_log
+from fairlead.server.observe.troubles import Troubles
 from fairlead.server.running_gateway import NONE_RUNS, RunningGateway
 from fairlead.server.supervise import DRAIN_SECONDS, ENDING, Ending
 
@@ -260,8 +261,11 @@ class Live:
     async def _start_admin(self, stack: contextlib.AsyncExitStack) -> None:
         serving = self.serving
         if isinstance(serving, PoolScheduler):
-            where = self._gateway if self._pool else ""
-            sources = serving.sources(refresh=watch_gateway(where, self._kept, serving.registry))
+            admins = self._gateway if self._pool else ()
+            ask = watch_gateway(admins, self._kept, serving.registry, serving.troubles)
+            sources = serving.sources(refresh=ask)
+            if ask is not None:
+                stack.push_async_callback(cancelled, asyncio.create_task(_each_second(ask)))
         else:
             sources = serving.sources()
         settings = self.config.admin
@@ -289,6 +293,8 @@ class Live:
             reasons.append("no endpoints")
         if self.config.gateway.mode == "embedded" and not (self._is_asked if self._gateway else self.health.asked):
             reasons.append("the embedded gateway has not asked yet")
+        if down := self.serving.troubles.present.get("gateway"):
+            reasons.append(down)
         return reasons
 
     async def _wait_for_gateway(self, admins: list[EnvoyAdmin]) -> None:
@@ -339,9 +345,18 @@ def _buffered(config: Config) -> int:
     return config.parsing.max_buffered_bytes or min(memory_limit() // 8, _MOST_BUFFERED)
 
 
-def watch_gateway(where: Sequence[str], keep: Path | None, registry: Registry) -> Callable[[], Awaitable[None]] | None:
-    """Show how many requests the embedded gateway balanced by itself, by its own count, and its memory. Returns what to
-    await before the metrics page is made; `None` = there is no gateway to ask.
+async def _each_second(ask: Callable[[], Awaitable[None]]) -> None:
+    while True:
+        await ask()
+        await asyncio.sleep(1.0)
+
+
+def watch_gateway(
+    where: Sequence[str], keep: Path | None, registry: Registry, troubles: Troubles
+) -> Callable[[], Awaitable[None]] | None:
+    """Show how many requests the embedded gateway balanced by itself, by its own count, its memory, and whether it
+    answers. Returns what to await before the metrics page is made, and each second; `None` = there is no gateway to
+    ask.
 
     The access log reports most of these requests, each with its endpoint, but none that ended while no scheduler was
     there to receive the report. Envoy counts all of them, and its counts survive the death of a scheduler. What an
@@ -352,7 +367,8 @@ def watch_gateway(where: Sequence[str], keep: Path | None, registry: Registry) -
     if not where:
         return None
     admins = [EnvoyAdmin.from_address(each) for each in where]
-    shown = GatewayMetrics(registry, keep, len(admins))
+    shown = GatewayMetrics(registry, keep, len(admins), asyncio.get_running_loop().time)
+    troubles.watch("gateway", shown.trouble)
 
     async def ask() -> None:
         shown.take(await asyncio.gather(*(admin.vitals() for admin in admins)))

@@ -180,11 +180,17 @@ def _kind(verdict: ShadowVerdict) -> str:
 # What the embedded gateway counts by itself, on the metrics page.
 
 
+#: Seconds without an answer after which an Envoy counts as down.
+DOWN_S = 3.0
+
+
 class GatewayMetrics:
     """What the gateway's Envoys count. `keep`: the file that outlives schedulers; the next one continues from it."""
 
-    def __init__(self, registry: Registry, keep: Path | None, envoys: int) -> None:
-        self._keep = keep
+    def __init__(self, registry: Registry, keep: Path | None, envoys: int, now: Callable[[], float]) -> None:
+        self._keep, self._now = keep, now
+        #: When each Envoy last answered.
+        self._heard = [now()] * envoys
         #: The total of Envoys that have died, and the last count of each present one.
         self._before, self._last = self._kept(envoys)
         self._unscheduled, self._heap = Readings("counter"), Readings("gauge")
@@ -192,10 +198,20 @@ class GatewayMetrics:
         registry.show("fairlead_unscheduled_requests_total", text, self._unscheduled)
         text = "Share of its heap limit that the embedded gateway has taken; large uploads are ended from 0.6 on."
         registry.show("fairlead_gateway_heap_ratio", text, self._heap)
+        text = "0 while an Envoy of the embedded gateway does not answer; else 1."
+        registry.follow("gauge", "fairlead_gateway_up", text, lambda: int(not self.trouble()))
+
+    def trouble(self) -> str:
+        """A reason while an Envoy does not answer."""
+        silent = sum(self._now() - heard > DOWN_S for heard in self._heard)
+        text = "the embedded gateway does not answer, and its clients get nothing"
+        return f"{text}: {silent} of its {len(self._heard)} Envoys" if silent else ""
 
     def take(self, vitals: Sequence[Vitals | None]) -> None:
         """Take the vitals of each Envoy; `None` = it does not answer."""
         known = {number: each for number, each in enumerate(vitals) if each is not None}
+        for number in known:
+            self._heard[number] = self._now()
         if not known:
             return
         counts = [known[number].unscheduled if number in known else last for number, last in enumerate(self._last)]

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -14,7 +15,9 @@ from fairlead.compat.load import load
 from fairlead.gateway.envoy.admin import EnvoyAdmin, Vitals
 from fairlead.gateway.health import ServingStatus
 from fairlead.server.live.scheduler import Live, watch_gateway
+from fairlead.server.observe.component_metrics import GatewayMetrics
 from fairlead.server.observe.exposition import Registry
+from fairlead.server.observe.troubles import Troubles
 from fairlead.server.running_gateway import RunningGateway
 
 NAME = b"fairlead_unscheduled_requests_total"
@@ -56,7 +59,7 @@ class Gateway:
 
 async def test_both_clusters_count_and_the_last_count_stays_while_it_is_away(tmp_path: Path) -> None:
     gateway, registry, path = Gateway(), Registry(), tmp_path / "admin.sock"
-    refresh = watch_gateway([str(path)], None, registry)
+    refresh = watch_gateway([str(path)], None, registry, Troubles(registry, time.monotonic))
     assert refresh is not None
     await refresh()
     assert b"\n" + NAME + b" " not in registry.render(), "nobody has told yet"
@@ -79,7 +82,7 @@ async def test_the_count_does_not_fall_back_when_the_gateway_or_a_scheduler_dies
 
     async def shown(registry: Registry, count: int) -> bytes:
         gateway.text = f"cluster.all_endpoints.upstream_rq_total: {count}\n{PRESSURE}: 40\n"
-        refresh = watch_gateway([str(path)], keep, registry)
+        refresh = watch_gateway([str(path)], keep, registry, Troubles(registry, time.monotonic))
         assert refresh is not None
         await refresh()
         page = registry.render()
@@ -110,8 +113,19 @@ async def test_other_answers_are_no_counts(tmp_path: Path, text: str) -> None:
 
 def test_who_has_no_gateway_shows_nothing() -> None:
     registry = Registry()
-    assert watch_gateway((), None, registry) is None
+    assert watch_gateway((), None, registry, Troubles(registry, time.monotonic)) is None
     assert NAME not in registry.render()
+
+
+def test_of_two_envoys_one_falls_silent() -> None:
+    registry, now = Registry(), [10.0]
+    shown = GatewayMetrics(registry, None, 2, lambda: now[0])
+    both = [Vitals(1, 0.1), Vitals(2, 0.1)]
+    for vitals, text in ((both, ""), (None, ""), (None, "2 of its 2 Envoys"), ([both[0], None], "1 of its 2 Envoys")):
+        now[0] += 2.0
+        shown.take(vitals or [None, None])
+        assert shown.trouble().rpartition(": ")[2] == text
+        assert b"\nfairlead_gateway_up %d\n" % (not text) in registry.render()
 
 
 PRESSURE = "overload.envoy.resource_monitors.fixed_heap.pressure"
@@ -140,11 +154,11 @@ async def test_whether_it_asks(tmp_path: Path, text: str, asks: bool) -> None:
 
 
 @asynccontextmanager
-async def running(file: Path, gateway: Gateway) -> AsyncIterator[Live]:
+async def running(file: Path, gateway: Gateway, directory: str = "") -> AsyncIterator[Live]:
     """A scheduler beside this gateway, from when its admin page answers."""
     collector, socket = gc.get_threshold(), file.with_name("admin.sock")
     await gateway.serve(socket)
-    live = Live(load(file), RunningGateway([str(socket)]))
+    live = Live(load(file), RunningGateway([str(socket)], directory))
     run = asyncio.create_task(live.run())
     try:
         async with asyncio.timeout(30):
@@ -182,6 +196,22 @@ async def test_a_scheduler_is_ready_once_its_gateway_asks_it(tmp_path: Path) -> 
         await asyncio.sleep(0.2)
         await until_ready_page(live, "not ready\n- the embedded gateway has not asked yet\n")
         gateway.listens = True
+        await until_ready_page(live, "ready\n")
+
+
+async def test_a_gateway_that_falls_silent_takes_readiness_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fairlead.server.observe.component_metrics.DOWN_S", 1.5)
+    file, gateway = tmp_path / "f.yaml", Gateway()
+    file.write_text(FILE)
+    gateway.text = HEALTHY
+    async with running(file, gateway, str(tmp_path)) as live:
+        await until_ready_page(live, "ready\n")
+        gateway.hangs = True
+        await until_ready_page(live, "not ready\n- the embedded gateway does not answer, and its clients get nothing")
+        assert live.health.status("") is ServingStatus.SERVING, "once it is back, it asks this scheduler"
+        gateway.hangs = False
         await until_ready_page(live, "ready\n")
 
 
