@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fairlead.cli.basics import FAILED, WRONG_INPUT
-from fairlead.cli.options import Header, completion, examples, exits, json_object, pairs
+from fairlead.cli.options import Header, completion, examples, exits, given, json_object, pairs
 
 if TYPE_CHECKING:
     from fairlead.cli.bench_load import Load, LoadOptions
@@ -85,6 +85,7 @@ Latencies count from when a request was due, not from when it was sent, so a sta
 Exit codes: 0 all answered, 1 requests failed or nothing answers, 2 wrong usage. More: docs/bench.md.
 """)
 def bench(
+    ctx: typer.Context,
     url: _Url,
     workload: _Workload = "shared-prefix",
     rate: _Rate = 0.0,
@@ -116,21 +117,8 @@ def bench(
     """
     from fairlead.cli.bench_load import LoadOptions, build
 
-    load_options = LoadOptions(
-        workload=workload,
-        parameters=pairs(set, "--set", underscores=True),
-        rate=rate,
-        arrivals=arrivals,
-        cv=cv,
-        to_rate=to_rate,
-        closed=closed,
-        requests=requests,
-        seconds=seconds,
-        speedup=speedup,
-        output_tokens=output_tokens,
-        extra=json_object(extra),
-        seed=seed,
-    )
+    parameters = pairs(set, "--set", underscores=True)
+    load_options = given(ctx, LoadOptions, parameters=parameters, extra=json_object(extra))
     with exits(WRONG_INPUT, OSError):
         load = build(load_options)
         if out is not None:

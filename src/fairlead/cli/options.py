@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from msgspec import Struct
 
 from fairlead.cli.basics import config_file
 from fairlead.core.text import plain
 
 F = TypeVar("F", bound=Callable[..., Any])
+S = TypeVar("S", bound=Struct)
 
 #: The message if a port answers but is not the expected one.
 OTHER_PORT = "this is not Fairlead's admin port (admin.port, default 9090)"
@@ -114,6 +116,12 @@ def wrapped(text: str, indent: int) -> str:
     before = " " * indent
     width = max(get_terminal_size().columns, 40)
     return fill(text, width, initial_indent=before, subsequent_indent=before, break_on_hyphens=False)
+
+
+def given(ctx: typer.Context, kind: type[S], **more: Any) -> S:
+    """A struct of this kind with the command's options of the same names, and with `more`."""
+    named = {name: value for name, value in ctx.params.items() if name in kind.__struct_fields__}
+    return kind(**named | more)
 
 
 def json_object(text: str, option: str = "--extra") -> dict[str, Any]:

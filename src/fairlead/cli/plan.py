@@ -1,5 +1,6 @@
 """`fairlead plan`: the least number of replicas that holds an objective."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -110,8 +111,10 @@ def plan(
         "workload": workload or live,
         "engine": engine or ("as learned" if live else "default"),
         "policy": policy or ("as recorded" if live else "default"),
+        "now": now or None,
     }
-    _plan(case, about, now, max_replicas, seeds, split, price, out, processes, as_json)
+    search = {"most": max_replicas, "seeds": seeds, "split": split, "now": now}
+    _plan(case, about, search, price, out, processes or os.cpu_count() or 1, as_json)
 
 
 def _case(
@@ -143,19 +146,9 @@ def _case(
 
 
 def _plan(
-    case: "Case",
-    about: dict[str, Any],
-    now: int,
-    most: int,
-    seeds: int,
-    split: bool,
-    price: float,
-    out: Path,
-    processes: int,
-    as_json: bool,
+    case: "Case", about: dict[str, Any], search: dict[str, Any], price: float, out: Path, processes: int, as_json: bool
 ) -> None:
-    import os
-
+    """`search`: the arguments of `lab.simulator.plan.plan`."""
     from fairlead.lab.simulator import plan_report
     from fairlead.lab.simulator.plan import in_processes
     from fairlead.lab.simulator.plan import plan as find
@@ -166,20 +159,13 @@ def _plan(
     if reason:
         complain(reason)
         raise typer.Exit(FAILED)
-    count = processes or os.cpu_count() or 1
     with ExitStack() as stack:
-        run = stack.enter_context(in_processes(case, count, stack.enter_context(_progress())))
-        planned = find(case, run, most=most, seeds=seeds, width=count, split=split, now=now)
+        run = stack.enter_context(in_processes(case, processes, stack.enter_context(_progress())))
+        planned = find(case, run, width=processes, **search)
     lasts_s = scenario.workload.duration_s / scenario.speedup
-    pace = (
-        f"{len(scenario.workload):,} requests in {lasts_s:,.0f} s ({len(scenario.workload) / max(lasts_s, 1e-9):.3g}/s)"
-    )
-    about |= {
-        "requests": len(scenario.workload),
-        "duration_s": round(lasts_s, 3),
-        "now": now or None,
-        "spare": case.dead,
-    }
+    count = len(scenario.workload)
+    pace = f"{count:,} requests in {lasts_s:,.0f} s ({count / max(lasts_s, 1e-9):.3g}/s)"
+    about |= {"requests": count, "duration_s": round(lasts_s, 3), "spare": case.dead}
     document = plan_report.document(planned, wanted, price, about)
     title = f"{scenario.name}: {pace}, engine {about['engine']}, policy {about['policy']}\n{_said(document)}"
     with exits(WRONG_INPUT, OSError):

@@ -19,6 +19,7 @@ from fairlead.cli.options import (
     complain,
     examples,
     exits,
+    given,
     numbers,
     policy_option,
     scenarios,
@@ -53,6 +54,7 @@ Examples:
   fairlead sim run traffic.jsonl --replicas 2 --engine http://localhost:8000
 """)
 def simulate(
+    ctx: typer.Context,
     workload: Workload = "",
     policy: Policy = "default",
     requests: Annotated[int, typer.Option("--requests", "-n", metavar="N", min=0, help="Only the first N.")] = 0,
@@ -91,22 +93,15 @@ def simulate(
         complain("name a scenario or a workload file; --list shows the scenarios")
         raise typer.Exit(WRONG_INPUT)
     with exits(WRONG_INPUT, ValueError, OSError):
-        spec = ScenarioSpec(
+        spec = given(
+            ctx,
+            ScenarioSpec,
             name=workload if is_name(workload) else Path(workload).stem,
             source=workload,
-            traces=traces,
-            format=format,
-            speedup=speedup,
             head=requests,
             servers=replicas or 0,
             preset=engine_argument(engine),
-            kv_tokens=kv_tokens,
-            block_size=block_size,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
             speeds=numbers(speeds, "--speeds"),
-            dispatch=dispatch,
-            prefill=prefill,
             kv_lag_ms=-1 if kv_lag_ms is None else kv_lag_ms,
         )
         _run(spec, policy_text(policy), policy, seed, validate, json, csv)

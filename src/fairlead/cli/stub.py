@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fairlead.cli.basics import WRONG_INPUT
-from fairlead.cli.options import BlockSize, KvTokens, MaxModelLen, MaxNumSeqs, engine_option, examples, exits
+from fairlead.cli.options import BlockSize, KvTokens, MaxModelLen, MaxNumSeqs, engine_option, examples, exits, given
 from fairlead.cli.tune import engine_argument
 
 if TYPE_CHECKING:
@@ -132,6 +132,7 @@ Examples:
   curl localhost:8000/fault/kv_events --json '{"offload": 8, "medium": "CPU"}'
 """)
 def stub(
+    ctx: typer.Context,
     port: _Port = 8000,
     replicas: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Number of model servers.")] = 1,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
@@ -173,24 +174,14 @@ def stub(
         return
     with exits(WRONG_INPUT, OSError), _refused_values():
         events = _events(kv_events, host, kv_events_port, kv_events_connect, kv_encoding or [], kv_buffer_steps)
-        config = StubConfig(
+        config = given(
+            ctx,
+            StubConfig,
             preset=engine_argument(engine),
-            engine_type=engine_type,
-            model=model,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            kv_tokens=kv_tokens,
-            block_size=block_size,
-            time_ratio=time_ratio,
-            stream_interval=stream_interval,
-            max_queued=max_queued,
+            engine=None,  # the option of that name is a preset
             loras=tuple(lora or ()),
-            max_loras=max_loras,
             natural_output=output_tokens,
-            identity_headers=identity_headers,
-            request_id_headers=request_id_headers,
             kv_events=_hashed(events, kv_hash, kv_hash_seed),
-            seed=seed,
         )
     asyncio.run(serve(config, replicas, host, port, out, typer.echo))
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fairlead.cli.basics import WRONG_INPUT, echo_json
-from fairlead.cli.options import completion, examples, exits, needed_out, pairs
+from fairlead.cli.options import completion, examples, exits, given, needed_out, pairs
 
 if TYPE_CHECKING:
     from fairlead.lab.workload.record import Workload
@@ -66,6 +66,7 @@ Examples:
   fairlead sim workload kinds
 """)
 def generate(
+    ctx: typer.Context,
     kind: Annotated[
         str,
         typer.Argument(
@@ -96,16 +97,7 @@ def generate(
     from fairlead.lab.workload.record import dispatch_of
 
     with exits(WRONG_INPUT, ValueError, OSError):
-        pace = Pace(
-            rate=rate,
-            count=requests,
-            seconds=seconds,
-            arrivals=arrivals,
-            cv=cv,
-            to_rate=to_rate,
-            dispatch=dispatch_of(dispatch) if dispatch else None,
-            seed=seed,
-        )
+        pace = given(ctx, Pace, count=requests, dispatch=dispatch_of(dispatch) if dispatch else None)
         made = make(kind, pace, pairs(set, "--set", underscores=True))
         if out is not None or old_out is not None:
             write_workload(made, needed_out(out, old_out), to)

@@ -12,7 +12,7 @@ case.
 
 import msgspec
 import yaml
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from fairlead.config.problems import suggestion
 from fairlead.lab.engine.spec import EngineSpec, LatencyModel
@@ -106,25 +106,20 @@ class Preset(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f" {blocks} whole blocks of {size} tokens; use more kv_tokens or a smaller max_model_len"
             )
         sequences = max_num_seqs or self.max_num_seqs
-        return EngineSpec(
-            latency=self.latency,
-            num_blocks=blocks + 1,
-            block_size=size,
-            max_model_len=longest,
-            max_num_seqs=sequences,
-            max_batched_tokens=max(
+        fields = {name: value for name, value in structs.asdict(self).items() if name in EngineSpec.__struct_fields__}
+        fields |= {
+            "num_blocks": blocks + 1,
+            "block_size": size,
+            "max_model_len": longest,
+            "max_num_seqs": sequences,
+            "max_batched_tokens": max(
                 max_batched_tokens or self.max_batched_tokens,
                 sequences * (1 + self.draft_tokens),
                 0 if self.chunked_prefill else longest,
             ),
-            max_loras=max_loras,
-            async_scheduling=self.async_scheduling,
-            chunked_prefill=self.chunked_prefill,
-            noise=self.noise,
-            draft_tokens=self.draft_tokens,
-            acceptance=self.acceptance,
-            contention=self.contention,
-        )
+            "max_loras": max_loras,
+        }
+        return EngineSpec(**fields)
 
 
 def _capacity(model: _Model, gpu: _Gpu, count: int) -> int:

@@ -138,16 +138,13 @@ def number(body: Body, name: str, default: float) -> float:
     value = body.get(name)
     if value is None:
         return default
-    if isinstance(value, (int, float)):
-        try:
+    try:
+        if isinstance(value, (int, float, str)):
             return float(value)
-        except OverflowError:
-            raise _wrong("float_type", name, "number", value) from None
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            raise _wrong("float_parsing", name, "number, unable to parse string as a number", value) from None
+    except ValueError:
+        raise _wrong("float_parsing", name, "number, unable to parse string as a number", value) from None
+    except OverflowError:
+        pass
     raise _wrong("float_type", name, "number", value)
 
 

@@ -44,8 +44,7 @@ _OTHER_FILES = 100
 class StubPool:
     """`async with StubPool(config, replicas=8) as pool:` serves until the block is left.
 
-    `ports` is 0 for free ports, a first port (the others follow it), or a list. `configs` replaces the configuration of
-    single replicas by index, for unequal hardware. Raises `ValueError` for invalid ports.
+    `ports` is 0 for free ports, a first port (the others follow it), or a list. Raises `ValueError` for invalid ports.
     """
 
     def __init__(
@@ -54,14 +53,10 @@ class StubPool:
         replicas: int = 1,
         host: str = "127.0.0.1",
         ports: Sequence[int] | int = 0,
-        *,
-        name: str = "stub",
-        configs: dict[int, StubConfig] | None = None,
     ) -> None:
         if replicas < 1:
             raise ValueError("a pool needs at least one replica")
-        base = config or StubConfig()
-        self._configs = [(configs or {}).get(index, base) for index in range(replicas)]
+        self._config = config or StubConfig()
         if isinstance(ports, int):
             self._ports = [ports + index if ports else 0 for index in range(replicas)]
         else:
@@ -69,12 +64,8 @@ class StubPool:
         if len(self._ports) != replicas:
             raise ValueError(f"{replicas} replicas need as many ports, not {len(self._ports)}")
         self.host = host
-        self.names = [f"{name}-{index}" for index in range(replicas)]
-        # Event ports count up over the replicas with the base configuration; other configurations set their own.
-        self._kv_events = [
-            replica_config.kv_events_of(index if replica_config is base else 0)
-            for index, replica_config in enumerate(self._configs)
-        ]
+        self.names = [f"stub-{index}" for index in range(replicas)]
+        self._kv_events = [self._config.kv_events_of(index) for index in range(replicas)]
         self._process: list[Part] = []
         self._servers: list[ReplicaServer | None] = [None] * replicas
 
@@ -143,7 +134,7 @@ class StubPool:
 
     async def _start(self, index: int) -> None:
         loop = asyncio.get_running_loop()
-        replica = Replica(self._configs[index], self.names[index], index, loop, time.time)
+        replica = Replica(self._config, self.names[index], index, loop, time.time)
         server = ReplicaServer(replica, self._process)
         try:
             self._ports[index] = await server.start(self.host, self._ports[index])

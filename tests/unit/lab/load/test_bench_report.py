@@ -36,7 +36,7 @@ def record(index: int, ttft: float, tokens: int = 11, **fields: Any) -> Record:
 def result(*records: Record, name: str = "policy", duration: float = 10.0, ratio: float = 1.0) -> RunResult:
     gaps = Histogram()
     for _ in range(100):
-        gaps.add(0.01)
+        gaps.add_all([0.01])
     return RunResult(name=name, records=list(records), gaps=gaps, duration_s=duration, cpu_s=0.001, time_ratio=ratio)
 
 
