@@ -18,7 +18,7 @@ from fairlead.core.scheduler import Pipeline
 from fairlead.core.tokens import TokenEstimator
 from fairlead.plugins.policies.cost_model import CostModel
 from fairlead.testing import SimClock
-from fairlead.testing.builders import lease_of
+from support.leases import lease_of
 
 BLOCK, POOL = 4, 3
 #: Prompts that share beginnings.

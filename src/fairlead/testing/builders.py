@@ -6,16 +6,13 @@ from itertools import count
 from random import Random
 from typing import Any
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from fairlead.core.endpoint import Endpoint, Sample
-from fairlead.core.fairness import Charge
 from fairlead.core.fleet import Fleet
-from fairlead.core.flow import Waiting
-from fairlead.core.ledger import Lease
 from fairlead.core.policy import Context, Cycle
 from fairlead.core.prefix import ChainHasher
-from fairlead.core.queues import Queues
 from fairlead.core.request import NO_PREFIX, Request
 
 #: Bytes per token of the prompts below.
@@ -62,22 +59,6 @@ def fleet(*endpoints: Endpoint | str, samples: Mapping[str, Mapping[str, Any]] |
     return made
 
 
-def lease_of(known: Fleet, request_id: int) -> Lease:
-    """The lease of a request. Raises `StopIteration` if it has none."""
-    return next(lease for lease in known.ledger if lease.request.id == request_id and not lease.auxiliary)
-
-
-def dispatched(queues: Queues, waiting: Waiting, now: float, ms: float, slot: int = 0) -> Charge:
-    """Dispatch a request from its queue to an endpoint, and charge its flow `ms` milliseconds of work, all for its
-    prompt.
-
-    Returns the argument for `queues.settle` at its end."""
-    band, flow = queues.of(waiting.request, now)
-    charge = Charge(flow, slot, now, ms, 0.0, ms, band.demand.light(flow, ms))
-    queues.dispatch(waiting, charge, 13.0)
-    return charge
-
-
 def holds(known: Fleet, name: str, *prompts: Request) -> None:
     """Make the fleet believe that the endpoint holds the prompts of these requests."""
     slot = known.table.slot(name)
@@ -102,13 +83,10 @@ def cycle(now: float = 0.0, seed: int = 0) -> Cycle:
     return Cycle(Context(now, Random(seed)))
 
 
-class _Timer:
-    __slots__ = ("args", "callback", "cancelled")
-
-    def __init__(self, callback: Callable[..., object], args: tuple[Any, ...]) -> None:
-        self.callback = callback
-        self.args = args
-        self.cancelled = False
+class _Timer(Struct, eq=False):
+    callback: Callable[..., object]
+    args: tuple[Any, ...]
+    cancelled: bool = False
 
     def cancel(self) -> None:
         self.cancelled = True

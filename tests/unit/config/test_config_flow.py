@@ -18,7 +18,7 @@ from fairlead.core.flow import Limit
 from fairlead.core.gates import LedgerGate
 from fairlead.core.policy import Refused
 from fairlead.core.request import Request
-from fairlead.testing.builders import lease_of
+from support.leases import lease_of
 
 ONE = "endpoints: ['127.0.0.1:8000']\n"
 

@@ -10,7 +10,7 @@ from fairlead.core.gates import EarlyShedding, Holdback, Reflective, Static
 from fairlead.core.policy import Refused
 from fairlead.core.queues import MOST, Queues, Shares
 from fairlead.core.request import Request
-from fairlead.testing.builders import dispatched
+from support.leases import dispatched
 
 HIGH, LOW = 10, -10
 

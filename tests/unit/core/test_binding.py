@@ -9,7 +9,7 @@ from fairlead.core.fleet import Fleet
 from fairlead.core.flow import Waiting
 from fairlead.core.prefix import ChainHasher
 from fairlead.core.request import Request
-from fairlead.testing.builders import lease_of
+from support.leases import lease_of
 
 NOW = 100.0
 HASHER = ChainHasher()

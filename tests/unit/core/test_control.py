@@ -11,7 +11,7 @@ from fairlead.core.flow_control import PAIRS, Bound, FlowControl
 from fairlead.core.policy import Refused
 from fairlead.core.queues import Queues
 from fairlead.core.request import Request
-from fairlead.testing.builders import lease_of
+from support.leases import lease_of
 
 
 class AtMost:

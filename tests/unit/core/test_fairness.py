@@ -10,7 +10,8 @@ from fairlead.core.policy import Refused
 from fairlead.core.queues import Queues
 from fairlead.core.request import Request
 from fairlead.core.table import EndpointTable
-from fairlead.testing.builders import dispatched, fleet
+from fairlead.testing.builders import fleet
+from support.leases import dispatched
 
 POLICIES = [Strict, RoundRobin, StartTimeFair]
 

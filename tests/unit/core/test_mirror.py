@@ -16,7 +16,7 @@ from fairlead.plugins.policies.cost_model import CostModel
 from fairlead.server.remote.client import StateFeed, asked
 from fairlead.server.remote.messages import COLUMNS, Ask, decode_ask, encode_ask
 from fairlead.testing import builders
-from fairlead.testing.builders import lease_of
+from support.leases import lease_of
 
 
 class Wire:

@@ -6,7 +6,7 @@ from fairlead.core.fairness import EarliestDeadline, Fcfs, LeastWork, Strict
 from fairlead.core.flow import Limit, Limits, Waiting
 from fairlead.core.queues import Queues
 from fairlead.core.request import Request
-from fairlead.testing.builders import dispatched
+from support.leases import dispatched
 
 
 def waiting(since: float, deadline: float = inf, work: float = 1.0, slo_ms: float = 0.0) -> Waiting:

@@ -13,7 +13,7 @@ from fairlead.core.fleet import Fleet
 from fairlead.core.rates import FIRST, Band
 from fairlead.core.records import Forecast
 from fairlead.core.request import PrefixChain, Request
-from fairlead.testing.builders import lease_of
+from support.leases import lease_of
 
 
 def pool(count: int, seed: int = 0) -> Fleet:

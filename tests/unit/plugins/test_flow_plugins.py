@@ -12,7 +12,7 @@ from fairlead.core.flow import Waiting
 from fairlead.core.queues import Queues
 from fairlead.core.request import Request
 from fairlead.plugins.guarding import GuardedFairness, GuardedOrdering, GuardedSaturation
-from fairlead.testing.builders import dispatched
+from support.leases import dispatched
 
 
 def boom(*_: object) -> Any:

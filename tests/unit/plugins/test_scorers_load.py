@@ -18,7 +18,7 @@ from fairlead.plugins.scorers.load import (
     LoadAware,
     LoadAwareParams,
 )
-from fairlead.testing.builders import lease_of
+from support.leases import lease_of
 
 REQUEST = Request(id=99, arrived=0.0)
 

@@ -53,6 +53,10 @@ class Faults(Struct):
     #: The problem of the first of these records.
     problem: str = ""
 
+    def add_unreadable(self, problem: str) -> None:
+        self.unreadable += 1
+        self.problem = self.problem or problem
+
     def describe(self) -> list[str]:
         """One line per kind of fault."""
         lines = []
@@ -166,22 +170,19 @@ def _items(data: bytes, faults: Faults) -> Iterator[Item]:
                 if value is not None:
                     yield kind, time_s, value
         except msgspec.DecodeError as error:
-            faults.unreadable += 1
-            faults.problem = faults.problem or str(error)
+            faults.add_unreadable(str(error))
 
 
 def _value(kind: str, body: Any, unpacker: Unpacker, faults: Faults) -> Any:
     if isinstance(body, Unknown):
-        faults.unreadable += 1
-        faults.problem = faults.problem or f"{kind}: {body.problem}"
+        faults.add_unreadable(f"{kind}: {body.problem}")
         return None
     if kind != DETAIL:
         return body
     try:
         return unpacker.unpack(body)
     except ValueError as error:
-        faults.unreadable += 1
-        faults.problem = faults.problem or str(error)
+        faults.add_unreadable(str(error))
         return None
 
 

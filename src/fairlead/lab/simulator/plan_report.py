@@ -12,7 +12,7 @@ from rich.table import Table
 from fairlead.lab.load.report import NO_PLOT
 from fairlead.lab.simulator.objective import Objective
 from fairlead.lab.simulator.plan import Plan, Row
-from fairlead.lab.simulator.report import STYLE, inline
+from fairlead.lab.simulator.report import inline, page_head, plots
 
 
 def document(plan: Plan, wanted: Sequence[Objective], price: float, about: dict[str, Any]) -> dict[str, Any]:
@@ -73,11 +73,7 @@ def print_plan(plan: Plan, wanted: Sequence[Objective], price: float) -> None:
 
 def draw(plan: Plan, wanted: Sequence[Objective], path: Path) -> None:
     """Draw goodput over replicas as SVG. Raises `ImportError` without matplotlib."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams.update({"svg.hashsalt": "fairlead", "svg.fonttype": "none", "font.size": 9})
-    from matplotlib import pyplot
+    pyplot = plots()
     from matplotlib.ticker import MaxNLocator
 
     figure, axes = pyplot.subplots(figsize=(4.6, 3.0), layout="constrained")
@@ -117,8 +113,7 @@ def write_plan(
     cells = ["".join(f"<th>{escape(name)}" for name in head)]
     cells += ["".join(f"<td>{escape(cell)}" for cell in row) for row in rows]
     page = (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>Fairlead plan</title><style>{STYLE}</style><main><h1>How many replicas</h1>"
+        page_head("Fairlead plan", "How many replicas")
         + "".join(f"<p>{escape(line)}</p>" for line in title.splitlines())
         + f'<div class="wide" tabindex="0"><table><tr>{"<tr>".join(cells)}</table></div>{figure}'
         f'<h2>In full</h2><pre tabindex="0">{escape(written[0].read_text(encoding="utf-8"))}</pre></main></html>'

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from textwrap import fill
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -26,21 +27,26 @@ _MARKS = "osD^vP*X<>"
 def draw(means: Mapping[str, Mapping[str, Figures]], out: Path) -> list[tuple[Path, str]]:
     """One SVG per figure: dots per policy, a line per scenario. Returns (path, note about values without a dot). Raises
     `ImportError`."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    # Keep paths and ids the same from run to run.
-    matplotlib.rcParams.update({"svg.hashsalt": "fairlead", "svg.fonttype": "none", "font.size": 9})
     paths = [out / f"{stem}.svg" for stem, _, _, _ in _PLOTS]
     return [
         (path, _dots(means, key, title, log, path)) for path, (_, key, title, log) in zip(paths, _PLOTS, strict=True)
     ]
 
 
-def _dots(means: Mapping[str, Mapping[str, Figures]], key: str, title: str, log: bool, path: Path) -> str:
-    """Draw one figure, narrow enough for a phone."""
+def plots() -> Any:
+    """matplotlib's pyplot for SVG whose paths and ids are the same from run to run. Raises `ImportError`."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams.update({"svg.hashsalt": "fairlead", "svg.fonttype": "none", "font.size": 9})
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def _dots(means: Mapping[str, Mapping[str, Figures]], key: str, title: str, log: bool, path: Path) -> str:
+    """Draw one figure, narrow enough for a phone."""
+    pyplot = plots()
     policies = list(dict.fromkeys(name for row in means.values() for name in row))
     values = {
         (policy, line): row.get(policy, {}).get(key, 0.0)
@@ -84,7 +90,7 @@ COLUMNS = (
 )  # fmt: skip
 #: Width in characters for measuring a table that is not shown.
 _WIDEST = 10_000
-STYLE = """
+_STYLE = """
 body{font:14px/1.45 system-ui,sans-serif;margin:2rem auto;max-width:76rem;padding:0 1rem;color:#1c1e21;background:#fff}
 .plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(20rem,100%),1fr));gap:1rem}
 .wide{overflow-x:auto}h1,h2,h3,p{overflow-wrap:anywhere}
@@ -188,11 +194,7 @@ def _page(
     plots: list[tuple[Path, str]],
     cells: Sequence[Cell],
 ) -> str:
-    parts = [
-        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        "<title>Fairlead comparison</title>",
-        f"<style>{STYLE}</style><main><h1>Policies compared</h1><p>{_NOTE}</p>",
-    ]
+    parts = [f"{page_head('Fairlead comparison', 'Policies compared')}<p>{_NOTE}</p>"]
     if len(regret) > 1:
         rows = sorted(regret.items(), key=lambda item: item[1]["ttft_mean_ms"])
         columns = [("mean TTFT", "ttft_mean_ms", 2), ("worst", "ttft_mean_ms_worst", 1), ("p99 TTFT", "ttft_p99_ms", 2)]
@@ -210,6 +212,14 @@ def _page(
     described = msgspec.json.format(msgspec.json.encode(list(scenarios.values()))).decode()
     parts.append(f'<h3>Scenarios</h3><pre tabindex="0">{escape(described)}</pre></main></html>')
     return "\n".join(parts)
+
+
+def page_head(title: str, heading: str) -> str:
+    """The beginning of a page that needs no other file. It ends with `</main></html>`."""
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>{title}</title><style>{_STYLE}</style><main><h1>{heading}</h1>"
+    )
 
 
 def _table(rows: Sequence[tuple[str, Figures]], columns: Sequence[tuple[str, str, int]]) -> str:

@@ -159,12 +159,17 @@ _HWM = 100_000
 Batches = list[tuple[bytes | None, int, bytes]]
 
 
-def publisher_socket(context: Context, address: str, connect: bool, curve: Curve | None) -> tuple[Socket, str]:
-    """A PUB socket and its address. Raises `zmq.ZMQError` if the address is invalid or in use."""
-    socket = context.socket(zmq.PUB)
+def _socket(context: Context, kind: int, curve: Curve | None) -> Socket:
+    socket = context.socket(kind)
     socket.set(zmq.SNDHWM, _HWM)
     socket.set(zmq.LINGER, 0)
     secure(socket, curve)
+    return socket
+
+
+def publisher_socket(context: Context, address: str, connect: bool, curve: Curve | None) -> tuple[Socket, str]:
+    """A PUB socket and its address. Raises `zmq.ZMQError` if the address is invalid or in use."""
+    socket = _socket(context, zmq.PUB, curve)
     if connect:
         socket.connect(address)
         return socket, address
@@ -178,10 +183,7 @@ class Replays:
     def __init__(self, context: Context, address: str, curve: Curve | None, batches: Callable[[int], Batches]) -> None:
         self._batches = batches
         self._loop = asyncio.get_running_loop()
-        self._socket = context.socket(zmq.ROUTER)
-        self._socket.set(zmq.SNDHWM, _HWM)
-        self._socket.set(zmq.LINGER, 0)
-        secure(self._socket, curve)
+        self._socket = _socket(context, zmq.ROUTER, curve)
         self._socket.bind(address)
         self.address = bound_to(self._socket)
         self._descriptor = int(self._socket.get(zmq.FD))

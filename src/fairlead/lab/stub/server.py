@@ -23,8 +23,7 @@ from fairlead.lab.stub.connection import Connection, Heads, Held
 from fairlead.lab.stub.exposition import HttpStats, Part
 from fairlead.lab.stub.fields import SCALE_OUT, ApiError, Body
 from fairlead.lab.stub.generation import REQUEST_HEADER
-from fairlead.lab.stub.metrics_page import MetricsPage
-from fairlead.lab.stub.other_pages import other_page
+from fairlead.lab.stub.metrics_page import MetricsPage, other_page
 from fairlead.lab.stub.plans import (
     Models,
     Plan,

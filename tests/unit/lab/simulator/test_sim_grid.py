@@ -8,6 +8,7 @@ import pytest
 import typer
 
 from fairlead.cli.compare import compared_cells, end_with_errors, texts_of
+from fairlead.core.errors import ConfigError
 from fairlead.lab.simulator import grid
 from fairlead.lab.simulator.build import ScenarioSpec, build, names, read_workload, write_workload
 from fairlead.lab.simulator.grid import Cell, CellResult, mean_figures, read_kept, regrets, run_cell, run_grid
@@ -15,7 +16,6 @@ from fairlead.lab.simulator.report import COLUMNS, print_comparison, write_repor
 from fairlead.lab.simulator.run import known_policies, policy_text, source_text
 from fairlead.lab.simulator.scenarios import conversation_like
 from fairlead.lab.workload.describe import ideal_hit
-from fairlead.lab.workload.formats import TraceError
 
 pytestmark = pytest.mark.simulation
 
@@ -152,9 +152,9 @@ def test_a_scenario_can_be_changed_by_plain_values(tmp_path, mooncake_head):
     assert made.replicas[0].engine.block_size == 512
     bad = tmp_path / "odd.txt"
     bad.write_text("a b c\n")
-    with pytest.raises(TraceError, match="looks like none of"):
+    with pytest.raises(ConfigError, match="looks like none of"):
         build(ScenarioSpec(name="x", source=str(bad)))
-    with pytest.raises(TraceError, match="unknown format 'csv'"):
+    with pytest.raises(ConfigError, match="unknown format 'csv'"):
         build(ScenarioSpec(name="x", source=str(bad), format="csv"))
 
 

@@ -7,7 +7,7 @@ from fairlead.apis.engine_metrics import ENGINES, compile_engine
 from fairlead.apis.prometheus import read_page
 from fairlead.doctor.survey import survey
 from fairlead.lab.stub.config import StubConfig
-from fairlead.lab.stub.other_pages import SERIES
+from fairlead.lab.stub.metrics_page import SERIES
 from fairlead.lab.stub.pool import StubPool, endpoints_yaml
 
 ASKED = {"model": "m", "prompt": "x" * 400, "max_tokens": 3}
