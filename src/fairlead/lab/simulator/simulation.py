@@ -107,49 +107,6 @@ class Faults:
 # makes the request fail, as in the reference's sidecar.
 
 
-class Pairs:
-    """The requests of a simulation whose prompt is computed on one server and whose answer on another."""
-
-    def __init__(self, simulation: "Simulation") -> None:
-        self._sim = simulation
-        self._by_address = {server.endpoint.address: i for i, server in enumerate(simulation.servers)}
-
-    def send(self, job: Job, prefill_address: str) -> None:
-        """Send the request to the prefill server first."""
-        sim = self._sim
-        job.prefill_server = self._by_address[prefill_address]
-        # From the gateway to the decoder's sidecar, and from there to the prefill server.
-        sim.kernel.call_at(sim.kernel.now + 2 * sim.network, self._arrived, job)
-
-    def _arrived(self, job: Job) -> None:
-        sim = self._sim
-        if job.status != "waiting":
-            return
-        if not sim.servers[job.server].up:
-            sim.broken(job, "connection refused")
-            return
-        job.prefilled = self._request(job, job.prefill_server, max_tokens=1)
-        sim.put(job, job.prefill_server, job.prefilled)
-
-    def _request(self, job: Job, server: int, *, max_tokens: int = 0, loaded: int = 0) -> EngineRequest:
-        size = self._sim.servers[server].replica.engine.block_size
-        return self._sim.prompts.engine_request(job.index, job.record, size, max_tokens=max_tokens, loaded=loaded)
-
-    def computed(self, job: Job) -> None:
-        """The prompt is computed; transfer its KV to the decoding server."""
-        sim = self._sim
-        assert job.prefilled is not None
-        job.cached_tokens = job.prefilled.cached_tokens
-        served = self._request(job, job.server, loaded=job.record.in_tokens)
-        there = sim.servers[job.server].cached_tokens(served)
-        took = sim.scenario.handover.seconds(max(served.prompt_tokens - there, 0))
-        sim.kernel.call_at(job.prefilled.finished_at + 2 * sim.network + took, self._moved, job, served)
-
-    def _moved(self, job: Job, served: EngineRequest) -> None:
-        if job.status == "waiting":
-            self._sim.answer(job, served)
-
-
 # One run: the workload's clients, the pipeline's driver and the gateway, all on one heap of timers.
 #
 # The events of the pipeline and their times (as from the live server beside its embedded gateway)
@@ -232,7 +189,7 @@ class Simulation:
         for server in self.servers:
             machine = server.replica.machine
             server.share_machine([s for s in self.servers if machine and s.replica.machine == machine])
-        self._pairs = Pairs(self)
+        self._by_address = {server.endpoint.address: index for index, server in enumerate(self.servers)}
         self._by_endpoint = {server.endpoint.id: index for index, server in enumerate(self.servers)}
         self.jobs = self._make_jobs()
         self._adapters = frozenset(job.record.lora for job in self.jobs) - {""}
@@ -406,7 +363,7 @@ class Simulation:
             return
         job.server = self._by_endpoint[route.endpoint.id]
         if route.prefill:
-            self._pairs.send(job, route.prefill)
+            self._send_prefill(job, route.prefill)
         else:
             server, reaches = self.servers[job.server], self.kernel.now + self.network
             ready = server.received(reaches, job.record.in_tokens)
@@ -455,8 +412,7 @@ class Simulation:
     def _deliver(self, job: Job) -> None:
         if job.status != "waiting":
             return
-        size = self.servers[job.server].replica.engine.block_size
-        self.answer(job, self.prompts.engine_request(job.index, job.record, size))
+        self.answer(job, self._engine_request(job, job.server))
 
     def answer(self, job: Job, served: EngineRequest) -> None:
         """Deliver the request to the server that answers it, as one engine request per wanted answer."""
@@ -488,6 +444,42 @@ class Simulation:
             assert job.request is not None
             self.feed(ev.ResponseEnded(request_id=job.request.id, status=status))
 
+    # ---- separate prefill and decode ----
+
+    def _send_prefill(self, job: Job, prefill_address: str) -> None:
+        """Send the request to the prefill server first."""
+        job.prefill_server = self._by_address[prefill_address]
+        # From the gateway to the decoder's sidecar, and from there to the prefill server.
+        self.kernel.call_at(self.kernel.now + 2 * self.network, self._prefill, job)
+
+    def _prefill(self, job: Job) -> None:
+        if job.status != "waiting":
+            return
+        if not self.servers[job.server].up:
+            self.broken(job, "connection refused")
+            return
+        job.prefilled = self._engine_request(job, job.prefill_server, max_tokens=1)
+        self.put(job, job.prefill_server, job.prefilled)
+
+    def _engine_request(self, job: Job, server: int, *, max_tokens: int = 0, loaded: int = 0) -> EngineRequest:
+        size = self.servers[server].replica.engine.block_size
+        return self.prompts.engine_request(job.index, job.record, size, max_tokens=max_tokens, loaded=loaded)
+
+    def _prefilled(self, job: Job) -> None:
+        """The prompt is computed; transfer its KV to the decoding server."""
+        assert job.prefilled is not None
+        job.cached_tokens = job.prefilled.cached_tokens
+        served = self._engine_request(job, job.server, loaded=job.record.in_tokens)
+        there = self.servers[job.server].cached_tokens(served)
+        took = self.scenario.handover.seconds(max(served.prompt_tokens - there, 0))
+        self.kernel.call_at(job.prefilled.finished_at + 2 * self.network + took, self._moved, job, served)
+
+    def _moved(self, job: Job, served: EngineRequest) -> None:
+        if job.status == "waiting":
+            self.answer(job, served)
+
+    # ---- progress ----
+
     def _stepped(self, result: StepResult) -> None:
         network, kernel = self.network, self.kernel
         for served in result.first:
@@ -502,7 +494,7 @@ class Simulation:
         for served in result.finished:
             job = self.jobs[int(served.id)]
             if served is job.prefilled:
-                self._pairs.computed(job)
+                self._prefilled(job)
                 continue
             job.left -= 1
             if not job.left:

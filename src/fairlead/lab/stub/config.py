@@ -109,10 +109,6 @@ class StubConfig(Struct, frozen=True, kw_only=True):
     #: `--enable-prompt-tokens-details`, `--enable-request-id-headers`, `--enable-server-load-tracking`.
     prompt_tokens_details: bool = True
     request_id_headers: bool = False
-    #: Include `metrics` in non-streamed answers (`--enable-per-request-metrics`), in engine time.
-    per_request_metrics: bool = False
-    #: Seconds between comments in streams that wait for their first token (`--sse-keep-alive-interval`); 0 = none.
-    sse_keepalive_s: float = 0.0
     #: Send `x-inference-pod`, `x-inference-namespace` and `x-inference-port` with every response.
     identity_headers: bool = False
     namespace: str = "default"

@@ -11,7 +11,7 @@ from fairlead.lab.stub.connection import Connection
 from fairlead.lab.stub.fields import ApiError
 from fairlead.lab.stub.plans import Plan
 from fairlead.lab.stub.sampling import Stop, chat_logprobs, completion_logprobs
-from fairlead.lab.stub.shapes import KEEP_ALIVE, Counts, Parts, Shape, id_list, quoted
+from fairlead.lab.stub.shapes import Counts, Parts, Shape, id_list, quoted
 
 REQUEST_HEADER = "endpoint-load-metrics-format"
 
@@ -43,17 +43,10 @@ class Host(Protocol):
     block_size: int
     #: `--enable-prompt-tokens-details`.
     details: bool
-    #: `--enable-per-request-metrics`.
-    timed: bool
-    #: Seconds between comments in a waiting stream; 0 = none.
-    keepalive_s: float
 
     def output_tokens(self, request: EngineRequest) -> int: ...
     def forget(self, generation: "Generation") -> None:
         """The generation is over; abort the rest of its engine requests."""
-
-    def later(self, seconds: float, generation: "Generation") -> None:
-        """Call `generation.keep_alive()` after this many seconds."""
 
     def load(self) -> tuple[float, float]:
         """The gauges: waiting requests, share of the KV cache in use."""
@@ -121,9 +114,6 @@ class Generation:
     def begin(self) -> None:
         """The engine has received the requests."""
 
-    def keep_alive(self) -> None:
-        """See `Host.later`."""
-
     def progress(self, choice: Choice, output: int) -> None:
         """A choice that continues has `output` tokens."""
 
@@ -161,8 +151,7 @@ class Generation:
             text = self.echo(choice) + choice.text(output, 0)
             choices.append(self.shape.choice(choice.index, text, self.parts(choice, output)))
         prompt_ids = self.prompt_ids(self.choices[0])
-        metrics = self._timing() if self.host.timed else b"null"
-        body = self.shape.body(choices, self.counts(), self.host.details, prompt_ids, metrics)
+        body = self.shape.body(choices, self.counts(), self.host.details, prompt_ids)
         self.end()
         self.connection.reply(200, body, before=orca_line(self.orca, *self.host.load()))
 
@@ -190,21 +179,6 @@ class Generation:
             return chat_logprobs(seed, start, output, top)
         offset = len(tk.text(self.plan.prompts[choice.prompt])) if self.plan.echo else 0
         return completion_logprobs(seed, start, output, top, offset)
-
-    def _timing(self) -> bytes:
-        """Timing of the choice that ended last, in engine time."""
-        request = max((choice.request for choice in self.choices), key=lambda request: request.finished_at)
-        decoding = 1e3 * (request.finished_at - request.first_token_at)
-        more = request.output - 1
-        values = {
-            "time_to_first_token_ms": 1e3 * (request.first_token_at - request.scheduled_at),
-            "generation_time_ms": decoding,
-            "queue_time_ms": 1e3 * (request.scheduled_at - request.arrived),
-            "mean_itl_ms": decoding / more if more else None,
-            "tokens_per_second": 1e3 * more / decoding if decoding > 0 else None,
-            "speculative_decoding": None,
-        }
-        return json.dumps(values, separators=(",", ":")).encode()
 
     def prompt_ids(self, choice: Choice) -> bytes:
         return id_list(self.plan.prompts[choice.prompt]) if self.plan.return_token_ids else b"null"
@@ -264,16 +238,6 @@ class StreamGeneration(Generation):
 
     def begin(self) -> None:
         self.connection.begin_stream()
-        if self.host.keepalive_s > 0:
-            self.host.later(self.host.keepalive_s, self)
-
-    def keep_alive(self) -> None:
-        """Send a comment while the client waits for the first token, to keep the connection alive."""
-        if self.over or self.started:
-            return
-        if not self.connection.paused:
-            self.connection.write(self.connection.event(KEEP_ALIVE))
-        self.host.later(self.host.keepalive_s, self)
 
     def progress(self, choice: Choice, output: int) -> None:
         """A choice that continues has `output` tokens, more than were emitted."""

@@ -112,8 +112,6 @@ class Replica:
         self.spec = config.spec()
         self.block_size = self.spec.block_size
         self.details = config.prompt_tokens_details
-        self.timed = config.per_request_metrics
-        self.keepalive_s = config.sse_keepalive_s
         self.rng = random.Random(f"{config.seed}/{index}")
         self.fingerprint = f"vllm-{VERSION}-{self.rng.getrandbits(32):08x}"
         self.models = Models(config.served_model, config.loras, int(unix()))
@@ -218,9 +216,6 @@ class Replica:
     def load(self) -> tuple[float, float]:
         gauges = self.engine.stats.gauges
         return gauges.waiting, gauges.kv_usage
-
-    def later(self, seconds: float, generation: Generation) -> None:
-        self._loop.call_later(seconds, generation.keep_alive)
 
     def forget(self, generation: Generation) -> None:
         self._generations.pop(generation, None)

@@ -11,7 +11,6 @@ from msgspec import Struct
 from fairlead.lab.engine import tokens as tk
 
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": keep-alive\n\n"
 
 
 def quoted(text: str) -> bytes:
@@ -123,15 +122,14 @@ class Shape:
         opening = self._opening(self.event_object)
         return b"data: %b[],%b,%b}\n\n" % (opening, counts.streamed(details), self._fingerprint)
 
-    def body(self, choices: list[bytes], counts: Counts, details: bool, prompt_ids: bytes, metrics: bytes) -> bytes:
+    def body(self, choices: list[bytes], counts: Counts, details: bool, prompt_ids: bytes) -> bytes:
         """The non-streamed answer, made from results of `choice`."""
-        return b'%b[%b],"service_tier":null,%b,%b,%b,"metrics":%b}' % (
+        return b'%b[%b],"service_tier":null,%b,%b,%b,"metrics":null}' % (
             self._opening(self.whole_object),
             b",".join(choices),
             self._fingerprint,
             counts.in_full(details),
             self.end_of_body(prompt_ids),
-            metrics,
         )
 
     def end_of_body(self, prompt_ids: bytes) -> bytes:
@@ -223,7 +221,7 @@ class MessagesShape(Shape):
         self._reason = parts.reason
         return b'{"type":"text","text":"%b"}' % text
 
-    def body(self, choices: list[bytes], counts: Counts, details: bool, prompt_ids: bytes, metrics: bytes) -> bytes:
+    def body(self, choices: list[bytes], counts: Counts, details: bool, prompt_ids: bytes) -> bytes:
         return self._message(b",".join(choices), self._stop_reason(), self._usage(counts, details))
 
     def _usage(self, counts: Counts, details: bool) -> bytes:
@@ -303,7 +301,7 @@ class ResponsesShape(Shape):
         self._reason = parts.reason
         return self._item(_text_part(text))
 
-    def body(self, choices: list[bytes], counts: Counts, details: bool, prompt_ids: bytes, metrics: bytes) -> bytes:
+    def body(self, choices: list[bytes], counts: Counts, details: bool, prompt_ids: bytes) -> bytes:
         return self._final(b",".join(choices), counts)
 
     def _next(self, kind: bytes, fields: bytes) -> bytes:

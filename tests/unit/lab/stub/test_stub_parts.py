@@ -128,7 +128,7 @@ def test_every_event_and_body_is_json_whatever_a_client_called_it(shape):
             assert ("usage" in parsed) == bool(usage)
     for details in (True, False):
         counts = Counts(5, 6, 4, 1)
-        whole = made.body([made.choice(0, b"a", Parts(reason="stop"))], counts, details, b"null", b"null")
+        whole = made.body([made.choice(0, b"a", Parts(reason="stop"))], counts, details, b"null")
         usage = json.loads(whole)["usage"]
         assert usage["total_tokens"] == 11
         assert (usage["prompt_tokens_details"] is not None) == details
