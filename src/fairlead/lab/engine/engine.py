@@ -150,10 +150,6 @@ class Engine:
             self._begin(ends)
         return result
 
-    def clear_cache(self) -> bool:
-        """Forget the prefix cache; False (and nothing done) while requests hold blocks."""
-        return self.blocks.clear()
-
     # ---------------------------------------------------------------- queries
 
     @property

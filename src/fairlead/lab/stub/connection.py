@@ -1,6 +1,7 @@
 """Response heads with vLLM 0.32's (uvicorn's) headers, byte for byte and in the same order."""
 
 import asyncio
+import time
 from email.utils import formatdate
 from http import HTTPStatus
 from typing import NamedTuple, Protocol
@@ -118,8 +119,6 @@ class Server(Protocol):
 
     def opened(self, connection: "Connection") -> None: ...
     def closed(self, connection: "Connection") -> None: ...
-    def unix(self) -> float: ...
-    def monotonic(self) -> float: ...
     def serve(self, connection: "Connection", request: HttpRequest) -> None:
         """Answer, now or later, through `reply` or `begin_stream`."""
 
@@ -153,7 +152,7 @@ class Connection(asyncio.Protocol):
         #: The status of the answer that was begun last; 0 before the first.
         self.responded = 0
         #: When the last byte arrived or the last answer ended, on the monotonic clock.
-        self.active_at = server.monotonic()
+        self.active_at = time.monotonic()
 
     # ---------------------------------------------------------------- called by the event loop
 
@@ -173,7 +172,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        self.active_at = self._server.monotonic()
+        self.active_at = time.monotonic()
         self._parser.feed(data)
         self._turn()
         waits = self._busy or self.paused
@@ -219,7 +218,7 @@ class Connection(asyncio.Protocol):
     ) -> None:
         """Send a complete answer."""
         head = self._server.heads.plain(
-            self._server.unix(),
+            time.time(),
             status,
             len(body),
             content_type=content_type,
@@ -236,7 +235,7 @@ class Connection(asyncio.Protocol):
         self.responded = 200
         self.write(
             self._server.heads.stream(
-                self._server.unix(), request_id=self.request_id, close=self._close_after, chunked=self._chunked
+                time.time(), request_id=self.request_id, close=self._close_after, chunked=self._chunked
             )
         )
 
@@ -271,7 +270,7 @@ class Connection(asyncio.Protocol):
         self.exchange = None
         self._busy = False
         request, self._request = self._request, None
-        self.active_at = self._server.monotonic()
+        self.active_at = time.monotonic()
         if request is not None:
             self._server.answered(request, self.responded, self.active_at - self._began)
         if self._close_after:

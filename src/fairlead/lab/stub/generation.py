@@ -6,6 +6,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from fairlead.lab.engine import tokens as tk
+from fairlead.lab.engine.engine import Engine
 from fairlead.lab.engine.request import EngineRequest, Phase
 from fairlead.lab.stub.connection import Connection
 from fairlead.lab.stub.fields import ApiError
@@ -44,13 +45,10 @@ class Host(Protocol):
     #: `--enable-prompt-tokens-details`.
     details: bool
 
-    def output_tokens(self, request: EngineRequest) -> int: ...
+    engine: Engine
+
     def forget(self, generation: "Generation") -> None:
         """The generation is over; abort the rest of its engine requests."""
-
-    def load(self) -> tuple[float, float]:
-        """The gauges: waiting requests, share of the KV cache in use."""
-        ...
 
 
 class Choice(Struct, eq=False):
@@ -153,7 +151,8 @@ class Generation:
         prompt_ids = self.prompt_ids(self.choices[0])
         body = self.shape.body(choices, self.counts(), self.host.details, prompt_ids)
         self.end()
-        self.connection.reply(200, body, before=orca_line(self.orca, *self.host.load()))
+        gauges = self.host.engine.stats.gauges
+        self.connection.reply(200, body, before=orca_line(self.orca, gauges.waiting, gauges.kv_usage))
 
     def echo(self, choice: Choice) -> bytes:
         """The prompt as the inside of a JSON string, if the client asked for it back."""
@@ -286,7 +285,7 @@ class StreamGeneration(Generation):
         for choice in self.choices:
             if choice.request.phase is Phase.DONE:
                 self.finished(choice)
-            elif (output := self.host.output_tokens(choice.request)) > choice.emitted:
+            elif (output := self.host.engine.output_tokens(choice.request)) > choice.emitted:
                 self.progress(choice, output)
 
     # ---------------------------------------------------------------- events

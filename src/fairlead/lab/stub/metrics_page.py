@@ -3,6 +3,7 @@
 Names and help texts are captured from the real server.
 """
 
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from operator import attrgetter
@@ -218,7 +219,7 @@ class MetricsPage:
     def __init__(self, replica: Replica, before: list[Part], after: list[Part]) -> None:
         self._replica = replica
         self._labels = {"engine": "0", "model_name": replica.config.served_model}
-        self._created = number(replica.unix())
+        self._created = number(time.time())
         self._parts: list[Part] = [*before]
         for family in GAUGES_AND_COUNTERS:
             self._add(family)

@@ -133,8 +133,7 @@ class StubPool:
         await self._start(index)
 
     async def _start(self, index: int) -> None:
-        loop = asyncio.get_running_loop()
-        replica = Replica(self._config, self.names[index], index, loop, time.time)
+        replica = Replica(self._config, self.names[index], index, asyncio.get_running_loop())
         server = ReplicaServer(replica, self._process)
         try:
             self._ports[index] = await server.start(self.host, self._ports[index])
@@ -159,7 +158,7 @@ class StubPool:
         model = replica.config.served_model
         named = msgspec.structs.replace(config, topic=config.topic or f"kv@{address}@{model}")
         try:
-            publisher = KvPublisher(named, address, model, replica.unix)
+            publisher = KvPublisher(named, address, model)
         except zmq.ZMQError as error:
             cure = _NO_ADDRESS if config.connect else _EVENT_CURES.get(error.errno or 0, "choose other addresses")
             raise PortTaken(f"cannot publish KV events: {error}; {cure}") from error

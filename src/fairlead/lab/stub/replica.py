@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 from collections.abc import Callable, Iterator
 from math import inf
 from typing import TYPE_CHECKING
@@ -104,9 +105,7 @@ _IN_STREAM_CHAT = 0.85
 class Replica:
     """One model server without HTTP. The server part (`server.ReplicaServer`) turns requests into calls of `submit`."""
 
-    def __init__(
-        self, config: StubConfig, name: str, index: int, loop: asyncio.AbstractEventLoop, unix: Callable[[], float]
-    ) -> None:
+    def __init__(self, config: StubConfig, name: str, index: int, loop: asyncio.AbstractEventLoop) -> None:
         self.config = config
         self.name = name
         self.spec = config.spec()
@@ -114,11 +113,10 @@ class Replica:
         self.details = config.prompt_tokens_details
         self.rng = random.Random(f"{config.seed}/{index}")
         self.fingerprint = f"vllm-{VERSION}-{self.rng.getrandbits(32):08x}"
-        self.models = Models(config.served_model, config.loras, int(unix()))
+        self.models = Models(config.served_model, config.loras, int(time.time()))
         self.lora_info = LoraInfo(self.spec.max_loras)
         self.clock = EngineClock(loop.time, config.time_ratio)
         self.engine = Engine(self.spec, self.clock.now(), chance=self.rng)
-        self.unix = unix
         self.rejections = 0
         #: The publisher of the cache's contents; `None` = they are not published.
         self.kv_events: KvPublisher | None = None
@@ -210,13 +208,6 @@ class Replica:
 
     # ---------------------------------------------------------------- called by generations
 
-    def output_tokens(self, request: EngineRequest) -> int:
-        return self.engine.output_tokens(request)
-
-    def load(self) -> tuple[float, float]:
-        gauges = self.engine.stats.gauges
-        return gauges.waiting, gauges.kv_usage
-
     def forget(self, generation: Generation) -> None:
         self._generations.pop(generation, None)
         for choice in generation.choices:
@@ -252,7 +243,7 @@ class Replica:
         if not result.steps:
             return
         if self.spec.max_loras:
-            self.lora_info.note(self.engine.stats.gauges.running_loras, self.unix())
+            self.lora_info.note(self.engine.stats.gauges.running_loras, time.time())
         choices, streaming = self._choices, self._streaming
         for request in result.first:
             choice = choices[request]

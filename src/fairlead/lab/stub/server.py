@@ -60,7 +60,7 @@ class ReplicaServer:
         self.max_body = config.max_body
         self.address = ""
         self._routes = routes(replica.spec.max_loras > 0, config.engine_type)
-        self._http = HttpStats(replica.unix())
+        self._http = HttpStats(time.time())
         full = config.full_metrics
         self._page = (
             MetricsPage(replica, process if full else [], self._http.parts() if full else []).render
@@ -125,12 +125,6 @@ class ReplicaServer:
     def closed(self, connection: Connection) -> None:
         self._connections.discard(connection)
 
-    def unix(self) -> float:
-        return time.time()
-
-    def monotonic(self) -> float:
-        return time.monotonic()
-
     def serve(self, connection: Connection, request: HttpRequest) -> None:
         connection.request_id = ""
         if self.replica.config.request_id_headers:
@@ -190,7 +184,7 @@ class ReplicaServer:
     def _sweep(self) -> None:
         """Close connections that are silent for too long, between requests or in the middle of one."""
         config = self.replica.config
-        now = self.monotonic()
+        now = time.monotonic()
         for connection in list(self._connections):
             since = connection.quiet_since
             if since is None:
@@ -300,7 +294,7 @@ def _generate(
     plan = make(_body(request), replica.models, replica.config)
     asked = request.headers.get("x-request-id") or plan.request_id
     answer_id = f"{prefix}{asked or format(replica.rng.getrandbits(64), '016x')}"
-    replica.submit(connection, plan, answer_id, int(site.unix()), request.headers.get(REQUEST_HEADER, ""))
+    replica.submit(connection, plan, answer_id, int(time.time()), request.headers.get(REQUEST_HEADER, ""))
 
 
 def scale_out(site: "ReplicaServer", connection: Connection, request: HttpRequest) -> None:
@@ -348,7 +342,7 @@ def models(site: "ReplicaServer", connection: Connection, request: HttpRequest) 
 
 
 def load_lora(site: "ReplicaServer", connection: Connection, request: HttpRequest) -> None:
-    message = load_adapter(_body(request), site.replica.models, int(site.unix()))
+    message = load_adapter(_body(request), site.replica.models, int(time.time()))
     connection.reply(200, message.encode("utf-8", "replace"), content_type=b"")
 
 
@@ -486,7 +480,7 @@ ROUTES: Mapping[str, tuple[tuple[str, ...], Handler]] = {
     "/version": (_GET, _answering(lambda replica: {"version": VERSION})),
     "/load": (_GET, _answering(lambda replica: {"server_load": replica.in_flight})),
     "/is_sleeping": (_GET, _answering(lambda replica: {"is_sleeping": replica.faults.asleep})),
-    "/reset_prefix_cache": (_POST, _answering(lambda replica: {"success": replica.engine.clear_cache()})),
+    "/reset_prefix_cache": (_POST, _answering(lambda replica: {"success": replica.engine.blocks.clear()})),
     "/metrics": (_GET, lambda site, connection, request: site.metrics(connection)),
     "/kv_event_sources": (_GET, kv_event_sources),
     "/fault": (("GET", "POST", "DELETE"), faults),

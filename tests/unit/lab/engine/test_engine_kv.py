@@ -120,7 +120,7 @@ def test_everything_stored_and_removed_is_told(make_spec, prompt, run):
     ]
     serve(engine, run, prompt(44, 3), output=4)
     assert recorder.removed_hashes == [hashes[3], hashes[2], hashes[1], hashes[0]]
-    assert engine.clear_cache()
+    assert engine.blocks.clear()
     assert recorder.clears == 1
     assert serve(engine, run, prompt(44, 3), output=4).cached_tokens == 0
 
@@ -188,7 +188,7 @@ def test_a_small_request_gets_in_beside_the_big_one_that_waited(make_spec, promp
 def test_the_cache_is_not_cleared_under_a_running_request(make_spec, prompt):
     engine = Engine(make_spec(), 0.0)
     engine.add(EngineRequest("a", prompt(20), 5), 0.0)
-    assert not engine.clear_cache()
+    assert not engine.blocks.clear()
 
 
 WORKLOAD = st.lists(

@@ -9,10 +9,10 @@ from fairlead.lab.stub.pool import StubPool
 
 
 async def test_a_handler_that_fails_is_a_500_and_the_server_goes_on(http, quick, caplog, monkeypatch):
-    def fail() -> None:
+    def fail(_) -> None:
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr(quick.replica(0).engine, "clear_cache", fail)
+    monkeypatch.setattr(type(quick.replica(0).engine.blocks), "clear", fail)
     status, body = await http.post(quick.addresses[0], "/reset_prefix_cache", {})
     assert status == 500
     assert json.loads(body)["error"]["type"] == "InternalServerError"
