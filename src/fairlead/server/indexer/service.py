@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-from msgspec import UNSET, Struct
+from msgspec import UNSET, Struct, convert
 
 from fairlead.apis.request import parse_request
 from fairlead.apis.tokens import PromptTokeniser, PromptTokens
@@ -82,7 +82,7 @@ class IndexService:
     def state(self) -> StateAnswer:
         exact = self._exact
         pods = {
-            endpoint.id: PodState(address=endpoint.address, ranks=list(map(_state, exact.index.caches_of(slot))))
+            endpoint.id: PodState(address=endpoint.address, ranks=_states(exact.index.caches_of(slot)))
             for slot, endpoint in self._endpoints()
         }
         adapters, sizes = sorted(exact.adapters), list(exact.sizes)
@@ -214,14 +214,5 @@ def _best(matches: Sequence[_Columns], slot: int, size: int) -> PodAnswer:
     return best
 
 
-def _state(cache: RankCache) -> RankState:
-    return RankState(
-        rank=cache.rank,
-        heard=cache.heard,
-        linked=cache.linked,
-        behind=cache.behind,
-        provisional=cache.provisional,
-        block_size=cache.block_size,
-        lives=cache.lives,
-        blocks=cache.blocks,
-    )
+def _states(caches: Iterable[RankCache]) -> list[RankState]:
+    return [convert(cache, RankState, from_attributes=True) for cache in caches]
