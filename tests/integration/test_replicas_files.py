@@ -90,9 +90,8 @@ async def test_whatever_happened_before_an_event_is_known_when_it_is_handled(
 
 
 async def test_a_worker_that_is_not_heard_is_a_trouble_after_a_lease(url: str) -> None:
-    one, other, stranger = Teller("vm-1", url), Teller("vm-2", url), Teller("vm-b-3", url)
-    for worker, teller in enumerate((one, other)):
-        teller.replicas.expect(worker, 2)
+    one, other = (Teller(f"vm-{number}", url, worker=number - 1, workers=2) for number in (1, 2))
+    stranger = Teller("vm-b-3", url)
     async with running(one, stranger):
         async with running(other):
             await until(lambda: agree(one, other, stranger) and len(one.replicas.peers) == 2)
@@ -106,9 +105,8 @@ async def test_a_worker_that_is_not_heard_is_a_trouble_after_a_lease(url: str) -
 async def test_workers_of_another_gateway_on_the_host_are_others(url: str) -> None:
     marks = [RunningGateway(directory=directory, workers=2).mark for directory in ("/tmp/a", "/tmp/a", "/tmp/b", "/c")]
     names = [f"vm-{mark}0000000{number}" for number, mark in enumerate(marks)]
-    one, other, strange, stranger = (Teller(name, url) for name in names)
-    older = Teller("vm-00000009", url)
-    one.replicas.expect(0, 2)
+    one = Teller(names[0], url, workers=2)
+    other, strange, stranger, older = (Teller(name, url) for name in (*names[1:], "vm-00000009"))
     async with running(one, strange, stranger):
         async with running(other):
             await until(lambda: agree(one, other, strange, stranger) and len(one.replicas.peers) == 3)

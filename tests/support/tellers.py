@@ -7,7 +7,7 @@ from typing import Any
 
 from fairlead.config.schema import ReplicaSettings
 from fairlead.core.events import PeerHeard, PeerLost, PeerSnapshot
-from fairlead.server.replicas import Facts, Replicas
+from fairlead.server.replicas import Facts, Own, Replicas
 from fairlead.server.replicas_files import FileReplicas
 from fairlead.server.replicas_valkey import ValkeyReplicas
 
@@ -19,7 +19,9 @@ LEASE = 1.5
 class Teller:
     """A replica whose facts are words. What it knows of another is the list of that one's words."""
 
-    def __init__(self, name: str, url: str, waits: bool = False, **settings: Any) -> None:
+    def __init__(
+        self, name: str, url: str, waits: bool = False, worker: int = 0, workers: int = 1, **settings: Any
+    ) -> None:
         self.words: list[str] = []
         self._sequence = self._fetched = 0
         #: By origin, what it said, and the lost ones.
@@ -39,7 +41,17 @@ class Teller:
         #: How many replicas there were, from change to change.
         self.counted: list[int] = []
         kind = FileReplicas if url.startswith("file:") else ValkeyReplicas
-        self.replicas: Replicas = kind(configured, "pool", name, facts, self.feed, self.counted.append)
+        own = Own(
+            settings=configured,
+            pool="pool",
+            origin=name,
+            facts=facts,
+            feed=self.feed,
+            counted=self.counted.append,
+            worker=worker,
+            workers=workers,
+        )
+        self.replicas: Replicas = kind(own)
 
     def say(self, word: str) -> None:
         self.words.append(word)

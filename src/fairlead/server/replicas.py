@@ -82,25 +82,30 @@ class Counts(Struct):
     outages: int = 0
 
 
+class Own(Struct, frozen=True, kw_only=True):
+    """This replica, and what it does with what it hears."""
+
+    settings: ReplicaSettings
+    pool: str
+    #: A name that is unique among all replicas and all former runs of this one: HOST-[MARK]RUN, with the same mark for
+    #: all workers of a gateway.
+    origin: str
+    facts: Facts
+    feed: Callable[[Event], object]
+    #: Hears how many replicas there are, this one included, when that changes.
+    counted: Callable[[int], object]
+    #: The number of this scheduler among those of one gateway.
+    worker: int = 0
+    workers: int = 1
+
+
 class Replicas:
     """The link to the other replicas: `await start()`, `await close()`. All calls happen on the event loop's thread."""
 
-    def __init__(
-        self,
-        settings: ReplicaSettings,
-        origin: str,
-        facts: Facts,
-        feed: Callable[[Event], object],
-        counted: Callable[[int], object],
-    ) -> None:
-        """`origin`: a name that is unique among all replicas and all former runs of this one: HOST-[MARK]RUN, with the
-        same mark for all workers of a gateway. `counted` hears how many replicas there are, this one included, when
-        that changes."""
-        self._settings = settings
-        self._facts = facts
-        self._feed = feed
-        self._counted = counted
-        self.origin = origin
+    def __init__(self, own: Own) -> None:
+        self._settings, self._facts, self.origin = own.settings, own.facts, own.origin
+        self._feed, self._counted = own.feed, own.counted
+        self._worker, self._workers = own.worker, own.workers
         #: The replicas that hold a lease, by name.
         self.peers: dict[str, Peer] = {}
         self.counts = Counts()
@@ -109,16 +114,11 @@ class Replicas:
         #: Seconds from writing facts to reading them.
         self.lag_s = 0.0
         self._unheard_since = time.monotonic()
-        self._worker, self._workers = 0, 1
         #: When all workers were last there.
         self._complete_at = self._unheard_since
         #: Whether to write a snapshot: a replica asked for one, or batches were dropped.
         self._owes_snapshot = False
         self._snapshot_at = 0.0
-
-    def expect(self, worker: int, workers: int) -> None:
-        """This scheduler has the number `worker` among so many of one gateway."""
-        self._worker, self._workers = worker, workers
 
     @property
     def missing(self) -> list[str]:

@@ -20,17 +20,15 @@ import fcntl
 import mmap
 import os
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from struct import Struct as Layout
 from urllib.parse import quote, urlsplit
 from zlib import crc32
 
-from fairlead.config.schema import ReplicaSettings
 from fairlead.core.events import Event
 from fairlead.server.files import lock, write_whole
-from fairlead.server.replicas import JOIN_S, SNAPSHOT_PAUSE_S, Facts, Replicas, log
+from fairlead.server.replicas import JOIN_S, SNAPSHOT_PAUSE_S, Own, Replicas, log
 
 FACTS, SNAPSHOTS = ".facts", ".snapshot"
 #: What a file begins with, and its second number: facts of another version are not read.
@@ -51,17 +49,9 @@ LOOK_S = 0.1
 class FileReplicas(Replicas):
     """Tells the others through files. Hand events to `feed`: it lets the pipeline know what others did first."""
 
-    def __init__(
-        self,
-        settings: ReplicaSettings,
-        pool: str,
-        origin: str,
-        facts: Facts,
-        feed: Callable[[Event], object],
-        counted: Callable[[int], object],
-    ) -> None:
-        super().__init__(settings, origin, facts, feed, counted)
-        self._directory = Path(urlsplit(settings.via).path, quote(pool, safe=""))
+    def __init__(self, own: Own) -> None:
+        super().__init__(own)
+        self._directory = Path(urlsplit(own.settings.via).path, quote(own.pool, safe=""))
         self._own: _Ring | None = None
         self._readers: dict[str, _Ring] = {}
         self._reading = False

@@ -31,17 +31,14 @@ of 5 %.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from fairlead.config.schema import ReplicaSettings
 from fairlead.core.errors import ConfigError
-from fairlead.core.events import Event
-from fairlead.server.replicas import JOIN_S, SNAPSHOT_PAUSE_S, Facts, Peer, Replicas, log
+from fairlead.server.replicas import JOIN_S, SNAPSHOT_PAUSE_S, Own, Peer, Replicas, log
 
 #: `valkey.asyncio.Valkey`, whose type hints do not allow bytes as keys.
 Client = Any
@@ -68,17 +65,9 @@ _DIGITS = 18
 class ValkeyReplicas(Replicas):
     """Tells the others through Valkey or Redis."""
 
-    def __init__(
-        self,
-        settings: ReplicaSettings,
-        pool: str,
-        origin: str,
-        facts: Facts,
-        feed: Callable[[Event], object],
-        counted: Callable[[int], object],
-    ) -> None:
-        """As for `Replicas`. Raises `ConfigError` if the client is not installed."""
-        super().__init__(settings, origin, facts, feed, counted)
+    def __init__(self, own: Own) -> None:
+        """Raises `ConfigError` if the client is not installed."""
+        super().__init__(own)
         try:
             from valkey.exceptions import ValkeyError
         except ImportError as error:
@@ -102,8 +91,8 @@ class ValkeyReplicas(Replicas):
         #: An entry of ours that has not been read back yet, and when it was written.
         self._written, self._written_at = b"", 0.0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._name = origin.encode()
-        keys = f"{{fairlead:{pool}}}:".encode()
+        self._name = own.origin.encode()
+        keys = f"{{fairlead:{own.pool}}}:".encode()
         self._stream, self._members = keys + b"told", keys + b"replicas"
         self._alive, self._snapshots = keys + b"alive:", keys + b"snapshot:"
 

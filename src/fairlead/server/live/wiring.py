@@ -70,7 +70,7 @@ from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.log import get
 from fairlead.server.observe.tracing import Sampling, Tracing, make_provider
 from fairlead.server.observe.watch import POOL, Watch
-from fairlead.server.replicas import RUN_DIGITS, Facts, Replicas
+from fairlead.server.replicas import RUN_DIGITS, Facts, Own, Replicas
 from fairlead.server.replicas_files import FileReplicas
 from fairlead.server.replicas_valkey import ValkeyReplicas
 from fairlead.server.running_gateway import NONE_RUNS, RunningGateway
@@ -281,8 +281,18 @@ class Core:
         pool = settings.pool or "/".join(filter(None, (kubernetes.namespace, kubernetes.pool))) or POOL
         origin = f"{gethostname()}-{gateway.mark}{self._run}"
         kind = FileReplicas if urlsplit(settings.via).scheme == "file" else ValkeyReplicas
-        replicas = kind(settings, pool, origin, facts, self.driver.feed, self.scraper.share)
-        replicas.expect(gateway.worker, gateway.workers)
+        replicas = kind(
+            Own(
+                settings=settings,
+                pool=pool,
+                origin=origin,
+                facts=facts,
+                feed=self.driver.feed,
+                counted=self.scraper.share,
+                worker=gateway.worker,
+                workers=gateway.workers,
+            )
+        )
         show_replicas(self.watch.metrics.registry, replicas)
         self.watch.watch_peers(peers.load, lambda: bool(replicas.problem))
         return replicas
