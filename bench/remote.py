@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from _output import tell
+from fairlead.config.schema import SchedulerSettings
 from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.events import EndpointUp, FirstTokenSeen, MetricsSampled, RequestArrived, ResponseEnded
 from fairlead.core.fleet import Fleet
@@ -36,7 +37,7 @@ from fairlead.core.scheduler import Pipeline
 from fairlead.core.tokens import TokenEstimator
 from fairlead.gateway.driver import Driver
 from fairlead.plugins.policies.cost_model import CostModel
-from fairlead.server.remote.client import RemoteClient, RemoteOptions
+from fairlead.server.remote.client import RemoteClient
 from fairlead.server.remote.messages import Ask, Asked, Batch, EndpointState, encode_ask
 from fairlead.server.sdk.check import talk
 from fairlead.testing.builders import request as built
@@ -85,9 +86,8 @@ class Rig:
             self.driver.feed(EndpointUp(Endpoint(f"e{i}", f"10.0.{i // 250}.{i % 250}:8000")))
         self.client: RemoteClient | None = None
         if remote:
-            self.client = RemoteClient(
-                RemoteOptions(name="scheduler", address=remote, budget=budget), self.fleet, self.driver.feed
-            )
+            settings = SchedulerSettings(address=remote, budget=budget)
+            self.client = RemoteClient("scheduler", settings, self.fleet, self.driver.feed)
             self.client.start()
         self.driver.start()
 

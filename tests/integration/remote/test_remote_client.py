@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fairlead.config.schema import SchedulerTls
+from fairlead.config.schema import SchedulerSettings, SchedulerTls
 from fairlead.core.errors import ConfigError
 from fairlead.core.events import Event, Outcome, RemoteDown, RemotePick, RemotePicked, RemoteUp
 from fairlead.core.fleet import Fleet
@@ -20,7 +20,7 @@ from fairlead.gateway.h2_limits import H2Limits
 from fairlead.gateway.h2_server import H2Server
 from fairlead.gateway.tls import ServerTls
 from fairlead.server.remote import client as remote_client
-from fairlead.server.remote.client import RemoteClient, RemoteOptions
+from fairlead.server.remote.client import RemoteClient
 from fairlead.server.remote.messages import PATH, Answer, Picks, Welcome, decode_ask, encode_answer
 from fairlead.server.remote.stream import check_tls
 from fairlead.server.sdk.server import SchedulerServer, policy_maker
@@ -48,11 +48,14 @@ class Ears:
 @asynccontextmanager
 async def client(address: str, fleet: Fleet | None = None, **options: Any) -> AsyncIterator[tuple[RemoteClient, Ears]]:
     ears = Ears()
+    told = {name: options.pop(name) for name in ("pool", "max_endpoints") if name in options}
     made = RemoteClient(
-        RemoteOptions(name="s", address=address, **options),
+        "s",
+        SchedulerSettings(address=address, **options),
         fleet or builders.fleet(),
         ears.events.append,
         lambda what, why: ears.told.append((what, why)),
+        **told,
     )
     made.start()
     try:

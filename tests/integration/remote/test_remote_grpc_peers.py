@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
+from fairlead.config.schema import SchedulerSettings
 from fairlead.core.events import Event, Outcome, RemoteDown, RemotePick, RemotePicked, RemoteUp
 from fairlead.core.instructions import AskRemote
-from fairlead.server.remote.client import RemoteClient, RemoteOptions
+from fairlead.server.remote.client import RemoteClient
 from fairlead.server.remote.messages import (
     PATH,
     Answer,
@@ -63,8 +64,8 @@ async def test_our_client_and_their_server() -> None:
     events: list[Event] = []
     told: list[str] = []
     fleet = builders.fleet(*(f"e{i}" for i in range(500)))
-    options = RemoteOptions(name="s", address=f"127.0.0.1:{port}")
-    client = RemoteClient(options, fleet, events.append, lambda what, why: told.append(why))
+    settings = SchedulerSettings(address=f"127.0.0.1:{port}")
+    client = RemoteClient("s", settings, fleet, events.append, lambda what, why: told.append(why))
     client.start()
     try:
         await until(lambda: any(isinstance(event, RemoteUp) for event in events))

@@ -3,11 +3,12 @@
 import asyncio
 from typing import Any
 
+from fairlead.config.schema import SchedulerSettings
 from fairlead.core.events import Event, Outcome, RemotePick, RemotePicked, RemoteUp
 from fairlead.core.instructions import AskRemote
 from fairlead.gateway.h2_limits import H2Limits
 from fairlead.gateway.h2_server import H2Server
-from fairlead.server.remote.client import RemoteClient, RemoteOptions
+from fairlead.server.remote.client import RemoteClient
 from fairlead.server.remote.messages import PATH, Answer, Ask, Picks, Welcome, decode_ask, encode_answer
 from fairlead.testing import builders
 
@@ -42,7 +43,7 @@ async def test_it_is_not_told_of_reservations() -> None:
     server = H2Server({PATH: scheduler}, H2Limits())
     port = await server.listen("127.0.0.1")
     events: list[Event] = []
-    client = RemoteClient(RemoteOptions(name="s", address=f"127.0.0.1:{port}"), fleet, events.append)
+    client = RemoteClient("s", SchedulerSettings(address=f"127.0.0.1:{port}"), fleet, events.append)
     client.start()
 
     async def until(kind: type) -> None:

@@ -7,6 +7,7 @@ Rules
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 from fairlead.config.building import schedulers
 from fairlead.config.schema import Config, SchedulerSettings
@@ -14,7 +15,7 @@ from fairlead.core.events import Event
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import AskRemote
 from fairlead.server.observe.log import get
-from fairlead.server.remote.client import RemoteClient, RemoteOptions
+from fairlead.server.remote.client import RemoteClient
 from fairlead.server.remote.stream import check_tls
 
 log = get("scheduler")
@@ -43,8 +44,7 @@ class Connections:
                 self._leave(name)
         for name, settings in wanted.items():
             if name not in self._open:
-                options = remote_options(name, settings, config)
-                client = RemoteClient(options, self._fleet, self._feed, _teller(name))
+                client = RemoteClient(name, settings, self._fleet, self._feed, _teller(name), **of_gateway(config))
                 self._open[name] = settings, client
                 client.start()
 
@@ -71,22 +71,12 @@ def _teller(name: str) -> Callable[[str, str], None]:
 
 def check_schedulers(config: Config) -> None:
     """Raise `ConfigError` if the TLS files of a scheduler cannot be used: no connection is tried without them."""
-    for name, settings in schedulers(config).items():
-        remote_options(name, settings, config)
-    for shadow in config.shadows.policies:
-        if shadow.scheduler is not None:
-            remote_options(shadow.label, shadow.scheduler, config)
+    for settings in (*schedulers(config).values(), *(shadow.scheduler for shadow in config.shadows.policies)):
+        if settings is not None and settings.tls is not None:
+            check_tls(settings.tls)
 
 
-def remote_options(name: str, settings: SchedulerSettings, config: Config) -> RemoteOptions:
-    """The settings of a scheduler in the client's terms. Raises `ConfigError` if its TLS files cannot be used."""
-    if settings.tls is not None:
-        check_tls(settings.tls)
-    return RemoteOptions(
-        name=name,
-        address=settings.address,
-        budget=settings.budget,
-        pool=config.models.pool or config.kubernetes.pool or "default",
-        max_endpoints=max(config.ext_proc.max_endpoints, 2),
-        tls=settings.tls,
-    )
+def of_gateway(config: Config) -> dict[str, Any]:
+    """What schedulers are told of the gateway that asks them."""
+    pool = config.models.pool or config.kubernetes.pool or "default"
+    return {"pool": pool, "max_endpoints": max(config.ext_proc.max_endpoints, 2)}

@@ -20,7 +20,7 @@ from fairlead.core.policy import Policy
 from fairlead.core.records import ShadowCase, ShadowRecord
 from fairlead.core.shadow import Bench, Opened
 from fairlead.plugins.policies.cost_model import CostModel
-from fairlead.server.live.choosers import remote_options
+from fairlead.server.live.choosers import of_gateway
 from fairlead.server.observe.log import get
 from fairlead.server.remote.client import RemoteClient
 from fairlead.server.shadow_runner import MAX_FAILURES, PASSED, ShadowRunner
@@ -130,10 +130,12 @@ class RemoteShadow:
         self._open: dict[int, tuple[Opened, float]] = {}
         self._closing: asyncio.Task[None] | None = None
         self.client = RemoteClient(
-            remote_options(name, settings, config),
+            name,
+            settings,
             fleet,
             self._on_event,
             lambda what, why: log.info(what.replace("; the built-in policy decides", ""), shadow=name, reason=why),
+            **of_gateway(config),
         )
         self.client.start()
 

@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Struct
 
 from fairlead import __version__
-from fairlead.config.schema import SchedulerTls
+from fairlead.config.schema import SchedulerSettings
 from fairlead.core.cost import cost
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.errors import ConfigError, ProtocolError
@@ -56,17 +56,6 @@ WELCOME_WITHIN = 5.0
 _UNDECIDED_BATCHES = 4096
 
 
-class RemoteOptions(Struct, frozen=True, kw_only=True):
-    """`budget` in seconds."""
-
-    name: str
-    address: str
-    budget: float = 0.005
-    pool: str = "default"
-    max_endpoints: int = 2
-    tls: SchedulerTls | None = None
-
-
 class _Undecided(Struct):
     #: The number of requests without an answer, and the clock seconds from which on no answer is awaited.
     left: int
@@ -78,12 +67,16 @@ class RemoteClient:
 
     def __init__(
         self,
-        options: RemoteOptions,
+        name: str,
+        settings: SchedulerSettings,
         fleet: Fleet,
         feed: Callable[[Event], None],
         report: Callable[[str, str], None] = lambda what, why: None,
+        *,
+        pool: str = "default",
+        max_endpoints: int = 2,
     ) -> None:
-        self.options = options
+        self._name, self._settings, self._pool, self._max_endpoints = name, settings, pool, max_endpoints
         #: The welcome of the open stream; `None` while there is none.
         self.welcome: Welcome | None = None
         #: How many welcomes have been received.
@@ -106,7 +99,7 @@ class RemoteClient:
     def start(self) -> None:
         """Connect, and stay connected."""
         if self._task is None:
-            self._task = asyncio.create_task(self._run(), name=f"scheduler {self.options.name}")
+            self._task = asyncio.create_task(self._run(), name=f"scheduler {self._name}")
 
     async def close(self) -> None:
         self._feed = lambda event: None  # the next connection may have our name
@@ -150,10 +143,10 @@ class RemoteClient:
     async def _once(self) -> str:
         """Run one stream from beginning to end; returns why it ended."""
         self._ended = ended = self._loop.create_future()
-        address, before = self.options.address, self.connections
+        address, before = self._settings.address, self.connections
         try:
             if self._channel is None:
-                self._channel = await open_channel(address, self.options.tls)
+                self._channel = await open_channel(address, self._settings.tls)
         except (OSError, ConfigError, TimeoutError) as error:
             return f"cannot connect to {address}: {error or 'timed out'}"
         deadline = self._loop.call_later(WELCOME_WITHIN, self._unwelcome)
@@ -185,9 +178,9 @@ class RemoteClient:
         hello = Hello(
             version=VERSION,
             gateway=f"fairlead {__version__}",
-            pool=self.options.pool,
-            budget_us=round(self.options.budget * 1e6),
-            max_endpoints=self.options.max_endpoints,
+            pool=self._pool,
+            budget_us=round(self._settings.budget * 1e6),
+            max_endpoints=self._max_endpoints,
         )
         stream.send(encode_ask(Ask(hello=hello, state=self._state.changes(0))))
 
@@ -198,7 +191,7 @@ class RemoteClient:
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(why)
         if was_welcome:
-            self._feed(RemoteDown(self.options.name))
+            self._feed(RemoteDown(self._name))
 
     # ---- messages ----
 
@@ -222,7 +215,7 @@ class RemoteClient:
         self.connections += 1
         self._last_report = ""
         self._report("the scheduler is connected", f"{welcome.scheduler} {welcome.policy}".strip()[:200])
-        self._feed(RemoteUp(self.options.name))
+        self._feed(RemoteUp(self._name))
 
     def _picked(self, answer: Answer) -> None:
         picks = answer.picks
@@ -234,7 +227,7 @@ class RemoteClient:
         batch = self._undecided.get(picks.batch)
         if batch is not None:
             batch.left -= len(picks.picks)
-        self._feed(RemotePicked(self.options.name, picks.picks))
+        self._feed(RemotePicked(self._name, picks.picks))
 
     def _flush(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -251,7 +244,7 @@ class RemoteClient:
             state = self._state.changes(self._settled(now), snapshot)
             requests = [asked(question, fleet, now, forecasts) for question in waiting]
         self._batch += 1
-        self._undecided[self._batch] = _Undecided(len(waiting), now + 2 * self.options.budget)
+        self._undecided[self._batch] = _Undecided(len(waiting), now + 2 * self._settings.budget)
         self._stream.send(encode_ask(Ask(state=state, batch=Batch(number=self._batch, now=now, requests=requests))))
 
     def _settled(self, now: float) -> int:
