@@ -68,7 +68,7 @@ from fairlead.server.observe.component_metrics import (
 )
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.log import get
-from fairlead.server.observe.tracing import Sampling, Tracing, make_provider
+from fairlead.server.observe.tracing import Tracing, make_provider
 from fairlead.server.observe.watch import POOL, Watch
 from fairlead.server.replicas import RUN_DIGITS, Facts, Own, Replicas
 from fairlead.server.replicas_files import FileReplicas
@@ -389,8 +389,7 @@ def start_tracing(stack: AsyncExitStack, config: Config, loop: asyncio.AbstractE
     except ImportError as error:
         why = f"tracing needs OpenTelemetry ({error}): pip install 'fairlead[tracing]'"
         raise ConfigError(why, "$.tracing.endpoint") from None
-    sampling = Sampling(settings.sample, settings.follow_parent, settings.max_rate)
-    tracing = Tracing(provider.get_tracer("fairlead"), sampling, Random(), loop.time, TimeOfDay(loop.time))
+    tracing = Tracing(provider.get_tracer("fairlead"), settings, Random(), loop.time, TimeOfDay(loop.time))
 
     async def close() -> None:
         tracing.close()

@@ -19,9 +19,8 @@ from collections.abc import Callable, Mapping
 from random import Random
 from typing import TYPE_CHECKING
 
-from msgspec import Struct
-
 from fairlead import __version__
+from fairlead.config.schema import Tracing as Settings
 from fairlead.core import apis
 from fairlead.core.records import DecisionRecord, OutcomeRecord
 from fairlead.core.request import Request
@@ -41,14 +40,6 @@ _TEXT = dict.fromkeys((apis.COMPLETIONS, apis.GENERATE, apis.SGLANG, apis.GRPC),
 _OPERATIONS = {**_CHAT, **_TEXT, apis.EMBEDDINGS: "embeddings", apis.GRPC_EMBED: "embeddings"}
 
 Attribute = str | bool | int | float
-
-
-class Sampling(Struct, frozen=True):
-    """See the section `tracing` of the configuration."""
-
-    share: float = 0.1
-    follow_parent: bool = True
-    max_rate: float = 100.0
 
 
 class RequestTrace:
@@ -76,17 +67,17 @@ class Tracing:
     """
 
     def __init__(
-        self, tracer: "Tracer", sampling: Sampling, rng: Random, now: Callable[[], float], epoch: Callable[[], float]
+        self, tracer: "Tracer", settings: Settings, rng: Random, now: Callable[[], float], epoch: Callable[[], float]
     ) -> None:
         import opentelemetry.trace as apis
 
         self._api = apis
         self._tracer = tracer
-        self._sampling = sampling
+        self._settings = settings
         self._rng = rng
         self._now = now
         self._epoch = epoch
-        self._allowed = sampling.max_rate
+        self._allowed = settings.max_rate
         self._refilled = now()
         #: Oldest first.
         self._open: dict[RequestTrace, None] = {}
@@ -102,10 +93,10 @@ class Tracing:
     def arrived(self, request: Request, headers: Mapping[str, str]) -> RequestTrace | None:
         """The trace that the request carries; `None` = it is not traced."""
         parent = w3c.parse(headers.get(w3c.HEADER, ""))
-        if parent is not None and self._sampling.follow_parent:
+        if parent is not None and self._settings.follow_parent:
             wanted = parent.sampled
         else:
-            wanted = self._rng.random() < self._sampling.share
+            wanted = self._rng.random() < self._settings.sample
         if not (wanted and self._within_rate()):
             return None
         return self._begin(request, parent, headers.get(w3c.STATE_HEADER, ""))
@@ -116,7 +107,7 @@ class Tracing:
         return "" if trace is None else f"{trace:032x}"
 
     def _within_rate(self) -> bool:
-        now, rate = self._now(), self._sampling.max_rate
+        now, rate = self._now(), self._settings.max_rate
         self._allowed = min(self._allowed + (now - self._refilled) * rate, max(rate, 1.0))
         self._refilled = now
         if self._allowed < 1.0:

@@ -13,10 +13,11 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import SpanKind
 from opentelemetry.trace.status import StatusCode
 
+from fairlead.config.schema import Tracing as Settings
 from fairlead.core.records import DecisionRecord, Forecast, OutcomeRecord
 from fairlead.core.request import Request
 from fairlead.server.observe import tracing as room
-from fairlead.server.observe.tracing import Sampling, Tracing
+from fairlead.server.observe.tracing import Tracing
 
 CALLER = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 TRACE, SPAN = 0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7
@@ -33,7 +34,7 @@ class Traced:
         self.provider.add_span_processor(SimpleSpanProcessor(self.exporter))
         tracer = self.provider.get_tracer("test")
         self.tracing = Tracing(
-            tracer, Sampling(**{"share": 1.0, **sampling}), Random(1), lambda: self.now, lambda: EPOCH
+            tracer, Settings(**{"sample": 1.0, **sampling}), Random(1), lambda: self.now, lambda: EPOCH
         )
 
     def arrive(self, number: int = 1, headers: dict[str, str] | None = None, **fields: Any) -> Request:
@@ -166,7 +167,7 @@ def test_a_caller_that_does_not_trace_is_not_traced(traced: Traced) -> None:
 
 
 def test_callers_that_are_not_followed_keep_their_trace() -> None:
-    traced = Traced(follow_parent=False, share=0.25, max_rate=1e6)
+    traced = Traced(follow_parent=False, sample=0.25, max_rate=1e6)
     requests = [traced.arrive(number, {"traceparent": CALLER}) for number in range(2000)]
     assert 420 < len(traced.tracing) < 580
     some = next(asked for asked in requests if asked.trace is not None)
@@ -174,7 +175,7 @@ def test_callers_that_are_not_followed_keep_their_trace() -> None:
 
 
 def test_a_share_of_the_others_is_traced() -> None:
-    traced = Traced(share=0.1, max_rate=1e6)
+    traced = Traced(sample=0.1, max_rate=1e6)
     for number in range(2000):
         traced.arrive(number, {"traceparent": "nonsense"} if number % 2 else {})
     assert 140 < len(traced.tracing) < 260
