@@ -236,7 +236,7 @@ class Admin(HttpPort):
         return self._access.refused
 
     def _public_app(self) -> web.Application:
-        app = web.Application(client_max_size=1024, middlewares=[self._access.middleware()])
+        app = web.Application(client_max_size=1024, middlewares=[self._access.guard])
         self._add(app, "/healthz", healthz)
         self._add(app, "/readyz", self._readyz)
         self._add(app, "/metrics", self._metrics)
@@ -247,11 +247,12 @@ class Admin(HttpPort):
         if self._dashboard is not None:
             self._dashboard.add_to(app)
         self._add(app, "/", self._index)
-        self._add(app, openapi.PATH, self._heavy(self._openapi))
+        self._add(app, openapi.PATH, self._heavy(lambda request: _one_piece(openapi.document(self._pages()))))
         if self._debug:
-            self._add(app, "/debug/endpoints", self._heavy(self._endpoints))
-            self._add(app, "/debug/knowledge", self._heavy(self._knowledge))
-            self._add(app, "/debug/replicas", self._heavy(self._replicas))
+            endpoints = self._heavy(lambda request: _one_piece({"endpoints": self._of(request).endpoints()}))
+            self._add(app, "/debug/endpoints", endpoints)
+            self._add(app, "/debug/knowledge", self._heavy(lambda request: _one_piece(self._of(request).knowledge())))
+            self._add(app, "/debug/replicas", self._heavy(lambda request: _one_piece(self._of(request).replicas())))
             self._add(app, "/debug/decisions", self._heavy(self._decisions))
             self._add(app, "/debug/decisions/{name}", self._heavy(self._decision))
             self._add(app, "/debug/journal", self._heavy(self._journal))
@@ -301,9 +302,6 @@ class Admin(HttpPort):
     def _pages(self) -> dict[str, str]:
         return _PAGES | (_DEBUG_PAGES if self._debug else {}) | (_DASHBOARD if self._dashboard is not None else {})
 
-    def _openapi(self, request: web.Request) -> Iterable[bytes]:
-        yield _json(openapi.document(self._pages())) + b"\n"
-
     async def _readyz(self, request: web.Request) -> web.Response:
         reasons = self._sources.unready()
         return readiness(reasons, () if reasons else self._sources.notes())
@@ -325,15 +323,6 @@ class Admin(HttpPort):
         there = ", ".join(sorted(pools)) or "none yet"
         raise web.HTTPNotFound(text=f"no pool {name[:200]!r}: add ?pool=NAMESPACE/NAME; there are: {there}\n")
 
-    def _endpoints(self, request: web.Request) -> Iterable[bytes]:
-        yield _json({"endpoints": self._of(request).endpoints()}) + b"\n"
-
-    def _knowledge(self, request: web.Request) -> Iterable[bytes]:
-        yield _json(self._of(request).knowledge()) + b"\n"
-
-    def _replicas(self, request: web.Request) -> Iterable[bytes]:
-        yield _json(self._of(request).replicas()) + b"\n"
-
     def _decisions(self, request: web.Request) -> Iterable[bytes]:
         unknown = set(request.query) - {"last", "pool"}
         if unknown:
@@ -354,7 +343,7 @@ class Admin(HttpPort):
         if decision is None:
             text = f"no decision {name[:80]!r} among the last ones; `fairlead explain` searches a journal on disk\n"
             raise web.HTTPNotFound(text=text)
-        yield _json(decision) + b"\n"
+        return _one_piece(decision)
 
     def _segments(self, request: web.Request) -> Sequence[Path]:
         there = self._of(request).journal()
@@ -363,7 +352,7 @@ class Admin(HttpPort):
         return there
 
     def _journal(self, request: web.Request) -> Iterable[bytes]:
-        yield _json({"segments": [(path.name, path.stat().st_size) for path in self._segments(request)]}) + b"\n"
+        return _one_piece({"segments": [(path.name, path.stat().st_size) for path in self._segments(request)]})
 
     async def _segment(self, request: web.Request) -> web.StreamResponse:
         """Send a segment. The operating system reads it, not this process, so its size does not delay other work."""
@@ -378,6 +367,11 @@ def _json(value: Any) -> bytes:
         return msgspec.json.encode(value)
     except UnicodeEncodeError:  # half a surrogate pair, in a model name for example
         return json.dumps(msgspec.to_builtins(value)).encode()
+
+
+def _one_piece(value: Any) -> tuple[bytes]:
+    """A page that is made at once."""
+    return (_json(value) + b"\n",)
 
 
 def admin_access(hosts: Iterable[str], token_file: str) -> Access:

@@ -31,7 +31,7 @@ from typing import cast
 from urllib.parse import urlsplit
 
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
+from aiohttp.typedefs import Handler
 
 from fairlead.core.errors import ConfigError
 from fairlead.gateway.tls import ServerTls
@@ -142,14 +142,9 @@ class Access:
         self.refused += 1
         return web.Response(status=status, text=text, headers=headers)
 
-    def middleware(self) -> Middleware:
-        """Middleware that checks `refusal` before every handler."""
-
-        @web.middleware
-        async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-            return self.refusal(request) or await handler(request)
-
-        return guard
+    @web.middleware
+    async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        return self.refusal(request) or await handler(request)
 
 
 Busy = set[web.RequestHandler]
