@@ -68,20 +68,18 @@ def make(spec: PluginSpec, registry: Registry, **more: Any) -> Any:
     return plugin
 
 
-def build_measure(
-    config: Config, on_plugin_error: Callable[[PluginError], None] | None = None, registry: Registry | None = None
-) -> Measuring | None:
+def build_measure(config: Config, on_plugin_error: Callable[[PluginError], None] | None = None) -> Measuring | None:
     """Reads additional columns from metrics pages; `None` if no source is configured. Raises `PluginError`."""
-    registry = registry or Registry()
+    registry = Registry()
     sources = [make(spec, registry) for spec in config.metric_sources]
     return Measuring(sources, on_plugin_error) if sources else None
 
 
 def build_parse(
-    config: Config, on_plugin_error: Callable[[PluginError], None] | None = None, registry: Registry | None = None
+    config: Config, on_plugin_error: Callable[[PluginError], None] | None = None
 ) -> Callable[..., ParsedRequest]:
     """The function that reads request bodies. Raises `PluginError`."""
-    registry = registry or Registry()
+    registry = Registry()
     parsers = [make(spec, registry) for spec in config.parsers]
     return Parsing(parsers, on_plugin_error) if parsers else parse_request
 

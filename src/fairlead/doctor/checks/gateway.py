@@ -134,26 +134,6 @@ NOT_STRIPPED = Kind(
 )  # fmt: skip
 
 
-class _Trap:
-    """Records the first line of each request that arrives."""
-
-    def __init__(self) -> None:
-        self.caught: list[str] = []
-        self.address = ""
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            async with asyncio.timeout(2.0):
-                line = await reader.readline()
-            if line:
-                self.caught.append(line.decode("latin-1").strip()[:80])
-                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
-        except (TimeoutError, OSError, ValueError):
-            return
-        finally:
-            writer.close()
-
-
 def _own_address(gateway: str) -> str:
     """The address of this machine that the gateway sees; empty = there is no route to it."""
     try:
@@ -167,13 +147,25 @@ def _own_address(gateway: str) -> str:
 
 
 @asynccontextmanager
-async def _listening(host: str) -> AsyncIterator[_Trap]:
-    trap = _Trap()
-    server = await asyncio.start_server(trap.serve, host, 0)
-    port = server.sockets[0].getsockname()[1]
-    trap.address = host_port(host, port)
+async def _listening(host: str) -> AsyncIterator[tuple[str, list[str]]]:
+    """Address of a listener, and the first line of each request that arrives there."""
+    caught: list[str] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(2.0):
+                line = await reader.readline()
+            if line:
+                caught.append(line.decode("latin-1").strip()[:80])
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
+        except (TimeoutError, OSError, ValueError):
+            return
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(serve, host, 0)
     try:
-        yield trap
+        yield host_port(host, server.sockets[0].getsockname()[1]), caught
     finally:
         server.close()
 
@@ -183,13 +175,13 @@ async def _tried(site: Site) -> list[Finding]:
     if not host:
         return []  # the check `asking` reports a gateway that does not answer
     path, body = await gateway_request(site)
-    async with _listening(host) as trap:
-        answer = await tried(site.client.post(site.gateway + path, body, dict.fromkeys(_NAMING, trap.address)))
+    async with _listening(host) as (address, caught):
+        answer = await tried(site.client.post(site.gateway + path, body, dict.fromkeys(_NAMING, address)))
         said = f"the gateway answered {answer.status}" if isinstance(answer, Answer) else str(answer)
         await asyncio.sleep(_PATIENCE)
-        if not trap.caught:
+        if not caught:
             return []
-        evidence = f"a request with {_NAMING[0]}: {trap.address} arrived there ({trap.caught[0]}); {said}"
+        evidence = f"a request with {_NAMING[0]}: {address} arrived there ({caught[0]}); {said}"
         return [OBEYED.at("gateway", evidence)]
 
 

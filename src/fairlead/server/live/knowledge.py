@@ -190,7 +190,7 @@ def recipe_of(settings: KvEvents) -> Recipe:
 
 TIMEOUT, TRIES, LATER = 2.0, 3, 20.0
 MOST_MODELS, _MOST_QUEUED, _MOST_BYTES = 64, 256, 1 << 20
-AGREES, DIFFERS, UNKNOWN = "agrees", "differs", "unknown"
+UNKNOWN = "unknown"
 
 
 class TokenCheck:

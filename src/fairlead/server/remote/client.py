@@ -277,7 +277,6 @@ class StateFeed:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._version = 0
-        self._ids: tuple[str, ...] | None = None
         self._last_sent: list[tuple[Endpoint, frozenset[str] | None] | None] = []
         self._table_version = -1
         self._sent = np.zeros((len(COLUMNS), 0))
