@@ -1,6 +1,7 @@
 """What checks and findings are, and how checks run: all at the same time, each with its own time limit."""
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import Literal
@@ -91,11 +92,16 @@ class Check(Struct, frozen=True, kw_only=True):
     budget: float
 
 
-def check(
-    name: str, about: str, kinds: tuple[Kind, ...], needs: tuple[Need, ...] = (), budget: float = 15.0
-) -> Callable[[Run], Check]:
-    """Make a check from a function of the site."""
-    return lambda run: Check(name=name, about=about, kinds=kinds, run=run, needs=needs, budget=budget)
+def check(name: str, about: str, needs: tuple[Need, ...] = (), budget: float = 15.0) -> Callable[[Run], Check]:
+    """Make a check from a function of the site. It can find the kinds that stand before it in its module and whose
+    codes begin with its name."""
+
+    def make(run: Run) -> Check:
+        there = vars(sys.modules[run.__module__]).values()
+        kinds = tuple(kind for kind in there if isinstance(kind, Kind) and kind.code.startswith(f"{name}."))
+        return Check(name=name, about=about, kinds=kinds, run=run, needs=needs, budget=budget)
+
+    return make
 
 
 class Outcome(Struct, frozen=True, kw_only=True):

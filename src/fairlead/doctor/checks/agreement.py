@@ -76,13 +76,7 @@ async def _rendered(client: RenderClient, endpoint: Endpoint, model: str) -> lis
     return [NO_TOKENS.at(endpoint.id, f"{model}: {tokens.detail}")] if tokens.reason else []
 
 
-@check(
-    "tokens",
-    "prompts become the same tokens here as in the engines",
-    (OTHER_TOKENS, OTHER_TEMPLATE, UNUSABLE, NO_TOKENS, UNCHECKED),
-    needs=("endpoints", "tokens"),
-    budget=60.0,
-)
+@check("tokens", "prompts become the same tokens here as in the engines", needs=("endpoints", "tokens"), budget=60.0)
 async def tokens(site: Site) -> list[Finding]:
     client = RenderClient(5.0, asyncio.get_running_loop().time)
     asked: dict[str, int] = {}
@@ -109,9 +103,8 @@ async def tokens(site: Site) -> list[Finding]:
 # events should report its blocks; the prediction from them is compared with the `cached_tokens` of the second answer.
 
 
-SILENT = Kind(
-    "kv-agreement.silent", Severity.ERROR, "an engine computed a prompt and sent no KV event for it",
-    "check that its KV events are of this server and model; its log says what the publisher does", _LOW_HITS,
+FAILED = Kind(
+    "kv-agreement.failed", Severity.CRITICAL, "a small request to an endpoint fails", "see the evidence", _LOW_HITS,
 )  # fmt: skip
 SIZE = Kind(
     "kv-agreement.block-size", Severity.ERROR, "predictions are wrong: the block size is not the engine's",
@@ -130,13 +123,17 @@ TOKENISER = Kind(
     "kv-agreement.tokeniser", Severity.ERROR, "predictions are wrong: the engine's tokens of a prompt differ",
     "set tokens.models.….modelPath to the directory that the engine loads, or render: engine", _SELF_CHECK,
 )  # fmt: skip
-DISAGREES = Kind(
-    "kv-agreement.other", Severity.ERROR, "predictions from KV events do not come true",
-    "the evidence names the likely cause; the table of causes has the cure", _SELF_CHECK,
+SILENT = Kind(
+    "kv-agreement.silent", Severity.ERROR, "an engine computed a prompt and sent no KV event for it",
+    "check that its KV events are of this server and model; its log says what the publisher does", _LOW_HITS,
 )  # fmt: skip
 NO_CACHE = Kind(
     "kv-agreement.no-cache", Severity.ERROR, "an engine does not reuse a prompt that it has just computed",
     "start it with --enable-prefix-caching", _LOW_HITS,
+)  # fmt: skip
+DISAGREES = Kind(
+    "kv-agreement.other", Severity.ERROR, "predictions from KV events do not come true",
+    "the evidence names the likely cause; the table of causes has the cure", _SELF_CHECK,
 )  # fmt: skip
 NOT_TOLD = Kind(
     "kv-agreement.not-told", Severity.WARNING, "an engine does not report cached tokens, which hides wrong predictions",
@@ -149,9 +146,6 @@ UNTOKENISED = Kind(
 NOT_ALLOWED = Kind(
     "kv-agreement.not-allowed", Severity.NOTE, "a model server requires credentials",
     "nothing; the predictions of KV events could not be compared", _SELF_CHECK,
-)  # fmt: skip
-FAILED = Kind(
-    "kv-agreement.failed", Severity.CRITICAL, "a small request to an endpoint fails", "see the evidence", _LOW_HITS,
 )  # fmt: skip
 _CAUSES = {
     diagnosis.BLOCK_SIZE: SIZE,
@@ -266,13 +260,7 @@ def _case(tokens: PromptTokens, predicted: int, reported: int, usage: ReportedUs
     return Case(tokens.ids, tokens.count, "", tokens.salt, predicted, reported, usage.prompt)
 
 
-@check(
-    "kv-agreement",
-    "predictions from KV events come true",
-    (FAILED, SIZE, HASH, TEMPLATE, TOKENISER, SILENT, NO_CACHE, DISAGREES, NOT_TOLD, UNTOKENISED, NOT_ALLOWED),
-    needs=("probe", "endpoints", "events"),
-    budget=60.0,
-)
+@check("kv-agreement", "predictions from KV events come true", needs=("probe", "endpoints", "events"), budget=60.0)
 async def kv_agreement(site: Site) -> list[Finding]:
     if site.config.kv_events.bind:
         raise Skipped("publishers dial in, and cannot be listened to by two")

@@ -25,11 +25,6 @@ CLEAR = Kind(
     "exposure.clear-keys", Severity.WARNING, "clients' keys and tokens cross the network without TLS",
     "put a TLS proxy in front of the gateway, and allow only the proxy to reach its port", _REACHABLE,
 )  # fmt: skip
-PATHS = Kind(
-    "exposure.paths", Severity.WARNING, "clients on the network reach administrative paths of the model servers",
-    "list in gateway.paths only what clients need: other paths put servers to sleep or load adapters",
-    "docs/gateway.md#what-is-let-in",
-)  # fmt: skip
 AUDIENCE = Kind(
     "exposure.audience", Severity.WARNING, "a token that the issuer made for another service is accepted",
     "set gateway.jwt.audiences to what tokens for this service say in aud", "docs/gateway.md#keys-and-tokens",
@@ -38,10 +33,19 @@ FORWARD = Kind(
     "exposure.forward", Severity.NOTE, "model servers get clients' keys or tokens",
     "leave gateway.keys.forward and gateway.jwt.forward at false, unless model servers check them too", _REACHABLE,
 )  # fmt: skip
+PATHS = Kind(
+    "exposure.paths", Severity.WARNING, "clients on the network reach administrative paths of the model servers",
+    "list in gateway.paths only what clients need: other paths put servers to sleep or load adapters",
+    "docs/gateway.md#what-is-let-in",
+)  # fmt: skip
 UPLOADS = Kind(
     "exposure.uploads", Severity.WARNING, "one client may fill the gateway's memory with unfinished uploads",
     "lower gateway.uploadShare, unless all clients come through one proxy that limits them",
     "docs/gateway.md#uploads",
+)  # fmt: skip
+HEADERS = Kind(
+    "exposure.test-selection", Severity.ERROR, "clients on the network choose the endpoint of their requests",
+    "remove test-selection from headers.trust: it is for tests", _REACHABLE,
 )  # fmt: skip
 TENANTS = Kind(
     "exposure.tenants", Severity.NOTE, "clients name their own tenant unless your gateway prevents it",
@@ -51,10 +55,6 @@ TENANTS = Kind(
 ENVOY = Kind(
     "exposure.envoy-admin", Severity.NOTE, "every user and web page on this machine can control Envoy",
     "set gateway.adminPort to 0 when you do not need the page: it has no password and can stop Envoy", _REACHABLE,
-)  # fmt: skip
-HEADERS = Kind(
-    "exposure.test-selection", Severity.ERROR, "clients on the network choose the endpoint of their requests",
-    "remove test-selection from headers.trust: it is for tests", _REACHABLE,
 )  # fmt: skip
 ADMIN = Kind(
     "exposure.admin", Severity.WARNING, "anyone who reaches the admin port can read endpoints, tenants, decisions and "
@@ -89,13 +89,19 @@ PASSWORD = Kind(
     "exposure.password", Severity.WARNING, "the configuration contains a password",
     "move it into a file and name that in replicas.passwordFile", "docs/replicas.md",
 )  # fmt: skip
+REMOTE = Kind(
+    "exposure.scheduler", Severity.WARNING, "a scheduler on another machine is asked without TLS",
+    "set scheduler.tls, or address it by 127.0.0.1 or a Unix socket", _REACHABLE,
+)  # fmt: skip
 TRACES = Kind(
     "exposure.traces", Severity.NOTE, "traces cross the network without TLS",
     "write https:// in tracing.endpoint; spans name models, tenants and endpoints", _REACHABLE,
 )  # fmt: skip
-REMOTE = Kind(
-    "exposure.scheduler", Severity.WARNING, "a scheduler on another machine is asked without TLS",
-    "set scheduler.tls, or address it by 127.0.0.1 or a Unix socket", _REACHABLE,
+CLUSTER = Kind(
+    "exposure.api-server", Severity.WARNING, "the API server's certificate is not checked",
+    "remove insecure-skip-tls-verify from the kubeconfig, and name the authority there: whoever answers in its place "
+"gets the token and chooses the endpoints",
+    _REACHABLE,
 )  # fmt: skip
 UNVERIFIED = Kind(
     "exposure.unverified", Severity.WARNING, "any certificate is accepted",
@@ -105,12 +111,6 @@ TOKEN = Kind(
     "exposure.token", Severity.ERROR, "a bearer token is sent without TLS",
     "set admin.tls for admin.tokenFile; for metrics.tokenFile write https:// in metricsUrl; or remove"
 " the token",
-    _REACHABLE,
-)  # fmt: skip
-CLUSTER = Kind(
-    "exposure.api-server", Severity.WARNING, "the API server's certificate is not checked",
-    "remove insecure-skip-tls-verify from the kubeconfig, and name the authority there: whoever answers in its place "
-"gets the token and chooses the endpoints",
     _REACHABLE,
 )  # fmt: skip
 SECRETS = Kind(
@@ -275,26 +275,6 @@ def _modes(config: Config) -> Iterator[Finding]:
             yield kind.at(file, f"mode {mode:o}")
 
 
-@check(
-    "exposure",
-    "nothing is open to the network by mistake",
-    (
-        *(GATEWAY, CLEAR, AUDIENCE, FORWARD, PATHS, UPLOADS, HEADERS, TENANTS, ENVOY, ADMIN, HOSTS, EXT_PROC),
-        *(
-            KV_EVENTS,
-            INDEXER,
-            REPLICAS,
-            PASSWORD,
-            REMOTE,
-            TRACES,
-            CLUSTER,
-            UNVERIFIED,
-            TOKEN,
-            SECRETS,
-            WRITABLE,
-            RECORDS,
-        ),
-    ),
-)
+@check("exposure", "nothing is open to the network by mistake")
 async def exposure(site: Site) -> list[Finding]:
     return [*_incoming(site.config), *_outgoing(site), *_modes(site.config)]

@@ -34,13 +34,7 @@ REFUSED = Kind(
 )  # fmt: skip
 
 
-@check(
-    "gateway",
-    "Envoy accepts the embedded gateway's configuration",
-    (NO_ENVOY, REFUSED),
-    needs=("embedded",),
-    budget=70.0,
-)
+@check("gateway", "Envoy accepts the embedded gateway's configuration", needs=("embedded",), budget=70.0)
 async def gateway(site: Site) -> list[Finding]:
     try:
         await asyncio.to_thread(find_envoy)
@@ -68,24 +62,20 @@ FAILED = Kind(
     "see the other findings. 503 with 'no healthy upstream' means that the gateway cannot reach the "
 "endpoint; 404 means an undefined model", _FAILING,
 )  # fmt: skip
-NOT_ALLOWED = Kind(
-    "asking.not-allowed", Severity.NOTE, "the gateway requires credentials",
-    "nothing; whether it asks the scheduler could not be checked", _FAILING,
-)  # fmt: skip
 BYPASSED = Kind(
     "asking.bypassed", Severity.ERROR, "the gateway serves requests without asking the scheduler",
     "set the ext_proc filter's address to this scheduler's extProc port; the gateway's log says why "
 "its health check fails", "docs/runbook.md#fairleadbypassed",
 )  # fmt: skip
+NOT_ALLOWED = Kind(
+    "asking.not-allowed", Severity.NOTE, "the gateway requires credentials",
+    "nothing; whether it asks the scheduler could not be checked", _FAILING,
+)  # fmt: skip
 _SETTLED = 0.5
 
 
 @check(
-    "asking",
-    "a request through the gateway is answered, and decided by the scheduler",
-    (UNANSWERED, FAILED, BYPASSED, NOT_ALLOWED),
-    needs=("gateway",),
-    budget=20.0,
+    "asking", "a request through the gateway is answered, and decided by the scheduler", needs=("gateway",), budget=20.0
 )
 async def asking(site: Site) -> list[Finding]:
     path, body = await gateway_request(site)
@@ -222,6 +212,6 @@ def _removals(node: Any, within: bool = False) -> Iterator[str]:
             yield from _removals(value, within or key in _MUTATIONS)
 
 
-@check("headers", "no client can choose the machine for its request", (OBEYED, NOT_STRIPPED), needs=("any-gateway",))
+@check("headers", "no client can choose the machine for its request", needs=("any-gateway",))
 async def headers(site: Site) -> list[Finding]:
     return [*await _tried(site), *await _configured(site)]

@@ -129,7 +129,7 @@ async def _kv_events_of(site: Site, kv: KvListening, slot: int) -> list[Finding]
     return [*findings, *_topic(site, kv, slot)]
 
 
-@check("kv-unheard", "KV events that engines publish are listened to", (UNHEARD,), needs=("endpoints",))
+@check("kv-unheard", "KV events that engines publish are listened to", needs=("endpoints",))
 async def kv_unheard(site: Site) -> list[Finding]:
     if site.config.kv_events.enabled:
         return []
@@ -141,7 +141,7 @@ async def kv_unheard(site: Site) -> list[Finding]:
     return await site.each(ask)
 
 
-@check("kv-tokens", "prompts can be looked up in the KV index", (NO_TOKENS,))
+@check("kv-tokens", "prompts can be looked up in the KV index")
 async def kv_tokens(site: Site) -> list[Finding]:
     return [NO_TOKENS.at("tokens.models")] if site.config.kv_events.enabled and not site.has("tokens") else []
 
@@ -149,7 +149,6 @@ async def kv_tokens(site: Site) -> list[Finding]:
 @check(
     "kv-events",
     "KV events of every engine arrive and match the configuration",
-    (OFF, UNCONNECTED, SIZE, SEED, ALGORITHM, UNREADABLE, REPLAY, NAMESAKE),
     needs=("endpoints", "events"),
     budget=20.0,
 )
@@ -167,6 +166,10 @@ async def kv_events(site: Site) -> list[Finding]:
 # small requests until its events arrive.
 
 
+TAKEN = Kind(
+    "kv-dialled.port", Severity.CRITICAL, "Fairlead cannot listen at the address of kvEvents.bind",
+    "stop what listens there, or choose another port", _BELIEVED,
+)  # fmt: skip
 TOPIC = Kind(
     "kv-dialled.topic", Severity.ERROR, "a publisher's topic names no endpoint of the pool, so its events are refused",
     "set the topic in --kv-events-config to kv@<address:port or name of the endpoint>@<model>", _BELIEVED,
@@ -175,10 +178,6 @@ NO_EVENTS = Kind(
     "kv-dialled.nobody", Severity.ERROR, "no events of an endpoint have arrived",
     "let its --kv-events-config dial kvEvents.bind of this machine; an idle engine sends nothing",
     _BELIEVED,
-)  # fmt: skip
-TAKEN = Kind(
-    "kv-dialled.port", Severity.CRITICAL, "Fairlead cannot listen at the address of kvEvents.bind",
-    "stop what listens there, or choose another port", _BELIEVED,
 )  # fmt: skip
 
 #: Seconds of each round. A publisher loses what it sends before it has dialled again, so the endpoints that are still
@@ -297,13 +296,7 @@ def _names(endpoint: Endpoint) -> set[str]:
     return {endpoint.id, endpoint.id.rpartition("/")[2], endpoint.address}
 
 
-@check(
-    "kv-dialled",
-    "publishers that dial in belong to the pool",
-    (TAKEN, TOPIC, NO_EVENTS),
-    needs=("endpoints", "events"),
-    budget=30.0,
-)
+@check("kv-dialled", "publishers that dial in belong to the pool", needs=("endpoints", "events"), budget=30.0)
 async def kv_dialled(site: Site) -> list[Finding]:
     if not site.config.kv_events.bind:
         raise Skipped("kvEvents.bind is not set: publishers are connected to, see kv-events")

@@ -115,13 +115,7 @@ def _content(site: Site, endpoint: Endpoint, page: bytes, reading: Reading) -> l
     return findings
 
 
-@check(
-    "metrics",
-    "every metrics page is reachable, fast and readable",
-    (UNREACHABLE, REFUSED, ENGINE, UNKNOWN_ENGINE, INCOMPLETE, SLOW, LARGE, NO_CACHE),
-    needs=("endpoints",),
-    budget=60.0,
-)
+@check("metrics", "every metrics page is reachable, fast and readable", needs=("endpoints",), budget=60.0)
 async def metrics(site: Site) -> list[Finding]:
     return await site.each(lambda endpoint: _metrics_of(site, endpoint))
 
@@ -167,7 +161,7 @@ async def _frozen(site: Site, endpoint: Endpoint) -> list[Finding]:
     return [FROZEN.at(endpoint.id, f"{endpoint.scrape_url}: not a byte differs after {APART:g} s and two requests")]
 
 
-@check("freshness", "metrics pages are current", (FROZEN, STALE), needs=("endpoints",), budget=60.0)
+@check("freshness", "metrics pages are current", needs=("endpoints",), budget=60.0)
 async def freshness(site: Site) -> list[Finding]:
     findings = await site.each(lambda endpoint: _frozen(site, endpoint))
     for row in await site.rows():
@@ -196,7 +190,7 @@ def _judge(where: str, answer: Answer | Unreached) -> list[Finding]:
     return [SKEW.at(where, f"it is at least {abs(skew):.0f} s {way} us")]
 
 
-@check("clock", "all machines have the same time", (SKEW,))
+@check("clock", "all machines have the same time")
 async def clock(site: Site) -> list[Finding]:
     async def ask(endpoint: Endpoint) -> list[Finding]:
         return _judge(endpoint.id, await tried(site.ask(endpoint, "/health")))
@@ -212,10 +206,6 @@ FILES = Kind(
     "limits.open-files", Severity.ERROR, "the limit of open files is too low for this pool",
     "raise it: ulimit -n, LimitNOFILE= of a systemd unit, or the container's settings", _SETTINGS,
 )  # fmt: skip
-BODY = Kind(
-    "limits.body", Severity.WARNING, "the gateway passes larger bodies than the scheduler reads",
-    "set parsing.maxBodyBytes to gateway.bodyLimit or more", _SETTINGS,
-)  # fmt: skip
 HEAP = Kind(
     "limits.heap", Severity.ERROR, "the gateway's heap limit is above the memory that it has",
     "lower gateway.maxHeap, or leave it out for half of the memory: otherwise the kernel kills Envoy before it ends"
@@ -224,6 +214,10 @@ HEAP = Kind(
 SCRAPES = Kind(
     "limits.scrape-rate", Severity.ERROR, "the pool is too large for metrics to stay fresh",
     "raise metrics.maxRate, or metrics.staleness", _SETTINGS,
+)  # fmt: skip
+BODY = Kind(
+    "limits.body", Severity.WARNING, "the gateway passes larger bodies than the scheduler reads",
+    "set parsing.maxBodyBytes to gateway.bodyLimit or more", _SETTINGS,
 )  # fmt: skip
 INDEX = Kind(
     "limits.kv-index", Severity.WARNING, "the index of KV blocks is smaller than the caches of the pool",
@@ -239,7 +233,7 @@ _SHORT_LEASE = 60.0
 _BESIDE_HEAP = 80 << 20
 
 
-@check("limits", "limits fit each other, the pool and this machine", (FILES, HEAP, SCRAPES, BODY, INDEX, LEASE))
+@check("limits", "limits fit each other, the pool and this machine")
 async def limits(site: Site) -> list[Finding]:
     config, count = site.config, len(site.endpoints)
     findings = []

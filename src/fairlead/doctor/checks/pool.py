@@ -62,12 +62,7 @@ async def _endpoints_of(site: Site, endpoint: Endpoint) -> list[Finding]:
     return [STRANGER.at(endpoint.id, f"http://{endpoint.address} has no list of models at /v1/models")]
 
 
-@check(
-    "endpoints",
-    "a healthy model server answers at every endpoint",
-    (UNREACHABLE, NAMELESS, FILE, SPEAKS_TLS, STRANGER, SICK),
-    budget=60.0,
-)
+@check("endpoints", "a healthy model server answers at every endpoint", budget=60.0)
 async def endpoints(site: Site) -> list[Finding]:
     nameless = [NAMELESS.at(name, reason) for name, reason in site.nameless.items()]
     unusable = [FILE.at("", problem) for problem in site.file_problems]
@@ -89,17 +84,17 @@ UNSERVED = Kind(
 )  # fmt: skip
 
 
-UNLABELLED = Kind(
-    "models.unlabelled-adapters", Severity.NOTE, "a server lists adapters that no label names",
-    f"nothing: the scheduler reads /v1/models; with a label {ADAPTERS_LABEL}: name,name it knows them "
-"from the start", "docs/models.md#adapters",
-)  # fmt: skip
 UNKNOWN_ADAPTERS = Kind(
     "models.unknown-adapters", Severity.WARNING, "the scheduler does not know some adapters of a server",
     f"label its endpoint {ADAPTERS_LABEL}: name,name, or set metrics.modelsInterval above 0. A metrics"
 " page shows an adapter only while requests use it; until then all its requests go where it was "
 "seen first",
     "docs/models.md#adapters",
+)  # fmt: skip
+UNLABELLED = Kind(
+    "models.unlabelled-adapters", Severity.NOTE, "a server lists adapters that no label names",
+    f"nothing: the scheduler reads /v1/models; with a label {ADAPTERS_LABEL}: name,name it knows them "
+"from the start", "docs/models.md#adapters",
 )  # fmt: skip
 
 
@@ -162,12 +157,7 @@ async def _unserved(site: Site) -> list[Finding]:
     return [UNSERVED.at(targets[name], f"{targets[name]} leads to {name}") for name in missing]
 
 
-@check(
-    "models",
-    "endpoints serve the models that labels and definitions say",
-    (LABEL, MIXED, UNSERVED, UNKNOWN_ADAPTERS, UNLABELLED),
-    needs=("endpoints",),
-)
+@check("models", "endpoints serve the models that labels and definitions say", needs=("endpoints",))
 async def models(site: Site) -> list[Finding]:
     labels = await site.each(lambda endpoint: _label(site, endpoint))
     return [*labels, *await _mixed(site), *await _unserved(site), *await _adapters(site)]
@@ -180,18 +170,18 @@ NOTED = Kind(
 )  # fmt: skip
 
 
-@check("configuration", "the configuration means what it says", (NOTED,))
+@check("configuration", "the configuration means what it says")
 async def configuration(site: Site) -> list[Finding]:
     return [NOTED.at(note.path, str(note)) for note in site.config.notes]
 
 
-UNKNOWN = Kind(
-    "roles.unknown", Severity.ERROR, "an endpoint has an unknown role, and gets no requests",
-    f"correct the label {ROLE_LABEL}: one of {', '.join(sorted(ROLES))}", _POLICIES,
-)  # fmt: skip
 NO_ENDPOINT = Kind(
     "roles.nobody", Severity.CRITICAL, "no endpoint has the role for a stage that every request needs",
     f"label endpoints with {ROLE_LABEL}, or remove the label where they do everything", _POLICIES,
+)  # fmt: skip
+UNKNOWN = Kind(
+    "roles.unknown", Severity.ERROR, "an endpoint has an unknown role, and gets no requests",
+    f"correct the label {ROLE_LABEL}: one of {', '.join(sorted(ROLES))}", _POLICIES,
 )  # fmt: skip
 NO_PREFILL = Kind(
     "roles.no-prefill", Severity.ERROR, "the policy splits prefill and decode, but no endpoint only prefills",
@@ -209,12 +199,7 @@ def _stages(site: Site) -> Iterator[str]:
             yield plugin.parameters.stage
 
 
-@check(
-    "roles",
-    "every stage of the policy has an endpoint",
-    (NO_ENDPOINT, UNKNOWN, NO_PREFILL, IDLE),
-    needs=("endpoints",),
-)
+@check("roles", "every stage of the policy has an endpoint", needs=("endpoints",))
 async def roles(site: Site) -> list[Finding]:
     roles = {endpoint.id: endpoint.labels.get(ROLE_LABEL, "") for endpoint in site.endpoints}
     findings = [UNKNOWN.at(name, f"{ROLE_LABEL}: {role}") for name, role in roles.items() if role and role not in ROLES]
@@ -232,6 +217,14 @@ async def roles(site: Site) -> list[Finding]:
     return findings
 
 
+EXT_PROC = Kind(
+    "tls.ext-proc", Severity.CRITICAL, "the running scheduler's extProc port does not use TLS as configured",
+    "restart the scheduler and set the gateway to the same, or it cannot reach the scheduler",
+)  # fmt: skip
+FILES = Kind(
+    "tls.files", Severity.CRITICAL, "the certificate for extProc cannot be used",
+    "extProc.tls.certDir must hold tls.crt and tls.key, a matching pair in PEM without a password",
+)  # fmt: skip
 PLAIN_URL = Kind(
     "tls.http-to-https", Severity.ERROR, "a metrics URL says http, but the server speaks TLS",
     "write https:// in metricsUrl (the label metricsPort alone means http), and set "
@@ -245,14 +238,6 @@ UNTRUSTED = Kind(
     "tls.untrusted", Severity.ERROR, "the certificate of a metrics page is not accepted",
     "set metrics.tls.caFile to the authority that signed it; renew it if it expired; use a host name "
 "that it contains",
-)  # fmt: skip
-FILES = Kind(
-    "tls.files", Severity.CRITICAL, "the certificate for extProc cannot be used",
-    "extProc.tls.certDir must hold tls.crt and tls.key, a matching pair in PEM without a password",
-)  # fmt: skip
-EXT_PROC = Kind(
-    "tls.ext-proc", Severity.CRITICAL, "the running scheduler's extProc port does not use TLS as configured",
-    "restart the scheduler and set the gateway to the same, or it cannot reach the scheduler",
 )  # fmt: skip
 
 
@@ -297,6 +282,6 @@ async def _ext_proc(site: Site) -> list[Finding]:
     ]
 
 
-@check("tls", "both ends of each connection agree on TLS", (EXT_PROC, FILES, PLAIN_URL, SECURE_URL, UNTRUSTED))
+@check("tls", "both ends of each connection agree on TLS")
 async def tls(site: Site) -> list[Finding]:
     return [*await site.each(lambda endpoint: _metrics(site, endpoint)), *await _ext_proc(site)]

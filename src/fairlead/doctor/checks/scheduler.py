@@ -24,9 +24,18 @@ NOT_READY = Kind(
     "scheduler.not-ready", Severity.CRITICAL, "the scheduler is not ready",
     "the evidence says what it waits for", "docs/runbook.md#fairleaderrorshigh",
 )  # fmt: skip
+NO_METRICS = Kind(
+    "scheduler.no-metrics", Severity.ERROR, "the scheduler's own metrics page fails",
+    "its log has the reason. Dashboards, alerts and the checks hits and scheduling need this page", _RUNBOOK,
+)  # fmt: skip
 OTHER_POOL = Kind(
     "scheduler.other-endpoints", Severity.ERROR, "the running scheduler's endpoints differ from the configuration's",
     "it could not apply the file (see its log), or it was started with another file", _RUNBOOK,
+)  # fmt: skip
+HIDDEN = Kind(
+    "scheduler.no-debug", Severity.WARNING, "the scheduler shows no endpoints, so none was examined",
+    "set admin.debug, in the chart config.admin.debug=true, for as long as the doctor runs: the pages need no password",
+    "docs/kubernetes.md#is-it-working",
 )  # fmt: skip
 PLUGINS = Kind(
     "scheduler.plugin-errors", Severity.ERROR, "a plugin fails and is left out of decisions",
@@ -36,15 +45,6 @@ FALLBACKS = Kind(
     "scheduler.bypassed", Severity.WARNING, "the gateway has served requests without asking the scheduler",
     "the scheduler was away or slow then; its log and `fairlead_loop_lag_seconds` say when",
     "docs/runbook.md#fairleadbypassed",
-)  # fmt: skip
-NO_METRICS = Kind(
-    "scheduler.no-metrics", Severity.ERROR, "the scheduler's own metrics page fails",
-    "its log has the reason. Dashboards, alerts and the checks hits and scheduling need this page", _RUNBOOK,
-)  # fmt: skip
-HIDDEN = Kind(
-    "scheduler.no-debug", Severity.WARNING, "the scheduler shows no endpoints, so none was examined",
-    "set admin.debug, in the chart config.admin.debug=true, for as long as the doctor runs: the pages need no password",
-    "docs/kubernetes.md#is-it-working",
 )  # fmt: skip
 FORGETS = Kind(
     "scheduler.forgets", Severity.WARNING, "the state file cannot be written, so a restart begins cold",
@@ -61,16 +61,16 @@ ALONE = Kind(
     "let the scheduler reach the server in replicas.via, or write to the directory; the evidence says why it fails",
     "docs/replicas.md#when-something-fails",
 )  # fmt: skip
+APART = Kind(
+    "scheduler.apart", Severity.WARNING, "the scheduler does not hear all that the other replicas do",
+    "the log says which worker hangs or cannot start; the schedulers of one pool need the same endpoints, those of "
+"several pools another replicas.pool each", "docs/replicas.md#when-something-fails",
+)  # fmt: skip
 UNHEARD = Kind(
     "scheduler.no-peers", Severity.WARNING, "replicas.via is set, but no other replica is heard",
     "if there is only one, this is right. If not, compare replicas.via (with its database) and "
 "replicas.pool, which must be the same in all",
     "docs/replicas.md#what-to-watch",
-)  # fmt: skip
-APART = Kind(
-    "scheduler.apart", Severity.WARNING, "the scheduler does not hear all that the other replicas do",
-    "the log says which worker hangs or cannot start; the schedulers of one pool need the same endpoints, those of "
-"several pools another replicas.pool each", "docs/replicas.md#when-something-fails",
 )  # fmt: skip
 #: Values of `what` in `fairlead_trouble` that have findings of their own.
 _ELSEWHERE = {"replicas", "scrapes"}
@@ -153,12 +153,7 @@ async def _alone(site: Site) -> list[Finding]:
     return [UNHEARD.at("", f"none for {silent:.0f} s")] if silent > lease else []
 
 
-@check(
-    "scheduler",
-    "the running scheduler is ready and has the configured endpoints",
-    (NOT_READY, NO_METRICS, OTHER_POOL, HIDDEN, PLUGINS, FALLBACKS, FORGETS, RESTRICTED, ALONE, APART, UNHEARD),
-    needs=("admin",),
-)
+@check("scheduler", "the running scheduler is ready and has the configured endpoints", needs=("admin",))
 async def scheduler(site: Site) -> list[Finding]:
     findings = [*await _ready(site), *await _metrics(site), *await _pool(site), *await _hidden(site)]
     findings += [*await _troubles(site), *await _alone(site)]
@@ -212,7 +207,7 @@ async def _sums(site: Site) -> dict[str, float]:
     return sums
 
 
-@check("scheduling", "decisions are made quickly", (CPU, PLUGIN, SLOW), needs=("admin",))
+@check("scheduling", "decisions are made quickly", needs=("admin",))
 async def scheduling(site: Site) -> list[Finding]:
     lag, ticks = await quantile(site, "fairlead_loop_lag_seconds", _QUANTILE)
     findings = []
@@ -333,7 +328,7 @@ async def _starved(site: Site, rows: list[Row]) -> list[Finding]:
     return findings
 
 
-@check("balance", "load is spread over the endpoints", (SKEW, FOREIGN, UNLIKE, STARVED), needs=("admin",))
+@check("balance", "load is spread over the endpoints", needs=("admin",))
 async def balance(site: Site) -> list[Finding]:
     rows = [row for row in await site.rows() if row.fresh]
     findings = []
@@ -353,14 +348,14 @@ DISTRUSTED = Kind(
     "the evidence names the cause, the table of causes the cure; learned prefixes are used meanwhile",
     _SELF_CHECK,
 )  # fmt: skip
-UNTOKENISED = Kind(
-    "hits.no-tokens", Severity.WARNING, "KV events help few requests, because most prompts get no token ids",
-    "set tokens.models for the models in use; docs/tokens.md lists the reasons", "docs/tokens.md",
-)  # fmt: skip
 NOT_REAL = Kind(
     "hits.not-real", Severity.ERROR, "engines report far fewer cached tokens than predicted",
     "other clients use the caches too, or caches are smaller than believed: check that every metrics "
 "page reports its blocks", "docs/runbook.md#fairleadhitsnotreal",
+)  # fmt: skip
+UNTOKENISED = Kind(
+    "hits.no-tokens", Severity.WARNING, "KV events help few requests, because most prompts get no token ids",
+    "set tokens.models for the models in use; docs/tokens.md lists the reasons", "docs/tokens.md",
 )  # fmt: skip
 LOW = Kind(
     "hits.low", Severity.WARNING, "few prompt tokens are found in caches",
@@ -405,12 +400,7 @@ async def _rate(site: Site) -> list[Finding]:
     return [LOW.at("", f"{hit / looked_up:.0%} of {looked_up:g} prompt tokens since the start{engines}")]
 
 
-@check(
-    "hits",
-    "enough prompt tokens are found in caches, and really there",
-    (DISTRUSTED, NOT_REAL, UNTOKENISED, LOW),
-    needs=("admin",),
-)
+@check("hits", "enough prompt tokens are found in caches, and really there", needs=("admin",))
 async def hits(site: Site) -> list[Finding]:
     findings = await _trust(site)
     asked = await _total(site, "llm_d_epp_request_total")
