@@ -10,7 +10,7 @@ from typing import Any
 from fairlead.compat.load import load
 from fairlead.config.plugins import build_policy
 from fairlead.core import events as ev
-from fairlead.core.binding import PairBinder
+from fairlead.core.binding import PairBinder, WaitingRules
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.fairness import LeastWork, StartTimeFair
 from fairlead.core.fleet import Fleet
@@ -19,6 +19,7 @@ from fairlead.core.flow_control import FlowControl, FlowController
 from fairlead.core.gates import LedgerGate
 from fairlead.core.instructions import Reject, Route
 from fairlead.core.prefix import ChainHasher
+from fairlead.core.profile import Profile
 from fairlead.core.queues import Queues
 from fairlead.core.request import PrefixChain, Request
 from fairlead.core.scheduler import Pipeline
@@ -26,6 +27,7 @@ from fairlead.core.tokens import TokenEstimator
 from fairlead.gateway.answers import Answers, refusal
 from fairlead.gateway.driver import Driver, Observer
 from fairlead.gateway.ext_proc import Kind
+from fairlead.plugins.pickers import MaxScore, MaxScoreParams
 from fairlead.server.live.memory import settle_memory
 from fairlead.server.observe.watch import Watch
 from fairlead.testing import SimClock
@@ -80,10 +82,12 @@ class World:
     def __init__(self, flow_control: bool, observer: Observer | None = None) -> None:
         self.clock = Clock()
         self.fleet = Fleet()
+        profile = Profile("bench", [], [], MaxScore(MaxScoreParams()))
+        rules = WaitingRules(profile, profile)
         queues = Queues(
             lambda priority: (StartTimeFair(), LeastWork()), Limits(total=Limit(20_000), band=Limit(20_000))
         )
-        self.flow_controller = FlowController(FlowControl(queues, LedgerGate(requests=8), PairBinder(lambda *_: None)))
+        self.flow_controller = FlowController(FlowControl(queues, LedgerGate(requests=8), PairBinder(rules)))
         policy = build_policy(load("endpoints: []", need_endpoints=False))
         flow_controller = self.flow_controller if flow_control else None
         self.pipeline = Pipeline(

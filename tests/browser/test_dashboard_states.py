@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from br_checks import accessible, figure, fits, picture, rows, text_of
 from br_chromium import Browser, Page
+from waiting_rules import AbleRules
 
 from fairlead.core.binding import PairBinder
 from fairlead.core.endpoint import MODEL_LABEL, Endpoint, Sample
@@ -82,7 +83,7 @@ class Scheduler:
     def hold(self, waiting: dict[str, int]) -> None:
         """Flow control with so many requests that wait, by tenant."""
         queues = Queues(lambda priority: (StartTimeFair(), Fcfs()))
-        flow = FlowControl(queues, LedgerGate(requests=1), PairBinder(lambda *_: None))
+        flow = FlowControl(queues, LedgerGate(requests=1), PairBinder(AbleRules()))
         self.watch.watch_queue(FlowController(flow, "p", 1.0))
         for slot, _ in self.fleet.table.slots():
             self.fleet.charge(Request(id=9000 + slot, arrived=0.0, prompt_tokens=10), slot, self.now(), 0, 10)

@@ -5,6 +5,7 @@ from random import Random
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from leases import lease_of
 
 from fairlead.apis.tokens import PromptTokens
 from fairlead.core.endpoint import Endpoint
@@ -18,7 +19,6 @@ from fairlead.core.scheduler import Pipeline
 from fairlead.core.tokens import TokenEstimator
 from fairlead.plugins.policies.cost_model import CostModel
 from fairlead.testing import SimClock
-from support.leases import lease_of
 
 BLOCK, POOL = 4, 3
 #: Prompts that share beginnings.

@@ -10,6 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from waiting_rules import AbleRules
 
 from fairlead.core import events as ev
 from fairlead.core.binding import PairBinder
@@ -109,9 +110,9 @@ class Machine(RuleBasedStateMachine):
         def able(request, fleet, now):
             return subset.keep(request, fleet, Cycle(Context(now, rng)))
 
-        binder = PairBinder(able)
+        binder = PairBinder(AbleRules(able))
         gate = LedgerGate(requests=2)
-        flow = FlowControl(queues, gate, binder, Times(30.0, 10.0), batch=3)
+        flow = FlowControl(queues, gate, binder, Times(30.0, 10.0))
         fleet = Fleet(lease_ttl=60.0)
         flow_controller = FlowController(flow, eviction=Eviction(0.25))
         policy = RemotePolicy("remote", profile, able, BUDGET, BreakerRules(failures=3, cooldown=1.0))

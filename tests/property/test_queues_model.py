@@ -7,6 +7,7 @@ from math import inf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from leases import dispatched
 
 from fairlead.core.fairness import (
     Charge,
@@ -21,7 +22,6 @@ from fairlead.core.flow import FlowRule, Limit, Limits, Waiting
 from fairlead.core.policy import Refused
 from fairlead.core.queues import FLOW_MEMORY, MOST_IDLE, Queues
 from fairlead.core.request import Request
-from support.leases import dispatched
 
 FAIRNESS = {10: Strict, 0: StartTimeFair, -10: StartTimeFair, -20: RoundRobin}
 ORDERING = {10: Fcfs, 0: LeastWork, -10: EarliestDeadline, -20: Fcfs}

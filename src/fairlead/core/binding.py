@@ -8,7 +8,7 @@ to be sooner. If it is open, the request goes there. So what is forecast is neve
 the same while there is room.
 
 Rules
-* J is what the configured policy says that the pair costs (`PairCosts`), with the user's weights; for policies
+* J is what the configured policy says that the pair costs (`WaitingRules`), with the user's weights; for policies
   without costs it is the cost kernel's (`core.cost`).
 * Who goes first is who takes the least time of what is short (Smith's rule): computing the prompt, and, as far as
   memory is short, u/capacity of the time for which it is held. Not J: how much a prompt delays running answers is the
@@ -29,7 +29,6 @@ Rules
 from collections.abc import Callable, Sequence
 from math import inf
 from random import Random
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 from msgspec import Struct
@@ -40,40 +39,26 @@ from fairlead.core.cost import Terms, Weights, cost, memory_wait, shortage, weig
 from fairlead.core.errors import PLUGIN_FAILURES, PluginError
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import Waiting
-from fairlead.core.flow_control import Bound
 from fairlead.core.policy import Context, CostPolicy, Policy
 from fairlead.core.profile import Profile
 from fairlead.core.records import ABLE, FLOW_CONTROL, Trace
 from fairlead.core.request import Request
 from fairlead.core.view import FleetView
 
-# What is asked of pairs of waiting requests and endpoints. Rows are requests, columns slots, values milliseconds.
-#
-# `inf` means that the endpoint cannot serve the request.
 
+class Bound(Struct, frozen=True):
+    """A request and where it goes. `cost`: prompt tokens that must be computed there, predicted."""
 
-@runtime_checkable
-class PairCosts(Protocol):
-    """What the configured policy says that pairs cost, and how it weighs others' time."""
-
-    weights: Weights
-
-    def costs(
-        self, requests: Sequence[Request], shares: FloatColumn, able: BoolColumn, terms: Terms, fleet: Fleet, now: float
-    ) -> FloatColumn:
-        """Milliseconds, one row per request. `shares` of the prompts are cached, `able` endpoints can serve them."""
-        ...
-
-
-class DefaultCosts:
-    """Those of the cost kernel with its default weights, for policies that define none."""
-
-    weights = Weights()
-
-    def costs(
-        self, requests: Sequence[Request], shares: FloatColumn, able: BoolColumn, terms: Terms, fleet: Fleet, now: float
-    ) -> FloatColumn:
-        return weighed(terms, self.weights, fleet)
+    waiting: Waiting
+    slot: int
+    cost: float
+    #: Share of the prompt believed to be cached there, and the best share anywhere.
+    hit_share: float = 0.0
+    best_share: float = 0.0
+    #: Who gets it if no connection to `slot` can be made; -1 = nobody.
+    fallback_slot: int = -1
+    #: How it was chosen: what each endpoint would have cost, by the policy.
+    trace: Trace | None = None
 
 
 def memory_ms(terms: Terms, fleet: Fleet) -> FloatColumn:
@@ -187,8 +172,6 @@ _REMEMBERED = 4096
 
 #: Why nobody goes although an endpoint is open: its engine has no memory for the prompt; it cannot serve the request.
 NO_MEMORY, UNABLE = "room", "unable"
-#: (request, fleet, now): where it can be served; `None` = everywhere that is alive.
-Able = Callable[[Request, Fleet, float], BoolColumn | None]
 
 
 class _Known(Struct):
@@ -255,30 +238,27 @@ def _loading(requests: Sequence[Request], fleet: Fleet) -> FloatColumn | None:
 
 
 class PairBinder:
-    """Where requests can be served is `able`'s word; what pairs cost is too, where it says (`PairCosts`)."""
+    """Chooses the pair. May keep all of them waiting although something is open: a cached prefix can be worth it.
+    `rules` say where requests can be served, and what pairs cost."""
 
-    name = "pair"
-
-    def __init__(self, able: Able) -> None:
-        self._rules = 0
+    def __init__(self, rules: WaitingRules) -> None:
+        self._rules = rules
+        self._changes = 0
         #: First block → when a prompt that begins with it was last sent somewhere.
         self._departed: dict[int, float] = {}
         self._refreshes = 0
-        self._follow(able)
-
-    def _follow(self, able: Able) -> None:
-        self._able = able
-        self._costs: PairCosts = able if isinstance(able, PairCosts) else DefaultCosts()
 
     def able(self, request: Request, fleet: Fleet, now: float) -> BoolColumn | None:
-        return self._able(request, fleet, now)
+        """Where it can be served; `None` = everywhere that is alive."""
+        return self._rules(request, fleet, now)
 
-    def follow(self, able: Able) -> None:
-        """Other rules about who can serve what, and what it costs, from now on, for those that wait too."""
-        self._follow(able)
-        self._rules += 1
+    def follow(self, rules: WaitingRules) -> None:
+        """Other rules from now on, for those that wait too."""
+        self._rules = rules
+        self._changes += 1
 
     def bind(self, window: Sequence[Waiting], fleet: Fleet, opened: BoolColumn, now: float) -> Bound | float:
+        """A pair, or the clock seconds at which to ask again even if nothing changes; `inf` = not before it does."""
         self._refreshes = REFRESHES
         known = self._known_of(window, fleet, now)
         look_at = inf if len(known) == len(window) else now
@@ -306,7 +286,7 @@ class PairBinder:
         shares = np.array([k.share for k in known])
         able = np.array([k.able for k in known])
         terms = cost(prompts, shares * prompts, fleet, now, _loading(requests, fleet))
-        policy_cost = np.where(able, self._costs.costs(requests, shares, able, terms, fleet, now), inf)
+        policy_cost = np.where(able, self._rules.costs(requests, shares, able, terms, fleet, now), inf)
         own = np.where(able, terms.prefill, inf)
         costs, may, full = policy_cost, able & opened, None
         memory = memory_waits(terms, fleet)
@@ -321,6 +301,8 @@ class PairBinder:
         return _Judged(costs, may, rank, policy_cost, own, own + terms.queue, full, fleet.table.per_rank)
 
     def look(self, request: Request, fleet: Fleet, now: float) -> tuple[float, _Known]:
+        """Predicted work in uncached prompt tokens, at the endpoint that holds most (`inf` = there are endpoints, and
+        none can serve it), and what to remember of it (`Waiting.known`)."""
         known = _Known()
         self._refresh(known, request, fleet, now)
         if fleet.table.count and not np.count_nonzero(known.able):
@@ -333,7 +315,7 @@ class PairBinder:
         known = []
         looked_up = 0
         for waiting in window:
-            looked_up += waiting.known.version != (fleet.table.version, self._rules)
+            looked_up += waiting.known.version != (fleet.table.version, self._changes)
             if looked_up > LOOKUPS:
                 break
             known.append(self._known(waiting, fleet, now))
@@ -342,7 +324,7 @@ class PairBinder:
     def _known(self, waiting: Waiting, fleet: Fleet, now: float) -> _Known:
         known: _Known = waiting.known
         chain = waiting.request.prefix.hashes
-        if known.version != (fleet.table.version, self._rules):
+        if known.version != (fleet.table.version, self._changes):
             self._refresh(known, waiting.request, fleet, now)
         elif self._refreshes and (
             now - known.looked > HITS_AGE or (chain and self._departed.get(chain[0], -inf) >= known.looked)
@@ -352,8 +334,8 @@ class PairBinder:
         return known
 
     def _refresh(self, known: _Known, request: Request, fleet: Fleet, now: float) -> None:
-        known.version = (fleet.table.version, self._rules)
-        able = self._able(request, fleet, now)
+        known.version = (fleet.table.version, self._changes)
+        able = self._rules(request, fleet, now)
         known.able = fleet.table.alive if able is None else able & fleet.table.alive
         known.looked = now
         share = fleet.match(request) if request.prefix.hashes else None

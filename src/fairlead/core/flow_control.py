@@ -6,14 +6,14 @@
                       └─► cancelled: the client is gone
 
 Rules
-* Late: an endpoint is chosen when a request leaves the queue, never before. `Binder` chooses among a window of requests
-  and all open endpoints; fairness says whose window it is.
+* Late: an endpoint is chosen when a request leaves the queue, never before. `PairBinder` chooses among a window of
+  requests and all open endpoints; fairness says whose window it is.
 * Strict between bands, but never idle: where no request of a higher band can use what is open, a lower one may.
   Room that a band's heavy requests leave to its light ones is left by lower bands, too. Two settings bend that: minimum
   shares (`shares`) let a lower band go first now and then, ceilings (`ceilings`) keep it waiting although something is
   open.
 * Driven by events: arrivals, first tokens, ends, scrapes, joining endpoints. There is no tick. One call dispatches at
-  most `batch` requests; `more` then says that it is not done, so that a long queue does not hold up everybody else.
+  most one request; `more` then says that it is not done, so that a long queue does not hold up everybody else.
   One call refuses at most `REFUSALS` of those that wait, however many run out of time at once; while some are left
   whose time is over (`overdue`), nobody goes.
 * The gate judges by our own ledger first. Where it knows nothing it says open: stale metrics never halt a pool.
@@ -24,14 +24,14 @@ Rules
   worked-out gate says closed; those of heavy ones wait where they would slow it down.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
 from math import ceil, inf
 from typing import Any, Protocol
 
 import numpy as np
-from msgspec import Struct
 
+from fairlead.core.binding import Bound, PairBinder, WaitingRules
 from fairlead.core.columns import BoolColumn
 from fairlead.core.cost import work_ms
 from fairlead.core.fairness import PATIENCE, Charge
@@ -87,42 +87,6 @@ class Gate(Protocol):
         ...
 
 
-class Bound(Struct, frozen=True):
-    """A request and where it goes. `cost`: prompt tokens that must be computed there, predicted."""
-
-    waiting: Waiting
-    slot: int
-    cost: float
-    #: Share of the prompt believed to be cached there, and the best share anywhere.
-    hit_share: float = 0.0
-    best_share: float = 0.0
-    #: Who gets it if no connection to `slot` can be made; -1 = nobody.
-    fallback_slot: int = -1
-    #: How it was chosen: what each endpoint would have cost, by the policy.
-    trace: Trace | None = None
-
-
-class Binder(Protocol):
-    """Chooses the pair. May keep all of them waiting although something is open: a cached prefix can be worth it."""
-
-    def look(self, request: Request, fleet: Fleet, now: float) -> tuple[float, Any]:
-        """Predicted work in uncached prompt tokens, at the endpoint that holds most (`inf` = there are endpoints, and
-        none can serve it), and what to remember of it (`Waiting.known`)."""
-        ...
-
-    def bind(self, window: Sequence[Waiting], fleet: Fleet, opened: BoolColumn, now: float) -> Bound | float:
-        """A pair, or the clock seconds at which to ask again even if nothing changes; `inf` = not before it does."""
-        ...
-
-    def able(self, request: Request, fleet: Fleet, now: float) -> BoolColumn | None:
-        """Where it can be served; `None` = everywhere that is alive."""
-        ...
-
-    def follow(self, able: Any) -> None:
-        """Other rules about where requests can be served, `able(request, fleet, now)`."""
-        ...
-
-
 #: The only flow while no other has come: whoever comes first.
 ANYBODY = FlowKey(0, "", "")
 
@@ -174,10 +138,9 @@ class FlowControl:
         self,
         queues: Queues,
         gate: Gate,
-        binder: Binder,
+        binder: PairBinder,
         times: Times | None = None,
         window: int = 256,
-        batch: int = 1,
         shares: Shares | None = None,
         ceiling: Ceiling | None = None,
         shedding: EarlyShedding | None = None,
@@ -189,7 +152,6 @@ class FlowControl:
         self.binder = binder
         self._times = times or Times()
         self._window = window
-        self._batch = batch
         self._shares = shares or Shares({})
         self._ceiling = ceiling
         self._shedding = shedding
@@ -371,23 +333,22 @@ class FlowControl:
         free = [band for band, may in zip(bands, allowed, strict=True) if may]
         return self._shares.order(free), any(band.count for band in bands if band not in free)
 
-    def dispatch(self, fleet: Fleet, now: float) -> Iterator[Bound]:
-        """Who goes now, one by one. Each must be charged to the ledger before the next is asked for."""
+    def dispatch(self, fleet: Fleet, now: float) -> Bound | None:
+        """Who goes now. The caller charges it to the ledger."""
         self.more = False
-        for _ in range(self._batch):
-            bound = self._next(fleet, now)
-            if bound is None:
-                return
-            waiting, request = bound.waiting, bound.waiting.request
-            band, flow = self.queues.of(request, now)
-            charge, step_ms = self._charge(band, flow, request, bound.slot, bound.cost, waiting.output, fleet, now)
-            self._shares.spent(self.queues.bands(), band.priority, charge.ms)
-            self.queues.dispatch(waiting, charge, step_ms)
-            if bound.trace is not None:
-                bound.trace.waited = self.tally.of(waiting, now, *self._among)
-            self.tally.sent()
-            yield bound
+        bound = self._next(fleet, now)
+        if bound is None:
+            return None
+        waiting, request = bound.waiting, bound.waiting.request
+        band, flow = self.queues.of(request, now)
+        charge, step_ms = self._charge(band, flow, request, bound.slot, bound.cost, waiting.output, fleet, now)
+        self._shares.spent(self.queues.bands(), band.priority, charge.ms)
+        self.queues.dispatch(waiting, charge, step_ms)
+        if bound.trace is not None:
+            bound.trace.waited = self.tally.of(waiting, now, *self._among)
+        self.tally.sent()
         self.more = bool(len(self.queues))
+        return bound
 
     def _next(self, fleet: Fleet, now: float) -> Bound | None:
         if not len(self.queues) or not fleet.table.count:
@@ -635,8 +596,6 @@ _MOMENT = 0.05
 #: Weight of the newest gap between two dispatches.
 _PACE = 0.05
 
-#: (request, fleet, now): where it can be served at all; `None` = everywhere.
-Able = Callable[[Request, Fleet, float], BoolColumn | None]
 #: (what goes where, now): charge it, and route it.
 Send = Callable[[Bound, float], list[Instruction]]
 #: (who has to make way, what its client is told).
@@ -666,14 +625,10 @@ class FlowController:
     def __len__(self) -> int:
         return len(self.flow)
 
-    def follow(self, policy: str, able: Able) -> None:
+    def follow(self, policy: str, rules: WaitingRules) -> None:
         """Another policy decides from now on; its rules about who can serve what hold for those that wait too."""
         self.policy = policy
-        self.flow.binder.follow(able)
-
-    def asks(self, request: Request, fleet: Fleet, now: float) -> bool:
-        """Whether `FlowControl.arrived` must be told what the policy chooses."""
-        return self.flow.asks(request, fleet, now)
+        self.flow.binder.follow(rules)
 
     def opened(self, fleet: Fleet, now: float) -> BoolColumn | None:
         """Which endpoints may be sent one more request now; `None` = all of them."""
@@ -682,7 +637,8 @@ class FlowController:
     def dispatched(self, send: Send, evict: Evictor, fleet: Fleet, now: float) -> list[Instruction]:
         """To be called after every event while somebody waits."""
         instructions: list[Instruction] = []
-        for bound in () if self.flow.overdue(now) else self.flow.dispatch(fleet, now):
+        bound = None if self.flow.overdue(now) else self.flow.dispatch(fleet, now)
+        if bound is not None:
             instructions += send(bound, now)
             # Time when nobody waited says nothing about the pace.
             if min(bound.waiting.since, self.flow.oldest()) <= self._last:

@@ -250,10 +250,6 @@ class Queues:
         """Iterate over the windows of a band, see `Fairness.turns`. Do not add or remove requests meanwhile."""
         return iter(band.fairness.turns(window))
 
-    def key(self, request: Request) -> FlowKey:
-        """Return the key of the request's flow."""
-        return FlowKey(request.priority, request.model, request.fairness_id)
-
     def active(self) -> list[FlowKey]:
         """Return the flows that have requests waiting or in flight."""
         return [key for band in self._bands.values() for key, flow in band.flows.items() if flow.wanted]
@@ -265,7 +261,7 @@ class Queues:
 
     def of(self, request: Request, now: float) -> tuple[Band, Flow]:
         """Return the band and the flow of the request, which are created if needed."""
-        return self.named(self.key(request), now)
+        return self.named(FlowKey(request.priority, request.model, request.fairness_id), now)
 
     def named(self, key: FlowKey, now: float) -> tuple[Band, Flow]:
         band = self._band(key.priority)

@@ -27,11 +27,12 @@ from msgspec import structs
 
 from fairlead.core import events as ev
 from fairlead.core.apis import BEGUN_ONCE
+from fairlead.core.binding import Bound
 from fairlead.core.clock import Clock
 from fairlead.core.errors import PLUGIN_FAILURES, ConfigError, PluginError
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import DISPLACED, LEFT, FlowKey, Waiting
-from fairlead.core.flow_control import ANYBODY, MARGIN, Bound, FlowControl, FlowController
+from fairlead.core.flow_control import ANYBODY, MARGIN, FlowControl, FlowController
 from fairlead.core.instructions import (
     AdoptConfiguration,
     Evict,
@@ -249,7 +250,7 @@ class Pipeline:
         question = None
         request, control, arrived = entry.request, flow.flow, ev.RequestArrived
         reservation = Reservation(None, now)
-        if flow.asks(request, self.fleet, now):
+        if control.asks(request, self.fleet, now):
             if self.parking is not None and self.parking.reaches(self.policy, request, now):
                 reservation.opened = flow.opened(self.fleet, now)
                 question = self.parking.question(self.policy, request, self.fleet, now, reservation)

@@ -5,9 +5,10 @@ from typing import Any
 
 from msgspec import Struct
 
+from fairlead.core.binding import WaitingRules
 from fairlead.core.flow_control import FlowController
 from fairlead.core.policy import Policy
-from fairlead.core.remote import Able, RemotePolicy
+from fairlead.core.remote import RemotePolicy
 from fairlead.core.shadow import CaseTaker
 
 
@@ -19,7 +20,7 @@ class Scheduling(Struct, frozen=True, kw_only=True):
     #: The policy of the file itself. Flow control records its decisions under this policy's name.
     base: Policy
     #: The slots that can serve a request, by the filters of `base`. Flow control follows it.
-    able: Able
+    able: WaitingRules
     #: `None` = requests never wait.
     flow: FlowController | None
     #: Seconds until a lease expires.

@@ -3,6 +3,7 @@
 from collections import Counter
 
 import pytest
+from leases import dispatched
 
 from fairlead.core.fairness import Fcfs, StartTimeFair, Strict
 from fairlead.core.flow import FlowRule, Limit, Limits, Times
@@ -10,7 +11,6 @@ from fairlead.core.gates import EarlyShedding, Holdback, Reflective, Static
 from fairlead.core.policy import Refused
 from fairlead.core.queues import MOST, Queues, Shares
 from fairlead.core.request import Request
-from support.leases import dispatched
 
 HIGH, LOW = 10, -10
 

@@ -2,6 +2,8 @@ from math import inf
 
 import numpy as np
 import pytest
+from leases import lease_of
+from waiting_rules import AbleRules
 
 from fairlead.core.binding import AGEING, LOOK_S, PairBinder
 from fairlead.core.endpoint import Endpoint
@@ -9,7 +11,6 @@ from fairlead.core.fleet import Fleet
 from fairlead.core.flow import Waiting
 from fairlead.core.prefix import ChainHasher
 from fairlead.core.request import Request
-from support.leases import lease_of
 
 NOW = 100.0
 HASHER = ChainHasher()
@@ -59,7 +60,7 @@ class Binder(PairBinder):
 
 
 def binder(able=lambda request, fleet, now: None) -> PairBinder:
-    return Binder(able)
+    return Binder(AbleRules(able))
 
 
 def test_the_least_work_goes_first_to_the_least_busy(fleet, queue):

@@ -5,6 +5,7 @@ from math import inf
 from random import Random
 
 import pytest
+from waiting_rules import AbleRules
 
 from fairlead.core import events as ev
 from fairlead.core import scheduler
@@ -40,7 +41,7 @@ class World:
         self.clock = SimClock()
         self.fleet = Fleet()
         queues = Queues(lambda priority: (StartTimeFair(), LeastWork()), Limits(total=Limit(10_000)))
-        control = FlowControl(queues, LedgerGate(1e9, requests=8), PairBinder(lambda *_: None), Times(ttl=30.0))
+        control = FlowControl(queues, LedgerGate(1e9, requests=8), PairBinder(AbleRules()), Times(ttl=30.0))
         flow_controller = FlowController(control) if flow else None
         self.pipeline = Pipeline(
             self.clock, Random(1), self.fleet, ToTheFirst(), TokenEstimator(), flow_controller=flow_controller

@@ -2,16 +2,17 @@ from math import inf
 
 import numpy as np
 import pytest
+from leases import lease_of
 
+from fairlead.core.binding import Bound
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.fairness import Charge, Fcfs, StartTimeFair, Strict
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import FlowKey, Limit, Limits, Times
-from fairlead.core.flow_control import PAIRS, Bound, FlowControl
+from fairlead.core.flow_control import PAIRS, FlowControl
 from fairlead.core.policy import Refused
 from fairlead.core.queues import Queues
 from fairlead.core.request import Request
-from support.leases import lease_of
 
 
 class AtMost:
@@ -55,7 +56,6 @@ class FlowController:
     def __init__(
         self,
         endpoints: int = 2,
-        batch: int = 16,
         limits: Limits | None = None,
         times: Times | None = None,
         fairness: type[Strict] | type[StartTimeFair] = Strict,
@@ -64,7 +64,7 @@ class FlowController:
         for i in range(endpoints):
             self.fleet.up(Endpoint(f"e{i}", f"10.0.0.{i}:80"))
         queues = Queues(lambda priority: (fairness(), Fcfs()), limits)
-        self.flow = FlowControl(queues, AtMost(1), FirstForFirst(), times, batch=batch)
+        self.flow = FlowControl(queues, AtMost(1), FirstForFirst(), times)
         self.now = 100.0
         self._ids = 0
 
@@ -87,7 +87,7 @@ class FlowController:
 
     def dispatch(self) -> list[tuple[int, int]]:
         gone = []
-        for bound in self.flow.dispatch(self.fleet, self.now):
+        while (bound := self.flow.dispatch(self.fleet, self.now)) is not None:
             self.fleet.charge(bound.waiting.request, bound.slot, self.now, 0, 10)
             gone.append((bound.waiting.request.id, bound.slot))
             self.flow.validate()
@@ -150,17 +150,17 @@ def test_a_request_whose_endpoints_are_busy_does_not_block_others():
     assert [waiting.request.id for waiting in flow_controller.flow.queues.members()] == [blocker.id]
 
 
-def test_one_call_dispatches_a_batch_and_says_that_there_is_more():
-    flow_controller = FlowController(endpoints=5, batch=2)
-    for _ in range(5):
+def test_one_call_dispatches_one_request_and_says_that_there_is_more():
+    flow_controller = FlowController(endpoints=2)
+    for _ in range(3):
         flow_controller.arrive()
-    waiting = [flow_controller.arrive()[0].id for _ in range(5)]
     for lease in list(flow_controller.fleet.ledger):
         flow_controller.fleet.ledger.release(lease)
-    assert [len(flow_controller.dispatch()), flow_controller.flow.more] == [2, True]
-    assert [len(flow_controller.dispatch()), flow_controller.flow.more] == [2, True]
-    assert [len(flow_controller.dispatch()), flow_controller.flow.more] == [1, False]
-    assert len(waiting) == 5
+    flow, fleet = flow_controller.flow, flow_controller.fleet
+    for more in (True, False):
+        bound = flow.dispatch(fleet, flow_controller.now)
+        assert bound is not None and flow.more is more
+        fleet.charge(bound.waiting.request, bound.slot, flow_controller.now, 0, 10)
 
 
 def test_time_to_live_is_the_requests_own_or_the_default():

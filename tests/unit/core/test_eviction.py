@@ -3,6 +3,7 @@ from math import inf
 
 import numpy as np
 import pytest
+from waiting_rules import AbleRules
 
 from fairlead.core import events as ev
 from fairlead.core.binding import PairBinder
@@ -46,7 +47,7 @@ class House:
     def __init__(self, limit: int = 2, able=lambda *_: None) -> None:
         self.clock = SimClock()
         queues = Queues(lambda priority: (Strict(), Fcfs()), Limits())
-        flow = FlowControl(queues, AtMost(limit), PairBinder(able))
+        flow = FlowControl(queues, AtMost(limit), PairBinder(AbleRules(able)))
         self.pipeline = Pipeline(
             self.clock,
             random.Random(1),
@@ -156,8 +157,7 @@ def test_a_time_must_not_be_negative():
     with pytest.raises(ValueError, match="negative"):
         Eviction(-1.0)
     assert (
-        Eviction().look_at(FlowControl(Queues(lambda p: (Strict(), Fcfs())), AtMost(1), PairBinder(lambda *_: None)))
-        == inf
+        Eviction().look_at(FlowControl(Queues(lambda p: (Strict(), Fcfs())), AtMost(1), PairBinder(AbleRules()))) == inf
     )
 
 

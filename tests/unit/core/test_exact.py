@@ -5,6 +5,7 @@ from random import Random
 
 import numpy as np
 import pytest
+from leases import lease_of
 from msgspec.structs import replace
 
 from fairlead.apis.tokens import PromptTokens
@@ -22,7 +23,6 @@ from fairlead.core.scheduler import Pipeline
 from fairlead.core.tokens import TokenEstimator
 from fairlead.plugins.policies.cost_model import CostModel
 from fairlead.testing import SimClock
-from support.leases import lease_of
 
 BLOCK = 16
 

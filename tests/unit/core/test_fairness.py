@@ -3,6 +3,7 @@ from math import inf
 from random import Random
 
 import pytest
+from leases import dispatched
 
 from fairlead.core.fairness import LINGER, SHARE, Charge, Demand, Fcfs, RoundRobin, StartTimeFair, Strict
 from fairlead.core.flow import Flow, FlowKey, Waiting
@@ -11,7 +12,6 @@ from fairlead.core.queues import Queues
 from fairlead.core.request import Request
 from fairlead.core.table import EndpointTable
 from fairlead.testing.builders import fleet
-from support.leases import dispatched
 
 POLICIES = [Strict, RoundRobin, StartTimeFair]
 

@@ -1,6 +1,7 @@
 """What is said to those that wait, and to whoever scales the pool."""
 
 import pytest
+from waiting_rules import AbleRules
 
 from fairlead.core.binding import PairBinder
 from fairlead.core.endpoint import Endpoint
@@ -24,7 +25,7 @@ class Shop:
         self.fleet.up(Endpoint("e0", "10.0.0.1:80"))
         queues = Queues(lambda priority: (Strict(), Fcfs()), limits)
         self.flow_controller = FlowController(
-            FlowControl(queues, LedgerGate(requests=8), PairBinder(lambda *_: None)), "p", target_s=2.0
+            FlowControl(queues, LedgerGate(requests=8), PairBinder(AbleRules())), "p", target_s=2.0
         )
         self._ids = 0
 

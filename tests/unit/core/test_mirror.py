@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import pytest
+from leases import lease_of
 from msgspec.structs import replace
 
 from fairlead.core.endpoint import Endpoint, Sample
@@ -16,7 +17,6 @@ from fairlead.plugins.policies.cost_model import CostModel
 from fairlead.server.remote.client import StateFeed, asked
 from fairlead.server.remote.messages import COLUMNS, Ask, decode_ask, encode_ask
 from fairlead.testing import builders
-from support.leases import lease_of
 
 
 class Wire:

@@ -1,12 +1,12 @@
 from math import inf
 
 import pytest
+from leases import dispatched
 
 from fairlead.core.fairness import EarliestDeadline, Fcfs, LeastWork, Strict
 from fairlead.core.flow import Limit, Limits, Waiting
 from fairlead.core.queues import Queues
 from fairlead.core.request import Request
-from support.leases import dispatched
 
 
 def waiting(since: float, deadline: float = inf, work: float = 1.0, slo_ms: float = 0.0) -> Waiting:

@@ -5,6 +5,7 @@ from random import Random
 
 import numpy as np
 import pytest
+from leases import lease_of
 
 from fairlead.core import cost as kernel
 from fairlead.core.cost import LEAST_USAGE, PRIOR, cost
@@ -13,7 +14,6 @@ from fairlead.core.fleet import Fleet
 from fairlead.core.rates import FIRST, Band
 from fairlead.core.records import Forecast
 from fairlead.core.request import PrefixChain, Request
-from support.leases import lease_of
 
 
 def pool(count: int, seed: int = 0) -> Fleet:

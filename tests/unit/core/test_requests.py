@@ -6,6 +6,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from waiting_rules import AbleRules
 
 from fairlead.core import events as ev
 from fairlead.core.binding import PairBinder
@@ -38,7 +39,7 @@ class Rig:
         parts: dict[str, Any] = {}
         if flow:
             queues = Queues(lambda priority: (Strict(), Fcfs()))
-            control = FlowControl(queues, LedgerGate(requests=1), PairBinder(lambda *_: None))
+            control = FlowControl(queues, LedgerGate(requests=1), PairBinder(AbleRules()))
             parts["flow_controller"] = FlowController(control)
         if remote:
             policy = RemotePolicy("remote", policy, lambda *_: None)

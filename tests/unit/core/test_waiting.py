@@ -6,13 +6,12 @@ import pytest
 from fairlead.compat.load import load
 from fairlead.config.building import able_by
 from fairlead.config.plugins import build_policy
-from fairlead.core.binding import PairBinder, WaitingRules
+from fairlead.core.binding import Bound, PairBinder, WaitingRules
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.errors import PluginError
 from fairlead.core.explain import explain
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import Waiting
-from fairlead.core.flow_control import Bound
 from fairlead.core.records import Waited
 from fairlead.core.request import Request
 from fairlead.core.snapshot import Snapshots

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+from leases import dispatched
 
 from fairlead.core.errors import PluginError
 from fairlead.core.fairness import Fcfs, RoundRobin
@@ -12,7 +13,6 @@ from fairlead.core.flow import Waiting
 from fairlead.core.queues import Queues
 from fairlead.core.request import Request
 from fairlead.plugins.guarding import GuardedFairness, GuardedOrdering, GuardedSaturation
-from support.leases import dispatched
 
 
 def boom(*_: object) -> Any:

@@ -4,6 +4,7 @@ from random import Random
 
 import numpy as np
 import pytest
+from leases import lease_of
 
 from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.fleet import Fleet
@@ -18,7 +19,6 @@ from fairlead.plugins.scorers.load import (
     LoadAware,
     LoadAwareParams,
 )
-from support.leases import lease_of
 
 REQUEST = Request(id=99, arrived=0.0)
 

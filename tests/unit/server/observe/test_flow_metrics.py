@@ -2,6 +2,8 @@
 
 from math import isnan
 
+from waiting_rules import AbleRules
+
 from fairlead.core.binding import PairBinder
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.fairness import Fcfs, StartTimeFair
@@ -26,7 +28,7 @@ class Shop:
         self.fleet.up(Endpoint("e0", "10.0.0.1:80"))
         queues = Queues(lambda priority: (StartTimeFair(), Fcfs()), Limits(**limits))
         self.flow_controller = FlowController(
-            FlowControl(queues, LedgerGate(requests=8), PairBinder(lambda *_: None)), "p", 1.0
+            FlowControl(queues, LedgerGate(requests=8), PairBinder(AbleRules())), "p", 1.0
         )
         self.watch = Watch(self.fleet, lambda: self.now, served=lambda: ["m", "n"])
         self.watch.watch_queue(self.flow_controller)

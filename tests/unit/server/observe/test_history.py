@@ -1,5 +1,7 @@
 """What is kept of the last hour whether or not somebody looks."""
 
+from waiting_rules import AbleRules
+
 from fairlead.core.binding import PairBinder
 from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.fairness import Fcfs, StartTimeFair
@@ -103,7 +105,7 @@ def test_what_waits_has_arrived() -> None:
     """An overload is no falling traffic."""
     pool = Pool()
     flow = FlowControl(
-        Queues(lambda priority: (StartTimeFair(), Fcfs())), LedgerGate(requests=1), PairBinder(lambda *_: None)
+        Queues(lambda priority: (StartTimeFair(), Fcfs())), LedgerGate(requests=1), PairBinder(AbleRules())
     )
     pool.watch.watch_queue(FlowController(flow, "p", 1.0))
     pool.fleet.charge(Request(id=0, arrived=0.0, prompt_tokens=10), 0, 0.0, 0, 10)
