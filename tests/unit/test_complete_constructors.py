@@ -12,8 +12,7 @@ from fairlead.core.scheduler import Pipeline
 from fairlead.gateway.driver import Driver
 from fairlead.lab.simulator.capture import Captured
 from fairlead.lab.simulator.journal import Faults, JournaledDecision
-from fairlead.lab.simulator.replay import Replayed
-from fairlead.lab.simulator.replay_change import Compared
+from fairlead.lab.simulator.replay import Compared, Replayed
 from fairlead.lab.simulator.world import Job, Scenario
 from fairlead.lab.workload.record import Workload
 from fairlead.server.observe.component_metrics import WarmingCounts

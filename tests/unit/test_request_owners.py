@@ -14,8 +14,7 @@ EXEMPT = {
     "server/sdk/check.py": "one batch of answers, within a call",
     "lab/simulator/capture.py": "a finished run, read from a journal",
     "lab/simulator/journal.py": "a finished run, read from a journal",
-    "lab/simulator/replay.py": "what a journal says was decided, beside the replay",
-    "lab/simulator/replay_change.py": "answers of the policy beside, compared at the end of an event",
+    "lab/simulator/replay.py": "what a journal says was decided, and answers of the policy beside, within an event",
     "server/observe/tracing.py": "trace ids of the last requests, to name them beside figures; bounded",
     "lab/simulator/simulation.py": "the simulated clients, a list whose places are the ids",
 }

@@ -9,8 +9,7 @@ from fairlead.cli.basics import FAILED, WRONG_INPUT, echo_json
 from fairlead.cli.options import Policy, Set, change, examples, exits
 
 if TYPE_CHECKING:
-    from fairlead.lab.simulator.replay import Replayed
-    from fairlead.lab.simulator.replay_change import Compared
+    from fairlead.lab.simulator.replay import Compared, Replayed
 
 
 Journal = Annotated[Path, typer.Argument(metavar="JOURNAL", help="Directory of a journal, or one segment.")]
@@ -43,8 +42,7 @@ def replay(
     use `fairlead sim run` to see what another policy would have made of the traffic.
     """
     from fairlead.cli.options import busy
-    from fairlead.lab.simulator import replay as same
-    from fairlead.lab.simulator import replay_change
+    from fairlead.lab.simulator import replay as player
     from fairlead.lab.simulator.journal import one_run
 
     with exits(WRONG_INPUT, OSError, ValueError):
@@ -53,9 +51,9 @@ def replay(
         with busy(f"replaying {journal}"):
             there = one_run(journal, run)
             if apply is not None:
-                compared = replay_change.compare(there, apply)
+                compared = player.compare(there, apply)
             else:
-                result = same.replay(there)
+                result = player.replay(there)
     if compared is not None:
         _show_change(compared, changes, as_json)
     if result is None:

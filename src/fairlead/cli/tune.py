@@ -118,7 +118,7 @@ def tune(
     )
     preset = measured.preset(fitted, name)
     if out is not None:
-        _write(out, preset, fitted)
+        out.write_text(_text(preset, fitted), encoding="utf-8")
     _show(json, preset, fitted, measured, advise(fitted, measured.facts, traffic))
     raise typer.Exit(code)
 
@@ -148,7 +148,7 @@ def preset_like(url: str) -> str:
         measured, _ = _probe(replace(_ask(url, "", "", 0, {}), seconds=60.0), None)
         fitted = measured.fit()
     preset = measured.preset(fitted, url)
-    typer.echo("\n".join([*_comments(preset, fitted), write_preset(preset)]), err=True)
+    typer.echo(_text(preset, fitted), err=True)
     return write_preset(preset)
 
 
@@ -229,32 +229,26 @@ def _read(path: Path) -> "list[Observation]":
     return observations
 
 
-def _comments(preset: "Preset", fitted: "Fitted") -> list[str]:
-    return [
+def _text(preset: "Preset", fitted: "Fitted") -> str:
+    """The preset, after comments on how well it fits."""
+    from fairlead.lab.engine.presets import write_preset
+
+    comments = (
         f"# {fitted.prefills} prefills, median error {fitted.prefill_error:.1%}; {fitted.decodes} answers, "
         f"{fitted.decode_error:.1%}",
         *(f"# {residual}" for residual in fitted.residuals),
         *(f"# {term}: the observations do not tell it from the others" for term in fitted.unknown),
         "# kv_bytes, of a token, for handing prompts over, was not measured",
-    ]
-
-
-def _write(path: Path, preset: "Preset", fitted: "Fitted") -> None:
-    from fairlead.lab.engine.presets import write_preset
-
-    path.write_text("\n".join([*_comments(preset, fitted), write_preset(preset)]), encoding="utf-8")
+    )
+    return "\n".join([*comments, write_preset(preset)])
 
 
 def _show(as_json: bool, preset: "Preset", fitted: "Fitted", measured: "Measured", advice: "list[Advice]") -> None:
-    from fairlead.lab.engine.presets import write_preset
-
     if as_json:
         seen = len(measured.observations)
         echo_json({"preset": preset, "fit": fitted, "server": measured.facts, "advice": advice, "observations": seen})
         return
-    for line in _comments(preset, fitted):
-        typer.echo(line)
-    typer.echo(write_preset(preset))
+    typer.echo(_text(preset, fitted))
     typer.echo("# For profiles, flow control and the reference's configurations (the default policy needs none):")
     for item in advice:
         typer.echo(f"#   {item.parameter}: {item.value}")

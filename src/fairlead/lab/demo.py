@@ -117,18 +117,12 @@ class Plan(Struct, frozen=True, kw_only=True):
 
 def check_ports(plan: Plan) -> None:
     """Raise `FairleadError` for the first port that cannot be bound, and say what to change."""
-    for port in (*plan.own_ports, *plan.replica_ports):
+    own, replicas = plan.own_ports, plan.replica_ports
+    needed = f"The demo needs {own[0]} to {own[-1]} and {replicas[0]} to {replicas[-1]}; choose others with --port"
+    for port in (*own, *replicas):
         error = obstacle(HOST, port)
         if error is not None:
-            raise FairleadError(_taken(plan, port, error))
-
-
-def _taken(plan: Plan, port: int, error: OSError) -> str:
-    own, replicas = plan.own_ports, plan.replica_ports
-    return (
-        f"cannot listen on {HOST}:{port}: {error.strerror or error}. "
-        f"The demo needs {own[0]} to {own[-1]} and {replicas[0]} to {replicas[-1]}; choose others with --port"
-    )
+            raise FairleadError(f"cannot listen on {HOST}:{port}: {error.strerror or error}. {needed}")
 
 
 # The goals of the demo, and whether a run met them.

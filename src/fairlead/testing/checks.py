@@ -72,7 +72,7 @@ def check_picker(plugin: Picker) -> None:
 def check_policy(policy: Policy) -> None:
     """Check that `choose` returns one answer: a chosen slot has an endpoint, a refusal has a reason."""
     _named(policy)
-    for case, known, asked in [*_cases(), ("nobody there", _empty(), request("hello"))]:
+    for case, known, asked in [*_cases(), ("nobody there", Fleet(), request("hello"))]:
         before = known.table.floats.copy()
         try:
             pick = choose_or_raise(policy, asked, known, Context(1.0, Random(1)))
@@ -126,10 +126,6 @@ def _totals(known: Fleet) -> Iterator[Any]:
             yield totals
 
 
-def _empty() -> Fleet:
-    return Fleet()
-
-
 def _pools() -> list[tuple[str, Fleet]]:
     full = {"waiting": 80, "running": 256, "kv_usage": 1.0}
     hundred = fleet(*(f"e{i}" for i in range(100)), samples={f"e{i}": {"waiting": i, "running": i} for i in range(90)})
@@ -159,9 +155,6 @@ def _cases() -> list[tuple[str, Fleet, Request]]:
         holds(endpoints, endpoints.table.ids[slot], known)
         cases += [(f"{pool}, {name}", endpoints, prompt) for name, prompt in asked]
     return cases
-
-
-__all__ = ["check_filter", "check_picker", "check_policy", "check_scorer"]
 
 
 def choose(policy: Policy, request: Request, fleet: Fleet, *, now: float = 0.0, seed: int = 0) -> Answer:

@@ -262,15 +262,12 @@ class RequestBlocks:
         request.blocks = hits
         request.computed = len(hits) * size
         request.target = target
-        self._load(request, min(request.loaded, target - 1))
+        # Computed by another server; only now, since after a preemption they are computed here.
+        loaded, request.loaded = min(request.loaded, target - 1), 0
+        if loaded > request.computed:
+            self.extend(request, loaded)
+            request.computed = loaded
         return True
-
-    def _load(self, request: EngineRequest, tokens: int) -> None:
-        """Count the first `tokens` as computed by another server; once: after a preemption they are computed here."""
-        request.loaded = 0
-        if tokens > request.computed:
-            self.extend(request, tokens)
-            request.computed = tokens
 
     def extend(self, request: EngineRequest, end: int) -> bool:
         """Get blocks for the tokens before `end` and seal those that will be full; False if there are too few free."""

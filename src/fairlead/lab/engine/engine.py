@@ -22,7 +22,6 @@ Rules
 """
 
 from collections import deque
-from collections.abc import Iterator
 from math import inf, log, sqrt
 from random import Random
 
@@ -419,13 +418,10 @@ class Engine:
 
     # ---------------------------------------------------------------- checks
 
-    def _batch(self) -> Iterator[EngineRequest]:
-        yield from self._decoding.members
-        yield from (request for request, _ in self._chunks)
-
     def validate(self) -> None:
         """Raise `AssertionError` if the parts contradict each other. For tests and debug modes."""
-        self.blocks.validate([request.blocks for request in self._batch()])
+        batch = [*self._decoding.members, *(request for request, _ in self._chunks)]
+        self.blocks.validate([request.blocks for request in batch])
         self._decoding.validate(self._prefill_only)
         assert self.running() <= self.spec.max_num_seqs, "too many sequences"
         assert self._step_tokens <= self.spec.max_batched_tokens, "too many tokens in a step"

@@ -546,7 +546,8 @@ def _weights(traffic: Traffic) -> list[Advice]:
 
 
 def _queue_length(fitted: Fitted, facts: Facts, traffic: Traffic) -> Advice:
-    own = fitted.prefill_ms(traffic.prompt_tokens, _uncached(traffic)) - fitted.overhead_ms
+    uncached = max(traffic.prompt_tokens * (1.0 - max(traffic.hit_rate, 0.0)), 1.0)
+    own = fitted.prefill_ms(traffic.prompt_tokens, uncached) - fitted.overhead_ms
     slots = facts.max_num_seqs or USUAL_SLOTS
     by_time, most = int((traffic.ttft_ms - fitted.overhead_ms) / max(own, 1e-3)), int(QUEUE_SHARE * slots)
     why = f"a waiting prompt takes {own:,.1f} ms; behind more of them TTFT is above {traffic.ttft_ms:,.0f} ms"
@@ -594,7 +595,3 @@ def _capacity(facts: Facts) -> list[Advice]:
     blocks = f"the engine reports {facts.num_blocks:,} blocks of {facts.block_size} tokens"
     why = f"{blocks}; a larger memory of prefixes believes in blocks that are gone"
     return [Advice("lruCapacityPerServer", facts.num_blocks, why)]
-
-
-def _uncached(traffic: Traffic) -> float:
-    return max(traffic.prompt_tokens * (1.0 - max(traffic.hit_rate, 0.0)), 1.0)

@@ -24,6 +24,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from http.client import HTTPException
+from itertools import repeat
 from math import inf
 from random import Random
 from statistics import median
@@ -38,7 +39,7 @@ from fairlead.lab.load.probe import exchanged
 from fairlead.lab.load.runner import run
 from fairlead.lab.load.spec import Options, Record
 from fairlead.lab.load.tune import Facts, Observation, TooLittle
-from fairlead.lab.load.workload import CHAT_PATH, Call, ClosedLoop, text
+from fairlead.lab.load.workload import CHAT_PATH, Call, ClosedLoop, Paced, text
 
 PREFILL_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8000, 16_000)
 #: Prompt tokens of groups: short for many sequences, long for few.
@@ -182,21 +183,6 @@ class _Calls:
         return self._calls
 
 
-class _Together:
-    """Arrivals all at the same time."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def offsets(self) -> Iterator[float]:
-        return iter([0.0] * self._count)
-
-
-def _decoding(records: list[Record]) -> float:
-    """Seconds from the first token of an answer to its last."""
-    return median(record.last_data - record.first_data for record in records)
-
-
 def _at_once(records: list[Record]) -> int:
     """How many of them had a sequence slot at the same time, at most."""
     # Where requests wait for a slot, one answer ends as another begins. The middles of answers tell them apart even if
@@ -258,7 +244,9 @@ class _Prober:
             if item.tokens <= SHORT:
                 await self._find_slots(prompts, at_once)
             return []
-        first, decoding = [record.first_data for record in records], _decoding(records)
+        first = [record.first_data for record in records]
+        # Seconds from the first token of an answer to its last.
+        decoding = median(record.last_data - record.first_data for record in records)
         if max(first) - min(first) > TOGETHER * decoding:
             return []
         # If a server does not report cached tokens, its requests are not used for prefill here.
@@ -304,7 +292,7 @@ class _Prober:
         options = Options(
             requests=len(calls), headers=self.ask.headers, gaps=False, timeout_s=max(left, 60.0), time_limit_s=left
         )
-        arrivals = ClosedLoop(workers=workers) if workers else _Together(len(calls))
+        arrivals = ClosedLoop(workers=workers) if workers else Paced(lambda _: repeat(0.0, len(calls)))
         result = await run(self.ask.target, _Calls(iter(calls)), arrivals, options)
         good = [record for record in result.records if not record.error and record.prompt_tokens >= 0]
         failed = [record for record in result.records if record not in good]

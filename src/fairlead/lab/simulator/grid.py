@@ -101,9 +101,7 @@ def run_cell(cell: Cell, key: str = "") -> CellResult:
     )
 
 
-@lru_cache(maxsize=2)
-def _scenario(spec: ScenarioSpec) -> Any:
-    return build(spec)
+_scenario = lru_cache(maxsize=2)(build)
 
 
 def run_grid(
@@ -231,17 +229,14 @@ def regrets(summary: Mapping[str, Mapping[str, Figures]]) -> dict[str, Figures]:
 
     Contains only policies that served something in every scenario: one that refuses everything has no latency.
     """
-    shared = [name for name in _first(summary) if all(served(policies.get(name)) for policies in summary.values())]
+    rows = summary.values()
+    shared = [name for name in next(iter(rows), {}) if all(served(policies.get(name)) for policies in rows)]
     return {policy: _of(policy, summary, shared) for policy in shared}
 
 
 def served(figures: Figures | None) -> bool:
     """Whether any request was served, so that there are latencies."""
     return figures is not None and figures.get("done", 1.0) > 0
-
-
-def _first(summary: Mapping[str, Mapping[str, Figures]]) -> Sequence[str]:
-    return list(next(iter(summary.values()), {}))
 
 
 def _of(policy: str, summary: Mapping[str, Mapping[str, Figures]], among: Sequence[str]) -> Figures:

@@ -173,19 +173,15 @@ def write_report(results: Sequence[CellResult], cells: Sequence[Cell], out: Path
     }
     written = [out / "results.json"]
     written[0].write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1))
-    plots = _plots(means, out)
-    written += [path for path, _ in plots]
-    page = out / "report.html"
-    page.write_text(_page(means, regret, plots, cells), encoding="utf-8")
-    return [*written, page]
-
-
-def _plots(means: dict[str, dict[str, Figures]], out: Path) -> list[tuple[Path, str]]:
     try:
-        return draw(means, out)
+        drawn = draw(means, out)
     except ImportError:
         Console(stderr=True).print(NO_PLOT, markup=False, soft_wrap=True)
-        return []
+        drawn = []
+    written += [path for path, _ in drawn]
+    page = out / "report.html"
+    page.write_text(_page(means, regret, drawn, cells), encoding="utf-8")
+    return [*written, page]
 
 
 def _page(

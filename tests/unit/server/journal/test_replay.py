@@ -23,8 +23,7 @@ from fairlead.core.request import Request
 from fairlead.core.state import taken
 from fairlead.lab.simulator.capture import capture
 from fairlead.lab.simulator.journal import Faults, JournalError, one_run, runs, search
-from fairlead.lab.simulator.replay import replay
-from fairlead.lab.simulator.replay_change import compare
+from fairlead.lab.simulator.replay import compare, replay
 from fairlead.plugins.pickers import RoundRobin
 from fairlead.server.journal.blocks import MAGIC, block
 from fairlead.server.journal.records import POLICY, SEGMENT, Segment, encode, joined
