@@ -19,7 +19,8 @@ from fairlead.server.observe.history import POINT, History, Out
 from fairlead.server.observe.instruments import Counter, Family, Gauge
 from fairlead.server.observe.model_rows import ModelPoint, model_rows, served_models
 from fairlead.server.observe.recent import Recent
-from fairlead.server.observe.snapshot_shape import Happened, notices
+from fairlead.server.observe.snapshot_shape import notices
+from fairlead.server.observe.troubles import Happened
 from fairlead.server.observe.watch import Watch
 
 

@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from fairlead.core.fleet import ERRORS_TO_EJECT
 from fairlead.core.remote import CLOSED
+from fairlead.server.observe.troubles import Happened
 from fairlead.server.observe.watch import Watch
 
 
@@ -319,23 +320,6 @@ _DOES = {
 _RUNBOOK = {HANGS: "FairleadEndpointHangs", FAILS: "FairleadErrorsHigh"}
 #: Seconds that a request must have waited to be mentioned.
 _LONG_WAIT = 5.0
-
-
-class Happened:
-    """Watches counters that only grow for growth within the last minute."""
-
-    def __init__(self, minute: float = 60.0) -> None:
-        self._minute = minute
-        #: By name: the count last seen, and when it last grew.
-        self._seen: dict[str, tuple[float, float]] = {}
-
-    def lately(self, name: str, count: float, now: float) -> bool:
-        """Whether `count` grew within the last minute, as far as it was watched."""
-        before, grew = self._seen.get(name, (count, -inf))
-        if count > before:
-            grew = now
-        self._seen[name] = count, grew
-        return now - grew < self._minute
 
 
 class Failures(Struct, frozen=True):

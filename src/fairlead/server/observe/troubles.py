@@ -23,12 +23,30 @@ _FEW_LEFT = 0.9
 Check = Callable[[], str]
 
 
+class Happened:
+    """Watches counters that only grow for growth within the last minute."""
+
+    def __init__(self, minute: float = 60.0) -> None:
+        self._minute = minute
+        #: By name: the count last seen, and when it last grew.
+        self._seen: dict[str, tuple[float, float]] = {}
+
+    def lately(self, name: str, count: float, now: float) -> bool:
+        """Whether `count` grew within the last minute, as far as it was watched."""
+        before, grew = self._seen.get(name, (count, -inf))
+        if count > before:
+            grew = now
+        self._seen[name] = count, grew
+        return now - grew < self._minute
+
+
 class Troubles:
     """Call `look()` twice a second. `now` in seconds."""
 
     def __init__(self, registry: Registry, now: Callable[[], float]) -> None:
         self._now = now
         self._checks: dict[str, Check] = {}
+        self._happened = Happened(HOLD_S)
         #: Present troubles: the reasons by name.
         self.present: dict[str, str] = {}
         self._shown = Readings("gauge", "what")
@@ -41,17 +59,8 @@ class Troubles:
 
     def lately(self, what: str, count: Callable[[], float], reason: str) -> None:
         """Report `reason` while `count` grows, and for `HOLD_S` after that."""
-        seen, grown_at = count(), -inf
-
-        def check() -> str:
-            nonlocal seen, grown_at
-            value = count()
-            if value > seen:
-                grown_at = self._now()
-            seen = value
-            return reason if self._now() - grown_at < HOLD_S else ""
-
-        self._checks[what] = check
+        self._happened.lately(what, count(), self._now())
+        self._checks[what] = lambda: reason if self._happened.lately(what, count(), self._now()) else ""
 
     def look(self) -> dict[str, str]:
         """Run all checks and log changes; returns the present troubles."""

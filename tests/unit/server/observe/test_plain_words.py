@@ -19,7 +19,8 @@ from fairlead.server.observe import snapshot_shape
 from fairlead.server.observe.history import History
 from fairlead.server.observe.recent import Recent
 from fairlead.server.observe.snapshot import endpoint_rows as endpoints
-from fairlead.server.observe.snapshot_shape import BandRow, Happened, Notice, Queues, notices
+from fairlead.server.observe.snapshot_shape import BandRow, Notice, Queues, notices
+from fairlead.server.observe.troubles import Happened
 from fairlead.server.observe.watch import Watch
 
 
