@@ -36,7 +36,7 @@ from fairlead.core.kv.tiers import Tier
 from fairlead.server.indexer.client import IndexClient
 from fairlead.server.indexer.server import IndexServer, IndexSources
 from fairlead.server.indexer.service import IndexService
-from fairlead.server.indexer.wire import JSON, MSGPACK, read_query, write, write_query
+from fairlead.server.indexer.wire import JSON, MSGPACK, read_query, write
 from fairlead.server.live.memory import settle_memory
 
 ENDPOINTS, BLOCK, BLOCKS = 100, 16, 1000
@@ -52,7 +52,7 @@ class Prompt:
         own = {"keys": self.keys.astype("<u8").tobytes(), "block_size": BLOCK, "hits_only": True}
         self.questions = {
             "hashes": (JSON, json.dumps({"prompt_hash": self.hashes}).encode()),
-            "keys": (MSGPACK, write_query(own)),
+            "keys": (MSGPACK, write(own, MSGPACK)),
             "tokens": (JSON, json.dumps({"token_ids": ids.tolist()}).encode()),
         }
         self.own = own

@@ -24,7 +24,7 @@ import aiohttp
 from msgspec import Struct
 
 from fairlead.pool.aio import cancelled, read_at_most
-from fairlead.server.indexer.wire import MSGPACK, Answer, StateAnswer, read_answer, read_state, write_query
+from fairlead.server.indexer.wire import MSGPACK, Answer, StateAnswer, read_answer, read_state, write
 
 FAILURES, POLL, POLL_MOST, POLL_TIMEOUT = 3, 0.5, 5.0, 2.0
 PAUSE, PAUSE_MOST = 0.5, 8.0
@@ -98,7 +98,7 @@ class IndexClient:
         started = perf_counter()
         try:
             async with asyncio.timeout(self.budget):
-                body = await self._call("POST", "/query", MAX_ANSWER, write_query(fields))
+                body = await self._call("POST", "/query", MAX_ANSWER, write(fields, MSGPACK))
             answer = read_answer(body)
         except TimeoutError:
             ends["late"] += 1

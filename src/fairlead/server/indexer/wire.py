@@ -7,8 +7,8 @@ A prompt is given in one of five ways: the engine's block hashes (`prompt_hash`)
 messages. In JSON bytes are base64. `StateAnswer` is what else schedulers must know of the index.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, DecodeError, Struct, UnsetType, ValidationError
@@ -16,6 +16,8 @@ from msgspec.structs import asdict
 
 from fairlead.core.kv.answered import RankState
 from fairlead.core.kv.tiers import Tier
+
+T = TypeVar("T")
 
 JSON, MSGPACK = "application/json", "application/msgpack"
 #: Limits of one question: blocks of its prompt (a million tokens in blocks of 16), token ids, and pods.
@@ -142,22 +144,18 @@ def write(answer: Any, content_type: str = JSON) -> bytes:
     return msgspec.json.encode(answer)
 
 
-def write_query(fields: Mapping[str, Any]) -> bytes:
-    """The question as msgpack."""
-    return msgspec.msgpack.encode(fields)
-
-
 def read_answer(body: bytes) -> Answer:
     """An answer from msgpack. Raises `ValueError`."""
-    try:
-        return _answer.decode(body)
-    except (DecodeError, ValidationError, UnicodeDecodeError, RecursionError, OverflowError) as error:
-        raise ValueError(f"an answer that cannot be read: {error}") from None
+    return _read("an answer", _answer.decode, body)
 
 
 def read_state(body: bytes) -> StateAnswer:
     """A state from JSON. Raises `ValueError`."""
+    return _read("a state", _state.decode, body)
+
+
+def _read(what: str, decode: Callable[[bytes], T], body: bytes) -> T:
     try:
-        return _state.decode(body)
+        return decode(body)
     except (DecodeError, ValidationError, UnicodeDecodeError, RecursionError, OverflowError) as error:
-        raise ValueError(f"a state that cannot be read: {error}") from None
+        raise ValueError(f"{what} that cannot be read: {error}") from None

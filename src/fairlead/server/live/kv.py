@@ -124,7 +124,9 @@ class KvListening(Knowledge):
         self._unlike: dict[str, str] = {}
         self._shelved: Shelved | None = None
         self._keeper: Keeper | None = None
-        KvMetrics(registry, self.exact, self._endpoints, self._feeds, self._rejected, self.prompts.without)
+        KvMetrics(
+            registry, self.exact, self._endpoints, self._feeds, lambda: self._events.rejected, self.prompts.without
+        )
 
     async def start(self, stack: contextlib.AsyncExitStack) -> None:
         """Raises `ConfigError` if something that is configured cannot be used."""
@@ -264,9 +266,6 @@ class KvListening(Knowledge):
                 feed.cache.mark_behind(feed.sync is not Sync.LIVE)
         self.exact.refresh(self._scraped_sizes())
         self._timer = self._loop.call_later(_REFRESH, self._refresh)
-
-    def _rejected(self) -> int:
-        return self._events.rejected
 
     def _feeds(self) -> Iterator[KvFeedStatus]:
         for slot, endpoint in self._endpoints():

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 from fairlead.apis.engine_metrics import unknown_engine
@@ -38,6 +39,10 @@ def log_unusable(problems: Sequence[str]) -> str:
     for problem in problems[:_SHOWN]:
         log.error(text, problem=problem)
     return ": ".join((text, *problems[:1])) + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
+
+
+def _on_models_problem(file: str, problem: Problem) -> None:
+    log.warning("problem in a model definition", file=file, problem=str(problem))
 
 
 class PoolScheduler:
@@ -101,9 +106,7 @@ class PoolScheduler:
             await core.kv.start(stack)
         if config.models.list:
             self.defined("configuration", listed_models(config.models))
-        await follow_models(
-            stack, config.models, lambda model_set: self.defined("files", model_set), self._models_problem
-        )
+        await follow_models(stack, config.models, partial(self.defined, "files"), _on_models_problem)
 
     async def settle(self, stack: AsyncExitStack) -> None:
         if self.core.state is not None:
@@ -239,9 +242,6 @@ class PoolScheduler:
         self.watch.on_models(catalogue.known, catalogue.conflicts)
         counts = {"models": len(models.models), "objectives": len(models.objectives), "rewrites": len(models.rewrites)}
         log.info("loaded the model definitions", **counts)
-
-    def _models_problem(self, file: str, problem: Problem) -> None:
-        log.warning("problem in a model definition", file=file, problem=str(problem))
 
     # ---- admin pages ----
 

@@ -105,12 +105,6 @@ def _with_known(
 class _Bundle:
     """The instruments of one set of request labels, looked up once."""
 
-    __slots__ = (
-        "attempts", "cached", "duration", "families", "hits", "input", "labels", "lookups", "ntpot", "output",
-        "predicted", "reported", "request_size", "requests", "response_size", "running", "tpot", "ttft", "ttft_stream",
-        "used",
-    )  # fmt: skip
-
     def __init__(self, families: RequestFamilies, labels: tuple[str, str, str, str]) -> None:
         model = labels[:2]
         self.families = families

@@ -208,9 +208,7 @@ class RequestFamilies:
         text = "[ALPHA] Responses that missed a latency objective of their request's headers, by objective."
         show(_LLMD + "request_slo_violation_total", text, self.slo_violations, **by)
         text = "[ALPHA] Requests routed by a policy that splits prefill from decode, by what it did."
-        names = {label: label for label in self.pairs.labels}
-        kind = {"constant": {"plugin_type": "prefill-decode"}}
-        show(_LLMD + "disagg_decision_total", text, self.pairs, labels=names, **kind)
+        show(_LLMD + "disagg_decision_total", text, self.pairs, constant={"plugin_type": "prefill-decode"})
 
     def _show_own(self, registry: Registry) -> None:
         show = registry.show

@@ -19,7 +19,6 @@ from fairlead.server.indexer.wire import (
     read_query,
     read_state,
     write,
-    write_query,
 )
 
 
@@ -70,7 +69,7 @@ def test_any_bytes_are_a_question_or_an_error(body: bytes, content_type: str) ->
 
 
 def test_schedulers_ask_in_msgpack_and_are_answered_so() -> None:
-    query = read_query(write_query({"keys": bytes(16), "block_size": 16, "hits_only": True}), MSGPACK)
+    query = read_query(write({"keys": bytes(16), "block_size": 16, "hits_only": True}, MSGPACK), MSGPACK)
     assert (query.keys, query.block_size, query.hits_only) == (bytes(16), 16, True)
     answer = Answer(total=2, pods={"a": PodAnswer(matched=1, hit_rate=0.5, tiers={"gpu": 1})}, block_size=16)
     assert read_answer(write(answer, MSGPACK)) == answer
