@@ -241,9 +241,11 @@ def twin(fleet: Fleet, requests: list[Request]) -> DictRouter:
     affinity = SessionAffinity(NoParams())
     profile = Profile("homes", [], [(affinity, 1.0)], MaxScore(MaxScoreParams()))
     for request in requests:
-        for slot, matched in fleet.prefix.matches(request.prefix):
-            depth = request.prefix.ends.index(matched) + 1
-            router.learn(slot, PrefixChain(request.prefix.hashes[:depth], request.prefix.ends[:depth]))
+        column = fleet.prefix.match(request.prefix, len(fleet.table))
+        for slot, matched in enumerate(column if column is not None else ()):
+            if matched:
+                depth = request.prefix.ends.index(int(matched)) + 1
+                router.learn(slot, PrefixChain(request.prefix.hashes[:depth], request.prefix.ends[:depth]))
         router.homes[request.session] = profile.choose(request, fleet, Context(NOW, Random(0))).slot
     return router
 

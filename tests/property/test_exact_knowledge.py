@@ -5,6 +5,7 @@ from random import Random
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_blocks import apply_all
 from leases import lease_of
 
 from fairlead.apis.tokens import PromptTokens
@@ -12,7 +13,7 @@ from fairlead.core.endpoint import Endpoint
 from fairlead.core.events import EndpointDown, EndpointUp, RequestArrived, ResponseEnded
 from fairlead.core.exact import ExactKnowledge
 from fairlead.core.fleet import Fleet
-from fairlead.core.kv.events import AllCleared, BlocksRemoved, BlocksStored, apply_all
+from fairlead.core.kv.events import AllCleared, BlocksRemoved, BlocksStored
 from fairlead.core.kv.recipe import ANY_MODEL
 from fairlead.core.request import Request, Usage
 from fairlead.core.scheduler import Pipeline

@@ -10,6 +10,7 @@ from array import array
 from collections import Counter
 
 import pytest
+from kv_blocks import copies_of
 
 from fairlead.core.kv.events import AllCleared, BlocksRemoved, BlocksStored, KvEvent
 from fairlead.core.kv.index import KvIndex
@@ -131,7 +132,7 @@ class Net:
         copies = {}
         for shelf in self.feed.cache.shelves.values():
             for number in range(1, 41):
-                if count := shelf.copies_of(number << 58):
+                if count := copies_of(shelf, number << 58):
                     copies[number << 58] = count
         return copies
 

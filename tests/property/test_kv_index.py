@@ -9,8 +9,9 @@ from array import array
 from collections import Counter
 
 import numpy as np
+from kv_blocks import apply_all
 
-from fairlead.core.kv.events import AllCleared, BlocksRemoved, BlocksStored, apply_all
+from fairlead.core.kv.events import AllCleared, BlocksRemoved, BlocksStored
 from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.keys import OwnSpace, prompt_keys
 from fairlead.core.kv.match import BlockChain

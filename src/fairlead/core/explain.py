@@ -209,12 +209,12 @@ _QUEUE = [
 ]
 
 
-def asked_again(policy: Policy, request: Request, trace: Trace, chance: int = 0) -> tuple[str, Trace]:
+def asked_again(policy: Policy, request: Request, trace: Trace) -> tuple[str, Trace]:
     """Return (endpoint, trace) of a fresh policy's decision from the same numbers. Raise `ValueError` without a
     snapshot."""
     view = restored(trace)
     assert trace.snapshot is not None
-    pick = policy.choose(request, view, Context(trace.snapshot.at, Random(chance)))
+    pick = policy.choose(request, view, Context(trace.snapshot.at, Random(0)))
     new_trace = pick.trace or Trace(endpoints=view.table.ids)
     endpoint = view.table.endpoints[pick.slot] if isinstance(pick, Picked) else None
     return (endpoint.id if endpoint else ""), new_trace

@@ -141,12 +141,6 @@ class PrefixIndex:
         if not lru:
             del self._leaving[slot]
 
-    def matches(self, chain: PrefixChain) -> Iterator[tuple[int, int]]:
-        """(slot, matched bytes) of every endpoint that holds at least the first block, contiguous from the start."""
-        for holders, matched in self._depths(chain):
-            for slot in _bits(holders):
-                yield slot, matched
-
     def match(self, chain: PrefixChain, slots: int, total_bytes: int | None = None) -> FloatColumn | None:
         """Matched bytes, as a column of length `slots`, or their share of `total_bytes` (of the chain's, if those are
         more). `None` = nobody holds anything of it."""
@@ -311,7 +305,7 @@ class PrefixIndex:
             return
         lru, holders, other_bits = self._lru[slot], self._holders, ~(1 << slot)
         before = len(lru)
-        while free < 0 and lru:  # nearly as many as are inserted: what `_evict_one` does, without its calls
+        while free < 0 and lru:  # nearly as many as are inserted: what `_make_room` does, without calls
             block, size = lru.popitem(last=False)
             free += size
             if block < 0:
@@ -337,13 +331,10 @@ class PrefixIndex:
         while self._entries > self._max_entries:
             if len(self._lru[loser]) <= share:
                 loser = max(self._lru, key=lambda slot: len(self._lru[slot]))
-            self._evict_one(loser)
-
-    def _evict_one(self, slot: int) -> None:
-        block, size = self._lru[slot].popitem(last=False)
-        self._free[slot] += size
-        self._entries -= 1
-        self._unmark(block, slot)
+            block, size = self._lru[loser].popitem(last=False)
+            self._free[loser] += size
+            self._entries -= 1
+            self._unmark(block, loser)
 
     def _unmark(self, block: int, slot: int) -> None:
         if block < 0:
@@ -382,10 +373,3 @@ def _mask(holders: int, slots: int) -> BoolColumn:
     """The same set as a bool column."""
     raw = np.frombuffer(holders.to_bytes(slots // 8 + 1, "little"), np.uint8)
     return np.unpackbits(raw, count=slots, bitorder="little").view(np.bool_)
-
-
-def _bits(mask: int) -> Iterator[int]:
-    while mask:
-        low = mask & -mask
-        yield low.bit_length() - 1
-        mask ^= low

@@ -131,8 +131,6 @@ HOLDS: dict[RequestState, str] = {
     S.ANSWERING: "lease",
     S.ENDING: "lease",
 }
-#: Whose the first states are; the registry has the others.
-SESSION = (S.COLLECTING, S.UNDERSTOOD, S.ASKING_KNOWLEDGE)
 #: Events about one request that is here already.
 OF_REQUEST = (ev.FirstTokenSeen, ev.RequestMoved, ev.UsageReported, ev.ResponseEnded, ev.StreamLost)
 
@@ -196,22 +194,3 @@ class Requests:
             held = {name for name, part in parts.items() if part is not None}
             assert held == {HOLDS[entry.state]}, f"{entry.state.label} holds {held}"
             assert entry.usage is None or HOLDS[entry.state] == "lease"
-
-
-def diagram() -> str:
-    """`TRANSITIONS` as a Mermaid state diagram."""
-    lines = ["stateDiagram-v2", "    [*] --> collecting"]
-    for state, row in TRANSITIONS.items():
-        targets: dict[RequestState, list[str]] = {}
-        for trigger, following in row.items():
-            for target in following:
-                if target is not state:
-                    targets.setdefault(target, []).append(trigger if isinstance(trigger, Trigger) else trigger.__name__)
-        for target, names in targets.items():
-            end = "[*]" if target is S.ENDED else _node(target)
-            lines.append(f"    {_node(state)} --> {end}: {', '.join(names)}")
-    return "\n".join(lines) + "\n"
-
-
-def _node(state: RequestState) -> str:
-    return state.name.lower()

@@ -5,6 +5,7 @@ from random import Random
 
 import numpy as np
 import pytest
+from kv_blocks import apply_all
 from leases import lease_of
 from msgspec.structs import replace
 
@@ -14,7 +15,7 @@ from fairlead.core.events import EndpointDown, EndpointUp, FirstTokenSeen, Reque
 from fairlead.core.exact import SETTLING, ExactKnowledge
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import Route
-from fairlead.core.kv.events import AllCleared, BlocksRemoved, BlocksStored, apply_all
+from fairlead.core.kv.events import AllCleared, BlocksRemoved, BlocksStored
 from fairlead.core.kv.recipe import ANY_MODEL, Recipe
 from fairlead.core.prefix import ChainHasher
 from fairlead.core.records import DecisionRecord, OutcomeRecord

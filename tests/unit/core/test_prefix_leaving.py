@@ -3,6 +3,7 @@
 from random import Random
 
 import pytest
+from prefix_matches import matches
 
 from fairlead.core.prefix import _PARTS, _SWEEP, PrefixIndex
 from fairlead.core.request import PrefixChain
@@ -32,7 +33,7 @@ def index() -> PrefixIndex:
 
 def test_who_left_holds_nothing(index: PrefixIndex) -> None:
     index.drop_slot(1)
-    assert dict(index.matches(chain(1, LONG))) == {0: 10 * LONG}
+    assert matches(index, chain(1, LONG)) == {0: 10 * LONG}
     assert index.match(chain(2, LONG), 2) is None
     assert index.entries == LONG
     index.validate()
@@ -44,7 +45,7 @@ def test_its_blocks_go_with_the_prompts_that_come(index: PrefixIndex) -> None:
     for number in range(10):
         index.insert(0, chain(100 + number, 1))
         assert left - _SWEEP <= marked(index) - 1 <= left, "no prompt pays for all of them"
-        assert dict(index.matches(chain(1, LONG))) == {0: 10 * LONG}
+        assert matches(index, chain(1, LONG)) == {0: 10 * LONG}
         index.validate()
         left = marked(index)
     assert marked(index) == LONG + 10 == index.entries
@@ -56,7 +57,7 @@ def test_who_comes_into_its_place_starts_with_nothing(index: PrefixIndex) -> Non
     index.add_slot(1)
     assert index.match(chain(2, LONG), 2) is None
     index.insert(1, chain(2, 1))
-    assert dict(index.matches(chain(2, LONG))) == {1: 10}
+    assert matches(index, chain(2, LONG)) == {1: 10}
     index.validate()
 
 

@@ -19,13 +19,15 @@ from fairlead.core.parking import TIMER
 from fairlead.core.queues import Queues
 from fairlead.core.remote import RemotePolicy
 from fairlead.core.request import Request, Usage
-from fairlead.core.requests import HOLDS, OF_REQUEST, SESSION, TRANSITIONS, Requests, RequestState, Trigger, diagram
+from fairlead.core.requests import HOLDS, OF_REQUEST, TRANSITIONS, Requests, RequestState, Trigger
 from fairlead.core.scheduler import EXPIRY_TIMER, MOST, Pipeline
 from fairlead.core.tokens import TokenEstimator
 from fairlead.plugins.policies.by_load import LeastRequests
 from fairlead.testing import SimClock, builders
 
 S, T = RequestState, Trigger
+#: Whose the first states are; the registry has the others.
+SESSION = (S.COLLECTING, S.UNDERSTOOD, S.ASKING_KNOWLEDGE)
 CORE = [state for state in S if state not in SESSION]
 
 
@@ -194,6 +196,25 @@ def test_a_request_that_is_known_must_not_arrive_again() -> None:
         rig.arrive(1)
 
 
+def diagram() -> str:
+    """`TRANSITIONS` as a Mermaid state diagram."""
+    lines = ["stateDiagram-v2", "    [*] --> collecting"]
+    for state, row in TRANSITIONS.items():
+        targets: dict[RequestState, list[str]] = {}
+        for trigger, following in row.items():
+            for target in following:
+                if target is not state:
+                    targets.setdefault(target, []).append(trigger if isinstance(trigger, Trigger) else trigger.__name__)
+        for target, names in targets.items():
+            end = "[*]" if target is S.ENDED else _node(target)
+            lines.append(f"    {_node(state)} --> {end}: {', '.join(names)}")
+    return "\n".join(lines) + "\n"
+
+
+def _node(state: RequestState) -> str:
+    return state.name.lower()
+
+
 def test_the_page_shows_the_table() -> None:
     page = (Path(__file__).parents[3] / "docs" / "architecture.md").read_text()
-    assert f"```mermaid\n{diagram()}```" in page, "write fairlead.core.requests.diagram() into the page"
+    assert f"```mermaid\n{diagram()}```" in page, "write diagram() into the page"

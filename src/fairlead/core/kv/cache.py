@@ -48,10 +48,6 @@ class Shelf:
         position = self.table.seek(digest)
         return self.table.columns[0][position] if position >= 0 else None
 
-    def copies_of(self, digest: int) -> int:
-        position = self.table.seek(digest)
-        return self.table.columns[1][position] if position >= 0 else 0
-
 
 # One rank of one endpoint as a holder of blocks, and counts of its events.
 

@@ -93,16 +93,6 @@ def apply(index: KvIndex, cache: RankCache, event: KvEvent, now: float) -> Itera
     return None
 
 
-def apply_all(index: KvIndex, cache: RankCache, event: KvEvent, now: float) -> None:
-    """Apply an event completely, and do all deferred work. For the simulator and tests."""
-    steps = apply(index, cache, event, now)
-    if steps is not None:
-        for _ in steps:
-            pass
-    while index.tend(now):
-        pass
-
-
 def _remove_many(index: KvIndex, shelf: Shelf, event: BlocksRemoved) -> Iterator[int]:
     for start in range(0, len(event.hashes), STEP):
         step = event.hashes[start : start + STEP]

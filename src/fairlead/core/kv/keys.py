@@ -77,10 +77,6 @@ class EngineSpace:
     ) -> list[int]:
         return [digest ^ root for digest in hashes]
 
-    def of_hashes(self, model: str, hashes: Sequence[int]) -> Keys:
-        """Return the keys of a prompt from the engine's hashes of its blocks."""
-        return np.array(hashes, np.uint64) ^ np.uint64(self.root(model, ""))
-
 
 def block_keys(before: int, tokens: bytes, block_size: int, extras: Extras = None) -> list[int]:
     """Return the keys of all full blocks in `tokens` (LE32) after the key `before`. An incomplete block has no key."""

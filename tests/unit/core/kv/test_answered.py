@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_blocks import engine_keys
 
 from fairlead.apis.tokens import PromptTokens
 from fairlead.core.endpoint import Endpoint
@@ -198,7 +199,7 @@ def test_hashes_stand_for_the_keys_of_what_somebody_holds(seed: int, endpoints: 
 def test_hashes_are_keys_where_the_index_is_of_engine_keys() -> None:
     space = EngineSpace()
     found = keys_of(KvIndex(space=space), [1, 2, 3], ANY_MODEL)
-    assert found.tolist() == space.of_hashes(ANY_MODEL, [1, 2, 3]).tolist()
+    assert found.tolist() == engine_keys(ANY_MODEL, [1, 2, 3]).tolist()
 
 
 def test_hashes_come_as_numbers_of_either_sign_and_as_text() -> None:

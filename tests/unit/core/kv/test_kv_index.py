@@ -4,9 +4,10 @@ import random
 from array import array
 
 import pytest
+from kv_blocks import apply_all, engine_keys
 
 from fairlead.core.kv.cache import EVERYONE, RankCache
-from fairlead.core.kv.events import STEP, AllCleared, BlocksRemoved, BlocksStored, apply, apply_all
+from fairlead.core.kv.events import STEP, AllCleared, BlocksRemoved, BlocksStored, apply
 from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.keys import EngineSpace, prompt_keys
 from fairlead.core.kv.match import BlockChain, KvMatch
@@ -288,7 +289,7 @@ def test_engine_space_needs_neither_tokens_nor_parents() -> None:
     cache = index.rank(0, 0, "m")
     apply_all(index, cache, BlocksStored([7, 8], parent=5, tokens=tokens(1, 2), block_size=BLOCK), 0.0)
     apply_all(index, cache, BlocksStored([5], medium="CPU"), 0.0)
-    found = index.look_up(BlockChain(EngineSpace().of_hashes("m", [5, 7, 8, 9]), BLOCK), 1)
+    found = index.look_up(BlockChain(engine_keys("m", [5, 7, 8, 9]), BLOCK), 1)
     assert found is not None and found.blocks[0] == 3 and found.tiers[:, 0].tolist() == [2, 1]
 
 

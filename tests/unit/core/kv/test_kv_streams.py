@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kv_blocks import apply_all, copies_of
 
-from fairlead.core.kv.events import AllCleared, BlocksRemoved, BlocksStored, KvEvent, apply_all
+from fairlead.core.kv.events import AllCleared, BlocksRemoved, BlocksStored, KvEvent
 from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.keys import prompt_keys
 from fairlead.core.kv.match import BlockChain
@@ -114,7 +115,7 @@ def test_copies_add_up(name: str) -> None:
         shelf = engine.cache.shelves.get((0, Tier.GPU))
         for digest, count in copies.items():
             orphan = shelf is not None and engine.index.orphans.has(shelf, digest)
-            assert orphan or (shelf.copies_of(digest) if shelf is not None else 0) == count
+            assert orphan or (copies_of(shelf, digest) if shelf is not None else 0) == count
     assert engine.cache.blocks + len(engine.index.orphans) == sum(1 for count in copies.values() if count)
 
 

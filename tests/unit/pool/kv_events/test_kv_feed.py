@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 import msgspec
 import pytest
+from kv_blocks import copies_of
 
 from fairlead.core.kv.events import AllCleared, BlocksStored
 from fairlead.core.kv.index import KvIndex
@@ -59,7 +60,7 @@ class Case:
         shelf = next(iter(self.feed.cache.shelves.values()), None)
         if shelf is None:
             return []
-        return [digest for digest in range(1, 10_000) if shelf.copies_of(digest)]
+        return [digest for digest in range(1, 10_000) if copies_of(shelf, digest)]
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kv_blocks import apply_all
 
-from fairlead.core.kv.events import BlocksStored, apply_all
+from fairlead.core.kv.events import BlocksStored
 from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.keys import prompt_keys
 from fairlead.core.kv.match import BlockChain
