@@ -20,7 +20,9 @@ Examples:
   fairlead scheduler serve my_module:LeastQueue --listen unix:/run/s.sock
 """)
 def serve(
-    policy: Annotated[str, typer.Argument(help="MODULE:NAME, a policy's name or a file.", autocompletion=policies)],
+    policy: Annotated[
+        str, typer.Argument(help="MODULE:NAME, a policy's name or a .yaml file.", autocompletion=policies)
+    ],
     listen: Annotated[
         str, typer.Option(metavar="ADDRESS", help="HOST:PORT (port 0 = any), or unix:/PATH.")
     ] = "127.0.0.1:9100",

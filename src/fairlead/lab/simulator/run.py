@@ -160,15 +160,18 @@ def named_file(text: str) -> tuple[str, str]:
 
 
 def policy_text(name: str) -> str:
-    """The configuration text of a known policy, or of a file, given as `tuned=path.yaml` or `path.yaml`. The file may
-    be a Python file with a policy in it.
+    """The configuration text of a known or installed policy, or of a file, given as `tuned=path.yaml` or `path.yaml`.
+    The file may be a Python file with a policy in it.
 
-    Raises `ValueError` if `name` is neither, `ConfigError` or `PluginError` if the file is wrong, or `OSError`.
+    Raises `ValueError` if `name` is none of these, `ConfigError` or `PluginError` if the file is wrong, or `OSError`.
     """
     texts = known_policies()
     if name in texts:
         return texts[name]
     path = Path(named_file(name)[1])
+    if not path.is_file() and Registry().find("policy", name) is not None:
+        policy_from(text := f"policy: {name}\n")
+        return text
     if not path.is_file():
         raise ValueError(f"{name!r} is neither a policy nor a file; {suggestion(name, texts)}")
     if path.suffix == ".py":

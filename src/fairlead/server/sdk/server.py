@@ -213,7 +213,7 @@ class Session:
 
 # `my.module:Name`, or the name of a built-in policy → a function that makes policies.
 
-_FORMS = "give the name of a built-in policy, a configuration file (.yaml), or MODULE:NAME"
+_FORMS = "give the name of a policy, a configuration file (.yaml), or MODULE:NAME"
 
 
 def policy_maker(target: str) -> Callable[[], Policy]:
