@@ -15,7 +15,6 @@ from fairlead.cli.options import (
     Speeds,
     Traces,
     bar,
-    change,
     complain,
     examples,
     exits,
@@ -117,19 +116,22 @@ def _simulated(run: "Run", policy: str, load: float, servers: int, preset: str, 
     from fairlead.lab.engine.presets import preset as find_preset
     from fairlead.lab.simulator.capture import capture
     from fairlead.lab.simulator.result import of_jobs
+    from fairlead.lab.simulator.run import config_from, policy_text
     from fairlead.lab.simulator.scenarios import cut
     from fairlead.lab.simulator.simulation import Simulation
     from fairlead.lab.simulator.world import Scenario, replicas
 
-    apply = change(policy, None)
-    config = restore(run.head.scheduling)
-    config = apply(config) if apply is not None else config
+    config, registry = restore(run.head.scheduling), None
+    if policy:
+        instead, registry = config_from(policy_text(policy))
+        config = config.model_copy(update={"policy": instead.policy, "flow_control": instead.flow_control})
     workload = capture(run, key=b"").workload
     workload = cut(workload, head) if head else workload
     count = servers or _servers(run)
     kind = find_preset(preset or DEFAULT_PRESET)
     fleet = replicas(count, kind, block_size=kind.block_size or 64)
-    simulation = Simulation(Scenario(name=run.id, workload=workload, replicas=fleet, speedup=load), config)
+    scenario = Scenario(name=run.id, workload=workload, replicas=fleet, speedup=load)
+    simulation = Simulation(scenario, config, registry=registry)
     simulation.run()
     return of_jobs(simulation.jobs)
 
@@ -254,7 +256,6 @@ def compare(
         _gate(against, journal, policy or [], fail_if or [], load=load, servers=servers, engine=engine, head=requests)
         return
     from fairlead.lab.simulator.build import ScenarioSpec
-    from fairlead.lab.simulator.grid import run_grid
     from fairlead.lab.simulator.report import print_comparison, write_report
 
     with exits(WRONG_INPUT, ValueError, OSError):
@@ -269,11 +270,7 @@ def compare(
             preset=engine_argument(engine),
         )
         cells = compared_cells(spec, workload or [], policy or [], load, seeds)
-        kept = kept_results(out, fresh)
-        with ExitStack() as stack:
-            runner = stack.enter_context(on_cluster(cluster)) if cluster else None
-            progress = stack.enter_context(progress_bar(len(cells)))
-            results = run_grid(cells, processes=processes, kept=kept, progress=progress, runner=runner)
+        results = results_of(cells, out, fresh, processes, cluster)
     (_print_json if as_json else print_comparison)(results)
     for path in write_report(results, cells, out):
         typer.echo(f"written: {path}", err=True)
@@ -289,13 +286,24 @@ def _check_options(against: Path | None, simulated: Mapping[str, object], gated:
         raise ValueError(f"{' and '.join(given)} {'has' if len(given) == 1 else 'have'} no effect {where}")
 
 
-def kept_results(out: Path, fresh: bool) -> Path:
-    """The results of an interrupted run to resume. Its directory is created."""
+def results_of(cells: list[Cell], out: Path, fresh: bool, processes: int, cluster: str = "") -> list[CellResult]:
+    """The results of all cells. Those that `out` has are reused, unless `fresh`. The directory is created."""
+    from fairlead.lab.simulator.grid import read_kept, run_grid
+
     out.mkdir(parents=True, exist_ok=True)
     kept = out / "cells.jsonl"
     if fresh:
         kept.unlink(missing_ok=True)
-    return kept
+    earlier = {result.key for result in read_kept(kept)}
+    with ExitStack() as stack:
+        runner = stack.enter_context(on_cluster(cluster)) if cluster else None
+        progress = stack.enter_context(progress_bar(len(cells)))
+        results = run_grid(cells, processes=processes, kept=kept, progress=progress, runner=runner)
+    if reused := sum(result.key in earlier for result in results):
+        typer.echo(
+            f"{reused} of {len(cells)} results are an earlier run's in {out} (--fresh runs them again)", err=True
+        )
+    return results
 
 
 def end_with_errors(results: list[CellResult]) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fairlead.cli.basics import WRONG_INPUT, echo_json
-from fairlead.cli.compare import Policies, end_with_errors, kept_results, progress_bar, texts_of
+from fairlead.cli.compare import Policies, end_with_errors, results_of, texts_of
 from fairlead.cli.options import Traces, examples, exits, workload_option
 
 if TYPE_CHECKING:
@@ -55,14 +55,11 @@ def quality(
     a quarter of an hour on one core; an interrupted run resumes. The held-out set is for the last look, not for tuning.
     The drawn set is 24 pools, workloads, loads and faults at random; drawn-SEED draws others.
     """
-    from fairlead.lab.simulator.grid import run_grid
     from fairlead.lab.simulator.quality import judgement, print_table, write_summary
 
     with exits(WRONG_INPUT, ValueError, OSError):
         cells = _cells(policy or [], workload or [], chosen, quick, seeds, traces)
-        kept = kept_results(out, fresh)
-        with progress_bar(len(cells)) as progress:
-            results = run_grid(cells, processes=processes, kept=kept, progress=progress)
+        results = results_of(cells, out, fresh, processes)
         compared = write_summary(out, results)
     if as_json:
         echo_json({name: judgement(regret) for name, regret in compared.regrets.items()})

@@ -11,10 +11,12 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from hashlib import sha256
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from math import exp, log
 from multiprocessing import active_children, get_context, resource_tracker
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from threading import current_thread, main_thread
 from time import process_time
 from typing import Any
@@ -23,6 +25,7 @@ import msgspec
 from msgspec import Struct
 
 import fairlead
+from fairlead.config.registry import GROUP
 from fairlead.lab.simulator.build import ScenarioSpec, build
 from fairlead.lab.simulator.run import modules_beside, simulate
 from fairlead.lab.simulator.world import unknowing
@@ -69,13 +72,26 @@ _ELSEWHERE = ("cli/", "gateway/", "pool/", "lab/demo", "lab/load/", "lab/stub/",
 
 
 def version() -> str:
-    """A hash of all code that a simulation runs, so that results of older code are not reused."""
+    """A hash of all code that simulations run, also of installed plugins: results of other code are not reused."""
     root = Path(fairlead.__file__).parent
     digest = sha256()
     for path in sorted(root.rglob("*.py")):
         if not path.relative_to(root).as_posix().startswith(_ELSEWHERE):
             digest.update(path.read_bytes())
+    for path in _plugin_files():
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _plugin_files() -> Iterator[Path]:
+    """The modules of installed plugins. Nothing is imported."""
+    for name in sorted({point.module.partition(".")[0] for point in entry_points(group=GROUP)}):
+        spec = find_spec(name)
+        folders = spec.submodule_search_locations if spec else None
+        if folders:
+            yield from sorted(path for folder in folders for path in Path(folder).rglob("*.py"))
+        elif spec and spec.has_location:
+            yield Path(spec.origin or "")
 
 
 def run_cell(cell: Cell, key: str = "") -> CellResult:
@@ -204,11 +220,16 @@ Figures = dict[str, float]
 #: A difference below this many milliseconds, or this share of the requests, does not count, so that a ratio of tiny
 #: numbers does not decide.
 FLOOR_MS, FLOOR_SHARE = 10.0, 0.01
+#: Figures whose standard deviation over the seeds is shown.
+_SPREAD = ("ttft_mean_ms", "e2e_mean_ms")
 COMPARED = ("ttft_mean_ms", "ttft_p99_ms", "e2e_mean_ms", "goodput")
 
 
 def mean_figures(results: Sequence[CellResult]) -> dict[str, dict[str, Figures]]:
-    """{scenario: {policy: {figure: mean over the seeds}}}, in the order of the results. Failed cells are left out."""
+    """{scenario: {policy: {figure: mean over the seeds}}}, in the order of the results, without failed cells.
+
+    Of several seeds there are their number (`seeds`) and standard deviations (`ttft_mean_ms_sd`), too.
+    """
     grouped: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for result in results:
         if not result.error:
@@ -220,7 +241,11 @@ def mean_figures(results: Sequence[CellResult]) -> dict[str, dict[str, Figures]]
 
 def _means(rows: Sequence[Mapping[str, Any]]) -> Figures:
     names = [name for name, value in rows[0].items() if isinstance(value, int | float)]
-    return {name: round(fmean(row[name] for row in rows), 4) for name in names}
+    means = {name: round(fmean(row[name] for row in rows), 4) for name in names}
+    if len(rows) > 1:
+        spread = {f"{name}_sd": round(stdev(row[name] for row in rows), 4) for name in _SPREAD}
+        means |= {"seeds": len(rows), **spread}
+    return means
 
 
 def regrets(summary: Mapping[str, Mapping[str, Figures]]) -> dict[str, Figures]:

@@ -143,12 +143,17 @@ def _policy_column() -> Column:
 
 
 def _columns(title: str, rows: Sequence[tuple[str, Figures]], begin: int, end: int) -> Table:
-    table = Table(_policy_column(), title=f"{title}, times in ms")
+    table = Table(_policy_column(), title=f"{title}, times in ms{_seeds(rows)}")
     for name, _, _ in COLUMNS[begin:end]:
         table.add_column(name, justify="right", no_wrap=True)
     for policy, figures in rows:
         table.add_row(policy, *(_cell(figures, key, digits) for _, key, digits in COLUMNS[begin:end]))
     return table
+
+
+def _seeds(rows: Sequence[tuple[str, Figures]]) -> str:
+    most = max((figures.get("seeds", 1) for _, figures in rows), default=1)
+    return f", means of {most} seeds ± standard deviation" if most > 1 else ""
 
 
 def _regret_table(regret: dict[str, Figures]) -> Table:
@@ -200,7 +205,7 @@ def _page(
     parts.append(f'<div class="plots">{"".join(figures)}</div>' if figures else f"<p>{NO_PLOT}</p>")
     for scenario, policies in means.items():
         rows = sorted(policies.items(), key=_by_latency)
-        parts.append(f"<h2>{escape(scenario)}</h2>" + _table(rows, COLUMNS))
+        parts.append(f"<h2>{escape(scenario)}{_seeds(rows)}</h2>" + _table(rows, COLUMNS))
     texts = {cell.policy: cell.text for cell in cells}
     parts.append("<h2>Configurations</h2>")
     parts += [f'<h3>{escape(name)}</h3><pre tabindex="0">{escape(text)}</pre>' for name, text in texts.items()]
@@ -235,7 +240,8 @@ def _table(rows: Sequence[tuple[str, Figures]], columns: Sequence[tuple[str, str
 def _cell(figures: Figures, key: str, digits: int) -> str:
     if not served(figures) and key.endswith("_ms"):
         return "–"
-    return f"{figures[key]:,.{digits}f}"
+    spread = f" ±{figures[f'{key}_sd']:,.{digits}f}" if f"{key}_sd" in figures else ""
+    return f"{figures[key]:,.{digits}f}{spread}"
 
 
 def inline(path: Path) -> str:

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import typer
 
-from fairlead.cli.compare import compared_cells, end_with_errors, texts_of
+from fairlead.cli.compare import compared_cells, end_with_errors, results_of, texts_of
 from fairlead.core.errors import ConfigError
 from fairlead.lab.simulator import grid
 from fairlead.lab.simulator.build import ScenarioSpec, build, names, read_workload, write_workload
@@ -76,6 +76,35 @@ def test_a_changed_file_is_another_cell(tmp_path):
         path.write_text("22")
         seen.add(cell.key(""))
     assert len(seen) == 4 and cell.key("") in seen
+
+
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    """The module of an installed policy, `raises`."""
+    (about := tmp_path / "fl_grid-1.0.dist-info").mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: fl-grid\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[fairlead.plugins]\nraises = fl_grid_plugin:Raises\n")
+    (module := tmp_path / "fl_grid_plugin.py").write_text(POLICY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield module
+    sys.modules.pop("fl_grid_plugin", None)
+
+
+def test_installed_policies_are_named_and_their_code_counts(plugin):
+    assert policy_text("raises") == "policy: raises\n" and [*texts_of(["raises"])] == ["raises"]
+    before = grid.version()
+    assert before == grid.version()
+    plugin.write_text(POLICY + "# changed\n")
+    assert grid.version() != before
+
+
+def test_reused_results_are_said_to_be(tmp_path, capsys):
+    said = []
+    for fresh in (False, False, True):
+        made = results_of(cells(1), tmp_path, fresh, 1)
+        assert [result.policy for result in made] == ["round-robin", "least-requests"]
+        said.append("2 of 2 results are an earlier run's" in capsys.readouterr().err)
+    assert said == [False, True, False]
 
 
 POLICY = """
@@ -211,9 +240,15 @@ def test_regret_is_the_geometric_mean_over_scenarios():
     assert not {"partly", "refuses"} & set(found)
 
 
-def test_seeds_are_averaged():
-    rows = [result("a", "p", 100.0, 10.0, 0), result("a", "p", 300.0, 30.0, 1)]
-    assert mean_figures(rows)["a"]["p"]["ttft_mean_ms"] == 200.0
+def test_seeds_are_averaged(monkeypatch, capsys):
+    rest = {key: 0.0 for _, key, _ in COLUMNS}
+    rows = [result("a", "p", 0.0, 0.0, seed, **rest | {"ttft_mean_ms": ms}) for seed, ms in enumerate((100.0, 300.0))]
+    means = mean_figures(rows)["a"]["p"]
+    assert (means["seeds"], means["ttft_mean_ms"], means["ttft_mean_ms_sd"]) == (2, 200.0, 141.4214)
+    monkeypatch.setenv("COLUMNS", "400")
+    print_comparison(rows)
+    said = capsys.readouterr().out
+    assert "means of 2 seeds ± standard deviation" in said and "200 ±141" in said
 
 
 def test_the_report_stands_alone(tmp_path, capsys):

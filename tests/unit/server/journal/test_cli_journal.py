@@ -112,6 +112,14 @@ def test_capture_and_simulate(recorded: Any, tmp_path: Path) -> None:
     assert b'"input_length"' in table.read_bytes()
 
 
+def test_the_gate_takes_a_python_file(recorded: Any, tmp_path: Path) -> None:
+    (mine := tmp_path / "mine.py").write_text(
+        "from fairlead.plugins.policies.by_load import LeastRequests\nclass Mine(LeastRequests):\n    type = 'mine'\n"
+    )
+    done = call("sim", "compare", "--against", recorded.path, "--policy", mine)
+    assert done.exit_code == 0 and "mine.py" in done.output, done.output
+
+
 def test_the_gate(recorded: Any) -> None:
     good = call("sim", "compare", "--against", recorded.path, "--policy", "default", "--fail-if", "ttft_p95 > +5%")
     assert good.exit_code == 0, good.output
