@@ -12,7 +12,7 @@ from fairlead.config.plugins import build_policy
 from fairlead.core import events as ev
 from fairlead.core.binding import PairBinder, WaitingRules
 from fairlead.core.endpoint import Endpoint
-from fairlead.core.fairness import LeastWork, StartTimeFair
+from fairlead.core.fairness import StartTimeFair
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import Limit, Limits
 from fairlead.core.flow_control import FlowControl, FlowController
@@ -27,6 +27,7 @@ from fairlead.core.tokens import TokenEstimator
 from fairlead.gateway.answers import Answers, refusal
 from fairlead.gateway.driver import Driver, Observer
 from fairlead.gateway.ext_proc import Kind
+from fairlead.plugins.flow_control import LeastWork
 from fairlead.plugins.pickers import MaxScore, MaxScoreParams
 from fairlead.server.live.memory import settle_memory
 from fairlead.server.observe.watch import Watch

@@ -13,13 +13,14 @@ from waiting_rules import AbleRules
 
 from fairlead.core.binding import PairBinder
 from fairlead.core.endpoint import MODEL_LABEL, Endpoint, Sample
-from fairlead.core.fairness import Fcfs, StartTimeFair
+from fairlead.core.fairness import StartTimeFair
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow_control import FlowControl, FlowController
 from fairlead.core.gates import LedgerGate
 from fairlead.core.queues import Queues
 from fairlead.core.records import DecisionRecord, Forecast, OutcomeRecord
 from fairlead.core.request import Request
+from fairlead.plugins.flow_control import Fcfs
 from fairlead.server.admin import Admin, AdminSources
 from fairlead.server.observe.snapshot import SnapshotMaker
 from fairlead.server.observe.watch import Watch

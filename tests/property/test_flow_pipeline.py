@@ -16,7 +16,7 @@ from fairlead.core import events as ev
 from fairlead.core.binding import PairBinder
 from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.events import RemotePick
-from fairlead.core.fairness import LeastWork, StartTimeFair
+from fairlead.core.fairness import StartTimeFair
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import Limit, Limits, Times
 from fairlead.core.flow_control import Eviction, FlowControl, FlowController
@@ -30,6 +30,7 @@ from fairlead.core.scheduler import Pipeline
 from fairlead.core.tokens import TokenEstimator
 from fairlead.gateway.driver import Driver
 from fairlead.plugins.filters.ability import Subset
+from fairlead.plugins.flow_control import LeastWork
 from fairlead.plugins.params import NoParams
 from fairlead.plugins.pickers import MaxScore, MaxScoreParams
 from fairlead.plugins.scorers.load import LoadAware, LoadAwareParams

@@ -9,19 +9,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from leases import dispatched
 
-from fairlead.core.fairness import (
-    Charge,
-    EarliestDeadline,
-    Fcfs,
-    LeastWork,
-    RoundRobin,
-    StartTimeFair,
-    Strict,
-)
+from fairlead.core.fairness import Charge, RoundRobin, StartTimeFair, Strict
 from fairlead.core.flow import FlowRule, Limit, Limits, Waiting
 from fairlead.core.policy import Refused
 from fairlead.core.queues import FLOW_MEMORY, MOST_IDLE, Queues
 from fairlead.core.request import Request
+from fairlead.plugins.flow_control import EarliestDeadline, Fcfs, LeastWork
 
 FAIRNESS = {10: Strict, 0: StartTimeFair, -10: StartTimeFair, -20: RoundRobin}
 ORDERING = {10: Fcfs, 0: LeastWork, -10: EarliestDeadline, -20: Fcfs}

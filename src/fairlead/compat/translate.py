@@ -41,7 +41,7 @@ from fairlead.config.schema import (
 from fairlead.plugins.flow_control import (
     ConcurrencyDetectorParams,
     HoldbackCeilingParams,
-    LeastWorkOrdering,
+    LeastWork,
     StartTimeFairness,
     StaticCeilingParams,
     UtilizationDetectorParams,
@@ -59,7 +59,7 @@ from fairlead.plugins.pickers import MaxScore
 
 FLOW: Place = ("flowControl",)
 ADMITTER = "probabilistic-admitter"
-OURS = f"what is not named has Fairlead's defaults: {StartTimeFairness.type}, {LeastWorkOrdering.type}, own ledger"
+OURS = f"what is not named has Fairlead's defaults: {StartTimeFairness.type}, {LeastWork.type}, own ledger"
 NO_TEMPLATE = (
     "a template for all priorities below 0 cannot be said here: they have what defaultPriorityBand says, unless "
     "priorityBands names their priority; say it there for each that is in use"
@@ -169,7 +169,7 @@ def _general(kind: Kind, default: Instance | None, band: NamedBand, report: Repo
     """The plugin of a band that names none; `None` = that of all bands, which is the same."""
     if default is None:
         return None
-    cls: Any = StartTimeFairness if kind == "fairness" else LeastWorkOrdering
+    cls: Any = StartTimeFairness if kind == "fairness" else LeastWork
     return PluginSpec(
         kind=kind, type=cls.type, name=cls.type, given=cls.Params(), path=report.path((*band.place, kind))
     )

@@ -38,7 +38,7 @@ from fairlead.core.scheduling import Build, Scheduling
 from fairlead.core.shadow import CaseTaker
 from fairlead.core.snapshot import Snapshots
 from fairlead.core.tokens import TokenEstimator
-from fairlead.plugins.flow_control import LeastWorkOrdering, StartTimeFairness
+from fairlead.plugins.flow_control import LeastWork, StartTimeFairness
 from fairlead.plugins.guarding import GuardedCeiling, GuardedFairness, GuardedOrdering, GuardedSaturation
 from fairlead.plugins.pickers import MaxScore, MaxScoreParams
 
@@ -293,7 +293,7 @@ def _bands(flow: FlowSpec, registry: Registry, report: OnPluginError) -> Callabl
         shares = (band.fairness if band else None) or flow.fairness
         ranks = (band.ordering if band else None) or flow.ordering
         fairness = _guarded(shares, registry, GuardedFairness, report) if shares else StartTimeFairness()
-        ordering = _guarded(ranks, registry, GuardedOrdering, report) if ranks else LeastWorkOrdering()
+        ordering = _guarded(ranks, registry, GuardedOrdering, report) if ranks else LeastWork()
         return fairness, ordering
 
     return made

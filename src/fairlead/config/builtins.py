@@ -123,9 +123,9 @@ BUILTINS: Mapping[Kind, Mapping[str, Any]] = {
     ),
     "ordering": Builtins(
         {
-            "least-work": "flow_control:LeastWorkOrdering",
-            "fcfs": "flow_control:FirstCome",
-            "edf": "flow_control:Deadline",
+            "least-work": "flow_control:LeastWork",
+            "fcfs": "flow_control:Fcfs",
+            "edf": "flow_control:EarliestDeadline",
         }
     ),
     "saturation": Builtins(

@@ -1,4 +1,4 @@
-"""The turns of flows in a band, the work that flows have in flight, and the order of requests within a flow."""
+"""The turns of flows in a band, and the work that flows have in flight."""
 
 from bisect import bisect_left, insort
 from collections import deque
@@ -348,48 +348,3 @@ class Demand:
         assert self._count == sum(flow.wanted for flow in flows)
         assert self._in_flight == sum(flow.in_flight for flow in flows)
         assert sum(guard.count for guard in self._guards.values()) <= self._in_flight
-
-
-# Orderings: the order of requests within a flow.
-#
-# Starvation bounds if requests keep arriving:
-# * `fcfs`: a request waits only for requests that arrived before it.
-# * `edf`: a request with a deadline is overtaken only by earlier deadlines, so by no request that arrives later than
-#   its deadline less the shortest time to live. Requests without a deadline follow all others, in `fcfs` order.
-# * `least-work`: a request of w tokens is overtaken only by those that arrive within w / `ageing` seconds after it.
-
-
-class Fcfs:
-    """First come, first served."""
-
-    name = "fcfs"
-
-    def key(self, waiting: Waiting) -> float:
-        return waiting.since
-
-
-class EarliestDeadline:
-    """Earliest deadline first: the end of the time to live, or of the client's TTFT objective if that is earlier."""
-
-    name = "edf"
-
-    def key(self, waiting: Waiting) -> float:
-        slo = waiting.request.slo_ttft_ms
-        return min(waiting.deadline, waiting.request.arrived + slo / 1000.0 if slo > 0 else inf)
-
-
-class LeastWork:
-    """The least predicted work first. Each second of waiting counts as `ageing` tokens less.
-
-    work - ageing · (now - since) gives the same order as work + ageing · since, which does not change while it waits.
-    """
-
-    name = "least-work"
-
-    def __init__(self, ageing: float = 1000.0) -> None:
-        if not ageing > 0:
-            raise ValueError("without ageing the largest request of a busy flow would wait for ever")
-        self.ageing = ageing
-
-    def key(self, waiting: Waiting) -> float:
-        return waiting.work + self.ageing * waiting.since

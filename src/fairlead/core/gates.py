@@ -1,15 +1,13 @@
-"""Saturation: which endpoints may be sent one more request, how full the pool may be for a band, and early shedding."""
+"""Saturation: which endpoints may be sent one more request, and early shedding."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from math import inf
-from typing import Literal
 
 import numpy as np
 
 from fairlead.core.columns import BoolColumn, FloatColumn
 from fairlead.core.cost import FULL, open_at, per_rank, step_ms, waits
-from fairlead.core.flow import Ceiling
 from fairlead.core.view import FleetView
 
 # Soft saturation: which endpoints may be sent one more request now.
@@ -19,7 +17,7 @@ from fairlead.core.view import FleetView
 #   next one, so what is sent is begun as early as the engine can; what is held may still be overtaken, or go elsewhere.
 #   It is closed while all sequence slots are taken, and while requests wait there for memory. Progress counts, and a
 #   first token that is late closes it, as in the kernel. Scrapes correct it; without them it goes on.
-# * `utilization` and `concurrency` are the reference's detectors, for those who know and want them: one number for the
+# * The reference's detectors (`plugins.flow_control`) are there for those who know and want them: one number for the
 #   pool, all endpoints open below 1, none from 1 on.
 
 
@@ -46,7 +44,7 @@ class LedgerGate:
 
     def level(self, fleet: FleetView, now: float) -> float:
         table = fleet.table
-        return _mean(np.maximum(self._levels(fleet, now), per_rank(table.queue, table) / self._requests), table.alive)
+        return mean(np.maximum(self._levels(fleet, now), per_rank(table.queue, table) / self._requests), table.alive)
 
     def _levels(self, fleet: FleetView, now: float) -> FloatColumn:
         """The wait there over the longest with which it is open."""
@@ -83,105 +81,10 @@ class PoolGate:
         return self._saturation(fleet, now)
 
 
-class Utilization:
-    """Mean over endpoints of max(queue / `queue`, KV usage / `kv`). Endpoints without fresh metrics are left out,
-    unlike in the reference: there they count as full, and a failing scrape stops the pool."""
-
-    def __init__(self, queue: float = 5.0, kv: float = 0.8) -> None:
-        self._queue = queue
-        self._kv = kv
-
-    def __call__(self, fleet: FleetView, now: float) -> float:
-        table = fleet.table
-        fresh = table.alive & (now - table.sampled_at <= fleet.staleness)
-        return _mean(np.maximum(table.queue / self._queue, table.kv / self._kv), fresh)
-
-
-class Concurrency:
-    """Mean over endpoints of the larger of requests / `requests` and KV tokens / `tokens`, of our own alone."""
-
-    def __init__(self, requests: float = 100.0, tokens: float = 1e6) -> None:
-        self._requests = requests
-        self._tokens = tokens
-
-    def __call__(self, fleet: FleetView, now: float) -> float:
-        table = fleet.table
-        return _mean(np.maximum(table.inflight / self._requests, table.kv_tokens / self._tokens), table.alive)
-
-
-def _mean(values: FloatColumn, over: BoolColumn) -> float:
+def mean(values: FloatColumn, over: BoolColumn) -> float:
     """0 when there is nothing to take it over: no news does not close a gate."""
     count = np.count_nonzero(over)
     return float(values[over].sum() / count) if count else 0.0
-
-
-# Usage ceilings: how full the pool may be for a band to be served. Room is kept free for those above it.
-#
-# Saturation is that of the gate, 1 = its set point; `c_i` is the ceiling of band i of N, the highest being band 0. By
-# the reference's formulas:
-#
-# * static     c_i = threshold
-# * holdback   c_i = max - i·(max - min)/(N - 1), or by the priorities' values instead of their ranks
-# * reflective c_i = 1 - i·saturation/(N - 1). A band past its ceiling is not stopped but slowed down: it is served at
-#              one look in `round(saturation/(1 - saturation))`. The highest band is never held back.
-#
-# Holding back is preventive: what is kept free is wasted when nobody comes. The alternative is eviction.
-
-#: Looks of which a slowed band gets one, at most.
-_LONGEST = 1000
-
-
-class Static(Ceiling):
-    """The same for all."""
-
-    name = "static"
-
-    def __init__(self, threshold: float = 1.0) -> None:
-        if not threshold > 0:
-            raise ValueError("a ceiling of 0 would stop all traffic")
-        self._threshold = threshold
-
-    def allowed(self, level: float, priorities: Sequence[int]) -> list[bool]:
-        return [level < self._threshold] * len(priorities)
-
-
-class Holdback(Ceiling):
-    """Linear from `highest` for the first band to `lowest` for the last."""
-
-    name = "holdback"
-
-    def __init__(self, lowest: float, highest: float = 1.0, domain: Literal["rank", "value"] = "rank") -> None:
-        if not 0.0 < lowest <= highest:
-            raise ValueError("the ceilings must satisfy 0 < lowest <= highest")
-        self._lowest, self._highest, self._domain = lowest, highest, domain
-
-    def allowed(self, level: float, priorities: Sequence[int]) -> list[bool]:
-        return [level < ceiling for ceiling in self.ceilings(priorities)]
-
-    def ceilings(self, priorities: Sequence[int]) -> list[float]:
-        """Of each band; of a single one `highest`."""
-        span = self._highest - self._lowest
-        if self._domain == "rank" or priorities[0] == priorities[-1]:
-            last = max(len(priorities) - 1, 1)
-            return [self._highest - rank * span / last for rank in range(len(priorities))]
-        top, spread = priorities[0], priorities[0] - priorities[-1]
-        return [self._highest - (top - priority) * span / spread for priority in priorities]
-
-
-class Reflective(Ceiling):
-    """The fuller the pool, the lower; past it, a share of the looks."""
-
-    name = "reflective"
-
-    def __init__(self) -> None:
-        self._looks = 0
-
-    def allowed(self, level: float, priorities: Sequence[int]) -> list[bool]:
-        last = max(len(priorities) - 1, 1)
-        self._looks += 1
-        period = _LONGEST if level >= 1.0 else min(max(round(level / (1.0 - level)), 1), _LONGEST)
-        turn = self._looks % period == 0
-        return [rank == 0 or turn or level < 1.0 - rank * level / last for rank in range(len(priorities))]
 
 
 # Early shedding: sheddable requests are refused, more and more of them, before the pool is full.

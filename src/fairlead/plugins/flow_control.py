@@ -1,23 +1,17 @@
-"""The flow-control plugins of a configuration: fairness, orderings, ceilings and saturation. `fairlead.core.fairness`
-and `fairlead.core.gates` implement them.
-"""
+"""The flow-control plugins of a configuration: fairness, orderings, ceilings and saturation."""
 
+from collections.abc import Sequence
 from math import inf
 from typing import Annotated, Literal
 
+import numpy as np
 from pydantic import Field
 
-from fairlead.core.fairness import (
-    EarliestDeadline,
-    Fcfs,
-    LeastWork,
-    RoundRobin,
-    StartTimeFair,
-    Strict,
-)
-from fairlead.core.gates import Concurrency, Holdback, Reflective, Static, Utilization
+from fairlead.core.fairness import RoundRobin, StartTimeFair, Strict
+from fairlead.core.flow import Waiting
+from fairlead.core.gates import mean
 from fairlead.core.view import FleetView
-from fairlead.plugins.params import Params, Plain
+from fairlead.plugins.params import NoParams, Params, Plain
 
 
 class GlobalStrict(Plain, Strict):
@@ -38,32 +32,58 @@ class StartTimeFairness(Plain, StartTimeFair):
     type = "start-time-fair"
 
 
-class FirstCome(Plain, Fcfs):
+# Starvation bounds of orderings if requests keep arriving:
+# * `fcfs`: a request waits only for requests that arrived before it.
+# * `edf`: a request with a deadline is overtaken only by earlier deadlines, so by no request that arrives later than
+#   its deadline less the shortest time to live. Requests without a deadline follow all others, in `fcfs` order.
+# * `least-work`: a request of w tokens is overtaken only by those that arrive within w / `ageing` seconds after it.
+
+
+class Fcfs(Plain):
     """First come, first served."""
 
     type = "fcfs"
 
+    def key(self, waiting: Waiting) -> float:
+        return waiting.since
 
-class Deadline(Plain, EarliestDeadline):
+
+class EarliestDeadline(Plain):
     """Earliest deadline first: the end of the time to live, or the client's TTFT objective."""
 
     type = "edf"
+
+    def key(self, waiting: Waiting) -> float:
+        slo = waiting.request.slo_ttft_ms
+        return min(waiting.deadline, waiting.request.arrived + slo / 1000.0 if slo > 0 else inf)
 
 
 class LeastWorkParams(Params):
     ageing: float = Field(default=1000.0, gt=0, description="Uncached prompt tokens forgiven per second of waiting.")
 
 
-class LeastWorkOrdering(LeastWork):
+class LeastWork(Plain):
     """The least predicted work first, with ageing. The default."""
 
     type = "least-work"
     Params = LeastWorkParams
 
-    def __init__(self, params: LeastWorkParams | None = None, name: str = type) -> None:
-        super().__init__((params or LeastWorkParams()).ageing)
-        self.name = name
+    def key(self, waiting: Waiting) -> float:
+        # The same order as work - ageing · (now - since), and it does not change while it waits.
+        return float(waiting.work + self._params.ageing * waiting.since)
 
+
+# Usage ceilings: how full the pool may be for a band to be served. Room is kept free for those above it.
+#
+# Saturation is that of the gate, 1 = its set point; `c_i` is the ceiling of band i of N, the highest being band 0. By
+# the reference's formulas:
+#
+# * static     c_i = threshold
+# * holdback   c_i = max - i·(max - min)/(N - 1), or by the priorities' values instead of their ranks
+# * reflective c_i = 1 - i·saturation/(N - 1). A band past its ceiling is not stopped but slowed down: it is served at
+#              one look in `round(saturation/(1 - saturation))`. The highest band is never held back.
+#
+# Holding back is preventive: what is kept free is wasted when nobody comes. The alternative is eviction.
 
 Ceiling = Annotated[float, Field(gt=0, le=100)]
 
@@ -72,15 +92,14 @@ class StaticCeilingParams(Params):
     threshold: Ceiling = Field(default=1.0, description="Bands are served while the pool's saturation is below this.")
 
 
-class StaticCeiling(Static):
+class StaticCeiling(Plain):
     """The same ceiling for all bands."""
 
     type = "static-usage-limit-policy"
     Params = StaticCeilingParams
 
-    def __init__(self, params: StaticCeilingParams | None = None, name: str = type) -> None:
-        super().__init__((params or StaticCeilingParams()).threshold)
-        self.name = name
+    def allowed(self, level: float, priorities: Sequence[int]) -> list[bool]:
+        return [level < self._params.threshold] * len(priorities)
 
 
 class HoldbackCeilingParams(Params):
@@ -94,21 +113,49 @@ class HoldbackCeilingParams(Params):
     )
 
 
-class HoldbackCeiling(Holdback):
+class HoldbackCeiling(Plain):
     """A lower ceiling for lower bands, so that the rest stays free for higher bands."""
 
     type = "priority-holdback-policy"
     Params = HoldbackCeilingParams
 
     def __init__(self, params: HoldbackCeilingParams, name: str = type) -> None:
-        super().__init__(params.min_ceiling, params.max_ceiling, params.domain)
-        self.name = name
+        super().__init__(params, name)
+        if params.min_ceiling > params.max_ceiling:
+            raise ValueError("the ceilings must satisfy 0 < lowest <= highest")
+
+    def allowed(self, level: float, priorities: Sequence[int]) -> list[bool]:
+        return [level < ceiling for ceiling in self.ceilings(priorities)]
+
+    def ceilings(self, priorities: Sequence[int]) -> list[float]:
+        """Of each band; of a single one the highest."""
+        highest, span = self._params.max_ceiling, self._params.max_ceiling - self._params.min_ceiling
+        if self._params.domain == "rank" or priorities[0] == priorities[-1]:
+            last = max(len(priorities) - 1, 1)
+            return [highest - rank * span / last for rank in range(len(priorities))]
+        top, spread = priorities[0], priorities[0] - priorities[-1]
+        return [highest - (top - priority) * span / spread for priority in priorities]
 
 
-class ReflectiveCeiling(Plain, Reflective):
+#: Looks of which a slowed band gets one, at most.
+_LONGEST = 1000
+
+
+class ReflectiveCeiling(Plain):
     """The fuller the pool, the less often lower bands are served."""
 
     type = "soft-reflective-ceiling-policy"
+
+    def __init__(self, params: NoParams | None = None, name: str = type) -> None:
+        super().__init__(params, name)
+        self._looks = 0
+
+    def allowed(self, level: float, priorities: Sequence[int]) -> list[bool]:
+        last = max(len(priorities) - 1, 1)
+        self._looks += 1
+        period = _LONGEST if level >= 1.0 else min(max(round(level / (1.0 - level)), 1), _LONGEST)
+        turn = self._looks % period == 0
+        return [rank == 0 or turn or level < 1.0 - rank * level / last for rank in range(len(priorities))]
 
 
 Positive = Annotated[float, Field(gt=0)]
@@ -121,19 +168,18 @@ class UtilizationDetectorParams(Params):
     )
 
 
-class UtilizationDetector:
+class UtilizationDetector(Plain):
     """Mean of max(waiting / threshold, KV usage / threshold) over endpoints with fresh metrics."""
 
     type = "utilization-detector"
     Params = UtilizationDetectorParams
 
-    def __init__(self, params: UtilizationDetectorParams | None = None, name: str = type) -> None:
-        params = params or UtilizationDetectorParams()
-        self.name = name
-        self._level = Utilization(params.queue_depth_threshold, params.kv_cache_util_threshold)
-
     def level(self, fleet: FleetView, now: float) -> float:
-        return self._level(fleet, now)
+        table, params = fleet.table, self._params
+        # In the reference endpoints without them count as full, and a failing scrape stops the pool.
+        fresh = table.alive & (now - table.sampled_at <= fleet.staleness)
+        full = np.maximum(table.queue / params.queue_depth_threshold, table.kv / params.kv_cache_util_threshold)
+        return mean(full, fresh)
 
 
 class ConcurrencyDetectorParams(Params):
@@ -144,19 +190,15 @@ class ConcurrencyDetectorParams(Params):
     )
 
 
-class ConcurrencyDetector:
+class ConcurrencyDetector(Plain):
     """Mean over endpoints of our own requests, prompt tokens or the larger of both, as a share of the maximum."""
 
     type = "concurrency-detector"
     Params = ConcurrencyDetectorParams
 
-    def __init__(self, params: ConcurrencyDetectorParams | None = None, name: str = type) -> None:
-        params = params or ConcurrencyDetectorParams()
-        self.name = name
-        mode = params.concurrency_mode
-        requests = params.max_concurrency if mode != "tokens" else inf
-        tokens = params.max_token_concurrency if mode != "requests" else inf
-        self._level = Concurrency(requests, tokens)
-
     def level(self, fleet: FleetView, now: float) -> float:
-        return self._level(fleet, now)
+        table, params = fleet.table, self._params
+        requests, tokens = table.inflight / params.max_concurrency, table.kv_tokens / params.max_token_concurrency
+        if params.concurrency_mode == "hybrid":
+            return mean(np.maximum(requests, tokens), table.alive)
+        return mean(requests if params.concurrency_mode == "requests" else tokens, table.alive)

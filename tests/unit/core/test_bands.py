@@ -5,12 +5,20 @@ from collections import Counter
 import pytest
 from leases import dispatched
 
-from fairlead.core.fairness import Fcfs, StartTimeFair, Strict
+from fairlead.core.fairness import StartTimeFair, Strict
 from fairlead.core.flow import FlowRule, Limit, Limits, Times
-from fairlead.core.gates import EarlyShedding, Holdback, Reflective, Static
+from fairlead.core.gates import EarlyShedding
 from fairlead.core.policy import Refused
 from fairlead.core.queues import MOST, Queues, Shares
 from fairlead.core.request import Request
+from fairlead.plugins.flow_control import (
+    Fcfs,
+    HoldbackCeiling,
+    HoldbackCeilingParams,
+    ReflectiveCeiling,
+    StaticCeiling,
+    StaticCeilingParams,
+)
 
 HIGH, LOW = 10, -10
 
@@ -91,16 +99,24 @@ def test_impossible_shares_are_refused(shares):
         Shares(shares)
 
 
+def holdback(lowest: float, **more) -> HoldbackCeiling:
+    return HoldbackCeiling(HoldbackCeilingParams(min_ceiling=lowest, **more))
+
+
+def static(threshold: float) -> StaticCeiling:
+    return StaticCeiling(StaticCeilingParams(threshold=threshold))
+
+
 def test_holdback_is_linear_between_the_bands():
-    assert Holdback(0.6).ceilings([10, 0, -10]) == pytest.approx([1.0, 0.8, 0.6])
-    assert Holdback(0.5, domain="value").ceilings([10, 9, 0]) == pytest.approx([1.0, 0.95, 0.5])
-    assert Holdback(0.5).ceilings([0]) == [1.0]
-    assert Holdback(0.6).allowed(0.7, [10, 0, -10]) == [True, True, False]
-    assert Static(0.5).allowed(0.5, [10, 0]) == [False, False]
+    assert holdback(0.6).ceilings([10, 0, -10]) == pytest.approx([1.0, 0.8, 0.6])
+    assert holdback(0.5, domain="value").ceilings([10, 9, 0]) == pytest.approx([1.0, 0.95, 0.5])
+    assert holdback(0.5).ceilings([0]) == [1.0]
+    assert holdback(0.6).allowed(0.7, [10, 0, -10]) == [True, True, False]
+    assert static(0.5).allowed(0.5, [10, 0]) == [False, False]
 
 
 def test_reflective_slows_lower_bands_down_and_never_the_highest():
-    ceiling = Reflective()
+    ceiling = ReflectiveCeiling()
     looks = [ceiling.allowed(0.8, [10, 0, -10]) for _ in range(400)]
     assert all(look[0] for look in looks)
     # Ceilings are 1, 0.6 and 0.2: both are past theirs, and served at one look in 0.8/0.2 = 4.
@@ -110,7 +126,7 @@ def test_reflective_slows_lower_bands_down_and_never_the_highest():
     assert ceiling.allowed(2.0, [10]) == [True]
 
 
-@pytest.mark.parametrize("make", [lambda: Static(0), lambda: Holdback(0.0), lambda: Holdback(0.9, 0.5)])
+@pytest.mark.parametrize("make", [lambda: static(0), lambda: holdback(0.0), lambda: holdback(0.9, max_ceiling=0.5)])
 def test_ceilings_that_stop_everything_are_refused(make):
     with pytest.raises(ValueError):
         make()

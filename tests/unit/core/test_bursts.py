@@ -11,7 +11,7 @@ from fairlead.core import events as ev
 from fairlead.core import scheduler
 from fairlead.core.binding import PairBinder
 from fairlead.core.endpoint import Endpoint, Sample
-from fairlead.core.fairness import LeastWork, StartTimeFair
+from fairlead.core.fairness import StartTimeFair
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import Limit, Limits, Times
 from fairlead.core.flow_control import REFUSALS, FlowControl, FlowController
@@ -23,6 +23,7 @@ from fairlead.core.records import OutcomeRecord
 from fairlead.core.request import Request, Usage
 from fairlead.core.scheduler import EXPIRY_TIMER, Pipeline
 from fairlead.core.tokens import TokenEstimator
+from fairlead.plugins.flow_control import LeastWork
 from fairlead.testing import SimClock
 
 

@@ -6,13 +6,14 @@ from leases import lease_of
 
 from fairlead.core.binding import Bound
 from fairlead.core.endpoint import Endpoint
-from fairlead.core.fairness import Charge, Fcfs, StartTimeFair, Strict
+from fairlead.core.fairness import Charge, StartTimeFair, Strict
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import FlowKey, Limit, Limits, Times
 from fairlead.core.flow_control import PAIRS, FlowControl
 from fairlead.core.policy import Refused
 from fairlead.core.queues import Queues
 from fairlead.core.request import Request
+from fairlead.plugins.flow_control import Fcfs
 
 
 class AtMost:

@@ -4,7 +4,7 @@ import random
 
 from fairlead.core import events as ev
 from fairlead.core.endpoint import Endpoint, Sample
-from fairlead.core.fairness import Fcfs, Strict
+from fairlead.core.fairness import Strict
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow_control import DISPATCH_TIMER, FlowControl, FlowController
 from fairlead.core.instructions import Route, SetTimer
@@ -12,6 +12,7 @@ from fairlead.core.queues import Queues
 from fairlead.core.request import Request
 from fairlead.core.scheduler import Pipeline
 from fairlead.core.tokens import TokenEstimator
+from fairlead.plugins.flow_control import Fcfs
 from fairlead.plugins.policies.by_load import LeastRequests
 from fairlead.testing import SimClock
 

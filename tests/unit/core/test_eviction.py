@@ -8,7 +8,7 @@ from waiting_rules import AbleRules
 from fairlead.core import events as ev
 from fairlead.core.binding import PairBinder
 from fairlead.core.endpoint import Endpoint
-from fairlead.core.fairness import Fcfs, Strict
+from fairlead.core.fairness import Strict
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import Limits
 from fairlead.core.flow_control import CONFIRM, GRACE, Eviction, FlowControl, FlowController
@@ -18,6 +18,7 @@ from fairlead.core.records import OutcomeRecord
 from fairlead.core.request import Request
 from fairlead.core.scheduler import Pipeline
 from fairlead.core.tokens import TokenEstimator
+from fairlead.plugins.flow_control import Fcfs
 from fairlead.plugins.policies.by_load import LeastRequests
 from fairlead.testing import SimClock
 

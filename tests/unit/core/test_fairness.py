@@ -5,12 +5,13 @@ from random import Random
 import pytest
 from leases import dispatched
 
-from fairlead.core.fairness import LINGER, SHARE, Charge, Demand, Fcfs, RoundRobin, StartTimeFair, Strict
+from fairlead.core.fairness import LINGER, SHARE, Charge, Demand, RoundRobin, StartTimeFair, Strict
 from fairlead.core.flow import Flow, FlowKey, Waiting
 from fairlead.core.policy import Refused
 from fairlead.core.queues import Queues
 from fairlead.core.request import Request
 from fairlead.core.table import EndpointTable
+from fairlead.plugins.flow_control import Fcfs
 from fairlead.testing.builders import fleet
 
 POLICIES = [Strict, RoundRobin, StartTimeFair]

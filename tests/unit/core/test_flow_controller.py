@@ -5,7 +5,7 @@ from waiting_rules import AbleRules
 
 from fairlead.core.binding import PairBinder
 from fairlead.core.endpoint import Endpoint
-from fairlead.core.fairness import Fcfs, Strict
+from fairlead.core.fairness import Strict
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import Limit, Limits
 from fairlead.core.flow_control import GROWTH, FlowControl, FlowController
@@ -14,6 +14,7 @@ from fairlead.core.instructions import Evict, Instruction, Reject
 from fairlead.core.policy import Refused
 from fairlead.core.queues import Queues
 from fairlead.core.request import Request
+from fairlead.plugins.flow_control import Fcfs
 
 
 class Shop:

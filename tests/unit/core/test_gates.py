@@ -3,8 +3,9 @@ import pytest
 
 from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.fleet import Fleet
-from fairlead.core.gates import Concurrency, LedgerGate, PoolGate, Utilization
+from fairlead.core.gates import LedgerGate, PoolGate
 from fairlead.core.request import Request
+from fairlead.plugins.flow_control import ConcurrencyDetector, ConcurrencyDetectorParams, UtilizationDetector
 
 NOW = 100.0
 
@@ -103,7 +104,7 @@ def test_where_first_tokens_are_not_seen_the_forecast_and_the_engines_own_count_
 
 def test_stale_metrics_do_not_close_the_gate():
     fleet = pool()
-    for gate in (LedgerGate(), PoolGate("utilization-detector", Utilization())):
+    for gate in (LedgerGate(), PoolGate("utilization-detector", UtilizationDetector().level)):
         assert gate.open(fleet, NOW + 1e6) is None
 
 
@@ -117,16 +118,18 @@ def test_utilization_is_the_mean_of_the_worse_share():
     fleet = pool(2)
     sample(fleet, 0, waiting=5.0, kv=0.1)
     sample(fleet, 1, waiting=0.0, kv=0.8)
-    assert Utilization()(fleet, NOW) == pytest.approx(1.0)
-    gate = PoolGate("utilization-detector", Utilization())
+    assert UtilizationDetector().level(fleet, NOW) == pytest.approx(1.0)
+    gate = PoolGate("utilization-detector", UtilizationDetector().level)
     assert not np.count_nonzero(gate.open(fleet, NOW))
 
 
 def test_concurrency_counts_our_own():
     fleet = pool(2)
     charge(fleet, 0, count=100, tokens=1)
-    assert Concurrency()(fleet, NOW) == pytest.approx(0.5)
-    assert PoolGate("concurrency-detector", Concurrency(requests=50)).open(fleet, NOW) is not None
+    hybrid = ConcurrencyDetector(ConcurrencyDetectorParams(concurrency_mode="hybrid"))
+    assert hybrid.level(fleet, NOW) == pytest.approx(0.5)
+    busy = ConcurrencyDetector(ConcurrencyDetectorParams(max_concurrency=50))
+    assert PoolGate("concurrency-detector", busy.level).open(fleet, NOW) is not None
 
 
 @pytest.mark.parametrize("arguments", [(0.0,), (1.0, 0.0), (float("nan"), 8.0)])

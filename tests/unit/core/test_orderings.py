@@ -3,10 +3,11 @@ from math import inf
 import pytest
 from leases import dispatched
 
-from fairlead.core.fairness import EarliestDeadline, Fcfs, LeastWork, Strict
+from fairlead.core.fairness import Strict
 from fairlead.core.flow import Limit, Limits, Waiting
 from fairlead.core.queues import Queues
 from fairlead.core.request import Request
+from fairlead.plugins.flow_control import EarliestDeadline, Fcfs, LeastWork, LeastWorkParams
 
 
 def waiting(since: float, deadline: float = inf, work: float = 1.0, slo_ms: float = 0.0) -> Waiting:
@@ -33,19 +34,19 @@ def test_edf_goes_by_the_earlier_of_time_to_live_and_objective():
 
 def test_least_work_lets_short_ones_pass():
     long, short = waiting(0.0, work=50_000), waiting(1.0, work=100)
-    assert first(LeastWork(ageing=1000.0), long, short) is short
+    assert first(LeastWork(), long, short) is short
 
 
 def test_nobody_is_overtaken_for_longer_than_work_divided_by_ageing():
-    ordering, long = LeastWork(ageing=1000.0), waiting(0.0, work=50_000)
+    ordering, long = LeastWork(), waiting(0.0, work=50_000)
     assert ordering.key(waiting(49.9, work=1)) < ordering.key(long)
     assert ordering.key(waiting(50.1, work=1)) > ordering.key(long)
 
 
 @pytest.mark.parametrize("ageing", [0.0, -1.0, float("nan")])
 def test_least_work_without_ageing_is_refused(ageing):
-    with pytest.raises(ValueError, match="wait for ever"):
-        LeastWork(ageing)
+    with pytest.raises(ValueError, match="ageing"):
+        LeastWorkParams(ageing=ageing)
 
 
 class Line:
@@ -81,7 +82,7 @@ def test_fcfs_waits_for_those_before_it_only():
 
 
 def test_least_work_is_overtaken_for_work_divided_by_ageing():
-    line = Line(LeastWork(ageing=1000.0))
+    line = Line(LeastWork())
     assert line.until(line.put(0.0, work=50_000), lambda now: line.put(now)) == pytest.approx(50, abs=1)
 
 

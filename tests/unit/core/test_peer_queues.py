@@ -19,7 +19,7 @@ from fairlead.core.events import (
     TimerFired,
 )
 from fairlead.core.facts import Held, read_batch
-from fairlead.core.fairness import Fcfs, StartTimeFair
+from fairlead.core.fairness import StartTimeFair
 from fairlead.core.flow import FlowKey
 from fairlead.core.flow_control import DISPATCH_TIMER
 from fairlead.core.instructions import Route
@@ -27,6 +27,7 @@ from fairlead.core.peer_queues import DELAY_S, MOST_FLOWS, TURN, YIELD, PeerQueu
 from fairlead.core.queues import Queues
 from fairlead.core.reports import SharedFleet
 from fairlead.core.request import Request
+from fairlead.plugins.flow_control import Fcfs
 from fairlead.testing import SimClock
 
 YIELD_S = YIELD * DELAY_S

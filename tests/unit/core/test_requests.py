@@ -11,7 +11,7 @@ from waiting_rules import AbleRules
 from fairlead.core import events as ev
 from fairlead.core.binding import PairBinder
 from fairlead.core.events import Outcome, RemotePick
-from fairlead.core.fairness import Fcfs, Strict
+from fairlead.core.fairness import Strict
 from fairlead.core.flow_control import FlowControl, FlowController
 from fairlead.core.gates import LedgerGate
 from fairlead.core.instructions import Instruction, Record
@@ -22,6 +22,7 @@ from fairlead.core.request import Request, Usage
 from fairlead.core.requests import HOLDS, OF_REQUEST, TRANSITIONS, Requests, RequestState, Trigger
 from fairlead.core.scheduler import EXPIRY_TIMER, MOST, Pipeline
 from fairlead.core.tokens import TokenEstimator
+from fairlead.plugins.flow_control import Fcfs
 from fairlead.plugins.policies.by_load import LeastRequests
 from fairlead.testing import SimClock, builders
 

@@ -7,11 +7,12 @@ import pytest
 from leases import dispatched
 
 from fairlead.core.errors import PluginError
-from fairlead.core.fairness import Fcfs, RoundRobin
+from fairlead.core.fairness import RoundRobin
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import Waiting
 from fairlead.core.queues import Queues
 from fairlead.core.request import Request
+from fairlead.plugins.flow_control import Fcfs
 from fairlead.plugins.guarding import GuardedFairness, GuardedOrdering, GuardedSaturation
 
 

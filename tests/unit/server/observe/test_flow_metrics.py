@@ -6,7 +6,7 @@ from waiting_rules import AbleRules
 
 from fairlead.core.binding import PairBinder
 from fairlead.core.endpoint import Endpoint
-from fairlead.core.fairness import Fcfs, StartTimeFair
+from fairlead.core.fairness import StartTimeFair
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import Limit, Limits
 from fairlead.core.flow_control import FlowControl, FlowController
@@ -14,6 +14,7 @@ from fairlead.core.gates import LedgerGate
 from fairlead.core.queues import Queues
 from fairlead.core.records import DecisionRecord, OutcomeRecord
 from fairlead.core.request import Request
+from fairlead.plugins.flow_control import Fcfs
 from fairlead.server.observe.flow_metrics import jains_index
 from fairlead.server.observe.snapshot import FLOW_ROWS, queue_rows
 from fairlead.server.observe.watch import Watch
