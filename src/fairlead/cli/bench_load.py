@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec.structs import replace
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -13,7 +14,7 @@ from fairlead.core.errors import ConfigError
 from fairlead.lab.load.workload import Chat, ClosedLoop, OpenLoop, Paced, Recorded, Replay, SharedPrefix, Workload
 from fairlead.lab.simulator.build import read_workload
 from fairlead.lab.workload.conversation import Conversation
-from fairlead.lab.workload.generate import ADVERSARIAL, CATALOGUE, Pace, arrivals_of, generate
+from fairlead.lab.workload.generate import ADVERSARIAL, CATALOGUE, Pace, arrivals_of, changed, generate
 from fairlead.lab.workload.record import Record
 
 #: Smaller than in published figures, so that any endpoint answers them within a minute.
@@ -179,18 +180,13 @@ def _conversations(options: LoadOptions) -> Sequence[Record]:
 
 def _endless(options: LoadOptions, model: str) -> SharedPrefix | Chat:
     base: SharedPrefix | Chat = CHAT if options.workload == "chat" else SHARED_PREFIX
-    fields = msgspec.structs.asdict(base)
-    settable = [name for name in fields if name not in ("seed", "model", "extra")]
-    for name in options.parameters:
-        if name not in settable:
-            raise ConfigError(f"unknown parameter {name!r}; known: {', '.join(settable)}", "--set")
-    fields |= {**options.parameters, "seed": options.seed, "model": model, "extra": dict(options.extra)}
-    if options.output_tokens:
-        fields["output_tokens"] = options.output_tokens
+    settable = [name for name in msgspec.structs.asdict(base) if name not in ("seed", "model", "extra")]
     try:
-        return msgspec.convert(fields, type(base), strict=False)
-    except msgspec.ValidationError as error:
+        made = changed(base, options.parameters, settable)
+    except ValueError as error:
         raise ConfigError(str(error), "--set") from None
+    tokens = options.output_tokens or made.output_tokens
+    return replace(made, seed=options.seed, model=model, extra=dict(options.extra), output_tokens=tokens)
 
 
 # What people see while `fairlead bench` runs, and its hints afterwards.

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from itertools import count
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Annotated
@@ -9,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fairlead.cli.basics import DEFAULT_FILE, FAILED, WRONG_INPUT, config_file
-from fairlead.cli.options import complain, examples
+from fairlead.cli.options import busy, complain, examples
 
 if TYPE_CHECKING:
     from fairlead.config.schema import Config
-    from fairlead.doctor.run import Check, Examination, Outcome
+    from fairlead.doctor.run import Check, Examination
 
 
 def _checks(incomplete: str) -> list[str]:
@@ -95,25 +96,13 @@ def _examined(config: "Config", checks: "tuple[Check, ...]", urls: dict[str, str
             raise typer.Exit(WRONG_INPUT)
 
     async def run() -> "Examination":
+        left = count(len(checks) - 1, -1)
         async with Site(config, urls["admin"], urls["gateway"], urls["gateway_admin"], probe=probe) as site:
-            return await examine(site, checks, _Progress(len(checks)))
+            with busy("checking") as say:
+                return await examine(site, checks, lambda done: say(f"{done.check}: {done.state}; {next(left)} to go"))
 
     try:
         return asyncio.run(run())
     except CannotExamine as error:
         complain(str(error))
         raise typer.Exit(WRONG_INPUT) from None
-
-
-class _Progress:
-    """Shows the progress on stderr, if it is a terminal."""
-
-    def __init__(self, checks: int) -> None:
-        self._left = checks
-        self._shown = sys.stderr.isatty()
-
-    def __call__(self, outcome: "Outcome") -> None:
-        self._left -= 1
-        if self._shown:
-            text = f"{outcome.check}: {outcome.state}; {self._left} to go" if self._left else ""
-            typer.echo(f"\r\033[K{text}", err=True, nl=False)

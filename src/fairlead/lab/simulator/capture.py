@@ -43,28 +43,28 @@ class Captured(Struct):
     estimated_answers: int = 0
 
 
-class _Rate:
+class _Rate(Struct):
     """Bytes per token where both numbers are known, and the mean of the known token counts."""
 
-    def __init__(self, default: float) -> None:
-        self._default = default
-        self._bytes = self._tokens = 0.0
-        self._known: list[float] = []
+    default: float
+    bytes: float = 0.0
+    tokens: float = 0.0
+    known: list[float] = []
 
     def add(self, size: float, tokens: float) -> None:
         if tokens > 0:
-            self._known.append(tokens)
+            self.known.append(tokens)
         if size > 0 and tokens > 0:
-            self._bytes += size
-            self._tokens += tokens
+            self.bytes += size
+            self.tokens += tokens
 
     @property
     def value(self) -> float:
-        return max(self._bytes / self._tokens, 0.01) if self._tokens else self._default
+        return max(self.bytes / self.tokens, 0.01) if self.tokens else self.default
 
     @property
     def mean_tokens(self) -> int:
-        return round(fmean(self._known)) if self._known else ANSWER_TOKENS
+        return round(fmean(self.known)) if self.known else ANSWER_TOKENS
 
 
 class _Names:

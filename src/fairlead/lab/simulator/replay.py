@@ -30,20 +30,19 @@ from fairlead.lab.simulator.world import Kernel
 from fairlead.server.journal.records import DECIDED, EVENTS, LOST, Decided, Segment
 
 
-class Guided:
+class Guided(Struct, frozen=True):
     """Sends requests where the journal says, and records where the policy itself would have sent them."""
 
-    def __init__(self, policy: Policy, recorded: dict[int, str], own: dict[int, str]) -> None:
-        self._policy = policy
-        self._recorded = recorded
-        self._own = own
-        self.name = policy.name
+    name: str
+    policy: Policy
+    recorded: dict[int, str]
+    own: dict[int, str]
 
     def choose(self, request: Request, fleet: FleetView, context: Context) -> Answer:
-        pick = self._policy.choose(request, fleet, context)
+        pick = self.policy.choose(request, fleet, context)
         own = pick.slot if isinstance(pick, Picked) else -1
-        self._own[request.id] = _name(pick, fleet)
-        slot = fleet.table.slot(self._recorded.get(request.id, ""))
+        self.own[request.id] = _name(pick, fleet)
+        slot = fleet.table.slot(self.recorded.get(request.id, ""))
         if slot is None or slot == own:
             return pick
         held = fleet.match(request)
@@ -52,24 +51,23 @@ class Guided:
         return Picked(slot, hit_share=share, best_share=max(best, share), trace=pick.trace)
 
 
-class Beside:
+class Beside(Struct, frozen=True):
     """A policy that decides, and one that is only queried. Both get the same random numbers.
 
     `answers`: what the queried policy would have done, by request.
     """
 
-    def __init__(self, policy: Policy, guide: Policy, answers: dict[int, tuple[str, Trace | None]]) -> None:
-        self._policy = policy
-        self._guide = guide
-        self._answers = answers
-        self.name = policy.name
+    name: str
+    policy: Policy
+    guide: Policy
+    answers: dict[int, tuple[str, Trace | None]]
 
     def choose(self, request: Request, fleet: FleetView, context: Context) -> Answer:
         chance = Random(0)
         chance.setstate(context.rng.getstate())
-        pick = self._guide.choose(request, fleet, Context(context.now, chance))
-        self._answers[request.id] = _name(pick, fleet), pick.trace
-        return self._policy.choose(request, fleet, context)
+        pick = self.guide.choose(request, fleet, Context(context.now, chance))
+        self.answers[request.id] = _name(pick, fleet), pick.trace
+        return self.policy.choose(request, fleet, context)
 
 
 def _name(pick: Answer, fleet: FleetView) -> str:
@@ -166,9 +164,9 @@ class Player:
     def _build(self, config: Config) -> Scheduling:
         """Build like the live scheduler, and wrap the policy in one that follows the journal or queries another."""
         built = self._builder(config)
-        policy = Guided(built.policy, self.recorded, self.own) if self._guided else built.policy
+        policy = Guided(built.policy.name, built.policy, self.recorded, self.own) if self._guided else built.policy
         if self._beside is not None:
-            policy = Beside(policy, self._asked(self._beside(config)).base, self.answers)
+            policy = Beside(policy.name, policy, self._asked(self._beside(config)).base, self.answers)
         return structs.replace(built, policy=policy)
 
     def _configured(self, scheduling: Any) -> Config:

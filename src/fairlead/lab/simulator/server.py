@@ -301,10 +301,6 @@ class LateEvents(ExactKnowledge):
         self._known[slot] = {}
         self._sent[slot] = {}
 
-    def hooks(self, slot: Callable[[], int | None]) -> "Hooks":
-        """Hooks for the engine of a server. `slot()` returns its current slot, `None` = none."""
-        return Hooks(self, slot)
-
     def later(self, slot: int | None, hashes: Sequence[int], change: int) -> None:
         """Deliver an event that leaves the server now."""
         if slot is not None:
@@ -359,21 +355,20 @@ class LateEvents(ExactKnowledge):
         assert all(count > 0 for known in self._known for count in known.values())
 
 
-class Hooks:
-    """`fairlead.lab.engine.blocks.BlockHooks` of one server."""
+class Hooks(Struct, frozen=True):
+    """`fairlead.lab.engine.blocks.BlockHooks` of one server. `slot()` returns its current slot, `None` = none."""
 
-    def __init__(self, knowledge: LateEvents, slot: Callable[[], int | None]) -> None:
-        self._knowledge = knowledge
-        self._slot = slot
+    knowledge: LateEvents
+    slot: Callable[[], int | None]
 
     def salted(self, salt: str) -> None:
         """Simulated prompts have no salt."""
 
     def stored(self, hashes: Sequence[int], parent: int, tokens: Callable[[], bytes], lora: str) -> None:
-        self._knowledge.later(self._slot(), hashes, 1)
+        self.knowledge.later(self.slot(), hashes, 1)
 
     def removed(self, digest: int) -> None:
-        self._knowledge.later(self._slot(), (digest,), -1)
+        self.knowledge.later(self.slot(), (digest,), -1)
 
     def cleared(self) -> None:
         """The simulator never clears a cache; a restarted server is forgotten with its slot."""

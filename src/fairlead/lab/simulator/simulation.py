@@ -401,7 +401,7 @@ class Simulation:
         if self._events is None:
             return None
         table = self.pipeline.fleet.table
-        return self._events.hooks(lambda: table.slot(self.servers[index].endpoint.id))
+        return Hooks(self._events, lambda: table.slot(self.servers[index].endpoint.id))
 
     def _blocks_of(self, job: Job) -> Blocks:
         """The blocks of the prompt as in the engines, which all divide prompts the same way."""

@@ -225,23 +225,14 @@ def _python_line() -> str:
 def _process_lines(started_unix: float) -> str:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     virtual, resident = _memory()
+    cpu_s, most_fds = usage.ru_utime + usage.ru_stime, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     values = (
         ("process_virtual_memory_bytes", "gauge", "Virtual memory size in bytes.", virtual),
         ("process_resident_memory_bytes", "gauge", "Resident memory size in bytes.", resident),
         ("process_start_time_seconds", "gauge", "Start time of the process since unix epoch in seconds.", started_unix),
-        (
-            "process_cpu_seconds_total",
-            "counter",
-            "Total user and system CPU time spent in seconds.",
-            usage.ru_utime + usage.ru_stime,
-        ),
+        ("process_cpu_seconds_total", "counter", "Total user and system CPU time spent in seconds.", cpu_s),
         ("process_open_fds", "gauge", "Number of open file descriptors.", _open_fds()),
-        (
-            "process_max_fds",
-            "gauge",
-            "Maximum number of open file descriptors.",
-            resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        ),
+        ("process_max_fds", "gauge", "Maximum number of open file descriptors.", most_fds),
     )
     return "".join(f"{header(name, kind, text)}{name} {number(value)}\n" for name, kind, text, value in values)
 

@@ -167,16 +167,6 @@ def _socket(context: Context, kind: int, curve: Curve | None) -> Socket:
     return socket
 
 
-def publisher_socket(context: Context, address: str, connect: bool, curve: Curve | None) -> tuple[Socket, str]:
-    """A PUB socket and its address. Raises `zmq.ZMQError` if the address is invalid or in use."""
-    socket = _socket(context, zmq.PUB, curve)
-    if connect:
-        socket.connect(address)
-        return socket, address
-    socket.bind(address)
-    return socket, bound_to(socket)
-
-
 class Replays:
     """Answers replay requests. `batches(start)` returns topic (or `None`), number and payload of all in the buffer."""
 
@@ -269,9 +259,12 @@ class KvPublisher:
         self._published: deque[int] = deque(maxlen=100_000)
         self._context: Context = zmq.Context(1)
         try:
-            self._socket, self.events_address = publisher_socket(
-                self._context, config.events, config.connect, config.curve
-            )
+            self._socket, self.events_address = _socket(self._context, zmq.PUB, config.curve), config.events
+            if config.connect:
+                self._socket.connect(config.events)
+            else:
+                self._socket.bind(config.events)
+                self.events_address = bound_to(self._socket)
             self._replays = None
             if config.replay:
                 self._replays = Replays(self._context, config.replay, config.curve, self._from)

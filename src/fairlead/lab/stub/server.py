@@ -237,16 +237,13 @@ def model_list(models: Models, max_model_len: int, rng: random.Random) -> bytes:
 def _card(
     name: str, root: str, parent: str | None, max_model_len: int | None, created: int, rng: random.Random
 ) -> dict[str, object]:
+    allowed = ("sampling", "logprobs", "view")
+    kinds = ("create_engine", "sampling", "logprobs", "search_indices", "view", "fine_tuning")
     permission = {
         "id": f"modelperm-{rng.getrandbits(64):016x}",
         "object": "model_permission",
         "created": created,
-        "allow_create_engine": False,
-        "allow_sampling": True,
-        "allow_logprobs": True,
-        "allow_search_indices": False,
-        "allow_view": True,
-        "allow_fine_tuning": False,
+        **{f"allow_{kind}": kind in allowed for kind in kinds},
         "organization": "*",
         "group": None,
         "is_blocking": False,

@@ -1,7 +1,7 @@
 """Kinds of use by name, with their published mean lengths, turns, gaps and service levels."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -11,6 +11,8 @@ from fairlead.lab.workload import adversarial
 from fairlead.lab.workload.arrivals import Arrivals, bursty, constant, poisson, ramp
 from fairlead.lab.workload.conversation import Conversation, SharedPrefix, conversation, shared_prefix
 from fairlead.lab.workload.record import Dispatch, Workload
+
+T = TypeVar("T", bound=Struct)
 
 
 class Kind(Struct, frozen=True, kw_only=True):
@@ -102,7 +104,7 @@ def generate(kind: str, pace: Pace, parameters: Mapping[str, str]) -> Workload:
     arrivals = arrivals_of(pace)
     if kind == "shared-prefix":
         made = shared_prefix(
-            _changed(SharedPrefix(), parameters),
+            changed(SharedPrefix(), parameters),
             arrivals=arrivals,
             rate=pace.rate,
             seconds=pace.seconds,
@@ -112,7 +114,7 @@ def generate(kind: str, pace: Pace, parameters: Mapping[str, str]) -> Workload:
     elif kind == "conversation" or kind in CATALOGUE:
         spec = CATALOGUE[kind].spec if kind in CATALOGUE else Conversation()
         made = conversation(
-            _changed(spec, parameters),
+            changed(spec, parameters),
             sessions=pace.count,
             seconds=pace.seconds,
             arrivals=arrivals,
@@ -138,12 +140,14 @@ def arrivals_of(pace: Pace) -> Arrivals:
     raise ValueError(f"unknown arrivals {pace.arrivals!r}; known: poisson, constant, bursty, ramp")
 
 
-def _changed(spec: Any, parameters: Mapping[str, str]) -> Any:
-    """`spec` with the given fields, converted from text."""
+def changed(spec: T, parameters: Mapping[str, str], settable: Collection[str] = ()) -> T:
+    """`spec` with the given fields, converted from text. `settable`: which may be given; empty = all. Raises
+    `ValueError`."""
     fields = msgspec.structs.asdict(spec)
+    known = settable or fields
     for name in parameters:
-        if name not in fields:
-            raise ValueError(f"unknown parameter {name!r}; known: {', '.join(fields)}")
+        if name not in known:
+            raise ValueError(f"unknown parameter {name!r}; known: {', '.join(known)}")
     try:
         return msgspec.convert({**fields, **parameters}, type(spec), strict=False)
     except msgspec.ValidationError as error:
