@@ -109,7 +109,8 @@ def _wide(candidates: "Sequence[Candidate]", costs: bool) -> Table:
     names = list(candidates[0].terms) if candidates else []
     table = _table(costs, *names, "cached", "queued", "running", "KV", "needed to tie")
     for candidate in candidates:
-        terms = [f"{-candidate.terms[name] if costs else candidate.terms[name]:z,.1f}" for name in names]
+        sign = -1.0 if costs else 1.0
+        terms = [f"{sign * candidate.terms[name]:z,.1f}" if name in candidate.terms else "–" for name in names]
         _row(table, candidate, costs, *terms, *_state(candidate), _tie(candidate))
     return table
 

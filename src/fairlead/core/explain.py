@@ -37,6 +37,9 @@ LAST = "last"
 #: Share of the total within which the default policy may have treated endpoints as equal: its `nearTie` and a margin.
 _NEAR = 0.12
 
+#: Totals of policies by cost are beyond this, in either direction, where a cost is infinite: "only if all are".
+_INFINITE = 1e99
+
 # The parts of an explanation. Its JSON uses the same names.
 
 
@@ -307,7 +310,10 @@ def _candidates(
         Candidate(
             endpoint=trace.endpoints[slot],
             chosen=slot == chosen,
-            removed_by=tuple(name for name, mask in trace.filters if not mask[slot]),
+            removed_by=(
+                *(name for name, mask in trace.filters if not mask[slot]),
+                *(["infinite cost"] if -np.inf < totals[slot] < -_INFINITE else []),
+            ),
             hung=LEVELS[int(table.suspicion[slot])] if table.suspicion[slot] else "",
             cached_tokens=int(held[slot] * request.prompt_tokens),
             queued_requests=float(table.queue[slot]),
@@ -317,7 +323,7 @@ def _candidates(
             free_cache=float(table.free_cache[slot]),
             total=_known(totals[slot]),
             behind=None if slot == chosen else _known(behind[slot]),
-            terms={name: float(column[slot]) for name, column in terms},
+            terms={name: float(column[slot]) for name, column in terms if abs(column[slot]) < _INFINITE},
             more_cached_tokens=cached.get(slot),
             fewer_queued_tokens=queued.get(slot),
         )
@@ -394,7 +400,7 @@ class _Limits:
 
 
 def _known(value: float) -> float | None:
-    return float(value) if isfinite(value) else None
+    return float(value) if abs(value) < _INFINITE else None
 
 
 def _rank(value: float) -> float:

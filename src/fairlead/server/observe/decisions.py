@@ -248,7 +248,9 @@ def explained(
 def _explanation(decision: DecisionRecord, make_policy: Callable[[], Any] | None) -> tuple[Explanation | None, str]:
     trace = decision.trace
     if trace is None or not trace.endpoints:
-        return None, "it was chosen by a scheduler elsewhere, or refused: no policy rated it"
+        if not decision.endpoint:
+            return None, "it was refused: no policy rated it"
+        return None, f"{decision.policy} gave none: it names no costs, decides in another process, or failed"
     if trace.snapshot is None or make_policy is None:
         return None, "the numbers were not kept; set journal.explain or journal.path"
     try:

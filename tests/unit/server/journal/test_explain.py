@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import msgspec
@@ -13,11 +14,14 @@ from fairlead.compat.load import load
 from fairlead.compat.recorded import restore
 from fairlead.config.plugins import build_policy
 from fairlead.core.explain import Candidate, asked_again, explain, restored, terms_of, why
-from fairlead.core.policy import Policy
+from fairlead.core.policy import Context, Policy
 from fairlead.core.records import DecisionRecord
+from fairlead.core.snapshot import Snapshots
 from fairlead.lab.simulator.journal import JournalError, decisions, one_run, search
 from fairlead.lab.simulator.replay import replay
+from fairlead.plugins.policies.by_load import LeastRequests
 from fairlead.server.observe.decisions import Journal, explained
+from fairlead.testing import builders
 
 PROFILE = "scorers: [{type: prefix-aware, weight: 3}, {type: queue, weight: 1}, {type: kv-utilization, weight: 2}]"
 
@@ -290,3 +294,30 @@ def test_a_copy_for_later_requests_is_said_to_be_one() -> None:
     assert said in why([new, holder], "ms")
     plain = Candidate(endpoint="new", chosen=True, total=-100.0, terms={"prefill": -100.0})
     assert said not in why([plain, holder], "ms")
+
+
+class Avoids(LeastRequests):
+    """The first endpoint only if there is no other."""
+
+    def cost(self, request: Any, fleet: Any, cycle: Any) -> Any:
+        return np.where(np.arange(len(fleet.table)) == 0, np.inf, 1.0 + np.arange(len(fleet.table)))
+
+
+def test_an_infinite_cost_is_named_and_is_no_number() -> None:
+    known, asked = builders.fleet("e0", "e1", "e2"), builders.request()
+    trace = Avoids().choose(asked, known, Context(0.0, Random(0))).trace
+    assert trace is not None
+    trace.snapshot = Snapshots()(known, 0.0)
+    found = explain(Avoids, asked, trace, "e1")
+    rows = [(one.endpoint, one.total, one.behind, one.removed_by, one.terms) for one in found.candidates]
+    assert rows == [
+        ("e1", -2.0, None, (), {"cost": -2.0}),
+        ("e2", -3.0, 1.0, (), {"cost": -3.0}),
+        ("e0", None, None, ("infinite cost",), {}),
+    ]
+    assert found.why[-1] == "1 of 3 endpoints were filtered out by infinite cost"
+
+
+def test_a_policy_without_costs_is_said_to_have_named_none() -> None:
+    record = DecisionRecord(request=builders.request(), at=0.0, policy="mine", endpoint="e0", trace=None)
+    assert explained(record, None, maker())["unexplained"].startswith("mine gave none: it names no costs")
