@@ -465,8 +465,8 @@ class Measured(Struct):
 BLOCK_LEAST, BLOCK_MOST, BLOCK_PER = 3, 20, 200
 #: The guide's share of the engine's sequences for `maxQueueLength`.
 QUEUE_SHARE = 0.8
-#: The guide's thresholds of the hit rate for prefix and load weights: high and low.
-HIGH, LOW = 0.7, 0.2
+#: Below this hit rate there is little to find in caches.
+LOW = 0.2
 
 
 class Traffic(Struct, kw_only=True, frozen=True):
@@ -530,30 +530,20 @@ def _block_size(traffic: Traffic) -> Advice:
 
 
 def _weights(traffic: Traffic) -> list[Advice]:
-    rate = traffic.hit_rate
-    if rate < 0:
-        why = "the hit rate is not known (give --hit-rate); these suit mixed traffic"
-    else:
-        why = f"hit rate {rate:.0%}: " + (
-            f"above {HIGH:.0%} the cache is worth more than an even load"
-            if rate > HIGH
-            else f"below {LOW:.0%} there is little to find in caches"
-            if rate < LOW
-            else f"between {LOW:.0%} and {HIGH:.0%} both matter"
-        )
-    prefix, load = (100, 30) if rate > HIGH else (20, 100) if 0 <= rate < LOW else (60, 60)
-    return [Advice("prefix-aware weight", prefix, why), Advice("load-aware weight", load, why)]
+    rate, prefix = traffic.hit_rate, 30
+    why = "caches are still found, and no hot spot stays; more weight on prefixes outweighs any queue"
+    if 0 <= rate < LOW:
+        prefix, why = 20, f"hit rate {rate:.0%}: below {LOW:.0%} there is little to find in caches"
+    return [Advice("prefix-aware weight", prefix, why), Advice("load-aware weight", 100, why)]
 
 
 def _queue_length(fitted: Fitted, facts: Facts, traffic: Traffic) -> Advice:
     uncached = max(traffic.prompt_tokens * (1.0 - max(traffic.hit_rate, 0.0)), 1.0)
     own = fitted.prefill_ms(traffic.prompt_tokens, uncached) - fitted.overhead_ms
     slots = facts.max_num_seqs or USUAL_SLOTS
-    by_time, most = int((traffic.ttft_ms - fitted.overhead_ms) / max(own, 1e-3)), int(QUEUE_SHARE * slots)
-    why = f"a waiting prompt takes {own:,.1f} ms; behind more of them TTFT is above {traffic.ttft_ms:,.0f} ms"
-    if by_time >= most:
-        why = f"{QUEUE_SHARE:.0%} of the engine's {slots} sequences; so many prompts take {most * own:,.0f} ms"
-    return Advice("maxQueueLength", max(1, min(by_time, most)), why)
+    most = max(1, int(QUEUE_SHARE * slots))
+    takes = f"{QUEUE_SHARE:.0%} of the engine's {slots} sequences; so many prompts take {most * own:,.0f} ms"
+    return Advice("maxQueueLength", most, f"{takes}, but a limit that is reached sooner forgets prefixes")
 
 
 def _concurrency(fitted: Fitted, facts: Facts, traffic: Traffic) -> Advice:
