@@ -78,7 +78,12 @@ def generate(
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the workload to this file.")] = None,
     to: _To = "native",
     rate: Annotated[float, typer.Option(help="Requests (or sessions) per second.")] = 10.0,
-    requests: Annotated[int, typer.Option("--requests", "-n", metavar="N", min=0, help="How many requests.")] = 0,
+    requests: Annotated[
+        int,
+        typer.Option(
+            "--requests", "-n", metavar="N", min=0, help="How many requests, or sessions of a kind that has them."
+        ),
+    ] = 0,
     seconds: Annotated[float, typer.Option(min=0, help="Requests arrive for this long.")] = 0.0,
     arrivals: Annotated[str, typer.Option(help="poisson, constant, bursty or ramp.")] = "poisson",
     cv: Annotated[float, typer.Option(help="Bursty arrivals: coefficient of variation.")] = 3.0,
