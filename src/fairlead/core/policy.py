@@ -23,6 +23,7 @@ from fairlead.core.cost import Terms, Weights
 from fairlead.core.errors import PluginError
 from fairlead.core.records import Trace
 from fairlead.core.request import Request
+from fairlead.core.table import FLOATS
 from fairlead.core.view import FleetView
 
 # Typed state of one decision: written once, read by all plugins that take part in it.
@@ -261,12 +262,32 @@ class ReportsErrors(Protocol):
     def report_to(self, on_plugin_error: Callable[[PluginError], None] | None) -> None: ...
 
 
+def choice_of(policy: Policy, request: Request, fleet: FleetView, context: Context) -> Answer:
+    """Return the checked answer of a policy that may come from anywhere. Raise what it raises, and `ValueError` if it
+    wrote to a column; the columns are then as they were."""
+    floats = fleet.table.floats
+    before = floats.tobytes()
+    try:
+        answer = policy.choose(request, fleet, context)
+    finally:
+        changed = floats.tobytes() != before
+        if changed:
+            rows = np.frombuffer(before).reshape(floats.shape)
+            names = [
+                name for name, row, old in zip(FLOATS, floats, rows, strict=True) if row.tobytes() != old.tobytes()
+            ]
+            floats[:] = rows
+    if changed:
+        raise ValueError(f"wrote to {', '.join(names)} of fleet.table, which are read only")
+    return checked(answer, fleet)
+
+
 def choose_or_raise(policy: Policy, request: Request, fleet: FleetView, context: Context) -> Answer:
-    """Return the checked answer of a policy. Raise what the policy raises, and what it reports of its plugins."""
+    """As `choice_of`; also raise what the policy reports of its plugins."""
     errors: list[PluginError] = []
     if isinstance(policy, ReportsErrors):
         policy.report_to(errors.append)
-    answer = checked(policy.choose(request, fleet, context), fleet)
+    answer = choice_of(policy, request, fleet, context)
     if errors:
         raise errors[0]
     return answer

@@ -19,7 +19,7 @@ from msgspec import Struct, field
 
 from fairlead.core.columns import BoolColumn
 from fairlead.core.errors import PLUGIN_FAILURES, PluginError
-from fairlead.core.policy import Answer, Context, Policy, checked
+from fairlead.core.policy import Answer, Context, Policy, choice_of
 from fairlead.core.request import Request
 from fairlead.core.view import FleetView
 
@@ -204,7 +204,7 @@ class Canary(AsksElsewhere):
     def choose(self, request: Request, fleet: FleetView, context: Context) -> Answer:
         if self.takes(request):
             try:
-                pick = checked(self.canary.choose(request, fleet, context), fleet)
+                pick = choice_of(self.canary, request, fleet, context)
                 pick.by = pick.by or self.canary.name
                 self.decided["canary"] += 1
                 return pick

@@ -51,7 +51,7 @@ from fairlead.core.models import Catalogue, Refusal, applied, unnamed
 from fairlead.core.parking import TIMER as REMOTE_TIMER
 from fairlead.core.parking import Decided, Parking, Question, Reservation
 from fairlead.core.peers import Peers
-from fairlead.core.policy import Answer, Context, Picked, Policy, Refused, checked
+from fairlead.core.policy import Answer, Context, Picked, Policy, Refused, choice_of
 from fairlead.core.profile import Profile, in_order, runner_up
 from fairlead.core.queues import Queues
 from fairlead.core.records import DecisionRecord, OutcomeRecord, Snapshot
@@ -505,10 +505,13 @@ class Pipeline:
 
     def _choose(self, policy: Policy, request: Request, now: float) -> Answer:
         try:
-            pick = policy.choose(request, self.fleet, Context(now, self._rng))
+            if policy is self._own_policy:
+                pick = policy.choose(request, self.fleet, Context(now, self._rng))
+            else:
+                pick = choice_of(policy, request, self.fleet, Context(now, self._rng))
             if self.snapshot is not None and pick.trace is not None:
                 pick.trace.snapshot = self.snapshot(self.fleet, now)
-            return pick if policy is self._own_policy else checked(pick, self.fleet)
+            return pick
         except PLUGIN_FAILURES as error:  # a policy may come from anywhere: its failure must not become the client's
             if self._report is not None:
                 self._report(PluginError(policy.name, f"{type(error).__name__}: {error}"))

@@ -165,7 +165,7 @@ def test_an_answer_that_cannot_be_carried_out_is_reported_and_replaced(answer: A
     assert len(routes) == len(errors) == 1
 
 
-def test_a_policy_that_writes_to_columns_breaks_its_contract() -> None:
+def test_a_policy_that_writes_to_columns_has_failed_and_they_are_as_before() -> None:
     class Writes(Ranked):
         type = "writes"
 
@@ -174,5 +174,13 @@ def test_a_policy_that_writes_to_columns_breaks_its_contract() -> None:
             load += 1.0
             return load
 
-    with pytest.raises(AssertionError, match=r"the policy changed table\.queue"):
+    known, errors = fleet("e0", "e1"), list[PluginError]()
+    pipeline = Pipeline(SimClock(), Random(1), known, Writes(), TokenEstimator(), errors.append)
+    pipeline.handle(RequestArrived(request()))
+    assert [str(error) for error in errors] == [
+        "plugin writes: ValueError: wrote to queue of fleet.table, which are read only"
+    ]
+    pipeline.validate()
+    assert known.table.queue.sum() == 1.0, "what was sent, and nothing else"
+    with pytest.raises(AssertionError, match=r"wrote to queue of fleet\.table"):
         check_policy(Writes())
