@@ -139,8 +139,10 @@ def checked(answer: Any, fleet: FleetView) -> Answer:
     """Return the answer of a policy that may come from anywhere. Raise `TypeError` or `ValueError` if it cannot be
     carried out."""
     if isinstance(answer, Refused):
-        if not (isinstance(answer.reason, str) and isinstance(answer.message, str) and isinstance(answer.status, int)):
-            raise TypeError(f"{answer}: reason and message must be str, status int")
+        fields: tuple[Any, ...] = (answer.reason, answer.message, answer.status)
+        if not all(map(isinstance, fields, (str, str, int))):
+            kinds = ", ".join(type(value).__name__ for value in fields)
+            raise TypeError(f"reason, message and status of a refusal are {kinds}, expected str, str, int")
         if not 400 <= answer.status <= 599:
             raise ValueError(f"a refusal with HTTP status {answer.status}, expected 400 to 599")
         return answer
