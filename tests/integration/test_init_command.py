@@ -89,6 +89,14 @@ def test_servers_without_kv_events_are_named(stubs: list[str], tmp_path: Path) -
     assert not load(tmp_path / "fairlead.yaml").kv_events.enabled
 
 
+def test_unlike_servers_are_named(stubs: list[str], tmp_path: Path) -> None:
+    with stub(tmp_path, "short", "--max-model-len", "512") as [short], stub(tmp_path, "other", "--model", "m") as [m]:
+        done = run(tmp_path, "init", stubs[0], short, m)
+    assert done.returncode == 0, done.stderr
+    assert "do not serve the same models" in done.stdout
+    assert re.search(r"max_model_len differs \(512, \d+", done.stdout)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [

@@ -272,7 +272,7 @@ class Metrics(Section):
     )
     max_page_bytes: Bytes = Field(default=4 << 20, description="A larger page is a failed scrape.")
     models_interval: Seconds = Field(
-        default=30.0, description="How often `/v1/models` is read for loaded adapters; 0 = never."
+        default=30.0, description="How often `/v1/models` is read for models and loaded adapters; 0 = never."
     )
     token_file: str = Field(
         default="",

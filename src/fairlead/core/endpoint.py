@@ -46,6 +46,18 @@ class Endpoint(Struct, frozen=True):
         return self.metrics_url or f"http://{self.address}/metrics"
 
 
+class BaseModels(Struct, frozen=True):
+    """What an endpoint's list of models says of those that are no adapters."""
+
+    #: Empty = not known.
+    names: frozenset[str] = frozenset()
+    #: Tokens that the prompt and the answer may have together, in the model with the shortest context; 0 = not known.
+    context: int = 0
+
+
+NOT_LISTED = BaseModels()
+
+
 class Topology(Struct, frozen=True):
     """The cost of reaching endpoints in other places, such as other zones."""
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.endpoint import NOT_LISTED, BaseModels, Endpoint, Sample
 from fairlead.core.learned import Part
 from fairlead.core.models import ModelRules, ModelSet
 from fairlead.core.records import ShadowRecord
@@ -123,6 +123,7 @@ class AdaptersListed(Struct, frozen=True):
     endpoint_id: str
     #: `None` = it does not tell.
     adapters: frozenset[str] | None
+    base: BaseModels = NOT_LISTED
 
 
 class ModelsChanged(Struct, frozen=True):

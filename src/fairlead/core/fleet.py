@@ -10,7 +10,7 @@ import numpy as np
 from fairlead.core.adapters import Adapters, Cold
 from fairlead.core.columns import FloatColumn
 from fairlead.core.cost import CROWDED, LONG_TOKENS, PRIOR, StepModel, forecast
-from fairlead.core.endpoint import MODEL_LABEL, Endpoint, Sample, Topology
+from fairlead.core.endpoint import MODEL_LABEL, NOT_LISTED, BaseModels, Endpoint, Sample, Topology
 from fairlead.core.exact import ExactKnowledge
 from fairlead.core.learned import Common, EndpointLearned, Look, Part, PrefixesLearned
 from fairlead.core.ledger import Lease, Ledger
@@ -207,13 +207,14 @@ class Fleet:
             self.prefix.set_capacity(slot, int(capacity * self._budgeted_with))
         table.per_capacity[slot] = max(ranks, 1.0) / capacity if capacity else 0.0
 
-    def adapters_listed(self, endpoint_id: str, adapters: frozenset[str] | None) -> None:
+    def adapters_listed(self, endpoint_id: str, adapters: frozenset[str] | None, base: BaseModels = NOT_LISTED) -> None:
         """Its list of models was read; `None` = it does not tell."""
         slot = self.table.slot(endpoint_id)
         if slot is None:
             return
         if adapters and self.exact is not None:
             self.exact.know_adapters(adapters)
+        self.table.set_based(slot, base)
         look, known = self._looks[slot], self.table.dynamic[slot]
         dynamic = self.adapters.listed(adapters, look)
         self._list(slot, adapters, dynamic)

@@ -4,7 +4,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from fairlead.core.endpoint import Endpoint
+from fairlead.core.endpoint import BaseModels, Endpoint
 from fairlead.core.request import Request
 
 # The forecast of a decision, to be compared with the outcome.
@@ -51,6 +51,8 @@ class Snapshot(Struct, frozen=True, gc=False):
     #: Learned for the whole pool: how long a request holds memory (ms), and the steps of an answer.
     hold_ms: float = 0.0
     answer_steps: float = 0.0
+    #: Base models by slot.
+    based: tuple[BaseModels, ...] = ()
 
 
 #: Filter names in a trace of late binding: all filters of the policy together, and the gate that removes endpoints

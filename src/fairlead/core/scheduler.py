@@ -711,7 +711,7 @@ class Pipeline:
         return []
 
     def _adapters_listed(self, event: ev.AdaptersListed) -> list[Instruction]:
-        self.fleet.adapters_listed(event.endpoint_id, event.adapters)
+        self.fleet.adapters_listed(event.endpoint_id, event.adapters, event.base)
         return []
 
     def _models_changed(self, event: ev.ModelsChanged) -> list[Instruction]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fairlead.core.columns import FloatColumn
-from fairlead.core.endpoint import Endpoint
+from fairlead.core.endpoint import BaseModels, Endpoint
 from fairlead.core.fleet import Fleet
 from fairlead.core.records import Snapshot
 from fairlead.core.request import Request
@@ -27,13 +27,14 @@ class Snapshots:
         self._endpoints: tuple[Endpoint | None, ...] = ()
         self._adapters: tuple[frozenset[str] | None, ...] = ()
         self._listed: tuple[frozenset[str] | None, ...] = ()
+        self._based: tuple[BaseModels, ...] = ()
 
     def __call__(self, fleet: Fleet, now: float) -> Snapshot:
         table, predictor = fleet.table, fleet.predictor
         if table.version != self._version:
             self._version = table.version
             self._endpoints, self._adapters = tuple(table.endpoints), tuple(table.adapters)
-            self._listed = tuple(table.listed)
+            self._listed, self._based = tuple(table.listed), tuple(table.based)
         return Snapshot(
             now,
             self._endpoints,
@@ -43,6 +44,7 @@ class Snapshots:
             predictor.rates.columns.copy(),
             predictor.hold_ms,
             predictor.answer_steps,
+            self._based,
         )
 
 
@@ -77,6 +79,8 @@ def _fill(table: EndpointTable, snapshot: Snapshot) -> None:
         else:
             table.set_adapters(slot, snapshot.adapters[slot])
             table.set_listed(slot, snapshot.listed[slot])
+            if snapshot.based:  # an older journal has none
+                table.set_based(slot, snapshot.based[slot])
     for slot in free:
         table.remove(slot)
     floats = np.asarray(snapshot.floats, dtype=np.float64)

@@ -16,7 +16,7 @@ from math import inf, nan
 import numpy as np
 
 from fairlead.core.columns import BoolColumn, FloatColumn
-from fairlead.core.endpoint import ROLE_LABEL, Endpoint, Sample
+from fairlead.core.endpoint import MODEL_LABEL, NOT_LISTED, ROLE_LABEL, BaseModels, Endpoint, Sample
 
 FLOATS = (
     "waiting", "running", "kv", "queue", "active", "inflight", "pending", "pending_tokens", "queued_tokens",
@@ -97,6 +97,10 @@ class EndpointTable:
         self.adapters: list[frozenset[str] | None] = []
         #: Adapters that its list of models has, used or not; `None` = not known.
         self.listed: list[frozenset[str] | None] = []
+        #: What that list says of base models.
+        self.based: list[BaseModels] = []
+        #: The context of each in tokens, infinite where not known; `None` = all that are known are equal.
+        self.contexts: FloatColumn | None = None
         #: Endpoints whose list of models is not known; and those that load adapters on demand, whatever it says.
         self.unlisted: BoolColumn = np.zeros(0, dtype=np.bool_)
         self.dynamic: BoolColumn = np.zeros(0, dtype=np.bool_)
@@ -162,6 +166,7 @@ class EndpointTable:
         self.count -= 1
         self.set_adapters(slot, None)
         self.set_listed(slot, None)
+        self.set_based(slot, NOT_LISTED)
         self._put(slot, None)
 
     def set_adapters(self, slot: int, adapters: frozenset[str] | None) -> None:
@@ -193,6 +198,21 @@ class EndpointTable:
             self._listing.setdefault(name, set()).add(slot)
         self._judge_unlisted(slot)
         self._adapters_changed()
+
+    def set_based(self, slot: int, base: BaseModels) -> None:
+        if base != self.based[slot]:
+            self.based[slot] = base
+            self._judge_contexts()
+            self._changed()
+
+    def base(self, model: str) -> BoolColumn:
+        """Where it is the base model: by the label, or by the list of models where there is no label."""
+
+        def has(slot: int, endpoint: Endpoint) -> bool:
+            label = endpoint.labels.get(MODEL_LABEL)
+            return model in self.based[slot].names if label is None else label == model
+
+        return self.mask(("base", model), has)
 
     def holders(self, adapter: str) -> BoolColumn | None:
         """Where the adapter is on the metrics page; `None` = nowhere."""
@@ -229,8 +249,8 @@ class EndpointTable:
                 self._extra[name][slot] = value
 
     def mask(self, key: tuple[Hashable, ...], keep: Callable[[int, Endpoint], bool]) -> BoolColumn:
-        """Where `keep(slot, endpoint)` holds. It may look at labels and addresses only: the answer is remembered
-        under `key` until an endpoint comes, goes or changes."""
+        """Where `keep(slot, endpoint)` holds. It may look at labels, addresses and base models only: the answer is
+        remembered under `key` until an endpoint comes, goes or changes."""
         known = self._masks.get(key)
         if known is None:
             known = np.fromiter(
@@ -254,8 +274,9 @@ class EndpointTable:
         return answer
 
     def answer(self, key: tuple[Hashable, ...], find: Callable[[], BoolColumn | None]) -> BoolColumn | None:
-        """A filter's whole answer, remembered under `key` until `version` rises. It may depend on labels, addresses and
-        adapters only. One look-up instead of several columns: with cold caches that is most of such a filter's cost."""
+        """A filter's whole answer, remembered under `key` until `version` rises. It may depend on labels, addresses,
+        models and adapters only. One look-up instead of several columns: with cold caches that is most of such a
+        filter's cost."""
         try:
             return self._answers[key]
         except KeyError:
@@ -329,6 +350,8 @@ class EndpointTable:
         self.endpoints.append(None)
         self.adapters.append(None)
         self.listed.append(None)
+        self.based.append(NOT_LISTED)
+        self.contexts = None if self.contexts is None else np.append(self.contexts, inf)
         self.samples.append(None)
         self.alive = np.append(self.alive, False)
         self.unlisted, self.dynamic = np.append(self.unlisted, False), np.append(self.dynamic, False)
@@ -347,6 +370,10 @@ class EndpointTable:
     def _judge_ranks(self) -> None:
         ranks = np.maximum(self.ranks, 1.0)
         self.per_rank = 1.0 / ranks if np.count_nonzero(ranks > 1.0) else None
+
+    def _judge_contexts(self) -> None:
+        contexts = [base.context or inf for base in self.based]
+        self.contexts = np.array(contexts) if len({*contexts} - {inf}) > 1 else None
 
     def _judge_unlisted(self, slot: int) -> None:
         listed, alive = self.listed[slot], bool(self.alive[slot])

@@ -24,6 +24,7 @@ from fairlead.pool.aio import cancelled
 from fairlead.pool.endpoints_file import preferred, resolve_host
 from fairlead.pool.model_files import load_tokeniser
 from fairlead.pool.scrape import page_address
+from fairlead.pool.served_models import read_model_list
 from fairlead.server.observe.fleet_gauges import EndpointStatus
 
 Need = Literal["endpoints", "admin", "gateway", "any-gateway", "probe", "events", "tokens", "embedded"]
@@ -330,6 +331,14 @@ class Site:
             return {str(row["id"]): bool(row.get("parent")) for row in rows}
         except (Unreached, ValueError, KeyError, TypeError, AttributeError):
             return {}
+
+    async def context(self, endpoint: Endpoint) -> int:
+        """Tokens that prompt and answer may have together; 0 = unknown."""
+        try:
+            answer = await self.ask(endpoint, "/v1/models")
+            return read_model_list(answer.body).base.context if answer.status == 200 else 0
+        except (Unreached, ValueError):
+            return 0
 
     async def model(self, endpoint: Endpoint) -> str:
         """The base model of an endpoint; empty = unknown."""

@@ -28,6 +28,8 @@ class Server(Struct, frozen=True, kw_only=True):
     version: str = ""
     models: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
+    #: Tokens that prompt and answer may have together; 0 = unknown.
+    context: int = 0
     sample: Sample = Sample()
     #: Address where it publishes KV events; empty = it reports none.
     kv_events: str = ""
@@ -82,6 +84,7 @@ async def _look(site: Site, endpoint: Endpoint) -> Server:
         version=_version(version),
         models=tuple(name for name, adapter in served.items() if not adapter),
         adapters=tuple(name for name, adapter in served.items() if adapter),
+        context=await site.context(endpoint),
         sample=sample,
         kv_events=source.events if source is not None else "",
     )

@@ -16,13 +16,14 @@ import logging
 import random
 from collections.abc import Callable, Iterator
 from itertools import chain
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from fairlead.core.endpoint import Endpoint
+from fairlead.core.endpoint import BaseModels, Endpoint
 from fairlead.core.events import AdaptersListed
 from fairlead.pool.scrape import Pace, ScrapeError, ScrapeOptions, SecureFetcher
 
@@ -32,6 +33,8 @@ SOON, RETRY, TIMEOUT = 1.0, 2.0, 5.0
 MAX_PAGE = 1 << 20
 #: Lists of more models are refused, and longer names are left out.
 MOST_NAMES, MOST_LETTERS = 10_000, 1024
+#: Contexts from this number of tokens on are not believed.
+LONGEST = 1 << 53
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +42,8 @@ log = logging.getLogger(__name__)
 class _Model(Struct, gc=False):
     id: str = ""
     parent: str | None = None
+    #: vLLM and SGLang say it; the value may be anything.
+    max_model_len: Any = None
 
 
 class _Page(Struct, gc=False):
@@ -46,10 +51,10 @@ class _Page(Struct, gc=False):
 
 
 class ModelList(Struct, frozen=True):
-    """The names of a server's base models and of its adapters."""
+    """A server's base models, and the names of its adapters; `None` = it refuses to list them."""
 
-    models: frozenset[str]
-    adapters: frozenset[str]
+    base: BaseModels = BaseModels()
+    adapters: frozenset[str] | None = None
 
 
 def read_model_list(page: bytes) -> ModelList:
@@ -61,15 +66,20 @@ def read_model_list(page: bytes) -> ModelList:
     if len(cards) > MOST_NAMES:
         raise ValueError(f"a list of more than {MOST_NAMES} models")
     cards = [card for card in cards if 0 < len(card.id) <= MOST_LETTERS]
+    base = [card for card in cards if not card.parent]
+    contexts = [card.max_model_len for card in base if type(card.max_model_len) is int]
     return ModelList(
-        frozenset(card.id for card in cards if not card.parent), frozenset(card.id for card in cards if card.parent)
+        BaseModels(
+            frozenset(card.id for card in base), min((tokens for tokens in contexts if 0 < tokens < LONGEST), default=0)
+        ),
+        frozenset(card.id for card in cards if card.parent),
     )
 
 
 class _Target:
     """An endpoint, and when it is queried."""
 
-    __slots__ = ("due", "endpoint", "fails", "looked", "models", "read_at", "reported", "task", "timer")
+    __slots__ = ("due", "endpoint", "fails", "listed", "looked", "read_at", "task", "timer")
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
@@ -78,10 +88,8 @@ class _Target:
         self.task: asyncio.Task[None] | None = None
         self.read_at = -SOON
         self.fails = 0
-        #: The adapters reported last.
-        self.reported: frozenset[str] | None = None
-        #: The base models read last.
-        self.models: frozenset[str] = frozenset()
+        #: The list reported last.
+        self.listed = ModelList()
         #: Report the next list even if it is unchanged.
         self.looked = False
 
@@ -142,13 +150,15 @@ class ServedModels:
     def names(self) -> Iterator[str]:
         """Yield the models and adapters that endpoints serve; a name once for each endpoint that serves it."""
         for target in self._targets.values():
-            yield from target.models
-            yield from target.reported or ()
+            yield from target.listed.base.names
+            yield from target.listed.adapters or ()
 
     def union(self, alike: bool) -> frozenset[str]:
         """All names that endpoints serve. Unless `alike`, empty while all serve the same: any can list it."""
         if self._union is None:
-            lists = {(target.models, target.reported or frozenset()) for target in self._targets.values()}
+            lists = {
+                (target.listed.base.names, target.listed.adapters or frozenset()) for target in self._targets.values()
+            }
             lists.discard((frozenset(), frozenset()))  # an endpoint that was not read, or refused
             self._union = len(lists) > 1, frozenset(chain(*chain(*lists)))
         unlike, names = self._union
@@ -175,14 +185,12 @@ class ServedModels:
     async def _ask(self, target: _Target) -> None:
         url, trusted = _address(target.endpoint)
         fetcher = self._trusted if trusted else self._plain
-        adapters: frozenset[str] | None = None
-        looked, problem = False, ""
+        listed, looked, problem = ModelList(), False, ""
         try:
             async with self._free, asyncio.timeout(TIMEOUT):
                 target.read_at = self._loop.time()
                 looked, target.looked = target.looked, False
-                read = read_model_list(await fetcher.fetch(url))
-                adapters, target.models = read.adapters, read.models
+                listed = read_model_list(await fetcher.fetch(url))
         except ScrapeError as error:
             problem = "" if error.answered else str(error)
         except (TimeoutError, ValueError) as error:
@@ -192,9 +200,9 @@ class ServedModels:
         if problem:
             target.looked |= looked
             log.debug("%s: %s", url, problem)
-        elif looked or adapters != target.reported:
-            target.reported = adapters
-            self._feed(AdaptersListed(target.endpoint.id, adapters))
+        elif looked or listed != target.listed:
+            target.listed = listed
+            self._feed(AdaptersListed(target.endpoint.id, listed.adapters, listed.base))
 
     def _pause(self, target: _Target, problem: str) -> float:
         """The seconds until the endpoint is queried again."""

@@ -225,10 +225,19 @@ async def test_endpoints_of_several_models_without_labels_are_named(world: Any, 
     addresses = [*await world.stubs(1), *await world.stubs(1, model="large")]
     endpoints = [{"name": f"e{at}", "address": address} for at, address in enumerate(addresses)]
     found = await world.examined({"endpoints": endpoints})
+    assert codes(found) == {"models.several"}
+    found = await world.examined({"endpoints": endpoints, "metrics": {"modelsInterval": 0}})
     assert codes(found) == {"models.mixed"}
     for endpoint, name in zip(endpoints, ("tiny", "large"), strict=True):
         endpoint["labels"] = {"model-id": name}
     assert (await world.examined({"endpoints": endpoints})).well
+
+
+async def test_unlike_contexts_of_one_model_are_named(world: Any, pool_of: Listed) -> None:
+    addresses = [*await world.stubs(1, max_model_len=512), *await world.stubs(1, max_model_len=2048)]
+    found = await world.examined({"endpoints": pool_of(addresses)})
+    assert codes(found) == {"models.contexts"}
+    assert found.findings[0].evidence == "tiny: max_model_len is 512, 2048"
 
 
 async def test_a_name_that_leads_nowhere_is_named(world: Any, pool_of: Listed) -> None:

@@ -3,9 +3,10 @@
 from random import Random
 
 import numpy as np
+from msgspec.structs import replace
 
 from fairlead.core.columns import BoolColumn
-from fairlead.core.endpoint import Endpoint
+from fairlead.core.endpoint import BaseModels, Endpoint
 from fairlead.core.fleet import Fleet
 from fairlead.core.policy import Context, Cycle, Filter, Picked, Stage
 from fairlead.core.request import Request
@@ -49,6 +50,16 @@ def test_they_are_asked_once_for_each_model() -> None:
     assert counting.asked == 1
     choose(policy, known, request(model="b"))
     assert counting.asked == 2
+
+
+def test_a_request_that_is_too_long_is_not_taken_for_a_short_one_of_the_same_model() -> None:
+    policy, known = CostModel(filters=usual()), fleet("e0", "e1")
+    for name, tokens in (("e0", 512), ("e1", 2048)):
+        known.adapters_listed(name, frozenset(), BaseModels(frozenset({"m"}), tokens))
+    short, long = request(model="m"), replace(request(model="m"), prompt_tokens=600)
+    choose(policy, known, short)
+    known.table.queue[1] = 50.0
+    assert (choose(policy, known, short).slot, choose(policy, known, long).slot) == (0, 1)
 
 
 def test_they_are_asked_again_when_the_table_has_changed_and_in_another_fleet() -> None:

@@ -2,10 +2,12 @@
 
 from random import Random
 
+import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from fairlead.core.columns import BoolColumn
-from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.endpoint import BaseModels, Endpoint, Sample
 from fairlead.core.fleet import Fleet
 from fairlead.core.policy import Context, Cycle, Filter, Stage
 from fairlead.core.request import Request
@@ -209,6 +211,69 @@ def test_a_promised_adapter_counts_like_a_reported_one() -> None:
     assert kept(plugin, fleet, Request(id=1, arrived=0.0, model="poet")) == [0]
     assert kept(plugin, fleet, Request(id=1, arrived=0.0, model="critic")) == [0, 1, 2]
     assert kept(plugin, fleet, Request(id=1, arrived=0.0, model="poe")) == [0, 1, 3]
+
+
+def listed(fleet: Fleet, *bases: BaseModels) -> Fleet:
+    for number, base in enumerate(bases):
+        fleet.adapters_listed(f"e{number}", frozenset(), base)
+    return fleet
+
+
+TINY, LARGE = BaseModels(frozenset({"tiny", "t"})), BaseModels(frozenset({"large"}))
+
+
+@pytest.mark.parametrize(
+    ("model", "expected", "why"),
+    [
+        ("tiny", [0, 2, 3], "its list has it, the label says it, or nothing is known"),
+        ("t", [0, 3], "the label counts before the list"),
+        ("large", [1, 3], "its list has it, or nothing is known"),
+        ("poet", [0, 1, 3], "nobody has it: whoever has no other label"),
+    ],
+)
+def test_without_a_label_the_list_says_which_model_it_is(model: str, expected: list[int], why: str) -> None:
+    fleet, plugin = fleet_of({}, {}, {"model-id": "tiny"}, {}), ModelCompatibility(NoParams())
+    request = Request(id=1, arrived=0.0, model=model)
+    assert kept(plugin, fleet, request) == ([0, 1, 2, 3] if model == "tiny" else [0, 1, 3]), "no list was read yet"
+    listed(fleet, TINY, LARGE, TINY)
+    assert kept(plugin, fleet, request) == expected, why
+
+
+def test_the_list_of_a_departed_endpoint_does_not_count() -> None:
+    fleet, plugin = listed(fleet_of({}, {}), TINY, LARGE), ModelCompatibility(NoParams())
+    asked = Request(id=1, arrived=0.0, model="tiny")
+    assert kept(plugin, fleet, asked) == [0]
+    fleet.down("e0")
+    assert kept(plugin, fleet, asked) == [1]
+
+
+def lengths(*contexts: int) -> Fleet:
+    """Endpoints with these contexts; the last one has no list."""
+    return listed(fleet_of(*({} for _ in contexts), {}), *(BaseModels(frozenset({"m"}), tokens) for tokens in contexts))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "most", "expected"),
+    [(500, 12, {0, 1, 2, 3}), (500, 13, {1, 2, 3}), (513, 0, {1, 2, 3}), (4000, 0, {2, 3}), (9000, 0, {2, 3})],
+)
+def test_a_context_that_is_too_short(prompt: int, most: int, expected: set[int]) -> None:
+    asked = Request(id=1, arrived=0.0, model="m", prompt_tokens=prompt, max_tokens=most)
+    mask = ModelCompatibility(NoParams()).keep(asked, lengths(512, 2048, 0), Cycle(Context(0.0, Random(0))))
+    assert mask is not None and set(mask.nonzero()[0].tolist()) == expected
+
+
+def test_a_request_that_is_too_long_for_all_goes_anywhere() -> None:
+    fleet, cycle = lengths(512, 2048), Cycle(Context(0.0, Random(0)))
+    fleet.down("e2")
+    for model in ("m", ""):
+        asked = Request(id=1, arrived=0.0, model=model, prompt_tokens=600)
+        mask = ModelCompatibility(NoParams()).keep(asked, fleet, cycle)
+        assert mask is not None and mask.tolist() == [False, True, False]
+        mask = ModelCompatibility(NoParams()).keep(replace(asked, prompt_tokens=6000), fleet, cycle)
+        assert mask is not None and mask.tolist() == [True, True, False]
+    cycle.left = np.array([True, False, False])
+    mask = ModelCompatibility(NoParams()).keep(asked, fleet, cycle)
+    assert mask is not None and mask.tolist() == [True, True, False], "other filters took the long one"
 
 
 @pytest.mark.parametrize("plugin", [Role(RoleParams()), ModelCompatibility(NoParams()), Subset(NoParams())])

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from fairlead.core.endpoint import Endpoint
+from fairlead.core.endpoint import BaseModels, Endpoint
 from fairlead.core.events import AdaptersListed
 from fairlead.pool import served_models
 from fairlead.pool.scrape import ScrapeOptions
@@ -27,9 +27,19 @@ def page(*adapters: str) -> bytes:
 
 def test_a_list_of_models() -> None:
     found = read_model_list(page("poet", "critic"))
-    assert found == ModelList(frozenset({"base"}), frozenset({"poet", "critic"}))
-    assert read_model_list(page("x" * (MOST_LETTERS + 1), "")) == ModelList(frozenset({"base"}), frozenset())
-    assert read_model_list(b'{"data": []}') == ModelList(frozenset(), frozenset())
+    base = BaseModels(frozenset({"base"}))
+    assert found == ModelList(base, frozenset({"poet", "critic"}))
+    assert read_model_list(page("x" * (MOST_LETTERS + 1), "")) == ModelList(base, frozenset())
+    assert read_model_list(b'{"data": []}') == ModelList(BaseModels(), frozenset())
+
+
+@pytest.mark.parametrize(
+    ("said", "context"), [([512, 2048, 0], 512), ([None, "9", 4.5, True, -1], 0), ([1 << 60, 10**300, []], 0)]
+)
+def test_the_shortest_context_of_the_base_models(said: list[object], context: int) -> None:
+    cards = [{"id": f"m{at}", "max_model_len": tokens} for at, tokens in enumerate(said)]
+    cards.append({"id": "poet", "parent": "m0", "max_model_len": 1})
+    assert read_model_list(json.dumps({"data": cards}).encode()).base.context == context
 
 
 @pytest.mark.parametrize(

@@ -74,9 +74,20 @@ LABEL = Kind(
     f"correct the label {MODEL_LABEL}, or start the engine with that --served-model-name", _FAILING,
 )  # fmt: skip
 MIXED = Kind(
-    "models.mixed", Severity.CRITICAL, "endpoints without a label serve different models",
-    f"label each with {MODEL_LABEL}: its model, or split the pool: requests reach servers that do not know the model",
+    "models.mixed", Severity.CRITICAL, "endpoints without a label serve different models, and no lists are read",
+    f"label each with {MODEL_LABEL}: its model, or set metrics.modelsInterval above 0: requests reach servers that do "
+    "not know the model",
     _FAILING,
+)  # fmt: skip
+SEVERAL = Kind(
+    "models.several", Severity.NOTE, "endpoints without a label serve different models",
+    f"nothing, if you meant it: each request goes where /v1/models lists its model; with a label {MODEL_LABEL} the "
+    "scheduler knows it from the start", "docs/models.md",
+)  # fmt: skip
+CONTEXTS = Kind(
+    "models.contexts", Severity.WARNING, "endpoints serve the same model with different context lengths",
+    "start all with the same --max-model-len: a request that is too long for some goes to the others only",
+    "docs/models.md",
 )  # fmt: skip
 UNSERVED = Kind(
     "models.unserved", Severity.CRITICAL, "a name that clients may use leads to a model that no endpoint serves",
@@ -134,7 +145,21 @@ async def _mixed(site: Site) -> list[Finding]:
     # An engine may have several names; one name that all have is enough for a pool of one model.
     if len(by_name) < 2 or everywhere == len(known):
         return []
-    return [MIXED.at(ids[0], f"{name} at {', '.join(ids[:3])}") for name, ids in by_name.items()]
+    kind = SEVERAL if site.config.metrics.models_interval else MIXED
+    return [kind.at(ids[0], f"{name} at {', '.join(ids[:3])}") for name, ids in by_name.items()]
+
+
+async def _contexts(site: Site) -> list[Finding]:
+    lengths: dict[str, dict[int, str]] = {}
+    for endpoint in site.endpoints:
+        tokens = await site.context(endpoint)
+        if tokens:
+            lengths.setdefault(await site.model(endpoint), {}).setdefault(tokens, endpoint.id)
+    return [
+        CONTEXTS.at(min(ids.items())[1], f"{model}: max_model_len is {', '.join(map(str, sorted(ids)))}")
+        for model, ids in lengths.items()
+        if len(ids) > 1
+    ]
 
 
 async def _unserved(site: Site) -> list[Finding]:
@@ -160,7 +185,7 @@ async def _unserved(site: Site) -> list[Finding]:
 @check("models", "endpoints serve the models that labels and definitions say", needs=("endpoints",))
 async def models(site: Site) -> list[Finding]:
     labels = await site.each(lambda endpoint: _label(site, endpoint))
-    return [*labels, *await _mixed(site), *await _unserved(site), *await _adapters(site)]
+    return [*labels, *await _mixed(site), *await _contexts(site), *await _unserved(site), *await _adapters(site)]
 
 
 NOTED = Kind(

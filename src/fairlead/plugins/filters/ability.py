@@ -7,7 +7,7 @@ import numpy as np
 from pydantic import Field
 
 from fairlead.core.columns import BoolColumn
-from fairlead.core.endpoint import MODEL_LABEL, ROLE_LABEL, STAGES, Endpoint
+from fairlead.core.endpoint import MODEL_LABEL, ROLE_LABEL, STAGES, BaseModels, Endpoint
 from fairlead.core.policy import Cycle, Stage
 from fairlead.core.request import Request
 from fairlead.core.table import EndpointTable
@@ -173,44 +173,61 @@ def _named(address: str, subset: frozenset[str]) -> bool:
 #   requests should go to the only endpoint that happens to run the adapter), or
 # * another endpoint has the adapter loaded, no label has it, and this endpoint loads adapters on demand
 #   (`core.adapters`), or
-# * no endpoint has the name as an adapter, and this one has no label `model-id` (its model is not known), or
-# * no endpoint has the name as an adapter or as `model-id`, and this one has adapter slots (it may load it on demand).
+# * no endpoint has the name as an adapter, and this one has no label `model-id` and no list of models, or
+# * no endpoint has the name as an adapter or as `model-id` or in its list of models, and this one has no label
+#   `model-id`, or has adapter slots (it may load it on demand).
+#
+# Without a label, the model's name in the list counts as the label would. Where contexts differ, endpoints are left out
+# whose context is too short for the prompt and the longest answer, unless all are.
 
 
 ADAPTERS_LABEL = "lora-adapters"
 
 
 class ModelCompatibility(Plain):
-    """Keeps endpoints that can serve the request's model. Requests without a model pass everywhere."""
+    """Keeps endpoints that can serve the request's model, and whose context is long enough if that of another is."""
 
     type = "model-compatibility"
     stage = Stage.ABILITY
     steady = True
 
     def keep(self, request: Request, fleet: FleetView, cycle: Cycle) -> BoolColumn | None:
-        model = request.target_model
-        if not model:
-            return None
-        return fleet.table.answer(("compatible", model), lambda: _compatible(fleet.table, model))
+        table, model = fleet.table, request.target_model
+        able = table.answer(("compatible", model), lambda: _compatible(table, model)) if model else None
+        if table.contexts is None:
+            return able
+        return _long_enough(
+            table.alive if able is None else able,
+            table.contexts >= request.prompt_tokens + request.max_tokens,
+            table.alive if cycle.left is None else cycle.left,
+        )
 
 
 def _compatible(table: EndpointTable, model: str) -> BoolColumn | None:
     promised = table.mask(("promised", model), lambda _, e: _promises(e, model))
     loaded = table.loaded(model)
     if np.count_nonzero(promised):
-        able = promised | _has_base(table, model)
+        able = promised | table.base(model)
         return unless_all(able if loaded is None else able | loaded)
     if loaded is not None:
         could_load = table.dynamic & (table.max_adapters > 0)
-        return unless_all(loaded | table.unlisted | could_load | _has_base(table, model))
+        return unless_all(loaded | table.unlisted | could_load | table.base(model))
+    has = table.base(model)
+    if np.count_nonzero(has):
+        return unless_all(has | table.mask(("unknown",), lambda slot, e: _unknown(e, table.based[slot])))
     plain = table.keeping(("serves", model), lambda _, e: e.labels.get(MODEL_LABEL, model) == model)
-    if plain is None or np.count_nonzero(_has_base(table, model)):
-        return plain
-    return unless_all(plain | (table.max_adapters > 0))
+    return None if plain is None else unless_all(plain | (table.max_adapters > 0))
 
 
-def _has_base(table: EndpointTable, model: str) -> BoolColumn:
-    return table.mask(("base", model), lambda _, e: e.labels.get(MODEL_LABEL) == model)
+def _unknown(endpoint: Endpoint, base: BaseModels) -> bool:
+    return MODEL_LABEL not in endpoint.labels and not base.names
+
+
+def _long_enough(able: BoolColumn, long: BoolColumn, left: BoolColumn) -> BoolColumn:
+    """The able endpoints with a long context, unless none of these is left. Never `None`: a profile would remember it
+    for the model, and ask no more."""
+    fits = able & long
+    return fits if np.count_nonzero(fits & left) else able
 
 
 def _promises(endpoint: Endpoint, model: str) -> bool:

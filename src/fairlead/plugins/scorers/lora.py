@@ -3,7 +3,6 @@
 import numpy as np
 
 from fairlead.core.columns import FloatColumn
-from fairlead.core.endpoint import MODEL_LABEL
 from fairlead.core.policy import Cycle
 from fairlead.core.request import Request
 from fairlead.core.table import EndpointTable
@@ -12,11 +11,10 @@ from fairlead.plugins.params import Plain
 
 
 def _is_adapter(model: str, table: EndpointTable) -> bool:
-    """A name counts as an adapter unless an endpoint has it as its base model (`model-id`), or no endpoint has LoRA
-    slots."""
+    """A name counts as an adapter unless it is an endpoint's base model, or no endpoint has LoRA slots."""
     if not model or not np.count_nonzero(table.max_adapters):
         return False
-    return not np.count_nonzero(table.mask(("base", model), lambda _, e: e.labels.get(MODEL_LABEL) == model))
+    return not np.count_nonzero(table.base(model))
 
 
 class LoraAware(Plain):

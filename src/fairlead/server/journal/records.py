@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from fairlead.core.endpoint import Endpoint
+from fairlead.core.endpoint import BaseModels, Endpoint
 from fairlead.core.events import AdaptersListed, Event, ModelsChanged, Reconfigured, RequestArrived
 from fairlead.core.records import DecisionRecord, Forecast, Snapshot, Trace, Waited
 from fairlead.core.request import Request
@@ -223,10 +223,10 @@ class Packer:
     def _snapshot(self, snapshot: Snapshot) -> dict[str, Any]:
         numbers = np.concatenate((snapshot.floats, snapshot.learned))
         packed: dict[str, Any] = {"at": snapshot.at, "hold_ms": snapshot.hold_ms, "steps": snapshot.answer_steps}
-        roster = (snapshot.endpoints, snapshot.adapters, snapshot.listed)
+        roster = (snapshot.endpoints, snapshot.adapters, snapshot.listed, snapshot.based)
         if self._before is None or roster != self._roster:
             packed |= {"endpoints": snapshot.endpoints, "adapters": snapshot.adapters, "listed": snapshot.listed}
-            packed |= {"all": numbers.tobytes(), "rows": len(snapshot.floats)}
+            packed |= {"based": snapshot.based, "all": numbers.tobytes(), "rows": len(snapshot.floats)}
         else:
             slots = np.flatnonzero((numbers != self._before).any(axis=0))
             packed |= {"slots": slots.tolist(), "values": numbers.take(slots, axis=1).tobytes()}
@@ -246,6 +246,7 @@ class Unpacker:
         self._endpoints: tuple[Endpoint | None, ...] = ()
         self._adapters: _Names = ()
         self._listed: _Names = ()
+        self._based: tuple[BaseModels, ...] = ()
 
     def unpack(self, packed: dict[str, Any]) -> Detail:
         """Raises `ValueError` if `packed` is not a detail."""
@@ -276,6 +277,7 @@ class Unpacker:
             self._endpoints = msgspec.convert(packed["endpoints"], tuple[Endpoint | None, ...])
             self._adapters = msgspec.convert(packed["adapters"], _Names)
             self._listed = msgspec.convert(packed.get("listed") or [None] * len(self._endpoints), _Names)
+            self._based = msgspec.convert(packed.get("based", ()), tuple[BaseModels, ...])
             self._rows = int(packed["rows"])
             self._before = np.frombuffer(packed["all"]).reshape(-1, len(self._endpoints))
         else:
@@ -295,6 +297,7 @@ class Unpacker:
             learned=tuple(numbers[self._rows :]),
             hold_ms=packed["hold_ms"],
             answer_steps=packed["steps"],
+            based=self._based,
         )
 
 

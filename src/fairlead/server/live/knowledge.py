@@ -125,9 +125,9 @@ class Knowledge:
 
     def _some_engine(self, model: str) -> str:
         """The address of an endpoint to ask for the tokens of a prompt, round-robin; empty if there is none."""
-        endpoints = [endpoint for _, endpoint in self._fleet.table.slots()]
-        # Prefer endpoints labelled with this model; an adapter's name is on no label.
-        endpoints = [candidate for candidate in endpoints if candidate.labels.get(MODEL_LABEL) == model] or endpoints
+        slots, has = self._fleet.table.slots(), self._fleet.table.base(model)
+        # Prefer endpoints that have it as their base model; an adapter is none.
+        endpoints = [endpoint for slot, endpoint in slots if has[slot]] or [endpoint for _, endpoint in slots]
         self._turn += 1
         return endpoints[self._turn % len(endpoints)].address if endpoints else ""
 
@@ -298,6 +298,6 @@ async def _served(session: aiohttp.ClientSession, url: str) -> set[str]:
             if response.status != 200:
                 return set()
             body = await read_at_most(response.content, _MOST_BYTES, ValueError("no list of models is so long"))
-        return set(read_model_list(body).models)
+        return set(read_model_list(body).base.names)
     except (OSError, aiohttp.ClientError, TimeoutError, ValueError):
         return set()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fairlead.core import events as ev
-from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.endpoint import BaseModels, Endpoint, Sample
 from fairlead.core.fleet import Fleet
 from fairlead.core.models import InferenceModel, ModelSet, Origin
 from fairlead.core.records import DecisionRecord, Trace
@@ -101,6 +101,8 @@ def fleet() -> Fleet:
         made.up(Endpoint(f"e{i}", f"10.0.0.{i}:80"))
     made.down("e2")
     made.sampled("e1", 0.0, 1.0, SAMPLE)
+    made.adapters_listed("e1", frozenset(), BaseModels(frozenset({"m"}), 512))
+    made.adapters_listed("e3", None, BaseModels(frozenset({"m"}), 2048))
     made.predictor.kappa[3] = 1.75
     return made
 
@@ -140,6 +142,7 @@ def test_details_come_back_to_the_last_bit_and_say_only_what_changed() -> None:
         assert np.array_equal(theirs.total, ours.total)
         assert np.array_equal(theirs.held, ours.held)
         assert theirs.snapshot.endpoints == ours.snapshot.endpoints
+        assert theirs.snapshot.based == ours.snapshot.based == tuple(there.table.based)
         assert np.array_equal(theirs.snapshot.floats, ours.snapshot.floats)
         assert np.array_equal(theirs.snapshot.learned, ours.snapshot.learned)
         there.table.queue[1] += 1.0
@@ -166,6 +169,8 @@ def test_a_restored_fleet_reads_as_the_real_one() -> None:
     assert np.array_equal(again.table.alive, there.table.alive)
     assert np.array_equal(again.table.floats, there.table.floats)
     assert again.table.holders("a") is not None
+    assert again.table.based == there.table.based
+    assert np.array_equal(again.table.contexts, there.table.contexts)
     there.table.queue[0] = 99.0
     assert snapshot.floats.max() < 99.0, "a snapshot is a copy"
 
