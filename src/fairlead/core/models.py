@@ -1,7 +1,7 @@
 """Model names: how operators define them, and which target, priority and latency a request for a name gets."""
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from math import inf
 from random import Random
@@ -263,6 +263,8 @@ class Listed(Struct, frozen=True):
     name: str
     #: Seconds since 1970; 0 = unknown.
     created: int
+    #: What an endpoint that serves it says of it, as JSON; `None` = it is defined here.
+    said: Any = None
 
 
 class Catalogue:
@@ -326,11 +328,12 @@ class Catalogue:
         names.update({name: Listed(name, 0) for name in self._exact if name not in names})
         return [names[name] for name in sorted(names) if not self.is_reserved(name)]
 
-    def offered(self, served: Iterable[str]) -> list[Listed]:
+    def offered(self, served: Mapping[str, Any]) -> list[Listed]:
         """Return `listed`, and the names that endpoints serve (`served`) unless only defined names pass."""
         if self.strict:
             return self.listed
-        names = {name: Listed(name, 0) for name in (*served, *self._exact)}
+        names = {name: Listed(name, 0, said) for name, said in served.items()}
+        names.update({name: Listed(name, 0) for name in self._exact})
         names.update({model.name: model for model in self.listed})
         return [names[name] for name in sorted(names) if not self.is_reserved(name)]
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from math import ceil, log2
+from typing import Any
 from urllib.parse import unquote
 
 from msgspec.json import encode
@@ -39,12 +40,12 @@ _CACHE = 16_384
 _NOTHING: Mapping[str, bytes] = {}
 
 
-#: Names that endpoints serve. The argument: also while all of them serve the same.
-Served = Callable[[bool], frozenset[str]]
+#: Names that endpoints serve, with what one says of each as JSON. The argument: also while all of them serve the same.
+Served = Callable[[bool], Mapping[str, Any]]
 
 
-def no_names(alike: bool) -> frozenset[str]:
-    return frozenset()
+def no_names(alike: bool) -> Mapping[str, Any]:
+    return {}
 
 
 class Answers:
@@ -249,5 +250,5 @@ def models_page(catalogue: Catalogue, headers: Mapping[str, str], served: Served
     return ext_proc.immediate(200, _JSON, body, details="fairlead.models")
 
 
-def _shape(model: Listed) -> dict[str, object]:
-    return {"id": model.name, "object": "model", "created": model.created, "owned_by": "fairlead"}
+def _shape(model: Listed) -> Any:
+    return model.said or {"id": model.name, "object": "model", "created": model.created, "owned_by": "fairlead"}

@@ -14,13 +14,14 @@ Rules
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
+from math import inf
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
-from msgspec import Struct
+from msgspec import Raw, Struct
 from msgspec.structs import replace
 
 from fairlead.core.endpoint import BaseModels, Endpoint
@@ -45,9 +46,23 @@ class _Model(Struct, gc=False):
     #: vLLM and SGLang say it; the value may be anything.
     max_model_len: Any = None
 
+    @property
+    def context(self) -> float:
+        tokens = self.max_model_len
+        return tokens if type(tokens) is int and 0 < tokens < LONGEST else inf
+
 
 class _Page(Struct, gc=False):
-    data: list[_Model]
+    data: list[Raw]
+
+
+class Entry(Struct, frozen=True, gc=False):
+    """What a list says of one name."""
+
+    #: The JSON object.
+    said: Raw
+    #: Its `max_model_len`; infinite = none.
+    context: float
 
 
 class ModelList(Struct, frozen=True):
@@ -55,25 +70,29 @@ class ModelList(Struct, frozen=True):
 
     base: BaseModels = BaseModels()
     adapters: frozenset[str] | None = None
+    #: By name, of both.
+    entries: Mapping[str, Entry] = {}
+
+    def names_as(self, other: "ModelList") -> bool:
+        """Whether only the entries may differ, which have a new date each time."""
+        return self.base == other.base and self.adapters == other.adapters
 
 
 def read_model_list(page: bytes) -> ModelList:
     """Read the body of `/v1/models`. Raises `ValueError` if it is malformed, or lists more than `MOST_NAMES`."""
     try:
-        cards = msgspec.json.decode(page, type=_Page).data
+        raw = msgspec.json.decode(page, type=_Page).data
+        if len(raw) > MOST_NAMES:
+            raise ValueError(f"a list of more than {MOST_NAMES} models")
+        cards = [(msgspec.json.decode(said, type=_Model), said) for said in raw]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"no list of models: {error}") from None
-    if len(cards) > MOST_NAMES:
-        raise ValueError(f"a list of more than {MOST_NAMES} models")
-    cards = [card for card in cards if 0 < len(card.id) <= MOST_LETTERS]
-    base = [card for card in cards if not card.parent]
-    contexts = [card.max_model_len for card in base if type(card.max_model_len) is int]
-    return ModelList(
-        BaseModels(
-            frozenset(card.id for card in base), min((tokens for tokens in contexts if 0 < tokens < LONGEST), default=0)
-        ),
-        frozenset(card.id for card in cards if card.parent),
-    )
+    cards = [(card, said) for card, said in cards if 0 < len(card.id) <= MOST_LETTERS]
+    base = frozenset(card.id for card, _ in cards if not card.parent)
+    entries = {card.id: Entry(said, card.context) for card, said in cards}
+    context = min((entries[name].context for name in base), default=inf)
+    adapters = frozenset(card.id for card, _ in cards if card.parent)
+    return ModelList(BaseModels(base, 0 if context == inf else int(context)), adapters, entries)
 
 
 class _Target:
@@ -115,7 +134,7 @@ class ServedModels:
         self._targets: dict[str, _Target] = {}
         self._free = asyncio.Semaphore(AT_ONCE)
         #: Whether endpoints serve different names, and the union of all names; `None` = out of date.
-        self._union: tuple[bool, frozenset[str]] | None = None
+        self._union: tuple[bool, Mapping[str, Raw]] | None = None
 
     def up(self, endpoint: Endpoint) -> None:
         """Query an endpoint from now on, or take note that it changed."""
@@ -150,19 +169,21 @@ class ServedModels:
     def names(self) -> Iterator[str]:
         """Yield the models and adapters that endpoints serve; a name once for each endpoint that serves it."""
         for target in self._targets.values():
-            yield from target.listed.base.names
-            yield from target.listed.adapters or ()
+            yield from target.listed.entries
 
-    def union(self, alike: bool) -> frozenset[str]:
-        """All names that endpoints serve. Unless `alike`, empty while all serve the same: any can list it."""
+    def union(self, alike: bool) -> Mapping[str, Raw]:
+        """All names that endpoints serve, with what one of them says of it: the one with the shortest context. Unless
+        `alike`, empty while all serve the same: any can list it."""
         if self._union is None:
-            lists = {
-                (target.listed.base.names, target.listed.adapters or frozenset()) for target in self._targets.values()
-            }
-            lists.discard((frozenset(), frozenset()))  # an endpoint that was not read, or refused
-            self._union = len(lists) > 1, frozenset(chain(*chain(*lists)))
+            lists = [target.listed.entries for target in self._targets.values() if target.listed.entries]
+            shortest: dict[str, Entry] = {}
+            for name, entry in chain.from_iterable(entries.items() for entries in lists):
+                if name not in shortest or entry.context < shortest[name].context:
+                    shortest[name] = entry
+            unlike = any(entries.keys() != lists[0].keys() for entries in lists)
+            self._union = unlike, {name: entry.said for name, entry in shortest.items()}
         unlike, names = self._union
-        return names if unlike or alike else frozenset()
+        return names if unlike or alike else {}
 
     async def close(self) -> None:
         tasks = [target.task for target in self._targets.values() if target.task is not None]
@@ -200,8 +221,9 @@ class ServedModels:
         if problem:
             target.looked |= looked
             log.debug("%s: %s", url, problem)
-        elif looked or listed != target.listed:
-            target.listed = listed
+            return
+        news, target.listed = looked or not listed.names_as(target.listed), listed
+        if news:
             self._feed(AdaptersListed(target.endpoint.id, listed.adapters, listed.base))
 
     def _pause(self, target: _Target, problem: str) -> float:

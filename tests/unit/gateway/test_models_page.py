@@ -1,10 +1,12 @@
 """The list of models."""
 
 import json
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
 import pytest
+from msgspec import Raw
 
 from fairlead.core.models import Catalogue, InferenceModel, ModelRules, ModelSet, Origin, Target
 from fairlead.gateway.answers import Served, models_page, no_names
@@ -75,12 +77,15 @@ def test_nothing_defined(pb: ModuleType) -> None:
     assert ask(pb, Catalogue(), "/v1/models") is None
 
 
-def unlike(alike: bool) -> frozenset[str]:
-    return frozenset(("base", "adapter"))
+SAID = {name: Raw(b'{"id":"%b","max_model_len":512}' % name.encode()) for name in ("base", "adapter")}
 
 
-def same(alike: bool) -> frozenset[str]:
-    return frozenset(("base", "adapter")) if alike else frozenset()
+def unlike(alike: bool) -> Mapping[str, Raw]:
+    return SAID
+
+
+def same(alike: bool) -> Mapping[str, Raw]:
+    return SAID if alike else {}
 
 
 PASS = ModelRules(reject_unmatched=False)
@@ -104,6 +109,8 @@ def test_what_endpoints_serve(pb: ModuleType, catalogue: Catalogue, served: Serv
         found = ask(pb, catalogue, f"/v1/models/{name}", served=served)
         assert found is not None
         assert (found[0], found[1]["id"]) == (200, name)
+        said = served(True).get(name) if name not in {model.name for model in catalogue.listed} else None
+        assert found[1].get("max_model_len") == (512 if said else None), "as its server says it"
 
 
 def test_an_unknown_model_of_a_mixed_pool_is_the_servers_to_refuse(pb: ModuleType) -> None:

@@ -25,11 +25,14 @@ def page(*adapters: str) -> bytes:
     return json.dumps({"object": "list", "data": cards}).encode()
 
 
+CRITIC = {"id": "critic", "parent": "base", "root": "/x"}
+
+
 def test_a_list_of_models() -> None:
     found = read_model_list(page("poet", "critic"))
     base = BaseModels(frozenset({"base"}))
-    assert found == ModelList(base, frozenset({"poet", "critic"}))
-    assert read_model_list(page("x" * (MOST_LETTERS + 1), "")) == ModelList(base, frozenset())
+    assert found.names_as(ModelList(base, frozenset({"poet", "critic"})))
+    assert read_model_list(page("x" * (MOST_LETTERS + 1), "")).names_as(ModelList(base, frozenset()))
     assert read_model_list(b'{"data": []}') == ModelList(BaseModels(), frozenset())
 
 
@@ -128,20 +131,34 @@ async def test_it_is_read_when_an_endpoint_comes_and_told_when_it_changes(rig: R
         await reader.close()
 
 
+async def test_a_name_is_listed_as_the_server_with_the_shortest_context_says_it(rig: Rig) -> None:
+    reader = rig.reader()
+    try:
+        for name, tokens in (("a", 4096), ("b", 512)):
+            card = {"id": "base", "max_model_len": tokens, "owned_by": name}
+            rig.servers[name].body = json.dumps({"data": [card]}).encode()
+            reader.up(rig.endpoint(name))
+            await rig.heard()
+            assert json.loads(bytes(reader.union(alike=True)["base"])) == card
+    finally:
+        await reader.close()
+
+
 async def test_names_of_unlike_endpoints_are_united(rig: Rig) -> None:
     reader = rig.reader(ScrapeOptions(models_s=0.05))
-    assert reader.union(alike=True) == frozenset()
+    assert reader.union(alike=True) == {}
     try:
         for name in "ab":
             reader.up(rig.endpoint(name))
             await rig.heard()
-        assert reader.union(alike=True) == {"base", "poet"}
-        assert reader.union(alike=False) == frozenset(), "all serve the same"
+        assert reader.union(alike=True).keys() == {"base", "poet"}
+        assert reader.union(alike=False) == {}, "all serve the same"
         rig.servers["b"].body = page("critic")
         assert await rig.heard() == ("b", frozenset({"critic"}))
-        assert reader.union(alike=False) == {"base", "poet", "critic"}
+        assert reader.union(alike=False).keys() == {"base", "poet", "critic"}
+        assert json.loads(bytes(reader.union(alike=False)["critic"])) == CRITIC, "as its server says it"
         reader.down("b")
-        assert (reader.union(alike=True), reader.union(alike=False)) == ({"base", "poet"}, frozenset())
+        assert (reader.union(alike=True).keys(), reader.union(alike=False)) == ({"base", "poet"}, {})
     finally:
         await reader.close()
 
