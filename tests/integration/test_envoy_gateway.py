@@ -391,6 +391,21 @@ async def test_the_scheduler_is_not_asked_about_envoys_answer_to_what_cannot_be_
             assert (await w.post(body=body)).json()["at"] == w.picker.destination
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+async def test_a_request_has_many_headers_or_hears_that_these_are_too_many(path: str) -> None:
+    """At the limit, the gateway's own headers were too many: 503 without a word, and the client asked again."""
+    async with world() as w:
+        for count in (90, 180, *range(186, 202, 3)):
+            headers = {f"x-h{number}": "v" for number in range(count)}
+            for size in (0, 5, 600_000) if count < 190 else (0, 5):
+                answer = await w.post(path, headers=headers, body=bytes(size))
+                if count < 185:
+                    assert (answer.status, answer.json()["at"]) == (200, w.picker.destination)
+                assert answer.status in (200, 431)
+                if answer.status == 431:
+                    assert "header" in answer.json()["error"]["message"].lower()  # type: ignore[index]
+
+
 @pytest.mark.parametrize(("share", "reason"), [(1.0, "memory"), (0.25, "address")])
 async def test_the_log_tells_whose_uploads_were_ended(share: float, reason: str) -> None:
     async with world(receive_idle=0.4, max_heap=128 << 20, upload_share=share) as w:

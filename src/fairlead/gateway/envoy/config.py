@@ -242,6 +242,8 @@ _TIMEOUTS = "type.googleapis.com/envoy.config.overload.v3.ScaleTimersOverloadAct
 
 #: Size of one connection's buffers. Bodies have their own limit.
 _CONNECTION_BUFFER = 32_768
+#: Header lines of a request, at most, and more than the gateway adds to them before the second listener.
+_HEADERS, _ADDED = 200, 20
 #: Internal clients may set Envoy's own controls (x-envoy-upstream-rq-timeout-ms, x-envoy-retry-on, …), and if no range
 #: is named, Envoy considers all private addresses internal. No client has the broadcast address.
 _NO_INTERNAL_CLIENTS = {"unix_sockets": False, "cidr_ranges": [{"address_prefix": "255.255.255.255", "prefix_len": 32}]}
@@ -342,6 +344,7 @@ def _connection_manager(options: Options, outside: bool = True) -> Json:
         "merge_slashes": True,
         "path_with_escaped_slashes_action": "UNESCAPE_AND_FORWARD",
         # nginx and others speak HTTP/1.0 toward upstreams by default. It need not name a host.
+        "common_http_protocol_options": {"max_headers_count": _HEADERS if outside else _HEADERS + _ADDED},
         "http_protocol_options": {"accept_http_10": True, "default_host_for_http_10": "localhost"},
         "http2_protocol_options": {
             "max_concurrent_streams": 1024,

@@ -142,8 +142,8 @@ _NOT_BEGUN = "connect-failure,refused-stream"
 _REPEATABLE_BODY = 1 << 20
 #: Refusals of the scheduler have response-code details with this prefix. They already have the right form.
 _OURS = "fairlead"
-#: The beginning of Envoy's reason -> status, and the text in place of Envoy's, which is empty or says nothing. Requests
-#: that `rbac_` denies passed the filters for keys and tokens.
+#: The beginning of Envoy's reason -> status and text, in place of Envoy's, which is empty or says nothing. Requests that
+#: `rbac_` denies passed the filters for keys and tokens.
 _TEXTS = {
     "rbac_": (
         403,
@@ -151,6 +151,8 @@ _TEXTS = {
     ),
     "missing_host_header": (400, "the request has no host header"),
     "path_normalization_failed": (400, "the path contains # or %00, or cannot be normalized"),
+    # Beyond the limit only together with the headers that the gateway adds itself.
+    "header_mutation_result_exceeds_limit": (431, "the request has too many headers"),
     "upgrade_failed": (403, "this gateway upgrades connections to WebSocket only"),
 }
 
@@ -258,7 +260,7 @@ def _replies(
 ) -> Iterator[Json]:
     """Errors in one format, for requests whose path matches this expression. `fallback_type`: for any other status."""
     for reason, (status, text) in _TEXTS.items():
-        denied = {"filter": _all_of(_status(status), *_under(path), _details(f"startsWith('{reason}')"))}
+        denied: Json = {"filter": _all_of(*_under(path), _details(f"startsWith('{reason}')")), "status_code": status}
         form = body(types.get(status, fallback_type))
         yield {**denied, "body": {"inline_string": text}, "body_format_override": form}
     for status in (401, 403, 404, 408, 413, 429, 503, 504):
