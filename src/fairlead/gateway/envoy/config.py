@@ -343,8 +343,8 @@ def _connection_manager(options: Options, outside: bool = True) -> Json:
         "normalize_path": True,
         "merge_slashes": True,
         "path_with_escaped_slashes_action": "UNESCAPE_AND_FORWARD",
-        # nginx and others speak HTTP/1.0 toward upstreams by default. It need not name a host.
         "common_http_protocol_options": {"max_headers_count": _HEADERS if outside else _HEADERS + _ADDED},
+        # nginx and others speak HTTP/1.0 toward upstreams by default. It need not name a host.
         "http_protocol_options": {"accept_http_10": True, "default_host_for_http_10": "localhost"},
         "http2_protocol_options": {
             "max_concurrent_streams": 1024,

@@ -142,8 +142,8 @@ _NOT_BEGUN = "connect-failure,refused-stream"
 _REPEATABLE_BODY = 1 << 20
 #: Refusals of the scheduler have response-code details with this prefix. They already have the right form.
 _OURS = "fairlead"
-#: The beginning of Envoy's reason -> status and text, in place of Envoy's, which is empty or says nothing. Requests that
-#: `rbac_` denies passed the filters for keys and tokens.
+#: The beginning of Envoy's reason -> status and text, in place of Envoy's, which is empty or says nothing. Requests
+#: that `rbac_` denies passed the filters for keys and tokens.
 _TEXTS = {
     "rbac_": (
         403,
