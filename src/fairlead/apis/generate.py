@@ -38,6 +38,7 @@ class _Sampling(Struct, gc=False):
     max_tokens: Scalar = None
     max_new_tokens: Scalar = None
     n: Scalar = None
+    prompt_logprobs: Scalar = None
 
 
 class _Batch(Struct, array_like=True, gc=False):
@@ -80,6 +81,7 @@ def parse_generate(read: GenerateBody) -> ParsedRequest:
         prompt_bytes=len(ids),
         prompt_tokens=tokens,
         media=media,
+        recomputed=sampling.prompt_logprobs is not None,
     )
 
 

@@ -2,7 +2,7 @@
 
 from functools import lru_cache
 from operator import attrgetter
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import DecodeError, Meta, Raw, Struct
 from msgspec.json import Decoder
@@ -45,6 +45,8 @@ class ChatBody(Body, gc=False):
     max_tokens: Scalar = None
     max_completion_tokens: Scalar = None
     n: Scalar = None
+    prompt_logprobs: Scalar = None
+    echo: Scalar = None
     stream_options: StreamOptions | None = None
     tools: Raw = ABSENT
     documents: Raw = ABSENT
@@ -65,6 +67,9 @@ class _UsualChat(ChatBody, gc=False):
     stream: bool = False
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
+    n: Literal[1] = 1
+    prompt_logprobs: None = None
+    echo: None = None
 
 
 read_chat = Reader(ChatBody).read
@@ -114,7 +119,7 @@ def parse_chat(body: bytes, content_type: str = "") -> Parsed:
         read.stream,
         limit or 0,
         options is not None and flag(options.include_usage, "stream_options"),
-        1 if read.n is None else choices(read.n),
+        read.n,
         (messages,),
         root,
         size,
@@ -122,6 +127,7 @@ def parse_chat(body: bytes, content_type: str = "") -> Parsed:
         "" if read.user is ABSENT and read.prompt_cache_key is ABSENT else short_text(read.prompt_cache_key, read.user),
         "",
         items,
+        read.prompt_logprobs is not None,
     )
 
 
@@ -134,8 +140,18 @@ def _unusual(body: bytes) -> _UsualChat | None:
     messages_of(read.messages)
     model_bytes(read.model)
     limit = read.max_tokens if read.max_completion_tokens is None else read.max_completion_tokens
-    stream, limit = flag(read.stream, "stream"), count(limit, "max_tokens")
-    return _UsualChat(**asdict(read) | {"stream": stream, "max_tokens": limit, "max_completion_tokens": None})
+    usual = {
+        "stream": flag(read.stream, "stream"),
+        "max_tokens": count(limit, "max_tokens"),
+        "max_completion_tokens": None,
+        "n": choices(read.n),
+        "prompt_logprobs": 1 if read.prompt_logprobs is not None or read.echo in _TRUE else None,
+    }
+    return _UsualChat(**asdict(read) | usual)
+
+
+#: How clients switch `echo` on: then the prompt's log-probabilities are told, too, where the answer's are.
+_TRUE = (True, "true")
 
 
 def messages_of(raw: Raw) -> memoryview:
@@ -174,6 +190,9 @@ class CompletionBody(Body, gc=False):
     prompt: Raw = ABSENT
     max_tokens: Scalar = None
     n: Scalar = None
+    logprobs: Scalar = None
+    prompt_logprobs: Scalar = None
+    echo: Scalar = None
     stream_options: StreamOptions | None = None
     prompt_embeds: Raw = ABSENT
     user: Raw = ABSENT
@@ -199,6 +218,7 @@ def parse_completion(read: CompletionBody) -> ParsedRequest:
         text.size,
         text.tokens,
         short_text(read.prompt_cache_key, read.user),
+        recomputed=read.prompt_logprobs is not None or (read.logprobs is not None and read.echo in _TRUE),
     )
 
 

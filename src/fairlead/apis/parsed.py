@@ -56,6 +56,8 @@ class ParsedRequest(Struct, frozen=True, gc=False):
     unread: str = ""
     #: Images, sounds, videos and files in the prompt.
     media: int = 0
+    #: The engine computes all of the prompt and looks up none of it in its cache: its log-probabilities are asked for.
+    recomputed: bool = False
 
 
 def unread(api: str, why: str, size: int = 0) -> ParsedRequest:

@@ -273,7 +273,8 @@ class ExactKnowledge:
         chain = self._chain_at(chains, computing)
         if chain is not None:
             guess = self.index.speculation.add(computing, chain.keys, now + LEASE)
-        if prefill_slot < 0:  # otherwise its answer reports the cached tokens of the decoding endpoint
+        # Otherwise its answer reports the cached tokens of the decoding endpoint, or of sequences that hit one another.
+        if prefill_slot < 0 and request.sequences == 1:
             hits, certain = _number_at(look.hits, slot), _number_at(look.certain, slot)
             awaited = self.check.expect(slot, tokens, self.adapter(look.model), hits, certain == hits)
         look.clear()

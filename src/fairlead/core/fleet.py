@@ -346,7 +346,7 @@ class Fleet:
             self.sent_long_prompt(slot, alone_ms, now)
         if reserved:
             self.ledger.reserved[lease] = None
-        elif request.prefix.hashes and not refused:
+        elif not refused:
             table.free_cache[slot] = self.prefix.insert(slot, request.prefix)
         return lease
 
@@ -485,7 +485,7 @@ class Fleet:
         """
         request, there = lease.request, lease.prefill or lease
         hashes, ends = request.prefix.hashes, request.prefix.ends
-        if not hashes or lease.unreached or self.table.ids[there.slot] != there.endpoint_id:
+        if not hashes or request.recomputed or lease.unreached or self.table.ids[there.slot] != there.endpoint_id:
             return
         before = min(lease.hit_tokens, lease.hit_at_most)
         token_bytes = max(request.prompt_bytes, ends[-1]) / max(request.prompt_tokens, 1)
@@ -567,10 +567,12 @@ class Fleet:
         self.table.free_cache[slot] = 1.0
 
     def match(self, request: Request) -> FloatColumn | None:
-        """Share of the prompt (0..1) that each endpoint is believed to hold; `None` = nobody anything.
+        """Share of the prompt (0..1) that each endpoint is believed to hold and will use; `None` = nobody anything.
 
         Learned shares are of its bytes, exact ones (`fleet.exact`) of its tokens.
         """
+        if request.recomputed:
+            return None
         column = self.prefix.match(request.prefix, len(self.table.endpoints), request.prompt_bytes)
         if self.exact is not None:
             rates = self.predictor.rates

@@ -70,6 +70,8 @@ class Request(Struct, frozen=True, gc=False):
     blind: bool = False
     #: Sequences that it becomes in the engine: `n` answers to each of its prompts. They share their prompt's prefill.
     sequences: int = 1
+    #: The engine computes all of its prompt, whatever is cached. Afterwards it is cached as any other.
+    recomputed: bool = False
     #: Block hashes of the tokenised prompt, for the exact index. Opaque to all other code, and never in a record, log
     #: or journal.
     blocks: Any = None

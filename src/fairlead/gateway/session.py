@@ -108,6 +108,9 @@ class RequestEnd(IntEnum):
     TRAILERS = 2
 
 
+_MARKED = RequestEnd.MARKED
+
+
 class Session:
     """A `StreamHandler` for the transport and a `Client` for the driver. See the module's rules."""
 
@@ -165,7 +168,7 @@ class Session:
                 chunk = read_last_chunk(data)
                 if chunk is not None:
                     if self._parts is None and not self._mode.buffered and len(chunk) <= self._host.max_body:
-                        self._request_end = RequestEnd.MARKED
+                        self._request_end = _MARKED
                         self._complete(chunk)
                     else:
                         self._take_chunk(chunk, True)
@@ -246,7 +249,7 @@ class Session:
 
     def _after_headers(self, ended: bool) -> None:
         if ended:
-            self._request_end = RequestEnd.MARKED
+            self._request_end = _MARKED
         if ended or self._mode.on_headers:
             self._chunks = 0
             self._complete(b"")
@@ -257,7 +260,7 @@ class Session:
         self._take_chunk(*message.body())
 
     def _take_chunk(self, chunk: bytes, ended: bool) -> None:
-        self._request_end = RequestEnd.MARKED if ended else RequestEnd.OPEN
+        self._request_end = _MARKED if ended else RequestEnd.OPEN
         self._size += len(chunk)
         if self._size > self._host.max_body:
             self._fail(ClientError(f"the request body is larger than {self._host.max_body} bytes", 413))
@@ -294,10 +297,10 @@ class Session:
         """The choice is made, or under way, without it."""
         self._refuse_after_trailers()
         full_duplex = self._mode.full_duplex
-        if full_duplex and (self._request_end is RequestEnd.MARKED or self._state < SessionState.ROUTED):
+        if full_duplex and (self._request_end is _MARKED or self._state < SessionState.ROUTED):
             raise ProtocolError("the request goes on after its end, or before its tunnel is open")
         _, ended = message.body()
-        self._request_end = RequestEnd.MARKED if ended else RequestEnd.OPEN
+        self._request_end = _MARKED if ended else RequestEnd.OPEN
         if full_duplex:
             self._stream.send(*ext_proc.echo(message))
         elif self._mode.request is BodyMode.STREAMED:
@@ -383,7 +386,7 @@ class Session:
         if route.evictable:  # to the end: whoever may be evicted must be within reach
             mode = self._mode = without_access_log(mode)
         # With trailers Envoy would double the body.
-        marked = self._request_end is RequestEnd.MARKED
+        marked = self._request_end is _MARKED
         fallback = route.fallback if mode.resizable and marked else ""
         retry = host.answers.retry_headers(route.repeatable, route.hedge_after_ms) if fallback else b""
         trace = request.trace.traceparent if request.trace is not None else ""

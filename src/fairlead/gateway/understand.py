@@ -461,6 +461,7 @@ class Understanding:
             external_id,
             blind,
             parsed.n,
+            parsed.recomputed,
         )
         if self._alone:
             return request, None

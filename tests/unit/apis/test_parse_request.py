@@ -91,6 +91,26 @@ def test_a_chat() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("api", "fields", "recomputed"),
+    [
+        ("chat", {}, False),
+        ("chat", {"prompt_logprobs": 0}, True),
+        ("chat", {"prompt_logprobs": None, "echo": False, "logprobs": True, "top_logprobs": 2}, False),
+        ("chat", {"echo": True}, True),
+        ("completions", {"logprobs": 1}, False),
+        ("completions", {"echo": True}, False),
+        ("completions", {"echo": True, "logprobs": 0}, True),
+        ("completions", {"prompt_logprobs": 1}, True),
+    ],
+)
+def test_log_probabilities_of_a_prompt_are_computed_without_the_cache(
+    api: str, fields: dict[str, object], recomputed: bool
+) -> None:
+    parsed = chat(**fields) if api == "chat" else completion(prompt="a", **fields)
+    assert (parsed.api, parsed.recomputed, parsed.n) == (api, recomputed, 1)
+
+
 @pytest.mark.parametrize("indent", [None, 2])
 def test_appended_messages_keep_the_prefix(indent: int | None) -> None:
     def body(messages: list[dict[str, str]]) -> bytes:

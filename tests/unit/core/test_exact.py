@@ -2,6 +2,7 @@
 
 from itertools import count
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -80,20 +81,21 @@ class World:
     def up(self, name: str, number: int) -> None:
         self.pipeline.handle(EndpointUp(Endpoint(name, f"10.0.0.{number + 1}:8000")))
 
-    def request(self, ids: list[int], model: str = "m", salt: str = "") -> Request:
+    def request(self, ids: list[int], model: str = "m", salt: str = "", **fields: Any) -> Request:
         raw = packed(ids)
         return Request(
             id=next(self._ids), arrived=self.clock.time(), api="completions", model=model, prompt_bytes=len(raw),
             prompt_tokens=len(ids), prefix=self._hasher.chain(b"", raw),
             blocks=self.exact.offer(PromptTokens(ids=raw, total=len(ids), salt=salt)),
+            **fields,
         )  # fmt: skip
 
-    def shares(self, ids: list[int], **more: str) -> list[int]:
+    def shares(self, ids: list[int], **more: Any) -> list[int]:
         """Tokens of the prompt that each endpoint is believed to hold."""
         column = self.fleet.match(self.request(ids, **more))
         return [0] * len(self.fleet.table) if column is None else (column * len(ids)).astype(int).tolist()
 
-    def send(self, ids: list[int], **more: str) -> tuple[Request, DecisionRecord]:
+    def send(self, ids: list[int], **more: Any) -> tuple[Request, DecisionRecord]:
         request = self.request(ids, **more)
         (route, record) = self.pipeline.handle(RequestArrived(request))
         assert isinstance(route, Route) and isinstance(record, DecisionRecord)
@@ -397,3 +399,28 @@ def test_prompts_that_are_never_sent_are_bounded(world: World) -> None:
     assert decision.hit_tokens == 32
     # Of what gave way nothing is known, and nothing breaks.
     assert world.fleet.match(replace(first, prefix=NO_PREFIX)) is None
+
+
+def test_sequences_that_hit_the_first_one_of_their_request_prove_nothing() -> None:
+    world = World(1)
+    world.prove(Engine(world, 0))
+    for number in range(4):
+        request, decision = world.send(prompt(100, number), sequences=2)
+        assert decision.hit_tokens == 0
+        world.end(request, 100, 96)
+    assert (world.exact.source(0), world.verdicts[-1][1]) == ("exact", True)
+
+
+def test_a_prompt_that_the_engine_computes_again_hits_nothing_and_proves_nothing() -> None:
+    world = World()
+    engine = Engine(world, 0)
+    world.prove(engine)
+    for number in range(4):
+        ids = prompt(100, number)
+        engine.store(ids)
+        request, decision = world.send(ids, recomputed=True)
+        assert (decision.hit_tokens, decision.best_hit_tokens) == (0, 0)
+        world.end(request, 100, 0)
+    assert (world.exact.source(0), world.verdicts[-1][1]) == ("exact", True)
+    assert world.fleet.prefix.match(request.prefix, 2) is not None, "it is cached afterwards"
+    assert world.shares(ids)[0] == 96

@@ -280,9 +280,11 @@ def test_what_a_refused_prompt_added_is_taken_back() -> None:
     fleet = fleet_of(1)
     hasher, text = ChainHasher(), b"x" * 8192
 
-    def sent(number: int, size: int, hit: int) -> Lease:
+    def sent(number: int, size: int, hit: int, recomputed: bool = False) -> Lease:
         prefix = hasher.chain(b"m", text[:size])
-        prompt = Request(id=number, arrived=0.0, prompt_tokens=size // 4, prompt_bytes=size, prefix=prefix)
+        prompt = Request(
+            id=number, arrived=0.0, prompt_tokens=size // 4, prompt_bytes=size, prefix=prefix, recomputed=recomputed
+        )  # fmt: skip
         return fleet.charge(prompt, 0, 0.0, hit, 0.0)
 
     def refused(lease: Lease) -> float:
@@ -299,6 +301,7 @@ def test_what_a_refused_prompt_added_is_taken_back() -> None:
     first, second = sent(4, 4096, 512), sent(5, 8192, 1024)
     assert refused(first) == 8192, "another one computes it, or"
     assert refused(second) == 2048, "is refused, too"
+    assert refused(sent(6, 2048, 0, recomputed=True)) == 2048, "nobody looked up what was there before"
 
 
 def test_long_prompts_keep_others_away_for_as_long_again_as_they_take() -> None:
