@@ -159,7 +159,13 @@ class Rig:
         self.answers = Answers("ab")
         understanding = Understanding(tokens, ChainHasher(), self.clock.time)
         self.host = Host(
-            self.driver, understanding, self.answers, self.watch, self.clock.time, max_body, lambda stream: inspect
+            self.driver,
+            understanding,
+            self.answers,
+            self.watch,
+            self.clock.time,
+            max_body,
+            lambda request, stream: inspect,
         )
 
     def _plugin_failed(self, error: PluginError) -> None:

@@ -547,7 +547,9 @@ class Headers(Section):
 
 class Inspect(Section):
     usage_sampling: Share = Field(
-        default=0.01, description="Share of responses followed to their end to read token counts."
+        default=0.01,
+        description="Share of responses followed to their end to read token counts. Unless it is 0, the first 20 of "
+        "each model and API are followed, too.",
     )
 
 

@@ -11,6 +11,7 @@ from functools import lru_cache
 from msgspec import Struct
 
 from fairlead.core.events import Event
+from fairlead.core.request import Request
 from fairlead.gateway.access_log import AccessLogs, Pulse
 from fairlead.gateway.answers import Answers, Served, no_names
 from fairlead.gateway.driver import Driver, Incidents
@@ -102,6 +103,9 @@ def without_access_log(mode: ProcessingMode) -> ProcessingMode:
     return processing_mode(mode.modes, False, mode.whole_body, mode.resizable)
 
 
+#: Of a request, and whether its response is a stream.
+Inspect = Callable[[Request, bool], bool]
+
 # The objects that all sessions of a pool share.
 
 
@@ -116,7 +120,7 @@ class Host:
         incidents: Incidents,
         now: Callable[[], float],
         max_body: int = 64 << 20,
-        inspect: Callable[[bool], bool] = lambda stream: False,
+        inspect: Inspect = lambda request, stream: False,
         tells_served: bool = False,
         served: Served = no_names,
         feed: Callable[[Event], None] | None = None,
@@ -130,7 +134,7 @@ class Host:
         self.now = now
         #: The largest request body, in bytes; a larger body is answered with 413.
         self.max_body = max_body
-        #: Asked once for each response that a session could leave early (is it a stream?): stay for the token counts?
+        #: Asked once for each response that a session could leave early: stay for the token counts?
         self.inspect = inspect
         #: The served names, for the list of models.
         self.served = served

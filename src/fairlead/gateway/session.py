@@ -96,6 +96,7 @@ class SessionState(IntEnum):
 
 #: What every request passes, as names that take one look-up.
 _OPENED, _COLLECTING, _WAITING = SessionState.OPENED, SessionState.COLLECTING, SessionState.WAITING
+_CLOSED, _HEADERS = SessionState.CLOSED, Kind.REQUEST_HEADERS
 _ALWAYS, _UNSTREAMED = Leave.ALWAYS, Leave.UNSTREAMED
 
 
@@ -173,7 +174,7 @@ class Session:
                     else:
                         self._take_chunk(chunk, True)
                     return
-            elif self._state is SessionState.CLOSED:
+            elif self._state is _CLOSED:
                 return
             message = Incoming(data)
             handler = _LEGAL[self._state].get(message.kind)
@@ -409,7 +410,7 @@ class Session:
                     retry,
                 )
             ]
-            if self._awaited is Kind.REQUEST_HEADERS:
+            if self._awaited is _HEADERS:
                 if marked and mode.streamed:  # mostly
                     messages += [_BODY_CONTINUES] * self._chunks
                 else:
@@ -417,7 +418,7 @@ class Session:
                     messages += rest_of_request(mode.request, self._body, self._chunks, trailers)
         if self._may_leave_at_pick(messages):
             self._stream.send_last(*messages)
-            self._state = SessionState.CLOSED
+            self._state = _CLOSED
             self._head = NO_HEAD
             if self._body:
                 self._body = b""
@@ -465,7 +466,7 @@ class Session:
         if not host.pulse.sure_from <= request.arrived <= host.pulse.sure_until:
             return False
         if leave is _UNSTREAMED:
-            return not request.stream and request.api != "other" and not host.inspect(False)
+            return not request.stream and request.api != "other" and not host.inspect(request, False)
         # 16 bytes a message cover the gRPC prefix and HTTP/2 framing; the trailers are not flow-controlled.
         return leave is _ALWAYS or sum(map(len, messages)) + 16 * len(messages) <= self._stream.writable_bytes()
 
@@ -523,7 +524,7 @@ class Session:
     def _may_leave_at_first_chunk(self) -> bool:
         if self._mode.response is not BodyMode.STREAMED or self._renaming is not None or not self._wired():
             return False
-        return not (self._watch.is_sse and self._host.inspect(True))
+        return not (self._watch.is_sse and self._host.inspect(self._request, True))
 
     def _on_response_trailers(self, message: Incoming) -> None:
         if self._renaming is not None:
@@ -574,47 +575,72 @@ class Session:
 
     def _close(self) -> None:
         """Keep nothing that is of no more use: whoever has the request may refer to us for hours."""
-        self._state = SessionState.CLOSED
+        self._state = _CLOSED
         self._head, self._body = NO_HEAD, b""
         self._parts = None
 
 
-#: Streamed answers that are followed to their end at first, before sampling sets in; seconds between two later on.
-FIRST_INSPECTED = 20
+#: Answers of a model and API that are followed to their end at first, before sampling sets in; how many models and APIs
+#: begin so; and seconds between two streams later on.
+FIRST_INSPECTED, MOST_INSPECTED = 20, 512
 STREAM_GAP = 60.0
+
+
+class _Shares(dict[tuple[str, str], float]):
+    """Of which share of responses a model and API is followed: of all until its first ones have been."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.usual = share
+
+    def __missing__(self, kind: tuple[str, str]) -> float:
+        if self.usual <= 0.0 or len(self) >= MOST_INSPECTED:
+            return self.usual
+        self[kind] = 1.0
+        return 1.0
 
 
 class Inspection:
     """Decides which responses are followed to their end, to learn token counts: `share` of them, none when it is 0.
 
-    A stream costs work for every chunk: after the first `FIRST_INSPECTED` of them at most one in `STREAM_GAP` seconds
-    is followed. The argument says whether the response is a stream.
+    Of each model and API the first ones are, so that its tokens are known soon. A stream costs work for every chunk:
+    later at most one in `STREAM_GAP` seconds is followed. Called with a request, and whether its response is a stream.
     """
 
     def __init__(self, share: float, rng: Random, now: Callable[[], float]) -> None:
-        self._share = share
         self._rng = rng
         self._now = now
-        self._left = FIRST_INSPECTED
-        self._next_at = 0.0
+        self._begin(share)
 
-    def __call__(self, stream: bool) -> bool:
-        if self._share <= 0:
+    def __call__(self, request: Request, stream: bool) -> bool:
+        if self._rng.random() >= self._shares[request.model, request.api]:
             return False
-        if not stream:
-            return self._rng.random() < self._share
-        if self._left > 0:
-            self._left -= 1
+        return self._follow(request, stream)
+
+    def _follow(self, request: Request, stream: bool) -> bool:
+        kind, shares = (request.model, request.api), self._shares
+        left = self._left.get((kind, stream), FIRST_INSPECTED if kind in shares else 0)
+        if left:
+            self._left[kind, stream] = left - 1
+            if left == 1 and not stream:
+                shares[kind] = shares.usual
             return True
-        if self._rng.random() >= self._share or self._now() < self._next_at:
+        if not stream:
+            return True
+        if (shares[kind] > shares.usual and self._rng.random() >= shares.usual) or self._now() < self._next_at:
             return False
         self._next_at = self._now() + STREAM_GAP
         return True
 
     def follow(self, share: float) -> None:
         """Another share from now on; it begins with the first ones again."""
-        if share != self._share:
-            self._share, self._left, self._next_at = share, FIRST_INSPECTED, 0.0
+        if share != self._shares.usual:
+            self._begin(share)
+
+    def _begin(self, share: float) -> None:
+        self._shares = _Shares(share)
+        self._next_at = 0.0
+        self._left: dict[tuple[tuple[str, str], bool], int] = {}
 
 
 def sessions(host: Host) -> HandlerFactory:

@@ -19,11 +19,12 @@ from fairlead.gateway.access_log import AccessLogStream
 from fairlead.gateway.answers import Answers
 from fairlead.gateway.driver import Driver
 from fairlead.gateway.host import Host
-from fairlead.gateway.session import Session
+from fairlead.gateway.session import Inspection, Session
 from fairlead.gateway.understand import PromptKnown, Understanding
 from fairlead.plugins.filters.ability import Subset
 from fairlead.plugins.params import NoParams
 from fairlead.plugins.pickers import RoundRobin
+from fairlead.testing import builders
 
 NONE, STREAMED, BUFFERED, PARTIAL, FULL_DUPLEX = range(5)
 BODY = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": true}'
@@ -104,7 +105,13 @@ class Rig:
             self.driver.feed(EndpointUp(Endpoint(f"e{i}", f"10.0.0.{i}:80")))
         understanding = Understanding(tokens, ChainHasher(), self.clock.time, prompts=prompts)
         self.host = Host(
-            self.driver, understanding, Answers("ab"), self.seen, self.clock.time, max_body, lambda stream: inspect
+            self.driver,
+            understanding,
+            Answers("ab"),
+            self.seen,
+            self.clock.time,
+            max_body,
+            lambda request, stream: inspect,
         )
 
     def open(self, request_mode, response_mode, wired=True, eager=False, window=65_536, whole=False):
@@ -583,6 +590,26 @@ def test_a_stream_may_stay_to_learn_token_counts(pb):
     rig.chunk(session, usage, eos=True)
     assert wire.status == 0
     assert rig.leases() == 1
+
+
+def test_the_first_answers_of_each_model_and_api_are_followed_and_later_a_share():
+    clock = Clock()
+    inspection = Inspection(0.1, random.Random(1), clock.time)
+
+    def followed(count, stream=False, **fields):
+        request = builders.request("x", **fields)
+        return sum(inspection(request, stream) for _ in range(count))
+
+    for model, api in [("a", "chat"), ("b", "chat"), ("b", "completions")]:
+        for stream in (True, False):
+            assert followed(20, stream, model=model, api=api) == 20
+    assert 60 < followed(1000, model="a") < 140
+    assert followed(1000, True, model="a") == 1, "a stream costs more: one a minute"
+    clock.now += 1e6
+    assert followed(1000, True, model="a") == 1
+    assert sum(followed(20, model=f"m{number}") for number in range(1000)) < 14_000, "clients invent names"
+    inspection.follow(0.0)
+    assert followed(100, model="new") == followed(100, True, model="a") == 0
 
 
 def test_an_error_inside_a_200_stream_counts_as_a_failure(rig):

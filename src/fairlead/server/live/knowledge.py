@@ -22,7 +22,9 @@ from fairlead.core.exact import ExactKnowledge
 from fairlead.core.fleet import Fleet
 from fairlead.core.kv.answered import AnsweredIndex
 from fairlead.core.kv.recipe import ANY_MODEL, Recipe, new_index
+from fairlead.core.request import Request
 from fairlead.core.trust import TEMPLATE, TOKENISER, Finding, Verdict
+from fairlead.gateway.host import Inspect
 from fairlead.pool.aio import cancelled, read_at_most
 from fairlead.pool.render import PROBES, RenderClient, TokenCheckResult, compare
 from fairlead.pool.served_models import read_model_list
@@ -71,7 +73,7 @@ class Knowledge:
         if isinstance(event, EndpointUp) and self.prompts.configured:
             self.token_check.up(event.endpoint)
 
-    def inspecting(self, usual: Callable[[bool], bool]) -> Callable[[bool], bool]:
+    def inspecting(self, usual: Inspect) -> Inspect:
         """Return the test for which responses to read to the end: those of `usual`, plus samples to check predictions.
 
         While an endpoint's events are unproven, that is every response, but at most `_FOLLOWED` without a result:
@@ -81,11 +83,11 @@ class Knowledge:
         if exact is None:
             return usual
 
-        def inspect(stream: bool) -> bool:
+        def inspect(request: Request, stream: bool) -> bool:
             if exact.curious and self._budget > 0:
                 self._budget -= 1
                 return True
-            return usual(stream) or (not stream and rng.random() < share)
+            return usual(request, stream) or (not stream and rng.random() < share)
 
         return inspect
 

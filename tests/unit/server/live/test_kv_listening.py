@@ -28,6 +28,7 @@ from fairlead.server.live import kv
 from fairlead.server.live.knowledge import exact_knowledge
 from fairlead.server.live.kv import KvListening
 from fairlead.server.observe.exposition import Registry
+from fairlead.testing import builders
 
 
 class World:
@@ -249,21 +250,21 @@ async def test_what_cannot_be_used_is_told_at_the_start(start: Start, text: str,
 
 async def test_answers_are_followed_while_that_brings_something(start: Start) -> None:
     world = await start("{enabled: true, check: 0}")
-    inspect = world.kv.inspecting(lambda stream: False)
-    assert not inspect(False)
+    inspect, request = world.kv.inspecting(lambda request, stream: False), builders.request("x")
+    assert not inspect(request, False)
     slot = world.up("a", "127.0.0.1:8000")
     world.index.rank(slot, 0, "*").heard = True
     world.kv.exact.refresh()
     # Nobody reports anything: after a while that is enough.
-    assert sum(inspect(True) for _ in range(1000)) == 200
+    assert sum(inspect(request, True) for _ in range(1000)) == 200
     awaited = world.kv.exact.check.expect(slot, PromptTokens(ids=bytes(400), total=100), "", 96, True)
     world.kv.exact.ended(Predicted(None, awaited), Usage(prompt_tokens=100, cached_tokens=96), True, 0.0)
-    assert inspect(False)
+    assert inspect(request, False)
     for _ in range(2, 20):
         awaited = world.kv.exact.check.expect(slot, PromptTokens(ids=bytes(400), total=100), "", 96, True)
         world.kv.exact.ended(Predicted(None, awaited), Usage(prompt_tokens=100, cached_tokens=96), True, 0.0)
     world.kv.exact.refresh()
-    assert not inspect(False)
+    assert not inspect(request, False)
 
 
 @pytest.mark.parametrize(("seed", "said"), [("7", ""), ("0", "PYTHONHASHSEED=0"), ("unheard-of", "nor of a usual one")])
