@@ -610,6 +610,7 @@ class Inspection:
     def __init__(self, share: float, rng: Random, now: Callable[[], float]) -> None:
         self._rng = rng
         self._now = now
+        self._next_at = 0.0
         self._begin(share)
 
     def __call__(self, request: Request, stream: bool) -> bool:
