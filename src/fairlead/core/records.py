@@ -180,7 +180,7 @@ class StallRecord(Struct, frozen=True, gc=False):
     time_s: float
     #: `well`, `suspect`, `out`.
     level: str
-    #: How long it made no progress, and how long that was plausible, in seconds.
+    #: How long it made no progress, and how long that was plausible, in seconds; both 0 = a request tries it again.
     silent_s: float
     plausible_s: float
     #: Our requests at the endpoint.

@@ -265,6 +265,8 @@ class Watch:
         silent = {"endpoint": record.endpoint, "silent_s": round(record.silent_s, 1)}
         if record.level == "well":
             log.info("an endpoint makes progress again, or is being tried again", **silent)
+        elif not record.plausible_s:
+            log.info("a request tries an endpoint that seemed to hang", **silent)
         else:
             plausible = round(record.plausible_s, 1)
             log.warning(
