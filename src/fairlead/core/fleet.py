@@ -178,9 +178,12 @@ class Fleet:
             table.kv[slot] = min(_gauge(sample.kv_usage, table.kv[slot]), 1.0)
         if sample.waiting is None and sample.running is None:
             return []
-        # There is room for one or two more, and what waits, or a whole step of it, should have been computed by now.
+        # There is room for one or two more, and what waits, or a whole step of it, should have been computed by now. Not a longer
+        # time than the prior's: a wait for a slot that is not known to be one was learned as slow prefill.
         engines = max(table.ranks[slot], 1.0)
-        due_ms = self.predictor.rates.prefill[slot] * min(table.queued_ms[slot] / engines, self._prior.whole_step_ms)
+        due_ms = min(self.predictor.rates.prefill[slot], 1.0) * min(
+            table.queued_ms[slot] / engines, self._prior.whole_step_ms
+        )
         overdue = now * 1e3 - table.prefill_since_ms[slot] > due_ms
         if overdue and table.kv[slot] * (1.0 + 2.0 / max(running / engines, 1.0)) < CROWDED:
             self.predictor.rates.sampled(slot, waiting, running)

@@ -504,8 +504,9 @@ class Rates:
     # ---- taken down, and given back ----
 
     def learned(self) -> SpeedsLearned:
-        classes = tuple(alike.learned(look) for look, alike in self._classes.items() if alike.members)
-        return SpeedsLearned(self._pool, self._observed, classes)
+        """Classes that nobody is in (yet) come last: their engines may only be down."""
+        classes = sorted(self._classes.items(), key=lambda each: not each[1].members)
+        return SpeedsLearned(self._pool, self._observed, tuple(alike.learned(look) for look, alike in classes))
 
     def restore(self, learned: SpeedsLearned) -> None:
         """Before any endpoint joins: what a class has learned meanwhile stays."""

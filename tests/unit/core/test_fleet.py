@@ -7,9 +7,11 @@ import pytest
 from fairlead.core.cost import LONG_TOKENS, PRIOR
 from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.fleet import BYTES_PER_TOKEN, EJECT_SECONDS, Fleet
+from fairlead.core.learned import SpeedsLearned
 from fairlead.core.ledger import Lease
 from fairlead.core.prefix import ChainHasher
 from fairlead.core.request import Request
+from fairlead.testing import builders
 
 CHAIN = ChainHasher().chain(b"m", b"x" * 4096)
 
@@ -51,6 +53,21 @@ def test_what_one_engine_runs_at_once_is_known_of_all_that_look_alike() -> None:
         fleet.sampled("e0", moment, moment, Sample(waiting=2.0, running=4.0, kv_usage=0.1))
         fleet.sampled("e1", 10.0, 10.0, Sample(waiting=9.0, running=3.0, kv_usage=0.1))
     assert fleet.table.max_seqs[:2].tolist() == [4.0, 4.0]
+
+
+def test_what_an_engine_runs_at_once_is_found_although_waiting_for_it_was_learned_as_slow_prefill() -> None:
+    """Twenty wait, one begins every quarter of a second, and all would be computed in a quarter by the prior."""
+    fleet = Fleet()
+    fleet.predictor.rates.restore(SpeedsLearned((4.0, 1.0, 1.0), 100, ()))
+    fleet.up(Endpoint("e0", "10.0.0.0:8000"))
+    requests = [builders.request("x" * 600, id=number, stream=True) for number in range(32)]
+    for step, lease in enumerate([fleet.charge(each, 0, 0.0, 0, 100.0) for each in requests][:12]):
+        now = 10.0 + 0.25 * step
+        if step:
+            fleet.sampled("e0", now, now, Sample(waiting=20.0, running=8.0, kv_usage=0.1))
+            assert fleet.predictor.rates.prefill[0] * fleet.table.queued_ms[0] > 250.0 > fleet.table.queued_ms[0]
+        fleet.first_token(lease, now)
+    assert fleet.table.max_seqs[0] == 8.0
 
 
 def test_another_address_is_another_process() -> None:

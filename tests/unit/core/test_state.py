@@ -133,6 +133,18 @@ def test_what_differs_of_an_endpoint_is_forgotten_while_nobody_runs() -> None:
     assert late.predictor.rates.learned().classes == soon.predictor.rates.learned().classes
 
 
+def test_what_is_known_of_engines_outlasts_a_run_in_which_they_were_down() -> None:
+    fleet, tokens = experienced()
+    for _ in range(4):
+        fleet.sampled("e0", 60.0, 60.0, replace(PAGE, waiting=2.0, running=8.0))
+    assert fleet.table.max_seqs[0] == 8.0
+    between, after = pool(2, None), pool(2, None)
+    give(between, known(fleet, tokens))
+    give(after, known(between, tokens))
+    after.sampled("e0", 0.0, 0.0, PAGE)
+    assert after.table.max_seqs[0] == 8.0
+
+
 @pytest.mark.parametrize(
     "page",
     [
