@@ -178,8 +178,8 @@ class Fleet:
             table.kv[slot] = min(_gauge(sample.kv_usage, table.kv[slot]), 1.0)
         if sample.waiting is None and sample.running is None:
             return []
-        # There is room for one or two more, and what waits, or a whole step of it, should have been computed by now. Not a longer
-        # time than the prior's: a wait for a slot that is not known to be one was learned as slow prefill.
+        # There is room for one or two more, and what waits, or a whole step of it, should have been computed by now. By
+        # the prior, if that is sooner: a wait for a slot, while nobody knows it for one, was learned as slow prefill.
         engines = max(table.ranks[slot], 1.0)
         due_ms = min(self.predictor.rates.prefill[slot], 1.0) * min(
             table.queued_ms[slot] / engines, self._prior.whole_step_ms
