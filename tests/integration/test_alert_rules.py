@@ -54,6 +54,18 @@ def test_rules_fire_and_keep_silent_as_written(promtool: str, path: Path) -> Non
     run(promtool, "test", "rules", str(path))
 
 
+def test_each_trouble_has_its_line_in_the_runbook() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "src" / "fairlead" / "server").rglob("*.py"))
+    whats = {*re.findall(r"""troubles\.(?:watch|lately)\(\s*"([\w-]+)\"""", sources)}
+    whats |= {*re.findall(r"""self\._tls\("([\w-]+)\"""", sources)}
+    (rule,) = [each for each in alerts() if each["alert"] == "FairleadTrouble"]
+    left_out = re.compile(rule["expr"].partition('!~"')[2].partition('"')[0])
+    section = (ROOT / "docs" / "runbook.md").read_text().partition("## FairleadTrouble\n")[2].partition("\n## ")[0]
+    assert {*re.findall(r"`([\w-]+)`", re.sub(r"\|[^|]*\|\n", "|\n", section.partition("|---|---|\n")[2]))} == {
+        what for what in whats if not left_out.fullmatch(what)
+    }
+
+
 def test_each_alert_is_tested_firing_and_silent() -> None:
     fired: dict[str, set[bool]] = defaultdict(set)
     for path in TESTS:
