@@ -25,6 +25,7 @@ from fairlead.server.observe.component_metrics import (
     show_warming,
 )
 from fairlead.server.observe.exposition import Registry, View
+from fairlead.server.observe.history import History
 from fairlead.server.observe.kv_metrics import KvMetrics, show_indexer, show_questions
 from fairlead.server.observe.watch import Watch
 from fairlead.server.state import StateCounts
@@ -116,6 +117,7 @@ def scheduler_registry() -> Registry:
     show_journal(registry, _NoJournal())
     show_state(registry, StateCounts())
     show_warming(registry, WarmingCounts(Beginnings()))
+    History(watch, 0.0, lambda: 0.0)
     GatewayMetrics(registry, None, 1, lambda: 0.0)
     show_replicas(registry, None)
     show_budget(registry, ByteBudget(1, lambda: 0.0))

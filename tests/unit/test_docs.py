@@ -38,6 +38,7 @@ from fairlead.server.observe.component_metrics import (
     show_warming,
 )
 from fairlead.server.observe.exposition import Registry
+from fairlead.server.observe.history import History
 from fairlead.server.observe.kv_metrics import KvMetrics, show_indexer, show_questions
 from fairlead.server.observe.watch import Watch
 from fairlead.server.state import StateCounts
@@ -233,6 +234,7 @@ def test_every_metric_that_is_named_exists() -> None:
     show_journal(watch.metrics.registry, Counts())
     show_state(watch.metrics.registry, StateCounts())
     show_warming(watch.metrics.registry, WarmingCounts(Beginnings()))
+    History(watch, 0.0, lambda: 0.0)
     GatewayMetrics(watch.metrics.registry, None, 1, lambda: 0.0)
     show_replicas(watch.metrics.registry, None)
     show_budget(watch.metrics.registry, ByteBudget(1, lambda: 0.0))

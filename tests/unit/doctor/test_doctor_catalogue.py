@@ -10,6 +10,7 @@ from fairlead.core.fleet import Fleet
 from fairlead.doctor.checks import CHECKS
 from fairlead.doctor.run import Kind
 from fairlead.server.observe.component_metrics import show_replicas
+from fairlead.server.observe.history import History
 from fairlead.server.observe.kv_metrics import KvMetrics
 from fairlead.server.observe.watch import Watch
 
@@ -49,6 +50,7 @@ def test_every_metric_that_is_read_exists() -> None:
     read = set(re.findall(r'"((?:fairlead|llm_d_epp|kv_cache)_\w+)"', texts))
     watch = Watch(Fleet(), lambda: 0.0)
     KvMetrics(watch.metrics.registry, ExactKnowledge(), list, list, lambda: 0, {})
+    History(watch, 0.0, lambda: 0.0)
     show_replicas(watch.metrics.registry, None)
     shown = set(re.findall(r"^# TYPE (\S+)", b"".join(watch.exposition()).decode(), re.MULTILINE))
     assert len(read) > 10

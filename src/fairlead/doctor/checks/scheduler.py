@@ -56,6 +56,10 @@ RESTRICTED = Kind(
     "scheduler.restricted", Severity.ERROR, "the scheduler says what it cannot do",
     "the evidence is from /readyz; its log says more", "docs/operations.md#the-admin-port",
 )  # fmt: skip
+FAILING = Kind(
+    "scheduler.failing", Severity.ERROR, "an endpoint fails its requests, and is tried every few seconds",
+    "read the model server's log; restart it or take it out", "docs/runbook.md#fairleadendpointfails",
+)  # fmt: skip
 ALONE = Kind(
     "scheduler.alone", Severity.ERROR, "the scheduler cannot tell other replicas anything, so it decides alone",
     "let the scheduler reach the server in replicas.via, or write to the directory; the evidence says why it fails",
@@ -157,6 +161,9 @@ async def _alone(site: Site) -> list[Finding]:
 async def scheduler(site: Site) -> list[Finding]:
     findings = [*await _ready(site), *await _metrics(site), *await _pool(site), *await _hidden(site)]
     findings += [*await _troubles(site), *await _alone(site)]
+    for labels, _ in await site.metric("fairlead_endpoint_out"):
+        if labels.get("why") == "fails":
+            findings.append(FAILING.at(labels.get("endpoint", ""), "several answers in a row failed"))
     for labels, count in await site.metric("fairlead_plugin_errors_total"):
         if count:
             findings.append(PLUGINS.at(labels.get("plugin_name", ""), f"{count:g} times since the start"))

@@ -190,7 +190,7 @@ class GatewayMetrics:
     def __init__(self, registry: Registry, keep: Path | None, envoys: int, now: Callable[[], float]) -> None:
         self._keep, self._now = keep, now
         #: When each Envoy last answered.
-        self._heard = [now()] * envoys
+        self._answered = [now()] * envoys
         #: The total of Envoys that have died, and the last count of each present one.
         self._before, self._last = self._kept(envoys)
         self._unscheduled, self._heap = Readings("counter"), Readings("gauge")
@@ -203,15 +203,15 @@ class GatewayMetrics:
 
     def trouble(self) -> str:
         """A reason while an Envoy does not answer."""
-        silent = sum(self._now() - heard > DOWN_S for heard in self._heard)
+        silent = sum(self._now() - time_s > DOWN_S for time_s in self._answered)
         text = "the embedded gateway does not answer, and its clients get nothing"
-        return f"{text}: {silent} of its {len(self._heard)} Envoys" if silent else ""
+        return f"{text}: {silent} of its {len(self._answered)} Envoys" if silent else ""
 
     def take(self, vitals: Sequence[Vitals | None]) -> None:
         """Take the vitals of each Envoy; `None` = it does not answer."""
         known = {number: each for number, each in enumerate(vitals) if each is not None}
         for number in known:
-            self._heard[number] = self._now()
+            self._answered[number] = self._now()
         if not known:
             return
         counts = [known[number].unscheduled if number in known else last for number, last in enumerate(self._last)]

@@ -18,16 +18,21 @@ from msgspec import Struct
 from fairlead.core.stalls import OUT_OF_USE
 from fairlead.pool.scrape import TOLD_AFTER
 from fairlead.server.observe.endpoint_history import EndpointHistory
+from fairlead.server.observe.log import get
 from fairlead.server.observe.model_rows import ModelHistory
 from fairlead.server.observe.recent import SHORT, percentiles
 from fairlead.server.observe.snapshot_shape import FAILS, HANGS, REFUSED, Failures, Latency, Point, Quantiles
 from fairlead.server.observe.watch import Watch
+
+log = get("schedule")
 
 #: Seconds between two points, and for how long points are kept.
 POINT, HISTORY = 5.0, 3600.0
 #: How many failures without a good answer in between it takes to say that every request fails.
 FAILED = 5
 _SHARES = (0.5, 0.95, 0.99)
+#: The label `why` of reasons; any other is that of a scrape, `silent`.
+_WHY = {HANGS: "hangs", FAILS: "fails", REFUSED: "refused"}
 
 
 class _Counts(NamedTuple):
@@ -78,6 +83,13 @@ class History:
         self._failed_since, self._failed, self._failed_at = now, 0, -inf
         #: Endpoints out of use, by id.
         self.out: dict[str, Out] = {}
+        #: Those whose answers fail, from the first time that it put them out of use until one works.
+        self._failing: set[str] = set()
+        text = (
+            "1 while the endpoint is out of use. One whose answers fail is tried every few seconds: use max_over_time."
+        )
+        show = watch.metrics.registry.follow
+        show("gauge", "fairlead_endpoint_out", text, self._shown, "endpoint", "why")
         self.endpoints = EndpointHistory()
         self.models = ModelHistory()
 
@@ -96,6 +108,9 @@ class History:
         if now >= self._next_point:
             self.points.append(self.point(now))
             self._next_point = now - now % POINT + POINT
+
+    def _shown(self) -> dict[tuple[str, str], int]:
+        return {(endpoint, _WHY.get(out.reason, "silent")): 1 for endpoint, out in self.out.items()}
 
     def failures(self) -> Failures:
         """What the notices say about failures."""
@@ -174,6 +189,13 @@ class History:
                 known = self.out.get(endpoint.id)
                 out[endpoint.id] = Out(reason, known.since if known else now)
         self.out = out
+        failing = {table.ids[slot] for slot in np.flatnonzero((table.errors >= 1.0) & table.alive).tolist()}
+        failing &= self._failing | {name for name, each in out.items() if each.reason == FAILS}
+        for name in failing - self._failing:
+            log.warning("an endpoint's answers fail; it is out of use, and tried every few seconds", endpoint=name)
+        for name in self._failing - failing:
+            log.info("an endpoint's answers fail no more, or it is gone", endpoint=name)
+        self._failing = failing
 
 
 def _rates(oldest: _Counts, newest: _Counts) -> Rates:

@@ -317,7 +317,7 @@ _DOES = {
     HANGS: ("hangs: there is work, and nothing moves", "hang: there is work, and nothing moves"),
     FAILS: (f"failed {ERRORS_TO_EJECT} answers in a row", f"failed {ERRORS_TO_EJECT} answers in a row"),
 }
-_RUNBOOK = {HANGS: "FairleadEndpointHangs", FAILS: "FairleadErrorsHigh"}
+_RUNBOOK = {HANGS: "FairleadEndpointHangs", FAILS: "FairleadEndpointFails"}
 #: Seconds that a request must have waited to be mentioned.
 _LONG_WAIT = 5.0
 

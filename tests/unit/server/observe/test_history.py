@@ -1,5 +1,8 @@
 """What is kept of the last hour whether or not somebody looks."""
 
+import logging
+
+import pytest
 from waiting_rules import AbleRules
 
 from fairlead.core.binding import PairBinder
@@ -92,6 +95,22 @@ def test_why_an_endpoint_is_out_and_since_when() -> None:
     pool.fleet.sampled("a", pool.now, pool.now, Sample())
     pool.passes(EJECT_SECONDS + 0.5)
     assert pool.history.out == {}
+
+
+def test_an_endpoint_that_fails_again_after_each_try_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    pool = Pool()
+    out = b'\nfairlead_endpoint_out{endpoint="a",why="fails"} 1\n'
+    with caplog.at_level(logging.INFO, "fairlead"):
+        for _ in range(3):
+            for _ in range(3):
+                pool.fleet.answered(0, False, pool.now)
+            pool.passes(0.5)
+            assert out in pool.watch.metrics.registry.render()
+            pool.passes(EJECT_SECONDS + 0.5)
+            assert out not in pool.watch.metrics.registry.render(), "it is tried"
+        pool.fleet.answered(0, True, pool.now)
+        pool.passes(1.0)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
 
 
 def test_metrics_that_cannot_be_read_take_no_endpoint_out() -> None:
