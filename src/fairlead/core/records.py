@@ -186,6 +186,11 @@ class StallRecord(Struct, frozen=True, gc=False):
     #: Our requests at the endpoint.
     leases: int
 
+    @property
+    def tried(self) -> bool:
+        """Nothing moved and nothing was silent: one request may try the endpoint, or does."""
+        return self.silent_s == self.plausible_s == 0.0
+
 
 # What policies on trial would have done, next to what was done.
 

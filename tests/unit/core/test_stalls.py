@@ -28,6 +28,7 @@ from fairlead.core.stalls import MOST, OUT_OF_USE, SUSPECT, WELL, overdue_s
 from fairlead.core.tokens import TokenEstimator
 from fairlead.plugins.filters.availability import Health, HealthParams
 from fairlead.plugins.policies.cost_model import CostModel
+from fairlead.server.observe.watch import Watch
 
 SCRAPE = 0.2
 
@@ -397,3 +398,31 @@ def test_an_endpoint_that_was_out_is_tried_again_beside_requests_that_are_refuse
     rig.shown = False
     refused(rig, 8.0)
     assert rig.suspicion("e0") < OUT_OF_USE
+
+
+def test_a_hang_is_logged_when_it_begins_and_ends_however_often_the_endpoint_is_tried(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rig = Rig()
+    rig.warm()
+    for _ in range(8):
+        rig.hang("e0", 8.0, scraped=False)
+        for end, number, name in list(rig.running):
+            if name == "e0":
+                rig.running.remove((end, number, name))
+                rig.feed(StreamLost(number))
+    rig.hang("e0", 0.4)
+    rig.hung.clear()
+    while rig.suspicion("e0") or rig.told[-1].tried:
+        rig.send()
+        rig.step()
+    assert sum(record.tried for record in rig.told) > 3
+    watch = Watch(rig.fleet, rig.clock.time)
+    with caplog.at_level("INFO", "fairlead"):
+        for record in rig.told:
+            watch.on_stall(record)
+    assert [record.message for record in caplog.records] == [
+        "an endpoint seems to hang: suspect",
+        "an endpoint seems to hang: out",
+        "an endpoint makes progress again",
+    ]

@@ -102,6 +102,8 @@ class Watch:
         self.newest: deque[OutcomeRecord] = deque(maxlen=_NEWEST)
         #: By endpoint, why its load cannot be read.
         self._silent: dict[str, str] = {}
+        #: By endpoint, the worst level of its hang that was logged, and since when it makes no progress.
+        self._hangs: dict[str, tuple[int, float]] = {}
         self._on_routed, self._awake = on_routed, awake
         self._tracing = tracing
         self._scrapes = scrapes
@@ -247,6 +249,7 @@ class Watch:
 
     def on_endpoint_gone(self, endpoint_id: str) -> None:
         self._silent.pop(endpoint_id, None)
+        self._hangs.pop(endpoint_id, None)
 
     def _unread(self) -> str:
         if not self._silent:
@@ -261,17 +264,20 @@ class Watch:
         self.metrics.families.failed_instructions.child(instruction).inc()
 
     def on_stall(self, record: StallRecord) -> None:
-        self.metrics.families.stalls.child(record.endpoint, record.level).inc()
-        silent = {"endpoint": record.endpoint, "silent_s": round(record.silent_s, 1)}
-        if record.level == "well":
-            log.info("an endpoint makes progress again, or is being tried again", **silent)
-        elif not record.plausible_s:
-            log.info("a request tries an endpoint that seemed to hang", **silent)
-        else:
-            plausible = round(record.plausible_s, 1)
-            log.warning(
-                f"an endpoint seems to hang: {record.level}", **silent, plausible_s=plausible, leases=record.leases
-            )
+        """One line when it seems to hang, one when it does and one at the end: in between it is tried for ever."""
+        endpoint, level = record.endpoint, LEVELS.index(record.level)
+        self.metrics.families.stalls.child(endpoint, record.level).inc()
+        known, since = self._hangs.get(endpoint, (0, record.time_s - record.silent_s))
+        if record.tried:
+            log.debug("an endpoint that seemed to hang is tried with a request", endpoint=endpoint)
+        elif not level:
+            self._hangs.pop(endpoint, None)
+            log.info("an endpoint makes progress again", endpoint=endpoint, after_s=round(record.time_s - since, 1))
+        elif level > known:
+            self._hangs[endpoint] = level, since
+            silent, plausible = round(record.silent_s, 1), round(record.plausible_s, 1)
+            how = {"silent_s": silent, "plausible_s": plausible, "leases": record.leases}
+            log.warning(f"an endpoint seems to hang: {record.level}", endpoint=endpoint, **how)
 
     def on_fallback(self, address: str, status: int) -> None:
         """The gateway served a request without asking us."""

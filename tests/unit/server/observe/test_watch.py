@@ -9,7 +9,7 @@ import pytest
 from fairlead.core.demand import PeersLoad
 from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.fleet import Fleet
-from fairlead.core.records import DecisionRecord, OutcomeRecord, StallRecord
+from fairlead.core.records import DecisionRecord, OutcomeRecord
 from fairlead.core.request import Request
 from fairlead.server.observe.watch import Watch
 
@@ -63,18 +63,6 @@ def test_what_goes_wrong_elsewhere_is_logged(caplog):
     assert [(record.levelname, record.message) for record in caplog.records] == [
         ("WARNING", "a metrics page is missing series"),
         ("INFO", "a metrics page is complete again"),
-    ]
-
-
-def test_a_request_that_tries_an_endpoint_again_is_no_sign_that_it_hangs(caplog):
-    watch, _ = make()
-    with caplog.at_level("INFO", "fairlead"):
-        for level, silent_s, plausible_s in [("out", 5.0, 1.2), ("well", 0.0, 0.0), ("suspect", 0.0, 0.0)]:
-            watch.on_stall(StallRecord("default/a", 0.0, level, silent_s, plausible_s, 1))
-    assert [(record.levelname, record.message) for record in caplog.records] == [
-        ("WARNING", "an endpoint seems to hang: out"),
-        ("INFO", "an endpoint makes progress again, or is being tried again"),
-        ("INFO", "a request tries an endpoint that seemed to hang"),
     ]
 
 
