@@ -12,6 +12,7 @@ from fairlead.cli.basics import FAILED, WRONG_INPUT, echo_json
 from fairlead.cli.options import (
     Engine,
     Prefill,
+    Processes,
     Speeds,
     Traces,
     bar,
@@ -233,9 +234,7 @@ def compare(
     engine: Engine = "",
     prefill: Prefill = 0,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Directory for results and report.")] = Path("out/compare"),
-    processes: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Number of processes.", show_default="one per core")
-    ] = 0,
+    processes: Processes = 0,
     cluster: Annotated[str, typer.Option(metavar="ADDRESS", help="A Dask scheduler, e.g. tcp://host:8786.")] = "",
     fresh: Annotated[bool, typer.Option("--fresh", help="Do not resume an interrupted run.")] = False,
     against: Against = None,

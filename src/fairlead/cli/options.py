@@ -189,6 +189,7 @@ Header = Annotated[
 Traces = Annotated[
     str, typer.Option(metavar="DIR", envvar="FAIRLEAD_TRACES", help="The published traces [env: FAIRLEAD_TRACES].")
 ]
+Processes = Annotated[int, typer.Option(metavar="N", min=0, help="Number of processes.", show_default="one per core")]
 Speeds = Annotated[str, typer.Option(metavar="N,...", help="Relative speeds of the replicas, e.g. 1,1,0.4.")]
 Prefill = Annotated[int, typer.Option(metavar="N", min=0, help="This many replicas prefill, the others decode.")]
 

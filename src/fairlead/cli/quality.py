@@ -8,7 +8,7 @@ import typer
 
 from fairlead.cli.basics import WRONG_INPUT, echo_json
 from fairlead.cli.compare import Policies, end_with_errors, results_of, texts_of
-from fairlead.cli.options import Traces, examples, exits, workload_option
+from fairlead.cli.options import Processes, Traces, examples, exits, workload_option
 
 if TYPE_CHECKING:
     from fairlead.lab.simulator.grid import Cell
@@ -43,9 +43,7 @@ def quality(
     seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Repeat with this many seeds.")] = 1,
     traces: Traces = "",
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where results go.")] = Path("out/quality"),
-    processes: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Number of processes.", show_default="one per core")
-    ] = 0,
+    processes: Processes = 0,
     fresh: Annotated[bool, typer.Option("--fresh", help="Do not resume an interrupted run.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Regrets of each policy over each set as JSON.")] = False,
 ) -> None:

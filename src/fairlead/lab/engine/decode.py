@@ -15,7 +15,7 @@ from typing import NamedTuple
 from fairlead.lab.engine.blocks import RequestBlocks
 from fairlead.lab.engine.request import EngineRequest, Phase
 from fairlead.lab.engine.spec import LatencyModel
-from fairlead.lab.engine.stats import EngineStats
+from fairlead.lab.engine.stats import EngineStats, Run
 
 
 class DecodeBatch:
@@ -149,7 +149,7 @@ def run_decode_steps(
     ring, size = decoding.ring, decoding.block_size
     members = len(decoding.members)
     fixed, per_token = latency.decode_s(members)
-    itl = stats.itl.run(members)
+    itl = Run(stats.itl, members)
     low, high, itl_sum, seen = 1.0, 0.0, itl.sum, 0
     kv_tokens, steps = decoding.kv_tokens, decoding.steps
     first, last, taken = steps, steps + decoding.steps_to_end() - 1, 0

@@ -52,10 +52,6 @@ class Histogram:
         self.count += times
         self.sum += value * times
 
-    def run(self, times: int) -> "Run":
-        """An accumulator for many observations of nearly equal values, each counted `times`."""
-        return Run(self, times)
-
 
 class Run:
     """A series of observations that mostly fall into the same bucket, so that the caller need not search for it each

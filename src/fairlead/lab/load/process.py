@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from fairlead.core.errors import ConfigError, FairleadError
-from fairlead.lab.load.runner import OnProgress, run_spec
+from fairlead.lab.load.runner import OnProgress, run
 from fairlead.lab.load.spec import Progress, RunResult, RunSpec
 
 #: Exit code for a spec that cannot be run; the reason is on standard error.
@@ -37,7 +37,7 @@ def main(result_path: str) -> int:
 
     try:
         spec = msgspec.json.decode(sys.stdin.buffer.read(), type=RunSpec)
-        result = asyncio.run(run_spec(spec, report))
+        result = asyncio.run(run(spec.target, spec.workload, spec.arrivals, spec.options, report, spec.name))
     except (ConfigError, msgspec.ValidationError) as error:
         print(error, file=sys.stderr)
         return EXIT_CONFIG

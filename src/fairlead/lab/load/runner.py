@@ -20,7 +20,7 @@ import msgspec
 
 from fairlead.lab.load.connection import Client
 from fairlead.lab.load.reactor import Alarm, Reactor
-from fairlead.lab.load.spec import Options, Progress, Record, RunResult, RunSpec
+from fairlead.lab.load.spec import Options, Progress, Record, RunResult
 from fairlead.lab.load.workload import Call, ClosedLoop, OpenLoop, Workload
 
 #: Requests sent before the loop can read responses again.
@@ -71,11 +71,6 @@ async def run(
         time_ratio=options.time_ratio,
         config={"workload": _plain(workload), "arrivals": _plain(arrivals), "options": _plain(options)},
     )
-
-
-async def run_spec(spec: RunSpec, on_progress: OnProgress | None = None) -> RunResult:
-    """`run` with its arguments as data."""
-    return await run(spec.target, spec.workload, spec.arrivals, spec.options, on_progress, spec.name)
 
 
 def _plain(value: object) -> Any:

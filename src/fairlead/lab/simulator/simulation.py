@@ -14,7 +14,6 @@ from fairlead.config.schema import Config
 from fairlead.core import events as ev
 from fairlead.core.endpoint import Sample
 from fairlead.core.errors import PluginError
-from fairlead.core.events import EndpointDown
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import Evict, Instruction, Reject, Route, SetTimer
 from fairlead.core.policy import Policy
@@ -25,74 +24,6 @@ from fairlead.lab.engine.request import EngineRequest
 from fairlead.lab.simulator.prompts import Prompts
 from fairlead.lab.simulator.server import Blocks, Hooks, LateEvents, Server
 from fairlead.lab.simulator.world import WARM_UP, Fault, Job, Kernel, Scenario, Status, Timer
-
-
-class Faults:
-    """Sets the timers of all faults. Times count from the workload's start."""
-
-    def __init__(self, simulation: "Simulation", faults: Sequence[Fault]) -> None:
-        self._sim = simulation
-        self._faults = faults
-        for fault in faults:
-            if not 0 <= fault.replica < len(simulation.servers):
-                raise ValueError(f"fault {fault.kind!r} names replica {fault.replica} of {len(simulation.servers)}")
-
-    def plan(self) -> None:
-        kernel = self._sim.kernel
-        begin = kernel.now + WARM_UP
-        for fault in self._faults:
-            kernel.call_at(begin + fault.at_s, self._begin, fault)
-            if fault.for_s > 0:
-                kernel.call_at(begin + fault.at_s + fault.for_s, self._end, fault)
-
-    def _begin(self, fault: Fault) -> None:
-        server = self._sim.servers[fault.replica]
-        if fault.kind == "slow":
-            server.slow(fault.factor)
-        elif fault.kind == "down":
-            sim = self._sim
-            sim.servers[fault.replica].crash()
-            for job in sim.jobs:
-                if job.leg()[0] == fault.replica and job.leg()[1] is not None:
-                    sim.broken(job, "connection lost", status=0)
-            self._later(self._gone, fault.replica)
-        elif fault.kind == "away":
-            self._sim.feed(EndpointDown(server.endpoint.id))
-        elif fault.kind == "hang":
-            server.hang(True)
-        else:
-            server.freeze(fault.kind)
-
-    def _end(self, fault: Fault) -> None:
-        server = self._sim.servers[fault.replica]
-        if fault.kind == "slow":
-            server.slow(1.0)
-        elif fault.kind == "down":
-            server.restart()
-            self._later(self._rejoined, fault.replica)
-        elif fault.kind == "away":
-            if server.idle:
-                server.restart()
-            self._sim.join(fault.replica)
-        elif fault.kind == "hang":
-            server.hang(False)
-        else:
-            server.freeze("")
-
-    def _later(self, callback: object, index: int) -> None:
-        sim = self._sim
-        sim.kernel.call_at(sim.kernel.now + sim.world.detect_s, callback, index)  # type: ignore[arg-type]
-
-    def _gone(self, index: int) -> None:
-        server = self._sim.servers[index]
-        if not server.up:
-            self._sim.feed(EndpointDown(server.endpoint.id))
-
-    def _rejoined(self, index: int) -> None:
-        server = self._sim.servers[index]
-        if server.up:
-            self._sim.join(index)
-
 
 # Separate prefill and decode: a request's prompt on one server, then its KV cache in transfer, then its answer on
 # another server.
@@ -217,7 +148,8 @@ class Simulation:
         if any(replica.dynamic_adapters for replica in scenario.replicas):
             self.kernel.call_at(kernel.now + self.world.models_s, self._list_again)
         self._dispatch()
-        Faults(self, scenario.faults).plan()
+        for fault in scenario.faults:
+            self._plan(fault)
         last = START + WARM_UP + scenario.workload.duration_s / scenario.speedup
         over = kernel.run(lambda: self.open > 0, last + self.world.drain_s)
         for job in self.jobs:
@@ -443,6 +375,58 @@ class Simulation:
             self._over(job, "failed", reason)
             assert job.request is not None
             self.feed(ev.ResponseEnded(request_id=job.request.id, status=status))
+
+    # ---- faults ----
+
+    def _plan(self, fault: Fault) -> None:
+        """Set the timers of a fault. Times count from the workload's start."""
+        if not 0 <= fault.replica < len(self.servers):
+            raise ValueError(f"fault {fault.kind!r} names replica {fault.replica} of {len(self.servers)}")
+        begin = self.kernel.now + WARM_UP + fault.at_s
+        self.kernel.call_at(begin, self._begin_fault, fault)
+        if fault.for_s > 0:
+            self.kernel.call_at(begin + fault.for_s, self._end_fault, fault)
+
+    def _begin_fault(self, fault: Fault) -> None:
+        server = self.servers[fault.replica]
+        if fault.kind == "slow":
+            server.slow(fault.factor)
+        elif fault.kind == "down":
+            server.crash()
+            for job in self.jobs:
+                if job.leg()[0] == fault.replica and job.leg()[1] is not None:
+                    self.broken(job, "connection lost", status=0)
+            self.kernel.call_at(self.kernel.now + self.world.detect_s, self._notice, fault.replica, False)
+        elif fault.kind == "away":
+            self.feed(ev.EndpointDown(server.endpoint.id))
+        elif fault.kind == "hang":
+            server.hang(True)
+        else:
+            server.freeze(fault.kind)
+
+    def _end_fault(self, fault: Fault) -> None:
+        server = self.servers[fault.replica]
+        if fault.kind == "slow":
+            server.slow(1.0)
+        elif fault.kind == "down":
+            server.restart()
+            self.kernel.call_at(self.kernel.now + self.world.detect_s, self._notice, fault.replica, True)
+        elif fault.kind == "away":
+            if server.idle:
+                server.restart()
+            self.join(fault.replica)
+        elif fault.kind == "hang":
+            server.hang(False)
+        else:
+            server.freeze("")
+
+    def _notice(self, index: int, up: bool) -> None:
+        """The scheduler learns that a server went down or came back, unless that has changed since."""
+        server = self.servers[index]
+        if server.up and up:
+            self.join(index)
+        elif not (server.up or up):
+            self.feed(ev.EndpointDown(server.endpoint.id))
 
     # ---- separate prefill and decode ----
 

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from fairlead.apis.engine_metrics import DEFAULT_ENGINE, ENGINES
-from fairlead.lab.engine.presets import DEFAULT_PRESET, Preset, preset
+from fairlead.lab.engine.presets import DEFAULT_PRESET, preset
 from fairlead.lab.engine.spec import EngineSpec
 from fairlead.pool.http1 import MAX_BODY, MAX_HEAD
 
@@ -137,12 +137,9 @@ class StubConfig(Struct, frozen=True, kw_only=True):
         if self.loras and not spec.max_loras:
             raise ValueError("adapters need max_loras of at least 1")
 
-    def the_preset(self) -> Preset:
-        return preset(self.preset)
-
     @property
     def served_model(self) -> str:
-        return self.model or self.the_preset().model
+        return self.model or preset(self.preset).model
 
     def kv_events_of(self, index: int) -> "KvEventsConfig | None":
         """The KV event configuration of one of several replicas, with ports `KV_PORTS` above those of the replica
@@ -158,7 +155,7 @@ class StubConfig(Struct, frozen=True, kw_only=True):
     def spec(self) -> EngineSpec:
         if self.engine is not None:
             return self.engine
-        return self.the_preset().spec(
+        return preset(self.preset).spec(
             block_size=self.block_size,
             max_num_seqs=self.max_num_seqs,
             max_batched_tokens=self.max_batched_tokens,
