@@ -112,8 +112,6 @@ class StubConfig(Struct, frozen=True, kw_only=True):
     #: Send `x-inference-pod`, `x-inference-namespace` and `x-inference-port` with every response.
     identity_headers: bool = False
     namespace: str = "default"
-    #: Include the process_*, python_* and http_* families on /metrics, about 50 KB like the real page.
-    full_metrics: bool = True
     #: Publish what the KV cache stores and forgets (`--kv-events-config`); `None` = do not publish. Fixed ports are
     #: those of the first replica, see `kv_events_of`.
     kv_events: "KvEventsConfig | None" = None
@@ -121,8 +119,7 @@ class StubConfig(Struct, frozen=True, kw_only=True):
     seed: int = 0
     max_head: int = MAX_HEAD
     max_body: int = MAX_BODY
-    #: Close a connection that is idle, or sends an incomplete request, for this long; 0 = never.
-    idle_timeout_s: float = 0.0
+    #: Close a connection that sends an incomplete request for this long; 0 = never.
     request_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:

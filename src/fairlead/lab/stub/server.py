@@ -61,9 +61,8 @@ class ReplicaServer:
         self.address = ""
         self._routes = routes(replica.spec.max_loras > 0, config.engine_type)
         self._http = HttpStats(time.time())
-        full = config.full_metrics
         self._page = (
-            MetricsPage(replica, process if full else [], self._http.parts() if full else []).render
+            MetricsPage(replica, process, self._http.parts()).render
             if config.engine_type == DEFAULT_ENGINE
             else other_page(replica)
         )
@@ -182,18 +181,14 @@ class ReplicaServer:
     # ---------------------------------------------------------------- idle connections
 
     def _sweep(self) -> None:
-        """Close connections that are silent for too long, between requests or in the middle of one."""
-        config = self.replica.config
-        now = time.monotonic()
+        """Close connections that are silent for too long in the middle of a request."""
+        limit = self.replica.config.request_timeout_s
         for connection in list(self._connections):
             since = connection.quiet_since
-            if since is None:
-                continue
-            limit = config.request_timeout_s if connection.mid_request else config.idle_timeout_s
-            if 0 < limit < now - since:
+            if since is not None and connection.mid_request and 0 < limit < time.monotonic() - since:
                 connection.close()
-        limits = [limit / 2 for limit in (config.request_timeout_s, config.idle_timeout_s) if limit > 0]
-        self._sweeper = asyncio.get_running_loop().call_later(min([_SWEEP_S, *limits]), self._sweep)
+        pause_s = min(_SWEEP_S, limit / 2) if limit > 0 else _SWEEP_S
+        self._sweeper = asyncio.get_running_loop().call_later(pause_s, self._sweep)
 
 
 class _Delayed:
