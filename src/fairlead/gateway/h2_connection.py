@@ -402,17 +402,6 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
         if unfinished and not self._resets.spend():
             raise ProtocolError("too many resets", ErrorCode.ENHANCE_YOUR_CALM)
 
-    def _refuse_idle(self, stream_id: int) -> None:
-        if stream_id > self._last_stream or not stream_id & 1:
-            raise ProtocolError(f"a frame on idle stream {stream_id}", ErrorCode.PROTOCOL_ERROR)
-
-    def reset(self, stream: H2Stream, code: int, why: str) -> None:
-        """A stream error (5.4.2)."""
-        self.streams.pop(stream.id, None)
-        self.send_reset(stream.id, code)
-        stream.lost(why)
-        self._spend_control()
-
     def send_reset(self, stream_id: int, code: int) -> None:
         self.out.append(h2.rst_stream(stream_id, code))
         self._reset[stream_id] = None

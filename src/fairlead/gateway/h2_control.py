@@ -237,10 +237,15 @@ class H2Control(H2Sender):
     # ---- implemented by the subclass ----
 
     def _refuse_idle(self, stream_id: int) -> None:
-        raise NotImplementedError
+        if stream_id > self._last_stream or not stream_id & 1:
+            raise ProtocolError(f"a frame on idle stream {stream_id}", ErrorCode.PROTOCOL_ERROR)
 
     def reset(self, stream: H2Stream, code: int, why: str) -> None:
-        raise NotImplementedError
+        """A stream error (5.4.2)."""
+        self.streams.pop(stream.id, None)
+        self.send_reset(stream.id, code)
+        stream.lost(why)
+        self._spend_control()
 
     # ---- the end ----
 

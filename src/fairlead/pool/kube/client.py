@@ -100,10 +100,10 @@ class KubeClient:
     async def read(self, resource: Resource, name: str) -> bytes:
         return await self._request("GET", f"{resource.path}/{name}", resource, "get")
 
-    async def create(self, resource: Resource, value: object) -> bytes:
-        return await self._request("POST", resource.path, resource, "create", body=value)
-
-    async def update(self, resource: Resource, name: str, value: object) -> bytes:
+    async def put(self, resource: Resource, name: str, value: object, version: str) -> bytes:
+        """Write an object over the version that was read; empty = there is none, so create it."""
+        if not version:
+            return await self._request("POST", resource.path, resource, "create", body=value)
         return await self._request("PUT", f"{resource.path}/{name}", resource, "update", body=value)
 
     async def delete(self, resource: Resource, name: str, query: Mapping[str, str] | None = None) -> bytes:

@@ -332,14 +332,11 @@ class Elector:
             try:
                 await self._put(released(sight.lease, self._wall()))
                 return
-            except KubeError as error:
-                if error.code != _CONFLICT:
+            except (KubeError, Unreachable) as error:
+                if not isinstance(error, KubeError) or error.code != _CONFLICT:
                     self._on_trouble(f"the lease was not given back: {error}")
                     return
                 await self._look()
-            except Unreachable as error:
-                self._on_trouble(f"the lease was not given back: {error}")
-                return
             except Unreadable:
                 return
 
@@ -404,10 +401,7 @@ class Elector:
         # Bounded, because one of several API servers may hang, and the lease must not expire meanwhile.
         try:
             async with asyncio.timeout(max(settings.renew_s / 2, settings.retry_s)):
-                if lease.version:
-                    answer = await self._client.update(self._resource, settings.name, value)
-                else:
-                    answer = await self._client.create(self._resource, value)
+                answer = await self._client.put(self._resource, settings.name, value, lease.version)
         except TimeoutError:
             raise Unreachable("no answer in time") from None
         self._note(read_lease(answer))
@@ -416,13 +410,11 @@ class Elector:
         """Read the present lease."""
         try:
             self._note(read_lease(await self._client.read(self._resource, self._settings.name)))
-        except KubeError as error:
-            if error.code == _NOT_FOUND:
+        except (KubeError, Unreachable, Unreadable) as error:
+            if isinstance(error, KubeError) and error.code == _NOT_FOUND:
                 self._note(None)
             else:
                 self._say(str(error))
-        except (Unreachable, Unreadable) as error:
-            self._say(str(error))
 
     # ---- what is seen ----
 

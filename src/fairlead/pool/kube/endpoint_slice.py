@@ -325,12 +325,9 @@ class EndpointSlicePublisher:
                 await self._empty_other_family(self._service)
             self._named = True
             self._say("")
-        except KubeError as error:
-            if error.code in _CONFLICTS and self._current:
+        except (KubeError, Unreachable, Unreadable) as error:
+            if isinstance(error, KubeError) and error.code in _CONFLICTS and self._current:
                 return await self._look()
-            self._say(f"the service {self._namespace}/{self._name} does not lead here: {error}")
-            return RETRY_S
-        except (Unreachable, Unreadable) as error:
             self._say(f"the service {self._namespace}/{self._name} does not lead here: {error}")
             return RETRY_S
         return SERVICE_S * self._rng.uniform(0.8, 1.2)
@@ -343,7 +340,7 @@ class EndpointSlicePublisher:
             seen = read_slice(await self._client.read(self._slices, name))
             if seen.addresses and seen.lease == self._lease and self._leading:
                 value = slice_object(service, self._namespace, former, self._lease, seen.version, empty=True)
-                await self._client.update(self._slices, name, value)
+                await self._client.put(self._slices, name, value, seen.version)
 
     def _left_to_other(self) -> float:
         """Seconds for which the slice is still left to the holder of another lease."""
@@ -363,10 +360,7 @@ class EndpointSlicePublisher:
     async def _put(self, service: Service, empty: bool = False) -> None:
         seen = self._seen
         value = slice_object(service, self._namespace, self._place, self._lease, seen.version, empty)
-        if seen.version:
-            answer = await self._client.update(self._slices, slice_name(self._name, self._place), value)
-        else:
-            answer = await self._client.create(self._slices, value)
+        answer = await self._client.put(self._slices, slice_name(self._name, self._place), value, seen.version)
         self.writes += 1
         self._seen = read_slice(answer)
 
@@ -375,14 +369,11 @@ class EndpointSlicePublisher:
         self._current = False
         try:
             self._seen = read_slice(await self._client.read(self._slices, slice_name(self._name, self._place)))
-        except KubeError as error:
-            if error.code != 404:
+        except (KubeError, Unreachable, Unreadable) as error:
+            if not isinstance(error, KubeError) or error.code != 404:
                 self._say(str(error))
                 return RETRY_S
             self._seen = Slice()
-        except (Unreachable, Unreadable) as error:
-            self._say(str(error))
-            return RETRY_S
         return 0.0
 
     def see(self, listed: Slice | None) -> None:

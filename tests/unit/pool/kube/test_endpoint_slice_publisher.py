@@ -95,14 +95,14 @@ async def test_who_ends_while_it_is_being_named_takes_itself_out(
     kube: FakeKube, replica: Any, until: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, answered = replica(1), asyncio.Event()
-    create = a.client.create
+    put = a.client.put
 
     async def answered_late(*arguments: Any) -> Any:
-        answer = await create(*arguments)
+        answer = await put(*arguments)
         await answered.wait()
         return answer
 
-    monkeypatch.setattr(a.client, "create", answered_late)
+    monkeypatch.setattr(a.client, "put", answered_late)
     a.publisher.lead(True)
     await until(lambda: named(kube) == ["10.244.0.1"])
     a.publisher.lead(False)
