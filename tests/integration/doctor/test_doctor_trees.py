@@ -128,6 +128,20 @@ async def test_a_state_file_that_cannot_be_written_is_named(world: Any, told: To
     assert found.findings[0].evidence == why
 
 
+@pytest.mark.parametrize(("failed", "found"), [(3, set()), (6, {"scheduler.errors"})])
+async def test_many_requests_that_fail_are_named(world: Any, told: Told, failed: int, found: set[str]) -> None:
+    here = [{"id": "127.0.0.1:9", "address": "127.0.0.1:9"}]
+    counts = {"ModelServerError": failed, "Internal": 1, "InferencePoolResourceExhausted": 50}
+    metrics = 'llm_d_epp_request_total{model_name="m"} 100\n' + "".join(
+        f'llm_d_epp_request_error_total{{model_name="m",error_code="{code}"}} {count}\n'
+        for code, count in counts.items()
+    )
+    report = await examined(world, await told(metrics, here), "scheduler")
+    assert codes(report) == found
+    for finding in report.findings:
+        assert finding.evidence == "7 of 100 requests since the start: ModelServerError 6, Internal 1"
+
+
 async def test_an_endpoint_whose_answers_fail_is_named(world: Any, told: Told) -> None:
     here = [{"id": "127.0.0.1:9", "address": "127.0.0.1:9"}]
     metrics = "".join(f'fairlead_endpoint_out{{endpoint="{why}-1",why="{why}"}} 1\n' for why in ("fails", "hangs"))

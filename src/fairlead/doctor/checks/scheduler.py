@@ -60,6 +60,10 @@ FAILING = Kind(
     "scheduler.failing", Severity.ERROR, "an endpoint fails its requests, and is tried every few seconds",
     "read the model server's log; restart it or take it out", "docs/runbook.md#fairleadendpointfails",
 )  # fmt: skip
+ERRORS = Kind(
+    "scheduler.errors", Severity.ERROR, "more than 5 % of the requests failed",
+    "the evidence names the codes; the runbook has the cause of each", "docs/runbook.md#fairleaderrorshigh",
+)  # fmt: skip
 ALONE = Kind(
     "scheduler.alone", Severity.ERROR, "the scheduler cannot tell other replicas anything, so it decides alone",
     "let the scheduler reach the server in replicas.via, or write to the directory; the evidence says why it fails",
@@ -80,6 +84,9 @@ UNHEARD = Kind(
 _ELSEWHERE = {"replicas", "scrapes"}
 #: Share of unscheduled requests from which on there is a finding.
 _MANY = 0.01
+#: Share of requests that failed, not by the client's fault, from which on there is one, and those `error_code`s.
+_MANY_FAIL = 0.05
+_FAILURES = ("ModelServerError", "ServiceUnavailable", "Internal")
 
 
 async def _ready(site: Site) -> list[Finding]:
@@ -143,6 +150,17 @@ async def _notes(site: Site) -> list[str]:
     return [line.removeprefix("- ") for line in lines if line.startswith("- ")]
 
 
+async def _errors(site: Site, asked: float) -> list[Finding]:
+    failed = Counter[str]()
+    for labels, count in await site.metric("llm_d_epp_request_error_total"):
+        failed[labels.get("error_code", "")] += int(count)
+    failed = Counter({code: failed[code] for code in _FAILURES if failed[code]})
+    if failed.total() <= _MANY_FAIL * asked:
+        return []
+    codes = ", ".join(f"{code} {count}" for code, count in failed.most_common())
+    return [ERRORS.at("", f"{failed.total()} of {asked:g} requests since the start: {codes}")]
+
+
 async def _alone(site: Site) -> list[Finding]:
     connected = await site.metric("fairlead_replicas_connected")
     if not connected:
@@ -169,6 +187,7 @@ async def scheduler(site: Site) -> list[Finding]:
             findings.append(PLUGINS.at(labels.get("plugin_name", ""), f"{count:g} times since the start"))
     unscheduled = sum(count for _, count in await site.metric("fairlead_fallback_requests_total"))
     asked = sum(count for _, count in await site.metric("llm_d_epp_request_total"))
+    findings += await _errors(site, asked)
     if unscheduled > _MANY * (unscheduled + asked):
         findings.append(FALLBACKS.at("gateway", f"{unscheduled:g} of {unscheduled + asked:g} requests since the start"))
     return findings
