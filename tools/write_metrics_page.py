@@ -21,6 +21,7 @@ from fairlead.server.observe.component_metrics import (
     show_budget,
     show_journal,
     show_replicas,
+    show_spans,
     show_state,
     show_warming,
 )
@@ -120,6 +121,7 @@ def scheduler_registry() -> Registry:
     History(watch, 0.0, lambda: 0.0)
     GatewayMetrics(registry, None, 1, lambda: 0.0)
     show_replicas(registry, None)
+    show_spans(registry, lambda: 0)
     show_budget(registry, ByteBudget(1, lambda: 0.0))
     return registry
 

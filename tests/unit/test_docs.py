@@ -34,6 +34,7 @@ from fairlead.server.observe.component_metrics import (
     show_budget,
     show_journal,
     show_replicas,
+    show_spans,
     show_state,
     show_warming,
 )
@@ -237,6 +238,7 @@ def test_every_metric_that_is_named_exists() -> None:
     History(watch, 0.0, lambda: 0.0)
     GatewayMetrics(watch.metrics.registry, None, 1, lambda: 0.0)
     show_replicas(watch.metrics.registry, None)
+    show_spans(watch.metrics.registry, lambda: 0)
     show_budget(watch.metrics.registry, ByteBudget(1, lambda: 0.0))
     asker = SimpleNamespace(up=True, counts=SimpleNamespace(ends={}))
     show_questions(watch.metrics.registry, lambda: asker)

@@ -36,7 +36,7 @@ from fairlead.server.live.memory import HeapTrim, LoopLag, keep_heap, settle_mem
 from fairlead.server.live.pool_scheduler import PoolScheduler
 from fairlead.server.live.pools import LivePools
 from fairlead.server.live.wiring import start_tracing
-from fairlead.server.observe.component_metrics import GatewayMetrics, show_budget
+from fairlead.server.observe.component_metrics import GatewayMetrics, show_budget, show_spans
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.log import get
 from fairlead.server.observe.log import setup as setup_log
@@ -95,6 +95,10 @@ class Live:
                 self.serving = LivePools(self.config, tracing, self._reasons)
             else:
                 self._take(PoolScheduler(self.config, tracing, unready=self._reasons, gateway=self._beside))
+            if tracing is not None:
+                troubles, why = self.serving.troubles, "spans cannot be sent to tracing.endpoint; the log says why"
+                show_spans(self.serving.registry, lambda: tracing.dropped)
+                troubles.lately("tracing", lambda: tracing.dropped, why)
             self._ending.listen(stack)
             loop.add_signal_handler(ENDING, self.serving.empty_queue)
             stack.callback(loop.remove_signal_handler, ENDING)

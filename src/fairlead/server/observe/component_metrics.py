@@ -293,6 +293,11 @@ class UploadMetrics:
         return ", ".join(f"{client} {size / 1e6:.1f}" for client, size in most)
 
 
+def show_spans(registry: Registry, dropped: Callable[[], int]) -> None:
+    text = "Spans that could not be sent to the collector."
+    registry.follow("counter", "fairlead_spans_dropped_total", text, dropped)
+
+
 def show_budget(registry: Registry, budget: ByteBudget) -> None:
     """Show the memory that unfinished and waiting requests hold."""
     follow = registry.follow

@@ -17,7 +17,7 @@ Rules
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fairlead import __version__
 from fairlead.config.schema import Tracing as Settings
@@ -71,6 +71,8 @@ class Tracing:
     ) -> None:
         import opentelemetry.trace as apis
 
+        #: How many spans the collector did not take.
+        self.dropped = 0
         self._api = apis
         self._tracer = tracer
         self._settings = settings
@@ -276,18 +278,36 @@ _BATCH = 512
 _EVERY_MS = 1000.0
 
 
-def make_provider(endpoint: str, service_name: str, timeout_s: float) -> "TracerProvider":
-    """The provider. `shutdown()` sends the rest and may take `timeout_s`: call it in a thread. Raises `ImportError`."""
+def make_provider(
+    endpoint: str, service_name: str, timeout_s: float, on_dropped: Callable[[int], object]
+) -> "TracerProvider":
+    """The provider. `shutdown()` sends the rest and may take `timeout_s`: call it in a thread. `on_dropped` is called
+    in another thread with the number of spans that could not be sent. Raises `ImportError`."""
+    import requests
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
     from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
+    class Exporter(OTLPSpanExporter):
+        def export(self, spans: Any) -> SpanExportResult:
+            result = super().export(spans)
+            if result is not SpanExportResult.SUCCESS:
+                on_dropped(len(spans))
+            return result
+
+    def refuse_redirect(answer: Any, *arguments: object, **more: object) -> None:
+        """Redirects are not followed, but OpenTelemetry takes them for success."""
+        if 300 <= answer.status_code < 400:
+            raise requests.HTTPError(f"{answer.status_code} is not followed; name the collector itself")
+
+    session = requests.Session()
+    session.hooks["response"].append(refuse_redirect)
     resource = Resource.create({"service.name": service_name, "service.version": __version__})
     # Which requests are traced is decided before spans are made, see `tracing`.
     provider = TracerProvider(sampler=ALWAYS_ON, resource=resource, shutdown_on_exit=False)
-    exporter = OTLPSpanExporter(endpoint=endpoint, timeout=timeout_s)
+    exporter = Exporter(endpoint=endpoint, timeout=timeout_s, session=session)
     processor = BatchSpanProcessor(
         exporter,
         max_queue_size=_QUEUE,

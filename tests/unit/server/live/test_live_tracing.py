@@ -6,10 +6,13 @@ import sys
 from contextlib import AsyncExitStack
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from fairlead.compat.load import load
 from fairlead.config.schema import Config
 from fairlead.core.errors import ConfigError
+from fairlead.core.request import Request
 from fairlead.server.live.wiring import start_tracing
 
 ON = "tracing: {endpoint: 'http://localhost:4318/v1/traces', sample: 0.5, followParent: false, timeout: 250ms}"
@@ -30,6 +33,22 @@ def test_the_scheduler_loads_nothing_of_opentelemetry() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(("status", "dropped"), [(200, 0), (307, 1), (400, 1)])
+async def test_spans_that_the_collector_does_not_take_are_counted(status: int, dropped: int) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(status=status, headers={"Location": "/elsewhere"})
+
+    app = web.Application()
+    app.router.add_post("/v1/traces", answer)
+    async with TestServer(app) as server:
+        async with AsyncExitStack() as stack:
+            text = ON.replace("localhost:4318", f"127.0.0.1:{server.port}").replace("250ms", "10s")
+            tracing = start_tracing(stack, config(text.replace("0.5", "1")), asyncio.get_running_loop())
+            assert tracing is not None
+            assert tracing.arrived(Request(id=1, arrived=0.0), {})
+        assert tracing.dropped == dropped, "the end sends what there is"
 
 
 async def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
