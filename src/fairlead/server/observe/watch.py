@@ -13,7 +13,7 @@ from fairlead.core.flow_control import FlowController
 from fairlead.core.policy import Policy
 from fairlead.core.records import DecisionRecord, OutcomeRecord, StallRecord
 from fairlead.core.stalls import LEVELS
-from fairlead.pool.scrape import ScrapeStats
+from fairlead.pool.scrape import TOLD_AFTER, ScrapeStats
 from fairlead.server.observe.component_metrics import ChooserMetrics, KubeMetrics, ShadowMetrics, UploadMetrics
 from fairlead.server.observe.decisions import Journal, explained
 from fairlead.server.observe.fleet_gauges import EndpointStatus, FleetStatus
@@ -68,8 +68,7 @@ class Watch:
         counts_fallbacks: bool = True,
         one_of_several: bool = False,
     ) -> None:
-        self.fleet, self._counts_fallbacks = fleet, counts_fallbacks
-        self._now = now
+        self.fleet, self._counts_fallbacks, self._now = fleet, counts_fallbacks, now
         self.journal = Journal()
         self._listed = served
         self.metrics = SchedulerMetrics(
@@ -105,8 +104,7 @@ class Watch:
         #: By endpoint, the worst level of its hang that was logged, and since when it makes no progress.
         self._hangs: dict[str, tuple[int, float]] = {}
         self._on_routed, self._awake = on_routed, awake
-        self._tracing = tracing
-        self._scrapes = scrapes
+        self._tracing, self._scrapes = tracing, scrapes
         self._decision_id: Callable[[int], str] | None = None
         self._peers_load = PeersLoad()
         self._alone: Callable[[], bool] = lambda: False
@@ -235,11 +233,10 @@ class Watch:
         """Why an endpoint's load cannot be read has changed; empty = it is read again."""
         if reason:
             self._silent[endpoint_id] = reason
-            log.warning(
-                "cannot read the metrics of an endpoint; its load is estimated from our own requests",
-                endpoint=endpoint_id,
-                reason=reason,
+            then = (
+                "its load is estimated" if self._failures(endpoint_id) == 0 else "it is out of use while others serve"
             )
+            log.warning(f"cannot read the metrics of an endpoint; {then}", endpoint=endpoint_id, reason=reason)
         elif self._silent.pop(endpoint_id, ""):
             log.info("the metrics of an endpoint can be read again", endpoint=endpoint_id)
 
@@ -254,7 +251,18 @@ class Watch:
     def _unread(self) -> str:
         if not self._silent:
             return ""
-        return f"the metrics of {len(self._silent)} endpoints cannot be read; our own accounting stands in"
+        out, count = sum(self._failures(name) >= TOLD_AFTER for name in self._silent), self.fleet.table.count
+        if out == count:
+            return f"the metrics pages of all {count} endpoints fail; requests go there all the same"
+        texts = [f"{out} of {count} endpoints are out of use, as their metrics pages fail"] if out else []
+        if estimated := len(self._silent) - out:
+            texts.append(f"the metrics of {estimated} of {count} endpoints cannot be read; their load is estimated")
+        return "; ".join(texts)
+
+    def _failures(self, endpoint_id: str) -> float:
+        """Scrapes that failed in a row; 0 also if it answers them, with an error below 500 or without its load."""
+        slot = self.fleet.table.slot(endpoint_id)
+        return 0.0 if slot is None else float(self.fleet.table.failures[slot])
 
     def on_client_error(self, api: str, status: int) -> None:
         self.metrics.on_client_error("", status)

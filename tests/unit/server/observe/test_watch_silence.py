@@ -1,7 +1,10 @@
 """What the debug page says of endpoints, and why their load cannot be read."""
 
+import pytest
+
 from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.fleet import Fleet
+from fairlead.pool.scrape import TOLD_AFTER
 from fairlead.server.observe.watch import Watch
 
 
@@ -23,6 +26,37 @@ def test_the_last_reason_is_shown_until_it_is_over() -> None:
     watch.on_silence("a", "status 404")
     watch.on_endpoint_gone("a")
     assert errors(watch) == {"a": "", "b": ""}
+
+
+@pytest.mark.parametrize(
+    ("answered", "failing", "text"),
+    [
+        ("", "", ""),
+        ("a", "", "the metrics of 1 of 3 endpoints cannot be read; their load is estimated"),
+        ("", "ab", "2 of 3 endpoints are out of use, as their metrics pages fail"),
+        ("a", "b", "1 of 3 endpoints are out of use, as their metrics pages fail; the metrics of 1 of 3 endpoints"),
+        ("", "abc", "the metrics pages of all 3 endpoints fail; requests go there all the same"),
+    ],
+)
+def test_what_follows_from_failed_scrapes_is_told(
+    caplog: pytest.LogCaptureFixture, answered: str, failing: str, text: str
+) -> None:
+    fleet = Fleet()
+    watch = Watch(fleet, lambda: 0.0)
+    for name in "abc":
+        fleet.up(Endpoint(name, f"{name}:1"))
+    for attempt in range(TOLD_AFTER):
+        for name in answered + failing:
+            if attempt == TOLD_AFTER - 1:
+                watch.on_silence(name, "status 404" if name in answered else "status 503")
+            fleet.scrape_failed(name, 0.0, answered=name in answered)
+    assert watch.troubles.look().get("scrapes", "").startswith(text) or not text
+    lines = [record.message for record in caplog.records if record.message.startswith("cannot")]
+    assert lines == [
+        "cannot read the metrics of an endpoint; "
+        + ("its load is estimated" if name in answered else "it is out of use while others serve")
+        for name in answered + failing
+    ]
 
 
 def test_an_endpoint_shows_what_its_engine_reports_and_what_was_learned() -> None:
