@@ -143,7 +143,9 @@ class LiveJournal:
                 epoch=TimeOfDay(self._outer.time),
                 flush_s=settings.flush,
                 fsync=settings.fsync,
-                on_trouble=lambda text: log.error("the journal is missing records", path=settings.path, reason=text),
+                on_trouble=lambda text: get("journal").error(
+                    "the journal is missing records", path=settings.path, reason=text
+                ),
             )
             writer.start()
         except OSError as error:

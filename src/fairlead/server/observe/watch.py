@@ -123,7 +123,17 @@ class Watch:
             if record.overloaded:
                 log.warning("all endpoints are overloaded; more replicas are needed")
             elif record.status not in (400, 404):  # those are the client's own fault
-                log.warning("a request was refused", reason=record.outcome, status=record.status)
+                request = record.request
+                whose = {"tenant": request.fairness_id, "model": request.model, "request_id": request.external_id}
+                decision = self._decision_id(request.id) if self._decision_id else request.id
+                log.warning(
+                    "a request was refused",
+                    reason=record.outcome,
+                    status=record.status,
+                    priority=request.priority,
+                    decision=decision,
+                    **{name: text for name, text in whose.items() if text},
+                )
         elif len(self._decisions) >= _BATCH:
             self.count()
 

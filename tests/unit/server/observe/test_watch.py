@@ -66,6 +66,23 @@ def test_what_goes_wrong_elsewhere_is_logged(caplog):
     ]
 
 
+def test_a_refusal_says_whose_request_it_was(caplog):
+    watch, _ = make()
+    watch.naming(lambda number: f"d-{number}")
+    request = Request(id=7, arrived=0.0, model="m", fairness_id="team", external_id="from-client", priority=-1)
+    record = DecisionRecord(request=request, at=0.0, policy="p", outcome="rejected-saturated", status=429)
+    watch.on_decision(record, 1e-4)
+    assert vars(caplog.records[0])["fields"] == {
+        "reason": "rejected-saturated",
+        "status": 429,
+        "priority": -1,
+        "decision": "d-7",
+        "tenant": "team",
+        "model": "m",
+        "request_id": "from-client",
+    }
+
+
 def test_decisions_are_counted_before_their_outcomes():
     watch, _ = make()
     watch.on_decision(decided(7), 1e-4)
