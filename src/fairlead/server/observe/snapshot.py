@@ -9,6 +9,7 @@ import msgspec
 
 from fairlead import __version__
 from fairlead.core.endpoint import MODEL_LABEL, ROLE_LABEL
+from fairlead.core.flow import Limit
 from fairlead.core.queues import Band
 from fairlead.core.records import DecisionRecord, OutcomeRecord
 from fairlead.core.stalls import LEVELS
@@ -131,6 +132,7 @@ def queue_rows(watch: Watch, now: float) -> shape.Queues | None:
     if flow_controller is None or saturation is None:
         return None
     queues = flow_controller.flow.queues
+    in_all = _used(len(queues), queues.bytes, queues.limits.total)
     return shape.Queues(
         waiting=len(queues),
         saturation=saturation,
@@ -144,12 +146,16 @@ def queue_rows(watch: Watch, now: float) -> shape.Queues | None:
                 flows=sum(1 for flow in band.flows.values() if len(flow)),
                 oldest_s=_left(now - band.oldest()),
                 delay_s=flow_controller.drain_s(band.priority),
-                used=band.count / band.limit.requests if isfinite(band.limit.requests) else 0.0,
+                used=max(in_all, _used(band.count, band.bytes, band.limit)),
                 longest=flow_rows(band, now),
             )
             for band in queues.bands()
         ],
     )
+
+
+def _used(requests: int, size: int, limit: Limit) -> float:
+    return max(requests / limit.requests, size / limit.bytes)
 
 
 def flow_rows(band: Band, now: float) -> list[shape.FlowRow]:

@@ -137,7 +137,7 @@ class BandRow(Struct, frozen=True, kw_only=True):
     oldest_s: float
     #: How long the queue will take at the present pace.
     delay_s: float
-    #: Used share of the band's limit of requests; 0 = the band has no limit.
+    #: The largest used share of a limit, of requests or bytes, of the band or of the whole queue; 0 = there is none.
     used: float
     #: The flows with the most waiting requests.
     longest: list[FlowRow] = []
@@ -318,6 +318,8 @@ _DOES = {
     FAILS: (f"failed {ERRORS_TO_EJECT} answers in a row", f"failed {ERRORS_TO_EJECT} answers in a row"),
 }
 _RUNBOOK = {HANGS: "FairleadEndpointHangs", FAILS: "FairleadEndpointFails"}
+#: Used share of the queue's limit from which on it is mentioned.
+_FULL = 0.9
 #: Seconds that a request must have waited to be mentioned.
 _LONG_WAIT = 5.0
 
@@ -412,6 +414,10 @@ def _pressure(watch: Watch, queues: Queues | None, schedulers: int) -> Iterable[
     if watch.metrics.scale_up_wanted():
         text = "All endpoints were overloaded within the last minute; more replicas are wanted."
         yield Notice(BAD, text, runbook="FairleadScaleUp")
+    full = max((band.used for band in queues.bands), default=0.0) if queues is not None else 0.0
+    if full > _FULL:
+        text = f"The queue is {full:.0%} full; beyond its limit requests are refused."
+        yield Notice(BAD, text, runbook="FairleadQueueFull")
     if queues is not None and queues.waiting:
         oldest = max(band.oldest_s for band in queues.bands)
         if oldest >= _LONG_WAIT:

@@ -75,6 +75,21 @@ def test_the_dashboard_lists_the_flows_with_the_most_that_waits() -> None:
     )
 
 
+def test_the_dashboard_shows_the_fullest_limit() -> None:
+    for limits, used in (
+        ({"total": Limit(20)}, 0.5),
+        ({"total": Limit(20), "band": Limit(100, 1250)}, 0.8),
+        ({"total": Limit(20, 1010)}, 1000 / 1010),
+        ({"band": Limit()}, 0.0),
+    ):
+        shop = Shop(**limits)
+        for number in range(20, 30):
+            shop.arrive(number, model="m", body_bytes=100)
+        queues = queue_rows(shop.watch, shop.now)
+        assert queues is not None
+        assert queues.bands[0].used == used
+
+
 def test_queues_by_flow_and_band() -> None:
     shop = Shop(band=Limit(10, 1000))
     answered = Request(id=1, arrived=0.0, model="m", fairness_id="t")

@@ -160,6 +160,13 @@ def test_a_long_queue(scene):
     assert scene.told()[0][1].startswith("3 requests wait in this scheduler's queue, the longest")
 
 
+def test_a_queue_that_is_nearly_full(scene):
+    for used, told in ((0.9, []), (0.95, [("bad", "The queue is 95% full; beyond its limit requests are refused.")])):
+        band = BandRow(priority=0, waiting=3, bytes=9, flows=1, oldest_s=1.0, delay_s=2.0, used=used)
+        scene.queues = Queues(waiting=3, saturation=1.0, delay_s=2.0, wanted_endpoints=4, bands=[band])
+        assert scene.told() == told
+
+
 def test_what_keeps_failing_is_told_for_a_minute(scene, caplog):
     assert scene.told() == []
     scene.watch.on_plugin_error(PluginError("p", "no"))
