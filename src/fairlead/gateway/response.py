@@ -17,12 +17,25 @@ from typing import Any
 from fairlead.apis.rename import ModelRenamer
 from fairlead.apis.response import Scanner, scanner_for, scanner_unseen
 from fairlead.apis.splice import json_string
+from fairlead.core.apis import CHAT, COMPLETIONS, EMBEDDINGS, GENERATE, MESSAGES, RESPONSES, SGLANG
 from fairlead.core.events import ResponseEnded
 from fairlead.core.headers import ANSWERED_BY, ATTEMPTS
 from fairlead.core.request import Request, Usage
 from fairlead.gateway.ext_proc import CONTINUE, BodyMode, Kind, resizable_response, rewrite_chunk
 
 _RESIZABLE = resizable_response()
+#: APIs whose answers are JSON or event streams, which begin with anything but `<`.
+_JSON = frozenset((CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS, GENERATE, SGLANG))
+_MARKUP = ord("<")
+
+
+class _Page:
+    """In place of a scanner: the body is a page of HTML, say of a proxy that answers for a model server."""
+
+    usage, done, error_status = None, False, 502
+
+    def feed(self, chunk: bytes) -> None:
+        """Nothing in it is of use."""
 
 
 class ResponseWatch:
@@ -35,7 +48,7 @@ class ResponseWatch:
         self._status = 0
         self._bytes = 0
         self._ttft_ms = -1.0
-        self._scanner: Scanner | None = None
+        self._scanner: Scanner | _Page | None = None
         self.is_sse = False
 
     def headers(self, headers: Mapping[str, str]) -> None:
@@ -58,12 +71,16 @@ class ResponseWatch:
 
     def chunk(self, chunk: bytes, now: Callable[[], float]) -> bool:
         """Take a piece of the body. Return whether it is the first with content."""
+        if not chunk:
+            return False
         self._bytes += len(chunk)
-        if self._scanner is not None and chunk:
+        if self._scanner is not None:
             self._scanner.feed(chunk)
-        if self._ttft_ms >= 0 or not chunk:
+        if self._ttft_ms >= 0:
             return False
         self._ttft_ms = (now() - self._request.arrived) * 1e3
+        if chunk[0] == _MARKUP and self._status < 400 and self._request.api in _JSON:
+            self._scanner, self._status = _Page(), 502
         return True
 
     def usage(self) -> Usage | None:

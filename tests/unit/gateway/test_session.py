@@ -622,6 +622,19 @@ def test_an_error_inside_a_200_stream_counts_as_a_failure(rig):
     assert rig.seen.outcomes[0].status == 503
 
 
+def test_a_page_of_html_in_place_of_an_answer_counts_as_a_failure(rig):
+    """Who fails at once looks idle, and would draw the most requests."""
+    _, session = rig.open(BUFFERED, STREAMED)
+    rig.request_headers(session)
+    rig.body(session)
+    ((lease,),) = ([entry.lease for entry in rig.pipeline.requests],)
+    rig.response_headers(session, kind="text/html")
+    rig.chunk(session, b"<html>hello</html>")
+    assert rig.leases() == 0
+    assert rig.seen.outcomes[0].status == 502
+    assert lease.first_token_at < 0.0
+
+
 def test_the_first_byte_of_an_error_is_no_first_token(rig):
     """Fast errors would teach the forecast that the endpoint is the fastest of all."""
     _, session = rig.open(BUFFERED, STREAMED, wired=False)
