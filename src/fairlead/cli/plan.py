@@ -127,18 +127,18 @@ def _case(
     from fairlead.lab.simulator.objective import objectives
     from fairlead.lab.simulator.plan import Case
     from fairlead.lab.simulator.run import policy_text
-    from fairlead.plugins.params import duration
+    from fairlead.plugins.params import typed_duration
 
     wanted, now = objectives(slo), 0
     decides: Any = policy_text(policy or "default")
     if live:
-        scenario, scheduling, now = _recorded(live, duration(last), spec)
+        scenario, scheduling, now = _recorded(live, typed_duration(last), spec)
         decides = decides if policy else scheduling
     else:
         scenario = build(spec)
     if not scenario.workload.records:
         raise ValueError(f"{spec.source or live} has no requests")
-    counted_s = duration(warm_up) or scenario.counted_from_s
+    counted_s = typed_duration(warm_up) or scenario.counted_from_s
     if not any(record.arrival_us >= counted_s * 1e6 for record in scenario.workload.records):
         last_s = scenario.workload.duration_s
         raise ValueError(f"--warm-up {warm_up} leaves no request: the last comes after {last_s:,.0f} s")

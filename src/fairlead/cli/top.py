@@ -135,7 +135,7 @@ def view(state: dict[str, Any], sort: str, width: int, height: int | None = None
 
 def _title(about: Row, now: Row) -> Text:
     title = Text.assemble(("Fairlead ", "bold"), about["version"], "  pool ", (about["pool"], "bold"))
-    title.append(f"  policy {now['policy']}  running for {_seconds(now['at'] - about['started'])}")
+    title.append(f"  policy {now['policy']}  running for {_seconds(now['running_s'])}")
     return title
 
 

@@ -96,6 +96,11 @@ def duration(text: str) -> float:
     return float(value)
 
 
+def typed_duration(text: str) -> float:
+    """The same of a command line, where a number of seconds is text too."""
+    return duration(f"{text}s" if re.fullmatch(r"[0-9]+(\.[0-9]+)?", text) else text)
+
+
 def size(text: str) -> int:
     """Return the size in bytes. `k`, `M`, `G`, `T` are powers of 1000, with `i` of 1024; a `B` may follow.
 

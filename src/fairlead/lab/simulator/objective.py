@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from fairlead.lab.simulator.simulation import NOT_OVER
 from fairlead.lab.simulator.world import Job
-from fairlead.plugins.params import duration
+from fairlead.plugins.params import typed_duration
 
 TTFT, TPOT, E2E, FAILED = "ttft", "tpot", "e2e", "failed"
 _NAME = re.compile(r"(ttft|tpot|e2e)_p(\d{1,2}(?:\.\d+)?)")
@@ -88,7 +88,7 @@ def objectives(text: str) -> tuple[Objective, ...]:
 
 def _within(what: str, percent: float, part: str, value: str) -> Objective:
     try:
-        limit = duration(value) * 1e3
+        limit = typed_duration(value) * 1e3
     except ValueError as error:
         raise ValueError(f"{part!r}: {error}") from None
     if not 0.0 < percent < 100.0 or limit <= 0.0:

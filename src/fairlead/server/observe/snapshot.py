@@ -350,7 +350,8 @@ class SnapshotMaker:
         self._happened = Happened()
         #: The fleet's version, and the models that it serves since then.
         self._served = -1, served_models(watch.fleet.table)
-        self.history = History(watch, now(), wall_offset)
+        self._began = now()
+        self.history = History(watch, self._began, wall_offset)
         self.tick = TICK
         self.answers: Mapping[str, Callable[[Mapping[str, str]], Any]] = {
             "decisions": self.search,
@@ -358,7 +359,7 @@ class SnapshotMaker:
             "model": self.model,
         }
         self.about = shape.About(
-            version=__version__, pool=pool, started=now() + wall_offset(), tick_s=TICK, point_s=POINT
+            version=__version__, pool=pool, started=self._began + wall_offset(), tick_s=TICK, point_s=POINT
         )
 
     def begin(self) -> None:
@@ -396,6 +397,7 @@ class SnapshotMaker:
         listed = notices(watch, endpoints, failures, queues, self._reasons(), self._happened, now, schedulers)
         return shape.Snapshot(
             at=now + wall,
+            running_s=now - self._began,
             policy=self._policy(),
             notices=listed,
             endpoints=endpoints,

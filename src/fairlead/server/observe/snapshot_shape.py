@@ -265,6 +265,8 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     """Everything at one moment."""
 
     at: float
+    #: Seconds since the start, also if the system's clock was set since.
+    running_s: float
     policy: str
     notices: list[Notice]
     endpoints: list[EndpointRow]

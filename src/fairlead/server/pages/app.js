@@ -92,7 +92,7 @@ function figures() {
   setText($("policy"), now.policy);
   setText($("replicas"), now.replicas);
   setHidden($("replicas").parentElement, !now.replicas);
-  setText($("uptime"), seconds(Math.max(now.at - about.started, 0)));
+  setText($("uptime"), seconds(now.running_s));
 }
 
 // Notices stay a few seconds, so that they do not flicker with every number.

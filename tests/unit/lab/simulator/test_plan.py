@@ -138,6 +138,11 @@ def test_objectives_are_read_as_they_are_written():
     assert [str(one) for one in objectives("e2e_p50=1min,failed=0")] == ["e2e_p50=60s", "failed=0%"]
 
 
+@pytest.mark.parametrize("text", ["ttft_p95=2s", "ttft_p95=2", "ttft_p95=2.0"])
+def test_a_limit_may_be_a_number_of_seconds(text):
+    assert objectives(text)[0].limit == 2000.0
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

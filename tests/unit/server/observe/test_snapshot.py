@@ -238,3 +238,11 @@ def test_what_is_not_finite_is_null(pool):
     pool.maker.begin()
     row = msgspec.json.decode(msgspec.json.encode(pool.maker.take()))["endpoints"][0]
     assert (row["waiting"], row["kv"], row["running"]) == (None, None, 1)
+
+
+def test_the_uptime_does_not_depend_on_the_time_of_day() -> None:
+    pool = Pool()
+    pool.maker.begin()
+    pool.now += 30.0
+    pool.wall -= 7_200.0
+    assert pool.maker.take().running_s == 30.0
