@@ -73,9 +73,9 @@ class ModelList(Struct, frozen=True):
     #: By name, of both.
     entries: Mapping[str, Entry] = {}
 
-    def names_as(self, other: "ModelList") -> bool:
+    def names_as(self, newer: "ModelList") -> bool:
         """Whether only the entries may differ, which have a new date each time."""
-        return self.base == other.base and self.adapters == other.adapters
+        return self.base == newer.base and self.adapters == newer.adapters
 
 
 def read_model_list(page: bytes) -> ModelList:
