@@ -82,13 +82,8 @@ class Replica:
         self._last = snapshot
         if fleet is None or not same:
             fleet = self._fleet = Restored(snapshot, case.held, case.loading)
-            return fleet
-        fleet.table.floats[:] = snapshot.floats
-        predictor = fleet.predictor
-        predictor.rates.columns[:] = snapshot.learned
-        predictor.hold_ms, predictor.answer_steps = snapshot.hold_ms, snapshot.answer_steps
-        fleet.table.rewritten()
-        fleet.held, fleet.wait = case.held, case.loading
+        else:
+            fleet.set_to(snapshot, case.held, case.loading)
         return fleet
 
 

@@ -54,11 +54,18 @@ class Restored(Fleet):
 
     def __init__(self, snapshot: Snapshot, held: FloatColumn | None, wait: FloatColumn | None = None) -> None:
         super().__init__()
-        self.held, self.wait = held, wait
-        _fill(self.table, snapshot)
-        predictor = self.predictor
+        _join(self.table, snapshot)
         for slot in range(len(self.table)):
-            predictor.reset(slot)
+            self.predictor.reset(slot)
+        self.set_to(snapshot, held, wait)
+
+    def set_to(self, snapshot: Snapshot, held: FloatColumn | None, wait: FloatColumn | None) -> None:
+        """To another moment with the same endpoints and adapters."""
+        self.held, self.wait = held, wait
+        table, predictor = self.table, self.predictor
+        floats = np.asarray(snapshot.floats, dtype=np.float64)
+        table.floats[: len(floats)] = floats  # an older journal has fewer
+        table.rewritten()
         predictor.rates.columns[:] = snapshot.learned
         predictor.hold_ms, predictor.answer_steps = snapshot.hold_ms, snapshot.answer_steps
 
@@ -69,7 +76,7 @@ class Restored(Fleet):
         return None if self.wait is None else self.wait.copy()
 
 
-def _fill(table: EndpointTable, snapshot: Snapshot) -> None:
+def _join(table: EndpointTable, snapshot: Snapshot) -> None:
     """Every endpoint at the slot that it had."""
     free = []
     for slot, endpoint in enumerate(snapshot.endpoints):
@@ -83,9 +90,6 @@ def _fill(table: EndpointTable, snapshot: Snapshot) -> None:
                 table.set_based(slot, snapshot.based[slot])
     for slot in free:
         table.remove(slot)
-    floats = np.asarray(snapshot.floats, dtype=np.float64)
-    table.floats[: len(floats)] = floats  # an older journal has fewer
-    table.rewritten()
 
 
 def column(snapshot: Snapshot, name: str) -> Any:
