@@ -185,7 +185,7 @@ def test_a_disk_that_is_full_as_a_segment_begins_leaves_none_without_a_head(
         room[0] -= written
         return written
 
-    while recorder.counts.size < 19_000:
+    while recorder.counts.size < 18_900:  # the next block begins a segment
         recorder.take(1.0, arrived(1))
         writer.turn(True)
     with monkeypatch.context() as patch:
