@@ -257,9 +257,10 @@ class ExactKnowledge:
             look.hits, look.certain = np.maximum(look.hits, hits), np.maximum(look.certain, certain)
             look.credit = np.maximum(look.credit, credit)
 
-    def sent(self, request: Request, slot: int, prefill_slot: int, now: float) -> Any:
+    def sent(self, request: Request, slot: int, prefill_slot: int, now: float, doubtful: bool = False) -> Any:
         """The request is sent to the slot: its prompt counts as cached until events report it. Return the value that
-        `first_token` and `ended` need."""
+        `first_token` and `ended` need. `doubtful`: unless its model is a known adapter, it may be one that was just
+        loaded, and its blocks were looked up as those of the base model."""
         look: PromptBlocks | None = request.blocks
         if look is None:
             return None
@@ -274,7 +275,7 @@ class ExactKnowledge:
         if chain is not None:
             guess = self.index.speculation.add(computing, chain.keys, now + LEASE)
         # Otherwise its answer reports the cached tokens of the decoding endpoint, or of sequences that hit one another.
-        if prefill_slot < 0 and request.sequences == 1:
+        if prefill_slot < 0 and request.sequences == 1 and not (doubtful and look.model not in self._adapters):
             hits, certain = _number_at(look.hits, slot), _number_at(look.certain, slot)
             awaited = self.check.expect(slot, tokens, self.adapter(look.model), hits, certain == hits)
         look.clear()

@@ -235,6 +235,11 @@ class Fleet:
             if like == look:
                 self._list(slot, self.table.listed[slot], dynamic)
 
+    def unlisted(self, model: str, slot: int) -> bool:
+        """Whether the endpoint takes adapters, and its base models are known and have another name."""
+        names = self.table.based[slot].names
+        return bool(model and names and model not in names and self.table.max_adapters[slot])
+
     def without_model(self, slot: int, model: str) -> bool:
         """It answered 404. Whether its list of models should be read again, because the model may be an adapter. Until
         then the list stays: a server answers 404 for paths that it does not have, too."""

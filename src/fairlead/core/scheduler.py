@@ -450,7 +450,7 @@ class Pipeline:
         if self._stalls.retried:
             self._stalls.charged(slot, now)
         if fleet.exact is not None:
-            lease.predicted = fleet.exact.sent(request, slot, pick.prefill_slot, now)
+            lease.predicted = fleet.exact.sent(request, slot, pick.prefill_slot, now, fleet.unlisted(model, slot))
         if queued_ms:
             lease.queued_ms, lease.forecast = queued_ms, fleet.predictor.late(slot, lease.forecast)
         entry.lease = lease

@@ -11,8 +11,16 @@ from leases import lease_of
 from msgspec.structs import replace
 
 from fairlead.apis.tokens import PromptTokens
-from fairlead.core.endpoint import Endpoint
-from fairlead.core.events import EndpointDown, EndpointUp, FirstTokenSeen, RequestArrived, ResponseEnded
+from fairlead.core.endpoint import BaseModels, Endpoint, Sample
+from fairlead.core.events import (
+    AdaptersListed,
+    EndpointDown,
+    EndpointUp,
+    FirstTokenSeen,
+    MetricsSampled,
+    RequestArrived,
+    ResponseEnded,
+)
 from fairlead.core.exact import SETTLING, ExactKnowledge
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import Route
@@ -424,3 +432,26 @@ def test_a_prompt_that_the_engine_computes_again_hits_nothing_and_proves_nothing
     assert (world.exact.source(0), world.verdicts[-1][1]) == ("exact", True)
     assert world.fleet.prefix.match(request.prefix, 2) is not None, "it is cached afterwards"
     assert world.shares(ids)[0] == 96
+
+
+def test_a_name_that_may_be_an_adapter_which_was_just_loaded_proves_nothing() -> None:
+    world = World(1)
+    engine = Engine(world, 0)
+    world.prove(engine)
+    engine.store(prompt(100))
+    world.pipeline.handle(AdaptersListed("e0", frozenset(), BaseModels(frozenset("m"))))
+    judged = world.exact.check.judged(0)
+
+    def compared(model: str, cached: int, seed: int = 0) -> int:
+        before = judged.equal + judged.off
+        request, _ = world.send(prompt(100, seed), model=model)
+        world.end(request, 100, cached)
+        return judged.equal + judged.off - before
+
+    assert compared("any", 96) == 1, "a server without adapters may not read the name"
+    sample = Sample(waiting=0.0, running=0.0, kv_usage=0.0, adapters=frozenset(), max_adapters=4.0)
+    world.pipeline.handle(MetricsSampled("e0", world.clock.time(), sample))
+    assert (compared("poet", 0), compared("m", 96)) == (0, 1)
+    engine.store(prompt(100, 1), lora="poet")
+    assert compared("poet", 96, seed=1) == 1
+    assert judged.off == 0

@@ -333,7 +333,7 @@ class LateEvents(ExactKnowledge):
                 return count
         return len(hashes)
 
-    def sent(self, request: Request, slot: int, prefill_slot: int, now: float) -> "OnItsWay":
+    def sent(self, request: Request, slot: int, prefill_slot: int, now: float, doubtful: bool = False) -> "OnItsWay":
         sent = OnItsWay(frozenset(request.blocks[0]))
         self._sent[prefill_slot if prefill_slot >= 0 else slot][sent] = None
         return sent
