@@ -336,7 +336,7 @@ async def test_endpoints_that_are_removed_while_they_answer(world: Callable[...,
             await at.until(lambda: at.pipeline.fleet.table.count == 3)
     assert (await crowded)["broken"] == 0, "streams go on at an endpoint that was removed"
     assert await at.quiet() == {}
-    assert at.check_all_were_told()["endpoint-gone"] > 10
+    assert "endpoint-gone" not in at.check_all_were_told(), "their ends are heard"
 
 
 async def test_a_gateway_that_is_killed(world: Callable[..., Awaitable[World]]) -> None:

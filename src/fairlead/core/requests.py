@@ -9,8 +9,8 @@ Rules
   twice, and changes nothing. What is not there must not happen, and is asserted.
 * Entering a state takes what `HOLDS` says of it, leaving it releases that. Nothing else refers to requests by their id:
   the parts below have objects of their own (`Waiting`, `Question`, `Lease`), which the entry holds.
-* `ending` is for many at once: the endpoint left or does not know the request any more, its load is off the books, and
-  the record of its end is written in a later turn of the event loop.
+* `ending`: the endpoint left, and the load is off the books. It may answer all the same, as one that drains does: how
+  the request ended is heard as of any other, or not before its lease would have expired.
 """
 
 from collections.abc import Iterator
@@ -59,7 +59,6 @@ class Trigger(StrEnum):
     EXPIRED = "expired"
     RECONCILED = "reconciled"
     ENDPOINT_GONE = "endpoint-gone"
-    RECORDED = "end recorded"
 
 
 S, T = RequestState, Trigger
@@ -119,7 +118,13 @@ TRANSITIONS: dict[RequestState, dict[type | Trigger, tuple[RequestState, ...]]] 
         T.ENDPOINT_GONE: (S.ENDING,),
         ev.FirstTokenSeen: _LATE, ev.RemotePicked: _LATE,
     },
-    S.ENDING: {T.RECORDED: (S.ENDED,), **_ALL_LATE},
+    S.ENDING: {
+        **_ALL_LATE,
+        ev.UsageReported: (S.ENDING,),
+        ev.ResponseEnded: (S.ENDED,),
+        ev.StreamLost: (S.ENDED,),
+        T.EXPIRED: (S.ENDED,),
+    },
     S.ENDED: _ALL_LATE,
 }  # fmt: skip
 

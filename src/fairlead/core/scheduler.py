@@ -163,6 +163,8 @@ class Pipeline:
         #: All requests that are here.
         self.requests = Requests()
         self._endings = Endings(clock, self._over)
+        #: Those that an endpoint which left may still answer, and until when their end is waited for.
+        self._orphans: dict[RequestEntry, float] = {}
         self._handlers: dict[type, Callable[..., list[Instruction]]] = {
             ev.RequestArrived: self._request_arrived,
             ev.FirstTokenSeen: self._first_token_seen,
@@ -558,6 +560,8 @@ class Pipeline:
         lease, fleet = entry.lease, self.fleet
         assert lease is not None
         now = self._clock.time()
+        if not lease.held:
+            return [self._orphan_ended(entry, lease, event, now)]
         fleet.ledger.release(lease)
         if event.client_gone or event.upstream_reset:
             return [self._cut_short(entry, lease, event, now)]
@@ -579,6 +583,19 @@ class Pipeline:
                 ended = self._ended(entry, lease, ev.ResponseEnded, event, "natural", now)
                 return [ended, ListAdapters(lease.endpoint_id)]
         return [self._ended(entry, lease, ev.ResponseEnded, event, "natural", now)]
+
+    def _orphan_ended(self, entry: RequestEntry, lease: Lease, event: ev.ResponseEnded, now: float) -> OutcomeRecord:
+        """Its endpoint left before. Another one may stand at its slot, and learns nothing from it."""
+        self._orphans.pop(entry, None)
+        if event.usage is not None:
+            entry.usage = event.usage
+            self._learn(entry.request, event.usage)
+        cause = "natural"
+        if event.client_gone:
+            cause = "client-disconnect"
+        elif event.upstream_reset:
+            cause = "evicted" if lease.evicted_at >= 0.0 else T.ENDPOINT_GONE.value
+        return self._ended(entry, lease, ev.ResponseEnded, event, cause, now)
 
     def _cut_short(self, entry: RequestEntry, lease: Lease, event: ev.ResponseEnded, now: float) -> OutcomeRecord:
         """The client or the model server ended a response before it was complete."""
@@ -639,6 +656,7 @@ class Pipeline:
             cause = "evicted" if entry.lease.evicted_at >= 0.0 else "stream-lost"
             if entry.state is S.ROUTED:
                 self._stalls.given_up(entry.lease.slot, now)
+            self._orphans.pop(entry, None)
             return self._given_up(entry, ev.StreamLost, cause)
         queued_ms, waiting = 0.0, entry.waiting
         if waiting is not None and flow is not None:
@@ -660,8 +678,21 @@ class Pipeline:
 
     def _over(self, entry: RequestEntry, why: Trigger) -> list[Instruction]:
         """The turn of one of many that are over."""
-        trigger = T.RECORDED if why is T.ENDPOINT_GONE else why
-        return self._given_up(entry, trigger, why.value) if TRANSITIONS[entry.state][trigger] else []
+        if why is T.ENDPOINT_GONE:
+            self._orphaned(entry)
+            return []
+        cause = T.ENDPOINT_GONE if entry.state is S.ENDING else why
+        return self._given_up(entry, why, cause.value) if TRANSITIONS[entry.state][why] else []
+
+    def _orphaned(self, entry: RequestEntry) -> None:
+        """Its endpoint left, and may answer it all the same: how it ended is heard later, or never."""
+        lease = entry.lease
+        if entry.state is S.ENDING and lease is not None:
+            self._settle(entry, duration_ms=-1.0)
+            if self.fleet.exact is not None:
+                self.fleet.exact.ended(lease.predicted, _UNKNOWN, False, self._clock.time())
+                lease.predicted = None
+            self._orphans[entry] = lease.charged_at + self.fleet.ledger.ttl
 
     def _evict(self, lease: Lease, rejection: Reject) -> Evict:
         entry = self.requests.get(lease.request.id)
@@ -804,7 +835,10 @@ class Pipeline:
         self.peers.expire(now)
         expired = self.fleet.ledger.expired(now, MOST)
         next_expiry = now if len(expired) == MOST else now + EXPIRY_PERIOD
-        return [*self._endings.add(self._entries(expired), T.EXPIRED), SetTimer(EXPIRY_TIMER, next_expiry)]
+        late = [entry for entry, until in self._orphans.items() if until <= now]
+        for entry in late:
+            del self._orphans[entry]
+        return [*self._endings.add([*self._entries(expired), *late], T.EXPIRED), SetTimer(EXPIRY_TIMER, next_expiry)]
 
     def validate(self) -> None:
         """Raise `AssertionError` when an invariant of any part is broken, or parts disagree about a request."""
@@ -821,6 +855,7 @@ class Pipeline:
                 leases.append(entry.question.reservation.lease if entry.question.reservation else None)
             elif entry.lease is not None:
                 assert entry.lease.held == (entry.state is not S.ENDING)
+                assert not entry.lease.held or entry not in self._orphans
                 routed = entry.state is S.ROUTED
                 assert entry.lease.pending == routed or entry.lease.blind or entry.state is S.ENDING
                 leases += entry.lease, entry.lease.prefill

@@ -170,6 +170,10 @@ def test_thousands_of_leases_are_over_at_once(cause: str) -> None:
     if cause == "endpoint-gone":
         world.feed(ev.EndpointDown("e0"))
         assert len(world.fleet.ledger) == 0, "its load is nobody's any more"
+        while world.turn():
+            assert not world.count(OutcomeRecord), "it may answer all the same"
+        world.clock.advance(world.fleet.ledger.ttl)
+        world.feed(ev.TimerFired(EXPIRY_TIMER))
     elif cause == "expired":
         world.clock.advance(world.fleet.ledger.ttl)
         world.feed(ev.TimerFired(EXPIRY_TIMER))
@@ -197,13 +201,45 @@ def test_who_ends_before_its_turn_ends_once() -> None:
     assert world.ended[MANY, "natural"] == 1
 
 
-def test_what_is_heard_of_a_request_whose_endpoint_left_changes_nothing() -> None:
-    world = alone(MANY)
+@pytest.mark.parametrize("turned", [False, True], ids=["at once", "later"])
+@pytest.mark.parametrize(
+    ("end", "status", "cause"),
+    [
+        (
+            ev.ResponseEnded(
+                request_id=1, status=200, usage=Usage(prompt_tokens=9, completion_tokens=40), duration_ms=70.0
+            ),
+            200,
+            "natural",
+        ),
+        (ev.ResponseEnded(request_id=1, status=503), 503, "natural"),
+        (ev.ResponseEnded(request_id=1, status=200, upstream_reset=True), 200, "endpoint-gone"),
+        (ev.ResponseEnded(request_id=1, status=200, client_gone=True, upstream_reset=True), 200, "client-disconnect"),
+        (ev.StreamLost(1), 0, "stream-lost"),
+    ],
+)
+def test_a_request_whose_endpoint_left_ends_as_it_is_heard(
+    turned: bool, end: ev.ResponseEnded | ev.StreamLost, status: int, cause: str
+) -> None:
+    """It changes nothing for the endpoint that came after."""
+    world = World()
+    world.feed(ev.EndpointUp(Endpoint("e0", "10.0.0.1:80")))
+    world.arrive(3)
+    world.feed(ev.FirstTokenSeen(1))
     world.feed(ev.EndpointDown("e0"))
+    while turned and world.turn():
+        pass
     world.feed(ev.EndpointUp(Endpoint("e1", "10.0.0.2:80")))
-    for event in (ev.FirstTokenSeen(MANY), ev.ResponseEnded(request_id=MANY, status=200), ev.StreamLost(MANY)):
+    before = world.fleet.table.floats.copy()
+    for event in (ev.FirstTokenSeen(1), ev.UsageReported(1, Usage(prompt_tokens=9, completion_tokens=30)), end):
         world.feed(event)
-        assert world.fleet.table.inflight[0] == 0
+    (record,) = [record for record in world.last if isinstance(record, OutcomeRecord)]
+    assert (record.status, record.cause, record.endpoint) == (status, cause, "e0")
+    assert record.completion_tokens == (40 if isinstance(end, ev.ResponseEnded) and end.usage else 30)
+    world.feed(end)
+    assert not world.count(OutcomeRecord) and (world.fleet.table.floats == before).all()
     while world.turn():
         pass
-    assert world.ended == {(number, "endpoint-gone"): 1 for number in range(1, MANY + 1)}
+    world.clock.advance(world.fleet.ledger.ttl + 1.0)
+    world.feed(ev.TimerFired(EXPIRY_TIMER))
+    assert world.ended[1, cause] == 1 and sum(world.ended.values()) == 3

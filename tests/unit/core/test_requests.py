@@ -159,15 +159,15 @@ def test_time_and_the_fleet_move_requests_as_the_table_says() -> None:
         rig.clock.advance(1.0)
         rig.feed(event)
         assert rig.state is S.ROUTED
-    for make in (routed, answering):
+    for make in (routed, answering, ending):
         rig = make()
+        for _ in range(3):
+            rig.feed(ev.TimerFired("endings"))
         rig.clock.advance(rig.fleet.ledger.ttl + 1.0)
         found = rig.feed(ev.TimerFired(EXPIRY_TIMER))
+        for _ in range(3):
+            found += rig.feed(ev.TimerFired("endings"))
         assert rig.state is S.ENDED and any(isinstance(one, Record) for one in found)
-    rig = ending()
-    rig.feed(ev.TimerFired("endings"))
-    rig.feed(ev.TimerFired("endings"))
-    assert rig.state is S.ENDED and len(rig.pipeline.requests) == MOST + 1
 
 
 def test_the_table_is_complete() -> None:
