@@ -31,7 +31,7 @@ from fairlead.core.binding import Bound
 from fairlead.core.clock import Clock
 from fairlead.core.errors import PLUGIN_FAILURES, ConfigError, PluginError
 from fairlead.core.fleet import Fleet
-from fairlead.core.flow import DISPLACED, LEFT, FlowKey, Waiting
+from fairlead.core.flow import DISPLACED, EVICTED, LEFT, FlowKey, Waiting
 from fairlead.core.flow_control import ANYBODY, MARGIN, FlowControl, FlowController
 from fairlead.core.instructions import (
     AdoptConfiguration,
@@ -653,11 +653,14 @@ class Pipeline:
     def _stream_lost(self, entry: RequestEntry, event: ev.StreamLost) -> list[Instruction]:
         now, flow = self._clock.time(), self.flow_controller
         if entry.lease is not None:
-            cause = "evicted" if entry.lease.evicted_at >= 0.0 else "stream-lost"
             if entry.state is S.ROUTED:
                 self._stalls.given_up(entry.lease.slot, now)
             self._orphans.pop(entry, None)
-            return self._given_up(entry, ev.StreamLost, cause)
+            if entry.lease.evicted_at < 0.0:
+                return self._given_up(entry, ev.StreamLost, "stream-lost")
+            self._settle(entry, duration_ms=-1.0)  # for the time that it ran
+            status = EVICTED.status if entry.state is S.ROUTED else 0  # later its stream was cut
+            return self._given_up(entry, ev.StreamLost, "evicted", status)
         queued_ms, waiting = 0.0, entry.waiting
         if waiting is not None and flow is not None:
             flow.flow.queues.remove(waiting)
@@ -670,10 +673,10 @@ class Pipeline:
         self._unrouted(entry, ev.StreamLost)
         return [] if flow is None else [flow.record(entry.request, LEFT, now, waiting, queued_ms)]
 
-    def _given_up(self, entry: RequestEntry, trigger: type | Trigger, cause: str) -> list[Instruction]:
+    def _given_up(self, entry: RequestEntry, trigger: type | Trigger, cause: str, status: int = 0) -> list[Instruction]:
         assert entry.lease is not None
         self.fleet.ledger.release(entry.lease)
-        end = ev.ResponseEnded(request_id=entry.request.id)
+        end = ev.ResponseEnded(request_id=entry.request.id, status=status)
         return [self._ended(entry, entry.lease, trigger, end, cause, self._clock.time())]
 
     def _over(self, entry: RequestEntry, why: Trigger) -> list[Instruction]:

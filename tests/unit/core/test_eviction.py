@@ -100,9 +100,10 @@ def test_the_next_ones_go_when_the_first_are_gone_and_a_moment_later():
     for _ in range(6):
         house.arrive(5)
     assert house.evicted(0.3) == [4, 3]
+    house.feed(ev.FirstTokenSeen(3))
     found = house.lost(4) + house.lost(3)
-    causes = [one.cause for one in found if isinstance(one, OutcomeRecord)]
-    assert causes == ["evicted", "evicted"]
+    ends = [(one.cause, one.status) for one in found if isinstance(one, OutcomeRecord)]
+    assert ends == [("evicted", 429), ("evicted", 0)], "who had nothing yet is told so, the other one's stream is cut"
     assert len(routes(found)) == 2, "their places are taken at once"
     assert house.evicted(GRACE - 0.05) == []
     assert house.evicted(0.1) == [2, 1]

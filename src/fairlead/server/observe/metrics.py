@@ -20,6 +20,7 @@ from operator import attrgetter, truediv
 from typing import Any, TypeVar
 
 from fairlead import __version__
+from fairlead.core.flow import EVICTED, LEFT
 from fairlead.core.models import MODEL_NOT_FOUND
 from fairlead.core.records import LOST, DecisionRecord, Forecast, OutcomeRecord
 from fairlead.core.request import Request
@@ -291,9 +292,9 @@ class SchedulerMetrics:
                     if cause == "expired":
                         self.families.expired.child().value += number
                     # A client's disconnect is not an error.
-                    if status >= 400 or cause in LOST:
+                    if status >= 400 or cause in LOST or cause == EVICTED.reason:
                         failed = compress(group, map((status, cause).__eq__, map(_END, group)))
-                        self._failed(bundle, status, list(failed))
+                        self._failed(bundle, status, cause, list(failed))
                 else:
                     self.families.ends.child(cause).value += number
                     self.answered += number
@@ -303,8 +304,11 @@ class SchedulerMetrics:
             self._times(bundle, group, stream)
             self._sizes(bundle, group)
 
-    def _failed(self, bundle: _Bundle, status: int, records: Sequence[OutcomeRecord]) -> None:
+    def _failed(self, bundle: _Bundle, status: int, cause: str, records: Sequence[OutcomeRecord]) -> None:
         code = "BadRequest" if 400 <= status < 500 and status != 429 else _SERVER_ERROR
+        if cause == EVICTED.reason:
+            status = EVICTED.status
+            code = error_code(status)
         self._error(bundle, code, status, len(records))
         took = _with_known(records, _DURATION)[1]
         self.families.failed_duration.child(code).observe_all(list(map(_SECONDS, took)))
@@ -398,7 +402,8 @@ class SchedulerMetrics:
         bundle.requests.value += 1
         families = self.families
         families.rejected.child(record.outcome).value += 1
-        self._error(bundle, error_code(record.status), record.status)
+        if record.outcome != LEFT.reason:  # a client's disconnect is no error
+            self._error(bundle, error_code(record.status), record.status)
         families.attempts.child("failure", bundle.labels[1], "", "", "").value += 1
         if record.outcome == "rejected-saturated":
             self._overloaded_at = record.at

@@ -200,14 +200,16 @@ def test_running_never_goes_below_zero(watched: Watched) -> None:
         ("rejected-saturated", 429, "InferencePoolResourceExhausted"),
         ("rejected-shutting-down", 500, "Internal"),
         ("rejected-other", 404, "BadRequest"),
+        ("rejected-context-cancelled", 503, ""),
     ],
 )
 def test_a_refused_request(watched: Watched, outcome: str, status: int, code: str) -> None:
     watched.metrics.on_decisions([refused(outcome, status)], [0.001])
     found = watched.samples()
     assert found[f"llm_d_epp_request_total{{{ML}}}"] == 1
-    assert found[f"llm_d_epp_request_error_total{{error_code={code},{ML}}}"] == 1
-    assert found[f"inference_objective_request_error_total{{error_code={code},{M}}}"] == 1
+    assert found.get(f"llm_d_epp_request_error_total{{error_code={code},{ML}}}", 0) == (code != "")
+    assert found.get(f"inference_objective_request_error_total{{error_code={code},{M}}}", 0) == (code != "")
+    assert watched.metrics.client_errors + watched.metrics.server_errors == (code != "")
     assert found[f"fairlead_rejected_total{{reason={outcome}}}"] == 1
     failure = "endpoint_name=,namespace=,port=,status=failure,target_model_name=m"
     assert found[f"llm_d_epp_scheduler_attempts_total{{{failure}}}"] == 1
@@ -224,6 +226,8 @@ def test_a_refused_request(watched: Watched, outcome: str, status: int, code: st
         (0, "stream-lost", None),
         (0, "endpoint-gone", "ModelServerError"),
         (0, "client-disconnect", None),
+        (429, "evicted", "InferencePoolResourceExhausted"),
+        (0, "evicted", "InferencePoolResourceExhausted"),
         (0, "expired", None),
     ],
 )
