@@ -7,6 +7,7 @@ rest stops. The embedded gateway is not part of this: it must outlive a schedule
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from fairlead.core.errors import cannot_listen
 from fairlead.core.events import EndpointDown, EndpointUp
 from fairlead.gateway.envoy.admin import EnvoyAdmin
 from fairlead.gateway.envoy.clusters import PoolWriter
+from fairlead.gateway.envoy.process import BOOTSTRAP
 from fairlead.gateway.h2_limits import ByteBudget
 from fairlead.gateway.health import HealthService
 from fairlead.gateway.memory import FEW_FILES, memory_limit, raise_file_limit
@@ -40,7 +42,7 @@ from fairlead.server.observe.component_metrics import GatewayMetrics, show_budge
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.log import get
 from fairlead.server.observe.log import setup as setup_log
-from fairlead.server.observe.troubles import Troubles
+from fairlead.server.observe.troubles import Troubles, children_descriptors
 from fairlead.server.running_gateway import NONE_RUNS, RunningGateway
 from fairlead.server.supervise import DRAIN_SECONDS, ENDING, Ending
 
@@ -269,7 +271,7 @@ class Live:
             ask = watch_gateway(admins, self._kept, serving.registry, serving.troubles)
             sources = serving.sources(refresh=ask)
             if ask is not None:
-                stack.push_async_callback(cancelled, asyncio.create_task(_each_second(ask)))
+                stack.push_async_callback(cancelled, asyncio.create_task(self._look_at_gateway(ask)))
         else:
             sources = serving.sources()
         settings = self.config.admin
@@ -312,6 +314,15 @@ class Live:
         self._is_asked = True
         self._announce()
 
+    async def _look_at_gateway(self, ask: Callable[[], Awaitable[None]]) -> None:
+        """Each second."""
+        reason, mark = "", f"{self._beside.directory}/{BOOTSTRAP.partition('{')[0]}"
+        self.serving.troubles.watch("gateway-descriptors", lambda: reason)
+        while True:
+            await ask()
+            reason = await asyncio.to_thread(children_descriptors, os.getppid(), mark)
+            await asyncio.sleep(1.0)
+
     def _announce(self) -> None:
         if self.serving.endpoints:
             log.info("ready", **self._whereabouts())
@@ -347,12 +358,6 @@ def _log_notes(config: Config) -> None:
 def _buffered(config: Config) -> int:
     """How many bytes unfinished requests may hold."""
     return config.parsing.max_buffered_bytes or min(memory_limit() // 8, _MOST_BUFFERED)
-
-
-async def _each_second(ask: Callable[[], Awaitable[None]]) -> None:
-    while True:
-        await ask()
-        await asyncio.sleep(1.0)
 
 
 def watch_gateway(

@@ -85,7 +85,7 @@ class History:
         self.out: dict[str, Out] = {}
         #: Those whose answers fail, from the first time that it put them out of use until one works.
         self._failing: set[str] = set()
-        text = "1 while out of use. An endpoint whose answers fail is tried every few seconds: use `max_over_time`."
+        text = "1 while the endpoint is out of use. One whose answers fail is tried every few seconds."
         show = watch.metrics.registry.follow
         show("gauge", "fairlead_endpoint_out", text, self._shown, "endpoint", "why")
         self.endpoints = EndpointHistory()

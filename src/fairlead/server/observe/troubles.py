@@ -7,7 +7,9 @@ that raises counts as a trouble itself and does not hide the others.
 import os
 import resource
 from collections.abc import Callable
+from contextlib import suppress
 from math import inf
+from pathlib import Path
 
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.instruments import Readings
@@ -97,3 +99,18 @@ def descriptors() -> str:
         return f"no file or connection can be opened: {error.strerror}"
     os.close(number)
     return f"{number} of {most} file descriptors are open" if number >= _FEW_LEFT * most else ""
+
+
+def children_descriptors(parent: int, mark: str) -> str:
+    """A reason if a child of the process `parent` with `mark` in its command line runs out of them. May take
+    milliseconds."""
+    for path in Path(f"/proc/{parent}/task").glob("*/children"):
+        with suppress(OSError, StopIteration):  # it ended, or the kernel does not tell
+            for child in (Path("/proc", pid) for pid in path.read_text().split()):
+                if mark.encode() in (child / "cmdline").read_bytes():
+                    limits = (child / "limits").read_text().splitlines()
+                    most = next(line for line in limits if line.startswith("Max open files")).split()[3]
+                    count = (child / "fd").stat().st_size or len(os.listdir(child / "fd"))  # 0 until Linux 6.2
+                    if most.isdigit() and count >= _FEW_LEFT * int(most):
+                        return f"the gateway has {count} of {most} file descriptors open, and refuses requests"
+    return ""

@@ -1,14 +1,17 @@
 """What the process cannot do is said everywhere, and one broken check hides no other."""
 
 import logging
+import os
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from fairlead.server.observe import log as log_module
 from fairlead.server.observe.exposition import Registry
-from fairlead.server.observe.troubles import HOLD_S, Troubles, descriptors
+from fairlead.server.observe.troubles import HOLD_S, Troubles, children_descriptors, descriptors
 
 
 class Shop:
@@ -70,6 +73,21 @@ def test_descriptors_that_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("os.open", full)
     assert descriptors() == "no file or connection can be opened: Too many open files"
+
+
+def test_descriptors_of_a_child_that_run_out() -> None:
+    code = "import os; files = [os.dup(0) for _ in range(25)]; print('open', flush=True); input()"
+    command = ["sh", "-c", 'ulimit -n "$0" && exec "$@"', "30", sys.executable, "-c", code, "/gateway/bootstrap-0.json"]
+    for most, reason in (("30", "of 30 file descriptors open"), ("60", "")):
+        command[3] = most
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+            assert child.stdin is not None
+            assert child.stdout is not None
+            child.stdout.readline()
+            assert reason in children_descriptors(os.getpid(), "/gateway/bootstrap-")
+            assert bool(reason) == bool(children_descriptors(os.getpid(), "/gateway/bootstrap-"))
+            assert children_descriptors(os.getpid(), "/other/bootstrap-") == ""
+            child.stdin.write(b"\n")
 
 
 def test_lines_that_cannot_be_written_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
