@@ -299,8 +299,9 @@ class Live:
             reasons.append("no endpoints")
         if self.config.gateway.mode == "embedded" and not (self._is_asked if self._gateway else self.health.asked):
             reasons.append("the embedded gateway has not asked yet")
-        if down := self.serving.troubles.present.get("gateway"):
-            reasons.append(down)
+        troubles = self.serving.troubles.present
+        if "gateway" in troubles:
+            reasons += [reason for what, reason in troubles.items() if what.startswith("gateway")]
         return reasons
 
     async def _wait_for_gateway(self, admins: list[EnvoyAdmin]) -> None:

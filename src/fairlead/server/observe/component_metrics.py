@@ -204,8 +204,7 @@ class GatewayMetrics:
     def trouble(self) -> str:
         """A reason while an Envoy does not answer."""
         silent = sum(self._now() - time_s > DOWN_S for time_s in self._answered)
-        text = "the embedded gateway does not answer, and its clients get nothing"
-        return f"{text}: {silent} of its {len(self._answered)} Envoys" if silent else ""
+        return f"the embedded gateway does not answer ({silent} of {len(self._answered)} Envoys)" if silent else ""
 
     def take(self, vitals: Sequence[Vitals | None]) -> None:
         """Take the vitals of each Envoy; `None` = it does not answer."""

@@ -478,7 +478,7 @@ def _forecasts(endpoints: Iterable[EndpointRow]) -> Iterable[Notice]:
 
 def _troubles(watch: Watch) -> Iterable[Notice]:
     for what, reason in watch.troubles.look().items():
-        if what != "scrapes":  # the endpoints are named already
+        if what not in ("scrapes", "gateway"):  # the endpoints are named already, and why it is not ready
             yield Notice(BAD, f"{reason[0].upper()}{reason[1:]}.")
 
 
