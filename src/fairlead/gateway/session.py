@@ -43,6 +43,8 @@ from enum import IntEnum
 from functools import partial
 from random import Random
 
+from msgspec.structs import replace
+
 from fairlead.apis.splice import splice_model
 from fairlead.core.errors import ClientError, ProtocolError
 from fairlead.core.events import FirstTokenSeen, RequestArrived, RequestMoved, StreamLost, UsageReported
@@ -331,6 +333,8 @@ class Session:
             if page is not None:
                 self._answer(page)
                 return
+            if self._request_end is not RequestEnd.OPEN and self._head.headers.get(":method") == "POST":
+                self._head = replace(self._head, empty=True)
         try:
             request, reading = host.understanding.request(self._head, body, mode.blind, self._request_id)
         except ClientError as error:

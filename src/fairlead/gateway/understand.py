@@ -14,7 +14,7 @@ from xxhash import xxh3_64_intdigest
 from fairlead.apis.parsed import ParsedRequest, unread
 from fairlead.apis.request import Parser, explained, parse_request, parser_of, too_large
 from fairlead.core import headers as names
-from fairlead.core.apis import EXACT, STREAMING, api_of, read_path
+from fairlead.core.apis import EXACT, OTHER, STREAMING, api_of, read_path
 from fairlead.core.errors import ClientError
 from fairlead.core.prefix import ChainHasher
 from fairlead.core.request import NO_PREFIX, RECOGNISED, PrefixChain, Request
@@ -331,6 +331,8 @@ class Head(Struct, frozen=True, gc=False):
     subset: frozenset[str] | None = None
     #: Headers that no model server gets.
     removed: frozenset[str] = frozenset()
+    #: A POST that ended without a body. Else the gateway may not show one.
+    empty: bool = False
 
 
 NO_HEAD = Head({})
@@ -415,7 +417,8 @@ class Understanding:
         could understand the body either."""
         hints = head.hints
         if not body:  # none was sent, or the gateway does not show it: whether that is right the model server knows
-            parsed = unread(api_of(head.path), "no-body")
+            api = api_of(head.path)
+            parsed = unread(api, "empty" if head.empty and api != OTHER else "no-body")
         elif head.parser is None:
             parsed = self._parse(head.path, body, head.content_type, content_encoding=head.encoding)
         else:

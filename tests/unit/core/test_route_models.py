@@ -113,6 +113,8 @@ def test_a_body_that_could_not_be_read_may_name_anything() -> None:
     catalogue = Catalogue(ModelSet((model("m"),), rewrites=(rewrite("r", rule("a", "b")),)))
     assert refused(catalogue, unread="content-encoding")[0] == 400
     assert target(catalogue, unread="no-body") == ""
+    assert refused(catalogue, unread="empty")[0] == 400
+    assert target(catalogue, api="models", unread="empty") == ""
     assert refused(catalogue, api="other", unread="path")[0] == 400, "whatever it is, it may name any model"
     assert target(catalogue, api="other", unread="no-body") == ""
     assert target(catalogue, api="sglang") == ""

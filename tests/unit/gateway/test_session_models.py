@@ -239,6 +239,29 @@ def test_an_unknown_model(pb: ModuleType) -> None:
     assert rig.wire.status == 0
 
 
+@pytest.mark.parametrize("shown", [False, True], ids=["at the headers", "by an empty chunk"])
+@pytest.mark.parametrize(
+    ("path", "refused"), [("/v1/chat/completions", True), ("/v1/responses/r1/cancel", False), ("/tokenize", False)]
+)
+def test_a_request_that_ends_without_a_body_names_no_model(
+    pb: ModuleType, path: str, refused: bool, shown: bool
+) -> None:
+    rig = Rig(pb, (FULL_DUPLEX, FULL_DUPLEX, False))
+    rig.message(request_headers=rig.headers({":method": "POST", ":path": path}, not shown))
+    if shown:
+        rig.message(request_body=pb.HttpBody(body=b"", end_of_stream=True))
+    answer = rig.answers()[0].immediate_response
+    assert answer.status.code == (400 if refused else 0)
+    if refused:
+        assert json.loads(answer.body)["error"]["code"] == "model_required"
+
+
+def test_a_body_that_the_gateway_does_not_show_may_name_one(pb: ModuleType) -> None:
+    rig = Rig(pb, (NONE, STREAMED, False))
+    rig.message(request_headers=rig.headers({":method": "POST", ":path": "/v1/chat/completions"}, False))
+    assert [answer.WhichOneof("response") for answer in rig.answers()] == ["request_headers"]
+
+
 def test_the_list_of_models(pb: ModuleType) -> None:
     rig = Rig(pb, (FULL_DUPLEX, FULL_DUPLEX, False))
     entries = rig.headers({":method": "GET", ":path": "/v1/models"}, True)
