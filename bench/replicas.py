@@ -51,7 +51,7 @@ from fairlead.core.request import Request, Usage
 from fairlead.core.scheduler import Pipeline
 from fairlead.lab.simulator.result import summarise
 from fairlead.lab.simulator.run import config_from, policy_text
-from fairlead.lab.simulator.scenarios import QUALITY, cut
+from fairlead.lab.simulator.scenarios import QUALITY, cut, scenario
 from fairlead.lab.simulator.world import Kernel, Scenario, replicas
 from fairlead.lab.workload.record import Record, Workload
 
@@ -68,7 +68,7 @@ ONE = Exchange(schedulers=1)
 def _run(run: Run) -> dict[str, float]:
     """One simulation, in a process of its own."""
     name, exchange, seed, head = run
-    made = QUALITY[name](None)
+    made = scenario(name)
     made = structs.replace(made, name=name, workload=cut(made.workload, head))
     config, registry = config_from(policy_text("default"))
     simulation = ReplicatedSimulation(made, config, exchange, seed, registry=registry)

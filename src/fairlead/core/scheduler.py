@@ -160,11 +160,9 @@ class Pipeline:
         self._build = build
         self.alternatives = alternatives
         self.peers = Peers(clock, fleet, flow_controller.flow if flow_controller is not None else None)
-        #: All requests that are here.
-        self.requests = Requests()
+        #: All requests that are here; `_orphans`: those that an endpoint which left may still answer, and until when.
+        self.requests, self._orphans = Requests(), dict[RequestEntry, float]()
         self._endings = Endings(clock, self._over)
-        #: Those that an endpoint which left may still answer, and until when their end is waited for.
-        self._orphans: dict[RequestEntry, float] = {}
         self._handlers: dict[type, Callable[..., list[Instruction]]] = {
             ev.RequestArrived: self._request_arrived,
             ev.FirstTokenSeen: self._first_token_seen,

@@ -155,6 +155,17 @@ QUALITY: dict[str, Callable[[Path | None], Scenario]] = {
     "agents": lambda _: agents(),
     "unlike-hardware": lambda traces: unlike(_conversation(traces, 1.0)),
 }
+
+
+def scenario(name: str, traces: Path | None = None) -> Scenario:
+    """A scenario of `QUALITY` by name. Raises `ValueError` that lists the names, `TraceError` or `OSError`."""
+    try:
+        make = QUALITY[name]
+    except KeyError:
+        raise ValueError(f"unknown scenario {name!r}; known: {', '.join(QUALITY)}") from None
+    return structs.replace(make(traces), name=name)
+
+
 #: The published trace that a scenario uses, where there is one.
 TRACES = {
     **dict.fromkeys((f"conversation-{pace}" for pace in ("1x", "1.5x", "2x")), MOONCAKE),

@@ -386,12 +386,10 @@ def start_tracing(stack: AsyncExitStack, config: Config, loop: asyncio.AbstractE
     settings = config.tracing
     if not settings.endpoint:
         return None
-
-    def on_dropped(spans: int) -> None:
-        tracing.dropped += spans
-
     try:
-        provider = make_provider(settings.endpoint, settings.service_name, settings.timeout, on_dropped)
+        provider = make_provider(
+            settings.endpoint, settings.service_name, settings.timeout, lambda spans: tracing.drop(spans)
+        )
     except ImportError as error:
         why = f"tracing needs OpenTelemetry ({error}): pip install 'fairlead[tracing]'"
         raise ConfigError(why, "$.tracing.endpoint") from None

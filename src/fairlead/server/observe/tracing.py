@@ -90,6 +90,10 @@ class Tracing:
         """The number of open spans."""
         return len(self._open)
 
+    def drop(self, spans: int) -> None:
+        """The collector did not take so many."""
+        self.dropped += spans
+
     # ---------------- before the decision ----------------
 
     def arrived(self, request: Request, headers: Mapping[str, str]) -> RequestTrace | None:
