@@ -384,10 +384,10 @@ class Ledger:
         self._write(lease.slot, account)
         return True
 
-    def release(self, lease: Lease) -> None:
-        """It is over, one way or another: off the books, with its prefill part. Nothing if it is off them already."""
+    def release(self, lease: Lease) -> bool:
+        """It is over, one way or another: off the books, with its prefill part. False = it was off them already."""
         if not lease.held:
-            return
+            return False
         lease.held = False
         del self._leases[lease]
         if lease.auxiliary:
@@ -401,6 +401,7 @@ class Ledger:
         self._table.stale.add(slot)
         if lease.prefill is not None:
             self._release_prefill(lease.prefill, None)
+        return True
 
     def starts(self, lease: Lease) -> None:
         """It was charged, and needs an adapter."""

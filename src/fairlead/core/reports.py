@@ -290,10 +290,10 @@ class ReportingLedger(Ledger):
             self.reports.first_token(lease, lease.charged_at if now is None else now)
         return seen
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: Lease) -> bool:
         if lease.held and lease.number:
             self.reports.ended(lease)
-        super().release(lease)
+        return super().release(lease)
 
     def began(self, lease: Lease) -> None:
         super().began(lease)

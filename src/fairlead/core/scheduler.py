@@ -80,6 +80,8 @@ class Endings:
         self._clock = clock
         self._end = end
         self._left: deque[tuple[deque[RequestEntry], Trigger]] = deque()
+        #: Those that an endpoint which left may still answer, and until when their end is waited for.
+        self.orphans: dict[RequestEntry, float] = {}
 
     def add(self, entries: Iterable[RequestEntry], why: Trigger) -> list[Instruction]:
         """End these behind those that wait already; many only in the calls that follow."""
@@ -558,9 +560,8 @@ class Pipeline:
         lease, fleet = entry.lease, self.fleet
         assert lease is not None
         now = self._clock.time()
-        if not lease.held:
+        if not fleet.ledger.release(lease):
             return [self._orphan_ended(entry, lease, event, now)]
-        fleet.ledger.release(lease)
         if event.client_gone or event.upstream_reset:
             return [self._cut_short(entry, lease, event, now)]
         done = 200 <= event.status < 300
@@ -584,7 +585,7 @@ class Pipeline:
 
     def _orphan_ended(self, entry: RequestEntry, lease: Lease, event: ev.ResponseEnded, now: float) -> OutcomeRecord:
         """Its endpoint left before. Another one may stand at its slot, and learns nothing from it."""
-        self._orphans.pop(entry, None)
+        self._endings.orphans.pop(entry, None)
         if event.usage is not None:
             entry.usage = event.usage
             self._learn(entry.request, event.usage)
@@ -653,7 +654,7 @@ class Pipeline:
         if entry.lease is not None:
             if entry.state is S.ROUTED:
                 self._stalls.given_up(entry.lease.slot, now)
-            self._orphans.pop(entry, None)
+            self._endings.orphans.pop(entry, None)
             if entry.lease.evicted_at < 0.0:
                 return self._given_up(entry, ev.StreamLost, "stream-lost")
             self._settle(entry, duration_ms=-1.0)  # for the time that it ran
@@ -693,7 +694,7 @@ class Pipeline:
             if self.fleet.exact is not None:
                 self.fleet.exact.ended(lease.predicted, _UNKNOWN, False, self._clock.time())
                 lease.predicted = None
-            self._orphans[entry] = lease.charged_at + self.fleet.ledger.ttl
+            self._endings.orphans[entry] = lease.charged_at + self.fleet.ledger.ttl
 
     def _evict(self, lease: Lease, rejection: Reject) -> Evict:
         entry = self.requests.get(lease.request.id)
@@ -836,9 +837,9 @@ class Pipeline:
         self.peers.expire(now)
         expired = self.fleet.ledger.expired(now, MOST)
         next_expiry = now if len(expired) == MOST else now + EXPIRY_PERIOD
-        late = [entry for entry, until in self._orphans.items() if until <= now]
+        late = [entry for entry, until in self._endings.orphans.items() if until <= now]
         for entry in late:
-            del self._orphans[entry]
+            del self._endings.orphans[entry]
         return [*self._endings.add([*self._entries(expired), *late], T.EXPIRED), SetTimer(EXPIRY_TIMER, next_expiry)]
 
     def validate(self) -> None:
@@ -856,7 +857,7 @@ class Pipeline:
                 leases.append(entry.question.reservation.lease if entry.question.reservation else None)
             elif entry.lease is not None:
                 assert entry.lease.held == (entry.state is not S.ENDING)
-                assert not entry.lease.held or entry not in self._orphans
+                assert not entry.lease.held or entry not in self._endings.orphans
                 routed = entry.state is S.ROUTED
                 assert entry.lease.pending == routed or entry.lease.blind or entry.state is S.ENDING
                 leases += entry.lease, entry.lease.prefill
