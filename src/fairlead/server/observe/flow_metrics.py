@@ -99,12 +99,12 @@ class FlowMetrics:
         self._waits.keep(("model_name", "target_model_name", "fairness_id", "priority"), kept)
 
     def _refresh(self) -> None:
-        flow_controller = self.flow_controller
-        if flow_controller is None:
-            return
         flows, bands = (self._size, self._bytes, self._flow_age), (self._age, self._delays, self._jain)
         for family in (*flows, *bands, *self._used.values()):
             family.children.clear()
+        flow_controller = self.flow_controller
+        if flow_controller is None:
+            return
         now = self._now()
         for band in flow_controller.flow.queues.bands():
             self._band(band, band.limit, flow_controller.drain_s(band.priority), now)

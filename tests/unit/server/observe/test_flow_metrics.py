@@ -56,6 +56,14 @@ def test_nothing_is_said_while_it_is_off() -> None:
     assert all(line.startswith("#") for line in samples), samples
 
 
+def test_what_was_said_of_queues_is_gone_once_it_is_off() -> None:
+    shop = Shop()
+    shop.arrive(20, model="m", body_bytes=100)
+    waiting = [name for name in shop.page() if 'model_name="m"' in name and "_queue_" in name]
+    shop.watch.watch_queue(None)
+    assert waiting and not {*waiting} & {*shop.page()}
+
+
 def test_the_dashboard_lists_the_flows_with_the_most_that_waits() -> None:
     shop = Shop()
     for number in range(20, 40):
