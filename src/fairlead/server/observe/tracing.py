@@ -301,6 +301,10 @@ def make_provider(
                 on_dropped(len(spans))
             return result
 
+        def shutdown(self) -> None:
+            super().shutdown()  # type: ignore[no-untyped-call]
+            session.close()
+
     def refuse_redirect(answer: Any, *arguments: object, **more: object) -> None:
         """Redirects are not followed, but OpenTelemetry takes them for success."""
         if 300 <= answer.status_code < 400:

@@ -165,12 +165,22 @@ def test_the_first_token_frees_the_prefill_endpoint_and_the_end_the_other() -> N
     assert len(records) == 1
 
 
-@pytest.mark.parametrize("event", [ev.StreamLost(7), ev.ResponseEnded(request_id=7, status=500), ev.EndpointDown("d")])
+@pytest.mark.parametrize("event", [ev.StreamLost(7), ev.ResponseEnded(request_id=7, status=500)])
 def test_every_other_end_frees_both(event: ev.Event) -> None:
     run = Run()
     records = run.pipeline.handle(event)
     assert run.table.inflight.sum() == 0
     assert [type(one) for one in records if isinstance(one, Record)] == [OutcomeRecord]
+    run.pipeline.validate()
+
+
+def test_a_decode_endpoint_that_leaves_frees_both_and_may_still_answer() -> None:
+    run = Run()
+    assert run.pipeline.handle(ev.EndpointDown("d")) == []
+    assert run.table.inflight.sum() == 0
+    run.pipeline.validate()
+    (record,) = run.pipeline.handle(ev.ResponseEnded(request_id=7, status=200))
+    assert isinstance(record, OutcomeRecord) and record.cause == "natural"
     run.pipeline.validate()
 
 
