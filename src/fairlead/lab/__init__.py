@@ -1,1 +1,1 @@
-"""The laboratory: engine, stub, simulator, workloads, load generator, demo. Nothing else imports it."""
+"""The laboratory: engine, stub, simulator, workloads, load generator, demo. Only the commands import it."""

@@ -1,4 +1,4 @@
-"""The demo: what it runs, with which settings, and how. Every choice is printed or written next to the results."""
+"""The demo: the same traffic under round robin and Fairlead, its goals, and commands to try its pool by hand."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ POLICIES = {"round-robin": "round robin", "default": "Fairlead"}
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """One demo. Rates and times are in model time unless a name says `wall`."""
+    """One demo. Every choice is printed or written next to the results. Rates and times are in model time."""
 
     #: Requests per policy: six passes over the workload, the first of which fills the caches.
     requests: int = 4500
@@ -172,8 +172,7 @@ def _cut(value: float) -> str:
 
 
 # The demo's pool for manual use: a configuration next to the results, and commands that work as printed.
-#
-# The commands are for the directory in which the demo was run, whether or not `fairlead` is on PATH there.
+# They are for the directory in which the demo was run, whether or not `fairlead` is on PATH there.
 
 _REPLICAS = 4
 

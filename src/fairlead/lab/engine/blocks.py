@@ -1,6 +1,6 @@
-"""The paged KV cache: what each block holds, which requests use it, and which block is evicted when space is needed.
+"""The memory of an engine: its paged KV cache, the blocks of each request, and the slots of adapters.
 
-Theory (as in vLLM 0.32's block pool)
+Theory of the cache (as in vLLM 0.32's block pool)
 * The reference count of a block is the number of requests that read or write it now. A block is *free* at zero.
 * A full block is *sealed*: it can be found under the hash of its tokens and all tokens before them. It can still be
   found after it becomes free, so a later request can use it again. It is forgotten only when it is taken to hold other

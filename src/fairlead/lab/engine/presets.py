@@ -1,4 +1,4 @@
-"""Model servers by name: step times fitted to measured kernels, and how many tokens their KV cache holds.
+"""Model servers by name or as text: step times fitted to measured kernels, and how many tokens their KV cache holds.
 
 Step times are least-squares fits of `spec.LatencyModel` to a vendor's measured kernel database (engine 0.24), with a
 mean absolute error of 5-7 %. A step of 8192 prompt tokens with 64 decodes of 8k is predicted at 449 ms; 502 ms were

@@ -1,8 +1,8 @@
-"""Keep-alive HTTP/1.1 connections of the load generator. Each sends a request, times the response and reports its end.
+"""The HTTP client of the load generator: keep-alive connections to a server, which time its responses.
 
 Rules
-* One request at a time. `start` leads to exactly one later call of the client's `ended(connection, reusable, now)`; the
-  record is then complete. Nothing that a peer does raises.
+* A connection has one request at a time. `start` leads to exactly one later call of the client's `ended(connection,
+  reusable, now)`; the record is then complete. Nothing that a peer does raises.
 * A response may arrive before the request has been sent completely (an early 413). It counts, but the connection is not
   reused.
 * A failed send does not decide the result: the peer may have answered before it closed. What it sent is read first.

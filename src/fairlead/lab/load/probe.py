@@ -1,4 +1,4 @@
-"""Whether there is an OpenAI endpoint at an address, and which models it serves. Queried once, before a run."""
+"""Single requests beside a load run: whether an OpenAI endpoint answers at an address, and which models it serves."""
 
 from collections.abc import Mapping
 from http.client import HTTPConnection, HTTPException

@@ -1,8 +1,8 @@
-"""The load generator as a separate process: `python -m fairlead.lab.load.process RESULT_FILE`, started by
-`process.run_in_process`.
+"""The load generator in a process of its own, so that it does not block the loop of the gateway that it measures.
 
-It reads a `RunSpec` as JSON from standard input, writes progress as JSON lines to standard output, and the result as
-MessagePack to the file. If the parent exits, the pipe breaks and the run ends.
+`run_in_process` starts `python -m fairlead.lab.load.process RESULT_FILE`. That reads a `RunSpec` as JSON from standard
+input, writes progress as JSON lines to standard output, and the result as MessagePack to the file. If the parent exits,
+the pipe breaks and the run ends.
 """
 
 import asyncio
@@ -22,6 +22,8 @@ from fairlead.lab.load.spec import Progress, RunResult, RunSpec
 
 #: Exit code for a spec that cannot be run; the reason is on standard error.
 EXIT_CONFIG = 2
+#: Bytes of the child's standard error that are kept, the last ones.
+_KEPT_ERRORS = 4000
 
 
 def main(result_path: str) -> int:
@@ -54,14 +56,6 @@ def allow_many_sockets() -> None:
     wanted = hard if hard != resource.RLIM_INFINITY else 1 << 20
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
-
-# Runs the load generator in a separate process, so that it does not block the loop of the gateway that it measures.
-
-_KEPT_ERRORS = 4000
 
 
 async def run_in_process(spec: RunSpec, on_progress: OnProgress | None = None) -> RunResult:
@@ -112,3 +106,7 @@ async def _read_tail(stream: asyncio.StreamReader) -> str:
 
 def _read_result(path: Path) -> RunResult:
     return msgspec.msgpack.decode(path.read_bytes(), type=RunResult)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

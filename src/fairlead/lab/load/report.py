@@ -1,4 +1,4 @@
-"""The figures of a run from its records.
+"""The figures of a run from its records, and several runs side by side in a table.
 
 Rules
 * `failed` counts all requests without success, including shed requests (429, 503), which `shed` shows separately,

@@ -1,4 +1,7 @@
-"""What a model server reports about itself: name, context length, KV cache, prefix hits. Queried once; all optional."""
+"""`fairlead tune` without its requests (`tune_probe`): what a server reports, its step model, and advice from both.
+
+`ask_facts` asks the server once, and whatever it does not report stays unknown. All else is pure.
+"""
 
 from collections.abc import Iterator, Sequence
 from http.client import HTTPException
@@ -103,7 +106,7 @@ def _get(target: str, path: str, headers: dict[str, str]) -> bytes:
     return body if 200 <= status < 300 else b""
 
 
-# From the times of single requests to the step model of `fairlead.lab.engine.spec.LatencyModel`. Pure.
+# From the times of single requests to the step model of `fairlead.lab.engine.spec.LatencyModel`.
 #
 # Theory. A step takes `c0 + c_pf·new + c_attn·pairs + c_seq·B + c_kv·KV`. So, in milliseconds,
 #
@@ -456,8 +459,7 @@ class Measured(Struct):
         )
 
 
-# What the fitted times mean for parameters that people set by hand, each with its reason. Pure.
-#
+# What the fitted times mean for parameters that people set by hand, each with its reason.
 # The default policy needs none of them, because it learns its speeds. They are for profiles of filters and scorers, for
 # flow control, and for configurations of the reference picker.
 

@@ -1,4 +1,4 @@
-"""What to send, and when: filler text, seeded sequences of requests, arrivals.
+"""What to send, and when: filler text, seeded or recorded sequences of requests, arrivals.
 
 Pure: randomness comes from a seed, and the caller of the offsets provides the time.
 """
