@@ -1,4 +1,4 @@
-"""Workload files: recognizing the format of a file, reading and writing."""
+"""Scenarios from plain values: a built-in name, a workload file or a kind of workload. Reads and writes such files."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,11 +45,9 @@ def write_workload(workload: Workload, path: Path, format: str = "native") -> No
     path.write_bytes(FORMATS[format].write(workload))
 
 
-# A scenario as a few plain values that can be given on a command line and sent to another process.
-
-
 class ScenarioSpec(Struct, frozen=True, kw_only=True):
-    """`source` is the name of a built-in scenario, the path of a workload file, or a kind of workload."""
+    """A scenario as plain values, for a command line and for other processes. `source` is the name of a built-in
+    scenario, the path of a workload file, or a kind of workload."""
 
     name: str
     source: str

@@ -1,7 +1,8 @@
-"""Policies × scenarios × seeds. Each cell is a simulation in its own process, and finished cells are not run again.
+"""Policies × scenarios × seeds: running the cells, and how much worse each policy is than the best one of the run.
 
-Results are kept as lines of JSON, one per cell, written when the cell is done. A cell is identified by everything it
-depends on: scenario, policy text, seed, the code (through `version`), and size and time of the files that it reads.
+Each cell is a simulation in its own process, and finished cells are not run again. Results are kept as lines of JSON,
+one per cell, written when the cell is done. A cell is identified by everything it depends on: scenario, policy text,
+seed, the code (through `version`), and size and time of the files that it reads.
 """
 
 import os
@@ -213,8 +214,6 @@ def deaf_children() -> Iterator[None]:
     if came:
         signal.raise_signal(signal.SIGINT)
 
-
-# How much worse each policy is than the best policy of the run.
 
 Figures = dict[str, float]
 #: A difference below this many milliseconds, or this share of the requests, does not count, so that a ratio of tiny

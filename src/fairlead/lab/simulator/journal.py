@@ -1,4 +1,4 @@
-"""Reads journals: files → runs → records in order. Damaged data is skipped and counted.
+"""Reads journals: files → runs → records in order, and the decisions in them. Damaged data is skipped and counted.
 
 A journal's directory holds the segments of one or more runs (processes). A segment may still be growing. With
 `serve --workers`, those of the other workers are in directories in it.

@@ -1,7 +1,6 @@
-"""Policies of a replay: one that follows the recorded decisions, and one that queries a second policy beside the
-deciding one.
+"""Feeds the events of a journal through the pipeline again: the third driver, after live server and simulator.
 
-A replay whose beginning is missing follows the recorded decisions, so that its state converges to the recorded one.
+`replay` checks that the decisions are the recorded ones; `compare` shows which of them another policy would change.
 """
 
 from collections import Counter
@@ -76,7 +75,7 @@ def _name(pick: Answer, fleet: FleetView) -> str:
     return endpoint.id if endpoint else ""
 
 
-# Feeds the events of a journal through the pipeline again: the third driver, next to the live server and the simulator.
+# The player of a journal, and `replay`.
 #
 # Rules
 # * With the recorded policy, from the start of a process and without a gap, the decisions are exactly the same, and so

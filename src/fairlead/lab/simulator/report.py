@@ -1,4 +1,4 @@
-"""Plots of a comparison. Needs matplotlib (the extra `report`)."""
+"""A comparison for people: tables on the terminal, one self-contained HTML file, and plots (with matplotlib)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
@@ -77,8 +77,6 @@ def _dots(means: Mapping[str, Mapping[str, Figures]], key: str, title: str, log:
     missing = [f"{policy} on {[*means][line]}" for policy, line in values if (policy, line) not in shown]
     return f"No figure: {', '.join(missing)}" if missing else ""
 
-
-# A comparison for people: a table on the terminal, plots, and one self-contained HTML file.
 
 #: (title, key, digits) of the columns.
 COLUMNS = (

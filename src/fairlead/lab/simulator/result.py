@@ -1,4 +1,4 @@
-"""The measurements of a run, as one row of figures."""
+"""The measurements of a run: one row of figures, a line per request, and conditions on the figures of two runs."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence

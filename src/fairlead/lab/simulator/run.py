@@ -1,4 +1,10 @@
-"""Simulate a scenario, `simulate(scenario, policy)`, and list the known policies."""
+"""Simulate a scenario, `simulate(scenario, policy)`, and find policies by name or in a YAML or Python file.
+
+from fairlead.lab.simulator.run import simulate
+from fairlead.lab.simulator.scenarios import headline
+summary = simulate(headline(rate=20), "policy: default")
+print(summary.ttft_mean_ms, summary.e2e_mean_ms, summary.prefix_hit_rate, summary.shed)
+"""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -95,14 +101,6 @@ def _policies(module: ModuleType) -> dict[str, type]:
         and callable(declared(member, "choose"))
         and isinstance(declared(member, "type"), str)
     }
-
-
-# Simulate a scenario: `simulate(scenario, policy)`.
-#
-# from fairlead.lab.simulator.run import simulate, policy_from
-# from fairlead.lab.simulator.scenarios import headline, mooncake
-# summary = simulate(headline(rate=20), "policy: default")
-# print(summary.ttft_mean_ms, summary.e2e_mean_ms, summary.prefix_hit_rate, summary.shed)
 
 
 def policy_from(text: str | Path) -> Policy:

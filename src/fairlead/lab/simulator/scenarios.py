@@ -143,7 +143,7 @@ def _chat() -> Scenario:
     return Scenario(name="chat", workload=made, replicas=replicas(8, block_size=spec.block_size))
 
 
-#: The nine scenarios of the comparison. Each takes the directory with the traces, or `None`.
+#: Each takes the directory with the published traces, or `None`. Made-up workloads stand in for missing ones.
 QUALITY: dict[str, Callable[[Path | None], Scenario]] = {
     "shared-prefix-10": lambda _: headline(10.0),
     "shared-prefix-14": lambda _: headline(14.0),

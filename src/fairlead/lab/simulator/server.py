@@ -1,4 +1,4 @@
-"""A simulated model server: an engine, and a timer for its next relevant moment; and its delayed KV events."""
+"""A simulated model server: one engine or several ranks, a timer for its next relevant moment, late KV events."""
 
 from collections.abc import Callable, Sequence
 from random import Random

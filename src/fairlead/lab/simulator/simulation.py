@@ -1,4 +1,20 @@
-"""A simulation run, with the faults during it and when the scheduler notices them."""
+"""One run: the workload's clients, the pipeline's driver, the gateway, servers and faults, all on one heap of timers.
+
+The events of the pipeline and their times (as from the live server beside its embedded gateway)
+* `RequestArrived`: `decision_ms` after the client sent the request. `Route` or `Reject` may be the result of any later
+  call: a policy that holds requests back may answer at a later event.
+* `FirstTokenSeen` when the first token passes the gateway, `ResponseEnded` when the access log reports it, with token
+  counts for the first few answers and a share of the others.
+* `MetricsSampled` in each scrape interval per server that answers, `MetricsFailed` for a server that does not. An idle
+  server's unchanged page is reported once per second.
+* For a pair, only what the gateway sees: nothing before the decoding server's first token.
+* `StreamLost` for a client that left before its first token.
+
+Rules
+* Nothing here knows the policy, and nothing in the pipeline knows that time is virtual.
+* Everything that happens is an event on the kernel's heap, in the order of (time, order of setting). No sets are
+  iterated, and nothing is hashed by Python: two runs with one seed are equal on every version of it.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,36 +40,6 @@ from fairlead.lab.engine.request import EngineRequest
 from fairlead.lab.simulator.prompts import Prompts
 from fairlead.lab.simulator.server import Blocks, Hooks, LateEvents, Server
 from fairlead.lab.simulator.world import WARM_UP, Fault, Job, Kernel, Scenario, Status, Timer
-
-# Separate prefill and decode: a request's prompt on one server, then its KV cache in transfer, then its answer on
-# another server.
-#
-# What the sidecar of a decoding server does with the header `x-prefiller-host-port`, in order
-# * It has the prompt computed elsewhere, as a request for one token. The client does not see this token.
-# * It sends the request to its own server, which fetches the KV blocks that it lacks (`Handover.seconds`), computes the
-#   last token of the prompt again, because only a computed token gives logits, and decodes.
-#
-# Simplified: the blocks on the prefill server may be evicted as soon as the prompt is computed, and those on the
-# decoding server are taken when the KV has arrived. In reality, both are held a little longer. A prefill that fails
-# makes the request fail, as in the reference's sidecar.
-
-
-# One run: the workload's clients, the pipeline's driver and the gateway, all on one heap of timers.
-#
-# The events of the pipeline and their times (as from the live server beside its embedded gateway)
-# * `RequestArrived`: `decision_ms` after the client sent the request. `Route` or `Reject` may be the result of any
-#   later call: a policy that holds requests back may answer at a later event.
-# * `FirstTokenSeen` when the first token passes the gateway, `ResponseEnded` when the access log reports it, with token
-#   counts for the first few answers and a share of the others.
-# * `MetricsSampled` in each scrape interval per server that answers, `MetricsFailed` for a server that does not. An
-#   idle server's unchanged page is reported once per second.
-# * For a pair, only what the gateway sees: nothing before the decoding server's first token.
-# * `StreamLost` for a client that left before its first token.
-#
-# Rules
-# * Nothing here knows the policy, and nothing in the pipeline knows that time is virtual.
-# * Everything that happens is an event on the kernel's heap, in the order of (time, order of setting). No sets are
-#   iterated, and nothing is hashed by Python: two runs with one seed are equal on every version of it.
 
 #: Kernel seconds at which the workload begins. Not 0, so that no code can confuse it with "never" or a wall clock.
 START = 1_000.0
@@ -429,6 +415,17 @@ class Simulation:
             self.feed(ev.EndpointDown(server.endpoint.id))
 
     # ---- separate prefill and decode ----
+    #
+    # A request's prompt on one server, then its KV cache in transfer, then its answer on another server.
+    #
+    # What the sidecar of a decoding server does with the header `x-prefiller-host-port`, in order
+    # * It has the prompt computed elsewhere, as a request for one token. The client does not see this token.
+    # * It sends the request to its own server, which fetches the KV blocks that it lacks (`Handover.seconds`), computes
+    #   the last token of the prompt again, because only a computed token gives logits, and decodes.
+    #
+    # Simplified: the blocks on the prefill server may be evicted as soon as the prompt is computed, and those on the
+    # decoding server are taken when the KV has arrived. In reality, both are held a little longer. A prefill that fails
+    # makes the request fail, as in the reference's sidecar.
 
     def _send_prefill(self, job: Job, prefill_address: str) -> None:
         """Send the request to the prefill server first."""
