@@ -1,4 +1,4 @@
-"""Faults of a replica, set at run time through `POST /fault` or from Python."""
+"""The settings of a stub: `StubConfig`, fixed and the same for all replicas, and `Faults`, which change at run time."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,8 @@ _Seconds = Annotated[float, Meta(ge=0, le=3600)]
 
 
 class Faults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Faults, all off by default. A change replaces the whole value; running requests keep what they drew."""
+    """Faults of a replica, all off by default, set through `POST /fault` or from Python. A change replaces the whole
+    value; running requests keep what they drew."""
 
     #: Multiplies the duration of every engine step.
     slow_factor: Annotated[float, Meta(gt=0, le=1000)] = 1.0
@@ -54,8 +55,6 @@ def changed(faults: Faults, changes: dict[str, Any]) -> Faults:
         raise ValueError(str(error)) from None
 
 
-# The configuration of a stub replica. Defaults follow `vllm serve`, with the flag on that reports cached tokens.
-
 if TYPE_CHECKING:  # imports ZMQ, which only pools with events need
     from fairlead.lab.stub.kv_publisher import KvEventsConfig
 
@@ -68,7 +67,8 @@ MAX_TIME_RATIO = 1_000_000
 
 
 class StubConfig(Struct, frozen=True, kw_only=True):
-    """One configuration for all replicas of a pool. Raises `ValueError` if the engine could not start with it."""
+    """One configuration for all replicas of a pool. Defaults follow `vllm serve`, with the flag on that reports cached
+    tokens. Raises `ValueError` if the engine could not start with it."""
 
     #: The engine whose metrics page is served, a name of `engine_metrics.ENGINES`. Everything else is as in vLLM.
     engine_type: str = DEFAULT_ENGINE

@@ -1,4 +1,13 @@
-"""Response heads with vLLM 0.32's (uvicorn's) headers, byte for byte and in the same order."""
+"""One client connection: receives requests and answers them one at a time, in order; back-pressure and disconnects.
+
+Rules
+* A request is passed on only when the answer to the request before it is complete, so pipelined requests are answered
+  in order. While an answer is in progress, or the client does not read, the client may send `_AHEAD` bytes ahead; then
+  reading pauses.
+* A stream never buffers more than the transport's high-water mark. Above it `paused` is set, and the exchange must not
+  write until `Exchange.writable` is called. Other answers are bounded by their own size.
+* When the client disconnects, `Exchange.lost` is called once, and nothing more is written.
+"""
 
 import asyncio
 import time
@@ -13,7 +22,7 @@ _REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
 
 
 class Heads:
-    """Heads of one replica's responses."""
+    """Heads of one replica's responses: vLLM 0.32's (uvicorn's) headers, byte for byte and in the same order."""
 
     __slots__ = ("_date", "_date_of", "_identity")
 
@@ -74,16 +83,6 @@ def malformed(message: str, status: int = 400) -> bytes:
         b"connection: close\r\n\r\n%b" % (status, _REASONS.get(status, b""), len(body), body)
     )
 
-
-# One client connection: receives requests and answers them one at a time, in order; back-pressure and disconnects.
-#
-# Rules
-# * A request is passed on only when the answer to the request before it is complete, so pipelined requests are answered
-#   in order. While an answer is in progress, or the client does not read, the client may send `_AHEAD` bytes ahead;
-#   then reading pauses.
-# * A stream never buffers more than the transport's high-water mark. Above it `paused` is set, and the exchange must
-#   not write until `Exchange.writable` is called. Other answers are bounded by their own size.
-# * When the client disconnects, `Exchange.lost` is called once, and nothing more is written.
 
 _AHEAD = 256 * 1024
 _HIGH_WATER = 64 * 1024
@@ -203,7 +202,7 @@ class Connection(asyncio.Protocol):
         return None if self._busy else self.active_at
 
     @property
-    def held(self) -> "Held":
+    def held(self) -> Held:
         transport = self._transport
         unsent, reads = (transport.get_write_buffer_size(), transport.is_reading()) if transport else (0, False)
         return Held(unsent, self._parser.buffered, self.paused, reads)

@@ -1,4 +1,4 @@
-"""Prometheus text: numbers, labels and histograms, formatted like the Python client of the real server."""
+"""Prometheus text as the real server's Python client formats it, and the families of its HTTP server and process."""
 
 import gc
 import os

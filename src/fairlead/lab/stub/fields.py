@@ -1,4 +1,4 @@
-"""Error answers in the two forms of vLLM 0.32: its own `{"error": …}` and the router's `{"detail": …}`."""
+"""Fields of a JSON body with the checks of the real server, and its error answers, in the form of vLLM 0.32."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,10 @@
-"""The load report in response headers (ORCA, `endpoint-load-metrics`), in the format of vLLM 0.32."""
+"""One generation request, from its plan to engine requests and from tokens back to an answer, in one piece or streamed.
+
+Rules
+* The replica calls `progress` and `finished` after engine steps; the connection calls `lost` and `writable`.
+* `lost`, `fail` and the last byte of the answer each end the generation, once. What still runs in the engine is then
+  aborted, and all later calls have no effect.
+"""
 
 import json
 from typing import Protocol
@@ -18,7 +24,8 @@ REQUEST_HEADER = "endpoint-load-metrics-format"
 
 
 def orca_line(wanted: str, waiting: float, kv_usage: float) -> bytes:
-    """The header line in the wanted format, `TEXT` or `JSON` in any case; empty for an unknown or empty format."""
+    """The response header with the load report (ORCA), as vLLM 0.32 sends it. `wanted`: `TEXT` or `JSON`, in any case;
+    anything else gives an empty line."""
     metrics = {"num_requests_waiting": float(waiting), "kv_cache_usage_perc": float(kv_usage)}
     match wanted.upper():
         case "TEXT":
@@ -28,14 +35,6 @@ def orca_line(wanted: str, waiting: float, kv_usage: float) -> bytes:
         case _:
             return b""
     return f"endpoint-load-metrics: {value}\r\n".encode()
-
-
-# One generation request, from its plan to engine requests and from tokens back to a non-streamed answer.
-#
-# Rules (for streams too)
-# * The replica calls `progress` and `finished` after engine steps; the connection calls `lost` and `writable`.
-# * `lost`, `fail` and the last byte of the answer each end the generation, once. What still runs in the engine is then
-#   aborted, and all later calls have no effect.
 
 
 class Host(Protocol):

@@ -1,8 +1,13 @@
-"""Maps the stub's block hashes to those of a vLLM with a given algorithm and seed, for subscribers that recompute them.
+"""KV events of a replica, published as vLLM does: what the engine's cache stores and forgets, batch by batch.
 
-The engine identifies its blocks by its own hashes. Here each block also gets vLLM's full digest, chained from its
-parent's. KV events contain the last eight bytes of the digest. vLLM also hashes an adapter's path, which here equals
-its name.
+    publisher = KvPublisher(KvEventsConfig(), name="127.0.0.1:8000", model="m")
+    publisher.attach(replica.engine.blocks, block_size)
+
+Rules (vLLM 0.32, measured)
+* Batches are numbered from 0 after every start. Nothing is sent while nothing happens.
+* What the cache forgets precedes what is stored in its place. A cleared cache is reported with the next batch.
+* Replays are answered from a buffer of the last batches. Malformed requests get no answer.
+* Explicit addresses are bound here (vLLM binds only `*`), because many stubs share a machine on given ports.
 """
 
 import asyncio
@@ -25,7 +30,7 @@ from fairlead.pool.kv_events.discovery import Curve
 from fairlead.pool.kv_events.replay import Context, Socket, bound_to, secure
 from fairlead.pool.kv_events.wire import replay_end, replay_reply, replay_start, sequence, topic
 
-# Encodes KV events in the forms that model servers of different versions send, for the stub and for testing decoders.
+# The forms in which model servers of different versions send KV events, for the stub and for testing decoders.
 
 
 class Encoding(Struct, frozen=True):
@@ -126,8 +131,12 @@ _MOST = 500_000
 
 
 class BlockNames:
-    """Maps block hashes. `seed`: PYTHONHASHSEED; empty = not set. Raises `ValueError` for an algorithm that would then
-    hash at random."""
+    """Maps the engine's block hashes to those of a vLLM with this algorithm, for subscribers that recompute them.
+
+    Each block gets vLLM's full digest, chained from its parent's, of which events contain the last eight bytes. vLLM
+    also hashes an adapter's path, which here equals its name. `seed`: PYTHONHASHSEED; empty = not set. Raises
+    `ValueError` for an algorithm that would then hash at random.
+    """
 
     def __init__(self, algorithm: str, seed: str = "") -> None:
         self._hasher = EngineHasher(algorithm, seed or None)
@@ -202,18 +211,6 @@ class Replays:
             with_topic = name is not None
             self._socket.send_multipart([peer, *replay_reply(name, number, payload)], zmq.NOBLOCK)
         self._socket.send_multipart([peer, *replay_end(with_topic)], zmq.NOBLOCK)
-
-
-# KV events of a replica, published as vLLM does: what the engine's cache stores and forgets, batch by batch.
-#
-#     publisher = KvPublisher(KvEventsConfig(), name="127.0.0.1:8000", model="m")
-#     publisher.attach(replica.engine.blocks, block_size)
-#
-# Rules (vLLM 0.32, measured)
-# * Batches are numbered from 0 after every start. Nothing is sent while nothing happens.
-# * What the cache forgets precedes what is stored in its place. A cleared cache is reported with the next batch.
-# * Replays are answered from a buffer of the last batches. Malformed requests get no answer.
-# * Explicit addresses are bound here (vLLM binds only `*`), because many stubs share a machine on given ports.
 
 
 class KvEventsConfig(Struct, frozen=True, kw_only=True):
@@ -366,6 +363,6 @@ class KvPublisher:
         except zmq.Again:
             pass
 
-    def _from(self, start: int) -> list[tuple[bytes | None, int, bytes]]:
+    def _from(self, start: int) -> Batches:
         name = self._topic if self.config.replay_topic else None
         return [(name, number, payload) for number, payload in self._buffer if number >= start]

@@ -1,6 +1,7 @@
-"""The families of vLLM 0.32.0's metrics page that the engine has values for, in the order of the real page.
+"""The /metrics page of a replica: vLLM 0.32.0's, in the order of the real page, or that of another engine.
 
-Names and help texts are captured from the real server.
+A page is cheap because nearly all of it is fixed text: line prefixes are made once, and a histogram is formatted again
+only after it changed. vLLM's names and help texts are captured from the real server.
 """
 
 import time
@@ -207,14 +208,9 @@ CACHE_CONFIG_FIXED = {
     "prefix_caching_hash_algo": "sha256", "replayssm_buffer_len": "16"
 }  # fmt: skip
 
-# The /metrics page of a replica: vLLM 0.32.0's families, then those of its HTTP server and process.
-#
-# A page is cheap because nearly all of it is fixed text: line prefixes are made once, and a histogram is formatted
-# again only after it changed.
-
 
 class MetricsPage:
-    """All parts, in the order of the real page. `before` and `after` surround the engine's own families."""
+    """vLLM's page: all parts in their order. `before` and `after` surround the engine's own families."""
 
     def __init__(self, replica: Replica, before: list[Part], after: list[Part]) -> None:
         self._replica = replica

@@ -1,8 +1,8 @@
-"""Prompts to token ids: a fixed chat template, and the tokenizer that makes a token of four bytes.
+"""What a generation request asks for: its prompts as token ids, and its fields, checked as the real server does.
 
-Every part of a rendered conversation is padded to whole tokens. So the tokens of a conversation are a prefix of the
-tokens of the same conversation with another turn, and an answer has the same tokens in a later prompt as when it was
-generated.
+Chats have a fixed template, and the tokenizer makes a token of four bytes. Every part of a rendered conversation is
+padded to whole tokens. So the tokens of a conversation are a prefix of the tokens of the same conversation with another
+turn, and an answer has the same tokens in a later prompt as when it was generated.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Many replicas in one process: start them, list their addresses, stop and restart single ones."""
+"""Many replicas in one process: start them, list their addresses, stop and restart single ones. `fairlead stub`."""
 
 import asyncio
 import errno

@@ -1,4 +1,11 @@
-"""Engine time: the event loop's time, multiplied by a ratio; it can be stopped."""
+"""One stub replica: an engine, its clock and timer, the requests that run on it, its faults and adapters.
+
+Rules
+* One timer per replica is set for the end of the running step. It fires at most once per `_TICK_S`, and steps that end
+  in between are handled together. So a time ratio that makes steps shorter costs no more timer calls, and streams get
+  merged events.
+* Engine time is absolute, so late timer calls delay single events and never add up.
+"""
 
 import asyncio
 import random
@@ -18,7 +25,8 @@ from fairlead.lab.stub.sampling import Stop
 
 
 class EngineClock:
-    """A clock that starts at 0. `now` and `wall` are inverse to each other while it runs."""
+    """Engine time: the event loop's time from the start, multiplied by `ratio`. While it runs, `now` and `wall` are
+    inverse to each other."""
 
     __slots__ = ("_frozen_at", "_origin", "_wall", "ratio")
 
@@ -55,14 +63,12 @@ class EngineClock:
             self._frozen_at = None
 
 
-# The `vllm:lora_requests_info` gauge with the behaviour of the real one: see `LoraInfo`.
-
 #: A limit of the stub. The real server keeps label sets forever.
 _MAX_SERIES = 1000
 
 
 class LoraInfo:
-    """Label sets and when each was last true, in unix seconds. The set with the newest value is the current one.
+    """The gauge `vllm:lora_requests_info`: label sets, and when each was last true, in unix seconds; the newest is now.
 
     As measured on vLLM 0.32.0, an old label set stays on the page, the list of waiting adapters repeats the running
     ones, and an adapter that has only queued requests is never listed.
@@ -84,14 +90,6 @@ class LoraInfo:
         """Pairs of a comma-separated list of adapters and its time, in the order of first appearance."""
         return list(self._series.items())
 
-
-# One stub replica: an engine, its clock and timer, the requests that run on it, its faults and adapters.
-#
-# Rules
-# * One timer per replica is set for the end of the running step. It fires at most once per `_TICK_S`, and steps that
-#   end in between are handled together. So a time ratio that makes steps shorter costs no more timer calls, and streams
-#   get merged events.
-# * Engine time is absolute, so late timer calls delay single events and never add up.
 
 if TYPE_CHECKING:
     from fairlead.lab.stub.kv_publisher import KvPublisher
@@ -275,7 +273,7 @@ class Replica:
     @faults.setter
     def faults(self, faults: Faults) -> None:
         before, self._faults = self._faults, faults
-        self.engine.slow_factor = faults.slow_factor
+        self.engine.slow_down(faults.slow_factor)
         if faults.stall or faults.asleep:
             self._stop_timer()
             self.clock.freeze()
@@ -285,8 +283,7 @@ class Replica:
             for generation in list(self._generations):
                 generation.fail(ApiError(DEAD, 500))
         elif before.engine_dead:
-            self.engine = Engine(self.spec, self.clock.now(), chance=self.rng)
-            self.engine.slow_factor = self._faults.slow_factor
+            self.engine = Engine(self.spec, self.clock.now(), slow_factor=faults.slow_factor, chance=self.rng)
             if self.kv_events is not None:
                 self.kv_events.attach(self.engine.blocks, self.block_size)
                 self.kv_events.restart()

@@ -1,13 +1,13 @@
-"""Stop strings: where generation ends in the generated text, which is known before it begins.
+"""Sampling fields of a request: stop strings, log-probabilities, and parameters that are checked and have no effect.
 
-Rules (vLLM 0.32's)
+The stub does not sample: its output is a slice of a table that repeats (`engine.tokens`), known before it begins. So
+distant positions of stop strings are looked up in the table once per request, and not in the text of each choice.
+
+Rules of stop strings (vLLM 0.32's)
 * The text ends before the stop string, or after it if the client wants so. Tokens count up to the one that completes
   it.
 * The earliest token that completes any of the strings decides; of several strings, the first in the client's order.
 * A stream holds back as many characters as could be the beginning of a stop string.
-
-Output is a slice of a table that repeats (`engine.tokens`). So distant positions are looked up in the table once per
-request, and not in the text of each choice.
 """
 
 from bisect import bisect_left
@@ -148,8 +148,6 @@ def _likely(seed: int, position: int, count: int) -> list[tuple[bytes, bytes]]:
     return list(zip(words, _falling(place * 97 % _RATES), strict=False))
 
 
-# The sampling fields of a request. The stub does not sample; it refuses what vLLM refuses, with its messages.
-
 #: More stop strings are refused, unlike in vLLM, because each costs a search of the text.
 _MAX_STOPS = 32
 #: Values in one answer, which is made while no other request is served: about a second's work, and 60 MB.
@@ -157,7 +155,7 @@ _MAX_VALUES = 1_000_000
 
 
 class Sampling:
-    """The constructor checks the types, `check` the values, in the order of the real server."""
+    """The constructor checks the types, `check` the values, in the order of the real server and with its messages."""
 
     def __init__(self, body: Body) -> None:
         self._temperature = fields.number(body, "temperature", 1.0)

@@ -261,7 +261,7 @@ if TYPE_CHECKING:
     from fairlead.lab.stub.kv_publisher import KvPublisher
 
 
-Handler = Callable[["ReplicaServer", Connection, HttpRequest], None]
+Handler = Callable[[ReplicaServer, Connection, HttpRequest], None]
 
 
 def _body(request: HttpRequest) -> fields.Body:
@@ -278,7 +278,7 @@ def _json(value: object) -> bytes:
 def _generate(
     prefix: str,
     make: Callable[[Body, Models, StubConfig], Plan],
-    site: "ReplicaServer",
+    site: ReplicaServer,
     connection: Connection,
     request: HttpRequest,
 ) -> None:
@@ -289,7 +289,7 @@ def _generate(
     replica.submit(connection, plan, answer_id, int(time.time()), request.headers.get(REQUEST_HEADER, ""))
 
 
-def scale_out(site: "ReplicaServer", connection: Connection, request: HttpRequest) -> None:
+def scale_out(site: ReplicaServer, connection: Connection, request: HttpRequest) -> None:
     """Refuse rendering and token generation for other servers, as a server without these flags does."""
     raise ApiError(SCALE_OUT, 403)
 
@@ -297,7 +297,7 @@ def scale_out(site: "ReplicaServer", connection: Connection, request: HttpReques
 # ---------------------------------------------------------------- tokens
 
 
-def tokenize(site: "ReplicaServer", connection: Connection, request: HttpRequest) -> None:
+def tokenize(site: ReplicaServer, connection: Connection, request: HttpRequest) -> None:
     body = _body(request)
     replica = site.replica
     replica.models.resolve(fields.string(body, "model"))
@@ -317,7 +317,7 @@ def tokenize(site: "ReplicaServer", connection: Connection, request: HttpRequest
     connection.reply(200, _json({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings}))
 
 
-def detokenize(site: "ReplicaServer", connection: Connection, request: HttpRequest) -> None:
+def detokenize(site: ReplicaServer, connection: Connection, request: HttpRequest) -> None:
     body = _body(request)
     site.replica.models.resolve(fields.string(body, "model"))
     ids = [fields.integer({"tokens": item}, "tokens", 0) or 0 for item in fields.array(body, "tokens")]
@@ -328,17 +328,17 @@ def detokenize(site: "ReplicaServer", connection: Connection, request: HttpReque
 # ---------------------------------------------------------------- models and adapters
 
 
-def models(site: "ReplicaServer", connection: Connection, request: HttpRequest) -> None:
+def models(site: ReplicaServer, connection: Connection, request: HttpRequest) -> None:
     replica = site.replica
     connection.reply(200, model_list(replica.models, replica.spec.max_model_len, replica.rng))
 
 
-def load_lora(site: "ReplicaServer", connection: Connection, request: HttpRequest) -> None:
+def load_lora(site: ReplicaServer, connection: Connection, request: HttpRequest) -> None:
     message = load_adapter(_body(request), site.replica.models, int(time.time()))
     connection.reply(200, message.encode("utf-8", "replace"), content_type=b"")
 
 
-def unload_lora(site: "ReplicaServer", connection: Connection, request: HttpRequest) -> None:
+def unload_lora(site: ReplicaServer, connection: Connection, request: HttpRequest) -> None:
     body = _body(request)
     name = fields.string(body, "lora_name")
     if not name:
@@ -352,7 +352,7 @@ def unload_lora(site: "ReplicaServer", connection: Connection, request: HttpRequ
 # ---------------------------------------------------------------- state
 
 
-def health(site: "ReplicaServer", connection: Connection, request: HttpRequest) -> None:
+def health(site: ReplicaServer, connection: Connection, request: HttpRequest) -> None:
     faults = site.replica.faults
     truth = 503 if faults.engine_dead else 200
     connection.reply(faults.health_status or truth, b"", content_type=b"")
@@ -366,7 +366,7 @@ def _answering(tell: Callable[[Replica], object]) -> Handler:
 # ---------------------------------------------------------------- faults
 
 
-def faults(site: "ReplicaServer", connection: Connection, request: HttpRequest) -> None:
+def faults(site: ReplicaServer, connection: Connection, request: HttpRequest) -> None:
     """GET shows the faults in force, POST changes the named ones, DELETE ends all."""
     replica = site.replica
     if request.method == "DELETE":
@@ -401,7 +401,7 @@ class KvFaults(Struct, forbid_unknown_fields=True):
     medium: Annotated[str, Meta(pattern="^[A-Za-z0-9._-]{1,64}$")] = "CPU"
 
 
-def kv_event_sources(site: "ReplicaServer", connection: Connection, request: HttpRequest) -> None:
+def kv_event_sources(site: ReplicaServer, connection: Connection, request: HttpRequest) -> None:
     """Where this replica publishes, in vLLM's form. The addresses are the bound ones, with their actual ports."""
     publisher = site.replica.kv_events
     if publisher is None:
@@ -421,7 +421,7 @@ def kv_event_sources(site: "ReplicaServer", connection: Connection, request: Htt
     connection.reply(200, _json({str(config.rank): source}))
 
 
-def kv_faults(site: "ReplicaServer", connection: Connection, request: HttpRequest) -> None:
+def kv_faults(site: ReplicaServer, connection: Connection, request: HttpRequest) -> None:
     """POST loses batches, restarts the engine, offloads or drops blocks; GET only shows the events' number."""
     publisher = site.replica.kv_events
     if publisher is None:

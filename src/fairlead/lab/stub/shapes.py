@@ -1,6 +1,7 @@
-"""The JSON of generation answers, in vLLM 0.32's field order. Assembled by hand, because an event is sent per token.
+"""The JSON of generation answers, in vLLM 0.32's field order, whole and streamed, for each of its four APIs.
 
-Generated text needs no escaping (see `engine.tokens`); everything that a client chose is escaped once per request.
+It is assembled by hand, because an event is sent per token. Generated text needs no escaping (see `engine.tokens`);
+everything that a client chose is escaped once per request.
 """
 
 import json

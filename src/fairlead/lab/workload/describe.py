@@ -1,8 +1,7 @@
-"""Converts block ids of a workload to the two forms in which prompts are compared: KV block hashes and the learned
-prefix chain.
+"""What block ids of a workload say: hashes by which prompts are compared, ideal hits, and a description for people.
 
-Both are chained: the hash of a block covers everything before it, so equal hashes mean equal beginnings, whatever the
-ids of a trace mean by themselves.
+Prompts are compared in two forms, KV block hashes and the learned prefix chain. Both are chained: the hash of a block
+covers everything before it, so equal hashes mean equal beginnings, whatever the ids of a trace mean by themselves.
 
 * An engine needs the hash of every full block of its own block size. If that is smaller than the trace's, a trace block
   is divided; if it is larger, several trace blocks form one. One size must be a multiple of the other.

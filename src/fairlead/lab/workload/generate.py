@@ -1,4 +1,4 @@
-"""Kinds of use by name, with their published mean lengths, turns, gaps and service levels."""
+"""Generators by name, and the catalogue: kinds of use with their published lengths, turns, gaps and service levels."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import TypeVar
