@@ -1,4 +1,4 @@
-"""Turns the command line of `fairlead bench` into what to send, and when."""
+"""What `fairlead bench` sends, and when, by its command line; what it shows while it runs, and its hints afterwards."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -188,8 +188,6 @@ def _endless(options: LoadOptions, model: str) -> SharedPrefix | Chat:
     tokens = options.output_tokens or made.output_tokens
     return replace(made, seed=options.seed, model=model, extra=dict(options.extra), output_tokens=tokens)
 
-
-# What people see while `fairlead bench` runs, and its hints afterwards.
 
 if TYPE_CHECKING:
     from fairlead.lab.load.report import Summary

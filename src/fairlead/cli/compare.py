@@ -1,4 +1,8 @@
-"""`fairlead sim compare`: policies × workloads × loads, simulated in parallel, as a table and a report."""
+"""`fairlead sim compare`: policies × workloads × loads, simulated in parallel, as a table and a report.
+
+Simulations run in processes here or on a Dask cluster (`on_cluster`). With --against it compares two runs of a
+journal's traffic instead, and fails if a condition is broken (`_gate`). `fairlead sim quality` uses parts of it.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

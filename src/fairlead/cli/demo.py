@@ -29,7 +29,7 @@ def demo(
         typer.Option(
             min=1, max=65000, help="Port of the gateway. The next two, and those from 10 above it, are used too."
         ),
-    ] = (8080),
+    ] = 8080,
     out: Annotated[
         Path, typer.Option(metavar="DIR", help="Directory for summary.json and demo.png.", file_okay=False)
     ] = Path("out/demo"),

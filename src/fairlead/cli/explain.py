@@ -1,4 +1,4 @@
-"""An explanation as tables, for people."""
+"""`fairlead explain`: why a request went to its endpoint, as tables for people or as JSON."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -169,9 +169,6 @@ def _outcome(console: Console, explained: dict[str, Any]) -> None:
 
 def _measured(ms: float | None) -> str:
     return "not measured" if ms is None else f"measured {ms:,.1f} ms"
-
-
-# `fairlead explain`: why a request went to its endpoint.
 
 
 @examples("""

@@ -1,4 +1,4 @@
-"""Arguments and small helpers that several commands share."""
+"""What several commands share: options, their values, messages, progress, and pages of a scheduler's admin port."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -124,8 +124,8 @@ def given(ctx: typer.Context, kind: type[S], **more: Any) -> S:
     return kind(**named | more)
 
 
-def json_object(text: str, option: str = "--extra") -> dict[str, Any]:
-    """The JSON object given for `option`; an empty one if none was given. Raises `ConfigError`."""
+def json_object(text: str) -> dict[str, Any]:
+    """The JSON object given for --extra; an empty one if none was given. Raises `ConfigError`."""
     import msgspec
 
     from fairlead.core.errors import ConfigError
@@ -133,7 +133,7 @@ def json_object(text: str, option: str = "--extra") -> dict[str, Any]:
     try:
         return msgspec.json.decode(text or "{}", type=dict[str, Any])
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{text!r} is not a JSON object: {error}", option) from None
+        raise ConfigError(f"{text!r} is not a JSON object: {error}", "--extra") from None
 
 
 def pairs(settings: Sequence[str] | None, option: str, underscores: bool = False) -> dict[str, str]:

@@ -35,9 +35,6 @@ def port_numbers(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
-# `fairlead serve`: the scheduler.
-
-
 _SchedulerOnly = Annotated[
     bool, typer.Option("--scheduler-only", help="Leave the embedded gateway to somebody else.", hidden=True)
 ]

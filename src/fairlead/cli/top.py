@@ -304,9 +304,6 @@ def _seconds(value: float) -> str:
     return f"{value / 60.0:.0f} min" if value < 7200.0 else f"{value / 3600.0:.0f} h"
 
 
-# `fairlead top`: a running scheduler in a terminal.
-
-
 @examples("""
 \b
 Examples:

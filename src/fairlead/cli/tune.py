@@ -1,4 +1,4 @@
-"""`fairlead tune`: fits a preset to a server's speed, and suggests parameters from it."""
+"""`fairlead tune`: fits a preset to a server's speed, and suggests parameters from it; and values of --engine."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
