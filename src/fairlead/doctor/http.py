@@ -22,6 +22,8 @@ AT_ONCE = 128
 _MOST_BYTES = 16 << 20
 #: How many times longer than the scraper to wait for a page, to tell late pages from missing ones.
 _PATIENCE = 3.0
+#: Seconds for a connection alone.
+_CONNECTING = 2.0
 
 
 class Unreached(Exception):
@@ -161,13 +163,13 @@ def _read(path: str) -> str:
         return file.read(65_536).strip()
 
 
-async def speaks_tls(host: str, port: int, seconds: float = 2.0) -> bool:
+async def speaks_tls(host: str, port: int) -> bool:
     """Whether a TLS handshake succeeds at this port, whatever the certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(_CONNECTING):
             _, writer = await asyncio.open_connection(host, port, ssl=context)
     except (OSError, TimeoutError, ValueError):
         return False
@@ -175,13 +177,13 @@ async def speaks_tls(host: str, port: int, seconds: float = 2.0) -> bool:
     return True
 
 
-async def connects(host: str, port: int, seconds: float = 2.0) -> str:
+async def connects(host: str, port: int) -> str:
     """Why no connection to this port is possible; empty = connections are accepted."""
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(_CONNECTING):
             _, writer = await asyncio.open_connection(host, port)
     except TimeoutError:
-        return f"no connection within {seconds:g} s"
+        return f"no connection within {_CONNECTING:g} s"
     except (OSError, ValueError) as error:
         return _reason(error)
     writer.transport.abort()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fairlead.cli.main import main
-from fairlead.doctor.checks import NAMES
+from fairlead.doctor.checks import CHECKS
 
 
 def run(*arguments: str) -> int:
@@ -49,7 +49,7 @@ def test_json_is_for_machines(config: str, capsys: pytest.CaptureFixture[str]) -
 def test_the_list_needs_no_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--list") == 0
     said = capsys.readouterr().out
-    assert [name for name in NAMES if f"{name}: " not in said] == []
+    assert [check.name for check in CHECKS if f"{check.name}: " not in said] == []
     assert "critical  endpoints.unreachable" in said
 
 

@@ -26,4 +26,3 @@ CHECKS: tuple[Check, ...] = (
     ),
     *(scheduler.balance, exposure.exposure, metrics.limits, metrics.clock),
 )
-NAMES = tuple(check.name for check in CHECKS)

@@ -1,4 +1,4 @@
-"""Checks of prompts: whether Fairlead makes the same tokens and blocks of them as the engines."""
+"""Checks of prompts: whether they become the same tokens here as in the engines, and are found where events say."""
 
 import asyncio
 import json

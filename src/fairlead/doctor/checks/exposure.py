@@ -1,4 +1,4 @@
-"""A check of settings that are safe on one machine but not on a network."""
+"""A check of settings and files that are open to others by mistake: to the network, or to users of this machine."""
 
 import contextlib
 import re
@@ -18,8 +18,8 @@ _REACHABLE = "docs/security.md#what-is-reachable-from-where"
 
 GATEWAY = Kind(
     "exposure.gateway", Severity.WARNING, "anyone who reaches the gateway can send requests in any tenant's name",
-    "set gateway.keys or gateway.jwt, bind gateway.host to 127.0.0.1, or put a proxy in front that "
-"authenticates clients and sets their headers", _REACHABLE,
+    "set gateway.keys or gateway.jwt, bind gateway.host to 127.0.0.1, or put a proxy in front that authenticates "
+    "clients and sets their headers", _REACHABLE,
 )  # fmt: skip
 CLEAR = Kind(
     "exposure.clear-keys", Severity.WARNING, "clients' keys and tokens cross the network without TLS",
@@ -58,7 +58,7 @@ ENVOY = Kind(
 )  # fmt: skip
 ADMIN = Kind(
     "exposure.admin", Severity.WARNING, "anyone who reaches the admin port can read endpoints, tenants, decisions and "
-"the journal",
+    "the journal",
     "bind admin.host to 127.0.0.1, set admin.tokenFile and admin.tls, or admin.debug: false", _REACHABLE,
 )  # fmt: skip
 HOSTS = Kind(
@@ -73,8 +73,7 @@ EXT_PROC = Kind(
 KV_EVENTS = Kind(
     "exposure.kv-events", Severity.WARNING, "KV events are accepted over the network without authentication",
     "set kvEvents.curve, or isolate that network; false events cost cache hits until the self-check "
-"notices",
-    _REACHABLE,
+    "notices", _REACHABLE,
 )  # fmt: skip
 INDEXER = Kind(
     "exposure.indexer", Severity.WARNING, "an indexer on another machine is asked without TLS",
@@ -100,8 +99,7 @@ TRACES = Kind(
 CLUSTER = Kind(
     "exposure.api-server", Severity.WARNING, "the API server's certificate is not checked",
     "remove insecure-skip-tls-verify from the kubeconfig, and name the authority there: whoever answers in its place "
-"gets the token and chooses the endpoints",
-    _REACHABLE,
+    "gets the token and chooses the endpoints", _REACHABLE,
 )  # fmt: skip
 UNVERIFIED = Kind(
     "exposure.unverified", Severity.WARNING, "any certificate is accepted",
@@ -109,9 +107,8 @@ UNVERIFIED = Kind(
 )  # fmt: skip
 TOKEN = Kind(
     "exposure.token", Severity.ERROR, "a bearer token is sent without TLS",
-    "set admin.tls for admin.tokenFile; for metrics.tokenFile write https:// in metricsUrl; or remove"
-" the token",
-    _REACHABLE,
+    "set admin.tls for admin.tokenFile; for metrics.tokenFile write https:// in metricsUrl; or remove the "
+    "token", _REACHABLE,
 )  # fmt: skip
 SECRETS = Kind(
     "exposure.secrets", Severity.WARNING, "every user of this machine can read a secret",

@@ -59,13 +59,13 @@ UNANSWERED = Kind(
 )  # fmt: skip
 FAILED = Kind(
     "asking.failed", Severity.CRITICAL, "a request through the gateway fails",
-    "see the other findings. 503 with 'no healthy upstream' means that the gateway cannot reach the "
-"endpoint; 404 means an undefined model", _FAILING,
+    "see the other findings. 503 with 'no healthy upstream' means that the gateway cannot reach the endpoint; 404 "
+    "means an undefined model", _FAILING,
 )  # fmt: skip
 BYPASSED = Kind(
     "asking.bypassed", Severity.ERROR, "the gateway serves requests without asking the scheduler",
-    "set the ext_proc filter's address to this scheduler's extProc port; the gateway's log says why "
-"its health check fails", "docs/runbook.md#fairleadbypassed",
+    "set the ext_proc filter's address to this scheduler's extProc port; the gateway's log says why its health check "
+    "fails", "docs/runbook.md#fairleadbypassed",
 )  # fmt: skip
 NOT_ALLOWED = Kind(
     "asking.not-allowed", Severity.NOTE, "the gateway requires credentials",
@@ -114,13 +114,13 @@ _PATIENCE = 0.5
 
 OBEYED = Kind(
     "headers.obeyed", Severity.CRITICAL, "the gateway sends requests wherever a client's header says",
-    "remove the control headers before ext_proc (early_header_mutation of the connection manager), so"
-" that only the scheduler sets them; `fairlead envoy config` shows how", _GATEWAY,
+    "remove the control headers before ext_proc (early_header_mutation of the connection manager), so that only the "
+    "scheduler sets them; `fairlead envoy config` shows how", _GATEWAY,
 )  # fmt: skip
 NOT_STRIPPED = Kind(
     "headers.not-stripped", Severity.ERROR, "the gateway does not remove control headers from clients' requests",
-    "remove them in early_header_mutation_extensions of the connection manager; `fairlead envoy "
-"config` shows how. Sidecars of model servers obey some of them", _GATEWAY,
+    "remove them in early_header_mutation_extensions of the connection manager; `fairlead envoy config` shows how. "
+    "Sidecars of model servers obey some of them", _GATEWAY,
 )  # fmt: skip
 
 

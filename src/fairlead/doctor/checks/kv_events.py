@@ -67,8 +67,8 @@ NAMESAKE = Kind(
 
 UNHEARD = Kind(
     "kv-unheard.published", Severity.WARNING, "an engine publishes KV events, but Fairlead does not listen",
-    "set kvEvents.enabled: true, and tokens.models for its model. Then decisions know what is cached,"
-" also by other clients. Or remove --kv-events-config from the engine", "docs/kv-events.md",
+    "set kvEvents.enabled: true, and tokens.models for its model. Then decisions know what is cached, also by other "
+    "clients. Or remove --kv-events-config from the engine", "docs/kv-events.md",
 )  # fmt: skip
 
 NO_TOKENS = Kind(

@@ -21,9 +21,8 @@ _CLOSE = 0.8
 
 UNREACHABLE = Kind(
     "metrics.unreachable", Severity.ERROR, "an endpoint's metrics page cannot be reached",
-    "correct metricsUrl, or the labels metricsAddress and metricsPort; without the page only our own "
-"requests count",
-    _UNEVEN,
+    "correct metricsUrl, or the labels metricsAddress and metricsPort; without the page only our own requests "
+    "count", _UNEVEN,
 )  # fmt: skip
 REFUSED = Kind(
     "metrics.refused", Severity.ERROR, "an endpoint refuses to serve its metrics page",
@@ -133,14 +132,13 @@ APART = 1.2
 
 FROZEN = Kind(
     "freshness.frozen", Severity.ERROR, "the metrics page of an endpoint does not change",
-    "a cache in between answers, or the engine's metrics process hangs: read the page at the engine "
-"itself, and restart the engine if it does not change there", _UNEVEN,
+    "a cache in between answers, or the engine's metrics process hangs: read the page at the engine itself, and "
+    "restart the engine if it does not change there", _UNEVEN,
 )  # fmt: skip
 STALE = Kind(
     "freshness.stale", Severity.ERROR, "the running scheduler has no recent metrics of an endpoint",
-    "see the findings of the checks `endpoints`, `metrics` and `tls`; if there are none, check the "
-"scheduler's load",
-    _UNEVEN,
+    "see the findings of the checks `endpoints`, `metrics` and `tls`; if there are none, check the scheduler's "
+    "load", _UNEVEN,
 )  # fmt: skip
 
 
@@ -176,9 +174,8 @@ TOLERANCE = 2.0
 
 SKEW = Kind(
     "clock.skew", Severity.WARNING, "the clock of a machine differs from ours",
-    "synchronise both machines with a time server (chrony, systemd-timesyncd). Otherwise certificates"
-" and tokens expire early or late, logs and journals cannot be compared, and ages of KV events "
-"are wrong", "docs/doctor.md",
+    "synchronise both machines with a time server (chrony, systemd-timesyncd). Otherwise certificates and tokens "
+    "expire early or late, logs and journals cannot be compared, and ages of KV events are wrong", "docs/doctor.md",
 )  # fmt: skip
 
 

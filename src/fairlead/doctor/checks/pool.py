@@ -1,4 +1,4 @@
-"""Checks of the pool: endpoints that answer, with the models and roles of their labels, and with TLS as configured."""
+"""Checks of the pool: endpoints that answer, their models, roles and TLS, and what the configuration itself notes."""
 
 import asyncio
 from collections.abc import Iterator
@@ -36,8 +36,7 @@ SPEAKS_TLS = Kind(
 )  # fmt: skip
 STRANGER = Kind(
     "endpoints.no-model-server", Severity.CRITICAL, "something else than a model server answers at the address",
-    "correct the port under endpoints: it may be the port of metrics, of KV events or of another "
-"service", _FAILING,
+    "correct the port under endpoints: it may be the port of metrics, of KV events or of another service", _FAILING,
 )  # fmt: skip
 SICK = Kind(
     "endpoints.sick", Severity.CRITICAL, "a model server reports that it is unhealthy",
@@ -97,15 +96,14 @@ UNSERVED = Kind(
 
 UNKNOWN_ADAPTERS = Kind(
     "models.unknown-adapters", Severity.WARNING, "the scheduler does not know some adapters of a server",
-    f"label its endpoint {ADAPTERS_LABEL}: name,name, or set metrics.modelsInterval above 0. A metrics"
-" page shows an adapter only while requests use it; until then all its requests go where it was "
-"seen first",
-    "docs/models.md#adapters",
+    f"label its endpoint {ADAPTERS_LABEL}: name,name, or set metrics.modelsInterval above 0. A metrics page shows an "
+    "adapter only while requests use it; until then all its requests go where it was seen "
+    "first", "docs/models.md#adapters",
 )  # fmt: skip
 UNLABELLED = Kind(
     "models.unlabelled-adapters", Severity.NOTE, "a server lists adapters that no label names",
-    f"nothing: the scheduler reads /v1/models; with a label {ADAPTERS_LABEL}: name,name it knows them "
-"from the start", "docs/models.md#adapters",
+    f"nothing: the scheduler reads /v1/models; with a label {ADAPTERS_LABEL}: name,name it knows them from the "
+    "start", "docs/models.md#adapters",
 )  # fmt: skip
 
 
@@ -252,8 +250,8 @@ FILES = Kind(
 )  # fmt: skip
 PLAIN_URL = Kind(
     "tls.http-to-https", Severity.ERROR, "a metrics URL says http, but the server speaks TLS",
-    "write https:// in metricsUrl (the label metricsPort alone means http), and set "
-"metrics.tls.caFile if the certificate is not a public one",
+    "write https:// in metricsUrl (the label metricsPort alone means http), and set metrics.tls.caFile if the "
+    "certificate is not a public one",
 )  # fmt: skip
 SECURE_URL = Kind(
     "tls.https-to-http", Severity.ERROR, "a metrics URL says https, but the server speaks plain HTTP",
@@ -261,8 +259,7 @@ SECURE_URL = Kind(
 )  # fmt: skip
 UNTRUSTED = Kind(
     "tls.untrusted", Severity.ERROR, "the certificate of a metrics page is not accepted",
-    "set metrics.tls.caFile to the authority that signed it; renew it if it expired; use a host name "
-"that it contains",
+    "set metrics.tls.caFile to the authority that signed it; renew it if it expired; use a host name that it contains",
 )  # fmt: skip
 
 

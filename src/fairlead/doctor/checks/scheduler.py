@@ -48,9 +48,8 @@ FALLBACKS = Kind(
 )  # fmt: skip
 FORGETS = Kind(
     "scheduler.forgets", Severity.WARNING, "the state file cannot be written, so a restart begins cold",
-    "let the scheduler write to the directory of state.file, with free space; each scheduler needs "
-"its own file",
-    "docs/operations.md#what-a-restart-keeps",
+    "let the scheduler write to the directory of state.file, with free space; each scheduler needs its own "
+    "file", "docs/operations.md#what-a-restart-keeps",
 )  # fmt: skip
 RESTRICTED = Kind(
     "scheduler.restricted", Severity.ERROR, "the scheduler says what it cannot do",
@@ -72,13 +71,12 @@ ALONE = Kind(
 APART = Kind(
     "scheduler.apart", Severity.WARNING, "the scheduler does not hear all that the other replicas do",
     "the log says which worker hangs or cannot start; the schedulers of one pool need the same endpoints, those of "
-"several pools another replicas.pool each", "docs/replicas.md#when-something-fails",
+    "several pools another replicas.pool each", "docs/replicas.md#when-something-fails",
 )  # fmt: skip
 UNHEARD = Kind(
     "scheduler.no-peers", Severity.WARNING, "replicas.via is set, but no other replica is heard",
-    "if there is only one, this is right. If not, compare replicas.via (with its database) and "
-"replicas.pool, which must be the same in all",
-    "docs/replicas.md#what-to-watch",
+    "if there is only one, this is right. If not, compare replicas.via (with its database) and replicas.pool, which "
+    "must be the same in all", "docs/replicas.md#what-to-watch",
 )  # fmt: skip
 #: Values of `what` in `fairlead_trouble` that have findings of their own.
 _ELSEWHERE = {"replicas", "scrapes"}
@@ -255,26 +253,24 @@ async def scheduling(site: Site) -> list[Finding]:
 
 SKEW = Kind(
     "balance.skew", Severity.WARNING, "one endpoint has a long queue while others have none",
-    "with weights, lower those of prefix scorers against load. With the cost model, a cached prompt "
-"is worth the wait (`fairlead explain` shows it), or the server is slower than the others", _UNEVEN,
+    "with weights, lower those of prefix scorers against load. With the cost model, a cached prompt is worth the wait "
+    "(`fairlead explain` shows it), or the server is slower than the others", _UNEVEN,
 )  # fmt: skip
 FOREIGN = Kind(
     "balance.foreign", Severity.WARNING, "an endpoint also serves requests from elsewhere",
-    "send all clients through the gateway, and let one scheduler decide: independent ones do not see "
-"each other's requests, see docs/kubernetes.md#several-replicas", _UNEVEN,
+    "send all clients through the gateway, and let one scheduler decide: independent ones do not see each other's "
+    "requests, see docs/kubernetes.md#several-replicas", _UNEVEN,
 )  # fmt: skip
 
 UNLIKE = Kind(
     "balance.unlike-speeds", Severity.WARNING, "like servers were learned to have unlike speeds",
-    "if one is on slower or shared hardware this is right: label the hardware. If not, it computed "
-"something else while it was measured (requests past the gateway, another process). A restart of "
-"the server or the scheduler clears it", _UNEVEN,
+    "if one is on slower or shared hardware this is right: label the hardware. If not, it computed something else "
+    "while it was measured (requests past the gateway, another process). A restart of the server or the scheduler "
+    "clears it", _UNEVEN,
 )  # fmt: skip
 STARVED = Kind(
     "balance.starved", Severity.WARNING, "an endpoint gets less than a tenth of its share for no visible reason",
-    "`fairlead explain` shows what counts against it; filters, sessions and caches can keep requests "
-"away",
-    _UNEVEN,
+    "`fairlead explain` shows what counts against it; filters, sessions and caches can keep requests away", _UNEVEN,
 )  # fmt: skip
 
 #: How many waiting requests are many, and how many times the median load is too much.
@@ -376,8 +372,8 @@ DISTRUSTED = Kind(
 )  # fmt: skip
 NOT_REAL = Kind(
     "hits.not-real", Severity.ERROR, "engines report far fewer cached tokens than predicted",
-    "other clients use the caches too, or caches are smaller than believed: check that every metrics "
-"page reports its blocks", "docs/runbook.md#fairleadhitsnotreal",
+    "other clients use the caches too, or caches are smaller than believed: check that every metrics page reports its "
+    "blocks", "docs/runbook.md#fairleadhitsnotreal",
 )  # fmt: skip
 UNTOKENISED = Kind(
     "hits.no-tokens", Severity.WARNING, "KV events help few requests, because most prompts get no token ids",
@@ -385,8 +381,8 @@ UNTOKENISED = Kind(
 )  # fmt: skip
 LOW = Kind(
     "hits.low", Severity.WARNING, "few prompt tokens are found in caches",
-    "prompts that begin with a date or an id never hit: let clients put it last. For new users and "
-"topics this is normal", _LOW_HITS,
+    "prompts that begin with a date or an id never hit: let clients put it last. For new users and topics this is "
+    "normal", _LOW_HITS,
 )  # fmt: skip
 
 #: How many requests and tokens a share needs to mean something.
