@@ -302,7 +302,7 @@ async def test_batches_count_as_settled_when_all_before_them_are_answered_or_too
         picks = tuple(RemotePick(one.request.id, Outcome.PICKED, "e1") for one in batch.requests)
         stream.send(encode_answer(Answer(picks=Picks(batch=batch.number, picks=picks))))
 
-    async with served(reply) as (address, _), client(address, fleet, budget=30.0) as (one, ears):
+    async with served(reply) as (address, _), client(address, fleet, budget=10.0) as (one, ears):
         await ears.until(lambda: ears.of(RemoteUp))
 
         async def ask() -> None:
