@@ -198,6 +198,7 @@ async def test_files_of_the_dead_are_deleted_by_whoever_comes(
     await until(lambda: folder(url).is_dir() and f"other{FACTS}" in files(url))
     process.kill()
     process.wait()
+    (folder(url) / f"other{SNAPSHOTS}.new").touch()  # as if it was writing one
     one = Teller("a", url)
     async with running(one):
         assert files(url) == {f"a{FACTS}", f"a{SNAPSHOTS}"}

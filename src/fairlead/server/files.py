@@ -7,11 +7,16 @@ from contextlib import suppress
 from pathlib import Path
 
 
+def unfinished(path: Path) -> Path:
+    """Where a new version of the file is until it is complete. A process that is killed leaves it there."""
+    return path.with_name(path.name + ".new")
+
+
 def write_whole(path: Path, pieces: Iterable[bytes], *, on_disk: bool = True) -> int:
     """Write a new file, readable by its owner only, that replaces the old one once it is complete. Returns its size in
     bytes. `on_disk`: first wait for the disk, so that it outlives the machine. Raises `OSError`; then the old file is
     unchanged."""
-    new, size = path.with_name(path.name + ".new"), 0
+    new, size = unfinished(path), 0
     try:
         with open(os.open(new, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb") as file:
             for piece in pieces:

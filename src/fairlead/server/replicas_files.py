@@ -27,7 +27,7 @@ from urllib.parse import quote, urlsplit
 from zlib import crc32
 
 from fairlead.core.events import Event
-from fairlead.server.files import lock, write_whole
+from fairlead.server.files import lock, unfinished, write_whole
 from fairlead.server.replicas import JOIN_S, SNAPSHOT_PAUSE_S, Own, Replicas, log
 
 FACTS, SNAPSHOTS = ".facts", ".snapshot"
@@ -178,8 +178,9 @@ class FileReplicas(Replicas):
         path = self._directory / f"{name}{FACTS}"
         with suppress(OSError):
             if ring.is_file(path):
-                path.unlink()
-                path.with_suffix(SNAPSHOTS).unlink()
+                snapshot = path.with_suffix(SNAPSHOTS)
+                for file in (path, snapshot, unfinished(snapshot)):
+                    file.unlink(missing_ok=True)
 
     # ---- written ----
 
