@@ -23,7 +23,7 @@ from msgspec.structs import asdict, replace
 from fairlead.core.events import RequestArrived, UsageReported
 from fairlead.core.records import DecisionRecord, OutcomeRecord
 from fairlead.core.request import Request
-from fairlead.lab.simulator.journal import Faults, Run, decisions
+from fairlead.lab.simulator.journal import Run, decisions
 from fairlead.lab.workload.record import Outcome, Record, Workload, arranged
 
 #: Used without any report: English in JSON; and streamed answers, one small JSON object per token.
@@ -113,8 +113,8 @@ def capture(
 
 def _outcomes(run: Run) -> Iterator[tuple[DecisionRecord, OutcomeRecord | None]]:
     """The decisions with their outcomes, including token counts that were reported late."""
-    reported = {body.request_id: body.usage for kind, _, body in run.items(Faults()) if kind == UsageReported.__name__}
-    chains = {body.request.id: body.request for kind, _, body in run.items(Faults()) if kind == RequestArrived.__name__}
+    reported = {body.request_id: body.usage for kind, _, body in run.items() if kind == UsageReported.__name__}
+    chains = {body.request.id: body.request for kind, _, body in run.items() if kind == RequestArrived.__name__}
     for entry in decisions(run):
         outcome, usage = entry.outcome, reported.get(entry.decision.request.id)
         if outcome is not None and usage is not None and outcome.prompt_tokens < 0:

@@ -222,12 +222,12 @@ def search(path: Path, wanted: str, run: str = "") -> JournaledDecision:
     raise JournalError(f"no decision {wanted!r} in {what} of {path}; it may have been dropped, or not sampled")
 
 
-def decisions(run: Run, faults: Faults | None = None) -> Iterator[JournaledDecision]:
+def decisions(run: Run) -> Iterator[JournaledDecision]:
     """All decisions of a run, each when its end is known or the journal ends, with traces if there are details."""
     scheduling = run.head.scheduling
     open_: dict[int, JournaledDecision] = {}
     requests: dict[int, Request] = {}
-    for kind, time_s, body in run.items(faults):
+    for kind, time_s, body in run.items():
         if kind == RequestArrived.__name__:
             requests[body.request.id] = body.request
         elif kind == POLICY:

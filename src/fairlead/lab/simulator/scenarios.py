@@ -237,8 +237,8 @@ def _plain(workload: Workload, block_size: int = made.BLOCK) -> Scenario:
     return Scenario(name=workload.name, workload=workload, replicas=replicas(8, block_size=block_size))
 
 
-def _faulty(name: str, *faults: Fault, rate: float = 9.0, seconds: float = 120.0) -> Scenario:
-    scenario = headline(rate, seconds)
+def _faulty(name: str, *faults: Fault, seconds: float = 120.0) -> Scenario:
+    scenario = headline(9.0, seconds)
     scenario.name = name
     scenario.faults = faults
     return scenario

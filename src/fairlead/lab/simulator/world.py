@@ -176,14 +176,14 @@ class Scenario(Struct, kw_only=True):
     slo_tpot_ms: float = 50.0
 
 
-def unknowing(scenario: Scenario, seed: int, off: float = 0.5) -> Scenario:
+def unknowing(scenario: Scenario, seed: int) -> Scenario:
     """The scenario for a scheduler that does not begin with the truth. Each coefficient of its prior and the bytes per
-    token are wrong by a factor drawn from 1 - `off` to 1 + `off`; no request announces how long its answer may become;
-    servers are scraped once per second, give or take a fifth."""
+    token are wrong by a factor drawn from 0.5 to 1.5; no request announces how long its answer may become; servers are
+    scraped once per second, give or take a fifth."""
     chance = Random(f"unknowing/{scenario.name}/{seed}")
 
     def wrong(value: float) -> float:
-        return value * chance.uniform(1.0 - off, 1.0 + off)
+        return value * chance.uniform(0.5, 1.5)
 
     world = replace(
         scenario.world,

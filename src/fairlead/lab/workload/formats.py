@@ -24,9 +24,9 @@ class TraceError(ConfigError):
         super().__init__(message, field, f"{source}:{line}" if line else source)
 
 
-def shortened(text: str, most: int = 60) -> str:
+def shortened(text: str) -> str:
     """A part of a bad value, for a message."""
-    return text if len(text) <= most else f"{text[:most]}…"
+    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 # Lines of JSON → checked structs. Errors name the line and the field.
@@ -200,7 +200,7 @@ class MooncakeRow(Struct, kw_only=True):
     delay: float | UnsetType = UNSET
 
 
-def read_mooncake(data: bytes, source: str = "trace", block_size: int = MOONCAKE_BLOCK) -> list[Record]:
+def read_mooncake(data: bytes, source: str = "trace") -> list[Record]:
     """Read a trace. A row without a timestamp continues its session, or starts with the row before. Raises
     `TraceError`."""
     records: list[Record] = []
@@ -217,7 +217,7 @@ def read_mooncake(data: bytes, source: str = "trace", block_size: int = MOONCAKE
             think_ms=row.delay or 0.0,
             in_tokens=row.input_length,
             out_tokens=max(row.output_length, 1) if row.output_length >= 0 else row.output_length,
-            block_size=block_size if row.hash_ids else 0,
+            block_size=MOONCAKE_BLOCK if row.hash_ids else 0,
             hash_ids=row.hash_ids,
         )
         records.append(checked(record, source, number, _MOONCAKE_NAMES))
