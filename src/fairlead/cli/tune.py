@@ -1,4 +1,4 @@
-"""`fairlead tune`: fits a preset to a server's speed, and suggests parameters from it; and values of --engine."""
+"""`fairlead tune`: fits a preset to a server's speed, and suggests parameters from it. Also reads every --engine."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated

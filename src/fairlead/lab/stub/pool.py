@@ -1,4 +1,4 @@
-"""Many replicas in one process: start them, list their addresses, stop and restart single ones. `fairlead stub`."""
+"""Many replicas in one process: start them, list their addresses, stop and restart single ones; also as a command."""
 
 import asyncio
 import errno
