@@ -1,7 +1,8 @@
 """The fleet: one mutating door for what is known about endpoints, and the view that policies read."""
 
 from bisect import bisect_right
-from collections.abc import Hashable
+from collections import deque
+from collections.abc import Hashable, Sequence
 from math import inf, log2
 from typing import cast
 
@@ -33,6 +34,8 @@ EJECT_SECONDS = 3.0
 UNFINISHED = 0.25
 #: Of requests whose first token nobody sees, one in so many seconds and endpoint teaches how fast engines are.
 BLIND_S = 1.0
+#: Requests that were answered last are remembered for as long as the gateway may tell late of a refused one.
+ANSWERED = 512
 #: Labels with such a word in their name tell engines apart that differ in speed. Others may be of one pod only.
 LOOKS = ("model", "role", "gpu", "accelerator", "hardware", "instance-type", "engine", "version", "template-hash")
 #: Above any true number of requests or tokens of one endpoint. Higher readings are cut, so that sums stay exact.
@@ -77,6 +80,8 @@ class Fleet:
         self._extending: dict[int, tuple[int, int | None]] = {}
         #: Endpoints whose cache was found empty since the last look at this.
         self.cold: list[str] = []
+        #: The last that were answered completely.
+        self._answered = deque[Lease](maxlen=ANSWERED)
         #: By slot: until when it is avoided on the word of others, and for own reasons.
         self._avoided: dict[int, list[float]] = {}
 
@@ -134,6 +139,7 @@ class Fleet:
         del self._looks[slot]
         self._recalled.pop(slot, None)
         self._extending.pop(slot, None)
+        self._answered.clear()
         return [lease for lease in leases if not lease.auxiliary]
 
     def sampled(self, endpoint_id: str, started: float, now: float, sample: Sample) -> list[Lease]:
@@ -449,6 +455,7 @@ class Fleet:
 
         Of several sequences the longest ends last: how many steps that were is known if all were cut by the limit.
         """
+        self._answered.append(lease)
         output = completion_tokens if completion_tokens >= 0 else 2 * lease.growth_tokens
         if lease.sequences > 1:
             limit = lease.request.max_tokens
@@ -487,7 +494,8 @@ class Fleet:
 
     def refused(self, lease: Lease) -> None:
         """The server answered 4xx and computed nothing. Forget what it was believed to cache since this prompt was sent
-        (its lease is released), unless a request that is there now computes it: if that is refused, too, it does.
+        (its lease is released), unless another one computed it meanwhile, or is there now and computes it: if that is
+        refused, too, it does.
 
         Schedulers that are told of the prompt keep believing it: their messages cannot take a prompt back.
         """
@@ -498,10 +506,12 @@ class Fleet:
         before = min(lease.hit_tokens, lease.hit_at_most)
         token_bytes = max(request.prompt_bytes, ends[-1]) / max(request.prompt_tokens, 1)
         depth = bisect_right(ends, (before + 1) * token_bytes)
+        for done in self._answered:
+            if (done.prefill or done).endpoint_id == there.endpoint_id:
+                depth = _shared(hashes, done.request.prefix.hashes, depth)
         for beside in self.ledger.of_slot(there.slot):
-            alone, theirs = depth, beside.request.prefix.hashes
-            while depth < min(len(hashes), len(theirs)) and hashes[depth] == theirs[depth]:
-                depth += 1
+            alone = depth
+            depth = _shared(hashes, beside.request.prefix.hashes, depth)
             if depth > alone:
                 beside.hit_at_most = min(before, beside.hit_at_most)
         self.table.free_cache[there.slot] = self.prefix.take_back(there.slot, hashes[depth:])
@@ -572,6 +582,7 @@ class Fleet:
         capacity = self.prefix.capacity(slot)
         self.prefix.drop_slot(slot)
         self.prefix.add_slot(slot, capacity)
+        self._answered.clear()
         self.table.free_cache[slot] = 1.0
 
     def match(self, request: Request) -> FloatColumn | None:
@@ -604,6 +615,14 @@ class Fleet:
         assert np.isfinite([table.queue, table.active, table.kv, table.pending_tokens, table.kv_tokens]).all()
         assert ((table.kv >= 0) & (table.kv <= 1)).all()
         assert (table.long_until_ms <= table.long_until).all()
+
+
+def _shared(hashes: Sequence[int], theirs: Sequence[int], depth: int) -> int:
+    """How many of the first blocks two prompts share, at least `depth`."""
+    most = min(len(hashes), len(theirs))
+    while depth < most and hashes[depth] == theirs[depth]:
+        depth += 1
+    return depth
 
 
 def _restarted(before: Sample, sample: Sample) -> bool:

@@ -319,6 +319,13 @@ def test_what_a_refused_prompt_added_is_taken_back() -> None:
     assert refused(first) == 8192, "another one computes it, or"
     assert refused(second) == 2048, "is refused, too"
     assert refused(sent(6, 2048, 0, recomputed=True)) == 2048, "nobody looked up what was there before"
+    first, second = sent(7, 8192, 512), sent(8, 4096, 1024)
+    fleet.ledger.release(second)
+    fleet.completed(second, 0.5, 9)
+    assert refused(first) == 4096, "another one was answered meanwhile, before the gateway said so of the first"
+    fleet.down("e0")
+    fleet.up(Endpoint("e0", "10.0.0.0:8000"))
+    assert refused(sent(9, 4096, 0)) == 0.0, "that was in the memory of the one before"
 
 
 def test_long_prompts_keep_others_away_for_as_long_again_as_they_take() -> None:
