@@ -26,6 +26,8 @@ class EngineMetrics(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     #: Label that tells data-parallel engines of one page apart; empty = there is none.
     rank_label: str = ""
+    #: Counters and memory move at each step. Otherwise they may stand still for as long as an answer takes.
+    each_step: bool = False
     #: Summed over all matching series (one per data-parallel engine).
     waiting: tuple[str, ...] = ()
     running: tuple[str, ...] = ()
@@ -136,6 +138,7 @@ _TRT_BLOCKS = "nv_trt_llm_kv_cache_block_metrics"
 ENGINES: Mapping[str, EngineMetrics] = {
     "vllm": EngineMetrics(
         rank_label="engine",
+        each_step=True,
         waiting=("vllm:num_requests_waiting", "vllm_num_requests_waiting", "vllm_queue_depth"),
         running=("vllm:num_requests_running", "vllm_num_requests_running"),
         kv_usage=(
@@ -153,6 +156,7 @@ ENGINES: Mapping[str, EngineMetrics] = {
     ),
     # With priority scheduling, the total has an empty label `priority`, and there is one more series per priority. Each
     # pipeline stage reports the same queues, and each tensor-parallel rank the same page count (gauges since 0.5.11).
+    # The memory in use is rounded to percent, and renewed at each prefill and every 40 steps.
     "sglang": EngineMetrics(
         rank_label="dp_rank",
         waiting=(
@@ -196,12 +200,13 @@ ENGINES: Mapping[str, EngineMetrics] = {
     # `nv_inference_exec_count` is not read: it is a cumulative counter, not the number of running requests.
     "triton": EngineMetrics(waiting=("nv_inference_pending_request_count",)),
     "lmdeploy": EngineMetrics(
+        each_step=True,
         waiting=("lmdeploy:num_requests_waiting",),
         running=("lmdeploy:num_requests_running",),
         kv_usage=("lmdeploy:gpu_cache_usage_perc",),
         generation_tokens=("lmdeploy:generation_tokens_total",),
     ),
-    # These two count tokens only when an answer ends, so a long answer looks like a stall. Neither reports KV usage.
+    # These two count tokens when an answer ends. Neither reports KV usage.
     "llamacpp": EngineMetrics(waiting=("llamacpp:requests_deferred",), running=("llamacpp:requests_processing",)),
     "tgi": EngineMetrics(waiting=("tgi_queue_size",), running=("tgi_batch_current_size",)),
 }

@@ -321,6 +321,7 @@ class _Interpreter:
         block_size, num_blocks = self._cache()
         sample = Sample(
             ranks=self._ranks(),
+            each_step=self._specs.metrics.each_step,
             waiting=self._number("waiting", sum, required=True),
             running=self._number("running", sum, required=True),
             kv_usage=self._number("kv_usage", max, required=True, limit=1.0 + _SHARE_TOLERANCE),

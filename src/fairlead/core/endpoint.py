@@ -94,6 +94,8 @@ class Sample(Struct, frozen=True, kw_only=True):
     prefix_hits: float | None = None
     #: Tokens generated, cumulative.
     generation_tokens: float | None = None
+    #: Whether these counters and `kv_usage` move at each step of the engine.
+    each_step: bool = True
     #: Start of the engine's process, seconds since 1970.
     started: float | None = None
     #: Additional gauges by configured name.

@@ -2,9 +2,10 @@
 
 Theory
 * Progress of an endpoint is: a first token, an answer that ends well, or a scrape with other counters of tokens
-  (generated, or looked up in the cache) or more memory in use than the last one; of an engine that counts no tokens,
-  also one with less memory in use, other requests that run or fewer that wait. Neither more that wait nor, where tokens
-  are counted, fewer that run: fronts take requests, and give up those whose clients left, while the engine hangs.
+  (generated, or looked up in the cache) or more memory in use than the last one; of an engine that does
+  not count tokens at each step, also one with less memory in use, other requests that run or fewer that wait. Neither
+  more that wait nor, where tokens are so counted, fewer that run: fronts take requests, and give up those whose clients
+  left, while the engine hangs.
 * Silence is the time since the last progress, or since there is work: requests that only peers told of, and that the
   page does not show, are none. Where the page shows no work, it is no longer than the oldest request is there, for
   refused ones come and go without progress. What clients gave up lately is no excuse.
@@ -16,8 +17,8 @@ Theory
       forecast × band of the largest prompt      that waits for its first token: computing it alone, as learned.
                                                  A prompt that takes 30 s is no hang
 
-  and where no page tells tokens or memory, or it stands still while first tokens come, until the first answer that
-  is due is overdue (`overdue_s`).
+  and where no page tells tokens or memory at each step, or it stands still while first tokens come, until the first
+  answer that is due is overdue (`overdue_s`).
 * An endpoint is *suspect* when its silence is longer than that, and *out* after `OUT` times that. With the floors a
   scrape every 0.2 s means: suspect after 1.4 s, out after 3.2 s. Suspect endpoints get requests only if no other can
   serve them, those that are out only if all others are out too (`plugins.filters.availability.Health`).
@@ -59,7 +60,7 @@ PACE_HALVES_S = 30.0
 BAND = (1.0, 4.0)
 #: A page that does not know of a first token so long after it, in seconds, stands still.
 SEEN_S = 0.3
-#: A page of so many seconds ago still says that the endpoint tells tokens.
+#: A page of so many seconds ago still says that the endpoint tells tokens at each step.
 TELLS_S = 10.0
 #: Seconds between two looks at all endpoints.
 LOOK_S = 0.2
@@ -149,7 +150,7 @@ class Stalls:
             return
         moved = sample.generation_tokens != before.generation_tokens or sample.prefix_queries != before.prefix_queries
         moved = moved or (sample.kv_usage or 0.0) > (before.kv_usage or 0.0)
-        if not moved and sample.generation_tokens is None:
+        if not (moved or (sample.each_step and sample.generation_tokens is not None)):
             moved = sample.kv_usage != before.kv_usage or sample.running != before.running
             moved = moved or (sample.waiting or 0.0) < (before.waiting or 0.0)
         watched = self._watched[slot]
@@ -246,7 +247,7 @@ class Stalls:
             alone_ms = largest.work_us * 1e-3 * float(self._predictor.rates.prefill[slot]) + forecast.model_tpot_ms
             plausible = max(plausible, 1e-3 * alone_ms * min(max(band, BAND[0]), BAND[1]))
         sample, fresh = self._table.samples[slot], now - float(self._table.sampled_at[slot]) < TELLS_S
-        speaks = sample is not None and not (sample.generation_tokens is None and sample.kv_usage is None)
+        speaks = sample is not None and sample.each_step and (sample.generation_tokens, sample.kv_usage) != (None, None)
         if speaks and fresh and not watched.still:
             return plausible
         due = min((lease.charged_at + overdue_s(lease, not lease.blind) for lease in pending), default=inf)

@@ -218,13 +218,21 @@ def test_an_engine_that_is_slower_than_thought_is_soon_known_to_be() -> None:
     assert found[-1] == []
 
 
-def test_long_answers_of_an_engine_that_tells_no_tokens_are_no_hang() -> None:
+@pytest.mark.parametrize(
+    "page",
+    [
+        Sample(waiting=0.0, running=1.0),
+        Sample(waiting=0.0, running=1.0, kv_usage=0.01, generation_tokens=7.0, prefix_queries=9.0, each_step=False),
+    ],
+    ids=["no-tokens", "tokens-of-ended-answers"],
+)
+def test_long_answers_of_an_engine_that_does_not_tell_each_token_are_no_hang(page: Sample) -> None:
     rig = Rig(1)
     rig.send(took=60.0)
     rig.feed(FirstTokenSeen(rig.number))
     for _ in range(100):
         rig.clock.now += SCRAPE
-        rig.feed(MetricsSampled("e0", rig.clock.now, Sample(waiting=0.0, running=1.0)))
+        rig.feed(MetricsSampled("e0", rig.clock.now, page))
     assert rig.told == []
 
 

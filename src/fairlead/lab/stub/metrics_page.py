@@ -303,33 +303,45 @@ _KV_USAGE = "engine.stats.gauges.kv_usage"
 _BLOCK_SIZE, _BLOCKS = "spec.block_size", "spec.num_blocks"
 _PROMPT, _CACHED = "engine.stats.prompt_tokens", "engine.stats.prompt_tokens_cached"
 _GENERATED = "engine.stats.generation_tokens"
+#: The same of ended requests only.
+_ENDED_PROMPT, _ENDED_GENERATED = "engine.stats.request_prompt_tokens.sum", "engine.stats.request_generation_tokens.sum"
+
+
+def _ended_cached(replica: Replica) -> float:
+    stats = replica.engine.stats
+    return stats.request_prompt_tokens.sum - stats.request_computed_tokens.sum
+
+
+def _percent(replica: Replica) -> float:
+    return round(replica.engine.stats.gauges.kv_usage, 2)
+
 
 _RANKS = {"engine_type": "unified", "model_name": "", "moe_ep_rank": "0", "pp_rank": "0", "tp_rank": "0"}
 _TRT = {"engine_type": "trtllm", "model_name": ""}
 _TRITON = {"model": "", "version": "1"}
 _LMDEPLOY = {"engine": "0", "model_name": ""}
 
-#: Family, labels and attribute of each series. An empty label is filled with the served model's name.
-SERIES: Mapping[str, tuple[tuple[str, Mapping[str, str], str], ...]] = {
+#: Family, labels, and attribute or function of each series. An empty label is filled with the served model's name.
+SERIES: Mapping[str, tuple[tuple[str, Mapping[str, str], str | Callable[[Replica], float]], ...]] = {
     "sglang": (
         ("sglang:num_running_reqs", _RANKS, _RUNNING),
         ("sglang:num_queue_reqs", _RANKS, _WAITING),
-        ("sglang:token_usage", _RANKS, _KV_USAGE),
+        ("sglang:token_usage", _RANKS, _percent),
         ("sglang:page_size", _RANKS, _BLOCK_SIZE),
         ("sglang:num_pages", _RANKS, _BLOCKS),
-        ("sglang:prompt_tokens_total", {"model_name": ""}, _PROMPT),
-        ("sglang:generation_tokens_total", {"model_name": ""}, _GENERATED),
-        ("sglang:cached_tokens_total", {"cache_source": "device", "model_name": ""}, _CACHED),
+        ("sglang:prompt_tokens_total", {"model_name": ""}, _ENDED_PROMPT),
+        ("sglang:generation_tokens_total", {"model_name": ""}, _ENDED_GENERATED),
+        ("sglang:cached_tokens_total", {"cache_source": "device", "model_name": ""}, _ended_cached),
     ),
     "trtllm-serve": (
-        ("trtllm_prompt_tokens_total", _TRT, _PROMPT),
-        ("trtllm_generation_tokens_total", _TRT, _GENERATED),
+        ("trtllm_prompt_tokens_total", _TRT, _ENDED_PROMPT),
+        ("trtllm_generation_tokens_total", _TRT, _ENDED_GENERATED),
         ("trtllm_kv_cache_utilization", _TRT, _KV_USAGE),
         ("trtllm_num_requests_running", _TRT, _RUNNING),
         ("trtllm_num_requests_waiting", _TRT, _WAITING),
         ("trtllm_kv_cache_max_blocks", _TRT, _BLOCKS),
         ("trtllm_kv_cache_tokens_per_block", _TRT, _BLOCK_SIZE),
-        ("trtllm_prompt_cached_tokens_total", _TRT, _CACHED),
+        ("trtllm_prompt_cached_tokens_total", _TRT, _ended_cached),
     ),
     "triton-tensorrt-llm": (
         ("nv_trt_llm_request_metrics", _TRITON | {"request_type": "waiting"}, _WAITING),
@@ -361,11 +373,12 @@ def other_page(replica: Replica) -> Callable[[], bytes]:
     model = replica.config.served_model
     parts: list[Part] = []
     before = ""
-    for name, own, attribute in SERIES[replica.config.engine_type]:
+    for name, own, source in SERIES[replica.config.engine_type]:
         if name != before:
             kind = "counter" if name.endswith("_total") else "gauge"
             parts.append(fixed(f"# TYPE {name} {kind}\n"))
         before = name
         named = {label: value or model for label, value in own.items()}
-        parts.append(sample(name, named, partial(attrgetter(attribute), replica)))
+        read = attrgetter(source) if isinstance(source, str) else source
+        parts.append(sample(name, named, partial(read, replica)))
     return partial(page, parts)

@@ -45,6 +45,7 @@ async def test_the_page_is_read_as_that_engines(http, engine: str) -> None:
     names = [name for name in told if getattr(ENGINES[engine], name)]
     assert {name: getattr(reading.sample, name) for name in names} == {name: told[name] for name in names}
     assert stats.prompt_tokens_cached > 0
+    assert reading.sample.each_step == (engine == "lmdeploy")
     assert (server.engine, server.sample) == (engine, reading.sample)
     assert entry["labels"]["llm-d.ai/engine-type"] == engine
     url = f"http://{address}{path}" if engine == "trtllm-serve" else ""
