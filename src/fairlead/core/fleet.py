@@ -396,12 +396,13 @@ class Fleet:
         return lease
 
     def move(self, lease: Lease, slot: int, now: float) -> Lease:
-        """The request is at another endpoint than it was charged to; which one's failure that is, too. Its answer has
-        begun."""
-        if now - lease.charged_at > OVERDUE_S and not self.table.suspicion[lease.slot]:
-            self.stalls.hedged_in_vain()
-        self.ledger.release(lease)
-        self.answered(lease.slot, False, now)
+        """The request is at another endpoint than it was charged to; which one's failure that is, too, unless it left
+        before. Its answer has begun."""
+        if lease.held:
+            if now - lease.charged_at > OVERDUE_S and not self.table.suspicion[lease.slot]:
+                self.stalls.hedged_in_vain()
+            self.ledger.release(lease)
+            self.answered(lease.slot, False, now)
         self.stalls.moved(slot, now)
         moved = self.charge(lease.request, slot, now, 0, 2 * lease.growth_tokens)
         moved.unreached = lease.endpoint_id

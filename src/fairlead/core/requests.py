@@ -9,8 +9,9 @@ Rules
   twice, and changes nothing. What is not there must not happen, and is asserted.
 * Entering a state takes what `HOLDS` says of it, leaving it releases that. Nothing else refers to requests by their id:
   the parts below have objects of their own (`Waiting`, `Question`, `Lease`), which the entry holds.
-* `ending`: the endpoint left, and the load is off the books. It may answer all the same, as one that drains does: how
-  the request ended is heard as of any other, or not before its lease would have expired.
+* `ending`: the endpoint left, and the load is off the books. It may answer all the same, as one that drains does, or
+  another one to which the gateway repeats the request: how it ended is heard as of any other, or not before its lease
+  would have expired.
 """
 
 from collections.abc import Iterator
@@ -120,6 +121,7 @@ TRANSITIONS: dict[RequestState, dict[type | Trigger, tuple[RequestState, ...]]] 
     },
     S.ENDING: {
         **_ALL_LATE,
+        ev.RequestMoved: (S.ENDING, S.ANSWERING),
         ev.UsageReported: (S.ENDING,),
         ev.ResponseEnded: (S.ENDED,),
         ev.StreamLost: (S.ENDED,),

@@ -535,11 +535,13 @@ class Pipeline:
         lease = entry.lease
         assert lease is not None
         there = (slot for slot, endpoint in self.fleet.table.slots() if endpoint.address == event.address)
-        slot = next(there, lease.slot)
-        if not lease.unreached and slot != lease.slot:
+        slot = next(there, -1)
+        elsewhere = slot >= 0 and self.fleet.table.ids[slot] != lease.endpoint_id
+        if not lease.unreached and elsewhere:
+            self._endings.orphans.pop(entry, None)
             entry.lease = self.fleet.move(lease, slot, self._clock.time())
             self.requests.move(entry, ev.RequestMoved, S.ANSWERING)
-        elif not lease.unreached:  # a second attempt was begun, and the first one answered
+        elif not lease.unreached and lease.held:  # a second attempt was begun, and the first one answered
             self.fleet.stalls.hedged_in_vain()
         return []
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from fairlead.core.endpoint import Endpoint
-from fairlead.core.events import EndpointUp, FirstTokenSeen, RequestArrived, RequestMoved, ResponseEnded
+from fairlead.core.events import EndpointDown, EndpointUp, FirstTokenSeen, RequestArrived, RequestMoved, ResponseEnded
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import Record, Route
 from fairlead.core.policy import Picked
 from fairlead.core.profile import in_order, runner_up
-from fairlead.core.records import OutcomeRecord, Trace
+from fairlead.core.records import Forecast, OutcomeRecord, Trace
 from fairlead.core.request import Request
 from fairlead.core.scheduler import Pipeline
 from fairlead.core.table import EndpointTable
@@ -149,6 +149,24 @@ def test_the_lease_goes_where_the_request_went(stream: bool) -> None:
     assert rig.held() == {} and len(rig.pipeline.fleet.ledger) == 0
     assert (rig.pipeline.fleet.predictor.kappa == kappa[1]).all(), "nothing is learned of it"
     assert table.errors[chosen] == 1, "an answer from elsewhere is none of its own"
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["", "another one has its slot"])
+def test_one_whose_endpoint_left_goes_where_the_gateway_repeats_it(again: bool) -> None:
+    rig = Rig()
+    route = rig.send(1)
+    rig.feed(EndpointDown(route.endpoint.id))
+    if again:
+        rig.feed(EndpointUp(Endpoint("new", "10.0.0.9:8000")))
+    there = "10.0.0.9:8000" if again else route.fallback
+    assert rig.feed(RequestMoved(1, "nobody:1")) == [] and rig.held() == {}
+    rig.feed(RequestMoved(1, there))
+    assert rig.held() == {there: 1}
+    assert not rig.pipeline.fleet.table.errors.any(), "the one that left has no successor to blame"
+    (outcome,) = rig.feed(ResponseEnded(request_id=1, status=200, ttft_ms=300.0, duration_ms=900.0))
+    answered = next(e.id for _, e in rig.pipeline.fleet.table.slots() if e.address == there)
+    assert (outcome.endpoint, outcome.unreached, outcome.cause) == (answered, route.endpoint.id, "natural")
+    assert outcome.forecast == Forecast() and rig.held() == {}
 
 
 def test_a_fallback_endpoint_that_fails_too_is_to_blame_as_well() -> None:
