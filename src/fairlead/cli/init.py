@@ -1,6 +1,7 @@
 """`fairlead init`: examines model servers and writes a configuration for them."""
 
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -116,9 +117,11 @@ def _surveyed(addresses: list[str], probe: bool) -> "list[Server]":
     typer.echo("How many requests an engine runs at once (its slots) is learned while it serves.")
     if len({frozenset(server.models) for server in surveyed}) > 1:
         typer.echo("note: the servers do not serve the same models; each request goes to those that have its model")
-    lengths = {(server.models, server.context) for server in surveyed if server.context}
-    if len(lengths) > len({models for models, _ in lengths}):
-        contexts = ", ".join(map(str, sorted({context for _, context in lengths})))
+    lengths = {pair for server in surveyed for pair in server.contexts.items()}
+    counts = Counter(model for model, _ in lengths)
+    differing = sorted({context for model, context in lengths if counts[model] > 1})
+    if differing:
+        contexts = ", ".join(map(str, differing))
         typer.echo(f"note: max_model_len differs ({contexts}); each request goes to those that take its length")
     return surveyed
 

@@ -1,6 +1,7 @@
 """One replica of a model server, and its last metrics."""
 
 from collections.abc import Mapping
+from math import inf
 
 from msgspec import Struct, field
 
@@ -51,8 +52,15 @@ class BaseModels(Struct, frozen=True):
 
     #: Empty = not known.
     names: frozenset[str] = frozenset()
-    #: Tokens that the prompt and the answer may have together, in the model with the shortest context; 0 = not known.
-    context: int = 0
+    #: By name, where it is known: tokens that the prompt and the answer may have together.
+    contexts: Mapping[str, int] = field(default_factory=dict)
+
+    def context(self, model: str) -> float:
+        """Of a model; of an adapter or no name where all models have the same. Infinite = not known."""
+        if model in self.names:
+            return self.contexts.get(model, inf)
+        known = {*self.contexts.values()}
+        return known.pop() if len(known) == 1 else inf
 
 
 NOT_LISTED = BaseModels()

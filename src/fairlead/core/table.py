@@ -12,6 +12,7 @@ Rules
 
 from collections.abc import Callable, Collection, Hashable
 from math import inf, nan
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -36,6 +37,7 @@ ON_DEMAND = ""
 #: of them, and without a bound a few million long model names would fill the memory.
 _MAX_MASKS = 1024
 _MAX_KEY = 1024
+T = TypeVar("T")
 
 
 class EndpointTable:
@@ -99,8 +101,8 @@ class EndpointTable:
         self.listed: list[frozenset[str] | None] = []
         #: What that list says of base models.
         self.based: list[BaseModels] = []
-        #: The context of each in tokens, infinite where not known; `None` = all that are known are equal.
-        self.contexts: FloatColumn | None = None
+        #: Some models have another context than others.
+        self.mixed_contexts = False
         #: Endpoints whose list of models is not known; and those that load adapters on demand, whatever it says.
         self.unlisted: BoolColumn = np.zeros(0, dtype=np.bool_)
         self.dynamic: BoolColumn = np.zeros(0, dtype=np.bool_)
@@ -129,7 +131,7 @@ class EndpointTable:
         self._slots: dict[str, int] = {}
         self._masks: dict[tuple[Hashable, ...], BoolColumn] = {}
         self._keeping: dict[tuple[Hashable, ...], BoolColumn | None] = {}
-        self._answers: dict[tuple[Hashable, ...], BoolColumn | None] = {}
+        self._answers: dict[tuple[Hashable, ...], Any] = {}
         self._holders: dict[str, BoolColumn] = {}
         self._listing: dict[str, set[int]] = {}
         self._extra: dict[str, FloatColumn] = {}
@@ -202,7 +204,7 @@ class EndpointTable:
     def set_based(self, slot: int, base: BaseModels) -> None:
         if base != self.based[slot]:
             self.based[slot] = base
-            self._judge_contexts()
+            self.mixed_contexts = len({tokens for base in self.based for tokens in base.contexts.values()}) > 1
             self._changed()
 
     def base(self, model: str) -> BoolColumn:
@@ -213,6 +215,15 @@ class EndpointTable:
             return model in self.based[slot].names if label is None else label == model
 
         return self.mask(("base", model), has)
+
+    def contexts(self, model: str) -> FloatColumn | None:
+        """The context of the model everywhere, in tokens, infinite where not known; `None` = all known are equal."""
+
+        def look() -> FloatColumn | None:
+            contexts = [base.context(model) for base in self.based]
+            return np.array(contexts) if len({*contexts} - {inf}) > 1 else None
+
+        return self.answer(("contexts", model), look) if self.mixed_contexts else None
 
     def holders(self, adapter: str) -> BoolColumn | None:
         """Where the adapter is on the metrics page; `None` = nowhere."""
@@ -273,12 +284,12 @@ class EndpointTable:
             self._keeping[key] = answer
         return answer
 
-    def answer(self, key: tuple[Hashable, ...], find: Callable[[], BoolColumn | None]) -> BoolColumn | None:
+    def answer(self, key: tuple[Hashable, ...], find: Callable[[], T]) -> T:
         """A filter's whole answer, remembered under `key` until `version` rises. It may depend on labels, addresses,
         models and adapters only. One look-up instead of several columns: with cold caches that is most of such a
         filter's cost."""
         try:
-            return self._answers[key]
+            return self._answers[key]  # type: ignore[no-any-return]
         except KeyError:
             known = find()
         if all(len(part) <= _MAX_KEY for part in key if isinstance(part, str)):
@@ -351,7 +362,6 @@ class EndpointTable:
         self.adapters.append(None)
         self.listed.append(None)
         self.based.append(NOT_LISTED)
-        self.contexts = None if self.contexts is None else np.append(self.contexts, inf)
         self.samples.append(None)
         self.alive = np.append(self.alive, False)
         self.unlisted, self.dynamic = np.append(self.unlisted, False), np.append(self.dynamic, False)
@@ -370,10 +380,6 @@ class EndpointTable:
     def _judge_ranks(self) -> None:
         ranks = np.maximum(self.ranks, 1.0)
         self.per_rank = 1.0 / ranks if np.count_nonzero(ranks > 1.0) else None
-
-    def _judge_contexts(self) -> None:
-        contexts = [base.context or inf for base in self.based]
-        self.contexts = np.array(contexts) if len({*contexts} - {inf}) > 1 else None
 
     def _judge_unlisted(self, slot: int) -> None:
         listed, alive = self.listed[slot], bool(self.alive[slot])

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Hashable, Iterable
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
@@ -332,13 +332,13 @@ class Site:
         except (Unreached, ValueError, KeyError, TypeError, AttributeError):
             return {}
 
-    async def context(self, endpoint: Endpoint) -> int:
-        """Tokens that prompt and answer may have together; 0 = unknown."""
+    async def contexts(self, endpoint: Endpoint) -> Mapping[str, int]:
+        """By base model, where it is known: tokens that prompt and answer may have together."""
         try:
             answer = await self.ask(endpoint, "/v1/models")
-            return read_model_list(answer.body).base.context if answer.status == 200 else 0
+            return read_model_list(answer.body).base.contexts if answer.status == 200 else {}
         except (Unreached, ValueError):
-            return 0
+            return {}
 
     async def model(self, endpoint: Endpoint) -> str:
         """The base model of an endpoint; empty = unknown."""

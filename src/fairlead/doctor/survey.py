@@ -1,6 +1,7 @@
 """A first look at model servers, from which `fairlead init` writes a configuration."""
 
 import asyncio
+from collections.abc import Mapping
 
 from msgspec import Struct
 
@@ -28,8 +29,8 @@ class Server(Struct, frozen=True, kw_only=True):
     version: str = ""
     models: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
-    #: Tokens that prompt and answer may have together; 0 = unknown.
-    context: int = 0
+    #: By model, where it is known: tokens that prompt and answer may have together.
+    contexts: Mapping[str, int] = {}
     sample: Sample = Sample()
     #: Address where it publishes KV events; empty = it reports none.
     kv_events: str = ""
@@ -84,7 +85,7 @@ async def _look(site: Site, endpoint: Endpoint) -> Server:
         version=_version(version),
         models=tuple(name for name, adapter in served.items() if not adapter),
         adapters=tuple(name for name, adapter in served.items() if adapter),
-        context=await site.context(endpoint),
+        contexts=await site.contexts(endpoint),
         sample=sample,
         kv_events=source.events if source is not None else "",
     )

@@ -90,9 +90,9 @@ def read_model_list(page: bytes) -> ModelList:
     cards = [(card, said) for card, said in cards if 0 < len(card.id) <= MOST_LETTERS]
     base = frozenset(card.id for card, _ in cards if not card.parent)
     entries = {card.id: Entry(said, card.context) for card, said in cards}
-    context = min((entries[name].context for name in base), default=inf)
+    contexts = {name: int(entries[name].context) for name in base if entries[name].context < inf}
     adapters = frozenset(card.id for card, _ in cards if card.parent)
-    return ModelList(BaseModels(base, 0 if context == inf else int(context)), adapters, entries)
+    return ModelList(BaseModels(base, contexts), adapters, entries)
 
 
 class _Target:

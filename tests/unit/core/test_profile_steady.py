@@ -55,7 +55,7 @@ def test_they_are_asked_once_for_each_model() -> None:
 def test_a_request_that_is_too_long_is_not_taken_for_a_short_one_of_the_same_model() -> None:
     policy, known = CostModel(filters=usual()), fleet("e0", "e1")
     for name, tokens in (("e0", 512), ("e1", 2048)):
-        known.adapters_listed(name, frozenset(), BaseModels(frozenset({"m"}), tokens))
+        known.adapters_listed(name, frozenset(), BaseModels(frozenset({"m"}), {"m": tokens}))
     short, long = request(model="m"), replace(request(model="m"), prompt_tokens=600)
     choose(policy, known, short)
     known.table.queue[1] = 50.0

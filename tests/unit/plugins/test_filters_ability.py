@@ -249,7 +249,8 @@ def test_the_list_of_a_departed_endpoint_does_not_count() -> None:
 
 def lengths(*contexts: int) -> Fleet:
     """Endpoints with these contexts; the last one has no list."""
-    return listed(fleet_of(*({} for _ in contexts), {}), *(BaseModels(frozenset({"m"}), tokens) for tokens in contexts))
+    known = [{"m": tokens} if tokens else {} for tokens in contexts]
+    return listed(fleet_of(*({} for _ in contexts), {}), *(BaseModels(frozenset({"m"}), named) for named in known))
 
 
 @pytest.mark.parametrize(
@@ -260,6 +261,19 @@ def test_a_context_that_is_too_short(prompt: int, most: int, expected: set[int])
     asked = Request(id=1, arrived=0.0, model="m", prompt_tokens=prompt, max_tokens=most)
     mask = ModelCompatibility(NoParams()).keep(asked, lengths(512, 2048, 0), Cycle(Context(0.0, Random(0))))
     assert mask is not None and set(mask.nonzero()[0].tolist()) == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [("chat", [0, 1]), ("embed", [1, 2]), ("poet", [0, 1, 2]), ("", [0, 1, 2])],
+)
+def test_contexts_are_those_of_the_model(model: str, expected: list[int]) -> None:
+    bases = ({"chat": 4096, "embed": 512}, {"chat": 8192, "embed": 8192}, {"embed": 8192}, {"chat": 512})
+    fleet = listed(fleet_of({}, {}, {}, {}), *(BaseModels(frozenset(known), known) for known in bases))
+    asked, cycle = Request(id=1, arrived=0.0, model=model, prompt_tokens=1000), Cycle(Context(0.0, Random(0)))
+    cycle.left = fleet.table.alive
+    mask = ModelCompatibility(NoParams()).keep(asked, fleet, cycle)
+    assert np.arange(4)[... if mask is None else mask].tolist() == expected
 
 
 def test_a_request_that_is_too_long_for_all_goes_anywhere() -> None:

@@ -37,12 +37,13 @@ def test_a_list_of_models() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "context"), [([512, 2048, 0], 512), ([None, "9", 4.5, True, -1], 0), ([1 << 60, 10**300, []], 0)]
+    ("said", "contexts"),
+    [([512, 2048, 0], {"m0": 512, "m1": 2048}), ([None, "9", 4.5, True, -1], {}), ([1 << 60, 10**300, []], {})],
 )
-def test_the_shortest_context_of_the_base_models(said: list[object], context: int) -> None:
+def test_the_contexts_of_the_base_models(said: list[object], contexts: dict[str, int]) -> None:
     cards = [{"id": f"m{at}", "max_model_len": tokens} for at, tokens in enumerate(said)]
     cards.append({"id": "poet", "parent": "m0", "max_model_len": 1})
-    assert read_model_list(json.dumps({"data": cards}).encode()).base.context == context
+    assert read_model_list(json.dumps({"data": cards}).encode()).base.contexts == contexts
 
 
 @pytest.mark.parametrize(

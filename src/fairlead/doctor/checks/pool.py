@@ -150,12 +150,16 @@ async def _mixed(site: Site) -> list[Finding]:
 async def _contexts(site: Site) -> list[Finding]:
     lengths: dict[str, dict[int, str]] = {}
     for endpoint in site.endpoints:
-        tokens = await site.context(endpoint)
-        if tokens:
-            lengths.setdefault(await site.model(endpoint), {}).setdefault(tokens, endpoint.id)
+        for model, tokens in (await site.contexts(endpoint)).items():
+            lengths.setdefault(model, {}).setdefault(tokens, endpoint.id)
+    alike: dict[tuple[tuple[int, str], ...], list[str]] = {}
+    for model, ids in lengths.items():
+        alike.setdefault(tuple(sorted(ids.items())), []).append(model)
     return [
-        CONTEXTS.at(min(ids.items())[1], f"{model}: max_model_len is {', '.join(map(str, sorted(ids)))}")
-        for model, ids in lengths.items()
+        CONTEXTS.at(
+            ids[0][1], f"{', '.join(models[:3])}: max_model_len is {', '.join(str(tokens) for tokens, _ in ids)}"
+        )
+        for ids, models in alike.items()
         if len(ids) > 1
     ]
 

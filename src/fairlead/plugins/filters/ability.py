@@ -177,7 +177,7 @@ def _named(address: str, subset: frozenset[str]) -> bool:
 # * no endpoint has the name as an adapter or as `model-id` or in its list of models, and this one has no label
 #   `model-id`, or has adapter slots (it may load it on demand).
 #
-# Without a label, the model's name in the list counts as the label would. Where contexts differ, endpoints are left out
+# Without a label, the model's name in the list counts as the label would. Where its contexts differ, those are left out
 # whose context is too short for the prompt and the longest answer, unless all are.
 
 
@@ -194,11 +194,12 @@ class ModelCompatibility(Plain):
     def keep(self, request: Request, fleet: FleetView, cycle: Cycle) -> BoolColumn | None:
         table, model = fleet.table, request.target_model
         able = table.answer(("compatible", model), lambda: _compatible(table, model)) if model else None
-        if table.contexts is None:
+        contexts = table.contexts(model)
+        if contexts is None:
             return able
         return _long_enough(
             table.alive if able is None else able,
-            table.contexts >= request.prompt_tokens + request.max_tokens,
+            contexts >= request.prompt_tokens + request.max_tokens,
             table.alive if cycle.left is None else cycle.left,
         )
 

@@ -101,8 +101,8 @@ def fleet() -> Fleet:
         made.up(Endpoint(f"e{i}", f"10.0.0.{i}:80"))
     made.down("e2")
     made.sampled("e1", 0.0, 1.0, SAMPLE)
-    made.adapters_listed("e1", frozenset(), BaseModels(frozenset({"m"}), 512))
-    made.adapters_listed("e3", None, BaseModels(frozenset({"m"}), 2048))
+    made.adapters_listed("e1", frozenset(), BaseModels(frozenset({"m"}), {"m": 512}))
+    made.adapters_listed("e3", None, BaseModels(frozenset({"m"}), {"m": 2048}))
     made.predictor.kappa[3] = 1.75
     return made
 
@@ -170,7 +170,7 @@ def test_a_restored_fleet_reads_as_the_real_one() -> None:
     assert np.array_equal(again.table.floats, there.table.floats)
     assert again.table.holders("a") is not None
     assert again.table.based == there.table.based
-    assert np.array_equal(again.table.contexts, there.table.contexts)
+    assert np.array_equal(again.table.contexts("m"), there.table.contexts("m"))
     there.table.queue[0] = 99.0
     assert snapshot.floats.max() < 99.0, "a snapshot is a copy"
 
