@@ -248,9 +248,9 @@ class PairBinder:
         self._departed: dict[int, float] = {}
         self._refreshes = 0
 
-    def able(self, request: Request, fleet: Fleet, now: float) -> BoolColumn | None:
-        """Where it can be served; `None` = everywhere that is alive."""
-        return self._rules(request, fleet, now)
+    def able(self, waiting: Waiting, fleet: Fleet, now: float) -> BoolColumn:
+        """Where it can be served."""
+        return self._known(waiting, fleet, now).able
 
     def follow(self, rules: WaitingRules) -> None:
         """Other rules from now on, for those that wait too."""

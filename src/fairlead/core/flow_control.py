@@ -404,8 +404,7 @@ class FlowControl:
         """Of the endpoints at which heavy requests of the band must wait, those that can serve some."""
         usable = np.zeros_like(held)
         for window in self.queues.turns(band, 1):
-            able = self.binder.able(window[0].request, fleet, now)
-            usable |= held if able is None else held & able
+            usable |= held & self.binder.able(window[0], fleet, now)
             if np.array_equal(usable, held):
                 break
         return usable
@@ -561,10 +560,8 @@ class Eviction:
         ]
         if not running:
             return []
-        # What was known when it was queued may be of other endpoints at these slots.
-        able = flow.binder.able(band.longest_waiting().request, fleet, now)
-        if able is not None:
-            running = [lease for lease in running if able[lease.slot]]
+        able = flow.binder.able(band.longest_waiting(), fleet, now)
+        running = [lease for lease in running if able[lease.slot]]
         running.sort(key=lambda lease: (lease.request.priority, -lease.charged_at, -lease.request.id))
         return running[:AT_ONCE]
 

@@ -128,6 +128,15 @@ def test_only_endpoints_that_are_able_count(fleet, queue):
     assert (bound.waiting.request.session, bound.slot) == ("", 0)
 
 
+def test_who_is_able_is_looked_up_again_only_when_endpoints_change(fleet, queue):
+    asked = []
+    pairs, waiting = binder(lambda request, fleet, now: asked.append(request)), queue(100)
+    _, waiting.known = pairs.look(waiting.request, fleet, NOW)
+    assert [pairs.able(waiting, fleet, NOW).tolist() for _ in range(3)] == [[True] * 3] * 3 and len(asked) == 1
+    fleet.down("e1")
+    assert pairs.able(waiting, fleet, NOW).tolist() == [True, False, True] and len(asked) == 2
+
+
 def test_where_an_endpoint_left_nobody_is_sent(fleet, queue):
     fleet.down("e1")
     bound = binder().bind([queue(100)], fleet, fleet.table.alive & np.array([False, True, True]), NOW)

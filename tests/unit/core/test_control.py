@@ -46,8 +46,9 @@ class FirstForFirst:
                     return Bound(waiting, int(slot), waiting.work)
         return inf
 
-    def able(self, request, fleet, now):
-        there = (request.subset is None or endpoint.address in request.subset for endpoint in fleet.table.endpoints)
+    def able(self, waiting, fleet, now):
+        subset = waiting.request.subset
+        there = (subset is None or endpoint.address in subset for endpoint in fleet.table.endpoints)
         return np.array(list(there))
 
 
