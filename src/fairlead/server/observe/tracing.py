@@ -14,6 +14,7 @@ Rules
 * Names follow OpenTelemetry's conventions for `gen_ai`, `http`, `server`, `error`; ours begin with `fairlead.`.
 """
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from random import Random
@@ -280,6 +281,11 @@ if TYPE_CHECKING:
 _QUEUE = 4096
 _BATCH = 512
 _EVERY_MS = 1000.0
+#: Either names a plugin of OpenTelemetry that makes the session.
+_CREDENTIALS = (
+    "OTEL_PYTHON_EXPORTER_OTLP_HTTP_CREDENTIAL_PROVIDER",
+    "OTEL_PYTHON_EXPORTER_OTLP_HTTP_TRACES_CREDENTIAL_PROVIDER",
+)
 
 
 def make_provider(
@@ -296,22 +302,29 @@ def make_provider(
 
     class Exporter(OTLPSpanExporter):
         def export(self, spans: Any) -> SpanExportResult:
-            result = super().export(spans)
-            if result is not SpanExportResult.SUCCESS:
-                on_dropped(len(spans))
+            result = SpanExportResult.FAILURE
+            try:
+                result = super().export(spans)  # before 1.40 it raises
+            finally:
+                if result is not SpanExportResult.SUCCESS:
+                    on_dropped(len(spans))
             return result
 
         def shutdown(self) -> None:
             super().shutdown()  # type: ignore[no-untyped-call]
-            session.close()
+            if session is not None:
+                session.close()
 
     def refuse_redirect(answer: Any, *arguments: object, **more: object) -> None:
-        """Redirects are not followed, but OpenTelemetry takes them for success."""
+        """OpenTelemetry takes a redirect for success, or follows it, by version."""
         if 300 <= answer.status_code < 400:
+            answer.close()
             raise requests.HTTPError(f"{answer.status_code} is not followed; name the collector itself")
 
-    session = requests.Session()
-    session.hooks["response"].append(refuse_redirect)
+    session = None
+    if not any(os.environ.get(variable) for variable in _CREDENTIALS):  # else OpenTelemetry makes the session
+        session = requests.Session()
+        session.hooks["response"].append(refuse_redirect)
     resource = Resource.create({"service.name": service_name, "service.version": __version__})
     # Which requests are traced is decided before spans are made, see `tracing`.
     provider = TracerProvider(sampler=ALWAYS_ON, resource=resource, shutdown_on_exit=False)

@@ -6,14 +6,18 @@ import sys
 from contextlib import AsyncExitStack
 
 import pytest
+import requests
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.trace.export import SpanExportResult
 
 from fairlead.compat.load import load
 from fairlead.config.schema import Config
 from fairlead.core.errors import ConfigError
 from fairlead.core.request import Request
 from fairlead.server.live.wiring import start_tracing
+from fairlead.server.observe.tracing import make_provider
 
 ON = "tracing: {endpoint: 'http://localhost:4318/v1/traces', sample: 0.5, followParent: false, timeout: 250ms}"
 
@@ -49,6 +53,30 @@ async def test_spans_that_the_collector_does_not_take_are_counted(status: int, d
             assert tracing is not None
             assert tracing.arrived(Request(id=1, arrived=0.0), {})
         assert tracing.dropped == dropped, "the end sends what there is"
+
+
+@pytest.mark.parametrize("error", [requests.HTTPError, requests.ConnectionError])
+def test_spans_are_counted_where_opentelemetry_raises(
+    monkeypatch: pytest.MonkeyPatch, error: type[requests.RequestException]
+) -> None:
+    def export(exporter: OTLPSpanExporter, spans: object) -> SpanExportResult:
+        raise error
+
+    monkeypatch.setattr(OTLPSpanExporter, "export", export)
+    dropped: list[int] = []
+    provider = make_provider("http://127.0.0.1:1/v1/traces", "fairlead", 1.0, dropped.append)
+    provider.get_tracer("test").start_span("gateway.request").end()
+    provider.shutdown()
+    assert dropped == [1]
+
+
+@pytest.mark.parametrize("which", ["", "_TRACES"])
+def test_credentials_for_the_collector_come_from_opentelemetrys_own_plugin(
+    monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    monkeypatch.setenv(f"OTEL_PYTHON_EXPORTER_OTLP_HTTP{which}_CREDENTIAL_PROVIDER", "no-such-plugin")
+    with pytest.raises(RuntimeError, match="'no-such-plugin' not found"):
+        make_provider("http://127.0.0.1:1/v1/traces", "fairlead", 1.0, print)
 
 
 async def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
