@@ -202,10 +202,12 @@ class PoolScheduler:
 
     def endpoint(self, event: EndpointUp | EndpointDown) -> None:
         """An endpoint appeared, changed or went: pass that to every part that follows endpoints."""
-        if isinstance(event, EndpointUp) and (waited := self.watch.queue.on_endpoint()):
-            log.info(
-                "a pool that had no endpoints has one again", endpoint=event.endpoint.id, waited_s=round(waited, 2)
-            )
+        if isinstance(event, EndpointUp):
+            self.watch.on_endpoint(event.endpoint)
+            if waited := self.watch.queue.on_endpoint():
+                log.info(
+                    "a pool that had no endpoints has one again", endpoint=event.endpoint.id, waited_s=round(waited, 2)
+                )
         self.driver.feed(event)
         if self.core.kv is not None:
             self.core.kv.endpoint(event)

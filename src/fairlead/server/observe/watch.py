@@ -6,7 +6,7 @@ from math import inf, isfinite
 from typing import Any
 
 from fairlead.core.demand import Demand, Objective, PeersLoad, Totals
-from fairlead.core.endpoint import MODEL_LABEL
+from fairlead.core.endpoint import MODEL_LABEL, Endpoint
 from fairlead.core.errors import PluginError
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow_control import FlowController
@@ -253,6 +253,13 @@ class Watch:
     def unread(self, endpoint_id: str) -> str:
         """Why its load cannot be read; empty = it is, or its first scrapes have not failed often enough."""
         return self._silent.get(endpoint_id, "")
+
+    def on_endpoint(self, endpoint: Endpoint) -> None:
+        """It appears or changes; call this before the fleet knows. A server at another address may hang anew."""
+        slot = self.fleet.table.slot(endpoint.id)
+        known = None if slot is None else self.fleet.table.endpoints[slot]
+        if known is not None and known.address != endpoint.address:
+            self._hangs.pop(endpoint.id, None)
 
     def on_endpoint_gone(self, endpoint_id: str) -> None:
         self._silent.pop(endpoint_id, None)

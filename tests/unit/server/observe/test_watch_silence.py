@@ -2,9 +2,13 @@
 
 import pytest
 
+from fairlead.compat.load import load
 from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.events import EndpointUp
 from fairlead.core.fleet import Fleet
+from fairlead.core.records import StallRecord
 from fairlead.pool.scrape import TOLD_AFTER
+from fairlead.server.live.pool_scheduler import PoolScheduler
 from fairlead.server.observe.watch import Watch
 
 
@@ -26,6 +30,16 @@ def test_the_last_reason_is_shown_until_it_is_over() -> None:
     watch.on_silence("a", "status 404")
     watch.on_endpoint_gone("a")
     assert errors(watch) == {"a": "", "b": ""}
+
+
+@pytest.mark.parametrize("address", ["a:1", "a:2"])
+async def test_a_server_at_another_address_may_hang_anew(caplog: pytest.LogCaptureFixture, address: str) -> None:
+    pool = PoolScheduler(load("policy: default", need_endpoints=False), None)
+    for at in ("a:1", address):
+        pool.endpoint(EndpointUp(Endpoint("a", at)))
+        pool.watch.on_stall(StallRecord("a", 9.0, "suspect", 1.4, 1.2, 1))
+    lines = [record.message for record in caplog.records if "hang" in record.message]
+    assert lines == ["an endpoint seems to hang: suspect"] * len({"a:1", address})
 
 
 @pytest.mark.parametrize(
