@@ -65,10 +65,9 @@ def _gate(
 ) -> None:
     """Print both runs' figures. Exit with 1 if a condition is broken, with 2 on wrong usage."""
     from fairlead.cli.options import busy
-    from fairlead.core.errors import FairleadError
     from fairlead.lab.simulator.result import FIGURES, condition
 
-    with exits(WRONG_INPUT, ValueError, OSError, FairleadError):
+    with exits(WRONG_INPUT, ValueError, OSError):
         conditions = [condition(text) for text in fail_if]
         factor, *more = numbers(load, "--load") or (1.0,)
         if more:

@@ -89,10 +89,9 @@ def plan(
     The scheduler is the one that `fairlead serve` runs, the replicas are simulated. With --live the table also shows
     the replicas that there are now, and what happens when one of them dies. Exit code 1: no size holds the objective.
     """
-    from fairlead.core.errors import EngineError, FairleadError
     from fairlead.lab.simulator.build import ScenarioSpec
 
-    with exits(WRONG_INPUT, FairleadError, ValueError, OSError), exits(FAILED, EngineError):
+    with exits(WRONG_INPUT, ValueError, OSError):
         if bool(workload) == bool(live):
             raise ValueError("give a --workload, or the --live journal of a scheduler")
         spec = ScenarioSpec(

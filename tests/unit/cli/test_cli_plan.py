@@ -2,18 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
-
-from fairlead.cli.app import build_app
+from commands import fairlead as call
 
 QUICK = ("-n", "60", "--seeds", "1", "--slo", "ttft_p90=2s,tpot_p90=50ms")
-
-
-def call(*arguments: object) -> Any:
-    return CliRunner(env={"COLUMNS": "80"}).invoke(build_app(), [str(argument) for argument in arguments])
 
 
 @pytest.mark.simulation
@@ -64,7 +57,11 @@ def test_wrong_input_says_what_to_do(arguments: tuple[str, ...], said: str, tmp_
     assert not (tmp_path / "out").exists()
 
 
-def test_a_scheduler_that_does_not_answer_is_no_wrong_input() -> None:
+def test_what_does_not_answer_is_no_wrong_input(tmp_path: Path) -> None:
+    for command in (("plan", "-w", "agents"), ("sim", "compare", "--against", str(tmp_path))):
+        done = call(*command, "--engine", "http://127.0.0.1:1")
+        assert done.exit_code == 1
+        assert "http://127.0.0.1:1 does not answer" in done.stderr
     done = call("plan", "--live", "http://127.0.0.1:1")
     assert done.exit_code == 1
     assert "does not answer" in done.stderr and "(--live)" in done.stderr and len(done.stderr.splitlines()) == 1
