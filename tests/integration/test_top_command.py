@@ -1,6 +1,7 @@
 """`fairlead top` against an admin port."""
 
 import asyncio
+import io
 import json
 import re
 from collections.abc import AsyncIterator
@@ -8,10 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from fairlead.cli.app import build_app
-from fairlead.cli.top import follow
+from fairlead.cli.top import follow, view
 from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.fleet import Fleet
 from fairlead.core.records import DecisionRecord
@@ -104,6 +106,16 @@ async def test_names_from_outside_are_neither_obeyed_nor_markup(port: Port, opti
     assert done.exit_code == 0, done.output
     assert "[/b][red]x" in done.output
     assert all(letter.isprintable() for letter in done.output.replace("\n", ""))
+
+
+async def test_an_older_scheduler_does_not_say_how_long_it_runs(port: Port) -> None:
+    done = await call("--admin", f"127.0.0.1:{port.number}", "--once", "--json")
+    state = json.loads(done.stdout)
+    del state["now"]["running_s"]
+    state["about"]["started"] = state["now"]["at"] - 65.0
+    shown = io.StringIO()
+    Console(file=shown, width=150).print(view(state, "name", 150))
+    assert "running for 65 s" in shown.getvalue()
 
 
 async def test_other_schedulers_have_a_line(port: Port) -> None:

@@ -135,7 +135,8 @@ def view(state: dict[str, Any], sort: str, width: int, height: int | None = None
 
 def _title(about: Row, now: Row) -> Text:
     title = Text.assemble(("Fairlead ", "bold"), about["version"], "  pool ", (about["pool"], "bold"))
-    title.append(f"  policy {now['policy']}  running for {_seconds(now['running_s'])}")
+    running_s = now.get("running_s", now["at"] - about["started"])  # older schedulers do not tell it
+    title.append(f"  policy {now['policy']}  running for {_seconds(running_s)}")
     return title
 
 
