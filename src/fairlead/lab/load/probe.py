@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from http.client import HTTPConnection, HTTPException
 from urllib.parse import urlsplit
 
-import msgspec
-
 from fairlead.core.errors import ADMIN_PORT, ConfigError, FairleadError
 from fairlead.core.text import plain
+from fairlead.pool.served_models import Entry, read_model_list
 
 MODELS_PATH = "/v1/models"
 #: Most bytes of a response that are read: metrics pages are the largest.
@@ -20,17 +19,6 @@ _CURES = (
 
 class NoAnswer(FairleadError):
     """No HTTP server answers at the target."""
-
-
-class Model(msgspec.Struct):
-    """One entry of `/v1/models`; other fields are ignored."""
-
-    id: str
-    max_model_len: int | None = None
-
-
-class Models(msgspec.Struct):
-    data: list[Model]
 
 
 def normal_target(url: str) -> str:
@@ -77,7 +65,12 @@ def ask_models(target: str, headers: Mapping[str, str]) -> tuple[int, list[str]]
         raise NoAnswer(f"{ADMIN_PORT}: {target}. Point it at the gateway instead (gateway.port, default 8080)")
     if not 200 <= status < 300:
         return status, []
+    return status, [*models_of(body)]
+
+
+def models_of(page: bytes) -> Mapping[str, Entry]:
+    """What a list of models says of each; empty if it is no such list."""
     try:
-        return status, [model.id for model in msgspec.json.decode(body, type=Models).data]
-    except msgspec.DecodeError:
-        return status, []
+        return read_model_list(page).entries
+    except ValueError:
+        return {}

@@ -4,9 +4,10 @@
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from http.client import HTTPException
 from math import isfinite
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,7 +18,7 @@ from fairlead.apis.prometheus import read_page
 from fairlead.core.errors import FairleadError
 from fairlead.lab.engine.presets import Preset
 from fairlead.lab.engine.spec import LatencyModel
-from fairlead.lab.load.probe import MODELS_PATH, Models, exchanged
+from fairlead.lab.load.probe import MODELS_PATH, exchanged, models_of
 
 
 class Facts(Struct, kw_only=True, frozen=True):
@@ -60,12 +61,14 @@ class _ServerInfo(Struct):
 def ask_facts(target: str, headers: dict[str, str], model: str = "") -> Facts:
     """Query `http://host:port`. If a page is missing or cannot be read, its fields stay unknown."""
     facts = Facts(model=model)
-    for entry in _asked(target, MODELS_PATH, headers, Models, Models([])).data:
-        if not model or entry.id == model:
-            facts = msgspec.structs.replace(facts, model=entry.id, max_model_len=max(entry.max_model_len or 0, 0))
+    for name, entry in models_of(_get(target, MODELS_PATH, headers)).items():
+        if not model or name == model:
+            length = int(entry.context) if isfinite(entry.context) else 0
+            facts = msgspec.structs.replace(facts, model=name, max_model_len=length)
             break
-    nothing = _ServerInfo(_VllmConfig(_SchedulerLimits()))
-    info = _asked(target, "/server_info?config_format=json", headers, _ServerInfo, nothing)
+    info = _ServerInfo(_VllmConfig(_SchedulerLimits()))
+    with suppress(msgspec.DecodeError):
+        info = msgspec.json.decode(_get(target, "/server_info?config_format=json", headers), type=_ServerInfo)
     limits = info.vllm_config.scheduler_config
     facts = msgspec.structs.replace(
         facts,
@@ -85,16 +88,6 @@ def ask_facts(target: str, headers: dict[str, str], model: str = "") -> Facts:
                 hit_rate=hits / asked if asked > 0 else -1.0,
             )
     return facts
-
-
-T = TypeVar("T")
-
-
-def _asked(target: str, path: str, headers: dict[str, str], kind: type[T], otherwise: T) -> T:
-    try:
-        return msgspec.json.decode(_get(target, path, headers), type=kind)
-    except msgspec.DecodeError:
-        return otherwise
 
 
 def _get(target: str, path: str, headers: dict[str, str]) -> bytes:

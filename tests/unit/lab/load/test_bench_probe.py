@@ -9,6 +9,7 @@ import pytest
 
 from fairlead.core.errors import ConfigError
 from fairlead.lab.load.probe import NoAnswer, ask_models, normal_target
+from fairlead.lab.load.tune import ask_facts
 
 
 @contextmanager
@@ -51,6 +52,16 @@ def test_names_of_models_are_read_and_headers_sent() -> None:
         assert ask_models(target, {"authorization": "Bearer k"}) == (200, ["a", "b"])
     assert heard[0].startswith(b"GET /v1/models ")
     assert b"authorization: Bearer k\r\n" in heard[0]
+
+
+@pytest.mark.parametrize(("length", "known"), [("4096", 4096), ('"4096"', 0), ("4096.5", 0), ("-1", 0), ("null", 0)])
+def test_a_length_that_is_no_number_does_not_hide_the_model(length: str, known: int) -> None:
+    page = http("200 OK", b'{"data":[{"id":"a","max_model_len":%b}]}' % length.encode())
+    with answering(page) as (target, _):
+        assert ask_models(target, {}) == (200, ["a"])
+    with answering(page) as (target, _):
+        facts = ask_facts(target, {})  # the other pages are missing
+    assert (facts.model, facts.max_model_len) == ("a", known)
 
 
 @pytest.mark.parametrize("body", [b"", b"not json", b'{"data":1}', b'{"data":[{"name":"a"}]}', b"\xff\xfe"])
