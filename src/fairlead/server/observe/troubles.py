@@ -105,8 +105,11 @@ def children_descriptors(parent: int, mark: str) -> str:
     """A reason if a child of the process `parent` with `mark` in its command line runs out of them. May take
     milliseconds."""
     for path in Path(f"/proc/{parent}/task").glob("*/children"):
-        with suppress(OSError, StopIteration):  # it ended, or the kernel does not tell
-            for child in (Path("/proc", pid) for pid in path.read_text().split()):
+        children: list[str] = []
+        with suppress(OSError):  # the thread ended, or the kernel does not tell
+            children = path.read_text().split()
+        for child in (Path("/proc", pid) for pid in children):
+            with suppress(OSError, StopIteration):  # it ended, or is another user's
                 if mark.encode() in (child / "cmdline").read_bytes():
                     limits = (child / "limits").read_text().splitlines()
                     most = next(line for line in limits if line.startswith("Max open files")).split()[3]

@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -88,6 +89,23 @@ def test_descriptors_of_a_child_that_run_out() -> None:
             assert bool(reason) == bool(children_descriptors(os.getpid(), "/gateway/bootstrap-"))
             assert children_descriptors(os.getpid(), "/other/bootstrap-") == ""
             child.stdin.write(b"\n")
+
+
+def test_a_child_that_ends_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = "Limit  Soft Limit  Hard Limit  Units\nMax open files  30  30  files\n"
+    pages = {"self/children": "8 9 ", "9/cmdline": "envoy", "9/limits": limits}
+
+    def read(path: Path) -> str:
+        try:
+            return pages["/".join(path.parts[-2:])]
+        except KeyError:
+            raise ProcessLookupError from None
+
+    monkeypatch.setattr(Path, "glob", lambda path, pattern: [Path("/proc/7/task/self/children")])
+    monkeypatch.setattr(Path, "read_text", read)
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path).encode())
+    monkeypatch.setattr(Path, "stat", lambda path: SimpleNamespace(st_size=29))
+    assert "29 of 30 file descriptors open" in children_descriptors(7, "envoy")
 
 
 def test_lines_that_cannot_be_written_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
