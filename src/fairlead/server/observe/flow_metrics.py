@@ -149,9 +149,11 @@ class FlowMetrics:
             show(prefix + "request_queue_duration_seconds", text, self._waits, **pool)
             show(prefix + "queue_size", "[ALPHA] Requests that wait, by flow.", self._size, **pool)
             show(prefix + "queue_bytes", "[ALPHA] Body bytes of waiting requests, by flow.", self._bytes, **pool)
-            text = "[ALPHA] 1 = no endpoint can take one more request; above 1 = oversubscribed."
-            follow("gauge", prefix + "pool_saturation", text, of(self._effective), "stage", **pool)
-        prefix = _PREFIXES[0]
+        prefix, *older = _PREFIXES
+        text = "[ALPHA] 1 = no endpoint can take one more request; above 1 = oversubscribed."
+        saturation = follow("gauge", prefix + "pool_saturation", text, of(self._effective), "stage", **pool)
+        for name in older:
+            show(name + "pool_saturation", text, saturation, **pool)
         show(prefix + "requests_total", "[ALPHA] Requests by what became of them.", self._requests, **pool)
         text = "[ALPHA] Running requests that had to make way for waiting ones."
         evicted = of(lambda controller: {str(priority): count for priority, count in controller.evicted.items()})

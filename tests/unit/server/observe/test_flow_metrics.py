@@ -2,6 +2,7 @@
 
 from math import isnan
 
+import pytest
 from waiting_rules import AbleRules
 
 from fairlead.core.binding import PairBinder
@@ -54,6 +55,14 @@ def test_nothing_is_said_while_it_is_off() -> None:
     assert "# TYPE llm_d_epp_flow_control_queue_size gauge" in page
     samples = [line for line in page.splitlines() if "_flow" in line or "desired" in line]
     assert all(line.startswith("#") for line in samples), samples
+
+
+def test_the_gate_is_asked_once_for_both_names_of_the_saturation(monkeypatch: pytest.MonkeyPatch) -> None:
+    shop, levels = Shop(), iter((0.25, 0.5))
+    monkeypatch.setattr(LedgerGate, "level", lambda *arguments: next(levels))
+    for level in (0.25, 0.5):
+        saturations = [value for name, value in shop.page().items() if "pool_saturation" in name]
+        assert saturations == [level, level]
 
 
 def test_what_was_said_of_queues_is_gone_once_it_is_off() -> None:
