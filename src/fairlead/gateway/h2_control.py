@@ -234,7 +234,7 @@ class H2Control(H2Sender):
         if not self._control.spend():
             raise ProtocolError("too many control frames", ErrorCode.ENHANCE_YOUR_CALM)
 
-    # ---- implemented by the subclass ----
+    # ---- streams ----
 
     def _refuse_idle(self, stream_id: int) -> None:
         if stream_id > self._last_stream or not stream_id & 1:
