@@ -5,6 +5,7 @@ import shlex
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -227,6 +228,11 @@ def test_every_admin_page_that_is_named_exists() -> None:
     named |= {*re.findall(r"`(/(?:debug/[\w/-]*|healthz|readyz|metrics|openapi\.json))", everything)}
     assert named, "the documents name some"
     assert named <= admin_routes()
+
+
+@pytest.mark.parametrize("name", re.findall(r"^::: (\S+)", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE))
+def test_every_name_of_the_python_page_exists(name: str) -> None:
+    assert resolve_name(name)
 
 
 def test_every_metric_that_is_named_exists() -> None:
