@@ -81,10 +81,11 @@ class PageConnection(asyncio.BufferedProtocol):
         reader = self._reader
         try:
             complete = reader.feed(self._received[:nbytes])
-            if reader.status and reader.field(b"content-encoding") not in (b"", b"identity"):
-                raise MalformedMessage("the page is compressed, which was not asked for")
         except MalformedMessage as error:
             self._fail(str(error))
+            return
+        if reader.status and reader.field(b"content-encoding") not in (b"", b"identity"):
+            self._fail("the page is compressed, which was not asked for", answered=answers(reader.status))
             return
         if complete:
             self._finish(keep=reader.keep_alive and not reader.excess)
@@ -115,12 +116,12 @@ class PageConnection(asyncio.BufferedProtocol):
         else:
             sink.on_failure(f"status {status}", retry=False, answered=answers(status))
 
-    def _fail(self, reason: str, retry: bool = False) -> None:
+    def _fail(self, reason: str, retry: bool = False, answered: bool = False) -> None:
         sink, self._sink = self._sink, None
         self._pieces.clear()
         self._close()
         if sink is not None:
-            sink.on_failure(reason, retry=retry)
+            sink.on_failure(reason, retry=retry, answered=answered)
 
     def _close(self) -> None:
         if self._transport is not None:
@@ -135,5 +136,5 @@ def answers(status: int) -> bool:
 
 def request_bytes(host: str, target: str, user_agent: str) -> bytes:
     """The bytes of a request, built once per endpoint. `host`: as in the Host header. `target`: path and query."""
-    lines = (f"GET {target} HTTP/1.1", f"Host: {host}", f"User-Agent: {user_agent}", "Accept: text/plain", "", "")
-    return "\r\n".join(lines).encode("ascii")
+    accepted = "Accept: text/plain\r\nAccept-Encoding: identity"
+    return f"GET {target} HTTP/1.1\r\nHost: {host}\r\nUser-Agent: {user_agent}\r\n{accepted}\r\n\r\n".encode("ascii")

@@ -1,6 +1,7 @@
 """Each fault is really there, in a real stub, and is named; the same installation without it gives no finding."""
 
 import asyncio
+import gzip
 import resource
 import ssl
 from collections.abc import Awaitable, Callable
@@ -81,6 +82,21 @@ async def test_metrics_that_fail_or_are_late_are_named(world: Any, pool_of: List
     world.pool.set_faults(1, metrics_delay_s=0.3)
     found = await world.examined(config)
     assert codes(found) == {"metrics.refused", "metrics.slow"}
+
+
+async def test_a_compressed_page_is_named(world: Any, pool_of: Listed) -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\nconnection: close\r\n\r\n"
+        writer.write(head + gzip.compress(b"vllm:num_requests_waiting 0\n"))
+        writer.close()
+
+    async with await asyncio.start_server(talk, "127.0.0.1", 0) as server:
+        (entry,) = pool_of(await world.stubs(1))
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/metrics"
+        found = await world.examined({"endpoints": [entry | {"metricsUrl": url}]})
+    assert codes(found) == {"metrics.refused"}
+    assert found.findings[0].evidence == f"{url}: compressed (gzip), which was not asked for"
 
 
 async def test_a_wrong_engine_is_named_with_the_right_one(world: Any, pool_of: Listed) -> None:

@@ -68,6 +68,10 @@ async def _metrics_of(site: Site, endpoint: Endpoint) -> list[Finding]:
         return [UNREACHABLE.at(endpoint.id, f"{endpoint.scrape_url}: {error}")]
     if answer.status != 200:
         return [REFUSED.at(endpoint.id, f"{endpoint.scrape_url}: {answer.status}")]
+    coding = answer.headers.get("content-encoding", "identity")
+    if coding != "identity" and endpoint.scrape_url.startswith("http:") and not site.config.metrics.token_file:
+        evidence = f"{endpoint.scrape_url}: compressed ({shorten(coding)}), which was not asked for"
+        return [REFUSED.at(endpoint.id, evidence, "serve the page uncompressed to clients that ask for that")]
     reading = await site.reading(endpoint)
     assert reading is not None
     if answer.seconds > site.config.metrics.timeout:
