@@ -7,6 +7,7 @@ from msgspec import Struct, field
 
 from fairlead.apis.engine_metrics import ENGINE_LABELS, ENGINES
 from fairlead.compat import parameters as ref
+from fairlead.compat.locate import ESTIMATED, LEARNED
 from fairlead.config.builtins import Kind
 from fairlead.core.headers import SESSION_HEADERS
 from fairlead.plugins.filters.ability import ByLabelParams, ContextLengthParams, LabelSelectorParams, RoleParams
@@ -247,7 +248,7 @@ SCORERS: Table = {
         ref.PrecisePrefix,
         status="deprecated",
         use=_prefix_aware,
-        note="prefix knowledge is learned from the scheduler's own decisions; KV events are not taken from here",
+        note=LEARNED,
     ),
     "session-affinity-scorer": _same(
         "scorer", "session-affinity", params=ref.SessionAffinity, status="alpha", note=_session_note
@@ -297,7 +298,7 @@ HANDLERS: Table = {
 def _tokens(params: ref.TokenProducer) -> str:
     if params.vllm is None and params.uds_tokenizer_config is None:
         return ""
-    return "prompts are not sent to a tokenizer: tokens are estimated, and learned from what model servers report"
+    return ESTIMATED
 
 
 def _approx(params: ref.ApproxPrefix) -> str:
@@ -378,7 +379,7 @@ PRODUCERS: Table = {
         "built in",
         ref.PrecisePrefix,
         also="extractor",
-        note="prefix knowledge is learned from the scheduler's own decisions; KV events are not taken from here",
+        note=LEARNED,
     ),
     "inflight-load-producer": Entry(
         "producer",

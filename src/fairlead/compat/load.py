@@ -10,8 +10,10 @@ from msgspec.structs import replace
 
 from fairlead.compat.locate import (
     CUSTOM,
+    ESTIMATED,
     EXTENSION,
     KIND,
+    LEARNED,
     OF_THE_CHART,
     ROUTER,
     Located,
@@ -163,6 +165,8 @@ class _Assembly(Struct, eq=False):
         parsers = extras.named("parser", PARSERS)
         flow_control = self.translation.flow if self.translation else extras.flow_control()
         settings = self._settings(policy)
+        moot = (LEARNED,) * settings.kv_events.enabled + (ESTIMATED,) * bool(settings.tokens.models)
+        self.report.notes[:] = [note for note in self.report.notes if not note.message.endswith(moot)]
         if self.root.get(FLOW_CONTROL) is None and self.translation is None:
             flow_control = implied_flow_control(policy, settings)
         if policy is not None:

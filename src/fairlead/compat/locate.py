@@ -16,6 +16,12 @@ CUSTOM, FILE, INLINE = "pluginsCustomConfig", "pluginsConfigFile", "pluginsConfi
 #: Fields that only such a document has at its top level.
 _TELLING = ("schedulingProfiles", "apiVersion", "kind")
 OF_THE_CHART = "belongs to the Helm chart; it has no effect here"
+#: Notes without ground where the document has `kvEvents` and `tokens` beside it.
+LEARNED = "prefix knowledge is learned from the scheduler's own decisions, unless kvEvents are enabled beside this"
+ESTIMATED = (
+    "prompts are not sent to a tokenizer: tokens are estimated, and learned from what model servers report, unless "
+    "tokens.models names the model beside this"
+)
 
 
 class Located(Struct):

@@ -91,6 +91,14 @@ def test_own_sections_may_stand_beside() -> None:
     )  # fmt: skip
 
 
+def test_no_note_says_that_tokens_and_kv_events_beside_the_document_are_missing() -> None:
+    text = (FOLDER / "sim-epp-kvcache-config.yaml").read_text()
+    tokens = 'tokens: {models: {"*": {render: engine}}}\n'
+    notes = [[note.message.split(":")[0] for note in read(text + beside).notes] for beside in ("", tokens)]
+    assert notes == [["token-producer", "precise-prefix-cache-producer"], ["precise-prefix-cache-producer"]]
+    assert read(text + tokens + "kvEvents: {enabled: true}\n").notes == ()
+
+
 def test_settings_of_data_sources_become_our_sections() -> None:
     config = load(FOLDER / "sticky-until-saturated.yaml", need_endpoints=False)
     metrics = config.metrics
