@@ -1,7 +1,6 @@
 """`fairlead init`: examines model servers and writes a configuration for them."""
 
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -105,24 +104,18 @@ def _surveyed(addresses: list[str], probe: bool) -> "list[Server]":
     import asyncio
 
     from fairlead.cli.options import busy
-    from fairlead.doctor.survey import survey
+    from fairlead.doctor.survey import differences, survey
 
     with busy("asking the servers"):
         surveyed = asyncio.run(survey(addresses))
     for server in surveyed:
         complain(str(server)) if server.problem else typer.echo(f"found {plain(str(server))}")
     if any(server.problem for server in surveyed):
-        complain("nothing was written: start these servers, leave them out, or use --no-probe")
+        complain("nothing was written: start these servers, correct their addresses, leave them out, or use --no-probe")
         raise typer.Exit(FAILED)
     typer.echo("How many requests an engine runs at once (its slots) is learned while it serves.")
-    if len({frozenset(server.models) for server in surveyed}) > 1:
-        typer.echo("note: the servers do not serve the same models; each request goes to those that have its model")
-    lengths = {pair for server in surveyed for pair in server.contexts.items()}
-    counts = Counter(model for model, _ in lengths)
-    differing = sorted({context for model, context in lengths if counts[model] > 1})
-    if differing:
-        contexts = ", ".join(map(str, differing))
-        typer.echo(f"note: max_model_len differs ({contexts}); each request goes to those that take its length")
+    for difference in differences(surveyed):
+        typer.echo(f"note: {difference}")
     return surveyed
 
 

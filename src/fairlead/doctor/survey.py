@@ -1,6 +1,7 @@
 """A first look at model servers, from which `fairlead init` writes a configuration."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping
 
 from msgspec import Struct
@@ -62,6 +63,24 @@ async def survey(addresses: list[str]) -> list[Server]:
         ]
 
 
+def differences(servers: list[Server]) -> list[str]:
+    """What is unlike among them, and what that means for requests."""
+    said = []
+    listed = {frozenset(server.models) for server in servers if server.models}
+    silent = [server.address for server in servers if not server.models]
+    if len(listed) > 1:
+        said.append("the servers do not serve the same models; each request goes to those that have its model")
+    if listed and silent:
+        said.append(f"no list of models at {', '.join(silent)}: requests for any model go there")
+    lengths = {pair for server in servers for pair in server.contexts.items()}
+    counts = Counter(model for model, _ in lengths)
+    differing = sorted({context for model, context in lengths if counts[model] > 1})
+    if differing:
+        contexts = ", ".join(map(str, differing))
+        said.append(f"max_model_len differs ({contexts}); each request goes to those that take its length")
+    return said
+
+
 async def _look(site: Site, endpoint: Endpoint) -> Server:
     version, page, served, source = await asyncio.gather(
         tried(site.ask(endpoint, "/version")),
@@ -77,7 +96,13 @@ async def _look(site: Site, endpoint: Endpoint) -> Server:
     metrics_url = ""
     if not engine:
         engine, sample = _engine(await tried(site.ask(endpoint, TRTLLM_PATH)))
-        metrics_url = f"http://{endpoint.address}{TRTLLM_PATH}" if engine else ""
+        metrics_url = f"http://{endpoint.id}{TRTLLM_PATH}" if engine else ""
+    if not (engine or served or _version(version)):
+        listing = await tried(site.ask(endpoint, "/v1/models"))
+        if isinstance(listing, Unreached) or listing.status not in (401, 403):
+            said = listing if isinstance(listing, Unreached) else listing.status
+            problem = f"no model server: no version, no known metrics page, no list of models (/v1/models: {said})"
+            return Server(address=endpoint.id, problem=problem)
     return Server(
         address=endpoint.id,
         engine=engine,

@@ -1,0 +1,40 @@
+"""What `fairlead init` takes for a model server, and says of unlike ones."""
+
+import pytest
+
+from fairlead.doctor.survey import Server, differences, survey
+from fairlead.lab.stub.config import StubConfig
+from fairlead.lab.stub.pool import StubPool
+
+
+@pytest.mark.parametrize(
+    ("status", "problem"),
+    [
+        (200, "no model server: no version, no known metrics page, no list of models (/v1/models: 200)"),
+        (404, "no model server: no version, no known metrics page, no list of models (/v1/models: 404)"),
+        (500, "no model server: no version, no known metrics page, no list of models (/v1/models: 500)"),
+        (401, ""),
+    ],
+)
+async def test_what_is_no_model_server(server, status: int, problem: str) -> None:
+    port = await server(b"HTTP/1.1 %d X\r\ncontent-length: 0\r\nconnection: close\r\n\r\n" % status)
+    (surveyed,) = await survey([f"127.0.0.1:{port}"])
+    assert surveyed.problem == problem
+
+
+async def test_a_page_is_named_as_the_user_named_its_server() -> None:
+    async with StubPool(StubConfig(model="m", engine_type="trtllm-serve")) as pool:
+        address = pool.addresses[0].replace("127.0.0.1", "localhost")
+        (surveyed,) = await survey([address])
+    assert surveyed.metrics_url == f"http://{address}/prometheus/metrics"
+
+
+def test_a_server_without_a_list_is_named_and_serves_no_other_models() -> None:
+    first, second, silent = (
+        Server(address="a:1", models=("m", "n")), Server(address="b:1", models=("n", "m")), Server(address="c:1")
+    )  # fmt: skip
+    assert differences([first, second]) == differences([silent]) == []
+    assert differences([first, silent]) == ["no list of models at c:1: requests for any model go there"]
+    assert differences([first, Server(address="d:1", models=("o",))]) == [
+        "the servers do not serve the same models; each request goes to those that have its model"
+    ]
