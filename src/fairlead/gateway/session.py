@@ -584,20 +584,20 @@ class Session:
         self._parts = None
 
 
-#: Answers of a model and API that are followed to their end at first, before sampling sets in; how many models and APIs
-#: begin so; and seconds between two streams later on.
+#: Answers of a model and API, streams or not, that are followed to their end at first, before sampling sets in; how
+#: many such kinds begin so; and seconds between two streams later on.
 FIRST_INSPECTED, MOST_INSPECTED = 20, 512
 STREAM_GAP = 60.0
 
 
-class _Shares(dict[tuple[str, str], float]):
-    """Of which share of responses a model and API is followed: of all until its first ones have been."""
+class _Shares(dict[tuple[str, str, bool], float]):
+    """Share of responses of a model and API, streams or not, that are followed: all until the first ones have been."""
 
     def __init__(self, share: float) -> None:
         super().__init__()
         self.usual = share
 
-    def __missing__(self, kind: tuple[str, str]) -> float:
+    def __missing__(self, kind: tuple[str, str, bool]) -> float:
         if self.usual <= 0.0 or len(self) >= MOST_INSPECTED:
             return self.usual
         self[kind] = 1.0
@@ -618,21 +618,21 @@ class Inspection:
         self._begin(share)
 
     def __call__(self, request: Request, stream: bool) -> bool:
-        if self._rng.random() >= self._shares[request.model, request.api]:
+        if self._rng.random() >= self._shares[request.model, request.api, stream]:
             return False
         return self._follow(request, stream)
 
     def _follow(self, request: Request, stream: bool) -> bool:
-        kind, shares = (request.model, request.api), self._shares
-        left = self._left.get((kind, stream), FIRST_INSPECTED if kind in shares else 0)
+        kind, shares = (request.model, request.api, stream), self._shares
+        left = self._left.get(kind, FIRST_INSPECTED if kind in shares else 0)
         if left:
-            self._left[kind, stream] = left - 1
-            if left == 1 and not stream:
+            self._left[kind] = left - 1
+            if left == 1:
                 shares[kind] = shares.usual
             return True
         if not stream:
             return True
-        if (shares[kind] > shares.usual and self._rng.random() >= shares.usual) or self._now() < self._next_at:
+        if self._now() < self._next_at:
             return False
         self._next_at = self._now() + STREAM_GAP
         return True
@@ -645,7 +645,7 @@ class Inspection:
     def _begin(self, share: float) -> None:
         self._shares = _Shares(share)
         self._next_at = 0.0
-        self._left: dict[tuple[tuple[str, str], bool], int] = {}
+        self._left: dict[tuple[str, str, bool], int] = {}
 
 
 def sessions(host: Host) -> HandlerFactory:

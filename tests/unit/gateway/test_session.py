@@ -592,6 +592,14 @@ def test_a_stream_may_stay_to_learn_token_counts(pb):
     assert rig.leases() == 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_first_ones_of_a_kind_are_followed_however_many_of_the_other_came_first(stream):
+    inspection = Inspection(0.01, random.Random(1), Clock().time)
+    before, after = ([inspection(builders.request("x"), kind) for _ in range(1000)] for kind in (stream, not stream))
+    assert all(before[:20] + after[:20])
+    assert sum(before[20:]) < 30 and sum(after[20:]) < 30
+
+
 def test_the_first_answers_of_each_model_and_api_are_followed_and_later_a_share():
     clock = Clock()
     inspection = Inspection(0.1, random.Random(1), clock.time)
