@@ -348,6 +348,7 @@ class EndpointTable:
         self.samples[slot] = None
         self.alive = self.alive.copy()
         self.alive[slot] = endpoint is not None
+        self.alive.setflags(write=False)  # a policy that writes there fails
         self._judge_unlisted(slot)
         self.floats[:, slot] = 0.0
         self._judge_ranks()

@@ -184,3 +184,15 @@ def test_a_policy_that_writes_to_columns_has_failed_and_they_are_as_before() -> 
     assert known.table.queue.sum() == 1.0, "what was sent, and nothing else"
     with pytest.raises(AssertionError, match=r"wrote to queue of fleet\.table"):
         check_policy(Writes())
+
+
+def test_a_policy_that_says_who_is_alive_has_failed() -> None:
+    class Kills(Ranked):
+        type = "kills"
+
+        def cost(self, request: Request, fleet: FleetView, cycle: Cycle) -> Any:
+            fleet.table.alive[:] = False
+            return fleet.table.queue
+
+    with pytest.raises(AssertionError, match="ValueError: assignment destination is read-only"):
+        check_policy(Kills())
