@@ -106,6 +106,17 @@ async def test_a_wrong_engine_is_named_with_the_right_one(world: Any, pool_of: L
     assert found.findings[0].fix == "label the endpoint with llm-d.ai/engine-type: vllm"
 
 
+async def test_the_page_of_trtllm_serve_is_named(world: Any, pool_of: Listed) -> None:
+    endpoints = pool_of(await world.stubs(1, engine_type="trtllm-serve"), **{"llm-d.ai/engine-type": "trtllm-serve"})
+    url = f"http://{endpoints[0]['address']}/prometheus/metrics"
+    (finding,) = (await world.examined({"endpoints": endpoints})).findings
+    assert (finding.code, finding.evidence) == (
+        "metrics.engine",
+        "it is read for trtllm-serve; it is one of no known engine",
+    )
+    assert finding.fix == f"set metricsUrl: {url}, and the label llm-d.ai/engine-type: trtllm-serve"
+
+
 async def test_an_engine_that_nobody_knows_is_named(world: Any, pool_of: Listed) -> None:
     config = {"endpoints": pool_of(await world.stubs(1), **{"llm-d.ai/engine-type": "mystery"})}
     found = await world.examined(config)

@@ -2,8 +2,9 @@
 
 import asyncio
 import resource
+from urllib.parse import urljoin
 
-from fairlead.apis.engine_metrics import ENGINE_LABELS, unknown_engine
+from fairlead.apis.engine_metrics import ENGINE_LABELS, TRTLLM_PATH, unknown_engine
 from fairlead.apis.prometheus import Reading, find_family, read_page
 from fairlead.config.problems import shorten
 from fairlead.config.schema import Config
@@ -76,7 +77,10 @@ async def _metrics_of(site: Site, endpoint: Endpoint) -> list[Finding]:
     assert reading is not None
     if answer.seconds > site.config.metrics.timeout:
         answer = await site.alone(lambda: site.client.scrape(endpoint.scrape_url), answer)
-    return [*_limits(site.config, endpoint, answer), *_content(site, endpoint, answer.body, reading)]
+    content = (
+        await _unfit(site, endpoint, answer.body) if reading.empty else _content(site, endpoint, answer.body, reading)
+    )
+    return [*_limits(site.config, endpoint, answer), *content]
 
 
 async def _away(site: Site, endpoint: Endpoint) -> bool:
@@ -96,15 +100,24 @@ def _limits(config: Config, endpoint: Endpoint, answer: Answer) -> list[Finding]
     return findings
 
 
+async def _unfit(site: Site, endpoint: Endpoint, page: bytes) -> list[Finding]:
+    """The page has nothing of what it is read for."""
+    evidence, fits = f"it is read for {site.engine(endpoint)}; it is one of ", _fits(site, page)
+    if fits:
+        return [ENGINE.at(endpoint.id, evidence + fits, f"label the endpoint with {ENGINE_LABELS[0]}: {fits}")]
+    answer = await tried(site.client.scrape(urljoin(endpoint.scrape_url, TRTLLM_PATH)))
+    fits = _fits(site, answer.body) if isinstance(answer, Answer) and answer.status == 200 else ""
+    fix = f"set metricsUrl: {urljoin(endpoint.scrape_url, TRTLLM_PATH)}, and the label {ENGINE_LABELS[0]}: {fits}"
+    return [ENGINE.at(endpoint.id, f"{evidence}no known engine", fix if fits else "")]
+
+
+def _fits(site: Site, page: bytes) -> str:
+    """The first engine that has such a page; empty = none of those that are known."""
+    return next((name for name in site.engines if not read_page(page, site.specs(name)).empty), "")
+
+
 def _content(site: Site, endpoint: Endpoint, page: bytes, reading: Reading) -> list[Finding]:
     engine = site.engine(endpoint)
-    if reading.empty:
-        fits = [name for name in site.engines if not read_page(page, site.specs(name)).empty]
-        evidence = f"it is read for {engine}; " + (
-            f"it is one of {fits[0]}" if fits else "it is one of no known engine"
-        )
-        fix = f"label the endpoint with {ENGINE_LABELS[0]}: {fits[0]}" if fits else ""
-        return [ENGINE.at(endpoint.id, evidence, fix)]
     findings = [INCOMPLETE.at(endpoint.id, "; ".join(reading.problems[:3]))] if reading.problems else []
     named = unknown_engine(endpoint.labels, site.engines)
     if named:
