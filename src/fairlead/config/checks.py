@@ -187,8 +187,11 @@ def note_pool(
             note(f"endpoint {name}: the label 'role' has no effect; its name is {ROLE_LABEL}", (*place, i))
     if not entries:
         return
-    if policy.plugin is not None and policy.plugin.type == SPLITTING and not roles & PREFILL_ONLY:
-        note(f"no request is split: no endpoint has the label {ROLE_LABEL}: prefill")
+    if policy.plugin is not None and policy.plugin.type == SPLITTING:
+        if not roles & PREFILL_ONLY:
+            note(f"no request is split: no endpoint has the label {ROLE_LABEL}: prefill")
+        elif roles <= PREFILL_ONLY:
+            note(f"every request is refused: no endpoint decodes ({ROLE_LABEL}: decode)")
     k = policy.picker.parameters.k if policy.picker is not None and policy.picker.type == "top-k" else 0
     if 1 < len(entries) <= k:
         note(

@@ -50,7 +50,7 @@ NEAR = "endpoints: ['127.0.0.1:8000', 'localhost:8000']\n"
         ("endpoints: [{address: 127.0.0.1, port: 1, labels: {llm-d.ai/role: decoder}}]", ["to the role 'decoder'"]),
         (
             "policy: prefill-decode\nendpoints: [{address: 127.0.0.1, port: 1, labels: {llm-d.ai/role: prefill}}]",
-            [],
+            ["every request is refused: no endpoint decodes"],
         ),
     ],
 )
