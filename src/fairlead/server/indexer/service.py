@@ -20,7 +20,7 @@ from msgspec import UNSET, Struct, convert
 
 from fairlead.apis.request import parse_request
 from fairlead.apis.tokens import PromptTokeniser, PromptTokens
-from fairlead.apis.tokens.pieces import packed
+from fairlead.apis.tokens.pieces import NO_TOKENISER, packed
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.exact import ExactKnowledge
 from fairlead.core.kv.answered import RankState
@@ -103,7 +103,8 @@ class IndexService:
             return None
         tokens = await self._encoded(query)
         if tokens.reason:
-            raise QueryError(422, f"the prompt has no token ids: {tokens.reason}: {tokens.detail}")
+            hint = "; an indexer needs modelPath under tokens.models" if tokens.reason == NO_TOKENISER else ""
+            raise QueryError(422, f"the prompt has no token ids: {tokens.reason}: {tokens.detail}{hint}")
         return tokens
 
     async def _encoded(self, query: Query) -> PromptTokens:

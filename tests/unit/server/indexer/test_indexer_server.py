@@ -186,6 +186,14 @@ async def test_errors_are_json_that_says_what_is_wrong(world: World, fields: Any
     assert not world.errors
 
 
+async def test_it_needs_a_tokeniser_of_its_own_for_prompts(world: World) -> None:
+    world.tokeniser = PromptTokeniser()
+    said = (await world.post({"prompt": "x"}, 422))["error"]["message"]
+    assert said.endswith(
+        "no-tokeniser: none is configured for this model; an indexer needs modelPath under tokens.models"
+    )
+
+
 async def test_unknown_pods_are_named_unless_strict(world: World) -> None:
     found = await world.post({"prompt_hash": HASHES, "pods": ["pod9", "pod0", "pod9"]})
     assert found["unknown"] == ["pod9"]
