@@ -114,6 +114,11 @@ def _add_metrics(given: Mapping[str, str], values: dict[str, Any]) -> None:
         metrics |= {"interval": interval, "idleInterval": interval}
     if staleness := given.get("metrics-staleness-threshold"):
         metrics["staleness"] = staleness
+    for key, usual in (("scheme", "http"), ("path", "/metrics"), ("port", "")):
+        if (value := given.get(f"model-server-metrics-{key}", usual)) != usual:
+            metrics[key] = int(value) if key == "port" else value
+    if given.get("model-server-metrics-https-insecure-skip-verify") == "true":
+        metrics["tls"] = {"verify": False}
     names = {key: given[name] for name, key in _METRICS.items() if given.get(name)}
     if names:
         metrics["engines"] = {"vllm": names}

@@ -322,8 +322,6 @@ def _session_id(params: ref.SessionIdProducer) -> str:
 def _metrics_source(params: ref.MetricsSource) -> str:
     if params.client_cert_path or params.client_key_path:
         return "client certificates are not sent; use metrics.tokenFile"
-    if params.scheme != "http" or params.path != "/metrics" or params.port:
-        return "give each endpoint its page: metricsUrl, or the labels metricsAddress and metricsPort"
     return ""
 
 
@@ -333,6 +331,10 @@ def _scrape(params: ref.MetricsSource, settings: Settings) -> None:
         settings.set("metrics", "idleInterval", params.interval)
     if params.ca_cert_path:
         settings.set("metrics", "tls", {"caFile": params.ca_cert_path})
+    elif params.insecure_skip_verify and "insecure_skip_verify" in params.model_fields_set:
+        settings.set("metrics", "tls", {"verify": False})
+    for key, value in params.model_dump(include={"scheme", "path", "port"}, exclude_defaults=True).items():
+        settings.set("metrics", key, value)
 
 
 def _models(params: ref.MetricsSource, settings: Settings) -> None:

@@ -30,7 +30,6 @@ def _ignored(kind: Literal["bool", "int", "text"], default: str, why: str) -> Fl
 
 
 _METRIC = "name of vLLM's metric, in `metrics.engines`; 0.10 refuses it"
-_SOURCE = "give the configuration a `metrics-data-source` with it"
 
 FLAGS: Mapping[str, Flag] = {
     "config-file": Flag("text", "", "the configuration"),
@@ -88,10 +87,12 @@ FLAGS: Mapping[str, Flag] = {
     "zap-devel": _ignored("bool", "true", "see `zap-encoder` and `v`"),
     "zap-stacktrace-level": _ignored("text", "", "unexpected errors have a traceback in any case"),
     "zap-time-encoding": _ignored("text", "", "times are RFC 3339"),
-    "model-server-metrics-scheme": _ignored("text", "http", _SOURCE),
-    "model-server-metrics-path": _ignored("text", "/metrics", _SOURCE),
-    "model-server-metrics-port": _ignored("int", "", "metrics are read at the endpoint's port; " + _SOURCE),
-    "model-server-metrics-https-insecure-skip-verify": _ignored("bool", "true", _SOURCE),
+    "model-server-metrics-scheme": Flag("text", "http", "`metrics.scheme`"),
+    "model-server-metrics-path": Flag("text", "/metrics", "`metrics.path`"),
+    "model-server-metrics-port": Flag("int", "", "`metrics.port`"),
+    "model-server-metrics-https-insecure-skip-verify": Flag(
+        "bool", "true", "given as true, `metrics.tls.verify: false`; without it certificates are verified"
+    ),
     "enable-multi-engine": _ignored("bool", "false", "engines are always distinguished by label"),
     "engine-label-key": _ignored("text", "", "the label is `llm-d.ai/engine-type`"),
 }

@@ -8,7 +8,14 @@ from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
-from fairlead.apis.engine_metrics import ENGINES, EngineMetrics, parse_spec, unknown_engine
+from fairlead.apis.engine_metrics import (
+    ENGINES,
+    TRTLLM_PATH,
+    EngineMetrics,
+    named_engine,
+    parse_spec,
+    unknown_engine,
+)
 from fairlead.config.builtins import SPLITTING
 from fairlead.config.endpoint_list import Listed
 from fairlead.config.problems import Place, Report, shorten
@@ -24,7 +31,7 @@ from fairlead.config.schema import (
     Settings,
     Tokens,
 )
-from fairlead.core.endpoint import MAX_PORTS, PREFILL_ONLY, ROLE_LABEL, ROLES
+from fairlead.core.endpoint import MAX_PORTS, PREFILL_ONLY, ROLE_LABEL, ROLES, Endpoint
 from fairlead.core.errors import ConfigError
 from fairlead.plugins.params import camel
 
@@ -103,6 +110,15 @@ def engine_table(metrics: Metrics) -> dict[str, EngineMetrics]:
     for name, names in metrics.engines.items():
         table[name] = replace(table.get(name, EngineMetrics()), **_given(names))
     return table
+
+
+def with_page(endpoint: Endpoint, metrics: Metrics) -> Endpoint:
+    """The endpoint with the address of its metrics page, if it names none and has it at an unusual place."""
+    engine = named_engine(endpoint.labels) or metrics.default_engine
+    path = metrics.path or (TRTLLM_PATH if engine == "trtllm-serve" else "/metrics")
+    host, _, port = endpoint.address.rpartition(":")
+    url = f"{metrics.scheme}://{host}:{endpoint.labels.get('metricsPort') or metrics.port or port}{path}"
+    return endpoint if endpoint.metrics_url or url == endpoint.scrape_url else replace(endpoint, metrics_url=url)
 
 
 def _given(names: EngineNames) -> dict[str, Any]:

@@ -280,6 +280,15 @@ class Metrics(Section):
         " address.",
     )
     tls: ScrapeTls = Field(default_factory=ScrapeTls.model_construct)
+    scheme: Literal["http", "https"] = Field(default="http", description="Of pages of endpoints without `metricsUrl`.")
+    path: str = Field(
+        default="",
+        pattern="^(/[^ ]*)?$",
+        description="Their path. Empty = `/metrics`, of the engine `trtllm-serve` `/prometheus/metrics`.",
+    )
+    port: Port = Field(
+        default=0, description="Their port; 0 = that of requests. A pod's label `metricsPort` counts before it."
+    )
     default_engine: Name = Field(
         default="vllm",
         description="Engine of endpoints without the label `llm-d.ai/engine-type`, or with an unknown one.",

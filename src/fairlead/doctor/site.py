@@ -14,7 +14,7 @@ from fairlead.apis.engine_metrics import EngineSpecs, compile_engine, engine_of
 from fairlead.apis.prometheus import Reading, find_family, read_page
 from fairlead.apis.tokens import PromptTokeniser
 from fairlead.compat.load import read_bytes
-from fairlead.config.checks import engine_table
+from fairlead.config.checks import engine_table, with_page
 from fairlead.config.endpoint_list import Listed, parse_endpoints_text
 from fairlead.config.schema import Config
 from fairlead.core.endpoint import Endpoint, host_port
@@ -257,10 +257,11 @@ class Site:
             resolved = await asyncio.gather(*map(self._resolved, listed))
             self.endpoints = [endpoint for endpoint in resolved if endpoint is not None]
             return
-        self.endpoints = [Endpoint(row.id, row.address, row.labels, rank=row.rank) for row in await self.rows()]
+        listed_there = [Endpoint(row.id, row.address, row.labels, rank=row.rank) for row in await self.rows()]
+        self.endpoints = [with_page(endpoint, self.config.metrics) for endpoint in listed_there]
 
     async def _resolved(self, entry: Listed) -> Endpoint | None:
-        endpoint = entry.endpoint
+        endpoint = with_page(entry.endpoint, self.config.metrics)
         if entry.literal:
             return endpoint
         try:

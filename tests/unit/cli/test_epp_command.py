@@ -58,6 +58,10 @@ def test_each_flag_that_acts_does(tmp_path: Path) -> None:
     assert config.admin.tls is not None and config.admin.tls.cert_dir == "/m"
     assert (config.metrics.interval, config.metrics.idle_interval, config.metrics.staleness) == (0.07, 0.07, 3.0)
     assert config.metrics.engines["vllm"].waiting == "a:queued"
+    page = {"scheme": "https", "path": "/m", "port": "9400", "https-insecure-skip-verify": "true"}
+    pages = read({f"model-server-metrics-{name}": value for name, value in page.items()}, tmp_path).metrics
+    assert (pages.scheme, pages.path, pages.port, pages.tls.verify) == ("https", "/m", 9400, False)
+    assert read({"model-server-metrics-scheme": "https"}, tmp_path).metrics.tls.verify
     assert (config.log.level, config.log.format, config.tracing.endpoint) == ("debug", "json", "")
     assert read({"zap-log-level": "error", "v": "5"}, tmp_path).log.level == "error"
     selected = read({"endpoint-selector": "app=a,tier=b", "endpoint-target-ports": "80,81"}, tmp_path).kubernetes

@@ -99,6 +99,21 @@ def test_no_note_says_that_tokens_and_kv_events_beside_the_document_are_missing(
     assert read(text + tokens + "kvEvents: {enabled: true}\n").notes == ()
 
 
+@pytest.mark.parametrize(
+    ("source", "page", "verify"),
+    [
+        ("{path: /metrics}", ("http", "", 0), True),
+        ("{port: 9400, path: /m}", ("http", "/m", 9400), True),
+        ("{scheme: https}", ("https", "", 0), True),
+        ("{scheme: https, insecureSkipVerify: true}", ("https", "", 0), False),
+        ("{scheme: https, caCertPath: ca.pem}", ("https", "", 0), True),
+    ],
+)
+def test_where_a_data_source_reads_its_pages(source: str, page: tuple[str, str, int], verify: bool) -> None:
+    metrics = read(HEAD + f"plugins: [{{type: metrics-data-source, parameters: {source}}}]", False).metrics
+    assert ((metrics.scheme, metrics.path, metrics.port), metrics.tls.verify) == (page, verify)
+
+
 def test_settings_of_data_sources_become_our_sections() -> None:
     config = load(FOLDER / "sticky-until-saturated.yaml", need_endpoints=False)
     metrics = config.metrics

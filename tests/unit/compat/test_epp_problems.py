@@ -101,8 +101,8 @@ BAD: list[tuple[str, list[tuple[str, int, str, str]]]] = [
         [("$.plugins[0].parameters", 3, "cannot do that here", "x-session-id")],
     ),
     (
-        "plugins: [{type: metrics-data-source, parameters: {port: 9400}}]",
-        [("$.plugins[0].parameters", 3, "cannot do that here", "metricsUrl")],
+        "plugins: [{type: metrics-data-source, parameters: {clientCertPath: a}}]",
+        [("$.plugins[0].parameters", 3, "cannot do that here", "metrics.tokenFile")],
     ),
     (
         "dataLayer: {discovery: {pluginRef: file-discovery}}",

@@ -1,6 +1,9 @@
+import pytest
+
 from fairlead.apis.engine_metrics import ENGINES, compile_engine
 from fairlead.compat.load import load
-from fairlead.config.checks import engine_table
+from fairlead.config.checks import engine_table, with_page
+from fairlead.core.endpoint import Endpoint
 
 
 def table(engines: str):  # type: ignore[no-untyped-def]
@@ -33,3 +36,28 @@ def test_an_engine_of_ones_own() -> None:
 def test_own_engine_as_default() -> None:
     text = "metrics: {defaultEngine: mine, engines: {mine: {waiting: w}}}"
     assert load(text, need_endpoints=False).metrics.default_engine == "mine"
+
+
+TRTLLM = {"llm-d.ai/engine-type": "trtllm-serve"}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "labels", "url"),
+    [
+        ("{}", {}, "http://[::1]:80/metrics"),
+        ("{scheme: https, path: /m, port: 9}", {}, "https://[::1]:9/m"),
+        ("{port: 9}", {"metricsPort": "8002"}, "http://[::1]:8002/metrics"),
+        ("{}", TRTLLM, "http://[::1]:80/prometheus/metrics"),
+        ("{defaultEngine: trtllm-serve}", {}, "http://[::1]:80/prometheus/metrics"),
+        ("{path: /m}", TRTLLM, "http://[::1]:80/m"),
+    ],
+)
+def test_where_the_page_of_an_endpoint_is_that_does_not_say_so(metrics: str, labels: dict[str, str], url: str) -> None:
+    settings = load(f"metrics: {metrics}", need_endpoints=False).metrics
+    assert with_page(Endpoint("a", "[::1]:80", labels), settings).scrape_url == url
+    assert with_page(Endpoint("a", "[::1]:80", labels, "http://own/"), settings).scrape_url == "http://own/"
+
+
+def test_a_usual_page_is_not_named() -> None:
+    endpoint = Endpoint("a", "1.2.3.4:80", {"x": "y"})
+    assert with_page(endpoint, load("{}", need_endpoints=False).metrics) is endpoint

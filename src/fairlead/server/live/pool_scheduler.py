@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from fairlead.apis.engine_metrics import unknown_engine
+from fairlead.config.checks import with_page
 from fairlead.config.problems import Problem
 from fairlead.config.reload import Changes
 from fairlead.config.schema import Config
@@ -203,6 +204,7 @@ class PoolScheduler:
     def endpoint(self, event: EndpointUp | EndpointDown) -> None:
         """An endpoint appeared, changed or went: pass that to every part that follows endpoints."""
         if isinstance(event, EndpointUp):
+            event = EndpointUp(with_page(event.endpoint, self.config.metrics))
             self.watch.on_endpoint(event.endpoint)
             if waited := self.watch.queue.on_endpoint():
                 log.info(

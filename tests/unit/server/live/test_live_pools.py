@@ -54,6 +54,15 @@ def scorers(opened: Any) -> list[str]:
     return [spec.type for spec in opened.scheduler.config.policy.scorers]
 
 
+async def test_pods_pages_are_read_where_the_settings_say(text: str) -> None:
+    pools = LivePools(load(text.replace("modelsInterval", "port: 9400, path: /m, modelsInterval")), None, list)
+    opened = await pools.open("a/llama", pool("llama", "a"))
+    opened.endpoint(up("a/one-rank-0"))
+    ((_, endpoint),) = opened.scheduler.fleet.table.slots()
+    assert endpoint.scrape_url == "http://127.0.0.1:9400/m"
+    await pools.close()
+
+
 async def test_each_has_its_own_policy_endpoints_names_and_files(pools: LivePools, tmp_path: Path) -> None:
     a, b = await pools.open("a/llama", pool("llama", "a")), await pools.open("b/llama", pool("llama", "b"))
     assert (scorers(a), scorers(b)) == (["prefix-aware"], ["load-aware"])
