@@ -60,6 +60,23 @@ async def test_a_port_of_something_else_is_named(world: Any, pool_of: Listed) ->
     assert places(found, "endpoints.no-model-server") == ("default/e1",)
 
 
+@pytest.mark.parametrize(("forward", "locked"), [(False, {"endpoints.locked"}), (True, set())])
+async def test_an_engine_with_a_key_behind_a_gateway_that_removes_keys_is_named(
+    world: Any, forward: bool, locked: set[str]
+) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        status = b"401 No" if (await reader.readline()).startswith(b"GET /v1/") else b"200 OK"
+        writer.write(b"HTTP/1.1 %b\r\ncontent-length: 28\r\n\r\nvllm:num_requests_waiting 0\n" % status)
+        writer.close()
+
+    (world.directory / "keys.txt").write_text(f"{'0' * 64} a\n")
+    gateway = {"keys": {"file": "keys.txt", "forward": forward}}
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        found = await world.examined({"endpoints": [address], "gateway": gateway}, only=("endpoints",))
+    assert codes(found) == locked
+
+
 async def test_an_engine_that_died_is_named(world: Any, pool_of: Listed) -> None:
     config = {"endpoints": pool_of(await world.stubs())}
     world.pool.set_faults(0, engine_dead=True)

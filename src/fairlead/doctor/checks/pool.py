@@ -8,7 +8,7 @@ from fairlead.core.endpoint import MODEL_LABEL, PREFILL_ONLY, ROLE_LABEL, ROLES,
 from fairlead.core.errors import ConfigError
 from fairlead.doctor.http import Unreached, connects, speaks_tls
 from fairlead.doctor.run import Finding, Kind, Severity, check
-from fairlead.doctor.site import Site
+from fairlead.doctor.site import Site, tried
 from fairlead.gateway.tls import ServerTls
 from fairlead.plugins.filters.ability import ADAPTERS_LABEL, RoleParams
 from fairlead.pool.models_file import check_models
@@ -42,6 +42,20 @@ SICK = Kind(
     "endpoints.sick", Severity.CRITICAL, "a model server reports that it is unhealthy",
     "read its log and restart it; requests to it fail", _FAILING,
 )  # fmt: skip
+LOCKED = Kind(
+    "endpoints.locked", Severity.CRITICAL, "a model server asks for a key, and the gateway removes those of clients",
+    "start it without a key and let only the gateway reach it; or set forward beside gateway.keys or gateway.jwt, if "
+    "it accepts every client's", "docs/gateway.md#keys-and-tokens",
+)  # fmt: skip
+
+
+async def _locked(site: Site, endpoint: Endpoint) -> bool:
+    """It refuses those who show no key, as all do whom the gateway lets in."""
+    asks = [each for each in (site.config.gateway.keys, site.config.gateway.jwt) if each is not None]
+    if not asks or any(each.forward for each in asks):
+        return False
+    listed = await tried(site.ask(endpoint, "/v1/models"))
+    return not isinstance(listed, Unreached) and listed.status in (401, 403)
 
 
 async def _endpoints_of(site: Site, endpoint: Endpoint) -> list[Finding]:
@@ -52,6 +66,8 @@ async def _endpoints_of(site: Site, endpoint: Endpoint) -> list[Finding]:
         return [kind.at(endpoint.id, f"{endpoint.address}: {error}")]
     if health.status >= 500:
         return [SICK.at(endpoint.id, f"GET http://{endpoint.address}/health: {health.status}")]
+    if await _locked(site, endpoint):
+        return [LOCKED.at(endpoint.id, f"GET http://{endpoint.address}/v1/models is refused")]
     if await site.served(endpoint) or site.engine(endpoint).startswith("triton"):
         return []
     # Not every engine lists its models; a server with neither a list nor load gauges is not a model server.
