@@ -1,6 +1,6 @@
-"""A segment is a magic line and blocks; a block is a few records under one checksum.
+"""A journal's segments and blocks as bytes, and (at the end) what it keeps of the pipeline's records.
 
-    segment = b"fairlead journal 1\\n" block*
+    segment = b"fairlead journal 1\\n" block*        a block is a few records under one checksum
     block   = sync (4 bytes) · length (u32 LE) · crc32 (u32 LE) · packing (1 byte: 0 plain, 1 zlib) · length bytes
 
 Rules

@@ -4,7 +4,7 @@ Rules
 * The event loop only appends a tuple to a deque (which is safe between two threads) and never waits: not for the disk,
   not for the thread, not for a lock. If the thread does not keep up, or the disk fails, records are dropped and
   counted; the journal says where (`lost`).
-* Everything that is recorded is immutable by the rules of `model` and `fleet`, so it may be read later.
+* Nothing changes events and records once they are made, so the thread may read them later.
 * The pipeline's clock stands still while it handles an event (`StillClock`): one event has one time, and a replay with
   the same times sees the same state.
 """

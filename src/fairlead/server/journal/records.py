@@ -1,4 +1,4 @@
-"""The content of a block: records of (kind, clock seconds, body), as msgpack.
+"""The content of a block: records of (kind, clock seconds, body), as msgpack, and how details are packed.
 
     segment   the first record of every segment: its run, and what a replay that begins there needs
     an event  by its class name (`RequestArrived`, …): what the pipeline received, in order

@@ -1,6 +1,6 @@
-"""The thread that packs recorded items into blocks and writes them.
+"""The directory of segments, and the thread that packs recorded items into blocks and writes them there.
 
-Rules
+Rules of the thread
 * It wakes every `TURN` seconds, encodes a few records at a time and releases the interpreter's lock in between: the
   event loop never waits for more than one small slice (0.2 ms).
 * A block is written when it is large enough or `flush` seconds old. Written blocks survive the process; at most the
