@@ -1,4 +1,4 @@
-"""Keeps one stream to a scheduler open, and carries questions and answers.
+"""Keeps one stream to a scheduler open: sends the state of the fleet and questions, receives answers.
 
 Rules
 * Requests of one turn of the event loop travel in one message, together with the changes of the fleet.

@@ -1,6 +1,6 @@
-"""Messages of `fairlead.scheduler.v1` as values; the contract is `proto/fairlead/scheduler/v1/scheduler.proto`.
+"""Messages of `fairlead.scheduler.v1` as values, and how they are encoded and decoded.
 
-Below the values are the tables of fields for reading and writing them. Columns are sent as they are in memory.
+The contract is `proto/fairlead/scheduler/v1/scheduler.proto`. Columns are sent as they are in memory.
 """
 
 import struct

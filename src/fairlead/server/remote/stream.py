@@ -1,6 +1,6 @@
-"""One gRPC stream to a scheduler: messages both ways, in order, until one side ends it.
+"""One gRPC stream to a scheduler: messages both ways, in order, until one side ends it. Below: the channel under it.
 
-Rules
+Rules of the stream
 * `on_message` is called for each message, then `on_end` once, with the reason. Nothing is called after that.
 * Messages that the peer does not read yet wait, up to `MAX_PENDING` bytes. A scheduler that does not read counts as
   gone, and its requests are decided elsewhere.

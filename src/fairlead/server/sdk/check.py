@@ -1,6 +1,7 @@
 """`fairlead scheduler check`: whether a scheduler keeps the contract, rule by rule. It checks any implementation.
 
-A scheduler may pass on (or refuse) any request; an endpoint that it picks must exist and be allowed.
+A scheduler may pass on (or refuse) any request; an endpoint that it picks must exist and be allowed. `talk` opens a
+stream on which it is spoken to message by message, also in benchmarks.
 """
 
 import asyncio
@@ -34,8 +35,6 @@ from fairlead.server.remote.messages import (
     encode_ask,
 )
 from fairlead.server.remote.stream import SchedulerStream, open_channel
-
-# Talks to a scheduler message by message, for checks and benchmarks of schedulers that may be wrong.
 
 #: Seconds that one answer may take before a check gives up.
 PATIENCE = 5.0
