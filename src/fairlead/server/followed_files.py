@@ -63,11 +63,9 @@ class ConfigFile(WatchedFiles):
 class FollowedKeys(WatchedFiles):
     """Writes a filter to where the gateway reads it, whenever the file of keys behind it has changed."""
 
-    def __init__(
-        self, keys: str, file: str, read: Callable[[], Any], write: Callable[[Any], None], poll_s: float = 0.5
-    ) -> None:
+    def __init__(self, keys: str, file: str, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
         """`keys`: the name in the log. `read` raises `ConfigError`; `write` takes its result and raises `OSError`."""
-        super().__init__(lambda: [file], self._load, poll_s, keys)
+        super().__init__(lambda: [file], self._load, 0.5, keys)
         self._keys, self._file, self._read, self._write = keys, file, read, write
         self._known: Any = None
         #: Why the file cannot be used; empty = it is in force.

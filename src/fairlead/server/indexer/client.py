@@ -1,4 +1,4 @@
-"""Queries an indexer in another process, within a time budget.
+"""Queries an indexer in another process, within a time budget, and fetches its index for a warm start.
 
 Theory. A question costs a request its time whether it is answered or not, so no questions go to an indexer that does
 not answer. Whether it answers again is found out apart from requests, by polling its state, which is needed anyway.

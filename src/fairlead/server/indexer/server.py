@@ -70,10 +70,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class IndexServer(HttpPort):
     """`await start()`, then `port`; `await close()`. Raises `OSError` if the port is taken."""
 
-    def __init__(
-        self, service: IndexService, sources: IndexSources, host: str, port: int, grace_s: float = 5.0
-    ) -> None:
-        super().__init__(host, port, grace_s)
+    def __init__(self, service: IndexService, sources: IndexSources, host: str, port: int) -> None:
+        super().__init__(host, port, grace_s=5.0)
         self._service = service
         self._sources = sources
         self._saving = asyncio.Lock()
