@@ -3,6 +3,7 @@
 `Knowledge` alone reads prompts with the tokenisers of `tokens:`, so that their tokens are counted instead of estimated.
 With an `ExactKnowledge`, prompts are offered to it, and its predictions are compared with what responses report.
 Subclasses say where the blocks are known: in this process (`live.kv`) or in another one (`live.kv_lookup`).
+`TokenCheck` compares our token ids with those of engines.
 """
 
 import asyncio
@@ -198,14 +199,14 @@ UNKNOWN = "unknown"
 class TokenCheck:
     """`asks(model)`: whether the engine itself supplies that model's ids, so that there is nothing to compare.
 
-    Where token ids differ, `found` receives the reason why block predictions will fail.
+    Where token ids differ, `on_finding` receives the reason why block predictions will fail.
     """
 
     def __init__(
         self,
         tokeniser: Callable[[], PromptTokeniser],
         asks: Callable[[str], bool],
-        on_finding: Callable[[Finding], object] = lambda finding: None,
+        on_finding: Callable[[Finding], object],
         later: float = LATER,
     ) -> None:
         #: By model name, as engines report it.

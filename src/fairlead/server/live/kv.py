@@ -1,4 +1,4 @@
-"""KV events of a running scheduler: where they come from, and what they are used for.
+"""KV events that a scheduler or an indexer subscribes to: where they come from, and what they are used for.
 
     follow      endpoints come and go → their publishers are found (by asking, or by configured ports) and subscribed to
     refresh     ten times a second the state of the feeds is copied into `fleet.exact`

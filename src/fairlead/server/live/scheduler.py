@@ -1,8 +1,8 @@
-"""One running scheduler: its start, its changes, its end.
+"""One running scheduler, of one pool or several: its start, its changes, its end.
 
-The parts start in this order and stop in the reverse one, whatever happens in between: knowledge (scraper, endpoints),
-the ext_proc port, the admin page. On SIGTERM or SIGINT readiness goes off first, then running streams finish, then the
-rest stops. The embedded gateway is not part of this: it must outlive a scheduler that dies, see `embedded`.
+The parts start in this order: pools (scraper, endpoints), admin page, KEDA's scaler, the configuration's file, ext_proc
+port. On SIGTERM or SIGINT readiness goes off first, then file, scaler and admin page stop, running streams finish, and
+the pools stop. The embedded gateway is not part of this: it must outlive a scheduler that dies, see `embedded`.
 """
 
 import asyncio
