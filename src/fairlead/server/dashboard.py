@@ -1,4 +1,4 @@
-"""The dashboard: one static page, and the stream of server-sent events that feeds it.
+"""The dashboard: one static page, the stream of server-sent events that feeds it, and answers to its questions.
 
 Rules
 * One snapshot per tick for all viewers, encoded once. Without viewers there is no tick. Costly ones are made less

@@ -1,4 +1,4 @@
-"""The last decisions with all that led to them, and what came of each: for "why this endpoint?".
+"""The last decisions with all that led to them and what came of each, as plain values: for "why this endpoint?".
 
 Rules
 * A ring of `size` decisions in memory. Traces have a cell per endpoint and step; together they hold at most
@@ -226,7 +226,7 @@ def _known(value: float) -> float | None:
 
 # One decision in full, as plain values: what the journal page shows, with the reasons in milliseconds.
 #
-# Shape: that of `journal.render`, and beside it `explanation` (see `fairlead.core.explain`; null where the numbers
+# Shape: that of `render`, and beside it `explanation` (see `fairlead.core.explain`; null where the numbers
 # were not kept), `prediction` (forecast against what came), `decision_id`.
 
 

@@ -1,4 +1,4 @@
-"""Counters, gauges and histograms that cost almost nothing to update.
+"""Counters, gauges and histograms that cost almost nothing to update, and the bounds of published histograms.
 
 Rules
 * Code that counts often keeps the child (`family.child("m", "t")`) and calls it: 45 ns for a counter, 130 ns for a

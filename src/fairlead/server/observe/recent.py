@@ -92,7 +92,7 @@ Traffic = tuple[str, str, int]
 
 
 class Recent:
-    """Call `seed`, then `on_decision` and `on_outcome`; `move(now)` before reading. `now` and `at` share one clock."""
+    """Call `seed`, then `take`; `move(now)` before reading. `now` and the records' `at` share one clock."""
 
     def __init__(self) -> None:
         #: Clock seconds from which on all records are included.

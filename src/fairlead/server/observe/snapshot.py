@@ -1,4 +1,13 @@
-"""Everything that the dashboard shows, read from the same places as the metrics page."""
+"""Everything that the dashboard shows, and its search over the last decisions.
+
+Rules
+* The charts' points and the start of each outage are always kept (`history`). All else is kept or computed only while
+  there are viewers: `begin` starts listening, with what the decision journal still holds; `end` stops it. `take` is
+  called once per tick for all viewers together.
+* Counts are those of the instruments themselves, and gauges are read where the metrics page reads them: both show the
+  same at the same moment.
+* Time per `take` is linear in endpoints and label sets. Measured: 0.15 ms for 8 endpoints, 0.6 ms for 100.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import nlargest
@@ -290,14 +299,6 @@ def outcome_of(decision: DecisionRecord, outcome: OutcomeRecord | None) -> Outco
         return "failed"
     return "answered" if outcome.cause == "natural" else "cancelled"
 
-
-# Rules
-# * The charts' points and the start of each outage are always kept (`history`). All else is kept or computed only while
-#   there are viewers: `begin` starts listening, with what the decision journal still holds; `end` stops it. `take` is
-#   called once per tick for all viewers together.
-# * Counts are those of the instruments themselves, and gauges are read where the metrics page reads them: both show the
-#   same at the same moment.
-# * Time per `take` is linear in endpoints and label sets. Measured: 0.15 ms for 8 endpoints, 0.6 ms for 100.
 
 #: Seconds between two snapshots.
 TICK = 0.5

@@ -1,4 +1,4 @@
-"""Spans of requests with OpenTelemetry, which is loaded with the first `Tracing`.
+"""Spans of requests, and their way to a collector. OpenTelemetry is loaded with the first provider.
 
     gateway.request                 SERVER; from the request's arrival to the end of its response
     ├── fairlead.queue              while it waited in flow control; absent if it did not
@@ -28,6 +28,7 @@ from fairlead.core.request import Request
 from fairlead.gateway import traceparent as w3c
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span, Tracer
 
 #: Open spans. Beyond this number, and after `_LONGEST` seconds, the oldest are ended: their end was never reported.
@@ -269,14 +270,11 @@ def _answered(record: OutcomeRecord) -> dict[str, Attribute]:
     return attributes
 
 
-# Sends spans to a collector by OTLP over HTTP. OpenTelemetry is loaded with the first provider.
+# Sends spans to a collector by OTLP over HTTP.
 #
 # A thread of OpenTelemetry sends them in batches. A slow or absent collector costs spans, never a request: the queue is
 # bounded, and spans that do not fit are dropped. Headers for the collector and further attributes of this process come
 # from OpenTelemetry's own environment variables (`OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_RESOURCE_ATTRIBUTES`).
-
-if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import TracerProvider
 
 _QUEUE = 4096
 _BATCH = 512
@@ -326,7 +324,7 @@ def make_provider(
         session = requests.Session()
         session.hooks["response"].append(refuse_redirect)
     resource = Resource.create({"service.name": service_name, "service.version": __version__})
-    # Which requests are traced is decided before spans are made, see `tracing`.
+    # Which requests are traced is decided before spans are made, see `Tracing`.
     provider = TracerProvider(sampler=ALWAYS_ON, resource=resource, shutdown_on_exit=False)
     exporter = Exporter(endpoint=endpoint, timeout=timeout_s, session=session)
     processor = BatchSpanProcessor(

@@ -1,4 +1,4 @@
-"""All observers of the scheduler behind one: metrics, the decision journal, the log."""
+"""All observers of the scheduler behind one: metrics, the decision journal, traces, the log."""
 
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
