@@ -1,4 +1,4 @@
 """The configuration of an operator, and how it becomes objects.
 
-`load` reads a YAML file into a `schema.Config`, or raises with all of its problems; `registry` finds the classes of its
-plugins."""
+`schema.Config` is what `fairlead.compat.load` makes of a file; `building` makes a pipeline of it, whose plugins
+`registry` finds."""

@@ -1,4 +1,6 @@
-"""Lists of endpoints. The format of an entry is that of file discovery, with short forms:
+"""Reads lists of endpoints: those in configurations, and endpoints files (YAML or JSON).
+
+The format of an entry is that of file discovery, with short forms:
 
 - 10.0.0.1:8000             # only an address
 - name: vllm-0              # optional; without it the id is the address
@@ -7,6 +9,13 @@
   port: 8000                # if the address has none; 1-65535, number or string
   labels: {model-id: llama} # optional, scalars; metricsAddress and metricsPort change the metrics URL
   metricsUrl: http://10.0.0.1:9400/metrics    # optional; `metrics_url` is the same
+
+Rules
+* Reading a list raises nothing. Every error becomes a `Problem` with a JSON path and a line.
+* A wrong entry only affects itself. `Listing.broken` contains its id if it could be read, so that a reload can keep
+  the earlier entry. `Listing.ok` is false if the text as a whole could not be read.
+* If two entries have the same id, the last one counts, with a warning. Two ids with the same address are both used,
+  also with a warning.
 """
 
 import re
@@ -21,6 +30,7 @@ from fairlead.core.endpoint import Endpoint, host_port
 
 #: Most labels of one endpoint. Aliases may repeat a large mapping for every entry of a list.
 MAX_LABELS = 100
+MAX_ENDPOINTS = 10_000
 KEYS = ("address", "labels", "metricsUrl", "name", "namespace", "port")
 _KEYS = frozenset({*KEYS, "metrics_url"})
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
@@ -206,22 +216,6 @@ def _metrics_url(entry: _Entry, labels: Mapping[str, str], host: str, port: int)
         place = (*entry.place_of("labels"), "metricsPort")
         raise WrongEntry(f"{other_port[:80]!r} is not a port", entry.line("labels"), place)
     return f"http://{host_port(other_host or host, int(other_port or port))}/metrics"
-
-
-# Converts a list of endpoints to `Endpoint`s: the one reader for configurations and endpoints files (YAML or JSON).
-#
-#     endpoints:
-#     - 10.0.0.1:8000
-#     - {name: vllm-1, address: 10.0.0.2, port: 8000, labels: {model-id: llama}}    # all fields: see the top
-#
-# Rules
-# * Nothing raises. Every error becomes a `Problem` with a JSON path and a line.
-# * A wrong entry only affects itself. `Listing.broken` contains its id if it could be read, so that a reload can keep
-#   the earlier entry. `Listing.ok` is false if the text as a whole could not be read.
-# * If two entries have the same id, the last one counts, with a warning. Two ids with the same address are both used,
-#   also with a warning.
-
-MAX_ENDPOINTS = 10_000
 
 
 class Listing(Struct, frozen=True):

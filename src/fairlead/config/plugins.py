@@ -1,4 +1,4 @@
-"""Builds plugins from their specs, and the policy that uses them."""
+"""Builds plugins from their specs, and what uses them: the policy, readers of metrics pages and bodies, the hasher."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -55,7 +55,7 @@ def check_made(specs: Iterable[PluginSpec], registry: Registry, report: Report) 
 
 
 def make(spec: PluginSpec, registry: Registry, **more: Any) -> Any:
-    """The plugin that a spec describes. Raises `PluginError`."""
+    """The plugin that a spec describes; a foreign scorer is `clamped`. Raises `PluginError`."""
     registered = registry.find(spec.kind, spec.type)
     if registered is None:
         raise PluginError(spec.type, f"is no longer there as a {spec.kind}")

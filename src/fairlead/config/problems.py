@@ -1,4 +1,4 @@
-"""Problems of a configuration: all of them, each with its path, its line and, if possible, a suggestion."""
+"""Problems in files that people write: all of them, each with its path, its line and, if possible, a suggestion."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
@@ -9,10 +9,9 @@ from msgspec.structs import replace
 
 from fairlead.core.errors import ConfigError, PluginError
 
-# A problem in a document and its place; shared by all readers of files.
-
 #: The place of a value in a document: keys and indices from the root.
 Place = tuple[str | int, ...]
+_LONGEST = 60
 
 
 class Problem(Struct, frozen=True):
@@ -57,9 +56,9 @@ def show(place: Place) -> str:
     return "".join(parts)
 
 
-def shorten(text: str, limit: int = 60) -> str:
+def shorten(text: str) -> str:
     """The text, printable, on one line, and not too long."""
-    text = text if len(text) <= limit else text[: limit - 1] + "…"
+    text = text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
     return "".join(c if c.isprintable() else "�" for c in text)
 
 

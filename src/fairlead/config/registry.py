@@ -4,11 +4,9 @@ Rules
 * Built-ins are in a table. Entry points (group `fairlead.plugins`, name = plugin type, value = class) are searched only
   if a configured type is not in it, so that foreign code is imported only if it was configured by name.
 * A configured foreign plugin that cannot be loaded stops the start: `PluginError` names its distribution.
-* A plugin is a class with `Params` (a pydantic model; none = no parameters) and one method that determines its kind:
-  `keep` (filter; also has `stage`), `score` (scorer), `pick` (picker) or `choose` (policy). It is created as
-  `cls(params, name=…)`. A policy with `takes_filters = True` also gets `filters=[…]`: the configured filters, after the
-  built-in ability filters.
-* Foreign scorers are `clamped`.
+* A plugin is a class with `Params` (a pydantic model; none = no parameters) and the method of its kind
+  (`builtins.METHODS`). It is created as `cls(params, name=…)`. A policy with `takes_filters = True` also gets
+  `filters=[…]`: the configured filters, after the built-in ability filters.
 """
 
 from collections.abc import Callable, Iterable, Mapping

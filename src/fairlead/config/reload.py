@@ -65,8 +65,7 @@ class Changes(Struct, frozen=True):
 
     config: Config
     paths: tuple[str, ...] = ()
-    #: Whether a new policy must be built, and whether the listed endpoints changed.
-    policy: bool = False
+    #: Whether the listed endpoints changed.
     endpoints: bool = False
 
 
@@ -86,10 +85,7 @@ def plan_reload(old: Config, new: Config) -> tuple[Changes, list[Problem]]:
         if changed:
             applied[name] = kept
             paths += changed
-    changes = Changes(
-        old.model_copy(update=applied), tuple(paths), policy="policy" in applied, endpoints="endpoints" in applied
-    )
-    return changes, refused
+    return Changes(old.model_copy(update=applied), tuple(paths), endpoints="endpoints" in applied), refused
 
 
 def _section(name: str, before: Any, after: Any, refused: list[Problem]) -> tuple[Any, list[str]]:

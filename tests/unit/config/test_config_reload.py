@@ -21,7 +21,7 @@ def strip(config: Config) -> object:
 
 def test_weights_apply() -> None:
     changes, refused = plan(BASE, BASE.replace("weight: 2", "weight: 7"))
-    assert (changes.paths, changes.policy, changes.endpoints, refused) == (("$.policy",), True, False, [])
+    assert (changes.paths, changes.endpoints, refused) == (("$.policy",), False, [])
     assert changes.config.policy.scorers[0].weight == 7
 
 
@@ -40,7 +40,7 @@ def test_limits_logs_and_listed_endpoints_apply() -> None:
     assert changes.paths == (
         "$.endpoints", "$.ledger.leaseTtl", "$.parsing.maxBodyBytes", "$.inspect.usageSampling", "$.log.level",
     )  # fmt: skip
-    assert (changes.policy, changes.endpoints, refused) == (False, True, [])
+    assert (changes.endpoints, refused) == (True, [])
     assert changes.config.ledger.lease_ttl == 60.0
     assert len(changes.config.endpoints.static) == 2
 
@@ -96,7 +96,7 @@ def test_files_of_endpoints_are_not_exchanged() -> None:
 def test_another_policy_applies() -> None:
     endpoints = "endpoints: ['10.0.0.1:1']\n"
     changes, refused = plan(endpoints + "policy: random", endpoints + "policy: round-robin")
-    assert (changes.policy, refused, changes.config.policy.name) == (True, [], "round-robin")
+    assert (changes.paths, refused, changes.config.policy.name) == (("$.policy",), [], "round-robin")
 
 
 def test_flow_control_is_turned_on_and_off_and_its_queues_stay_as_they_were_made() -> None:
