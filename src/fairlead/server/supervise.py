@@ -2,7 +2,7 @@
 
 It lives as long as the gateway, so it imports only what supervising needs: neither the configuration nor numpy nor an
 HTTP library. The process that has read the configuration becomes this one by exec, when the first scheduler is already
-its child; see `embedded`, which also describes the hand-over.
+its child; see `embedded`, which also describes the hand-over. `Ending` serves schedulers, too.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""A standalone indexer: only the subscriber and the index, with an HTTP port for schedulers and other clients.
+"""A standalone indexer: only subscriber, index and tokenisers, with an HTTP port for schedulers and other clients.
 
 The parts start in this order and stop in the reverse one: subscriptions, endpoints, the HTTP port. On SIGTERM or SIGINT
 readiness goes off first, then the queries in progress are finished.

@@ -1,9 +1,7 @@
 """What the dashboard and `fairlead top` receive: plain structs, and notices of problems.
 
-Field names say units; `None` = not known.
-
-Times of day are seconds since 1970. Counts are since the start, rates over the last ten seconds, sums per endpoint over
-the last minute.
+Field names say units; `None` = not known. Times of day are seconds since 1970. Counts are since the start, rates over
+the last ten seconds, sums per endpoint over the last minute.
 """
 
 from collections.abc import Iterable, Sequence
