@@ -1,4 +1,4 @@
-"""Encoded answers, with what repeats encoded once."""
+"""Answers to the gateway, encoded: picks, refusals, the list of models. What repeats is encoded once."""
 
 import re
 from collections.abc import Callable, Mapping

@@ -580,13 +580,13 @@ def rewrite_request(
     raise ValueError(f"the body of a request cannot be changed in mode {mode.name}")
 
 
-def resizable_response(mutation: bytes = b"") -> bytes:
+def resizable_response() -> bytes:
     """Answer to the response headers when chunks are going to be rewritten: the length is taken off.
 
     A response whose headers are not sent to us (`response_header_mode: SKIP`) keeps its length: its chunks may only be
     replaced by others of the same size.
     """
-    return answer(Kind.RESPONSE_HEADERS, mutation + UNKNOWN_LENGTH)
+    return answer(Kind.RESPONSE_HEADERS, UNKNOWN_LENGTH)
 
 
 def rewrite_chunk(mode: BodyMode, chunk: bytes, end_of_stream: bool) -> list[bytes]:

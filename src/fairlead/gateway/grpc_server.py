@@ -191,10 +191,10 @@ class GrpcServer:
         self.addresses.append(host_port(name, bound))
         return bound
 
-    async def listen_unix(self, path: str, mode: int = 0o600) -> None:
-        """As `H2Server.listen_unix`; grpc makes the socket, so `mode` applies a moment after it is open."""
+    async def listen_unix(self, path: str) -> None:
+        """As `H2Server.listen_unix`; grpc makes the socket, so the permissions apply a moment after it is open."""
         await self._start(f"unix:{path}")
-        os.chmod(path, mode)
+        os.chmod(path, 0o600)
         self._paths.append(path)
         self.addresses.append(path)
 

@@ -81,16 +81,16 @@ class H2Server:
             self.addresses.append(host_port(address, bound))
         return int(sockets[0].getsockname()[1])
 
-    async def listen_unix(self, path: str, mode: int = 0o600) -> None:
-        """Listen on a Unix socket with permissions `mode`. A stale socket file is replaced."""
+    async def listen_unix(self, path: str) -> None:
+        """Listen on a Unix socket that only its owner may use. A stale socket file is replaced."""
         with contextlib.suppress(FileNotFoundError):
             if Path(path).is_socket():
                 os.unlink(path)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            # No client can connect before listen(), and by then the mode is set.
+            # No client can connect before listen(), and by then the permissions are set.
             sock.bind(path)
-            os.chmod(path, mode)
+            os.chmod(path, 0o600)
         except OSError:
             sock.close()
             raise

@@ -1,4 +1,4 @@
-"""How a gateway processes a stream, as it announces at the beginning, and what follows for the session.
+"""How a gateway processes a stream, as it announces at the beginning; and `Host`: what all sessions of a pool share.
 
 The body modes are in the first message, the rest is in the initial metadata of the stream. A gateway announces the same
 for every stream, so equal streams share a `ProcessingMode`. Measured in tests/integration/pitfalls/README.md.
@@ -105,8 +105,6 @@ def without_access_log(mode: ProcessingMode) -> ProcessingMode:
 
 #: Of a request, and whether its response is a stream.
 Inspect = Callable[[Request, bool], bool]
-
-# The objects that all sessions of a pool share.
 
 
 class Host:

@@ -1,4 +1,4 @@
-"""Enough protobuf for frequent messages: read the fields of a message, and write length-delimited fields.
+"""Enough protobuf for frequent messages: the fields of a message, and google.protobuf.Struct, read and written.
 
 The messages are small and have a fixed shape. Walking them by hand costs a third of a generated parser and reads only
 the fields that are needed. Malformed messages raise `ProtocolError`; unknown fields are skipped.

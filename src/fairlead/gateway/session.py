@@ -24,7 +24,8 @@ Rules (Envoy 1.40; tests/integration/pitfalls/README.md has the measurements)
   one write; later the response is echoed to its end.
 * Leaving early needs somebody else to tell the request's end. A gateway that sends us its access log announces it with
   the initial metadata `fairlead-access-log` of each stream; while such a log is connected we leave, else we stay.
-  An answer that is not streamed is left at the pick: its first byte comes when all is done.
+  An answer that is not streamed is left at the pick: its first byte comes when all is done. A share of the responses
+  is followed to the end all the same, to learn token counts (`Inspection`).
 * A gateway that asks and sends no more (half-close: it carries the request past ext_proc, and shows no response) still
   gets its pick, also if that has to wait. Its requests are off the books at the pick: nobody tells their end, so their
   load is what the scrapes show.

@@ -1,4 +1,8 @@
-"""Headers and body of a request → `Request`: the one place where client input becomes something to schedule."""
+"""Headers and body of a request → `Request`: the one place where client input becomes something to schedule.
+
+Headers give hints, as far as the configuration trusts them. The prompt tells which conversation the request goes on
+with, if nobody says so.
+"""
 
 import asyncio
 from collections import OrderedDict, defaultdict
@@ -21,14 +25,12 @@ from fairlead.core.request import NO_PREFIX, RECOGNISED, PrefixChain, Request
 from fairlead.core.tokens import TokenEstimator
 from fairlead.gateway.ext_proc import Opening
 
-# What a client's headers ask of the scheduler, as far as the configuration trusts them.
-
 #: Client-chosen strings that are kept are cut to this.
 MAX_NAME = 256
 
 
 class ClientHints(Struct, frozen=True, kw_only=True, gc=False):
-    """Empty or 0 = not asked for."""
+    """What a client's headers ask of the scheduler. Empty or 0 = not asked for."""
 
     session: str = ""
     fairness_id: str = ""
@@ -129,6 +131,7 @@ def _milliseconds(text: str) -> float:
     return value if 0 < value < 1e9 else 0.0
 
 
+#: See the rules of `Conversations`.
 MAX_BRANCHES = 4
 #: Prompts that agree up to the last grid point; of more the oldest is forgotten.
 MAX_ALIKE = 16
@@ -310,8 +313,6 @@ def _match(alike: list[_Prompt], prompt: bytes | memoryview, start: int, key: in
             best = candidate
     return best
 
-
-# Both, and the body: a request.
 
 #: Heads that are kept: one per opening, and of these as many as `ext_proc` keeps.
 _MAX_HEADS = 256

@@ -1,4 +1,4 @@
-"""Envoy's program: where it is, and the meaning of its log lines."""
+"""Envoy's program: where it is, what its log lines mean, and whether it accepts a configuration."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Envoy's clusters: the pool from a file that Envoy watches, and the scheduler."""
+"""Envoy's clusters: the scheduler, its access log, the chosen endpoint, and the pool from a file that Envoy watches."""
 
 import asyncio
 import json

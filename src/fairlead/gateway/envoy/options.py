@@ -1,4 +1,4 @@
-"""All options of the gateway. `config.build` turns them into Envoy's bootstrap."""
+"""All options of the gateway, for `config.build`; reading addresses, and replacing files that Envoy watches."""
 
 import os
 import re
