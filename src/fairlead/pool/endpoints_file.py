@@ -25,9 +25,6 @@ from fairlead.core.events import EndpointDown, EndpointUp
 from fairlead.pool.aio import call_consumer, cancelled, set_within
 from fairlead.pool.watched_files import WatchedFiles
 
-# Endpoints come from the list in the configuration, or from a file that is followed.
-
-
 # Keeps a set of endpoints as listed: differences become events, and host names become addresses.
 #
 # Rules

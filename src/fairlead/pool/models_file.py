@@ -1,4 +1,4 @@
-"""Follow manifests of model names in a file, or in the files of a directory.
+"""Model names as operators define them: manifests in a file or directory, followed, and the configuration's list.
 
 Rules
 * Files are followed as described in `watched_files`.

@@ -239,9 +239,7 @@ class SecureFetcher:
         return {"Authorization": f"Bearer {self._token}"}
 
 
-# Reads every endpoint's metrics page, often enough to notice traffic from elsewhere and for almost no CPU.
-#
-# Rules
+# Rules of the scraper
 # * Every endpoint is scraped each `idle_s`, and each `fast_s` while it has work: ours (`wake`) or reported by itself.
 # * One timer serves all endpoints: due times lie on a 50 ms grid in one heap, and endpoints share a slot of it in
 #   groups, so one wake-up starts several scrapes. A scrape never overlaps the endpoint's last one.

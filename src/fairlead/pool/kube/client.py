@@ -106,9 +106,6 @@ class KubeClient:
             return await self._request("POST", resource.path, resource, "create", body=value)
         return await self._request("PUT", f"{resource.path}/{name}", resource, "update", body=value)
 
-    async def delete(self, resource: Resource, name: str, query: Mapping[str, str] | None = None) -> bytes:
-        return await self._request("DELETE", f"{resource.path}/{name}", resource, "delete", query)
-
     async def patch(
         self,
         resource: Resource,

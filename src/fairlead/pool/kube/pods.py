@@ -129,7 +129,7 @@ def _active_ports(annotations: Mapping[str, str]) -> frozenset[int] | None:
     return frozenset(int(word) for word in words)
 
 
-# Rules
+# Rules of following a pool
 # * The pool determines the pods and ports. If its selector changes, pods are listed again and compared; pods that both
 #   selectors select stay up. If its ports change, they are applied to the known pods.
 # * If a pool is removed, its endpoints go down. A pool that cannot be read changes nothing.

@@ -60,18 +60,16 @@ class Stats(Struct):
 class Backoff:
     """Pauses that double. Each is shortened at random by up to half."""
 
-    def __init__(self, rng: Random, first: float = FIRST_PAUSE_S, longest: float = LONGEST_PAUSE_S) -> None:
+    def __init__(self, rng: Random) -> None:
         self._rng = rng
-        self._first = first
-        self._longest = longest
-        self._next = first
+        self._next = FIRST_PAUSE_S
 
     def reset(self) -> None:
-        self._next = self._first
+        self._next = FIRST_PAUSE_S
 
     def pause(self) -> float:
         pause = self._next * self._rng.uniform(0.5, 1.0)
-        self._next = min(self._next * 2, self._longest)
+        self._next = min(self._next * 2, LONGEST_PAUSE_S)
         return pause
 
 

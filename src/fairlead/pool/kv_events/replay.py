@@ -46,7 +46,7 @@ def _socket(context: Context, kind: int, limits: Limits, curve: Curve | None) ->
     socket.set(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT)
     socket.set(zmq.HEARTBEAT_IVL, _HEARTBEAT)
     socket.set(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT)
-    # Larger frames are not read into memory: libzmq drops the connection, and `KvSubscriber` connects again.
+    # Larger frames are not read into memory: libzmq drops the connection, and `Subscription` connects again.
     socket.set(zmq.MAXMSGSIZE, limits.max_frame)
     secure(socket, curve)
     return socket
