@@ -1,12 +1,11 @@
-"""One replica of a model server, and its last metrics."""
+"""A replica of a model server: its roles, its models, what reaching it costs, and the values of one scrape."""
 
 from collections.abc import Mapping
 from math import inf
 
 from msgspec import Struct, field
 
-#: Values of the role label that mean "decodes" / "prefills"; no label means "decodes".
-#: Source: the reference picker's decode-filter and prefill-filter (docs/architecture.md, "Roles").
+#: Source of this label and its values: the reference picker's decode-filter and prefill-filter.
 ROLE_LABEL = "llm-d.ai/role"
 #: For each stage the roles that include it; an endpoint without the label decodes. `both` is an old `prefill-decode`.
 STAGES = {

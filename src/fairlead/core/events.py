@@ -11,9 +11,8 @@ from fairlead.core.models import ModelRules, ModelSet
 from fairlead.core.records import ShadowRecord
 from fairlead.core.request import Request, Usage
 
-# What travels between the pipeline and a scheduler in another process, as nouns of the pure core.
-#
-# Contract and meaning of every field: `proto/fairlead/scheduler/v1/scheduler.proto`.
+# What travels between the pipeline and a scheduler in another process, as nouns of the pure core. The meaning of every
+# field: `scheduler.proto` in `fairlead.server.remote`.
 
 
 class Outcome(IntEnum):

@@ -1,4 +1,4 @@
-"""The contracts of flow control: how requests wait, the order of requests in a flow, and the turns of flows.
+"""The contracts of flow control: how and how long requests wait, their order in a flow, and the turns of flows.
 
     band      all requests of one priority. Strict: a lower band is served only when no higher one can be.
     flow      the requests of one model and one tenant (fairness id) in a band

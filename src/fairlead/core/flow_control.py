@@ -1,4 +1,4 @@
-"""Flow control as a whole: go at once, wait, or be refused; and who goes when something has changed.
+"""Flow control as a whole: go at once, wait, or be refused; and who goes, or makes way, when something has changed.
 
     arrived ──► nobody waits, and the policy's choice is open ──► goes there at once
             └─► waits ──► dispatched: a pair (request, open endpoint) was chosen
@@ -10,7 +10,7 @@ Rules
   requests and all open endpoints; fairness says whose window it is.
 * Strict between bands, but never idle: where no request of a higher band can use what is open, a lower one may.
   Room that a band's heavy requests leave to its light ones is left by lower bands, too. Two settings bend that: minimum
-  shares (`shares`) let a lower band go first now and then, ceilings (`ceilings`) keep it waiting although something is
+  shares (`shares`) let a lower band go first now and then, ceilings (`Ceiling`) keep it waiting although something is
   open.
 * Driven by events: arrivals, first tokens, ends, scrapes, joining endpoints. There is no tick. One call dispatches at
   most one request; `more` then says that it is not done, so that a long queue does not hold up everybody else.

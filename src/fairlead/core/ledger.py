@@ -1,4 +1,4 @@
-"""Leases: what we sent to each endpoint and have not yet seen end.
+"""Leases: what we sent to each endpoint and have not yet seen end; and its load, by these and its scrapes.
 
 Rules
 * A lease is charged in the very call that decides. Between two scrapes it is the only thing that keeps a burst from
@@ -9,7 +9,7 @@ Rules
 * A reservation keeps room for a request whose endpoint is still being asked for: a lease that is
   charged like any other. Who asks is not to be led by it (`without_reserved`), and who reserves ends it.
 * Every lease expires: end-of-request signals can be lost (a gateway drops access-log entries while nobody listens).
-* What scrapes do to the sums, and when leases are dropped because of them: see `fairlead.core.ledger`.
+* What scrapes do to the sums, and when leases are dropped because of them: see above `Account`.
 """
 
 from collections import Counter, defaultdict
@@ -116,9 +116,9 @@ SETTLED = 2.0
 #: Seconds that an endpoint must show itself idle before leases are dropped: ends may come late, in batches of a
 #: gateway's access log (flushed every second). A first prefill is invisible while it lasts, so those wait longer.
 IDLE_SECONDS = 5.0
+IDLE_SECONDS_PENDING = 30.0
 #: Leases of other schedulers are heard of so many seconds after their charge, mostly.
 HEARD_S = 0.25
-IDLE_SECONDS_PENDING = 30.0
 
 
 class Account:

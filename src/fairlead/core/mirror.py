@@ -35,8 +35,8 @@ class _Charge(Struct):
 class MirrorFleet(Fleet):
     """The copy of one sender's fleet."""
 
-    def __init__(self, staleness: float = 2.0) -> None:
-        super().__init__(staleness=staleness)
+    def __init__(self) -> None:
+        super().__init__()
         self._reported = np.zeros((len(FLOATS), 0))
         self._charges: list[_Charge] = []
         self._here: dict[int, int] = {}

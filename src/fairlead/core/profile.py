@@ -1,4 +1,4 @@
-"""Filter → score → pick, as a Policy.
+"""Filter → score → pick, as a Policy; and the fallback endpoint of a pick.
 
     candidates = alive ∧ every ability filter                     none left → refused, 503
     available  = candidates ∧ availability filters                a filter that would leave none is ignored
@@ -20,6 +20,7 @@ import numpy as np
 from fairlead.core.columns import BoolColumn, FloatColumn, scalar
 from fairlead.core.cost import Terms, cost
 from fairlead.core.errors import PLUGIN_FAILURES, PluginError
+from fairlead.core.flow import NO_ENDPOINTS
 from fairlead.core.policy import (
     CANDIDATES,
     Answer,
@@ -61,7 +62,6 @@ def _estimate(request: Request, fleet: FleetView, cycle: Cycle) -> Terms:
     return cost(prompt, cached, fleet, cycle.now, loading(request, fleet, cycle))
 
 
-NO_ENDPOINTS = "rejected-no-endpoints"
 #: Models remembered in `Profile._passed`. The bound is needed because clients choose the names.
 _MAX_PASSED = 1024
 

@@ -1,4 +1,4 @@
-"""The queues of waiting requests: bands and their flows, with limits, deadlines and counts.
+"""The queues of waiting requests: bands and their flows, with limits, deadlines, counts and minimum shares.
 
 Rules
 * Only `Queues` adds and removes requests. A request is in exactly one flow, once, until it is sent, cancelled or

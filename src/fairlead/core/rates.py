@@ -1,4 +1,4 @@
-"""How fast each endpoint computes, learned from the times at which first tokens come.
+"""How fast each endpoint computes, learned from the times at which first tokens come; and how far off forecasts are.
 
 Theory
 * A step of an engine takes `c0 + c_pf·new + c_attn·pairs + c_seq·B + c_kv·KV` milliseconds: B decoding sequences

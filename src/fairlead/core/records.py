@@ -1,4 +1,4 @@
-"""Records of decisions, their reasons and their outcomes. They refer to the decision's own arrays and copy nothing."""
+"""Records: decisions with their forecasts and reasons, outcomes, stalls, and what policies on trial would have done."""
 
 from typing import Any
 
@@ -82,7 +82,7 @@ Column = Any
 
 
 class Trace(Struct, gc=False):
-    """How a profile arrived at its pick. Columns are parallel to `endpoints`."""
+    """How a profile arrived at its pick. Columns are parallel to `endpoints`: the decision's own, not copied."""
 
     endpoints: tuple[str, ...] = ()
     #: (filter name, bool column: True = kept).

@@ -1,4 +1,4 @@
-"""A scheduler in another process, as a policy.
+"""A scheduler in another process as a policy, with its circuit breaker; and the canary, which gets a share.
 
 Rules
 * A request that the scheduler is asked about is parked until the answer, the deadline or the loss of the connection,

@@ -162,8 +162,8 @@ class Pipeline:
         self._build = build
         self.alternatives = alternatives
         self.peers = Peers(clock, fleet, flow_controller.flow if flow_controller is not None else None)
-        #: All requests that are here; `_orphans`: those that an endpoint which left may still answer, and until when.
-        self.requests, self._orphans = Requests(), dict[RequestEntry, float]()
+        #: All requests that are here.
+        self.requests = Requests()
         self._endings = Endings(clock, self._over)
         self._handlers: dict[type, Callable[..., list[Instruction]]] = {
             ev.RequestArrived: self._request_arrived,

@@ -1,8 +1,8 @@
 """What is known of the endpoints at one moment, taken down in 3 µs, and a fleet made of it again.
 
 Rules
-* The columns are one array (`EndpointTable.floats`), so a snapshot is one copy of it and four short ones; endpoints and
-  adapters are tuples that are made anew only when the table's version rises.
+* The columns are one array (`EndpointTable.floats`), so a snapshot is a copy of it and one of what was learned;
+  endpoints and adapters are tuples that are made anew only when the table's version rises.
 * A restored fleet is for asking policies, not for going on: it has no leases, and instead of a prefix index the column
   of what each endpoint held of the one prompt. Gauges of one's own (`Sample.extra`) are not in it.
 """

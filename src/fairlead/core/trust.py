@@ -1,5 +1,5 @@
-"""Whether an endpoint's KV events can be trusted: the cached tokens that they predict against those that the engine
-reports.
+"""Whether an endpoint's KV events can be trusted, and why not: the cached tokens that they predict against those that
+the engine reports.
 
 Rules
 * Only informative pairs count: tokens were predicted or reported, and the prediction did not depend on a prompt that

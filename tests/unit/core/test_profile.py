@@ -11,9 +11,10 @@ from fairlead.core.columns import BoolColumn, FloatColumn
 from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.errors import PluginError
 from fairlead.core.fleet import Fleet
+from fairlead.core.flow import NO_ENDPOINTS
 from fairlead.core.policy import CANDIDATES, Context, Cycle, Filter, Picked, Picker, Refused, Scorer, Stage
 from fairlead.core.prefix import ChainHasher
-from fairlead.core.profile import NO_ENDPOINTS, Profile
+from fairlead.core.profile import Profile
 from fairlead.core.request import Request
 from fairlead.plugins.filters.ability import Subset
 from fairlead.plugins.filters.availability import Health, HealthParams

@@ -1,7 +1,7 @@
 """An index whose blocks are kept by another process. It uses the answers that were fetched for each prompt beforehand.
 
 Decisions read it like any index. Prompts that this process has just sent are still kept here. The state of each
-endpoint's ranks is updated from time to time (`told`).
+endpoint's ranks is updated from time to time (`report`).
 
 Rules
 * A chain without an answer is not a miss but unknown (`knows`); then the learned index serves the request.
@@ -41,8 +41,8 @@ class AnsweredIndex(KvIndex):
 
     tells_stores = False
 
-    def __init__(self, model: str, space: KeySpace | None = None, max_leases: int = 20_000) -> None:
-        super().__init__(10_000, space, max_leases=max_leases)
+    def __init__(self, model: str, space: KeySpace | None = None) -> None:
+        super().__init__(10_000, space)
         self._model = model
         self._tenures: dict[int, int] = {}
         self._tenants = 0

@@ -1,4 +1,4 @@
-"""KV events of engines, independent of the format. `fairlead.pool.kv_events.wire` decodes into these.
+"""KV events of engines, independent of their format (`fairlead.pool.kv_events.wire`), and their effect on the index.
 
 `hashes` are 64-bit patterns as unsigned integers. Names in other documents: `block_created` = `BlocksStored`,
 `block_evicted` = `BlocksRemoved`, `block_offloaded` = `BlocksStored` without tokens and with a slower medium.

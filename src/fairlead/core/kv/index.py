@@ -46,13 +46,12 @@ class KvIndex:
         space: KeySpace | None = None,
         max_orphans: int = 50_000,
         orphan_ttl: float = 600.0,
-        max_leases: int = 20_000,
     ) -> None:
         self.max_blocks = max_blocks
         self.space: KeySpace = space or OwnSpace()
         self.blocks = BlockTable(max_blocks)
         self.orphans = Orphans(max_orphans, orphan_ttl)
-        self.speculation = Speculation(max_leases)
+        self.speculation = Speculation()
         self.matcher = Matcher(self.blocks, self.speculation)
         self._caches: dict[int, dict[int, RankCache]] = {}
         #: Blocks held, counted per (endpoint, rank, group, tier). Disowned blocks count until they are taken apart.
