@@ -1,1 +1,1 @@
-"""Request and response bytes to and from the core, one dialect per module; the metrics pages of engines."""
+"""Request and response bytes to and from the core, a module for each family of APIs; the metrics pages of engines."""

@@ -1,4 +1,4 @@
-"""The OpenAI APIs: chat, completions, responses, embeddings, token and ranking APIs."""
+"""OpenAI's APIs (chat, completions, embeddings, responses), and those of servers like it (pooling, tokens, ranking)."""
 
 from functools import lru_cache
 from operator import attrgetter

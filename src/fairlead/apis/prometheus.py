@@ -1,4 +1,4 @@
-"""The Prometheus text format: pages, families and sample lines, read no further than needed."""
+"""The metrics page of a model server (Prometheus text format) → `Sample`. Nothing is read that is not needed."""
 
 import re
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""The raw JSON bytes of a prompt: the part that stays a prefix when the prompt grows, and its size."""
+"""The raw JSON bytes of a prompt: the part that stays a prefix when the prompt grows, its size, and its media."""
 
 import re
 from collections.abc import Callable

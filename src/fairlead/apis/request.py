@@ -14,7 +14,7 @@ answer, in its own words. Measured answers of vLLM 0.32 and what is done here:
 | `model` missing; unknown fields; too large `max_tokens`  | 200         | pass |
 | unknown model                                    | 404                 | pass |
 
-The same holds for the other APIs; each has a file of its own in this folder, and docs/apis.md has the table.
+The same holds for the other APIs. Their parsers are in this folder; docs/apis.md has the table.
 """
 
 from collections.abc import Callable, Mapping

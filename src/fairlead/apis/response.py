@@ -1,4 +1,4 @@
-"""Read token counts and errors from responses, by API."""
+"""The reader of token counts and errors for a response: its choice, and the one for gRPC. JSON has `usage`."""
 
 from fairlead.apis.engine_grpc import BYTES, VARINT, Budget, Field, Malformed, walk
 from fairlead.apis.usage import MAX_TOKENS, UsageScanner

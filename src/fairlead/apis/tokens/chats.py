@@ -1,4 +1,4 @@
-"""Translate request bodies to the messages that a chat template takes."""
+"""The fields of bodies that make up the prompt, and their translation to the messages that a chat template takes."""
 
 import json
 from collections.abc import Iterator, Mapping
