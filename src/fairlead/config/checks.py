@@ -117,7 +117,9 @@ def with_page(endpoint: Endpoint, metrics: Metrics) -> Endpoint:
     engine = named_engine(endpoint.labels) or metrics.default_engine
     path = metrics.path or (TRTLLM_PATH if engine == "trtllm-serve" else "/metrics")
     host, _, port = endpoint.address.rpartition(":")
-    url = f"{metrics.scheme}://{host}:{endpoint.labels.get('metricsPort') or metrics.port or port}{path}"
+    label = endpoint.labels.get("metricsPort", "")
+    own = label if label.isdecimal() and label.isascii() and 0 < int(label[:6]) < 65536 else ""
+    url = f"{metrics.scheme}://{host}:{own or metrics.port or port}{path}"
     return endpoint if endpoint.metrics_url or url == endpoint.scrape_url else replace(endpoint, metrics_url=url)
 
 

@@ -47,6 +47,8 @@ TRTLLM = {"llm-d.ai/engine-type": "trtllm-serve"}
         ("{}", {}, "http://[::1]:80/metrics"),
         ("{scheme: https, path: /m, port: 9}", {}, "https://[::1]:9/m"),
         ("{port: 9}", {"metricsPort": "8002"}, "http://[::1]:8002/metrics"),
+        ("{port: 9}", {"metricsPort": "none"}, "http://[::1]:9/metrics"),
+        ("{port: 9}", {"metricsPort": "80020"}, "http://[::1]:9/metrics"),
         ("{}", TRTLLM, "http://[::1]:80/prometheus/metrics"),
         ("{defaultEngine: trtllm-serve}", {}, "http://[::1]:80/prometheus/metrics"),
         ("{path: /m}", TRTLLM, "http://[::1]:80/m"),
