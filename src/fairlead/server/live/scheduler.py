@@ -1,8 +1,9 @@
 """One running scheduler, of one pool or several: its start, its changes, its end.
 
 The parts start in this order: pools (scraper, endpoints), admin page, KEDA's scaler, the configuration's file, ext_proc
-port. On SIGTERM or SIGINT readiness goes off first, then file, scaler and admin page stop, running streams finish, and
-the pools stop. The embedded gateway is not part of this: it must outlive a scheduler that dies, see `embedded`.
+port. On SIGTERM or SIGINT readiness goes off first, then running streams finish while the admin page still tells of
+them, then the rest stops, the pools last. The embedded gateway is not part of this: it must outlive a scheduler that
+dies, see `embedded`.
 """
 
 import asyncio
@@ -146,7 +147,6 @@ class Live:
         self._watch_troubles(budget)
         max_body = config.parsing.max_body_bytes
         server = Server(config.ext_proc.transport, serving.host, self.health, tls, max_body, budget)
-        stack.push_async_callback(self._finish, server)
         log_port = config.als.port if config.als.enabled and not config.kubernetes.namespaces else 0
         await self._start_admin(stack)
         if config.autoscaling.port:
@@ -157,6 +157,8 @@ class Live:
             file = ConfigFile(config.source, self._changed, serving.refuse, flags=config.flags)
             stack.push_async_callback(file.close)
             file.start()
+        # The last that starts, the first that ends: the admin port tells of requests that still run.
+        stack.push_async_callback(self._finish, server)
         if _ENDPOINTS in self._unready:  # Envoy asks whoever listens until its next health check
             await until_set(self._ending.asked, self._endpoints_known.wait())
         await server.start(config.ext_proc.host, config.ext_proc.port, config.ext_proc.health_port, log_port)

@@ -10,8 +10,10 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+from aiohttp import ClientSession
 from msgspec.structs import replace
 
 from fairlead.compat.load import load
@@ -28,8 +30,13 @@ endpoints: ['127.0.0.1:1']
 """
 
 
+class Busy(NamedTuple):
+    live: Live
+    run: asyncio.Task[None]
+
+
 @pytest.fixture
-async def busy(tmp_path: Path) -> AsyncIterator[asyncio.Task[None]]:
+async def busy(tmp_path: Path) -> AsyncIterator[Busy]:
     """A scheduler with a request in flight that never ends."""
     collector, file = gc.get_threshold(), tmp_path / "f.yaml"
     file.write_text(FILE)
@@ -40,7 +47,7 @@ async def busy(tmp_path: Path) -> AsyncIterator[asyncio.Task[None]]:
             await asyncio.sleep(0.01)
     live.driver.feed(RequestArrived(replace(request(model="m"), id=1, arrived=0.0)))
     assert live.serving.leases == 1
-    yield run
+    yield Busy(live, run)
     if not run.done():
         run.cancel()
     # `Live` tunes the collector for a process of its own.
@@ -65,20 +72,20 @@ async def test_a_taken_port_is_no_wrong_configuration(tmp_path: Path, setting: s
     assert f"$.{setting}" in done.stderr and "cannot listen on 127.0.0.1" in done.stderr
 
 
-async def test_a_second_signal_ends_requests_in_flight(
-    busy: asyncio.Task[None], caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_second_signal_ends_requests_in_flight(busy: Busy, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "fairlead"):
         os.kill(os.getpid(), signal.SIGTERM)
         async with asyncio.timeout(20):
             while "stopping; a second signal cuts off requests in flight" not in caplog.text:
                 await asyncio.sleep(0.01)
-            assert not busy.done()
+            assert not busy.run.done()
+            async with ClientSession() as client, client.get(f"http://127.0.0.1:{busy.live.admin.port}/readyz") as page:
+                assert (page.status, "shutting down" in await page.text()) == (503, True), "it tells until the end"
             os.kill(os.getpid(), signal.SIGTERM)
-            await busy
+            await busy.run
 
 
-async def test_a_hangup_ends_nothing(busy: asyncio.Task[None], caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_hangup_ends_nothing(busy: Busy, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "fairlead"):
         os.kill(os.getpid(), signal.SIGHUP)
         async with asyncio.timeout(20):
@@ -87,4 +94,4 @@ async def test_a_hangup_ends_nothing(busy: asyncio.Task[None], caplog: pytest.Lo
             os.kill(os.getpid(), signal.SIGTERM)
             while "stopping;" not in caplog.text:
                 await asyncio.sleep(0.01)
-    assert not busy.done()
+    assert not busy.run.done()
