@@ -68,7 +68,8 @@ def merged(findings: Iterable[Finding]) -> list[Finding]:
     for finding in findings:
         key = finding.code, finding.what, finding.fix
         known = groups.get(key)
-        groups[key] = finding if known is None else structs.replace(known, where=(*known.where, *finding.where))
+        places = dict.fromkeys((*known.where, *finding.where)) if known is not None else finding.where
+        groups[key] = structs.replace(known or finding, where=tuple(places))
     return sorted(groups.values(), key=lambda finding: -finding.severity)
 
 

@@ -33,7 +33,8 @@ async def examined(*checks: Check) -> tuple[Examination, list[Outcome]]:
 
 
 def test_what_is_the_same_at_several_places_is_told_once() -> None:
-    found = merged([SLOW.at("e0", "3 s"), DEAD.at("e1"), SLOW.at("e2", "4 s"), SLOW.at("e3", "5 s", "buy a new one")])
+    slow = [SLOW.at("e0", "3 s"), SLOW.at("e2", "4 s"), SLOW.at("e0", "6 s")]
+    found = merged([*slow, DEAD.at("e1"), SLOW.at("e3", "5 s", "buy a new one")])
     assert [(one.code, one.where) for one in found] == [
         ("b.dead", ("e1",)), ("a.slow", ("e0", "e2")), ("a.slow", ("e3",)),
     ]  # fmt: skip

@@ -62,6 +62,8 @@ class Knowledge:
     async def start(self, stack: contextlib.AsyncExitStack) -> None:
         """Raises `ConfigError` if something that is configured cannot be used."""
         await self.prompts.start()
+        for model, reason in self.prompts.unusable.items():
+            log.warning("a tokeniser cannot be used; prompts of its models are not read", model=model, reason=reason)
         if self.exact is not None and not self.prompts.configured:
             log.warning("KV events serve only requests that carry token ids: no model has a tokeniser under tokens:")
         stack.push_async_callback(self.prompts.close)
@@ -118,6 +120,10 @@ class Knowledge:
                 for slot, name in self._endpoints()
             }
         return content
+
+    def trouble(self) -> str:
+        """Which tokenisers cannot be used, and why; empty = all can."""
+        return "; ".join(f"no tokeniser of {model}: {reason}" for model, reason in self.prompts.unusable.items())
 
     def _suspect(self, finding: Finding) -> None:
         if self.exact is not None:

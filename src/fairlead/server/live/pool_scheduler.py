@@ -149,6 +149,8 @@ class PoolScheduler:
         if state is not None:
             troubles.watch("state", lambda: state.problem)
         kv = self.core.kv
+        if kv is not None:
+            troubles.watch("tokens", kv.trouble)
         if isinstance(kv, KvListening):
             troubles.watch("kv-snapshot", kv.unsaved)
         if self.core.replicas is not None:

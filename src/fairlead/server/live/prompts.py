@@ -46,6 +46,8 @@ class PromptReading:
         self.reading: set[Reading] = set()
         #: How many prompts were not turned into ids, by reason.
         self.without: dict[str, int] = {}
+        #: Why a model's tokeniser cannot be used, by its name in the configuration.
+        self.unusable: dict[str, str] = {}
         #: Whether any model's texts can be tokenised.
         self.configured = bool(settings.models)
         self._settings = settings
@@ -61,6 +63,8 @@ class PromptReading:
         """Load the tokenisers: takes seconds for each large vocabulary."""
         loop = asyncio.get_running_loop()
         self.tokeniser = await asyncio.to_thread(load_tokeniser, self._settings)
+        models = {name: model for name, model in self.tokeniser.states().items() if name not in self._asked}
+        self.unusable = {name: model.state for name, model in models.items() if model.tokeniser is None}
         if self._asked and self._exact is not None:
             self._render = RenderClient(self._settings.engine_timeout, loop.time)
 

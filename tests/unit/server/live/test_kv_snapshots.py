@@ -149,6 +149,20 @@ async def test_prompts_are_counted_without_events() -> None:
     await reading.close()
 
 
+async def test_a_tokeniser_that_cannot_be_used_is_a_restriction_and_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1")
+    models = f"{{a: {{modelPath: /nowhere}}, b: {{modelPath: '{tmp_path}'}}, c: {{render: engine}}}}"
+    pool = PoolScheduler(load(f"endpoints: ['127.0.0.1:1']\ntokens: {{models: {models}}}\n"), None)
+    async with AsyncExitStack() as stack:
+        await pool.start(stack)
+        trouble = pool.troubles.look()["tokens"]
+    assert trouble.startswith("no tokeniser of a: none (cannot read /nowhere")
+    assert "; no tokeniser of b: none (" in trouble and "of c" not in trouble
+    assert sum("a tokeniser cannot be used" in record.getMessage() for record in caplog.records) == 2
+
+
 async def test_a_snapshot_that_cannot_be_written_is_a_restriction(tmp_path: Path) -> None:
     path = tmp_path / "missing" / "index.kv"
     events = f"kvEvents: {{enabled: true, port: 1, snapshot: '{path}', snapshotInterval: 10ms}}"
