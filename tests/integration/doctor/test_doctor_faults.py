@@ -124,14 +124,16 @@ async def test_a_wrong_engine_is_named_with_the_right_one(world: Any, pool_of: L
 
 
 async def test_the_page_of_trtllm_serve_is_named(world: Any, pool_of: Listed) -> None:
-    endpoints = pool_of(await world.stubs(1, engine_type="trtllm-serve"), **{"llm-d.ai/engine-type": "trtllm-serve"})
+    endpoints = pool_of(await world.stubs(1, engine_type="trtllm-serve"))
     url = f"http://{endpoints[0]['address']}/prometheus/metrics"
     (finding,) = (await world.examined({"endpoints": endpoints})).findings
     assert (finding.code, finding.evidence) == (
         "metrics.engine",
-        "it is read for trtllm-serve; it is one of no known engine",
+        "it is read for vllm; it is one of no known engine",
     )
     assert finding.fix == f"set metricsUrl: {url}, and the label llm-d.ai/engine-type: trtllm-serve"
+    endpoints[0]["labels"]["llm-d.ai/engine-type"] = "trtllm-serve"
+    assert (await world.examined({"endpoints": endpoints})).findings == (), "the label alone says where the page is"
 
 
 async def test_an_engine_that_nobody_knows_is_named(world: Any, pool_of: Listed) -> None:
