@@ -81,7 +81,7 @@ class Fleet:
         #: Endpoints whose cache was found empty since the last look at this.
         self.cold: list[str] = []
         #: The last that were answered completely.
-        self._answered = deque[Lease](maxlen=ANSWERED)
+        self._answered = deque[tuple[float, Lease]](maxlen=ANSWERED)
         #: By slot: until when it is avoided on the word of others, and for own reasons.
         self._avoided: dict[int, list[float]] = {}
 
@@ -456,7 +456,7 @@ class Fleet:
 
         Of several sequences the longest ends last: how many steps that were is known if all were cut by the limit.
         """
-        self._answered.append(lease)
+        self._answered.append((now, lease))
         output = completion_tokens if completion_tokens >= 0 else 2 * lease.growth_tokens
         if lease.sequences > 1:
             limit = lease.request.max_tokens
@@ -507,8 +507,8 @@ class Fleet:
         before = min(lease.hit_tokens, lease.hit_at_most)
         token_bytes = max(request.prompt_bytes, ends[-1]) / max(request.prompt_tokens, 1)
         depth = bisect_right(ends, (before + 1) * token_bytes)
-        for done in self._answered:
-            if (done.prefill or done).endpoint_id == there.endpoint_id:
+        for ended, done in self._answered:
+            if ended >= there.charged_at and (done.prefill or done).endpoint_id == there.endpoint_id:
                 depth = _shared(hashes, done.request.prefix.hashes, depth)
         for beside in self.ledger.of_slot(there.slot):
             alone = depth

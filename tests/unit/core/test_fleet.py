@@ -297,12 +297,12 @@ def test_what_a_refused_prompt_added_is_taken_back() -> None:
     fleet = fleet_of(1)
     hasher, text = ChainHasher(), b"x" * 8192
 
-    def sent(number: int, size: int, hit: int, recomputed: bool = False) -> Lease:
+    def sent(number: int, size: int, hit: int, recomputed: bool = False, at: float = 0.0) -> Lease:
         prefix = hasher.chain(b"m", text[:size])
         prompt = Request(
             id=number, arrived=0.0, prompt_tokens=size // 4, prompt_bytes=size, prefix=prefix, recomputed=recomputed
         )  # fmt: skip
-        return fleet.charge(prompt, 0, 0.0, hit, 0.0)
+        return fleet.charge(prompt, 0, at, hit, 0.0)
 
     def refused(lease: Lease) -> float:
         fleet.ledger.release(lease)
@@ -323,6 +323,8 @@ def test_what_a_refused_prompt_added_is_taken_back() -> None:
     fleet.ledger.release(second)
     fleet.completed(second, 0.5, 9)
     assert refused(first) == 4096, "another one was answered meanwhile, before the gateway said so of the first"
+    fleet.prefix.take_back(0, hasher.chain(b"m", text).hashes)
+    assert refused(sent(10, 4096, 0, at=1.0)) == 0.0, "that answer was pushed out before"
     fleet.down("e0")
     fleet.up(Endpoint("e0", "10.0.0.0:8000"))
     assert refused(sent(9, 4096, 0)) == 0.0, "that was in the memory of the one before"
