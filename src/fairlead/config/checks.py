@@ -31,7 +31,7 @@ from fairlead.config.schema import (
     Settings,
     Tokens,
 )
-from fairlead.core.endpoint import MAX_PORTS, PREFILL_ONLY, ROLE_LABEL, ROLES, Endpoint
+from fairlead.core.endpoint import MAX_PORTS, PREFILL_ONLY, ROLE_LABEL, ROLES, STAGES, Endpoint, host_port
 from fairlead.core.errors import ConfigError
 from fairlead.plugins.params import camel
 
@@ -114,12 +114,15 @@ def engine_table(metrics: Metrics) -> dict[str, EngineMetrics]:
 
 def with_page(endpoint: Endpoint, metrics: Metrics) -> Endpoint:
     """The endpoint with the address of its metrics page, if it names none and has it at an unusual place."""
-    engine = named_engine(endpoint.labels) or metrics.default_engine
+    labels, engine = endpoint.labels, named_engine(endpoint.labels)
+    if engine not in ENGINES and engine not in metrics.engines:
+        engine = metrics.default_engine
     path = metrics.path or (TRTLLM_PATH if engine == "trtllm-serve" else "/metrics")
     host, _, port = endpoint.address.rpartition(":")
-    label = endpoint.labels.get("metricsPort", "")
+    label = labels.get("metricsPort", "")
     own = label if label.isdecimal() and label.isascii() and 0 < int(label[:6]) < 65536 else ""
-    url = f"{metrics.scheme}://{host}:{own or metrics.port or port}{path}"
+    where = host_port(labels.get("metricsAddress") or host.strip("[]"), int(own or metrics.port or port))
+    url = f"{metrics.scheme}://{where}{path}"
     return endpoint if endpoint.metrics_url or url == endpoint.scrape_url else replace(endpoint, metrics_url=url)
 
 
@@ -206,10 +209,10 @@ def note_pool(
     if not entries:
         return
     if policy.plugin is not None and policy.plugin.type == SPLITTING:
-        if not roles & PREFILL_ONLY:
-            note(f"no request is split: no endpoint has the label {ROLE_LABEL}: prefill")
-        elif roles <= PREFILL_ONLY:
+        if not roles & STAGES["decode"]:
             note(f"every request is refused: no endpoint decodes ({ROLE_LABEL}: decode)")
+        elif not roles & PREFILL_ONLY:
+            note(f"no request is split: no endpoint has the label {ROLE_LABEL}: prefill")
     k = policy.picker.parameters.k if policy.picker is not None and policy.picker.type == "top-k" else 0
     if 1 < len(entries) <= k:
         note(

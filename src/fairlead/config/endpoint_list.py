@@ -134,7 +134,7 @@ def _listed(entry: _Entry, endpoint_id: str) -> Listed:
     address, literal = _host(entry, host)
     port = _port(entry, behind)
     labels = _labels(entry)
-    url = _metrics_url(entry, labels, address, port)
+    url = _metrics_url(entry, labels)
     where = host_port(address, port)
     return Listed(Endpoint(endpoint_id or where, where, labels, url), address, port, literal)
 
@@ -201,21 +201,19 @@ def _labels(entry: _Entry) -> dict[str, str]:
     return labels
 
 
-def _metrics_url(entry: _Entry, labels: Mapping[str, str], host: str, port: int) -> str:
-    """The URL of the metrics page, if it is not the default one."""
+def _metrics_url(entry: _Entry, labels: Mapping[str, str]) -> str:
+    """The URL of the metrics page; empty = `config.checks.with_page` says it."""
     key = "metrics_url" if "metrics_url" in entry.fields else "metricsUrl"
     url = entry.text(key)
     if url:
         if not url.startswith(("http://", "https://")):
             raise entry.wrong(key, f"{url[:80]!r} is neither http nor https")
         return url
-    other_host, other_port = labels.get("metricsAddress"), labels.get("metricsPort")
-    if not other_host and not other_port:
-        return ""
+    other_port = labels.get("metricsPort")
     if other_port and not (_DIGITS.fullmatch(other_port) and 1 <= int(other_port) <= 65535):
         place = (*entry.place_of("labels"), "metricsPort")
         raise WrongEntry(f"{other_port[:80]!r} is not a port", entry.line("labels"), place)
-    return f"http://{host_port(other_host or host, int(other_port or port))}/metrics"
+    return ""
 
 
 class Listing(Struct, frozen=True):

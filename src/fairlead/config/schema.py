@@ -280,14 +280,20 @@ class Metrics(Section):
         " address.",
     )
     tls: ScrapeTls = Field(default_factory=ScrapeTls.model_construct)
-    scheme: Literal["http", "https"] = Field(default="http", description="Of pages of endpoints without `metricsUrl`.")
+    scheme: Literal["http", "https"] = Field(
+        default="http",
+        description="Of pages of endpoints without `metricsUrl`. They are read by IP address: where certificates"
+        " are for names, use `metricsUrl`.",
+    )
     path: str = Field(
         default="",
         pattern="^(/[^ ]*)?$",
         description="Their path. Empty = `/metrics`, of the engine `trtllm-serve` `/prometheus/metrics`.",
     )
     port: Port = Field(
-        default=0, description="Their port; 0 = that of requests. A pod's label `metricsPort` counts before it."
+        default=0,
+        description="Their port; 0 = that of requests. An endpoint's labels `metricsPort` and `metricsAddress` count"
+        " before it.",
     )
     default_engine: Name = Field(
         default="vllm",

@@ -261,17 +261,16 @@ class Site:
         self.endpoints = [with_page(endpoint, self.config.metrics) for endpoint in listed_there]
 
     async def _resolved(self, entry: Listed) -> Endpoint | None:
-        endpoint = with_page(entry.endpoint, self.config.metrics)
         if entry.literal:
-            return endpoint
+            return with_page(entry.endpoint, self.config.metrics)
         try:
             async with asyncio.timeout(5.0):
                 address = preferred(await resolve_host(entry.host, entry.port))
         except (OSError, TimeoutError, IndexError, UnicodeError) as error:
             said = error.strerror if isinstance(error, OSError) else ""
-            self.nameless[endpoint.id] = f"{entry.host}: {said or error or 'no address'}"
+            self.nameless[entry.endpoint.id] = f"{entry.host}: {said or error or 'no address'}"
             return None
-        return structs.replace(endpoint, address=host_port(address, entry.port), metrics_url=endpoint.scrape_url)
+        return with_page(entry.resolved(address), self.config.metrics)
 
     def engine(self, endpoint: Endpoint) -> str:
         """The name of the engine that the endpoint's metrics page is read for."""

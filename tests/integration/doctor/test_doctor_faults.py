@@ -131,7 +131,7 @@ async def test_the_page_of_trtllm_serve_is_named(world: Any, pool_of: Listed) ->
         "metrics.engine",
         "it is read for vllm; it is one of no known engine",
     )
-    assert finding.fix == f"set metricsUrl: {url}, and the label llm-d.ai/engine-type: trtllm-serve"
+    assert finding.fix.startswith(f"set the label llm-d.ai/engine-type: trtllm-serve; its page is {url}")
     endpoints[0]["labels"]["llm-d.ai/engine-type"] = "trtllm-serve"
     assert (await world.examined({"endpoints": endpoints})).findings == (), "the label alone says where the page is"
 

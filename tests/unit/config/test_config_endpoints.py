@@ -52,6 +52,11 @@ NEAR = "endpoints: ['127.0.0.1:8000', 'localhost:8000']\n"
             "policy: prefill-decode\nendpoints: [{address: 127.0.0.1, port: 1, labels: {llm-d.ai/role: prefill}}]",
             ["every request is refused: no endpoint decodes"],
         ),
+        (
+            "policy: prefill-decode\nendpoints:\n- {address: 127.0.0.1, port: 1, labels: {llm-d.ai/role: prefill}}\n"
+            "- {address: 127.0.0.1, port: 2, labels: {llm-d.ai/role: encode}}",
+            ["every request is refused: no endpoint decodes"],
+        ),
     ],
 )
 def test_what_is_allowed_and_hardly_meant_is_noted(text: str, noted: list[str]) -> None:

@@ -53,7 +53,7 @@ def test_a_good_file() -> None:
         Endpoint("prod/vllm-1", "[fd00::1]:8000"),
         Endpoint("default/vllm-2", "[fd00::2]:8000"),
         Endpoint("default/vllm-3", "model-server.example:443", metrics_url="https://model-server.example:9400/m"),
-        Endpoint("default/vllm-4", "10.0.0.4:1", {"metricsPort": "9100"}, "http://10.0.0.4:9100/metrics"),
+        Endpoint("default/vllm-4", "10.0.0.4:1", {"metricsPort": "9100"}),
     ]
     assert [one.literal for one in read.entries] == [True, True, True, False, True]
 

@@ -107,8 +107,8 @@ UNVERIFIED = Kind(
 )  # fmt: skip
 TOKEN = Kind(
     "exposure.token", Severity.ERROR, "a bearer token is sent without TLS",
-    "set admin.tls for admin.tokenFile; for metrics.tokenFile write https:// in metricsUrl; or remove the "
-    "token", _REACHABLE,
+    "set admin.tls for admin.tokenFile; for metrics.tokenFile write https:// in metricsUrl or set metrics.scheme; or "
+    "remove the token", _REACHABLE,
 )  # fmt: skip
 SECRETS = Kind(
     "exposure.secrets", Severity.WARNING, "every user of this machine can read a secret",

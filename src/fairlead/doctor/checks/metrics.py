@@ -22,12 +22,12 @@ _CLOSE = 0.8
 
 UNREACHABLE = Kind(
     "metrics.unreachable", Severity.ERROR, "an endpoint's metrics page cannot be reached",
-    "correct metricsUrl, or the labels metricsAddress and metricsPort; without the page only our own requests "
-    "count", _UNEVEN,
+    "correct metricsUrl, the label metricsPort, or metrics.scheme, path and port; without the page only our own "
+    "requests count", _UNEVEN,
 )  # fmt: skip
 REFUSED = Kind(
     "metrics.refused", Severity.ERROR, "an endpoint refuses to serve its metrics page",
-    "401 or 403: set metrics.tokenFile to a token with access; 404: correct metricsUrl", _UNEVEN,
+    "401 or 403: set metrics.tokenFile to a token with access; 404: correct metricsUrl or metrics.path", _UNEVEN,
 )  # fmt: skip
 ENGINE = Kind(
     "metrics.engine", Severity.ERROR, "the metrics page is not one of the configured engine",
@@ -107,7 +107,8 @@ async def _unfit(site: Site, endpoint: Endpoint, page: bytes) -> list[Finding]:
         return [ENGINE.at(endpoint.id, evidence + fits, f"label the endpoint with {ENGINE_LABELS[0]}: {fits}")]
     answer = await tried(site.client.scrape(urljoin(endpoint.scrape_url, TRTLLM_PATH)))
     fits = _fits(site, answer.body) if isinstance(answer, Answer) and answer.status == 200 else ""
-    fix = f"set metricsUrl: {urljoin(endpoint.scrape_url, TRTLLM_PATH)}, and the label {ENGINE_LABELS[0]}: {fits}"
+    there = urljoin(endpoint.scrape_url, TRTLLM_PATH)
+    fix = f"set the label {ENGINE_LABELS[0]}: {fits}; its page is {there}, unless metricsUrl or metrics.path differ"
     return [ENGINE.at(endpoint.id, f"{evidence}no known engine", fix if fits else "")]
 
 

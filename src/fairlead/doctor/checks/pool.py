@@ -270,12 +270,12 @@ FILES = Kind(
 )  # fmt: skip
 PLAIN_URL = Kind(
     "tls.http-to-https", Severity.ERROR, "a metrics URL says http, but the server speaks TLS",
-    "write https:// in metricsUrl (the label metricsPort alone means http), and set metrics.tls.caFile if the "
-    "certificate is not a public one",
+    "write https:// in metricsUrl, or set metrics.scheme: https for all; set metrics.tls.caFile if the certificate is "
+    "not a public one",
 )  # fmt: skip
 SECURE_URL = Kind(
     "tls.https-to-http", Severity.ERROR, "a metrics URL says https, but the server speaks plain HTTP",
-    "write http:// in metricsUrl, or serve the page with TLS",
+    "write http:// in metricsUrl, leave metrics.scheme out, or serve the page with TLS",
 )  # fmt: skip
 UNTRUSTED = Kind(
     "tls.untrusted", Severity.ERROR, "the certificate of a metrics page is not accepted",
