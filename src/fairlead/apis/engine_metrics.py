@@ -125,7 +125,7 @@ def unknown_engine(labels: Mapping[str, str], known: Container[str]) -> str:
     return "" if engine in known else engine
 
 
-def engine_of(labels: Mapping[str, str], engines: Mapping[str, EngineMetrics], default: str = DEFAULT_ENGINE) -> str:
+def engine_of(labels: Mapping[str, str], engines: Container[str], default: str = DEFAULT_ENGINE) -> str:
     """The engine that an endpoint's labels name; `default` if they name none, or an engine that is not in the table."""
     engine = named_engine(labels)
     return engine if engine in engines else default

@@ -12,12 +12,12 @@ from fairlead.apis.engine_metrics import (
     ENGINES,
     TRTLLM_PATH,
     EngineMetrics,
-    named_engine,
+    engine_of,
     parse_spec,
     unknown_engine,
 )
 from fairlead.config.builtins import SPLITTING
-from fairlead.config.endpoint_list import Listed
+from fairlead.config.endpoint_list import Listed, port_number
 from fairlead.config.problems import Place, Report, shorten
 from fairlead.config.schema import (
     RELATIVE,
@@ -114,14 +114,12 @@ def engine_table(metrics: Metrics) -> dict[str, EngineMetrics]:
 
 def with_page(endpoint: Endpoint, metrics: Metrics) -> Endpoint:
     """The endpoint with the address of its metrics page, if it names none and has it at an unusual place."""
-    labels, engine = endpoint.labels, named_engine(endpoint.labels)
-    if engine not in ENGINES and engine not in metrics.engines:
-        engine = metrics.default_engine
+    labels = endpoint.labels
+    engine = engine_of(labels, {*ENGINES, *metrics.engines}, metrics.default_engine)
     path = metrics.path or (TRTLLM_PATH if engine == "trtllm-serve" else "/metrics")
     host, _, port = endpoint.address.rpartition(":")
-    label = labels.get("metricsPort", "")
-    own = label if label.isdecimal() and label.isascii() and 0 < int(label[:6]) < 65536 else ""
-    where = host_port(labels.get("metricsAddress") or host.strip("[]"), int(own or metrics.port or port))
+    own = port_number(labels.get("metricsPort", "")) or metrics.port or int(port)
+    where = host_port(labels.get("metricsAddress") or host.strip("[]"), own)
     url = f"{metrics.scheme}://{where}{path}"
     return endpoint if endpoint.metrics_url or url == endpoint.scrape_url else replace(endpoint, metrics_url=url)
 

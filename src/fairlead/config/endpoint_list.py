@@ -179,10 +179,16 @@ def _port(entry: _Entry, behind: str | None) -> int:
     if behind is None and not entry.has("port"):
         raise entry.missing("port", "write it behind the address: 10.0.0.1:8000")
     text = entry.text("port") if behind is None else behind
-    port = int(text) if _DIGITS.fullmatch(text) else 0
-    if not 1 <= port <= 65535:
+    port = port_number(text)
+    if not port:
         raise entry.wrong("port" if behind is None else "address", f"{text[:80]!r} is not a port (1 to 65535)")
     return port
+
+
+def port_number(text: str) -> int:
+    """The port, 1 to 65535; 0 = the text is none."""
+    port = int(text) if _DIGITS.fullmatch(text) else 0
+    return port if port <= 65535 else 0
 
 
 def _labels(entry: _Entry) -> dict[str, str]:
@@ -210,7 +216,7 @@ def _metrics_url(entry: _Entry, labels: Mapping[str, str]) -> str:
             raise entry.wrong(key, f"{url[:80]!r} is neither http nor https")
         return url
     other_port = labels.get("metricsPort")
-    if other_port and not (_DIGITS.fullmatch(other_port) and 1 <= int(other_port) <= 65535):
+    if other_port and not port_number(other_port):
         place = (*entry.place_of("labels"), "metricsPort")
         raise WrongEntry(f"{other_port[:80]!r} is not a port", entry.line("labels"), place)
     return ""

@@ -49,6 +49,7 @@ TRTLLM = {"llm-d.ai/engine-type": "trtllm-serve"}
         ("{port: 9}", {"metricsPort": "8002"}, "http://[::1]:8002/metrics"),
         ("{port: 9}", {"metricsPort": "none"}, "http://[::1]:9/metrics"),
         ("{port: 9}", {"metricsPort": "80020"}, "http://[::1]:9/metrics"),
+        ("{port: 9}", {"metricsPort": "0080020"}, "http://[::1]:9/metrics"),
         ("{}", {"metricsAddress": "10.0.0.2", "metricsPort": "9"}, "http://10.0.0.2:9/metrics"),
         ("{scheme: https, path: /m}", {"metricsPort": "9"}, "https://[::1]:9/m"),
         ("{}", TRTLLM, "http://[::1]:80/prometheus/metrics"),
