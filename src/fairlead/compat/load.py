@@ -24,7 +24,7 @@ from fairlead.compat.locate import (
 from fairlead.config import yaml
 from fairlead.config.builtins import SPLITTING
 from fairlead.config.check import read
-from fairlead.config.checks import asked_elsewhere, note_pool, note_unknown_engines, resolve
+from fairlead.config.checks import asked_elsewhere, note_missing_files, note_pool, note_unknown_engines, resolve
 from fairlead.config.endpoint_list import parse_endpoints_text, read_endpoints
 from fairlead.config.plugin_reader import (
     EXTRA_KEYS,
@@ -185,6 +185,7 @@ class _Assembly(Struct, eq=False):
             beside = (*sources, *parsers, *(flow_control.plugins() if flow_control else ()))
             self._check_made(*(policy.plugins() if policy else ()), *beside)
             self._check_endpoints_file(endpoints.file, settings, policy)
+            note_missing_files(settings, self.report)
         if policy is None or self.report.problems:
             return None
         if self.root.get(POOLS) and not settings.kubernetes.namespaces:

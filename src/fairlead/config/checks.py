@@ -20,6 +20,7 @@ from fairlead.config.builtins import SPLITTING
 from fairlead.config.endpoint_list import Listed, port_number
 from fairlead.config.problems import Place, Report, shorten
 from fairlead.config.schema import (
+    CHECKED_ELSEWHERE,
     RELATIVE,
     EngineNames,
     Gateway,
@@ -84,6 +85,20 @@ def located(section: Section, base: Path) -> Any:
     return section.model_copy(update=changes)
 
 
+def note_missing_files(section: Section, report: Report, place: Place = ()) -> None:
+    """Note the files to be read that this machine does not have."""
+    for name, value in section:
+        field = type(section).model_fields[name]
+        here = (*place, field.alias or name)
+        nested = value if isinstance(value, dict) else {}
+        for key, item in [(here, value), *(((*here, key), item) for key, item in nested.items())]:
+            if isinstance(item, Section):
+                note_missing_files(item, report, key)
+        to_read = RELATIVE in field.metadata and CHECKED_ELSEWHERE not in field.metadata
+        if to_read and value and not Path(value).exists():
+            report.note(here, f"there is no {value} on this machine")
+
+
 def _check_ports(settings: Settings, report: Report) -> None:
     """Check that no two listeners have the same port."""
     gateway, ext_proc, als = settings.gateway, settings.ext_proc, settings.als
@@ -91,7 +106,9 @@ def _check_ports(settings: Settings, report: Report) -> None:
     if gateway.mode == "embedded":
         wanted += [(("gateway", "port"), gateway.port), (("gateway", "adminPort"), gateway.admin_port)]
     wanted += [(("extProc", "port"), ext_proc.port), (("extProc", "healthPort"), ext_proc.health_port)]
-    wanted.append((("admin", "port"), settings.admin.port))
+    admin = settings.admin
+    wanted += [(("admin", "port"), admin.port), (("admin", "metricsPort"), admin.metrics_port)]
+    wanted.append((("autoscaling", "port"), settings.autoscaling.port))
     if als.enabled and als.port != ext_proc.port:
         wanted.append((("als", "port"), als.port))
     taken: dict[int, str] = {}

@@ -42,6 +42,8 @@ class Relative:
 
 RELATIVE = Relative()
 RelativePath = Annotated[str, RELATIVE]
+#: Also marks it: the file is written, or opened by a check of its own.
+CHECKED_ELSEWHERE = "checked elsewhere"
 
 
 # ---- gateway and ports ----
@@ -50,7 +52,7 @@ RelativePath = Annotated[str, RELATIVE]
 class ApiKeys(Section):
     """Clients must send an API key, which determines their tenant."""
 
-    file: Annotated[str, Field(min_length=1), RELATIVE] = Field(
+    file: Annotated[str, Field(min_length=1), RELATIVE, CHECKED_ELSEWHERE] = Field(
         description="One line per key, made by `fairlead key`: its SHA-256, a tenant and optionally an expiry date. "
         "Followed while running."
     )
@@ -420,7 +422,9 @@ class KvEvents(Section):
         "believed.",
     )
     curve: KvCurve | None = Field(default=None, description="Encrypt and authenticate by CurveZMQ.")
-    snapshot: RelativePath = Field(default="", description="File that keeps the index over restarts; empty = none.")
+    snapshot: Annotated[str, RELATIVE, CHECKED_ELSEWHERE] = Field(
+        default="", description="File that keeps the index over restarts; empty = none."
+    )
     snapshot_interval: PositiveSeconds = Field(default=60.0, description="How often it is written.")
     max_blocks: int = Field(
         default=4_000_000, ge=10_000, le=200_000_000, description="Block copies to remember, at about 50 bytes each."
@@ -524,7 +528,7 @@ class Models(Section):
     list: tuple[ModelEntry, ...] = Field(
         default=(), description="Names that clients ask for. They count before those of manifests."
     )
-    file: RelativePath = Field(
+    file: Annotated[str, RELATIVE, CHECKED_ELSEWHERE] = Field(
         default="",
         description="A file of manifests (InferenceModel, InferenceObjective, InferenceModelRewrite), or a directory "
         "of `.yaml`, `.yml` and `.json` files, relative to the configuration.",

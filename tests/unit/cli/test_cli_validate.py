@@ -43,6 +43,21 @@ def test_every_problem_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[
     ]
 
 
+def test_files_that_are_not_here_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, there = tmp_path / "f.yaml", tmp_path / "there"
+    there.mkdir()
+    file.write_text(
+        "endpoints: ['10.0.0.1:1']\ntokens:\n  models:\n    m: {modelPath: there, tokenizerFile: gone.json}\n"
+        "kvEvents: {port: 5557, snapshot: later.bin}\n"
+    )
+    assert validate(file) == 0
+    *notes, _ = capsys.readouterr().out.splitlines()
+    gone = f"there is no {tmp_path / 'gone.json'} on this machine"
+    assert [note for note in notes if "there is no" in note] == [
+        f"note: {file}:4: $.tokens.models.m.tokenizerFile: {gone}"
+    ]
+
+
 def test_one_of_a_kind_is_counted_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "f.yaml"
     file.write_text(

@@ -220,6 +220,8 @@ BAD: list[tuple[str, list[tuple[str, int, str, str]]]] = [
     (ONE + "gateway: {port: '80'}", [("$.gateway.port", 2, "expected an integer, got '80'", "")]),
     (ONE + "gateway: {port: 9002}", [("$.extProc.port", 0, "taken by gateway.port", "")]),
     (ONE + "extProc: {port: 9090}", [("$.admin.port", 0, "taken by extProc.port", "")]),
+    (ONE + "admin: {metricsPort: 8080}", [("$.admin.metricsPort", 2, "taken by gateway.port", "")]),
+    (ONE + "autoscaling: {port: 9090}", [("$.autoscaling.port", 2, "taken by admin.port", "")]),
     (ONE + "extProc: {tls: {}}", [("$.extProc.tls", 2, "'certDir' is missing", "")]),
     (ONE + "extProc: {transport: http3}", [("$.extProc.transport", 2, "unknown value 'http3'", "'http2'")]),
     (ONE + "admin: 5", [("$.admin", 2, "expected a mapping, got 5", "")]),
