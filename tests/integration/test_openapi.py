@@ -29,13 +29,13 @@ endpoints: ['127.0.0.1:1', '127.0.0.1:2']
 
 
 def strict(schema: Any) -> Any:
-    """Fields that it does not name are wrong, but for counts beside the replicas."""
+    """Fields that it does not name are wrong."""
     if isinstance(schema, list):
         return [strict(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    closed = "properties" in schema and schema.get("title") != "Replicas"
-    return {key: strict(value) for key, value in schema.items()} | ({"additionalProperties": False} if closed else {})
+    closed = {"additionalProperties": False} if "properties" in schema else {}
+    return {key: strict(value) for key, value in schema.items()} | closed
 
 
 async def started(live: Live) -> None:

@@ -83,11 +83,23 @@ class Replicas(TypedDict):
     """Other schedulers of the pool, and counts of what was sent and received."""
 
     replica: str
+    worker: int
+    workers: int
     via: str
     connected: bool
     problem: str
+    trouble: str
     lag_ms: float
     missing: list[str]
+    sent: int
+    sent_bytes: int
+    received: int
+    received_bytes: int
+    dropped: int
+    snapshots_sent: int
+    snapshots_received: int
+    gaps: int
+    outages: int
     replicas: dict[str, Values]
 
 
@@ -157,7 +169,10 @@ def _operation(path: str, summary: str, schema: Any) -> dict[str, Any]:
     for name, values in _QUERIES.get(path, {}).items():
         parameters.append({"name": name, "in": "query", "schema": values})
         refusals["400"] = "a wrong parameter"
-    if "{" in path or path in ("/debug/journal", "/dashboard/endpoint"):
+    if path.startswith("/debug/"):
+        said = "NAMESPACE/NAME, where one scheduler serves several pools"
+        parameters.append({"name": "pool", "in": "query", "description": said, "schema": {"type": "string"}})
+    if path.startswith("/debug/") or path == "/dashboard/endpoint":
         refusals["404"] = "there is none"
     if path == "/readyz" or path.startswith(("/debug/", "/dashboard/s")):
         refusals["503"] = "not ready: the reasons" if path == "/readyz" else "too many ask at once; try again"
