@@ -91,13 +91,14 @@ async def test_a_light_tenant_is_served_as_if_alone(
     for last in (False, False, True):
         alone, both = await times(at), await times(at, beside)
         middle, slow = (
-            [found[min(int(len(found) * share), len(found) - 1)] for found in (alone, both)] for share in (0.5, 0.99)
+            [found[min(int(len(found) * share), len(found) - 1)] for found in (alone, both)] for share in (0.5, 0.9)
         )
         figures.append(
             f"light tenant beside {rival}: p50 {middle[0] * 1e3:.0f} → {middle[1] * 1e3:.0f} ms,"
-            f" p99 {slow[0] * 1e3:.0f} → {slow[1] * 1e3:.0f} ms"
+            f" p90 {slow[0] * 1e3:.0f} → {slow[1] * 1e3:.0f} ms"
         )
-        # Whoever else uses the machine makes times longer, never shorter: one run in peace says it.
+        # Whoever else uses the machine makes times longer, never shorter: one run in peace says it. Of some 40 times,
+        # the 99th percentile would be the longest, which is the machine's.
         good = middle[1] <= 1.5 * middle[0] + PAUSES_S and slow[1] <= 1.5 * slow[0] + PAUSES_S
         if last or good:
             break
