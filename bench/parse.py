@@ -30,7 +30,6 @@ from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.events import EndpointUp, MetricsSampled, RequestArrived, ResponseEnded
 from fairlead.core.instructions import Route
 from fairlead.core.policy import Context
-from fairlead.core.tokens import TokenEstimator
 from fairlead.gateway.answers import Answers
 from fairlead.gateway.ext_proc import Kind
 from fairlead.gateway.understand import Understanding
@@ -79,10 +78,9 @@ class Rig:
     def __init__(self, endpoints: int = 8) -> None:
         config = load("endpoints: [{address: '10.0.0.1:8000'}]")
         self.clock = SimClock()
-        tokens = TokenEstimator()
         self.rng = Random(1)
-        self.pipeline = build_pipeline(config, self.clock, self.rng, tokens=tokens)
-        self.understanding = Understanding(tokens, build_hasher(config), self.clock.time)
+        self.pipeline = build_pipeline(config, self.clock, self.rng)
+        self.understanding = Understanding(self.pipeline.tokens, build_hasher(config), self.clock.time)
         self.answers = Answers("0123abcd")
         for i in range(endpoints):
             self.pipeline.handle(EndpointUp(Endpoint(f"default/e{i}", f"10.0.0.{i}:8000")))

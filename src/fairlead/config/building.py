@@ -93,8 +93,8 @@ class SchedulingBuilder:
             able = able_by(config, base, self._registry, self._report)
         canary = self._canary_policy(config, last)
         flow = build_flow_controller(config, base, self._report, self._registry)
-        if flow is not None and last is not None:
-            flow = last.scheduling.flow or flow
+        if flow is not None and last is not None and last.scheduling.flow is not None:
+            flow = last.scheduling.flow
         built = Scheduling(policy=base, base=base, able=able, flow=flow, lease_ttl=config.ledger.lease_ttl)
         remotes = {name: self._remote(name, built, config, last) for name in schedulers(config)}
         if last is not None and base is last.scheduling.base and last.config.shadows == config.shadows:
@@ -175,7 +175,6 @@ def build_pipeline(
     *,
     build: Build | None = None,
     fleet: Fleet | None = None,
-    tokens: TokenEstimator | None = None,
     on_plugin_error: OnPluginError = None,
     registry: Registry | None = None,
     snapshots: bool = False,
@@ -194,7 +193,7 @@ def build_pipeline(
         rng,
         fleet,
         scheduling.policy,
-        tokens or TokenEstimator(),
+        TokenEstimator(),
         on_plugin_error,
         scheduling.flow,
         remotes=scheduling.remotes or None,

@@ -36,13 +36,14 @@ def reload(pipeline: Pipeline, text: str) -> Any:
 
 def test_what_did_not_change_stays_the_same_object() -> None:
     build = SchedulingBuilder()
-    first = build(config("policy: round-robin\n" + REMOTE + SHADOW))
-    second = build(config("policy: round-robin\nledger: {leaseTtl: 5s}\n" + REMOTE + SHADOW))
+    first = build(config("policy: round-robin\nflowControl: {}\n" + REMOTE + SHADOW))
+    second = build(config("policy: round-robin\nflowControl: {}\nledger: {leaseTtl: 5s}\n" + REMOTE + SHADOW))
     assert (first.lease_ttl, second.lease_ttl) == (900.0, 5.0)
     assert second.base is first.base and second.able is first.able
     assert second.policy is first.policy is first.remotes[PRIMARY]
     assert second.shadows is first.shadows and second.on_trial is first.on_trial
     assert list(first.on_trial) == ["least-requests"]
+    assert second.flow is first.flow is not None
     third = build(config("policy: least-requests\n" + REMOTE + SHADOW))
     assert third.base is not first.base
     assert third.on_trial is not first.on_trial, "shadows are compared with another policy now"

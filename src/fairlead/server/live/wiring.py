@@ -42,7 +42,6 @@ from fairlead.core.instructions import (
 )
 from fairlead.core.records import ShadowRecord, StallRecord
 from fairlead.core.reports import SharedFleet
-from fairlead.core.tokens import TokenEstimator
 from fairlead.gateway.answers import Answers
 from fairlead.gateway.driver import Driver, Handlers
 from fairlead.gateway.host import Host
@@ -184,7 +183,7 @@ class Core:
         self._config, self._tracing, self._clock = config, tracing, LoopClock(loop)
         rng, self._run = Random(config.seed), secrets.token_hex(RUN_DIGITS // 2)
         self.inspection = Inspection(config.inspect.usage_sampling, Random(rng.random()), self._clock.time)
-        self.fleet, self._tokens = _fleet(config), TokenEstimator()
+        self.fleet = _fleet(config)
         self.connections, self.shadows = Connections(self.fleet, self._feed), LiveShadows(self.fleet, self._feed)
         self._observe(loop, one_of, gateway)
         watch, registry = self.watch, self.watch.metrics.registry
@@ -199,7 +198,6 @@ class Core:
             rng,
             build=self.builder,
             fleet=self.fleet,
-            tokens=self._tokens,
             on_plugin_error=watch.on_plugin_error,
             snapshots=bool(config.journal.path or config.journal.explain),
         )
@@ -246,7 +244,7 @@ class Core:
         config, kv, tracing, settings = self._config, self.kv, self._tracing, self._config.warming
         make = partial(Noticing, Beginnings(settings.shared, settings.max_bytes)) if settings.enabled else Understanding
         return make(
-            self._tokens,
+            self.pipeline.tokens,
             build_hasher(config),
             self._clock.time,
             conversations=config.parsing.conversations,
