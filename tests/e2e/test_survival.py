@@ -263,6 +263,7 @@ async def test_sigterm_under_load_finishes_what_runs(mortal: Serve, figures: lis
     assert [record.error for record in soon if record.error] == [], "the listener is open a little longer"
     assert {r.error for r in refused} <= {"connect_econnrefused", "closed_before_response", "reset"}
     assert not any(os.path.exists(f"/proc/{pid}") for pid in children)
+    assert serve.said().count("a second signal") == 1
 
 
 @pytest.mark.slow

@@ -50,9 +50,11 @@ class SchedulerFailed(FairleadError):
 
 class Ending:
     """What SIGTERM and Ctrl-C ask of this process: the first to stop, a second one to cut off what still
-    runs. SIGHUP, which closed terminals send and other servers read as a reload, ends nothing."""
+    runs. SIGHUP, which closed terminals send and other servers read as a reload, ends nothing. `child`: the parent has
+    the same signal and reports it."""
 
-    def __init__(self) -> None:
+    def __init__(self, child: bool = False) -> None:
+        self._child = child
         self.asked = asyncio.Event()
         self.at_once = asyncio.Event()
 
@@ -66,10 +68,12 @@ class Ending:
 
     def _on_signal(self) -> None:
         if not self.asked.is_set():
-            log.info("stopping; a second signal cuts off requests in flight", grace_s=DRAIN_SECONDS)
+            if not self._child:
+                log.info("stopping; a second signal cuts off requests in flight", grace_s=DRAIN_SECONDS)
             self.asked.set()
         elif not self.at_once.is_set():
-            log.warning("a second signal: requests in flight are cut off")
+            if not self._child:
+                log.warning("a second signal: requests in flight are cut off")
             self.at_once.set()
 
     def _on_hangup(self) -> None:

@@ -69,7 +69,7 @@ class Live:
         self._kept = pool.with_name("counts.json") if pool else None
         # Each worker follows them, so that a key which is revoked does not depend on any one of them.
         self._keys = followed_keys(config.gateway, Path(gateway.directory)) if gateway.directory else []
-        self._ending = Ending()
+        self._ending = Ending(child=bool(gateway.directory))
         self._endpoints_known = asyncio.Event()
         #: What keeps this scheduler from being ready, by part.
         self._unready = {"start": "starting"}
