@@ -1,5 +1,6 @@
 """A command's usage and `--help` as plain text, and the former names of its options."""
 
+import re
 from collections.abc import Iterator, Sequence
 from enum import Enum
 from typing import Any
@@ -59,7 +60,8 @@ def with_new_names(args: Sequence[str], renamed: dict[str, str]) -> Iterator[str
         name, equals, value = arg.partition("=")
         new = renamed.get(name)
         # An old name can also be a new name: the old option took a file, the new one takes a number.
-        if new is None or (name in renamed.values() and (value or "".join(args[place + 1 : place + 2])).isdigit()):
+        given = value or "".join(args[place + 1 : place + 2])
+        if new is None or (name in renamed.values() and not re.match(r"[^-\d].*[./]|[./]", given)):
             yield arg
             continue
         if name not in reported:

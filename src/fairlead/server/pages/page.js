@@ -79,7 +79,12 @@ export class Page {
       this.dialog.close();
       return;
     }
-    this.id = decodeURIComponent(location.hash.slice(this.prefix.length));
+    this.id = location.hash.slice(this.prefix.length);
+    try {
+      this.id = decodeURIComponent(this.id);
+    } catch {
+      // An address that was cut on its way: there is nothing of that name.
+    }
     setText($(`${this.kind}-title`), this.id || "(none named)");
     this.describe();
     if (!this.dialog.open) this.dialog.showModal();

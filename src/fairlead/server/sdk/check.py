@@ -233,6 +233,12 @@ class Checker:
         _all_allowed(await say.picks(_ask(say, 3, 64)), _names(3))
         await _nothing_more(say)
 
+    async def _decides(self, say: Dialogue) -> None:
+        """picks an endpoint for some of 64 plain requests"""
+        await say.greet(_pool(3))
+        if all(pick.outcome != Outcome.PICKED for pick in await say.picks(_ask(say, 3, 64))):
+            raise Failed("it picked none; if its policy fails, its log has the error")
+
     async def _batches_in_flight(self, say: Dialogue) -> None:
         """answers 32 batches that come without waiting"""
         await say.greet(_pool(3))
@@ -343,8 +349,8 @@ class Checker:
 
 Check = Callable[[Checker, Dialogue], Awaitable[str | None]]
 CHECKS: tuple[Check, ...] = (
-    Checker._welcomes, Checker._picks, Checker._every_request_once, Checker._batches_in_flight, Checker._candidates,
-    Checker._empty_pool, Checker._departures, Checker._slots_are_reused, Checker._labels_change,
+    Checker._welcomes, Checker._picks, Checker._every_request_once, Checker._decides, Checker._batches_in_flight,
+    Checker._candidates, Checker._empty_pool, Checker._departures, Checker._slots_are_reused, Checker._labels_change,
     Checker._unknown_fields, Checker._odd_requests, Checker._large_pool, Checker._streams_are_apart,
     Checker._hello_first, Checker._survives_garbage, Checker._in_time,
 )  # fmt: skip
