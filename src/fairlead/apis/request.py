@@ -1,7 +1,7 @@
-"""A request body, understood just enough to schedule it.
+"""Reads a request body, only as far as scheduling needs.
 
-Fairlead refuses only what cannot be read as JSON or cannot be scheduled sensibly; all else is the model server's to
-answer, in its own words. Measured answers of vLLM 0.32 and what is done here:
+Fairlead refuses only a body that is not valid JSON or cannot be scheduled sensibly. Everything else goes to the model
+server, which answers in its own words. What vLLM 0.32 answers (measured), and what happens here:
 
 | body                                             | vLLM                | here |
 |--------------------------------------------------|---------------------|------|
@@ -40,10 +40,11 @@ from fairlead.core import apis
 from fairlead.core.apis import EXACT, OTHER, api_of
 from fairlead.core.errors import ClientError
 
-#: Their bodies are not JSON, or need not be.
+#: APIs whose bodies are not JSON, or may also be of another type.
 _OTHER_TYPES = frozenset((apis.AUDIO, apis.IMAGES, apis.GRPC, apis.GRPC_EMBED))
 
-#: Takes a body and its content type; raises `ClientError`.
+#: Takes a body and its content type. Returns `None` for a body that is too large to read a second time. Raises
+#: `ClientError`.
 Parser = Callable[[bytes, str], Parsed]
 
 _PARSERS: Mapping[str, Parser] = {
@@ -73,10 +74,10 @@ UNREAD_PATH = ParsedRequest(unread="path")
 def parse_request(path: str, body: bytes, content_type: str = "", *, content_encoding: str = "") -> ParsedRequest:
     """Understand one whole request body.
 
-    `content_type` tells forms from JSON where both are taken. Elsewhere it only sharpens the error message: a JSON body
-    under a wrong type is the model server's to refuse.
-    `content_encoding` other than `identity` makes the body unreadable; it is scheduled unread.
-    Raises `ClientError` (400) for what cannot be read; no other exception for any bytes. Time is linear in the body.
+    `content_type` tells forms from JSON for APIs that take both. For the others it only adds a hint to error messages:
+    the model server decides whether to refuse JSON with a wrong content type.
+    A body with a `content_encoding` other than `identity` is not read; the request is scheduled without it.
+    Raises `ClientError` (400) for a body that cannot be read, and no other exception. Time is linear in the body.
     """
     api = EXACT.get(path) or api_of(path)
     parser = _PARSERS.get(api)
@@ -93,15 +94,16 @@ def parse_request(path: str, body: bytes, content_type: str = "", *, content_enc
 
 
 def parser_of(path: str, content_encoding: str = "") -> Parser | None:
-    """What `parse_request` would have read a body that is not empty; `None` = it reads none of these.
+    """The parser that `parse_request` would use for a body that is not empty; `None` = the body would not be read.
 
-    For whoever reads many bodies of one path: what the parser returns or raises goes to `too_large` or `explained`.
+    For callers that read many bodies of one path. They must pass a `None` that the parser returns to `too_large`, and a
+    `ClientError` that it raises to `explained`.
     """
     return None if content_encoding else _PARSERS.get(api_of(path))
 
 
 def explained(error: ClientError, path: str, content_type: str) -> ClientError:
-    """What a parser raised, with a hint where the body may be of another type."""
+    """The error that a parser raised, with a hint added if the content type may be the cause."""
     if not content_type or "json" in content_type.lower() or api_of(path) in _OTHER_TYPES:
         return error
     hint = f"{error.message} Its content type is {content_type[:80]!r}; application/json is expected."
@@ -109,5 +111,5 @@ def explained(error: ClientError, path: str, content_type: str) -> ClientError:
 
 
 def too_large(path: str, body: bytes) -> ParsedRequest:
-    """In place of what a parser returned nothing for: the body is too large for a second reading."""
+    """The result for a body that is too large to read a second time: the parser returned `None`."""
     return unread(api_of(path), "too-large", len(body))

@@ -1,29 +1,29 @@
-"""Envoy's gRPC access log (envoy.service.accesslog.v3, HTTP entries): the end of every request, told afterwards.
+"""Reads Envoy's gRPC access log (envoy.service.accesslog.v3, HTTP entries), which reports the end of every request.
 
-The entry returns all dynamic metadata, so a lease id put there at decision time comes back with status, sizes, the
-upstream that served and the custom tags that hold the time to the first body byte.
+An entry repeats all dynamic metadata. So the lease id that was set with the pick comes back, with the status, the
+sizes, the upstream that served, and custom tags with the time to the first body byte.
 Field numbers: envoy.data.accesslog.v3, read from the descriptors inside Envoy 1.40.
 
-A gateway that we configure ourselves puts all we read into one custom tag (`SUMMARY`). One search over a message of
-many entries then replaces the walk through some forty fields of each. No client can forge it: the bytes in front hold
-control characters, which Envoy admits in no header and no path.
+A gateway that we configure ourselves puts everything we read into one custom tag (`SUMMARY`). One search over a message
+of many entries then replaces decoding some forty fields of each entry. No client can forge the tag: the bytes in front
+of it contain control characters, which Envoy allows in no header and no path.
 
-Logs end the leases whose session has left, and tell what was served without us. An entry names the lease, with two
-exceptions.
+The log ends the leases of requests whose session has left, and reports requests that were served without a pick. An
+entry names the lease, with two exceptions.
 
-* The client went away just when the pick was answered. The gateway has thrown the answer away, and its entry carries no
-  lease (nor an upstream, or that of the fallback route). So a gateway of ours gives each request an id of its own
-  (`GATEWAY_ID`, made at entry, never taken from a client) that the scheduler sees with the headers and the log repeats:
-  an entry that has this id and no lease ends the lease that was given under it.
-* The gateway died. Then nobody tells anything, but all its connections end at once: that of the access log, and those
-  that carried the requests. A gateway that lives may lose one of them, and its next entries come on a new one.
+* The client left while the pick was being answered. The gateway then drops the answer, and its entry has no lease (and
+  no upstream, or that of the fallback route). Therefore an embedded gateway gives each request an id of its own
+  (`GATEWAY_ID`, made on arrival, never taken from a client). The scheduler sees it in the headers, and the log repeats
+  it: an entry with this id and without a lease ends the lease that was given under the id.
+* The gateway died. Then no entry comes, but all its connections end at once: that of the access log and those that
+  carried the requests. A living gateway may lose the log's connection only; its next entries come on a new one.
 
 Rules
-* Entries come on another connection than requests, so one may be read before the request that it is about. What is
-  over is remembered for that, `REMEMBERED` entries long.
-* An id that came twice is not the gateway's work (somebody forwards the header of a client): it ends nothing.
-* Nothing is removed when a lease ends in the common way, for that would cost every request. What is dead is swept out
-  when it may be the greater part; so memory is bounded by the living leases.
+* Entries and requests come on different connections, so the entry of a request may be read before the request itself.
+  Therefore the last `REMEMBERED` gateway ids of entries without a lease are kept.
+* An id that came twice was not made by the gateway (something forwards a client's header). It ends no lease.
+* Ids are not removed when a lease ends normally, because that would cost time for every request. Instead, ids of ended
+  requests are swept out when they may be the majority, so the living leases bound the memory.
 """
 
 import re
@@ -44,35 +44,35 @@ from fairlead.gateway.ext_proc import LB_NAMESPACE, LEASE_KEY
 from fairlead.gateway.protobuf import fields, read_struct, walk
 from fairlead.gateway.stream import HandlerFactory, ServerStream
 
-#: Header with the embedded gateway's own id of a request: new for each, whatever a client sends under this name.
+#: Header with the embedded gateway's own id of a request. The gateway overwrites what a client sends under this name.
 GATEWAY_ID = "x-fairlead-id"
 
-#: From the request's first byte to the first byte of the response *body*; the built-in durations end at its headers,
-#: which vLLM sends before the first token.
+#: From the request's first byte to the first byte of the response *body*, in µs. Envoy's built-in durations end at the
+#: response headers, which vLLM sends before the first token.
 TTFT = "%COMMON_DURATION(DS_RX_BEG:US_RX_BODY_BEG:us)%"
 
-#: Name and format of the custom tag that says everything: lease, status, µs to the first response body byte, ms to the
-#: end, response bytes, upstream, response flags, upstreams tried, the gateway's own id. That header is gone once a
-#: request was sent where we chose, for then the lease says it; it is there when the answer with it came too late.
+#: Name and format of the custom tag with everything we read: lease, status, µs to the first response body byte, ms to
+#: the end, response bytes, upstream, response flags, number of upstreams tried, the gateway's own id. The id's header
+#: is removed once the pick is applied (the lease then identifies the request), so it remains if the pick came too late.
 SUMMARY_TAG = "fairlead"
 SUMMARY = (
     f"%DYNAMIC_METADATA({LB_NAMESPACE}:{LEASE_KEY})% %RESPONSE_CODE% "
     f"{TTFT} %DURATION% %BYTES_SENT% %UPSTREAM_HOST% %RESPONSE_FLAGS% "
     f"%UPSTREAM_REQUEST_ATTEMPT_COUNT% %REQ({GATEWAY_ID}):36%;"
 )
-#: Over the message as Latin-1: every byte is a character.
+#: Matches `SUMMARY` in the message decoded as Latin-1, where every byte is a character.
 _SUMMARY = re.compile(
     r"\x0a\x08fairlead\x12(?:[\x00-\x7f]|[\x80-\xff][\x01-\x7f])"  # the tag's name, and the length of its value
-    # What Envoy does not know is `-` or nothing: without a response body the time to its first byte is empty. Both give
-    # an empty group.
+    # For an unknown value Envoy writes `-` or nothing: without a response body the time to its first byte is empty.
+    # Both give an empty group.
     r"(?:-|(\S*)) (?:-|(\d{0,3})) (?:-|(\d{0,18})) (?:-|(\d{0,18})) (?:-|(\d{0,18})) (?:-|(\S*)) (?:-|([A-Za-z,\-]*))"
-    r"(?: (?:-|(\d{1,3}))(?=[ ;]))?"  # gateways that were told by an older version do not say it
-    # Other gateways may let a client write the last one: any bytes that a header can have.
+    r"(?: (?:-|(\d{1,3}))(?=[ ;]))?"  # configurations written by an older version do not have this value
+    # A gateway that is not ours may let a client write the last value: any bytes that a header can have.
     r"(?: (?:-(?=;)|([ -~\x80-\xff]{0,36})))?;",
     re.ASCII,
 )
-#: Of a log of its own, which has but the uploads that the gateway ended: client, bytes received, response flags, and
-#: the bytes of one that was refused because of its client's address.
+#: A separate log with entries only for uploads that the gateway ended: client, bytes received, response flags, and the
+#: size of an upload that was refused because of its client's address.
 UPLOAD_TAG = "fairlead_upload"
 REFUSED_UPLOAD = "refused_upload"
 UPLOAD = (
@@ -83,24 +83,25 @@ _UPLOADS = b"\x0a\x0f" + UPLOAD_TAG.encode()
 _UPLOAD = re.compile(
     _UPLOADS + rb"\x12[\x00-\x7f]([0-9a-fA-F.:]{0,45}) (\d{1,18}) ([A-Za-z,\-]*)(?: (?:-|(\d{0,18})))?;"
 )
-#: Envoy's flags, by why it ended an upload: OverloadManager, StreamIdleTimeout, DurationTimeout.
+#: Envoy's response flags OverloadManager, StreamIdleTimeout and DurationTimeout → why it ended an upload.
 UPLOAD_ENDS = {"OM": "memory", "SI": "paused", "DT": "slow"}
-#: Before an address inside of Envoy: there its second listener logs the request again.
+#: Begins the address of a listener inside Envoy; the entry of that second listener reports the same request again.
 _WITHIN = "envoy://"
-#: The client went away, or the model server broke off. Timeouts of the gateway say neither: a client that reads no more
-#: leads to SI, and UT is the limit of a route. UPE is also a connection that closes within a chunked body.
+#: Flags for a client that left, and for a model server that broke off. The gateway's timeouts mean neither: SI also
+#: comes from a client that stops reading, and UT is a route's limit. UPE includes a connection closed within a chunked
+#: body.
 _GONE_FLAGS, _RESET_FLAGS = frozenset(("DC", "DR")), frozenset(("UR", "UC", "UPE"))
-#: The same as fields of ResponseFlags.
+#: The same flags as field numbers of ResponseFlags.
 _FLAGS = {5: "UR", 7: "UC", 15: "DC", 24: "UPE", 28: "DR"}
 TTFT_TAG = b"ttft_us"
-#: A longer Duration is a negative one.
+#: Duration.seconds at or above this is a negative number (a two's complement varint), hence invalid.
 _MAX_SECONDS = 1 << 62
 _NAMESPACE = LB_NAMESPACE.encode()
 _LEASE_KEY = LEASE_KEY.encode()
 
 
 class AccessLogEntry(Struct, frozen=True):
-    """What we read of one HTTPAccessLogEntry. Times in milliseconds, -1 = not told."""
+    """What we read of one HTTPAccessLogEntry. Times in milliseconds; -1 = unknown."""
 
     lease: str = ""
     status: int = 0
@@ -108,11 +109,11 @@ class AccessLogEntry(Struct, frozen=True):
     ttft_ms: float = -1.0
     duration_ms: float = -1.0
     response_bytes: int = -1
-    #: Only of the summary: upstreams that were tried, and the gateway's own id.
+    #: Only in the summary: how many upstreams were tried (0 = unknown), and the gateway's own id.
     attempts: int = 0
     gateway_id: str = ""
     client_gone: bool = False
-    #: After a 2xx: whether the model server broke off.
+    #: Whether the model server broke off after a 2xx status.
     upstream_reset: bool = False
 
 
@@ -150,7 +151,7 @@ def _summarised(
     attempts: str,
     gateway_id: str,
 ) -> AccessLogEntry:
-    """The groups of `_SUMMARY`."""
+    """Make an entry of the groups of `_SUMMARY`."""
     entry = AccessLogEntry(
         lease,
         int(status or 0),
@@ -165,7 +166,7 @@ def _summarised(
 
 
 def _flagged(entry: AccessLogEntry, flags: Collection[str]) -> AccessLogEntry:
-    """The same with who ended it early."""
+    """The entry, with whether the client or the model server ended it early."""
     gone = not _GONE_FLAGS.isdisjoint(flags)
     reset = 200 <= entry.status < 300 and not gone and not _RESET_FLAGS.isdisjoint(flags)
     return replace(entry, client_gone=gone, upstream_reset=reset)
@@ -238,7 +239,7 @@ def _read_address(data: bytes, start: int, end: int) -> str:
 
 
 def _read_response(data: bytes, start: int, end: int) -> tuple[int, int]:
-    """(status, body bytes)."""
+    """(status, body bytes); status 0 and size -1 = unknown."""
     status, size = 0, -1
     for key, a, b in fields(data, start, end):
         if key == 1 and b >= 0:
@@ -262,17 +263,17 @@ def _duration_ms(data: bytes, start: int, end: int) -> float:
 
 PATH = "/envoy.service.accesslog.v3.AccessLogService/StreamAccessLogs"
 
-#: Seconds within which we notice the end of all connections of a process that died.
+#: Seconds to wait after a log's connection broke, so that the ends of its gateway's other connections are noticed too.
 GRACE = 1.0
-#: Ids of gateways up to which nothing is swept, and those of entries without a lease that are kept, in case their
-#: request has yet to be read.
+#: `FEW`: the number of gateway ids up to which nothing is swept. `REMEMBERED`: how many gateway ids of entries without
+#: a lease are kept, in case their request has yet to be read.
 FEW = REMEMBERED = 4096
 _AMBIGUOUS = -1
 _INVALID_ARGUMENT = 3
 
 
 class AccessLogs:
-    """One per process. Sessions may leave early while a log is `connected`."""
+    """The access logs of all gateways, one object per `Host`. Sessions may leave early while a log is `connected`."""
 
     def __init__(
         self,
@@ -283,27 +284,27 @@ class AccessLogs:
         remembered: int = REMEMBERED,
         feed: Callable[[Event], None] | None = None,
     ) -> None:
-        """`feed`: as for `Host`."""
-        #: Logs that are open.
+        """`few`, `remembered`: see `FEW` and `REMEMBERED`. `feed`: as for `Host`."""
+        #: The number of open logs.
         self.connected = 0
         self._open: set[AccessLogStream] = set()
         self._driver = driver
         self._feed = feed or driver.feed
         self._answers = answers
         self._incidents = incidents
-        #: The gateway's id to ours, of requests whose sessions left at the pick: with a response seen, the entry will
-        #: name the lease for certain.
+        #: Gateway id → request id, for requests whose sessions left at the pick. (If a session saw a response, the
+        #: entry is certain to name the lease.)
         self._requests: dict[str, int] = {}
         self._over: dict[str, None] = {}
         self._few = self._sweep_at = few
         self._remembered = remembered
 
     def __len__(self) -> int:
-        """Ids of gateways that are known."""
+        """How many gateway ids are stored."""
         return len(self._requests) + len(self._over)
 
     def left(self, gateway_id: str, request_id: int) -> None:
-        """A session has left at the pick."""
+        """Note that the session of this request left at the pick."""
         requests = self._requests
         requests[gateway_id] = _AMBIGUOUS if gateway_id in requests else request_id
         if gateway_id in self._over:
@@ -312,7 +313,7 @@ class AccessLogs:
             self._sweep()
 
     def over(self, gateway_id: str) -> None:
-        """The gateway's entry for a request has its id and no lease: whatever we chose for it, nobody uses."""
+        """Take an entry that has a gateway id but no lease: the gateway did not apply our pick, so end its lease."""
         request_id = self._requests.get(gateway_id)
         if request_id is not None:
             self._feed(StreamLost(request_id))
@@ -356,11 +357,11 @@ class AccessLogs:
             self.connected -= 1
 
     def lost(self) -> None:
-        """A log broke off. If its gateway died, the connections of its requests have ended too."""
+        """A log's connection broke. If its gateway died, the connections of its requests have ended too."""
         self._driver.later(GRACE, self._bury)
 
     def end(self) -> None:
-        """End those that are open: they have no end of their own."""
+        """End all open logs at shutdown: gateways never end them."""
         for log in list(self._open):
             log.on_half_close()
 
@@ -376,34 +377,34 @@ class AccessLogs:
         self._sweep_at = max(self._few, 2 * len(self._requests))
 
 
-#: Seconds without a turn of the event loop after which requests may have been given up unseen: twice the period of its
-#: heartbeat, and no more than gateways wait for us. For as long afterwards they are looked at with doubt.
+#: Seconds without a turn of the event loop after which gateways may have given up requests unnoticed: twice the period
+#: of the loop's heartbeat, and no more than gateways wait for us. Also how long after a hang requests are in doubt.
 HANG = 1.0
 
 
 class Pulse:
-    """Whether this process hung a moment ago.
+    """Tells whether this process hung a moment ago.
 
-    When it did, sockets hold requests that the gateway gave up meanwhile, each followed by its reset. A session that
-    leaves at the pick would not see the reset, and what the gateway logged of that request it may have dropped. So for
-    a moment after a hang no session leaves at the pick.
+    After a hang, the sockets still hold requests that the gateway has given up, each followed by its reset. A session
+    that leaves at the pick would not see the reset, and the gateway may have dropped the log entry of that request. So
+    no session leaves at the pick for a moment after a hang.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        #: Between these (clock seconds, both included) requests were read without doubt.
+        #: Requests that arrived between these times (clock seconds, inclusive) are not in doubt.
         self.sure_from, self.sure_until = -inf, inf
 
     def beat(self) -> None:
-        """Called twice a second or more often while the event loop turns. Who never calls it never hangs."""
+        """Call this at least twice a second while the event loop turns. If it is never called, no hang is detected."""
         now = self._now()
-        if now > self.sure_until:  # timers may come before what the sockets hold
+        if now > self.sure_until:  # a hang; timers may run before the data that waits in the sockets is read
             self.sure_from = now + HANG
         self.sure_until = now + HANG
 
 
 class AccessLogStream:
-    """One gateway's access log."""
+    """One open access log of a gateway."""
 
     def __init__(self, stream: ServerStream, logs: AccessLogs) -> None:
         self._stream = stream
@@ -421,7 +422,7 @@ class AccessLogStream:
         for entry in entries:
             self._logs.entry(entry)
         if _UPLOADS in message:
-            self._logs.closed(self)  # no end of a request will come by this one
+            self._logs.closed(self)  # this log reports uploads only, never the end of a request
             for upload in read_uploads(message):
                 self._logs.upload_ended(*upload)
 

@@ -1,4 +1,4 @@
-"""Answers to the gateway, encoded: picks, refusals, the list of models. What repeats is encoded once."""
+"""Answers to the gateway, encoded: picks, refusals, the list of models. Repeated parts are encoded once."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -29,18 +29,19 @@ from fairlead.gateway.ext_proc import CONTINUE, LEASE_KEY, BodyMode, Kind, Modes
 from fairlead.gateway.protobuf import field, nested_struct, string_struct
 from fairlead.gateway.traceparent import HEADER as TRACEPARENT
 
-#: Reasons that say that a good request was dropped; others say what is wrong with it.
+#: Beginnings of the reasons for dropping a valid request. Other reasons say what is wrong with the request.
 _DROPPED = ("rejected", "evicted")
 
 _ONE_MODEL = "/v1/models/"
 _JSON = {"content-type": "application/json"}
 
-#: Templates kept; more than any pool needs.
+#: Most cached templates; more than any pool needs.
 _CACHE = 16_384
 _NOTHING: Mapping[str, bytes] = {}
 
 
-#: Names that endpoints serve, with what one says of each as JSON. The argument: also while all of them serve the same.
+#: The names that endpoints serve → the entry of each in the list of models. The argument: list them even if all
+#: endpoints serve the same names.
 Served = Callable[[bool], Mapping[str, Any]]
 
 
@@ -49,13 +50,13 @@ def no_names(alike: bool) -> Mapping[str, Any]:
 
 
 class Answers:
-    """Pick answers. `instance` makes lease ids of this process differ from those of another behind the same gateway.
+    """Pick answers. `instance` distinguishes lease ids of this process from those of others behind the same gateway.
 
-    Lease ids have a fixed width, so an answer is constant per endpoint but for the id in its middle.
+    Lease ids have a fixed width, so the answers for an endpoint differ only in the id in their middle.
     """
 
     def __init__(self, instance: str, retry: str = "hedge") -> None:
-        """`retry`: as the configuration's `gateway.retry`."""
+        """`retry`: the value of `gateway.retry` in the configuration."""
         self._instance = instance
         self._repeats, self._hedges = retry != "connect", retry == "hedge"
         self._own_lease = re.compile(rf"{re.escape(instance)}\.([0-9a-f]{{16}})").fullmatch
@@ -82,10 +83,12 @@ class Answers:
         trace: str = "",
         retry: bytes = b"",
     ) -> bytes:
-        """Answer to a message of `kind`: the destination (an address, or several with commas) in header and metadata
-        (never different), the lease in metadata, the address of who computes the prompt if that is another one, that of
-        who gets the request if the first does not answer (with what `retry_headers` says of it), the header
-        `traceparent` if the request is traced, and the client's control headers (`spoofed`) out."""
+        """The answer to a message of `kind` that carries the pick.
+
+        `destination`: an address, or several with commas; the same in header and metadata. `spoofed`: control headers
+        from the client, which are removed. `prefill`: address of the endpoint that computes the prompt; empty = the
+        destination. `fallback`: address of the fallback endpoint, empty = none; `retry`: the `retry_headers` for it.
+        `trace`: the header `traceparent`, empty = not traced. The lease id is in the metadata."""
         end = self._fallbacks.get((kind, fallback, retry)) or self._fallback(kind, fallback, retry) if fallback else b""
         lease = b"%b.%016x" % (self._prefix, request_id)
         if trace:
@@ -102,15 +105,16 @@ class Answers:
         return lease.join(template) + end
 
     def retry_headers(self, repeatable: bool, hedge_after_ms: float) -> bytes:
-        """HeaderMutation of a pick with a fallback endpoint; see `Route`. Times are rounded up by a fifth at most: few
-        different ones make few templates."""
+        """HeaderMutation of a pick with a fallback endpoint; see `Route`. Empty = no retry after the request was sent.
+        Times are rounded up by at most a fifth, so that few different times need few templates."""
         if not (repeatable and self._repeats):
             return b""
         return _retry_headers(ceil(4.0 * log2(hedge_after_ms)) if self._hedges and hedge_after_ms > 1.0 else 0)
 
     def _fallback(self, kind: Kind, address: str, retry: bytes) -> bytes:
-        """More metadata and headers, behind those of the answer. The two are one message: protobuf merges what is there
-        twice, and of two namespaces each stays. So a pool needs a template for each endpoint, not for each two."""
+        """Metadata and headers of the fallback endpoint, appended to the answer. Both parts form one message: protobuf
+        merges a field that occurs twice, and keeps both metadata namespaces. So a pool needs one template per endpoint,
+        not one per pair of endpoints."""
         if len(self._fallbacks) > _CACHE:
             self._fallbacks.clear()
         end = field(8, nested_struct(OWN_NAMESPACE, string_struct({FALLBACK: address.encode()})))
@@ -139,10 +143,10 @@ class Answers:
         trace: str = "",
         retry: bytes = b"",
     ) -> list[bytes]:
-        """All answers to a request that leaves with another body. `mapped`: its response is going to change as well."""
+        """All answers to a request that is sent with another body. `mapped`: its response will be changed as well."""
         more: dict[str, bytes] = {}
         if mapped:
-            # A compressed response could not be read.
+            # The session could not read a compressed response.
             removed |= {"accept-encoding"}
             more[REWRITTEN] = b"1"
         lease = self.lease(request_id).encode()
@@ -155,7 +159,7 @@ class Answers:
 
 @lru_cache(maxsize=256)
 def _retry_headers(steps: int) -> bytes:
-    """`steps`: four times the binary logarithm of the milliseconds; 0 = never."""
+    """`steps`: four times the binary logarithm of the hedging delay in milliseconds; 0 = no hedging."""
     hedge = ext_proc.set_header(HEDGE_AFTER, b"%d" % ceil(2.0 ** (steps / 4))) if steps else b""
     return ext_proc.set_header(RETRY_ON, b"reset") + hedge
 
@@ -168,7 +172,7 @@ def _parts(
     more: Mapping[str, bytes] = _NOTHING,
     trace: str = "",
 ) -> tuple[bytes, bytes]:
-    """HeaderMutation and metadata of a pick."""
+    """HeaderMutation and metadata of a pick. `more`: further metadata."""
     mutation = ext_proc.set_header(DESTINATION, address)
     removed -= {DESTINATION}
     if prefill:
@@ -181,7 +185,7 @@ def _parts(
 
 
 def rest_of_request(mode: BodyMode, body: bytes, chunks: int, trailers: bool) -> list[bytes]:
-    """Answers to the body messages (`chunks` of them, together `body`) and trailers that came before the pick."""
+    """Answers to the body messages (`chunks` of them, `body` in total) and trailers that came before the pick."""
     messages: list[bytes] = []
     if mode is BodyMode.FULL_DUPLEX and chunks:
         messages = ext_proc.streamed_body(Kind.REQUEST_BODY, body, end_of_stream=not trailers)
@@ -205,25 +209,24 @@ def refusal(reject: Reject) -> bytes:
 
 
 def client_error(api: str, status: int, message: str, param: str | None, code: str | None) -> bytes:
-    """ImmediateResponse for a request that could not be understood."""
+    """ImmediateResponse for a request that could not be read."""
     body = error_body(api, status, message, param=param, code=code)
     headers, grpc = {"content-type": content_type(api)}, grpc_status(api, status)
     return ext_proc.immediate(status, headers, body, details="fairlead.bad-request", grpc_status=grpc)
 
 
 def client_is_told(served: str) -> bytes:
-    """Answer to response headers: let the client know who served."""
+    """Answer to response headers that tells the client which endpoint served."""
     mutation = ext_proc.set_header(TEST_SERVED, served.encode("latin-1", "replace"))
     return ext_proc.answer(Kind.RESPONSE_HEADERS, mutation)
 
 
 def models_page(catalogue: Catalogue, headers: Mapping[str, str], served: Served = no_names) -> bytes | None:
-    """ImmediateResponse to `GET /v1/models` where names are defined, or for one of them: what clients may ask for,
-    not what is behind it. `None` if the request is for the model servers.
+    """ImmediateResponse to `GET /v1/models` or `GET /v1/models/NAME`: the names that clients may ask for, not the
+    models behind them. `None` = the model servers answer the request.
 
-    `served`: see `Served`. Where endpoints serve unlike names, none of them can list all, so they are listed here.
-
-    One that is not defined is an error where only defined names are served. Elsewhere some model server may know it.
+    `served`: see `Served`. If endpoints serve different names, no endpoint can list all, so they are listed here.
+    An unknown name is an error if only defined names are served. Otherwise some model server may know it.
     """
     if headers.get(":method") != "GET":
         return None

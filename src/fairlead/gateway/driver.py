@@ -1,11 +1,12 @@
-"""Turns the pipeline's crank under asyncio: takes events from a queue, carries instructions out.
+"""Runs the pipeline under asyncio: takes events from a queue and carries out the instructions.
 
 Rules
-* One event at a time. An event that is fed while another is handled or carried out waits until that is done, so nothing
-  enters `Pipeline.handle` twice, and what an event leads to is complete before the next one.
-* Each instruction is carried out on its own. One that fails is logged and counted, and the others are carried out all
-  the same. A request whose client fails is ended: the client is told to give up, the pipeline that its stream is lost.
-* A failure of the pipeline itself reaches whoever fed the event. The events behind it are handled in the next turn.
+* One event at a time. An event that is fed while another is handled waits until that one's instructions are carried
+  out. So `Pipeline.handle` is never re-entered, and all effects of an event come before the next event.
+* Each instruction is carried out separately. If one fails, that is logged and counted, and the others are still carried
+  out. If a request's client fails, the request is ended: the client gives up, and the pipeline gets `StreamLost`.
+* A failure of the pipeline itself is raised to the caller that fed the event. The waiting events are handled in the
+  next turn of the event loop.
 """
 
 import logging
@@ -38,10 +39,10 @@ log = logging.getLogger(__name__)
 
 
 class Observer(Protocol):
-    """Who wants to know: metrics, journal, logs."""
+    """Hears of decisions and outcomes: metrics, journal, logs."""
 
     def on_decision(self, record: DecisionRecord, duration_s: float) -> None:
-        """A decision was made; `duration_s` is what it cost."""
+        """A decision was made; `duration_s` is how long the pipeline took, in seconds."""
 
     def on_outcome(self, record: OutcomeRecord) -> None:
         """A routed request ended."""
@@ -51,7 +52,7 @@ class Observer(Protocol):
 
 
 class Incidents(Protocol):
-    """Who wants to know of requests that the pipeline never saw."""
+    """Hears of requests that the pipeline never saw."""
 
     def on_client_error(self, api: str, status: int) -> None:
         """A request was answered with an error before it could be scheduled."""
@@ -60,34 +61,34 @@ class Incidents(Protocol):
         """The gateway served a request at `address` without asking us."""
 
     def on_upload_ended(self, client: str, received: int, reason: str) -> None:
-        """The gateway ended an upload of `client`, after so many bytes: `memory`, `paused`, `slow` or `address`."""
+        """The gateway ended an upload of `client` after `received` bytes: `memory`, `paused`, `slow` or `address`."""
 
 
 class Client(Protocol):
-    """Who sent a request, as `RequestArrived.client`. An instruction may come after it has gone: it is ignored then."""
+    """The sender of a request, `RequestArrived.client`. It ignores instructions that come after it has gone."""
 
     def route(self, route: Route) -> None: ...
 
     def reject(self, reject: Reject) -> None:
-        """Instead of a route, or for a routed request that is evicted."""
+        """Refuse the request, or end it after it was routed (eviction)."""
 
     def hold(self, seconds: float) -> None:
-        """The request waits for so long at most."""
+        """The request will wait in a queue for at most this many seconds."""
 
     def connected(self) -> bool:
-        """Whether the connection that carries, or carried, the request is there."""
+        """Whether the connection that carries, or carried, the request is still up."""
         ...
 
     def fail(self) -> None:
-        """It could not take an instruction. Whatever it holds must go, and its gateway must not wait any longer."""
+        """An instruction to this client failed. Free all it holds, and end its stream: the gateway must not wait."""
 
 
-#: By type of instruction (or of record), who carries it out.
+#: Type of an instruction or record → the function that carries it out.
 Handlers = Mapping[Any, Callable[[Any], object]]
 
 
 class Driver:
-    """One per process. All calls happen on the event loop's thread."""
+    """Feeds events to a pipeline and carries out its instructions. All calls happen on the event loop's thread."""
 
     def __init__(
         self,
@@ -96,9 +97,9 @@ class Driver:
         observer: Observer,
         handlers: Handlers | None = None,
     ) -> None:
-        """`handlers`: who carries out instructions that are not about a request's client (`AskRemote`, `JudgeShadows`,
-        `ListAdapters`, `WarmUp`, `AdoptConfiguration`, `RefuseConfiguration`), and who hears of a `ShadowRecord` or a
-        `StallRecord`. What nobody does is left undone: a question without an answer ends with its deadline."""
+        """`handlers`: carry out instructions that do not concern a request's client (`AskRemote`, `JudgeShadows`,
+        `ListAdapters`, `WarmUp`, `AdoptConfiguration`, `RefuseConfiguration`), and take each `ShadowRecord` and
+        `StallRecord`. Instructions without a handler are ignored; an unanswered question ends at its deadline."""
         self.pipeline = pipeline
         self._clock = clock
         self._observer = observer
@@ -132,21 +133,21 @@ class Driver:
         self._timers.clear()
 
     def feed(self, event: Event) -> None:
-        """Let the pipeline know, and do what it says: now, or after the events before it."""
+        """Hand an event to the pipeline and carry out its instructions: now, or after the events before it."""
         if self._events or self._busy:
             self._events.append(event)
             if self._busy:
                 return
             event = self._events.popleft()
         self._busy = True
-        instruction: Any  # a look at its type is faster than one at its classes
+        instruction: Any  # comparing its type is faster than an isinstance
         try:
             while True:
                 started = perf_counter()
                 instructions = self._handle(event)
                 duration = perf_counter() - started
                 for instruction in instructions:
-                    # What every request leads to is carried out here, without a call in between.
+                    # The instructions of every request are carried out inline, to save a function call.
                     try:
                         kind = type(instruction)
                         if kind is Route:
@@ -164,7 +165,7 @@ class Driver:
                     self._busy = False
                     return
                 event = self._events.popleft()
-        except BaseException:  # of the pipeline: the events behind did nothing wrong
+        except BaseException:  # of the pipeline: the waiting events are not to blame
             self._busy = False
             if self._events:
                 self.later(0.0, self._go_on)
@@ -172,14 +173,14 @@ class Driver:
 
     def _go_on(self) -> None:
         if self._events:
-            self.feed(self._events.pop())  # in their order: it is the last again
+            self.feed(self._events.pop())  # `feed` appends it again and takes the first: the order stays
 
     def later(self, seconds: float, callback: Callable[..., None], *args: Any) -> None:
-        """Call it in a turn of the event loop of its own."""
+        """Call `callback(*args)` after `seconds`, in a separate turn of the event loop."""
         self._clock.call_at(self._clock.time() + seconds, callback, *args)
 
     def _carry_out(self, instruction: Instruction) -> None:
-        """What is not about a request that goes on."""
+        """Carry out an instruction that `feed` does not carry out inline."""
         try:
             self._handlers[type(instruction)](instruction)
         except Exception:
@@ -198,7 +199,7 @@ class Driver:
             self._give_up(instruction.reject.request_id, instruction.client)
 
     def _give_up(self, request_id: int, client: Client | None) -> None:
-        """The request's client failed: nothing of the request may stay behind."""
+        """The request's client failed: end its stream, and free all that the pipeline holds for the request."""
         try:
             if client is not None:
                 client.fail()
@@ -233,4 +234,4 @@ def _hold(instruction: Hold) -> None:
 
 
 def _leave_undone(instruction: object) -> None:
-    """Nobody is there for it."""
+    """Ignore an instruction or record that has no handler."""

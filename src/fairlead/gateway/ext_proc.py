@@ -2,12 +2,12 @@
 
 Theory
 * A `ProcessingRequest` starts with its oneof, so the first tag byte tells the kind; metadata, attributes and the
-  protocol configuration follow. Numbers are those of the descriptors inside Envoy 1.40.
-* `HttpBody` and `StreamedBodyResponse` share fields 1 (body) and 2 (end_of_stream): under full duplex a chunk is handed
-  back by putting other tags in front of the very bytes that came.
-* Answers that say "go on" are two constant bytes.
-* `raw_value` is written, never `value`: values need not be UTF-8. No append action is set: Envoy 1.40 overwrites in
-  every case.
+  protocol configuration follow. Field numbers are those of the descriptors inside Envoy 1.40.
+* `HttpBody` and `StreamedBodyResponse` share fields 1 (body) and 2 (end_of_stream). So under full duplex a chunk is
+  handed back by putting other tags before the bytes that came.
+* Answers that say "continue" are two constant bytes.
+* Headers are written as `raw_value`, never `value`, because values need not be UTF-8. No append action is set: Envoy
+  1.40 overwrites in every case.
 """
 
 from collections.abc import Iterable, Mapping
@@ -47,9 +47,9 @@ class Kind(IntEnum):
     RESPONSE_TRAILERS = 7
 
 
-#: Looked up a million times a minute; calling an enum is ten times slower.
+#: Field number → kind, looked up a million times a minute. Calling the enum is ten times slower.
 KINDS = {int(kind): kind for kind in Kind}
-#: The tag with which a message of each kind begins.
+#: First byte of a message (its tag) → kind.
 _FIRST_BYTES = {kind << 3 | BYTES: kind for kind in Kind}
 
 
@@ -63,7 +63,7 @@ class BodyMode(IntEnum):
     FULL_DUPLEX = 4
 
 
-#: "Go on, nothing to change", for each kind of request message.
+#: "Continue, nothing to change", for each kind of message.
 CONTINUE = {
     Kind.REQUEST_HEADERS: b"\x0a\x00",
     Kind.RESPONSE_HEADERS: b"\x12\x00",
@@ -73,10 +73,11 @@ CONTINUE = {
     Kind.RESPONSE_TRAILERS: b"\x32\x00",
 }
 
-#: Field of `ProcessingResponse` that answers each kind.
+#: Kind → field number of its answer in `ProcessingResponse`.
 _ANSWER = {kind: CONTINUE[kind][0] >> 3 for kind in Kind}
 
-#: The protocol wants streamed body answers below 64 KiB (Envoy 1.40 takes 1 MB); the reference picker cuts at this.
+#: Bytes in one streamed body answer. The protocol asks for less than 64 KiB (Envoy 1.40 takes 1 MB); the reference
+#: picker cuts at this size.
 MAX_CHUNK = 62_000
 
 SUBSET_NAMESPACE = "envoy.lb.subset_hint"
@@ -84,17 +85,17 @@ SUBSET_KEY = f"{DESTINATION}-subset"
 SERVED_KEY = f"{DESTINATION}-served"
 _SUBSET_KEY, _SERVED_KEY = SUBSET_KEY.encode(), SERVED_KEY.encode()
 LB_NAMESPACE = "envoy.lb"
-#: In that namespace: the lease of a request that was routed.
+#: Key in that namespace for the lease of a routed request.
 LEASE_KEY = "fairlead-lease"
 
 _HEADERS = (Kind.REQUEST_HEADERS, Kind.RESPONSE_HEADERS)
 _CLEAR_ROUTE_CACHE, _CONTINUE_AND_REPLACE = number(5, 1), number(1, 1)
 
 
-#: Bytes of a ProtocolConfiguration: it has seven short fields, and those that were seen are kept.
+#: Longest accepted ProtocolConfiguration, in bytes. It has seven short fields, and decoded ones are cached.
 _MAX_CONFIG = 256
 
-#: Request body mode, response body mode, whether the body is sent without waiting for the headers answer.
+#: Request body mode, response body mode, and whether the body is sent without waiting for the answer to the headers.
 Modes = tuple[BodyMode, BodyMode, bool]
 
 
@@ -118,17 +119,17 @@ def _read_modes(config: bytes) -> Modes:
 
 
 class Beside(NamedTuple):
-    """What a message says beside its headers, body or trailers. Encoded; `None` = absent."""
+    """The encoded parts of a message beside its headers, body or trailers. `None` = absent."""
 
     config: bytes | None = None
     metadata: bytes | None = None
     attributes: tuple[bytes, ...] = ()
-    #: Kind, start and end of headers, body or trailers that do not come first.
+    #: Kind, start and end of the headers, body or trailers, if they are not the first part.
     late: tuple[Kind, int, int] | None = None
 
 
 _NOTHING_BESIDE = Beside()
-#: Longer ones are read each time.
+#: Longest cached encoding, in bytes. Longer ones are decoded each time.
 _MAX_BESIDE = 256
 
 
@@ -146,12 +147,12 @@ def _read_beside(data: bytes) -> Beside:
     return Beside(config, metadata, attributes, late)
 
 
-#: Mostly it is the ProtocolConfiguration alone, or nothing, and with that the same few bytes again.
+#: These bytes are mostly empty or only the ProtocolConfiguration, so they repeat.
 _known_beside = lru_cache(maxsize=64)(_read_beside)
 
 
 class Incoming:
-    """One `ProcessingRequest`, its parts found but not decoded."""
+    """One `ProcessingRequest`: its parts are located but not decoded."""
 
     __slots__ = ("beside", "data", "end", "kind", "start")
 
@@ -163,7 +164,7 @@ class Incoming:
         if kind is not None:
             size, start = data[1], 2
             if size > 0x7F:
-                if data[2] < 0x80:  # nearly always
+                if data[2] < 0x80:  # the common case
                     size, start = size & 0x7F | data[2] << 7, 3
                 else:
                     size, start = read_varint(data, 1, length)
@@ -183,7 +184,7 @@ class Incoming:
         self.kind, self.start, self.end = beside.late
 
     def modes(self) -> Modes | None:
-        """How the gateway works; on the first message only."""
+        """How the gateway sends bodies; `None` = not stated. Only the first message states it."""
         config = self.beside.config
         if config is None:
             return None
@@ -192,14 +193,14 @@ class Incoming:
         return _read_modes(config)
 
     def first_field(self) -> tuple[int, int]:
-        """Bounds of the part's field 1 where the part begins with it, as Envoy writes: header map or chunk. Else two
-        times its beginning."""
+        """Start and end of field 1 (header map or chunk) if the part begins with it, as Envoy writes it. Otherwise the
+        start of the part, twice."""
         data, start, end = self.data, self.start, self.end
         if end - start < 2 or data[start] != 0x0A:
             return start, start
         size, first = data[start + 1], start + 2
         if size > 0x7F:
-            if first < end and data[first] < 0x80:  # nearly always
+            if first < end and data[first] < 0x80:  # the common case
                 size, first = size & 0x7F | data[first] << 7, first + 1
             else:
                 size, first = read_varint(data, start + 1, end)
@@ -208,13 +209,13 @@ class Incoming:
         return first, first + size
 
     def headers(self) -> tuple[dict[str, str], bool]:
-        """(headers, end of stream). Names in lower case; of a repeated header the last value."""
+        """(headers, end of stream). Names are in lower case; a repeated header keeps its last value."""
         data, end = self.data, self.end
         first, pos = self.first_field()
         out: dict[str, str] = {}
         read_headers(data, first, pos, out)
         eos = False
-        for key, a, b in fields(data, pos, end) if pos < end else ():  # with a body to come there is nothing else
+        for key, a, b in fields(data, pos, end) if pos < end else ():  # if a body follows, this is empty
             if key == 1 and b >= 0:
                 read_headers(data, a, b, out)
             elif key == 3 and b < 0:
@@ -237,7 +238,7 @@ class Incoming:
         return chunk, eos
 
     def attributes(self) -> dict[str, Json]:
-        """Attributes of the request (CEL), of all filters merged. Empty when none were sent."""
+        """The request's CEL attributes, merged over all filters. Empty when none were sent."""
         out: dict[str, Json] = {}
         for attributes in self.beside.attributes:
             for key, a, b in fields(attributes):
@@ -246,7 +247,7 @@ class Incoming:
         return out
 
     def subset(self) -> frozenset[str] | None:
-        """The gateway's subset hint: addresses to choose from; `None` = no hint (or not a list)."""
+        """The gateway's subset hint: addresses to choose from; `None` = no hint, or the hint is not a list."""
         metadata = self.beside.metadata
         if not metadata or _SUBSET_KEY not in metadata:
             return None
@@ -258,7 +259,7 @@ class Incoming:
         return None
 
     def served(self) -> str:
-        """Who served, as the gateway says beside a response: `ip:port`; empty = it does not."""
+        """`ip:port` of the endpoint that served, from the gateway's metadata beside a response; empty = not stated."""
         metadata = self.beside.metadata
         if not metadata or _SERVED_KEY not in metadata:
             return ""
@@ -270,16 +271,16 @@ class Incoming:
 
 
 def opens_tunnel(headers: Mapping[str, str], ended: bool) -> bool:
-    """Whether this is a WebSocket or CONNECT: both sides send as they like, and the request has no end to wait for."""
+    """Whether this is a WebSocket or CONNECT. Then both sides send at any time, and the request's end is unknown."""
     method = headers.get(":method")
     return not ended and (method == "CONNECT" or (method == "GET" and "upgrade" in headers))
 
 
-# The two messages that nearly every request consists of, in the form in which Envoy writes them.
+# Fast paths for the two messages of nearly every request, in the form in which Envoy writes them.
 
 
 class Opening(Struct, frozen=True, eq=False, gc=False):
-    """What a first message says beside the two ids. Most say the same: theirs is one object, and hashed as that."""
+    """What a first message says apart from the two ids. Equal messages share one object, hashed by identity."""
 
     headers: Mapping[str, str]
     ended: bool
@@ -288,12 +289,12 @@ class Opening(Struct, frozen=True, eq=False, gc=False):
 
 
 def read_opening(data: bytes) -> tuple[Opening, str, str] | None:
-    """A first message of an embedded gateway, the gateway's own id of the request, and its x-request-id. `None` = the
-    message has another form, and `Incoming` reads it."""
+    """Read a first message of an embedded gateway: its opening, the gateway's own id of the request, the x-request-id.
+    `None` = the message has another form and must be read with `Incoming`."""
     start = data.rfind(_GATEWAY_ENTRY)
     try:
         gateway_id, request_entry, request_id = _two_ids(data, start)
-    except StructError:  # there are none, or they are cut short
+    except StructError:  # the ids are missing or cut short
         return None
     if request_entry != _REQUEST_ENTRY or len(data) > _MAX_OPENING:
         return None
@@ -303,10 +304,10 @@ def read_opening(data: bytes) -> tuple[Opening, str, str] | None:
     return known, str(gateway_id, "latin-1"), str(request_id, "latin-1")
 
 
-@lru_cache(maxsize=256)  # clients choose some of them
+@lru_cache(maxsize=256)  # clients choose some of these bytes
 def _known_opening(before: bytes, behind: bytes) -> Opening | None:
-    """What a first message says beside the two ids, which stand between these bytes; `None` = they are not the last
-    entries of the header map, or the message is malformed. Which bytes the ids have changes nothing of that."""
+    """Decode a first message whose bytes before and behind the two ids are these. `None` = the ids are not the last
+    entries of the header map, or the message is malformed. The result does not depend on the ids."""
     placeholder = bytes(_ID_SIZE)
     data = b"".join((before, _GATEWAY_ENTRY, placeholder, _REQUEST_ENTRY, placeholder, behind))
     try:
@@ -327,12 +328,12 @@ def _known_opening(before: bytes, behind: bytes) -> Opening | None:
         return None
 
 
-#: How a message ends whose chunk is the body's last, with an empty `metadata_context` behind it.
+#: The end of a message with a body's last chunk: end_of_stream, then an empty `metadata_context`.
 _LAST_CHUNK = b"\x10\x01B\x00"
 
 
 def read_last_chunk(data: bytes) -> bytes | None:
-    """The chunk of a message with the end of a request body; `None` = it has another form, and `Incoming` reads it."""
+    """The last chunk of a request body; `None` = the message has another form and must be read with `Incoming`."""
     head, chunk = _last_chunk(len(data))
     if data.startswith(head) and data.endswith(_LAST_CHUNK):
         return data[chunk]
@@ -341,9 +342,9 @@ def read_last_chunk(data: bytes) -> bytes | None:
 
 @lru_cache(maxsize=4096)
 def _last_chunk(size: int) -> tuple[bytes, slice]:
-    """How a message of `size` bytes begins (tags and lengths) if it is a last chunk and `_LAST_CHUNK`, and where the
-    chunk stands."""
-    for lengths in range(2, 20):  # bytes of both lengths
+    """For a message of `size` bytes that ends with `_LAST_CHUNK`: the tags and lengths that it must begin with, and the
+    slice of its chunk."""
+    for lengths in range(2, 20):  # the number of bytes that both lengths take
         chunk = size - 2 - lengths - len(_LAST_CHUNK)
         if chunk >= 0:
             part = b"\x0a" + varint(chunk)
@@ -378,15 +379,16 @@ def remove_headers(names: Iterable[str]) -> bytes:
 
 
 def lb_metadata(entries: Mapping[str, bytes]) -> bytes:
-    """The `dynamic_metadata` field with strings in namespace `envoy.lb`."""
+    """The `dynamic_metadata` field with these strings in namespace `envoy.lb`."""
     return field(8, nested_struct(LB_NAMESPACE, string_struct(dict(entries))))
 
 
 def answer(
     kind: Kind, mutation: bytes = b"", metadata: bytes = b"", body: bytes | None = None, reroute: bool = False
 ) -> bytes:
-    """Answer a headers or body message: HeaderMutation content, `lb_metadata`, a whole new body. In the answer to
-    headers, the body replaces that of the message, and whatever else comes of it needs no answer."""
+    """Answer a headers or body message. `mutation`: HeaderMutation content; `metadata`: from `lb_metadata`; `body`:
+    a whole new body; `reroute`: choose the route anew. In the answer to headers, `body` replaces the whole body of the
+    message, and Envoy sends no more of the old one."""
     common = _CONTINUE_AND_REPLACE if body is not None and kind in _HEADERS else b""
     if mutation:
         common += field(2, mutation)
@@ -398,7 +400,7 @@ def answer(
 
 
 def streamed_body(kind: Kind, chunk: bytes, end_of_stream: bool) -> list[bytes]:
-    """Hand a body chunk back under full duplex, cut to what Envoy accepts. An empty chunk gives one message."""
+    """Hand a body chunk back under full duplex, cut to pieces that Envoy accepts. An empty chunk gives one message."""
     pieces = [chunk[i : i + MAX_CHUNK] for i in range(0, len(chunk), MAX_CHUNK)] or [b""]
     last = len(pieces) - 1
     tag = _ANSWER[kind]
@@ -412,7 +414,7 @@ def streamed_body(kind: Kind, chunk: bytes, end_of_stream: bool) -> list[bytes]:
 
 
 def echo(message: Incoming) -> list[bytes]:
-    """Hand a body message back as it came."""
+    """Hand a body message back unchanged, under full duplex."""
     size = message.end - message.start
     if size > MAX_CHUNK:
         return streamed_body(message.kind, *message.body())
@@ -421,14 +423,14 @@ def echo(message: Incoming) -> list[bytes]:
 
 @lru_cache(maxsize=4096)
 def _echo_head(kind: Kind, size: int) -> bytes:
-    """What stands before `size` bytes that are handed back: tags and lengths. Chunks of a stream are much alike."""
+    """The tags and lengths before `size` bytes that are handed back. Cached: chunks of a stream repeat their sizes."""
     content = bytes(size)
     return field(_ANSWER[kind], field(1, field(3, field(3, content))))[: -size or None]
 
 
 def immediate(status: int, headers: Mapping[str, str], body: bytes, details: str = "", grpc_status: int = -1) -> bytes:
-    """Answer the client directly. `details` shows up in Envoy's response code details. With a `grpc_status` a client
-    that speaks gRPC gets that, and the body as its message."""
+    """Answer the client directly. `details` appears in Envoy's response code details. A `grpc_status` of 0 or more is
+    sent to clients that speak gRPC, with the body as its message; -1 = none."""
     mutation = b"".join(set_header(name, value.encode("latin-1", "replace")) for name, value in headers.items())
     content = field(1, number(1, status)) + field(2, mutation) + field(3, body)
     if grpc_status >= 0:
@@ -439,7 +441,7 @@ def immediate(status: int, headers: Mapping[str, str], body: bytes, details: str
 
 
 def message_timeout(seconds: float) -> bytes:
-    """A message that only asks for more time (`override_message_timeout`); Envoy honours one per message it awaits."""
+    """A message that only asks for more time (`override_message_timeout`). Envoy honours one per awaited message."""
     whole_seconds = int(seconds)
     return field(10, number(1, whole_seconds) + number(2, int((seconds - whole_seconds) * 1e9)))
 
@@ -450,23 +452,23 @@ def message_timeout(seconds: float) -> bytes:
 _VALUE_TAGS = b"\x12\x1a"
 
 
-#: How the header map of an embedded gateway ends: two entries with ids of 36 bytes, other ones in every request.
+#: The header map of an embedded gateway ends with two entries whose ids of 36 bytes differ in every request.
 _GATEWAY_ID, _REQUEST_ID = "x-fairlead-id", "x-request-id"
 _ID_SIZE = 36
 _GATEWAY_ENTRY, _REQUEST_ENTRY = b"\x0a\x35\x0a\x0dx-fairlead-id\x1a\x24", b"\x0a\x34\x0a\x0cx-request-id\x1a\x24"
 _REQUEST_SIZE = len(_REQUEST_ENTRY) + _ID_SIZE
 _GATEWAY_SIZE = len(_GATEWAY_ENTRY) + _ID_SIZE
 _BOTH_SIZE = _GATEWAY_SIZE + _REQUEST_SIZE
-#: Of the two entries: the gateway's id, how the entry behind it begins, and the other id.
+#: Unpacks the two entries: the gateway's id, the bytes between the ids, the x-request-id.
 _two_ids = BinaryStruct(f"{len(_GATEWAY_ENTRY)}x{_ID_SIZE}s{len(_REQUEST_ENTRY)}s{_ID_SIZE}s").unpack_from
-#: Longer first messages are read each time.
+#: Longest cached first message, in bytes. Longer ones are decoded each time.
 _MAX_OPENING = 2048
-#: What stands in front of them is mostly the same few bytes. Longer ones are read each time.
+#: The entries before the ids repeat between requests. Above this size, in bytes, they are decoded each time.
 _MAX_KNOWN_SIZE = 1024
 
 
 def read_headers(data: bytes, start: int, end: int, out: dict[str, str]) -> None:
-    """HeaderMap → dict. Latin-1, so every byte survives and nothing can fail."""
+    """Decode a HeaderMap into `out`. Latin-1 keeps every byte and cannot fail. Raises `ProtocolError`."""
     ids = end - _BOTH_SIZE
     if (
         start <= ids <= start + _MAX_KNOWN_SIZE
@@ -481,9 +483,9 @@ def read_headers(data: bytes, start: int, end: int, out: dict[str, str]) -> None
         _read_entries(data, start, end, out)
 
 
-@lru_cache(maxsize=256)  # clients choose some of them
+@lru_cache(maxsize=256)  # clients choose some of these bytes
 def known_entries(entries: bytes) -> dict[str, str] | None:
-    """What whole entries say; `None` = these bytes do not end where an entry does."""
+    """Decode whole header entries; `None` = the bytes do not end where an entry ends. The result is shared: copy it."""
     out: dict[str, str] = {}
     try:
         _read_entries(entries, 0, len(entries), out)
@@ -493,14 +495,14 @@ def known_entries(entries: bytes) -> dict[str, str] | None:
 
 
 def _read_entries(data: bytes, pos: int, end: int, out: dict[str, str]) -> None:
-    """Envoy writes each entry as `0a size 0a size name 1a size value` with one-byte sizes nearly always: that form is
-    read in place, any other by the general walk."""
+    """Decode entries. Envoy nearly always writes `0a size 0a size name 1a size value` with one-byte sizes. That form is
+    decoded in place, any other by the general walk."""
     while pos < end:
         try:
             size = data[pos + 1]
             stop = pos + 2 + size
             middle = pos + 4 + data[pos + 3]
-            # An inner size of two bytes would run past `stop`.
+            # If an inner size took two bytes, the sum below would run past `stop`.
             if (
                 size < 0x80
                 and middle + 2 + data[middle + 1] == stop <= end
@@ -516,7 +518,7 @@ def _read_entries(data: bytes, pos: int, end: int, out: dict[str, str]) -> None:
 
 
 def _read_header(data: bytes, pos: int, end: int, out: dict[str, str]) -> int:
-    """Read the entry at `pos` field by field; returns the position behind it."""
+    """Decode the entry at `pos` field by field; returns the position behind it. Raises `ProtocolError`."""
     tag, pos = read_varint(data, pos, end)
     size, pos = read_varint(data, pos, end)
     stop = pos + size
@@ -537,19 +539,19 @@ def _read_header(data: bytes, pos: int, end: int, out: dict[str, str]) -> int:
 # Answers that change a body, for every body mode of Envoy's ext_proc in which that is safe.
 #
 # Theory (measured on Envoy 1.40; tests/integration/pitfalls/README.md, "Changing bodies")
-# * A length that does not fit the body shifts every later message of an HTTP/1.1 connection: surplus bytes are read as
-#   the next request. Envoy checks the two only where it holds the whole body (BUFFERED), so length and body leave here
-#   in one answer, or the length is taken off before the first byte and the body goes out chunked.
-# * CONTINUE_AND_REPLACE in a headers answer replaces the whole message at once: Envoy drops the length, and what it
-#   has of the body, and sends nothing more of that message to us. One answer cannot be half applied, even if the
-#   scheduler dies while 5 MB of it are on the way. Where a gateway fails open that counts: a new length with an old
-#   body would be worse than no rewrite.
-# * Under full duplex the gateway keeps nothing, so there is nothing to be half applied to: length in the headers
-#   answer, then the new bytes in place of those that came.
+# * A content length that does not fit the body shifts all later messages of an HTTP/1.1 connection: surplus bytes are
+#   read as the next request. Envoy compares the two only where it holds the whole body (BUFFERED). So length and body
+#   leave in one answer, or the length is removed before the first byte and the body is sent chunked.
+# * CONTINUE_AND_REPLACE in the answer to headers replaces the whole message at once: Envoy drops the length and the
+#   part of the body that it has, and sends us nothing more of that message. The answer is applied entirely or not at
+#   all, even if the scheduler dies while 5 MB of it are in flight. That matters for a gateway that fails open: a new
+#   length with the old body would be worse than no rewrite.
+# * Under full duplex the gateway keeps no part of the body, so nothing can be half applied: the length is set in the
+#   answer to the headers, then the new bytes are sent in place of the old ones.
 
 _CONTENT_LENGTH = "content-length"
 
-#: HeaderMutation content for a headers answer: the body's length is not known yet. It goes out chunked.
+#: HeaderMutation content for an answer to headers: the body's length is unknown, so the body is sent chunked.
 UNKNOWN_LENGTH = remove_headers((_CONTENT_LENGTH,))
 
 
@@ -563,9 +565,9 @@ def rewrite_request(
 ) -> list[bytes]:
     """The pick, with another body: all answers to the request, to be sent in one write.
 
-    `mutation`, `metadata`: of the pick; the route is chosen anew. `trailers`: request trailers came, and wait for
-    their answer. Raises ValueError where the headers were answered without the body (NONE, and STREAMED that does not
-    send ahead).
+    `mutation`, `metadata`: those of the pick; the route is chosen anew. `trailers`: request trailers have arrived and
+    wait for their answer. Raises `ValueError` in modes where the headers were answered without the body (NONE, and
+    STREAMED without sending ahead).
     """
     mode, _, eager = modes
     if mode is BodyMode.FULL_DUPLEX:
@@ -581,7 +583,7 @@ def rewrite_request(
 
 
 def resizable_response() -> bytes:
-    """Answer to the response headers when chunks are going to be rewritten: the length is taken off.
+    """The answer to the response headers when the chunks will be rewritten: it removes the content length.
 
     A response whose headers are not sent to us (`response_header_mode: SKIP`) keeps its length: its chunks may only be
     replaced by others of the same size.
@@ -590,11 +592,11 @@ def resizable_response() -> bytes:
 
 
 def rewrite_chunk(mode: BodyMode, chunk: bytes, end_of_stream: bool) -> list[bytes]:
-    """Answers to one response body message of a gateway in response body mode `mode`: these bytes instead.
+    """Answers to one response body message in response body mode `mode`: these bytes instead of the original ones.
 
-    `chunk` may be empty or longer than what came; hold bytes back by answering with fewer and adding them to a later
-    one. `end_of_stream`: of the message. In modes BUFFERED and BUFFERED_PARTIAL the message is the whole body (or its
-    beginning), and `resizable_response` went before as well.
+    `chunk` may be empty or longer than the original: to hold bytes back, send fewer now and add them to a later chunk.
+    `end_of_stream`: that of the message. In modes BUFFERED and BUFFERED_PARTIAL the message is the whole body (or its
+    beginning), and `resizable_response` must have been sent before as well.
     """
     if mode is BodyMode.FULL_DUPLEX:
         return streamed_body(Kind.RESPONSE_BODY, chunk, end_of_stream)

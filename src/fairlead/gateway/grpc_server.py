@@ -2,7 +2,7 @@
 
 It takes about forty times the CPU time of `h2_server` when busy, and eight times at 200 exchanges/s
 (bench/transport.py). For a handler, the differences are:
-* `room()` is always 0: grpc does not report its windows, so no message is known to leave in one write.
+* `writable_bytes()` is always 0: grpc does not report its windows, so no message is known to leave in one write.
 * `connected()` is always true: grpc does not report connections. So the leases of a gateway that died end only when
   they expire or when the model servers report themselves idle.
 * For errors that the transport finds itself, the status texts are grpc's.

@@ -1,15 +1,15 @@
-"""One HTTP/2 connection of a gRPC peer: what its streams send. `h2_control` is the connection as a whole.
+"""The receiving side of an HTTP/2 connection: the frames of its streams. `h2_control` has the rest of the connection.
 
 Rules (numbers are sections of RFC 9113)
 * A stream id is idle (above the highest seen), open, or over. Frames on idle streams break the connection (5.1).
   HEADERS and its CONTINUATIONs are one unit (6.10). Header blocks are decoded even where they are ignored (4.3).
-* An exchange that we finished while the peer's side is open lingers: all that is kept is how much the peer may still
-  send. Late DATA is swallowed and its connection window given back; RST_STREAM or END_STREAM ends it. Nothing is sent:
-  Envoy resets by itself, and grpc clients do too. At most `max_streams` linger; beyond that the oldest is reset with
-  NO_ERROR (8.1).
+* A stream that we finished while the peer's side is open lingers: only the bytes that the peer may still send are
+  kept. Late DATA is dropped and its connection window given back; RST_STREAM or END_STREAM ends the stream. We send
+  nothing, because Envoy and grpc clients reset by themselves. At most `max_streams` linger; beyond that the oldest is
+  reset with NO_ERROR (8.1).
 * Streams that we reset are remembered for a while, because frames for them may be on their way (5.4.2).
-* Receive windows are given back in big steps, when half of a window is used up. A peer that sends more than it was
-  given breaks the connection (connection window) or loses its stream (stream window).
+* Receive windows are given back in large steps, when half of a window is used. A peer that exceeds a window breaks the
+  connection (connection window) or loses the stream (stream window).
 """
 
 import asyncio
@@ -29,33 +29,33 @@ from fairlead.gateway.stream import Routes
 
 log = logging.getLogger(__name__)
 
-#: Streams that we reset and still remember.
+#: How many streams that we reset are remembered.
 _REMEMBERED = 256
 
 _u32 = h2.U32.unpack_from
-#: A frame's header, and the prefix of the message that its payload begins with (if it is one).
+#: Unpacks a frame's header and the first five bytes of its payload, the prefix if it is a message.
 _heads = Struct(">IBIBI").unpack_from
 _PREFIX_SIZE, _HEAD_SIZE, _MESSAGE_AT = grpc.PREFIX_SIZE, h2.HEAD_SIZE, h2.HEAD_SIZE + grpc.PREFIX_SIZE
 _MAX_STREAM, _RST_LENGTH = h2.MAX_STREAM_ID, 4 << 8 | h2.RST_STREAM
 _HEADERS, _END_HEADERS, _END_STREAM = h2.HEADERS, h2.END_HEADERS, h2.END_STREAM
-#: Of a DATA frame that is one message: what its length and type are above the message's length.
+#: For a DATA frame that holds exactly one message: its first four bytes minus the message's length (shifted left by 8).
 _PREFIX_LENGTH = _PREFIX_SIZE << 8 | h2.DATA
 
 
 class Scratch:
-    """The buffer into which all connections of one loop read: it is emptied before the next read.
+    """The buffer into which all connections of one event loop read. Each read is handled before the next one.
 
     Measured (Linux 6.18, asyncio of 3.11): 10 µs less per wake-up than `data_received`, which allocates 256 KiB a time.
     """
 
     def __init__(self, size: int = 256 << 10) -> None:
-        #: `_heads` looks beyond a short frame at the end.
+        #: Longer than `view`, because `_heads` also reads behind a short frame at the end.
         self.buffer = memoryview(bytearray(size + _PREFIX_SIZE))
         self.view = self.buffer[:size]
 
 
 class H2Connection(H2Control, asyncio.BufferedProtocol):
-    """An asyncio protocol; one per accepted socket."""
+    """An asyncio protocol, one object per accepted socket."""
 
     def __init__(
         self,
@@ -67,30 +67,30 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
         budget: ByteBudget | None = None,
     ) -> None:
         super().__init__(owner, limits, merge_wakeups, budget)
-        #: Of an incomplete frame, where that is long.
+        #: The budget's claim for a long incomplete frame.
         self._frame = Claim(self)
         self._view, self._scratch = scratch.view, scratch.buffer
         self._whole_messages = not limits.max_stream_bytes
-        #: The first four bytes of a frame (its length, and any type) at most, and of one that is a whole message.
+        #: Limits for a frame's first four bytes (length << 8 | type): any frame, and a DATA frame with a whole message.
         self._max_length = limits.max_frame << 8 | 0xFF
         self._max_message = min(limits.max_frame, limits.max_message + _PREFIX_SIZE) << 8
-        #: The longest frame (as above) that may be handled without its handler: none during the handshake and in the
-        #: middle of a header block.
+        #: The longest frame (in this form) that `buffer_updated` may handle itself. 0 during the handshake and inside a
+        #: header block: then every frame goes to its handler.
         self._longest = 0
-        #: The incomplete frame at the end of what was read, and the length that it must reach to be worth looking at;
-        #: 0 = there is none.
+        #: The incomplete frame at the end of the input, and the size that it must reach before it is looked at; 0 = no
+        #: frame is incomplete.
         self._carry = bytearray()
         self._need = len(h2.PREFACE)
         self._preface_seen = False
         self._routes = routes
-        #: What the peer may still send before we credit the connection.
+        #: The bytes that the peer may still send before we give the connection credit.
         self._credit = limits.connection_window
-        #: Receive windows are given back from here on.
+        #: Receive windows are given back when they fall to these sizes.
         self._low_credit, self._low_window = limits.connection_window >> 1, limits.stream_window >> 1
         #: Streams that we reset, oldest first.
         self._reset: OrderedDict[int, None] = OrderedDict()
         self._resets = Budget(limits.resets_per_second, limits.reset_burst, self.loop.time)
-        #: A header block in pieces: flags of its HEADERS, stream, bytes so far.
+        #: A header block in pieces: the flags of its HEADERS, its stream, the bytes so far.
         self._pieces: tuple[int, int, bytearray] = (0, 0, bytearray())
         known: tuple[FrameHandler, ...] = (
             self._on_data, self._on_headers, self._on_priority, self._on_rst_stream, self._on_settings,
@@ -105,8 +105,8 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
         return self._view
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Cut what was read into frames and handle them, nearly all right here: whole messages, header blocks that are
-        known, resets of exchanges that are over."""
+        """Cut the input into frames and handle them. The three common kinds are handled here, without a call: whole
+        messages, known header blocks, and resets of exchanges that are over."""
         self._silent = False
         if self.closing:
             return
@@ -138,7 +138,7 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
                     except Exception:
                         stream.crashed()
                 elif length == _RST_LENGTH and longest and self.lingering.pop(stream_id, None) is not None:
-                    pass  # Envoy resets every exchange that we finished
+                    pass  # Envoy resets every exchange that we have finished
                 elif (
                     longest
                     and flags == _END_HEADERS
@@ -158,11 +158,11 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
         except Exception as error:
             self._crashed(error)
         self.corked = False
-        if self.out or self.restless:  # an access log's whole messages are not answered
+        if self.out or self.restless:  # nothing may be due: the messages of access logs get no answers
             self.flush()
 
     def _on_frame(self, length: int, flags: int, stream_id: int, data: bytes, pos: int, stop: int) -> int:
-        """Any other frame. Returns the longest one that may be handled without its handler from now on."""
+        """Pass any other frame to its handler. Returns the new `_longest`."""
         self._check_length(length)
         self.handlers[length & 0xFF](flags, stream_id & _MAX_STREAM, data, pos + _HEAD_SIZE, stop)
         self._longest = self._max_message if self.handlers is self._table else 0
@@ -170,7 +170,7 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
         return self._longest
 
     def _settle(self) -> None:
-        """What is settled may have changed."""
+        """Update `settled`, after something that it depends on may have changed."""
         self.settled = self._acknowledged and not self._need and self._longest > 0
         self.restless = True
 
@@ -182,8 +182,9 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
             self.fail(ErrorCode.INTERNAL_ERROR, "internal error")
 
     def _with_carry(self, nbytes: int) -> tuple[bytes, int]:
-        """What was read behind the incomplete frame before it, and where that ends. As long as the frame is incomplete
-        its bytes are not looked at: a megabyte that arrives byte by byte costs a megabyte of copying."""
+        """Append the input to the incomplete frame before it. Returns the frame with what follows, and its size, or
+        (empty, 0) while the frame is incomplete. Its bytes are not looked at until then: a megabyte that arrives byte
+        by byte costs a megabyte of copying."""
         carry = self._carry
         carry += self._view[:nbytes]
         if not self._preface_seen:
@@ -209,8 +210,8 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
             raise ProtocolError(f"a frame of {length >> 8} bytes is too large", ErrorCode.FRAME_SIZE_ERROR)
 
     def _keep(self, part: memoryview, length: int) -> None:
-        """Of a frame whose header begins with `length`; negative = the header is not whole. All of it comes whatever we
-        say: a long one has room or ends us."""
+        """Keep the beginning of a frame whose header begins with `length`; negative = the header itself is incomplete.
+        Flow control cannot stop the rest, so a long frame must fit into the budget or the connection fails."""
         self._check_length(length)
         need = _HEAD_SIZE + max(length >> 8, 0)
         self._need = need
@@ -220,7 +221,7 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
             raise ProtocolError("too many unfinished frames are held already", ErrorCode.ENHANCE_YOUR_CALM)
 
     def granted(self) -> None:
-        """A frame needs no credit."""
+        """Do nothing: frames get no credit."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -265,7 +266,7 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
             self._open(stream_id, opening, flags & _END_STREAM > 0)
 
     def _open(self, stream_id: int, opening: Opening, ended: bool = False) -> None:
-        """`ended`: the peer sends nothing more on it."""
+        """Open a stream. `ended`: the peer sends nothing more on it."""
         self._last_stream = stream_id
         self.restless = True
         if opening.malformed or len(self.streams) >= self.limits.max_streams:
@@ -298,7 +299,7 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
             stream.half_close()
 
     def _on_late_block(self, flags: int, stream_id: int, opening: Opening) -> None:
-        """HEADERS on a stream that was opened before: trailers, or an error."""
+        """Take HEADERS on a stream that was opened before: trailers, or an error."""
         stream = self.streams.get(stream_id)
         if stream is not None:
             if stream.remote_closed:
@@ -329,7 +330,7 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
             stream.receive(data, pos, end)
 
     def _on_unusual_data(self, stream: H2Stream, flags: int, data: bytes, pos: int, end: int) -> None:
-        """DATA that is padded, empty, the last, late, or due to have its window given back."""
+        """Take DATA that is padded, empty, late, the last of its stream, or that makes its window due for credit."""
         if stream.remote_closed:
             self.reset(stream, ErrorCode.STREAM_CLOSED, "frames after the stream's end")
             return
@@ -368,7 +369,7 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
             self.flush_soon()
 
     def _on_stray_data(self, flags: int, stream_id: int, size: int) -> None:
-        """DATA on a stream that is not open any more; its connection window is given back already."""
+        """Take DATA on a stream that is no longer open. Its connection window was already given back."""
         left = self.lingering.get(stream_id)
         if left is not None:
             if flags & h2.END_STREAM:
@@ -398,7 +399,7 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
             return
         unfinished = not stream.finished
         stream.lost(f"reset by the peer (code {_u32(data, pos)[0]})")
-        # Only what we still worked on counts: Envoy resets every finished exchange.
+        # Only resets of unfinished streams count: Envoy resets every finished exchange.
         if unfinished and not self._resets.spend():
             raise ProtocolError("too many resets", ErrorCode.ENHANCE_YOUR_CALM)
 
@@ -411,7 +412,7 @@ class H2Connection(H2Control, asyncio.BufferedProtocol):
     # ---- for tests ----
 
     def validate(self) -> None:
-        """Raises `AssertionError` where something grows without bound, or a count is not that of the streams."""
+        """Raises `AssertionError` if something exceeds its bound, or a count differs from that of the streams."""
         streams = list(self.streams.values())
         assert len(streams) <= self.limits.max_streams >= len(self.lingering)
         assert len(self._reset) <= _REMEMBERED

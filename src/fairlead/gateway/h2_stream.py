@@ -1,31 +1,31 @@
-"""What an HTTP/2 connection sends, and its gRPC streams. They are one state machine; `h2_connection` reads.
+"""The sending side of an HTTP/2 connection, and its gRPC streams, as one state machine. `h2_connection` reads.
 
 H2Stream
-States: open → finished (by us, or lost) → ended (trailers sent) → forgotten by the connection. The handler hears
-nothing after `finished`. A finished stream whose messages still wait for windows stays until they have left.
+States: open → finished (by us, or lost) → ended (trailers sent) → forgotten by the connection. The handler is not
+called after `finished`. A finished stream whose messages still wait for windows stays until they have left.
 
 H2Sender
-* What is written while input is being handled is corked and leaves in one `transport.write` when that input is done.
-  What is written at other times leaves in one write on the next turn of the loop.
-* A stream sends at once while both windows and the transport allow. Otherwise its messages wait in the stream, and the
-  stream waits here (`blocked`) if the connection's window or the transport is what is missing. Streams that wait take
-  turns of `_TURN` bytes; one that waits for its own window is not here, so a tiny connection window costs no search.
-* The transport is paused above `write_high_water`; from then on only frames that are not flow-controlled go to it.
-  All that waits is counted; above `max_pending` the connection is aborted.
+* What is written while input is handled is corked, and leaves in one `transport.write` when that input is done. What is
+  written at other times leaves in one write on the next turn of the loop.
+* A stream sends at once while both windows and the transport allow. Otherwise its messages wait in the stream. If the
+  connection's window or the transport holds them back, the stream also waits in `blocked`. Streams there take turns of
+  `_TURN` bytes. A stream that waits for its own window is not in `blocked`, so a small one costs no search.
+* The transport is paused above `write_high_water`. From then on only frames that are not flow-controlled go to it. All
+  waiting bytes are counted; above `max_pending` the connection is aborted.
 
 Merged wake-ups
 Envoy ends every ext_proc stream with a lone RST_STREAM of 13 bytes. At low rates each of them costs a turn of epoll and
 a read: at 200 exchanges/s about 10 of 65 µs (bench/transport.py). With SO_RCVLOWAT = 14 the kernel does not report
 fewer than 14 bytes, so the reset is read together with the next request. 14 bytes is also the smallest DATA frame that
 holds a gRPC message.
-This is safe only while nothing that we wait for can be shorter, so the mark is back at 1 whenever
+Merging is safe only while no awaited input can be shorter. So the mark is 1 whenever
   * output waits for a window (WINDOW_UPDATE has 13 bytes) or for the transport,
-  * part of a frame was read (its rest may be short),
-  * a handler wants to know of cancels and half-closes at once (every unfinished stream, unless it said
+  * part of a frame was read (the rest may be short),
+  * a handler must hear of cancels and half-closes at once (every unfinished stream, unless its handler called
     `watch_cancel(False)`), or a message of an unfinished stream is incomplete,
   * the handshake is not done, or the connection is draining.
-FIN and RST of TCP are reported regardless. Whatever else arrives short (an empty SETTINGS has 9 bytes) is read after a
-second or two at the latest: `tick` lowers the mark of silent connections.
+FIN and RST of TCP are reported regardless. Other short input (an empty SETTINGS has 9 bytes) is read within one or two
+seconds: `tick` lowers the mark of silent connections.
 """
 
 import asyncio
@@ -46,11 +46,11 @@ log = logging.getLogger(__name__)
 
 _head = h2.HEAD.pack
 _prefix, _put_prefix = grpc.PREFIX.unpack_from, grpc.PREFIX.pack
-#: DATA frame header and gRPC prefix at once.
+#: Packs a DATA frame header and the gRPC prefix.
 _message_head = Struct(">IBIBI").pack
-#: The same behind the HEADERS frame that opens the response.
+#: Packs the HEADERS frame that opens the response, then the same.
 _first_head = Struct(f">IBI{len(grpc.RESPONSE)}sIBIBI").pack
-#: And the frame that ends it with OK behind both.
+#: Packs the HEADERS frame that ends the response with OK.
 _last_head = Struct(f">IBI{len(grpc.TRAILERS_OK)}s").pack
 _RESPONSE_LENGTH = len(grpc.RESPONSE) << 8 | h2.HEADERS
 _OK_LENGTH = len(grpc.TRAILERS_OK) << 8 | h2.HEADERS
@@ -59,9 +59,9 @@ _END_HEADERS, _LAST = h2.END_HEADERS, h2.END_HEADERS | h2.END_STREAM
 _ALL = 1 << 62
 _PREFIX_SIZE = grpc.PREFIX_SIZE
 
-#: Bytes of one stream before the next one has its turn.
+#: Bytes that a stream may send before the next blocked stream has its turn.
 _TURN = 64 << 10
-#: Bytes after which a long batch is handed to the transport, to learn whether it takes more.
+#: Bytes of output after which a long batch is passed to the transport, to learn whether it takes more.
 _BATCH = 1 << 20
 
 #: One byte more than RST_STREAM and WINDOW_UPDATE.
@@ -69,45 +69,45 @@ _MERGING_MARK = 14
 
 
 class H2Sender:
-    """Base of `H2Connection`. Its streams reach into it."""
+    """Base class of `H2Connection`. `H2Stream` uses its attributes directly."""
 
     def __init__(
         self, limits: H2Limits, merge_wakeups: bool, loop: asyncio.AbstractEventLoop, budget: ByteBudget | None
     ) -> None:
         self.limits = limits
-        #: Of all connections; `None` = none is kept.
+        #: The byte budget that all connections share; `None` = no limit.
         self.budget = budget
         self.loop = loop
         self.transport: asyncio.Transport
-        #: Frames that leave with the next write.
+        #: Frames that leave with the next write, and the bytes of those that `pump` added.
         self.out: list[bytes | memoryview] = []
         self.out_size = 0
-        #: The peer's connection window, its initial stream window and its largest frame.
+        #: What the peer accepts: its connection window, initial stream window and largest frame, in bytes.
         self.window = h2.DEFAULT_WINDOW
         self.peer_window = h2.DEFAULT_WINDOW
         self.peer_frame = h2.MIN_FRAME_SIZE
-        #: Due in front of the next header block.
+        #: A dynamic table size update that must begin the next header block; empty = none is due.
         self.table_update = b""
-        #: Open streams, and finished ones whose messages or trailers have not left.
+        #: Open streams, and finished ones whose messages or trailers have not left yet.
         self.streams: dict[int, H2Stream] = {}
-        #: Finished exchanges whose peer has not ended its side, to the bytes that it may still send.
+        #: Streams that we have finished but the peer has not → the bytes that the peer may still send on them.
         self.lingering: OrderedDict[int, int] = OrderedDict()
         #: Streams that wait for the connection's window or the transport, in the order of their turns.
         self.blocked: OrderedDict[int, H2Stream] = OrderedDict()
-        #: Message bytes that wait in streams.
+        #: Total message bytes that wait in streams.
         self.queued = 0
-        #: Unfinished streams whose handlers need not know of cancels at once.
+        #: How many unfinished streams have handlers that need not hear of cancels at once.
         self.quiet = 0
-        #: Streams that hold part of a message.
+        #: How many streams hold part of a message.
         self.partial = 0
         self.corked = False
         self.paused = False
         self.draining = False
-        #: The connection is over: input is dropped, nothing is written any more.
+        #: The connection is over: input is dropped, and nothing is written any more.
         self.closing = False
-        #: Nothing is half-read and the peer has acknowledged our SETTINGS.
+        #: No frame is half-read, and the peer has acknowledged our SETTINGS.
         self.settled = False
-        #: The receive mark may have to change though nothing is written.
+        #: The receive mark may have to change although nothing is written.
         self.restless = False
         self._flushing = False
         self._merge = merge_wakeups
@@ -116,11 +116,11 @@ class H2Sender:
 
     @property
     def watched(self) -> int:
-        """Streams of which something must be heard at once: of a cancel, or that what waits in them may leave."""
+        """How many streams need input at once: their handlers watch for cancels, or their messages wait for windows."""
         return len(self.streams) - self.quiet
 
     def flush_soon(self) -> None:
-        """Something was written: see that it leaves."""
+        """Schedule a flush after something was written, unless one is due anyway."""
         if not (self.corked or self._flushing):
             self._flushing = True
             self.loop.call_soon(self._flush_now)
@@ -130,7 +130,7 @@ class H2Sender:
         self.flush()
 
     def flush(self) -> None:
-        """Write what waits, and say how little the next read may bring."""
+        """Write all waiting frames, and set the receive mark: how many bytes the next read must bring."""
         if self.out:
             data = b"".join(self.out)
             self.out, self.out_size = [], 0
@@ -159,7 +159,7 @@ class H2Sender:
             self.close_if_idle()
 
     def ended(self, stream: "H2Stream") -> None:
-        """Our side of the stream is over: its trailers are written."""
+        """Our side of the stream is over: its trailers were written."""
         self.streams.pop(stream.id, None)
         if not stream.remote_closed:
             self.lingering[stream.id] = stream.receive_window
@@ -167,21 +167,21 @@ class H2Sender:
                 self.send_reset(self.lingering.popitem(last=False)[0], ErrorCode.NO_ERROR)
 
     def send_reset(self, stream_id: int, code: int) -> None:
-        """RST_STREAM, for a stream that is not open any more."""
+        """Send RST_STREAM for a stream that is no longer open."""
         raise NotImplementedError
 
     def credit(self, stream: "H2Stream") -> None:
-        """The stream may go on: give its window back."""
+        """There is room for the rest of the stream's message: give its receive window back."""
 
     def close_if_idle(self) -> None:
-        """Draining: close once the last stream has ended."""
+        """If the connection drains and its last stream has ended, close it."""
 
     def overflow(self) -> None:
-        """The peer does not read what it asks for."""
+        """Abort the connection: more than `max_pending` bytes wait because the peer does not read."""
         self.abort("the peer reads too slowly")
 
     def abort(self, why: str) -> None:
-        """Close without a word; `connection_lost` follows."""
+        """Close without GOAWAY; asyncio then calls `connection_lost`."""
         self.closing = True
         self.transport.abort()
 
@@ -197,7 +197,7 @@ class H2Sender:
             self.flush_soon()
 
     def pump_blocked(self) -> None:
-        """The connection's window has grown or the transport takes data again."""
+        """Let blocked streams send: the connection's window has grown, or the transport accepts data again."""
         blocked = self.blocked
         while blocked and self.window > 0 and not self.paused:
             blocked.popitem(last=False)[1].pump(_TURN)
@@ -207,46 +207,47 @@ class H2Sender:
     # ---- merged wake-ups ----
 
     def merge_on(self, sock: socket.socket) -> None:
-        """Called for plaintext TCP only: TLS reads records, and Unix sockets ignore the mark."""
+        """Merge wake-ups on a socket. For plaintext TCP only: TLS reads records, and Unix sockets ignore the mark."""
         self._socket = sock
 
     def _put_mark(self, mark: int) -> None:
         if mark != self._mark and self._socket is not None:
             self._mark = mark
             try:
-                # Lowering it reports what is already there (Linux: tcp_set_rcvlowat).
+                # After lowering the mark, the kernel reports data that is already there (Linux: tcp_set_rcvlowat).
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, mark)
             except OSError:  # the socket is gone or the platform refuses
                 self._socket = None
 
 
 class H2Stream:
-    """A `ServerStream`. The connection calls the methods of the second part."""
+    """A `ServerStream`. The second part has the methods that the connection calls."""
 
-    # What a stream begins with; most of it stays so.
+    # Initial values as class attributes: an instance stores only what changes.
     handler: StreamHandler | None = None
-    #: Takes a message that came whole in one frame; `None` where that is not all there is to do.
+    #: Takes a message that came whole in one frame; `None` = `receive` must handle the frame.
     take: Callable[[bytes], None] | None = None
     finished = False
     remote_closed = False
     _opened = False
     _queue: deque[bytes] | None = None
     _offset = 0
-    #: The trailers block that waits behind the queue.
+    #: The trailers block to send after the queue.
     _tail = b""
-    #: Holds part of a message; `None` between messages.
+    #: Assembles a message that came in part; `None` between messages.
     _reader: grpc.MessageReader | None = None
     _received = 0
     _watching = True
-    #: Its place in the budget, once it has one; what it consists of: a message that is coming, what the handler keeps.
+    #: The stream's claim in the byte budget, and the two parts of its size: the message that is arriving, and what the
+    #: handler keeps.
     claim: Claim | None = None
     _coming = _kept = 0
-    #: The handler waits for more than it has.
+    #: Whether the handler waits for more bytes than it keeps now.
     _expecting = False
 
     def __init__(self, connection: H2Sender, stream_id: int) -> None:
         self.id = stream_id
-        #: What the peer takes, and what it may still send before we credit it.
+        #: The bytes that the peer accepts, and the bytes that it may still send before we give it credit.
         self.window = connection.peer_window
         self.receive_window = connection.limits.stream_window
         self._connection = connection
@@ -258,7 +259,7 @@ class H2Stream:
             return
         connection = self._connection
         first = messages[0]
-        # The others follow in the same frame, each behind its prefix.
+        # Further messages follow in the same frame, each behind its own prefix.
         data = first if len(messages) == 1 else b"".join([first, *map(grpc.prefixed, messages[1:])])
         framed = len(data) + _PREFIX_SIZE
         waits = self._queue or connection.paused
@@ -337,7 +338,7 @@ class H2Stream:
         self._claim()
 
     def _claim(self) -> None:
-        """Have the budget know what is held."""
+        """Report the bytes that the stream holds to the budget. If the budget refuses, the stream fails."""
         budget = self._connection.budget
         if budget is None or self.finished:
             return
@@ -350,38 +351,38 @@ class H2Stream:
             self.fail(grpc.Status.RESOURCE_EXHAUSTED, "too many unfinished requests are held already")
 
     def _release(self, claim: Claim) -> None:
-        """It ended: the budget has all of it back."""
+        """Give all bytes of an ended stream back to the budget."""
         if self._connection.budget is not None:
             self._connection.budget.count(claim, 0)
 
     def granted(self) -> None:
-        """There is room for what comes."""
+        """The budget has room for the message that waited: let the peer continue."""
         if not self.finished:
             self._connection.credit(self)
 
     @property
     def starved(self) -> bool:
-        """What it sends has to wait for room."""
+        """Whether the peer must wait for room in the budget before it may send more."""
         budget = self._connection.budget
         return budget is not None and self.claim is not None and budget.starved(self.claim)
 
     @property
     def watching(self) -> bool:
-        """Its handler wants to hear of a cancellation at once."""
+        """Whether the handler must hear of a cancellation at once."""
         return self._watching
 
     @property
     def partial(self) -> bool:
-        """The beginning of a message has come."""
+        """Whether part of a message has arrived."""
         return self._reader is not None
 
     @property
     def queued(self) -> int:
-        """Bytes that wait to be sent."""
+        """The number of bytes that wait to be sent."""
         return sum(map(len, self._queue or ())) - self._offset
 
     def validate(self) -> None:
-        """Raises `AssertionError` where it waits without a reason."""
+        """For tests. Raises `AssertionError` if messages wait without a reason."""
         connection = self._connection
         if self._queue:
             assert self.window <= 0 or connection.closing or connection.blocked.get(self.id) is self
@@ -401,12 +402,12 @@ class H2Stream:
     # ---- the connection calls ----
 
     def refuse(self, block: bytes) -> None:
-        """Answer with one header block, without a handler."""
+        """Answer with a single header block, without a handler."""
         self._leave()
         self._end(block)
 
     def receive(self, data: bytes, pos: int, end: int) -> None:
-        """The payload `data[pos:end]` of one DATA frame."""
+        """Take the payload `data[pos:end]` of a DATA frame."""
         handler = self.handler
         if handler is None:
             return
@@ -417,7 +418,7 @@ class H2Stream:
                 self.fail(grpc.Status.RESOURCE_EXHAUSTED, f"more than {limits.max_stream_bytes} bytes on one stream")
                 return
         try:
-            while end - pos >= _PREFIX_SIZE and self._reader is None:  # nearly always a frame holds whole messages
+            while end - pos >= _PREFIX_SIZE and self._reader is None:  # most frames hold whole messages only
                 compressed, size = _prefix(data, pos)
                 start = pos + _PREFIX_SIZE
                 pos = start + size
@@ -450,7 +451,7 @@ class H2Stream:
                 return
             self._coming = 0
             handler.on_message(message)
-        if messages or self._coming <= _PREFIX_SIZE:  # not for each frame in the middle of a message
+        if messages or self._coming <= _PREFIX_SIZE:  # skip frames in the middle of a message
             coming = self._reader.size if self._reader is not None else 0
             if coming != self._coming or self.claim is not None:
                 self._coming = coming
@@ -460,7 +461,7 @@ class H2Stream:
             self.take = handler.on_message
 
     def half_close(self) -> None:
-        """The peer's side has ended."""
+        """The peer has ended its side of the stream."""
         self.take = None
         if self._reader is not None and not self.finished:
             self.fail(grpc.Status.INTERNAL, "the stream ended inside a message")
@@ -471,13 +472,13 @@ class H2Stream:
                 self.crashed()
 
     def fail(self, code: int, why: str) -> None:
-        """The transport ends the stream; the handler loses it."""
+        """End the stream because of an error that the transport found. The handler gets `on_lost`."""
         handler = self.handler
         self.finish(code, why)
         _tell_lost(handler, why)
 
     def lost(self, why: str) -> None:
-        """The stream is gone without trailers: drop what waits, tell the handler."""
+        """The stream is gone without trailers: drop its waiting messages, and tell the handler."""
         connection = self._connection
         if self._queue:
             connection.queued -= sum(map(len, self._queue)) - self._offset
@@ -490,7 +491,7 @@ class H2Stream:
             _tell_lost(handler, why)
 
     def crashed(self) -> None:
-        """Its handler raised."""
+        """The handler raised an exception: log it, and end the stream with INTERNAL."""
         log.exception("a stream handler raised")
         self.fail(grpc.Status.INTERNAL, "internal error")
 
@@ -541,7 +542,7 @@ class H2Stream:
             connection.overflow()
 
     def pump(self, turn: int = _ALL) -> None:
-        """Send what waits, as far as windows, the transport and `turn` (bytes) allow."""
+        """Send waiting messages as far as the windows, the transport and `turn` (bytes) allow."""
         connection = self._connection
         queue = self._queue
         while queue:

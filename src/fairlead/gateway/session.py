@@ -1,42 +1,43 @@
-"""One ext_proc stream = one HTTP request: collects it, has it scheduled, answers the gateway, leaves when it is safe.
+"""One ext_proc stream = one HTTP request: collect it, schedule it, answer the gateway, leave as soon as that is safe.
 
     opened → collecting → (asking knowledge) → waiting → routed → answering → closed
-    before there is a pick: → local reply → closed
+    without a pick: → local reply → closed
 
 Rules (Envoy 1.40; tests/integration/pitfalls/README.md has the measurements)
-* `_LEGAL` has the messages that may come in each state; any other breaks the stream. Every state can become `closed`.
-  The request goes on beside the response where the choice is made on headers alone, so its messages are legal until
-  the end; after its trailers none of them is.
-* The answer to headers precedes every answer to a body. Under full duplex the headers answer waits until the body is
-  whole, and the body must be handed back; otherwise the gateway keeps the body itself.
-* BUFFERED and BUFFERED_PARTIAL: headers are answered at once, the pick rides on the body answer. A truncated
-  BUFFERED_PARTIAL body (end_of_stream false) is waved through unscheduled: the gateway ignores a pick there.
-* NONE, and STREAMED without `send_body_without_waiting_for_header_response`: the gateway routes when the headers are
-  answered, so the choice is made on headers alone.
-* A WebSocket or CONNECT is chosen on its headers. Under full duplex what follows is echoed in both directions, to the
-  end (left at the pick, Envoy resets it); a gateway that would buffer is left at the pick.
-* STREAMED with that flag: headers and body come together, and the headers answer waits for the body, as under full
-  duplex. A gateway that buffers in front of ext_proc announces it with the initial metadata `fairlead-whole-body`:
-  the first body message is then all of it, even when trailers follow (end_of_stream false).
-* Leaving (ending the gRPC stream with OK) must not lose a byte. In a STREAMED or BUFFERED response the gateway keeps
-  each chunk until it is answered: leaving is safe at any moment. With NONE nothing follows. In a FULL_DUPLEX response
-  it hands chunks over and forgets them: the only safe moment is the pick itself, and only when everything fits into
-  one write; later the response is echoed to its end.
-* Leaving early needs somebody else to tell the request's end. A gateway that sends us its access log announces it with
-  the initial metadata `fairlead-access-log` of each stream; while such a log is connected we leave, else we stay.
-  An answer that is not streamed is left at the pick: its first byte comes when all is done. A share of the responses
-  is followed to the end all the same, to learn token counts (`Inspection`).
-* A gateway that asks and sends no more (half-close: it carries the request past ext_proc, and shows no response) still
-  gets its pick, also if that has to wait. Its requests are off the books at the pick: nobody tells their end, so their
-  load is what the scrapes show.
-* A response that comes before the pick is a local reply: the gateway or one of its filters refused the request, often
-  before it showed us any of it. It goes through unchanged, and the request is given up.
-* Who served is believed of the gateway's metadata (`Incoming.served`), which neither clients nor model servers can
-  set: if that is not who was picked, the lease moves.
-* A request whose model has another name at its endpoint leaves with another body, and its response is followed to its
+* `_LEGAL` lists the messages that each state accepts; any other message breaks the stream. Every state can become
+  `closed`. If the endpoint is chosen by the headers alone, the request body may still arrive during the response. Its
+  messages are legal until the request's trailers.
+* The answer to the headers precedes every answer to a body. Under full duplex, the answer to the headers waits for the
+  whole body, and the session must hand the body back. In the other modes the gateway keeps the body itself.
+* BUFFERED and BUFFERED_PARTIAL: headers are answered immediately; the answer to the body carries the pick. A truncated
+  BUFFERED_PARTIAL body (end_of_stream false) passes unscheduled: the gateway ignores a pick there.
+* NONE, and STREAMED without `send_body_without_waiting_for_header_response`: the gateway routes as soon as the headers
+  are answered, so the endpoint is chosen by the headers alone.
+* The endpoint for a WebSocket or CONNECT is chosen by its headers. Under full duplex the session echoes both directions
+  to the end (if it left at the pick, Envoy would reset the tunnel). With a gateway that buffers, it leaves at the pick.
+* STREAMED with that flag: headers and body arrive together, and the answer to the headers waits for the body, as under
+  full duplex. A gateway that buffers before ext_proc announces it with the initial metadata `fairlead-whole-body`: the
+  first body message is then the whole body, even if trailers follow (end_of_stream false).
+* Leaving (ending the gRPC stream with OK) must not lose a byte. With a STREAMED or BUFFERED response the gateway keeps
+  each chunk until it is answered, so leaving is safe at any moment. With NONE no more messages follow. With a
+  FULL_DUPLEX response the gateway does not keep the chunks that it sends. Then leaving is only safe at the pick, and
+  only if all answers fit into one write; otherwise the session echoes the response to its end.
+* A session that leaves early relies on the access log to report the request's end. A gateway that sends us its access
+  log announces that with the initial metadata `fairlead-access-log` on each stream. While such a log is connected,
+  sessions leave early; otherwise they stay. The session of a response that is not streamed leaves at the pick, because
+  the first byte of that response comes when all tokens are done. A share of the responses is nevertheless followed to
+  the end, to learn token counts (`Inspection`).
+* A gateway may half-close after the request: it forwards the request itself and does not show the response. It still
+  gets its pick, even if the request has to wait. Nobody reports the end of such a request, so its lease is released at
+  the pick, and its load is what the scrapes show.
+* A response before the pick is a local reply: the gateway or one of its filters refused the request, often before
+  showing us any of it. The session passes the reply on unchanged and gives up the request.
+* Only the gateway's metadata (`Incoming.served`) says which endpoint served: neither clients nor model servers can set
+  it. If it is not the picked endpoint, the lease moves.
+* If the model has another name at the endpoint, the session changes the request body and follows the response to its
   end, to map the name back (`response.Renaming`).
-* Whoever leaves last releases the lease: the access log if wired, else this session. What the log cannot tell see
-  `access_log`, and so why no session leaves at the pick for a moment after this process hung.
+* The last observer releases the lease: the access log if the gateway sends one, otherwise this session. `access_log`
+  explains what the log cannot report, and why no session leaves at the pick for a moment after this process hung.
 """
 
 from collections.abc import Callable, Mapping
@@ -71,43 +72,43 @@ from fairlead.gateway.stream import HandlerFactory, ServerStream
 from fairlead.gateway.understand import MAX_NAME, NO_HEAD, Reading
 
 _INVALID_ARGUMENT, _INTERNAL = 3, 13
-#: Headers messages above this size (bytes) count in the byte budget. Envoy's own limit for headers is 60 KiB.
+#: Headers messages above this size (bytes) count toward the memory budget. Envoy's own limit for headers is 60 KiB.
 _SMALL_HEAD = 16 << 10
 _BODY_CONTINUES = CONTINUE[Kind.REQUEST_BODY]
 
 
 class SessionState(IntEnum):
-    """See the module's rules."""
+    """Where a session is in its stream. The rules of the module explain the transitions."""
 
-    #: Nothing was read.
+    #: No message was read yet.
     OPENED = 0
-    #: The request is not whole.
+    #: The headers were read; the rest of the request is still arriving.
     COLLECTING = 1
-    #: It is whole, and its prompt is being read.
+    #: The request is complete, and its prompt is being read.
     ASKING_KNOWLEDGE = 2
-    #: The scheduler has it.
+    #: The scheduler has the request.
     WAITING = 3
-    #: The gateway has the pick. Nothing of the response was seen.
+    #: The gateway has the pick. No part of the response was seen.
     ROUTED = 4
-    #: Some of the response was seen.
+    #: Part of the response was seen.
     ANSWERING = 5
-    #: A response comes although there was no pick.
+    #: A response arrives although there was no pick.
     LOCAL_REPLY = 6
-    #: The last answer was given, or the stream is gone.
+    #: The last answer was sent, or the stream is gone.
     CLOSED = 7
 
 
-#: What every request passes, as names that take one look-up.
+#: Enum members on the path of every request, as module names: one look-up instead of two.
 _OPENED, _COLLECTING, _WAITING = SessionState.OPENED, SessionState.COLLECTING, SessionState.WAITING
 _CLOSED, _HEADERS = SessionState.CLOSED, Kind.REQUEST_HEADERS
 _ALWAYS, _UNSTREAMED = Leave.ALWAYS, Leave.UNSTREAMED
 
 
 class RequestEnd(IntEnum):
-    """What was seen of the request's end."""
+    """How much of the request's end was seen."""
 
     OPEN = 0
-    #: The last message of it had end_of_stream.
+    #: The request's last message had end_of_stream set.
     MARKED = 1
     TRAILERS = 2
 
@@ -118,36 +119,36 @@ _MARKED = RequestEnd.MARKED
 class Session:
     """A `StreamHandler` for the transport and a `Client` for the driver. See the module's rules."""
 
-    # What a session begins with; some of it stays so.
+    # Initial values as class attributes: an instance stores only what changes.
     _state = SessionState.OPENED
     _request_end = RequestEnd.OPEN
     _head = NO_HEAD
-    # What the budget counts of it.
+    # Size in bytes of a large headers message, which counts toward the memory budget; 0 = small.
     _head_size = 0
-    # The gateway's own id of the request, and its x-request-id.
+    # The gateway's own id of the request, and the x-request-id.
     _gateway_id = _request_id = ""
-    # Of the body, and their size, where it comes in several.
+    # Chunks of a body that comes in several messages, and their total size in bytes.
     _parts: list[bytes] | None = None
     _size = 0
-    # The gateway sends no more, and waits for the pick.
+    # The gateway has half-closed and only waits for the pick.
     _only_asks = False
-    # From the first message on.
+    # Set by the first message.
     _mode: ProcessingMode
-    # Once the request is whole. `_awaited`: the message that the pick answers. `_body`: where it is handed back or may
-    # change. `_chunks`: in how many messages it came.
+    # Set when the request is complete. `_awaited`: the message whose answer carries the pick. `_body`: kept only if it
+    # must be handed back or may change. `_chunks`: the number of messages that it came in.
     _request: Request
     _awaited = Kind.REQUEST_HEADERS
     _body = b""
     _chunks = 1
-    # While knowledge is asked for.
+    # Set while the prompt is being read.
     _reading: Reading
-    # From the pick on. `_picked`: an address. `_fallback`: who has the request if that one does not answer, an address
-    # or empty. `_renaming`: the response is going to be changed.
+    # Set at the pick. `_picked`: the endpoint's address. `_fallback`: the address of the endpoint that gets the request
+    # if the picked one does not answer; empty = none. `_renaming`: set if the response will be changed.
     _picked: str
     _fallback: str
     _renaming: Renaming | None = None
     _watch: ResponseWatch
-    # Who answers instead, as the response's headers say; empty = who was picked, or not told.
+    # Address of the endpoint that answers instead of the picked one; empty = the picked one answers, or it is unknown.
     _moved_to = ""
 
     def __init__(self, host: Host, stream: ServerStream, metadata: Mapping[str, str]) -> None:
@@ -198,7 +199,7 @@ class Session:
         self._stream.finish()
 
     def on_lost(self, why: str) -> None:
-        """Before a response message that means that the request is lost too; later the access log knows."""
+        """The stream broke. Before the first response message the request is lost too; after that the log decides."""
         state = self._state
         self._close()
         if state is _WAITING or state is SessionState.ROUTED:
@@ -208,7 +209,7 @@ class Session:
         elif state is SessionState.ANSWERING and not self._wired():
             host, watch = self._host, self._watch
             end = watch.ended(host.now(), client_gone=not watch.complete)
-            if end.client_gone and self._mode.access_log:  # it opens with the first entry: this one says who hung up
+            if end.client_gone and self._mode.access_log:  # the log may open within GRACE, with this request's entry
                 host.driver.later(GRACE, lambda: host.feed(end))
             else:
                 host.feed(end)
@@ -216,7 +217,7 @@ class Session:
     # ---- the request ----
 
     def _begin(self, modes: Modes | None) -> ProcessingMode:
-        """`modes`: as the first message announces them."""
+        """Set the processing mode. `modes`: as announced in the first message."""
         self._state = _COLLECTING
         metadata = self._metadata
         mode = self._mode = processing_mode(
@@ -244,7 +245,7 @@ class Session:
         self._complete(b"")
 
     def _has_room(self, size: int, ended: bool) -> bool:
-        """Whether the budget has room for a large head. If not, the stream is over."""
+        """Charge a large headers message to the memory budget. False = no room, and the stream has been ended."""
         self._head_size, self._parts = size, []
         self._stream.hold(size, size + 1)
         if ended or self._mode.on_headers:
@@ -275,7 +276,7 @@ class Session:
             self._parts.append(chunk)
         mode = self._mode
         if mode.request is BodyMode.BUFFERED_PARTIAL and not ended:
-            self._answer(CONTINUE[Kind.REQUEST_BODY])  # waved through
+            self._answer(CONTINUE[Kind.REQUEST_BODY])  # truncated: passes unscheduled
         elif mode.buffered:
             self._awaited = Kind.REQUEST_BODY
             self._complete_parts()
@@ -292,13 +293,13 @@ class Session:
     def _on_request_trailers(self, message: Incoming) -> None:
         self._request_end = RequestEnd.TRAILERS
         if self._mode.buffered:
-            # Waved through. There is no body, and the headers are answered: nothing can carry a pick.
+            # Passes unscheduled. There is no body, and the headers were already answered: no answer can carry a pick.
             self._answer(CONTINUE[Kind.REQUEST_TRAILERS])
         else:
             self._complete_parts()
 
     def _on_late_body(self, message: Incoming) -> None:
-        """The choice is made, or under way, without it."""
+        """Take a body message that arrives after the request was scheduled by its headers."""
         self._refuse_after_trailers()
         full_duplex = self._mode.full_duplex
         if full_duplex and (self._request_end is _MARKED or self._state < SessionState.ROUTED):
@@ -327,7 +328,7 @@ class Session:
         self._complete(b"".join(parts))
 
     def _complete(self, body: bytes) -> None:
-        """The request is whole (or as whole as it will get before the choice): have it scheduled."""
+        """Schedule the request, which is complete, or as complete as it gets before the choice of an endpoint."""
         host, mode = self._host, self._mode
         if not body:
             page = models_page(host.driver.pipeline.models, self._head.headers, host.served)
@@ -342,7 +343,7 @@ class Session:
             self._fail(error)
             return
         self._request = request
-        # While a prompt is read, the first rule that rewrites names may come.
+        # Keep the body if the name may change. A rule that renames models may arrive while the prompt is being read.
         if mode.full_duplex or host.driver.pipeline.models.rewrites or request.rewrite or reading is not None:
             self._body = body
             if body:
@@ -356,7 +357,7 @@ class Session:
             reading.add_done_callback(self._on_knowledge)
 
     def _on_knowledge(self, reading: Reading) -> None:
-        """The prompt was read, or will not be: then what was learned of its bytes serves it."""
+        """Reading the prompt ended. If it failed, the request arrives with what its bytes alone showed."""
         if self._state is SessionState.ASKING_KNOWLEDGE:
             if not reading.cancelled() and reading.exception() is None:
                 self._request = self._host.understanding.known(self._request, reading.result())
@@ -372,7 +373,7 @@ class Session:
 
     def hold(self, seconds: float) -> None:
         if self._state is _WAITING and not self._mode.full_duplex:
-            self._stream.send(ext_proc.message_timeout(seconds))  # under full duplex Envoy has no time limit
+            self._stream.send(ext_proc.message_timeout(seconds))  # under full duplex Envoy sets no time limit
 
     def reject(self, reject: Reject) -> None:
         if self._state < SessionState.LOCAL_REPLY:
@@ -389,9 +390,9 @@ class Session:
         if self._state is not _WAITING:
             return
         host, mode, request = self._host, self._mode, self._request
-        if route.evictable:  # to the end: whoever may be evicted must be within reach
+        if route.evictable:  # stay to the end: only an open stream can evict the request
             mode = self._mode = without_access_log(mode)
-        # With trailers Envoy would double the body.
+        # A retry of a request with trailers would make Envoy send the body twice.
         marked = self._request_end is _MARKED
         fallback = route.fallback if mode.resizable and marked else ""
         retry = host.answers.retry_headers(route.repeatable, route.hedge_after_ms) if fallback else b""
@@ -416,7 +417,7 @@ class Session:
                 )
             ]
             if self._awaited is _HEADERS:
-                if marked and mode.streamed:  # mostly
+                if marked and mode.streamed:  # the common case
                     messages += [_BODY_CONTINUES] * self._chunks
                 else:
                     trailers = self._request_end is RequestEnd.TRAILERS
@@ -432,7 +433,7 @@ class Session:
         else:
             self._stream.send(*messages)
             if self._wired():
-                self._stream.watch_cancel(False)  # the access log tells the end in any case
+                self._stream.watch_cancel(False)  # the access log reports the end in any case
             self._state = SessionState.ROUTED
             if self._body or self._head_size:
                 self._body, self._head = b"", NO_HEAD
@@ -443,7 +444,7 @@ class Session:
                 self.on_half_close()
 
     def _rewritten(self, route: Route, fallback: str, trace: str, retry: bytes) -> list[bytes]:
-        """The pick with another model name in the body; nothing if there is no place for it."""
+        """The pick, with another model name in the body. Empty if the body has no place for the name."""
         request, mode = self._request, self._mode
         body = splice_model(self._body, route.target, self._head.content_type, request.api)
         if body is None:
@@ -476,7 +477,7 @@ class Session:
         return leave is _ALWAYS or sum(map(len, messages)) + 16 * len(messages) <= self._stream.writable_bytes()
 
     def _wired(self) -> bool:
-        """The gateway will tell us the end of this request."""
+        """Whether an access log is connected that will report the end of this request."""
         return self._mode.access_log and self._host.logs.connected > 0
 
     # ---- the response ----
@@ -501,13 +502,13 @@ class Session:
             self._end()
 
     def _echoes_request(self) -> bool:
-        """A tunnel is open whose bytes the gateway hands over."""
+        """Whether a tunnel is open whose request bytes the session must echo."""
         return self._mode.full_duplex and self._request_end is RequestEnd.OPEN
 
     def _on_response_body(self, message: Incoming) -> None:
         host, watch = self._host, self._watch
         chunk, ended = message.body()
-        if self._state is SessionState.ROUTED:  # no headers message came; the status is an attribute then
+        if self._state is SessionState.ROUTED:  # the gateway shows no headers; the status is an attribute
             answered_by = watch.attributes(message.attributes())
             self._state = SessionState.ANSWERING
             if answered_by is not None and self._fallback:
@@ -538,7 +539,7 @@ class Session:
         self._end()
 
     def _end(self) -> None:
-        """Nothing more to see, or to wait for: report what was seen, and leave."""
+        """The session has nothing left to see or wait for: report what it saw, and leave."""
         host, request, watch = self._host, self._request, self._watch
         usage = watch.usage()
         if not self._wired() or watch.error_status:
@@ -565,12 +566,12 @@ class Session:
             self._leave()
 
     def _on_given_up(self, message: Incoming) -> None:
-        """Of a request that was answered by a local reply: nobody waits for an answer to it."""
+        """Ignore what remains of a request that a local reply has answered."""
 
     # ---- the end ----
 
     def _answer(self, message: bytes) -> None:
-        """Say this, and no more."""
+        """Send this as the last message, and end the stream."""
         self._close()
         self._stream.send_last(message)
 
@@ -579,20 +580,20 @@ class Session:
         self._stream.finish()
 
     def _close(self) -> None:
-        """Keep nothing that is of no more use: whoever has the request may refer to us for hours."""
+        """Drop what is no longer needed: the registry may keep a reference to this session for hours."""
         self._state = _CLOSED
         self._head, self._body = NO_HEAD, b""
         self._parts = None
 
 
-#: Answers of a model and API, streams or not, that are followed to their end at first, before sampling sets in; how
-#: many such kinds begin so; and seconds between two streams later on.
+#: How many responses of one kind (model, API, streamed or not) are followed to their end before sampling begins; for
+#: how many kinds this is done; and the seconds between two followed streams after that.
 FIRST_INSPECTED, MOST_INSPECTED = 20, 512
 STREAM_GAP = 60.0
 
 
 class _Shares(dict[tuple[str, str, bool], float]):
-    """Share of responses of a model and API, streams or not, that are followed: all until the first ones have been."""
+    """Share of responses to follow, per model, API and whether streamed. 1 until the first ones of a kind are done."""
 
     def __init__(self, share: float) -> None:
         super().__init__()
@@ -606,10 +607,11 @@ class _Shares(dict[tuple[str, str, bool], float]):
 
 
 class Inspection:
-    """Decides which responses are followed to their end, to learn token counts: `share` of them, none when it is 0.
+    """Decides which responses are followed to their end to learn token counts: a `share` of them, 0 = none.
 
-    Of each model and API the first ones are, so that its tokens are known soon. A stream costs work for every chunk:
-    later at most one in `STREAM_GAP` seconds is followed. Called with a request, and whether its response is a stream.
+    The first responses of each model and API are all followed, so that their token counts are known soon. Following a
+    stream costs work for every chunk, so later at most one stream in `STREAM_GAP` seconds is followed. Call it with a
+    request and whether its response is a stream.
     """
 
     def __init__(self, share: float, rng: Random, now: Callable[[], float]) -> None:
@@ -639,7 +641,7 @@ class Inspection:
         return True
 
     def follow(self, share: float) -> None:
-        """Another share from now on; it begins with the first ones again."""
+        """Change the share. If it differs, the first responses of each kind are followed again."""
         if share != self._shares.usual:
             self._begin(share)
 
@@ -672,7 +674,7 @@ _REPLY: _Handlers = {
 }
 _LOCAL_REPLY: _Handlers = {Kind.RESPONSE_HEADERS: Session._on_local_reply, **_REPLY}
 
-#: What may come in each state, and who takes it. A gateway may be told to send no headers: then the body comes first.
+#: The messages that each state accepts, and their handlers. If a gateway sends no headers, the body comes first.
 _LEGAL: tuple[_Handlers, ...] = (
     {Kind.REQUEST_HEADERS: Session._on_request_headers, **_REQUEST, **_LOCAL_REPLY},  # OPENED
     {**_REQUEST, **_LOCAL_REPLY},  # COLLECTING

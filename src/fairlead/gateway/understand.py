@@ -1,7 +1,7 @@
-"""Headers and body of a request → `Request`: the one place where client input becomes something to schedule.
+"""Turns the headers and body of a request into a `Request`: the one place where client input is interpreted.
 
-Headers give hints, as far as the configuration trusts them. The prompt tells which conversation the request goes on
-with, if nobody says so.
+Headers give hints, as far as the configuration trusts them. If the client names no session, the prompt tells which
+conversation the request continues.
 """
 
 import asyncio
@@ -25,23 +25,23 @@ from fairlead.core.request import NO_PREFIX, RECOGNISED, PrefixChain, Request
 from fairlead.core.tokens import TokenEstimator
 from fairlead.gateway.ext_proc import Opening
 
-#: Client-chosen strings that are kept are cut to this.
+#: Strings chosen by clients are cut to this many characters before they are stored.
 MAX_NAME = 256
 
 
 class ClientHints(Struct, frozen=True, kw_only=True, gc=False):
-    """What a client's headers ask of the scheduler. Empty or 0 = not asked for."""
+    """What a client asks for in headers. Empty or 0 = it asks for nothing."""
 
     session: str = ""
     fairness_id: str = ""
     objective: str = ""
-    #: The model to ask the endpoint for.
+    #: The model name to send to the endpoint instead of the one in the body.
     rewrite: str = ""
     slo_ttft_ms: float = 0.0
     slo_tpot_ms: float = 0.0
-    #: Seconds that it may wait in a queue.
+    #: Seconds that the request may wait in a queue.
     ttl_s: float = 0.0
-    #: Addresses to choose from; `None` = any.
+    #: Addresses that the client allows (a header for tests); `None` = any.
     selection: frozenset[str] | None = None
 
 
@@ -49,11 +49,11 @@ NO_HINTS = ClientHints()
 
 
 class HintReader:
-    """`trusted`: keys of `core.headers.TRUST`."""
+    """Reads the hints in a client's headers. `trusted`: keys of `core.headers.TRUST`; other hints are ignored."""
 
     def __init__(self, trusted: Iterable[str] = names.TRUSTED) -> None:
         trusted = frozenset(trusted)
-        #: Where hints stand.
+        #: The names of all headers that may hold a trusted hint.
         self.names = frozenset(name for key in trusted for name in names.TRUST[key])
         self._session = names.SESSION_HEADERS if "session" in trusted else ()
         self._fairness = names.FAIRNESS_HEADERS if "fairness" in trusted else ()
@@ -81,7 +81,7 @@ class HintReader:
 
 
 def first(headers: Mapping[str, str], candidates: Iterable[str], limit: int = MAX_NAME) -> str:
-    """The value of the first of these headers that says something."""
+    """The value of the first of these headers that is present and not empty, cut to `limit` characters; else empty."""
     for name in candidates:
         value = headers.get(name)
         if value:
@@ -90,7 +90,7 @@ def first(headers: Mapping[str, str], candidates: Iterable[str], limit: int = MA
 
 
 def within(subset: frozenset[str] | None, selection: frozenset[str] | None) -> frozenset[str] | None:
-    """What both the gateway's hint and the client's selection allow; each entry is `ip` or `ip:port`."""
+    """The addresses that both the gateway's hint and the client's selection allow. Entries are `ip` or `ip:port`."""
     if subset is None or selection is None:
         return selection if subset is None else subset
     return _those(subset, selection) | _those(selection, subset)
@@ -111,7 +111,7 @@ def _addresses(text: str) -> frozenset[str]:
 
 
 def _text(value: str) -> str:
-    """Names may be UTF-8, which headers carry as bytes."""
+    """Decode a name that may be UTF-8: headers arrive as Latin-1 text, one character per byte."""
     if value.isascii():
         return value.strip()
     try:
@@ -121,7 +121,7 @@ def _text(value: str) -> str:
 
 
 def _milliseconds(text: str) -> float:
-    """A positive number of ms; anything else is none."""
+    """A positive number of milliseconds; 0 for any other text."""
     if not text:
         return 0.0
     try:
@@ -131,64 +131,62 @@ def _milliseconds(text: str) -> float:
     return value if 0 < value < 1e9 else 0.0
 
 
-#: See the rules of `Conversations`.
+#: How many different prompts may extend a prompt and stay in its conversation. See the rules of `Conversations`.
 MAX_BRANCHES = 4
-#: Prompts that agree up to the last grid point; of more the oldest is forgotten.
+#: How many known prompts may share their last grid point. Beyond that the oldest of them is forgotten.
 MAX_ALIKE = 16
-#: Distance of grid points in bytes: at least this, and 1/256 of the depth (blocks are 1/32 of it).
+#: Distance of grid points in bytes: at least 64, and at least 1/256 of the offset (blocks are 1/32 of it).
 _FINEST, _GROWTH = 64, 8
-#: Grid points behind the last block; of a prompt that is longer than its chain the rest is not looked at.
+#: Most grid points behind the last block. Of a prompt that extends further, the remaining bytes are ignored.
 _MAX_POINTS = 32
 
 
 class _Prompt(Struct):
-    """A prompt that was seen."""
+    """A known prompt."""
 
     length: int
-    #: Of the bytes behind the last grid point, chained.
+    #: Hash of the bytes behind the last grid point, chained to the hash at that point.
     digest: int
-    #: Hash of its last full block.
+    #: Hash of the prompt's last full block.
     stem: int
-    #: Of its conversation; empty = nothing came before it, and nothing after it yet.
+    #: Id of its conversation; empty = it continues no known prompt.
     id: str = ""
-    #: Different prompts that extended it.
+    #: How many different prompts extended this one.
     branches: int = 0
 
 
 class Conversations:
-    """Which conversation a request belongs to, when nobody says so.
+    """Recognises which conversation a request belongs to when the client does not say.
 
-    Theory. Every turn of a conversation sends all former turns again, so the prompt of a turn begins with the prompt of
-    the turn before. A conversation is therefore recognised by the exact bytes of prompts that were seen: a request
-    belongs to the longest of them that its own prompt begins with, and takes over its id.
+    Theory. Every turn of a conversation sends all earlier turns again, so the prompt of a turn begins with the prompt
+    of the previous turn. A conversation is therefore recognised by the exact bytes of known prompts: a request takes
+    over the id of the longest known prompt that its own prompt begins with.
 
-    Prompts are not kept. The hash of a prompt's last full block (`PrefixChain`) covers all before it; from there on a
-    finer grid of chained hashes reaches to within 1/8 of a block of its end, and one more hash covers the rest. To look
-    a request up, its own block hashes are tried from the deepest upwards; where prompts are known to end, the grid
-    finds the ones that agree so far, and the last hash decides.
+    Prompts are not stored, only hashes. The hash of a prompt's last full block (`PrefixChain`) covers all bytes before
+    it. From there, a finer grid of chained hashes reaches to within 1/8 of a block of the prompt's end, and one more
+    hash covers the rest. A lookup tries the request's own block hashes, the deepest first. Behind a block where known
+    prompts end, the grid finds the prompts that agree so far, and the last hash decides.
 
     Rules
-    * The first prompt of a conversation has no id yet: most prompts stay alone, and a session that is none only costs
-      (the session's endpoint is drawn by lot, so it would pull single requests away from the best one). From the second
-      turn on the id stays.
-    * A conversation that forks goes on in all its branches, as an agent's sub-tasks do. But a prompt that more than
-      `MAX_BRANCHES` different ones extend is a shared beginning (a system prompt sent ahead to warm a cache, a
-      template), and what extends it further are conversations of their own.
-    * Former prompts of a conversation stay known, so a client that edits its last message is recognised by an earlier
-      turn.
-    * Ids are made of hashes alone: equal traffic gives equal ids, in every process.
-    * Prompts shorter than the first block have no chain, and no conversation yet.
-    * At most `limit` prompts are known (about 0.5 kB each); the one that was not met for longest is forgotten.
+    * The first prompt of a conversation has no id yet. Most prompts are never continued, and an id would only do harm:
+      the endpoint of a session is drawn at random and may not be the best. From the second turn on the id stays.
+    * If a conversation forks, all branches keep its id, such as an agent's sub-tasks. But a prompt that more than
+      `MAX_BRANCHES` different prompts extend is a shared beginning (a template, or a system prompt sent ahead to warm a
+      cache). Prompts that extend it after that belong to conversations of their own.
+    * Earlier prompts of a conversation stay known: a client that edits its last message is recognised by them.
+    * Ids are made of hashes alone: equal traffic gives equal ids in every process.
+    * A prompt shorter than the first block has no chain, so it belongs to no conversation yet.
+    * At most `limit` prompts are known (about 0.5 kB each); the least recently matched is forgotten first.
     """
 
     def __init__(self, limit: int = 32768) -> None:
         if limit < 1:
             raise ValueError(f"limit must be positive, not {limit}")
         self._limit = limit
-        #: Hash at the last grid point → the prompts that end before the next one, all behind the same block; least
-        #: recently met first.
+        #: Hash at the last grid point → the prompts that end before the next grid point, all behind the same block. The
+        #: least recently matched come first.
         self._ends: OrderedDict[int, list[_Prompt]] = OrderedDict()
-        #: Hash of a block → how many entries of `_ends` lie behind it and before the end of the next block.
+        #: Hash of a block → how many entries of `_ends` lie between the end of this block and the end of the next.
         self._stems: dict[int, int] = defaultdict(int)
         self._known = 0
 
@@ -196,9 +194,9 @@ class Conversations:
         return self._known
 
     def of(self, chain: PrefixChain, prompt: bytes | memoryview) -> str:
-        """The id of the conversation that `prompt` goes on with, and remember it. `chain` is the chain of `prompt`.
+        """Return the id of the conversation that `prompt` continues, and remember `prompt`. `chain`: its hash chain.
 
-        Empty for a prompt that begins one, and for one that is too short to have a chain.
+        Empty for a prompt that continues no known prompt, and for one that is too short to have a chain.
         """
         hashes = chain.hashes
         if not hashes:
@@ -234,7 +232,7 @@ class Conversations:
         return seen.id
 
     def _longest(self, chain: PrefixChain, prompt: bytes | memoryview, end: int) -> _Prompt | None:
-        """The longest known prompt that `prompt` begins with. `end`: of the grid behind its last block."""
+        """The longest known prompt that `prompt` begins with. `end`: where the grid behind its last block ends."""
         stems, hashes, ends = self._stems, chain.hashes, chain.ends
         last = len(hashes) - 1
         for i in range(last, -1, -1):
@@ -252,7 +250,7 @@ class Conversations:
         return None
 
     def _add_alike(self, key: int, prompt: _Prompt) -> None:
-        """Beside others that agree with it up to their last grid point."""
+        """Remember a prompt beside known prompts that share its last grid point."""
         alike = self._ends[key]
         self._ends.move_to_end(key)
         alike.append(prompt)
@@ -264,7 +262,7 @@ class Conversations:
             self._forget()
 
     def _forget(self) -> None:
-        """Let go of the prompts that were not met for longest."""
+        """Forget the prompts of the least recently matched grid point."""
         _, alike = self._ends.popitem(last=False)
         self._known -= len(alike)
         stem = alike[0].stem
@@ -283,15 +281,15 @@ class Conversations:
         assert all(0 < len(alike) <= MAX_ALIKE for alike in self._ends.values())
 
 
-@lru_cache(maxsize=1024)  # as many as there are ends of blocks
+@lru_cache(maxsize=1024)  # block ends are few fixed offsets: this holds all of them
 def _tail(last: int) -> tuple[int, list[slice]]:
-    """Behind the last block of a prompt, which ends there: the distance of grid points, and what is between them."""
+    """The grid behind a prompt's last block, which ends at `last`: its step, and the slices between its points."""
     step = max(_FINEST, last >> _GROWTH)
     return step, [slice(start, start + step) for start in range(last, last + _MAX_POINTS * step, step)]
 
 
 def _grid(prompt: bytes | memoryview, start: int, end: int, parent: int) -> list[tuple[int, int]]:
-    """Grid points (offset, hash of all before) from the end of a block on, the block's own first."""
+    """Grid points (offset, hash of all bytes before it) behind a block. The first is the block's own end, `start`."""
     step = max(_FINEST, start >> _GROWTH)
     ends = range(start + step, end + 1, step)
     return [
@@ -301,7 +299,7 @@ def _grid(prompt: bytes | memoryview, start: int, end: int, parent: int) -> list
 
 
 def _match(alike: list[_Prompt], prompt: bytes | memoryview, start: int, key: int, end: int) -> _Prompt | None:
-    """The longest of some prompts that `prompt` begins with; they agree up to `start`."""
+    """The longest of these known prompts that `prompt` begins with. All of them agree with it up to `start`."""
     best: _Prompt | None = None
     for candidate in alike:
         length = candidate.length
@@ -314,25 +312,25 @@ def _match(alike: list[_Prompt], prompt: bytes | memoryview, start: int, key: in
     return best
 
 
-#: Heads that are kept: one per opening, and of these as many as `ext_proc` keeps.
+#: How many heads are cached: as many as `ext_proc` caches openings.
 _MAX_HEADS = 256
 
 
 class Head(Struct, frozen=True, gc=False):
-    """What a request's headers say. That is the same in most requests, so it is read once for all that begin alike."""
+    """What a request's headers say. Most requests begin with the same bytes, so this is read once for all of them."""
 
     headers: Mapping[str, str]
     path: str = ""
     content_type: str = ""
     encoding: str = ""
-    #: Reads a body that is not empty; `None` = only `Understanding.parse` does.
+    #: Reads a body that is not empty; `None` = use `Understanding.parse`.
     parser: Parser | None = None
     hints: ClientHints = NO_HINTS
     #: Addresses that the gateway and the client allow; `None` = any.
     subset: frozenset[str] | None = None
-    #: Headers that no model server gets.
+    #: Headers that are removed before the request goes to a model server.
     removed: frozenset[str] = frozenset()
-    #: A POST that ended without a body. Else the gateway may not show one.
+    #: A POST that ended without a body. False also if the gateway does not show the body.
     empty: bool = False
 
 
@@ -340,7 +338,7 @@ NO_HEAD = Head({})
 
 
 class PromptKnown(Struct, frozen=True, gc=False):
-    """What was read of a prompt: how many tokens it has, 0 = unknown, and its blocks (`Request.blocks`)."""
+    """What reading a prompt showed: its number of tokens (0 = unknown) and its blocks (see `Request.blocks`)."""
 
     tokens: int = 0
     blocks: Any = None
@@ -351,21 +349,22 @@ Reading = asyncio.Task[PromptKnown]
 
 class PromptReader(Protocol):
     def read(self, parsed: ParsedRequest, body: bytes, model: str) -> PromptKnown | Reading:
-        """At once, or by a task that always ends within a second or two."""
+        """What the prompt shows: at once, or from a task that always ends within one or two seconds."""
         ...
 
     def offer(self, known: PromptKnown) -> Any:
-        """The request is about to arrive. Returns its `blocks`."""
+        """Take what is known of a request that is about to arrive. Returns the value of `Request.blocks`."""
 
 
 class Understanding:
-    """Makes `Request`s. `ids` are internal and rise by one; nothing a client sends can collide with them.
+    """Makes `Request`s. Their ids count up from 1 and are internal, so nothing that a client sends can equal one.
 
+    `now`: clock seconds.
     `conversations`: recognise a conversation by its prompts when the client names neither session nor user.
-    `trusted`: whose headers of a client are listened to, keys of `core.headers.TRUST`.
-    `parse`: called as `parse_request` is; parser plugins may stand before that.
-    `prompts`: who wants to know the prompt itself before the request arrives.
-    `trace`: gives each request, with its headers, its `Request.trace`.
+    `trusted`: which hints of clients are read, as keys of `core.headers.TRUST`.
+    `parse`: has the signature of `parse_request`; parser plugins may come before that.
+    `prompts`: reads the prompt itself before the request arrives; `None` = nothing does.
+    `trace`: gives the `Request.trace` of a request with these headers; `None` = no traces.
     """
 
     def __init__(
@@ -388,13 +387,13 @@ class Understanding:
         self._conversations = Conversations() if conversations else None
         self._prompts = prompts
         self._trace = trace
-        #: Nobody but the parser reads a body: asked for every request.
+        #: Whether only the parser reads bodies. Computed once because every request needs it.
         self._alone = prompts is None and trace is None
-        #: The head of a request that begins as others do: one for all of them.
+        #: The head of a request that begins like earlier ones: cached per opening.
         self.known_head: Callable[[Opening], Head] = lru_cache(maxsize=_MAX_HEADS)(self._head_of)
 
     def api(self, headers: Mapping[str, str]) -> str:
-        """The API of a request, for answers to one that cannot be understood."""
+        """The API of a request with these headers, for the error answer when the body cannot be read."""
         return api_of(_path(headers))
 
     def head(self, headers: Mapping[str, str], subset: frozenset[str] | None = None) -> Head:
@@ -413,11 +412,11 @@ class Understanding:
     def request(
         self, head: Head, body: bytes, blind: bool = False, external_id: str = ""
     ) -> tuple[Request, Reading | None]:
-        """The request (`blind`: nobody will see its first token; `external_id`: its x-request-id, of `MAX_NAME`
-        characters at most), and who still reads its prompt, for `known`. Raises `ClientError` when no model server
-        could understand the body either."""
+        """Make the request. `blind`: no session will see its first token. `external_id`: its x-request-id, at most
+        `MAX_NAME` characters. Also returns the task that still reads its prompt, whose result goes to `known`; `None` =
+        no such task. Raises `ClientError` if no model server could understand the body either."""
         hints = head.hints
-        if not body:  # none was sent, or the gateway does not show it: whether that is right the model server knows
+        if not body:  # the client sent none, or the gateway does not show it: the model server judges that
             api = api_of(head.path)
             parsed = unread(api, "empty" if head.empty and api != OTHER else "no-body")
         elif head.parser is None:
@@ -436,7 +435,7 @@ class Understanding:
             prefix = self._hasher.chain(parsed.root, text)
             if not session and self._conversations is not None and api in STREAMING:
                 session = self._conversations.of(prefix, text)
-        # In the order of the fields: as keywords they would take 0.6 µs more, half of a percent of a request.
+        # Positional, in the order of the fields: keywords would add 0.6 µs, half a percent of a request.
         request = Request(
             next(self._ids),
             self._now(),
@@ -474,7 +473,7 @@ class Understanding:
     def _accompanied(
         self, request: Request, head: Head, body: bytes, parsed: ParsedRequest
     ) -> tuple[Request, Reading | None]:
-        """With what is known of its prompt, and its trace."""
+        """Add to the request what is known of its prompt, and its trace. Also return the task that reads its prompt."""
         reading = None
         if self._prompts is not None:
             read = self._prompts.read(parsed, body, head.hints.rewrite or parsed.model)
@@ -484,7 +483,7 @@ class Understanding:
         return request, reading
 
     def known(self, request: Request, read: PromptKnown) -> Request:
-        """The request with what was read of its prompt."""
+        """The request, completed with what reading its prompt showed."""
         blocks = self._prompts.offer(read) if self._prompts is not None and read.blocks is not None else None
         if not read.tokens and blocks is None:
             return request
