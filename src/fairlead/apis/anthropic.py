@@ -29,9 +29,9 @@ class _Metadata(Struct, gc=False):
 _read = Reader(MessagesBody).read
 _decode_metadata = Decoder(_Metadata).decode
 
-#: The cache mark, with which a client says up to where its provider shall cache. It is no part of the prompt and moves
-#: with every turn, so the same message would have other bytes one turn later. Removed as `json.dumps` and
-#: `JSON.stringify` write it; a mark with other white space stays.
+#: The cache mark, with which a client says how much of the prompt its provider shall cache. It is not part of the
+#: prompt, and it moves with every turn, so it would change the bytes of a message from turn to turn. Marks are removed
+#: in the form that `json.dumps` and `JSON.stringify` write; a mark with other white space stays.
 _MARK = re.compile(rb', ?"cache_control": ?\{[^{}]{0,80}+\}')
 
 
@@ -64,7 +64,7 @@ def parse_messages(read: MessagesBody) -> ParsedRequest:
 
 @reading(_read)
 def parse_count(read: MessagesBody) -> ParsedRequest:
-    """Parse a body of `count_tokens`: it has the same shape, and nothing goes through the model."""
+    """Parse a body of `count_tokens`, which has the shape of `/v1/messages`. Nothing goes through the model."""
     messages_of(read.messages)
     model_bytes(read.model)
     return ParsedRequest(COUNT_TOKENS, read.model or "", user=_user(read.metadata))

@@ -1,4 +1,4 @@
-"""The beginning of a prompt as a request of its own for one token. It fills a cache and does nothing else."""
+"""Makes a request for one token from the beginning of a prompt. Its only effect is to fill an engine's cache."""
 
 from msgspec import DecodeError, Raw, ValidationError
 from msgspec.json import Decoder, encode

@@ -11,8 +11,8 @@ from fairlead.core.errors import ClientError
 
 # A reader of protobuf messages that yields one field at a time and builds no objects for the others.
 #
-# Unlike a generated class it reads both layouts of a message whose field numbers changed, and skips tensors of any size
-# at no cost. The gateway's messages have a reader of their own (`gateway/protobuf`), which keeps lists of all fields.
+# Unlike a generated class, it reads both layouts of a message whose field numbers changed, and skips tensors of any
+# size at no cost. The gateway's messages have another reader (`gateway/protobuf`), which builds lists of all fields.
 # Here the sender is a client, and its message of 64 MB may have 32 million fields.
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5

@@ -42,7 +42,7 @@ class _Sampling(Struct, gc=False):
 
 
 class _Batch(Struct, array_like=True, gc=False):
-    """Of the sets of sampling parameters, the first."""
+    """A list of sets of sampling parameters, one per prompt of a batch. Only the first is read."""
 
     first: _Sampling | None = None
 

@@ -23,12 +23,12 @@ from fairlead.core.errors import ClientError
 
 #: The most that Starlette accepts (1,000 files and 1,000 fields).
 MAX_PARTS = 2000
-#: Parts with longer headers are skipped: none that is read has them.
+#: Bytes of headers. A part with longer headers is skipped, because no field that is read has them.
 _MAX_HEADERS = 8192
 _BOUNDARY = re.compile(r';\s*boundary\s*=\s*(?:"([^"]{1,200})"|([^\s;"]{1,200}))', re.IGNORECASE)
 _DISPOSITION = re.compile(rb"^content-disposition[ \t]*:[ \t]*form-data[ \t]*;([^\r\n]*)", re.IGNORECASE | re.MULTILINE)
 _PARAMETER = re.compile(rb'[ \t]*([\w*-]++)[ \t]*=[ \t]*(?:"((?:[^"\\]++|\\.)*+)"|([^\s;"]++))[ \t]*;?')
-#: What may follow a delimiter on its line (RFC 2046: white space), or the end of the form.
+#: What may follow a delimiter on its line: the end of the form (`--`), or white space and a line end (RFC 2046).
 _AFTER_DELIMITER = re.compile(rb"--|[ \t]{0,64}\r\n")
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's APIs (chat, completions, embeddings, responses), and those of servers like it (pooling, tokens, ranking)."""
+"""OpenAI's APIs (chat, completions, embeddings, responses), and related ones (pooling, tokens, ranking)."""
 
 from functools import lru_cache
 from operator import attrgetter
@@ -62,7 +62,7 @@ Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 
 
 class _UsualChat(ChatBody, gc=False):
-    """As most clients write it: then there is nothing to make of these fields, and the decoder sees that it is so."""
+    """A chat as most clients write it. If a body decodes to this, these fields need no further checks."""
 
     stream: bool = False
     max_tokens: Count | None = None
@@ -74,7 +74,7 @@ class _UsualChat(ChatBody, gc=False):
 
 read_chat = Reader(ChatBody).read
 _decode_usual = Decoder(_UsualChat).decode
-#: What scopes a prompt beside the model, and that none of it was sent.
+#: The fields that scope a prompt in addition to the model, and their values if none of them was sent.
 _scoping = attrgetter(
     "tools",
     "documents",
@@ -88,7 +88,7 @@ _UNSCOPED = (ABSENT,) * 7
 
 
 def parse_chat(body: bytes, content_type: str = "") -> Parsed:
-    """Raises `ClientError`. What is most common is read here, step by step, without a call for each."""
+    """Parse a body of `/v1/chat/completions`. Raises `ClientError`. Written inline for speed."""
     read: _UsualChat | None
     try:
         read = _decode_usual(body) if body.isascii() or is_utf8(body) else _unusual(body)
@@ -97,7 +97,7 @@ def parse_chat(body: bytes, content_type: str = "") -> Parsed:
     if read is None:
         return None
     messages = memoryview(read.messages)
-    if messages[-2:].tobytes() == b"}]":  # of JSON values only a list ends so
+    if messages[-2:].tobytes() == b"}]":  # only a JSON list ends like this
         messages = messages[:-1]
     else:
         messages = messages_of(read.messages)
@@ -107,7 +107,8 @@ def parse_chat(body: bytes, content_type: str = "") -> Parsed:
         root, scope_bytes = _root(read)
         size = len(messages) + scope_bytes
     items = 0
-    # One bracket in all means that every content is a string. This look costs 0.3 µs at 24 kB, that for parts 10 µs.
+    # A single bracket in the body means that every content is a string. This costs 0.3 µs at 24 kB, the search for
+    # media 10 µs.
     if body.find(b"[") != body.rfind(b"["):
         items = media_items(messages)
         size += text_size(messages, items) - len(messages)
@@ -132,8 +133,8 @@ def parse_chat(body: bytes, content_type: str = "") -> Parsed:
 
 
 def _unusual(body: bytes) -> _UsualChat | None:
-    """One that is written otherwise, as if it were written so. `None` = too large for a second reading. Raises
-    `ClientError`: what is wrong with the messages first, then the model."""
+    """Read a body that `_UsualChat` does not fit, and convert it to that form. `None` = too large for a second reading.
+    Raises `ClientError`: first for the messages, then for the model."""
     read = read_chat(body)
     if read is None:
         return None
@@ -150,7 +151,7 @@ def _unusual(body: bytes) -> _UsualChat | None:
     return _UsualChat(**asdict(read) | usual)
 
 
-#: How clients switch `echo` on: then the prompt's log-probabilities are told, too, where the answer's are.
+#: The values that switch `echo` on. Where the answer's log-probabilities are asked for, it adds those of the prompt.
 _TRUE = (True, "true")
 
 
@@ -164,14 +165,14 @@ def messages_of(raw: Raw) -> memoryview:
     return messages
 
 
-@lru_cache(maxsize=256)  # clients choose them
+@lru_cache(maxsize=256)  # clients choose the names
 def _named_root(model: str | None) -> bytes:
-    """The root of a request that says nothing else that scopes its prompt. Raises `ClientError`."""
+    """The root of a request in which only the model scopes the prompt. Raises `ClientError`."""
     return b"chat %b" % named(model, ABSENT)
 
 
 def _root(read: ChatBody) -> tuple[bytes, int]:
-    """Root, and how many bytes of it the chat template renders into the prompt.
+    """The root of a request, and the number of its bytes that the chat template renders into the prompt.
 
     `add_generation_prompt`, `continue_final_message` and `tool_choice` are left out: they change only the prompt's end.
     """
@@ -240,7 +241,7 @@ def _prompt(read: CompletionBody) -> Text:
 
 class EmbeddingBody(Body, gc=False):
     input: Raw = ABSENT
-    #: vLLM's other form of the same request: the input is a chat.
+    #: In vLLM's other form of this request, the input is a chat.
     messages: Raw = ABSENT
     user: Raw = ABSENT
 
@@ -259,7 +260,8 @@ def parse_embeddings(read: EmbeddingBody) -> ParsedRequest:
 
 @reading(_read)
 def parse_pooling(read: EmbeddingBody) -> ParsedRequest:
-    """What goes in may also be `data`, in a form that only a plugin of the engine knows."""
+    """Parse a body of `/pooling` or `/classify`. It may have `data` instead of `input`, which only a plugin of the
+    engine can read."""
     return _pooled(POOLING, read)
 
 
@@ -316,9 +318,8 @@ _decode_stored = Decoder(_Stored).decode
 
 @reading(_read_responses)
 def parse_responses(read: ResponsesBody) -> ParsedRequest:
-    """What the server has stored (`previous_response_id`, `conversation`, a template) comes before the input, so it
-    scopes it.
-    """
+    """Parse a body of `/v1/responses`. What the server has stored (`previous_response_id`, `conversation`, a template)
+    comes before the input, so it belongs to the prompt's scope."""
     text = text_or_list(read.input)
     if text is None and is_sent(read.input):
         raise ClientError("Invalid type for 'input': expected a string or a list.", param="input")
@@ -340,7 +341,7 @@ def parse_responses(read: ResponsesBody) -> ParsedRequest:
         read.model or "",
         flag(read.stream, "stream"),
         count(read.max_output_tokens, "max_output_tokens"),
-        # Every stream of this API ends with an event that tells the usage.
+        # Every stream of this API ends with an event that reports the usage.
         include_usage=True,
         prompt=(instructions, view) if instructions else (view,),
         root=root,
@@ -352,7 +353,7 @@ def parse_responses(read: ResponsesBody) -> ParsedRequest:
 
 @reading(_read_conversation)
 def parse_conversation(read: ConversationBody) -> ParsedRequest:
-    """Items are stored, not run: there is no prompt."""
+    """Parse a body of `/v1/conversations`. Its items are stored, not run, so there is no prompt."""
     if is_sent(read.items) and list_prefix(read.items) is None:
         raise ClientError("Invalid type for 'items': expected a list.", param="items")
     model_bytes(read.model)
@@ -369,9 +370,9 @@ def _conversation(raw: Raw) -> str:
         return short_text(raw)
 
 
-# `/tokenize`, `/detokenize` and `…/render`: the model's tokenizer and template are asked, not the model.
+# `/tokenize`, `/detokenize` and `…/render`: these query the model's tokenizer and template, not the model.
 #
-# Nothing of these bodies goes through the engine's cache, so there is no prompt to hash and none to charge for.
+# Nothing in these bodies goes through the engine's cache, so there is no prompt to hash or to charge for.
 
 _token_apis_read = Reader(Body).read
 
@@ -394,9 +395,9 @@ def parse_render(read: Body) -> ParsedRequest:
 class RankingBody(Body, gc=False):
     query: Raw = ABSENT
     documents: Raw = ABSENT
-    #: SGLang's word for the documents of `/v1/score`.
+    #: SGLang's name for the documents of `/v1/score`.
     items: Raw = ABSENT
-    #: vLLM's words for the two sides of `/score`, newest first.
+    #: vLLM's names for the two sides of `/score`, newest first.
     queries: Raw = ABSENT
     data_1: Raw = ABSENT
     data_2: Raw = ABSENT

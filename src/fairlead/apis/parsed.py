@@ -11,7 +11,7 @@ from fairlead.core.apis import OTHER, STREAMING
 from fairlead.core.errors import ClientError
 
 B = TypeVar("B")
-#: No model has a longer name, and names are kept as keys and labels.
+#: Longest accepted model name, in characters. No model has a longer one, and names are kept as keys and labels.
 MAX_MODEL_CHARS = 1024
 #: A longer user name is not used as a session hint.
 MAX_USER_CHARS = 1024
@@ -30,13 +30,13 @@ class ParsedRequest(Struct, frozen=True, gc=False):
     api: str = OTHER
     #: The model as the client wrote it; empty = none named (the engine uses its default).
     model: str = ""
-    #: The request asks for a stream. For a body that could not be read: its API can stream.
+    #: Whether the request asks for a stream. If the body could not be read: whether its API can stream.
     stream: bool = False
     #: Output limit in tokens; 0 = none.
     max_tokens: int = 0
-    #: The client wants usage in its stream (`stream_options.include_usage`).
+    #: Whether the client wants the usage in its stream (`stream_options.include_usage`).
     include_usage: bool = False
-    #: Completions requested for all prompts together.
+    #: Number of completions requested, for all prompts together.
     n: int = 1
     #: Raw bytes that form the prompt, to be hashed one after another. The closing bracket is left out, so that a
     #: growing conversation or token list keeps its former bytes as a prefix. Empty if nothing goes through the
@@ -54,9 +54,9 @@ class ParsedRequest(Struct, frozen=True, gc=False):
     #: Why the body was not read: `path`, `no-body` (it is not shown), `empty`, `content-type`, `content-encoding`,
     #: `grpc-encoding`, `too-large` (see `body.SALVAGE_LIMIT`); empty = the body was read.
     unread: str = ""
-    #: Images, sounds, videos and files in the prompt.
+    #: Number of images, sounds, videos and files in the prompt.
     media: int = 0
-    #: The engine computes all of the prompt and looks up none of it in its cache: its log-probabilities are asked for.
+    #: Whether the engine computes the whole prompt without its cache, because its log-probabilities are asked for.
     recomputed: bool = False
 
 

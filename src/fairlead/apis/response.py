@@ -1,4 +1,4 @@
-"""The reader of token counts and errors for a response: its choice, and the one for gRPC. JSON has `usage`."""
+"""Chooses the reader of a response's token counts and errors, and reads those of gRPC. `usage` reads JSON."""
 
 from fairlead.apis.engine_grpc import BYTES, VARINT, Budget, Field, Malformed, walk
 from fairlead.apis.usage import MAX_TOKENS, UsageScanner

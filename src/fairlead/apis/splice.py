@@ -22,7 +22,7 @@ class Member(NamedTuple):
 
     #: Offset behind the bracket that opens the object.
     inside: int
-    #: The key occurs.
+    #: Whether the key occurs.
     present: bool
     #: Offsets of the key's last value; `None` if that value is neither a string nor null.
     value: tuple[int, int] | None
