@@ -69,21 +69,21 @@ class LeastWork(Plain):
     Params = LeastWorkParams
 
     def key(self, waiting: Waiting) -> float:
-        # The same order as work - ageing · (now - since), and it does not change while it waits.
+        # The same order as by work - ageing · (now - since), but the key does not change while the request waits.
         return float(waiting.work + self._params.ageing * waiting.since)
 
 
-# Usage ceilings: how full the pool may be for a band to be served. Room is kept free for those above it.
+# Usage ceilings: the saturation of the pool below which a band is served. Above it, room is kept for higher bands.
 #
-# Saturation is that of the gate, 1 = its set point; `c_i` is the ceiling of band i of N, the highest being band 0. By
-# the reference's formulas:
+# The saturation is that of the gate: 1 = its set point. `c_i` is the ceiling of band i of N; band 0 is the highest. The
+# formulas are those of the reference picker:
 #
 # * static     c_i = threshold
 # * holdback   c_i = max - i·(max - min)/(N - 1), or by the priorities' values instead of their ranks
-# * reflective c_i = 1 - i·saturation/(N - 1). A band past its ceiling is not stopped but slowed down: it is served at
-#              one look in `round(saturation/(1 - saturation))`. The highest band is never held back.
+# * reflective c_i = 1 - i·saturation/(N - 1). A band above its ceiling is not stopped but slowed down: it is served at
+#              one of `round(saturation/(1 - saturation))` calls of `allowed`. The highest band is never held back.
 #
-# Holding back is preventive: what is kept free is wasted when nobody comes. The alternative is eviction.
+# Holding back is preventive: the room is wasted if no request of a higher band comes. The alternative is eviction.
 
 Ceiling = Annotated[float, Field(gt=0, le=100)]
 
@@ -128,7 +128,7 @@ class HoldbackCeiling(Plain):
         return [level < ceiling for ceiling in self.ceilings(priorities)]
 
     def ceilings(self, priorities: Sequence[int]) -> list[float]:
-        """Of each band; of a single one the highest."""
+        """The ceiling of each band, in the order of `priorities`. A single band has the highest ceiling."""
         highest, span = self._params.max_ceiling, self._params.max_ceiling - self._params.min_ceiling
         if self._params.domain == "rank" or priorities[0] == priorities[-1]:
             last = max(len(priorities) - 1, 1)
@@ -137,7 +137,7 @@ class HoldbackCeiling(Plain):
         return [highest - (top - priority) * span / spread for priority in priorities]
 
 
-#: Looks of which a slowed band gets one, at most.
+#: A slowed band is served at least once in this many calls of `allowed`.
 _LONGEST = 1000
 
 
@@ -164,7 +164,7 @@ Positive = Annotated[float, Field(gt=0)]
 class UtilizationDetectorParams(Params):
     queue_depth_threshold: Positive = Field(default=5.0, description="Waiting requests at which an endpoint is full.")
     kv_cache_util_threshold: float = Field(
-        default=0.8, gt=0, le=1, description="Share of KV blocks in use at which it is full."
+        default=0.8, gt=0, le=1, description="Share of KV blocks in use at which an endpoint is full."
     )
 
 
@@ -176,7 +176,7 @@ class UtilizationDetector(Plain):
 
     def level(self, fleet: FleetView, now: float) -> float:
         table, params = fleet.table, self._params
-        # In the reference endpoints without them count as full, and a failing scrape stops the pool.
+        # In the reference picker, endpoints without fresh metrics count as full, so failing scrapes stop the pool.
         fresh = table.alive & (now - table.sampled_at <= fleet.staleness)
         full = np.maximum(table.queue / params.queue_depth_threshold, table.kv / params.kv_cache_util_threshold)
         return mean(full, fresh)

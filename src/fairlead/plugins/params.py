@@ -40,7 +40,7 @@ class Params(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _from_nothing(cls, values: Any) -> Any:
-        """An empty mapping may be left out in the file."""
+        """Accept a missing value as an empty mapping, so that a file may leave it out."""
         return {} if values is None else values
 
     @classmethod
@@ -97,7 +97,7 @@ def duration(text: str) -> float:
 
 
 def typed_duration(text: str) -> float:
-    """The same of a command line, where a number of seconds is text too."""
+    """Like `duration`, for a command line, where a plain number of seconds is text too."""
     return duration(f"{text}s" if re.fullmatch(r"[0-9]+(\.[0-9]+)?", text) else text)
 
 
@@ -146,7 +146,7 @@ SIZE = Quantity("size", size, r"^\s*\d+(\.\d+)?\s*([kKMGT]i?)?B?\s*$")
 
 #: Seconds in Python; in a file a number of seconds or text such as `1m30s`.
 Seconds = Annotated[float, Field(ge=0), DURATION]
-#: The same, without 0.
+#: Like `Seconds`, but above 0.
 PositiveSeconds = Annotated[float, Field(gt=0), DURATION]
 #: Bytes in Python; in a file a whole number of bytes or text such as `64MiB`.
 Bytes = Annotated[int, Field(ge=1), SIZE]

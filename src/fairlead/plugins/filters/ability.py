@@ -177,8 +177,8 @@ def _named(address: str, subset: frozenset[str]) -> bool:
 # * no endpoint has the name as an adapter or as `model-id` or in its list of models, and this one has no label
 #   `model-id`, or has adapter slots (it may load it on demand).
 #
-# Without a label, the model's name in the list counts as the label would. Where its contexts differ, those are left out
-# whose context is too short for the prompt and the longest answer, unless all are.
+# Without a label, the model's name in the endpoint's list of models counts like the label. If endpoints serve the model
+# with different context lengths, those too short for the prompt and the longest answer are left out, unless all are.
 
 
 ADAPTERS_LABEL = "lora-adapters"
@@ -225,8 +225,8 @@ def _unknown(endpoint: Endpoint, base: BaseModels) -> bool:
 
 
 def _long_enough(able: BoolColumn, long: BoolColumn, left: BoolColumn) -> BoolColumn:
-    """The able endpoints with a long context, unless none of these is left. Never `None`: a profile would remember it
-    for the model, and ask no more."""
+    """The able endpoints whose context is long enough; all able ones if none of these is left. Never returns `None`: a
+    profile would remember that for the model, and not call the filter again."""
     fits = able & long
     return fits if np.count_nonzero(fits & left) else able
 

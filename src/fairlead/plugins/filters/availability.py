@@ -78,19 +78,19 @@ class PrefixAffinityParams(Params):
         default=0.8, description="Share of the prompt that an endpoint must hold to count as its home."
     )
     exploration_probability: Share = Field(
-        default=0.0, description="So often all endpoints are kept, to spread hot prefixes."
+        default=0.0, description="Probability that all endpoints are kept, to spread hot prefixes."
     )
     max_ttft_penalty_ms: float = Field(
         default=18_000.0,
         validation_alias="maxTTFTPenaltyMs",
         serialization_alias="maxTTFTPenaltyMs",
         ge=0,
-        description="Keep all when the best home would answer so much later than the best other, in ms.",
+        description="Keep all endpoints if the best home would answer this many ms later than the best other.",
     )
     ttft_source: Literal["prefillThroughput", "latencyPredictor"] = Field(
         default="prefillThroughput",
-        description="How long an endpoint makes wait: its prompt tokens in flight over a fixed throughput, or what "
-        "the predictor says.",
+        description="How an endpoint's wait is estimated: its prompt tokens in flight over a fixed throughput, or by "
+        "the predictor.",
     )
     peak_prefill_throughput: float = Field(
         default=15_928.0, gt=0, description="Prompt tokens per second of one endpoint."
@@ -133,7 +133,7 @@ class SloTierParams(Params):
         default=0.01,
         ge=0,
         le=1,
-        description="So often those that will miss it are taken all the same, so that predictions are put to the test.",
+        description="Probability that only endpoints that will miss an SLO are kept, to test the predictions.",
     )
 
 

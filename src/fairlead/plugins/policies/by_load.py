@@ -99,7 +99,9 @@ class Lmetric(Ranked):
 
 class RemainingWorkParams(Params):
     boundary_tokens: float = Field(
-        default=8192, ge=0, description="More tokens than that to compute are long work, which has servers of its own."
+        default=8192,
+        ge=0,
+        description="A request with more tokens to compute than this is long work, which has servers of its own.",
     )
     long_share: float = Field(default=0.25, ge=0, le=1, description="Share of the servers that are for long work.")
 

@@ -63,7 +63,7 @@ QUEUE_THRESHOLD_TOKENS = 4_194_304
 
 class StickyParams(PrefixAffinityParams):
     load: Literal["tokens", "requests"] = Field(
-        default="tokens", description="What is least: uncached tokens in flight, or requests in flight."
+        default="tokens", description="The load that is compared: uncached tokens in flight, or requests in flight."
     )
 
 
@@ -122,7 +122,9 @@ class SglangCacheAware(Ranked):
 
 class AibrixParams(Params):
     imbalance: float = Field(default=16, ge=0, description="Difference of requests in flight above which load decides.")
-    deviations: float = Field(default=2, ge=0, description="Standard deviations above the mean that are too many.")
+    deviations: float = Field(
+        default=2, ge=0, description="Standard deviations above the mean load from which an endpoint is too busy."
+    )
 
 
 class AibrixPrefixCache(Ranked):

@@ -1,17 +1,18 @@
-"""`cost-model`, the default: send a request where it costs the least time, its own and everybody's. In milliseconds.
+"""`cost-model`, the default: sends a request to the endpoint where it costs the least time, its own and all others'.
 
     J_i = TTFT_i + interference·(B_i + waiting)·P_i + decode·steps·S_i + memory·price of the memory it takes there
           + pauses + patience - reuse
 
-The terms, and the learned speeds behind them, are those of the cost kernel: `fairlead.core.cost`. The price of memory
-is what keeps a prompt from being copied to where it pushes out what others need; `pauses` keeps requests away from
-where long prompts go; `patience` bounds what a request waits for others' sake; `reuse` copies cached beginnings to
-endpoints that have far fewer requests.
+J is in milliseconds. Its terms, and the learned speeds behind them, are those of the cost kernel: `fairlead.core.cost`.
+The price of memory keeps a prompt from being copied to an endpoint where it evicts what other requests need. `pauses`
+keeps requests away from endpoints that get long prompts. `patience` bounds how long a request waits for the sake of
+others. `reuse` copies cached beginnings to endpoints that have far fewer requests.
 
-The candidates within 10 % of the best are equal: forecasts err by more. Of these the one with the most free KV cache is
-chosen, so that prefixes spread over all caches.
-With an SLO (request headers) the best of those that keep it; a batch request (priority < 0) takes the one that keeps
-it most tightly without more work than elsewhere, and leaves the fast ones to others. Where none keeps it, the best J.
+Candidates within 10 % of the lowest cost count as equal, because forecasts are no more exact. The one with the most
+free KV cache is chosen, so that prefixes spread over all caches.
+With an SLO (request headers), the best endpoint that keeps it is chosen. A batch request (priority < 0) takes the one
+that keeps it most tightly without more work than elsewhere, and leaves the fast ones to others. If no endpoint keeps
+the SLO, the lowest J decides.
 """
 
 from bisect import bisect_right
@@ -37,16 +38,16 @@ from fairlead.plugins.pickers import MaxScore, MaxScoreParams
 from fairlead.plugins.policies.ranked import Ranked
 
 Weight = Annotated[float, Field(ge=0, le=1000)]
-#: Where at least this many requests wait at every endpoint, more replicas are wanted: 80 % of vLLM's batch of 256.
+#: If at least this many requests wait at every endpoint, more replicas are needed: 80 % of vLLM's batch of 256.
 OVERLOADED = 200.0
-#: Own prefill within this share, and so many milliseconds, of the least is about the least.
+#: A prefill counts as about the least if it exceeds the least one by at most this share plus this many milliseconds.
 LITTLE, LITTLE_MS = 0.1, 5.0
-#: Costs within this share are the same.
+#: Costs that differ by at most this share count as the same.
 _SAME = 0.02
 
 
 class CostModelParams(Params):
-    """The defaults suit all hardware: what is weighed is time in any case. Ablations set one to 0."""
+    """Weights of the terms. The defaults suit all hardware, because every term is a time. Ablations set one to 0."""
 
     interference: Weight = Field(
         default=0.1, description="Weight of the delay that a prefill causes to running answers."
@@ -73,7 +74,7 @@ class CostModel(Ranked):
         super().__init__(params, name, filters, WithinSlo(params.near_tie))
         self.weights = Weights(params.interference, params.decode, params.memory)
         self._nearly = 1.0 + params.near_tie
-        #: No subclass and no filter changes costs, and nobody wants to hear of a pick.
+        #: Whether `choose` may take the fast path: no subclass or filter changes costs, no plugin observes picks.
         self._direct = type(self).cost is CostModel.cost and not self._demoters and not self._observers
 
     def cost(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn:
@@ -85,7 +86,7 @@ class CostModel(Ranked):
     def costs(
         self, requests: Sequence[Request], shares: FloatColumn, terms: Terms, fleet: FleetView, context: Context
     ) -> FloatColumn:
-        if type(self).cost is not CostModel.cost:  # one of its own, for one request after the other
+        if type(self).cost is not CostModel.cost:  # a subclass has its own cost, for one request at a time
             return super().costs(requests, shares, terms, fleet, context)
         return weighed(terms, self.weights, fleet)
 
@@ -105,14 +106,14 @@ class CostModel(Ranked):
             and table is self._table
             and (request.target or request.model) in self._passed
         ):
-            # The same as below, without asking plugins that have nothing to say.
+            # The same result as below, without calling plugins that would change nothing.
             share = fleet.match(request)
             costs = cost_of_one(request.prompt_tokens, share, self.weights, fleet, context.now)
             count = len(costs)
             if count > FEW:
                 slot = self._lowest(costs, fleet, context.rng)
                 pick = Picked(slot)
-            else:  # plain numbers: each operation of numpy has cold caches to warm
+            else:  # few endpoints: plain numbers are faster, because each operation of numpy has cold caches
                 cost_at = costs.tolist().__getitem__
                 order = sorted(range(count), key=cost_at)
                 slot = first = order[0]
@@ -138,14 +139,14 @@ class CostModel(Ranked):
         return pick
 
     def _lowest(self, costs: FloatColumn, fleet: FleetView, rng: Random) -> int:
-        """The lowest cost, or one that is nearly as low."""
+        """The slot with the lowest cost, or one whose cost counts as equal."""
         least = costs.item(costs.argmin())
         ties = (costs <= least * self._nearly).nonzero()[0]
         return _one_of_equals(ties, costs, fleet, rng) if len(ties) > 1 else int(ties[0])
 
 
 def _one_of_equals(slots: NDArray[np.intp], costs: FloatColumn, fleet: FleetView, rng: Random) -> int:
-    """One of some that cost about the same. Of many only a few, drawn at random, are looked at."""
+    """One of several slots whose costs count as equal. Of many, only a few are considered, drawn at random."""
     order = slots[costs[slots].argsort(kind="stable")].tolist()
     if len(order) > FEW:
         order = [order[rank] for rank in sorted(rng.sample(range(len(order)), FEW))]
@@ -153,8 +154,8 @@ def _one_of_equals(slots: NDArray[np.intp], costs: FloatColumn, fleet: FleetView
 
 
 def _most_free_cache(order: list[int], cost_at: Callable[[int], float], fleet: FleetView, rng: Random) -> int:
-    """`order`: slots, the lowest cost first. Of several with about as much free, one that costs as little as the first;
-    it is drawn, so that several schedulers do not herd."""
+    """The slot with the most free KV cache. `order`: slots, the lowest cost first. If several have about as much free,
+    one of those that cost about the least is drawn, so that several schedulers do not herd."""
     free = fleet.table.free_cache.item
     enough = max(map(free, order)) - AS_FREE
     order = list(compress(order, map(enough.__le__, map(free, order))))
@@ -165,8 +166,8 @@ def _most_free_cache(order: list[int], cost_at: Callable[[int], float], fleet: F
 
 
 def _tightest(keeps: BoolColumn, work: FloatColumn, ttft: FloatColumn) -> int:
-    """The longest TTFT among those that keep the SLO with about the least work: who has to compute the prompt first
-    only because it is busy would be busier for it, and hold one more copy."""
+    """Of the endpoints that keep the SLO with about the least prefill work, the one with the longest TTFT. An endpoint
+    with more work would have to compute what others have cached: it would be busier, and hold one more copy."""
     own = np.where(keeps, work, np.inf)
     little = own <= own.min() * (1.0 + LITTLE) + LITTLE_MS
     return int(np.where(little, ttft, -np.inf).argmax())

@@ -11,9 +11,10 @@ With J as in `cost-model`, in milliseconds:
 The two minima are independent, so finding the best pair takes two passes over columns, not one per pair. A pair is
 taken only if it saves `margin` of the cost, because a transfer can fail.
 
-d has a role that decodes (or no role), p one that prefills. An endpoint that does both can be either; as both it is
-"alone". Requests are not split in a pool without pure prefill endpoints: there, the plain cost model decides. Nor are
-they while no prefill endpoint is healthy: the decode endpoint would ask one in vain, and the request would fail.
+d must have a role that decodes (or no role), p a role that prefills. An endpoint with both abilities can be d or p; if
+one endpoint is both, that is "alone". In a pool without pure prefill endpoints no request is split, and the plain cost
+model decides. The same holds while no prefill endpoint is healthy: the decode endpoint would ask one in vain, and the
+request would fail.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,12 +45,15 @@ class PrefillDecodeParams(CostModelParams):
     )
     margin: float = Field(default=0.05, ge=0, lt=1, description="Share of the cost that a pair must save.")
     always: bool = Field(
-        default=False, description="Take the best pair whatever it gains, where the next two allow it."
+        default=False,
+        description="Take the best pair even if it saves nothing, where the next two parameters allow it.",
     )
     non_cached_tokens: int = Field(
-        default=0, ge=0, description="Only prompts that lack as many tokens at the decoding endpoint are split."
+        default=0,
+        ge=0,
+        description="Split only prompts with at least this many tokens that the decoding endpoint lacks.",
     )
-    prompt_tokens: int = Field(default=0, ge=0, description="Only prompts that are as long are split.")
+    prompt_tokens: int = Field(default=0, ge=0, description="Split only prompts of at least this many tokens.")
 
 
 class PrefillDecode:
@@ -114,7 +118,7 @@ class PrefillDecode:
         return long and prefill.slot != decode.slot
 
     def _healthy(self, slot: int, request: Request, fleet: FleetView, context: Context) -> bool:
-        """Whether no health filter removes the slot. Where one would leave no prefill endpoint, it was ignored."""
+        """Whether no health filter removes the slot. `choose` ignores a health filter that would leave no endpoint."""
         masks = (plugin.keep(request, fleet, Cycle(context)) for plugin in self._health)
         return all(mask is None or bool(mask[slot]) for mask in masks)
 

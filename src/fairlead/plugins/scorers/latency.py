@@ -61,7 +61,7 @@ _FLOOR = 0.01
 
 class SloHeadroomParams(Params):
     ttft_weight: Weight = Field(default=0.8, description="How much the headroom of the first token counts.")
-    tpot_weight: Weight = Field(default=0.2, description="The same for later tokens.")
+    tpot_weight: Weight = Field(default=0.2, description="How much the headroom of the later tokens counts.")
     headroom_selection_strategy: Literal["least", "most"] = Field(
         default="least",
         description="`least` packs requests where they just fit and keeps others free; `most` spreads them.",

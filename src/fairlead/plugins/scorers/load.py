@@ -55,7 +55,9 @@ class RunningRequests(Plain):
 
 
 class ActiveRequestsParams(Params):
-    idle_threshold: int = Field(default=0, ge=0, description="With so many requests an endpoint still counts as idle.")
+    idle_threshold: int = Field(
+        default=0, ge=0, description="An endpoint with at most this many requests counts as idle."
+    )
     max_busy_score: float = Field(
         default=1.0, ge=0, le=1, description="The best score of an endpoint that is not idle."
     )
@@ -88,8 +90,12 @@ _ONE = scalar(1.0)
 
 
 class LoadAwareParams(Params):
-    queue_weight_factor: float | None = Field(default=None, ge=0, description="0.7 where the other one is given.")
-    active_requests_weight: float | None = Field(default=None, ge=0, description="0.3 where the other one is given.")
+    queue_weight_factor: float | None = Field(
+        default=None, ge=0, description="Weight of waiting requests; 0.7 if only the other is given."
+    )
+    active_requests_weight: float | None = Field(
+        default=None, ge=0, description="Weight of running requests; 0.3 if only the other is given."
+    )
 
 
 class LoadAware:
