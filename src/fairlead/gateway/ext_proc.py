@@ -189,7 +189,7 @@ class Incoming:
         if config is None:
             return None
         if len(config) > _MAX_CONFIG:
-            raise ProtocolError("an endless ProtocolConfiguration")
+            raise ProtocolError(f"a ProtocolConfiguration of more than {_MAX_CONFIG} bytes")
         return _read_modes(config)
 
     def first_field(self) -> tuple[int, int]:

@@ -188,7 +188,7 @@ class H2Control(H2Sender):
         _expect(end - pos == 4, "WINDOW_UPDATE is not four bytes", ErrorCode.FRAME_SIZE_ERROR)
         increment = _u32(data, pos)[0] & h2.MAX_WINDOW
         if not stream_id:
-            _expect(increment > 0, "a window grows by nothing")
+            _expect(increment > 0, "WINDOW_UPDATE with increment 0")
             self.window += increment
             _expect(self.window <= h2.MAX_WINDOW, "the connection's window overflows", ErrorCode.FLOW_CONTROL_ERROR)
             if self.blocked:
@@ -198,7 +198,7 @@ class H2Control(H2Sender):
         if stream is None:
             self._refuse_idle(stream_id)
         elif not increment:
-            self.reset(stream, ErrorCode.PROTOCOL_ERROR, "a window grows by nothing")
+            self.reset(stream, ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE with increment 0")
         elif stream.window + increment > h2.MAX_WINDOW:
             self.reset(stream, ErrorCode.FLOW_CONTROL_ERROR, "the stream's window overflows")
         else:

@@ -86,7 +86,7 @@ class PoolHosts:
         if host is not None:
             return Session(host, stream, metadata)
         self.refused += 1
-        why = f"{asked[:200]} is not served here, or not it alone: give each pool a Service, or a port, of its own"
+        why = f"{asked[:200]} is not served here, or shares its Service and port with another: give each pool its own"
         now = asyncio.get_running_loop().time()
         if now - self._logged_at >= _LOG_GAP:
             self._logged_at = now

@@ -183,7 +183,7 @@ class Session:
             message = Incoming(data)
             handler = _LEGAL[self._state].get(message.kind)
             if handler is None:
-                raise ProtocolError(f"{message.kind.name} in state {self._state.name}")
+                raise ProtocolError(f"unexpected message {message.kind.name} in state {self._state.name}")
             if self._state is _OPENED:
                 self._begin(message.modes())
             handler(self, message)

@@ -144,7 +144,7 @@ class GuardedOrdering:
             key = float(self._inner.key(waiting))
             if isfinite(key):
                 return key
-            raise ValueError(f"{key} is no key")
+            raise ValueError(f"the key {key} is not finite")
         except PLUGIN_FAILURES as error:
             _tell(self._report, self.name, error)
             return waiting.since
@@ -247,7 +247,7 @@ class GuardedSaturation:
             level = float(self._inner.level(fleet, now))
             if level == level:
                 return level
-            raise ValueError("no number")
+            raise ValueError("the saturation is NaN")
         except PLUGIN_FAILURES as error:
             _tell(self._report, self.name, error)
             return 0.0

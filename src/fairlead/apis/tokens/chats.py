@@ -70,7 +70,7 @@ class GenerateFields(Struct, gc=False):
         items: list[MediaItem] = []
         for kind, digests in (self.features.mm_hashes or {}).items():
             if len(places.get(kind, ())) != len(digests):
-                raise ValueError(f"not as many places as hashes of '{kind}'")
+                raise ValueError(f"'{kind}' has {len(digests)} hashes but not as many positions")
             items += [
                 MediaItem(digest, span.offset, span.length) for digest, span in zip(digests, places[kind], strict=True)
             ]

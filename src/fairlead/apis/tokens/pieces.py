@@ -20,7 +20,7 @@ def ids_of(segments: Sequence[bytes | memoryview]) -> bytes:
         return b""
     ends = np.flatnonzero(data < 0x80)
     if not len(ends) or ends[-1] != len(data) - 1:
-        raise ValueError("a number without its end")
+        raise ValueError("a number that is cut off")
     starts = np.concatenate(([0], ends[:-1] + 1))
     lengths = ends - starts + 1
     if lengths.max() > _MOST_BYTES:

@@ -303,7 +303,7 @@ def _sglang(body: bytes, model: ModelTokens | None) -> PromptTokens:
 def _grpc(parsed: ParsedRequest, model: ModelTokens | None) -> PromptTokens:
     """The ids of a gRPC request. The parser has found its ids, as varints, or its text."""
     if parsed.media:
-        raise Absent(MEDIA, "where media stand in the prompt is not told")
+        raise Absent(MEDIA, "the request does not say where its media are in the prompt")
     if parsed.prompt_tokens:
         return _of_one_prompt(ids_of(parsed.prompt), None)
     return _of_one_prompt(_encode(model, b"".join(parsed.prompt).decode(), True), None)

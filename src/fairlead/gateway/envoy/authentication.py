@@ -45,7 +45,7 @@ _RBAC = "type.googleapis.com/envoy.extensions.filters.http.rbac.v3.RBAC"
 _RESOURCE = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig"
 _DIGEST = re.compile("[0-9a-f]{64}", re.IGNORECASE)
 _NAME = re.compile("[A-Za-z0-9._:@/+-]{1,128}")
-_LINE = "the SHA-256 of a key in hex, a tenant, and if you like expires=2030-01-31; `fairlead key` makes such lines"
+_LINE = "the SHA-256 of a key in hex, a tenant, and optionally expires=2030-01-31; `fairlead key` makes such lines"
 
 
 class Key(Struct, frozen=True):

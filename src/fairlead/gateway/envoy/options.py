@@ -184,13 +184,11 @@ class Options(Struct, frozen=True, kw_only=True):
             raise ConfigError("must be below 4 GiB: Envoy counts in 32 bits", "$.body_limit")
         for i, path in enumerate(self.paths):
             if _PATH.fullmatch(path) is None:
-                raise ConfigError(f"is no path: /, then what URLs may have, got '{path}'", f"$.paths[{i}]")
+                raise ConfigError(f"expected a URL path that begins with /, got '{path}'", f"$.paths[{i}]")
         if self.queue_timeout < self.message_timeout:
             raise ConfigError("must not be below message_timeout", "$.queue_timeout")
         if self.decision_header and _HEADER.fullmatch(self.decision_header) is None:
-            raise ConfigError(
-                "is not a valid name for a header of ours: x- and letters, digits, hyphens", "$.decision_header"
-            )
+            raise ConfigError("expected a header name: x-, then letters, digits and hyphens", "$.decision_header")
         if self.tls is not None:
             _check_tls(self.tls)
 

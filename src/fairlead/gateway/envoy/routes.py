@@ -108,7 +108,7 @@ def _before(options: Options, outside: bool, without_body: Json) -> Iterator[Jso
         least = most
     filters = {**_SCHEDULED, BOUND: _ON} if outside and bound(options, outside) else _SCHEDULED
     yield {"match": allowed, "route": _receiving(options, TOTAL_REST), "typed_per_filter_config": filters}
-    text = "this gateway does not pass this path on; gateway.paths of its configuration names further ones"
+    text = "this gateway does not forward this path; gateway.paths in its configuration can allow it"
     refused = {"status": 404, "body": {"inline_string": text}}
     yield {"match": {"prefix": "/"}, "direct_response": refused, "typed_per_filter_config": unread}
 
@@ -183,7 +183,7 @@ def _routes(options: Options, outside: bool) -> list[Json]:
         retry = {"retry_on": _NOT_BEGUN, "num_retries": 2, "retry_host_predicate": OTHER_HOSTS}
         unscheduled["route"] = {"cluster": POOL, **limits, "retry_policy": retry}
     else:
-        unscheduled["direct_response"] = {"status": 503, "body": {"inline_string": "nobody scheduled this request"}}
+        unscheduled["direct_response"] = {"status": 503, "body": {"inline_string": "this request was not scheduled"}}
     picked: Json = {
         "match": {"prefix": "/", "dynamic_metadata": chosen},
         "route": {"cluster": DESTINATION_CLUSTER, **limits},
