@@ -101,8 +101,8 @@ _PART = re.compile(
     rb'"type"[ \t\r\n]*:[ \t\r\n]*"(?:computer_screenshot|'
     rb'(?:input_)?(?:image|audio|video|file|document)(?:_url|_pil|_embeds)?)"'
 )
-#: What stands where inline data begins: a data URL, or one of the members `data` (`input_audio`, Anthropic's `source`),
-#: `file_data` and vLLM's embeddings. `find` is ten times as fast as a pattern for all of them.
+#: Marks of places where inline data may begin: a data URL, or a member `data` (`input_audio`, Anthropic's `source`),
+#: `file_data` or an embedding of vLLM. `find` is ten times as fast as a pattern for all of them.
 _INLINE = (b";base64,", b'data"', b'_embeds"')
 _MEMBERS = (b'"data"', b'"file_data"', b'"image_embeds"', b'"audio_embeds"', b'"video_embeds"')
 _VALUE = re.compile(rb'[ \t\r\n]*:[ \t\r\n]*"')

@@ -85,7 +85,7 @@ _UPLOAD = re.compile(
 )
 #: Envoy's response flags OverloadManager, StreamIdleTimeout and DurationTimeout → why it ended an upload.
 UPLOAD_ENDS = {"OM": "memory", "SI": "paused", "DT": "slow"}
-#: Begins the address of a listener inside Envoy; the entry of that second listener reports the same request again.
+#: Prefix of an upstream that is the second listener inside this Envoy. That listener logs the same request again.
 _WITHIN = "envoy://"
 #: Flags for a client that left, and for a model server that broke off. The gateway's timeouts mean neither: SI also
 #: comes from a client that stops reading, and UT is a route's limit. UPE includes a connection closed within a chunked

@@ -44,7 +44,7 @@ class ProcessingMode(Struct, frozen=True):
     #: Body modes of the request and of the response.
     request: BodyMode
     response: BodyMode
-    #: The request comes so: its body must be handed back, or each part of it is answered.
+    #: The request's body mode: under full duplex its body must be handed back, if streamed each chunk is answered.
     full_duplex: bool
     streamed: bool
     #: An access log reports the end of every request.
@@ -69,7 +69,7 @@ def processing_mode(modes: Modes | None, access_log: bool, whole_body: bool, res
     """The mode of a stream. `modes`: as in the first message; `None` = it has none."""
     modes = request, response, eager = modes or _DEMANDED
     waits = request is BodyMode.STREAMED and not eager
-    whole_body = whole_body and request is BodyMode.STREAMED and eager  # elsewhere it would not be true
+    whole_body = whole_body and request is BodyMode.STREAMED and eager  # in other modes it would not be true
     if not access_log:
         leave = Leave.NEVER
     elif response is BodyMode.NONE:
@@ -123,7 +123,7 @@ class Host:
         served: Served = no_names,
         feed: Callable[[Event], None] | None = None,
     ) -> None:
-        """`feed`: takes the events of sessions instead of `driver.feed`, to which it hands them."""
+        """`feed`: takes the events of sessions and passes them to `driver.feed`; `None` = `driver.feed` itself."""
         self.driver = driver
         self.feed = feed or driver.feed
         self.understanding = understanding

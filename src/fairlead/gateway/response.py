@@ -30,12 +30,12 @@ _MARKUP = ord("<")
 
 
 class _Page:
-    """In place of a scanner: the body is a page of HTML, say of a proxy that answers for a model server."""
+    """Takes the place of a scanner if the body is an HTML page, for example from a proxy before the model server."""
 
     usage, done, error_status = None, False, 502
 
     def feed(self, chunk: bytes) -> None:
-        """Nothing in it is of use."""
+        """Ignore the page: it reports no tokens."""
 
 
 class ResponseWatch:
@@ -102,7 +102,7 @@ class ResponseWatch:
         return (self._scanner.error_status or 0) if self._scanner is not None else 0
 
     def ended(self, now: float, client_gone: bool = False) -> ResponseEnded:
-        """`client_gone`: it broke off; an answer to a model's request may have been the model server's doing."""
+        """The event for the end. `client_gone`: the response broke off, after a 2xx perhaps by the model server."""
         return ResponseEnded(
             request_id=self._request.id,
             status=self.error_status or self._status,

@@ -199,7 +199,7 @@ class Session:
         self._stream.finish()
 
     def on_lost(self, why: str) -> None:
-        """The stream broke. Before the first response message the request is lost too; after that the log decides."""
+        """The stream broke. Before the response the request is lost; later this session or the log reports its end."""
         state = self._state
         self._close()
         if state is _WAITING or state is SessionState.ROUTED:

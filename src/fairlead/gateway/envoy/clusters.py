@@ -201,8 +201,8 @@ def _destinations(protocol: Json, chosen: str, fallback: str, either: str, hold:
     """Clusters for the chosen endpoint, for the fallback endpoint, and for first one and then the other.
 
     A retry asks the same cluster for a host, and a cluster that connects to the address in metadata has only one. A
-    composite cluster has one cluster per attempt, and no host for a third. `hold`: an answer begins with its first
-    byte.
+    composite cluster has one cluster per attempt, and no host for a third. `hold`: hold response headers until the
+    first byte.
     """
     first_then_fallback = {"@type": _COMPOSITE, "clusters": [{"name": chosen}, {"name": fallback}]}
     composite: Json = {

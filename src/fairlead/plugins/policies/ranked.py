@@ -22,7 +22,7 @@ from fairlead.core.view import FleetView
 from fairlead.plugins.params import NoParams
 from fairlead.plugins.pickers import MaxScore, MaxScoreParams
 
-#: The total of an endpoint whose cost is infinite or no number. Filtered ones have -inf.
+#: The total of an endpoint whose cost is infinite or NaN. Filtered endpoints have -inf.
 _LOWEST = -1e100
 
 
@@ -70,7 +70,7 @@ class Ranked(Profile, ABC):
         return costs
 
     def _negated(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn:
-        """Return the negated costs, all finite: an infinite cost is the highest. Report costs that are no numbers."""
+        """Return the negated costs, all finite: an infinite cost is the highest. Report costs that are NaN or -inf."""
         try:
             totals: FloatColumn = np.negative(self.cost(request, fleet, cycle), dtype=np.float64)
             if totals.shape != (len(fleet.table),):

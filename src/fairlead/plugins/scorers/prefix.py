@@ -78,8 +78,8 @@ class NoHitLruParams(Params):
 
 
 class NoHitLru:
-    """For a prompt that is cached nowhere (cold): falls from 1 to 0, over the endpoints that never got a cold prompt in
-    the order of the pool, then over the others, the most recent one last. For other prompts 0.5 for all.
+    """For a prompt that is cached nowhere (cold), scores fall from 1 to 0: first the endpoints that never got a cold
+    prompt, in pool order, then the others, the least recent first. For other prompts 0.5 for all.
 
     Source: the reference picker's no-hit-lru-scorer.
     """
