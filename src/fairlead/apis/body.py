@@ -59,8 +59,8 @@ _SURROGATE = rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}"
 _PAIR = rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 #: Matches everything up to the next unpaired surrogate.
 _SOUND = re.compile(rb"(?:[^\\]++|%b|(?!%b)\\.)*+" % (_PAIR, _SURROGATE), re.DOTALL)
-#: Most surrogates that are mended (0.5 µs each), and most escapes that are searched for them (25 ns each). Only a body
-#: made to be slow has more.
+#: How many surrogates are mended at most (0.5 µs each), and in how many escapes they are searched (25 ns each). Only a
+#: body made to be slow has more.
 _MAX_MENDED, _MAX_ESCAPES = 65536, 1 << 20
 _UTF8_STEP = 16384
 

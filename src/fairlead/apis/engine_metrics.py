@@ -99,7 +99,7 @@ class EngineSpecs(Struct, frozen=True):
     """An `EngineMetrics` with its specs parsed; shared by all readers of one engine."""
 
     metrics: EngineMetrics
-    #: By the name of the field; further gauges by `extra.NAME`.
+    #: The specs by field name; those of further gauges by `extra.NAME`.
     parsed: Mapping[str, tuple[Spec, ...]]
 
 

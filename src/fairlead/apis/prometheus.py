@@ -79,7 +79,7 @@ def parse_labels(inner: bytes) -> dict[str, str] | None:
 
 #: How far (bytes) a family may have moved between two pages and still be found without a full search.
 SLACK = 256
-#: Most series that are read of a family. An engine has one per rank; only `lora_requests_info` keeps growing.
+#: A family with more series is not read. An engine has one per rank; only `lora_requests_info` keeps growing.
 MOST_SERIES, MOST_ADAPTER_SERIES = 1024, 10_000
 
 
@@ -228,7 +228,7 @@ def _series(page: bytes, name: bytes, start: int, end: int) -> Series:
 #: How far a share may exceed 1 by rounding. A value of 37 would be a percentage, and every endpoint would look full.
 _SHARE_TOLERANCE = 1e-3
 _MAX_SHOWN = 100
-#: Most adapter names that are read in one label.
+#: A label with more adapter names is not read.
 MOST_NAMES = 10_000
 #: Largest count that is accepted, so that `int()` and sums stay exact.
 _MAX_COUNT = 1e15

@@ -75,7 +75,7 @@ _MAX_KEY = 64
 _START, _OUT, _STRING, _KEY, _NAME, _UNREAD = range(6)
 
 _DATA = b"data:"
-#: Longer event beginnings are not kept.
+#: Longest beginning of an event that is remembered, in bytes.
 _MAX_BEGINNING = 2048
 #: If the rest of an event contains one of these, it must be scanned.
 _NOT_KNOWN = (b'"model"', b"\\u")

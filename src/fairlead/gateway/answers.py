@@ -35,7 +35,7 @@ _DROPPED = ("rejected", "evicted")
 _ONE_MODEL = "/v1/models/"
 _JSON = {"content-type": "application/json"}
 
-#: Most cached templates; more than any pool needs.
+#: Limit of cached templates; more than any pool needs.
 _CACHE = 16_384
 _NOTHING: Mapping[str, bytes] = {}
 

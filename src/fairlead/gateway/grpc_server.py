@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 _TICK = 1.0
 _CANCEL_FOLLOWS = 0.002
-#: Longer than any grace period, because draining lasts until `close`.
+#: A grace period in seconds that never ends: draining lasts until `close`.
 _UNTIL_CLOSED = 10**6
 
 

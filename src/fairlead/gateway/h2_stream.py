@@ -171,7 +171,7 @@ class H2Sender:
         raise NotImplementedError
 
     def credit(self, stream: "H2Stream") -> None:
-        """There is room for the rest of the stream's message: give its receive window back."""
+        """Give the stream's receive window back: there is room for the rest of its message."""
 
     def close_if_idle(self) -> None:
         """If the connection drains and its last stream has ended, close it."""

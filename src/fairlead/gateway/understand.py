@@ -137,7 +137,7 @@ MAX_BRANCHES = 4
 MAX_ALIKE = 16
 #: Distance of grid points in bytes: at least 64, and at least 1/256 of the offset (blocks are 1/32 of it).
 _FINEST, _GROWTH = 64, 8
-#: Most grid points behind the last block. Of a prompt that extends further, the remaining bytes are ignored.
+#: Limit of grid points behind the last block. Of a prompt that extends further, the remaining bytes are ignored.
 _MAX_POINTS = 32
 
 

@@ -132,7 +132,7 @@ class PrefillPart(CostModel):
 
 
 class DecodePart(CostModel):
-    """The cost D_d."""
+    """The cost D_d: moving what d lacks, then decoding there."""
 
     def __init__(self, params: PrefillDecodeParams, name: str, filters: Sequence[Filter]) -> None:
         super().__init__(params, name, filters)
