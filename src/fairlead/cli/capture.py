@@ -56,6 +56,7 @@ def capture(
     from fairlead.lab.simulator.capture import capture as take
     from fairlead.lab.simulator.journal import one_run
     from fairlead.lab.workload.formats import FORMATS
+    from fairlead.server.files import write_output
 
     with exits(WRONG_INPUT, OSError, ValueError):
         if format not in FORMATS:
@@ -68,7 +69,7 @@ def capture(
             made = take(there, key=key, block_size=size, stretch=time_ratio, name=target.stem, refused=refused)
         if not made.workload.records:
             raise ValueError(f"{journal} holds no request that could be repeated")
-        target.write_bytes(FORMATS[format].write(made.workload))
+        write_output(target, FORMATS[format].write(made.workload))
     records = made.workload.records
     if as_json:
         figures = {

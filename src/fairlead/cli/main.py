@@ -5,6 +5,8 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from errno import ENOSPC
+from io import TextIOWrapper
 
 from fairlead.cli.commands import overview
 
@@ -26,6 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     if os.environ.get("NO_COLOR"):
         os.environ["TERM"] = "dumb"  # Rich and click look at TERM; NO_COLOR alone leaves bold, dim and cursor codes.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows `?`
     with _terminable() as terminated:
         try:
             _run(given)
@@ -33,6 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _complain(error)
             sys.exit(FAILED if isinstance(error, Unavailable) else WRONG_INPUT)
         except FairleadError as error:
+            _complain(error)
+            sys.exit(FAILED)
+        except OSError as error:
+            if error.errno != ENOSPC:
+                raise
             _complain(error)
             sys.exit(FAILED)
         except (KeyboardInterrupt, SystemExit) as ended:

@@ -93,6 +93,8 @@ def exits(code: int, *errors: type[Exception]) -> Iterator[None]:
     """Turn these errors into lines on stderr and the exit code."""
     try:
         yield
+    except BrokenPipeError:  # whoever reads the output has left, which is no error
+        raise
     except errors as error:
         complain(error)
         raise typer.Exit(code) from None

@@ -134,7 +134,9 @@ def _run(spec: object, text: str, policy: str, seed: int, validate: bool, as_jso
         simulation.run()
     took = perf_counter() - begun
     if csv is not None:
-        csv.write_bytes(request_table(simulation))
+        from fairlead.server.files import write_output
+
+        write_output(csv, request_table(simulation))
     figures = summarise(simulation).as_dict()
     if as_json:
         configuration = msgspec.to_builtins(spec) | {"policy": policy, "seed": seed, "text": text}

@@ -118,7 +118,9 @@ def tune(
     )
     preset = measured.preset(fitted, name)
     if out is not None:
-        out.write_text(_text(preset, fitted), encoding="utf-8")
+        from fairlead.server.files import write_output
+
+        write_output(out, _text(preset, fitted))
     _show(json, preset, fitted, measured, advise(fitted, measured.facts, traffic))
     raise typer.Exit(code)
 

@@ -1,5 +1,6 @@
 """How every command behaves: help with examples, unknown files, NO_COLOR, completion."""
 
+import io
 import os
 import pty
 import re
@@ -190,3 +191,26 @@ def test_completion_can_be_installed(capsys: pytest.CaptureFixture[str]) -> None
     assert run(["--help"]) == 0
     shown = capsys.readouterr().out
     assert "--install-completion" in shown and "--show-completion" in shown
+
+
+@pytest.mark.parametrize(
+    ("shell", "code", "said"),
+    [
+        ("sim workload kinds > /dev/full", 1, "error: [Errno 28] No space left on device\n"),
+        ("sim run cold-bursts --requests 1 | true; exit ${PIPESTATUS[0]}", 1, ""),
+        ("sim run cold-bursts --requests 1 --csv /dev/null > /dev/null", 0, ""),
+    ],
+)
+def test_where_the_output_goes(shell: str, code: int, said: str) -> None:
+    ended = subprocess.run(["bash", "-c", f"{sys.executable} -m fairlead {shell}"], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (code, said)
+
+
+def test_a_terminal_without_utf8_shows_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    with pytest.raises(SystemExit):
+        cli.main(["validate", "nope.yaml"])
+    stream.write("✓ all is well")
+    stream.seek(0)
+    assert stream.read() == "? all is well"

@@ -24,6 +24,7 @@ from fairlead.lab.simulator.world import Replica, Scenario, replicas
 from fairlead.lab.workload.formats import FORMATS, guess
 from fairlead.lab.workload.generate import KINDS, Pace, generate
 from fairlead.lab.workload.record import Workload, dispatch_of, from_first
+from fairlead.server.files import write_output
 
 
 def read_workload(path: Path, format: str = "") -> Workload:
@@ -42,7 +43,7 @@ def write_workload(workload: Workload, path: Path, format: str = "native") -> No
     """Write a workload file. Raises `ConfigError` for an unknown format, or `OSError`."""
     if format not in FORMATS:
         raise ConfigError(f"unknown format {format!r}; {suggestion(format, FORMATS)}", source=str(path))
-    path.write_bytes(FORMATS[format].write(workload))
+    write_output(path, FORMATS[format].write(workload))
 
 
 class ScenarioSpec(Struct, frozen=True, kw_only=True):
