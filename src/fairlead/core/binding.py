@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from fairlead.core.columns import BoolColumn, FloatColumn, top
 from fairlead.core.cost import Terms, Weights, cost, memory_wait, shortage, weighed
-from fairlead.core.errors import PLUGIN_FAILURES, PluginError
+from fairlead.core.errors import PLUGIN_FAILURES, PluginError, described
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import Waiting
 from fairlead.core.policy import Context, CostPolicy, Policy
@@ -138,7 +138,7 @@ class WaitingRules:
                 raise ValueError("costs that are not numbers")
         except PLUGIN_FAILURES as error:
             if self._report is not None:
-                self._report(PluginError(self._name, f"{type(error).__name__}: {error}"))
+                self._report(PluginError(self._name, described(error)))
             return weighed(terms, self.weights, fleet)
         return costs if policy.milliseconds else _in_that_order(costs, able, weighed(terms, self.weights, fleet))
 

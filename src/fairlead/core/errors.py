@@ -61,6 +61,22 @@ class PluginError(FairleadError):
         super().__init__(f"plugin {plugin}: {message}")
 
 
+#: The directory of this package.
+_OWN = __file__.rpartition("/core/")[0]
+
+
+def described(error: BaseException) -> str:
+    """An exception that a plugin raised: its type and text, and the line of the plugin's file."""
+    file, line, trace = "", 0, error.__traceback__
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if name == file or not (file or name.startswith(_OWN) or "/numpy/" in name):
+            file, line = name, trace.tb_lineno
+        trace = trace.tb_next
+    where = f" ({file.rpartition('/')[2]}, line {line})" if file else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
 #: What a plugin may raise when it is called. `sys.exit` in a plugin must not end the scheduler.
 PLUGIN_FAILURES = (Exception, SystemExit)
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from fairlead.core.columns import BoolColumn, FloatColumn, scalar
 from fairlead.core.cost import Terms, cost
-from fairlead.core.errors import PLUGIN_FAILURES, PluginError
+from fairlead.core.errors import PLUGIN_FAILURES, PluginError, described
 from fairlead.core.flow import NO_ENDPOINTS
 from fairlead.core.policy import (
     CANDIDATES,
@@ -262,7 +262,7 @@ class Profile:
 
     def _failed(self, plugin: str, error: BaseException) -> None:
         if self._report is not None:
-            self._report(PluginError(plugin, f"{type(error).__name__}: {error}"))
+            self._report(PluginError(plugin, described(error)))
 
 
 def _check(mask: BoolColumn, slots: int) -> None:

@@ -18,7 +18,7 @@ from zlib import crc32
 from msgspec import Struct, field
 
 from fairlead.core.columns import BoolColumn
-from fairlead.core.errors import PLUGIN_FAILURES, PluginError
+from fairlead.core.errors import PLUGIN_FAILURES, PluginError, described
 from fairlead.core.policy import Answer, Context, Policy, choice_of
 from fairlead.core.request import Request
 from fairlead.core.view import FleetView
@@ -210,6 +210,6 @@ class Canary(AsksElsewhere):
                 return pick
             except PLUGIN_FAILURES as error:
                 if self._report is not None:
-                    self._report(PluginError(self.canary.name, f"{type(error).__name__}: {error}"))
+                    self._report(PluginError(self.canary.name, described(error)))
         self.decided["primary"] += 1
         return self.primary.choose(request, fleet, context)

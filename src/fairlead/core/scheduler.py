@@ -29,7 +29,7 @@ from fairlead.core import events as ev
 from fairlead.core.apis import BEGUN_ONCE
 from fairlead.core.binding import Bound
 from fairlead.core.clock import Clock
-from fairlead.core.errors import PLUGIN_FAILURES, ConfigError, PluginError
+from fairlead.core.errors import PLUGIN_FAILURES, ConfigError, PluginError, described
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import DISPLACED, EVICTED, LEFT, FlowKey, Waiting
 from fairlead.core.flow_control import ANYBODY, MARGIN, FlowControl, FlowController
@@ -516,7 +516,7 @@ class Pipeline:
             return pick
         except PLUGIN_FAILURES as error:  # a policy may come from anywhere: its failure must not become the client's
             if self._report is not None:
-                self._report(PluginError(policy.name, f"{type(error).__name__}: {error}"))
+                self._report(PluginError(policy.name, described(error)))
         alive = self.fleet.table.slots()
         if not alive:
             return Refused("rejected-no-endpoints", "the pool has no endpoints")

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from fairlead.core.columns import BoolColumn, FloatColumn
 from fairlead.core.cost import cost as expected_cost
-from fairlead.core.errors import PLUGIN_FAILURES
+from fairlead.core.errors import PLUGIN_FAILURES, described
 from fairlead.core.events import Outcome, RemotePick
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import Instruction, JudgeShadows
@@ -145,7 +145,7 @@ class Bench:
             pick = choose_or_raise(policy, case.request, fleet, context)
             return self.verdict(name, -1 if isinstance(pick, Refused) else pick.slot)
         except PLUGIN_FAILURES as error:
-            return ShadowVerdict(name, error=f"{type(error).__name__}: {error}"[:_MAX_ERROR])
+            return ShadowVerdict(name, error=described(error)[:_MAX_ERROR])
 
     def answered(self, name: str, pick: RemotePick, took_us: float) -> ShadowVerdict:
         """Return the verdict on what a scheduler in another process would have done. Never raises."""

@@ -12,7 +12,7 @@ from fairlead.apis.parsed import ParsedRequest, unread
 from fairlead.apis.request import parse_request
 from fairlead.core.apis import OTHER
 from fairlead.core.endpoint import Endpoint
-from fairlead.core.errors import PLUGIN_FAILURES, ClientError, PluginError
+from fairlead.core.errors import PLUGIN_FAILURES, ClientError, PluginError, described
 from fairlead.core.fairness import Strict
 from fairlead.core.flow import Ceiling, Fairness, Flow, Ordering, Waiting
 from fairlead.core.view import FleetView
@@ -130,7 +130,7 @@ Report = Callable[[PluginError], None] | None
 
 def _tell(report: Report, name: str, error: BaseException) -> None:
     if report is not None:
-        report(PluginError(name, f"{type(error).__name__}: {error}"))
+        report(PluginError(name, described(error)))
 
 
 class GuardedOrdering:

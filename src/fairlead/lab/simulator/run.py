@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable
 from hashlib import sha256
 from importlib.metadata import EntryPoint
+from inspect import isabstract
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,7 +21,7 @@ from fairlead.config.plugins import build_policy
 from fairlead.config.problems import suggestion
 from fairlead.config.registry import GROUP, Registry, declared
 from fairlead.config.schema import Config
-from fairlead.core.errors import ConfigError, FairleadError
+from fairlead.core.errors import PLUGIN_FAILURES, ConfigError, FairleadError, described
 from fairlead.core.policy import Policy
 from fairlead.core.records import DecisionRecord, OutcomeRecord, StallRecord
 from fairlead.lab.simulator.result import Summary, summarise
@@ -53,6 +54,8 @@ def configuration(text: str) -> tuple[str, Registry | None]:
             f"has {has}; give one class the attribute `type` and the method `choose` or `cost`", "$", path
         )
     ((name, cls),) = policies.items()
+    if isabstract(cls):
+        raise ConfigError(f"class {cls.__name__} lacks `{', '.join(sorted(cls.__abstractmethods__))}`", "$", path)
     point = EntryPoint(name, f"{cls.__module__}:{cls.__qualname__}", GROUP)
     return f"policy: {name}\n", Registry(lambda: [point])
 
@@ -75,23 +78,12 @@ def _module(path: str, source: str) -> ModuleType:
     sys.modules[module.__name__] = module
     try:
         exec(compile(source, path, "exec"), vars(module))
-    except Exception as error:
-        line = _line(error, path)
-        raise ConfigError(f"cannot be run: {type(error).__name__}: {error}{line}", "$", path) from error
+    except PLUGIN_FAILURES as error:
+        raise ConfigError(f"cannot be run: {described(error)}", "$", path) from error
     return module
 
 
-def _line(error: Exception, path: str) -> str:
-    if isinstance(error, SyntaxError):
-        return ""
-    trace, line = error.__traceback__, 0
-    while trace is not None:
-        line = trace.tb_lineno if trace.tb_frame.f_code.co_filename == path else line
-        trace = trace.tb_next
-    return f" (line {line})" if line else ""
-
-
-def _policies(module: ModuleType) -> dict[str, type]:
+def _policies(module: ModuleType) -> dict[str, Any]:
     """The policies that the file defines; imported ones do not count."""
     own: Iterable[Any] = (member for member in vars(module).values() if isinstance(member, type))
     return {

@@ -51,12 +51,14 @@ def test_other_texts_stay_as_they_are() -> None:
     [
         ("x = 1\n", "has no policy"),
         (POLICY + "\nclass Other(Fewest):\n    type = 'other'\n", "has several policies: fewest, other"),
-        ("x = 1 / 0\n", "cannot be run: ZeroDivisionError: division by zero (line 1)"),
+        ("x = 1 / 0\n", "cannot be run: ZeroDivisionError: division by zero (mine.py, line 1)"),
         ("\n\ndef f(:\n", "cannot be run: SyntaxError"),
         (
             "import not_there_at_all\n",
-            "cannot be run: ModuleNotFoundError: No module named 'not_there_at_all' (line 1)",
+            "cannot be run: ModuleNotFoundError: No module named 'not_there_at_all' (mine.py, line 1)",
         ),
+        ("import sys\nsys.exit(3)\n", "cannot be run: SystemExit: 3 (mine.py, line 2)"),
+        (POLICY.replace("def cost", "def costs"), "class Fewest lacks `cost`"),
         ("class P:\n    type = 'p'\n    def choose(self): ...\n    def __init__(self): ...\n", "unexpected keyword"),
     ],
 )

@@ -1,5 +1,6 @@
 """Policies by cost from anywhere: costs that are no numbers, and answers that cannot be carried out."""
 
+import re
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -123,7 +124,8 @@ def test_whole_numbers_and_lists_are_costs_too(column: Any) -> None:
 def test_a_policy_that_ends_the_process_has_failed_like_others() -> None:
     policy = Costs()
     policy.given = exits
-    assert routed(policy) == ([ANY], ["plugin costs: SystemExit: 3"])
+    routes, (said,) = routed(policy)
+    assert routes == [ANY] and re.fullmatch(r"plugin costs: SystemExit: 3 \(test_policies_ranked\.py, line \d+\)", said)
     binder = WaitingRules(policy, policy, print)
     known = fleet("e0", "e1", "e2")
     terms = estimate(request(), known, Cycle(Context(0.0, Random(0))))
@@ -196,3 +198,9 @@ def test_a_policy_that_says_who_is_alive_has_failed() -> None:
 
     with pytest.raises(AssertionError, match="ValueError: assignment destination is read-only"):
         check_policy(Kills())
+
+
+def test_a_cost_that_returns_nothing_says_so() -> None:
+    policy = Costs()
+    policy.given = lambda: None
+    assert routed(policy) == ([ANY], ["plugin costs: TypeError: `cost` must return a number for each slot"])
