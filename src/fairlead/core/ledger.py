@@ -1,15 +1,15 @@
-"""Leases: what we sent to each endpoint and have not yet seen end; and its load, by these and its scrapes.
+"""Leases: the requests sent to each endpoint that have not ended; and the endpoint's load by leases and scrapes.
 
 Rules
-* A lease is charged in the very call that decides. Between two scrapes it is the only thing that keeps a burst from
-  herding onto one endpoint.
+* A lease is charged in the same call that decides. Between two scrapes, only leases keep a burst of requests from
+  going to one endpoint.
 * The prefill part is released at the first token, the rest at the end. Cancel, loss, expiry and the departure of the
-  endpoint release whatever is left. Each part is released once; a lease remembers what it charged, so nothing that
-  changed in between can make the columns drift.
-* A reservation keeps room for a request whose endpoint is still being asked for: a lease that is
-  charged like any other. Who asks is not to be led by it (`without_reserved`), and who reserves ends it.
+  endpoint release whatever is left. Each part is released once. A lease stores the amounts that it charged and releases
+  the same amounts, so the columns cannot drift.
+* A reservation keeps room for a request while a remote scheduler is asked about it. It is a lease, charged like any
+  other. The remote scheduler does not see it (`without_reserved`). The code that reserved it also releases it.
 * Every lease expires: end-of-request signals can be lost (a gateway drops access-log entries while nobody listens).
-* What scrapes do to the sums, and when leases are dropped because of them: see above `Account`.
+* How scrapes correct the load, and when they show that leases are over: see above `Account`.
 """
 
 from collections import Counter, defaultdict
@@ -27,102 +27,106 @@ from fairlead.core.records import Forecast
 from fairlead.core.request import Request
 from fairlead.core.table import EndpointTable
 
-# A lease: one request at one endpoint, from its charge to its end.
+# Leases.
 
 
 class Lease(Struct, eq=False, gc=False):
-    """One request at one endpoint. Leases are the same only if they are one object."""
+    """One request at one endpoint, from its charge to its end. Compared by identity."""
 
     request: Request
     slot: int
-    #: Who held the slot when it was charged; slots are reused.
+    #: Id of the endpoint that had the slot when the lease was charged; slots are reused.
     endpoint_id: str
+    #: Clock seconds.
     charged_at: float
-    #: Prompt tokens to compute, and tokens of KV held to the end (prompt + half the expected output).
+    #: Prompt tokens to compute, and tokens of KV cache held to the end (prompt + half the expected output).
     uncached_tokens: float
     kv_tokens: float
-    #: Predicted cached prompt tokens, to compare with what the engine reports.
+    #: Prompt tokens predicted to be cached, to compare with what the engine reports.
     hit_tokens: int
-    #: Whole microseconds that computing them takes at the prior's speed (`fairlead.core.rates`).
+    #: Whole microseconds that computing `uncached_tokens` takes at the prior's speed (`fairlead.core.rates`).
     work_us: float = 0.0
-    #: Half the expected output.
+    #: Half the expected output tokens.
     growth_tokens: float = 0.0
-    #: What was expected of it when it was charged.
+    #: The forecast made when the lease was charged.
     forecast: Forecast = Forecast()
-    #: A reservation, or the prefill part of a pair: nobody's end, so no record comes of it.
+    #: A reservation, or the prefill part of a pair. No request ends with it, so it gets no record.
     auxiliary: bool = False
-    #: Nobody will see its first token: it is not streamed, or the gateway shows no responses.
+    #: The first token will not be seen: the request does not stream, or the gateway does not report responses.
     blind: bool = False
-    #: That it is in the engine. Tokens are of all of them.
+    #: Sequences that the request becomes in the engine. The token counts above are sums over them.
     sequences: int = 1
-    #: It is on the books.
+    #: The ledger contains it: charged and not released.
     held: bool = False
-    #: Of a pair: the lease at the endpoint that computes the prompt for this one. Ends with this one's first token.
+    #: In a pair: the lease at the endpoint that computes the prompt. Released at this lease's first token.
     prefill: "Lease | None" = None
     #: Clock seconds; below 0 = not seen.
     first_token_at: float = -1.0
-    #: What was computed for others there until then, and what decoding added to a step (`Predictor.mark`). Where it is
-    #: not seen: of its charge; `None` = nothing is learned of it.
+    #: `Predictor.mark` at the first token: the work done at the endpoint for other requests until then, and what
+    #: decoding added to a step. For a blind lease: the mark at its charge. `None` = nothing is learned from the lease.
     mark: tuple[float, float] | None = None
-    #: Still before its first token.
+    #: Before its first token.
     pending: bool = True
-    #: Id of the endpoint that it was meant for and that could not be reached; empty = this is the one.
+    #: Id of the endpoint that was chosen first and did not answer; empty = the request did not move.
     unreached: str = ""
-    #: Clock seconds when it was told to make way; below 0 = it was not.
+    #: Clock seconds when its eviction was requested; below 0 = it was not.
     evicted_at: float = -1.0
-    #: What exact prefix knowledge predicted of it; see `ExactKnowledge.sent`.
+    #: What the exact index predicted for it; see `ExactKnowledge.sent`.
     predicted: Any = None
-    #: Milliseconds that the request waited in a queue of ours before it was charged.
+    #: Milliseconds that the request waited in Fairlead's queue before it was charged.
     queued_ms: float = 0.0
-    #: The LoRA adapter that it needs; empty = none, or none that is known. What it met where it was not running.
+    #: The LoRA adapter that it needs; empty = none, or an unknown one.
     adapter: str = ""
+    #: The wait for `adapter`, if the adapter was not running at the endpoint; `None` = it was.
     cold: Cold | None = None
-    #: Under which others are told of it (`fairlead.core.reports`); 0 = they are not.
+    #: The number that identifies the lease in messages to other schedulers (`fairlead.core.reports`); 0 = not reported.
     number: int = 0
-    #: Of `hit_tokens`, at most so many are cached there: what it shares beyond them was sent with a refused request.
+    #: Upper bound for `hit_tokens`: the rest of the shared prefix was sent with a request that the endpoint refused.
     hit_at_most: float = inf
 
 
-# One endpoint's load: what it said last, corrected by what we sent it and saw of it since.
+# One endpoint's load: the last scrape, corrected by the leases charged and released since.
 #
-# A scrape says W requests wait and R run, at some moment after it was sent. Of our leases O were charged before that;
-# the later ones it cannot know. Three cases:
+# A scrape says that W requests wait and R run, at some moment after it was sent. O of our leases were charged before it
+# was sent; it cannot include the later ones. Three cases:
 #
-# * W + R ≥ O. The engine knows all of ours; what is above O belongs to other clients. The effective load is W and R
+# * W + R ≥ O. The engine has all our requests; those above O belong to other clients. The effective load is W and R
 #   plus what we charged since.
-# * W + R < O. The gauges are behind: they move only when an engine step ends, a request still in the tokeniser is in
-#   none of them, and at the end of a batch they show nothing running for a whole step. Ours are there all the same, so
-#   the ledger is the floor. Believing the gauge here is what sends a burst to one endpoint.
-# * W + R < the leases that have had their first token seconds ago, again and again. Such requests cannot hide; their
-#   ends got lost. The surplus no longer counts as active, and when the endpoint is idle for long the leases are
-#   dropped.
+# * W + R < O. The gauges lag: they change only when an engine step ends, they omit requests that are still being
+#   tokenised, and at the end of a batch they show nothing running for a whole step. Our requests are there anyway, so
+#   the load is never below the ledger's. Believing the gauges here would send a burst to one endpoint.
+# * W + R < the leases that had their first token seconds ago, in several scrapes in a row. The gauges cannot omit such
+#   requests, so their end signals were lost. The surplus no longer counts as active, and when the endpoint stays idle
+#   the leases are dropped.
 #
-# Between two scrapes only our own leases move, each exactly once and from where it was counted, so nothing drifts. The
-# effective columns are always
+# Between two scrapes only our own leases change the sums, each part once, and in the sum that counted it. So nothing
+# drifts. The effective columns are always
 #
 #     queue  = own before their first token - those of them that run + others' waiting
 #     active = own past their first token - lost ones + own that run before it + others' running
 #
-# "Those that run" are there because some requests have no first token before their end that anybody sees: they do not
-# stream, or the gateway shows no responses (`Lease.blind`). An engine that says W = 0 with thirty of ours running says
-# that none of them waits. The oldest of those run. Their prompts count as computed when that was forecast as well: an
-# engine says from the first step of a long prompt on that it runs. Ends tell the rest. What is queued then began when
-# the last of those was forecast to be done, or at the scrape if that shows somebody waiting.
+# "Those of them that run" exist because the first token of a blind lease (`Lease.blind`) is never seen. If an engine
+# reports W = 0 and thirty of our requests running, none of them waits. The oldest blind leases are taken to be the ones
+# that run. Their prompts count as computed only after their forecast TTFT too: an engine reports a long prompt as
+# running from its first step on. The other blind leases count as computed when they end. The prefill of the next queued
+# request is taken to begin when the last of those was forecast to be done, or at the scrape if it shows W ≥ 1.
 
-#: Scrapes in a row before the engine's word is taken against the ledger's; a step's end can fake one or two.
+#: Scrapes in a row after which the engine is believed against the ledger. One or two can be wrong at a step's end.
 PATIENCE_SCRAPES = 3
 #: Seconds from a lease's charge after which a request past its first token cannot be missing in the gauges.
 SETTLED = 2.0
-#: Seconds that an endpoint must show itself idle before leases are dropped: ends may come late, in batches of a
-#: gateway's access log (flushed every second). A first prefill is invisible while it lasts, so those wait longer.
+#: Seconds that an endpoint must report itself idle before leases are dropped: ends may come late, in batches of a
+#: gateway's access log (flushed every second). A prefill on an idle engine shows in no gauge, so leases before their
+#: first token wait longer.
 IDLE_SECONDS = 5.0
 IDLE_SECONDS_PENDING = 30.0
-#: Leases of other schedulers are heard of so many seconds after their charge, mostly.
+#: Seconds after their charge within which most leases of other schedulers are reported to us.
 HEARD_S = 0.25
 
 
 class Account:
-    """Numbers are sequences, which engines call requests, or tokens where the name says so."""
+    """The load of one endpoint. Counts are in sequences, which engines call requests; in tokens where the name says so,
+    and in microseconds at the prior's speed where it says work."""
 
     __slots__ = (
         "_idle_scrapes",
@@ -148,30 +152,31 @@ class Account:
     )
 
     def __init__(self) -> None:
-        #: In the order of their charge; an ordered set.
+        #: An ordered set, oldest charge first.
         self.leases: dict[Lease, None] = {}
-        #: Before and past their first token.
+        #: Own sequences before their first token, and past it.
         self.pending = self.active = 0
         self.pending_tokens = 0.0
         self.pending_work = 0.0
-        #: Leases of those pending: whose first token nobody sees.
+        #: Pending leases (not sequences) that are blind.
         self.blind = 0
-        #: Of all that were ever charged.
+        #: Work of all blind leases that were ever charged; never reduced.
         self.blind_work = 0.0
+        #: Clock seconds when the engine began with the first pending lease.
         self.prefill_since = 0.0
-        #: What the engine began to compute then.
+        #: The pending work that the engine began with at `prefill_since`.
         self.head_work = 0.0
         self.kv_tokens = 0.0
         self.growth_tokens = 0.0
         self.forget_scrapes()
 
     def forget_scrapes(self) -> None:
-        """The scraped values are too old: from now on only our own leases count."""
-        #: Own leases before their first token that the last scrape showed running. Never more than `pending`.
+        """Drop the scraped values, which are too old: from now on only our own leases count."""
+        #: Own sequences before their first token that the last scrape showed running. Never more than `pending`.
         self.early = 0.0
-        #: Somebody waited there then.
+        #: The last scrape showed at least one request waiting.
         self.waited = False
-        #: Own leases past their first token that the engine does not have.
+        #: Own sequences past their first token that the engine does not have: their end signals were lost.
         self.lost = 0.0
         self.others_waiting = 0.0
         self.others_running = 0.0
@@ -181,7 +186,7 @@ class Account:
         self._idle_since = 0.0
 
     def row(self) -> tuple[float, ...]:
-        """What stands in the columns of `fairlead.core.table.LOAD`, in their order."""
+        """Return the endpoint's values of the columns `fairlead.core.table.LOAD`, in their order."""
         pending, active, early = self.pending, self.active, self.early
         running = max(active - self.lost, 0.0) if self.lost else active
         return (
@@ -199,7 +204,7 @@ class Account:
         )
 
     def was_shown(self, lease: Lease) -> None:
-        """It is another scheduler's, and a scrape since its charge showed it as somebody else's."""
+        """Recount a lease of another scheduler that a scrape since its charge counted as another client's request."""
         if self.others_waiting >= lease.sequences:
             self.others_waiting -= lease.sequences
         elif self.others_running >= lease.sequences:
@@ -207,7 +212,7 @@ class Account:
             self.early += lease.sequences
 
     def release(self, lease: Lease, prefill_only: bool = False) -> None:
-        """It is over, or its prefill is."""
+        """Subtract a lease that is over, or only its prefill part."""
         if lease.pending:
             lease.pending = False
             self.pending -= lease.sequences
@@ -219,7 +224,7 @@ class Account:
                 self.early = max(self.early - lease.sequences, 0.0)
             if not self.pending:  # sums of floats: no request has exactly no tokens
                 self.pending_tokens = self.pending_work = 0.0
-            elif lease.blind:  # it was computed by now, and the next one since it was expected to be
+            elif lease.blind:  # its prefill is taken to have ended when forecast, and the next one to begin then
                 self.prefill_since = max(self.prefill_since, lease.charged_at + 1e-3 * lease.forecast.ttft_ms)
         else:
             self.active -= lease.sequences
@@ -233,7 +238,7 @@ class Account:
                 self.kv_tokens = self.growth_tokens = 0.0
 
     def without(self, leases: Iterable[Lease]) -> "Account":
-        """A copy in which these leases are over."""
+        """Return a copy of the account in which these leases are released."""
         reduced = copy(self)
         reduced.leases = dict(self.leases)
         for lease in leases:
@@ -244,9 +249,9 @@ class Account:
         return reduced
 
     def reconcile(self, started: float, waiting: float, running: float) -> list[Lease]:
-        """Take a scrape sent at `started`. `waiting` and `running` are finite and not negative.
+        """Apply a scrape sent at `started` (clock seconds). `waiting` and `running` are finite and not negative.
 
-        Returns leases that the endpoint provably holds no more; they are still charged.
+        Return the leases that the endpoint provably no longer has; they are still charged.
         """
         newest = takewhile(lambda lease: lease.charged_at >= started - HEARD_S, reversed(self.leases))
         later = [lease for lease in newest if lease.charged_at >= started]
@@ -263,8 +268,9 @@ class Account:
         return self._dropped(started, waiting + running)
 
     def begun(self, started: float) -> list[Lease]:
-        """The oldest of those whose first token nobody sees, as many as ran, all or some of their sequences, at the
-        scrape sent at `started`: from now on their prompts count as computed."""
+        """Release the prefill part of the blind leases that ran at the scrape sent at `started`, and return them.
+
+        These are the oldest pending leases, as many as `early`, if their forecast TTFT has passed as well."""
         if not self.blind:
             return []
         waited = [lease for lease in self.leases if lease.pending and lease.charged_at < started]
@@ -303,7 +309,7 @@ class Account:
         ]
 
     def validate(self) -> None:
-        """Raise `AssertionError` unless the sums are those of the leases and no part is negative."""
+        """Raise `AssertionError` unless the sums equal those of the leases and no value is negative."""
         pending = [lease for lease in self.leases if lease.pending]
         assert all(lease.held for lease in self.leases)
         assert self.pending == sum(lease.sequences for lease in pending)
@@ -320,16 +326,16 @@ class Account:
 
 
 class Ledger:
-    """All leases, and the columns they add up to."""
+    """All leases. Keeps the load columns of the table up to date."""
 
     def __init__(self, table: EndpointTable, ttl: float = 900.0) -> None:
         self._table = table
         self.ttl = ttl
-        #: In the order of their charge; an ordered set, as is that of the reservations, which `Fleet.charge` adds to.
+        #: Ordered sets, oldest charge first. `Fleet.charge` adds to `reserved`.
         self._leases: dict[Lease, None] = {}
         self.reserved: dict[Lease, None] = {}
         self._accounts: defaultdict[int, Account] = defaultdict(Account)
-        #: By slot: adapters of leases before their first token, and how many.
+        #: By slot and adapter name: number of leases before their first token.
         self.starting: dict[int, dict[str, int]] = {}
 
     def __len__(self) -> int:
@@ -340,7 +346,7 @@ class Ledger:
         return iter(self._leases)
 
     def charge(self, lease: Lease) -> None:
-        """Take it on the books."""
+        """Add a lease and its load."""
         assert not lease.held, "a lease is charged once"
         lease.held = True
         self._leases[lease] = None
@@ -362,7 +368,7 @@ class Ledger:
         self._table.stale.add(slot)
 
     def charge_late(self, lease: Lease) -> None:
-        """Take another scheduler's lease on the books, which was charged a moment ago."""
+        """Add a lease that another scheduler charged a moment ago."""
         self.charge(lease)
         account = self._accounts[lease.slot]
         if lease.charged_at < account.scraped:
@@ -370,7 +376,8 @@ class Ledger:
             self._write(lease.slot, account)
 
     def first_token(self, lease: Lease, now: float | None = None) -> bool:
-        """The prefill is over, and that of the next one begins (`now`). False = that is known."""
+        """Release the prefill part of a lease. `now`: clock seconds when the prefill of the next lease begins; `None` =
+        unknown. Return False if the lease or its prefill part was released already."""
         if not (lease.held and lease.pending):
             return False
         account = self._accounts[lease.slot]
@@ -385,7 +392,7 @@ class Ledger:
         return True
 
     def release(self, lease: Lease) -> bool:
-        """It is over, one way or another: off the books, with its prefill part. False = it was off them already."""
+        """Remove a lease and its load, with its prefill part. Return False if it was removed already."""
         if not lease.held:
             return False
         lease.held = False
@@ -404,7 +411,7 @@ class Ledger:
         return True
 
     def starts(self, lease: Lease) -> None:
-        """It was charged, and needs an adapter."""
+        """Count a charged lease that needs an adapter."""
         names = self.starting.setdefault(lease.slot, {})
         names[lease.adapter] = names.get(lease.adapter, 0) + 1
 
@@ -417,7 +424,7 @@ class Ledger:
                 del self.starting[lease.slot]
 
     def _release_prefill(self, part: Lease, now: float | None) -> None:
-        """The part of a lease at another endpoint is over, if it is not already."""
+        """Release the prefill part of a pair, at another endpoint, unless it is released already."""
         if not part.held:
             return
         account = self._accounts[part.slot]
@@ -427,7 +434,7 @@ class Ledger:
 
     @contextmanager
     def without_reserved(self) -> Iterator[None]:
-        """The table as it is without reservations, for as long as this lasts. Nothing may change meanwhile."""
+        """Take the reservations out of the table while the context lasts. Nothing else may change meanwhile."""
         slots = {lease.slot for lease in self.reserved}
         for slot in slots:
             self._write(slot, self._accounts[slot].without(self.reserved))
@@ -438,7 +445,7 @@ class Ledger:
                 self._write(slot, self._accounts[slot])
 
     def blind_ms(self, slot: int) -> float:
-        """All that was ever charged there to requests whose first token nobody sees, at the prior's speed."""
+        """Return the milliseconds of prefill work of all blind leases ever charged there, at the prior's speed."""
         return self.account(slot).blind_work * 1e-3
 
     def of_slot(self, slot: int) -> list[Lease]:
@@ -446,7 +453,7 @@ class Ledger:
         return list(account.leases) if account else []
 
     def abandon(self, slot: int) -> list[Lease]:
-        """The endpoint left: its leases are released, in one go, and returned."""
+        """Release all leases of an endpoint that left, and return them."""
         leases = self.of_slot(slot)
         self.starting.pop(slot, None)
         for lease in leases:
@@ -460,7 +467,7 @@ class Ledger:
         return leases
 
     def expired(self, now: float, most: float = inf) -> list[Lease]:
-        """Leases past their time, oldest first, up to `most`."""
+        """Return at most `most` leases older than `ttl`, oldest first, without auxiliary ones."""
         old: list[Lease] = []
         for lease in self._leases:
             if lease.charged_at + self.ttl > now or len(old) == most:
@@ -470,10 +477,10 @@ class Ledger:
         return old
 
     def reconcile(self, slot: int, started: float, waiting: float, running: float) -> list[Lease]:
-        """Set the effective columns from a scrape sent at `started`. Returns leases that the endpoint cannot hold any
-        more; they are on the books still.
+        """Set the effective columns from a scrape sent at `started`. Return the leases that the endpoint provably no
+        longer has; they are still charged.
 
-        `waiting` and `running` are finite and not negative; `Fleet.sampled` sees to it.
+        `waiting` and `running` are finite and not negative; `Fleet.sampled` ensures it.
         """
         account = self.account(slot)
         dropped = account.reconcile(started, waiting, running)
@@ -483,12 +490,12 @@ class Ledger:
         return dropped
 
     def began(self, lease: Lease) -> None:
-        """A scrape shows that its prompt is computed, though nobody saw a first token."""
+        """Note that a scrape showed the prompt of a blind lease computed."""
         if lease.adapter:
             self._started(lease)
 
     def own_accounting(self, slot: int) -> None:
-        """No fresh scrape: the effective columns are what we know ourselves."""
+        """Set the effective columns from our own leases only, because the last scrape is too old."""
         account = self.account(slot)
         account.forget_scrapes()
         self._write(slot, account)
@@ -498,7 +505,7 @@ class Ledger:
         self._table.stale.add(slot)
 
     def account(self, slot: int) -> Account:
-        """What the leases at one slot add up to."""
+        """Return the account of one slot; an empty one is created if there is none."""
         return self._accounts[slot]
 
     def validate(self) -> None:

@@ -1,17 +1,17 @@
-"""A request's life: its states, what may happen in each, and the one registry of those that are here.
+"""The states of a request, what may happen in each, and the one registry of requests.
 
     collecting → understood → (asking knowledge) → queued → (asked elsewhere) → routed → answering → ended
 
 Rules
-* A request is in exactly one state, and a state has one owner. The ext_proc session has those in which the body is read
-  and knowledge is asked for; `RequestArrived` hands the request over, and `Requests` has all that follow.
-* `TRANSITIONS` is the law: what may happen in a state, and which states may follow. An empty tuple: it comes late or
-  twice, and changes nothing. What is not there must not happen, and is asserted.
-* Entering a state takes what `HOLDS` says of it, leaving it releases that. Nothing else refers to requests by their id:
-  the parts below have objects of their own (`Waiting`, `Question`, `Lease`), which the entry holds.
-* `ending`: the endpoint left, and the load is off the books. It may answer all the same, as one that drains does, or
-  another one to which the gateway repeats the request: how it ended is heard as of any other, or not before its lease
-  would have expired.
+* A request is in exactly one state, and each state has one owner. The ext_proc session owns `collecting`,
+  `understood` and `asking knowledge`. `RequestArrived` hands the request to `Requests`, which owns all later states.
+* `TRANSITIONS` lists what may happen in each state and which states may follow. An empty tuple means that the trigger
+  is late or a duplicate and changes nothing. A trigger that is not listed for a state is a bug, and is asserted.
+* A request acquires what `HOLDS` names on entering a state, and releases it on leaving. Nothing else refers to requests
+  by their id: the entry holds the objects of the other parts (`Waiting`, `Question`, `Lease`).
+* `ending`: the endpoint left the pool and the load is released. The endpoint may still answer, for example while it
+  drains, or the gateway may repeat the request elsewhere. The request ends with its response, or when its lease would
+  have expired.
 """
 
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ class RequestState(IntEnum):
 
 
 class Trigger(StrEnum):
-    """What may happen to a request beside the events that name it."""
+    """What may happen to a request, other than the events that name it."""
 
     READ = "body read"
     REFUSED = "refused"
@@ -130,7 +130,7 @@ TRANSITIONS: dict[RequestState, dict[type | Trigger, tuple[RequestState, ...]]] 
     S.ENDED: _ALL_LATE,
 }  # fmt: skip
 
-#: What a request has in each state; nothing in the others.
+#: The field of `RequestEntry` that is set in each state; none in the states not listed.
 HOLDS: dict[RequestState, str] = {
     S.QUEUED: "waiting",
     S.ASKED_ELSEWHERE: "question",
@@ -138,26 +138,26 @@ HOLDS: dict[RequestState, str] = {
     S.ANSWERING: "lease",
     S.ENDING: "lease",
 }
-#: Events about one request that is here already.
+#: Events about one request that arrived earlier.
 OF_REQUEST = (ev.FirstTokenSeen, ev.RequestMoved, ev.UsageReported, ev.ResponseEnded, ev.StreamLost)
 
 
 class RequestEntry(Struct, eq=False):
-    """One request, and all that is held for it."""
+    """One request and what is held for it."""
 
     request: Request
-    #: Who sent it, and can tell whether it is still within reach.
+    #: `RequestArrived.client`: handed back in every instruction about the request, and never looked at.
     client: Any = None
     state: RequestState = S.UNDERSTOOD
-    #: Its place in a queue.
+    #: Its place in a queue of flow control.
     waiting: Waiting | None = None
-    #: What a scheduler in another process was asked for it, with the reservation that is kept meanwhile.
+    #: The question to a scheduler in another process, with the reservation held until it is answered.
     question: Question | None = None
-    #: What it is charged for, with that of the endpoint that computes its prompt.
+    #: Its load on the endpoint. `Lease.prefill` is the load on another endpoint that computes the prompt.
     lease: Lease | None = None
-    #: Token counts that came before its end.
+    #: Token counts reported so far; `None` = none yet.
     usage: Usage | None = None
-    #: What its flow is charged for it, from the moment that it leaves the queue.
+    #: What its flow is charged for it, from the moment that the request leaves the queue.
     charge: Charge | None = None
 
 
@@ -176,24 +176,25 @@ class Requests:
         return iter(self._entries.values())
 
     def add(self, request: Request, client: Any = None) -> RequestEntry:
-        """It has arrived. `move` comes in the same call: here it is `understood` only for as long as it is decided."""
+        """Register an arrived request. The caller moves or ends it in the same call of `handle`, so the entry is in the
+        state `understood` only while the request is decided."""
         assert request.id not in self._entries, "a request arrives once"
         entry = self._entries[request.id] = RequestEntry(request, client)
         return entry
 
     def move(self, entry: RequestEntry, trigger: type | Trigger, state: RequestState) -> None:
-        """To its next state, which is not the last. The caller takes and releases what `HOLDS` says."""
+        """Move the request to its next state, except the last. The caller acquires and releases what `HOLDS` names."""
         assert state in TRANSITIONS[entry.state][trigger], f"{entry.state.label}: {trigger} → {state.label}"
         entry.state = state
 
     def end(self, entry: RequestEntry, trigger: type | Trigger) -> None:
-        """To its last state: it is not here any more."""
+        """Move the request to its last state, and remove it from the registry."""
         assert S.ENDED in TRANSITIONS[entry.state][trigger], f"{entry.state.label}: {trigger} → ended"
         entry.state = S.ENDED
         del self._entries[entry.request.id]
 
     def validate(self) -> None:
-        """Raise `AssertionError` unless each entry has what its state says, and nothing else."""
+        """Raise `AssertionError` unless each entry holds exactly what `HOLDS` names for its state."""
         for number, entry in self._entries.items():
             assert number == entry.request.id
             assert entry.state in HOLDS, f"request {number} is left in the state {entry.state.label}"

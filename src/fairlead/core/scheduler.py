@@ -1,19 +1,19 @@
 """START HERE: one request's way through the scheduler.
 
-    received    the ext_proc session reads the gateway's messages until the request is whole
-    parsed      `apis` understands the body → `RequestArrived`
-    named       `core/models` says which model it is for, and how urgent it is
-    admitted    at once while endpoints are open, else it waits (`core/flow_control`) until one is
+    received    the ext_proc session reads the gateway's messages until the request is complete
+    parsed      `apis` reads the body → `RequestArrived`
+    named       `core/models` determines the request's target model and priority
+    admitted    at once if an endpoint is open, else the request waits in `core/flow_control` until one is
     scheduled   the policy chooses an endpoint; the lease is charged in the same call
     routed      `Route` or `Reject` goes back to the session, which answers the gateway
-    observed    `FirstTokenSeen` frees the prefill, `ResponseEnded` the rest; a `Record` tells metrics and journal
+    observed    `FirstTokenSeen` releases the prefill part of the lease, `ResponseEnded` the rest; metrics and the
+                journal get a record
 
 Rules
-* `handle` is the only door: nothing else changes state. It is synchronous, does no I/O, reads no clock but the one
-  it was given and no randomness but the generator it was given. So a log of events is a capture, and feeding it
-  again is a replay.
-* Every request here has one entry in `requests`, whose state says what it may meet and what is held for it: see
-  `fairlead.core.requests`. What comes for a state that does not expect it is ignored in `handle`, and nowhere else.
+* Only `handle` changes state. It is synchronous, does no I/O, and uses only the clock and the random generator that
+  it was given. So feeding a log of events to it again replays the same decisions.
+* Every request here has one entry in `requests`. The entry's state determines which events are valid and what is held
+  for the request: see `fairlead.core.requests`. Only `handle` ignores late events.
 * Every `RequestArrived` is answered by exactly one `Route` or `Reject`, at once or by a later call, unless its
   `StreamLost` comes first. Every routed request ends in exactly one `OutcomeRecord`, whatever mix of ends,
   cancels, losses, expiries and departures follows.
@@ -63,10 +63,10 @@ from fairlead.core.scheduling import Build
 from fairlead.core.shadow import CaseTaker
 from fairlead.core.tokens import TokenEstimator
 
-# Requests that are over though nobody said so one by one: their endpoint left, or does not have them, or they expired.
+# Requests that end without an event of their own: their endpoint left or no longer has them, or their lease expired.
 #
-# Thousands can be over at once, and each is taken off the books, written down and counted: 6 µs. So a few at a time
-# are, in turns of the event loop of their own, and others are served in between.
+# Thousands can end at once, and each takes 6 µs to release, record and count. They are therefore ended in batches, each
+# in its own turn of the event loop, so that other requests are served in between.
 
 TIMER = "endings"
 #: Requests ended in one call.
@@ -74,17 +74,17 @@ MOST = 64
 
 
 class Endings:
-    """Those that are not ended yet, in order. `end` ends one, unless something else has meanwhile."""
+    """Requests that still have to be ended, in order. `end` ends one of them unless it has ended meanwhile."""
 
     def __init__(self, clock: Clock, end: Callable[[RequestEntry, Trigger], list[Instruction]]) -> None:
         self._clock = clock
         self._end = end
         self._left: deque[tuple[deque[RequestEntry], Trigger]] = deque()
-        #: Those that an endpoint which left may still answer, and until when their end is waited for.
+        #: Requests that an endpoint which left may still answer → clock seconds until which to wait for their end.
         self.orphans: dict[RequestEntry, float] = {}
 
     def add(self, entries: Iterable[RequestEntry], why: Trigger) -> list[Instruction]:
-        """End these behind those that wait already; many only in the calls that follow."""
+        """End these requests after those already waiting. More than `MOST` are left to later calls of `end_some`."""
         batch = deque(entries)
         if not batch:
             return []
@@ -92,7 +92,7 @@ class Endings:
         return [self._timer()] if len(batch) > MOST else self.end_some()
 
     def end_some(self) -> list[Instruction]:
-        """End the first `MOST`. The timer is for the others."""
+        """End the first `MOST`. If any are left, the returned instructions include a timer for them."""
         instructions: list[Instruction] = []
         for _ in range(MOST):
             if not self._left:
@@ -118,7 +118,7 @@ _UNKNOWN = Usage()
 
 
 class _NoQueues:
-    """Without flow control nobody waits."""
+    """Stands in for the queues when there is no flow control: no request waits."""
 
     count = 0
 
@@ -143,18 +143,18 @@ class Pipeline:
         alternatives: int = 0,
     ) -> None:
         """`flow_controller`: `None` = every request is scheduled at once. `remotes`: schedulers in other processes
-        that `policy` may ask, by name. `shadows`: whom each decision is shown to afterwards. `snapshot`: takes down
-        what each decision was made from. `build`: builds what the document of a `Reconfigured` says; `None` = none is
-        taken. `alternatives`: endpoints that a `Route` names beside its own."""
+        that `policy` may ask, by name. `shadows`: gets a copy of each decision for the policies on trial. `snapshot`:
+        copies what each decision was made from. `build`: builds a scheduler from the document of a `Reconfigured`;
+        `None` = every new configuration is refused. `alternatives`: endpoints that a `Route` names beside its own."""
         self._clock = clock
         self._rng = rng
         self.fleet, self._stalls, self._stalled = fleet, fleet.stalls, fleet.stalls.changes
         self._decide_by(policy)
-        #: Read by parsers to estimate prompt tokens; learns only in here.
+        #: Parsers read it to estimate prompt tokens; only the pipeline makes it learn.
         self.tokens = tokens
         self._report = on_plugin_error
         self._put_in_control(flow_controller)
-        #: What is defined of model names; an empty one changes nothing.
+        #: The definitions of model names; an empty catalogue changes no request.
         self.models = Catalogue()
         self.snapshot, self.shadows = snapshot, shadows
         #: Questions to schedulers in other processes; `None` = there are none.
@@ -162,7 +162,7 @@ class Pipeline:
         self._build = build
         self.alternatives = alternatives
         self.peers = Peers(clock, fleet, flow_controller.flow if flow_controller is not None else None)
-        #: All requests that are here.
+        #: All requests that have arrived and not ended.
         self.requests = Requests()
         self._endings = Endings(clock, self._over)
         self._handlers: dict[type, Callable[..., list[Instruction]]] = {
@@ -188,7 +188,7 @@ class Pipeline:
         }
 
     def handle(self, event: ev.Event) -> list[Instruction]:
-        """Take one fact, return what is to be done about it."""
+        """Process one event and return the instructions that follow from it."""
         kind = type(event)
         if kind not in OF_REQUEST:
             instructions = self._handlers[kind](event)
@@ -247,8 +247,8 @@ class Pipeline:
     def _admitted(
         self, flow: FlowController, entry: RequestEntry, now: float, pick: Answer | None
     ) -> list[Instruction]:
-        """Flow control. Where another process decides, an open endpoint somewhere is enough to go on. `pick`: what the
-        policy chose, if it was asked."""
+        """Let flow control send, queue or refuse the request. If a remote scheduler decides, one open endpoint anywhere
+        is enough to send it. `pick`: the policy's answer; `None` = it was not asked yet."""
         question = None
         request, control, arrived = entry.request, flow.flow, ev.RequestArrived
         reservation = Reservation(None, now)
@@ -276,14 +276,14 @@ class Pipeline:
         return [*given_way, Hold(request.id, waiting.deadline - now + MARGIN, entry.client)]
 
     def _count(self, control: FlowControl) -> None:
-        """From now on requests are counted by flow, those in flight too."""
+        """Count requests by flow from now on, including those in flight."""
         sent = [(entry, entry.lease) for entry in self.requests if entry.lease is not None and entry.charge is None]
         charges = control.count([(lease, 2.0 * lease.growth_tokens) for _, lease in sent], self.fleet)
         for (entry, _), charge in zip(sent, charges, strict=True):
             entry.charge = charge
 
     def _output(self, request: Request) -> int:
-        """Expected tokens of all its sequences."""
+        """Return the output tokens expected of the request, summed over its sequences."""
         tokens = self.tokens.estimate_output(request.target_model, request.max_tokens, request.api)
         return tokens * request.sequences
 
@@ -296,7 +296,7 @@ class Pipeline:
         reservation: Reservation | None = None,
         question: Question | None = None,
     ) -> list[Instruction]:
-        """Put it to the scheduler in another process; nothing = it is decided here."""
+        """Ask the scheduler in another process about the request. No instructions = decide the request here."""
         request = entry.request
         question = question or parking.question(self.policy, request, self.fleet, now, reservation)
         if question is None:
@@ -332,14 +332,16 @@ class Pipeline:
         return [reject, record]
 
     def _unrouted(self, entry: RequestEntry, trigger: type | Trigger) -> None:
-        """It ends without having been sent anywhere."""
+        """End a request that was never sent to an endpoint."""
         self._settle(entry)
         self.requests.end(entry, trigger)
         if self.fleet.exact is not None:
             self.fleet.exact.dropped(entry.request)
 
     def _settle(self, entry: RequestEntry, status: int = 0, tokens: int = -1, duration_ms: float = 0.0) -> None:
-        """Its flow is charged for what was done, and has it no more in flight."""
+        """Charge the request's flow for the work done, and stop counting the request as in flight.
+
+        `tokens`: of the answer, -1 = unknown. `duration_ms`: 0 = it did not run, -1 = unknown."""
         if entry.charge is not None and self.flow_controller is not None:
             self.flow_controller.flow.settle(entry.charge, status, tokens, duration_ms, self._clock.time())
             entry.charge = None
@@ -360,8 +362,8 @@ class Pipeline:
         return entry.question if entry is not None else None
 
     def _decide(self, over: Iterable[Decided], trigger: type | Trigger) -> list[Instruction]:
-        """Requests that were asked for elsewhere, one after the other: each sees the charges of those before it, and
-        the reservations of those after it."""
+        """Send or refuse the requests whose question to a remote scheduler is over, one after the other. Each decision
+        sees the charges of the requests before it and the reservations of those after it."""
         now, instructions = self._clock.time(), list[Instruction]()
         for question, picked in over:
             entry, kept = self._unasked(question), question.reservation
@@ -373,7 +375,7 @@ class Pipeline:
         return instructions
 
     def _unasked(self, question: Question) -> RequestEntry:
-        """The question is over, and nothing is reserved for it any more."""
+        """Remove a question that is over from its request, and release its reservation. Return the request's entry."""
         entry = self.requests.get(question.request.id)
         assert entry is not None and entry.question is question
         entry.question = None
@@ -382,7 +384,8 @@ class Pipeline:
         return entry
 
     def _instead(self, question: Question, now: float) -> Answer:
-        """A scheduler did not decide: late binding has, or the policy does, unless what it wants is not open."""
+        """Decide a request that a remote scheduler left undecided. If the request waited, late binding's choice is
+        kept. Otherwise the policy chooses; if its endpoint is not open, the reserved endpoint is used."""
         reservation = question.reservation
         kept = reservation.kept(self.fleet) if reservation is not None else None
         if kept is not None and reservation is not None and reservation.waited:
@@ -393,7 +396,7 @@ class Pipeline:
         return kept if kept and opened is not None and isinstance(pick, Picked) and not opened[pick.slot] else pick
 
     def _bound(self, bound: Bound, now: float) -> list[Instruction]:
-        """A request that waited goes now."""
+        """Send a waiting request to the endpoint that late binding chose, or ask a remote scheduler about it."""
         waiting, flow = bound.waiting, self.flow_controller
         assert flow is not None
         entry = self._unqueued(waiting)
@@ -417,7 +420,7 @@ class Pipeline:
         return entry
 
     def _sent_away(self, refused: Iterable[tuple[Waiting, Refused]], trigger: Trigger, now: float) -> list[Instruction]:
-        """They have left their queue, and are told so."""
+        """Refuse requests that have left their queue."""
         instructions: list[Instruction] = []
         for waiting, why in refused:
             entry = self._unqueued(waiting)
@@ -436,7 +439,7 @@ class Pipeline:
     def _route(
         self, entry: RequestEntry, trigger: type | Trigger, pick: Picked, now: float, queued_ms: float = 0.0
     ) -> list[Instruction]:
-        """Charge it to the endpoint, and tell everybody."""
+        """Charge the request to the picked endpoint. Return the `Route`, the record and what shadows ask for."""
         request, fleet, slot = entry.request, self.fleet, pick.slot
         endpoints, flow = fleet.table.endpoints, self.flow_controller
         endpoint = endpoints[slot]
@@ -502,7 +505,7 @@ class Pipeline:
     def _decide_by(self, policy: Policy) -> None:
         self.policy = policy
         own = isinstance(policy, Profile) and type(policy).__module__.startswith("fairlead.")
-        #: The policy if it is Fairlead's own, which picks among living endpoints; answers of others are checked.
+        #: The policy if it is one of Fairlead's profiles, whose picks need no check; else `None`.
         self._own_policy = policy if own else None
 
     def _choose(self, policy: Policy, request: Request, now: float) -> Answer:
@@ -531,7 +534,7 @@ class Pipeline:
         return []
 
     def _request_moved(self, entry: RequestEntry, event: ev.RequestMoved) -> list[Instruction]:
-        """Charge the request to the endpoint that has it; nothing more when that is known already."""
+        """Move the lease to the endpoint that answers the request, at most once."""
         lease = entry.lease
         assert lease is not None
         there = (slot for slot, endpoint in self.fleet.table.slots() if endpoint.address == event.address)
@@ -541,7 +544,7 @@ class Pipeline:
             self._endings.orphans.pop(entry, None)
             entry.lease = self.fleet.move(lease, slot, self._clock.time())
             self.requests.move(entry, ev.RequestMoved, S.ANSWERING)
-        elif not lease.unreached and lease.held:  # a second attempt was begun, and the first one answered
+        elif not lease.unreached and lease.held:  # the gateway began a second attempt, but the first one answered
             self.fleet.stalls.hedged_in_vain()
         return []
 
@@ -586,7 +589,7 @@ class Pipeline:
         return [self._ended(entry, lease, ev.ResponseEnded, event, "natural", now)]
 
     def _orphan_ended(self, entry: RequestEntry, lease: Lease, event: ev.ResponseEnded, now: float) -> OutcomeRecord:
-        """Its endpoint left before. Another one may stand at its slot, and learns nothing from it."""
+        """End a request whose endpoint left earlier. Another endpoint may have its slot now, so nothing is learned."""
         self._endings.orphans.pop(entry, None)
         if event.usage is not None:
             entry.usage = event.usage
@@ -623,13 +626,13 @@ class Pipeline:
         cause: str,
         now: float,
     ) -> OutcomeRecord:
-        """A routed request is over, and its lease is off the books."""
+        """End a routed request whose lease is released already. Return its record."""
         usage = entry.usage or _UNKNOWN
         if self.fleet.exact is not None:
             self.fleet.exact.ended(lease.predicted, usage, 200 <= event.status < 300, now)
         if entry.charge is not None:
             tokens = usage.completion_tokens
-            if tokens < 0 and cause == "natural" and 200 <= event.status < 300:  # more is known than when it was sent
+            if tokens < 0 and cause == "natural" and 200 <= event.status < 300:  # the estimate may have improved since
                 tokens = self._output(entry.request)
             self._settle(entry, event.status, tokens, event.duration_ms)
         self.requests.end(entry, trigger)
@@ -659,8 +662,8 @@ class Pipeline:
             self._endings.orphans.pop(entry, None)
             if entry.lease.evicted_at < 0.0:
                 return self._given_up(entry, ev.StreamLost, "stream-lost")
-            self._settle(entry, duration_ms=-1.0)  # for the time that it ran
-            status = EVICTED.status if entry.state is S.ROUTED else 0  # later its stream was cut
+            self._settle(entry, duration_ms=-1.0)  # charged for as long as it ran
+            status = EVICTED.status if entry.state is S.ROUTED else 0  # its answer had begun
             return self._given_up(entry, ev.StreamLost, "evicted", status)
         queued_ms, waiting = 0.0, entry.waiting
         if waiting is not None and flow is not None:
@@ -681,7 +684,7 @@ class Pipeline:
         return [self._ended(entry, entry.lease, trigger, end, cause, self._clock.time())]
 
     def _over(self, entry: RequestEntry, why: Trigger) -> list[Instruction]:
-        """The turn of one of many that are over."""
+        """End one request of a batch in `Endings`."""
         if why is T.ENDPOINT_GONE:
             self._orphaned(entry)
             return []
@@ -689,7 +692,8 @@ class Pipeline:
         return self._given_up(entry, why, cause.value) if TRANSITIONS[entry.state][why] else []
 
     def _orphaned(self, entry: RequestEntry) -> None:
-        """Its endpoint left, and may answer it all the same: how it ended is heard later, or never."""
+        """Keep a request whose endpoint left: the endpoint may still answer it. Its end is awaited until its lease
+        would have expired."""
         lease = entry.lease
         if entry.state is S.ENDING and lease is not None:
             self._settle(entry, duration_ms=-1.0)
@@ -717,7 +721,7 @@ class Pipeline:
         return self._abandoned(self.fleet.down(event.endpoint_id))
 
     def _abandoned(self, leases: list[Lease]) -> list[Instruction]:
-        """Their endpoint is gone, and they are off the books."""
+        """Begin to end the requests of an endpoint that left. Their `leases` are released already."""
         entries = self._entries(leases)
         for entry in entries:
             self.requests.move(entry, T.ENDPOINT_GONE, S.ENDING)
@@ -754,7 +758,7 @@ class Pipeline:
         return []
 
     def _reconfigured(self, event: ev.Reconfigured) -> list[Instruction]:
-        """Between two decisions: the next one is made by the new document."""
+        """Adopt or refuse a new configuration. The next decision already follows it."""
         if self._build is None:
             return [RefuseConfiguration(event.document, "this scheduler keeps the configuration that it began with")]
         try:
@@ -775,11 +779,11 @@ class Pipeline:
 
     def _put_in_control(self, flow: FlowController | None) -> None:
         self.flow_controller = flow
-        #: Its queues: looked at after every event.
+        #: The queues of flow control, checked after every event.
         self._queues: Queues | _NoQueues = _NoQueues() if flow is None else flow.flow.queues
 
     def _turn(self, flow: FlowController | None) -> None:
-        """Turn flow control on or off. Who waits is sent first."""
+        """Turn flow control on or off. It stays until the requests that wait have been sent."""
         before = self.flow_controller
         if before is None:
             self._put_in_control(flow)
@@ -794,7 +798,7 @@ class Pipeline:
             before.flow.drain(flow.flow.gate)
 
     def _drained(self, flow: FlowController) -> None:
-        """Flow control that was turned off is over once nobody waits."""
+        """Remove flow control that was turned off, once no request waits."""
         if not flow.flow.queues.count:
             self._put_in_control(None)
             for entry in self.requests:
