@@ -1,66 +1,67 @@
-"""What requests cost at endpoints, in milliseconds and by term. This is the only place that computes it.
+"""The cost kernel: what requests cost at endpoints, in milliseconds and by term. Only this module computes it.
 
 Theory. At endpoint i, for a prompt of n tokens of which u must be computed:
 
     prefill       P = c_pf·u + c_attn·u·(n - u/2)       computing the prompt itself
     step          S = c0 + c_seq·B + c_kv·KV            a step that only decodes: B sequences with KV tokens in all
-    queue         Q = Σ P of our requests before their first token, less the time since the head of them began (one
-                      step at most, unless first tokens are not seen; nothing while it waits for a slot). Once the
-                      first of them is late, and not for memory, the endpoint is slower than is believed, and all will
-                      be late in proportion
-    steps         S·⌈(W + u)/8192⌉ + S/2                the steps that compute it and the W queued tokens before it, and
-                                                        what is left of the running one
-    slots         A·S/N for each of those that must end before it is its turn, of N sequences that the engine runs at
-                      once: an answer that takes A steps (learned) leaves on average every A·S/N milliseconds
-    loading       until it can run the request's adapter, if it has one (`core.adapters`)
+    queue         Q = Σ P of our requests before their first token, less the time since the first of them began. That
+                      time counts for at most one step, unless first tokens are not seen, and not while the request
+                      waits for a slot. If the first of them is late, and not because of memory, the endpoint is slower
+                      than believed, and all are taken to be late in proportion
+    steps         S·⌈(W + u)/8192⌉ + S/2                the steps that compute the prompt and the W queued tokens before
+                                                        it, and the rest of the running step
+    slots         A·S/N for each answer that must end before the request gets a sequence slot. The engine runs N
+                      sequences at once. An answer takes A steps (learned), so on average one ends every A·S/N ms
+    loading       until the endpoint can run the request's adapter, if it needs one (`core.adapters`)
     TTFT          kappa·(P + Q + steps + slots + loading)
-                                                        kappa is learned and takes up what the model leaves out
-    interference  w·(B + waiting)·P·(1 + 0.3·P/(2·A·S)) every running answer pauses while the prompt is computed; those
-                                                        that wait there run by then. By Little's law (B + waiting)·P/AS
-                                                        more come meanwhile, and wait for half of it; but they can still
-                                                        go elsewhere, so each counts 0.3
-    decode        w·A·S                                 the answer takes A steps, each as long as there
-    pauses        w·min(until - now, A·S)               w is that of decode. Where a long prompt was computed, few run
-                                                        then, so the next long one goes there as well. Answers that
-                                                        began in between pause meanwhile; no more than the time they
-                                                        take is counted. A prompt of `LONG_TOKENS` or more adds 2·P to
-                                                        the later of `until` and now, up to now + 4·P (so a shorter one
-                                                        may move it back). So long prompts keep others away for as long
-                                                        again as they take
+                                                        kappa is learned and makes up for what the model leaves out
+    interference  w·(B + waiting)·P·(1 + 0.3·P/(2·A·S)) every running answer pauses while the prompt is computed;
+                                                        requests that wait there will run by then. By Little's law
+                                                        (B + waiting)·P/(A·S) more come meanwhile and wait for half of
+                                                        P. They can still go elsewhere, so each counts 0.3
+    decode        w·A·S                                 the answer takes A steps of length S
+    pauses        w·min(until - now, A·S)               w is that of decode. Few answers run where a long prompt was
+                                                        computed, so the next long one tends to go there as well.
+                                                        Answers that began in between then pause; at most their own
+                                                        duration is counted. A prompt of `LONG_TOKENS` or more adds 2·P
+                                                        to the later of `until` and now, up to now + 4·P (so a shorter
+                                                        one may reduce it). So long prompts keep other requests away for
+                                                        twice as long as they take
     memory        w·full·(1 + waiting + 0.3·B)·hold·u/capacity
-                                                        charged only where there is too little memory. The prompt takes
-                                                        u tokens of the cache for `hold` ms (learned). All that wait
-                                                        there wait that much longer, and so do those who come before it
-                                                        is given back: by Little's law about as many as run there, but
-                                                        they can still go elsewhere, so each counts 0.3. `full` rises
+                                                        charged only where memory is short. The prompt takes u tokens of
+                                                        the cache for `hold` ms (learned). All requests that wait there
+                                                        wait that much longer, and so do those that come before the
+                                                        memory is released: by Little's law about as many as run there.
+                                                        They can still go elsewhere, so each counts 0.3. `full` rises
                                                         from 0 at 75 % of the capacity to 1 at 95 %: answers grow.
-    patience      (TTFT - 3·T)² / (2·T)                 T is the least TTFT that any endpoint offers. Up to three times
-                                                        as long a request waits for the others' sake like for its own;
-                                                        from there each millisecond costs it 1 + (TTFT - 3·T)/T. The sum
-                                                        of the other terms is linear in the wait, and what a prompt does
-                                                        to others is linear in its length: so a long prompt would give
-                                                        way to any queue. Relative to the best offer, not to a time: in
-                                                        an overload all wait, and nobody is to flee from where its
-                                                        prompt is cached.
-    reuse         -3/4 of P, for what others have cached and i has not, where far fewer requests are at i than at each
-                                                        of those others. A copy of a cached beginning serves about three
-                                                        more requests, so each owes a quarter of it. Otherwise a new
-                                                        endpoint would stay empty: a copy is dear for one request and
-                                                        cheap for all. Far fewer: by three standard deviations of what
-                                                        chance makes of equal loads. Less than that evens out by itself,
-                                                        and a copy takes memory. One copy at a time: only where no
-                                                        prompt is queued, so that none waits for another. P in
-                                                        interference and TTFT in patience are lower by as much.
+    patience      (TTFT - 3·T)² / (2·T)                 T is the least TTFT that any endpoint offers. Up to 3·T, a
+                                                        millisecond of the request's own wait counts like one of other
+                                                        requests. Above, each costs 1 + (TTFT - 3·T)/T. Without this
+                                                        term a long prompt would give way to any queue, because the
+                                                        other terms are linear in the wait and in the prompt's length.
+                                                        It is relative to T, not to a fixed time: in an overload all
+                                                        wait, and no request should leave the endpoint that has cached
+                                                        its prompt.
+    reuse         -3/4 of P, for the tokens that others have cached and i has not, if far fewer requests are at i than
+                                                        at each of those others. A copy of a cached beginning serves
+                                                        about three more requests, so each owes a quarter of it.
+                                                        Otherwise a new endpoint would stay empty: a copy is expensive
+                                                        for one request and cheap for all. Far fewer: by three standard
+                                                        deviations of the difference that chance makes between equal
+                                                        loads. Smaller differences even out by themselves, and a copy
+                                                        takes memory. One copy at a time: only where no prompt is
+                                                        queued, so that none waits for another. P in interference and
+                                                        TTFT in patience are lower by as much.
 
-The coefficients are those of `PRIOR`, times three factors per endpoint that are learned, as N is (`core.rates`).
-`kappa`, `hold` and A are learned by `core.predictor`.
+The coefficients are those of `PRIOR`, times three learned factors per endpoint. `core.rates` learns these and N,
+`core.predictor` learns `kappa`, `hold` and A.
 
-An address that divides its requests among R engines (data-parallel ranks, R as its metrics page tells) counts as one of
-them with a share of the load: W, B, KV, N, Q and those that wait are divided by R. What one prompt takes is not: it is
-computed by one engine, in a memory of capacity/R. While only P < R prompts are computed there, one more meets one of
-them with a chance of P/R, and on average half of it is left: Q = Σ P/2R.
+An address may divide its requests among R engines (data-parallel ranks; its metrics page reports R). It counts as one
+engine with a share of the load: W, B, KV, N, Q and the waiting requests are divided by R. The cost of one prompt is not
+divided: one engine computes it, in a memory of capacity/R. If only p < R prompts are computed there, another one meets
+one of them with a probability of p/R, and on average half of that one is left: Q = Σ P/2R.
 
-Where endpoints are elsewhere, `topology` is added: what that was configured to cost.
+For endpoints in other places, `topology` is added: the configured cost of reaching them.
 
 Shapes. One request: `prompts` is a number, `cached` a column, and so are the terms. R requests: `prompts` is an R × 1
 array, `cached` R × slots, and terms are matrices. A term that is the same everywhere may be a number (0-d array).
@@ -79,40 +80,41 @@ from fairlead.core.columns import FloatColumn, scalar
 from fairlead.core.records import Forecast
 from fairlead.core.table import FLOATS, EndpointTable
 
-#: Slots up to which what the request does not change is always kept ready. With more slots it is used if no more than
-#: `CHANGED` have changed since the last decision. Otherwise so many are renewed, and all columns are computed.
+#: Up to `FEW` slots, the precomputed columns (`READY`) are always used. With more slots they are used if at most
+#: `CHANGED` slots have changed since the last decision. Otherwise `CHANGED` slots are renewed, and the cost is computed
+#: from the table's columns.
 FEW = CHANGED = 16
 #: Prompt tokens that one step computes at most; vLLM's default on data-centre GPUs.
 STEP_TOKENS = 8192
-#: KV utilisation from which memory has a price, the inverse of the range over which it rises, and how much a request
-#: that is still to come counts beside one that waits already.
+#: KV utilisation from which memory has a price, the inverse of the range over which the price rises to its full value,
+#: and the weight of a request that is still to come, relative to one that waits already.
 FULL_FROM, FULL_SLOPE, PASSING = 0.75, 5.0, 0.3
-#: The same of those that come while a prompt is computed: on average they wait for half of it.
+#: `PASSING` for requests that come while a prompt is computed: on average they wait for half of it.
 COMING = 0.5 * PASSING
-#: A prompt with at least so many tokens to compute, three whole steps, is long.
+#: A prompt is long if at least this many tokens, three whole steps, have to be computed.
 LONG_TOKENS = 3 * STEP_TOKENS
 #: The share of computing a copy of a cached beginning that later requests owe: three of four.
 OWED = 0.75
-#: The least load that can be higher than another by more than chance.
+#: The least number of requests that can exceed another endpoint's by more than chance, see `fewer_than`.
 UNEVEN_FROM = 10.0
-#: So many times the best offer a request waits for others' sake at no other price than its time.
+#: Multiple of the least TTFT that a request can wait before the term `patience` begins.
 FAIR = 3.0
-#: Above it who waits may wait for memory, and says nothing of the endpoint's speed.
+#: KV utilisation above which waiting requests may wait for memory, so that waits say nothing about the speed.
 CROWDED = 0.9
-#: Above it who waits, waits for memory: one goes in for each answer that ends.
+#: KV utilisation above which waiting requests do wait for memory: one starts for each answer that ends.
 FULL = 0.98
-#: Memory comes back at a rate that is proportional to what is in use; no less than this share of it.
+#: Memory is released at a rate proportional to the KV utilisation, which counts as at least this much.
 LEAST_USAGE = 0.1
-#: Per millisecond of one and a half steps, as the `steps` of few endpoints are.
+#: `COMING` for a division by the column `steps` of `READY`, which is one and a half steps.
 _COMING = 1.5 * COMING
 _ZERO, _ONE, _PASSING, _STEPS = scalar(0.0), scalar(1.0), scalar(PASSING), scalar(1.0 / 1.5)
 _FULL_FROM, _FULL_SLOPE, _LEAST_USAGE = scalar(FULL_FROM), scalar(FULL_SLOPE), scalar(LEAST_USAGE)
 
 
 class StepModel(Struct, frozen=True):
-    """Coefficients of a step in milliseconds, per token, token pair, sequence and KV token.
+    """Coefficients of a step in milliseconds: constant, per prompt token, token pair, sequence and KV token.
 
-    The methods take numbers, columns or matrices, and return what they were given.
+    The methods take numbers, columns or matrices, and return the same kind.
     """
 
     c0: float
@@ -122,39 +124,41 @@ class StepModel(Struct, frozen=True):
     c_kv: float
 
     def prefill_ms(self, prompt: Any, uncached: Any) -> Any:
-        """Computing the last `uncached` of `prompt` tokens: what it adds to the steps that it is in."""
+        """Return the milliseconds that computing the last `uncached` of `prompt` tokens adds to their steps."""
         return uncached * ((self.c_pf + self.c_attn * prompt) - self.c_attn * 0.5 * uncached)
 
     def load_ms(self, sequences: Any, kv_tokens: Any) -> Any:
-        """What decoding adds to a step."""
+        """Return the milliseconds that decoding adds to a step."""
         return self.c_seq * sequences + self.c_kv * kv_tokens
 
     @property
     def whole_step_ms(self) -> float:
-        """Milliseconds by which the head of a queue can have progressed."""
+        """The prefill milliseconds of a step with `STEP_TOKENS` tokens: the most that counts as progress of a queue."""
         return self.c_pf * STEP_TOKENS
 
     def columnwise(self) -> "StepModel":
-        """The same as 0-d arrays, which numpy multiplies with a column in 0.25 instead of 0.40 µs."""
+        """Return the model with 0-d arrays, which numpy multiplies with a column in 0.25 instead of 0.40 µs."""
         arrays: list[Any] = [scalar(value) for value in astuple(self)]
         return StepModel(*arrays)
 
 
 #: Qwen3-32B on two H100: a least-squares fit to a vendor's measured kernels. Any model will do to begin with.
 PRIOR = StepModel(c0=13.16, c_pf=43.34e-3, c_attn=1.642e-6, c_seq=25.9e-3, c_kv=45.32e-6)
-#: Kinds of forecasts, with and without a cached beginning: idle endpoint, 0, 1, more requests queued there, no memory
-#: or no slot. Four more are those of requests that waited: with and without both.
+#: Kinds of forecasts by the state of the endpoint: idle; busy with 0, 1, or more requests queued; without memory or
+#: slot. Each exists with and without a cached beginning (2 · `KINDS`). Four more kinds are for requests that waited in
+#: Fairlead's queue: with and without a cached beginning, with and without memory and slot.
 KINDS = 5
-#: What takes more than so many times as long as expected is late.
+#: A first token is late if it takes more than this multiple of the expected time.
 LATE = 1.5
 _PER_STEP = 1.0 / STEP_TOKENS
 
 
 class Factors(Protocol):
-    """Columns that multiply the coefficients of the prior: of prefill, of what every step costs, and of its load."""
+    """Columns that multiply the coefficients of the prior: `prefill` c_pf and c_attn, `step` c0, `load` c_seq and
+    c_kv."""
 
     prior: StepModel
-    #: Slots × 5: `kappa` and `tpot_kappa`, and the three below.
+    #: Slots × 5: `kappa`, `tpot_kappa`, `prefill`, `step`, `load`.
     by_slot: FloatColumn
     #: `prior.columnwise()`.
     columnwise: StepModel
@@ -164,13 +168,14 @@ class Factors(Protocol):
 
 
 class Quantiles(Protocol):
-    """How far off forecasts of one kind are: what the middle, the lower and the upper end are multiplied with."""
+    """How far off forecasts of one kind are. A forecast is multiplied with `factors` for: the middle, the lower end,
+    the upper end, and the upper end without the margin for unknown engines."""
 
     factors: tuple[float, float, float, float]
 
 
 class Learned(Protocol):
-    """What the kernel uses of what was learned."""
+    """The learned values that the kernel uses."""
 
     @property
     def rates(self) -> Factors: ...
@@ -182,19 +187,20 @@ class Learned(Protocol):
 
     kappa: FloatColumn
     tpot_kappa: FloatColumn
+    #: Milliseconds for which a request holds its memory.
     hold_ms: float
-    #: Of an answer, at least 1.
+    #: Decoding steps of an answer, at least 1.
     answer_steps: float
-    #: As the prior has it.
+    #: `StepModel.whole_step_ms` of the prior.
     whole_step_ms: float
-    #: What is kept ready, see below: the `READY` columns, the same as slots × `READY`, and what is of one slot.
+    #: The precomputed values, see `READY`: as columns, as an array slots × `READY`, and as one `Ready` per slot.
     rows: list[FloatColumn]
     by_slot: FloatColumn
     slots: list["Ready"]
 
 
 class Known(Protocol):
-    """What the kernel uses of a fleet."""
+    """The parts of a fleet that the kernel uses."""
 
     @property
     def table(self) -> EndpointTable: ...
@@ -203,12 +209,12 @@ class Known(Protocol):
     def predictor(self) -> Learned: ...
 
 
-#: How much of a step counts for one of those that decode in it, if nothing else is said.
+#: Default of `Weights.decode`.
 DECODE = 0.03
 
 
 class Weights:
-    """How much of others' time counts beside the request's own. 1 = as much."""
+    """How much a millisecond of other requests counts, relative to one of the request itself. 1 = equally."""
 
     __slots__ = ("decode", "interference", "memory")
 
@@ -219,7 +225,8 @@ class Weights:
 
 
 class Terms(Struct):
-    """By slot, milliseconds unless said otherwise. Not weighed yet: see `weighed` and `parts`."""
+    """The terms of the cost by slot, in milliseconds unless said otherwise; without weights (see `weighed`,
+    `parts`)."""
 
     #: Prompt tokens that are not cached there, at least 1.
     uncached: FloatColumn
@@ -230,23 +237,24 @@ class Terms(Struct):
     step: FloatColumn
     #: KV tokens that the endpoint would need, over its capacity; 0 where that is unknown.
     used: FloatColumn
-    #: Time to first token as the model has it, and as it is expected (times `kappa`). Without the wait for memory.
+    #: TTFT by the model, and as expected (times `kappa`). Without the wait for memory.
     model_ttft: FloatColumn
     ttft: FloatColumn
     kappa: FloatColumn
-    #: Waiting for one of the engine's sequence slots; handing over the KV cache from another endpoint; loading.
+    #: Waiting for a sequence slot of the engine; transfer of the KV cache from another endpoint; loading the adapter.
     slots: FloatColumn = _ZERO
     transfer: FloatColumn = _ZERO
     loading: FloatColumn = _ZERO
-    #: How long the answer may pause for long prompts that come later.
+    #: How long the answer may pause for long prompts that come later; not multiplied with `kappa`.
     pauses: FloatColumn = _ZERO
 
 
 def cost(
     prompts: Any, cached: FloatColumn | None, fleet: Known, now: float, loading: FloatColumn | None = None
 ) -> Terms:
-    """Every endpoint at once. `cached`: tokens believed to be there; `None` = one request, nothing of it anywhere.
-    `now`: clock seconds. `loading`: milliseconds until the request's adapter runs there; `None` = none."""
+    """Return the terms of the cost at all endpoints. Shapes: see the module. `cached`: prompt tokens believed to be
+    cached there; `None` = one request, of which nothing is cached. `now`: clock seconds. `loading`: milliseconds until
+    the request's adapter runs there; `None` = no wait anywhere."""
     table, learned = fleet.table, fleet.predictor
     uncached = max(prompts, 1.0) if cached is None else np.maximum(prompts - cached, _ONE)
     rates = learned.rates
@@ -267,19 +275,19 @@ def cost(
 
 
 def per_rank(column: FloatColumn, table: EndpointTable) -> FloatColumn:
-    """What one engine has of a load that the engines behind an address share."""
+    """Divide a load by the number of engines that share the endpoint's address."""
     return column if table.per_rank is None else column * table.per_rank
 
 
 def step_ms(fleet: Known) -> FloatColumn:
-    """Of a step that only decodes."""
+    """Return the milliseconds of a step that only decodes, by slot."""
     table, rates = fleet.table, fleet.predictor.rates
     load = per_rank(rates.load * rates.columnwise.load_ms(table.active, table.kv_tokens), table)
     return rates.step * rates.columnwise.c0 + load
 
 
 def waits(fleet: Known, step: FloatColumn, now: float) -> tuple[Any, Any]:
-    """By slot, milliseconds until what is queued there is computed, and until there is a sequence slot."""
+    """Return two columns of milliseconds: until the queued prompts are computed, and until a sequence slot is free."""
     table, learned = fleet.table, fleet.predictor
     queue: Any = _ZERO
     slots: Any = _ZERO
@@ -293,7 +301,8 @@ def waits(fleet: Known, step: FloatColumn, now: float) -> tuple[Any, Any]:
         if table.per_rank is not None:
             idle = seen & (table.pending < table.ranks) & (table.ranks > 1.0)
             queued_ms, progress = np.where(idle, 0.5 * queued_ms, queued_ms), np.where(idle, 0.0, progress)
-        # Where nothing waits, the last first token that nobody saw may still be expected only later.
+        # With nothing queued, the queue is 0 even if `prefill_since_ms` is in the future: a blind lease that ended
+        # early leaves the time for which its first token was forecast.
         waiting = table.queued_tokens > 0.0
         queue = np.maximum(np.where(waiting, queued_ms - progress, 0.0), 0.0)
         first = factor * np.where(seen, table.head_ms, 0.0) + 2.0 * step
@@ -308,7 +317,7 @@ def waits(fleet: Known, step: FloatColumn, now: float) -> tuple[Any, Any]:
 
 
 def weighed(terms: Terms, weights: Weights, fleet: Known) -> FloatColumn:
-    """Milliseconds of everybody's time that the request takes: the sum of `parts`."""
+    """Return the weighed cost in milliseconds, the request's own time and that of others: the sum of `parts`."""
     table, learned = fleet.table, fleet.predictor
     decode = weights.decode * learned.answer_steps
     there = per_rank(table.active + table.queue, table)
@@ -324,7 +333,8 @@ def weighed(terms: Terms, weights: Weights, fleet: Known) -> FloatColumn:
 
 
 def parts(terms: Terms, weights: Weights, fleet: Known) -> list[tuple[str, FloatColumn]]:
-    """What the weighed cost is the sum of, for people. Those that are mostly 0 are left out then."""
+    """Return the (name, milliseconds) columns that add up to `weighed`, for people to read. Rare terms are left out
+    where they are 0 for all endpoints."""
     table, learned = fleet.table, fleet.predictor
     there = per_rank(table.active + table.queue, table)
     later = owed(terms.uncached, there, table.queued_tokens)
@@ -348,8 +358,8 @@ def parts(terms: Terms, weights: Weights, fleet: Known) -> list[tuple[str, Float
 
 
 def owed(uncached: Any, there: FloatColumn, queued: FloatColumn) -> FloatColumn | None:
-    """The share of each prefill that later requests with the same beginning owe. `None` = none of any. `there`: how
-    many requests run or wait, per engine. `queued`: tokens that are still to be computed."""
+    """Return the share of each prefill that later requests with the same beginning owe (term `reuse`); `None` = 0 for
+    all. `there`: requests that run or wait, per engine. `queued`: prompt tokens still to be computed there."""
     most = there.item(there.argmax())
     if most < UNEVEN_FROM or not isinstance(uncached, np.ndarray) or fewer_than(most) <= there.item(there.argmin()):
         return None
@@ -365,56 +375,61 @@ def owed(uncached: Any, there: FloatColumn, queued: FloatColumn) -> FloatColumn 
 
 
 def fewer_than(load: float) -> float:
-    """Of two loads with the same mean, the smaller one is below this by chance in one of 700 cases: x where
-    (load - x)² = 9·(load + x + 1), for the variance of a number of arrivals is its mean."""
+    """Return the load below which another endpoint's load counts as far fewer than `load`.
+
+    If both have the same mean, chance makes the smaller one so small in one of 700 cases. It is the x with
+    (load - x)² = 9·(load + x + 1), because the variance of a number of arrivals is its mean."""
     return load + 4.5 - sqrt(18.0 * load + 29.25)
 
 
 def interference(
     terms: Terms, weights: Weights, fleet: Known, there: FloatColumn, later: FloatColumn | None
 ) -> FloatColumn:
-    """Milliseconds that those lose that run while the prompt is computed, or come meanwhile. `there`, `later`: as for
-    `owed`, and what that returned."""
+    """Return the milliseconds, weighed, that other requests lose which run while the prompt is computed or come
+    meanwhile. `there`: as for `owed`. `later`: the result of `owed`."""
     prefill = terms.prefill if later is None else terms.prefill * (1.0 - later)
     coming = prefill / terms.step * (COMING / fleet.predictor.answer_steps)
     return prefill * (weights.interference * there) * (1.0 + coming)
 
 
 def pauses(step: FloatColumn, fleet: Known, now_ms: float) -> FloatColumn:
-    """Milliseconds by slot for which an answer that begins now may pause for long prompts that come later."""
+    """Return by slot the milliseconds for which an answer that begins now may pause for long prompts that come
+    later."""
     left: FloatColumn = fleet.table.long_until_ms - now_ms
     return left.clip(_ZERO, step * fleet.predictor.answer_steps)
 
 
 def patience_price(ttft: FloatColumn, best: FloatColumn) -> FloatColumn | None:
-    """Milliseconds on top of waiting for much longer than the best offer; `None` = nowhere. `ttft`: without what later
-    requests owe."""
+    """Return the term `patience` in milliseconds; `None` = 0 for all. `ttft`: without the share that later requests
+    owe. `best`: see `best_offer`."""
     excess = np.maximum(ttft - FAIR * best, _ZERO)
     return excess * excess * (0.5 / best) if np.count_nonzero(excess) else None
 
 
 def best_offer(ttft: FloatColumn, table: EndpointTable) -> FloatColumn:
-    """The least of all endpoints that are there."""
+    """Return the least TTFT among the endpoints in the pool, with the last axis kept (length 1)."""
     offered = ttft if table.count == len(table.endpoints) else np.where(table.alive, ttft, inf)
     best: FloatColumn = offered.min(axis=-1, keepdims=True)
     return best
 
 
 def memory_price(terms: Terms, weights: Weights, fleet: Known) -> FloatColumn | None:
-    """Milliseconds that others wait because the uncached tokens are held there; `None` = there is memory everywhere."""
+    """Return the weighed milliseconds that other requests wait for the memory of the uncached tokens; `None` = all
+    endpoints have enough memory."""
     per_token = memory_price_per_token(terms.used, weights, fleet)
     return None if per_token is None else per_token * terms.uncached
 
 
 def shortage(used: FloatColumn) -> FloatColumn:
-    """How surely others wait for memory where the share `used` of it is: 0 to 1."""
+    """Return how likely others wait for memory, 0 to 1, if the share `used` of the memory will be in use."""
     short: FloatColumn = used - _FULL_FROM
     short *= _FULL_SLOPE
     return short.clip(_ZERO, _ONE)
 
 
 def memory_price_per_token(used: FloatColumn, weights: Weights, fleet: Known) -> FloatColumn | None:
-    """By what share of the capacity will be used. `None` = there is memory everywhere."""
+    """Return the memory price in milliseconds per token. `used`: the share of the capacity that will be in use. `None`
+    = all endpoints have enough memory."""
     if used.item(used.argmax()) <= FULL_FROM:
         return None
     table = fleet.table
@@ -426,9 +441,11 @@ def memory_price_per_token(used: FloatColumn, weights: Weights, fleet: Known) ->
 
 
 def work_ms(slot: int, prompt: float, uncached: float, fleet: Known) -> tuple[float, float, float]:
-    """What fair shares are measured in, milliseconds of the engine's time: computing the prompt, one token of the
-    answer, and a step that only decodes. Of a step, which all that run share, a token is as much as the default
-    weights say (`Weights`), and reading the request's own tokens. It does not depend on what else runs there."""
+    """Return the milliseconds of the engine's time in which fair shares are measured, at the speed of the slot: for
+    the prompt, for one token of the answer, and for a step that only decodes.
+
+    A token counts as the share `DECODE` of the constant part of a step, which all running requests share, plus the
+    time to read the request's own KV tokens. The result does not depend on other requests."""
     factors = fleet.predictor.rates
     prior, step = factors.prior, float(factors.step[slot]) * factors.prior.c0
     token = DECODE * step + float(factors.load[slot]) * prior.load_ms(1.0, prompt)
@@ -436,36 +453,39 @@ def work_ms(slot: int, prompt: float, uncached: float, fleet: Known) -> tuple[fl
 
 
 def slot_wait(there: Any, slots: Any, answer_ms: Any) -> Any:
-    """Milliseconds until one more than those that are `there` runs. `slots`: sequences at once, 0 = no limit."""
+    """Return the milliseconds until another request gets a sequence slot. `there`: requests that run or wait. `slots`:
+    sequences that run at once, 0 = no limit. `answer_ms`: duration of an answer."""
     ahead = np.where(there >= slots, there + 0.5 - slots, _ZERO)
     return np.where(slots > 0.0, ahead * answer_ms / np.maximum(slots, _ONE), _ZERO)
 
 
 def memory_wait(used: Any, usage: Any, hold_ms: float) -> Any:
-    """Milliseconds until an endpoint that uses the share `usage` now has given back enough for `used`."""
+    """Return the milliseconds until the memory suffices. `used`: the share of the capacity needed with the request.
+    `usage`: the share in use now, which determines the rate of release."""
     return np.maximum(used - 1.0, _ZERO) * (hold_ms / np.maximum(usage, _LEAST_USAGE))
 
 
-# What does not depend on the request is kept ready, slot by slot, because a request changes one or two slots. Over few
-# endpoints a numpy operation computes for some nanoseconds and costs half a microsecond, with cold caches several: by
-# the columns above a whole request takes 11 % more CPU at 8 endpoints (`bench/extproc.py`, closed loop of 32). Over
-# many, half as many operations are left. A test holds the two together.
+# The fast path. Values that do not depend on the request are precomputed slot by slot, because a request changes only
+# one or two slots. Over few endpoints a numpy operation computes for some nanoseconds but costs half a microsecond,
+# with cold caches several. Without the fast path a whole request takes 11 % more CPU at 8 endpoints
+# (`bench/extproc.py`, closed loop of 32). Over many endpoints it halves the number of operations. A test compares it
+# with the functions above.
 
-# `Learned.rows` are these columns; true of all slots that are not in `EndpointTable.stale`.
+# `Learned.rows` are these columns. They are up to date for all slots that are not in `EndpointTable.stale`.
 #
-#     own, pausing        the request's own TTFT, and what answers lose by it that run then, per millisecond of prefill
-#                         at the prior's speed
+#     own, pausing        per millisecond of prefill at the prior's speed: milliseconds of the request's own TTFT, and
+#                         milliseconds lost by the answers that run meanwhile (without weight)
 #     steps, step         milliseconds of one and a half steps times `kappa`, and of a step that only decodes
-#     done_ms, left_ms    clock milliseconds when what is queued would be done without a pause, and the milliseconds of
-#                         it that are left at least, for progress counts for one step at most; the wait for a slot
-#                         included
-#     due_ms, pace        clock milliseconds from when on its first token is late (infinite = nothing is expected), and
-#                         how much later all that is queued will be for each millisecond of that
+#     done_ms, left_ms    clock milliseconds when the queued prompts would be computed without a pause, and the
+#                         milliseconds of them that are left at least, because progress counts for at most one step;
+#                         both include the wait for a slot
+#     due_ms, pace        clock milliseconds after which the next first token is late (infinite = none is expected), and
+#                         the milliseconds by which the queue gets later for each millisecond since then
 #     kappa
-#     easy                for up to so many tokens to compute, one step is enough, and memory has no price
+#     easy                number of tokens to compute up to which one step is enough and memory has no price
 #     there               requests that run or wait
 READY = 11
-#: Of the columns' values at one slot, those that `renew` reads.
+#: Returns the values that `renew` reads from the list of a slot's column values.
 _LOAD_OF = itemgetter(
     *map(
         FLOATS.index,
@@ -478,18 +498,18 @@ _LOAD_OF = itemgetter(
 
 
 class Ready(Struct, gc=False):
-    """The values above for one slot, and those of the table's columns that forecasts need. They are per engine where
-    several engines share the endpoint's address."""
+    """The precomputed values for one slot, with those of the table's columns that forecasts need. They are per engine
+    if several engines share the endpoint's address."""
 
     step: float
-    #: With one sequence more.
+    #: Milliseconds of a step with one more sequence.
     next_step: float
     done_ms: float
     left_ms: float
     due_ms: float
     pace: float
     kappa: float
-    #: Of prefill.
+    #: The learned factor of prefill (`Factors.prefill`).
     factor: float
     queued_tokens: float
     queue: float
@@ -500,13 +520,13 @@ class Ready(Struct, gc=False):
     max_seqs: float
 
     def wait_ms(self, now: float) -> float:
-        """The sum of `waits` at the slot."""
+        """Return the sum of the two `waits` at the slot, in milliseconds."""
         now_ms = now * 1e3
         return max(self.done_ms - now_ms, self.left_ms, (now_ms - self.due_ms) * self.pace)
 
 
 def renew(slots: Iterable[int], table: EndpointTable, learned: Learned) -> None:
-    """Compute the ready values of these slots from their columns, and remove them from `EndpointTable.stale`."""
+    """Compute the precomputed values of these slots from their columns; remove them from `EndpointTable.stale`."""
     prior = learned.rates.prior
     for slot in slots:
         (
@@ -599,7 +619,8 @@ def forecast(slot: int, prompt: float, uncached: float, alone_ms: float, fleet: 
 
 
 def cost_of_one(prompt: float, share: FloatColumn | None, weights: Weights, fleet: Known, now: float) -> FloatColumn:
-    """`weighed` of one request without an adapter; `share` of the prompt, whole tokens, is cached there."""
+    """Return `weighed` for one request without an adapter, by the fast path. `share`: the share of the prompt that each
+    endpoint has cached, in whole tokens; `None` = 0 for all. Adds `table.collisions` if it is `None`."""
     table, learned = fleet.table, fleet.predictor
     slots = len(table.endpoints)
     if slots > FEW and len(table.stale) > CHANGED:

@@ -47,15 +47,16 @@ class Endpoint(Struct, frozen=True):
 
 
 class BaseModels(Struct, frozen=True):
-    """What an endpoint's list of models says of those that are no adapters."""
+    """The base models in an endpoint's list of models, without its adapters."""
 
     #: Empty = not known.
     names: frozenset[str] = frozenset()
-    #: By name, where it is known: tokens that the prompt and the answer may have together.
+    #: Context length by model name, if known: most tokens of prompt and answer together.
     contexts: Mapping[str, int] = field(default_factory=dict)
 
     def context(self, model: str) -> float:
-        """Of a model; of an adapter or no name where all models have the same. Infinite = not known."""
+        """Return the context length for a model name in tokens; infinite = not known. For an adapter or an empty name:
+        the context length of the base models, if all have the same."""
         if model in self.names:
             return self.contexts.get(model, inf)
         known = {*self.contexts.values()}
@@ -78,7 +79,7 @@ class Topology(Struct, frozen=True):
 class Sample(Struct, frozen=True, kw_only=True):
     """The values of one scrape of an endpoint. `None` = the page did not contain it; the older value stays in force."""
 
-    #: Data-parallel engines of the page, among which its server divides requests; 0 = unknown.
+    #: Number of data-parallel engines on the page, among which its server divides requests; 0 = unknown.
     ranks: int = 0
     #: Requests waiting in the engine's own queue, summed over the ranks.
     waiting: float | None = None
@@ -101,7 +102,7 @@ class Sample(Struct, frozen=True, kw_only=True):
     prefix_hits: float | None = None
     #: Tokens generated, cumulative.
     generation_tokens: float | None = None
-    #: Whether these counters and `kv_usage` move at each step of the engine.
+    #: Whether `generation_tokens`, the prefix counters and `kv_usage` change at each step of the engine.
     each_step: bool = True
     #: Start of the engine's process, seconds since 1970.
     started: float | None = None

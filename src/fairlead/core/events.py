@@ -1,4 +1,4 @@
-"""Facts, named in the past tense. `Pipeline.handle` takes one and is the only place where state changes."""
+"""Events: facts, named in the past tense. Only `Pipeline.handle`, which takes one event, changes state."""
 
 from enum import IntEnum
 from typing import Any
@@ -11,8 +11,8 @@ from fairlead.core.models import ModelRules, ModelSet
 from fairlead.core.records import ShadowRecord
 from fairlead.core.request import Request, Usage
 
-# What travels between the pipeline and a scheduler in another process, as nouns of the pure core. The meaning of every
-# field: `scheduler.proto` in `fairlead.server.remote`.
+# What a scheduler in another process answers, without the wire format. `scheduler.proto` in `fairlead.server.remote`
+# documents every field.
 
 
 class Outcome(IntEnum):
@@ -23,7 +23,7 @@ class Outcome(IntEnum):
 
 
 class RemotePick(Struct, frozen=True, gc=False):
-    """A scheduler's word on one request; not yet checked."""
+    """A remote scheduler's answer for one request; not yet checked."""
 
     request_id: int
     outcome: int = Outcome.PICKED
@@ -37,62 +37,66 @@ class RemotePick(Struct, frozen=True, gc=False):
 
 
 class RequestArrived(Struct, frozen=True, gc=False, omit_defaults=True):
-    """A request was received whole and understood."""
+    """A request was received completely, and its body was read."""
 
     request: Request
-    #: Who sent it: handed back in every instruction about the request, and never looked at. Journals leave it out.
+    #: The driver's handle of the request's session. The core never looks at it and hands it back in every instruction
+    #: about the request. Journals leave it out.
     client: Any = None
 
 
 class FirstTokenSeen(Struct, frozen=True, gc=False):
-    """The first byte of the response body passed: the prefill is over."""
+    """The first byte of the response body passed the gateway: the prefill is over."""
 
     request_id: int
 
 
 class ResponseEnded(Struct, frozen=True, kw_only=True, gc=False):
-    """The response is complete, or broke off. The last event of a routed request; a second one is ignored."""
+    """The response is complete or broke off. This is the last event of a routed request; a second one is ignored."""
 
     request_id: int
     #: HTTP status from the model server; 0 = no response came.
     status: int = 0
     usage: Usage | None = None
-    #: Milliseconds from the request's first byte at the gateway to the first response body byte; < 0 = unknown.
+    #: Milliseconds from the request's first byte at the gateway to the first byte of the response body, and to the end.
+    #: Here and below, < 0 = unknown.
     ttft_ms: float = -1.0
     duration_ms: float = -1.0
     response_bytes: int = -1
     #: The client went away before the response was complete.
     client_gone: bool = False
-    #: The model server broke off a response that had begun. With `client_gone`: one of the two, and nobody tells which.
+    #: The model server broke off a response that had begun. If `client_gone` is set too, only one of the two happened,
+    #: and it is unknown which.
     upstream_reset: bool = False
 
 
 class RequestMoved(Struct, frozen=True, gc=False):
-    """The gateway sent the request to another endpoint as well, mostly the fallback (`Route.fallback`): the chosen one
-    could not be reached, broke off before a byte of an answer, or was overdue.
+    """The gateway sent the request to a second endpoint as well, usually `Route.fallback`, because the chosen endpoint
+    could not be reached, broke off before the first byte of an answer, or was overdue.
 
-    Fed when a response comes, or at the end; before `ResponseEnded` in any case."""
+    It is fed when a response begins or at the end, and always before `ResponseEnded`."""
 
     request_id: int
-    #: Of the endpoint that answers: another one, or after all the chosen one.
+    #: Address of the endpoint that answers. It may still be the chosen one.
     address: str
 
 
 class UsageReported(Struct, frozen=True, gc=False):
-    """A response told its token counts (before it has ended, or where nobody tells us its end)."""
+    """A response contained its token counts. Fed before the response ends, or if its end is not reported at all."""
 
     request_id: int
     usage: Usage
 
 
 class StreamLost(Struct, frozen=True, gc=False):
-    """The gateway gave the request up before a response byte: client gone, stream reset, gateway gone."""
+    """The gateway gave up the request before the first response byte: the client left, the stream was reset, or the
+    gateway itself is gone."""
 
     request_id: int
 
 
 class EndpointUp(Struct, frozen=True):
-    """An endpoint joined, or its address or labels changed."""
+    """An endpoint joined the pool, or its address or labels changed."""
 
     endpoint: Endpoint
 
@@ -102,7 +106,7 @@ class EndpointDown(Struct, frozen=True, gc=False):
 
 
 class MetricsSampled(Struct, frozen=True):
-    """A scrape succeeded. `started` is when it was sent: charges made since are not in it yet."""
+    """A scrape succeeded. `started`: clock seconds when it was sent; it does not include leases charged later."""
 
     endpoint_id: str
     started: float
@@ -112,21 +116,21 @@ class MetricsSampled(Struct, frozen=True):
 class MetricsFailed(Struct, frozen=True, gc=False):
     endpoint_id: str
     reason: str
-    #: It answered, with nothing that tells its load: it is there, and may serve as well as any other.
+    #: The endpoint answered, but without its load. So it is reachable and does not count as failing.
     answered: bool = False
 
 
 class AdaptersListed(Struct, frozen=True):
-    """An endpoint's list of models was read: what it has loaded, whether requests use it now or not."""
+    """An endpoint's list of models was read: all that it has loaded, in use or not."""
 
     endpoint_id: str
-    #: `None` = it does not tell.
+    #: `None` = the list does not tell which of its models are adapters.
     adapters: frozenset[str] | None
     base: BaseModels = NOT_LISTED
 
 
 class ModelsChanged(Struct, frozen=True):
-    """The definitions of models were read (again). They replace all former ones."""
+    """The definitions of models were read or changed. They replace all former ones."""
 
     models: ModelSet
     rules: ModelRules = ModelRules()
@@ -135,22 +139,23 @@ class ModelsChanged(Struct, frozen=True):
 class Reconfigured(Struct, frozen=True, gc=False):
     """The configuration changed while the scheduler runs. Answered by `AdoptConfiguration` or `RefuseConfiguration`."""
 
-    #: The whole configuration: opaque here, read by the function that the pipeline was given to build what it says.
+    #: The whole configuration. Opaque to the core; `Pipeline` passes it to its `build` function.
     document: Any
 
 
 class Restored(Struct, frozen=True):
-    """A part of what a scheduler had learned, `age_s` seconds ago. What is common comes before any endpoint; what is of
-    an endpoint comes once that is there, its prefixes in their order."""
+    """A part of the state file: what a scheduler had learned `age_s` seconds ago. The common part comes before any
+    endpoint joins. The parts of an endpoint come after it joined, its prefixes in order."""
 
     part: Part
     age_s: float
 
 
 class PeerHeard(Struct, frozen=True, gc=False):
-    """Another scheduler of the pool told what it did since its last message (`fairlead.core.facts.Batch`). `origin`:
-    whose it is, another name after each start; never our own, `to`. `lag_s`: seconds that it took, as far as that is
-    known. `at_once`: whatever a peer has told is heard before the next event, however long that takes."""
+    """Another scheduler of the pool reported what it did since its last message (`fairlead.core.facts.Batch`).
+
+    `origin`: the sender's name, a new one after each start. `to`: our own name. `lag_s`: seconds that the message took,
+    0 if unknown. `at_once`: apply the whole message before the next event, however long that takes."""
 
     origin: str
     payload: bytes
@@ -160,14 +165,14 @@ class PeerHeard(Struct, frozen=True, gc=False):
 
 
 class PeerSnapshot(Struct, frozen=True, gc=False):
-    """It told all that it has running (`fairlead.core.facts.Snapshot`)."""
+    """Another scheduler reported all its running requests (`fairlead.core.facts.Snapshot`)."""
 
     origin: str
     payload: bytes
 
 
 class PeerLost(Struct, frozen=True, gc=False):
-    """It ended, or nobody hears of it any more."""
+    """Another scheduler ended, or stopped sending messages."""
 
     origin: str
 
@@ -179,26 +184,26 @@ class RemoteUp(Struct, frozen=True, gc=False):
 
 
 class RemoteDown(Struct, frozen=True, gc=False):
-    """It is not connected any more: nobody waits for its answers."""
+    """A scheduler in another process is no longer connected. Its open questions are decided without it."""
 
     remote: str
 
 
 class RemotePicked(Struct, frozen=True, gc=False):
-    """It answered. Answers that nobody waits for any more are ignored."""
+    """A scheduler in another process answered. Answers to questions that are no longer open are ignored."""
 
     remote: str
     picks: tuple[RemotePick, ...]
 
 
 class ShadowsJudged(Struct, frozen=True, gc=False):
-    """Policies on trial have decided what was decided before. Changes nothing."""
+    """Shadow policies decided copies of earlier requests. The event changes nothing."""
 
     records: tuple[ShadowRecord, ...]
 
 
 class StopAsked(Struct, frozen=True, gc=False):
-    """The process is about to end: whoever still waits must be told now."""
+    """The process is about to end: requests that still wait must be answered now."""
 
 
 class TimerFired(Struct, frozen=True, gc=False):

@@ -1,4 +1,4 @@
-"""The fleet: one mutating door for what is known about endpoints, and the view that policies read."""
+"""The fleet: the one object that changes what is known about endpoints, and the view of it that policies read."""
 
 from bisect import bisect_right
 from collections import deque
@@ -23,24 +23,25 @@ from fairlead.core.stalls import OVERDUE_S, Stalls
 from fairlead.core.table import ON_DEMAND, EndpointTable
 from fairlead.core.tokens import MAX_BYTES_PER_TOKEN, MIN_BYTES_PER_TOKEN
 
-#: Prompt bytes per KV token, when a capacity in tokens is turned into a budget of text, until answers tell it.
+#: Prompt bytes per token, until responses report it. Turns a KV cache's capacity in tokens into a budget in bytes.
 BYTES_PER_TOKEN = 4.2
-#: Weight of the newest report of it, and by how much it must differ for budgets to be set anew.
+#: Weight of the newest report of bytes per token, and the relative change from which the budgets are set anew.
 BYTES_SHARE, BYTES_CHANGED = 0.2, 0.02
 #: Failed responses in a row before an endpoint is avoided, and for how many seconds.
 ERRORS_TO_EJECT = 3
 EJECT_SECONDS = 3.0
-#: What an answer counts for that broke off where nobody tells whether the client or the endpoint did it.
+#: How much a response counts as a failure if it broke off and it is unknown whether client or endpoint caused that.
 UNFINISHED = 0.25
-#: Of requests whose first token nobody sees, one in so many seconds and endpoint teaches how fast engines are.
+#: Seconds, per endpoint, between two blind leases (`Lease.blind`) from which the engine's speed is learned.
 BLIND_S = 1.0
-#: Requests that were answered last are remembered for as long as the gateway may tell late of a refused one.
+#: Number of completed requests that are remembered, because the gateway may report a refused request late.
 ANSWERED = 512
-#: Labels with such a word in their name tell engines apart that differ in speed. Others may be of one pod only.
+#: A label whose name contains one of these words distinguishes engines of different speed. Other labels are ignored:
+#: they may be unique to a pod.
 LOOKS = ("model", "role", "gpu", "accelerator", "hardware", "instance-type", "engine", "version", "template-hash")
-#: Above any true number of requests or tokens of one endpoint. Higher readings are cut, so that sums stay exact.
+#: More requests or tokens than any endpoint really has. Higher readings are cut to it, so that sums stay exact.
 MOST = 1e9
-#: Microseconds of one prefill. Thousands of them still add up without rounding.
+#: Upper bound of one lease's prefill work, in microseconds. Thousands of them still add up without rounding.
 MOST_WORK = 1e12
 
 
@@ -57,36 +58,39 @@ class Fleet:
         ledger: type[Ledger] = Ledger,
         topology: Topology = Topology(),  # noqa: B008 frozen
     ) -> None:
-        """`prior`: what engines are believed to take before anything is learned of them."""
+        """`lease_ttl`, `staleness`: seconds. `exact`: `None` = no KV events. `prior`: the assumed speed of engines
+        until it is learned."""
         self._prior = prior
         self.table = EndpointTable()
         self.topology = topology
         self.ledger = ledger(self.table, lease_ttl)
-        #: What first tokens will take, learned from those that came.
+        #: Corrects the forecasts, learned from past requests.
         self.predictor = Predictor(self.table, prior)
         self.adapters = Adapters(self.table, self.ledger.starting)
         self.stalls = Stalls(self.table, self.ledger, self.predictor)
         self.prefix = PrefixIndex(max_prefix_entries)
-        #: What KV events tell; `None` = nobody listens to any.
+        #: The exact index, from KV events; `None` = there are no KV events.
         self.exact = exact
         #: Seconds after which a scrape no longer counts.
         self.staleness = staleness
+        #: By slot: the key of the endpoint's class, see `_looks_like`.
         self._looks: dict[int, Hashable] = {}
-        #: As reported, and what the budgets of text were made with.
+        #: The learned value, and the value from which the current budgets were computed.
         self.bytes_per_token = self._budgeted_with = BYTES_PER_TOKEN
-        #: By slot: what was restored of an endpoint that has not been scraped since, and when it was taken down; how
-        #: many parts of its prefixes came, and its oldest block so far.
+        #: By slot: state restored for an endpoint that has not been scraped since, and the clock seconds of its saving.
         self._recalled: dict[int, tuple[EndpointLearned, float]] = {}
+        #: By slot: how many parts of its prefixes were restored, and the oldest block among them.
         self._extending: dict[int, tuple[int, int | None]] = {}
-        #: Endpoints whose cache was found empty since the last look at this.
+        #: Ids of endpoints whose cache was found empty. The pipeline takes them out.
         self.cold: list[str] = []
-        #: The last that were answered completely.
+        #: The requests completed last: clock seconds of the end, and the lease.
         self._answered = deque[tuple[float, Lease]](maxlen=ANSWERED)
-        #: By slot: until when it is avoided on the word of others, and for own reasons.
+        #: By slot: clock seconds until which the endpoint is avoided, reported by other schedulers and found by us.
         self._avoided: dict[int, list[float]] = {}
 
     def up(self, endpoint: Endpoint) -> list[Lease]:
-        """An endpoint joined or changed. Leases at an address it gave up are returned, released."""
+        """Add an endpoint, or apply its new labels or address. If the address changed, the leases at the old one are
+        released and returned."""
         slot = self.table.slot(endpoint.id)
         if slot is None:
             slot = self.table.add(endpoint)
@@ -109,14 +113,14 @@ class Fleet:
         return []
 
     def _looks_like(self, slot: int, restarted: bool = False) -> None:
-        """What is learned of an engine is first of all what is learned of all that look alike. One that looks otherwise
-        now, or was started anew, begins again."""
+        """Assign the endpoint to the class of engines that look alike, which share what is learned about speed. If its
+        class changed or the engine restarted, what was learned of this endpoint is dropped."""
         table = self.table
         endpoint, sample = table.endpoints[slot], table.samples[slot]
         assert endpoint is not None
         labels = [item for item in endpoint.labels.items() if any(word in item[0].lower() for word in LOOKS)]
         capacity = table.capacity_tokens[slot]
-        # Like engines differ by a few blocks.
+        # The capacities of equal engines differ by a few blocks.
         size = round(2.0 * log2(capacity)) if capacity else 0
         look = (*sorted(labels), sample.block_size if sample is not None else 0, size)
         if restarted or look != self._looks.get(slot):
@@ -124,7 +128,7 @@ class Fleet:
             self.predictor.reset(slot, look)
 
     def down(self, endpoint_id: str) -> list[Lease]:
-        """An endpoint left. Its leases are released and returned."""
+        """Remove an endpoint that left. Release its leases and return those that are not auxiliary."""
         slot = self.table.slot(endpoint_id)
         if slot is None:
             return []
@@ -143,7 +147,8 @@ class Fleet:
         return [lease for lease in leases if not lease.auxiliary]
 
     def sampled(self, endpoint_id: str, started: float, now: float, sample: Sample) -> list[Lease]:
-        """A scrape arrived. Returns leases that the endpoint provably no longer holds; they are still charged."""
+        """Apply a scrape that was sent at `started` and arrived at `now`. Return leases that the endpoint provably no
+        longer has; they are still charged."""
         table = self.table
         slot = table.slot(endpoint_id)
         if slot is None:
@@ -180,12 +185,13 @@ class Fleet:
         table.waiting[slot] = waiting = _gauge(sample.waiting, table.waiting[slot])
         table.running[slot] = running = _gauge(sample.running, ran)
         if running or not ran or not (waiting or table.inflight[slot]):
-            # Otherwise the batch may just have ended: for one step the engine shows no memory in use.
+            # Otherwise a batch may just have ended: then the engine reports no memory in use for one step.
             table.kv[slot] = min(_gauge(sample.kv_usage, table.kv[slot]), 1.0)
         if sample.waiting is None and sample.running is None:
             return []
-        # There is room for one or two more, and what waits, or a whole step of it, should have been computed by now. By
-        # the prior, if that is sooner: a wait for a slot, while nobody knows it for one, was learned as slow prefill.
+        # The limit of sequences is learned only while memory has room for about two more requests and the queued work,
+        # or one whole step of it, is overdue. Overdue by the prior's speed if that is faster than the learned one:
+        # while the limit is unknown, waits for a sequence slot are learned as slow prefill.
         engines = max(table.ranks[slot], 1.0)
         due_ms = min(self.predictor.rates.prefill[slot], 1.0) * min(
             table.queued_ms[slot] / engines, self._prior.whole_step_ms
@@ -193,7 +199,7 @@ class Fleet:
         overdue = now * 1e3 - table.prefill_since_ms[slot] > due_ms
         if overdue and table.kv[slot] * (1.0 + 2.0 / max(running / engines, 1.0)) < CROWDED:
             self.predictor.rates.sampled(slot, waiting, running)
-        # What was seen at others of its class holds for it, too.
+        # The limit is that of the endpoint's class, so it may have been learned at other endpoints.
         table.max_seqs[slot] = self.predictor.rates.limit(slot)
         dropped = self.ledger.reconcile(slot, started, waiting, running)
         for lease in dropped:
@@ -202,7 +208,7 @@ class Fleet:
         return [lease for lease in dropped if not lease.auxiliary]
 
     def _sized(self, slot: int, sample: Sample) -> None:
-        """Store how many engines the address has, and the size of their KV cache."""
+        """Store how many engines share the address, and the capacity of their KV caches in tokens."""
         table = self.table
         ranks = _gauge(sample.ranks or None, table.ranks[slot])
         known = table.capacity_tokens[slot]
@@ -217,7 +223,7 @@ class Fleet:
         table.per_capacity[slot] = max(ranks, 1.0) / capacity if capacity else 0.0
 
     def adapters_listed(self, endpoint_id: str, adapters: frozenset[str] | None, base: BaseModels = NOT_LISTED) -> None:
-        """Its list of models was read; `None` = it does not tell."""
+        """Apply an endpoint's list of models. `adapters`: `None` = the list does not tell adapters."""
         slot = self.table.slot(endpoint_id)
         if slot is None:
             return
@@ -236,19 +242,20 @@ class Fleet:
         self.table.set_listed(slot, adapters)
 
     def _same_for(self, look: Hashable, dynamic: bool) -> None:
-        """All engines of this look load adapters on demand, or none of them."""
+        """Set for all endpoints of this class whether they load adapters on demand."""
         for slot, like in self._looks.items():
             if like == look:
                 self._list(slot, self.table.listed[slot], dynamic)
 
     def unlisted(self, model: str, slot: int) -> bool:
-        """Whether the endpoint takes adapters, and its base models are known and have another name."""
+        """Whether `model` must be an adapter there: the endpoint takes adapters, and its base models are known and do
+        not include it."""
         names = self.table.based[slot].names
         return bool(model and names and model not in names and self.table.max_adapters[slot])
 
     def without_model(self, slot: int, model: str) -> bool:
-        """It answered 404. Whether its list of models should be read again, because the model may be an adapter. Until
-        then the list stays: a server answers 404 for paths that it does not have, too."""
+        """Note that the endpoint answered 404. Return whether its list of models should be read again, because the
+        model may be an adapter. Until then the known list stays: a server also answers 404 for an unknown path."""
         table = self.table
         endpoint = table.endpoints[slot]
         if not model or endpoint is None or endpoint.labels.get(MODEL_LABEL) == model:
@@ -259,13 +266,14 @@ class Fleet:
         return True
 
     def loading(self, request: Request) -> FloatColumn | None:
-        """Milliseconds until each endpoint can run the request's adapter; `None` = there is none, or no difference."""
+        """Return the milliseconds until each endpoint can run the request's adapter; `None` = it has none, or all are
+        equal."""
         return self.adapters.waits(request.target_model, self.predictor.hold_ms)
 
     def scrape_failed(self, endpoint_id: str, now: float, answered: bool = False) -> None:
-        """No reading. When the last good one is too old, the columns become what we know of our own requests.
+        """Note a failed scrape. If the last good one is too old, the load columns count only our own requests.
 
-        `answered`: the endpoint did, so it does not count as failing.
+        `answered`: the endpoint answered without a usable reading, so it does not count as failing.
         """
         table = self.table
         slot = table.slot(endpoint_id)
@@ -280,8 +288,8 @@ class Fleet:
             table.stale.add(slot)
 
     def answered(self, slot: int, ok: bool, now: float, own: bool = True) -> None:
-        """A response ended, an own one or one that another scheduler tells of. Some failures in a row make policies
-        avoid the endpoint a moment, or until one works."""
+        """Count a response that ended, our own or one that another scheduler reported. After `ERRORS_TO_EJECT` failures
+        in a row, policies avoid the endpoint for `EJECT_SECONDS`, or until a response succeeds."""
         table = self.table
         if ok:
             if table.errors[slot]:
@@ -291,12 +299,16 @@ class Fleet:
         table.errors[slot] += 1
         table.troubled = True
         if table.errors[slot] >= ERRORS_TO_EJECT:
-            # Told on, even if others saw the failures: a peer that missed some of those messages learns of it.
+            # An own reason even if other schedulers reported the failures: it is reported to peers, and one that missed
+            # some of those messages learns of it.
             self.avoid(slot, now + EJECT_SECONDS)
 
     def unfinished(self, slot: int, now: float) -> bool:
-        """An answer broke off, and nobody tells by whom. Clients leave one endpoint as often as another: many such in a
-        row, while others finish, are failures of the endpoint. Return whether it is one."""
+        """Count a response that broke off, where it is unknown whether the client or the endpoint caused it. Return
+        whether it counts as a failure of the endpoint.
+
+        Clients leave all endpoints equally often. So many broken responses in a row at one endpoint, while another
+        endpoint has no errors, are the endpoint's failures."""
         table = self.table
         table.errors[slot] = min(table.errors[slot] + UNFINISHED, ERRORS_TO_EJECT)
         table.troubled = True
@@ -306,7 +318,8 @@ class Fleet:
         return failed
 
     def avoid(self, slot: int, until: float, own: bool = True) -> None:
-        """Avoid an endpoint until then (-inf = not), for reasons of our own or on the word of others."""
+        """Avoid an endpoint until then (clock seconds, -inf = not). `own`: for our own reasons, else because another
+        scheduler reported it. The later of both counts."""
         known = self._avoided.setdefault(slot, [-inf, -inf])
         known[own] = until
         self.table.ejected_until[slot] = max(known)
@@ -323,14 +336,14 @@ class Fleet:
         auxiliary: bool = False,
         reserved: bool = False,
     ) -> Lease:
-        """Charge a lease and remember the prompt's prefix for the endpoint. `expected_output`: tokens of all its
-        sequences. `reserved`: only keep a place there for a request that may go elsewhere in the end; nothing is
-        learned of it."""
+        """Charge a lease and add the prompt's prefix to the learned index of the endpoint. `expected_output`: tokens of
+        all sequences. `auxiliary`: the prefill part of a pair. `reserved`: a reservation; the request may still go
+        elsewhere, so the prefix is not added."""
         table, prompt = self.table, request.prompt_tokens
         half = expected_output / 2
         uncached = float(min(max(prompt - hit_tokens, 1), MOST))
         refused = uncached * table.per_capacity[slot] > 1.0
-        if refused:  # larger than all its memory: the engine says so at once, and computes nothing
+        if refused:  # larger than all the engine's memory: the engine refuses it at once and computes nothing
             prompt, half, uncached = 1, 0.0, 1.0
         alone_ms = self._prior.prefill_ms(prompt, uncached)
         blind = request.blind or not request.stream
@@ -340,7 +353,7 @@ class Fleet:
             table.ids[slot],
             now,
             uncached,
-            # Whole tokens: sums of them are exact whatever comes and goes. NaN counts as the least.
+            # Whole tokens, so that sums of them stay exact. NaN becomes 1.
             min(max(1.0, prompt + half), MOST) // 1.0,
             hit_tokens,
             min(round(1e3 * alone_ms), MOST_WORK),
@@ -365,15 +378,16 @@ class Fleet:
         return lease
 
     def sent_long_prompt(self, slot: int, alone_ms: float, now: float) -> None:
-        """Remember where prompts were sent that others had better keep away from: see `pauses` in `core.cost`.
-        `alone_ms`: of computing it at the prior's speed."""
+        """Note that a long prompt was sent to the slot, so that others avoid it: see `pauses` in `core.cost`.
+        `alone_ms`: milliseconds to compute the prompt at the prior's speed."""
         table, now_ms, took_ms = self.table, now * 1e3, alone_ms * float(self.predictor.rates.prefill[slot])
         until_ms = max(float(table.long_until_ms[slot]), now_ms) + 2.0 * took_ms
         table.long_until_ms[slot] = until_ms = min(until_ms, now_ms + 4.0 * took_ms)
         table.long_until = max(table.long_until, until_ms)
 
     def _meet(self, lease: Lease) -> None:
-        """A charged lease and its adapter, if it needs one that somebody has."""
+        """Set the adapter of a charged lease, if its request needs one that some endpoint has; add the wait for it to
+        the forecast."""
         model, waits = lease.request.target_model, self.loading(lease.request)
         if waits is None:
             return
@@ -386,8 +400,9 @@ class Fleet:
     def charge_pair(
         self, request: Request, slot: int, prefill_slot: int, now: float, hit_tokens: int, expected_output: float
     ) -> Lease:
-        """The same for a request whose prompt `prefill_slot` computes and whose answer `slot` gives. `hit_tokens` is
-        what the former holds; the latter is given all by it and has nothing to compute."""
+        """Charge a pair: `prefill_slot` computes the prompt, `slot` the answer. `hit_tokens`: prompt tokens cached at
+        `prefill_slot`. The whole prompt counts as cached at `slot`, which receives the KV cache. Return the lease at
+        `slot`."""
         prefill = self.charge(request, prefill_slot, now, hit_tokens, 0.0, auxiliary=True)
         lease = self.charge(request, slot, now, request.prompt_tokens, expected_output)
         lease.prefill = prefill
@@ -396,8 +411,8 @@ class Fleet:
         return lease
 
     def move(self, lease: Lease, slot: int, now: float) -> Lease:
-        """The request is at another endpoint than it was charged to; which one's failure that is, too, unless it left
-        before. Its answer has begun."""
+        """Move a lease to `slot`, whose endpoint answers the request instead of the chosen one; its first token has
+        come. It counts as a failure of the chosen endpoint, unless that has left the pool. Return the new lease."""
         if lease.held:
             if now - lease.charged_at > OVERDUE_S and not self.table.suspicion[lease.slot]:
                 self.stalls.hedged_in_vain()
@@ -406,7 +421,7 @@ class Fleet:
         self.stalls.moved(slot, now)
         moved = self.charge(lease.request, slot, now, 0, 2 * lease.growth_tokens)
         moved.unreached = lease.endpoint_id
-        moved.forecast = Forecast()  # that of the one says nothing of the other
+        moved.forecast = Forecast()  # the forecast was for the chosen endpoint
         moved.evicted_at, moved.predicted, moved.queued_ms = lease.evicted_at, lease.predicted, lease.queued_ms
         self.ledger.first_token(moved)
         if lease.request.stream:
@@ -414,7 +429,7 @@ class Fleet:
         return moved
 
     def first_token(self, lease: Lease, now: float) -> None:
-        """The first byte of an answer was seen, and not before."""
+        """Process the first token of a lease. To be called only when its first response byte was really seen."""
         if self.exact is not None:
             self.exact.first_token(lease.predicted, now)
         self.stalls.first_token(lease.slot, now)
@@ -440,21 +455,22 @@ class Fleet:
         self.ledger.first_token(lease, now)
 
     def _loaded(self, lease: Lease, cold: Cold, took_ms: float) -> None:
-        """Learn of a first token that came so late what its adapter took."""
+        """Learn how long the adapter took to load. `took_ms`: milliseconds from the charge to the first token."""
         without_ms = (lease.forecast.model_ttft_ms - cold.wait_ms) * float(self.predictor.kappa[lease.slot])
         self.adapters.took(cold, took_ms - without_ms)
 
     def completed(
         self, lease: Lease, now: float, completion_tokens: int, ttft_ms: float = -1.0, duration_ms: float = -1.0
     ) -> None:
-        """An answer is complete (its lease is released). -1 tokens, or negative times since the request came = not
-        known.
+        """Learn from a complete answer, whose lease is released already. The times are milliseconds since the request
+        arrived at the gateway; negative tokens or times = unknown.
 
-        Its tokens stay in the engine's cache as well, until they are the least recently used; nobody asks for them, but
-        they push prompts out. On a workload of 1000-token answers the believed hits are 79 % with them (real: 78 %)
+        The answer's tokens stay in the engine's cache until they are the least recently used. No prompt matches them,
+        but they displace prompts. On a workload of 1000-token answers the believed hits are 79 % with them (real: 78 %)
         and 88 % without.
 
-        Of several sequences the longest ends last: how many steps that were is known if all were cut by the limit.
+        If the request has several sequences, the longest ends last. Its number of steps is only known if all sequences
+        reached the token limit.
         """
         self._answered.append((now, lease))
         output = completion_tokens if completion_tokens >= 0 else 2 * lease.growth_tokens
@@ -474,8 +490,8 @@ class Fleet:
             self.prefix.occupy(lease.slot, int(min(output, MOST) * self._budgeted_with))
 
     def _unseen(self, lease: Lease, now: float, tokens: int, ttft_ms: float, duration_ms: float) -> None:
-        """Nobody watched the response. When its first token came, the gateway's log tells, unless it was not streamed:
-        then what was expected stands for it."""
+        """Learn from a response whose first token was not seen. If it was streamed, the gateway's log tells when the
+        first token came (`ttft_ms`). Otherwise the forecast TTFT is used instead."""
         predictor, slot, uncached, mark = self.predictor, lease.slot, lease.uncached_tokens, lease.mark
         complete_ms = (now - lease.charged_at) * 1e3
         if duration_ms > 0.0:
@@ -494,11 +510,11 @@ class Fleet:
         lease.first_token_at = lease.charged_at + took_ms * 1e-3
 
     def refused(self, lease: Lease) -> None:
-        """The server answered 4xx and computed nothing. Forget what it was believed to cache since this prompt was sent
-        (its lease is released), unless another one computed it meanwhile, or is there now and computes it: if that is
-        refused, too, it does.
+        """Take the prompt of a refused request (4xx) back from the learned index, because the server computed nothing.
+        The lease is released already. Blocks stay if another request has computed them since, or is there now and
+        shares them; if that one is refused as well, its blocks are taken back then.
 
-        Schedulers that are told of the prompt keep believing it: their messages cannot take a prompt back.
+        Other schedulers keep the prompt in their index: their messages cannot take a prompt back.
         """
         request, there = lease.request, lease.prefill or lease
         hashes, ends = request.prefix.hashes, request.prefix.ends
@@ -518,7 +534,8 @@ class Fleet:
         self.table.free_cache[there.slot] = self.prefix.take_back(there.slot, hashes[depth:])
 
     def measured(self, bytes_per_token: float, share: float = BYTES_SHARE) -> None:
-        """Of prompts, as answers reported. A cache is believed to hold so much more or less text."""
+        """Learn the bytes per prompt token, as responses reported them, and adapt how many bytes each cache is believed
+        to hold. `share`: weight of the new value."""
         self.bytes_per_token += share * (bytes_per_token - self.bytes_per_token)
         if abs(self.bytes_per_token / self._budgeted_with - 1.0) > BYTES_CHANGED:
             self._budgeted_with = self.bytes_per_token
@@ -526,10 +543,10 @@ class Fleet:
                 if capacity and self.table.endpoints[slot] is not None:
                     self.prefix.set_capacity(slot, int(capacity * self._budgeted_with))
 
-    # ---- taken down, and given back ----
+    # ---- saved and restored ----
 
     def taken(self, slot: int, now: float) -> EndpointLearned:
-        """Of one endpoint, without its prefixes."""
+        """Return what was learned of one endpoint, without its prefixes."""
         table = self.table
         endpoint, sample = table.endpoints[slot], table.samples[slot]
         assert endpoint is not None
@@ -540,7 +557,8 @@ class Fleet:
         return EndpointLearned(endpoint.id, endpoint.address, look, own, sample, self.prefix.capacity(slot))
 
     def restore(self, part: Part, age_s: float, now: float) -> None:
-        """What was known `age_s` seconds ago. Of an endpoint only while it is there, at the same address."""
+        """Restore a part of what was known `age_s` seconds ago. The part of an endpoint is ignored unless the endpoint
+        is in the pool, at the same address."""
         if isinstance(part, Common):
             self.predictor.restore(part.forecasts)
             self.adapters.restore(part.activate_ms, part.load_ms)
@@ -566,7 +584,8 @@ class Fleet:
                 self._confirm(slot, part, now - age_s, sample, now)
 
     def _confirm(self, slot: int, part: EndpointLearned, taken_at: float, sample: Sample, now: float) -> None:
-        """Its first reading since: whether it is the engine that it was, and what that has computed meanwhile."""
+        """Compare a restored endpoint with its first scrape since. If the engine restarted, forget its cache. Otherwise
+        restore its speed, and count the tokens that it computed since `taken_at` as part of its cache."""
         before = part.sample
         if before is not None and (_restarted(before, sample) or sample.started != before.started):
             self._extending.pop(slot, None)
@@ -579,7 +598,7 @@ class Fleet:
             self.prefix.occupy(slot, int(min(unseen, MOST) * self._budgeted_with))
 
     def _emptied(self, slot: int) -> None:
-        """Its engine was started anew, and its cache is empty."""
+        """Forget the cached prefixes of an engine that restarted."""
         capacity = self.prefix.capacity(slot)
         self.prefix.drop_slot(slot)
         self.prefix.add_slot(slot, capacity)
@@ -587,9 +606,10 @@ class Fleet:
         self.table.free_cache[slot] = 1.0
 
     def match(self, request: Request) -> FloatColumn | None:
-        """Share of the prompt (0..1) that each endpoint is believed to hold and will use; `None` = nobody anything.
+        """Return the share of the prompt (0..1) that each endpoint is believed to have cached and will use; `None` =
+        none has any.
 
-        Learned shares are of its bytes, exact ones (`fleet.exact`) of its tokens.
+        Shares from the learned index are of the prompt's bytes, those from `self.exact` of its tokens.
         """
         if request.recomputed:
             return None
@@ -603,7 +623,7 @@ class Fleet:
         return bool(now - self.table.sampled_at[slot] > self.staleness)
 
     def age(self, slot: int, now: float) -> float:
-        """Seconds since the last good scrape; infinite when there was none."""
+        """Return the seconds since the last good scrape; infinite if there was none."""
         sampled = float(self.table.sampled_at[slot])
         return now - sampled if sampled > -inf else inf
 
@@ -619,7 +639,7 @@ class Fleet:
 
 
 def _shared(hashes: Sequence[int], theirs: Sequence[int], depth: int) -> int:
-    """How many of the first blocks two prompts share, at least `depth`."""
+    """Return how many of their first blocks two prompts share, but at least `depth`."""
     most = min(len(hashes), len(theirs))
     while depth < most and hashes[depth] == theirs[depth]:
         depth += 1
@@ -627,17 +647,17 @@ def _shared(hashes: Sequence[int], theirs: Sequence[int], depth: int) -> int:
 
 
 def _restarted(before: Sample, sample: Sample) -> bool:
-    """Its counters began again."""
+    """Whether the engine restarted: a cumulative counter has fallen."""
     return sample.prefix_queries is not None and (before.prefix_queries or 0.0) > sample.prefix_queries
 
 
 def _computed(sample: Sample) -> float:
-    """Tokens that the engine has put into its cache since it was started, as far as it tells."""
+    """Return the tokens that the engine put into its cache since its start; counters that it lacks count as 0."""
     return (sample.prefix_queries or 0.0) - (sample.prefix_hits or 0.0) + (sample.generation_tokens or 0.0)
 
 
 def _gauge(value: float | None, older: float) -> float:
-    """A reading in 0..`MOST`; the older one where there is none, or NaN or infinity."""
+    """Return a reading clipped to 0..`MOST`; the older one if there is none, or it is NaN or infinite."""
     return float(min(max(value, 0.0), MOST)) if value is not None and value < inf else float(older)
 
 

@@ -1,4 +1,4 @@
-"""Filter → score → pick, as a Policy; and the fallback endpoint of a pick.
+"""The policy that filters, scores and picks; and the fallback endpoint of a pick.
 
     candidates = alive ∧ every ability filter                     none left → refused, 503
     available  = candidates ∧ availability filters                a filter that would leave none is ignored
@@ -132,7 +132,7 @@ class Profile:
         return self._pick(request, fleet, totals, cycle)
 
     def _lets_pass(self, request: Request, table: EndpointTable) -> bool:
-        """Whether the filters, which are all steady, are known to keep every endpoint."""
+        """Whether the filters are known to keep every endpoint for the request. Only for steady filters."""
         if table is not self._table or table.version != self._version or len(self._passed) > _MAX_PASSED:
             self._table, self._version = table, table.version
             self._passed.clear()

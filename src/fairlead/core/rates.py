@@ -1,40 +1,42 @@
-"""How fast each endpoint computes, learned from the times at which first tokens come; and how far off forecasts are.
+"""How fast each endpoint computes, learned from the times of first tokens and answers; how far off forecasts are.
 
 Theory
 * A step of an engine takes `c0 + c_pf·new + c_attn·pairs + c_seq·B + c_kv·KV` milliseconds: B decoding sequences
-  with KV tokens, `new` prompt tokens whose attention touches `pairs` token pairs. Three factors are learned that
-  multiply the coefficients of the prior: one for prefill (c_pf, c_attn), one for what every step costs (c0), one for
-  the load that it carries (c_seq, c_kv). So a stretch that took long beside many answers says that answers cost time
-  there, and not that the endpoint is slow.
-* What is observed is a stretch of prefill: from the moment an endpoint had something to compute to the first token
-  after which it has nothing more, or, when there is always more, over enough tokens that it matters little where the
-  border fell inside a step. Not single TTFTs: a small prompt shares its step with the beginning of a long one behind
-  it, and would teach that small prompts are slow. And whole answers, where their tokens are known: so many steps, and
-  the prompts that were computed meanwhile.
-* A prompt that comes in the middle of a step waits for its end, and with asynchronous scheduling for one more, which
-  was settled before. This *lag* is learned beside the factors, in steps at the prior's speed. Without it they would
-  have to make up for it: where nearly all of each prompt is cached, the lag is several times the prompt's own work,
-  and prefill would look that slow. What stretches cannot tell apart, the prior decides: engines lag more easily than
-  they are slow.
-* What is believed to be cached may not be. A part of it, `MISSED`, counts as noise, so stretches that compute next to
-  nothing say little. And a stretch makes older ones forgotten only as far as it says something.
-* Endpoints that look alike (`Fleet.up`) are a class. The factors are those of the class: least squares over all its
-  stretches, relative to what was expected, drawn weakly to the pool's mean. A class without a stretch follows that
-  mean: where the prior is far off it is so for all of the pool, and who keeps it would be shunned or overrun.
-* What an endpoint is besides, is one number: how much longer it takes than its class. Most endpoints are what they
-  look like, and a few are something else altogether. As a prior: with probability 1 - UNLIKE the logarithm of that
-  number is about 0 (within LIKE_SD), else anything (within UNLIKE_SD). Its posterior mean ("spike and slab", Mitchell
-  and Beauchamp 1988) is 0 for all that chance explains, and follows the observations where they say more: 30 % after a
-  dozen stretches with the usual noise, six times after the first ones.
+  with KV tokens, `new` prompt tokens whose attention touches `pairs` token pairs. Three learned factors multiply the
+  coefficients of the prior: one for prefill (c_pf, c_attn), one for the constant cost of a step (c0), one for its
+  decoding load (c_seq, c_kv). So a stretch that took long while many answers ran shows that answers cost time there,
+  not that the endpoint is slow.
+* An observation is a *stretch* of prefill. It begins when an endpoint has something to compute and ends with the first
+  token after which nothing is left. If something is always left, it ends after so many tokens that it hardly matters
+  where in a step it was cut. Single TTFTs are not used: a small prompt shares its step with the beginning of a long
+  one behind it, so small prompts would look slow. Whole answers of known length are observations too: so many steps,
+  and the prompts that were computed meanwhile.
+* A prompt that comes in the middle of a step waits for the end of that step and, with asynchronous scheduling, for one
+  more that was planned before. This *lag* is learned beside the factors, in steps at the prior's speed. Without it the
+  factors would have to absorb it: where nearly all of each prompt is cached, the lag is several times the prompt's own
+  work, and prefill would look that slow. Where stretches cannot separate the two, the prior weights attribute the time
+  to lag rather than to slowness.
+* Tokens believed to be cached may not be. The share `MISSED` of them counts as noise, so stretches that compute almost
+  nothing have little weight. And a stretch reduces the weight of older ones only in proportion to its own weight.
+* Endpoints that look alike (`Fleet._looks_like`) form a class. The factors belong to the class: least squares over all
+  its stretches, relative to the expected time, pulled weakly to the pool's mean. A class without a stretch uses that
+  mean: if the prior is far off, it is so for the whole pool, and a class that kept the prior would get far too few or
+  too many requests.
+* Each endpoint has one number of its own: its time relative to its class. Most endpoints are like their class; a few
+  are very different. As a prior, the logarithm of that number is about 0 (within LIKE_SD) with probability
+  1 - UNLIKE, else anything (within UNLIKE_SD). Its posterior mean ("spike and slab", Mitchell and Beauchamp 1988) is
+  about 0 for differences that chance explains, and follows larger ones: a difference of 30 % after a dozen stretches
+  with the usual noise, a factor of six after the first few.
 
 Rules
-* Who is believed to be slow is asked less, and would never be known better. So evidence loses half its weight every
-  `HALF_LIFE` seconds in which it is not renewed. A small difference is forgotten within a minute or two, a large one
-  that was seen often lasts some minutes; then one request or two find out how it is. That is what exploring costs.
-* One stretch counts at most as `OUTLIER` times what was expected, and at least as the inverse; the farther off, the
-  less it weighs. A stall, or a beginning that was not cached after all, then moves a factor little, while hardware
-  that is ten times slower is known after a few requests.
-* Factors stay within `SLOWEST` of the prior. Everything is finite whatever clocks and clients do.
+* An endpoint that is believed to be slow gets fewer requests, so a wrong belief would never be corrected. Therefore
+  evidence loses half its weight every `HALF_LIFE` seconds in which it is not renewed. A small difference is forgotten
+  within a minute or two. A large one that was seen often lasts some minutes; then one or two requests test the endpoint
+  again. That is the cost of exploring.
+* One stretch counts as at most `OUTLIER` times the expected time, and at least as the inverse; the farther off, the
+  lower its weight. So a stall, or a beginning that was not cached after all, moves a factor little, while hardware
+  that is ten times slower is recognised after a few requests.
+* Factors stay within 1/`SLOWEST` … `SLOWEST` times the prior. All values stay finite, whatever clocks and clients do.
 """
 
 from bisect import bisect_left, insort
@@ -50,42 +52,42 @@ from fairlead.core.columns import FloatColumn
 from fairlead.core.cost import PRIOR, StepModel
 from fairlead.core.learned import ClassLearned, Look, SpeedsLearned
 
-# How far off forecasts are: quantiles of log(observed / forecast) among the last `WINDOW` of them. No distribution is
-# assumed, so a band holds what it says. What a new band begins with leaves it one by one as its own values come: an
-# engine that nobody knew yet is off by ten times, and must not widen the bands of the next sixty requests.
+# Error bands: how far off forecasts are. Quantiles of log(observed / forecast) over the last `WINDOW` forecasts. No
+# distribution is assumed, so 90 % of the values really are in the band. Each own value of a new band replaces one of
+# its initial values: forecasts for an unknown engine are off by ten times, and must not widen the bands of the next
+# sixty requests.
 #
-# Quantiles of the past hold for the future only if that is like it: in a growing queue each first token comes later
-# than those before. So the distance of each end from the middle is multiplied by e^(0.95·WIDEN) for a first token
-# beyond that end, and by e^(-0.05·WIDEN) for another one. Over N of them, whatever they are, the share beyond an end is
-# then 5 % give or take log(WIDEST / NARROWEST) / (WIDEN·N), unless a bound is reached (adaptive conformal inference,
-# Gibbs and Candès 2021).
+# Past quantiles only hold if the future is like the past: in a growing queue, each first token comes later than those
+# before. So the distance of each end from the middle is multiplied by e^(0.95·WIDEN) for a first token beyond that end,
+# and by e^(-0.05·WIDEN) for any other. Then over any N first tokens the share beyond an end is 5 % plus or minus
+# log(WIDEST / NARROWEST) / (WIDEN·N), unless a bound is reached (adaptive conformal inference, Gibbs and Candès 2021).
 
-#: The band is that of the middle 90 %.
+#: A band contains the middle 90 %.
 LOW, HIGH = 0.05, 0.95
-#: Values that are kept, and those of a new band: the fewest whose lowest is their 5 % quantile.
+#: Number of values that are kept, and number of initial values: the fewest whose lowest one is their 5 % quantile.
 WINDOW, FIRST = 64, 19
 #: Log ratios stay within ± this.
 LIMIT = 5.0
-#: How fast an end of a band learns, the bounds of its distance from the middle as a multiple of the quantile's, and
-#: what is added to the latter, a logarithm: nobody needs to know more exactly.
+#: How fast an end of a band learns; the bounds of the factor on its distance from the middle; and the least distance,
+#: which is added to the quantile's (a logarithm), because more precision is of no use.
 WIDEN, NARROWEST, WIDEST, FINEST = 0.1, 0.5, 8.0, 0.02
-#: What a new band begins with: half to twice what was forecast, the logarithms evenly spread.
+#: Initial values of a band: evenly spread logarithms, whose 5 % and 95 % quantiles are half and twice the forecast.
 _BEFORE = tuple(log(2.0) / (HIGH - 0.5) * ((i + 0.5) / FIRST - 0.5) for i in range(FIRST))
-#: Forecasts for an unknown engine are off by ten times and more. So a new band gets a margin, this logarithm at each
-#: end, which shrinks with every value of its own. Only people see it: it does not move the middle, from which `kappa`
-#: learns, and hedges and stall detection leave it out.
+#: Forecasts for an unknown engine are off by ten times and more. So a new band gets a margin of this logarithm at each
+#: end, which shrinks with each own value. It only affects the displayed band: it does not move the middle, from which
+#: `kappa` learns, and hedges and stall detection use `Forecast.known_high_ms`, which is without it.
 UNKNOWN = log(8.0)
 
 
 class Band:
-    """The middle 90 % of a stream of log ratios, and its median. A new one begins with `FIRST` values of its parent,
-    or with half to twice what was forecast."""
+    """The middle 90 % of a stream of log ratios, and its median. A new band begins with `FIRST` quantiles of its
+    parent, or with `_BEFORE`."""
 
     __slots__ = ("_above", "_below", "_borrowed", "_parent", "_ranked", "_recent", "factors", "high", "low", "middle")
 
     def __init__(self, parent: "Band | None" = None, values: Sequence[float] = ()) -> None:
-        """`values`: those that another one had (`values`)."""
-        #: Of those that are kept, the ones that are not its own.
+        """`values`: restores another band from its property `values`."""
+        #: How many of the kept values are initial ones.
         self._borrowed = 0 if values else FIRST
         self._parent = parent
         if values:
@@ -106,8 +108,8 @@ class Band:
         return (UNKNOWN if self._parent is None else self._parent.unknown) * self._borrowed / FIRST
 
     def quantile(self, p: float) -> float:
-        """The quantile `p` (0.05..0.95), without the margin for unknown engines: the share of further observations that
-        will be below."""
+        """Return the log ratio below which the share `p` (0.05..0.95) of future observations is expected, without the
+        margin for unknown engines."""
         off = self._quantile(p) - self.middle + FINEST * (p - 0.5) / (HIGH - 0.5)
         return min(max(self.middle + off * (self._below if p < 0.5 else self._above), -LIMIT), LIMIT)
 
@@ -119,7 +121,8 @@ class Band:
         return ranked[below] + (place - below) * (ranked[above] - ranked[below])
 
     def add(self, x: float, below: bool = False, above: bool = False) -> None:
-        """`below`, `above`: it is beyond that end of the band, without the margin, as of when the forecast was made."""
+        """Add a log ratio. `below`, `above`: it was beyond that end of the band (without the margin) that held when the
+        forecast was made."""
         x = min(max(x, -LIMIT), LIMIT)
         self._recent.append(x)
         insort(self._ranked, x)
@@ -135,7 +138,7 @@ class Band:
         unknown = self.unknown
         high = self.quantile(HIGH)
         self.low, self.high = self.quantile(LOW) - unknown, high + unknown
-        #: What a forecast is multiplied with: for the middle, both ends, and the upper end without the margin.
+        #: Factors on a forecast: for the middle, the lower end, the upper end, the upper end without the margin.
         self.factors = exp(self.middle), exp(self.low), exp(self.high), exp(high)
 
     def validate(self) -> None:
@@ -143,44 +146,46 @@ class Band:
         assert -LIMIT - UNKNOWN <= self.low <= self.middle <= self.high <= LIMIT + UNKNOWN
 
 
+#: Observed / expected of one stretch is limited to 1/OUTLIER … OUTLIER.
 OUTLIER = 3.0
-#: Factors are kept in 1/SLOWEST … SLOWEST.
+#: Factors stay within 1/SLOWEST … SLOWEST.
 SLOWEST = 1000.0
-#: Share that older stretches lose with each new one, of an endpoint and of a class.
+#: Share of its weight that older evidence loses with each new stretch: of an endpoint, and of a class.
 FORGET, CLASS_FORGET = 1 / 12, 1 / 100
-#: More than that where a class is no longer what it was: the mean of the last ten or so stretches is off by more than
-#: chance explains.
+#: Additional loss if a class has changed: weight of the newest stretch in the mean deviation (about the last ten), and
+#: its square, in units of the noise, up to which chance explains it. From there the loss rises up to `CHANGED_FORGET`.
 CHANGED_FORGET, DRIFT_SHARE, STEADY = 0.15, 0.1, 0.25
-#: So many stretches weigh as much as the pool's mean does: of the prefill factor, of the ratio of c0's to it, of the
-#: load's to c0's, and of the lag to c0's. The last two are weak: the load is a small part of most steps, and tells as
-#: little of its factor; and a lag is no step or one, as the engine schedules.
+#: Weight of the pool's mean, as a number of stretches: for the prefill factor, for the ratio of c0's factor to it, of
+#: the load's factor to c0's, and of the lag to c0's factor. The last two are weak: the load is a small part of most
+#: steps, so stretches say little about its factor; and the lag is none or one step, depending on the engine's
+#: scheduler.
 PRIOR_WEIGHTS = (1.0, 3.0, 10.0 / 64.0, 1.0 / 16.0)
-#: Share of what is believed to be cached that may have to be computed after all: a standard deviation.
+#: Standard deviation of the share of tokens believed to be cached that must be computed after all.
 MISSED = 0.05
-#: A stretch that took e^0.3 of what was expected, or e^-0.3, has full weight; beyond, less and less.
+#: A stretch has full weight up to this deviation, |log(observed / expected)|; beyond, the weight falls.
 INLIER = 0.3
-#: Weight of a class's newest factors in the pool's mean, once there were enough of them for a mean.
+#: Weight of a class's newest factors in the pool's mean; higher for the first ones.
 POOL_SHARE = 0.02
-#: Seconds, see above.
+#: Seconds after which evidence about an endpoint that is not renewed has half its weight.
 HALF_LIFE = 30.0
-#: Share of endpoints that are not what they look like, and standard deviations of the logarithm of what they take in
-#: proportion to their class: of those that are, and of those that are not.
+#: Share of endpoints that differ from their class, and standard deviations of the logarithm of their time relative to
+#: the class: of endpoints that are like their class, and of those that differ.
 UNLIKE, LIKE_SD, UNLIKE_SD = 0.1, 0.02, 1.0
-#: Variance of the logarithm of one stretch's observed / expected: to begin with, at least, and the newest one's weight.
+#: Variance of log(observed / expected) of one stretch: initial value, minimum, and weight of the newest value.
 NOISE, LEAST_NOISE, NOISE_SHARE = 0.09, 0.01, 0.02
-#: Of about so many scrapes of late, how many are enough to believe in a limit of sequences.
+#: A limit of sequences is believed if about `LIMIT_HITS` of the last `LIMIT_SCRAPES` scrapes show it.
 LIMIT_SCRAPES, LIMIT_HITS = 20.0, 1.9
 _LIKE, _UNLIKE = LIKE_SD * LIKE_SD, UNLIKE_SD * UNLIKE_SD
 _LOG_OUTLIER = log(OUTLIER)
-#: Of an endpoint's own mean, which is a logarithm.
+#: Bound of an endpoint's own mean, which is a logarithm.
 _MOST_OWN = 2.0 * log(SLOWEST)
-#: Shares of prefill, steps and their load in a stretch.
+#: Typical shares of prefill, constant step cost and decoding load in the time of a stretch.
 TYPICAL = (0.75, 0.2, 0.05)
-#: Least of a factor of a class after one more observation, as a share of what it was.
+#: One observation can reduce a class's factor at most to this share of its former value.
 FALL = 0.3
-#: Classes that a scheduler is given, at most.
+#: Upper bound of classes that are restored from a state file.
 MOST_CLASSES = 256
-#: Change of a class's factors that all its members are told.
+#: Relative change of a class's factors from which the columns of all its members are written again.
 CHANGED = 0.005
 
 _Three = tuple[float, float, float]
@@ -188,20 +193,23 @@ _Five = tuple[float, float, float, float, float]
 
 
 class _Limit(Struct):
-    """Sequences that engines of a class run at once, found from scrapes: requests wait although there is memory, and
-    again and again as many run as ever did, or, when one has just ended, one less. Whoever waits for the token budget
-    of a step instead runs soon after, and the number that runs goes up and down."""
+    """The limit of sequences that engines of a class run at once, found from scrapes with memory to spare.
 
-    #: The most that were ever seen running, and how often lately that many and fewer did while others waited.
+    The limit is reached if requests wait and, in several scrapes, the highest number ever seen runs (or one less, if
+    one has just ended). Requests that wait for the token budget of a step run soon after instead, and the number of
+    running requests goes up and down."""
+
+    #: The most sequences ever seen running, and decaying counts of the scrapes with waiting requests in which that
+    #: many ran, and in which clearly fewer ran.
     peak: float = 0.0
     at_peak: float = 0.0
     below: float = 0.0
-    #: The limit; 0 = none is known.
+    #: The limit; 0 = unknown.
     known: float = 0.0
 
     def sampled(self, waiting: float, running: float) -> None:
         if running > self.peak:
-            # One more than the limit while others wait: it is that much higher, and not gone.
+            # More than the known limit run while others wait: then the limit is higher, but there still is one.
             self.known = running if self.known and waiting >= 1.0 else 0.0
             self.peak, self.at_peak, self.below = running, 0.0, 0.0
         if waiting >= 1.0:
@@ -216,28 +224,29 @@ class _Limit(Struct):
 
 
 class _Class:
-    """Endpoints that look alike: normal equations of `observed = prefill·x + step·y + load·z + lag·w`, all relative to
-    what was expected, and the factors that solve them. Plain floats: arrays of three cost four times as much."""
+    """A class of endpoints that look alike: the normal equations of `observed = prefill·x + step·y + load·z + lag·w`,
+    with all terms relative to the expected time, and the factors that solve them. Plain floats, because numpy arrays of
+    three take four times as long."""
 
     def __init__(self, factors: _Three) -> None:
         self.begin(factors)
         self.noise = NOISE
-        #: Of the members' own means: their weights, and the weighted sum.
+        #: Over the members' own means: sum of their weights, and weighted sum.
         self.weight = self.sum = 0.0
         self.limit = _Limit()
         self.members: set[int] = set()
-        #: Mean of late of the logarithm of observed / expected, in standard deviations of one.
+        #: Moving average of log(observed / expected), in standard deviations of one stretch.
         self._drift = 0.0
         self._squares: _Three = (0.0, 0.0, 0.0)
-        #: x·y, x·z, y·z.
+        #: Sums of x·y, x·z, y·z; above of x², y², z², below of observed·x, ·y, ·z.
         self._products: _Three = (0.0, 0.0, 0.0)
         self._observed: _Three = (0.0, 0.0, 0.0)
-        #: x·w, y·w, z·w, w·w, observed·w.
+        #: Sums of x·w, y·w, z·w, w·w, observed·w.
         self._lagged: _Five = (0.0, 0.0, 0.0, 0.0, 0.0)
 
     def begin(self, factors: _Three) -> None:
-        """Take these for as long as nothing was observed here."""
-        #: The factors now, and those that the members' columns were made of.
+        """Set the factors that hold until something is observed."""
+        #: The current factors, and those from which the members' columns were computed.
         self.factors = self.published = factors
         self.lag = factors[1]
         self.level = _level(factors)
@@ -247,7 +256,8 @@ class _Class:
         return not any(self._squares)
 
     def add(self, row: _Three, lag: float, observed: float, weight: float, pool: _Three) -> None:
-        """`row` and `lag`: what multiplies each factor, as shares of what was expected."""
+        """Add a stretch and solve for the factors. `row`, `lag`: the multiplier of each factor and of the lag, as
+        shares of the expected time. `observed`: observed / expected. `pool`: the pool's mean factors."""
         self._drift += DRIFT_SHARE * (log(observed) / sqrt(self.noise) - self._drift)
         changed = min(max(self._drift * self._drift - STEADY, 0.0), 1.0)
         keep = 1.0 - weight * (CLASS_FORGET + changed * CHANGED_FORGET)
@@ -263,15 +273,15 @@ class _Class:
             w = weight * lag
             xw, yw, zw, ww, ow = xw + w * x, yw + w * y, zw + w * z, ww + w * lag, ow + w * observed
         self._lagged = (xw, yw, zw, ww, ow)
-        # The prior: `near` of (a/A - 1)², `tied` of (b/B - a/A)², `loose` of (c/C - b/B)², `free` of (l/B - b/B)², with
-        # the pool's A, B and C.
+        # The prior adds near·(a/A - 1)² + tied·(b/B - a/A)² + loose·(c/C - b/B)² + free·(lag/B - b/B)² to the sum of
+        # squares. A, B and C are the pool's factors.
         near, tied, loose, free = PRIOR_WEIGHTS
         a, b, c = 1.0 / pool[0], 1.0 / pool[1], 1.0 / pool[2]
         xx, ox = xx + (near + tied) * a * a, ox + near * a
         yy, zz = yy + (tied + loose + free) * b * b, zz + loose * c * c
         xy, yz = xy - tied * a * b, yz - loose * b * c
         yw, ww = yw - free * b * b, ww + free * b * b
-        # What the lag explains is taken out; where that would have to be negative, it explains nothing.
+        # Eliminate the lag from the equations. If its solution is negative, solve again without a lag.
         p, q, r = xw / ww, yw / ww, zw / ww
         matrix = (xx - p * xw, yy - q * yw, zz - r * zw, xy - p * yw, xz - p * zw, yz - q * zw)
         solution = _solved(*matrix, ox - p * ow, oy - q * ow, oz - r * ow)
@@ -300,7 +310,8 @@ class _Class:
 
     @classmethod
     def restored(cls, learned: ClassLearned) -> "_Class | None":
-        """`None` = its equations are none that observations lead to, and may have no solution."""
+        """Return the class from a state file; `None` = no observations lead to its equations, which may have no
+        solution."""
         (xx, yy, zz), (xy, xz, yz), (xw, yw, zw, ww, _) = learned.squares, learned.products, learned.lagged
         matrix = np.array([[xx, xy, xz, xw], [xy, yy, yz, yw], [xz, yz, zz, zw], [xw, yw, zw, ww]])
         if np.linalg.eigvalsh(matrix)[0] < -1e-9 * matrix.trace():
@@ -316,7 +327,7 @@ class _Class:
 def _solved(
     xx: float, yy: float, zz: float, xy: float, xz: float, yz: float, ox: float, oy: float, oz: float
 ) -> _Three:
-    """Cramer's rule; the prior makes the matrix positive definite."""
+    """Solve three linear equations by Cramer's rule. The prior makes the matrix positive definite."""
     first, second, third = yy * zz - yz * yz, xz * yz - xy * zz, xy * yz - xz * yy
     det = xx * first + xy * second + xz * third
     return (
@@ -332,13 +343,13 @@ def _bounded(factors: _Three) -> _Three:
 
 
 def _level(factors: _Three) -> float:
-    """The logarithm of what a stretch takes, more or less."""
+    """Return the logarithm of the factor on the time of a typical stretch."""
     return log(sum(factor * share for factor, share in zip(factors, TYPICAL, strict=True)))
 
 
 class _Own:
-    """How much longer an endpoint takes than the prior has it: a mean of logarithms, the weight behind it, and when it
-    was renewed (clock seconds)."""
+    """How much longer an endpoint takes than by the prior: the mean of logarithms, the weight of the evidence, and the
+    clock seconds when it was renewed."""
 
     __slots__ = ("mean", "renewed", "weight")
 
@@ -353,7 +364,7 @@ class _Own:
         self.count(alike, 1.0)
 
     def count(self, alike: _Class, sign: float) -> None:
-        """Add it to the sums of its class, or take it out of them."""
+        """Add the endpoint to the sums of its class (`sign` = 1), or subtract it (-1)."""
         alike.weight += sign * self.weight
         alike.sum += sign * self.weight * self.mean
 
@@ -362,7 +373,7 @@ class _Own:
         self.renewed = now
 
     def ratio(self, alike: _Class, now: float) -> float:
-        """The posterior mean of what it takes in proportion to its class."""
+        """Return the posterior mean of the endpoint's time relative to its class; 1 = equal."""
         self.count(alike, -1.0)
         self._age(now)
         self.count(alike, 1.0)
@@ -388,12 +399,11 @@ class Rates:
     load: FloatColumn
 
     def __init__(self, prior: StepModel = PRIOR, stale: set[int] | None = None) -> None:
-        """`stale`: is told the slots whose factors changed."""
+        """`stale`: slots whose factors changed are added to it."""
         self.prior = prior
         self.columnwise = prior.columnwise()
         self._stale = set() if stale is None else stale
-        #: 5 × slots, its rows, and the same by slot: the factors of first tokens and of output tokens (`core.predictor`
-        #: learns them), of prefill, of a step and of its load.
+        #: 5 × slots: `kappa` and `tpot_kappa` (`core.predictor` learns them), `prefill`, `step`, `load`.
         self.columns: FloatColumn = np.ones((5, 0))
         self._name_rows()
         self._ratios: FloatColumn = np.ones(0)
@@ -409,7 +419,7 @@ class Rates:
         self.by_slot = self.columns.T
 
     def reset(self, slot: int, look: Hashable = None) -> None:
-        """A new endpoint stands at `slot`, or the engine there was started anew: it is what it looks like."""
+        """Put a new endpoint or restarted engine at `slot` into the class `look`; its own ratio is 1."""
         while slot >= len(self._own):
             self._own.append(_Own())
             self._looks.append(None)
@@ -442,9 +452,9 @@ class Rates:
         lags: float = 0.0,
         cached: float = 0.0,
     ) -> None:
-        """A stretch took `took_ms`. It was prefill of `work_ms` in `steps` steps that carried a load of `load_ms` each,
-        all at the prior's speed. `lags`: how often what was computed next had come in the middle of a step; `cached`:
-        prompt tokens that were not to be computed."""
+        """Learn from a stretch that took `took_ms`: prefill of `work_ms` in `steps` steps, each with a decoding load of
+        `load_ms`, all at the prior's speed. `lags`: how many of its prompts had arrived in the middle of a step.
+        `cached`: prompt tokens that were believed to be cached."""
         alike = self._classes[self._looks[slot]]
         a, b, c = alike.factors
         lag_ms = lags * (self.prior.c0 + load_ms)
@@ -462,7 +472,7 @@ class Rates:
         row = (work_ms / expected, fixed_ms / expected, load_ms / expected)
         alike.add(row, lag_ms / expected, exp(off), weight, self._pool)
         self._observed += 1
-        share = max(POOL_SHARE, 3.0 / (2 + self._observed))  # the first ones still move, and count for less
+        share = max(POOL_SHARE, 3.0 / (2 + self._observed))  # the first factors are still inaccurate
         a, b, c = (mean + share * (new - mean) for mean, new in zip(self._pool, alike.factors, strict=True))
         self._pool = (a, b, c)
         self._ratios[slot] = own.ratio(alike, now)
@@ -470,7 +480,7 @@ class Rates:
             self._publish(alike)
         else:
             self._write(slot, alike)
-        # Whose evidence gets old, in turn.
+        # With each stretch, update one other slot in turn, because the evidence about it gets older.
         self._turn = turn = (self._turn + 1) % len(self._own)
         alike = self._classes[self._looks[turn]]
         if alike.is_untried:
@@ -479,15 +489,15 @@ class Rates:
         self._write(turn, alike)
 
     def sampled(self, slot: int, waiting: float, running: float) -> None:
-        """A scrape of an endpoint with memory to spare."""
+        """Learn the limit of sequences from a scrape of an endpoint with memory to spare."""
         self._classes[self._looks[slot]].limit.sampled(waiting, running)
 
     def limit(self, slot: int) -> float:
-        """How many sequences it runs at once; 0 = not known."""
+        """Return how many sequences the endpoint runs at once; 0 = unknown."""
         return self._classes[self._looks[slot]].limit.known
 
     def _publish(self, alike: _Class) -> None:
-        """All members of a class its factors."""
+        """Write the factors of a class to the columns of all its members."""
         members = list(alike.members)
         alike.published = alike.factors
         ratios = self._ratios[members]
@@ -501,15 +511,16 @@ class Rates:
             column[slot] = min(max(factor * ratio, 1.0 / SLOWEST), SLOWEST)
         self._stale.add(slot)
 
-    # ---- taken down, and given back ----
+    # ---- saved and restored ----
 
     def learned(self) -> SpeedsLearned:
-        """Classes that nobody is in (yet) come last: their engines may only be down."""
+        """Return the state to save. Classes without members come last; they are kept because their engines may only
+        be down."""
         classes = sorted(self._classes.items(), key=lambda each: not each[1].members)
         return SpeedsLearned(self._pool, self._observed, tuple(alike.learned(look) for look, alike in classes))
 
     def restore(self, learned: SpeedsLearned) -> None:
-        """Before any endpoint joins: what a class has learned meanwhile stays."""
+        """Restore the pool's mean and the classes, before any endpoint joins. Classes that exist already stay."""
         self._pool, self._observed = _bounded(learned.pool), learned.observed
         for each in learned.classes[:MOST_CLASSES]:
             alike = None if each.look in self._classes else _Class.restored(each)
@@ -517,13 +528,14 @@ class Rates:
                 self._classes[each.look] = alike
 
     def own(self, slot: int, now: float) -> tuple[float, float, float, float]:
-        """The mean of an endpoint, its weight, what it takes in proportion to its class, and the seconds since that was
-        found."""
+        """Return an endpoint's own mean, its weight, the ratio of its time to its class's, and the seconds since its
+        evidence was renewed."""
         own = self._own[slot]
         return own.mean, own.weight, float(self._ratios[slot]), max(now - own.renewed, 0.0)
 
     def restore_own(self, slot: int, mean: float, weight: float, ratio: float, idle_s: float, now: float) -> None:
-        """Evidence gets old while nobody runs, too. The ratio is found anew once all of the class are there."""
+        """Restore what was learned of an endpoint. `idle_s`: seconds since its evidence was renewed, including the time
+        when no scheduler ran. The ratio is decayed here and computed again with later stretches."""
         own, alike = self._own[slot], self._classes[self._looks[slot]]
         own.count(alike, -1.0)
         own.mean, own.weight = min(max(mean, -_MOST_OWN), _MOST_OWN), min(weight, 1.0 / FORGET)

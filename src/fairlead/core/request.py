@@ -32,7 +32,7 @@ class Request(Struct, frozen=True, gc=False):
     path: str = ""
     #: The model that the client named; empty = none.
     model: str = ""
-    #: The model that the endpoint is asked for, if manifests or a header name another one; see `target_model`.
+    #: The model that the endpoint is asked for, if manifests or a header name another one than `model`; empty = none.
     target: str = ""
     #: Another target model and the name of an objective, from the client's headers; empty = not given.
     rewrite: str = ""
@@ -60,9 +60,10 @@ class Request(Struct, frozen=True, gc=False):
     fairness_id: str = ""
     #: Addresses (`ip`, `ip:port`) that the gateway allows; `None` = no restriction, empty = none allowed.
     subset: frozenset[str] | None = None
+    #: The latencies that the client asks for, in milliseconds; 0 = none.
     slo_ttft_ms: float = 0.0
     slo_tpot_ms: float = 0.0
-    #: Seconds that it may wait in the queue; 0 = as configured.
+    #: Seconds that the request may wait in the queue; 0 = as configured.
     ttl_s: float = 0.0
     #: The client's x-request-id, for logs and records only.
     external_id: str = ""
@@ -70,7 +71,7 @@ class Request(Struct, frozen=True, gc=False):
     blind: bool = False
     #: Sequences that it becomes in the engine: `n` answers to each of its prompts. They share their prompt's prefill.
     sequences: int = 1
-    #: The engine computes all of its prompt, whatever is cached. Afterwards it is cached as any other.
+    #: The engine computes the whole prompt even if it is cached. Afterwards the prompt is cached like any other.
     recomputed: bool = False
     #: Block hashes of the tokenised prompt, for the exact index. Opaque to all other code, and never in a record, log
     #: or journal.
