@@ -1,27 +1,28 @@
-"""Flow control as a whole: go at once, wait, or be refused; and who goes, or makes way, when something has changed.
+"""Flow control: whether a request is sent at once, waits or is refused; which waiting request is sent next; eviction.
 
-    arrived ──► nobody waits, and the policy's choice is open ──► goes there at once
+    arrived ──► no request waits, and the policy's choice is open ──► sent there at once
             └─► waits ──► dispatched: a pair (request, open endpoint) was chosen
                       ├─► refused: over a limit, out of time, shutting down
                       └─► cancelled: the client is gone
 
 Rules
-* Late: an endpoint is chosen when a request leaves the queue, never before. `PairBinder` chooses among a window of
-  requests and all open endpoints; fairness says whose window it is.
-* Strict between bands, but never idle: where no request of a higher band can use what is open, a lower one may.
-  Room that a band's heavy requests leave to its light ones is left by lower bands, too. Two settings bend that: minimum
-  shares (`shares`) let a lower band go first now and then, ceilings (`Ceiling`) keep it waiting although something is
-  open.
+* Late binding: an endpoint is chosen when a request leaves the queue, never before. `PairBinder` chooses among a window
+  of requests and all open endpoints; fairness determines whose window it is.
+* Bands are strict, but no endpoint stays idle: if no request of a higher band can use an open endpoint, a lower band
+  may. Lower bands also leave the room that a band's heavy requests leave to its light ones. Two settings change that:
+  minimum shares (`shares`) let a lower band go first now and then, and ceilings (`Ceiling`) keep a band waiting
+  although an endpoint is open.
 * Driven by events: arrivals, first tokens, ends, scrapes, joining endpoints. There is no tick. One call dispatches at
-  most one request; `more` then says that it is not done, so that a long queue does not hold up everybody else.
-  One call refuses at most `REFUSALS` of those that wait, however many run out of time at once; while some are left
-  whose time is over (`overdue`), nobody goes.
-* The gate judges by our own ledger first. Where it knows nothing it says open: stale metrics never halt a pool.
-* While nobody waits and all that is in flight is of one flow, there is nothing to share, and requests are not counted:
-  flow control costs a request one look at the endpoint that the policy chose (`only`). What is in flight is counted
-  when that ends (`count`).
-* Between flows (`core.fairness.Demand`): a light one's requests go at once unless a higher band waits, also where the
-  worked-out gate says closed; those of heavy ones wait where they would slow it down.
+  most one request; `more` then says that another call is needed, so that a long queue does not delay other events.
+  One call refuses at most `REFUSALS` waiting requests, however many run out of time at once. While expired requests are
+  left (`overdue`), no request is dispatched.
+* The gate judges by our own ledger first. An endpoint of which nothing is known is open: stale metrics never halt a
+  pool.
+* While no request waits and all requests in flight belong to one flow, there is nothing to share and requests are not
+  counted. Flow control then only checks the endpoint that the policy chose (`only`). When that state ends, the requests
+  in flight are counted (`count`).
+* Between flows (`core.fairness.Demand`): requests of a light flow are sent at once unless a higher band waits, even if
+  the `ledger` gate is closed. Requests of a heavy flow wait where they would slow down a light one.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -58,9 +59,10 @@ from fairlead.core.records import DecisionRecord, Trace, Waited
 from fairlead.core.request import Request
 from fairlead.core.table import EndpointTable
 
-#: Pairs among which one is chosen, at most, and requests, at least: one choice must not hold up everybody else.
+#: Limits of one choice, so that it does not delay other events: at most this many pairs, but at least this many
+#: requests.
 PAIRS, FEWEST = 2048, 16
-#: Requests that are taken out and told so in one call: 0.05 ms each, all in all.
+#: Waiting requests that one call refuses at most; each takes 0.05 ms in total.
 REFUSALS = 16
 
 
@@ -71,23 +73,24 @@ class Gate(Protocol):
     def name(self) -> str: ...
     @property
     def soft(self) -> bool:
-        """Light requests may pass it while it is closed: a limit that was set by hand holds for all."""
+        """Whether light requests may pass while the gate is closed. False for a limit that was set by hand."""
         ...
 
     def open(self, fleet: Fleet, now: float) -> BoolColumn | None:
-        """`None` = all of them."""
+        """Return the open slots; `None` = all."""
         ...
 
     def admits(self, slot: int, fleet: Fleet, now: float) -> bool:
-        """Whether that one is open, worked out in less time than `open`. False = it may be."""
+        """Whether the slot is surely open. Faster than `open`; False = unknown."""
         ...
 
     def level(self, fleet: Fleet, now: float) -> float:
-        """The pool's saturation: 1 = no endpoint may be sent one more, on average; above, oversubscribed."""
+        """Return the pool's saturation: 1 = on average no endpoint may be sent another request; above 1 =
+        overloaded."""
         ...
 
 
-#: The only flow while no other has come: whoever comes first.
+#: Value of `FlowControl.only` before the first request: any flow may become the only one.
 ANYBODY = FlowKey(0, "", "")
 
 #: Request → expected tokens of its answer.
@@ -99,8 +102,8 @@ def _nothing(request: Request) -> float:
 
 
 class Tally:
-    """Counts, for all that wait, what they wait for: two sums of seconds and one of requests, each request by what they
-    grow while it waits."""
+    """Counts why requests wait: the seconds in which no endpoint was open, the seconds in which one was, and the
+    requests sent. A waiting request notes the three sums when it is queued; their growth explains its wait."""
 
     def __init__(self) -> None:
         self._closed_s = self._kept_s = self._looked = 0.0
@@ -108,7 +111,7 @@ class Tally:
         self._open = False
 
     def look(self, opened: bool, now: float) -> None:
-        """Whether some endpoint is open from now on, as it stands before somebody is sent there."""
+        """Note whether an endpoint is open from now on, before the next request is sent."""
         if self._open:
             self._kept_s += now - self._looked
         else:
@@ -123,7 +126,7 @@ class Tally:
         self._sent += 1
 
     def of(self, waiting: Waiting, now: float, compared: int = 0, passed: int = 0) -> Waited:
-        """Why it waited. `compared`, `passed`: as in `Waited`."""
+        """Return why a request waited. `compared`, `passed`: as in `Waited`."""
         closed_s, kept_s, sent = (
             after - before for after, before in zip(self.counted(now), waiting.counted, strict=True)
         )
@@ -132,7 +135,7 @@ class Tally:
 
 
 class FlowControl:
-    """Owns the queues."""
+    """Decides about waiting requests. Owns the queues."""
 
     def __init__(
         self,
@@ -146,7 +149,8 @@ class FlowControl:
         shedding: EarlyShedding | None = None,
         drains: bool = False,
     ) -> None:
-        """`drains`: at a shutdown those that wait are sent instead of refused."""
+        """`window`: requests considered in one choice, at most. `drains`: at a shutdown, waiting requests are sent
+        instead of refused."""
         self.queues = queues
         self.gate = gate
         self.binder = binder
@@ -157,26 +161,27 @@ class FlowControl:
         self._shedding = shedding
         self._drains = drains
         self.peers = PeerQueues()
-        #: Nobody is held any more.
+        #: No request is kept waiting any more: all endpoints count as open.
         self.draining = False
         #: The flow whose requests are not counted, because there is no other; `None` = all are counted, by flow.
         self.only: FlowKey | None = None
         self.relax()
-        #: Since when nobody may wait any more; `inf` = they may.
+        #: Clock seconds since when no request may wait, because of a shutdown; `inf` = requests may wait.
         self._stopped = inf
-        #: Since when there is no endpoint and nobody may wait for one.
+        #: Clock seconds since when the pool has no endpoints and requests may not wait for one; `inf` = otherwise.
         self._deserted = inf
+        #: The last `expire` or `stop` may have left requests that must be refused too.
         self._left = False
         self.tally = Tally()
-        #: The last look that found nobody to go: what was open, and the newest request then.
+        #: The last pass that dispatched nothing: the open slots, the number of the newest request, the table's version.
         self._in_vain: BoolColumn | None = None
         self._newest = (0, 0)
-        #: How many others the last one that went was compared with, and how many of them stood before it.
+        #: How many others the last dispatched request was compared with, and how many of them were ahead of it.
         self._among = (0, 0)
-        #: Priority → requests that a look which is not done has passed over, behind those whose turn it is.
+        #: Priority → number of requests, after those whose turn it is, that an unfinished pass has already considered.
         self._passed: dict[int, int] = {}
-        #: Whether a look at the queues ended before it was done, and else the clock seconds at which one more look is
-        #: worth it even if nothing happens; `inf` = never.
+        #: Whether the pass over the queues is unfinished; and the clock seconds of the next pass if no event causes one
+        #: earlier, `inf` = none.
         self.more = False
         self.look_again = inf
 
@@ -186,8 +191,8 @@ class FlowControl:
     # ---- one flow alone ----
 
     def count(self, leases: Iterable[tuple[Lease, float]], fleet: Fleet) -> list[Charge]:
-        """From now on all requests are counted. `leases`: of those in flight, with the tokens of the answer expected.
-        Returns their charges."""
+        """Count all requests by flow from now on. `leases`: those in flight, with the expected tokens of their answers.
+        Return their charges, in the same order."""
         self.only = None
         return [
             self.sent(lease.request, lease.slot, lease.uncached_tokens, output, fleet, lease.charged_at)
@@ -196,11 +201,11 @@ class FlowControl:
 
     @property
     def uncounted(self) -> FlowKey | None:
-        """The one flow whose requests go uncounted."""
+        """The one flow whose requests are not counted; `None` = there is none."""
         return None if self.only is ANYBODY else self.only
 
     def relax(self) -> None:
-        """Stop counting if there is one flow at most. To be called now and then."""
+        """Stop counting if there is at most one flow. Called periodically."""
         if self.only is None and self._ceiling is None and self._shedding is None and not len(self.queues):
             active = self.queues.active()
             only = active[0] if active else ANYBODY
@@ -210,7 +215,7 @@ class FlowControl:
     # ---- arrivals ----
 
     def asks(self, request: Request, fleet: Fleet, now: float) -> bool:
-        """Whether `arrived` depends on the policy's choice."""
+        """Whether `arrived` needs the policy's choice."""
         if not fleet.table.count:
             return False
         if len(self.queues):
@@ -218,8 +223,8 @@ class FlowControl:
         return self.queues.guarding(request.priority) or self.gate.open(fleet, now) is not None
 
     def _passes(self, band: Band, flow: Flow, ms: float) -> bool:
-        """Whether one more request of the flow is light, and need not mind those that wait: none of its own, nobody of
-        a higher band, and it is its turn."""
+        """Whether another request of the flow is light and may go before waiting requests: its flow has none waiting,
+        no higher band has any, and it is the flow's turn. `ms`: milliseconds of its work."""
         return (
             band.fair
             and not len(flow)
@@ -231,9 +236,11 @@ class FlowControl:
     def arrived(
         self, request: Request, fleet: Fleet, now: float, slot: int = -1, expect: Expect = _nothing
     ) -> "Refused | tuple[Waiting, list[Waiting]] | None":
-        """`None` = the policy decides at once: what it chose is open, or nobody can ever serve it. Else why it is
-        refused, or that it waits, and who gave way for it. `slot`: the policy's choice, if `asks`; < 0 = none.
-        `expect`: tokens of the answer."""
+        """Decide about an arriving request. Return `None` if it goes to the policy at once, because the policy's choice
+        is open, it may not wait, or no endpoint can ever serve it. Else return its refusal, or the waiting request and
+        the requests that it displaced.
+
+        `slot`: the policy's choice, if `asks`; < 0 = none. `expect`: returns the expected tokens of the answer."""
         if request.priority < 0 and self._shedding is not None and self._shedding.sheds(self.gate.level(fleet, now)):
             return Refused(SATURATED, "the pool is nearly saturated, and the request is sheddable", status=429)
         if fleet.table.count and self._goes(request, fleet, now, slot, expect):
@@ -250,14 +257,14 @@ class FlowControl:
         outcome, displaced = self.queues.put(request, now, ttl, work, output, ms)
         if isinstance(outcome, Waiting):
             outcome.known = known
-            if len(self.queues) == 1:  # nobody has looked while nobody waited
+            if len(self.queues) == 1:  # the tally is not kept up to date while no request waits
                 self._look(fleet, now)
                 self.peers.reopen()
             outcome.counted = self.tally.counted(now)
         return outcome if isinstance(outcome, Refused) else (outcome, displaced)
 
     def _goes(self, request: Request, fleet: Fleet, now: float, slot: int, expect: Expect) -> bool:
-        """Whether it goes at once, to `slot` if that is known."""
+        """Whether the request is sent at once; to `slot` if that is not negative."""
         free = not len(self.queues)
         if request.priority < self.peers.top:
             return False
@@ -275,7 +282,7 @@ class FlowControl:
         return free and goes and not held
 
     def sent(self, request: Request, slot: int, uncached: float, output: float, fleet: Fleet, now: float) -> Charge:
-        """A request goes that has not waited: charge its flow, and `settle` it at the end."""
+        """Charge the flow of a request that is sent without waiting. The caller must `settle` the charge at its end."""
         band, flow = self.queues.of(request, now)
         charge, step_ms = self._charge(band, flow, request, slot, uncached, output, fleet, now)
         self.queues.sent(flow, charge, step_ms)
@@ -283,8 +290,8 @@ class FlowControl:
         return charge
 
     def settle(self, charge: Charge, status: int, tokens: int, duration_ms: float, now: float) -> None:
-        """A request that went is over: HTTP status (0 = none came), tokens of the answer and milliseconds from its
-        arrival at the gateway (both < 0 = not known)."""
+        """Settle the charge of a request that ended. `status`: HTTP status, 0 = none came. `tokens`: of the answer.
+        `duration_ms`: from its arrival at the gateway. Negative = unknown."""
         took_ms = (now - charge.since) * 1e3
         if duration_ms >= 0.0:
             took_ms = min(took_ms, duration_ms)
@@ -293,7 +300,7 @@ class FlowControl:
     def _work(
         self, request: Request, slot: int, uncached: float, output: float, fleet: Fleet
     ) -> tuple[float, float, float, float]:
-        """Milliseconds of an engine's time: all of the request, and its parts (`core.cost.work_ms`)."""
+        """Return the milliseconds of an engine's time for the whole request, and the three of `core.cost.work_ms`."""
         prompt_ms, token_ms, step_ms = work_ms(slot, request.prompt_tokens, uncached, fleet)
         return prompt_ms + output * token_ms, prompt_ms, token_ms, step_ms
 
@@ -308,7 +315,7 @@ class FlowControl:
         fleet: Fleet,
         now: float,
     ) -> tuple[Charge, float]:
-        """With the milliseconds of a step there."""
+        """Return the charge, and the milliseconds of a decode-only step at the slot."""
         ms, prompt_ms, token_ms, step_ms = self._work(request, slot, uncached, output, fleet)
         light = band.fair and band.demand.light(flow, ms) and band.fairness.due(flow)
         return Charge(flow, slot, now, prompt_ms, token_ms, ms, light), step_ms
@@ -318,14 +325,14 @@ class FlowControl:
         return self._times.of(request, rule, fleet.table.count)
 
     def _below_ceiling(self, priority: int, fleet: Fleet, now: float) -> bool:
-        """Whether a request that nobody waits in front of may go, as far as ceilings matter."""
+        """Whether the ceilings let the band of this priority send a request now."""
         if self._ceiling is None:
             return True
         priorities = sorted({priority, *(band.priority for band in self.queues.bands())}, reverse=True)
         return self._ceiling.allowed(self.gate.level(fleet, now), priorities)[priorities.index(priority)]
 
     def _served(self, fleet: Fleet, now: float) -> tuple[Sequence[Band], bool]:
-        """Bands in the order in which they may send now, and whether ceilings hold some back."""
+        """Return the bands in the order in which they may send now, and whether ceilings hold back waiting requests."""
         bands = self.queues.bands()
         if self._ceiling is None or not bands:
             return self._shares.order(bands), False
@@ -334,7 +341,7 @@ class FlowControl:
         return self._shares.order(free), any(band.count for band in bands if band not in free)
 
     def dispatch(self, fleet: Fleet, now: float) -> Bound | None:
-        """Who goes now. The caller charges it to the ledger."""
+        """Return the request to send now and its endpoint; `None` = none. The caller charges it to the ledger."""
         self.more = False
         bound = self._next(fleet, now)
         if bound is None:
@@ -354,7 +361,7 @@ class FlowControl:
         if not len(self.queues) or not fleet.table.count:
             if not self._times.no_endpoints and not fleet.table.count:
                 self._deserted = min(self._deserted, now)
-            self.look_again = inf  # an endpoint that joins makes us look
+            self.look_again = inf  # an endpoint that joins causes the next pass
             self.tally.look(False, now)
             return None
         self._deserted = inf
@@ -385,12 +392,12 @@ class FlowControl:
         if self._passed:
             self.more = True
             return None
-        # How full the pool is, which ceilings look at, and where light requests run may change though nothing opens.
+        # If ceilings, peers or light requests held a band back, the next pass may succeed although no endpoint opens.
         self._in_vain, self._newest = None if held_back else opened, (self.queues.newest, fleet.table.version)
         return None
 
     def _calm(self, band: Band, opened: BoolColumn, table: EndpointTable, now: float) -> BoolColumn:
-        """Of what is open, where heavy requests may go for the sake of others' light ones."""
+        """Return the open slots to which heavy requests of the band may go without slowing down light ones."""
         patient_until = band.oldest() + PATIENCE
         if not band.fair or patient_until <= now:
             return opened
@@ -401,7 +408,8 @@ class FlowControl:
         return opened & calm
 
     def _usable(self, band: Band, held: BoolColumn, fleet: Fleet, now: float) -> BoolColumn:
-        """Of the endpoints at which heavy requests of the band must wait, those that can serve some."""
+        """Return those of the slots `held`, at which heavy requests of the band must wait, that can serve any of the
+        waiting requests considered."""
         usable = np.zeros_like(held)
         for window in self.queues.turns(band, 1):
             usable |= held & self.binder.able(window[0], fleet, now)
@@ -410,7 +418,7 @@ class FlowControl:
         return usable
 
     def _not_heavy(self, band: Band, fleet: Fleet, opened: BoolColumn, now: float) -> Bound | None:
-        """Of those that need not wait for the sake of others, whose turn it is."""
+        """Dispatch a request of the first flow in turn that is not heavy; `None` = none can be sent."""
         for window in self.queues.turns(band, FEWEST):
             flow = window[0].flow
             if flow is not None and not band.demand.heavy(flow, 0.0) and band.fairness.due(flow):
@@ -423,7 +431,7 @@ class FlowControl:
         return None
 
     def _look(self, fleet: Fleet, now: float) -> BoolColumn:
-        """Which endpoints are open."""
+        """Return the open slots, and tell the tally."""
         opened = self.gate.open(fleet, now)
         if opened is None:
             opened = fleet.table.alive
@@ -431,7 +439,8 @@ class FlowControl:
         return opened
 
     def _would_be_in_vain(self, opened: BoolColumn, version: int, now: float) -> bool:
-        """Nobody came, nothing opened, and nobody's patience ended since a look that found nobody to go."""
+        """Whether a pass would dispatch nothing: no endpoint is open; or since a pass that dispatched nothing no
+        request came, no endpoint opened, and `look_again` has not passed."""
         if not np.count_nonzero(opened):
             self._in_vain = None
             self.look_again = inf
@@ -442,13 +451,14 @@ class FlowControl:
         return now < self.look_again and not np.count_nonzero(opened & ~before)
 
     def _of_band(self, band: Band, fleet: Fleet, opened: BoolColumn, now: float) -> Bound | None:
-        """One look is two choices at most: among those whose turn it is, then among as many others. Where there are
-        more, the next look goes on behind them."""
+        """Return a pair of a request of the band and an endpoint. One pass makes at most two choices: among the window
+        whose turn it is, then among as many requests after it. If there are more, the next pass continues behind
+        them."""
         most = min(self._window, max(PAIRS // len(fleet.table), FEWEST))
         turns = self.queues.turns(band, most)
         passed = self._passed.pop(band.priority, 0)
         windows = [next(turns, [])]
-        # Whose turn it is cannot go. Among the others the best pair may: their flows pay for it all the same.
+        # If no request of the window in turn can be sent, the best pair of the others may. Their flows are charged.
         remaining = islice(chain.from_iterable(turns), passed, passed + most)
         for window in chain(windows if not passed else [], [remaining]):
             among = list(window)
@@ -462,7 +472,8 @@ class FlowControl:
         return None
 
     def expire(self, fleet: Fleet, now: float) -> list[tuple[Waiting, Refused]]:
-        """Those whose time is over, and what they are told: the first `REFUSALS`. For all others see `overdue`."""
+        """Take out the first `REFUSALS` requests whose time is over, and return them with their refusals. If `overdue`
+        is true afterwards, more are left."""
         if self._stopped < inf:
             return self.stop(now)
         if fleet.table.count:
@@ -474,7 +485,8 @@ class FlowControl:
         return [(waiting, why) for waiting in late]
 
     def stop(self, now: float) -> list[tuple[Waiting, Refused]]:
-        """Nobody may wait from now on. Takes out those that do as `expire` does, unless they are sent."""
+        """Let no request wait from now on. With `drains`, the waiting requests are sent. Otherwise take out and refuse
+        the first `REFUSALS`, as `expire` does."""
         if self._drains:
             self.drain()
             return []
@@ -483,13 +495,14 @@ class FlowControl:
         return [(waiting, _stopping()) for waiting in self.queues.clear(REFUSALS)]
 
     def drain(self, gate: Gate | None = None) -> None:
-        """From now on all endpoints are open: who waits goes. `gate`: no more, this one says so again."""
+        """Treat all endpoints as open from now on, so that all waiting requests are sent. With a `gate`: end that, and
+        use this gate."""
         self.draining = gate is None
         self.gate = gate or PoolGate("open", lambda fleet, now: 0.0)
         self._in_vain = None
 
     def overdue(self, now: float) -> bool:
-        """Whether some are left of those that were to be taken out, and `expire` must be called once more."""
+        """Whether expired requests are left, so that `expire` must be called again."""
         return self._left and self.next_deadline() <= now
 
     def next_deadline(self) -> float:
@@ -497,7 +510,7 @@ class FlowControl:
         return over if over < inf and len(self.queues) else self.queues.next_deadline()
 
     def oldest(self) -> float:
-        """Since when the request that waits longest waits; `inf` = none does."""
+        """Return the clock seconds since when the longest-waiting request waits; `inf` = none waits."""
         return min((band.oldest() for band in self.queues.bands()), default=inf)
 
     def validate(self) -> None:
@@ -508,36 +521,38 @@ def _stopping() -> Refused:
     return Refused(SHUTTING_DOWN, "the scheduler is shutting down; try again")
 
 
-# Eviction: sheddable requests that run make way for more important ones that wait.
+# Eviction: running sheddable requests are ended to make room for more important ones that wait.
 #
-# Only requests with a priority below 0 are evicted, for requests of a strictly higher priority, and only where that
-# one could run: the lowest priority first, of those the newest, which has the least to lose.
+# Only requests with a priority below 0 are evicted, for requests of a strictly higher priority, and only at endpoints
+# that can serve the waiting request. The lowest priority goes first, and among equals the newest, which loses the
+# least.
 #
 # Rules
-# * A victim counts as gone when its lease is: the actuator closes its stream, and the gateway tells the model server,
-#   which gives up its memory within 0.3 s (measured, vLLM 0.32). Until then, and for `GRACE` seconds after the
-#   decision, nobody else is evicted: else one shortage would cost many victims.
-# * Whose end nobody confirms within `CONFIRM` seconds is not waited for, and not evicted a second time.
-# * At most `AT_ONCE` per decision.
+# * A victim is gone when its lease is released. The driver closes its stream, and the gateway tells the model server,
+#   which frees its memory within 0.3 s (measured, vLLM 0.32). Until then, and for `GRACE` seconds after the decision,
+#   no other request is evicted: otherwise one shortage would cost many victims.
+# * A victim whose end is not confirmed within `CONFIRM` seconds is no longer waited for, and not evicted again.
+# * At most `AT_ONCE` victims per decision.
 
+#: Seconds, seconds, and requests; see above.
 GRACE = 0.5
 CONFIRM = 10.0
 AT_ONCE = 2
 
 
 class Eviction:
-    """`after`: seconds that a request must have waited before others make way for it. Raises `ValueError` if < 0."""
+    """`after`: seconds that a request must have waited before others are evicted for it. Raises `ValueError` if < 0."""
 
     def __init__(self, after: float = 0.25) -> None:
         if not after >= 0:
             raise ValueError("a time must not be negative")
         self._after = after
-        #: Victims that are on the books still.
+        #: Victims whose leases are still held.
         self._evicting: list[Lease] = []
         self._last = -inf
 
     def victims(self, flow: FlowControl, fleet: Fleet, now: float) -> list[Lease]:
-        """Who has to go now. The caller notes when in their leases."""
+        """Return the leases to evict now. The caller sets their `evicted_at`."""
         self._evicting = [lease for lease in self._evicting if lease.held]
         if self.look_at(flow) > now or any(now < lease.evicted_at + CONFIRM for lease in self._evicting):
             return []
@@ -566,51 +581,51 @@ class Eviction:
         return running[:AT_ONCE]
 
     def look_at(self, flow: FlowControl) -> float:
-        """Clock seconds before which nobody is evicted; `inf` = nobody waits."""
+        """Return the clock seconds before which no request is evicted; `inf` = no request waits."""
         oldest = min((band.oldest() for band in flow.queues.bands() if band.count), default=inf)
         return max(oldest + self._after, self._last + GRACE)
 
 
-# The flow controller: what those that wait are told, and when they are looked at again.
+# The flow controller: turns decisions about waiting requests into instructions, and sets the timers.
 #
 # Rules
-# * A request that waits is told so once (`Hold`): its gateway must be patient for as long as it may wait.
-# * Two timers, both exact: the earliest deadline, and the moment at which a request stops waiting for the endpoint
-#   that holds its prompt's beginning (or at once, when one look was not enough for all that can go).
-# * Refusals carry `Retry-After`: how long those of the same or a higher priority that wait will take at the pace of
-#   the last dispatches.
+# * The gateway is told once that a request waits (`Hold`), so that it waits for an answer as long as the request may.
+# * Two timers, both exact: one for the earliest deadline; one for the next pass over the queues, for example when a
+#   request stops waiting for the endpoint that has cached its prompt, or at once if a pass was not finished.
+# * Refusals have a `Retry-After`: the time until the waiting requests of the same or a higher priority are dispatched,
+#   at the pace of the last dispatches.
 
 DEADLINE_TIMER = "queue-deadline"
 DISPATCH_TIMER = "queue-dispatch"
-#: Seconds that a gateway gets beyond a request's deadline, so that it hears our refusal.
+#: Seconds that a gateway waits beyond a request's deadline, so that it receives our refusal.
 MARGIN = 1.0
 #: Bounds of `Retry-After`, in seconds.
 RETRY = (1.0, 60.0)
-#: More endpoints than so many times those that are there are never asked for at once.
+#: `FlowController.wanted` is at most this multiple of the present endpoints.
 GROWTH = 4.0
-#: Seconds between two looks for somebody to evict, at least.
+#: Least seconds until the next check for requests to evict.
 _MOMENT = 0.05
 #: Weight of the newest gap between two dispatches.
 _PACE = 0.05
 
-#: (what goes where, now): charge it, and route it.
+#: (the request and its endpoint, now) → the instructions that send it. Also charges it.
 Send = Callable[[Bound, float], list[Instruction]]
-#: (who has to make way, what its client is told).
+#: (the lease of the victim, the answer to its client) → the instruction that evicts it.
 Evictor = Callable[[Lease, Reject], Evict]
 
 
 class FlowController:
-    """One per pipeline. `policy` is the name under which its decisions are recorded, `target_s` how long requests may
-    wait before more endpoints are wanted."""
+    """One per pipeline. `policy`: the name under which its decisions are recorded. `target_s`: seconds that requests
+    may wait before more endpoints are wanted. `eviction`: `None` = no request is evicted."""
 
     def __init__(
         self, flow: FlowControl, policy: str = "", target_s: float = 1.0, eviction: Eviction | None = None
     ) -> None:
         self.flow = flow
         self._eviction = eviction
-        #: Whether requests of a priority below 0 may have to make way once they run.
+        #: Whether running requests of a priority below 0 may be evicted.
         self.evicts = eviction is not None
-        #: How many had to make way, by priority.
+        #: Number of evicted requests by priority.
         self.evicted: dict[int, int] = {}
         self.policy = policy
         self._target_s = target_s
@@ -623,21 +638,23 @@ class FlowController:
         return len(self.flow)
 
     def follow(self, policy: str, rules: WaitingRules) -> None:
-        """Another policy decides from now on; its rules about who can serve what hold for those that wait too."""
+        """Follow another policy from now on. Its rules, which say where requests can be served, also apply to requests
+        that wait already."""
         self.policy = policy
         self.flow.binder.follow(rules)
 
     def opened(self, fleet: Fleet, now: float) -> BoolColumn | None:
-        """Which endpoints may be sent one more request now; `None` = all of them."""
+        """Return the slots that may be sent another request now; `None` = all."""
         return self.flow.gate.open(fleet, now)
 
     def dispatched(self, send: Send, evict: Evictor, fleet: Fleet, now: float) -> list[Instruction]:
-        """To be called after every event while somebody waits."""
+        """Dispatch at most one request, evict if needed, and set timers. Call it after every event while requests
+        wait."""
         instructions: list[Instruction] = []
         bound = None if self.flow.overdue(now) else self.flow.dispatch(fleet, now)
         if bound is not None:
             instructions += send(bound, now)
-            # Time when nobody waited says nothing about the pace.
+            # The gap only counts if a request waited all the time since the last dispatch.
             if min(bound.waiting.since, self.flow.oldest()) <= self._last:
                 self._gap += _PACE * (now - self._last - self._gap)
             self._last = now
@@ -665,7 +682,8 @@ class FlowController:
         return timers
 
     def fired(self, name: str, fleet: Fleet, now: float) -> list[tuple[Waiting, Refused]]:
-        """A timer is due; `dispatched` follows. Returns those whose time is over: they have left their queues."""
+        """Handle a timer; the caller then calls `dispatched`. Return the requests whose time is over, which have left
+        their queues, with their refusals."""
         if name == DISPATCH_TIMER:
             self._look = inf
         if name != DEADLINE_TIMER:
@@ -674,14 +692,14 @@ class FlowController:
         return self.flow.expire(fleet, now)
 
     def drain_s(self, priority: float = -inf) -> float:
-        """Seconds until those that wait with this priority or a higher one have gone, at the pace of the last
-        dispatches: how long one more of this priority would wait."""
+        """Return the seconds until all waiting requests of this or a higher priority are dispatched, at the pace of the
+        last dispatches. Another request of this priority would wait that long."""
         if priority == -inf:
             return len(self.flow) * self._gap
         return sum(band.count for band in self.flow.queues.bands() if band.priority >= priority) * self._gap
 
     def wanted(self, endpoints: int, now: float) -> int:
-        """How many endpoints would keep the queue below `target_s` seconds, at `GROWTH` times as many at most."""
+        """Return how many endpoints would keep the wait below `target_s`, at most `GROWTH` times `endpoints`."""
         if not len(self.flow):
             return endpoints
         delay = max(self.drain_s(), now - self.flow.oldest())
@@ -690,7 +708,7 @@ class FlowController:
     def refused(
         self, request: Request, why: Refused, now: float, client: Any = None, waiting: Waiting | None = None
     ) -> list[Instruction]:
-        """The answer, and the record of it. `waiting`: it waited."""
+        """Return the answer to a refused request, and its record. `waiting`: if it waited."""
         return [self._answer(request, why, client), self.record(request, why, now, waiting)]
 
     def _answer(self, request: Request, why: Refused, client: Any = None) -> Reject:

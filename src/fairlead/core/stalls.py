@@ -1,38 +1,41 @@
-"""Endpoints that hang: there is work, and nothing of it moves, although the metrics page may still answer.
+"""Endpoints that hang: they have work and make no progress, although the metrics page may still answer.
 
 Theory
-* Progress of an endpoint is: a first token, an answer that ends well, or a scrape with other counters of tokens
-  (generated, or looked up in the cache) or more memory in use than the last one; of an engine that does
-  not count tokens at each step, also one with less memory in use, other requests that run or fewer that wait. Neither
-  more that wait nor, where tokens are so counted, fewer that run: fronts take requests, and give up those whose clients
-  left, while the engine hangs.
-* Silence is the time since the last progress, or since there is work: requests that only peers told of, and that the
-  page does not show, are none. Where the page shows no work, it is no longer than the oldest request is there, for
-  refused ones come and go without progress. What clients gave up lately is no excuse.
-* It is plausible for as long as the longest of
+* Progress of an endpoint is a first token, an answer that ends well, or a scrape in which, compared with the last one,
+  token counters (generated, or looked up in the cache) have changed or more memory is in use. If the engine does not
+  count tokens at each step, it is also less memory in use, a changed number of running requests, or fewer waiting ones.
+  More waiting requests are no progress, nor are fewer running ones if tokens are counted: the server in front of a
+  hanging engine still accepts requests, and drops those whose clients left.
+* Silence is the time since the last progress, or since there is work. Requests that only peers reported and that the
+  metrics page does not show are not work. If the page shows no work, silence counts at most from the charge of the
+  oldest request, because refused requests come and go without progress. This limit does not apply if clients gave up
+  requests in the last `PLAUSIBLE_S`.
+* Silence is plausible for as long as the longest of
 
-      PLAUSIBLE_S                                whatever the engine is
-      PACED × the longest silence that ended     of the last minute or so: its own recent pace. One silence teaches at
-                                                 most twice what was known, so that a hang teaches little
-      forecast × band of the largest prompt      that waits for its first token: computing it alone, as learned.
+      PLAUSIBLE_S                                for any engine
+      PACED × the longest silence that ended     in the last minute or so: the endpoint's own recent pace. One silence
+      at
+                                                 most doubles it, so that a hang changes it little
+      forecast × band of the largest prompt      that waits for its first token: the time to compute it alone.
                                                  A prompt that takes 30 s is no hang
 
-  and where no page tells tokens or memory at each step, or it stands still while first tokens come, until the first
-  answer that is due is overdue (`overdue_s`).
-* An endpoint is *suspect* when its silence is longer than that, and *out* after `OUT` times that. With the floors a
-  scrape every 0.2 s means: suspect after 1.4 s, out after 3.2 s. Suspect endpoints get requests only if no other can
-  serve them, those that are out only if all others are out too (`plugins.filters.availability.Health`).
-* It recovers at the first progress. Where nothing is left that could move, one request tries it every `RETRIED_S`.
+  If the page does not report tokens or memory at each step, or does not change although first tokens come, silence is
+  also plausible until the first answer is overdue (`overdue_s`).
+* An endpoint is *suspect* when its silence is longer than plausible, and *out* after `OUT` times that. With the least
+  values and a scrape every 0.2 s: suspect after 1.4 s, out after 3.2 s. Suspect endpoints get requests only if no other
+  can serve them, endpoints that are out only if all others are out too (`plugins.filters.availability.Health`).
+* An endpoint recovers at the first progress. If it has no work left that could show progress, it gets one request every
+  `RETRIED_S` as a test.
 
-A request is *overdue* where `Route.hedge_after_ms` lets the gateway send it to the fallback endpoint too:
+Once a request is *overdue*, `Route.hedge_after_ms` lets the gateway send it to the fallback endpoint too:
 
       stream   OVERDUE × `Forecast.known_high_ms`, at least `OVERDUE_S`
-      other    that, and twice what the most tokens that it may generate would take (without a limit, ten times the
-               expected ones), at least `OVERDUE_WHOLE_S`; above `NEVER_S` it is never
+      other    that, plus twice the time for the most tokens that it may generate (without a limit, ten times the
+               expected ones), at least `OVERDUE_WHOLE_S`; if that is more than `NEVER_S`, it is never overdue
 
-Hedges that were in vain (the first endpoint answered after all, or did not hang) lengthen all of these by a quarter,
-each other request shortens them again: about one request in fifty is hedged in vain at most, also where forecasts are
-bad or the pool is overloaded.
+Each hedge in vain (the first endpoint answered after all, or did not hang) lengthens these times by a quarter, and each
+other request shortens them again. So at most about one request in fifty is hedged in vain, even if forecasts are bad or
+the pool is overloaded.
 """
 
 from math import inf
@@ -49,77 +52,78 @@ from fairlead.core.table import EndpointTable
 WELL, SUSPECT, OUT_OF_USE = 0.0, 1.0, 2.0
 LEVELS = ("well", "suspect", "out")
 
+#: See the module's rules; seconds and factors.
 PLAUSIBLE_S = 1.2
 PACED = 2.0
 OUT = 2.5
 RETRIED_S = 5.0
-#: The pace of an endpoint that is not known, in seconds, and how long it takes to forget half of it.
+#: The initial and least pace of an endpoint in seconds, and the seconds in which a longer pace is halved.
 PACE_S = 0.5
 PACE_HALVES_S = 30.0
-#: Bounds of the band that is taken for how far off a forecast may be.
+#: Bounds of the factor by which a forecast may be too low.
 BAND = (1.0, 4.0)
-#: A page that does not know of a first token so long after it, in seconds, stands still.
+#: A metrics page that does not show a first token this many seconds after it does not follow the engine's steps.
 SEEN_S = 0.3
-#: A page of so many seconds ago still says that the endpoint tells tokens at each step.
+#: Seconds for which a scrape proves that the page follows the engine's steps.
 TELLS_S = 10.0
 #: Seconds between two looks at all endpoints.
 LOOK_S = 0.2
 
-#: Seconds per millisecond.
+#: Three times the forecast; converts its milliseconds to seconds.
 OVERDUE = 3.0 * 1e-3
 OVERDUE_S, OVERDUE_WHOLE_S, NEVER_S = 4.0, 10.0, 600.0
-#: What a hedge in vain and any other request make of the factor on it, and the most that it becomes.
+#: Factors on `Stalls.caution`: of a hedge in vain, and of any other request; and the maximum of `caution`.
 IN_VAIN, WORTH_IT, MOST = 1.25, 0.995, 16.0
 
 
 class _Watched(Struct):
-    """One endpoint. Clock seconds."""
+    """The state of one endpoint. Times are clock seconds."""
 
-    #: The last progress, or look without work.
+    #: When the endpoint last made progress, or was last seen without work.
     since: float = -inf
-    #: The longest silence of late that ended, in seconds, and when it did.
+    #: The longest recent silence that ended, in seconds, and when it ended.
     pace: float = PACE_S
     paced_at: float = -inf
-    #: Since when there is nothing that could move, while it is suspect; inf = there is.
+    #: While it is suspect or out: since when it has no work that could show progress; inf = it has some.
     empty_since: float = inf
-    #: When it was out for the last time: what was sent there before teaches nothing about its speed.
+    #: The last time that it was out. Nothing about its speed is learned from requests sent there before.
     out_until: float = -inf
-    #: The first token that came since its page last changed; inf = none.
+    #: The earliest first token since its page last changed; inf = none.
     unseen_since: float = inf
-    #: The page does not change although first tokens come: its silence says nothing.
+    #: The page does not change although first tokens come, so an unchanged page proves nothing.
     still: bool = False
-    #: When a client gave up a request that had no token yet for the last time.
+    #: The last time that a client gave up a request before its first token.
     given_up_at: float = -inf
 
 
 class Stalls:
-    """See the module's rules. Writes the table's column `suspicion`, and nothing else."""
+    """Applies the module's rules. Of the table, it writes only the column `suspicion`."""
 
     def __init__(self, table: EndpointTable, ledger: Ledger, predictor: Predictor) -> None:
         self._table = table
         self._ledger = ledger
         self._predictor = predictor
         self._watched: list[_Watched] = []
-        #: Clock seconds of the next look that is worth it.
+        #: Clock seconds from which `look` should be called again.
         self.due = -inf
-        #: What changed, until somebody takes it; always the same list.
+        #: Changed levels that `take_changes` has not returned yet. Always the same list object.
         self.changes: list[StallRecord] = []
-        #: Lengthens what is overdue, 1 to `MOST`.
+        #: Factor on the time until a request is overdue, 1 to `MOST`.
         self.caution = 1.0
-        #: When any endpoint was out for the last time.
+        #: The last time (clock seconds) that any endpoint was out.
         self._any_out = -inf
-        #: Slots that were suspect, have nothing left that could move, and wait for a request that tries them.
+        #: Slots that were suspect, have no work left that could show progress, and wait for a request as a test.
         self.retried: set[int] = set()
 
     def reset(self, slot: int) -> None:
-        """A new endpoint stands at `slot`."""
+        """Begin with a new endpoint at `slot`."""
         while slot >= len(self._watched):
             self._watched.append(_Watched())
         self._watched[slot] = _Watched()
         self.retried.discard(slot)
 
     def take_changes(self) -> list[StallRecord]:
-        """Those since the last call."""
+        """Return the changed levels since the last call."""
         changes = self.changes.copy()
         self.changes.clear()
         return changes
@@ -127,7 +131,7 @@ class Stalls:
     # ---- progress ----
 
     def moved(self, slot: int, now: float) -> None:
-        """Something of its work moves. On every request's way: one that comes soon after another costs little."""
+        """Note progress of an endpoint. Called for every request, so the common case is cheap."""
         watched = self._watched[slot]
         silent = now - watched.since
         watched.since = now
@@ -145,7 +149,7 @@ class Stalls:
             watched.unseen_since = now
 
     def sampled(self, slot: int, before: Sample | None, sample: Sample, now: float) -> None:
-        """A scrape came; `before` is the one before it."""
+        """Compare a scrape with the one before it; `None` = it is the first."""
         if before is None:
             return
         moved = sample.generation_tokens != before.generation_tokens or sample.prefix_queries != before.prefix_queries
@@ -161,20 +165,21 @@ class Stalls:
             watched.still = True
 
     def charged(self, slot: int, now: float) -> None:
-        """A request goes to one of `retried`: it is enough until something moves."""
+        """Note a request that is sent to a slot. If it tests a slot of `retried`, the slot is suspect again, so that it
+        gets no more requests until it makes progress."""
         if slot in self.retried:
             self.retried.discard(slot)
             self._watched[slot].since = now
             self._judged(slot, SUSPECT, 0.0, now)
 
     def given_up(self, slot: int, now: float) -> None:
-        """A client left before the first token: that does not excuse the endpoint's silence."""
+        """Note that a client left before the first token. It does not end the endpoint's silence."""
         self._watched[slot].given_up_at = now
 
     # ---- silence ----
 
     def look(self, now: float) -> None:
-        """At all endpoints. To be called when `due`, before a decision and after a scrape."""
+        """Judge the silence of all endpoints. Call it before a decision and after a scrape, once `due` has passed."""
         self.due = now + LOOK_S
         table = self._table
         for slot, work in enumerate((table.queue + table.active).tolist()):
@@ -192,7 +197,7 @@ class Stalls:
                     self._idle(slot, watched, begun, now)
 
     def _idle(self, slot: int, watched: _Watched, since: float, now: float) -> None:
-        """Nothing is there that could have moved before `since`."""
+        """Note that the endpoint had no work before `since` that could have shown progress."""
         watched.since = since
         if self._table.suspicion[slot]:
             watched.empty_since = min(watched.empty_since, now)
@@ -201,26 +206,27 @@ class Stalls:
                 self.retried.add(slot)
 
     def _begun(self, slot: int) -> float:
-        """Since when the oldest request is there, if the page shows no others. Requests that a server refuses come and
-        go without progress: they are short, and no sign that it hangs."""
+        """Return the clock seconds of the oldest lease, if the page shows no requests; else -inf. Requests that a
+        server refuses come and go without progress: they are short, and no sign that it hangs."""
         table = self._table
         if table.waiting[slot] + table.running[slot] > 0.0:
             return -inf
         return min((lease.charged_at for lease in self._ledger.of_slot(slot)), default=-inf)
 
     def _only_told(self, slot: int) -> bool:
-        """Peers told of all its work, and a later page shows none: who died cannot tell of an end."""
+        """Whether only peers reported the endpoint's work, and a later page shows none. A peer that died cannot report
+        the ends of its requests."""
         table, leases = self._table, self._ledger.of_slot(slot)
         newest = max((lease.charged_at if lease.request.id < 0 else inf for lease in leases), default=inf)
         return bool(table.sampled_at[slot] > newest + SEEN_S and table.waiting[slot] + table.running[slot] <= 0.0)
 
     def silence(self, slot: int, now: float) -> float:
-        """Seconds without progress, as of the last look; 0 = nothing is there that could move."""
+        """Return the seconds without progress, as of the last `look`; 0 = it has no work that could show progress."""
         since = self._watched[slot].since
         return max(now - since, 0.0) if since > -inf else 0.0
 
     def was_out(self, lease: Lease) -> bool:
-        """Its endpoint hung while it was there."""
+        """Whether the lease's endpoint was out at any time since the lease was charged."""
         sent = lease.charged_at
         return sent <= self._any_out and sent <= self._watched[lease.slot].out_until
 
@@ -237,7 +243,7 @@ class Stalls:
             self._judged(slot, level, silent, now, plausible)
 
     def _plausible(self, slot: int, watched: _Watched, now: float) -> float:
-        """Seconds, see the module's rules."""
+        """Return the seconds for which silence is plausible, by the module's rules."""
         plausible = max(PLAUSIBLE_S, PACED * self._pace(watched, now))
         pending = [lease for lease in self._ledger.of_slot(slot) if lease.pending or lease.blind]
         if pending:
@@ -273,7 +279,8 @@ class Stalls:
     # ---- hedges ----
 
     def hedge_after_ms(self, lease: Lease) -> float:
-        """Milliseconds after which the gateway may send it to the fallback endpoint too; 0 = never."""
+        """Return the milliseconds after which the gateway may send the request to the fallback endpoint too; 0 =
+        never."""
         after = overdue_s(lease, lease.request.stream)
         if self.caution > 1.0:
             self.caution = max(self.caution * WORTH_IT, 1.0)
@@ -285,8 +292,8 @@ class Stalls:
 
 
 def overdue_s(lease: Lease, begins: bool) -> float:
-    """Seconds from its charge after which its answer should have begun, or, unless it is seen when it `begins`, should
-    be over; `inf` = nobody can say."""
+    """Return the seconds from a lease's charge after which the request is overdue; `inf` = unknown. `begins`: whether
+    the first token is seen. If so, the answer should have begun by then; if not, it should have ended."""
     first = OVERDUE * lease.forecast.known_high_ms
     if not first:
         return inf
