@@ -12,9 +12,9 @@ Rules
 * The wait is a term of the cost (`core.cost`), so adapters spread under load, and stay together without load.
 * Both times are learned from first tokens that arrived later than expected without the wait.
 * A server that runs an adapter which its list did not have either loads on demand, or was told to load it meanwhile. So
-  all lists are read again. If another engine of the same look (`Fleet`) still does not list it, engines of that look
-  load on demand, and any of them can serve an adapter that at least one endpoint has. The first 404 for such an adapter
-  ends this assumption for good.
+  all lists are read again. If another engine of the same look (`Fleet._looks_like`) still does not list it, engines of
+  that look load on demand, and any of them can serve an adapter that at least one endpoint has. The first 404 for such
+  an adapter ends this assumption permanently.
 * If no endpoint has the adapter, or none has slots, all endpoints count the same.
 """
 
@@ -37,7 +37,7 @@ class Cold(Struct, frozen=True):
     """The wait of a request whose adapter did not run at its endpoint when it was charged."""
 
     wait_ms: float
-    #: The adapter was not on the list of models either.
+    #: The adapter was not in the endpoint's list of models either.
     absent: bool
     #: All slots were taken, so the time says nothing about loading.
     queued: bool
@@ -58,8 +58,8 @@ class Adapters:
     # ---- what it costs ----
 
     def waits(self, model: str, hold_ms: float) -> FloatColumn | None:
-        """Return the milliseconds until each endpoint can run it; `None` = no difference. `hold_ms`: time of an
-        answer."""
+        """Return the milliseconds until each endpoint can run the adapter `model`; `None` = no difference. `hold_ms`:
+        milliseconds of an answer."""
         table = self._table
         running, listed = table.holders(model), table.listing(model)
         if running is None and not listed:
@@ -79,7 +79,8 @@ class Adapters:
         return waits
 
     def cold(self, model: str, slot: int, waits: FloatColumn, hold_ms: float) -> Cold | None:
-        """Return the wait of a request for it at `slot`, before it is charged there. `None` = the adapter runs."""
+        """Return the wait of a request for the adapter `model` at `slot`, before the request is charged there; `None` =
+        the adapter runs there, or is about to."""
         if model in (self._table.adapters[slot] or ()):
             return None
         wait_ms, listed = float(waits[slot]), self._table.listed[slot]

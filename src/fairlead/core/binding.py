@@ -1,29 +1,30 @@
 """Late binding: which of the waiting requests goes now, and to which of the open endpoints.
 
-Theory. A request is held only while holding it is forecast to end no later than sending it. Where it would go is what
-the configured policy says, with all that is before it: J_i, with the queue at endpoint i, the wait for memory there,
-and those that are held for i and go first. If the endpoint with the least J is closed (`core.gates`), nothing is lost
-by waiting: the engine could not begin it. And until then a shorter one can go first, or another endpoint may turn out
-to be sooner. If it is open, the request goes there. So what is forecast is never worse than sending at once, and it is
-the same while there is room.
+Theory. A request is held only while holding it is forecast to end no later than sending it. J_i is the cost of sending
+the request to endpoint i by the configured policy. It includes the queue at i, the wait for memory there, and requests
+that are held for i and go first. If the endpoint with the least J is closed (`core.gates`), waiting loses nothing,
+because the engine could not begin the request. Meanwhile a shorter request can go first, or another endpoint may become
+better. If that endpoint is open, the request goes there. So the forecast is never worse than for sending at once, and
+it is the same while endpoints have room.
 
 Rules
-* J is what the configured policy says that the pair costs (`WaitingRules`), with the user's weights; for policies
-  without costs it is the cost kernel's (`core.cost`).
-* Who goes first is who takes the least time of what is short (Smith's rule): computing the prompt, and, as far as
-  memory is short, u/capacity of the time for which it is held. Not J: how much a prompt delays running answers is the
-  same whenever it goes. A millisecond of waiting makes up for `AGEING` milliseconds of that.
-* An endpoint that is open and that nobody who waits wants shows that the pool is not full. Then nobody is overtaken who
-  would gain by it, and the first of them goes to its endpoint although that is closed, as without flow control.
-* Room: a prompt for which the engine has no memory would stand at the head of the engine's queue and let nobody in: in
-  overload a third of all server time was spent so, and short prompts that would have fitted waited behind
-  (conversations at twice their pace: mean TTFT 4.1 instead of 5.4 s, p50 0.8 instead of 1.4 s). So it is held while
-  the wait for room is more than `PATIENCE_MS + PATIENCE·wait`, and those that fit go first; the bound grows with the
-  wait, so every request goes at last. Keeping 3 % of the memory back saves most preemptions, but fewer requests run:
-  in the published benchmark's stage of 40/s mean TTFT was 3.4 instead of 2.0 s.
-* What is known of a request (abilities, cached beginnings) is remembered while it waits: until the table's version
-  rises, or for `HITS_AGE` seconds, or until a request with the same beginning was sent somewhere, a few look-ups per
-  choice.
+* J is the configured policy's cost of the pair (`WaitingRules`), with the user's weights. For policies without costs it
+  is the cost kernel's (`core.cost`).
+* The request that takes the least time of the scarce resources goes first (Smith's rule). This is the time to compute
+  the prompt and, as far as memory is short, u/capacity of the time for which it holds memory. J is not used for the
+  order: a prompt delays running answers equally whenever it is sent. Each millisecond of waiting offsets `AGEING`
+  milliseconds of that time.
+* If an endpoint is open and no waiting request prefers it, the pool is not full. Then holding requests gains nothing,
+  and the first of them that could use an open endpoint is sent to its best one although that is closed, as without flow
+  control.
+* Room: a prompt for which the engine has no memory would block the head of the engine's queue. In overload, engines
+  spent a third of all time so, and short prompts that would have fitted waited behind. Holding such prompts improved
+  conversations at twice their pace to a mean TTFT of 4.1 instead of 5.4 s (p50 0.8 instead of 1.4 s). So a prompt is
+  held while the wait for room is more than `PATIENCE_MS + PATIENCE·wait`, and prompts that fit go first. The bound
+  grows with the wait, so every request is sent in the end. Keeping 3 % of the memory back would avoid most preemptions,
+  but fewer requests run: in the published benchmark's stage of 40/s the mean TTFT was 3.4 instead of 2.0 s.
+* The abilities and cached beginnings of a waiting request are remembered until the table's version rises, for
+  `HITS_AGE` seconds, or until a request with the same beginning was sent. Each choice refreshes only a few requests.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +48,7 @@ from fairlead.core.view import FleetView
 
 
 class Bound(Struct, frozen=True):
-    """A request and where it goes. `cost`: prompt tokens that must be computed there, predicted."""
+    """A request and the endpoint that it is sent to. `cost`: predicted prompt tokens to compute there."""
 
     waiting: Waiting
     slot: int
@@ -55,21 +56,24 @@ class Bound(Struct, frozen=True):
     #: Share of the prompt believed to be cached there, and the best share anywhere.
     hit_share: float = 0.0
     best_share: float = 0.0
-    #: Who gets it if no connection to `slot` can be made; -1 = nobody.
+    #: The slot of the endpoint that gets the request if no connection to `slot` can be made; -1 = none.
     fallback_slot: int = -1
-    #: How it was chosen: what each endpoint would have cost, by the policy.
+    #: The policy's cost at each endpoint, for explanations; `None` = not recorded.
     trace: Trace | None = None
 
 
 def memory_ms(terms: Terms, fleet: Fleet) -> FloatColumn:
-    """How much longer the next ones wait for memory that each prompt takes, as far as it is short."""
+    """Return how many milliseconds longer later requests wait for memory because of each prompt; 0 unless short."""
     return terms.uncached * shortage(terms.used) * (fleet.predictor.hold_ms * fleet.table.per_capacity)
 
 
 def memory_waits(terms: Terms, fleet: Fleet) -> FloatColumn | None:
-    """Until endpoints have given back enough memory for each prompt; `None` = all have. Who runs nothing has nothing to
-    give back, whatever its gauges say. A prompt that is larger than all memory of each engine waits for none: it would
-    wait for as long as others come, and the engine has an answer for it (a real one refuses it as too long)."""
+    """Return the milliseconds (requests × slots) until endpoints have freed enough memory for each prompt; `None` = all
+    have enough.
+
+    The wait is 0 at an endpoint without requests, whatever its gauges say: there is nothing to wait for. It is also 0
+    for a prompt that is larger than the memory of every engine, which would wait forever. The engine answers it (a real
+    one refuses it as too long)."""
     if not np.count_nonzero(terms.used > 1.0):
         return None
     table = fleet.table
@@ -82,7 +86,8 @@ def memory_waits(terms: Terms, fleet: Fleet) -> FloatColumn | None:
 
 
 def soonest(work: FloatColumn, besides: int, opened: NDArray[np.intp]) -> int:
-    """The slot with the least of `work`, one row, beside one of them: an open one if there is any; -1 = none."""
+    """Return the slot with the least `work` (one row) other than `besides`, preferably an open one; -1 = none. Changes
+    `work`."""
     work[besides] = inf
     slot = int(opened[work[opened].argmin()])
     if work[slot] == inf:
@@ -90,17 +95,18 @@ def soonest(work: FloatColumn, besides: int, opened: NDArray[np.intp]) -> int:
     return slot if work[slot] < inf else -1
 
 
-# What the configured policy says about requests that wait: where they can be served, and what that would cost.
+# What the configured policy says about waiting requests: which endpoints can serve them, and at what cost.
 #
 # Rules
-# * A policy with costs (`CostPolicy`) is asked for those of all requests in question at once. Costs that are no
-#   milliseconds only rank endpoints, for one request each: they are replaced by the cost kernel's, in the policy's
-#   order, so that requests can be compared and waiting has a price.
-# * A policy without costs has none to give: the kernel's with default weights count. So they do where a policy fails.
+# * A policy with costs (`CostPolicy`) computes those of all requests in one call. Costs that are not milliseconds only
+#   rank the endpoints for one request. They are replaced by the cost kernel's costs, reordered by the policy's ranking,
+#   so that requests can be compared and waiting has a price.
+# * For a policy without costs, the cost kernel's costs with default weights are used. If a policy with costs fails, the
+#   cost kernel's costs with its weights are used.
 
 
 class WaitingRules:
-    """`chain` has the filters of `policy`. Called, it says where a request can be served; `None` = everywhere."""
+    """`chain` has the filters of `policy`. Calling it returns the slots that can serve a request; `None` = all."""
 
     def __init__(
         self, policy: Policy, chain: Profile, on_plugin_error: Callable[[PluginError], None] | None = None
@@ -124,7 +130,8 @@ class WaitingRules:
         fleet: FleetView,
         now: float,
     ) -> FloatColumn:
-        """Milliseconds, one row per request."""
+        """Return the costs in milliseconds (requests × slots). `shares`, `able`: cached share of each prompt, and
+        whether the endpoint can serve the request; same shape. `terms`: the cost kernel's."""
         policy = self._policy
         if policy is None:
             return weighed(terms, self.weights, fleet)
@@ -144,7 +151,8 @@ class WaitingRules:
 
 
 def _in_that_order(costs: FloatColumn, able: BoolColumn, kernel: FloatColumn) -> FloatColumn:
-    """The kernel's costs of each request, the lowest where the policy's is, and so on. Ties keep the kernel's order."""
+    """Return the kernel's costs of each request, rearranged so that the endpoint with the policy's lowest cost has the
+    kernel's lowest, and so on. Ties keep the kernel's order."""
     kernel = np.where(able, kernel, np.inf)
     ranks = np.lexsort((kernel, np.where(able, costs, np.inf)), axis=-1)
     reordered = np.empty_like(kernel)
@@ -152,61 +160,66 @@ def _in_that_order(costs: FloatColumn, able: BoolColumn, kernel: FloatColumn) ->
     return reordered
 
 
-#: Milliseconds of work forgiven per millisecond of waiting.
+#: Milliseconds of work deducted per millisecond of waiting when requests are ranked.
 AGEING = 0.04
-#: What waiting for memory must gain: milliseconds, and milliseconds per millisecond waited.
+#: A request is held for memory while that wait exceeds this many milliseconds, plus this share of its time in the
+#: queue.
 PATIENCE_MS = 50.0
 PATIENCE = 0.02
-#: Of endpoints that cost the same, one that is open is taken.
+#: Factor on the cost of closed endpoints, so that of endpoints with equal costs an open one is taken.
 BARELY = 1.0 + 1e-9
-#: Seconds for which a look at the prefix index is good.
+#: Seconds after which the cached share of a waiting request is looked up again.
 HITS_AGE = 1.0
-#: Requests looked up anew in one choice; the others are judged by what was known. An endpoint that joins or changes
-#: makes all of them be looked up, in several choices if they are more than `LOOKUPS`.
+#: In one choice, the cached shares of at most `REFRESHES` requests are looked up again; for others the known values are
+#: used. If an endpoint joined or changed, all requests must be looked up; a choice is then limited to `LOOKUPS` of
+#: them.
 REFRESHES, LOOKUPS = 8, 10
-#: Seconds until the next look if nothing happens. Scrapes tell of memory five times a second where endpoints are busy.
+#: Seconds until the next choice if no event causes one. Busy endpoints are scraped five times a second.
 LOOK_S = 0.2
-#: Beginnings of prompts whose last departure is remembered.
+#: Number of first blocks of prompts for which the last dispatch is remembered.
 _REMEMBERED = 4096
 
 
-#: Why nobody goes although an endpoint is open: its engine has no memory for the prompt; it cannot serve the request.
+#: Why a request was kept although an endpoint was open: no open engine has memory for it; no open endpoint can serve
+#: it.
 NO_MEMORY, UNABLE = "room", "unable"
 
 
 class _Known(Struct):
     """What a binder remembers of a waiting request. Columns over all slots."""
 
-    #: Of the table, and of who may serve what.
+    #: The table's version and the count of changed rules for which this holds.
     version: tuple[int, int] = (-1, -1)
     able: BoolColumn = np.zeros(0, dtype=np.bool_)
+    #: Clock seconds of the last look-up.
     looked: float = -inf
-    #: Share of the prompt that is cached there, and whether any of it is anywhere.
+    #: Share of the prompt that each endpoint has cached; whether any endpoint has any of it.
     share: FloatColumn = np.zeros(0)
     cached: bool = False
 
 
 class _Judged(Struct):
-    """Of each pair of a request and a slot, in milliseconds; `inf` = cannot be."""
+    """The values for all pairs of requests and slots (requests × slots), in milliseconds; `inf` = cannot be served."""
 
-    #: What the policy says, and the wait for memory.
+    #: The policy's cost plus the wait for memory.
     cost: FloatColumn
-    #: Whether it may go there now.
+    #: Whether the request may be sent there now.
     may: BoolColumn
-    #: By request: the least goes first.
+    #: One entry per request; the lowest goes first.
     rank: FloatColumn
-    #: What the policy says; computing the prompt, alone and behind those that were sent there.
+    #: The policy's cost; time to compute the prompt alone, and behind the queue there.
     policy_cost: FloatColumn
     own_ms: FloatColumn
     prompt_ms: FloatColumn
-    #: Where it waits for memory; `None` = nowhere.
+    #: Whether the request must be held for memory there; `None` = none must.
     full: BoolColumn | None
-    #: By slot, how much longer the next one waits for each millisecond of a prompt: engines behind one address share.
+    #: By slot: milliseconds that the next request waits per millisecond of a prompt, less than 1 if several engines
+    #: share the address; `None` = 1.
     delay: FloatColumn | None = None
 
 
 def _first(judged: _Judged) -> tuple[int, int] | None:
-    """Who goes now, and where. `None` = all of them lose nothing by waiting."""
+    """Return (row of the request, slot) to send now; `None` = no request loses anything by waiting."""
     costs, may, own, full = judged.cost, judged.may, judged.own_ms, judged.full
     ahead, unwanted = np.zeros(costs.shape[1]), None
     for row in judged.rank.argsort(kind="stable").tolist():
@@ -222,14 +235,15 @@ def _first(judged: _Judged) -> tuple[int, int] | None:
 
 
 def _note(window: Sequence[Waiting], judged: _Judged, opened: BoolColumn) -> None:
-    """Why none of them goes: none that is open can serve it, or its engine has no room."""
+    """Note for each request why it was not sent: no open endpoint can serve it, or none has memory for it."""
     able = np.count_nonzero((judged.policy_cost < inf) & opened, axis=1)
     for waiting, count in zip(window, able.tolist(), strict=True):
         waiting.kept_by = NO_MEMORY if count else UNABLE
 
 
 def _loading(requests: Sequence[Request], fleet: Fleet) -> FloatColumn | None:
-    """Until each endpoint can run the adapter of each request."""
+    """Return the milliseconds (requests × slots) until each endpoint can run each request's adapter; `None` = no
+    waits."""
     if not fleet.table.lora:
         return None
     columns = [fleet.loading(request) for request in requests]
@@ -238,27 +252,28 @@ def _loading(requests: Sequence[Request], fleet: Fleet) -> FloatColumn | None:
 
 
 class PairBinder:
-    """Chooses the pair. May keep all of them waiting although something is open: a cached prefix can be worth it.
-    `rules` say where requests can be served, and what pairs cost."""
+    """Chooses the pair of request and endpoint. It may keep all requests waiting although an endpoint is open, because
+    a cached prefix elsewhere can be worth the wait. `rules`: where requests can be served, and the costs of pairs."""
 
     def __init__(self, rules: WaitingRules) -> None:
         self._rules = rules
         self._changes = 0
-        #: First block → when a prompt that begins with it was last sent somewhere.
+        #: First block of a prompt → clock seconds when a prompt with it was last sent.
         self._departed: dict[int, float] = {}
         self._refreshes = 0
 
     def able(self, waiting: Waiting, fleet: Fleet, now: float) -> BoolColumn:
-        """Where it can be served."""
+        """Return the slots that can serve the request."""
         return self._known(waiting, fleet, now).able
 
     def follow(self, rules: WaitingRules) -> None:
-        """Other rules from now on, for those that wait too."""
+        """Use other rules from now on, also for requests that wait already."""
         self._rules = rules
         self._changes += 1
 
     def bind(self, window: Sequence[Waiting], fleet: Fleet, opened: BoolColumn, now: float) -> Bound | float:
-        """A pair, or the clock seconds at which to ask again even if nothing changes; `inf` = not before it does."""
+        """Choose among the requests of the window and the open slots. Return the pair, or the clock seconds at which to
+        try again if no event causes it earlier; `inf` = only after an event."""
         self._refreshes = REFRESHES
         known = self._known_of(window, fleet, now)
         look_at = inf if len(known) == len(window) else now
@@ -301,17 +316,18 @@ class PairBinder:
         return _Judged(costs, may, rank, policy_cost, own, own + terms.queue, full, fleet.table.per_rank)
 
     def look(self, request: Request, fleet: Fleet, now: float) -> tuple[float, _Known]:
-        """Predicted work in uncached prompt tokens, at the endpoint that holds most (`inf` = there are endpoints, and
-        none can serve it), and what to remember of it (`Waiting.known`)."""
+        """Return the predicted work in uncached prompt tokens at the endpoint that has cached most of it, at least 1
+        (`inf` = there are endpoints, but none can serve it); and the value for `Waiting.known`."""
         known = _Known()
         self._refresh(known, request, fleet, now)
         if fleet.table.count and not np.count_nonzero(known.able):
-            return inf, known  # nobody can serve it
+            return inf, known
         prompt = request.prompt_tokens
         return max(prompt - prompt * top(known.share) if known.cached else prompt, 1.0), known
 
     def _known_of(self, window: Sequence[Waiting], fleet: Fleet, now: float) -> list[_Known]:
-        """Of the first requests of the window: as many as can be looked up in one go if endpoints have changed."""
+        """Return what is known of the first requests of the window: all of them, unless more than `LOOKUPS` must be
+        looked up because endpoints or rules changed."""
         known = []
         looked_up = 0
         for waiting in window:

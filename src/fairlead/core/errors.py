@@ -11,8 +11,8 @@ class FairleadError(Exception):
 
 
 class ConfigError(FairleadError):
-    """The operator's configuration is wrong. `path` is a JSON path such as `$.scorers[1].weight`; `$`, the whole, is
-    not shown."""
+    """The operator's configuration is wrong. `path`: a JSON path such as `$.scorers[1].weight`; `$` (the whole
+    document) is left out of the message."""
 
     def __init__(self, message: str, path: str = "$", source: str = "") -> None:
         self.message = message
@@ -27,7 +27,8 @@ class Unavailable(ConfigError):
 
 
 def cannot_listen(where: str, error: OSError, path: str = "$") -> ConfigError:
-    """The error for an address that cannot be listened on. Without a code (gRPC tells none) its port is taken."""
+    """Return the error for an address on which listening failed. Without an error code, which gRPC does not report, the
+    port is assumed to be taken."""
     kind = Unavailable if error.errno in (None, EADDRINUSE, EADDRNOTAVAIL) else ConfigError
     if error.errno == EADDRINUSE:
         return kind(f"cannot listen on {where}: the port is taken; stop what listens there, or set a free one", path)

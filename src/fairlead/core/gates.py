@@ -12,18 +12,19 @@ from fairlead.core.view import FleetView
 
 # Soft saturation: which endpoints may be sent one more request now.
 #
-# * `ledger` (the default) is worked out, from the cost kernel's forecasts: an endpoint is open while what it has to
-#   compute first is at most half of what one step computes. The running step takes that with it or leaves room in the
-#   next one, so what is sent is begun as early as the engine can; what is held may still be overtaken, or go elsewhere.
-#   It is closed while all sequence slots are taken, and while requests wait there for memory. Progress counts, and a
-#   first token that is late closes it, as in the kernel. Scrapes correct it; without them it goes on.
-# * The reference's detectors (`plugins.flow_control`) are there for those who know and want them: one number for the
-#   pool, all endpoints open below 1, none from 1 on.
+# * `ledger` (the default) uses the cost kernel's forecasts. An endpoint is open while its queued prompts are at most
+#   half of what one step computes. They then fit into the running step or leave room in the next one, so a request that
+#   is sent is begun as early as the engine can. A request that is held may still be overtaken, or go elsewhere. The
+#   endpoint is closed while all sequence slots are taken, and while requests wait there for memory. As in the kernel,
+#   progress since the last scrape counts, and a late first token closes the endpoint. The gate also works without
+#   scrapes.
+# * The reference's detectors (`plugins.flow_control`) compute one number for the pool: all endpoints are open below 1,
+#   none from 1 on. They are for users who know them.
 
 
 class LedgerGate:
-    """Open: what is queued there is computed within `steps` steps, and fewer than `requests` of it are not begun; on
-    average of the engines behind an address."""
+    """An endpoint is open if its queued prompts are computed within `steps` whole steps and fewer than `requests`
+    requests wait there; both per engine, if several share the address."""
 
     name = "ledger"
     soft = True
@@ -47,7 +48,7 @@ class LedgerGate:
         return mean(np.maximum(self._levels(fleet, now), per_rank(table.queue, table) / self._requests), table.alive)
 
     def _levels(self, fleet: FleetView, now: float) -> FloatColumn:
-        """The wait there over the longest with which it is open."""
+        """Return by slot the wait divided by the longest wait with which the endpoint is open."""
         table, learned = fleet.table, fleet.predictor
         queue, slots = waits(fleet, step_ms(fleet), now)
         waiting, running = per_rank(table.queue, table), per_rank(table.active, table)
@@ -82,24 +83,24 @@ class PoolGate:
 
 
 def mean(values: FloatColumn, over: BoolColumn) -> float:
-    """0 when there is nothing to take it over: no news does not close a gate."""
+    """Return the mean of the values selected by `over`; 0 if none is, so that an empty selection closes no gate."""
     count = np.count_nonzero(over)
     return float(values[over].sum() / count) if count else 0.0
 
 
 # Early shedding: sheddable requests are refused, more and more of them, before the pool is full.
 #
-# A request with a priority below 0 is refused with probability `p = min(saturation^power · scale, 1)`, by the
-# reference's formula. What is refused early never waits, and what is left of the pool's reserve is for the others.
+# A request with a priority below 0 is refused with probability `p = min(saturation^power · scale, 1)`, the reference's
+# formula. Such requests never wait, and the rest of the pool's capacity is left to other requests.
 #
-# No chance is needed: with the golden ratio's multiples modulo 1 as draws, of any n requests in a row p·n are
-# refused, to within a few, and which ones has no period that clients' patterns could fall in with.
+# No random numbers are needed: the draws are multiples of the golden ratio modulo 1. Of any n requests in a row p·n are
+# refused, to within a few, and the draws have no period that could coincide with a pattern of the clients.
 
 _GOLDEN = 0.6180339887498949
 
 
 class EarlyShedding:
-    """Raises `ValueError` unless both are positive."""
+    """Refuses a growing share of sheddable requests. Raises `ValueError` unless `power` and `scale` are positive."""
 
     def __init__(self, power: float = 5.0, scale: float = 300.0) -> None:
         if not (power > 0 and scale > 0):
@@ -113,6 +114,6 @@ class EarlyShedding:
         return 1.0 if level >= 1.0 else min(level**self._power * self._scale, 1.0)
 
     def sheds(self, level: float) -> bool:
-        """Whether the next one is refused; `level` as of `Gate.level`."""
+        """Whether the next sheddable request is refused. `level`: as returned by `Gate.level`."""
         self._draw = (self._draw + _GOLDEN) % 1.0
         return self._draw < self.probability(level)

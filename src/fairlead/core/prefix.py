@@ -1,18 +1,19 @@
-"""Learned prefix knowledge: which endpoint was last sent which prompt beginnings.
+"""The learned index: which beginnings of prompts each endpoint has cached, learned from our own decisions.
 
 Rules
 * A prompt is cut into blocks whose borders depend on the offset alone, so equal beginnings give equal borders. Blocks
   grow with depth: `max(finest, offset // growth)` bytes. A 24 kB prompt has 66 blocks, a 490 kB one 165, and the match
   is never off by more than one block, that is `1/growth` of its length. Equal blocks would cost thousands of entries.
-* Block i is hashed together with the hash of block i-1 (xxh3, 64 bits), the first with a hash of what scopes the
-  prompt (model, salt, tools). Equal hash therefore means equal beginning. The partial tail is not hashed.
-* A match is contiguous from the start; what an engine holds behind a gap is of no use to it.
-* Each endpoint has a byte budget, taken from its KV capacity. Every use of a chain renews it from the tail to the
+* Block i is hashed together with the hash of block i-1 (xxh3, 64 bits), the first one with a hash of the prompt's scope
+  (model, salt, tools). Equal hash therefore means equal beginning. The partial tail is not hashed.
+* A match is contiguous from the start; an engine cannot use blocks behind a gap.
+* Each endpoint has a byte budget, derived from its KV capacity. Every use of a chain renews it from the tail to the
   head, so the oldest entries are tails: they are evicted first, as engines do, and no chain ever has a hole.
-* Memory is bounded by `max_entries` over all endpoints, at about 240 bytes each; who holds most gives way.
-* Nothing holds a decision up. Blocks are spread over many dicts: a single one of 1.4 million takes 280 ms when it has
-  to grow or to be cleaned of holes, a part of it less than one. What an endpoint held that left is masked at once and
-  removed little by little, unless its slot is used again soon: removing 32,000 blocks at once takes 8 ms.
+* Memory is bounded by `max_entries` over all endpoints, at about 240 bytes each. Beyond it, entries of the endpoint
+  with the most entries are evicted.
+* No operation delays a decision. Blocks are spread over many dicts: a single dict of 1.4 million takes 280 ms to grow
+  or to be compacted, one of the parts less than 1 ms. Removing 32,000 blocks at once takes 8 ms, so the blocks of an
+  endpoint that left are masked at once and removed in small steps, or all at once if its slot is reused soon.
 """
 
 from bisect import bisect_left, bisect_right
@@ -28,15 +29,16 @@ from xxhash import xxh3_64_intdigest
 from fairlead.core.columns import BoolColumn, FloatColumn
 from fairlead.core.request import NO_PREFIX, PrefixChain
 
-#: Until an endpoint has told its KV capacity: 31,250 blocks of 16 tokens at about 4 bytes (the reference's default).
+#: Bytes of an endpoint's cache until it reports its KV capacity: 31,250 blocks of 16 tokens at about 4 bytes (the
+#: reference's default).
 DEFAULT_CAPACITY = 2_000_000
-#: From that many holders on a vectorised assignment beats a loop over them (2 µs against 0.2 µs each).
+#: From this number of holders, a vectorised assignment is faster than a loop (2 µs in total against 0.2 µs each).
 _FEW = 10
-#: Dicts that share the blocks. Odd, because a dict looks at a hash's lowest bits itself.
+#: Number of dicts that share the blocks. Odd, because a dict itself uses the lowest bits of a hash.
 _PARTS = 251
-#: Blocks of endpoints that left, removed with each prompt that comes: 0.25 µs each.
+#: Blocks of endpoints that left, removed with each inserted prompt: 0.25 µs each.
 _SWEEP = 64
-#: Shares of free memory that differ by no more are the same.
+#: Shares of free cache that differ by at most this count as equal.
 AS_FREE = 1 / 128
 
 
@@ -50,12 +52,12 @@ class ChainHasher:
         self.growth = growth
         self._borders = [0]
         self._blocks: list[slice] = []
-        #: By number of blocks: where they end, the same for all prompts.
+        #: Number of blocks → the ends of the blocks, the same for all prompts.
         self._ends: dict[int, tuple[int, ...]] = {}
         self._max_bytes = max_bytes
 
     def borders(self, length: int) -> list[int]:
-        """Block borders 0, finest, … up to `length` bytes."""
+        """Return the block borders 0, `finest`, … up to `length` bytes."""
         borders = self._borders
         length = min(length, self._max_bytes)
         while borders[-1] <= length:
@@ -65,7 +67,8 @@ class ChainHasher:
         return borders[: bisect_right(borders, length)]
 
     def chain(self, root: bytes, prompt: bytes | memoryview) -> PrefixChain:
-        """Hash `prompt` under `root`. O(bytes) at memory speed, without a copy."""
+        """Return the chain of `prompt` (bytes of text) in the scope `root`. O(bytes) at memory speed, without a
+        copy."""
         text = memoryview(prompt)
         length = len(text)
         if self._borders[-1] <= length:
@@ -87,23 +90,24 @@ class PrefixIndex:
     """Block hash → set of endpoints (a bit mask over slots), with one LRU per endpoint."""
 
     def __init__(self, max_entries: int = 2_000_000) -> None:
-        #: By block modulo `_PARTS`.
+        #: Block hash → bit mask of slots; the dict is chosen by the hash modulo `_PARTS`.
         self._holders: list[dict[int, int]] = [defaultdict(int) for _ in range(_PARTS)]
+        #: By slot: block hash → bytes, the least recently used first.
         self._lru: dict[int, OrderedDict[int, int]] = {}
-        #: The slots of `_lru`, as a mask, and what is left of those that were there.
+        #: Bit mask of the slots in `_lru`; and the blocks of departed endpoints that are still to be removed.
         self._there = 0
         self._leaving: dict[int, OrderedDict[int, int]] = {}
-        #: By slot: bytes that fit before older ones have to go, of so many in all.
+        #: By slot: bytes that can be added before older blocks are evicted; and all bytes.
         self._free: dict[int, int] = {}
         self._capacity: dict[int, int] = {}
         self._entries = 0
-        #: The newest block of an answer. Hashes of prompts are not negative.
+        #: Number of the newest entry for an answer. These are negative, hashes of prompts are not.
         self._occupied = 0
         self._max_entries = max_entries
 
     @property
     def entries(self) -> int:
-        """Block copies known, over all endpoints that are there."""
+        """The number of known block copies, over all endpoints in the pool."""
         return self._entries - sum(map(len, self._leaving.values()))
 
     def add_slot(self, slot: int, capacity: int = DEFAULT_CAPACITY) -> None:
@@ -119,13 +123,13 @@ class PrefixIndex:
         del self._free[slot], self._capacity[slot]
 
     def set_capacity(self, slot: int, capacity: int) -> None:
-        """Bytes of prompt text that the endpoint's KV cache holds."""
+        """Set how many bytes of prompt text the endpoint's KV cache holds. Evict blocks if it shrinks."""
         self._free[slot] += capacity - self._capacity[slot]
         self._capacity[slot] = capacity
         self._trim(slot)
 
     def clear(self, slot: int) -> None:
-        """Forget all of one endpoint: O(its blocks)."""
+        """Forget all blocks of one endpoint. O(its blocks)."""
         for block in self._lru[slot]:
             self._unmark(block, slot)
         self._entries -= len(self._lru[slot])
@@ -133,7 +137,7 @@ class PrefixIndex:
         self._free[slot] = self._capacity[slot]
 
     def _sweep(self) -> None:
-        """Remove some blocks of who left first."""
+        """Remove up to `_SWEEP` blocks of the endpoint that left first."""
         slot, lru = next(iter(self._leaving.items()))
         for _ in range(min(_SWEEP, len(lru))):
             self._unmark(lru.popitem(last=False)[0], slot)
@@ -142,14 +146,14 @@ class PrefixIndex:
             del self._leaving[slot]
 
     def match(self, chain: PrefixChain, slots: int, total_bytes: int | None = None) -> FloatColumn | None:
-        """Matched bytes, as a column of length `slots`, or their share of `total_bytes` (of the chain's, if those are
-        more). `None` = nobody holds anything of it."""
+        """Return the matched bytes by slot, as a column of length `slots`. With `total_bytes`: as a share of these, or
+        of the chain's bytes if those are more. `None` = no endpoint has any of it."""
         if not chain.hashes:
             return None
         first = chain.hashes[0]
         if first not in self._holders[first % _PARTS]:
             return None
-        # Inline media count for less in a prompt's bytes than they take up in the chain.
+        # Inline media count for fewer bytes in `total_bytes` than in the chain.
         total = 1 if total_bytes is None else max(total_bytes, chain.ends[-1])
         column: FloatColumn | None = None
         for holders, matched in self._depths(chain):
@@ -164,10 +168,10 @@ class PrefixIndex:
         return column
 
     def _depths(self, chain: PrefixChain) -> Iterator[tuple[int, int]]:
-        """(holders of exactly that much, matched bytes), shallow first.
+        """Iterate over (mask of the slots that match exactly so many bytes, matched bytes), in ascending order.
 
-        Chains have no holes, so the holders of block i+1 are among those of block i, and the next block that somebody
-        lacks is found by bisection: 74 blocks in 7 look-ups per distinct depth.
+        Chains have no holes, so the holders of block i+1 are among those of block i. The next block that one of them
+        lacks is found by bisection: for 74 blocks, 7 look-ups per distinct depth.
         """
         holders, hashes = self._holders, chain.hashes
         here = holders[hashes[0] % _PARTS].get(hashes[0], 0) if hashes else 0
@@ -189,7 +193,7 @@ class PrefixIndex:
             here, depth = deeper, high
 
     def insert(self, slot: int, chain: PrefixChain) -> float:
-        """`slot` was sent a prompt with this chain: it has it now, and used it last. Returns what is `free` then."""
+        """Note that a prompt with this chain was sent to `slot`, as its most recently used one. Return `free`."""
         if self._leaving:
             self._sweep()
         hashes = chain.hashes
@@ -200,7 +204,7 @@ class PrefixIndex:
         free = self._free[slot] - chain.ends[-1]
         blocks: Iterator[tuple[int, int]] = zip(reversed(hashes), _sizes(chain.ends))  # noqa: B905 - equally long
         if hashes[0] in lru:
-            # It has the first blocks, up to one: no chain has a hole.
+            # Chains have no holes, so the known blocks are the first ones.
             known = len(hashes) if hashes[-1] in lru else bisect_left(hashes, True, key=lambda block: block not in lru)
             added = hashes[known:]
             blocks = islice(blocks, len(added))
@@ -231,7 +235,7 @@ class PrefixIndex:
         return free / (self._capacity[slot] or 1)
 
     def take_back(self, slot: int, blocks: Sequence[int]) -> float:
-        """`slot` does not have these last blocks of a chain after all. Returns what is `free` then."""
+        """Remove these last blocks of a chain, which the slot does not have after all. Return `free`."""
         lru = self._lru[slot]
         for block in blocks:
             size = lru.pop(block, 0)
@@ -242,8 +246,8 @@ class PrefixIndex:
         return self.free(slot)
 
     def occupy(self, slot: int, size: int) -> None:
-        """Something took `size` bytes of the endpoint's memory that no prompt begins with, such as an answer. Nobody
-        will look for it, so it has no holders."""
+        """Note that `size` bytes of the endpoint's cache were taken by something that no prompt begins with, such as an
+        answer. It is never looked up, so it has no holders."""
         self._occupied -= 1
         self._lru[slot][self._occupied] = size
         self._entries = entries = self._entries + 1
@@ -253,14 +257,14 @@ class PrefixIndex:
         if entries > self._max_entries:
             self._make_room(slot)
 
-    # ---- taken down, and given back ----
+    # ---- saved and restored ----
 
     def newest(self, slot: int, most: int) -> list[int]:
-        """So many blocks of an endpoint, the newest first; answers are negative. About 60 ns each."""
+        """Return up to `most` blocks of an endpoint, the newest first; answers are negative. About 60 ns each."""
         return list(islice(reversed(self._lru[slot]), most))
 
     def sizes(self, slot: int, blocks: Sequence[int]) -> tuple[int, ...]:
-        """Their bytes, up to the first that has given way since."""
+        """Return the bytes of these blocks, up to the first block that was evicted since."""
         sizes = tuple(map(self._lru[slot].get, blocks))
         return sizes if None not in sizes else sizes[: sizes.index(None)]  # type: ignore[return-value]
 
@@ -268,13 +272,15 @@ class PrefixIndex:
         return self._capacity[slot]
 
     def free(self, slot: int) -> float:
-        """The share of the endpoint's memory (0..1) that takes prompts before older ones have to go."""
+        """Return the share of the endpoint's cache (0..1) that can take prompts before older ones are evicted."""
         return self._free[slot] / (self._capacity[slot] or 1)
 
     def extend(self, slot: int, blocks: Sequence[int], sizes: Sequence[int], behind: int | None) -> int | None:
-        """Older blocks that an endpoint has, the newest first, behind `behind`, which is its oldest one so far (`None`
-        = whichever). Returns the oldest one now; `None` = it is full, or has forgotten some already, and more of them
-        would have a hole before them."""
+        """Add older blocks of an endpoint, the newest first. `behind`: the block that must be its oldest one so far;
+        `None` = any.
+
+        Return its oldest block afterwards. `None` = the cache is full, or `behind` was evicted: adding more blocks
+        would leave a hole before them."""
         lru, holders, bit = self._lru[slot], self._holders, 1 << slot
         free = self._free[slot]
         left = self._max_entries - self._entries
@@ -305,7 +311,7 @@ class PrefixIndex:
             return
         lru, holders, other_bits = self._lru[slot], self._holders, ~(1 << slot)
         before = len(lru)
-        while free < 0 and lru:  # nearly as many as are inserted: what `_make_room` does, without calls
+        while free < 0 and lru:  # as frequent as inserts, so `_unmark` is inlined
             block, size = lru.popitem(last=False)
             free += size
             if block < 0:
@@ -320,9 +326,10 @@ class PrefixIndex:
         self._entries -= before - len(lru)
 
     def _make_room(self, newest: int) -> None:
-        """Back below `max_entries`, at the cost of who has just grown and has more than its share, else of the largest.
+        """Evict blocks until `max_entries` holds: of the slot `newest` if it has more than an even share, else of the
+        slot with the most blocks.
 
-        Looking for the largest is O(endpoints), so it is not done for every block.
+        The search for the latter is O(endpoints), so it is not done for every block.
         """
         while self._leaving and self._entries > self._max_entries:
             self._sweep()
@@ -363,13 +370,13 @@ class PrefixIndex:
         assert all(block % _PARTS == number for number, part in enumerate(self._holders) for block in part)
 
 
-@lru_cache(maxsize=4096)  # prompts of equally many blocks share them
+@lru_cache(maxsize=4096)  # prompts with the same number of blocks have the same ends
 def _sizes(ends: tuple[int, ...]) -> tuple[int, ...]:
-    """Bytes of a chain's blocks, the last one first."""
+    """Return the bytes of a chain's blocks, the last one first."""
     return tuple(map(sub, reversed(ends), (*ends[-2::-1], 0)))
 
 
 def _mask(holders: int, slots: int) -> BoolColumn:
-    """The same set as a bool column."""
+    """Return the bit mask of slots as a bool column."""
     raw = np.frombuffer(holders.to_bytes(slots // 8 + 1, "little"), np.uint8)
     return np.unpackbits(raw, count=slots, bitorder="little").view(np.bool_)

@@ -1,13 +1,13 @@
-"""Columns of what the endpoints last said of themselves, and of what we sent them since.
+"""The endpoint table: columns of the endpoints' last scrapes, and of the leases charged to them.
 
 Rules
-* An endpoint keeps its slot for life. Slots of departed endpoints are reused; until then `alive` is False there.
-* Columns are live: a decision is one synchronous call, so nothing moves underneath it and no copy is made. Plugins
-  read, only `Fleet` writes. Bool columns are different: they end up in the traces of decisions, so they are never
-  changed, only replaced.
+* An endpoint keeps its slot as long as it is in the pool. Slots of departed endpoints are reused; until then `alive` is
+  False there.
+* Columns are live: a decision is one synchronous call, so nothing changes during it and no copy is made. Plugins read,
+  only `Fleet` writes. Bool columns are never changed, only replaced, because traces of decisions keep them.
 * `queue`, `active` and `kv` are *effective*: the last scrape, corrected by our own charges since. Scraped gauges alone
   lag by the scrape interval and show 0 at the end of an engine step (28 % of scrapes at 32 concurrent requests of a
-  vLLM 0.32); our own ledger alone does not know other clients. When scrapes stop they are our own accounting only.
+  vLLM 0.32). Our own ledger alone does not know other clients. If scrapes stop, only our own leases count.
 """
 
 from collections.abc import Callable, Collection, Hashable
@@ -25,16 +25,16 @@ FLOATS = (
     "sampled_at", "failures", "errors", "ejected_until", "suspicion", "max_adapters", "loaded_adapters",
     "capacity_tokens", "per_capacity", "max_seqs", "distance_ms", "free_cache", "ranks", "long_until_ms",
 )  # fmt: skip
-#: Those that the leases add up to (`fairlead.core.ledger`), side by side in `FLOATS`.
+#: The columns that the ledger writes (`fairlead.core.ledger.Account.row`); contiguous in `FLOATS`.
 LOAD = (
     "queue", "active", "inflight", "pending", "pending_tokens", "queued_tokens", "queued_ms", "prefill_since_ms",
     "kv_tokens", "growth_tokens", "head_ms",
 )  # fmt: skip
 _LOAD = slice(FLOATS.index(LOAD[0]), FLOATS.index(LOAD[-1]) + 1)
-#: Stands in a list of models where every adapter is loaded when it is asked for.
+#: Added to an endpoint's listed adapters if it loads any adapter on demand.
 ON_DEMAND = ""
-#: Masks kept, and the longest part of a key (characters of a name, addresses of a subset) that is: clients choose some
-#: of them, and without a bound a few million long model names would fill the memory.
+#: Number of masks that are remembered, and the longest part of a remembered key (characters of a name, addresses of a
+#: subset). Clients choose some of them, and without a bound a few million long model names would fill the memory.
 _MAX_MASKS = 1024
 _MAX_KEY = 1024
 T = TypeVar("T")
@@ -55,12 +55,13 @@ class EndpointTable:
     pending: FloatColumn
     pending_tokens: FloatColumn
     kv_tokens: FloatColumn
-    #: Tokens by which our requests may still grow: half the expected output of each.
+    #: Half the expected output tokens of all own leases, by which they may still grow.
     growth_tokens: FloatColumn
-    #: Of `queued_ms`, what the next first token waits for; infinite where it would not be seen.
+    #: The part of `queued_ms` that the next first token waits for; infinite if a lease before it is blind.
     head_ms: FloatColumn
-    #: Prompt tokens of ours that are believed still to be computed, and the time that takes at the prior's speed. Clock
-    #: milliseconds since when the endpoint computes the first of them; meaningless where there are none.
+    #: Prompt tokens of own leases that are believed still to be computed, and the milliseconds that takes at the
+    #: prior's speed. Clock milliseconds since when the endpoint computes the first of them; meaningless if there are
+    #: none.
     queued_tokens: FloatColumn
     queued_ms: FloatColumn
     prefill_since_ms: FloatColumn
@@ -78,55 +79,57 @@ class EndpointTable:
     per_capacity: FloatColumn
     #: Sequences that the engine runs at once; 0 = no limit is known.
     max_seqs: FloatColumn
-    #: What reaching it costs more than reaching one beside us (`core.endpoint.Topology`).
+    #: Additional cost of reaching the endpoint from here, in milliseconds (`core.endpoint.Topology`).
     distance_ms: FloatColumn
-    #: Share of the KV cache (0..1) that takes prompts before older ones have to go, by what we sent there; as of the
-    #: last prompt.
+    #: Share of the KV cache (0..1) that can take prompts before older ones are evicted, by the learned index; as of the
+    #: last prompt sent there.
     free_cache: FloatColumn
-    #: Data-parallel engines behind the address; 0 = unknown. All other columns are of all of them together, except
+    #: Data-parallel engines behind the address; 0 = unknown. All other columns are sums over these engines, except
     #: `kv`, which is that of the fullest.
     ranks: FloatColumn
-    #: Clock milliseconds until which it is more likely than others to be sent the next long prompt; see `core.cost`.
+    #: Clock milliseconds until which the endpoint is likely to be sent the next long prompt; see `pauses` in
+    #: `core.cost`.
     long_until_ms: FloatColumn
-    #: 1 = it seems to hang, 2 = it does (`fairlead.core.stalls`).
+    #: 0 = well, 1 = suspect, 2 = out (`fairlead.core.stalls`).
     suspicion: FloatColumn
 
     def __init__(self) -> None:
         self.endpoints: list[Endpoint | None] = []
-        #: A new tuple whenever endpoints come, go or change.
+        #: Endpoint ids by slot; empty = no endpoint. A new tuple whenever endpoints come, go or change.
         self.ids: tuple[str, ...] = ()
-        #: Adapters on the metrics page, which vLLM names there only while requests use them; `None` = it tells of none.
+        #: By slot: adapters on the metrics page, which vLLM names only while requests use them; `None` = not reported.
         self.adapters: list[frozenset[str] | None] = []
-        #: Adapters that its list of models has, used or not; `None` = not known.
+        #: By slot: adapters in the endpoint's list of models, in use or not; `None` = not known.
         self.listed: list[frozenset[str] | None] = []
-        #: What that list says of base models.
+        #: By slot: the base models in that list.
         self.based: list[BaseModels] = []
-        #: Some models have another context than others.
+        #: Whether the known context lengths differ.
         self.mixed_contexts = False
-        #: Endpoints whose list of models is not known; and those that load adapters on demand, whatever it says.
+        #: Endpoints whose list of models is not known; endpoints that load adapters on demand, whatever the list says.
         self.unlisted: BoolColumn = np.zeros(0, dtype=np.bool_)
         self.dynamic: BoolColumn = np.zeros(0, dtype=np.bool_)
-        #: Some endpoint has slots for adapters.
+        #: Whether any endpoint has slots for adapters.
         self.lora = False
-        #: 1 / `ranks`: the part of an endpoint's load that one of its engines has; `None` = each has one engine.
+        #: 1 / `ranks`: the share of an endpoint's load that one of its engines has; `None` = all have one engine.
         self.per_rank: FloatColumn | None = None
-        #: Some endpoint is elsewhere.
+        #: Whether any `distance_ms` is not 0.
         self.distant = False
         self.samples: list[Sample | None] = []
         self.alive: BoolColumn = np.zeros(0, dtype=np.bool_)
-        #: All float columns as the rows of one array, in the order of `FLOATS`: copied in one go.
+        #: All float columns as the rows of one array, in the order of `FLOATS`, so that one call copies them.
         self.floats = np.zeros((len(FLOATS), 0))
         self._name_rows()
         self.count = 0
-        #: Rises when endpoints come, go or change labels, and when adapters change.
+        #: Rises when endpoints come, go or change labels, and when adapters or `suspicion` change.
         self.version = 0
-        #: Some endpoint has failed scrapes or responses now, or hangs.
+        #: Whether any endpoint has failed scrapes or responses, is avoided, or hangs.
         self.troubled = False
-        #: No `long_until_ms` is later.
+        #: Upper bound of `long_until_ms`.
         self.long_until = 0.0
-        #: By slot, milliseconds that others' requests, not heard of yet, may cost one that is cached nowhere.
+        #: By slot: milliseconds that a prompt which is cached nowhere may lose to requests that peers have sent but not
+        #: yet reported; `None` = there are no peers.
         self.collisions: FloatColumn | None = None
-        #: Slots whose numbers changed since `cost.renew` looked. Who writes a column adds its slot.
+        #: Slots whose values changed since `cost.renew` last read them. Code that writes a column must add the slot.
         self.stale: set[int] = set()
         self._slots: dict[str, int] = {}
         self._masks: dict[tuple[Hashable, ...], BoolColumn] = {}
@@ -143,11 +146,11 @@ class EndpointTable:
         return self._slots.get(endpoint_id)
 
     def slots(self) -> list[tuple[int, Endpoint]]:
-        """(slot, endpoint) of all that are there."""
+        """Return (slot, endpoint) of all endpoints in the pool."""
         return [(slot, e) for slot, e in enumerate(self.endpoints) if e is not None]
 
     def add(self, endpoint: Endpoint) -> int:
-        """A new endpoint gets a free slot."""
+        """Add an endpoint and return its slot."""
         if self.count == len(self.endpoints):
             self._grow()
         slot = self.endpoints.index(None)
@@ -157,7 +160,7 @@ class EndpointTable:
         return slot
 
     def replace(self, slot: int, endpoint: Endpoint) -> None:
-        """Same id, other address or labels."""
+        """Replace an endpoint by one with the same id and other labels or address."""
         self.endpoints[slot] = endpoint
         self._changed()
 
@@ -208,7 +211,7 @@ class EndpointTable:
             self._changed()
 
     def base(self, model: str) -> BoolColumn:
-        """Where it is the base model: by the label, or by the list of models where there is no label."""
+        """Return the slots where `model` is a base model: by the label, or without it by the list of models."""
 
         def has(slot: int, endpoint: Endpoint) -> bool:
             label = endpoint.labels.get(MODEL_LABEL)
@@ -217,7 +220,7 @@ class EndpointTable:
         return self.mask(("base", model), has)
 
     def contexts(self, model: str) -> FloatColumn | None:
-        """The context of the model everywhere, in tokens, infinite where not known; `None` = all known are equal."""
+        """Return the model's context length in tokens by slot, infinite where unknown; `None` = all known are equal."""
 
         def look() -> FloatColumn | None:
             contexts = [base.context(model) for base in self.based]
@@ -226,15 +229,15 @@ class EndpointTable:
         return self.answer(("contexts", model), look) if self.mixed_contexts else None
 
     def holders(self, adapter: str) -> BoolColumn | None:
-        """Where the adapter is on the metrics page; `None` = nowhere."""
+        """Return the slots with the adapter on the metrics page; `None` = there is none."""
         return self._holders.get(adapter)
 
     def listing(self, adapter: str) -> Collection[int]:
-        """Slots whose list of models has it."""
+        """Return the slots with the adapter in the list of models."""
         return self._listing.get(adapter, ())
 
     def loaded(self, adapter: str) -> BoolColumn | None:
-        """Where the adapter is on the metrics page or in the list of models; `None` = nowhere."""
+        """Return the slots with the adapter on the metrics page or in the list of models; `None` = there is none."""
         slots, running = self._listing.get(adapter), self._holders.get(adapter)
         if not slots:
             return running
@@ -243,7 +246,7 @@ class EndpointTable:
         return loaded
 
     def extra(self, name: str) -> FloatColumn:
-        """A configured further gauge (`Sample.extra`); NaN where an endpoint does not report it."""
+        """Return the column of a configured gauge (`Sample.extra`); NaN where an endpoint does not report it."""
         column = self._extra.get(name)
         if column is None:
             column = np.full(len(self), np.nan)
@@ -260,8 +263,8 @@ class EndpointTable:
                 self._extra[name][slot] = value
 
     def mask(self, key: tuple[Hashable, ...], keep: Callable[[int, Endpoint], bool]) -> BoolColumn:
-        """Where `keep(slot, endpoint)` holds. It may look at labels, addresses and base models only: the answer is
-        remembered under `key` until an endpoint comes, goes or changes."""
+        """Return the slots for which `keep(slot, endpoint)` is true. It may only depend on labels, addresses and base
+        models, because the mask is remembered under `key` until an endpoint comes, goes or changes."""
         known = self._masks.get(key)
         if known is None:
             known = np.fromiter(
@@ -275,7 +278,7 @@ class EndpointTable:
         return known
 
     def keeping(self, key: tuple[Hashable, ...], keep: Callable[[int, Endpoint], bool]) -> BoolColumn | None:
-        """`mask` as a filter's answer: `None` when it keeps every slot."""
+        """Return `mask` as a filter's answer: `None` if it keeps every slot."""
         if key in self._keeping:
             return self._keeping[key]
         mask = self.mask(key, keep)
@@ -285,9 +288,9 @@ class EndpointTable:
         return answer
 
     def answer(self, key: tuple[Hashable, ...], find: Callable[[], T]) -> T:
-        """A filter's whole answer, remembered under `key` until `version` rises. It may depend on labels, addresses,
-        models and adapters only. One look-up instead of several columns: with cold caches that is most of such a
-        filter's cost."""
+        """Return the result of `find`, remembered under `key` until endpoints, models or adapters change. It may only
+        depend on these and on labels and addresses. One look-up replaces several column operations, which are most of a
+        filter's cost with cold CPU caches."""
         try:
             return self._answers[key]  # type: ignore[no-any-return]
         except KeyError:
@@ -305,7 +308,7 @@ class EndpointTable:
             self._adapters_changed()
 
     def set_ranks(self, slot: int, ranks: float) -> None:
-        """The caller sees to `per_capacity`."""
+        """Set the number of engines behind the address. The caller must update `per_capacity`."""
         self.ranks[slot] = ranks
         self._judge_ranks()
 
@@ -314,7 +317,7 @@ class EndpointTable:
         self.distant = bool(np.count_nonzero(self.distance_ms))
 
     def rewritten(self) -> None:
-        """To be called when whole columns were written from outside."""
+        """Update all derived values. Call it after whole columns were written from outside."""
         self.stale.update(range(len(self.endpoints)))
         self.lora = bool(np.count_nonzero(self.max_adapters))
         self.distant = bool(np.count_nonzero(self.distance_ms))
@@ -323,7 +326,7 @@ class EndpointTable:
         self.judge_trouble()
 
     def judge_trouble(self) -> None:
-        """To be called when a failure counter changed."""
+        """Update `troubled`. Call it when a failure counter, `ejected_until` or `suspicion` changed."""
         self.troubled = bool(
             np.count_nonzero(self.failures)
             or np.count_nonzero(self.errors)
@@ -332,7 +335,7 @@ class EndpointTable:
         )
 
     def set_suspicion(self, slot: int, level: float) -> None:
-        """Who waits for an endpoint is told by the version."""
+        """Set the level. The version rises, so that what is remembered for waiting requests is looked up again."""
         self.suspicion[slot] = level
         self.version += 1
         self.judge_trouble()
@@ -342,13 +345,13 @@ class EndpointTable:
         return endpoint.labels.get(ROLE_LABEL, "") if endpoint else ""
 
     def _put(self, slot: int, endpoint: Endpoint | None) -> None:
-        """Let `endpoint`, or nobody, begin at `slot` with a clean row."""
+        """Put `endpoint`, or `None`, at `slot` and reset the slot's values."""
         self.endpoints[slot] = endpoint
         self.adapters[slot] = None
         self.samples[slot] = None
         self.alive = self.alive.copy()
         self.alive[slot] = endpoint is not None
-        self.alive.setflags(write=False)  # a policy that writes there fails
+        self.alive.setflags(write=False)  # a policy that writes to it raises
         self._judge_unlisted(slot)
         self.floats[:, slot] = 0.0
         self._judge_ranks()
@@ -375,7 +378,7 @@ class EndpointTable:
     def _name_rows(self) -> None:
         for name, row in zip(FLOATS, self.floats, strict=True):
             setattr(self, name, row)
-        #: A row per slot: of all, and with its `LOAD`, written in one go.
+        #: Views with one row per slot: of all columns, and of the `LOAD` columns, so that one assignment writes a slot.
         self.by_slot, self.load = self.floats.T, self.floats[_LOAD].T
 
     def _judge_ranks(self) -> None:
