@@ -11,7 +11,7 @@ class TimerHandle(Protocol):
 
 class Clock(Protocol):
     def time(self) -> float:
-        """Seconds on a monotonic clock with an arbitrary origin; never wall-clock time."""
+        """Return the seconds on a monotonic clock with an arbitrary origin; never wall-clock time."""
         ...
 
     def call_at(self, when: float, callback: Callable[..., object], /, *args: Any) -> TimerHandle:

@@ -8,10 +8,10 @@ BoolColumn = NDArray[np.bool_]
 
 
 def scalar(value: float) -> FloatColumn:
-    """A constant for sums over columns: numpy takes a 0-d array 0.15 µs faster than a float, 0.24 against 0.39 µs."""
+    """Return a constant as a 0-d array for use with columns: numpy takes 0.24 µs for it, and 0.39 µs for a float."""
     return np.array(float(value))
 
 
 def top(column: FloatColumn) -> float:
-    """The highest entry of a column that is not empty, in 0.2 µs; `column.max()` takes 0.8."""
+    """Return the highest entry of a non-empty column in 0.2 µs; `column.max()` takes 0.8 µs."""
     return float(column[column.argmax()])

@@ -55,13 +55,13 @@ class Reject(Struct, frozen=True, kw_only=True):
 class Evict(Struct, frozen=True, gc=False):
     """End a routed request, so that its model server is free again, and feed `StreamLost` back."""
 
-    #: What its client is told, if that is still possible.
+    #: The answer to its client, if no answer has begun.
     reject: Reject
     client: Any = None
 
 
 class Hold(Struct, frozen=True, gc=False):
-    """The request waits in the queue for at most so many seconds: ask its gateway to wait, too."""
+    """The request waits in the queue for at most `seconds`: ask its gateway to wait as long."""
 
     request_id: int
     seconds: float
@@ -83,15 +83,15 @@ class AskRemote(Struct, frozen=True):
 
 
 class JudgeShadows(Struct, frozen=True, gc=False):
-    """Let the policies on trial decide this, without hurry, and feed `ShadowsJudged` back. May be skipped."""
+    """Let the shadow policies decide this case at any time, and feed `ShadowsJudged` back. May be skipped."""
 
     case: ShadowCase
 
 
 class AdoptConfiguration(Struct, frozen=True, gc=False):
-    """A changed configuration is in force from now on: let everything outside of the core follow it."""
+    """A changed configuration is in force from now on: apply it outside of the core, too."""
 
-    #: That of `Reconfigured`.
+    #: `Reconfigured.document`.
     document: Any
     #: The `core.scheduling.Scheduling` that was built from it.
     scheduling: Any

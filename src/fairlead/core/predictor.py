@@ -1,19 +1,20 @@
-"""What is learned of the cost kernel's parameters, and how far off its forecasts are.
+"""Learns the cost kernel's parameters, and how far off its forecasts are.
 
-`kappa` is the geometric mean of observed / forecast at an endpoint, and takes up what the model (`core.cost`) leaves
+`kappa` is the geometric mean of observed / forecast at an endpoint. It makes up for what the model (`core.cost`) leaves
 out. The error band comes from the quantiles of observed / forecast among forecasts of the same kind (idle or queued,
-with or without a cached beginning): no distribution is assumed, so it holds what it says. A kind that was never judged
-has the band of all.
+with or without a cached beginning). No distribution is assumed, so 90 % of the values really are in the band. A kind
+without any judged forecast has the band of all kinds.
 
 Rules
-* A forecast is stored with its lease, before the request is charged, and judged by the first token of that lease.
-* Forecasts are judged by streamed answers: in others the first byte is the last. How fast engines are is learned from
-  those too, and from streams that the gateway does not show: a whole answer is a stretch of so many steps, and of what
-  was computed of prompts meanwhile. Where tokens are not told, the size of the answer tells them (`core.tokens`).
+* A forecast is made before the request is charged and stored with its lease. The lease's first token judges it.
+* Only streamed answers judge forecasts, because in others the first byte comes with the last. The engines' speed is
+  also learned from answers that are not streamed or that the gateway does not report. Such a whole answer is a stretch:
+  its steps, and the prompts that were computed meanwhile. If its tokens are not reported, they are estimated from its
+  size (`core.tokens`).
 * Engines behind one address compute at the same time, and it is unknown which engine has which request. There, each
   first token is a stretch of its own if fewer requests wait than there are engines. Prompts that were computed in the
   meantime count as shared equally among the engines.
-* Nothing learned leaves its bounds, whatever clocks and clients do.
+* All learned values stay within their bounds, whatever clocks and clients do.
 """
 
 from collections.abc import Hashable
@@ -44,38 +45,41 @@ from fairlead.core.table import EndpointTable
 #: Bounds of `kappa`, and the weight of the newest ratio.
 KAPPA = (0.5, 4.0)
 KAPPA_SHARE = 0.03
-#: The same of the time per output token.
+#: The same for `tpot_kappa`, the correction of the time per output token.
 TPOT_KAPPA = (0.1, 10.0)
 TPOT_SHARE = 0.1
-#: What all endpoints have in common is for the bands' middle: `kappa` leaks back to 1 where nothing holds it.
+#: With each forecast, the logarithm of `kappa` loses this share, so that errors which all endpoints have in common move
+#: the bands' middle instead.
 KAPPA_LEAK = 0.01
-#: Milliseconds that a request holds its memory after the first token; to begin with, and the newest one's weight.
+#: Milliseconds that a request holds its memory after the first token: initial value, and weight of the newest value.
 HOLD_MS = 10_000.0
 HOLD_SHARE = 0.02
-#: Steps from an answer's first token to its last; to begin with.
+#: Initial number of steps from an answer's first token to its last.
 ANSWER_STEPS = 250.0
 #: First tokens closer together than this (seconds) came from one step.
 SAME_STEP = 0.001
-#: A stretch ends after so many tokens even if there is more to compute, or so many steps and seconds.
+#: A stretch ends after `LONG_STRETCH` tokens, or after both `LONG_STEPS` steps and `LONG_S` seconds, even if more is
+#: queued.
 LONG_STRETCH, LONG_STEPS, LONG_S = 5 * STEP_TOKENS, 4.0, 1.0
 
 
 class _Stretch(Struct):
-    """Prefill without a pause at one endpoint."""
+    """Prefill without a pause at one endpoint (see `core.rates`). Times are clock seconds."""
 
     start: float
-    #: When first tokens came last, there or before its beginning, and how long a step took then, in seconds.
+    #: When the last first token came, in this stretch or just before it (0 = none), and seconds of a step then.
     end: float = 0.0
     step_s: float = 0.0
+    #: Sums over its prompts: tokens computed, tokens cached, milliseconds of work at the prior's speed.
     tokens: float = 0.0
     cached: float = 0.0
     work_ms: float = 0.0
     steps: float = 0.0
-    #: How often what was computed next had come in the middle of a step.
+    #: How many prompts had arrived in the middle of a step.
     lags: float = 0.0
-    #: Tokens of the first tokens that came last, at one moment.
+    #: Uncached tokens of the prompts whose first tokens came last, in one step.
     newest: float = 0.0
-    #: The endpoint waited for memory, or for an adapter.
+    #: Nothing is learned from it, because the endpoint waited for memory or an adapter.
     spoiled: bool = False
 
 
@@ -84,7 +88,7 @@ def _steps(tokens: float) -> float:
 
 
 class Predictor:
-    """Columns have one entry per slot of the table."""
+    """The learned parameters. Columns have one entry per slot of the table."""
 
     def __init__(self, table: EndpointTable, prior: StepModel = PRIOR) -> None:
         self._table = table
@@ -94,7 +98,7 @@ class Predictor:
         self.hold_ms = HOLD_MS
         self.answer_steps = ANSWER_STEPS
         self._answers = 0
-        #: See `core.cost`.
+        #: The precomputed values: see `READY` and `Learned` in `core.cost`.
         self.rows: list[FloatColumn] = []
         self.by_slot: FloatColumn = np.zeros((0, READY))
         self.slots: list[Ready] = []
@@ -102,11 +106,11 @@ class Predictor:
         self.bands = [self._all] * (2 * KINDS + 4)
         self._stretches: list[_Stretch | None] = []
         self._computed_ms: list[float] = []
-        #: Clock seconds from when on the next request teaches whose first token nobody sees.
+        #: By slot: clock seconds from which the next blind lease gets a mark, so that something is learned from it.
         self.marks_at: list[float] = []
 
     def reset(self, slot: int, look: Hashable = None) -> None:
-        """A new endpoint stands at `slot`, or the engine there was started anew. Those of one `look` are alike."""
+        """Begin with a new endpoint or restarted engine at `slot`. `look`: its class (`Fleet._looks_like`)."""
         self.rates.reset(slot, look)
         while slot >= len(self._stretches):
             self._stretches.append(None)
@@ -122,12 +126,13 @@ class Predictor:
     # ---- forecasts ----
 
     def memory_wait(self, terms: Terms) -> FloatColumn:
-        """Milliseconds until endpoints have memory for the request, as it is expected."""
+        """Return the expected milliseconds until endpoints have memory for the request."""
         wait: FloatColumn = terms.kappa * memory_wait(terms.used, self._table.kv, self.hold_ms)
         return wait
 
     def ttft_quantile(self, terms: Terms, prompt: float, p: float) -> FloatColumn:
-        """TTFT that is kept with probability `p` (0.05..0.95), the wait for memory included."""
+        """Return by slot the TTFT in milliseconds that is kept with probability `p` (0.05..0.95), including the wait
+        for memory."""
         table = self._table
         pending = np.floor(per_rank(table.pending, table))
         busy = np.minimum(pending, 2.0) + np.minimum(table.queued_tokens + table.active, 1.0)
@@ -138,15 +143,16 @@ class Predictor:
         return quantile
 
     def behind(self, slot: int, forecast: Forecast, wait_ms: float) -> Forecast:
-        """The same for a request that waits `wait_ms` for its adapter first."""
+        """Return the forecast of a request that first waits `wait_ms` for its adapter."""
         kind = forecast.kind
         if wait_ms >= self.hold_ms:
             kind = 2 * KINDS - 1 if kind >= KINDS else KINDS - 1
         return self._of_kind(slot, forecast, forecast.model_ttft_ms + wait_ms, kind)
 
     def late(self, slot: int, forecast: Forecast) -> Forecast:
-        """The same for a request that waited in a queue of ours. When requests wait, much goes on that no model has:
-        caches are pushed out, and several go to one endpoint at the same moment."""
+        """Return the forecast of a request that waited in Fairlead's queue. Its kind has a band of its own, because the
+        model lacks effects that come with queues: prompts are evicted from caches, and several requests go to one
+        endpoint at the same moment."""
         cached, scarce = forecast.kind >= KINDS, forecast.kind % KINDS == KINDS - 1
         return self._of_kind(slot, forecast, forecast.model_ttft_ms, 2 * KINDS + cached + 2 * scarce)
 
@@ -168,8 +174,8 @@ class Predictor:
         cached: float = 0.0,
         cold: bool = False,
     ) -> None:
-        """A request charged at `sent` got its first token. Call it before the ledger learns of it. `cold`: it waited
-        for its adapter, too."""
+        """Learn from the first token of a request that was charged at `sent` (clock seconds). Call it before the ledger
+        releases the prefill part. `work_ms`: prefill at the prior's speed. `cold`: it waited for its adapter, too."""
         self.judge(slot, forecast, (now - sent) * 1e3)
         if self._table.per_rank is None or self._table.ranks[slot] <= 1.0:
             self._computed_ms[slot] += work_ms
@@ -182,7 +188,7 @@ class Predictor:
                 self.logged(slot, forecast, uncached, work_ms, took_ms, self.mark(slot)[1], now, cached)
 
     def judge(self, slot: int, forecast: Forecast, took_ms: float) -> None:
-        """A first token took so long."""
+        """Judge a forecast by the milliseconds that its first token took."""
         if not (0.0 < took_ms < 1e8 and forecast.model_ttft_ms > 0.0):
             return
         band = self.bands[forecast.kind]
@@ -202,7 +208,7 @@ class Predictor:
     def _stretch(
         self, slot: int, uncached: float, cached: float, work_ms: float, sent: float, now: float, cold: bool
     ) -> None:
-        """Add a first token to the open stretch, and close that if it ends or is long enough."""
+        """Add a first token to the slot's open stretch. Learn from the stretch if it ends or is long enough."""
         table = self._table
         stretch = self._stretches[slot]
         running, usage, slots = float(table.active[slot]), float(table.kv[slot]), float(table.max_seqs[slot])
@@ -228,12 +234,12 @@ class Predictor:
         stretch.work_ms += work_ms
         stretch.spoiled |= cold or usage > CROWDED
         more = float(table.queued_tokens[slot]) - uncached
-        if 0.0 < slots <= running + 1.0:  # the others wait for a slot
+        if 0.0 < slots <= running + 1.0:  # the other requests wait for a sequence slot
             more = 0.0
         long = stretch.steps >= LONG_STEPS and now - stretch.start >= LONG_S
         if more <= 0.0 or long or stretch.tokens >= LONG_STRETCH:
             if not stretch.spoiled:
-                # A step reads a shared beginning once per sequence: the ledger's sum counts, not the memory in use.
+                # A step reads a shared beginning once per sequence. So the ledger's sum is used, not the memory in use.
                 load_ms = self.rates.prior.load_ms(running, float(table.kv_tokens[slot]))
                 took = (now - stretch.start) * 1e3
                 self.rates.observe(
@@ -252,9 +258,9 @@ class Predictor:
         now: float,
         cached: float = 0.0,
     ) -> None:
-        """A first token took so long, and no stretch has it: it is told only now, when the answer is over, or there are
-        several engines. `load_ms`: what decoding added to a step when it was charged. Where it found nobody before it,
-        it is a stretch of its own."""
+        """Learn from a first token that is in no stretch, because it is reported only after the answer, or because
+        several engines share the address. If no request was queued before it, it is a stretch of its own; else it is
+        ignored. `load_ms`: milliseconds that decoding added to a step when the request was charged."""
         if forecast.kind < 2 * KINDS and forecast.kind % KINDS < 2:
             lags = float(forecast.kind % KINDS)
             self.rates.observe(slot, work_ms, _steps(uncached) + 0.5 * lags, load_ms, took_ms, now, lags, cached)
@@ -270,16 +276,16 @@ class Predictor:
         now: float,
         work_ms: float = 0.0,
     ) -> None:
-        """An answer of so many tokens, whose first nobody saw, took so long. `mark` is that of its charge, `work_ms`
-        its own part of `blind_ms`."""
+        """Learn from a whole answer whose first token was not seen. `took_ms`: from its charge to its end. `mark`: the
+        mark at its charge. `blind_ms`: as for `blind_mark`, now. `work_ms`: its own part of `blind_ms`."""
         (before_ms, load_then), (computed_ms, load_ms) = mark, self.blind_mark(slot, blind_ms, now)
         computed_ms += work_ms * (1.0 - self._share(slot))
         steps, load_ms = _steps(uncached) + completion_tokens - 1.0, 0.5 * (load_then + load_ms)
         self.rates.observe(slot, max(computed_ms - before_ms, 0.0), steps, load_ms, took_ms, now)
 
     def blind_mark(self, slot: int, blind_ms: float, now: float) -> tuple[float, float]:
-        """The mark of a request whose first token nobody sees. `blind_ms`: all such prompts that were charged there,
-        computed or still in the queue."""
+        """Return the mark of a blind lease. `blind_ms`: work of all blind leases ever charged there, including those
+        still queued (`Ledger.blind_ms`)."""
         computed_ms, load_ms = self.mark(slot)
         if slot in self._table.stale:
             renew((slot,), self._table, self)
@@ -287,14 +293,14 @@ class Predictor:
         return computed_ms + blind_ms * self._share(slot) - ready.wait_ms(now) / ready.factor, load_ms
 
     def mark(self, slot: int) -> tuple[float, float]:
-        """What an endpoint's engine has computed of prompts so far, and what decoding adds to its steps now. Both in
-        milliseconds at the prior's speed."""
+        """Return the prompt work that an engine of the endpoint has computed so far, and what decoding adds to one of
+        its steps now. Both in milliseconds at the prior's speed."""
         table = self._table
         load_ms = self.rates.prior.load_ms(float(table.active[slot]), float(table.kv_tokens[slot]))
         return self._computed_ms[slot], load_ms * self._share(slot)
 
     def _share(self, slot: int) -> float:
-        """Of an endpoint's load, what one of its engines has."""
+        """Return the share of an endpoint's load that one of its engines has."""
         per_rank = self._table.per_rank
         return 1.0 if per_rank is None else float(per_rank[slot])
 
@@ -307,8 +313,8 @@ class Predictor:
         mark: tuple[float, float],
         now: float,
     ) -> None:
-        """An answer ended `held_ms` after its first token, with so many tokens (-1 = not known). `mark` is that of its
-        first token."""
+        """Learn from an answer that ended `held_ms` after its first token. `completion_tokens`: -1 = unknown. `mark`:
+        the mark at its first token."""
         if not 0.0 < held_ms < 1e8:
             return
         self._answers += 1
@@ -327,7 +333,7 @@ class Predictor:
             low, high = TPOT_KAPPA
             self.tpot_kappa[slot] = min(max(kappa * min(max(ratio, 0.25), 4.0) ** TPOT_SHARE, low), high)
 
-    # ---- taken down, and given back ----
+    # ---- saved and restored ----
 
     def learned(self) -> ForecastsLearned:
         bands = tuple(() if band is self._all else band.values for band in self.bands)
@@ -336,7 +342,7 @@ class Predictor:
         )
 
     def restore(self, learned: ForecastsLearned) -> None:
-        """Before anything else is learned."""
+        """Restore what was learned of the whole pool. Call it before anything else is learned."""
         self.hold_ms, self.answer_steps = min(learned.hold_ms, 1e8), min(max(learned.answer_steps, 1.0), 1e6)
         self._answers = learned.answers
         self._all = Band(values=learned.all_kinds)
@@ -349,7 +355,8 @@ class Predictor:
         return OwnLearned(*self.rates.own(slot, now), float(self.kappa[slot]), float(self.tpot_kappa[slot]))
 
     def restore_own(self, slot: int, own: OwnLearned, age_s: float, now: float) -> None:
-        """Of the same engine as before. `age_s`: seconds since it was taken down."""
+        """Restore what was learned of an endpoint, if its engine is still the same. `age_s`: seconds since it was
+        saved."""
         self.rates.restore_own(slot, own.mean, own.weight, own.ratio, own.idle_s + age_s, now)
         self.kappa[slot] = min(max(own.kappa, KAPPA[0]), KAPPA[1])
         self.tpot_kappa[slot] = min(max(own.tpot_kappa, TPOT_KAPPA[0]), TPOT_KAPPA[1])

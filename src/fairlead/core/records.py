@@ -11,8 +11,8 @@ from fairlead.core.request import Request
 
 
 class Forecast(Struct, frozen=True, gc=False):
-    """The forecast for a request at one endpoint, in milliseconds. It counts from the moment the request is sent: the
-    time in our queue is known by then and is not part of it."""
+    """The forecast for a request at one endpoint, in milliseconds from the moment the request is sent. The time in
+    Fairlead's queue is not part of it."""
 
     ttft_ms: float = 0.0
     #: 90 % of first tokens arrive between these two.
@@ -24,7 +24,7 @@ class Forecast(Struct, frozen=True, gc=False):
     #: these: the correction changes while requests are in flight, so corrections measured against it would oscillate.
     model_ttft_ms: float = 0.0
     model_tpot_ms: float = 0.0
-    #: The group of forecasts that it is compared with.
+    #: The group of forecasts with which its error is compared, see `KINDS` in `fairlead.core.cost`.
     kind: int = 0
     #: The upper end without the margin for unknown engines: hedges and stall detection use it.
     known_high_ms: float = 0.0
@@ -131,8 +131,9 @@ class DecisionRecord(Struct, frozen=True, kw_only=True, gc=False):
     trace: Trace | None = None
 
 
-#: Causes of an end that count as a failure of the endpoint or of the path to it. `stream-lost` is none: the client
-#: left, the gateway died, or it shows no responses. Where it shows them, a failure of the endpoint comes as one.
+#: Causes of an end that count as a failure of the endpoint or of the path to it. `stream-lost` does not: the client
+#: left, the gateway died, or the gateway does not report responses. If it does, it reports a failure of the endpoint as
+#: one of these causes.
 LOST = ("endpoint-gone", "upstream-reset")
 
 
@@ -180,7 +181,7 @@ class StallRecord(Struct, frozen=True, gc=False):
     time_s: float
     #: `well`, `suspect`, `out`.
     level: str
-    #: How long it made no progress, and how long that was plausible, in seconds; both 0 = a request tries it again.
+    #: Seconds without progress, and seconds for which that was plausible; both 0 = one request may test it, or does.
     silent_s: float
     plausible_s: float
     #: Our requests at the endpoint.
@@ -188,7 +189,7 @@ class StallRecord(Struct, frozen=True, gc=False):
 
     @property
     def tried(self) -> bool:
-        """Nothing moved and nothing was silent: one request may try the endpoint, or does."""
+        """Whether the record only says that one request may test the endpoint, or does."""
         return self.silent_s == self.plausible_s == 0.0
 
 

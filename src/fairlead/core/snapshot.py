@@ -1,10 +1,10 @@
-"""What is known of the endpoints at one moment, taken down in 3 µs, and a fleet made of it again.
+"""Snapshots of the fleet, each taken in 3 µs, and fleets restored from them.
 
 Rules
-* The columns are one array (`EndpointTable.floats`), so a snapshot is a copy of it and one of what was learned;
-  endpoints and adapters are tuples that are made anew only when the table's version rises.
-* A restored fleet is for asking policies, not for going on: it has no leases, and instead of a prefix index the column
-  of what each endpoint held of the one prompt. Gauges of one's own (`Sample.extra`) are not in it.
+* The columns are one array (`EndpointTable.floats`), so a snapshot is a copy of it and of the learned factors. The
+  tuples of endpoints and adapters are only made again when the table's version rises.
+* A restored fleet is only for asking policies. It has no leases. Instead of a prefix index, it has the share of the one
+  prompt that each endpoint had cached. It does not have configured gauges (`Sample.extra`).
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from fairlead.core.table import FLOATS, EndpointTable
 
 
 class Snapshots:
-    """Takes them, of one fleet."""
+    """Takes snapshots of one fleet."""
 
     def __init__(self) -> None:
         self._version = -1
@@ -49,8 +49,8 @@ class Snapshots:
 
 
 class Restored(Fleet):
-    """A fleet as it was. `held`: share of the prompt that each slot held; `None` = nobody any of it. `wait`: until each
-    could run the request's adapter, as `loading` says."""
+    """A fleet as it was at the snapshot. `held`: the share of the prompt (0..1) that each slot had cached; `None` =
+    none had any. `wait`: the result of `loading` for the request."""
 
     def __init__(self, snapshot: Snapshot, held: FloatColumn | None, wait: FloatColumn | None = None) -> None:
         super().__init__()
@@ -60,11 +60,11 @@ class Restored(Fleet):
         self.set_to(snapshot, held, wait)
 
     def set_to(self, snapshot: Snapshot, held: FloatColumn | None, wait: FloatColumn | None) -> None:
-        """To another moment with the same endpoints and adapters."""
+        """Set the fleet to another snapshot with the same endpoints and adapters."""
         self.held, self.wait = held, wait
         table, predictor = self.table, self.predictor
         floats = np.asarray(snapshot.floats, dtype=np.float64)
-        table.floats[: len(floats)] = floats  # an older journal has fewer
+        table.floats[: len(floats)] = floats  # an older journal has fewer columns
         table.rewritten()
         predictor.rates.columns[:] = snapshot.learned
         predictor.hold_ms, predictor.answer_steps = snapshot.hold_ms, snapshot.answer_steps
@@ -77,7 +77,7 @@ class Restored(Fleet):
 
 
 def _join(table: EndpointTable, snapshot: Snapshot) -> None:
-    """Every endpoint at the slot that it had."""
+    """Add every endpoint at the slot that it had."""
     free = []
     for slot, endpoint in enumerate(snapshot.endpoints):
         table.add(endpoint or Endpoint(f"\0{slot}", ""))
@@ -86,12 +86,12 @@ def _join(table: EndpointTable, snapshot: Snapshot) -> None:
         else:
             table.set_adapters(slot, snapshot.adapters[slot])
             table.set_listed(slot, snapshot.listed[slot])
-            if snapshot.based:  # an older journal has none
+            if snapshot.based:  # an older journal has no base models
                 table.set_based(slot, snapshot.based[slot])
     for slot in free:
         table.remove(slot)
 
 
 def column(snapshot: Snapshot, name: str) -> Any:
-    """One column of `FLOATS` by its name."""
+    """Return one column of a snapshot by its name in `FLOATS`."""
     return snapshot.floats[FLOATS.index(name)]

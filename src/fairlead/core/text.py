@@ -1,16 +1,16 @@
-"""Texts from outside for people's eyes: without what a terminal obeys, and without passwords."""
+"""Makes texts from outside safe to show: without terminal control characters, and without passwords."""
 
 import re
 from typing import Any
 
-#: Of what is not ASCII: control characters and those that cannot be seen.
+#: DEL, C1 control characters, and invisible Unicode characters.
 _UNSEEN = re.compile("[\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
 _PASSWORD = re.compile(r"(?<=://)([^@/?#\s:]*):[^@/?#\s]*(?=@)")
 
 
 def plain(value: Any) -> Any:
-    """A text, or a JSON value with texts, without control characters, those that turn the direction of writing, and
-    others that cannot be seen."""
+    """Return a text, or a JSON value with texts, in which control characters, characters that change the direction of
+    writing and other invisible ones are replaced by U+FFFD."""
     if isinstance(value, str):
         if value.isprintable():
             return value
@@ -21,10 +21,10 @@ def plain(value: Any) -> Any:
 
 
 def escaped(document: bytes) -> str:
-    """A JSON document with what a terminal might obey written as escapes."""
+    """Return a JSON document in which characters that a terminal may interpret are written as escapes."""
     return _UNSEEN.sub(lambda match: f"\\u{ord(match[0]):04x}", document.decode())
 
 
 def masked(text: str) -> str:
-    """The text with the passwords in its URLs masked."""
+    """Return the text with the passwords in its URLs masked."""
     return _PASSWORD.sub(r"\1:***", text) if "@" in text else text

@@ -1,12 +1,12 @@
-"""Tokens guessed from bytes, corrected by what model servers report.
+"""Token counts estimated from bytes, and corrected by the counts that model servers report.
 
-Theory. Without the model's tokenizer the best cheap guess is bytes / (bytes per token), and that ratio is a property of
-the model's vocabulary and of its clients' language and format. Both drift slowly, so it is kept as a ratio of two
-decaying sums (not as a mean of ratios, in which a 20-byte prompt would weigh as much as a 20-kB one).
+Theory. Without the model's tokenizer the best cheap estimate is bytes / (bytes per token). That ratio depends on the
+model's vocabulary and on the language and format of its clients. Both change slowly, so the ratio is that of two
+decaying sums. (In a mean of ratios, a 20-byte prompt would weigh as much as a 20-kB one.)
 
-The default of 4.2: English text has about 4.5 bytes per token in the usual vocabularies of 100,000 to 150,000 tokens
-and code about 3.5, but the bytes counted here are JSON. Role names, quotes and escapes add some 30 bytes to a message
-for the 4 or 5 tokens that a chat template adds, and CJK text has about 3 to 4 bytes per token, so the middle is near 4.
+The default of 4.2: English text has about 4.5 bytes per token in the usual vocabularies of 100,000 to 150,000 tokens,
+code about 3.5 and CJK text about 3 to 4. But the bytes counted here are JSON: role names, quotes and escapes add some
+30 bytes to a message, for the 4 or 5 tokens that a chat template adds.
 """
 
 from collections import OrderedDict
@@ -19,28 +19,29 @@ from fairlead.core.request import Request
 
 DEFAULT_BYTES_PER_TOKEN = 4.2
 DEFAULT_OUTPUT_TOKENS = 256.0
-#: A report outside of this says that bytes and tokens do not belong together (media, embeddings); it is clipped.
+#: Bounds to which reported ratios are clipped. Beyond them, bytes and tokens are not of the same text (media,
+#: embeddings).
 MIN_BYTES_PER_TOKEN = 1.0
 MAX_BYTES_PER_TOKEN = 12.0
 #: One report counts at most as this many bytes, so that a single long prompt cannot set the ratio.
 MAX_WEIGHT = 65536
 #: Weight of the default, in bytes: a few ordinary prompts outweigh it.
 PRIOR_WEIGHT = 4096.0
-#: The sums lose this share with every report: half after 34 reports.
+#: The sums lose this share with every report, half of their value after 34 reports.
 DECAY = 0.02
 #: Weight of the newest completion length.
 OUTPUT_ALPHA = 0.05
 MAX_TOKENS = 2**31 - 1
-#: Bytes of an answer that is not streamed, besides its text.
+#: Bytes of JSON around the text of an answer that is not streamed.
 ENVELOPE = 350
 
 
 class _Learned(Struct):
     bytes_seen: float = PRIOR_WEIGHT
     tokens_seen: float = PRIOR_WEIGHT / DEFAULT_BYTES_PER_TOKEN
-    #: At least 1.
+    #: Mean tokens of a completion, at least 1.
     output: float = DEFAULT_OUTPUT_TOKENS
-    #: Of whole answers, without what is around each: decaying sums.
+    #: Decaying sums over answers that are not streamed: bytes without `ENVELOPE`, and tokens.
     answer_bytes: float = 0.0
     answer_tokens: float = 0.0
 
@@ -49,8 +50,8 @@ _UNKNOWN = _Learned()
 
 
 class TokenEstimator:
-    """Learns per (model, API). Only reports create entries, so names that clients invent cost nothing; of more than
-    `max_models` the one reported least recently is forgotten. Estimates are O(1)."""
+    """Learns per (model, API). Only reports create entries, so names that clients invent take no memory. Beyond
+    `max_models` entries, the least recently reported one is dropped. Estimates are O(1)."""
 
     def __init__(self, max_models: int = 512) -> None:
         self._learned: OrderedDict[tuple[str, str], _Learned] = OrderedDict()
@@ -60,11 +61,11 @@ class TokenEstimator:
         return len(self._learned)
 
     def estimate(self, model: str, prompt_bytes: int, api: str = "chat") -> int:
-        """Prompt tokens in `prompt_bytes` bytes of prompt, at least 1 if there are any bytes."""
+        """Return the estimated tokens of a prompt; at least 1, or 0 if it has no bytes."""
         if prompt_bytes <= 0:
             return 0
         known = self._learned.get((model, api), _UNKNOWN)
-        if prompt_bytes > MAX_TOKENS:  # a float cannot hold any integer
+        if prompt_bytes > MAX_TOKENS:  # an arbitrarily large integer does not fit a float
             prompt_bytes = min(prompt_bytes, MAX_TOKENS * 16)
             return min(round(prompt_bytes * known.tokens_seen / known.bytes_seen), MAX_TOKENS)
         return round(prompt_bytes * known.tokens_seen / known.bytes_seen) or 1
@@ -74,10 +75,10 @@ class TokenEstimator:
         return known.bytes_seen / known.tokens_seen
 
     def learn(self, model: str, prompt_bytes: int, prompt_tokens: int, api: str = "chat") -> None:
-        """Take a report of `prompt_tokens` for a prompt of `prompt_bytes`; one that says nothing is ignored."""
+        """Learn from a reported prompt length. A report without bytes or tokens is ignored."""
         if prompt_bytes <= 0 or prompt_tokens <= 0:
             return
-        # Clipped as integers first: a float cannot hold any integer.
+        # Clipped as integers first, because an arbitrarily large integer does not fit a float.
         weight = float(min(prompt_bytes, MAX_WEIGHT))
         ratio = min(prompt_bytes, MAX_TOKENS) / min(prompt_tokens, MAX_TOKENS)
         ratio = min(max(ratio, MIN_BYTES_PER_TOKEN), MAX_BYTES_PER_TOKEN)
@@ -86,14 +87,16 @@ class TokenEstimator:
         known.tokens_seen += weight / ratio - known.tokens_seen * DECAY
 
     def estimate_output(self, model: str, max_tokens: int = 0, api: str = "chat") -> int:
-        """Completion tokens to expect, at most `max_tokens` (0 = no limit), at least 1; 1 where none are generated."""
+        """Return the expected completion tokens, at least 1 and at most `max_tokens` (0 = no limit); 1 for APIs that
+        generate none."""
         if api in WITHOUT_OUTPUT:
             return 1
         expected = round(self._learned.get((model, api), _UNKNOWN).output)
         return min(expected, max_tokens) if max_tokens > 0 else expected
 
     def learn_output(self, model: str, completion_tokens: int, max_tokens: int = 0, api: str = "chat") -> None:
-        """Take the length of a completion. One cut by `max_tokens` says "at least", so it never lowers the mean."""
+        """Learn from the length of a completion. If `max_tokens` cut it, it never lowers the mean, because the full
+        length is unknown."""
         if completion_tokens <= 0:
             return
         known = self._entry(model, api)
@@ -103,7 +106,7 @@ class TokenEstimator:
         known.output += OUTPUT_ALPHA * (length - known.output)
 
     def answer_tokens(self, request: Request, response_bytes: int) -> int:
-        """Completion tokens in an answer of so many bytes that was not streamed; -1 = not known."""
+        """Return the estimated completion tokens of an answer that was not streamed; -1 = unknown."""
         known = self._learned.get((request.target_model, request.api), _UNKNOWN)
         if request.stream or response_bytes <= 0 or known.answer_bytes <= 0.0:
             return -1
@@ -111,14 +114,16 @@ class TokenEstimator:
         return min(max(round(tokens), 1), MAX_TOKENS)
 
     def learn_answer(self, request: Request, response_bytes: int, completion_tokens: int) -> None:
-        """Take what an answer had of both. In one that is streamed each token comes in wrapping of its own."""
+        """Learn the bytes per completion token of an answer. Streamed answers are ignored, because each of their chunks
+        has JSON around it."""
         if completion_tokens > 0 < response_bytes and not request.stream:
             known = self._entry(request.target_model, request.api)
             known.answer_bytes += _text_bytes(response_bytes) - known.answer_bytes * DECAY
             known.answer_tokens += min(completion_tokens, MAX_TOKENS) - known.answer_tokens * DECAY
 
     def learned(self) -> tuple[ModelLearned, ...]:
-        """What is known of each model, the one reported last at the end; without names that are no Unicode."""
+        """Return what was learned of each (model, API), the last reported one at the end; without names that are not
+        valid Unicode."""
         return tuple(
             ModelLearned(model, api, known.bytes_seen, known.tokens_seen, known.output)
             for (model, api), known in self._learned.items()
@@ -126,7 +131,7 @@ class TokenEstimator:
         )
 
     def restore(self, models: tuple[ModelLearned, ...]) -> None:
-        """Go on from there; what is known already stays."""
+        """Restore what was learned. Existing entries stay; implausible ones are ignored."""
         for each in models[-self._max_models :]:
             tokens = each.tokens_seen
             likely = tokens >= 1.0 and MIN_BYTES_PER_TOKEN <= each.bytes_seen / tokens <= MAX_BYTES_PER_TOKEN
@@ -148,5 +153,5 @@ class TokenEstimator:
 
 
 def _text_bytes(response_bytes: int) -> int:
-    """Of an answer that was not streamed, without what is around its text."""
+    """Return the bytes of text in an answer that was not streamed, at least 1."""
     return min(max(response_bytes - ENVELOPE, 1), MAX_TOKENS)
