@@ -526,7 +526,7 @@ class Ready(Struct, gc=False):
 
 
 def renew(slots: Iterable[int], table: EndpointTable, learned: Learned) -> None:
-    """Compute the precomputed values of these slots from their columns; remove them from `EndpointTable.stale`."""
+    """Update the `READY` values of these slots from their columns, and remove the slots from `EndpointTable.stale`."""
     prior = learned.rates.prior
     for slot in slots:
         (

@@ -16,8 +16,9 @@ is at most 5 % for t = `ttft_ms` - s. The third bound is on memory: the memory i
 The load is that of the last `RECENT_S` seconds. If it grows, it is extrapolated by `startup_s`, since an endpoint that
 is ordered now serves only after that time. A falling load is not extrapolated.
 
-With several schedulers each counts what all of them route. So all publish about the same number, that of the pool. When
-a peer comes or is lost, the load is measured anew (`forget`): what was routed meanwhile cannot be counted.
+With several schedulers, each one counts the requests that all of them route. So all publish about the same number, that
+of the pool. When a peer comes or is lost, the measurement starts again (`forget`), because the requests that the peer
+routed meanwhile cannot be counted.
 """
 
 from collections import deque
@@ -88,7 +89,7 @@ class Demand:
         return len(self._totals)
 
     def forget(self) -> None:
-        """The load is measured anew: totals from now on cannot be compared with those before."""
+        """Start the measurement again: later totals cannot be compared with the earlier ones."""
         self._totals.clear()
 
     def observe(self, totals: Totals) -> None:

@@ -124,7 +124,7 @@ class AdaptersListed(Struct, frozen=True):
     """An endpoint's list of models was read: all that it has loaded, in use or not."""
 
     endpoint_id: str
-    #: `None` = the list does not tell which of its models are adapters.
+    #: `None` = the server does not provide a list.
     adapters: frozenset[str] | None
     base: BaseModels = NOT_LISTED
 
@@ -155,7 +155,8 @@ class PeerHeard(Struct, frozen=True, gc=False):
     """Another scheduler of the pool reported what it did since its last message (`fairlead.core.facts.Batch`).
 
     `origin`: the sender's name, a new one after each start. `to`: our own name. `lag_s`: seconds that the message took,
-    0 if unknown. `at_once`: apply the whole message before the next event, however long that takes."""
+    0 if unknown. `at_once`: the transport delivers all messages of peers before the next event, so a decision knows of
+    all earlier ones."""
 
     origin: str
     payload: bytes

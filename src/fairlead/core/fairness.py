@@ -169,7 +169,7 @@ class StartTimeFair:
 #   requests stay below half of all work in flight, so the gate's bound is exceeded by at most a factor of two.
 # * A flow is heavy if d_f + c > (D + c)/min(n, 4), more than an even share and more than a quarter of all work. At an
 #   endpoint where light requests run, or ran within the last `LINGER` seconds, heavy requests are spaced so that
-#   computing their prompts takes `SHARE` of the time: a step there is then at most 1/(1 - SHARE) times as long. A
+#   computing their prompts takes `SHARE` of the time. A step there is then at most 1/(1 - SHARE) times as long. A
 #   prompt that takes longer than a step is spaced like one step, or by its own time if that is more (more space would
 #   cost throughput, and its own steps are long in any case). A refused request counts as the time that it spent there.
 #   If the engine runs few sequences at once, as many sequences are kept free as light requests were seen there. No

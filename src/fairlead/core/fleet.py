@@ -223,7 +223,7 @@ class Fleet:
         table.per_capacity[slot] = max(ranks, 1.0) / capacity if capacity else 0.0
 
     def adapters_listed(self, endpoint_id: str, adapters: frozenset[str] | None, base: BaseModels = NOT_LISTED) -> None:
-        """Apply an endpoint's list of models. `adapters`: `None` = the list does not tell adapters."""
+        """Apply an endpoint's list of models. `adapters`: `None` = the server does not provide a list."""
         slot = self.table.slot(endpoint_id)
         if slot is None:
             return
@@ -288,8 +288,9 @@ class Fleet:
             table.stale.add(slot)
 
     def answered(self, slot: int, ok: bool, now: float, own: bool = True) -> None:
-        """Count a response that ended, our own or one that another scheduler reported. After `ERRORS_TO_EJECT` failures
-        in a row, policies avoid the endpoint for `EJECT_SECONDS`, or until a response succeeds."""
+        """Count a response that ended. After `ERRORS_TO_EJECT` failures in a row, policies avoid the endpoint for
+        `EJECT_SECONDS`, or until a response succeeds. `own`: False = another scheduler reported it (for `SharedFleet`).
+        """
         table = self.table
         if ok:
             if table.errors[slot]:

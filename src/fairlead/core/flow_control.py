@@ -431,7 +431,7 @@ class FlowControl:
         return None
 
     def _look(self, fleet: Fleet, now: float) -> BoolColumn:
-        """Return the open slots, and tell the tally."""
+        """Return the open slots as a mask, and update the tally."""
         opened = self.gate.open(fleet, now)
         if opened is None:
             opened = fleet.table.alive
@@ -590,8 +590,8 @@ class Eviction:
 #
 # Rules
 # * The gateway is told once that a request waits (`Hold`), so that it waits for an answer as long as the request may.
-# * Two timers, both exact: one for the earliest deadline; one for the next pass over the queues, for example when a
-#   request stops waiting for the endpoint that has cached its prompt, or at once if a pass was not finished.
+# * Two timers, both exact: one for the earliest deadline, and one for the next pass over the queues. The latter is set
+#   for example when a request stops waiting for the endpoint that has cached its prompt, or if a pass is unfinished.
 # * Refusals have a `Retry-After`: the time until the waiting requests of the same or a higher priority are dispatched,
 #   at the pace of the last dispatches.
 

@@ -1,4 +1,4 @@
-"""The headers that steer an inference gateway, and who may set them; and the metadata that it and we exchange.
+"""Headers that steer an inference gateway, and who may set them; metadata that gateway and scheduler exchange.
 
 Three kinds
 * `CONTROL_HEADERS` name hosts, or carry the scheduler's decisions. A client that could set them would choose its own

@@ -35,7 +35,7 @@ class ClassLearned(Struct, frozen=True, array_like=True):
     squares: Three
     products: Three
     observed: Three
-    #: The same for the lag: its products with the three, its square, its right-hand side.
+    #: The terms of the lag: its products with the three factors, its square, its right-hand side.
     lagged: tuple[Amount, Amount, Amount, Amount, Amount] = (0.0, 0.0, 0.0, 0.0, 0.0)
 
 
@@ -88,8 +88,8 @@ class OwnLearned(Struct, frozen=True, array_like=True):
 
 
 class EndpointLearned(Struct, frozen=True, tag="endpoint"):
-    """One endpoint. Its blocks follow in separate parts. `age_s`: how many seconds before the rest it was saved, if the
-    endpoint has not been in the pool since."""
+    """One endpoint. Its blocks follow in separate parts. `age_s`: seconds between the saving of this part and that of
+    the other parts, if the endpoint has not been in the pool since; 0 = saved together."""
 
     endpoint_id: str
     address: str

@@ -8,7 +8,8 @@ Rules
   the same amounts, so the columns cannot drift.
 * A reservation keeps room for a request while a remote scheduler is asked about it. It is a lease, charged like any
   other. The remote scheduler does not see it (`without_reserved`). The code that reserved it also releases it.
-* Every lease expires: end-of-request signals can be lost (a gateway drops access-log entries while nobody listens).
+* Every lease expires, because end signals can be lost: a gateway drops access-log entries while no scheduler reads
+  them.
 * How scrapes correct the load, and when they show that leases are over: see above `Account`.
 """
 

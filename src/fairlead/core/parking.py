@@ -20,9 +20,9 @@ from fairlead.core.request import Request
 # Rules
 # * Flow control decides *when*, the other scheduler *where*: it is asked once an endpoint is open, and may choose among
 #   the open endpoints.
-# * Until the answer, the request is charged to one of these as a reservation in the ledger, so requests that are let
-#   through meanwhile find less room. So, whatever the answers are and whenever they arrive, the requests that are asked
-#   for never need more room than there is.
+# * Until the answer, the request is charged to one of the open endpoints as a reservation in the ledger, so requests
+#   that are let through meanwhile find less room. So the requests with open questions never need more room than there
+#   is, whatever the answers are.
 # * A request that waited already has an endpoint, chosen by late binding: it is charged there, and goes there if there
 #   is no answer. A request that did not wait has none: it is charged where its prompt would be computed soonest. This
 #   only places the charge; without an answer, the built-in policy decides.

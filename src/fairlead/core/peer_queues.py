@@ -5,8 +5,8 @@ Rules
   to the peer for `YIELD` times the report delay between schedulers. If the peer has not used it by then, it cannot, and
   a lower band may.
 * Within a band, the scheduler with the oldest request goes first. Each next one goes `TURN` times the delay later: by
-  then it has heard of a charge that closes the endpoint. If all went at the same time, they would choose the same
-  endpoint.
+  then a charge that closes the endpoint has been reported to it. If all went at the same time, they would choose the
+  same endpoint.
 * Work is counted across all schedulers: what a peer gave to a flow moves the flow's turn here, too.
 """
 

@@ -87,12 +87,13 @@ class View(Struct, eq=False):
     #: Hashes of endpoints that it avoids, until when (clock seconds), and the number of the message that said so.
     avoided: dict[int, float] = field(default_factory=dict)
     avoided_sequence: int = 0
-    #: Sum over charges since the last measurement of prompt milliseconds times the seconds until we heard of the
-    #: charge; and the average milliseconds that are charged but not yet reported to us.
+    #: Sum over charges since the last measurement of prompt milliseconds times the seconds until the charge was
+    #: reported to us; and the average milliseconds that are charged but not yet reported to us.
     unheard: float = 0.0
     unheard_ms: float = 0.0
+    #: As in `PeerHeard`: no charge is unreported when we decide.
     at_once: bool = False
-    #: Seconds from a charge until we hear of it, as a moving average.
+    #: Seconds from a charge until it is reported to us, as a moving average.
     delay_s: float = 0.0
     #: Messages accepted and refused, and why the last refused one was.
     messages: int = 0
@@ -307,7 +308,7 @@ class Peers:
             sequences=charged.sequences,
         )
         fleet.ledger.charge_late(lease)
-        if isinstance(message, Batch):  # a snapshot repeats what was counted, or routed before we heard of the peer
+        if isinstance(message, Batch):  # a snapshot repeats leases that are counted already, or too old to count
             self.load.count(charged)
         if charged.uncached >= LONG_TOKENS:
             fleet.sent_long_prompt(slot, charged.work_us * 1e-3, now)

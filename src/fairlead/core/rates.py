@@ -7,9 +7,9 @@ Theory
   decoding load (c_seq, c_kv). So a stretch that took long while many answers ran shows that answers cost time there,
   not that the endpoint is slow.
 * An observation is a *stretch* of prefill. It begins when an endpoint has something to compute and ends with the first
-  token after which nothing is left. If something is always left, it ends after so many tokens that it hardly matters
+  token after which nothing is left. If something is always left, it ends after enough tokens that it hardly matters
   where in a step it was cut. Single TTFTs are not used: a small prompt shares its step with the beginning of a long
-  one behind it, so small prompts would look slow. Whole answers of known length are observations too: so many steps,
+  one behind it, so small prompts would look slow. Whole answers of known length are observations too: their steps,
   and the prompts that were computed meanwhile.
 * A prompt that comes in the middle of a step waits for the end of that step and, with asynchronous scheduling, for one
   more that was planned before. This *lag* is learned beside the factors, in steps at the prior's speed. Without it the
@@ -25,8 +25,8 @@ Theory
 * Each endpoint has one number of its own: its time relative to its class. Most endpoints are like their class; a few
   are very different. As a prior, the logarithm of that number is about 0 (within LIKE_SD) with probability
   1 - UNLIKE, else anything (within UNLIKE_SD). Its posterior mean ("spike and slab", Mitchell and Beauchamp 1988) is
-  about 0 for differences that chance explains, and follows larger ones: a difference of 30 % after a dozen stretches
-  with the usual noise, a factor of six after the first few.
+  about 0 for differences that chance explains, and follows larger ones. With the usual noise it follows a difference of
+  30 % after a dozen stretches, and a factor of six after the first few.
 
 Rules
 * An endpoint that is believed to be slow gets fewer requests, so a wrong belief would never be corrected. Therefore
@@ -152,8 +152,8 @@ OUTLIER = 3.0
 SLOWEST = 1000.0
 #: Share of its weight that older evidence loses with each new stretch: of an endpoint, and of a class.
 FORGET, CLASS_FORGET = 1 / 12, 1 / 100
-#: Additional loss if a class has changed: weight of the newest stretch in the mean deviation (about the last ten), and
-#: its square, in units of the noise, up to which chance explains it. From there the loss rises up to `CHANGED_FORGET`.
+#: Additional loss if a class has changed: its maximum; the weight of the newest stretch in the mean deviation, which is
+#: of about the last ten; and the square of that mean, in units of the noise, up to which chance explains it.
 CHANGED_FORGET, DRIFT_SHARE, STEADY = 0.15, 0.1, 0.25
 #: Weight of the pool's mean, as a number of stretches: for the prefill factor, for the ratio of c0's factor to it, of
 #: the load's factor to c0's, and of the lag to c0's factor. The last two are weak: the load is a small part of most

@@ -147,7 +147,7 @@ class OutcomeRecord(Struct, frozen=True, kw_only=True, gc=False):
     #: `natural`, `client-disconnect`, `upstream-reset`, `stream-lost`, `evicted`, `expired`, `reconciled`,
     #: `endpoint-gone`.
     cause: str = "natural"
-    #: -1 = there was no first token, as in every answer other than a 2xx.
+    #: -1 = there was no first token, as in every answer other than a 2xx. In the fields below, -1 = unknown.
     ttft_ms: float = -1.0
     duration_ms: float = -1.0
     response_bytes: int = -1
@@ -157,7 +157,7 @@ class OutcomeRecord(Struct, frozen=True, kw_only=True, gc=False):
     #: Predicted at decision time, to be compared with `cached_tokens` and `sent_ttft_ms`.
     hit_tokens: int = 0
     forecast: Forecast | None = None
-    #: Id of the endpoint that was chosen and could not be reached; empty = `endpoint` was chosen.
+    #: Id of the endpoint that was chosen, if the fallback endpoint answered instead; empty = `endpoint` was chosen.
     unreached: str = ""
     #: The part of `ttft_ms` and `duration_ms` that the request spent in our queue.
     queued_ms: float = 0.0

@@ -145,7 +145,8 @@ class RemotePolicy(AsksElsewhere):
         self.on_answer = on_answer
 
     def behind(self, fallback: Policy, able: Able) -> "RemotePolicy":
-        """Return the same scheduler with another fallback policy. Connection, breaker and counts are shared."""
+        """Return the same scheduler with another fallback policy. Breaker and counts are shared with this one; whether
+        it is connected is copied."""
         made = RemotePolicy(self.name, fallback, able, self.budget, on_answer=self.on_answer)
         made.breaker, made.stats, made.connected = self.breaker, self.stats, self.connected
         return made

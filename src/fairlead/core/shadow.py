@@ -1,9 +1,8 @@
-"""Policies on trial (shadows): they decide copies of the requests from the same numbers, and only figures result.
+"""Shadows, which are policies on trial: they decide copies of the requests, and their answers are only recorded.
 
-Theory. A shadow is judged only on decisions that another policy made, not on those that it would have led to itself:
-its next choice would depend on where it had sent the last request. So its agreement and regret show how differently it
-chooses, by the forecasts of the reference cost. The effect on latencies can only be found with the simulator or a
-canary.
+Theory. A shadow only decides in states that another policy led to. If it really decided, its next choice would depend
+on where it had sent the last request. So its agreement and regret show how differently it chooses, by the forecasts of
+the reference cost. The effect on latencies can only be found with the simulator or a canary.
 
 Rules
 * A case is taken before the request is charged, so the shadow sees what the policy saw. In the call that decides, only

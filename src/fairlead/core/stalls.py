@@ -1,8 +1,8 @@
 """Endpoints that hang: they have work and make no progress, although the metrics page may still answer.
 
 Theory
-* Progress of an endpoint is a first token, an answer that ends well, or a scrape in which, compared with the last one,
-  token counters (generated, or looked up in the cache) have changed or more memory is in use. If the engine does not
+* Progress of an endpoint is a first token, an answer that ends well, or a scrape that differs from the last one: its
+  token counters (generated, or looked up in the cache) have changed, or more memory is in use. If the engine does not
   count tokens at each step, it is also less memory in use, a changed number of running requests, or fewer waiting ones.
   More waiting requests are no progress, nor are fewer running ones if tokens are counted: the server in front of a
   hanging engine still accepts requests, and drops those whose clients left.
@@ -14,8 +14,7 @@ Theory
 
       PLAUSIBLE_S                                for any engine
       PACED × the longest silence that ended     in the last minute or so: the endpoint's own recent pace. One silence
-      at
-                                                 most doubles it, so that a hang changes it little
+                                                 at most doubles it, so that a hang changes it little
       forecast × band of the largest prompt      that waits for its first token: the time to compute it alone.
                                                  A prompt that takes 30 s is no hang
 

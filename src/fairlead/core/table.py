@@ -57,7 +57,8 @@ class EndpointTable:
     kv_tokens: FloatColumn
     #: Half the expected output tokens of all own leases, by which they may still grow.
     growth_tokens: FloatColumn
-    #: The part of `queued_ms` that the next first token waits for; infinite if a lease before it is blind.
+    #: The part of `queued_ms` that the next first token waits for; infinite if any lease before its first token is
+    #: blind (`Lease.blind`).
     head_ms: FloatColumn
     #: Prompt tokens of own leases that are believed still to be computed, and the milliseconds that takes at the
     #: prior's speed. Clock milliseconds since when the endpoint computes the first of them; meaningless if there are

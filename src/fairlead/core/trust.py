@@ -86,10 +86,10 @@ def agrees(predicted: int, reported: int, prompt: int, block_size: int) -> bool:
 # Why exact predictions fail: our token ids of the prompt against the blocks that the engine reported as stored.
 #
 # Theory. If an endpoint has cache hits that were not predicted, it reads prompts in another way than we do, and its
-# events show how. The tokens that it stored for a prompt are ours (then another part of the key differs: adapter, salt,
-# hash algorithm or seed, block size), or ours in another place (its chat template adds something else before or
-# between), or different (another tokeniser). A single diagnosis may be wrong, since the store in question may not be
-# among the last ones; counting the causes shows which one dominates.
+# events show how. If it stored our tokens in the same places, another part of the key differs: adapter, salt, hash
+# algorithm or seed, block size. If it stored our tokens in other places, its chat template adds something else before
+# or between them. If it stored different tokens, it has another tokeniser. A single diagnosis may be wrong, because the
+# store in question may not be among the last ones; counting the causes shows which one dominates.
 
 BLOCK_SIZE, SEED, ALGORITHM = "block-size", "hash-seed", "hash-algorithm"
 LORA, SALT = "lora", "extra-keys"
