@@ -2,8 +2,8 @@
 
 Rules
 * The snapshot is what the policy saw. A policy without memory gives the same answer on it, so its terms add up exactly
-  to the recorded totals. If they do not (`reproduced` is False: the policy has memory or draws lots), the recorded
-  totals are shown with the terms of the repetition.
+  to the recorded totals. If they do not (`reproduced` is False: the policy has memory or chooses at random), the
+  recorded totals are shown with the terms of the repetition.
 * In `total` more is always better. A policy that computes costs has negative totals, in milliseconds. `terms` have the
   sign of the total.
 * What an endpoint would have needed is found by search: its own numbers are changed until it ties with the chosen one.
@@ -142,7 +142,7 @@ def _passed_over(chosen: Candidate, rival: Candidate) -> str:
     if chosen.free_cache - rival.free_cache > AS_FREE and abs(rival.behind or 0.0) <= _NEAR * abs(rival.total or 0.0):
         free = f"{chosen.free_cache:.0%} against {rival.free_cache:.0%}"
         return f"they are nearly equal, and {chosen.endpoint} has more free cache ({free})"
-    return "the policy drew lots or kept a service level"
+    return "the policy chose at random, or to keep a latency objective"
 
 
 def _differences(chosen: Candidate, rival: Candidate, unit: str, ahead: bool) -> str:

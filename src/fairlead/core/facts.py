@@ -168,12 +168,12 @@ def _reader(kind: type[_Message]) -> Callable[[bytes], _Message]:
         facts: Iterable[Charged | Sent | Avoided] = chain(message.charged, message.sent, message.avoided or ())
         failed = message.failed if isinstance(message, Batch) else ()
         if max(chain([fact.endpoint for fact in facts], failed), default=-1) >= len(message.endpoints):
-            raise ValueError("a fact is of an endpoint that it does not name")
+            raise ValueError("a fact refers to an endpoint that the message does not list")
         count = sum([sent.blocks for sent in message.sent])
         if len(message.blocks) != count * BLOCK_BYTES or len(message.sizes) not in (0, count * SIZE_BYTES):
-            raise ValueError("it has other blocks than its prompts need")
+            raise ValueError("its blocks do not match the counts of its prompts")
         if isinstance(message, Snapshot) and len(message.numbers) != len(message.charged):
-            raise ValueError("it has other leases than numbers")
+            raise ValueError("it does not have one number for each lease")
         return message
 
     return decode

@@ -25,7 +25,7 @@ from fairlead.core.tokens import MAX_BYTES_PER_TOKEN, MIN_BYTES_PER_TOKEN
 
 #: Prompt bytes per token, until responses report it. Turns a KV cache's capacity in tokens into a budget in bytes.
 BYTES_PER_TOKEN = 4.2
-#: Weight of the newest report of bytes per token, and the relative change from which the budgets are set anew.
+#: Weight of the newest report of bytes per token, and the relative change from which the budgets are set again.
 BYTES_SHARE, BYTES_CHANGED = 0.2, 0.02
 #: Failed responses in a row before an endpoint is avoided, and for how many seconds.
 ERRORS_TO_EJECT = 3
@@ -254,8 +254,8 @@ class Fleet:
         return bool(model and names and model not in names and self.table.max_adapters[slot])
 
     def without_model(self, slot: int, model: str) -> bool:
-        """Note that the endpoint answered 404. Return whether its list of models should be read again, because the
-        model may be an adapter. Until then the known list stays: a server also answers 404 for an unknown path."""
+        """Handle a 404 of the endpoint. Return whether its list of models should be read again, because the model may
+        be an adapter. Until then the known list stays: a server also answers 404 for an unknown path."""
         table = self.table
         endpoint = table.endpoints[slot]
         if not model or endpoint is None or endpoint.labels.get(MODEL_LABEL) == model:
@@ -271,7 +271,7 @@ class Fleet:
         return self.adapters.waits(request.target_model, self.predictor.hold_ms)
 
     def scrape_failed(self, endpoint_id: str, now: float, answered: bool = False) -> None:
-        """Note a failed scrape. If the last good one is too old, the load columns count only our own requests.
+        """Record a failed scrape. If the last good one is too old, the load columns count only our own requests.
 
         `answered`: the endpoint answered without a usable reading, so it does not count as failing.
         """
@@ -379,7 +379,7 @@ class Fleet:
         return lease
 
     def sent_long_prompt(self, slot: int, alone_ms: float, now: float) -> None:
-        """Note that a long prompt was sent to the slot, so that others avoid it: see `pauses` in `core.cost`.
+        """Record that a long prompt was sent to the slot, so that others avoid it: see `pauses` in `core.cost`.
         `alone_ms`: milliseconds to compute the prompt at the prior's speed."""
         table, now_ms, took_ms = self.table, now * 1e3, alone_ms * float(self.predictor.rates.prefill[slot])
         until_ms = max(float(table.long_until_ms[slot]), now_ms) + 2.0 * took_ms
@@ -586,7 +586,7 @@ class Fleet:
 
     def _confirm(self, slot: int, part: EndpointLearned, taken_at: float, sample: Sample, now: float) -> None:
         """Compare a restored endpoint with its first scrape since. If the engine restarted, forget its cache. Otherwise
-        restore its speed, and count the tokens that it computed since `taken_at` as part of its cache."""
+        restore its speed, if its class is the same, and count the tokens computed since `taken_at` as cached."""
         before = part.sample
         if before is not None and (_restarted(before, sample) or sample.started != before.started):
             self._extending.pop(slot, None)

@@ -491,7 +491,7 @@ class Ledger:
         return dropped
 
     def began(self, lease: Lease) -> None:
-        """Note that a scrape showed the prompt of a blind lease computed."""
+        """Record that a scrape showed the prompt of a blind lease computed."""
         if lease.adapter:
             self._started(lease)
 

@@ -193,7 +193,7 @@ class PrefixIndex:
             here, depth = deeper, high
 
     def insert(self, slot: int, chain: PrefixChain) -> float:
-        """Note that a prompt with this chain was sent to `slot`, as its most recently used one. Return `free`."""
+        """Record that a prompt with this chain was sent to `slot`, as its most recently used one. Return `free`."""
         if self._leaving:
             self._sweep()
         hashes = chain.hashes
@@ -246,8 +246,8 @@ class PrefixIndex:
         return self.free(slot)
 
     def occupy(self, slot: int, size: int) -> None:
-        """Note that `size` bytes of the endpoint's cache were taken by something that no prompt begins with, such as an
-        answer. It is never looked up, so it has no holders."""
+        """Record that `size` bytes of the endpoint's cache were taken by something that no prompt begins with, such as
+        an answer. It is never looked up, so it has no holders."""
         self._occupied -= 1
         self._lru[slot][self._occupied] = size
         self._entries = entries = self._entries + 1

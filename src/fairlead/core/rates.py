@@ -23,7 +23,7 @@ Theory
   mean: if the prior is far off, it is so for the whole pool, and a class that kept the prior would get far too few or
   too many requests.
 * Each endpoint has one number of its own: its time relative to its class. Most endpoints are like their class; a few
-  are very different. As a prior, the logarithm of that number is about 0 (within LIKE_SD) with probability
+  differ strongly. As a prior, the logarithm of that number is about 0 (within LIKE_SD) with probability
   1 - UNLIKE, else anything (within UNLIKE_SD). Its posterior mean ("spike and slab", Mitchell and Beauchamp 1988) is
   about 0 for differences that chance explains, and follows larger ones. With the usual noise it follows a difference of
   30 % after a dozen stretches, and a factor of six after the first few.
@@ -152,8 +152,8 @@ OUTLIER = 3.0
 SLOWEST = 1000.0
 #: Share of its weight that older evidence loses with each new stretch: of an endpoint, and of a class.
 FORGET, CLASS_FORGET = 1 / 12, 1 / 100
-#: Additional loss if a class has changed: its maximum; the weight of the newest stretch in the mean deviation, which is
-#: of about the last ten; and the square of that mean, in units of the noise, up to which chance explains it.
+#: Additional loss if a class has changed: its maximum; the weight of the newest stretch in the mean deviation (of about
+#: the last ten). Chance explains that mean while its square, in units of the noise, is at most `STEADY`.
 CHANGED_FORGET, DRIFT_SHARE, STEADY = 0.15, 0.1, 0.25
 #: Weight of the pool's mean, as a number of stretches: for the prefill factor, for the ratio of c0's factor to it, of
 #: the load's factor to c0's, and of the lag to c0's factor. The last two are weak: the load is a small part of most

@@ -589,7 +589,8 @@ class Pipeline:
         return [self._ended(entry, lease, ev.ResponseEnded, event, "natural", now)]
 
     def _orphan_ended(self, entry: RequestEntry, lease: Lease, event: ev.ResponseEnded, now: float) -> OutcomeRecord:
-        """End a request whose endpoint left earlier. Another endpoint may have its slot now, so nothing is learned."""
+        """End a request whose endpoint left earlier. Nothing is learned for its slot, which another endpoint may have
+        now."""
         self._endings.orphans.pop(entry, None)
         if event.usage is not None:
             entry.usage = event.usage
@@ -663,7 +664,7 @@ class Pipeline:
             if entry.lease.evicted_at < 0.0:
                 return self._given_up(entry, ev.StreamLost, "stream-lost")
             self._settle(entry, duration_ms=-1.0)  # charged for as long as it ran
-            status = EVICTED.status if entry.state is S.ROUTED else 0  # its answer had begun
+            status = EVICTED.status if entry.state is S.ROUTED else 0  # 0: an answer had begun
             return self._given_up(entry, ev.StreamLost, "evicted", status)
         queued_ms, waiting = 0.0, entry.waiting
         if waiting is not None and flow is not None:

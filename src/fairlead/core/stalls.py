@@ -32,9 +32,9 @@ Once a request is *overdue*, `Route.hedge_after_ms` lets the gateway send it to 
       other    that, plus twice the time for the most tokens that it may generate (without a limit, ten times the
                expected ones), at least `OVERDUE_WHOLE_S`; if that is more than `NEVER_S`, it is never overdue
 
-Each hedge in vain (the first endpoint answered after all, or did not hang) lengthens these times by a quarter, and each
-other request shortens them again. So at most about one request in fifty is hedged in vain, even if forecasts are bad or
-the pool is overloaded.
+Each wasted hedge (the first endpoint answered after all, or did not hang) lengthens these times by a quarter, and each
+other request shortens them again. So at most about one request in fifty is hedged needlessly, even if forecasts are bad
+or the pool is overloaded.
 """
 
 from math import inf
@@ -71,7 +71,7 @@ LOOK_S = 0.2
 #: Three times the forecast; converts its milliseconds to seconds.
 OVERDUE = 3.0 * 1e-3
 OVERDUE_S, OVERDUE_WHOLE_S, NEVER_S = 4.0, 10.0, 600.0
-#: Factors on `Stalls.caution`: of a hedge in vain, and of any other request; and the maximum of `caution`.
+#: Factors on `Stalls.caution`: of a wasted hedge, and of any other request; and the maximum of `caution`.
 IN_VAIN, WORTH_IT, MOST = 1.25, 0.995, 16.0
 
 
@@ -172,7 +172,7 @@ class Stalls:
             self._judged(slot, SUSPECT, 0.0, now)
 
     def given_up(self, slot: int, now: float) -> None:
-        """Note that a client left before the first token. It does not end the endpoint's silence."""
+        """Record that a client left before the first token. It does not end the endpoint's silence."""
         self._watched[slot].given_up_at = now
 
     # ---- silence ----
@@ -196,7 +196,7 @@ class Stalls:
                     self._idle(slot, watched, begun, now)
 
     def _idle(self, slot: int, watched: _Watched, since: float, now: float) -> None:
-        """Note that the endpoint had no work before `since` that could have shown progress."""
+        """Record that the endpoint had no work before `since` that could have shown progress."""
         watched.since = since
         if self._table.suspicion[slot]:
             watched.empty_since = min(watched.empty_since, now)

@@ -99,7 +99,7 @@ CAUSES = (BLOCK_SIZE, SEED, ALGORITHM, LORA, SALT, TEMPLATE, TOKENISER, EVICTED,
 
 #: Commonly used seeds, tried in turn.
 _SEEDS = (None, "0", "1", "42", "123", "1234", "12345")
-#: Length of token sequences that rarely repeat by accident, and the share of common ones that makes two texts alike.
+#: Length of token sequences that rarely repeat by chance, and the share of common ones that makes two texts alike.
 _GRAM = 4
 _ALIKE = 0.5
 
@@ -131,10 +131,10 @@ def diagnose(recipe: Recipe, case: Case, heads: Sequence[Head]) -> Finding:
     """Return the likely cause. `heads`: what the endpoint stored recently, rests and beginnings of prompts, each with
     the newest last."""
     if not heads:
-        return Finding(MISSING, "its answers hit a cache of which no event told")
+        return Finding(MISSING, "its answers report cached tokens, but no event reported stored blocks")
     newest = heads[-1]
     if recipe.block_size and recipe.block_size != newest.block_size:
-        return Finding(BLOCK_SIZE, f"configured are {recipe.block_size} tokens, its events say {newest.block_size}")
+        return Finding(BLOCK_SIZE, f"{recipe.block_size} tokens are configured, its events report {newest.block_size}")
     return wrong_hashes(recipe, heads) or _by_tokens(case, heads)
 
 
@@ -151,7 +151,7 @@ def wrong_hashes(recipe: Recipe, heads: Sequence[Head]) -> Finding | None:
             seeded = "no PYTHONHASHSEED" if seed is None else f"PYTHONHASHSEED={seed}"
             cause = SEED if algorithm == recipe.algorithm else ALGORITHM
             return Finding(cause, f"its hashes are those of {algorithm} with {seeded}")
-    return Finding(SEED, f"its hashes are not those of {recipe.algorithm} with the configured seed, nor of a usual one")
+    return Finding(SEED, f"its hashes do not match {recipe.algorithm} with the configured seed or a common one")
 
 
 def _makes(hasher: EngineHasher, head: Head) -> bool:
@@ -190,10 +190,10 @@ def _same_tokens(case: Case, head: Head) -> Finding:
         return Finding(LORA, f"it stores this prompt for the adapter {head.lora!r}, we look for {case.lora!r}")
     extras = head.extras[0] if head.extras else ()
     if extras != ((case.salt,) if case.salt else ()):
-        return Finding(SALT, "it mixes other keys (salt, media) into the first block than we do")
+        return Finding(SALT, "its extra keys (salt, media) of the first block differ from ours")
     if case.predicted > case.reported:
-        return Finding(EVICTED, "what was held at the decision was gone when it was needed, or is not told as removed")
-    return Finding(MISSING, "its blocks have our tokens, but more were cached than its events told")
+        return Finding(EVICTED, "blocks cached at the decision were gone when needed, or removed without an event")
+    return Finding(MISSING, "its blocks have our tokens, but more were cached than its events reported")
 
 
 def _strange(case: Case) -> Finding:
@@ -202,10 +202,10 @@ def _strange(case: Case) -> Finding:
             TOKENISER, f"it counts {case.counted} tokens where we count {case.count}, and stores none of ours"
         )
     if case.predicted > case.reported:
-        return Finding(EVICTED, "what was held at the decision was gone when it was needed, or is not told as removed")
+        return Finding(EVICTED, "blocks cached at the decision were gone when needed, or removed without an event")
     if case.reported < case.count // 2 and case.tokens:
-        return Finding(TOKENISER, "none of the tokens that it stored lately are ours")
-    return Finding(UNKNOWN, "the blocks in question are not among those that it stored lately")
+        return Finding(TOKENISER, "none of the tokens that it stored recently are ours")
+    return Finding(UNKNOWN, "the blocks concerned are not among those that it stored recently")
 
 
 def _grams(tokens: bytes) -> Ids:
@@ -228,7 +228,7 @@ MOST_AWAITED = 20_000
 _KEPT = 4096
 
 
-_ELSEWHERE = Finding(UNKNOWN, "what was stored is known to the indexer only")
+_ELSEWHERE = Finding(UNKNOWN, "only the indexer knows which blocks were stored")
 
 
 class Verdict(Struct, frozen=True):

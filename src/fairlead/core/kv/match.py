@@ -104,7 +104,7 @@ class Matcher:
         return unit
 
     def hold_unit(self, unit: int) -> None:
-        """Note that one more shelf uses the unit's bits."""
+        """Record that one more shelf uses the unit's bits."""
         self._shelves_of[unit] += 1
 
     def disown(self, unit: int) -> None:
@@ -113,13 +113,13 @@ class Matcher:
         self._units[unit] = None
 
     def release_unit(self, unit: int) -> None:
-        """Note that a shelf no longer has any of the unit's bits set. The last shelf frees the number."""
+        """Record that a shelf no longer has any of the unit's bits set. The last shelf frees the number."""
         self._shelves_of[unit] -= 1
         if not self._shelves_of[unit]:
             self._free.append(unit)
 
     def widened(self) -> None:
-        """Note that the bits of all sets have moved."""
+        """Record that the bits of all sets have moved."""
         self._layout = None
 
     def _lay_out(self) -> _Layout:

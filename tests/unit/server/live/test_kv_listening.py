@@ -267,7 +267,7 @@ async def test_answers_are_followed_while_that_brings_something(start: Start) ->
     assert not inspect(request, False)
 
 
-@pytest.mark.parametrize(("seed", "said"), [("7", ""), ("0", "PYTHONHASHSEED=0"), ("unheard-of", "nor of a usual one")])
+@pytest.mark.parametrize(("seed", "said"), [("7", ""), ("0", "PYTHONHASHSEED=0"), ("unheard-of", "or a common one")])
 async def test_a_wrong_hash_seed_is_told_once_and_before_any_answer(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seed: str, said: str
 ) -> None:
