@@ -68,12 +68,10 @@ def memory_ms(terms: Terms, fleet: Fleet) -> FloatColumn:
 
 
 def memory_waits(terms: Terms, fleet: Fleet) -> FloatColumn | None:
-    """Return the milliseconds (requests × slots) until endpoints have freed enough memory for each prompt; `None` = all
-    have enough.
+    """Return the milliseconds (requests × slots) until endpoints have enough memory for each prompt; `None` = all have.
 
-    The wait is 0 at an endpoint without requests, whatever its gauges say: there is nothing to wait for. It is also 0
-    for a prompt that is larger than the memory of every engine, which would wait forever. The engine answers it (a real
-    one refuses it as too long)."""
+    It is 0 at an endpoint without requests, whatever its gauges say: nothing will be freed there. It is 0 for a prompt
+    larger than the memory of every engine, which would wait forever: the engine refuses it as too long."""
     if not np.count_nonzero(terms.used > 1.0):
         return None
     table = fleet.table
@@ -86,8 +84,7 @@ def memory_waits(terms: Terms, fleet: Fleet) -> FloatColumn | None:
 
 
 def soonest(work: FloatColumn, besides: int, opened: NDArray[np.intp]) -> int:
-    """Return the slot with the least `work` (one row) other than `besides`, preferably an open one; -1 = none. Changes
-    `work`."""
+    """Return the slot with the least `work` except `besides`, an open one if any; -1 = none. Changes `work`."""
     work[besides] = inf
     slot = int(opened[work[opened].argmin()])
     if work[slot] == inf:
@@ -130,8 +127,7 @@ class WaitingRules:
         fleet: FleetView,
         now: float,
     ) -> FloatColumn:
-        """Return the costs in milliseconds (requests × slots). `shares`, `able`: cached share of each prompt, and
-        whether the endpoint can serve the request; same shape. `terms`: the cost kernel's."""
+        """Return the costs in milliseconds. All shapes: requests × slots. `shares`: cached shares of the prompts."""
         policy = self._policy
         if policy is None:
             return weighed(terms, self.weights, fleet)
@@ -162,17 +158,15 @@ def _in_that_order(costs: FloatColumn, able: BoolColumn, kernel: FloatColumn) ->
 
 #: Milliseconds of work deducted per millisecond of waiting when requests are ranked.
 AGEING = 0.04
-#: A request is held for memory while that wait exceeds this many milliseconds, plus this share of its time in the
-#: queue.
+#: A request is held for memory while that wait exceeds this many milliseconds, plus this share of its time queued.
 PATIENCE_MS = 50.0
 PATIENCE = 0.02
 #: Factor on the cost of closed endpoints, so that of endpoints with equal costs an open one is taken.
 BARELY = 1.0 + 1e-9
 #: Seconds after which the cached share of a waiting request is looked up again.
 HITS_AGE = 1.0
-#: In one choice, the cached shares of at most `REFRESHES` requests are looked up again; for others the known values are
-#: used. If an endpoint joined or changed, all requests must be looked up; a choice is then limited to `LOOKUPS` of
-#: them.
+#: In one choice, the cached shares of at most `REFRESHES` requests are looked up again. If an endpoint joined or
+#: changed, all requests must be looked up; a choice is then limited to `LOOKUPS` of them.
 REFRESHES, LOOKUPS = 8, 10
 #: Seconds until the next choice if no event causes one. Busy endpoints are scraped five times a second.
 LOOK_S = 0.2
@@ -180,8 +174,7 @@ LOOK_S = 0.2
 _REMEMBERED = 4096
 
 
-#: Why a request was kept although an endpoint was open: no open engine has memory for it; no open endpoint can serve
-#: it.
+#: Why a request was kept while endpoints were open: none of these had memory for it; none of these could serve it.
 NO_MEMORY, UNABLE = "room", "unable"
 
 
@@ -213,8 +206,7 @@ class _Judged(Struct):
     prompt_ms: FloatColumn
     #: Whether the request must be held for memory there; `None` = none must.
     full: BoolColumn | None
-    #: By slot: milliseconds that the next request waits per millisecond of a prompt, less than 1 if several engines
-    #: share the address; `None` = 1.
+    #: By slot: how much the next request waits per prompt millisecond, < 1 if engines share the address; `None` = 1.
     delay: FloatColumn | None = None
 
 
@@ -242,8 +234,7 @@ def _note(window: Sequence[Waiting], judged: _Judged, opened: BoolColumn) -> Non
 
 
 def _loading(requests: Sequence[Request], fleet: Fleet) -> FloatColumn | None:
-    """Return the milliseconds (requests × slots) until each endpoint can run each request's adapter; `None` = no
-    waits."""
+    """Return the ms (requests × slots) until each endpoint can run each request's adapter; `None` = no waits."""
     if not fleet.table.lora:
         return None
     columns = [fleet.loading(request) for request in requests]
@@ -272,8 +263,7 @@ class PairBinder:
         self._changes += 1
 
     def bind(self, window: Sequence[Waiting], fleet: Fleet, opened: BoolColumn, now: float) -> Bound | float:
-        """Choose among the requests of the window and the open slots. Return the pair, or the clock seconds at which to
-        try again if no event causes it earlier; `inf` = only after an event."""
+        """Return a request of the window and its slot, or the clock seconds to try again; `inf` = after an event."""
         self._refreshes = REFRESHES
         known = self._known_of(window, fleet, now)
         look_at = inf if len(known) == len(window) else now

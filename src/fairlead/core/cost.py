@@ -81,8 +81,7 @@ from fairlead.core.records import Forecast
 from fairlead.core.table import FLOATS, EndpointTable
 
 #: Up to `FEW` slots, the precomputed columns (`READY`) are always used. With more slots they are used if at most
-#: `CHANGED` slots have changed since the last decision. Otherwise `CHANGED` slots are renewed, and the cost is computed
-#: from the table's columns.
+#: `CHANGED` slots changed since the last decision. Otherwise the table's columns are used, and `CHANGED` slots renewed.
 FEW = CHANGED = 16
 #: Prompt tokens that one step computes at most; vLLM's default on data-centre GPUs.
 STEP_TOKENS = 8192
@@ -154,8 +153,7 @@ _PER_STEP = 1.0 / STEP_TOKENS
 
 
 class Factors(Protocol):
-    """Columns that multiply the coefficients of the prior: `prefill` c_pf and c_attn, `step` c0, `load` c_seq and
-    c_kv."""
+    """Columns of factors on the prior: `prefill` on c_pf and c_attn, `step` on c0, `load` on c_seq and c_kv."""
 
     prior: StepModel
     #: Slots × 5: `kappa`, `tpot_kappa`, `prefill`, `step`, `load`.
@@ -225,8 +223,7 @@ class Weights:
 
 
 class Terms(Struct):
-    """The terms of the cost by slot, in milliseconds unless said otherwise; without weights (see `weighed`,
-    `parts`)."""
+    """The terms of the cost by slot, in milliseconds unless said otherwise, without weights (see `weighed`)."""
 
     #: Prompt tokens that are not cached there, at least 1.
     uncached: FloatColumn
@@ -252,9 +249,8 @@ class Terms(Struct):
 def cost(
     prompts: Any, cached: FloatColumn | None, fleet: Known, now: float, loading: FloatColumn | None = None
 ) -> Terms:
-    """Return the terms of the cost at all endpoints. Shapes: see the module. `cached`: prompt tokens believed to be
-    cached there; `None` = one request, of which nothing is cached. `now`: clock seconds. `loading`: milliseconds until
-    the request's adapter runs there; `None` = no wait anywhere."""
+    """Return the terms at all endpoints. `cached`: tokens believed to be cached there; `None` = one request, nothing
+    cached. `now`: clock seconds. `loading`: milliseconds until the request's adapter runs there; `None` = no waits."""
     table, learned = fleet.table, fleet.predictor
     uncached = max(prompts, 1.0) if cached is None else np.maximum(prompts - cached, _ONE)
     rates = learned.rates
@@ -333,8 +329,7 @@ def weighed(terms: Terms, weights: Weights, fleet: Known) -> FloatColumn:
 
 
 def parts(terms: Terms, weights: Weights, fleet: Known) -> list[tuple[str, FloatColumn]]:
-    """Return the (name, milliseconds) columns that add up to `weighed`, for people to read. Rare terms are left out
-    where they are 0 for all endpoints."""
+    """Return the (name, ms) columns that add up to `weighed`, for people. Rare terms that are all 0 are left out."""
     table, learned = fleet.table, fleet.predictor
     there = per_rank(table.active + table.queue, table)
     later = owed(terms.uncached, there, table.queued_tokens)
@@ -375,33 +370,29 @@ def owed(uncached: Any, there: FloatColumn, queued: FloatColumn) -> FloatColumn 
 
 
 def fewer_than(load: float) -> float:
-    """Return the load below which another endpoint's load counts as far fewer than `load`.
-
-    If both have the same mean, chance makes the smaller one so small in one of 700 cases. It is the x with
-    (load - x)² = 9·(load + x + 1), because the variance of a number of arrivals is its mean."""
+    """Return the load below which an endpoint has far fewer requests than one with `load`: the x with (load - x)² =
+    9·(load + x + 1), as the variance of a number of arrivals is its mean. With equal means, chance makes the smaller
+    load that small in one of 700 cases."""
     return load + 4.5 - sqrt(18.0 * load + 29.25)
 
 
 def interference(
     terms: Terms, weights: Weights, fleet: Known, there: FloatColumn, later: FloatColumn | None
 ) -> FloatColumn:
-    """Return the milliseconds, weighed, that other requests lose which run while the prompt is computed or come
-    meanwhile. `there`: as for `owed`. `later`: the result of `owed`."""
+    """Return the term `interference`, weighed, in milliseconds. `there`: as for `owed`; `later`: its result."""
     prefill = terms.prefill if later is None else terms.prefill * (1.0 - later)
     coming = prefill / terms.step * (COMING / fleet.predictor.answer_steps)
     return prefill * (weights.interference * there) * (1.0 + coming)
 
 
 def pauses(step: FloatColumn, fleet: Known, now_ms: float) -> FloatColumn:
-    """Return by slot the milliseconds for which an answer that begins now may pause for long prompts that come
-    later."""
+    """Return by slot the milliseconds for which an answer that begins now may pause for later long prompts."""
     left: FloatColumn = fleet.table.long_until_ms - now_ms
     return left.clip(_ZERO, step * fleet.predictor.answer_steps)
 
 
 def patience_price(ttft: FloatColumn, best: FloatColumn) -> FloatColumn | None:
-    """Return the term `patience` in milliseconds; `None` = 0 for all. `ttft`: without the share that later requests
-    owe. `best`: see `best_offer`."""
+    """Return the term `patience` in ms; `None` = 0 for all. `ttft`: less what later ones owe. `best`: least TTFT."""
     excess = np.maximum(ttft - FAIR * best, _ZERO)
     return excess * excess * (0.5 / best) if np.count_nonzero(excess) else None
 
@@ -414,8 +405,7 @@ def best_offer(ttft: FloatColumn, table: EndpointTable) -> FloatColumn:
 
 
 def memory_price(terms: Terms, weights: Weights, fleet: Known) -> FloatColumn | None:
-    """Return the weighed milliseconds that other requests wait for the memory of the uncached tokens; `None` = all
-    endpoints have enough memory."""
+    """Return the term `memory`, weighed, in milliseconds; `None` = all endpoints have enough memory."""
     per_token = memory_price_per_token(terms.used, weights, fleet)
     return None if per_token is None else per_token * terms.uncached
 
@@ -428,8 +418,7 @@ def shortage(used: FloatColumn) -> FloatColumn:
 
 
 def memory_price_per_token(used: FloatColumn, weights: Weights, fleet: Known) -> FloatColumn | None:
-    """Return the memory price in milliseconds per token. `used`: the share of the capacity that will be in use. `None`
-    = all endpoints have enough memory."""
+    """Return the price in ms per token; `None` = enough memory everywhere. `used`: share of memory to be used."""
     if used.item(used.argmax()) <= FULL_FROM:
         return None
     table = fleet.table
@@ -468,8 +457,7 @@ def memory_wait(used: Any, usage: Any, hold_ms: float) -> Any:
 # The fast path. Values that do not depend on the request are precomputed slot by slot, because a request changes only
 # one or two slots. Over few endpoints a numpy operation computes for some nanoseconds but costs half a microsecond,
 # with cold caches several. Without the fast path a whole request takes 11 % more CPU at 8 endpoints
-# (`bench/extproc.py`, closed loop of 32). Over many endpoints it halves the number of operations. A test compares it
-# with the functions above.
+# (`bench/extproc.py`, closed loop of 32). Over many endpoints it halves the operations. A test compares both ways.
 
 # `Learned.rows` are these columns. They are up to date for all slots that are not in `EndpointTable.stale`.
 #

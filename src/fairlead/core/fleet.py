@@ -36,8 +36,7 @@ UNFINISHED = 0.25
 BLIND_S = 1.0
 #: Number of completed requests that are remembered, because the gateway may report a refused request late.
 ANSWERED = 512
-#: A label whose name contains one of these words distinguishes engines of different speed. Other labels are ignored:
-#: they may be unique to a pod.
+#: Labels with one of these words in their name distinguish engines of different speed. Others may be unique to a pod.
 LOOKS = ("model", "role", "gpu", "accelerator", "hardware", "instance-type", "engine", "version", "template-hash")
 #: More requests or tokens than any endpoint really has. Higher readings are cut to it, so that sums stay exact.
 MOST = 1e9
@@ -58,8 +57,7 @@ class Fleet:
         ledger: type[Ledger] = Ledger,
         topology: Topology = Topology(),  # noqa: B008 frozen
     ) -> None:
-        """`lease_ttl`, `staleness`: seconds. `exact`: `None` = no KV events. `prior`: the assumed speed of engines
-        until it is learned."""
+        """Times in seconds. `exact`: `None` = no KV events. `prior`: the speed of engines until it is learned."""
         self._prior = prior
         self.table = EndpointTable()
         self.topology = topology
@@ -89,8 +87,7 @@ class Fleet:
         self._avoided: dict[int, list[float]] = {}
 
     def up(self, endpoint: Endpoint) -> list[Lease]:
-        """Add an endpoint, or apply its new labels or address. If the address changed, the leases at the old one are
-        released and returned."""
+        """Add or change an endpoint. If its address changed, release the leases at the old one and return them."""
         slot = self.table.slot(endpoint.id)
         if slot is None:
             slot = self.table.add(endpoint)
@@ -248,8 +245,7 @@ class Fleet:
                 self._list(slot, self.table.listed[slot], dynamic)
 
     def unlisted(self, model: str, slot: int) -> bool:
-        """Whether `model` must be an adapter there: the endpoint takes adapters, and its base models are known and do
-        not include it."""
+        """Whether `model` must be an adapter there: it takes adapters, and its known base models differ."""
         names = self.table.based[slot].names
         return bool(model and names and model not in names and self.table.max_adapters[slot])
 
@@ -266,8 +262,7 @@ class Fleet:
         return True
 
     def loading(self, request: Request) -> FloatColumn | None:
-        """Return the milliseconds until each endpoint can run the request's adapter; `None` = it has none, or all are
-        equal."""
+        """Return the ms until each endpoint can run the request's adapter; `None` = it has none, or all are equal."""
         return self.adapters.waits(request.target_model, self.predictor.hold_ms)
 
     def scrape_failed(self, endpoint_id: str, now: float, answered: bool = False) -> None:
@@ -305,11 +300,8 @@ class Fleet:
             self.avoid(slot, now + EJECT_SECONDS)
 
     def unfinished(self, slot: int, now: float) -> bool:
-        """Count a response that broke off, where it is unknown whether the client or the endpoint caused it. Return
-        whether it counts as a failure of the endpoint.
-
-        Clients leave all endpoints equally often. So many broken responses in a row at one endpoint, while another
-        endpoint has no errors, are the endpoint's failures."""
+        """Count a response that broke off for an unknown reason. Return whether it counts as a failure of the endpoint:
+        many in a row do, while another endpoint has no errors, because clients leave all endpoints equally often."""
         table = self.table
         table.errors[slot] = min(table.errors[slot] + UNFINISHED, ERRORS_TO_EJECT)
         table.troubled = True
@@ -387,8 +379,7 @@ class Fleet:
         table.long_until = max(table.long_until, until_ms)
 
     def _meet(self, lease: Lease) -> None:
-        """Set the adapter of a charged lease, if its request needs one that some endpoint has; add the wait for it to
-        the forecast."""
+        """If the request needs an adapter that some endpoint has: note it in the lease, and forecast its wait."""
         model, waits = lease.request.target_model, self.loading(lease.request)
         if waits is None:
             return
@@ -402,8 +393,7 @@ class Fleet:
         self, request: Request, slot: int, prefill_slot: int, now: float, hit_tokens: int, expected_output: float
     ) -> Lease:
         """Charge a pair: `prefill_slot` computes the prompt, `slot` the answer. `hit_tokens`: prompt tokens cached at
-        `prefill_slot`. The whole prompt counts as cached at `slot`, which receives the KV cache. Return the lease at
-        `slot`."""
+        `prefill_slot`. The whole prompt counts as cached at `slot`, which receives it. Return the lease at `slot`."""
         prefill = self.charge(request, prefill_slot, now, hit_tokens, 0.0, auxiliary=True)
         lease = self.charge(request, slot, now, request.prompt_tokens, expected_output)
         lease.prefill = prefill
@@ -463,15 +453,13 @@ class Fleet:
     def completed(
         self, lease: Lease, now: float, completion_tokens: int, ttft_ms: float = -1.0, duration_ms: float = -1.0
     ) -> None:
-        """Learn from a complete answer, whose lease is released already. The times are milliseconds since the request
-        arrived at the gateway; negative tokens or times = unknown.
+        """Learn from a complete answer; its lease is released. Times: from the arrival at the gateway, < 0 = unknown.
 
         The answer's tokens stay in the engine's cache until they are the least recently used. No prompt matches them,
         but they displace prompts. On a workload of 1000-token answers the believed hits are 79 % with them (real: 78 %)
         and 88 % without.
 
-        If the request has several sequences, the longest ends last. Its number of steps is only known if all sequences
-        reached the token limit.
+        Of several sequences the longest ends last. Its steps are only known if all reached the token limit.
         """
         self._answered.append((now, lease))
         output = completion_tokens if completion_tokens >= 0 else 2 * lease.growth_tokens
@@ -535,8 +523,7 @@ class Fleet:
         self.table.free_cache[there.slot] = self.prefix.take_back(there.slot, hashes[depth:])
 
     def measured(self, bytes_per_token: float, share: float = BYTES_SHARE) -> None:
-        """Learn the bytes per prompt token, as responses reported them, and adapt how many bytes each cache is believed
-        to hold. `share`: weight of the new value."""
+        """Learn the reported bytes per prompt token (`share`: weight), and adapt the bytes that each cache holds."""
         self.bytes_per_token += share * (bytes_per_token - self.bytes_per_token)
         if abs(self.bytes_per_token / self._budgeted_with - 1.0) > BYTES_CHANGED:
             self._budgeted_with = self.bytes_per_token
@@ -558,8 +545,7 @@ class Fleet:
         return EndpointLearned(endpoint.id, endpoint.address, look, own, sample, self.prefix.capacity(slot))
 
     def restore(self, part: Part, age_s: float, now: float) -> None:
-        """Restore a part of what was known `age_s` seconds ago. The part of an endpoint is ignored unless the endpoint
-        is in the pool, at the same address."""
+        """Restore a part that is `age_s` seconds old; that of an endpoint only if its address is the same."""
         if isinstance(part, Common):
             self.predictor.restore(part.forecasts)
             self.adapters.restore(part.activate_ms, part.load_ms)
@@ -607,8 +593,7 @@ class Fleet:
         self.table.free_cache[slot] = 1.0
 
     def match(self, request: Request) -> FloatColumn | None:
-        """Return the share of the prompt (0..1) that each endpoint is believed to have cached and will use; `None` =
-        none has any.
+        """Return the share of the prompt (0..1) that each endpoint can probably use from its cache; `None` = 0 for all.
 
         Shares from the learned index are of the prompt's bytes, those from `self.exact` of its tokens.
         """

@@ -16,8 +16,7 @@ Rules
   most one request; `more` then says that another call is needed, so that a long queue does not delay other events.
   One call refuses at most `REFUSALS` waiting requests, however many run out of time at once. While expired requests are
   left (`overdue`), no request is dispatched.
-* The gate judges by our own ledger first. An endpoint of which nothing is known is open: stale metrics never halt a
-  pool.
+* The gate judges by our own ledger first. If it knows nothing, endpoints are open: stale metrics never halt a pool.
 * While no request waits and all requests in flight belong to one flow, there is nothing to share and requests are not
   counted. Flow control then only checks the endpoint that the policy chose (`only`). When that state ends, the requests
   in flight are counted (`count`).
@@ -59,8 +58,7 @@ from fairlead.core.records import DecisionRecord, Trace, Waited
 from fairlead.core.request import Request
 from fairlead.core.table import EndpointTable
 
-#: Limits of one choice, so that it does not delay other events: at most this many pairs, but at least this many
-#: requests.
+#: Limits of one choice, so that it delays no other events: at most `PAIRS` pairs, but at least `FEWEST` requests.
 PAIRS, FEWEST = 2048, 16
 #: Waiting requests that one call refuses at most; each takes 0.05 ms in total.
 REFUSALS = 16
@@ -85,8 +83,7 @@ class Gate(Protocol):
         ...
 
     def level(self, fleet: Fleet, now: float) -> float:
-        """Return the pool's saturation: 1 = on average no endpoint may be sent another request; above 1 =
-        overloaded."""
+        """Return the pool's saturation: 1 = on average no endpoint may be sent another request; above, overloaded."""
         ...
 
 
@@ -149,8 +146,7 @@ class FlowControl:
         shedding: EarlyShedding | None = None,
         drains: bool = False,
     ) -> None:
-        """`window`: requests considered in one choice, at most. `drains`: at a shutdown, waiting requests are sent
-        instead of refused."""
+        """`window`: most requests in one choice. `drains`: at a shutdown, waiting requests are sent, not refused."""
         self.queues = queues
         self.gate = gate
         self.binder = binder
@@ -180,8 +176,7 @@ class FlowControl:
         self._among = (0, 0)
         #: Priority → number of requests, after those whose turn it is, that an unfinished pass has already considered.
         self._passed: dict[int, int] = {}
-        #: Whether the pass over the queues is unfinished; and the clock seconds of the next pass if no event causes one
-        #: earlier, `inf` = none.
+        #: Whether the pass over the queues is unfinished. Clock seconds of the next pass without an event; inf = none.
         self.more = False
         self.look_again = inf
 
@@ -236,11 +231,9 @@ class FlowControl:
     def arrived(
         self, request: Request, fleet: Fleet, now: float, slot: int = -1, expect: Expect = _nothing
     ) -> "Refused | tuple[Waiting, list[Waiting]] | None":
-        """Decide about an arriving request. Return `None` if it goes to the policy at once, because the policy's choice
-        is open, it may not wait, or no endpoint can ever serve it. Else return its refusal, or the waiting request and
-        the requests that it displaced.
-
-        `slot`: the policy's choice, if `asks`; < 0 = none. `expect`: returns the expected tokens of the answer."""
+        """Decide about an arriving request. `None` = it goes to the policy at once: the policy's choice is open, it may
+        not wait, or no endpoint can ever serve it. Else return its refusal, or the waiting request and those that it
+        displaced. `slot`: the policy's choice, if `asks`; < 0 = none. `expect`: returns the expected tokens."""
         if request.priority < 0 and self._shedding is not None and self._shedding.sheds(self.gate.level(fleet, now)):
             return Refused(SATURATED, "the pool is nearly saturated, and the request is sheddable", status=429)
         if fleet.table.count and self._goes(request, fleet, now, slot, expect):
@@ -408,8 +401,7 @@ class FlowControl:
         return opened & calm
 
     def _usable(self, band: Band, held: BoolColumn, fleet: Fleet, now: float) -> BoolColumn:
-        """Return those of the slots `held`, at which heavy requests of the band must wait, that can serve any of the
-        waiting requests considered."""
+        """Return the slots of `held`, where heavy requests of the band must wait, that can serve some of them."""
         usable = np.zeros_like(held)
         for window in self.queues.turns(band, 1):
             usable |= held & self.binder.able(window[0], fleet, now)
@@ -451,9 +443,8 @@ class FlowControl:
         return now < self.look_again and not np.count_nonzero(opened & ~before)
 
     def _of_band(self, band: Band, fleet: Fleet, opened: BoolColumn, now: float) -> Bound | None:
-        """Return a pair of a request of the band and an endpoint. One pass makes at most two choices: among the window
-        whose turn it is, then among as many requests after it. If there are more, the next pass continues behind
-        them."""
+        """Return a pair of the band. One pass makes at most two choices: among the window whose turn it is, then among
+        as many requests after it. If there are more, the next pass continues behind them."""
         most = min(self._window, max(PAIRS // len(fleet.table), FEWEST))
         turns = self.queues.turns(band, most)
         passed = self._passed.pop(band.priority, 0)
@@ -495,8 +486,7 @@ class FlowControl:
         return [(waiting, _stopping()) for waiting in self.queues.clear(REFUSALS)]
 
     def drain(self, gate: Gate | None = None) -> None:
-        """Treat all endpoints as open from now on, so that all waiting requests are sent. With a `gate`: end that, and
-        use this gate."""
+        """Treat all endpoints as open from now on, so that waiting requests are sent. With a `gate`: use it again."""
         self.draining = gate is None
         self.gate = gate or PoolGate("open", lambda fleet, now: 0.0)
         self._in_vain = None
@@ -524,8 +514,7 @@ def _stopping() -> Refused:
 # Eviction: running sheddable requests are ended to make room for more important ones that wait.
 #
 # Only requests with a priority below 0 are evicted, for requests of a strictly higher priority, and only at endpoints
-# that can serve the waiting request. The lowest priority goes first, and among equals the newest, which loses the
-# least.
+# that can serve these. The lowest priority goes first, and among equals the newest, which loses the least.
 #
 # Rules
 # * A victim is gone when its lease is released. The driver closes its stream, and the gateway tells the model server,
@@ -638,8 +627,7 @@ class FlowController:
         return len(self.flow)
 
     def follow(self, policy: str, rules: WaitingRules) -> None:
-        """Follow another policy from now on. Its rules, which say where requests can be served, also apply to requests
-        that wait already."""
+        """Follow another policy from now on. Its rules (`WaitingRules`) also apply to requests that wait already."""
         self.policy = policy
         self.flow.binder.follow(rules)
 
@@ -648,8 +636,7 @@ class FlowController:
         return self.flow.gate.open(fleet, now)
 
     def dispatched(self, send: Send, evict: Evictor, fleet: Fleet, now: float) -> list[Instruction]:
-        """Dispatch at most one request, evict if needed, and set timers. Call it after every event while requests
-        wait."""
+        """Dispatch at most one request, evict, and set timers. Call it after every event while requests wait."""
         instructions: list[Instruction] = []
         bound = None if self.flow.overdue(now) else self.flow.dispatch(fleet, now)
         if bound is not None:

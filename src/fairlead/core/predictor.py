@@ -58,8 +58,7 @@ HOLD_SHARE = 0.02
 ANSWER_STEPS = 250.0
 #: First tokens closer together than this (seconds) came from one step.
 SAME_STEP = 0.001
-#: A stretch ends after `LONG_STRETCH` tokens, or after both `LONG_STEPS` steps and `LONG_S` seconds, even if more is
-#: queued.
+#: Even with more queued, a stretch ends after `LONG_STRETCH` tokens, or `LONG_STEPS` steps and `LONG_S` seconds.
 LONG_STRETCH, LONG_STEPS, LONG_S = 5 * STEP_TOKENS, 4.0, 1.0
 
 
@@ -131,8 +130,7 @@ class Predictor:
         return wait
 
     def ttft_quantile(self, terms: Terms, prompt: float, p: float) -> FloatColumn:
-        """Return by slot the TTFT in milliseconds that is kept with probability `p` (0.05..0.95), including the wait
-        for memory."""
+        """Return by slot the TTFT in ms that is kept with probability `p` (0.05..0.95), with the wait for memory."""
         table = self._table
         pending = np.floor(per_rank(table.pending, table))
         busy = np.minimum(pending, 2.0) + np.minimum(table.queued_tokens + table.active, 1.0)
@@ -355,8 +353,7 @@ class Predictor:
         return OwnLearned(*self.rates.own(slot, now), float(self.kappa[slot]), float(self.tpot_kappa[slot]))
 
     def restore_own(self, slot: int, own: OwnLearned, age_s: float, now: float) -> None:
-        """Restore what was learned of an endpoint, if its engine is still the same. `age_s`: seconds since it was
-        saved."""
+        """Restore what was learned of an endpoint whose engine is still the same. `age_s`: seconds since the saving."""
         self.rates.restore_own(slot, own.mean, own.weight, own.ratio, own.idle_s + age_s, now)
         self.kappa[slot] = min(max(own.kappa, KAPPA[0]), KAPPA[1])
         self.tpot_kappa[slot] = min(max(own.tpot_kappa, TPOT_KAPPA[0]), TPOT_KAPPA[1])

@@ -29,8 +29,7 @@ from xxhash import xxh3_64_intdigest
 from fairlead.core.columns import BoolColumn, FloatColumn
 from fairlead.core.request import NO_PREFIX, PrefixChain
 
-#: Bytes of an endpoint's cache until it reports its KV capacity: 31,250 blocks of 16 tokens at about 4 bytes (the
-#: reference's default).
+#: Bytes of a cache until its KV capacity is reported: 31,250 blocks of 16 tokens of 4 bytes (the reference's default).
 DEFAULT_CAPACITY = 2_000_000
 #: From this number of holders, a vectorised assignment is faster than a loop (2 µs in total against 0.2 µs each).
 _FEW = 10
@@ -67,8 +66,7 @@ class ChainHasher:
         return borders[: bisect_right(borders, length)]
 
     def chain(self, root: bytes, prompt: bytes | memoryview) -> PrefixChain:
-        """Return the chain of `prompt` (bytes of text) in the scope `root`. O(bytes) at memory speed, without a
-        copy."""
+        """Return the chain of `prompt` in the scope `root`. O(bytes) at memory speed, without a copy."""
         text = memoryview(prompt)
         length = len(text)
         if self._borders[-1] <= length:

@@ -53,9 +53,8 @@ from fairlead.core.cost import PRIOR, StepModel
 from fairlead.core.learned import ClassLearned, Look, SpeedsLearned
 
 # Error bands: how far off forecasts are. Quantiles of log(observed / forecast) over the last `WINDOW` forecasts. No
-# distribution is assumed, so 90 % of the values really are in the band. Each own value of a new band replaces one of
-# its initial values: forecasts for an unknown engine are off by ten times, and must not widen the bands of the next
-# sixty requests.
+# distribution is assumed, so 90 % of the values really are in the band. Each own value replaces an initial one:
+# forecasts for an unknown engine are off by ten times, and must not widen the bands of the next sixty requests.
 #
 # Past quantiles only hold if the future is like the past: in a growing queue, each first token comes later than those
 # before. So the distance of each end from the middle is multiplied by e^(0.95·WIDEN) for a first token beyond that end,
@@ -80,8 +79,7 @@ UNKNOWN = log(8.0)
 
 
 class Band:
-    """The middle 90 % of a stream of log ratios, and its median. A new band begins with `FIRST` quantiles of its
-    parent, or with `_BEFORE`."""
+    """The middle 90 % of a stream of log ratios, and its median. It begins with values of its parent, or `_BEFORE`."""
 
     __slots__ = ("_above", "_below", "_borrowed", "_parent", "_ranked", "_recent", "factors", "high", "low", "middle")
 
@@ -157,8 +155,7 @@ FORGET, CLASS_FORGET = 1 / 12, 1 / 100
 CHANGED_FORGET, DRIFT_SHARE, STEADY = 0.15, 0.1, 0.25
 #: Weight of the pool's mean, as a number of stretches: for the prefill factor, for the ratio of c0's factor to it, of
 #: the load's factor to c0's, and of the lag to c0's factor. The last two are weak: the load is a small part of most
-#: steps, so stretches say little about its factor; and the lag is none or one step, depending on the engine's
-#: scheduler.
+#: steps, so stretches say little about its factor; and the lag is no step or one, depending on the engine.
 PRIOR_WEIGHTS = (1.0, 3.0, 10.0 / 64.0, 1.0 / 16.0)
 #: Standard deviation of the share of tokens believed to be cached that must be computed after all.
 MISSED = 0.05
@@ -225,8 +222,7 @@ class _Limit(Struct):
 
 class _Class:
     """A class of endpoints that look alike: the normal equations of `observed = prefill·x + step·y + load·z + lag·w`,
-    with all terms relative to the expected time, and the factors that solve them. Plain floats, because numpy arrays of
-    three take four times as long."""
+    relative to the expected time, and their solution. Plain floats: numpy arrays of three take four times as long."""
 
     def __init__(self, factors: _Three) -> None:
         self.begin(factors)
@@ -310,8 +306,7 @@ class _Class:
 
     @classmethod
     def restored(cls, learned: ClassLearned) -> "_Class | None":
-        """Return the class from a state file; `None` = no observations lead to its equations, which may have no
-        solution."""
+        """Return a class of a state file; `None` = no observations lead to its equations, which may be unsolvable."""
         (xx, yy, zz), (xy, xz, yz), (xw, yw, zw, ww, _) = learned.squares, learned.products, learned.lagged
         matrix = np.array([[xx, xy, xz, xw], [xy, yy, yz, yw], [xz, yz, zz, zw], [xw, yw, zw, ww]])
         if np.linalg.eigvalsh(matrix)[0] < -1e-9 * matrix.trace():
@@ -514,8 +509,7 @@ class Rates:
     # ---- saved and restored ----
 
     def learned(self) -> SpeedsLearned:
-        """Return the state to save. Classes without members come last; they are kept because their engines may only
-        be down."""
+        """Return the state to save. Classes without members, whose engines may only be down, come last."""
         classes = sorted(self._classes.items(), key=lambda each: not each[1].members)
         return SpeedsLearned(self._pool, self._observed, tuple(alike.learned(look) for look, alike in classes))
 
@@ -528,8 +522,7 @@ class Rates:
                 self._classes[each.look] = alike
 
     def own(self, slot: int, now: float) -> tuple[float, float, float, float]:
-        """Return an endpoint's own mean, its weight, the ratio of its time to its class's, and the seconds since its
-        evidence was renewed."""
+        """Return an endpoint's own mean, its weight, its ratio, and the seconds since its evidence was renewed."""
         own = self._own[slot]
         return own.mean, own.weight, float(self._ratios[slot]), max(now - own.renewed, 0.0)
 

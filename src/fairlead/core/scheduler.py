@@ -589,8 +589,7 @@ class Pipeline:
         return [self._ended(entry, lease, ev.ResponseEnded, event, "natural", now)]
 
     def _orphan_ended(self, entry: RequestEntry, lease: Lease, event: ev.ResponseEnded, now: float) -> OutcomeRecord:
-        """End a request whose endpoint left earlier. Nothing is learned for its slot, which another endpoint may have
-        now."""
+        """End a request whose endpoint left. Learn nothing for its slot, which another endpoint may have now."""
         self._endings.orphans.pop(entry, None)
         if event.usage is not None:
             entry.usage = event.usage

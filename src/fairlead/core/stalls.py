@@ -278,8 +278,7 @@ class Stalls:
     # ---- hedges ----
 
     def hedge_after_ms(self, lease: Lease) -> float:
-        """Return the milliseconds after which the gateway may send the request to the fallback endpoint too; 0 =
-        never."""
+        """Return the ms after which the gateway may send the request to the fallback endpoint too; 0 = never."""
         after = overdue_s(lease, lease.request.stream)
         if self.caution > 1.0:
             self.caution = max(self.caution * WORTH_IT, 1.0)

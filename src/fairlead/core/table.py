@@ -88,8 +88,7 @@ class EndpointTable:
     #: Data-parallel engines behind the address; 0 = unknown. All other columns are sums over these engines, except
     #: `kv`, which is that of the fullest.
     ranks: FloatColumn
-    #: Clock milliseconds until which the endpoint is likely to be sent the next long prompt; see `pauses` in
-    #: `core.cost`.
+    #: Clock milliseconds until which the next long prompt is likely to go there; see `pauses` in `core.cost`.
     long_until_ms: FloatColumn
     #: 0 = well, 1 = suspect, 2 = out (`fairlead.core.stalls`).
     suspicion: FloatColumn

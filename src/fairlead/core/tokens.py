@@ -19,8 +19,7 @@ from fairlead.core.request import Request
 
 DEFAULT_BYTES_PER_TOKEN = 4.2
 DEFAULT_OUTPUT_TOKENS = 256.0
-#: Bounds to which reported ratios are clipped. Beyond them, bytes and tokens are not of the same text (media,
-#: embeddings).
+#: Reported ratios are clipped to these: beyond, bytes and tokens are not of the same text (media, embeddings).
 MIN_BYTES_PER_TOKEN = 1.0
 MAX_BYTES_PER_TOKEN = 12.0
 #: One report counts at most as this many bytes, so that a single long prompt cannot set the ratio.
@@ -87,16 +86,14 @@ class TokenEstimator:
         known.tokens_seen += weight / ratio - known.tokens_seen * DECAY
 
     def estimate_output(self, model: str, max_tokens: int = 0, api: str = "chat") -> int:
-        """Return the expected completion tokens, at least 1 and at most `max_tokens` (0 = no limit); 1 for APIs that
-        generate none."""
+        """Return the expected completion tokens, 1 to `max_tokens` (0 = no limit); 1 for APIs that generate none."""
         if api in WITHOUT_OUTPUT:
             return 1
         expected = round(self._learned.get((model, api), _UNKNOWN).output)
         return min(expected, max_tokens) if max_tokens > 0 else expected
 
     def learn_output(self, model: str, completion_tokens: int, max_tokens: int = 0, api: str = "chat") -> None:
-        """Learn from the length of a completion. If `max_tokens` cut it, it never lowers the mean, because the full
-        length is unknown."""
+        """Learn from the length of a completion. If cut by `max_tokens`, it never lowers the mean."""
         if completion_tokens <= 0:
             return
         known = self._entry(model, api)
