@@ -32,12 +32,12 @@ from fairlead.core.snapshot import Restored
 from fairlead.core.stalls import LEVELS
 from fairlead.core.table import FLOATS
 
-#: In place of a decision's id: the newest.
+#: Accepted instead of a decision's id: the newest decision.
 LAST = "last"
 #: Share of the total within which the default policy may have treated endpoints as equal: its `nearTie` and a margin.
 _NEAR = 0.12
 
-#: Totals of policies by cost are beyond this, in either direction, where a cost is infinite: "only if all are".
+#: A total beyond this, in either direction, stands for an infinite cost: chosen only if all costs are infinite.
 _INFINITE = 1e99
 
 # The parts of an explanation. Its JSON uses the same names.

@@ -263,7 +263,7 @@ class Listed(Struct, frozen=True):
     name: str
     #: Seconds since 1970; 0 = unknown.
     created: int
-    #: What an endpoint that serves it says of it, as JSON; `None` = it is defined here.
+    #: The entry in the model list of an endpoint that serves it, as JSON; `None` = it is defined by manifests.
     said: Any = None
 
 
