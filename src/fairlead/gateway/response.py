@@ -11,6 +11,7 @@ Rules of renaming
   itself; without that, the name is mapped only if both names are equally long.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,9 +25,9 @@ from fairlead.core.request import Request, Usage
 from fairlead.gateway.ext_proc import CONTINUE, BodyMode, Kind, resizable_response, rewrite_chunk
 
 _RESIZABLE = resizable_response()
-#: APIs whose answers are JSON or event streams, which begin with anything but `<`.
-_JSON = frozenset((CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS, GENERATE, SGLANG))
-_MARKUP = ord("<")
+#: APIs whose answers are JSON, event streams or numbers. The latter may begin with `<`, but not with all of this.
+_NO_PAGES = frozenset((CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS, GENERATE, SGLANG))
+_is_page = re.compile(rb"\s*<(?:!doctype|html|head|body|\?xml|!--)", re.IGNORECASE).match
 
 
 class _Page:
@@ -79,7 +80,7 @@ class ResponseWatch:
         if self._ttft_ms >= 0:
             return False
         self._ttft_ms = (now() - self._request.arrived) * 1e3
-        if chunk[0] == _MARKUP and self._status < 400 and self._request.api in _JSON:
+        if _is_page(chunk) and self._status < 400 and self._request.api in _NO_PAGES:
             self._scanner, self._status = _Page(), 502
         return True
 

@@ -630,17 +630,28 @@ def test_an_error_inside_a_200_stream_counts_as_a_failure(rig):
     assert rig.seen.outcomes[0].status == 503
 
 
-def test_a_page_of_html_in_place_of_an_answer_counts_as_a_failure(rig):
+@pytest.mark.parametrize("page", [b"<html>hello</html>", b"\r\n<!DOCTYPE html><p>hello"])
+def test_a_page_of_html_in_place_of_an_answer_counts_as_a_failure(rig, page):
     """Who fails at once looks idle, and would draw the most requests."""
     _, session = rig.open(BUFFERED, STREAMED)
     rig.request_headers(session)
     rig.body(session)
     ((lease,),) = ([entry.lease for entry in rig.pipeline.requests],)
     rig.response_headers(session, kind="text/html")
-    rig.chunk(session, b"<html>hello</html>")
+    rig.chunk(session, page)
     assert rig.leases() == 0
     assert rig.seen.outcomes[0].status == 502
     assert lease.first_token_at < 0.0
+
+
+def test_an_embedding_whose_first_byte_is_that_of_markup_is_no_failure(rig):
+    """It may be sent as bytes. A client may not take servers out of use with what they rightly answer."""
+    _, session = rig.open(BUFFERED, STREAMED, wired=False)
+    rig.request_headers(session, path="/v1/embeddings")
+    rig.body(session, b'{"model": "m", "input": "hi", "encoding_format": "bytes"}')
+    rig.response_headers(session, kind="application/octet-stream")
+    rig.chunk(session, b"<\x00\x80?", eos=True)
+    assert rig.seen.outcomes[0].status == 200
 
 
 def test_the_first_byte_of_an_error_is_no_first_token(rig):
