@@ -199,10 +199,16 @@ class Session:
         self._stream.finish()
 
     def on_lost(self, why: str) -> None:
-        """The stream broke. Before the response the request is lost; later this session or the log reports its end."""
+        """The stream broke. Before the pick the request is lost. After it, the access log reports the end: no message shows
+        a response without a body, such as that of an error."""
         state = self._state
         self._close()
-        if state is _WAITING or state is SessionState.ROUTED:
+        if state is SessionState.ROUTED and self._mode.access_log and not self._only_asks:
+            host, number = self._host, self._request.id
+            if self._gateway_id:
+                host.logs.left(self._gateway_id, number)
+            host.driver.later(GRACE, lambda: host.feed(StreamLost(number)))
+        elif state is _WAITING or state is SessionState.ROUTED:
             self._host.feed(StreamLost(self._request.id))
         elif state is SessionState.ASKING_KNOWLEDGE:
             self._reading.cancel()

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from functools import partial
 
 import pytest
 
@@ -19,6 +20,7 @@ from fairlead.gateway.access_log import AccessLogStream
 from fairlead.gateway.answers import Answers
 from fairlead.gateway.driver import Driver
 from fairlead.gateway.host import Host
+from fairlead.gateway.protobuf import field, number, string_struct
 from fairlead.gateway.session import Inspection, Session
 from fairlead.gateway.understand import PromptKnown, Understanding
 from fairlead.plugins.filters.ability import Subset
@@ -31,13 +33,20 @@ BODY = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream
 
 
 class Clock:
-    now = 100.0
+    def __init__(self):
+        self.now, self.timers = 100.0, []
 
     def time(self):
         return self.now
 
     def call_at(self, when, callback, *args):
+        self.timers.append(partial(callback, *args))
         return self
+
+    def run_timers(self):
+        timers, self.timers = self.timers, []
+        for timer in timers:
+            timer()
 
     def cancel(self):
         pass
@@ -400,6 +409,7 @@ def test_after_a_hang_nobody_leaves_at_the_pick_because_the_gateway_may_have_giv
     wire, session = pick()
     assert wire.status is None
     session.on_lost("reset by the peer")
+    rig.clock.run_timers()
     assert rig.leases() == 1, "the one that was given up is not held"
     for _ in range(3):
         rig.host.pulse.beat()
@@ -536,27 +546,57 @@ def test_a_lost_stream_leaves_no_lease_behind(rig, moment, wired):
     if moment == "responding":
         rig.response_headers(session)
     session.on_lost("reset")
+    rig.clock.run_timers()
     assert rig.leases() == (1 if moment == "responding" and wired else 0), "a running response ends by the access log"
+
+
+def log_entry(rig, summary):
+    """The access log of the gateway says this of a request."""
+    entry = field(22, field(1, b"fairlead") + field(2, summary.encode()))
+    AccessLogStream(Wire(), rig.host.logs).on_message(field(2, field(1, field(1, entry))))
+
+
+@pytest.mark.parametrize(
+    ("summary", "outcome"),
+    [
+        ("ab.0000000000000001 503 - 9 0 10.0.0.0:80 - 1 -;", ("natural", 503)),
+        ("ab.0000000000000001 0 - 9 0 10.0.0.0:80 DC 1 -;", ("client-disconnect", 0)),
+        (" 0 - 9 0 - DC 0 one;", ("stream-lost", 0)),
+        ("", ("stream-lost", 0)),
+    ],
+)
+@pytest.mark.parametrize("entry_first", [True, False])
+@pytest.mark.parametrize("connected", [True, False])
+def test_of_a_response_without_a_body_the_access_log_tells_the_status(rig, summary, outcome, entry_first, connected):
+    """No message shows it. A client that leaves looks the same, and the log may have no entry, or open with it."""
+    _, session = rig.open(STREAMED, STREAMED, eager=True, whole=True)
+    rig.host.logs.connected = connected
+    rig.request_headers(session, x_fairlead_id="one")
+    rig.body(session)
+    if entry_first and summary:
+        log_entry(rig, summary)
+    session.on_half_close()
+    if not entry_first and summary:
+        log_entry(rig, summary)
+    assert rig.leases() == (0 if summary else 1)
+    rig.clock.run_timers()
+    assert [(record.cause, record.status) for record in rig.seen.outcomes] == [outcome]
+    assert rig.fleet.table.errors.sum() == (outcome[1] == 503)
+    assert rig.leases() == 0
 
 
 @pytest.mark.parametrize(("flags", "cause"), [("UPE", "upstream-reset"), ("DC", "client-disconnect")])
 def test_who_cut_a_response_short_is_known_from_the_log_that_opens_with_its_entry(rig, flags, cause):
-    from fairlead.gateway.protobuf import field
-
     _, session = rig.open(BUFFERED, STREAMED)
     rig.host.logs.connected = 0
     rig.request_headers(session)
     rig.body(session)
     rig.response_headers(session)
     rig.chunk(session, b"data: {}\n\n")
-    timers = []
-    rig.clock.call_at = lambda when, callback, *args: timers.append(callback)
     session.on_lost("reset")
     assert rig.leases() == 1
-    entry = field(22, field(1, b"fairlead") + field(2, f"ab.0000000000000001 200 9 9 9 10.0.0.0:80 {flags};".encode()))
-    AccessLogStream(Wire(), rig.host.logs).on_message(field(2, field(1, field(1, entry))))
-    for callback in timers:
-        callback()
+    log_entry(rig, f"ab.0000000000000001 200 9 9 9 10.0.0.0:80 {flags};")
+    rig.clock.run_timers()
     assert [outcome.cause for outcome in rig.seen.outcomes] == [cause]
     assert [outcome.failed for outcome in rig.seen.outcomes] == [cause == "upstream-reset"]
     assert rig.fleet.table.errors.sum() == (cause == "upstream-reset")
@@ -568,11 +608,8 @@ def test_without_an_entry_a_response_that_was_cut_short_ends_all_the_same(rig):
     rig.request_headers(session)
     rig.body(session)
     rig.response_headers(session)
-    timers = []
-    rig.clock.call_at = lambda when, callback, *args: timers.append(callback)
     session.on_lost("reset")
-    for callback in timers:
-        callback()
+    rig.clock.run_timers()
     assert [outcome.cause for outcome in rig.seen.outcomes] == ["client-disconnect"]
 
 
@@ -673,12 +710,11 @@ def test_nonsense_ends_the_stream_with_invalid_argument(rig):
     rig.body(session)
     session.on_message(b"\xff\xff")
     assert wire.status == 3
+    rig.clock.run_timers()
     assert rig.leases() == 0
 
 
 def test_the_access_log_ends_leases_and_counts_the_fallback(rig):
-    from fairlead.gateway.protobuf import field, number, string_struct
-
     _, session = rig.open(BUFFERED, NONE)
     rig.request_headers(session)
     rig.body(session)
@@ -723,24 +759,18 @@ def test_a_gateway_that_dies_takes_the_leases_with_it_that_its_log_would_have_en
     if wire.status is None:
         session.on_lost("the connection was lost")
     assert rig.leases() == 1
-    timers = []
-    rig.clock.call_at = lambda when, callback, *args: timers.append((callback, args))
     log.on_lost("the connection was lost")
     wire.up = False
-    for callback, args in timers:
-        callback(*args)
+    rig.clock.run_timers()
     assert rig.leases() == 0
 
 
 def test_an_entry_without_a_lease_ends_the_one_that_was_given_under_its_id(rig):
-    from fairlead.gateway.protobuf import field
-
     for name in ("one", "two"):
         _, session = rig.open(BUFFERED, NONE)
         rig.request_headers(session, x_fairlead_id=name)
         rig.body(session)
-    entry = field(22, field(1, b"fairlead") + field(2, b" 0  0 0  DC two;"))
-    AccessLogStream(Wire(), rig.host.logs).on_message(field(2, field(1, field(1, entry))))
+    log_entry(rig, " 0  0 0  DC two;")
     assert rig.leases() == 1
     assert [outcome.request.id for outcome in rig.seen.outcomes] == [2]
 
@@ -1015,6 +1045,7 @@ def test_a_response_that_cannot_be_read_ends_the_request_as_if_none_had_come(rig
     rig.request_headers(session)
     rig.body(session)
     session.on_message(b"\x1a\x04\x0a\x7f\x0a\x01")  # response headers whose map runs past the message
+    rig.clock.run_timers()
     assert rig.leases() == 0
     assert [outcome.cause for outcome in rig.seen.outcomes] == ["stream-lost"]
 
