@@ -148,6 +148,8 @@ class Session:
     _fallback: str
     _renaming: Renaming | None = None
     _watch: ResponseWatch
+    # Set if the session reads the whole response to learn its token counts.
+    _followed = False
     # Address of the endpoint that answers instead of the picked one; empty = the picked one answers, or it is unknown.
     _moved_to = ""
 
@@ -478,7 +480,10 @@ class Session:
         if not host.pulse.sure_from <= request.arrived <= host.pulse.sure_until:
             return False
         if leave is _UNSTREAMED:
-            return not request.stream and request.api != "other" and not host.inspect(request, False)
+            if request.stream or request.api == "other":
+                return False
+            self._followed = host.inspect(request, False)
+            return not self._followed
         # 16 bytes a message cover the gRPC prefix and HTTP/2 framing; the trailers are not flow-controlled.
         return leave is _ALWAYS or sum(map(len, messages)) + 16 * len(messages) <= self._stream.writable_bytes()
 
@@ -536,7 +541,7 @@ class Session:
     def _may_leave_at_first_chunk(self) -> bool:
         if self._mode.response is not BodyMode.STREAMED or self._renaming is not None or not self._wired():
             return False
-        return not (self._watch.is_sse and self._host.inspect(self._request, True))
+        return not (self._followed or (self._watch.is_sse and self._host.inspect(self._request, True)))
 
     def _on_response_trailers(self, message: Incoming) -> None:
         if self._renaming is not None:

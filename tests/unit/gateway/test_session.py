@@ -629,6 +629,19 @@ def test_a_stream_may_stay_to_learn_token_counts(pb):
     assert rig.leases() == 1
 
 
+def test_of_an_answer_in_several_chunks_the_usage_is_read_too(pb):
+    rig = Rig(pb, inspect=True)
+    wire, session = rig.open(STREAMED, STREAMED, eager=True, whole=True)
+    rig.request_headers(session, path="/v1/embeddings")
+    rig.body(session, b'{"model": "m", "input": "hi"}')
+    rig.chunk(session, b'{"data": [{"embedding": [0.25')
+    assert wire.status is None
+    rig.chunk(session, b']}], "usage": {"prompt_tokens": 7, "total_tokens": 7}}', eos=True)
+    assert wire.status == 0
+    log_entry(rig, "ab.0000000000000001 200 9 9 9 10.0.0.0:80 - 1 -;")
+    assert [outcome.prompt_tokens for outcome in rig.seen.outcomes] == [7]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_first_ones_of_a_kind_are_followed_however_many_of_the_other_came_first(stream):
     inspection = Inspection(0.01, random.Random(1), Clock().time)
