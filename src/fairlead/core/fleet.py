@@ -83,6 +83,8 @@ class Fleet:
         self.cold: list[str] = []
         #: The requests completed last: clock seconds of the end, and the lease.
         self._answered = deque[tuple[float, Lease]](maxlen=ANSWERED)
+        #: By slot: the sessions and first blocks of requests whose answers broke off there since the last that ended.
+        self._broken_off: dict[int, set[str | int]] = {}
         #: By slot: clock seconds until which the endpoint is avoided, reported by other schedulers and found by us.
         self._avoided: dict[int, list[float]] = {}
 
@@ -299,10 +301,18 @@ class Fleet:
             # some of those messages learns of it.
             self.avoid(slot, now + EJECT_SECONDS)
 
-    def unfinished(self, slot: int, now: float) -> bool:
+    def unfinished(self, lease: Lease, now: float) -> bool:
         """Count a response that broke off for an unknown reason. Return whether it counts as a failure of the endpoint:
-        many in a row do, while another endpoint has no errors, because clients leave all endpoints equally often."""
-        table = self.table
+        many in a row do, while another endpoint has no errors. The prompts of one client go to one endpoint for its
+        cache, so requests of one session or with one beginning count once, unless such a request ended well elsewhere."""
+        table, slot, marks = self.table, lease.slot, _marks(lease.request)
+        if not table.errors[slot]:
+            self._broken_off[slot] = set()
+        known = self._broken_off.setdefault(slot, set())
+        if marks & known and not any(done.slot != slot and marks & _marks(done.request) for _, done in self._answered):
+            return False
+        if table.errors[slot] < ERRORS_TO_EJECT:
+            known |= marks
         table.errors[slot] = min(table.errors[slot] + UNFINISHED, ERRORS_TO_EJECT)
         table.troubled = True
         failed = table.errors[slot] >= ERRORS_TO_EJECT and bool(np.any(table.alive & (table.errors < 1.0)))
@@ -630,6 +640,12 @@ def _shared(hashes: Sequence[int], theirs: Sequence[int], depth: int) -> int:
     while depth < most and hashes[depth] == theirs[depth]:
         depth += 1
     return depth
+
+
+def _marks(request: Request) -> set[str | int]:
+    """What brings requests to one endpoint: the session, and the prompt's beginning."""
+    marks: set[str | int] = {*request.prefix.hashes[:1]}
+    return {*marks, request.session} if request.session else marks
 
 
 def _restarted(before: Sample, sample: Sample) -> bool:

@@ -609,7 +609,7 @@ class Pipeline:
             cause = "client-disconnect"
             if entry.state is S.ROUTED:
                 self._stalls.given_up(lease.slot, now)
-            if event.upstream_reset and lease.evicted_at < 0.0 and self.fleet.unfinished(lease.slot, now):
+            if event.upstream_reset and lease.evicted_at < 0.0 and self.fleet.unfinished(lease, now):
                 cause = "upstream-reset"
         elif lease.evicted_at >= 0.0:
             cause = "evicted"

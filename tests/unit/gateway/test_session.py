@@ -288,6 +288,34 @@ def test_an_endpoint_whose_answers_all_break_off_is_avoided_without_an_access_lo
     assert rig.leases() == 0
 
 
+@pytest.mark.parametrize(
+    ("prompt", "session", "elsewhere", "failures"),
+    [
+        (lambda turn: "same " * 100, "", "", 0),
+        (lambda turn: f"{turn} " * 100, "one", "", 0),
+        (lambda turn: f"{turn} " * 100, "", "", 1),
+        (lambda turn: "same " * 100, "", "same " * 100, 1),
+    ],
+    ids=["one prompt", "one session", "many clients", "one prompt that ends well elsewhere"],
+)
+def test_a_client_that_leaves_its_answers_takes_no_endpoint_out_of_use(rig, prompt, session, elsewhere, failures):
+    """Its prompts go to one endpoint, for their cache, so the others are not left as often."""
+
+    def ask(text, ended):
+        _, stream = rig.open(FULL_DUPLEX, FULL_DUPLEX, wired=False)
+        rig.request_headers(stream, **{} if ended else {"x-session-id": session})
+        rig.body(stream, BODY.replace(b"hi", text.encode()))
+        rig.response_headers(stream)
+        rig.chunk(stream, b"data: {}\n\n", eos=ended)
+        stream.on_lost("reset")
+
+    for turn in range(12):
+        ask(prompt(turn), ended=False)
+        ask(elsewhere or f"else {turn} " * 100, ended=True)
+    assert [outcome.cause for outcome in rig.seen.outcomes].count("upstream-reset") == failures
+    assert [until > rig.clock.now for until in rig.fleet.table.ejected_until[:2]] == [bool(failures), False]
+
+
 def test_full_duplex_without_access_log_never_leaves_early(rig):
     wire, session = rig.open(FULL_DUPLEX, FULL_DUPLEX, wired=False)
     rig.request_headers(session)
