@@ -9,7 +9,7 @@ from urllib.parse import unquote
 CHAT = "chat"
 COMPLETIONS = "completions"
 EMBEDDINGS = "embeddings"
-#: OpenAI's Responses API, and the conversations that it may store.
+#: OpenAI's Responses API, and the conversations and responses that it may store.
 RESPONSES = "responses"
 CONVERSATIONS = "conversations"
 #: Anthropic's Messages API, and its token count.
@@ -39,6 +39,8 @@ OTHER = "other"
 WITHOUT_OUTPUT = frozenset(
     (EMBEDDINGS, CONVERSATIONS, COUNT_TOKENS, SCORE, RERANK, POOLING, IMAGES, GRPC_EMBED, TOKENIZE, RENDER, MODELS)
 )
+#: APIs that the engine's model has nothing to do for.
+WITHOUT_MODEL = frozenset((CONVERSATIONS, COUNT_TOKENS, TOKENIZE, RENDER, MODELS))
 #: APIs whose requests are not repeated once they may have begun: their effect is unknown, or they change stored data.
 #: All others sample, or compute the same result again.
 BEGUN_ONCE = frozenset((OTHER, CONVERSATIONS))
@@ -83,6 +85,8 @@ _BARE = {
 #: Whole paths.
 EXACT = ANYWHERE | _BARE
 _MAX_SEGMENTS = max(path.count("/") for path in EXACT)
+#: What is stored under an id, and what may be done to it.
+_STORED = re.compile(r"/v1/(?:responses/resp|conversations/conv)[_-][\w-]*(?:/[\w-]+){0,2}\Z", re.ASCII)
 
 
 #: Path syntax that servers may normalise: escapes, empty and dot segments, parameters, a whole URL.
@@ -126,4 +130,4 @@ def api_of(path: str) -> str:
         api = EXACT.get(tail)
         if api is not None:
             return api if tail in ANYWHERE or tail == path else OTHER
-    return OTHER
+    return CONVERSATIONS if _STORED.search(path) else OTHER

@@ -31,6 +31,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from fairlead.core.apis import OTHER, WITHOUT_MODEL
 from fairlead.core.binding import Bound, PairBinder, WaitingRules
 from fairlead.core.columns import BoolColumn
 from fairlead.core.cost import work_ms
@@ -96,6 +97,11 @@ Expect = Callable[[Request], float]
 
 def _nothing(request: Request) -> float:
     return 0.0
+
+
+def _unhindered(request: Request) -> bool:
+    """Whether an endpoint answers it however busy its engine is: health checks, token counts, what is stored."""
+    return request.api in WITHOUT_MODEL or (request.api == OTHER and request.unread == "no-body")
 
 
 class Tally:
@@ -211,7 +217,7 @@ class FlowControl:
 
     def asks(self, request: Request, fleet: Fleet, now: float) -> bool:
         """Whether `arrived` needs the policy's choice."""
-        if not fleet.table.count:
+        if not fleet.table.count or _unhindered(request):
             return False
         if len(self.queues):
             return self._passes(*self.queues.of(request, now), 0.0)
@@ -236,7 +242,7 @@ class FlowControl:
         displaced. `slot`: the policy's choice, if `asks`; < 0 = none. `expect`: returns the expected tokens."""
         if request.priority < 0 and self._shedding is not None and self._shedding.sheds(self.gate.level(fleet, now)):
             return Refused(SATURATED, "the pool is nearly saturated, and the request is sheddable", status=429)
-        if fleet.table.count and self._goes(request, fleet, now, slot, expect):
+        if fleet.table.count and (_unhindered(request) or self._goes(request, fleet, now, slot, expect)):
             return None
         work, known = self.binder.look(request, fleet, now)
         ttl = self._ttl(request, fleet)

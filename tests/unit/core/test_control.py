@@ -112,6 +112,23 @@ def test_above_saturation_requests_wait_until_an_endpoint_opens():
     assert flow_controller.dispatch() == [(second.id, 0)]
 
 
+@pytest.mark.parametrize("busy", [1, 2], ids=["none waits", "one waits"])
+def test_what_the_model_has_nothing_to_do_for_never_waits(busy):
+    flow_controller = FlowController(endpoints=1)
+    for _ in range(busy):
+        flow_controller.arrive()
+    fleet, flow = flow_controller.fleet, flow_controller.flow
+
+    def waits(api: str, unread: str = "") -> bool:
+        request, now = Request(id=90, arrived=flow_controller.now, api=api, unread=unread), flow_controller.now
+        return flow.asks(request, fleet, now) or flow.arrived(request, fleet, now) is not None
+
+    assert not any(waits(api) for api in ("tokenize", "render", "count_tokens", "conversations", "models"))
+    assert not waits("other", "no-body"), "a health check"
+    assert waits("other", "path")
+    assert waits("embeddings")
+
+
 def test_higher_bands_go_first_whenever_they_came():
     flow_controller = FlowController(endpoints=1)
     first, _ = flow_controller.arrive()
