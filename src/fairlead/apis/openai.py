@@ -22,7 +22,7 @@ from fairlead.apis.parsed import (
     sent,
     short_text,
 )
-from fairlead.apis.prompt import anything, list_prefix, media_items, prompts_in, text_or_list, text_size
+from fairlead.apis.prompt import anything, list_prefix, measured, prompts_in, text_or_list
 from fairlead.core.apis import (
     CHAT,
     COMPLETIONS,
@@ -108,10 +108,10 @@ def parse_chat(body: bytes, content_type: str = "") -> Parsed:
         size = len(messages) + scope_bytes
     items = 0
     # A single bracket in the body means that every content is a string. This costs 0.3 µs at 24 kB, the search for
-    # media 10 µs.
+    # parts 20 µs.
     if body.find(b"[") != body.rfind(b"["):
-        items = media_items(messages)
-        size += text_size(messages, items) - len(messages)
+        items, text = measured(messages)
+        size += text - len(messages)
     limit = read.max_tokens if read.max_completion_tokens is None else read.max_completion_tokens
     options = read.stream_options
     return ParsedRequest(
@@ -268,11 +268,11 @@ def parse_pooling(read: EmbeddingBody) -> ParsedRequest:
 def _pooled(api: str, read: EmbeddingBody) -> ParsedRequest:
     items = 0
     if not is_sent(read.input) and is_sent(read.messages):
-        view = messages_of(read.messages)
-        items = media_items(view)
-        size, tokens = text_size(view, items), 0
+        view, tokens = messages_of(read.messages), 0
     else:
         view, size, tokens = anything(read.input)
+    if not tokens:
+        items, size = measured(view)
     return ParsedRequest(
         api,
         read.model or "",
@@ -326,7 +326,7 @@ def parse_responses(read: ResponsesBody) -> ParsedRequest:
     if text is None and not is_sent(read.prompt):
         raise ClientError("Missing required parameter: 'input'.", param="input")
     view = text.view if text is not None else memoryview(b"")
-    items = media_items(view)
+    items, size = measured(view)
     instructions, tools = sent(read.instructions), sent(read.tools)
     root = scope(
         b"responses %b" % named(read.model, read.cache_salt),
@@ -345,7 +345,7 @@ def parse_responses(read: ResponsesBody) -> ParsedRequest:
         include_usage=True,
         prompt=(instructions, view) if instructions else (view,),
         root=root,
-        prompt_bytes=text_size(view, items) + len(instructions) + len(tools),
+        prompt_bytes=size + len(instructions) + len(tools),
         user=_conversation(read.conversation) or short_text(read.prompt_cache_key, read.user),
         media=items,
     )
@@ -431,14 +431,16 @@ def parse_score(read: RankingBody) -> ParsedRequest:
 
 
 def _compared(api: str, read: RankingBody, query: Raw, documents: Raw) -> ParsedRequest:
+    """A single query goes through the engine once with each document."""
     views = (anything(query).view, anything(documents).view)
-    items = [media_items(view) for view in views]
+    (query_items, query_size), (items, size) = map(measured, views)
+    pairs = prompts_in(documents) if prompts_in(query) == 1 else 1
     return ParsedRequest(
         api,
         read.model or "",
         prompt=views,
         root=b"%b %b" % (api.encode(), named(read.model, read.cache_salt)),
-        prompt_bytes=sum(map(text_size, views, items)),
+        prompt_bytes=query_size * pairs + size,
         user=short_text(read.user),
-        media=sum(items),
+        media=query_items + items,
     )

@@ -105,7 +105,10 @@ _PART = re.compile(
 #: `file_data` or an embedding of vLLM. `find` is ten times as fast as a pattern for all of them.
 _INLINE = (b";base64,", b'data"', b'_embeds"')
 _MEMBERS = (b'"data"', b'"file_data"', b'"image_embeds"', b'"audio_embeds"', b'"video_embeds"')
+_DATA = re.compile(rb";base64,")
 _VALUE = re.compile(rb'[ \t\r\n]*:[ \t\r\n]*"')
+#: A data URL is not longer before its data.
+_LONGEST_KIND = 256
 #: The beginning of inline data. Shorter data is left in the size: it hardly matters.
 _BASE64 = re.compile(rb"[A-Za-z0-9+/=_\\-]{256}")
 
@@ -115,21 +118,23 @@ def media_items(messages: memoryview) -> int:
     return sum(1 for _ in islice(_PART.finditer(messages), MAX_N))
 
 
-def text_size(messages: memoryview, items: int) -> int:
-    """The size in bytes of a text that costs as many tokens as the messages with their `items`. It looks at the first
-    `MAX_N` places where inline data may begin."""
+def measured(messages: memoryview) -> tuple[int, int]:
+    """The number of media items, and the size in bytes of a text that costs as many tokens as the messages. It looks at
+    the first `MAX_N` places where inline data may begin. Parts without a type are known by a whole data URL. Costs
+    0.8 µs per kB if there are no media."""
     size = length = len(messages)
-    if not items:
-        return size
+    items, inline = media_items(messages), 0
+    if not items and _DATA.search(messages) is None:
+        return 0, size
     raw = bytes(messages)
     position = 0
-    nearest = dict.fromkeys(_INLINE, -1)
+    nearest = dict.fromkeys(_INLINE if items else _INLINE[:1], -1)
     for _ in range(MAX_N):
         for mark, place in nearest.items():
             if place < position:
                 place = raw.find(mark, position)
                 nearest[mark] = length if place < 0 else place
-        mark = min(_INLINE, key=nearest.__getitem__)
+        mark = min(nearest, key=nearest.__getitem__)
         if nearest[mark] == length:
             break
         position = nearest[mark] + len(mark)
@@ -138,10 +143,20 @@ def text_size(messages: memoryview, items: int) -> int:
             if value is None:
                 continue
             position = value.end()
+        elif not items and not _begins_url(raw, position):
+            continue
         if _BASE64.match(raw, position):
             # Base64 has no quotes, so the next quote ends the string. `find` has the speed of memchr.
             end = raw.find(b'"', position)
             end = length if end < 0 else end
             size -= end - position
             position = end
-    return size + items * MEDIA_BYTES
+            inline += 1
+    items = max(items, inline)
+    return items, size + items * MEDIA_BYTES
+
+
+def _begins_url(raw: bytes, end: int) -> bool:
+    """Whether the string of which this is the end so far is a data URL: else it is a text that has one."""
+    start = raw.rfind(b'"', max(end - _LONGEST_KIND, 0), end) + 1
+    return raw.startswith(b"data:", start)

@@ -6,9 +6,8 @@ import pytest
 from msgspec import Raw
 from msgspec.json import Decoder
 
-from fairlead.apis import prompt
 from fairlead.apis.parsed import MAX_N
-from fairlead.apis.prompt import MEDIA_BYTES, items, media_items, text_size
+from fairlead.apis.prompt import MEDIA_BYTES, items, measured, media_items
 from fairlead.apis.request import parse_request
 
 
@@ -54,21 +53,42 @@ def test_inline_data_do_not_count_by_length() -> None:
     screen = {"type": "computer_screenshot", "image_url": "data:image/png;base64," + "F" * 1000}
     bare = {"type": "text", "text": "t" * 5000}
     view = messages(url, sound, link, embeds, voice, file, screen, bare)
-    assert text_size(view, media_items(view)) == len(view) - 22_000 + 7 * MEDIA_BYTES
-    assert text_size(view, 0) == len(view)
+    assert measured(view) == (7, len(view) - 22_000 + 7 * MEDIA_BYTES)
+
+
+def test_parts_without_a_type_are_known_by_their_data_url() -> None:
+    url = "data:image/png;base64," + "A" * 5000
+    view = messages({"image_url": {"url": url}}, {"text": "t" * 500}, url)
+    assert measured(view) == (2, len(view) - 10_000 + 2 * MEDIA_BYTES)
+    text = messages({"text": f"<img src='{url}'>"}, {"type": "text", "text": f"{url[5:]}"})
+    assert measured(text) == (0, len(text)), "a text that quotes one costs what it is long"
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling"])
+@pytest.mark.parametrize("form", ["parts", "URL"])
+def test_media_in_an_input_do_not_count_by_length(path: str, form: str) -> None:
+    url = "data:image/png;base64," + "A" * 5000
+    given: Any = url if form == "URL" else [{"content": [{"type": "image_url", "image_url": {"url": url}}]}]
+    parsed = parse_request(path, json.dumps({"input": given}).encode())
+    assert parsed.media == 1
+    assert MEDIA_BYTES < parsed.prompt_bytes < MEDIA_BYTES + 100
 
 
 def test_talking_of_media_beside_media_is_text() -> None:
     view = messages({"type": "image_url"}, {"type": "text", "text": "a data URL has ;base64, in it " * 100})
-    assert text_size(view, 1) == len(view) + MEDIA_BYTES
+    assert measured(view) == (1, len(view) + MEDIA_BYTES)
 
 
-@pytest.mark.parametrize("unit", [b";base64,", b'"data":"', b'"data"   ', b'"type"  ', b'"type":"image_', b";base64,A"])
+@pytest.mark.parametrize(
+    "unit", [b";base64,", b'"data":"', b'"data"   ', b'"type"  ', b'"type":"image_', b";base64,A", b'"data:;base64,']
+)
 def test_hostile_messages_take_linear_time(unit: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     # Quadratic work on these 2 MB would take minutes.
     view = memoryview(unit * (2_000_000 // len(unit)))
     assert media_items(view) == 0
-    assert text_size(view, 1) <= len(view) + prompt.MEDIA_BYTES
+    assert measured(view) == (0, len(view))
+    with_item = memoryview(bytes(view) + b'"type":"image"')
+    assert measured(with_item) == (1, len(with_item) + MEDIA_BYTES)
 
 
 @pytest.mark.parametrize("size", [0, 1, MAX_N - 1, MAX_N, MAX_N + 1, 4 * MAX_N, 4 * MAX_N + 1, 80_000])
