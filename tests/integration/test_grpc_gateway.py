@@ -45,6 +45,9 @@ class Engine:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def stop(self) -> None:
         await self._server.stop(None)
 
     async def _generate(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
@@ -103,8 +106,13 @@ async def test_without_the_scheduler_it_still_goes_through(tmp_path: Path) -> No
             port, nobody = free_ports(2)
             envoy.start(bootstrap(Pair("whole", "first-chunk"), port, f"127.0.0.1:{nobody}", [engine.address]))
             assert await call(port, ASK) == ANSWERS
+            await engine.stop()
+            with pytest.raises(grpc.aio.AioRpcError) as failed:
+                await call(port, ASK)
         finally:
             envoy.end()
+    assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert failed.value.details().startswith("upstream connect error"), "a text, no JSON"
 
 
 async def test_an_answer_that_ends_by_trailers_has_ended_although_nobody_says_so(tmp_path: Path) -> None:

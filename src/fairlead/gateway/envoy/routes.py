@@ -250,26 +250,27 @@ def _present(key: str, namespace: str = LB_NAMESPACE) -> Json:
 
 
 def local_replies() -> Json:
-    """Envoy's own errors in the format of the OpenAI APIs, or of the Anthropic API by its path."""
-    anthropic = _replies(_anthropic_body, ANTHROPIC_TYPES, "api_error", "[^?]*/v1/messages([/?].*)?")
-    return {"mappers": [*anthropic, *_replies(_body, TYPES, "GatewayError")]}
+    """Envoy's own errors in the format of the OpenAI APIs, or of the Anthropic API by its path; for gRPC the text
+    alone, which Envoy sends as `grpc-message`."""
+    grpc = _replies(_grpc_text, {}, "", _where("content-type", "application/grpc.*"))
+    messages = _where(":path", "[^?]*/v1/messages([/?].*)?")
+    anthropic = _replies(_anthropic_body, ANTHROPIC_TYPES, "api_error", messages)
+    return {"mappers": [*grpc, *anthropic, *_replies(_body, TYPES, "GatewayError")]}
 
 
-def _replies(
-    body: Callable[[str], Json], types: Mapping[int, str], fallback_type: str, path: str = ""
-) -> Iterator[Json]:
-    """Errors in one format, for requests whose path matches this expression. `fallback_type`: for any other status."""
+def _replies(body: Callable[[str], Json], types: Mapping[int, str], fallback_type: str, *where: Json) -> Iterator[Json]:
+    """Errors in one format, for requests that pass these filters. `fallback_type`: for any other status."""
     for reason, (status, text) in _TEXTS.items():
-        denied: Json = {"filter": _all_of(*_under(path), _details(f"startsWith('{reason}')")), "status_code": status}
+        denied: Json = {"filter": _all_of(*where, _details(f"startsWith('{reason}')")), "status_code": status}
         form = body(types.get(status, fallback_type))
         yield {**denied, "body": {"inline_string": text}, "body_format_override": form}
     for status in (401, 403, 404, 408, 413, 429, 503, 504):
-        mapper: Json = {"filter": _all_of(_status(status), *_under(path), _not_ours())}
+        mapper: Json = {"filter": _all_of(_status(status), *where, _not_ours())}
         mapper["body_format_override"] = body(types.get(status, fallback_type))
         if status in (429, 503):
             mapper["headers_to_add"] = [{"header": {"key": "retry-after", "value": "1"}}]
         yield mapper
-    yield {"filter": _all_of(*_under(path), _not_ours()), "body_format_override": body(fallback_type)}
+    yield {"filter": _all_of(*where, _not_ours()), "body_format_override": body(fallback_type)}
 
 
 def _body(type_: str) -> Json:
@@ -282,9 +283,13 @@ def _anthropic_body(type_: str) -> Json:
     return {"json_format": error, "content_type": "application/json"}
 
 
-def _under(path: str) -> list[Json]:
-    match = {"safe_regex": {"regex": path}}
-    return [{"header_filter": {"header": {"name": ":path", "string_match": match}}}] if path else []
+def _grpc_text(_: str) -> Json:
+    return {"text_format_source": {"inline_string": "%LOCAL_REPLY_BODY%"}}
+
+
+def _where(header: str, pattern: str) -> Json:
+    match = {"safe_regex": {"regex": pattern}}
+    return {"header_filter": {"header": {"name": header, "string_match": match}}}
 
 
 def _status(status: int) -> Json:
