@@ -104,6 +104,8 @@ def _check_ports(settings: Settings, report: Report) -> None:
     gateway, ext_proc, als = settings.gateway, settings.ext_proc, settings.als
     wanted: list[tuple[Place, int]] = []
     if gateway.mode == "embedded":
+        if not ext_proc.port:
+            report.add(("extProc", "port"), "the embedded gateway has to know the port, so it cannot be 0")
         wanted += [(("gateway", "port"), gateway.port), (("gateway", "adminPort"), gateway.admin_port)]
     wanted += [(("extProc", "port"), ext_proc.port), (("extProc", "healthPort"), ext_proc.health_port)]
     admin = settings.admin

@@ -219,6 +219,7 @@ BAD: list[tuple[str, list[tuple[str, int, str, str]]]] = [
     (ONE + "gateway: {port: 70000}", [("$.gateway.port", 2, "<= 65535, got 70000", "")]),
     (ONE + "gateway: {port: '80'}", [("$.gateway.port", 2, "expected an integer, got '80'", "")]),
     (ONE + "gateway: {port: 9002}", [("$.extProc.port", 0, "taken by gateway.port", "")]),
+    (ONE + "extProc: {port: 0}", [("$.extProc.port", 2, "it cannot be 0", "")]),
     (ONE + "extProc: {port: 9090}", [("$.admin.port", 0, "taken by extProc.port", "")]),
     (ONE + "admin: {metricsPort: 8080}", [("$.admin.metricsPort", 2, "taken by gateway.port", "")]),
     (ONE + "autoscaling: {port: 9090}", [("$.autoscaling.port", 2, "taken by admin.port", "")]),

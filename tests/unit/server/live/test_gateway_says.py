@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import ClientSession, web
-from ports import free_ports
+from ports import free_port
 
 from fairlead.compat.load import load
 from fairlead.gateway.envoy.admin import EnvoyAdmin, Vitals
@@ -130,11 +130,12 @@ def test_of_two_envoys_one_falls_silent() -> None:
 
 PRESSURE = "overload.envoy.resource_monitors.fixed_heap.pressure"
 HEALTHY = "cluster.ext_proc.membership_healthy: 1\n"
-FILE = """
-gateway: {mode: embedded, port: 1}
-extProc: {port: 0}
-als: {enabled: false}
-admin: {port: 0}
+PORT = free_port()
+FILE = f"""
+gateway: {{mode: embedded, port: 1}}
+extProc: {{port: {PORT}}}
+als: {{enabled: false}}
+admin: {{port: 0}}
 endpoints: ['127.0.0.1:1']
 """
 
@@ -217,20 +218,18 @@ async def test_a_gateway_that_falls_silent_takes_readiness_with_it(
 
 async def test_a_gateway_keeps_its_endpoints_until_its_new_scheduler_knows_some(tmp_path: Path) -> None:
     file, listed, gateway = tmp_path / "f.yaml", tmp_path / "listed.yaml", Gateway()
-    (port,) = free_ports(1)
-    text = FILE.replace("['127.0.0.1:1']", f"{{file: '{listed}'}}").replace("port: 0}", f"port: {port}}}", 1)
-    file.write_text(text)
+    file.write_text(FILE.replace("['127.0.0.1:1']", f"{{file: '{listed}'}}"))
     listed.write_text("endpoints: []\n")
     gateway.text = HEALTHY + "cluster.all_endpoints.membership_total: 3\n"
     async with running(file, gateway) as live:
         await until_ready_page(live, "not ready\n- starting\n- no endpoints are known here; the gateway goes on")
         assert live.health.status("") is ServingStatus.NOT_SERVING, "requests would be refused"
         with pytest.raises(ConnectionRefusedError):  # Envoy would ask until its next health check
-            await asyncio.open_connection("127.0.0.1", port)
+            await asyncio.open_connection("127.0.0.1", PORT)
         listed.write_text("endpoints: ['127.0.0.1:1']\n")
         await until_ready_page(live, "ready\n")
         assert live.health.status("") is ServingStatus.SERVING
-        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        _, writer = await asyncio.open_connection("127.0.0.1", PORT)
         writer.close()
 
 
