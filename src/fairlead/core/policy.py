@@ -247,6 +247,15 @@ class Demoter(Protocol):
 
 
 @runtime_checkable
+class Refuser(Protocol):
+    """An ability filter that knows what to answer where it left no endpoint."""
+
+    def refusal(self, request: Request, fleet: FleetView, cycle: Cycle) -> Refused | None:
+        """`None` = the profile's own answer."""
+        ...
+
+
+@runtime_checkable
 class PickObserver(Protocol):
     """A filter, scorer, picker or profile that is notified of each pick.
 

@@ -33,6 +33,7 @@ from fairlead.core.policy import (
     Picker,
     PickObserver,
     Refused,
+    Refuser,
     Scorer,
     Stage,
     SteadyFilter,
@@ -101,7 +102,7 @@ class Profile:
         table = fleet.table
         trace = Trace(endpoints=table.ids) if context.trace else None
         if not table.count:
-            return self._none(trace, "the pool has no endpoints")
+            return self._none(trace, Refused(NO_ENDPOINTS, "the pool has no endpoints"))
         if self._steady and self._lets_pass(request, table):
             kept = available = culprit = None
         else:
@@ -110,7 +111,9 @@ class Profile:
                 self._passed.add(request.target_model)
         if culprit is not None:
             if culprit.stage is Stage.ABILITY:
-                return self._none(trace, f"no endpoint can serve the request: filter {culprit.name} left none")
+                why = culprit.refusal(request, fleet, cycle) if isinstance(culprit, Refuser) else None
+                message = f"no endpoint can serve the request: filter {culprit.name} left none"
+                return self._none(trace, why or Refused(NO_ENDPOINTS, message))
             if trace is not None:
                 trace.candidates = available
             slot = self._overflow(available, request, fleet, cycle)
@@ -255,10 +258,11 @@ class Profile:
         best = float(share[share.argmax()])
         return Picked(slot, overloaded=overloaded, hit_share=float(share[slot]), best_share=best, trace=trace)
 
-    def _none(self, trace: Trace | None, message: str) -> Refused:
+    def _none(self, trace: Trace | None, why: Refused) -> Refused:
         if trace is not None:
             trace.outcome = "none"
-        return Refused(NO_ENDPOINTS, message, trace)
+        why.trace = trace
+        return why
 
     def _failed(self, plugin: str, error: BaseException) -> None:
         if self._report is not None:

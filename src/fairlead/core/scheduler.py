@@ -47,7 +47,7 @@ from fairlead.core.instructions import (
 )
 from fairlead.core.learned import Common
 from fairlead.core.ledger import Lease
-from fairlead.core.models import Catalogue, Refusal, applied, unnamed
+from fairlead.core.models import MODEL_NOT_FOUND, Catalogue, Refusal, applied, unnamed
 from fairlead.core.parking import TIMER as REMOTE_TIMER
 from fairlead.core.parking import Decided, Parking, Question, Reservation
 from fairlead.core.peers import Peers
@@ -310,7 +310,7 @@ class Pipeline:
         self, entry: RequestEntry, trigger: type | Trigger, pick: Refused, now: float, queued_ms: float
     ) -> list[Instruction]:
         self._unrouted(entry, trigger)
-        request = entry.request
+        request, unknown = entry.request, pick.reason == MODEL_NOT_FOUND
         record = DecisionRecord(
             request=request,
             at=now,
@@ -325,8 +325,9 @@ class Pipeline:
             status=pick.status,
             reason=pick.reason,
             message=pick.message,
-            retry_after_s=1.0,
+            retry_after_s=-1.0 if unknown else 1.0,
             api=request.api,
+            param="model" if unknown else None,
             client=entry.client,
         )
         return [reject, record]
@@ -755,6 +756,7 @@ class Pipeline:
 
     def _models_changed(self, event: ev.ModelsChanged) -> list[Instruction]:
         self.models = Catalogue(event.models, event.rules)
+        self.fleet.table.models |= self.models.known
         return []
 
     def _reconfigured(self, event: ev.Reconfigured) -> list[Instruction]:

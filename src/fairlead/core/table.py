@@ -103,6 +103,8 @@ class EndpointTable:
         self.listed: list[frozenset[str] | None] = []
         #: By slot: the base models in that list.
         self.based: list[BaseModels] = []
+        #: Models that are defined, or that some endpoint had: an endpoint may bring them back.
+        self.models = set[str]()
         #: Whether the known context lengths differ.
         self.mixed_contexts = False
         #: Endpoints whose list of models is not known; endpoints that load adapters on demand, whatever the list says.
@@ -156,12 +158,14 @@ class EndpointTable:
         slot = self.endpoints.index(None)
         self._slots[endpoint.id] = slot
         self.count += 1
+        self.models.add(endpoint.labels.get(MODEL_LABEL, ""))
         self._put(slot, endpoint)
         return slot
 
     def replace(self, slot: int, endpoint: Endpoint) -> None:
         """Replace an endpoint by one with the same id and other labels or address."""
         self.endpoints[slot] = endpoint
+        self.models.add(endpoint.labels.get(MODEL_LABEL, ""))
         self._changed()
 
     def remove(self, slot: int) -> None:
@@ -207,6 +211,7 @@ class EndpointTable:
     def set_based(self, slot: int, base: BaseModels) -> None:
         if base != self.based[slot]:
             self.based[slot] = base
+            self.models |= base.names
             self.mixed_contexts = len({tokens for base in self.based for tokens in base.contexts.values()}) > 1
             self._changed()
 

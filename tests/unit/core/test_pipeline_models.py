@@ -94,6 +94,26 @@ def test_a_refusal_charges_nothing() -> None:
     assert request.model == "nope"
 
 
+def test_a_name_that_no_endpoint_ever_had_does_not_exist() -> None:
+    made = pipeline()
+    reject, request = arrive(made, model="typo")
+    assert isinstance(reject, Reject)
+    assert (reject.status, reject.reason, reject.param, reject.retry_after_s) == (404, "model_not_found", "model", -1.0)
+    assert reject.message == "The model `typo` does not exist."
+    assert request.model == "typo"
+    made.handle(ev.EndpointUp(Endpoint("e-c", "10.0.0.1:99")))
+    assert isinstance(arrive(made, 2, model="typo")[0], Route), "the one without a label may have it"
+
+
+def test_a_name_without_an_endpoint_now_may_be_tried_again() -> None:
+    departed = pipeline()
+    departed.handle(ev.EndpointDown("e-b"))
+    for made, name in ((departed, "b"), (pipeline(model("c")), "c"), (pipeline(model("chat", "c")), "chat")):
+        reject, _ = arrive(made, model=name)
+        assert isinstance(reject, Reject)
+        assert (reject.status, reject.param, reject.retry_after_s) == (503, None, 1.0), name
+
+
 def test_priority() -> None:
     assert arrive(pipeline(model("a", criticality="Sheddable")), model="a")[1].priority == -10
 

@@ -7,14 +7,14 @@ import pytest
 from profiles import REQUEST, Demoting, Fixed, adds_up, choose, column, fleet_of, mask, profile
 
 from fairlead.core.columns import FloatColumn
-from fairlead.core.endpoint import Sample
+from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.errors import PluginError
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import NO_ENDPOINTS
 from fairlead.core.policy import CANDIDATES, Context, Cycle, Filter, Refused, Scorer, Stage
 from fairlead.core.profile import Profile
 from fairlead.core.request import Request
-from fairlead.plugins.filters.ability import Subset
+from fairlead.plugins.filters.ability import ModelCompatibility, Subset
 from fairlead.plugins.filters.availability import Health, HealthParams
 from fairlead.plugins.filters.load import MemoryPressure, MemoryPressureParams, QueueDepth, QueueDepthParams
 from fairlead.plugins.params import NoParams
@@ -49,6 +49,17 @@ def test_an_empty_subset_hint_refuses() -> None:
     pick = choose(profile([Subset(NoParams())]), fleet_of(2), request)
     assert isinstance(pick, Refused)
     assert "filter subset left none" in pick.message
+
+
+@pytest.mark.parametrize(("model", "status"), [("b", 503), ("typo", 404)])
+def test_a_model_whose_endpoints_another_filter_took_exists(model: str, status: int) -> None:
+    fleet = Fleet()
+    for name in ("a", "b"):
+        fleet.up(Endpoint(name, f"{name}:1", {"model-id": name}))
+    request = Request(id=1, arrived=0.0, model=model, subset=frozenset({"a:1"}))
+    pick = choose(profile([Subset(NoParams()), ModelCompatibility(NoParams())]), fleet, request)
+    assert isinstance(pick, Refused)
+    assert (pick.status, pick.trace and pick.trace.outcome) == (status, "none")
 
 
 def test_load_filters_that_leave_none_fall_back_to_round_robin() -> None:

@@ -8,7 +8,8 @@ from pydantic import Field
 
 from fairlead.core.columns import BoolColumn
 from fairlead.core.endpoint import MODEL_LABEL, ROLE_LABEL, STAGES, BaseModels, Endpoint
-from fairlead.core.policy import Cycle, Stage
+from fairlead.core.models import MODEL_NOT_FOUND
+from fairlead.core.policy import Cycle, Refused, Stage
 from fairlead.core.request import Request
 from fairlead.core.table import EndpointTable
 from fairlead.core.view import FleetView
@@ -202,6 +203,14 @@ class ModelCompatibility(Plain):
             contexts >= request.prompt_tokens + request.max_tokens,
             table.alive if cycle.left is None else cycle.left,
         )
+
+    def refusal(self, request: Request, fleet: FleetView, cycle: Cycle) -> Refused | None:
+        """A name that no endpoint ever had is the client's mistake. One that some had may be back soon."""
+        model = request.target_model
+        able = self.keep(request, fleet, cycle)
+        if model in fleet.table.models or able is None or np.count_nonzero(able):
+            return None
+        return Refused(MODEL_NOT_FOUND, f"The model `{model}` does not exist.", status=404)
 
 
 def _compatible(table: EndpointTable, model: str) -> BoolColumn | None:
