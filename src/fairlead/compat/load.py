@@ -6,7 +6,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from fairlead.compat.locate import (
     CUSTOM,
@@ -69,7 +68,6 @@ _LISTENS: Mapping[str, Mapping[str, object]] = {"gateway": {"mode": "none"}, "ex
 BESIDE = (*SECTIONS, METRIC_SOURCES, PARSERS, "endpoints", "seed", POOLS)
 _NO_ENDPOINTS = "list them under endpoints:, name a file: there, or a pool: under kubernetes:"
 _NO_DISCOVERY = "add endpoints: or kubernetes: {pool: NAME}, or a file-discovery plugin and dataLayer.discovery"
-_TWICE = "leave one out, or give each a name and an address of its own"
 
 
 __all__ = ["FIELDS", "examine", "load", "problems", "read_bytes"]
@@ -250,7 +248,7 @@ class _Assembly(Struct, eq=False):
             self.report.add((FLOW_CONTROL,), f"requests that wait cannot be split as '{SPLITTING}' does it", hint)
 
     def _check_endpoints_file(self, path: str, settings: Settings, policy: PolicySpec | None) -> None:
-        """Report problems in an endpoints file, and note its warnings, which do not stop a followed file."""
+        """Report problems in an endpoints file."""
         if not path:
             return
         place = ("endpoints", "file") if "endpoints" in self.root else ("dataLayer", "discovery")
@@ -260,8 +258,7 @@ class _Assembly(Struct, eq=False):
             self.report.add(place, str(error))
             return
         for problem in listing.problems:
-            tell = self.report.note if problem.warning else self.report.add
-            tell(place, problem.render(path))
+            self.report.add(place, problem.render(path))
         note_unknown_engines(listing.entries, settings.metrics, place, self.report, path)
         if policy is not None:
             note_pool(listing.entries, policy, settings.gateway, place, self.report, path)
@@ -387,13 +384,11 @@ class _Assembly(Struct, eq=False):
         return self._endpoint_source(value)
 
     def _endpoint_source(self, value: object) -> EndpointSource:
-        """A list, or a `FileSource`. The warnings about a list are problems here, because a duplicate is a mistake."""
+        """A list, or a `FileSource`."""
         if isinstance(value, list):
             assert isinstance(self.tree.root.value, dict)
             listing = read_endpoints(self.tree.root.value["endpoints"], ("endpoints",))
-            for problem in listing.problems:
-                shown = replace(problem, hint=_TWICE, warning=False) if problem.warning else problem
-                self.report.extend([shown])
+            self.report.extend(listing.problems)
             return EndpointSource(static=listing.entries)
         if not isinstance(value, dict):
             self.report.add(("endpoints",), f"expected a list, or file: and a path; got {describe(value)}")

@@ -14,8 +14,8 @@ Rules
 * Reading a list raises nothing. Every error becomes a `Problem` with a JSON path and a line.
 * A wrong entry only affects itself. `Listing.broken` contains its id if it could be read, so that a reload can keep
   the earlier entry. `Listing.ok` is false if the text as a whole could not be read.
-* If two entries have the same id, the last one counts, with a warning. Two ids with the same address are both used,
-  also with a warning.
+* An id or an address that an earlier entry has is an error. `Listing.broken` has the ids of both, since either may be
+  meant. The first of the two is among the entries, for lists that are read for the first time.
 """
 
 import re
@@ -31,6 +31,7 @@ from fairlead.core.endpoint import Endpoint, host_port
 #: Most labels of one endpoint. Aliases may repeat a large mapping for every entry of a list.
 MAX_LABELS = 100
 MAX_ENDPOINTS = 10_000
+_TWICE = "leave one out, or give each a name and an address of its own"
 KEYS = ("address", "labels", "metricsUrl", "name", "namespace", "port")
 _KEYS = frozenset({*KEYS, "metrics_url"})
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
@@ -227,7 +228,7 @@ class Listing(Struct, frozen=True):
 
     entries: tuple[Listed, ...] = ()
     problems: tuple[Problem, ...] = ()
-    #: Ids of entries that exist but are wrong.
+    #: Ids of entries that exist but are wrong. Those that are among `entries` count only where none was listed before.
     broken: frozenset[str] = frozenset()
     #: Whether the id of some wrong entry could not be read.
     nameless: bool = False
@@ -270,7 +271,7 @@ def read_endpoints(node: Node, place: Place) -> Listing:
         return _unreadable(Problem(show(place), line, f"more than {MAX_ENDPOINTS} endpoints"))
     entries: dict[str, Listed] = {}
     problems: list[Problem] = []
-    broken, nameless = set[str](), False
+    broken, doubtful, nameless = set[str](), set[str](), False
     owners: dict[str, str] = {}  # endpoint ids by address
     for i, entry in enumerate(node.value):
         try:
@@ -281,18 +282,18 @@ def read_endpoints(node: Node, place: Place) -> Listing:
             nameless = nameless or not wrong.endpoint_id
             continue
         name, address = listed.endpoint.id, listed.endpoint.address
-        warning = hint = ""
-        if entries.pop(name, None) is not None:
-            warning, hint = f"{name} is listed twice", "the last counts"
-        elif address in owners:
-            warning = f"{address} is the address of {owners[address]} already"
-        if warning:
-            problems.append(Problem(show((*place, i)), entry.line, warning, hint, warning=True))
-        owners.setdefault(address, name)
+        owner = owners.setdefault(address, name)
+        twice = name in entries
+        if twice or owner != name:
+            message = f"{name} is listed twice" if twice else f"{address} is the address of {owner} already"
+            problems.append(Problem(show((*place, i)), entry.line, message, _TWICE))
+            doubtful |= {name, owner}
+            nameless = nameless or twice  # another name may be meant
+            continue
         broken.discard(name)
         entries[name] = listed
     usable = tuple(listed for name, listed in entries.items() if name not in broken)
-    return Listing(usable, tuple(problems), frozenset(broken), nameless)
+    return Listing(usable, tuple(problems), frozenset(broken | doubtful), nameless)
 
 
 def _unreadable(problem: Problem) -> Listing:

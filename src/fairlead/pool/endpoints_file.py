@@ -84,14 +84,14 @@ class EndpointSet:
             self._report(problem)
         if not listing.ok:
             return
-        wanted = {entry.endpoint.id: entry for entry in listing.entries}
+        wanted, had = {entry.endpoint.id: entry for entry in listing.entries}, bool(self._listed)
         for endpoint_id in list(self._listed):
             if endpoint_id not in wanted and endpoint_id not in listing.broken and not listing.nameless:
                 del self._listed[endpoint_id]
                 if self._up.pop(endpoint_id, None) is not None:
                     self._emit(EndpointDown(endpoint_id))
         for endpoint_id, entry in wanted.items():
-            if self._listed.get(endpoint_id) != entry:
+            if self._listed.get(endpoint_id) != entry and not (had and endpoint_id in listing.broken):
                 self._listed[endpoint_id] = entry
                 self._bring_up(entry)
         names = self._names()

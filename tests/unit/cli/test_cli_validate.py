@@ -94,14 +94,12 @@ def test_the_endpoints_file_is_read_too(tmp_path: Path, capsys: pytest.CaptureFi
     assert f"{endpoints}:3: $.endpoints[1]: 'nonsense' is not a port (1 to 65535)" in capsys.readouterr().out
 
 
-def test_a_duplicate_in_a_followed_file_is_only_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_duplicate_in_a_followed_file_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, endpoints = tmp_path / "f.yaml", tmp_path / "e.yaml"
     file.write_text("endpoints: {file: e.yaml}")
     endpoints.write_text("endpoints:\n- {name: a, address: '10.0.0.1:1'}\n- {name: a, address: '10.0.0.2:1'}\n")
-    assert validate(file) == 0
-    out = capsys.readouterr().out
-    assert f"{endpoints}:3: $.endpoints[1]: default/a is listed twice (the last counts)" in out
-    assert "Endpoints: 1." in out
+    assert validate(file) == 2
+    assert f"{endpoints}:3: $.endpoints[1]: default/a is listed twice (leave one out" in capsys.readouterr().out
 
 
 MYSTERY = "{address: '10.0.0.%d:1', labels: {llm-d.ai/engine-type: mystery}}"

@@ -162,24 +162,31 @@ def test_an_entry_that_is_no_entry(odd: Any) -> None:
     assert read.problems[0].path == "$.endpoints[0]"
 
 
-def test_one_address_for_two_ids_is_used_with_a_warning() -> None:
-    read = listing(entry(), entry(name="b"), "10.0.0.1:8000")
-    assert [one.id for one in read.endpoints] == ["default/a", "default/b", "10.0.0.1:8000"]
+def test_an_address_has_one_id() -> None:
+    read = listing(entry(), entry(name="b"), "10.0.0.1:8000", entry(name="c", port=1))
+    assert [one.id for one in read.endpoints] == ["default/a", "default/c"]
+    assert (read.broken, read.nameless) == ({"default/a", "default/b", "10.0.0.1:8000"}, False)
     assert [(p.path, p.message, p.warning) for p in read.problems] == [
-        ("$.endpoints[1]", "10.0.0.1:8000 is the address of default/a already", True),
-        ("$.endpoints[2]", "10.0.0.1:8000 is the address of default/a already", True),
+        ("$.endpoints[1]", "10.0.0.1:8000 is the address of default/a already", False),
+        ("$.endpoints[2]", "10.0.0.1:8000 is the address of default/a already", False),
     ]
 
 
-def test_of_duplicates_the_last_wins() -> None:
+def test_of_duplicates_the_first_is_there_and_any_may_be_meant() -> None:
     read = listing(entry(port=1), entry(name="b"), entry(port=2), entry(namespace="other", port=3))
     assert [(one.id, one.address) for one in read.endpoints] == [
+        ("default/a", "10.0.0.1:1"),
         ("default/b", "10.0.0.1:8000"),
-        ("default/a", "10.0.0.1:2"),
         ("other/a", "10.0.0.1:3"),
     ]
+    assert (read.broken, read.nameless) == ({"default/a"}, True)
     assert [(p.path, p.message, p.hint, p.warning) for p in read.problems] == [
-        ("$.endpoints[2]", "default/a is listed twice", "the last counts", True)
+        (
+            "$.endpoints[2]",
+            "default/a is listed twice",
+            "leave one out, or give each a name and an address of its own",
+            False,
+        )
     ]
 
 

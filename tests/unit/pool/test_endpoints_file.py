@@ -106,6 +106,27 @@ async def test_only_differences_are_fed(tmp_path: Path, heard: Heard, follow: Fo
     assert [one.address for one in follower.endpoints] == ["10.0.0.1:80", "10.0.0.9:80", "10.0.0.4:80"]
 
 
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [("a", "10.0.0.1"), ("b", "10.0.0.1")],
+        [("b", "10.0.0.1"), ("a", "10.0.0.1")],
+        [("a", "10.0.0.1"), ("a", "10.0.0.2")],
+        [("a", "10.0.0.2"), ("a", "10.0.0.1"), ("b", "10.0.0.2")],
+    ],
+)
+async def test_of_two_that_have_a_name_or_an_address_both_stay_as_they_were(
+    entries: list[tuple[str, str]], heard: Heard
+) -> None:
+    known = EndpointSet(heard.feed, heard.report)
+    known.apply(listing(("a", "10.0.0.1"), ("b", "10.0.0.2")))
+    heard.take()
+    known.apply(listing(*entries, ("c", "10.0.0.3")))
+    assert heard.take() == ["up c 10.0.0.3:80"]
+    known.apply(listing(("a", "10.0.0.2"), ("b", "10.0.0.1"), ("c", "10.0.0.3")))
+    assert heard.take() == ["up a 10.0.0.2:80", "up b 10.0.0.1:80"], "they may swap their addresses"
+
+
 @pytest.mark.parametrize("text", ["endpoints: []\n", "[]"])
 async def test_a_list_that_becomes_empty_is_believed_only_if_that_is_allowed(
     text: str, tmp_path: Path, heard: Heard, follow: Follow
