@@ -32,7 +32,16 @@ from fairlead.config.schema import (
     Settings,
     Tokens,
 )
-from fairlead.core.endpoint import MAX_PORTS, PREFILL_ONLY, ROLE_LABEL, ROLES, STAGES, Endpoint, host_port
+from fairlead.core.endpoint import (
+    MAX_PORTS,
+    MODEL_LABEL,
+    PREFILL_ONLY,
+    ROLE_LABEL,
+    ROLES,
+    STAGES,
+    Endpoint,
+    host_port,
+)
 from fairlead.core.errors import ConfigError
 from fairlead.plugins.params import camel
 
@@ -237,6 +246,13 @@ def note_pool(
         note(
             f"selection.topK is {k}, and there are {len(entries)} endpoints: one is drawn from all of them, "
             "whatever the scorers say"
+        )
+    models = {entry.endpoint.labels.get(MODEL_LABEL, "") for entry in entries} - {""}
+    if gateway.mode == "embedded" and "fail_open" not in gateway.model_fields_set and len(models) > 1:
+        report.note(
+            ("gateway",),
+            f"without the scheduler, requests go to any endpoint, and endpoints serve {len(models)} models: some get "
+            "404. gateway.failOpen: false answers 503; true confirms",
         )
     remote = [entry.host for entry in entries if not is_loopback(entry.host)]
     if gateway.mode == "embedded" and is_loopback(gateway.host) and remote:

@@ -106,6 +106,11 @@ class Gateway(Section):
         "also if it breaks off before the first byte of the answer. `hedge`: also if that byte is "
         "overdue; the first to answer wins.",
     )
+    fail_open: bool = Field(
+        default=True,
+        description="Without the scheduler: `true` serves requests round robin over all endpoints, whatever their "
+        "model; `false` answers 503, or 504 if it hangs.",
+    )
     body_limit: Bytes = Field(default=64 << 20, description="Larger request bodies get 413.")
     concurrency: int = Field(default=0, ge=0, le=1024, description="Envoy's worker threads; 0 = one per CPU.")
     paths: tuple[str, ...] = Field(

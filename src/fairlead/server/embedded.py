@@ -222,6 +222,7 @@ def gateway_options(config: Config, http2: bool = False) -> Options:
         tls=Tls(verify=False) if ext_proc.tls else None,
         response_mode="first-chunk" if gateway.response_mode == "streamed" else "none",
         retry=gateway.retry,
+        fail_open=gateway.fail_open,
         body_limit=gateway.body_limit,
         max_heap=gateway.max_heap or min(memory_limit() // 2, _LARGEST_HEAP),
         max_connections=gateway.max_connections,

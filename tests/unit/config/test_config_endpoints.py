@@ -31,6 +31,9 @@ endpoints:
     assert [listed.literal for listed in config.endpoints.static] == [True, False, True, True, True, True, True]
 
 
+TWO = (
+    "endpoints:\n- {address: '127.0.0.1:1', labels: {model-id: a}}\n- {address: '127.0.0.1:2', labels: {model-id: b}}\n"
+)
 FAR = "endpoints: ['10.0.0.1:8000', '10.0.0.2:8000']\n"
 NEAR = "endpoints: ['127.0.0.1:8000', 'localhost:8000']\n"
 
@@ -42,6 +45,11 @@ NEAR = "endpoints: ['127.0.0.1:8000', 'localhost:8000']\n"
         (FAR + "gateway: {host: 0.0.0.0}", []),
         (FAR + "gateway: none", []),
         (FAR, ["listens on 127.0.0.1, where only this machine reaches it"]),
+        (TWO, ["without the scheduler, requests go to any endpoint, and endpoints serve 2 models"]),
+        (TWO.replace("b}", "a}"), []),
+        (TWO + "gateway: {failOpen: true}", []),
+        (TWO + "gateway: {failOpen: false}", []),
+        (TWO + "gateway: none", []),
         (NEAR + "scorers: [{type: queue}]\nselection: {topK: 2}", ["topK is 2, and there are 2 endpoints"]),
         (NEAR + "scorers: [{type: queue}]\nselection: {topK: 1}", []),
         (NEAR + "policy: prefill-decode", ["no request is split"]),

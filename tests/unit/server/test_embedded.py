@@ -44,6 +44,11 @@ def test_it_dials_the_host_that_the_scheduler_listens_on(host: str, dialled: str
     assert (options.ext_proc, options.als) == (f"{dialled}:9002", f"{dialled}:9005")
 
 
+def test_it_fails_closed_if_that_is_set() -> None:
+    assert gateway_options(load(FILE % "")).fail_open
+    assert not gateway_options(load(FILE % "" + "gateway: {failOpen: false}\n")).fail_open
+
+
 def test_a_replacement_listens_where_the_gateway_dials() -> None:
     """Whatever the file says by then."""
     flags = pinned(load(FILE % "10.0.0.7"))
