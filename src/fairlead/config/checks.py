@@ -226,7 +226,6 @@ def note_pool(
     def note(message: str, entry: Place = place) -> None:
         report.note(place if file else entry, f"{file + ': ' if file else ''}{message}")
 
-    roles = {entry.endpoint.labels.get(ROLE_LABEL, "") for entry in entries}
     for i, entry in enumerate(entries):
         role, name = entry.endpoint.labels.get(ROLE_LABEL, ""), entry.endpoint.id
         if role and role not in ROLES:
@@ -237,10 +236,14 @@ def note_pool(
     if not entries:
         return
     if policy.plugin is not None and policy.plugin.type == SPLITTING:
-        if not roles & STAGES["decode"]:
-            note(f"every request is refused: no endpoint decodes ({ROLE_LABEL}: decode)")
-        elif not roles & PREFILL_ONLY:
-            note(f"no request is split: no endpoint has the label {ROLE_LABEL}: prefill")
+        labels = [entry.endpoint.labels for entry in entries]
+        by_model = roles_by_model([(own.get(MODEL_LABEL, ""), own.get(ROLE_LABEL, "")) for own in labels])
+        for model, roles in by_model.items():
+            of = f" for {shorten(model)}" if len(by_model) > 1 else ""
+            if not roles & STAGES["decode"]:
+                note(f"every request{of} is refused: no endpoint decodes ({ROLE_LABEL}: decode)")
+            elif unsplit(roles, by_model):
+                note(f"no request{of} is split: no endpoint has the label {ROLE_LABEL}: prefill")
     k = policy.picker.parameters.k if policy.picker is not None and policy.picker.type == "top-k" else 0
     if 1 < len(entries) <= k:
         note(
@@ -261,6 +264,19 @@ def note_pool(
             f"the gateway listens on {gateway.host}, where only this machine reaches it; gateway.host: 0.0.0.0 opens "
             "it to the network",
         )
+
+
+def roles_by_model(endpoints: Sequence[tuple[str, str]]) -> dict[str, set[str]]:
+    """The roles of each model's endpoints, given (model, role) of all. Those without a model count for every model."""
+    anywhere = {role for model, role in endpoints if not model}
+    models = sorted({model for model, _ in endpoints if model}) or [""]
+    return {name: anywhere | {role for model, role in endpoints if model == name} for name in models}
+
+
+def unsplit(roles: set[str], by_model: Mapping[str, set[str]]) -> bool:
+    """Whether no request for the model with these roles can be split. One without any role beside a model that is split
+    is meant to be whole."""
+    return not roles & PREFILL_ONLY and (roles != {""} or not any(own & PREFILL_ONLY for own in by_model.values()))
 
 
 def is_loopback(host: str) -> bool:

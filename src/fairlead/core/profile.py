@@ -112,8 +112,7 @@ class Profile:
         if culprit is not None:
             if culprit.stage is Stage.ABILITY:
                 why = culprit.refusal(request, fleet, cycle) if isinstance(culprit, Refuser) else None
-                message = f"no endpoint can serve the request: filter {culprit.name} left none"
-                return self._none(trace, why or Refused(NO_ENDPOINTS, message))
+                return self._none(trace, why or self._unable(culprit, kept, table))
             if trace is not None:
                 trace.candidates = available
             slot = self._overflow(available, request, fleet, cycle)
@@ -257,6 +256,12 @@ class Profile:
             return Picked(slot, overloaded=overloaded, trace=trace)
         best = float(share[share.argmax()])
         return Picked(slot, overloaded=overloaded, hit_share=float(share[slot]), best_share=best, trace=trace)
+
+    def _unable(self, culprit: Filter, kept: BoolColumn | None, table: EndpointTable) -> Refused:
+        left = table.count if kept is None else int(np.count_nonzero(kept))
+        before = ", ".join(plugin.name for plugin in self._chain[: self._chain.index(culprit)])
+        message = f"no endpoint can serve the request: filter {culprit.name} left none"
+        return Refused(NO_ENDPOINTS, message + (f" of {left} that {before} left" if left < table.count else ""))
 
     def _none(self, trace: Trace | None, why: Refused) -> Refused:
         if trace is not None:

@@ -178,6 +178,19 @@ async def test_missing_roles_are_named(world: Any, pool_of: Listed) -> None:
     assert codes(await world.examined(config)) == {"roles.unknown", "roles.nobody"}
 
 
+async def test_roles_are_looked_at_by_model(world: Any, pool_of: Listed) -> None:
+    endpoints = pool_of([*await world.stubs(1), *await world.stubs(2, model="large")])
+    for endpoint, role in zip(endpoints, ("prefill", "decode", "encode"), strict=True):
+        endpoint["labels"] = {ROLE_LABEL: role}
+    found = await world.examined({"policy": "prefill-decode", "endpoints": endpoints, "gateway": "none"})
+    said = {(one.code, one.where, one.evidence) for one in found.findings if one.code.startswith("roles.")}
+    assert said == {
+        ("roles.nobody", ("decode",), "roles for tiny: prefill"),
+        ("roles.no-prefill", (), "roles for large: decode, encode"),
+        ("roles.idle", ("default/e2",), f"{ROLE_LABEL}: encode"),
+    }
+
+
 async def test_a_role_that_the_policy_never_uses_is_named(world: Any, pool_of: Listed) -> None:
     endpoints = pool_of(await world.stubs())
     endpoints[0]["labels"][ROLE_LABEL] = "prefill"

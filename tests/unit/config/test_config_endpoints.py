@@ -73,6 +73,28 @@ def test_what_is_allowed_and_hardly_meant_is_noted(text: str, noted: list[str]) 
     assert all(part in note for part, note in zip(noted, notes, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("given", "noted"),
+    [
+        (["a prefill", "b decode"], ["request for a is refused: no endpoint decodes", "no request for b is split"]),
+        (["a prefill", "a decode", "b decode", "b encode"], ["no request for b is split"]),
+        (["a prefill", "a decode", "b"], []),
+        (["a prefill", "a decode", "b decode", " prefill"], []),
+        (["a", "b"], ["no request for a is split", "no request for b is split"]),
+        (["a prefill", "a decode"], []),
+    ],
+)
+def test_roles_are_those_of_a_model(given: list[str], noted: list[str]) -> None:
+    lines = []
+    for port, (model, _, role) in enumerate((one.partition(" ") for one in given), 1):
+        labels = f"{f'model-id: {model}, ' * bool(model)}{f'llm-d.ai/role: {role}' * bool(role)}"
+        lines.append(f"- {{address: '127.0.0.1:{port}', labels: {{{labels}}}}}\n")
+    text = "policy: prefill-decode\ngateway: {failOpen: true}\nendpoints:\n" + "".join(lines)
+    notes = [note.message for note in load(text).notes]
+    assert len(notes) == len(noted)
+    assert all(part in note for part, note in zip(noted, notes, strict=True))
+
+
 def test_the_endpoints_of_a_file_are_looked_at_too(tmp_path: Path) -> None:
     listing = tmp_path / "e.yaml"
     listing.write_text("endpoints: [{name: a, address: 127.0.0.1, port: 1, labels: {role: prefill}}]")

@@ -38,7 +38,7 @@ def test_a_hard_filter_that_leaves_none_refuses_and_says_which() -> None:
     pick = choose(profile(filters), fleet_of(3))
     assert isinstance(pick, Refused)
     assert pick.reason == NO_ENDPOINTS
-    assert pick.message == "no endpoint can serve the request: filter second left none"
+    assert pick.message == "no endpoint can serve the request: filter second left none of 1 that first left"
     assert pick.trace is not None
     assert [name for name, _ in pick.trace.filters] == ["first", "second"]
     assert pick.trace.outcome == "none"

@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Iterator
 
 from fairlead.config.builtins import SPLITTING
-from fairlead.core.endpoint import MODEL_LABEL, PREFILL_ONLY, ROLE_LABEL, ROLES, STAGES, Endpoint
+from fairlead.config.checks import roles_by_model, unsplit
+from fairlead.core.endpoint import MODEL_LABEL, ROLE_LABEL, ROLES, STAGES, Endpoint
 from fairlead.core.errors import ConfigError
 from fairlead.doctor.http import Unreached, connects, speaks_tls
 from fairlead.doctor.run import Finding, Kind, Severity, check
@@ -231,8 +232,8 @@ NO_PREFILL = Kind(
     f"label the endpoints that compute prompts with {ROLE_LABEL}: prefill, or use another policy", _POLICIES,
 )  # fmt: skip
 IDLE = Kind(
-    "roles.idle", Severity.WARNING, "an endpoint only prefills, but the policy never splits a request",
-    f"use the policy {SPLITTING}, or remove the label: the endpoint gets no requests", _POLICIES,
+    "roles.idle", Severity.WARNING, "no stage of the policy uses the role of an endpoint",
+    f"use the policy {SPLITTING} if it prefills, or remove the label: the endpoint gets no requests", _POLICIES,
 )  # fmt: skip
 
 
@@ -246,18 +247,25 @@ def _stages(site: Site) -> Iterator[str]:
 async def roles(site: Site) -> list[Finding]:
     roles = {endpoint.id: endpoint.labels.get(ROLE_LABEL, "") for endpoint in site.endpoints}
     findings = [UNKNOWN.at(name, f"{ROLE_LABEL}: {role}") for name, role in roles.items() if role and role not in ROLES]
-    listed = ", ".join(sorted({role or "none" for role in roles.values()}))
     stages = dict.fromkeys(_stages(site))
-    missing = [stage for stage in stages if not any(role in STAGES[stage] for role in roles.values())]
-    findings += [NO_ENDPOINT.at(stage, f"roles there are: {listed}") for stage in missing]
-    prefill_only = [name for name, role in roles.items() if role in PREFILL_ONLY]
     plugin = site.config.policy.plugin
     splits = plugin is not None and plugin.type == SPLITTING
-    if splits and not prefill_only:
-        findings.append(NO_PREFILL.at("", f"roles there are: {listed}"))
-    if not splits and "prefill" not in stages:
-        findings += [IDLE.at(name, f"{ROLE_LABEL}: {roles[name]}") for name in prefill_only]
-    return findings
+    by_model = roles_by_model([(await _model(site, endpoint), roles[endpoint.id]) for endpoint in site.endpoints])
+    for model, own in by_model.items():
+        listed = ", ".join(sorted(role or "none" for role in own))
+        evidence = f"roles {f'for {model}' if len(by_model) > 1 else 'there are'}: {listed}"
+        findings += [NO_ENDPOINT.at(stage, evidence) for stage in stages if not own & STAGES[stage]]
+        if splits and unsplit(own, by_model):
+            findings.append(NO_PREFILL.at("", evidence))
+    used = set[str]().union(*(STAGES[stage] for stage in (*stages, *["prefill"] * splits))) if stages else ROLES
+    idle = [name for name, role in roles.items() if role in ROLES - used]
+    return findings + [IDLE.at(name, f"{ROLE_LABEL}: {roles[name]}") for name in idle]
+
+
+async def _model(site: Site, endpoint: Endpoint) -> str:
+    """Its label, else the first base model in its list; empty = unknown."""
+    served = await site.served(endpoint)
+    return endpoint.labels.get(MODEL_LABEL) or next((name for name, adapter in served.items() if not adapter), "")
 
 
 EXT_PROC = Kind(
