@@ -299,8 +299,8 @@ class Metrics(Section):
     )
     port: Port = Field(
         default=0,
-        description="Their port; 0 = that of requests. An endpoint's labels `metricsPort` and `metricsAddress` count"
-        " before it.",
+        description="Their port; 0 = that of requests. The labels `metricsPort` and, of endpoints that are no pods,"
+        " `metricsAddress` count before it.",
     )
     default_engine: Name = Field(
         default="vllm",

@@ -6,7 +6,8 @@ Rules (the reference picker's datastore; Kubernetes' own for readiness)
 * Each of the pool's target ports is an endpoint, `<namespace>/<pod>-rank-<index>`. The annotation
   `llm-d.ai/active-ports` limits them to the ports that it lists; an unreadable annotation is ignored.
 * The pod's labels are the endpoint's labels. Older label names are also added under their current names. The pod's node
-  is the label `kubernetes.io/hostname`.
+  is the label `kubernetes.io/hostname`. The label `metricsAddress` is left out: metrics, and the token for them, are of
+  the pod itself.
 """
 
 import asyncio
@@ -94,6 +95,7 @@ def read_pod(text: bytes | Raw) -> Pod:
     for old, new in _RENAMED.items():
         if old in labels:
             labels.setdefault(new, labels[old])
+    labels.pop("metricsAddress", None)
     if pod.spec.node_name:
         labels.setdefault(NODE_LABEL, pod.spec.node_name)
     ports = _active_ports(meta.annotations or {})

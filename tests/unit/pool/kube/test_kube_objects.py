@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Raw
 
+from fairlead.config.checks import with_page
+from fairlead.config.schema import Metrics
 from fairlead.pool.kube.elector import read_lease
 from fairlead.pool.kube.objects import (
     PickerRef,
@@ -89,6 +91,13 @@ def test_older_label_names_are_known() -> None:
     assert read_pod(raw(value)).labels["llm-d.ai/engine-type"] == "sglang"
     value["spec"] = {"nodeName": "worker-3"}
     assert read_pod(raw(value)).labels["kubernetes.io/hostname"] == "worker-3"
+
+
+def test_the_metrics_of_a_pod_are_its_own() -> None:
+    value = pod()
+    value["metadata"]["labels"] |= {"metricsAddress": "10.9.9.9", "metricsPort": "9"}
+    (endpoint,) = endpoints_of(read_pod(raw(value)), (80,))
+    assert with_page(endpoint, Metrics()).scrape_url == "http://10.0.0.1:9/metrics"
 
 
 def test_what_changes_nothing_for_us_is_equal() -> None:
