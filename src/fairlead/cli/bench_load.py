@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fairlead.config.problems import suggestion
 from fairlead.core.errors import ConfigError
+from fairlead.core.text import plain
 from fairlead.lab.load.workload import Chat, ClosedLoop, OpenLoop, Paced, Recorded, Replay, SharedPrefix, Workload
 from fairlead.lab.simulator.build import read_workload
 from fairlead.lab.workload.conversation import Conversation
@@ -220,7 +221,7 @@ class BenchProgress:
         self._next_line_s = _LINE_EVERY_S
 
     def __enter__(self) -> "BenchProgress":
-        self._console.print(self._title, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(plain(self._title), highlight=False, markup=False, soft_wrap=True)
         self._bar.start()
         return self
 

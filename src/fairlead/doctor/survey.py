@@ -11,6 +11,7 @@ from fairlead.apis.prometheus import read_page
 from fairlead.compat.load import load
 from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.errors import ADMIN_PORT
+from fairlead.core.text import plain
 from fairlead.doctor.http import Answer, Unreached
 from fairlead.doctor.site import Site, tried
 from fairlead.pool.kv_events.discovery import ask
@@ -28,6 +29,7 @@ class Server(Struct, frozen=True, kw_only=True):
     #: URL of that page, if not at `/metrics`.
     metrics_url: str = ""
     version: str = ""
+    #: Their names, without what a file or a terminal would obey.
     models: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
     #: By model, where it is known: tokens that prompt and answer may have together.
@@ -108,8 +110,8 @@ async def _look(site: Site, endpoint: Endpoint) -> Server:
         engine=engine,
         metrics_url=metrics_url,
         version=_version(version),
-        models=tuple(name for name, adapter in served.items() if not adapter),
-        adapters=tuple(name for name, adapter in served.items() if adapter),
+        models=tuple(plain(name) for name, adapter in served.items() if not adapter),
+        adapters=tuple(plain(name) for name, adapter in served.items() if adapter),
         contexts=await site.contexts(endpoint),
         sample=sample,
         kv_events=source.events if source is not None else "",

@@ -11,7 +11,7 @@ from commands import fairlead
 from typer.testing import CliRunner
 
 from fairlead.cli.app import build_app
-from fairlead.cli.bench_load import DEFAULT_REQUESTS, KINDS, Load, LoadOptions, build, hints, line
+from fairlead.cli.bench_load import DEFAULT_REQUESTS, KINDS, BenchProgress, Load, LoadOptions, build, hints, line
 from fairlead.core.errors import ConfigError
 from fairlead.lab.load.spec import Progress
 from fairlead.lab.load.workload import ClosedLoop, Paced, Recorded
@@ -133,6 +133,12 @@ def test_the_line_of_a_running_run() -> None:
     look = Progress(30, 100, 2, 5, 7, 99.0, 3.0, 41.6)
     assert line(look) == "30 of 100, 5 in flight, 10.0/s, 7 held back, TTFT p50 42 ms, 2 failed"
     assert line(Progress(0, 0, 0, 0, 0, 0.0, 0.0, None)) == "0 done, 0 in flight, 0.0/s"
+
+
+def test_a_title_names_a_model_as_a_server_does(capsys: pytest.CaptureFixture[str]) -> None:
+    with BenchProgress("model \x1b[31mred"):
+        pass
+    assert "model \N{REPLACEMENT CHARACTER}[31mred" in capsys.readouterr().err
 
 
 def test_hints_name_the_cure() -> None:

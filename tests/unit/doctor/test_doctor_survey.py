@@ -1,7 +1,12 @@
 """What `fairlead init` takes for a model server, and says of unlike ones."""
 
-import pytest
+import asyncio
+from pathlib import Path
 
+import pytest
+from commands import fairlead
+
+from fairlead.compat.load import load
 from fairlead.doctor.survey import Server, differences, survey
 from fairlead.lab.stub.config import StubConfig
 from fairlead.lab.stub.pool import StubPool
@@ -27,6 +32,15 @@ async def test_a_page_is_named_as_the_user_named_its_server() -> None:
         address = pool.addresses[0].replace("127.0.0.1", "localhost")
         (surveyed,) = await survey([address])
     assert surveyed.metrics_url == f"http://{address}/prometheus/metrics"
+
+
+async def test_a_name_of_several_lines_is_one_comment(tmp_path: Path) -> None:
+    async with StubPool(StubConfig(model="m\nscheduler: {address: 'evil.example:1'}\n#\0")) as pool:
+        address, out = pool.addresses[0], tmp_path / "fairlead.yaml"
+        done = await asyncio.to_thread(fairlead, "init", address, "--out", out)
+    assert done.exit_code == 0, done.output
+    assert f'  - "{address}"  # m\N{REPLACEMENT CHARACTER}scheduler' in out.read_text()
+    assert load(out.read_text()).endpoints.static
 
 
 def test_a_server_without_a_list_is_named_and_serves_no_other_models() -> None:
