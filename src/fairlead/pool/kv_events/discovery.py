@@ -101,22 +101,24 @@ async def ask(session: aiohttp.ClientSession, address: str, model: str, curve: C
                 return None
             body = await read_at_most(answer.content, _MOST_BYTES, ValueError("no answer is so long"))
         sources = msgspec.json.decode(body, type=dict[str, _Source])
-    except (OSError, aiohttp.ClientError, TimeoutError, msgspec.DecodeError, ValueError):
+    except (OSError, aiohttp.ClientError, TimeoutError, msgspec.DecodeError, ValueError, RecursionError):
         return None
     return source_of(sources, address, model, curve)
 
 
 def source_of(sources: dict[str, _Source], address: str, model: str, curve: Curve | None) -> KvSource | None:
     """The publisher in an engine's answer. The ports are those of the lowest rank; each further rank adds one."""
-    ranks = sorted(int(rank) for rank in sources if rank.isascii() and rank.isdigit() and len(rank) < 6)[:_MOST_RANKS]
+    ranks = {
+        int(rank): source for rank, source in sources.items() if rank.isascii() and rank.isdigit() and len(rank) < 6
+    }
     if not ranks:
         return None
-    first = next(source for rank, source in sources.items() if rank.isdigit() and int(rank) == ranks[0])
+    first = ranks[min(ranks)]
     port = _port(first.endpoint)
     if not port or not first.enable_kv_cache_events or first.publisher != "zmq":
         return None
     replay = _port(first.replay_endpoint or "")
-    return source_at(address, port, replay, len(ranks), model, curve)
+    return source_at(address, port, replay, min(len(ranks), _MOST_RANKS), model, curve)
 
 
 def _port(address: str) -> int:

@@ -176,7 +176,7 @@ class KvListening(Knowledge):
         if isinstance(event, EndpointUp) and slot is not None:
             self._known[name] = slot, address
             if not self._settings.bind:
-                self._followed[name] = self._loop.create_task(self._follow(event.endpoint, slot))
+                self._begin(event.endpoint, slot)
         if self._settings.bind:
             self._events.allow(self._allowed())
 
@@ -202,6 +202,14 @@ class KvListening(Knowledge):
             for pod in (endpoint.address, endpoint.id, endpoint.id.rpartition("/")[2]):
                 allowed[pod] = Publisher(slot, ANY_MODEL, ranks)
         return allowed
+
+    def _begin(self, endpoint: Endpoint, slot: int) -> None:
+        def ended(task: "asyncio.Task[None]") -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                log.error("following an endpoint's KV events failed", exc=error, endpoint=endpoint.id)
+
+        task = self._followed[endpoint.id] = self._loop.create_task(self._follow(endpoint, slot))
+        task.add_done_callback(ended)
 
     async def _follow(self, endpoint: Endpoint, slot: int) -> None:
         """Find the endpoint's publisher, load what was saved of it, subscribe; then check regularly for changes."""
@@ -307,7 +315,7 @@ class KvListening(Knowledge):
             task.cancel()
             self._sources.pop(name, None)
             self._events.unwatch(slot)
-            self._followed[name] = self._loop.create_task(self._follow(endpoint, slot))
+            self._begin(endpoint, slot)
             taken += 1
         return taken
 

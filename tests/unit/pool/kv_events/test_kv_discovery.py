@@ -57,7 +57,7 @@ async def test_ports_are_taken_and_nothing_else(serve: Callable[[bytes], Any]) -
 
 
 async def test_ranks(serve: Callable[[bytes], Any]) -> None:
-    address = await serve(ok(json.dumps({"1": source(5557), "0": source(5557)}).encode()))
+    address = await serve(ok(json.dumps({"²": {}, "1": source(5557), "0": source(5557)}).encode()))
     found = await asked(address)
     assert found is not None
     assert (found.ranks, found.of_rank(1)) == (2, ("tcp://127.0.0.1:5558", ""))
@@ -79,6 +79,7 @@ async def test_ranks(serve: Callable[[bytes], Any]) -> None:
         ok(json.dumps({"0": source(5557, endpoint="ipc:///tmp/x")}).encode()),
         ok(json.dumps({"9" * 5000: source(5557)}).encode()),
         ok(b"[" * 200_000),
+        ok(b'{"0": {"x": ' + b"[" * 60_000),
         b"garbage\r\n\r\n",
         b"",
     ],
