@@ -32,7 +32,7 @@ Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 Tokens = Annotated[int, Meta(ge=0, le=1_000_000_000)]
 Id = Annotated[int, Meta(ge=0)]
 #: Blocks of one chain, at most: `ChainHasher` makes at most 400.
-CHAIN_BLOCKS = 4096
+CHAIN_BLOCKS = 512
 #: Bytes of a block's hash, and of its size.
 BLOCK_BYTES, SIZE_BYTES = 8, 2
 #: `Ended.tokens` of an incomplete answer, and of one whose length is not known.
@@ -189,14 +189,17 @@ class Dictionary:
 
     def __init__(self) -> None:
         self.blocks: dict[int, tuple[PrefixChain, int]] = {}
+        #: Blocks of all the chains. A chain that shares its beginning with another has that beginning, too.
+        self.size = 0
         self._before: dict[int, tuple[PrefixChain, int]] = {}
 
     def begin(self) -> None:
         """Begin a new generation."""
-        self._before, self.blocks = self.blocks, {}
+        self._before, self.blocks, self.size = self.blocks, {}, 0
 
     def add(self, chain: PrefixChain, depth: int) -> None:
         """Add the blocks of a chain from `depth` on; those before it are already known."""
+        self.size += len(chain.hashes) if depth < len(chain.hashes) else 0
         for position in range(depth, len(chain.hashes)):
             self.blocks[chain.hashes[position]] = chain, position + 1
 

@@ -33,6 +33,7 @@ from fairlead.core.demand import PeersLoad
 from fairlead.core.facts import (
     AGE_UNIT,
     BROKEN,
+    CHAIN_BLOCKS,
     SIZE_BYTES,
     Batch,
     Charged,
@@ -52,8 +53,10 @@ from fairlead.core.records import Forecast
 from fairlead.core.reports import SharedFleet
 from fairlead.core.request import NO_PREFIX, PrefixChain, Request
 
-#: Upper bounds: origins; per origin leases, batches after a missing one, blocks of a dictionary, and unknown endpoints.
-MOST_ORIGINS, MOST_LEASES, MOST_BEYOND, MOST_BLOCKS, MOST_UNKNOWN = 256, 262_144, 4096, 262_144, 1024
+#: Upper bounds: origins; per origin leases, batches after a missing one, and unknown endpoints.
+MOST_ORIGINS, MOST_LEASES, MOST_BEYOND, MOST_UNKNOWN = 256, 262_144, 4096, 1024
+#: Upper bound of a dictionary's `size`: of 16 bytes each. One that is full of the longest prompts has 8 million.
+MOST_BLOCKS = 8 << 20
 #: Stand-ins for the requests of peers, which are not known here. Only whether the first token is seen matters.
 _REQUESTS = {stream: Request(id=-1, arrived=0.0, stream=stream) for stream in (False, True)}
 #: Seconds between two measurements of the work that peers send, and the weight of the newest one.
@@ -351,7 +354,8 @@ class Peers:
                 ends = sized_ends(before, message.sizes[SIZE_BYTES * fresh.start : SIZE_BYTES * fresh.stop])
             else:
                 ends = usual_ends(before, sent.blocks) if sent.blocks else ()
-            if depth < 0 or ends is None or len(dictionary.blocks) > MOST_BLOCKS:
+            long = depth + sent.blocks > CHAIN_BLOCKS or dictionary.size > MOST_BLOCKS
+            if depth < 0 or ends is None or long:
                 view.missed()
                 continue
             if depth < len(base.hashes) or sent.blocks:

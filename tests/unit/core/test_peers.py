@@ -20,8 +20,9 @@ from fairlead.core.events import (
     ResponseEnded,
     TimerFired,
 )
-from fairlead.core.facts import Batch, Snapshot, block_bytes, endpoint_hash, read_batch
+from fairlead.core.facts import CHAIN_BLOCKS, Batch, Sent, Snapshot, block_bytes, encode, endpoint_hash, read_batch
 from fairlead.core.fleet import Fleet
+from fairlead.core.peers import MOST_BLOCKS
 from fairlead.core.policy import Picked
 from fairlead.core.prefix import ChainHasher
 from fairlead.core.reports import MOST_FACTS, RECENT, SharedFleet
@@ -250,6 +251,16 @@ def test_blocks_without_a_size_are_not_believed(clock):
     blocks = {"blocks": block_bytes([1, 2]), "sizes": b"\x00\x01\x00\x00"}
     scheduler.feed(PeerHeard("a", msgspec.msgpack.encode(replace(GOOD, sent=((0, 0, 2),), **blocks))))
     assert scheduler.view().gap and not scheduler.pipeline.fleet.prefix.entries
+
+
+@pytest.mark.parametrize(("most", "kept"), [(MOST_BLOCKS, CHAIN_BLOCKS), (1000, 45)])
+def test_chains_that_grow_block_by_block_are_bounded(clock, monkeypatch, most, kept):
+    monkeypatch.setattr("fairlead.core.peers.MOST_BLOCKS", most)
+    scheduler, count = Scheduler(clock), CHAIN_BLOCKS + 100
+    sent = tuple(Sent(0, number, 1) for number in range(count))
+    blocks = {"blocks": block_bytes(range(1, count + 1)), "sizes": b"\x01\x00" * count}
+    scheduler.feed(PeerHeard("a", encode(replace(GOOD, sent=sent, **blocks))))
+    assert scheduler.view().gap and len(scheduler.view().dictionary.blocks) == kept
 
 
 @pytest.mark.parametrize("cut", [HASHER, ChainHasher(finest=100)])
