@@ -10,7 +10,8 @@ Rules
 * Work is counted across all schedulers: what a peer gave to a flow moves the flow's turn here, too.
 """
 
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Sequence
 from math import inf
 
 from msgspec.structs import replace
@@ -36,28 +37,27 @@ class PeerQueues:
     def __init__(self) -> None:
         self._held: dict[str, dict[FlowKey, Held]] = {}
         #: By origin: its flows that want nothing, the longest idle first.
-        self._idle: dict[str, dict[FlowKey, None]] = {}
-        self._waiting: dict[int, int] = {}
+        self._idle: dict[str, OrderedDict[FlowKey, None]] = {}
         self.top = -inf
         #: By slot: since when it is open to another request, and how many requests there are before their first token.
         self._open_since: dict[int, tuple[float, float]] = {}
-        #: By origin and priority: waiting flows, and since when their first request waits. Clock seconds.
-        self._heads: dict[tuple[str, int], dict[FlowKey, float]] = {}
+        #: By priority: waiting flows by origin, and since when their first request waits. Clock seconds.
+        self._heads: dict[int, dict[tuple[str, FlowKey], float]] = {}
         self._delay_s = DELAY_S
 
     def measured(self, delay_s: float) -> None:
         """Take a new measurement of the time from a charge until peers know of it."""
         self._delay_s = min(max(delay_s, LEAST_S), MOST_S)
 
-    def take(self, origin: str, held: Iterable[Held], queues: Queues, now: float, complete: bool = False) -> None:
+    def take(self, origin: str, held: Sequence[Held], queues: Queues, now: float, complete: bool = False) -> None:
         """Take over the flows that a peer reported; its other flows have not changed, or want nothing if the report is
-        `complete`."""
-        flows, idle = self._held.setdefault(origin, {}), self._idle.setdefault(origin, {})
+        `complete`. Of more than `MOST_FLOWS` only the first count."""
+        held = held[:MOST_FLOWS]
+        flows, idle = self._held.setdefault(origin, {}), self._idle.setdefault(origin, OrderedDict())
         if complete:
-            held = [*held]
             named = {FlowKey(flow.priority, flow.model, flow.tenant) for flow in held}
             ended = [flow for key, flow in flows.items() if key not in named and key not in idle]
-            held += [replace(flow, count=0, age=0, wanted=0) for flow in ended]
+            held = [*held, *(replace(flow, count=0, age=0, wanted=0) for flow in ended)]
         for flow in held:
             key = FlowKey(flow.priority, flow.model, flow.tenant)
             before = flows.get(key)
@@ -70,28 +70,27 @@ class PeerQueues:
             idle.pop(key, None)
             if not (flow.wanted or flow.count):
                 idle[key] = None
-            heads = self._heads.setdefault((origin, flow.priority), {})
             if flow.count:
-                heads[key] = now - flow.age * AGE_UNIT
+                self._heads.setdefault(key.priority, {})[origin, key] = now - flow.age * AGE_UNIT
             else:
-                heads.pop(key, None)
+                self._waits_no_more(origin, key)
             # A smaller sum than before means that the peer forgot the flow in the meantime and counts from 0 again.
             if before is not None and flow.served_ms != before.served_ms:
                 credited = before.served_ms if before.served_ms < flow.served_ms else 0.0
                 queues.served_elsewhere(key, flow.served_ms - credited, now)
-            self._count(flow.priority, flow.count - (before.count if before is not None else 0))
+        self.top = max(self._heads, default=-inf)
 
     def drop(self, origin: str) -> None:
         """Forget a lost peer and its waiting requests."""
         self._idle.pop(origin, None)
-        for flow in self._held.pop(origin, {}).values():
-            self._count(flow.priority, -flow.count)
-            self._heads.pop((origin, flow.priority), None)
+        for key in self._held.pop(origin, ()):
+            self._waits_no_more(origin, key)
+        self.top = max(self._heads, default=-inf)
 
-    def _count(self, priority: int, more: int) -> None:
-        if more:
-            self._waiting[priority] = self._waiting.get(priority, 0) + more
-            self.top = max((band for band, count in self._waiting.items() if count), default=-inf)
+    def _waits_no_more(self, origin: str, key: FlowKey) -> None:
+        heads = self._heads.get(key.priority, {})
+        if heads.pop((origin, key), None) is not None and not heads:
+            del self._heads[key.priority]
 
     def beside(self, only: FlowKey) -> bool:
         """Whether any peer has requests of a flow other than `only`."""
@@ -106,9 +105,7 @@ class PeerQueues:
 
     def ahead(self, priority: int, since: float) -> int:
         """Return the number of peers that hold a request of the band older than `since`."""
-        return sum(
-            band == priority and min(heads.values(), default=inf) < since for (_, band), heads in self._heads.items()
-        )
+        return len({origin for (origin, _), waits in self._heads.get(priority, {}).items() if waits < since})
 
     def left(
         self, priority: int, since: float, opened: BoolColumn, table: EndpointTable, now: float

@@ -98,6 +98,8 @@ class Deadlines:
 
 FLOW_MEMORY = 300.0
 MOST_IDLE = 10_000
+#: Bands, before no more are made for what others report.
+MOST_BANDS = 256
 #: Idle flows checked for removal per queued request.
 _SWEEP = 2
 
@@ -269,7 +271,10 @@ class Queues:
         return band, self._flow(band, key, now) if flow is None else flow  # not `or`: an empty flow is false
 
     def served_elsewhere(self, key: FlowKey, ms: float, now: float) -> None:
-        """Account for `ms` of work that another scheduler gave to the flow."""
+        """Account for `ms` of work that another scheduler gave to the flow, unless it has one priority too many."""
+        if key.priority not in self._bands and len(self._bands) >= MOST_BANDS:
+            return
+        self._forget_idle(now)
         band, flow = self.named(key, now)
         band.fairness.spent(flow, ms)
         flow.served -= ms

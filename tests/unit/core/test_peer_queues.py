@@ -24,7 +24,7 @@ from fairlead.core.flow import FlowKey
 from fairlead.core.flow_control import DISPATCH_TIMER
 from fairlead.core.instructions import Route
 from fairlead.core.peer_queues import DELAY_S, MOST_FLOWS, TURN, YIELD, PeerQueues
-from fairlead.core.queues import Queues
+from fairlead.core.queues import MOST_BANDS, Queues
 from fairlead.core.reports import SharedFleet
 from fairlead.core.request import Request
 from fairlead.plugins.flow_control import Fcfs
@@ -219,6 +219,17 @@ def test_names_that_want_nothing_make_room_for_new_ones():
     assert peers.top == 10, "what waits is kept"
     peers.drop("a")
     assert peers.top == -inf and not peers.beside(mine)
+
+
+def test_priorities_and_flows_of_a_peer_are_bounded():
+    queues, peers = Queues(lambda priority: (StartTimeFair(), Fcfs())), PeerQueues()
+    for served in (1.0, 2.0):
+        peers.take("a", [held(number, "t", 0, 0, served) for number in range(MOST_FLOWS)], queues, 0.0)
+    assert len(queues.bands()) == MOST_BANDS
+    peers.take("b", [held(number, "t", 1, 1) for number in range(MOST_FLOWS + 5)], queues, 0.0)
+    assert peers.top == MOST_FLOWS - 1 and peers.ahead(MOST_FLOWS - 1, inf) == 1
+    peers.take("b", [held(MOST_FLOWS - 1, "t", 0, 1)], queues, 0.0)
+    assert peers.top == MOST_FLOWS - 2 and peers.ahead(MOST_FLOWS - 1, inf) == 0
 
 
 def test_a_snapshot_ends_waits_whose_end_was_lost(two, clock):
