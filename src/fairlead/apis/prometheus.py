@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable
+from functools import cache
 from math import inf, isfinite
 
 from msgspec import Struct
@@ -157,15 +158,13 @@ def find_family(page: bytes, name: bytes, before: Family | None = None, most: in
     `before`: the family on an earlier page. If its text is the same, its series are reused instead of parsed again.
     """
     spans: list[tuple[int, int]] = []
-    needle = b"\n" + name
-    name_start = 0 if page.startswith(name) else page.find(needle) + 1 or -1
-    while name_start >= 0:
-        end = _sample_end(page, name, name_start)
-        if end:
-            spans.append((name_start, end))
-            if len(spans) > most:
-                return Family(name, [ENDLESS])
-        name_start = page.find(needle, max(end - 1, name_start)) + 1 or -1
+    if end := _sample_end(page, name, 0):
+        spans.append((0, end))
+    while match := _begin(name).search(page, max(end - 1, 0)):
+        end = page.find(b"\n", match.end()) + 1 or len(page)
+        spans.append((match.start() + 1, end))
+        if len(spans) > most:
+            return Family(name, [ENDLESS])
     if not spans:
         return None
     start, end = spans[0][0], spans[-1][1]
@@ -173,6 +172,13 @@ def find_family(page: bytes, name: bytes, before: Family | None = None, most: in
     if in_one_piece and (family := _in_one_piece(page, name, start, end, before)):
         return family
     return Family(name, [_series(page, name, begin, stop) for begin, stop in spans])
+
+
+@cache
+def _begin(name: bytes) -> re.Pattern[bytes]:
+    """Where a line before a sample of the family ends and the sample begins. As fast as `bytes.find`, also on a page
+    full of names that begin alike."""
+    return re.compile(b"\n" + re.escape(name) + rb"(?=[{ \t])")
 
 
 def _sample_end(page: bytes, name: bytes, start: int) -> int:

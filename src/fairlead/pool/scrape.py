@@ -8,6 +8,7 @@ import ssl
 from collections.abc import Callable, Mapping
 from itertools import count
 from math import floor
+from time import thread_time
 from typing import Protocol
 from urllib.parse import quote, urlsplit
 
@@ -123,8 +124,9 @@ class Target:
     """One endpoint and the state of its scraping."""
 
     __slots__ = (
-        "address", "awake_until", "connection", "due", "endpoint", "engine", "fails", "fast", "fed_at", "full_at",
-        "in_flight", "more", "owner", "problems", "reader", "reading", "retried", "silent", "started", "task",
+        "address", "awake_until", "connection", "cost_s", "due", "endpoint", "engine", "fails", "fast", "fed_at",
+        "full_at", "in_flight", "more", "owner", "problems", "reader", "reading", "rests_until", "retried", "silent",
+        "started", "task",
     )  # fmt: skip
 
     def __init__(self, owner: Owner, endpoint: Endpoint, address: PageAddress, engine: str, specs: EngineSpecs) -> None:
@@ -149,6 +151,9 @@ class Target:
         #: What was told of its failures; empty = nothing, or that they are over.
         self.silent = ""
         self.awake_until = -1.0
+        #: CPU time that its pages take to read, as a moving average, and until when it is left alone for that.
+        self.cost_s = 0.0
+        self.rests_until = -1.0
         self.fed_at = -1e9
         self.full_at = -1e9
 
@@ -252,10 +257,14 @@ class SecureFetcher:
 # * Each `repeat_s` the whole page is read; in between only the known families are compared where they stood.
 # * Several schedulers that tell each other what they send (`share`) together scrape as often as one alone, up to
 #   an interval of `repeat_s` each: a page takes a real vLLM server 8 to 12 ms of CPU time.
+# * An endpoint whose pages take long to read is scraped less often, so that reading takes a share of `READING`, but
+#   each `backoff_cap_s` at least. A page of 4 MB that is made for it takes 0.1 s.
 # * Above `max_rate` scrapes per second all intervals are stretched alike: CPU stays bounded, news gets older.
 #   With the defaults that begins at 200 idle endpoints. Measured with bench/idle.py: 100 idle endpoints with 58 kB
 #   pages cost 0.045 core, and one that gets busy is seen after 200 ms at most, 110 ms on average.
 
+#: The share of the time that reading the pages of one endpoint may take.
+READING = 0.05
 #: Due times are rounded down to this grid (seconds) so that timers fall together.
 GRID = 0.05
 #: So many endpoints are scraped in the same turn of the grid before the next one is used: their answers come together
@@ -361,7 +370,7 @@ class Scraper:
         if target.fast:
             return
         self._set_fast(target, True)
-        due = now + self._interval(target)
+        due = max(now + self._interval(target), target.rests_until)
         if not target.in_flight and not target.fails and due < target.due:
             self._schedule(target, due)
 
@@ -501,6 +510,7 @@ class Scraper:
         full = now - target.full_at >= options.repeat_s
         if full:
             target.full_at = now
+        began = thread_time()
         reading = target.reader.read(page, full)
         if reading.problems != target.problems:
             target.problems = reading.problems
@@ -526,7 +536,9 @@ class Scraper:
             sample = replace(sample, extra={**sample.extra, **more})
         self._set_fast(target, now < target.awake_until or bool(sample.waiting or sample.running))
         interval = self._interval(target)
-        self._schedule(target, max(target.started + interval, now + GRID))
+        target.cost_s += 0.5 * (thread_time() - began - target.cost_s)
+        target.rests_until = now + min(target.cost_s / READING, options.backoff_cap_s)
+        self._schedule(target, max(target.started + interval, now + GRID, target.rests_until))
         if news or target.fast or now - target.fed_at + interval >= options.repeat_s + options.idle_s - GRID:
             target.reading = reading
             target.fed_at = now

@@ -244,6 +244,23 @@ async def test_who_was_woken_is_awake_until_its_next_scrape(bench: Bench) -> Non
     assert bench.scraper.awake == set()
 
 
+async def test_pages_that_take_long_to_read_are_asked_for_less_often(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = count(step=0.06)  # each reading takes 60 ms
+    monkeypatch.setattr("fairlead.pool.scrape.thread_time", lambda: next(clock))
+    server = bench.up()
+    for _ in range(200):
+        await bench.world.advance(0.1)
+        bench.scraper.wake("a")
+    assert len(server.asked_at) in range(16, 21)
+    monkeypatch.setattr("fairlead.pool.scrape.thread_time", lambda: 0.0)
+    await bench.world.advance(5)
+    asked = len(server.asked_at)
+    await bench.world.advance(1)
+    assert len(server.asked_at) - asked in (4, 5, 6)
+
+
 async def test_intervals_stretch_at_the_maximal_rate() -> None:
     bench = Bench(ScrapeOptions(max_rate=50.0))
     servers = [bench.up(f"e{i}", i + 1) for i in range(40)]
