@@ -86,6 +86,28 @@ def test_probes_ask_what_is_answered(helm: Helm, values: Path) -> None:
             assert probe["httpGet"] == {"path": page, "port": "metrics"} and "metrics" in named
 
 
+def not_texts(value: Any, path: str = "") -> list[str]:
+    """Where a name or a label is no text."""
+    if isinstance(value, list):
+        return [place for index, item in enumerate(value) for place in not_texts(item, f"{path}[{index}]")]
+    if not isinstance(value, dict):
+        key = path.rpartition("/")[2].lower()
+        return [] if isinstance(value, str) or not key.endswith(("name", "namespace", "instance")) else [path]
+    return [place for key, item in value.items() for place in not_texts(item, f"{path}/{key}")]
+
+
+@every_set
+def test_names_of_digits_are_text(helm: Helm, values: Path) -> None:
+    numbers = "inferencePool.name=405,nameOverride=406,provider.istio.credentialName=407,serviceAccount.name=408"
+    if values.stem in ("several-pools", "standalone"):
+        numbers = "nameOverride=406"
+    objects = helm.render("--values", str(values), "--set-string", numbers, release="1234", namespace="78123")
+    assert not {thing["kind"]: places for thing in objects if (places := not_texts(thing))}
+    selectors = [thing["spec"]["selector"] for thing in of_kind(objects, "Service") if "selector" in thing["spec"]]
+    assert {selector["app.kubernetes.io/instance"] for selector in selectors} == {"1234"}
+    assert configured(objects).kubernetes.namespace == "78123"
+
+
 @every_set
 def test_the_command_line_exists(helm: Helm, values: Path) -> None:
     command, file, *flags = container(rendered(helm, values))["args"]

@@ -19,8 +19,8 @@
 {{- end }}
 
 {{- define "fairlead.selector" -}}
-app.kubernetes.io/name: {{ .Values.nameOverride | default .Chart.Name }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ .Values.nameOverride | default .Chart.Name | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{- define "fairlead.labels" -}}
@@ -218,7 +218,7 @@ apiVersion: v1
 kind: ConfigMap
 metadata:
   name: {{ $name }}
-  namespace: {{ $namespace }}
+  namespace: {{ $namespace | quote }}
   labels: {{- index $ 3 | nindent 4 }}
 data:
   fairlead.yaml: |

@@ -40,7 +40,7 @@
 {{/* Another name than the scheduler's: its services and policies select by name and instance */}}
 {{- define "fairlead.indexerSelector" -}}
 app.kubernetes.io/name: {{ .Values.nameOverride | default .Chart.Name }}-indexer
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{- define "fairlead.indexerLabels" -}}

@@ -11,7 +11,7 @@
 
 {{- define "fairlead.valkeySelector" -}}
 app.kubernetes.io/name: {{ .Values.nameOverride | default .Chart.Name }}-valkey
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{- define "fairlead.valkeyLabels" -}}
