@@ -401,7 +401,7 @@ def test_notes_warn_of_a_short_grace_period(helm: Helm, seconds: int, short: boo
 def test_several_pools_need_rights_where_they_are(helm: Helm) -> None:
     listed = helm.render("--set", "inferencePool.namespaces={default,team-b}")
     places = {(role["metadata"]["namespace"], role["metadata"]["name"]) for role in of_kind(listed, "Role")}
-    assert places == {("default", "one-epp"), ("default", "one-epp-pools"), ("team-b", "one-epp-pools")}
+    assert places == {("default", "one-epp"), ("default", "default-one-epp-pools"), ("team-b", "default-one-epp-pools")}
     assert not of_kind(listed, "ClusterRole")
     assert not of_kind(listed, "InferencePool")
     everywhere = helm.render("--set", "inferencePool.namespaces={*}")
@@ -409,6 +409,18 @@ def test_several_pools_need_rights_where_they_are(helm: Helm) -> None:
     assert one(everywhere, "ClusterRole")["rules"] == of_kind(listed, "Role")[1]["rules"]
     assert configured(everywhere).kubernetes.namespaces == ("*",)
     assert configured(everywhere).kubernetes.leader_election.enabled
+
+
+def test_releases_of_one_name_share_no_role(helm: Helm) -> None:
+    """Each in its namespace, both with the pools of a third."""
+    names: list[str] = []
+    for namespace in ("plat-a", "plat-b"):
+        objects = helm.render("--set", "inferencePool.namespaces={team-x}", release="picker", namespace=namespace)
+        pairs = [*of_kind(objects, "Role"), *of_kind(objects, "RoleBinding")]
+        names += [
+            thing["kind"] + thing["metadata"]["name"] for thing in pairs if thing["metadata"]["namespace"] == "team-x"
+        ]
+    assert len({*names}) == 4
 
 
 def test_the_values_in_the_documents(helm: Helm, tmp_path: Path) -> None:
