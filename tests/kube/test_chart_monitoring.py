@@ -137,6 +137,45 @@ def test_each_part_is_monitored_at_a_port_that_it_has(helm: Helm, name: str) -> 
         assert spec["endpoints"][0]["port"] in ports
 
 
+ADMIN = {
+    "tls": {"certDir": "/etc/fairlead-admin"},
+    "tokenFile": "/etc/fairlead-admin/token",
+    "host": "127.0.0.1",
+    "port": 9091,
+    "metricsHost": "0.0.0.0",
+    "metricsPort": 9090,
+}
+
+
+def test_pages_of_an_own_port_with_tls_and_a_token_are_asked_as_they_answer(helm: Helm) -> None:
+    """The settings of docs/operations.md."""
+    token = {"credentials": {"name": "admin", "key": "token"}}
+    more = (*LABELS, "--set-json", f"config.admin={json.dumps(ADMIN)}", "--set", "monitoring.enabled=true")
+    authorized = (*more, "--set-json", f"monitoring.endpoint.authorization={json.dumps(token)}")
+    objects = helm.render(*authorized, "--set", "standalone.enabled=true")
+    container = one(objects, "Deployment")["spec"]["template"]["spec"]["containers"][0]
+    assert {port["name"]: port["containerPort"] for port in container["ports"]}["metrics"] == 9090
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert container[probe]["httpGet"]["scheme"] == "HTTPS"
+    (endpoint,) = one(objects, "ServiceMonitor")["spec"]["endpoints"]
+    assert (endpoint["scheme"], endpoint["path"], endpoint["authorization"]) == ("https", "/metrics", token)
+    assert "monitoring.endpoint.authorization" in helm.refused(*more)
+
+
+@pytest.mark.parametrize("asked", ["standalone.enabled=true", "monitoring.enabled=true"])
+def test_pages_that_nobody_can_ask_are_refused(helm: Helm, asked: str) -> None:
+    lonely = "config.admin.host=127.0.0.1"
+    assert "config.admin.host" in helm.refused(*LABELS, "--set", f"{asked},{lonely}")
+    assert helm.render(*LABELS, "--set", lonely)
+
+
+def test_an_indexer_serves_the_port_of_its_configuration(helm: Helm) -> None:
+    values = "enabled=true,mode=service,config.admin.port=9191".replace(",", ",inferenceExtension.kvcacheIndexer.")
+    objects = helm.render(*LABELS, "--set", f"inferenceExtension.kvcacheIndexer.{values}")
+    container = one(objects, "Deployment", "-indexer")["spec"]["template"]["spec"]["containers"][0]
+    assert container["ports"][0] == {"name": "http", "containerPort": 9191, "protocol": "TCP"}
+
+
 def test_notes_say_when_the_rules_have_nothing_to_go_by(helm: Helm) -> None:
     assert "monitoring.enabled is false" in helm.notes(*WITH_RULES)
     assert "monitoring.enabled" not in helm.notes(*WITH_RULES, "--set", "monitoring.enabled=true")

@@ -300,6 +300,7 @@ matchLabels: {{- toYaml . | nindent 2 }}
 {{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}
 {{- fail "httpRoute.parentRefs: name the gateway, e.g. [{name: inference-gateway}]" -}}
 {{- end -}}
+{{- include "fairlead.checkAdmin" . -}}
 {{- include "fairlead.checkIndexer" . -}}
 {{- if and .Values.inferenceExtension.kvcacheIndexer.zmqSubscriberURL (not (include "fairlead.zmqPort" .)) .Values.inferenceExtension.kvcacheIndexer.enabled -}}
 {{- fail "inferenceExtension.kvcacheIndexer.zmqSubscriberURL: a port is missing, e.g. tcp://*:5555" -}}

@@ -1,3 +1,16 @@
+{{/* What cannot work is refused here */}}
+{{- define "fairlead.checkAdmin" -}}
+{{- $admin := (include "fairlead.config" . | fromYaml).admin -}}
+{{- $monitoring := .Values.monitoring -}}
+{{- $host := ternary ($admin.metricsHost | default $admin.host) $admin.host (gt (int $admin.metricsPort) 0) -}}
+{{- if and (has $host (list "127.0.0.1" "::1" "localhost")) (or .Values.standalone.enabled $monitoring.enabled) -}}
+{{- fail "config.admin.host: no probe or scraper reaches it in the pod; open a second port with config.admin.metricsHost and metricsPort" -}}
+{{- end -}}
+{{- if and $monitoring.enabled $admin.tokenFile (not (pick ($monitoring.endpoint | default dict) "authorization" "basicAuth")) -}}
+{{- fail "monitoring.endpoint.authorization: config.admin.tokenFile asks scrapers for a token; say where they find it" -}}
+{{- end -}}
+{{- end }}
+
 {{/* Groups of files/alerts, without alerts that are left out; where alerts are off, what is recorded for the dashboard */}}
 {{- define "fairlead.alerts" -}}
 {{- $left := .Values.monitoring.rules.disabled -}}
