@@ -268,6 +268,30 @@ def test_the_same_values_render_the_same_objects(helm: Helm, values: str) -> Non
     assert rendered(helm, file) == helm.render("--values", str(file), anew=True)
 
 
+INDEXER = "inferenceExtension.kvcacheIndexer"
+EMPTY = ("config", "commonLabels", "service", "monitoring.rules", f"{INDEXER}.config", f"{INDEXER}.podLabels")
+EXTENSION = ("pluginsCustomConfig", "podLabels", "leaderElection", "valkey.enabled", "valkey.podLabels")
+SECTIONS = ("admin", "extProc", "kubernetes", "kvEvents", "journal", "autoscaling", "replicas", "tracing")
+
+
+@pytest.mark.parametrize(
+    "empty",
+    [(*EMPTY, *(f"inferenceExtension.{name}" for name in EXTENSION)), [f"config.{name}" for name in SECTIONS]],
+    ids=["sections of values", "sections of the configuration"],
+)
+def test_empty_sections_say_nothing(helm: Helm, empty: list[str]) -> None:
+    """As they are left when all below them is commented out."""
+    service = (*LABELS, "--set", f"{INDEXER}.enabled=true,{INDEXER}.mode=service,networkPolicy.egress=true")
+    nothing = [argument for name in empty for argument in ("--set-json", f"{name}=null")]
+    objects = [[thing for thing in helm.render(*service, *more) if thing["kind"] != "Secret"] for more in ((), nothing)]
+    assert objects[0] == objects[1]
+
+
+@pytest.mark.parametrize("section", ["tls", "monitoring", "networkPolicy", "inferenceExtension.valkey"])
+def test_sections_that_cannot_be_empty_are_named(helm: Helm, section: str) -> None:
+    assert f"missing property '{section.rpartition('.')[2]}'" in helm.refused(*LABELS, "--set-json", f"{section}=null")
+
+
 def test_openshift_chooses_the_users(helm: Helm) -> None:
     pod = one(by_name(helm, "openshift"), "Deployment")["spec"]["template"]["spec"]
     assert pod["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}

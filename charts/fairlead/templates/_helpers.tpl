@@ -32,13 +32,13 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- $root := index . 0 -}}
 {{- $chart := printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" -}}
 {{- $own := dict "app.kubernetes.io/version" $root.Chart.AppVersion "app.kubernetes.io/component" (index . 2) "app.kubernetes.io/managed-by" $root.Release.Service "helm.sh/chart" $chart -}}
-{{- toYaml (merge (index . 1 | fromYaml) $own $root.Values.commonLabels) -}}
+{{- toYaml (merge (index . 1 | fromYaml) $own ($root.Values.commonLabels | default dict)) -}}
 {{- end }}
 
 {{/* (root, selector, values of the part): metadata of its pods, but for annotations */}}
 {{- define "fairlead.podLabels" -}}
 {{- $values := index . 2 -}}
-{{- toYaml (merge (index . 1 | fromYaml) $values.podLabels (index . 0).Values.commonLabels) -}}
+{{- toYaml (merge (index . 1 | fromYaml) ($values.podLabels | default dict) ((index . 0).Values.commonLabels | default dict)) -}}
 {{- end }}
 
 {{/* (root, selector, values of the part): what pods of both parts have in common */}}
@@ -63,7 +63,7 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 
 {{/* "true", or nothing */}}
 {{- define "fairlead.leaderElection" -}}
-{{- $asked := .Values.inferenceExtension.leaderElection.enabled -}}
+{{- $asked := (.Values.inferenceExtension.leaderElection).enabled -}}
 {{- $several := gt (int .Values.inferenceExtension.replicas) 1 -}}
 {{- if kindIs "bool" $asked -}}
 {{- if $asked -}}true{{- end -}}
@@ -128,6 +128,13 @@ imagePullPolicy: {{ .pullPolicy }}
 {{- end -}}
 {{- end }}
 
+{{/* (a configuration, or nothing): its sections, without those that are empty */}}
+{{- define "fairlead.sections" -}}
+{{- $sections := dict -}}
+{{- range $name, $section := . -}}{{- if not (kindIs "invalid" $section) -}}{{- $_ := set $sections $name $section -}}{{- end -}}{{- end -}}
+{{- toYaml $sections -}}
+{{- end }}
+
 {{/* The configuration that the chart writes, with .Values.config over it */}}
 {{- define "fairlead.config" -}}
 {{- $service := printf "%s.%s" (include "fairlead.epp" .) .Release.Namespace -}}
@@ -160,7 +167,7 @@ imagePullPolicy: {{ .pullPolicy }}
 {{- if include "fairlead.tls" . -}}{{- $_ := set $extProc "tls" (dict "certDir" "/etc/fairlead-tls") -}}{{- end -}}
 {{- $_ := set $config "extProc" $extProc -}}
 {{- end -}}
-{{- if not (dig "journal" "path" "" .Values.config) -}}
+{{- if not (dig "journal" "path" "" (include "fairlead.sections" .Values.config | fromYaml)) -}}
 {{- /* On the pod's emptyDir, so that a container which is restarted goes on with it. Beside the journal where there is one. */ -}}
 {{- $_ := set $config "state" (dict "file" "/tmp/fairlead/learned.state") -}}
 {{- end -}}
@@ -271,7 +278,7 @@ matchLabels: {{- toYaml . | nindent 2 }}
 {{- fail "standalone.keysSecret: only a gateway of our own asks for keys; set standalone.enabled, or let your gateway know its clients" -}}
 {{- end -}}
 {{- include "fairlead.checkValkey" . -}}
-{{- $asked := dig "kubernetes" "leaderElection" "enabled" nil .Values.config -}}
+{{- $asked := dig "kubernetes" "leaderElection" "enabled" nil (include "fairlead.sections" .Values.config | fromYaml) -}}
 {{- if and (kindIs "bool" $asked) (ne $asked (eq (include "fairlead.leaderElection" .) "true")) -}}
 {{- fail "config.kubernetes.leaderElection.enabled: it would contradict the chart's Services; set inferenceExtension.leaderElection.enabled" -}}
 {{- end -}}
@@ -289,7 +296,7 @@ matchLabels: {{- toYaml . | nindent 2 }}
 {{- fail "inferenceExtension.leaderElection.enabled: a standalone gateway that stands by serves nothing; leave it out" -}}
 {{- end -}}
 {{- end -}}
-{{- if and (include "fairlead.independent" .) (not (kindIs "bool" .Values.inferenceExtension.leaderElection.enabled)) -}}
+{{- if and (include "fairlead.independent" .) (not (kindIs "bool" (.Values.inferenceExtension.leaderElection).enabled)) -}}
 {{- $value := ternary "autoscaling.enabled" "inferenceExtension.replicas" .Values.autoscaling.enabled -}}
 {{- $instead := "inferenceExtension.valkey.enabled=true, with which they decide as one" -}}
 {{- fail (printf "%s: each of these replicas would schedule for itself, without knowing the others' requests: %s. Better: %s. To have it all the same: inferenceExtension.leaderElection.enabled=false" $value (include "fairlead.independentCost" .) $instead) -}}

@@ -8,7 +8,7 @@
 {{/* The first cacheIndexerURL that a scorer names, or nothing */}}
 {{- define "fairlead.cacheIndexerURL" -}}
 {{- $urls := list -}}
-{{- range concat (.Values.inferenceExtension.pluginsCustomConfig.scorers | default list) (.Values.config.scorers | default list) -}}
+{{- range concat ((.Values.inferenceExtension.pluginsCustomConfig).scorers | default list) ((.Values.config).scorers | default list) -}}
 {{- range list . .parameters .params .config -}}
 {{- with (. | default dict).cacheIndexerURL -}}{{- $urls = append $urls . -}}{{- end -}}
 {{- end -}}
@@ -58,7 +58,7 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 
 {{/* .Values.config for the scheduler */}}
 {{- define "fairlead.schedulerConfig" -}}
-{{- $config := deepCopy .Values.config -}}
+{{- $config := include "fairlead.sections" .Values.config | fromYaml -}}
 {{- if and (include "fairlead.ownIndexer" .) $config.kvEvents -}}
 {{- range include "fairlead.kvListening" . | fromYamlArray -}}{{- $_ := unset $config.kvEvents . -}}{{- end -}}
 {{- end -}}
@@ -77,17 +77,17 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- $_ := set $events "snapshot" "/var/lib/fairlead/index.kv" -}}
 {{- $_ := set $events "indexer" (dict "warmFrom" (include "fairlead.indexerURL" .)) -}}
 {{- end -}}
-{{- $events = mergeOverwrite $events (omit (deepCopy (.Values.config.kvEvents | default dict)) "indexer") -}}
+{{- $events = mergeOverwrite $events (omit (deepCopy ((.Values.config).kvEvents | default dict)) "indexer") -}}
 {{- $admin := dict "host" "0.0.0.0" "port" 9090 -}}
 {{- $config := dict "log" $scheduler.log "admin" $admin "kubernetes" $kubernetes "kvEvents" $events -}}
-{{- toYaml (mergeOverwrite $config (deepCopy $values.config)) -}}
+{{- toYaml (mergeOverwrite $config (include "fairlead.sections" $values.config | fromYaml)) -}}
 {{- end }}
 
 {{/* What cannot work is refused here */}}
 {{- define "fairlead.checkIndexer" -}}
 {{- if include "fairlead.ownIndexer" . -}}
 {{- $values := .Values.inferenceExtension.kvcacheIndexer -}}
-{{- $events := .Values.config.kvEvents | default dict -}}
+{{- $events := (.Values.config).kvEvents | default dict -}}
 {{- with $events.indexer -}}
 {{- if or .url .warmFrom -}}
 {{- fail "config.kvEvents.indexer: inferenceExtension.kvcacheIndexer.mode=service makes an indexer and points the scheduler at it; leave out url and warmFrom, or set the mode to embedded" -}}

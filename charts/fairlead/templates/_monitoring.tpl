@@ -13,7 +13,7 @@
 
 {{/* Groups of files/alerts, without alerts that are left out; where alerts are off, what is recorded for the dashboard */}}
 {{- define "fairlead.alerts" -}}
-{{- $left := .Values.monitoring.rules.disabled -}}
+{{- $left := (.Values.monitoring.rules).disabled -}}
 {{- $groups := list -}}
 {{- $named := list -}}
 {{- range $path, $_ := .Files.Glob "files/alerts/*.yaml" -}}
@@ -26,7 +26,7 @@
 {{- $rules := list -}}
 {{- range .rules -}}
 {{- with .alert -}}{{- $named = append $named . -}}{{- end -}}
-{{- if or .record (and $.Values.monitoring.rules.enabled (not (has .alert $left))) -}}{{- $rules = append $rules . -}}{{- end -}}
+{{- if or .record (and ($.Values.monitoring.rules).enabled (not (has .alert $left))) -}}{{- $rules = append $rules . -}}{{- end -}}
 {{- end -}}
 {{- if $rules -}}{{- $groups = append $groups (set (deepCopy .) "rules" $rules) -}}{{- end -}}
 {{- end -}}

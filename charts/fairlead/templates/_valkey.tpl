@@ -1,7 +1,7 @@
 {{/* "true" where replicas of the scheduler decide as one (active-active), or nothing */}}
 {{- define "fairlead.shared" -}}
 {{- $valkey := .Values.inferenceExtension.valkey -}}
-{{- if or $valkey.enabled $valkey.address (dig "replicas" "via" "" .Values.config) -}}true{{- end -}}
+{{- if or $valkey.enabled $valkey.address (dig "replicas" "via" "" (include "fairlead.sections" .Values.config | fromYaml)) -}}true{{- end -}}
 {{- end }}
 
 {{- define "fairlead.valkey" -}}
@@ -21,7 +21,7 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{/* The Secret with the password, or nothing */}}
 {{- define "fairlead.valkeySecret" -}}
 {{- with .Values.inferenceExtension.valkey -}}
-{{- .passwordSecret | default (ternary (include "fairlead.valkey" $) "" .enabled) -}}
+{{- .passwordSecret | default (ternary (include "fairlead.valkey" $) "" (eq true .enabled)) -}}
 {{- end -}}
 {{- end }}
 
@@ -45,7 +45,7 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- if and $valkey.enabled $valkey.address -}}
 {{- fail "inferenceExtension.valkey: enabled makes a Valkey, address names yours; choose one of them" -}}
 {{- end -}}
-{{- if and (or $valkey.enabled $valkey.address) (dig "replicas" "via" "" .Values.config) -}}
+{{- if and (or $valkey.enabled $valkey.address) (dig "replicas" "via" "" (include "fairlead.sections" .Values.config | fromYaml)) -}}
 {{- fail "config.replicas.via: inferenceExtension.valkey says it already; leave out one of them" -}}
 {{- end -}}
 {{- if and $valkey.caSecret (not (hasPrefix "valkeys:" $valkey.address)) (not (hasPrefix "rediss:" $valkey.address)) -}}
