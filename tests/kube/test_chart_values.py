@@ -177,7 +177,7 @@ def test_the_pool_names_the_service_and_its_port(helm: Helm) -> None:
     assert 9002 in {port["port"] for port in service["spec"]["ports"]}
     assert one(objects, "DestinationRule")["spec"]["host"] == f"{picker['name']}.default.svc.cluster.local"
     assert one(objects, "HTTPRoute")["spec"]["rules"][0]["backendRefs"] == [
-        {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": "llama"}
+        {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": "llama", "weight": 1}
     ]
     assert {thing["spec"]["poolRef"]["name"] for thing in of_kind(objects, "InferenceObjective")} == {"llama"}
 
