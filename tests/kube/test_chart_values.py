@@ -416,6 +416,21 @@ def test_notes_know_the_admin_port(helm: Helm) -> None:
     assert "deployment/one-epp 9090:9190 &" in helm.notes(*LABELS, "--set", "config.admin.port=9190")
 
 
+@pytest.mark.parametrize(
+    ("more", "warned"),
+    [
+        ("config.admin.debug=false", False),
+        ("config.admin.debug=true", True),
+        ("config.admin.debug=true,networkPolicy.metricsFrom[0].podSelector.matchLabels.app=prometheus", False),
+        ("config.admin.debug=true,config.admin.tokenFile=/etc/token", False),
+        ("config.admin.debug=true,config.admin.metricsPort=9091", False),
+        ("config.admin.debug=true,config.admin.metricsPort=9091,networkPolicy.enabled=false", True),
+    ],
+)
+def test_notes_warn_of_debug_pages_that_everyone_may_read(helm: Helm, more: str, warned: bool) -> None:
+    assert ("WARNING: config.admin.debug" in helm.notes(*LABELS, "--set", more)) == warned
+
+
 @pytest.mark.parametrize(("seconds", "short"), [(30, True), (34, True), (35, False)])
 def test_notes_warn_of_a_short_grace_period(helm: Helm, seconds: int, short: bool) -> None:
     notes = helm.notes(*LABELS, "--set", f"inferenceExtension.terminationGracePeriodSeconds={seconds}")

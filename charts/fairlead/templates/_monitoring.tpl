@@ -11,6 +11,14 @@
 {{- end -}}
 {{- end }}
 
+{{/* "true" where everyone may read the debug pages, or nothing */}}
+{{- define "fairlead.openDebug" -}}
+{{- $admin := (include "fairlead.config" . | fromYaml).admin -}}
+{{- /* The policy opens one port: with metricsPort not that of the debug pages. */ -}}
+{{- $limited := and .Values.networkPolicy.enabled (or .Values.networkPolicy.metricsFrom $admin.metricsPort) -}}
+{{- if and $admin.debug (not $admin.tokenFile) (not $limited) (not (has $admin.host (list "127.0.0.1" "::1" "localhost"))) -}}true{{- end -}}
+{{- end }}
+
 {{/* Groups of files/alerts, without alerts that are left out; where alerts are off, what is recorded for the dashboard */}}
 {{- define "fairlead.alerts" -}}
 {{- $left := (.Values.monitoring.rules).disabled -}}
