@@ -342,6 +342,18 @@ def test_a_configuration_that_the_program_would_refuse_is_refused(helm: Helm, mi
     )
 
 
+OLD_GROUP = "inference.networking.x-k8s.io"
+
+
+def test_objects_for_gateways_name_the_group_of_the_pool(helm: Helm) -> None:
+    existing = f"inferencePool.create=false,inferencePool.name=old,config.kubernetes.group={OLD_GROUP}"
+    route = "httpRoute.enabled=true,httpRoute.parentRefs[0].name=gateway,provider.name=gke"
+    objects = helm.render("--set", existing, "--set", route)
+    named = [one(objects, "HTTPRoute")["spec"]["rules"][0]["backendRefs"][0]]
+    named += [one(objects, kind)["spec"]["targetRef"] for kind in ("HealthCheckPolicy", "GCPBackendPolicy")]
+    assert [(reference["group"], reference["name"]) for reference in named] == [(OLD_GROUP, "old")] * 3
+
+
 @pytest.mark.parametrize("entries", ["filters", "scorers"])
 def test_custom_plugins_are_checked_as_well(helm: Helm, entries: str) -> None:
     place = f"inferenceExtension.pluginsCustomConfig.{entries}"
@@ -363,6 +375,7 @@ def test_custom_plugins_are_checked_as_well(helm: Helm, entries: str) -> None:
         ([*LABELS, "--set", "inferencePool.targetPorts[0].number=70000"], "maximum"),
         ([*LABELS, "--set", "inferencePool.failureMode=Open"], "value must be one of"),
         ([*LABELS, "--set", "inferencePool.create=false"], "a gateway needs a pool"),
+        ([*LABELS, "--set", f"config.kubernetes.group={OLD_GROUP}"], "the chart makes no pool of this group"),
         ([*LABELS, "--set", "standalone.enabled=true,provider.name=istio"], "choose one of them"),
         (
             [*LABELS, "--set", "inferenceExtension.replicas=2,inferenceExtension.terminationGracePeriodSeconds=44"],

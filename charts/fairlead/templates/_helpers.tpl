@@ -18,6 +18,11 @@
 {{- end -}}
 {{- end }}
 
+{{/* The API group of the pool */}}
+{{- define "fairlead.group" -}}
+{{- include "fairlead.config" . | fromYaml | dig "kubernetes" "group" "inference.networking.k8s.io" -}}
+{{- end }}
+
 {{- define "fairlead.selector" -}}
 app.kubernetes.io/name: {{ .Values.nameOverride | default .Chart.Name | quote }}
 app.kubernetes.io/instance: {{ .Release.Name | quote }}
@@ -267,6 +272,9 @@ matchLabels: {{- toYaml . | nindent 2 }}
 {{- end -}}
 {{- else if and (or $pool.create (not $pool.name)) (not $pool.modelServers.matchLabels) -}}
 {{- fail "inferencePool.modelServers.matchLabels: give the labels of the model servers' pods, e.g. --set inferencePool.modelServers.matchLabels.app=vllm" -}}
+{{- end -}}
+{{- if and $pool.create (include "fairlead.pool" .) (ne (include "fairlead.group" .) "inference.networking.k8s.io") -}}
+{{- fail "config.kubernetes.group: the chart makes no pool of this group, for which the scheduler would wait; set inferencePool.create=false and name yours" -}}
 {{- end -}}
 {{- if and (not $pool.create) (not $pool.name) (not $pool.namespaces) (not .Values.standalone.enabled) -}}
 {{- fail "inferencePool.name: a gateway needs a pool; name it, or set inferencePool.create" -}}
