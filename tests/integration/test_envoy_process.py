@@ -11,6 +11,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from embedded_gateway import Gateway
+from ports import free_ports
 
 from fairlead.gateway.envoy.admin import GatewayError
 from fairlead.gateway.envoy.options import Options
@@ -59,6 +60,7 @@ async def test_stop_lets_streams_finish_and_leaves_nothing(tmp_path: Path) -> No
 PARENT = """
 import asyncio
 from embedded_gateway import Gateway
+from ports import free_ports
 from fairlead.gateway.envoy.options import Options
 async def main():
     gateway = Gateway(Options(port=0))
@@ -86,16 +88,27 @@ async def test_envoy_dies_with_its_parent() -> None:
             await asyncio.sleep(0.02)
 
 
+async def test_another_envoy_at_the_port_of_the_admin_page_is_not_taken_for_ours() -> None:
+    (port,) = free_ports(1)
+    async with Gateway(Options(port=0, admin_port=port)):
+        with pytest.MonkeyPatch.context() as patch:  # taken after the check
+            patch.setattr("fairlead.gateway.envoy.gateway.check_free", lambda *address: None)
+            with pytest.raises(GatewayError, match=f"127.0.0.1:{port} is taken"):
+                await Gateway(Options(port=0, admin_port=port)).start()
+
+
 async def test_a_taken_port_and_a_wrong_binary_are_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(GatewayError, match=f"127.0.0.1:{port} is taken"):
             await Gateway(Options(port=port)).start()
         with pytest.MonkeyPatch.context() as patch:  # taken while the gateway waits for the scheduler
-            patch.setattr("fairlead.gateway.envoy.gateway.check_free", lambda host, port: None)
+            patch.setattr("fairlead.gateway.envoy.gateway.check_free", lambda *address: None)
             with pytest.raises(GatewayError, match=f"127.0.0.1:{port} is taken"):
                 async with asyncio.timeout(20):
                     await Gateway(Options(port=port), start_timeout=600).start()
+        with pytest.raises(GatewayError, match=f"127.0.0.1:{port} is taken: .* another adminPort"):
+            await Gateway(Options(port=0, admin_port=port)).start()
     with pytest.raises(GatewayError, match="Envoy ended with code 1"):
         await Gateway(Options(port=0), binary="/bin/false").start()
     with pytest.raises(GatewayError, match="/does-not-exist cannot be run: No such file"):

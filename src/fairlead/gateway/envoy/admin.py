@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -56,9 +57,12 @@ class EnvoyAdmin:
         """A client for `where`: a socket's path or a port of 127.0.0.1."""
         return cls(port=int(where)) if where.isdigit() else cls(where)
 
-    async def ready(self) -> bool:
-        """Whether Envoy serves: clusters are warm, listeners are open."""
-        return (await self._ask("GET", "/ready"))[0] == 200
+    async def ready(self, command: Sequence[str]) -> bool:
+        """Whether the Envoy that this command started serves: clusters are warm, listeners are open. Another Envoy may
+        have taken the port of the admin page, and answers in its place."""
+        _, text = await self._ask("GET", "/server_info")
+        info = json.loads(text)
+        return info["state"] == "LIVE" and info["command_line_options"]["config_path"] in command
 
     async def address(self, listener: str) -> tuple[str, int] | None:
         """(host, port) of a listener; `None` while it does not listen."""

@@ -76,6 +76,8 @@ def prepare(
     options.check()
     binary = binary or find_envoy()
     check_free(options.host, options.port)
+    for number in range(options.envoys if options.admin_port else 0):
+        check_free("127.0.0.1", options.admin_port + number, "adminPort")
     remove_leftovers(directory or Path(tempfile.gettempdir()))
     own = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=directory))  # mode 0700
     try:
@@ -145,13 +147,14 @@ def command(binary: str, bootstrap: Path, concurrency: int) -> list[str]:
     return arguments + (["--concurrency", str(concurrency)] if concurrency else [])
 
 
-def check_free(host: str, port: int) -> None:
-    """Raise `GatewayError` if the address cannot be bound: with several workers, Envoy would share a taken port."""
+def check_free(host: str, port: int, name: str = "port") -> None:
+    """Raise `GatewayError` if the address cannot be bound: with several workers, Envoy would share a taken port.
+    `name`: of the setting."""
     error = obstacle(host, port)
     if error is None:
         return
     where = host_port(host, port)
     if "in use" in os.strerror(error.errno or 0):
-        cure = "stop what listens there, or choose another port for the gateway"
+        cure = f"stop what listens there, or choose another {name} for the gateway"
         raise GatewayError(f"{where} is taken: {cure}")
     raise GatewayError(f"the gateway cannot listen on {where}: {error.strerror}")

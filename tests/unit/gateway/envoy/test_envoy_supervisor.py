@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ class Ready(EnvoyAdmin):
         super().__init__()
         self.answers = list(answers)
 
-    async def ready(self) -> bool:
+    async def ready(self, command: Sequence[str]) -> bool:
         return self.answers.pop(0) if self.answers else True
 
 
