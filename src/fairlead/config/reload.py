@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from fairlead.config.check import fields
 from fairlead.config.problems import Problem
@@ -52,6 +53,8 @@ _FIXED: Final[Mapping[str, str]] = {
     "metric_sources": _PLUGINS,
     "parsers": _PLUGINS,
 }
+#: The type of the scorers by which prompts are cut.
+_CUTS: Final = "prefix-aware"
 _QUEUES: Final = "its queues were made with it, and requests may wait in them"
 _HIGHER: Final = "the ports were opened for smaller bodies"
 _CONVERSATIONS: Final = "conversations are recognised from the start on, or not at all"
@@ -92,9 +95,11 @@ def _section(name: str, before: Any, after: Any, refused: list[Problem]) -> tupl
     """(the new value without the refused changes, paths that changed)."""
     path = f"$.{camel(name)}"
     if isinstance(before, PolicySpec):
-        if _block_sizes(before) != _block_sizes(after):
+        size = _finest(before)
+        if size != _finest(after):
             refused.append(_refusal(f"{path}.hashBlockSize", "prompts are cut and known in blocks of the old size"))
-        return after, [path]
+            after = _cut_to(after, size) if size else after
+        return after, [path] if meaning(before) != meaning(after) else []
     if isinstance(before, EndpointSource):
         if before.file or after.file:
             refused.append(_refusal(path, "another file, or a list in the place of a file, is not followed"))
@@ -150,8 +155,20 @@ def meaning(value: Any) -> Any:
     return value
 
 
-def _block_sizes(policy: PolicySpec) -> set[int]:
-    return {spec.parameters.hash_block_size for spec in policy.scorers if spec.type == "prefix-aware"}
+def _finest(policy: PolicySpec) -> int:
+    """The size of the blocks that prompts are cut into; 0 = the policy names none."""
+    return min((spec.parameters.hash_block_size for spec in policy.scorers if spec.type == _CUTS), default=0)
+
+
+def _cut_to(policy: PolicySpec, size: int) -> PolicySpec:
+    """The policy with this size of blocks."""
+    cut = (
+        replace(spec, given=spec.parameters.model_copy(update={"hash_block_size": size}))
+        if spec.type == _CUTS
+        else spec
+        for spec in policy.scorers
+    )
+    return replace(policy, scorers=tuple(cut))
 
 
 def _refusal(path: str, reason: str) -> Problem:

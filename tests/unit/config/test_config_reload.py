@@ -83,6 +83,12 @@ def test_a_finer_block_size_is_refused_but_the_weights_beside_it_apply() -> None
         BASE, BASE.replace("{type: prefix-aware}", "{type: prefix-aware, weight: 1, hashBlockSize: 9}")
     )
     assert (refused, changes.paths) == (["$.policy.hashBlockSize"], ("$.policy",))
+    running = changes.config
+    assert [(spec.weight, spec.parameters.hash_block_size) for spec in running.policy.scorers[1:]] == [(1.0, 5)]
+    finer = BASE.replace("{type: prefix-aware}", "{type: prefix-aware, weight: 1, hashBlockSize: 9}")
+    for new, why in ((finer.replace("9", "8"), 1), (finer.replace(", hashBlockSize: 9", ""), 0)):
+        changes, problems = plan_reload(running, load(new))
+        assert (changes.paths, len(problems)) == ((), why), "the way back is free"
 
 
 def test_files_of_endpoints_are_not_exchanged() -> None:
