@@ -275,6 +275,26 @@ async def test_a_hung_worker_is_missed_and_keys_are_revoked_all_the_same(
     assert [page["worker"] for page in await three.replicas()] == [0, 1, 2]
 
 
+async def test_a_worker_that_starts_again_has_the_settings_of_the_others(
+    upstream: Upstream, workers: Callable[..., Awaitable[Workers]]
+) -> None:
+    two = await workers(2, upstream.addresses)
+    two.serve.file.write_text(json.dumps({**two.serve.config, "seed": 2}))
+    restart = 'fairlead_trouble{what="restart"}'
+
+    async def all_say_so() -> None:
+        async with asyncio.timeout(PATIENCE):
+            while [await two.metric(worker, restart) for worker in range(2)] != [1, 1]:
+                await asyncio.sleep(0.05)
+
+    await all_say_so()
+    os.kill(two.serve.scheduler_pids()[1], signal.SIGKILL)
+    await two.until_said(" died; the gateway goes on without it", 1)
+    await two.all_asked()
+    await two.agree()
+    await all_say_so()
+
+
 async def test_what_workers_cannot_have_together_is_said(tmp_path: Path) -> None:
     file = tmp_path / "f.yaml"
     file.write_text("endpoints: ['127.0.0.1:1']\nadmin: {port: 9004}\n")

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -12,11 +13,13 @@ from msgspec.structs import replace
 from fairlead.compat.load import load
 from fairlead.core.events import FirstTokenSeen, RequestArrived, ResponseEnded
 from fairlead.core.policy import Context
+from fairlead.gateway.envoy.process import CONFIG
 from fairlead.lab.simulator.journal import one_run
 from fairlead.lab.simulator.replay import replay
 from fairlead.server.journal.records import POLICY
 from fairlead.server.live import Live
 from fairlead.server.observe.log import setup
+from fairlead.server.running_gateway import RunningGateway
 from fairlead.testing import request
 
 FILE = """
@@ -90,7 +93,33 @@ async def test_weights_endpoints_and_limits_while_it_runs(tmp_path: Path, capsys
         said = capsys.readouterr().err
         assert "rejected" in said and "$.admin.port" in said
         assert live.config.admin.port == 0
+        wanted = "the file has changes that need a restart: $.admin.port"
+        assert live.serving.troubles.look() == {"restart": wanted}
         live.pipeline.validate()
+        write(file, weight=100, endpoints=1, more=MORE)
+        await until(lambda: not live.serving.troubles.look())
+    finally:
+        live.stop()
+        await asyncio.wait_for(running, 40)
+
+
+async def test_what_a_worker_has_of_its_own_hides_no_change_of_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that starts later has what the others were started with, and what applies while they run."""
+    file, beside = tmp_path / "f.yaml", RunningGateway([], str(tmp_path), 1, 2)
+    write(file, weight=100)
+    (tmp_path / CONFIG).write_bytes(file.read_bytes())
+    write(file, weight=0, admin=9, more="seed: 3")
+    own: dict[str, Any] = {"admin": {"port": 0}, "seed": 5}
+    config, written = (load(file, flags=flags, content=beside.content()) for flags in (own, {}))
+    live = Live(config, beside, written)
+    running = asyncio.create_task(live.run())
+    try:
+        await until(lambda: live.config.policy.scorers[0].weight == 0)
+        wanted = "the file has changes that need a restart: $.admin.port, $.seed"
+        assert live.serving.troubles.look()["restart"] == wanted
+        assert (live.config.admin.port, live.config.seed) == (0, 5)
     finally:
         live.stop()
         await asyncio.wait_for(running, 40)

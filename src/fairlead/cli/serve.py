@@ -138,19 +138,21 @@ def serve_file(
         from fairlead.server.observe.log import get, in_background, name_worker, setup
         from fairlead.server.running_gateway import RunningGateway
 
-        config = load(file, flags=flags)
+        gateway = decode(running_gateway, type=RunningGateway)
+        config = load(file, flags=flags, content=gateway.content())
         setup(config.log.level, config.log.format)
         for flag, why in notes:
             get("serve").warning("a flag has no effect here", flag=flag, why=why)
-        gateway = decode(running_gateway, type=RunningGateway)
         if config.gateway.mode == "embedded" and not scheduler_only:
             from fairlead.server.embedded import serve_embedded
 
             config, gateway = serve_embedded(config, file, workers)
         elif workers > 1:
             raise ConfigError("workers stand behind the embedded gateway; start one per process here", "--workers")
+        written = config
         if gateway.workers > 1:
             name_worker(gateway.worker)
+            written = load(file, flags=gateway.flags, content=gateway.content())
         from fairlead.server.live import Live
     with in_background():
-        asyncio.run(Live(config, gateway).run())
+        asyncio.run(Live(config, gateway, written).run())

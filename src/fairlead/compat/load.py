@@ -88,14 +88,15 @@ def load(
     need_endpoints: bool = True,
     registry: Registry | None = None,
     flags: Mapping[str, Any] | None = None,
+    content: bytes | None = None,
 ) -> Config:
     """Read a file (`Path`) or a text (`str`), YAML or JSON.
 
     Raises `InvalidConfig` (a `ConfigError`) with all problems, or `PluginError` if the only problem is an installed
     plugin that cannot be loaded. `need_endpoints=False` accepts a configuration without endpoints. `flags`: values that
-    take precedence over those of the file, in the same structure.
+    take precedence over those of the file, in the same structure. `content`: what the file contained before.
     """
-    config, report = _read(source, need_endpoints, registry, flags=flags or {})
+    config, report = _read(source, need_endpoints, registry, flags=flags or {}, content=content)
     if config is None:
         if len(report.plugin_errors) == len(report.problems):
             raise report.plugin_errors[0]
@@ -122,8 +123,10 @@ def _read(
     registry: Registry | None,
     thorough: bool = False,
     flags: Mapping[str, Any] = MappingProxyType({}),
+    content: bytes | None = None,
 ) -> tuple[Config | None, Report]:
-    document = yaml.parse(read_bytes(source) if isinstance(source, Path) else source)
+    text = source if isinstance(source, str) else read_bytes(source) if content is None else content
+    document = yaml.parse(text)
     report = Report(document.tree.line)
     report.extend(document.problems)
     if document.value is None and document.problems:

@@ -28,7 +28,7 @@ from msgspec import to_builtins
 from msgspec.structs import replace
 
 import fairlead
-from fairlead.compat.load import load
+from fairlead.compat.load import load, read_bytes
 from fairlead.config.schema import Config
 from fairlead.core.endpoint import host_port
 from fairlead.core.errors import ConfigError, cannot_listen
@@ -36,7 +36,7 @@ from fairlead.core.events import EndpointDown, EndpointUp
 from fairlead.gateway.envoy.authentication import read_jwt, read_keys, script, write_keys
 from fairlead.gateway.envoy.gateway import Plan, prepare
 from fairlead.gateway.envoy.options import Options, Tls
-from fairlead.gateway.envoy.process import FACTS, JWT, KEYS, tie_to_parent
+from fairlead.gateway.envoy.process import CONFIG, FACTS, JWT, KEYS, tie_to_parent
 from fairlead.gateway.memory import memory_limit
 from fairlead.gateway.ports import listening_sockets
 from fairlead.pool.endpoints_file import follow_endpoints
@@ -73,6 +73,8 @@ def serve_embedded(config: Config, file: Path, workers: int = 1) -> tuple[Config
     plan = prepare(options, pool, scheduler_timeout=config.gateway.wait_for_scheduler)
     if keys:
         write_keys(plan.keys_file, known, keys.forward)
+    if workers > 1:
+        Path(plan.directory, CONFIG).write_bytes(read_bytes(file))
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
@@ -83,8 +85,10 @@ def serve_embedded(config: Config, file: Path, workers: int = 1) -> tuple[Config
             # A session of its own: Ctrl-C reaches only the parent, which then ends its children in order.
             os.setsid()
             tie_to_parent(parent)
-            own = load(file, flags=worker_flags(config, plan, i)) if workers > 1 else config
-            return own, RunningGateway(plan.admins, plan.directory, i, workers)
+            gateway = RunningGateway(plan.admins, plan.directory, i, workers, config.flags)
+            if workers > 1:
+                config = load(file, flags=worker_flags(config, plan, i), content=gateway.content())
+            return config, gateway
         schedulers.append([child, scheduler_command(config, file, plan, i, workers)])
     log = [config.log.level, config.log.format]
     return _become_parent({"gateway": to_builtins(plan), "schedulers": schedulers, "log": log})
@@ -96,7 +100,7 @@ def _become_parent(handover: dict[str, Any]) -> NoReturn:
 
 def scheduler_command(config: Config, file: Path, plan: Plan, worker: int = 0, workers: int = 1) -> list[str]:
     """The command that starts a replacement for a scheduler."""
-    gateway = to_builtins(RunningGateway(plan.admins, plan.directory, worker, workers))
+    gateway = to_builtins(RunningGateway(plan.admins, plan.directory, worker, workers, config.flags))
     flags = worker_flags(config, plan, worker) if workers > 1 else pinned(config)
     fairlead = [sys.executable, "-m", "fairlead", "serve", str(file), "--scheduler-only"]
     return [*fairlead, "--running-gateway", json.dumps(gateway), "--flags", json.dumps(flags)]

@@ -4,22 +4,32 @@ The parent gives it to each new scheduler on the command line (`cli.serve`). Fai
 parent runs, so what parents of any version give must be understood: fields may be added, and unknown ones are ignored.
 """
 
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct
 
-from fairlead.gateway.envoy.process import ENDPOINTS
+from fairlead.gateway.envoy.process import CONFIG, ENDPOINTS
 
 
 class RunningGateway(Struct, frozen=True):
     """`admins`: the addresses of its admin pages; empty = it does not run here. `directory`: that of its files.
-    `worker`: the number of this scheduler among `workers`."""
+    `worker`: the number of this scheduler among `workers`. `flags`: those of the command, without a worker's own."""
 
     admins: list[str] = []
     directory: str = ""
     worker: int = 0
     workers: int = 1
+    flags: dict[str, Any] = {}
+
+    def content(self) -> bytes | None:
+        """What the configuration file contained when the workers started; `None` = follow the file alone. One that
+        starts later takes the settings that need a restart from there, as the others have them."""
+        with suppress(OSError):
+            return Path(self.directory, CONFIG).read_bytes() if self.workers > 1 else None
+        return None
 
     @property
     def mark(self) -> str:

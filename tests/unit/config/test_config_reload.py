@@ -50,7 +50,7 @@ def test_what_was_opened_with_it_is_refused_and_the_rest_applies() -> None:
     new += "gateway: {port: 8081}\nextProc: {port: 9100}\nadmin: {debug: false}\nmetrics: {interval: 1s}\nseed: 4\n"
     changes, refused = plan(BASE, new)
     assert refused == [
-        "$.gateway.port", "$.extProc.port", "$.als.port", "$.metrics.interval", "$.admin.debug", "$.seed",
+        "$.gateway.port", "$.extProc.port", "$.metrics.interval", "$.admin.debug", "$.seed",
     ]  # fmt: skip
     assert changes.paths == ("$.policy",)
     expected = load(BASE.replace("weight: 2", "weight: 3"))

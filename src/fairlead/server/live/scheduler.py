@@ -60,8 +60,12 @@ _MOST_BUFFERED = 128 << 20
 class Live:
     """A scheduler in this process: `await run()` returns after `stop()` or a signal."""
 
-    def __init__(self, config: Config, gateway: RunningGateway = NONE_RUNS) -> None:
+    def __init__(self, config: Config, gateway: RunningGateway = NONE_RUNS, written: Config | None = None) -> None:
+        """`written`: the configuration without what this worker has of its own."""
         self.config = config
+        self._written = written or config
+        #: Changes of the file that need a restart.
+        self._refused: list[str] = []
         self._beside, self._gateway = gateway, gateway.admins
         pool = gateway.pool_file
         self._pool = PoolWriter(pool) if pool else None
@@ -154,7 +158,7 @@ class Live:
             stack.push_async_callback(scaler.close)
             await scaler.start(config.autoscaling.host, config.autoscaling.port)
         if config.source:
-            file = ConfigFile(config.source, self._changed, serving.refuse, flags=config.flags)
+            file = ConfigFile(config.source, self._changed, serving.refuse, flags=self._written.flags)
             stack.push_async_callback(file.close)
             file.start()
         # The last that starts, the first that ends: the admin port tells of requests that still run.
@@ -207,6 +211,10 @@ class Live:
         )
         refused = "requests are refused or cut off: unfinished ones fill the memory for them (parsing.maxBufferedBytes)"
         troubles.lately("uploads", lambda: budget.refused + budget.cut, refused)
+        troubles.watch(
+            "restart",
+            lambda: f"the file has changes that need a restart: {', '.join(self._refused)}" if self._refused else "",
+        )
         if (pool := self._pool) is not None:
             troubles.watch("gateway-endpoints", lambda: pool.problem)
         if self._keys:
@@ -216,7 +224,9 @@ class Live:
 
     def _changed(self, new: Config) -> None:
         """The file changed. What only a restart can change stays; the rest is applied through the pipeline."""
-        changes, refused = plan_reload(self.config, new)
+        changes, _ = plan_reload(self.config, new)
+        written, refused = plan_reload(self._written, new)
+        self._written, self._refused = written.config, [problem.path for problem in refused]
         for problem in refused:
             log.warning("rejected a configuration change", file=new.source, problem=str(problem))
         if not self.serving.reconfigure(changes):
