@@ -54,6 +54,8 @@ class HealthService:
 
     def __init__(self) -> None:
         self._ready = self._warm = False
+        #: The gateway takes no new clients. It still asks for those that it has: only the ext_proc service serves.
+        self.leaving = False
         #: A gateway has asked for the ext_proc service and got SERVING.
         self.asked = False
         self._watchers: set[_Watch] = set()
@@ -72,8 +74,15 @@ class HealthService:
         states = ready, ready if warm is None else warm
         if states != (self._ready, self._warm):
             self._ready, self._warm = states
-            for watcher in list(self._watchers):
-                watcher.notify()
+            self._notify()
+
+    def leave(self) -> None:
+        self.leaving = True
+        self._notify()
+
+    def _notify(self) -> None:
+        for watcher in list(self._watchers):
+            watcher.notify()
 
     def end_watches(self) -> None:
         """End all watch streams, which would not end by themselves, before the process ends."""
@@ -84,7 +93,8 @@ class HealthService:
         if service == LIVENESS:
             return ServingStatus.SERVING
         if service in ("", READINESS, EXT_PROC, REFERENCE):
-            return ServingStatus.SERVING if self._ready else ServingStatus.NOT_SERVING
+            ready = self._ready and (service == EXT_PROC or not self.leaving)
+            return ServingStatus.SERVING if ready else ServingStatus.NOT_SERVING
         if service == WARM:
             return ServingStatus.SERVING if self._warm else ServingStatus.NOT_SERVING
         return ServingStatus.SERVICE_UNKNOWN

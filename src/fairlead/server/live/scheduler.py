@@ -51,6 +51,7 @@ log = get("serve")
 
 #: The part that is not ready while a restarted scheduler knows none of the endpoints that the gateway has.
 _ENDPOINTS = "endpoints"
+_STOPPING = "shutting down"
 
 _POLL = 0.05
 #: Bytes of unfinished requests, unless configured; less on machines with little memory.
@@ -107,7 +108,7 @@ class Live:
                 show_spans(self.serving.registry, lambda: tracing.dropped)
                 troubles.lately("tracing", lambda: tracing.dropped, why)
             self._ending.listen(stack)
-            loop.add_signal_handler(ENDING, self.serving.empty_queue)
+            loop.add_signal_handler(ENDING, self._leave)
             stack.callback(loop.remove_signal_handler, ENDING)
             await self._start(stack, loop)
             if isinstance(self.serving, PoolScheduler):
@@ -124,7 +125,7 @@ class Live:
             await self._ending.asked.wait()
             if self.kube is not None:
                 await self.kube.hand_over()
-            self._set_ready("stop", "shutting down")
+            self._set_ready("stop", _STOPPING)
             self.serving.empty_queue()
 
     def _take(self, pool: PoolScheduler) -> None:
@@ -242,6 +243,11 @@ class Live:
 
     # ---- the end ----
 
+    def _leave(self) -> None:
+        """The embedded gateway stops: it listens no more, and asks until its last request has ended."""
+        self.health.leave()
+        self.serving.empty_queue()
+
     async def _finish(self, server: Server) -> None:
         """Give requests in flight time to finish, unless a second signal cuts them off."""
         await until_set(self._ending.at_once, self._drain(server))
@@ -306,7 +312,7 @@ class Live:
         stack.push_async_callback(self.admin.close)
 
     def _reasons(self) -> list[str]:
-        reasons = list(self._unready.values())
+        reasons = [_STOPPING] if self.health.leaving else list(self._unready.values())
         if isinstance(self.serving, PoolScheduler) and not (self.serving.endpoints or self.serving.holds):
             reasons.append("no endpoints")
         if self.config.gateway.mode == "embedded" and not (self._is_asked if self._gateway else self.health.asked):

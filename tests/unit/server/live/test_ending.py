@@ -17,8 +17,10 @@ from aiohttp import ClientSession
 from msgspec.structs import replace
 
 from fairlead.compat.load import load
-from fairlead.core.events import RequestArrived
+from fairlead.core.events import RequestArrived, ResponseEnded
+from fairlead.gateway.health import EXT_PROC, LIVENESS, READINESS, ServingStatus
 from fairlead.server.live.scheduler import Live
+from fairlead.server.supervise import ENDING
 from fairlead.testing import request
 
 FILE = """
@@ -83,6 +85,25 @@ async def test_a_second_signal_ends_requests_in_flight(busy: Busy, caplog: pytes
                 assert (page.status, "shutting down" in await page.text()) == (503, True), "it tells until the end"
             os.kill(os.getpid(), signal.SIGTERM)
             await busy.run
+
+
+async def test_while_the_gateway_ends_it_is_not_ready_and_asked_all_the_same(busy: Busy) -> None:
+    """The gateway listens no more, and its last requests may still need a scheduler."""
+    page = f"http://127.0.0.1:{busy.live.admin.port}/readyz"
+    async with asyncio.timeout(20), ClientSession() as client:
+        while busy.live.health.status(READINESS) is not ServingStatus.SERVING:
+            await asyncio.sleep(0.01)
+        os.kill(os.getpid(), ENDING)
+        text = ""
+        while "shutting down" not in text:
+            async with client.get(page) as answer:
+                text = await answer.text()
+        assert answer.status == 503
+    statuses = [busy.live.health.status(service) for service in (READINESS, EXT_PROC, LIVENESS)]
+    assert statuses == [ServingStatus.NOT_SERVING, ServingStatus.SERVING, ServingStatus.SERVING]
+    busy.live.driver.feed(ResponseEnded(request_id=1, status=200))
+    busy.live.stop()
+    await busy.run
 
 
 async def test_a_hangup_ends_nothing(busy: Busy, caplog: pytest.LogCaptureFixture) -> None:
