@@ -303,8 +303,8 @@ class Fleet:
 
     def unfinished(self, lease: Lease, now: float) -> bool:
         """Count a response that broke off for an unknown reason. Return whether it counts as a failure of the endpoint:
-        many in a row do, while another endpoint has no errors. The prompts of one client go to one endpoint for its
-        cache, so requests of one session or with one beginning count once, unless such a request ended well elsewhere."""
+        many in a row do, while another endpoint has no errors. One client's prompts go to one endpoint for its cache,
+        so requests of one session or with one beginning count once, unless such a request ended well elsewhere."""
         table, slot, marks = self.table, lease.slot, _marks(lease.request)
         if not table.errors[slot]:
             self._broken_off[slot] = set()

@@ -201,8 +201,8 @@ class Session:
         self._stream.finish()
 
     def on_lost(self, why: str) -> None:
-        """The stream broke. Before the pick the request is lost. After it, the access log reports the end: no message shows
-        a response without a body, such as that of an error."""
+        """The stream broke. Before the pick the request is lost. After it, the access log reports the end: no message
+        shows a response without a body, such as that of an error."""
         state = self._state
         self._close()
         if state is SessionState.ROUTED and self._mode.access_log and not self._only_asks:
