@@ -58,8 +58,8 @@ EXIT_CODES = """## Exit codes
 | 0 | success |
 | 1 | failed while running: nothing answers, requests failed, a check or a condition did not hold |
 | 2 | wrong usage, or a file or configuration that cannot be used |
-| 130 | interrupted with Ctrl-C |
-| 143 | ended by SIGTERM |
+| 130 | interrupted with Ctrl-C (`serve` and `stub`: 0) |
+| 143 | ended by SIGTERM (`serve` and `stub`: 0) |
 
 Errors are on stderr, one line each, begin with `error:` and name the file, the line or the option. Results are on
 stdout, so that `--json` can be piped; progress and advice are on stderr.

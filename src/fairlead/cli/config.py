@@ -80,7 +80,14 @@ def explain(
 
     entries = look_up(name)
     if not entries:
-        raise ConfigError(f"nothing has this name; {suggestion(name.removeprefix('$.'), names())}", name)
+        word, known = name.removeprefix("$."), sorted(set(names()))
+        like = [path for path in known if word.lower() in path.rpartition(".")[2].lower()]
+        hint = suggestion(word, known)
+        if like and not hint.startswith("did"):
+            hint = f"perhaps {', '.join(like[:8])}"
+        elif not hint.startswith("did"):
+            hint = suggestion(word, [path for path in known if "." not in path])
+        raise ConfigError(f"nothing has this name; {hint}", name)
     if as_json:
         echo_json(entries)
         return

@@ -223,6 +223,8 @@ def policy_maker(target: str) -> Callable[[], Policy]:
     elif target.endswith((".yaml", ".yml", ".json")):
         config = load(Path(target), need_endpoints=False)
         make = lambda: build_policy(config)  # noqa: E731
+    elif target.endswith(".py"):
+        raise ConfigError(f"write {Path(target).stem}:CLASS, where Python finds the module", "$", target)
     else:
         try:
             named = load(f"policy: {target}", need_endpoints=False)

@@ -77,6 +77,7 @@ def test_what_may_be_served(module: str, tmp_path: Path) -> None:
     ("target", "why"),
     [
         ("lpwll", "MODULE:NAME"),
+        ("mine/least.py", "write least:CLASS"),
         ("no_such_module_here:X", "cannot be imported"),
         ("{module}:Absent", "has no 'Absent'"),
         ("{module}:Needs", "could not be made"),
