@@ -115,8 +115,9 @@ _Out = Annotated[
 
 @examples("""
 Each replica batches, queues, caches prefixes and takes as long as the real server of the preset would, and has the
-same API, metrics and errors. With --engine-type only the metrics page is another engine's (docs/engines.md). POST
-/fault and POST /fault/kv_events inject faults. Ctrl-C or SIGTERM stops it.
+same metrics and errors. It answers /v1/chat/completions, /v1/completions, /v1/messages, /v1/responses, /tokenize and
+/v1/models, but no embeddings, scores or media. With --engine-type only the metrics page is another engine's
+(docs/engines.md). POST /fault and POST /fault/kv_events inject faults. Ctrl-C or SIGTERM stops it.
 
 \b
 Examples:

@@ -317,6 +317,12 @@ def tokenize(site: ReplicaServer, connection: Connection, request: HttpRequest) 
     connection.reply(200, _json({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings}))
 
 
+def count_tokens(site: ReplicaServer, connection: Connection, request: HttpRequest) -> None:
+    replica = site.replica
+    plan = plan_message({**_body(request), "max_tokens": 1}, replica.models, replica.config)
+    connection.reply(200, _json({"input_tokens": len(plan.prompts[0]) // tk.TOKEN_BYTES}))
+
+
 def detokenize(site: ReplicaServer, connection: Connection, request: HttpRequest) -> None:
     body = _body(request)
     site.replica.models.resolve(fields.string(body, "model"))
@@ -458,6 +464,7 @@ ROUTES: Mapping[str, tuple[tuple[str, ...], Handler]] = {
     "/v1/completions": (_POST, partial(_generate, "cmpl-", plan_completion)),
     "/v1/chat/completions": (_POST, partial(_generate, "chatcmpl-", plan_chat)),
     "/v1/messages": (_POST, partial(_generate, "chatcmpl-", plan_message)),
+    "/v1/messages/count_tokens": (_POST, count_tokens),
     "/v1/responses": (_POST, partial(_generate, "resp_", plan_response)),
     "/v1/completions/render": (_POST, scale_out),
     "/v1/chat/completions/render": (_POST, scale_out),

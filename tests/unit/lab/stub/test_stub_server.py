@@ -91,4 +91,7 @@ async def test_streams_of_the_messages_api(http, quick):
     scanner = UsageScanner(stream=True)
     scanner.feed(streamed)
     assert scanner.done and scanner.usage is not None and scanner.usage.completion_tokens == 5
-    assert (await http.post(quick.addresses[0], "/v1/messages", {"messages": body["messages"]}))[0] == 400
+    without_limit = {name: value for name, value in body.items() if name != "max_tokens"}
+    assert (await http.post(quick.addresses[0], "/v1/messages", without_limit))[0] == 400
+    _, counted = await http.post(quick.addresses[0], "/v1/messages/count_tokens", without_limit)
+    assert json.loads(counted) == {"input_tokens": expected["usage"]["input_tokens"]}
