@@ -46,9 +46,11 @@ class RequestArrived(Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class FirstTokenSeen(Struct, frozen=True, gc=False):
-    """The first byte of the response body passed the gateway: the prefill is over."""
+    """The first part of the answer passed the gateway: the prefill is over."""
 
     request_id: int
+    #: Whether other bytes of the response passed before, so that the time of the first byte is not that of the token.
+    preceded: bool = False
 
 
 class ResponseEnded(Struct, frozen=True, kw_only=True, gc=False):

@@ -497,7 +497,7 @@ class Fleet:
             complete_ms = min(duration_ms - lease.queued_ms, complete_ms)
         took_ms = min(lease.forecast.ttft_ms, complete_ms)
         if lease.request.stream:
-            took_ms = ttft_ms - lease.queued_ms
+            took_ms = lease.ttft_ms(ttft_ms) - lease.queued_ms
             if took_ms <= 0.0 or lease.prefill is not None:
                 return
             predictor.judge(slot, lease.forecast, took_ms)

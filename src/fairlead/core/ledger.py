@@ -24,6 +24,7 @@ from typing import Any
 from msgspec import Struct
 
 from fairlead.core.adapters import Cold
+from fairlead.core.apis import RESPONSES
 from fairlead.core.records import Forecast
 from fairlead.core.request import Request
 from fairlead.core.table import EndpointTable
@@ -63,6 +64,8 @@ class Lease(Struct, eq=False, gc=False):
     prefill: "Lease | None" = None
     #: Clock seconds; below 0 = not seen.
     first_token_at: float = -1.0
+    #: Whether other bytes of the response passed before the first token, such as SSE comments.
+    preceded: bool = False
     #: `Predictor.mark` at the first token: the work done at the endpoint for other requests until then, and what
     #: decoding added to a step. For a blind lease: the mark at its charge. `None` = nothing is learned from the lease.
     mark: tuple[float, float] | None = None
@@ -84,6 +87,13 @@ class Lease(Struct, eq=False, gc=False):
     number: int = 0
     #: Upper bound for `hit_tokens`: the rest of the shared prefix was sent with a request that the endpoint refused.
     hit_at_most: float = inf
+
+    def ttft_ms(self, first_byte_ms: float) -> float:
+        """Until the first token of a stream, whose first byte came `first_byte_ms` after the request; -1 = not known.
+        Streams of the Responses API begin before their first token."""
+        if not self.preceded and self.request.api != RESPONSES:
+            return first_byte_ms
+        return (self.first_token_at - self.request.arrived) * 1e3 if self.first_token_at >= 0.0 else -1.0
 
 
 # One endpoint's load: the last scrape, corrected by the leases charged and released since.

@@ -531,6 +531,7 @@ class Pipeline:
     def _first_token_seen(self, entry: RequestEntry, event: ev.FirstTokenSeen) -> list[Instruction]:
         assert entry.lease is not None
         self.requests.move(entry, ev.FirstTokenSeen, S.ANSWERING)
+        entry.lease.preceded = event.preceded
         self.fleet.first_token(entry.lease, self._clock.time())
         return []
 
@@ -637,13 +638,16 @@ class Pipeline:
                 tokens = self._output(entry.request)
             self._settle(entry, event.status, tokens, event.duration_ms)
         self.requests.end(entry, trigger)
+        ttft_ms = event.ttft_ms if event.status < 300 else -1.0  # an error has no tokens
+        if ttft_ms >= 0.0 and lease.request.stream:
+            ttft_ms = lease.ttft_ms(ttft_ms)
         return OutcomeRecord(
             request=entry.request,
             at=now,
             endpoint=lease.endpoint_id,
             status=event.status,
             cause=cause,
-            ttft_ms=event.ttft_ms if event.status < 300 else -1.0,  # an error has no tokens
+            ttft_ms=ttft_ms,
             duration_ms=event.duration_ms,
             response_bytes=event.response_bytes,
             prompt_tokens=usage.prompt_tokens,

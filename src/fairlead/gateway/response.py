@@ -30,6 +30,14 @@ _NO_PAGES = frozenset((CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS, GENER
 _is_page = re.compile(rb"\s*<(?:!doctype|html|head|body|\?xml|!--)", re.IGNORECASE).match
 
 
+#: What a stream may begin with before the prompt is computed: comments that keep the connection, and these events. The
+#: last line may be cut.
+_is_preamble = re.compile(
+    rb"(?:[\r\n]|:[^\n]*(?:\n|\Z)"
+    rb"|event: ?response\.(?:created|queued|in_progress)\r?\n(?:data:[^\n]*(?:\n|\Z))?)*"
+).fullmatch
+
+
 class _Page:
     """Takes the place of a scanner if the body is an HTML page, for example from a proxy before the model server."""
 
@@ -42,7 +50,7 @@ class _Page:
 class ResponseWatch:
     """Follows the response to a request. Times are clock seconds."""
 
-    __slots__ = ("_bytes", "_request", "_scanner", "_status", "_ttft_ms", "is_sse")
+    __slots__ = ("_bytes", "_cut", "_request", "_scanner", "_status", "_ttft_ms", "is_sse", "preceded")
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -51,6 +59,8 @@ class ResponseWatch:
         self._ttft_ms = -1.0
         self._scanner: Scanner | _Page | None = None
         self.is_sse = False
+        #: Something came before the first token, and whether the end of its last line is missing.
+        self.preceded = self._cut = False
 
     def headers(self, headers: Mapping[str, str]) -> None:
         status = headers.get(":status", "")
@@ -71,17 +81,24 @@ class ResponseWatch:
         return str(attributes.get(ANSWERED_BY) or "") if isinstance(attempts, float | int) and attempts > 1 else None
 
     def chunk(self, chunk: bytes, now: Callable[[], float]) -> bool:
-        """Take a piece of the body. Return whether it is the first with content."""
+        """Take a piece of the body. Return whether it is the first with a part of the answer."""
         if not chunk:
             return False
         self._bytes += len(chunk)
         if self._scanner is not None:
             self._scanner.feed(chunk)
-        if self._ttft_ms >= 0:
+        if self._ttft_ms >= 0 or (self.is_sse and self._precedes(chunk)):
             return False
         self._ttft_ms = (now() - self._request.arrived) * 1e3
         if _is_page(chunk) and self._status < 400 and self._request.api in _NO_PAGES:
             self._scanner, self._status = _Page(), 502
+        return True
+
+    def _precedes(self, chunk: bytes) -> bool:
+        """Whether nothing of it needs a computed prompt."""
+        if not _is_preamble(chunk.partition(b"\n")[2] if self._cut else chunk):
+            return False
+        self.preceded, self._cut = True, not chunk.endswith(b"\n")
         return True
 
     def usage(self) -> Usage | None:

@@ -528,7 +528,7 @@ class Session:
         if first and self._moved_to:
             host.feed(RequestMoved(self._request.id, self._moved_to))
         if first and not watch.refused:
-            host.feed(FirstTokenSeen(self._request.id))
+            host.feed(FirstTokenSeen(self._request.id, watch.preceded))
         if self._renaming is not None:
             self._stream.send(*self._renaming.chunk(chunk, ended))
         elif self._mode.response is BodyMode.FULL_DUPLEX:

@@ -657,6 +657,40 @@ def test_a_stream_may_stay_to_learn_token_counts(pb):
     assert rig.leases() == 1
 
 
+CREATED = b'event: response.created\ndata: {"response": {"instructions": "'
+PREAMBLES = {
+    "a created response": ("/v1/responses", [CREATED + b'long"}}\n\n']),
+    "one cut in its data": ("/v1/responses", [CREATED, b"long", b'"}}\n\nevent: response.in_progress\r\ndata: {}\n\n']),
+    "comments": ("/v1/chat/completions", [b": keep", b"-alive\n\n:\n\n", b"\n"]),
+}
+
+
+@pytest.mark.parametrize(("path", "preamble"), PREAMBLES.values(), ids=PREAMBLES)
+def test_what_comes_before_the_prompt_is_computed_is_no_first_token(rig, path, preamble):
+    """It would hide a hang, and teach that prompts take no time."""
+    wire, session = rig.open(STREAMED, STREAMED, eager=True, whole=True)
+    rig.request_headers(session, path=path)
+    rig.body(session, BODY[:-1] + b', "input": "hi"}')
+    ((lease,),) = ([entry.lease for entry in rig.pipeline.requests],)
+    for chunk in preamble:
+        rig.chunk(session, chunk)
+    assert (lease.first_token_at, wire.status, rig.fleet.table.pending[0]) == (-1.0, None, 1)
+    rig.clock.now += 1.5
+    rig.chunk(session, b'event: response.output_item.added\ndata: {"item": {}}\n\n')
+    assert (lease.first_token_at, wire.status, rig.fleet.table.pending[0]) == (101.5, 0, 0)
+    log_entry(rig, "ab.0000000000000001 200 9000 2000 9 10.0.0.0:80 - 1 -;")
+    assert [outcome.ttft_ms for outcome in rig.seen.outcomes] == [1500.0]
+
+
+@pytest.mark.parametrize(("path", "ttft_ms"), [("/v1/responses", -1.0), ("/v1/chat/completions", 9.0)])
+def test_where_no_response_is_shown_the_first_byte_may_not_be_the_first_token(rig, path, ttft_ms):
+    _, session = rig.open(STREAMED, NONE, eager=True, whole=True)
+    rig.request_headers(session, path=path)
+    rig.body(session, BODY[:-1] + b', "input": "hi"}')
+    log_entry(rig, "ab.0000000000000001 200 9000 2000 9 10.0.0.0:80 - 1 -;")
+    assert [outcome.ttft_ms for outcome in rig.seen.outcomes] == [ttft_ms]
+
+
 def test_of_an_answer_in_several_chunks_the_usage_is_read_too(pb):
     rig = Rig(pb, inspect=True)
     wire, session = rig.open(STREAMED, STREAMED, eager=True, whole=True)
