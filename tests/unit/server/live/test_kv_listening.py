@@ -119,6 +119,18 @@ async def test_configured_ports(start: Start) -> None:
     world.index.validate()
 
 
+async def test_what_ends_the_following_of_an_endpoint_is_logged(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def ask(*_: object) -> None:
+        raise LookupError("nobody thought of it")
+
+    monkeypatch.setattr(kv.discovery, "ask", ask)
+    world = await start("{enabled: true}")
+    world.up("a", "127.0.0.1:8000")
+    await world.until(lambda: "nobody thought of it" in caplog.text)
+
+
 async def test_publishers_that_dial_in_must_be_of_the_pool(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     with zmq.Context() as context, context.socket(zmq.PUB) as free:
         port = free.bind_to_random_port("tcp://127.0.0.1")
