@@ -28,7 +28,7 @@ UNSAFE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("admin", {"admin": {"host": "0.0.0.0"}},
      {"admin": {"host": "0.0.0.0", "tokenFile": "token", "tls": {"certDir": "nowhere"}}}),
     ("token", {"admin": {"host": "0.0.0.0", "tokenFile": "token"}}, {"admin": {"tokenFile": "token"}}),
-    ("token", {"admin": {"metricsPort": 1, "metricsHost": "0.0.0.0", "tokenFile": "token"}},
+    ("token", {"admin": {"metricsPort": 2, "metricsHost": "0.0.0.0", "tokenFile": "token"}},
      {"admin": {"metricsHost": "0.0.0.0", "tokenFile": "token"}}),
     ("hosts", {"admin": {"hosts": [".com"]}}, {"admin": {"hosts": [".example.com", ".internal", "dev"]}}),
     ("hosts", {"admin": {"hosts": [".com"]}}, {"admin": {"hosts": [".com"], "tokenFile": "token"}}),
