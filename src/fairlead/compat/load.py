@@ -179,7 +179,7 @@ class _Assembly(Struct, eq=False):
         if not self.report.problems:  # otherwise the entries may not be where they are in the file
             note_unknown_engines(endpoints.static, settings.metrics, ("endpoints",), self.report)
             if policy is not None:
-                note_pool(endpoints.static, policy, settings.gateway, ("endpoints",), self.report)
+                note_pool(endpoints.static, policy, settings, ("endpoints",), self.report)
         check_choosers(settings.canary, settings.shadows, self.report, self.registry)
         self._check_splitting(policy, flow_control)
         if self.thorough:
@@ -264,7 +264,7 @@ class _Assembly(Struct, eq=False):
             self.report.add(place, problem.render(path))
         note_unknown_engines(listing.entries, settings.metrics, place, self.report, path)
         if policy is not None:
-            note_pool(listing.entries, policy, settings.gateway, place, self.report, path)
+            note_pool(listing.entries, policy, settings, place, self.report, path)
 
     def _policy(self) -> PolicySpec | None:
         """The policy, from a configuration of the reference picker, wherever it is, or from our own fields."""

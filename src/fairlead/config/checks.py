@@ -23,7 +23,6 @@ from fairlead.config.schema import (
     CHECKED_ELSEWHERE,
     RELATIVE,
     EngineNames,
-    Gateway,
     Kubernetes,
     KvEvents,
     Metrics,
@@ -217,7 +216,7 @@ def note_unknown_engines(
 
 
 def note_pool(
-    entries: Sequence[Listed], policy: PolicySpec, gateway: Gateway, place: Place, report: Report, file: str = ""
+    entries: Sequence[Listed], policy: PolicySpec, settings: Settings, place: Place, report: Report, file: str = ""
 ) -> None:
     """Note what is allowed but probably not intended: roles that no endpoint has, selections among more endpoints than
     exist, a gateway that only this machine can reach. `entries` are at `place`, or in `file`, which `place` refers
@@ -250,19 +249,32 @@ def note_pool(
             f"selection.topK is {k}, and there are {len(entries)} endpoints: one is drawn from all of them, "
             "whatever the scorers say"
         )
-    models = {entry.endpoint.labels.get(MODEL_LABEL, "") for entry in entries} - {""}
-    if gateway.mode == "embedded" and "fail_open" not in gateway.model_fields_set and len(models) > 1:
-        report.note(
-            ("gateway",),
-            f"without the scheduler, requests go to any endpoint, and endpoints serve {len(models)} models: some get "
-            "404. gateway.failOpen: false answers 503; true confirms",
-        )
-    remote = [entry.host for entry in entries if not is_loopback(entry.host)]
+    _note_several_models(
+        len({entry.endpoint.labels.get(MODEL_LABEL, "") for entry in entries} - {""}), settings, report
+    )
+    gateway, remote = settings.gateway, [entry.host for entry in entries if not is_loopback(entry.host)]
     if gateway.mode == "embedded" and is_loopback(gateway.host) and remote:
         report.note(
             ("gateway",),
             f"the gateway listens on {gateway.host}, where only this machine reaches it; gateway.host: 0.0.0.0 opens "
             "it to the network",
+        )
+
+
+def _note_several_models(models: int, settings: Settings, report: Report) -> None:
+    if models < 2:
+        return
+    gateway = settings.gateway
+    if gateway.mode == "embedded" and "fail_open" not in gateway.model_fields_set:
+        report.note(
+            ("gateway",),
+            f"without the scheduler, requests go to any endpoint, and endpoints serve {models} models: some get 404. "
+            "gateway.failOpen: false answers 503; true confirms",
+        )
+    if settings.autoscaling.port:
+        report.note(
+            ("autoscaling", "port"),
+            f"the desired number is of all endpoints, which serve {models} models: give each a scheduler of its own",
         )
 
 

@@ -44,6 +44,7 @@ from fairlead.core.policy import Context, CostPolicy, Policy
 from fairlead.core.profile import Profile
 from fairlead.core.records import ABLE, FLOW_CONTROL, Trace
 from fairlead.core.request import Request
+from fairlead.core.table import EndpointTable
 from fairlead.core.view import FleetView
 
 
@@ -256,6 +257,14 @@ class PairBinder:
     def able(self, waiting: Waiting, fleet: Fleet, now: float) -> BoolColumn:
         """Return the slots that can serve the request."""
         return self._known(waiting, fleet, now).able
+
+    @staticmethod
+    def reach(among: Sequence[Waiting], table: EndpointTable) -> int:
+        """How many endpoints can serve one of these, by what is remembered of one for each model; all = not known."""
+        of_models = {waiting.request.target_model: waiting.known.able for waiting in among}.values()
+        if any(len(able) != len(table) for able in of_models):
+            return table.count
+        return int(np.count_nonzero(np.logical_or.reduce([*of_models]) & table.alive))
 
     def follow(self, rules: WaitingRules) -> None:
         """Use other rules from now on, also for requests that wait already."""

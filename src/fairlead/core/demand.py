@@ -109,7 +109,7 @@ class Demand:
         asked = self.endpoints(fleet)
         if flow is None or not len(flow.flow):
             return asked
-        return max(asked or 0, flow.wanted(fleet.table.count, now))
+        return max(asked or 0, flow.wanted(fleet.table, now))
 
     def endpoints(self, fleet: Known) -> int | None:
         """Return the number of endpoints needed by the load, 0 if there are no requests; `None` = it was not observed

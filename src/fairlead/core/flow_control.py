@@ -691,12 +691,14 @@ class FlowController:
             return len(self.flow) * self._gap
         return sum(band.count for band in self.flow.queues.bands() if band.priority >= priority) * self._gap
 
-    def wanted(self, endpoints: int, now: float) -> int:
-        """Return how many endpoints would keep the wait below `target_s`, at most `GROWTH` times `endpoints`."""
+    def wanted(self, table: EndpointTable, now: float) -> int:
+        """Return how many endpoints would keep the wait below `target_s`. At most `GROWTH` times as many as now of those
+        that can serve what waits."""
         if not len(self.flow):
-            return endpoints
+            return table.count
         delay = max(self.drain_s(), now - self.flow.oldest())
-        return max(ceil(endpoints * min(max(delay / self._target_s, 1.0), GROWTH)), 1)
+        able = self.flow.binder.reach(self.flow.queues.members(), table)
+        return table.count - able + max(ceil(able * min(max(delay / self._target_s, 1.0), GROWTH)), 1)
 
     def refused(
         self, request: Request, why: Refused, now: float, client: Any = None, waiting: Waiting | None = None

@@ -50,6 +50,7 @@ NEAR = "endpoints: ['127.0.0.1:8000', 'localhost:8000']\n"
         (TWO + "gateway: {failOpen: true}", []),
         (TWO + "gateway: {failOpen: false}", []),
         (TWO + "gateway: none", []),
+        (TWO + "gateway: none\nautoscaling: {port: 9100}", ["the desired number is of all endpoints, which serve 2"]),
         (NEAR + "scorers: [{type: queue}]\nselection: {topK: 2}", ["topK is 2, and there are 2 endpoints"]),
         (NEAR + "scorers: [{type: queue}]\nselection: {topK: 1}", []),
         (NEAR + "policy: prefill-decode", ["no request is split"]),

@@ -1,5 +1,6 @@
 """What is said to those that wait, and to whoever scales the pool."""
 
+import numpy as np
 import pytest
 from waiting_rules import AbleRules
 
@@ -103,9 +104,24 @@ def test_quiet_hours_after_a_client_that_left_say_nothing_about_the_pace() -> No
 
 def test_more_endpoints_are_wanted_the_longer_requests_wait() -> None:
     shop = filled(0)
-    assert shop.flow_controller.wanted(3, shop.now) == 3
+    table = shop.fleet.table
+    assert shop.flow_controller.wanted(table, shop.now) == 1
     shop.arrive()
-    assert shop.flow_controller.wanted(3, shop.now) == 3, "not yet"
-    assert shop.flow_controller.wanted(3, shop.now + 4.0) == 6
-    assert shop.flow_controller.wanted(3, shop.now + 400.0) == 3 * GROWTH
-    assert shop.flow_controller.wanted(0, shop.now) == 1, "somebody waits for an empty pool"
+    assert shop.flow_controller.wanted(table, shop.now) == 1, "not yet"
+    assert shop.flow_controller.wanted(table, shop.now + 4.0) == 2
+    assert shop.flow_controller.wanted(table, shop.now + 400.0) == GROWTH
+    shop.fleet.down("e0")
+    assert shop.flow_controller.wanted(table, shop.now) == 1, "somebody waits for an empty pool"
+
+
+def test_endpoints_that_cannot_serve_what_waits_need_no_more() -> None:
+    shop = Shop()
+    for name in ("e1", "e2"):
+        shop.fleet.up(Endpoint(name, f"{name}:80", {"model-id": "other"}))
+    shop.flow_controller.follow("p", AbleRules(lambda request, fleet, now: np.array([True, False, False])))
+    for _ in range(9):
+        shop.arrive()
+    assert len(shop.flow_controller) == 1
+    assert shop.flow_controller.wanted(shop.fleet.table, shop.now + 400.0) == 2 + GROWTH
+    shop.fleet.up(Endpoint("e3", "e3:80"))
+    assert shop.flow_controller.wanted(shop.fleet.table, shop.now + 400.0) == 4 * GROWTH, "what it can is not known yet"

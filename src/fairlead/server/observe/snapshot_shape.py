@@ -412,7 +412,7 @@ def _suspect(endpoints: Sequence[EndpointRow]) -> Iterable[Notice]:
 
 def _pressure(watch: Watch, queues: Queues | None, schedulers: int) -> Iterable[Notice]:
     if watch.metrics.scale_up_wanted():
-        text = "All endpoints were overloaded within the last minute; more replicas are wanted."
+        text = "Within the last minute, all endpoints that could serve a request were overloaded: add replicas."
         yield Notice(BAD, text, runbook="FairleadScaleUp")
     full = max((band.used for band in queues.bands), default=0.0) if queues is not None else 0.0
     if full > _FULL:
