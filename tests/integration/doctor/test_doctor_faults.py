@@ -165,6 +165,16 @@ async def test_adapters_that_nobody_knows_of_are_named(world: Any, pool_of: List
     assert codes(unread) == {"models.unknown-adapters"}
 
 
+async def test_promised_adapters_that_are_not_loaded_are_named(world: Any, pool_of: Listed) -> None:
+    endpoints = pool_of(await world.stubs(loras=("sql",)), **{"lora-adapters": "sql"})
+    assert codes(await world.examined({"endpoints": endpoints})) == set()
+    endpoints[1]["labels"]["lora-adapters"] = "sql, poet"
+    found = await world.examined({"endpoints": endpoints})
+    assert codes(found) == {"models.unloaded-adapters"}
+    assert places(found, "models.unloaded-adapters") == ("default/e1",)
+    assert found.findings[0].evidence == "/v1/models does not list poet"
+
+
 async def test_missing_roles_are_named(world: Any, pool_of: Listed) -> None:
     addresses = await world.stubs()
     config: Json = {"policy": "prefill-decode", "endpoints": pool_of(addresses)}

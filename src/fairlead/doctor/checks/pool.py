@@ -124,19 +124,29 @@ UNLABELLED = Kind(
 )  # fmt: skip
 
 
+UNLOADED = Kind(
+    "models.unloaded-adapters", Severity.WARNING, "a label names adapters that the server's list does not have",
+    f"load them, or correct the label {ADAPTERS_LABEL}; nothing, if the server loads them when they are asked for",
+    "docs/models.md#adapters",
+)  # fmt: skip
+
+
 async def _adapters(site: Site) -> list[Finding]:
     known = {row.id: row.adapters for row in await site.rows()}
     reads = bool(site.config.metrics.models_interval)
 
-    async def unlabelled(endpoint: Endpoint) -> list[Finding]:
-        listed = {name for name, adapter in (await site.served(endpoint)).items() if adapter}
-        names = listed - {name.strip() for name in endpoint.labels.get(ADAPTERS_LABEL, "").split(",")}
-        if not names:
-            return []
-        kind = UNLABELLED if reads and names <= set(known.get(endpoint.id, names)) else UNKNOWN_ADAPTERS
-        return [kind.at(endpoint.id, f"/v1/models lists {', '.join(sorted(names)[:5])}")]
+    async def differing(endpoint: Endpoint) -> list[Finding]:
+        served = await site.served(endpoint)
+        labelled = {name.strip() for name in endpoint.labels.get(ADAPTERS_LABEL, "").split(",")} - {""}
+        unloaded = sorted(labelled - served.keys())[:5] if served else []
+        findings = [UNLOADED.at(endpoint.id, f"/v1/models does not list {', '.join(unloaded)}")] if unloaded else []
+        names = {name for name, adapter in served.items() if adapter} - labelled
+        if names:
+            kind = UNLABELLED if reads and names <= set(known.get(endpoint.id, names)) else UNKNOWN_ADAPTERS
+            findings.append(kind.at(endpoint.id, f"/v1/models lists {', '.join(sorted(names)[:5])}"))
+        return findings
 
-    return await site.each(unlabelled)
+    return await site.each(differing)
 
 
 async def _label(site: Site, endpoint: Endpoint) -> list[Finding]:
