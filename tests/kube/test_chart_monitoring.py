@@ -190,8 +190,9 @@ def test_notes_say_when_the_rules_have_nothing_to_go_by(helm: Helm) -> None:
         ("http://[fd00::1]:4318/v1/traces", 4318),
     ],
 )
-def test_spans_reach_their_collector(helm: Helm, endpoint: str, port: int) -> None:
-    objects = helm.render(*LABELS, "--set", f"tracing.endpoint={endpoint}", "--set", "networkPolicy.egress=true")
+@pytest.mark.parametrize("place", ["tracing", "config.tracing"])
+def test_spans_reach_their_collector(helm: Helm, endpoint: str, port: int, place: str) -> None:
+    objects = helm.render(*LABELS, "--set", f"{place}.endpoint={endpoint}", "--set", "networkPolicy.egress=true")
     tracing = load(one(objects, "ConfigMap")["data"]["fairlead.yaml"]).tracing
     assert (tracing.endpoint, tracing.sample) == (endpoint, 0.1)
     egress = one(objects, "NetworkPolicy")["spec"]["egress"]

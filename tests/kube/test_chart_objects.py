@@ -109,6 +109,28 @@ def test_install_and_upgrade(kube: Cluster, namespace: str, helm: Helm, tmp_path
     assert kube.admin.must("GET", f"{GROUP}inferencepools".format(namespace))["items"] == []
 
 
+def test_who_installs_needs_no_right_to_list_replica_sets(
+    kube: Cluster, namespace: str, helm: Helm, tmp_path: Path
+) -> None:
+    """Helm asks for those of a Deployment that is there."""
+    kinds = {
+        "": ["configmaps", "secrets", "services", "serviceaccounts"],
+        "apps": ["deployments"],
+        "networking.k8s.io": ["networkpolicies"],
+        "inference.networking.k8s.io": ["inferencepools"],
+    }
+    verbs = ["get", "list", "watch", "create", "update", "patch", "delete"]
+    rules = [{"apiGroups": [group], "resources": names, "verbs": verbs} for group, names in kinds.items()]
+    roles = ["roles", "rolebindings"]
+    rules += [{"apiGroups": ["rbac.authorization.k8s.io"], "resources": roles, "verbs": [*verbs, "escalate", "bind"]}]
+    access = kube.kubeconfig(tmp_path / "kubeconfig", kube.account(namespace, "deployer", rules), namespace)
+    command = ("upgrade", "--install", "one", str(CHART), "--skip-crds", "--namespace", namespace)
+    run = helm.run(*command, "--kubeconfig", str(access), *LABELS)
+    assert run.returncode == 0, run.stderr
+    again = helm.run(*command, "--kubeconfig", str(access), *LABELS)
+    assert 'cannot list resource "replicasets"' in again.stderr  # documented
+
+
 @pytest.mark.parametrize("version", UPSTREAM)
 def test_installed_beside_the_definition_of_upstream(
     own_kube: Callable[..., Cluster], helm: Helm, go: str, tmp_path: Path, version: str

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from kr_helm import LABELS, Helm, of_kind, one
+from kr_helm import CHART, LABELS, Helm, of_kind, one
 
 from fairlead.cli.app import load_command
 from fairlead.cli.commands import COMMANDS
@@ -371,6 +371,13 @@ def test_custom_plugins_are_checked_as_well(helm: Helm, entries: str) -> None:
         ([*LABELS, "--set", "replicas=2"], "additional properties 'replicas' not allowed"),
         ([*LABELS, "--set", "inferenceExtension.replica=2"], "additional properties 'replica' not allowed"),
         ([*LABELS, "--set", "inferenceExtension.replicas=two"], "want integer"),
+        ([*LABELS, "--set", "httpRoute.requestTimeout=1.5s"], "/httpRoute/requestTimeout"),
+        ([*LABELS, "--set", "monitoring.interval=1.5s"], "/monitoring/interval"),
+        ([*LABELS, "--set", "standalone.enabled=true,standalone.port=9090"], "standalone.port: port 9090 is that of"),
+        (
+            [*LABELS, "--set", f"{INDEXER}.enabled=true,{INDEXER}.zmqSubscriberURL=tcp://*:9002"],
+            "zmqSubscriberURL: port 9002 is that of config.extProc.port",
+        ),
         ([*LABELS, "--set", "provider.name=nginx"], "value must be one of"),
         ([*LABELS, "--set", "inferencePool.targetPorts[0].number=70000"], "maximum"),
         ([*LABELS, "--set", "inferencePool.failureMode=Open"], "value must be one of"),
@@ -422,6 +429,20 @@ def test_custom_plugins_are_checked_as_well(helm: Helm, entries: str) -> None:
 )
 def test_what_cannot_work_is_refused(helm: Helm, arguments: list[str], said: str) -> None:
     assert said in helm.refused(*arguments)
+
+
+def test_a_release_whose_name_has_a_dot_is_refused(helm: Helm) -> None:
+    command = ("template", "my.release", str(CHART), *LABELS)
+    assert "names of Services have no dots" in helm.run(*command).stderr
+    assert helm.run(*command, "--set", "fullnameOverride=mine").returncode == 0
+
+
+def test_labels_of_long_names_fit(helm: Helm) -> None:
+    parts = (
+        f"nameOverride={'a' * 63},{INDEXER}.enabled=true,{INDEXER}.mode=service,inferenceExtension.valkey.enabled=true"
+    )
+    labels = [thing["metadata"]["labels"] for thing in helm.render(*LABELS, "--set", parts)]
+    assert {len(label["app.kubernetes.io/name"]) for label in labels} == {63, 62}
 
 
 def test_notes_know_the_admin_port(helm: Helm) -> None:

@@ -211,7 +211,10 @@ imagePullPolicy: {{ .pullPolicy }}
 {{- $texts := dict (index . 2) (index . 4) -}}
 {{- $running := lookup "apps/v1" "Deployment" $namespace (index . 1) -}}
 {{- $templates := list (dig "spec" "template" dict ($running | default dict)) -}}
-{{- range (lookup "apps/v1" "ReplicaSet" $namespace "").items -}}
+{{- /* The first installation needs no right to list them. */ -}}
+{{- $sets := list -}}
+{{- if $running -}}{{- $sets = (lookup "apps/v1" "ReplicaSet" $namespace "").items -}}{{- end -}}
+{{- range $sets -}}
 {{- if and (dig "status" "replicas" 0 .) (eq (index $ 1) (dig "name" "" (first (.metadata.ownerReferences | default list) | default dict))) -}}
 {{- $templates = append $templates .spec.template -}}
 {{- end -}}
@@ -262,8 +265,26 @@ matchLabels: {{- toYaml . | nindent 2 }}
 {{- $port | default (ternary "443" "80" (eq $url.scheme "https")) -}}
 {{- end }}
 
+{{/* Ports of the pod that are the same: the API server would refuse them, or the second listener fail */}}
+{{- define "fairlead.checkPorts" -}}
+{{- $config := include "fairlead.config" . | fromYaml -}}
+{{- $named := dict "config.admin.port" $config.admin.port "config.admin.metricsPort" $config.admin.metricsPort "config.extProc.port" (dig "extProc" "port" 9002 $config) -}}
+{{- $named = merge $named (dict "config.extProc.healthPort" (dig "extProc" "healthPort" 0 $config) "config.autoscaling.port" (dig "autoscaling" "port" 0 $config)) -}}
+{{- $_ := set $named "inferenceExtension.kvcacheIndexer.zmqSubscriberURL" (include "fairlead.kvPort" .) -}}
+{{- if .Values.standalone.enabled -}}{{- $_ := set $named "standalone.port" $config.gateway.port -}}{{- end -}}
+{{- $taken := dict -}}
+{{- range $value, $port := $named -}}
+{{- $port = int $port | toString -}}
+{{- if and (ne $port "0") (hasKey $taken $port) -}}{{- fail (printf "%s: port %s is that of %s" $value $port (get $taken $port)) -}}{{- end -}}
+{{- $_ := set $taken $port $value -}}
+{{- end -}}
+{{- end }}
+
 {{/* What cannot work is refused here */}}
 {{- define "fairlead.check" -}}
+{{- if contains "." (include "fairlead.fullname" .) -}}
+{{- fail "fullnameOverride: names of Services have no dots, as that of the release has; give one without" -}}
+{{- end -}}
 {{- $pool := .Values.inferencePool -}}
 {{- if $pool.namespaces -}}
 {{- $others := dict "standalone.enabled" .Values.standalone.enabled "httpRoute.enabled" .Values.httpRoute.enabled "inferenceObjectives" .Values.inferenceObjectives "inferencePool.name" $pool.name "inferencePool.modelServers.matchLabels" $pool.modelServers.matchLabels "inferenceExtension.kvcacheIndexer.enabled" .Values.inferenceExtension.kvcacheIndexer.enabled "inferenceExtension.valkey" (include "fairlead.shared" .) "provider.name" (has .Values.provider.name (list "istio" "gke")) -}}
@@ -315,6 +336,7 @@ matchLabels: {{- toYaml . | nindent 2 }}
 {{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}
 {{- fail "httpRoute.parentRefs: name the gateway, e.g. [{name: inference-gateway}]" -}}
 {{- end -}}
+{{- include "fairlead.checkPorts" . -}}
 {{- include "fairlead.checkAdmin" . -}}
 {{- include "fairlead.checkIndexer" . -}}
 {{- if and .Values.inferenceExtension.kvcacheIndexer.zmqSubscriberURL (not (include "fairlead.zmqPort" .)) .Values.inferenceExtension.kvcacheIndexer.enabled -}}

@@ -39,7 +39,7 @@
 
 {{/* Another name than the scheduler's: its services and policies select by name and instance */}}
 {{- define "fairlead.indexerSelector" -}}
-app.kubernetes.io/name: {{ .Values.nameOverride | default .Chart.Name }}-indexer
+app.kubernetes.io/name: {{ .Values.nameOverride | default .Chart.Name | trunc 55 | trimSuffix "-" }}-indexer
 app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
