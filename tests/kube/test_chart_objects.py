@@ -139,7 +139,11 @@ def test_installed_beside_the_definition_of_upstream(
     cluster, upstream = own_kube(), upstream_pool_crd(go, version)
     cluster.install_crd(upstream)
     access = ("--kubeconfig", str(cluster.kubeconfig(tmp_path / "kubeconfig")), *LABELS)
-    run = helm.run("upgrade", "--install", "one", str(CHART), "--skip-crds", *access)
+    command = ("upgrade", "--install", "one", str(CHART), "--skip-crds", *access)
+    run = helm.run(*command)
+    assert run.returncode == 0, run.stderr
+    cluster.install_crd_file(CHART / "crds" / "llm-d.ai_inferenceobjectives.yaml")
+    run = helm.run(*command, "--set", "inferenceObjectives[0].name=chat")
     assert run.returncode == 0, run.stderr
     annotations = cluster.admin.get(upstream)["metadata"]["annotations"]
     assert annotations["inference.networking.k8s.io/bundle-version"] == version
