@@ -692,8 +692,8 @@ class FlowController:
         return sum(band.count for band in self.flow.queues.bands() if band.priority >= priority) * self._gap
 
     def wanted(self, table: EndpointTable, now: float) -> int:
-        """Return how many endpoints would keep the wait below `target_s`. At most `GROWTH` times as many as now of those
-        that can serve what waits."""
+        """Return how many endpoints would keep the wait below `target_s`: all, with at most `GROWTH` times those that
+        can serve what waits."""
         if not len(self.flow):
             return table.count
         delay = max(self.drain_s(), now - self.flow.oldest())
