@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -327,6 +328,24 @@ async def test_the_hard_bound_ends_a_run_and_forgets_no_request() -> None:
         result = await run(server.target, SMALL, Paced(constant(10_000)), options)
     assert reasons(result) == {"time_limit": 4, "not_sent": 26}
     assert result.cut
+
+
+async def test_sigint_ends_a_run_with_what_was_answered() -> None:
+    answered = 0
+
+    async def some(reader: Reader, writer: Writer) -> None:
+        nonlocal answered
+        while answered < 3:
+            await read_request(reader)
+            answered += 1
+            writer.write(OK)
+        os.kill(os.getpid(), signal.SIGINT)
+        await reader.read()
+
+    options = Options(requests=30, max_in_flight=1)
+    async with serving(some) as server:
+        result = await run(server.target, SMALL, Paced(constant(10_000)), options, interruptible=True)
+    assert (reasons(result), result.cut) == ({"": 3}, True)
 
 
 async def test_a_run_bounded_by_time_schedules_what_lies_within_it() -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fairlead.cli.basics import FAILED, WRONG_INPUT
+from fairlead.cli.basics import FAILED, INTERRUPTED, WRONG_INPUT
 from fairlead.cli.options import Header, completion, examples, exits, given, json_object, pairs
 
 if TYPE_CHECKING:
@@ -127,6 +127,8 @@ def bench(
     result = _run(url, load, model, options)
     summary = _summarise(result, load_options, slo_ttft_ms or math.inf, slo_tpot_ms or math.inf)
     _show(summary, result, out, json)
+    if result.cut:
+        raise typer.Exit(INTERRUPTED)
     if summary["failed"] or not summary["requests"]:
         raise typer.Exit(FAILED)
 
@@ -163,7 +165,7 @@ def _run(url: str, load: "Load", model: str, options: "Options") -> "RunResult":
     workload = load.workload(model, fallback)
     allow_many_sockets()
     with BenchProgress(f"{load.described} → {target}, model {model or fallback or 'of the file'}") as progress:
-        return asyncio.run(run(target, workload, load.arrivals, options, progress.step, load.described))
+        return asyncio.run(run(target, workload, load.arrivals, options, progress.step, load.described, True))
 
 
 def _summarise(result: "RunResult", load_options: "LoadOptions", slo_ttft_ms: float, slo_tpot_ms: float) -> "Summary":

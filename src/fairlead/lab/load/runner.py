@@ -10,6 +10,7 @@ Rules
 """
 
 import asyncio
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -25,6 +26,8 @@ from fairlead.lab.load.workload import Call, ClosedLoop, OpenLoop, Workload
 
 #: Requests sent before the loop can read responses again.
 _BURST = 32
+#: The error of requests that were not done when the run was interrupted.
+_INTERRUPTED = "interrupted"
 
 OnProgress = Callable[[Progress], object]
 
@@ -36,11 +39,12 @@ async def run(
     options: Options,
     on_progress: OnProgress | None = None,
     name: str = "",
+    interruptible: bool = False,
 ) -> RunResult:
     """Run to the end and return the measurements. Raises ConfigError for a target or header that cannot be used.
 
     `on_progress` is called on the loop about every `options.progress_s` and once at the end. Cancelling closes all
-    connections.
+    connections. `interruptible`: SIGINT ends the run early; the result has the requests that were answered until then.
     """
     reactor = Reactor(asyncio.get_running_loop())
     try:
@@ -49,9 +53,12 @@ async def run(
             await client.open()
             load = _Load(client, workload.calls(), arrivals, options)
             cpu = time.process_time()
+            if interruptible:
+                client.loop.add_signal_handler(signal.SIGINT, load.interrupt)
             try:
                 await load.run(on_progress)
             finally:
+                client.loop.remove_signal_handler(signal.SIGINT)
                 load.close()
             cpu = time.process_time() - cpu
         finally:
@@ -61,7 +68,7 @@ async def run(
     return RunResult(
         name=name,
         target=target,
-        records=load.records,
+        records=[record for record in load.records if record.error != _INTERRUPTED],
         gaps=client.gaps,
         origin=load.origin,
         started_unix=load.started_unix,
@@ -117,6 +124,10 @@ class _Load:
                     await looks
         if on_progress:
             on_progress(self._look())
+
+    def interrupt(self) -> None:
+        """End the run now."""
+        self._guard(self._cut_off, _INTERRUPTED)
 
     def close(self) -> None:
         self._alarm.close()
@@ -203,16 +214,17 @@ class _Load:
         if self._closed_loop is not None and not 0 < self._options.duration_s <= now - self.origin:
             self._arrive(now)
 
-    def _cut_off(self) -> None:
+    def _cut_off(self, why: str = "time_limit") -> None:
         self.cut = True
         self._next = None
         now = time.monotonic()
         for scheduled in self._waiting:
-            self.records.append(Record(len(self.records), scheduled, end=now, error="not_sent"))
+            error = "not_sent" if why != _INTERRUPTED else why
+            self.records.append(Record(len(self.records), scheduled, end=now, error=error))
         self._failed += len(self._waiting)
         self._waiting.clear()
         self.last_end = now
-        self._client.abort("time_limit")
+        self._client.abort(why)
 
     async def _look_regularly(self, on_progress: OnProgress) -> None:
         while True:
