@@ -324,6 +324,19 @@ async def test_a_name_that_leads_nowhere_is_named(world: Any, pool_of: Listed) -
     assert (await world.examined(config)).well
 
 
+async def test_each_name_that_leads_nowhere_is_named_and_no_target_without_traffic(world: Any, pool_of: Listed) -> None:
+    names = {
+        "early": {"gone": 1},
+        "late": {"gone": 50, "tiny": 50},
+        "ready": {"tiny": 100, "next": 0},
+        "reserved": {"nope": 0},
+        "bare": {},
+    }
+    models = [{"name": name, "targets": targets} for name, targets in names.items()]
+    found = await world.examined({"endpoints": pool_of(await world.stubs(1)), "models": models})
+    assert [finding.where for finding in found.findings] == [("bare", "early", "late")]
+
+
 async def test_a_metrics_page_that_lacks_something_is_named(world: Any, pool_of: Listed) -> None:
     config: Json = {
         "endpoints": pool_of(await world.stubs(1)),

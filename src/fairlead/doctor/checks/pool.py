@@ -7,6 +7,7 @@ from fairlead.config.builtins import SPLITTING
 from fairlead.config.checks import roles_by_model, unsplit
 from fairlead.core.endpoint import MODEL_LABEL, ROLE_LABEL, ROLES, STAGES, Endpoint
 from fairlead.core.errors import ConfigError
+from fairlead.core.models import Split, Target
 from fairlead.doctor.http import Unreached, connects, speaks_tls
 from fairlead.doctor.run import Finding, Kind, Severity, check
 from fairlead.doctor.site import Site, tried
@@ -201,14 +202,11 @@ async def _unserved(site: Site) -> list[Finding]:
         if not names:
             return []  # a server without a list may serve anything
         served |= names.keys()
-    targets: dict[str, str] = {}
-    for model in defined.models:
-        targets |= {target.name: model.model for target in model.targets}
-        targets |= {} if model.targets else {model.model: model.model}
-    for rule in (rule for rewrite in defined.rewrites for rule in rewrite.rules):
-        targets |= {target.name: ", ".join(rule.models) or "every name" for target in rule.targets}
-    missing = sorted(name for name in targets if name not in served)
-    return [UNSERVED.at(targets[name], f"{targets[name]} leads to {name}") for name in missing]
+    splits = [(model.model, Split(model.targets or (Target(model.model),))) for model in defined.models]
+    rules = [rule for rewrite in defined.rewrites for rule in rewrite.rules]
+    splits += [(", ".join(rule.models) or "every name", Split(rule.targets)) for rule in rules]
+    missing = {(name, target) for name, split in splits for target in split.names if target not in served}
+    return [UNSERVED.at(name, f"{name} leads to {target}") for name, target in sorted(missing)]
 
 
 @check("models", "endpoints serve the models that labels and definitions say", needs=("endpoints",))
