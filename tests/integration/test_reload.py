@@ -143,6 +143,22 @@ async def test_models_of_the_configuration_while_it_runs(tmp_path: Path) -> None
         await asyncio.wait_for(running, 40)
 
 
+async def test_a_file_of_models_that_cannot_be_used_is_a_restriction_until_it_can(tmp_path: Path) -> None:
+    file, names = tmp_path / "f.yaml", tmp_path / "names.yaml"
+    names.write_text("")
+    write(file, 1, more=f"models: {{file: '{names}'}}")
+    live = Live(load(file))
+    running = asyncio.create_task(live.run())
+    try:
+        await until(lambda: hasattr(live, "admin"))
+        for text, restricted in (("kind: [", True), ("", False)):
+            names.write_text(text)
+            await until(lambda: ("models" in live.watch.troubles.present) is restricted)  # noqa: B023 awaited here
+    finally:
+        live.stop()
+        await asyncio.wait_for(running, 40)
+
+
 def burst(live: Live, first: int, count: int = 40) -> None:
     """Requests of some sessions come and end."""
     for number in range(first, first + count):

@@ -63,6 +63,8 @@ class ModelsFile:
         #: By file: the content last read, and the manifests last usable.
         self._texts: dict[str, bytes] = {}
         self._used: dict[str, Manifests] = {}
+        #: The first problem of each file whose present content is not usable.
+        self._unusable: dict[str, str] = {}
         self._complaint = ""
         #: The definitions in force; `None` until all files were read and parsed once.
         self.models: ModelSet | None = None
@@ -78,6 +80,11 @@ class ModelsFile:
         """Stop watching. The definitions stay in force."""
         await self._watched.close()
 
+    @property
+    def problem(self) -> str:
+        """What of the files is not in force, and why; empty = all of them are."""
+        return self._complaint or next(iter(self._unusable.values()), "")
+
     async def _load(self) -> None:
         try:
             texts = await asyncio.to_thread(read_files, self._path)
@@ -92,18 +99,19 @@ class ModelsFile:
 
     def _take(self, read: Mapping[str, Manifests]) -> None:
         used = {name: manifests for name, manifests in self._used.items() if name in self._texts}
-        good = True
+        kept = self._texts.keys() - read.keys()
+        self._unusable = {name: problem for name, problem in self._unusable.items() if name in kept}
         for name, manifests in read.items():
             for problem in manifests.problems:
                 self._report(name, problem)
             for note in manifests.notes:
                 self._report(name, replace(note, warning=True))
             if manifests.problems:
-                good = False
+                self._unusable[name] = manifests.problems[0].render(name)
             else:
                 used[name] = manifests
         self._used = used
-        if not good and self.models is None:
+        if self._unusable and self.models is None:
             return
         models = self._joined()
         if models != self.models:
@@ -159,13 +167,13 @@ def read_files(path: Path) -> dict[str, bytes]:
 
 async def follow_models(
     stack: AsyncExitStack, settings: Models, feed: Callable[[ModelSet], object], report: Report
-) -> None:
+) -> ModelsFile | None:
     """Feed the present definitions for the configured pool, and all changes while `stack` is open.
 
-    Raises `ConfigError` with all problems if the files cannot be used at the start.
+    Returns the files if there are any. Raises `ConfigError` with all problems if they cannot be used at the start.
     """
     if not settings.file:
-        return
+        return None
     first: list[str] = []
 
     def reported(file: str, problem: Problem) -> None:
@@ -183,6 +191,7 @@ async def follow_models(
     await models.start()
     if models.models is None:
         raise ConfigError("; ".join(first), "$.models.file")
+    return models
 
 
 def listed_models(settings: Models) -> ModelSet:

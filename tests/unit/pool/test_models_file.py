@@ -94,9 +94,10 @@ async def test_a_wrong_file_changes_nothing(tmp_path: Path, heard: Heard, follow
     assert file.models is not None
     path.unlink()
     await heard.until(lambda: len(heard.problems) == 3)
-    assert "cannot read" in heard.problems[2]
+    assert file.problem == f"cannot read {path}: No such file or directory" in heard.problems[2]
     path.write_text(model("d"))
     await heard.until(lambda: heard.sets[1:] == ["d=t"])
+    assert not file.problem
 
 
 async def test_a_wrong_file_at_the_start(tmp_path: Path, heard: Heard, follow: Follow) -> None:
@@ -120,14 +121,16 @@ async def test_a_directory(tmp_path: Path, heard: Heard, follow: Follow) -> None
     (tmp_path / "below").mkdir()
     file = follow(tmp_path)
     await file.start()
-    assert heard.sets == ["a=t b=t"]
+    assert (heard.sets, file.problem) == (["a=t b=t"], "")
     (tmp_path / "c.json").write_text('{"kind": "List", "items": []}')
     (tmp_path / "b.yaml").write_text("broken: [")
     await heard.until(lambda: heard.problems)
     (tmp_path / "a.yml").unlink()
     await heard.until(lambda: heard.sets[1:] == ["b=t"])
+    assert file.problem.startswith(f"{tmp_path / 'b.yaml'}:1: ")
     (tmp_path / "b.yaml").unlink()
     await heard.until(lambda: heard.sets[2:] == [""])
+    assert not file.problem
 
 
 async def test_an_object_in_two_files(tmp_path: Path, heard: Heard, follow: Follow) -> None:

@@ -107,7 +107,9 @@ class PoolScheduler:
             await core.kv.start(stack)
         if config.models.list:
             self.defined("configuration", listed_models(config.models))
-        await follow_models(stack, config.models, partial(self.defined, "files"), _on_models_problem)
+        files = await follow_models(stack, config.models, partial(self.defined, "files"), _on_models_problem)
+        if files is not None:
+            self.troubles.watch("models", lambda: files.problem)
 
     async def settle(self, stack: AsyncExitStack) -> None:
         if self.core.state is not None:
