@@ -130,7 +130,8 @@ def served_models(table: EndpointTable) -> Served:
     bases: Counter[str] = Counter()
     lists: Counter[frozenset[str]] = Counter()
     for slot, endpoint in table.slots():
-        bases[endpoint.labels.get(MODEL_LABEL, "")] += 1
+        label = endpoint.labels.get(MODEL_LABEL)
+        bases.update(table.based[slot].names if label is None else (label,))
         lists[(table.adapters[slot] or frozenset()) | (table.listed[slot] or frozenset())] += 1
     adapters: Counter[str] = Counter()
     for names, count in lists.items():

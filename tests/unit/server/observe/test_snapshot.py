@@ -6,7 +6,7 @@ from math import nan
 import msgspec
 import pytest
 
-from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.endpoint import BaseModels, Endpoint, Sample
 from fairlead.core.fleet import Fleet
 from fairlead.core.records import DecisionRecord, Forecast, OutcomeRecord, ShadowRecord, ShadowVerdict
 from fairlead.core.request import Request
@@ -179,6 +179,7 @@ def test_long_tables_end_somewhere(pool):
 def test_a_model_is_told_with_its_targets_and_where_its_adapter_is(pool):
     pool.watch.on_models(["chat", "m", "sql"], [])
     pool.fleet.table.set_listed(0, frozenset({"sql", "idle"}))
+    pool.fleet.table.set_based(0, BaseModels(frozenset({"m"})))
     pool.maker.begin()
     for i in range(4):
         pool.serve(i, model="chat", target="sql" if i else "m")
@@ -186,7 +187,7 @@ def test_a_model_is_told_with_its_targets_and_where_its_adapter_is(pool):
     assert (chat.model, chat.requests, chat.hit_rate, chat.error_rate) == ("chat", 4, 0.25, 0.0)
     assert (chat.ttft_p50_ms, chat.ttft_p95_ms) == (30.0, 30.0)
     targets = {target.name: (target.share, target.endpoints, target.adapter) for target in chat.targets}
-    assert targets == {"m": (0.25, 0, False), "sql": (0.75, 1, True)}
+    assert targets == {"m": (0.25, 1, False), "sql": (0.75, 1, True)}
     assert (idle.model, idle.requests, idle.per_s, idle.ttft_p50_ms) == ("idle", 0, None, None)
     assert [target.endpoints for target in idle.targets] == [1]
 
