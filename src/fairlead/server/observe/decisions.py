@@ -151,7 +151,8 @@ def _trace(trace: Trace, chosen: str, max_shown: int) -> dict[str, Any]:
     endpoints = trace.endpoints
     totals = _values(trace.total, len(endpoints))
     kept = _values(trace.candidates, len(endpoints), True)
-    order = sorted(range(len(endpoints)), key=lambda i: (endpoints[i] != chosen, not kept[i], -_rank(totals[i]), i))
+    taken = (i for i, name in enumerate(endpoints) if name)  # not slots whose endpoint is gone
+    order = sorted(taken, key=lambda i: (endpoints[i] != chosen, not kept[i], -_rank(totals[i]), i))
     shown = order[:max_shown]
     filters = [(name, _values(column, len(endpoints))) for name, column in trace.filters]
     scorers = [(name, weight, _values(column, len(endpoints))) for name, weight, column in trace.scorers]

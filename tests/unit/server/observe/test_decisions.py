@@ -170,6 +170,14 @@ def test_many_candidates_are_cut_but_never_the_chosen_one() -> None:
     assert [one["endpoint"] for one in shown["candidates"]] == ["b", "e499", "e498", "e497"]
 
 
+def test_endpoints_that_are_gone_are_no_candidates() -> None:
+    journal = Journal()
+    journal.on_decisions([decision(endpoint="", trace=replace(trace(), endpoints=("", "b", "")))])
+    shown = next(journal.each(1))["trace"]
+    assert [(one["endpoint"], one["chosen"]) for one in shown["candidates"]] == [("b", False)]
+    assert shown["left_out"] == 0
+
+
 def test_columns_that_are_missing_or_do_not_fit() -> None:
     journal = Journal()
     odd = Trace(endpoints=("a", "b"), filters=[("f", np.array([True]))], scorers=[("s", 1.0, None)], total=None)
