@@ -1,15 +1,19 @@
 """Faults of KV events, with stubs that publish what their caches do."""
 
+import asyncio
 import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import zmq
+import zmq.asyncio
 from ports import free_ports
 
 from fairlead.doctor.checks import kv_events as kv_dialled
 from fairlead.doctor.run import Examination
-from fairlead.lab.stub.kv_publisher import KvEventsConfig
+from fairlead.lab.stub.kv_publisher import KvEventsConfig, encode_batch
+from fairlead.pool.kv_events.wire import replay_reply
 
 Json = dict[str, Any]
 Listed = Callable[..., list[Json]]
@@ -72,6 +76,28 @@ async def test_a_wrong_port_of_replays_is_named(world: Any, pool_of: Listed) -> 
     config = {"endpoints": pool_of(addresses), "kvEvents": settings, **BY_ENGINE}
     found = await world.examined(config, only=("kv-events",))
     assert codes(found) == {"kv-events.replay"}
+
+
+async def test_a_replay_that_is_long_is_no_finding(world: Any, pool_of: Listed) -> None:
+    events, replay = free_ports(2)
+    addresses = await world.stubs(1, KvEventsConfig(events=f"tcp://127.0.0.1:{events}"))
+    with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.bind(f"tcp://127.0.0.1:{replay}")
+
+        async def answer_without_end() -> None:
+            peer, *_ = await router.recv_multipart()
+            for number in range(1_000_000):
+                await router.send_multipart([peer, *replay_reply(b"", number, encode_batch(number, []))])
+                await asyncio.sleep(0.01)
+
+        answering = asyncio.create_task(answer_without_end())
+        settings = {"enabled": True, "port": events, "replayPort": replay}
+        config = {"endpoints": pool_of(addresses), "kvEvents": settings, **BY_ENGINE}
+        try:
+            assert (await world.examined(config, only=("kv-events",))).findings == ()
+        finally:
+            answering.cancel()
+            await asyncio.wait([answering])
 
 
 async def test_a_wrong_block_size_is_named(world: Any, pool_of: Listed) -> None:
