@@ -148,6 +148,23 @@ async def test_the_order_and_the_width_can_be_chosen(port: Port) -> None:
     assert "in band" not in done.output
 
 
+async def test_all_traffic_is_shown_or_how_much_more_there_is(port: Port) -> None:
+    port.served += [f"m{number}" for number in range(9)]
+    for number in range(9):
+        asked = Request(id=100 + number, arrived=port.now(), model=f"m{number}")
+        bad = {"outcome": "rejected-no-endpoints", "status": 503} if number == 8 else {"endpoint": "server-2"}
+        port.watch.on_decision(DecisionRecord(request=asked, at=port.now(), policy="p", **bad), 1e-4)
+    done = await call("--admin", f"127.0.0.1:{port.number}", "--once")
+    assert all(f" {name} " in done.output for name in port.served) and "more" not in done.output
+    state = json.loads((await call("--admin", f"127.0.0.1:{port.number}", "--once", "--json")).stdout)
+    shown = io.StringIO()
+    Console(file=shown, width=150).print(view(state, "name", 150, height=24))
+    assert "and 7 more, 1 of them with errors" in shown.getvalue()
+    assert len(shown.getvalue().splitlines()) <= 24
+    Console(file=shown, width=150).print(view(state, "name", 150, height=60))
+    assert " m8 " in shown.getvalue()
+
+
 async def test_long_names_cut_no_figure(port: Port) -> None:
     names = [f"inference/vllm-qwen3-32b-instruct-fp8-production-6c9d8b7f5d-{end}" for end in ("x2k4q", "9q4mz")]
     now = asyncio.get_running_loop().time()

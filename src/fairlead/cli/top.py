@@ -105,8 +105,8 @@ _DASH = "–"
 #: Characters: of a state before it is wrapped; of names while there are columns to leave out, and in any case.
 _STATE, _NAME, _LEAST_NAME = 18, 24, 16
 _Column = tuple[str, int, Callable[[Row], str | Text]]
-#: Lines of the screen other than rows of the table of endpoints.
-_OTHER_LINES = 17
+#: Lines of the screen other than rows of tables; rows of endpoints and of traffic that are shown in any case.
+_OTHER_LINES, _LEAST_ENDPOINTS, _LEAST_TRAFFIC = 17, 3, 4
 
 
 def view(state: dict[str, Any], sort: str, width: int, height: int | None = None, problem: str = "") -> RenderableType:
@@ -123,11 +123,14 @@ def view(state: dict[str, Any], sort: str, width: int, height: int | None = None
         parts.append(Text(f"numbers of this scheduler, one of {now['schedulers']}; in flight and at endpoints: all"))
     if now["replicas"]:
         parts.append(Text.assemble(("replicas ", "dim"), now["replicas"]))
-    traffic, queues = now["traffic"][:4], now["queues"]
-    used = len(now["notices"]) + len(traffic) + (len(queues["bands"]) + 2 if queues and queues["bands"] else 0)
-    most = None if height is None else max(height - _OTHER_LINES - used, 3)
-    parts.append(_endpoints(sorted(now["endpoints"], key=SORTS[sort]), width, most))
-    parts.append(_traffic(traffic))
+    endpoints, traffic, queues = sorted(now["endpoints"], key=SORTS[sort]), now["traffic"], now["queues"]
+    most = most_traffic = None
+    if height is not None:
+        used = len(now["notices"]) + (len(queues["bands"]) + 2 if queues and queues["bands"] else 0)
+        most_traffic = max(height - _OTHER_LINES - used - len(endpoints), _LEAST_TRAFFIC)
+        most = max(height - _OTHER_LINES - used - min(len(traffic), most_traffic), _LEAST_ENDPOINTS)
+    parts.append(_endpoints(endpoints, width, most))
+    parts.append(_traffic(traffic, now["traffic_left_out"], most_traffic))
     if queues and queues["bands"]:
         parts.append(_queues(queues))
     return Group(*parts)
@@ -175,7 +178,7 @@ def _figures(now: Row) -> Text:
 
 
 def _endpoints(rows: list[Row], width: int, most: int | None) -> Table:
-    shown = rows if most is None or len(rows) <= most else rows[: most - 1]
+    shown = _first(rows, most)
     columns, names = _fitting(shown, width)
     left = len(rows) - len(shown)
     table = _table((name for name, _, _ in columns), 2, f"and {left} more endpoints" if left else None)
@@ -183,6 +186,11 @@ def _endpoints(rows: list[Row], width: int, most: int | None) -> Table:
         name, *figures = (cell(row) for _, _, cell in columns)
         table.add_row(_cut(str(name), names), *figures)
     return table
+
+
+def _first(rows: list[Row], most: int | None) -> list[Row]:
+    """All rows, or so many that a line fits which says how many more there are."""
+    return rows if most is None or len(rows) <= most else rows[: most - 1]
 
 
 def _fitting(rows: list[Row], width: int) -> tuple[list[_Column], int]:
@@ -236,11 +244,15 @@ def _state(row: Row) -> tuple[str, str]:
     return words[row["state"]]
 
 
-def _traffic(rows: list[Row]) -> RenderableType:
+def _traffic(rows: list[Row], unknown: int, most: int | None) -> RenderableType:
+    """`unknown`: how many more rows there are."""
     if not rows:
         return Text("no request has arrived since the start", "dim")
-    table = _table(("model", "band", "requests/s", "in flight", "requests", "errors", "hits"), 1)
-    for row in rows:
+    shown = _first(rows, most)
+    left, failing = len(rows) - len(shown) + unknown, sum(row["errors"] > 0 for row in rows[len(shown) :])
+    more = f"and {left} more{f', {failing} of them with errors' if failing else ''}" if left else None
+    table = _table(("model", "band", "requests/s", "in flight", "requests", "errors", "hits"), 1, more)
+    for row in shown:
         model = f"{row['model']} → {row['target']}" if row["target"] else row["model"] or "(none named)"
         table.add_row(
             model,
