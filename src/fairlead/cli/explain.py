@@ -29,7 +29,8 @@ def show(explained: dict[str, Any], top: int) -> None:
     explained = plain(explained)  # clients and model servers choose names
     where = explained["endpoint"] or f"nowhere ({explained['outcome']})"
     name = f"request {explained['request_id']}" + (f" ({explained['external_id']})" if explained["external_id"] else "")
-    console.print(Text.assemble(name, " → ", (where, "bold"), f" by {explained['policy']}"))
+    first = f" (prompt: {prefill})" if (prefill := explained.get("prefill_endpoint")) else ""
+    console.print(Text.assemble(name, " → ", (where, "bold"), first, f" by {explained['policy']}"))
     _say(
         console,
         f"{explained['target_model'] or 'no model'}, {explained['api']}{', streamed' if explained['stream'] else ''}, "

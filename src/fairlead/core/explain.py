@@ -26,7 +26,7 @@ from fairlead.core.cost import Weights, parts
 from fairlead.core.policy import Context, CostPolicy, Cycle, Explainable, Picked, Policy
 from fairlead.core.prefix import AS_FREE
 from fairlead.core.profile import estimate
-from fairlead.core.records import FLOW_CONTROL, Trace, Waited
+from fairlead.core.records import FLOW_CONTROL, SplitCosts, Trace, Waited
 from fairlead.core.request import Request
 from fairlead.core.snapshot import Restored
 from fairlead.core.stalls import LEVELS
@@ -82,6 +82,8 @@ class Explanation(Struct, frozen=True, kw_only=True):
     why: tuple[str, ...] = ()
     #: Why the request waited in our queue; `None` = it did not wait.
     waited: Waited | None = None
+    #: What a split would have cost; `None` = none was possible.
+    split: SplitCosts | None = None
 
 
 # The choice in words.
@@ -196,6 +198,14 @@ def why_waited(waited: Waited) -> list[str]:
     return lines
 
 
+def why_split(split: SplitCosts, endpoint: str) -> str:
+    """Return in words who computed the prompt, with the costs of both ways."""
+    alone, pair = ("infinite" if ms is None else f"{ms:,.1f} ms" for ms in (split.alone_ms, split.pair_ms))
+    if split.taken:
+        return f"{split.prefill} computes the prompt and {endpoint} decodes: {pair} together, {alone} at one endpoint"
+    return f"it was not split: {alone} at one endpoint, {pair} if {split.prefill} computed the prompt"
+
+
 def _largest(gains: dict[str, float]) -> list[tuple[str, float]]:
     return sorted(
         ((name, gain) for name, gain in gains.items() if abs(gain) >= 0.05), key=lambda gain_of: -abs(gain_of[1])
@@ -247,7 +257,8 @@ def explain(make: Callable[[], Policy], request: Request, trace: Trace, endpoint
         if chosen >= 0 and reproduced:
             limits = _Limits(make, request, trace, rated, chosen)
     candidates = _candidates(view, request, trace, totals, terms, chosen, limits)
-    reasons = why(candidates, unit) + ([] if trace.waited is None else why_waited(trace.waited))
+    reasons = [] if trace.split is None else [why_split(trace.split, endpoint)]
+    reasons += why(candidates, unit) + ([] if trace.waited is None else why_waited(trace.waited))
     return Explanation(
         policy=policy.name,
         unit=unit,
@@ -256,6 +267,7 @@ def explain(make: Callable[[], Policy], request: Request, trace: Trace, endpoint
         candidates=candidates,
         why=tuple(reasons),
         waited=trace.waited,
+        split=trace.split,
     )
 
 

@@ -77,6 +77,17 @@ class Waited(Struct, frozen=True, gc=False):
     kept_by: str = ""
 
 
+class SplitCosts(Struct, frozen=True, gc=False):
+    """What a policy compared that can split a request, in milliseconds; `None` = it could not be rated."""
+
+    #: At the best endpoint for both stages, and at the best pair.
+    alone_ms: float | None
+    pair_ms: float | None
+    #: Id of the pair's endpoint that computes the prompt, and whether the pair was taken.
+    prefill: str
+    taken: bool
+
+
 #: A numpy array over the endpoints of one decision, in the order of `Trace.endpoints`.
 Column = Any
 
@@ -103,6 +114,8 @@ class Trace(Struct, gc=False):
     snapshot: Snapshot | None = None
     #: Why the request waited before late binding sent it; `None` = it was decided on arrival.
     waited: Waited | None = None
+    #: What a split would have cost; `None` = none was possible.
+    split: SplitCosts | None = None
 
 
 class DecisionRecord(Struct, frozen=True, kw_only=True, gc=False):

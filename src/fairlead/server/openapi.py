@@ -44,6 +44,7 @@ class Decision(_Moment):
     status: int
     endpoint: str | None
     address: str | None
+    prefill_endpoint: str | None
     predicted_hit_tokens: int
     best_hit_tokens: int
     overloaded: bool

@@ -29,6 +29,7 @@ from fairlead.core.endpoint import PREFILL_ONLY, ROLE_LABEL, Endpoint
 from fairlead.core.errors import PluginError
 from fairlead.core.policy import Answer, Context, Cycle, Filter, Picked, Refused
 from fairlead.core.profile import estimate
+from fairlead.core.records import SplitCosts
 from fairlead.core.request import Request
 from fairlead.core.view import FleetView
 from fairlead.plugins.filters.ability import Role, RoleParams
@@ -101,12 +102,16 @@ class PrefillDecode:
             and self._may_split(request, prefill, decode)
             and self._healthy(prefill.slot, request, fleet, traced)
         ):
-            pair = _cost(prefill) + self._params.transfer_ms + _cost(decode)
-            if self._params.always or pair < (1.0 - self._params.margin) * _cost(alone):
+            pair_ms, alone_ms = _cost(prefill) + self._params.transfer_ms + _cost(decode), _cost(alone)
+            taken = self._params.always or pair_ms < (1.0 - self._params.margin) * alone_ms
+            compared = SplitCosts(_finite(alone_ms), _finite(pair_ms), fleet.table.ids[prefill.slot], taken)
+            if taken:
                 decode.prefill_slot, decode.fallback_slot = prefill.slot, -1
                 decode.hit_share, decode.best_share = prefill.hit_share, prefill.best_share
                 decode.overloaded |= prefill.overloaded
                 alone = decode
+            if alone.trace is not None:
+                alone.trace.split = compared
         if not context.trace:
             alone.trace = None
         return alone
@@ -156,3 +161,7 @@ def _cost(pick: Answer) -> float:
     if isinstance(pick, Refused) or trace is None or trace.total is None:
         return float(np.inf)
     return -float(trace.total[pick.slot])
+
+
+def _finite(cost: float) -> float | None:
+    return cost if np.isfinite(cost) else None

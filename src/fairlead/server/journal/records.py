@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from fairlead.core.endpoint import BaseModels, Endpoint
 from fairlead.core.events import AdaptersListed, Event, ModelsChanged, Reconfigured, RequestArrived
-from fairlead.core.records import DecisionRecord, Forecast, Snapshot, Trace, Waited
+from fairlead.core.records import DecisionRecord, Forecast, Snapshot, SplitCosts, Trace, Waited
 from fairlead.core.request import Request
 
 SEGMENT, DECIDED, DETAIL, ENDED, POLICY, LOST = "segment", "decided", "detail", "ended", "policy", "lost"
@@ -214,6 +214,8 @@ class Packer:
             packed["loading"] = _array(trace.loading, known, arrays)
         if trace.waited is not None:
             packed["waited"] = trace.waited
+        if trace.split is not None:
+            packed["split"] = trace.split
         if trace.snapshot is not None:
             packed["snapshot"] = self._snapshot(trace.snapshot)
         if trace.snapshot is None or trace.endpoints != _ids(trace.snapshot.endpoints):
@@ -267,6 +269,7 @@ class Unpacker:
                 loading=_item(arrays, packed.get("loading")),
                 snapshot=snapshot,
                 waited=msgspec.convert(packed.get("waited"), Waited | None),
+                split=msgspec.convert(packed.get("split"), SplitCosts | None),
             )
             return Detail(msgspec.convert(packed["request"], Request), trace)
         except (KeyError, IndexError, TypeError, msgspec.ValidationError) as error:

@@ -137,10 +137,11 @@ def render(decision: DecisionRecord, outcome: OutcomeRecord | None, max_shown: i
         "status": decision.status,
         "endpoint": decision.endpoint or None,
         "address": decision.address or None,
+        "prefill_endpoint": decision.prefill or None,
         "predicted_hit_tokens": decision.hit_tokens,
         "best_hit_tokens": decision.best_hit_tokens,
         "overloaded": decision.overloaded,
-        "forecast": None if decision.forecast is None else _forecast(decision.forecast),
+        "forecast": None if (forecast := _made(decision)) is None else _forecast(forecast),
         "waiting": None if decision.trace is None or decision.trace.waited is None else _waited(decision.trace.waited),
         "trace": None if decision.trace is None else _trace(decision.trace, decision.endpoint, max_shown),
         "result": None if outcome is None else _result(outcome),
@@ -178,6 +179,11 @@ def _waited(waited: Waited) -> dict[str, Any]:
     rounded = msgspec.to_builtins(waited)
     rounded["closed_ms"], rounded["kept_ms"] = round(waited.closed_ms, 3), round(waited.kept_ms, 3)
     return {**rounded, "why": why_waited(waited)}
+
+
+def _made(decision: DecisionRecord) -> Forecast | None:
+    """The forecast; `None` = there is none, as for a request that is split: the transfer's time is not known."""
+    return decision.forecast if decision.forecast is not None and decision.forecast.ttft_ms > 0.0 else None
 
 
 def _forecast(forecast: Forecast) -> dict[str, Any]:
@@ -272,7 +278,7 @@ def plain(explanation: Explanation) -> dict[str, Any]:
 def prediction(decision: DecisionRecord, outcome: OutcomeRecord | None) -> dict[str, Any] | None:
     """How good it was. Times to the first token count from when the request was sent: `queued_ms` went before. Ratios
     are actual / predicted; unknown = null."""
-    forecast = decision.forecast
+    forecast = _made(decision)
     if forecast is None:
         return None
     ttft = round(outcome.sent_ttft_ms, 6) if outcome is not None and outcome.ttft_ms >= 0 else None

@@ -6,12 +6,14 @@ import pytest
 
 from fairlead.core import events as ev
 from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.explain import explain
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import Instruction, Record, Route
 from fairlead.core.policy import Context, Picked
 from fairlead.core.records import DecisionRecord, OutcomeRecord
 from fairlead.core.request import Request
 from fairlead.core.scheduler import Pipeline
+from fairlead.core.snapshot import Snapshots
 from fairlead.core.tokens import TokenEstimator
 from fairlead.plugins.filters.ability import Role, RoleParams
 from fairlead.plugins.filters.availability import Health, HealthParams
@@ -64,6 +66,26 @@ def test_a_prompt_that_the_decoder_holds_stays_there() -> None:
     holds(known, "e2", asked)
     found = pick(known, asked)
     assert (found.slot, found.prefill_slot) == (2, -1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "split"), [(request(LONG), True), (request("hello", prompt_tokens=20), False)], ids=["split", "alone"]
+)
+def test_what_both_ways_would_have_cost_is_explained(asked: Request, split: bool) -> None:
+    known = pool("prefill", "decode")
+    found = pick(known, asked)
+    assert found.trace is not None and found.trace.split is not None
+    costs = found.trace.split
+    assert (costs.taken, costs.prefill) == (split, "e0")
+    found.trace.snapshot = Snapshots()(known, 1.0)
+    said = explain(lambda: PrefillDecode(filters=[Role(RoleParams())]), asked, found.trace, "e1")
+    assert said.reproduced and said.split == costs
+    pair, alone = f"{costs.pair_ms:,.1f} ms", f"{costs.alone_ms:,.1f} ms"
+    assert said.why[0] == (
+        f"e0 computes the prompt and e1 decodes: {pair} together, {alone} at one endpoint"
+        if split
+        else f"it was not split: {alone} at one endpoint, {pair} if e0 computed the prompt"
+    )
 
 
 def test_a_slow_transfer_is_avoided() -> None:

@@ -40,8 +40,10 @@ def test_an_explanation_shows_names_and_does_not_obey_them(recorded: Any, capsys
     explained = json.loads(call("explain", record.request.id, recorded.path, "--json").output)
     name = "\x1b]0;PWNED\x07\x1b[2J\x1b[Hall is well\u202e"
     explained["target_model"] = explained["external_id"] = name
+    explained["prefill_endpoint"] = "first"
     show(explained, 3)
     output = capsys.readouterr().out
+    assert f"{record.endpoint} (prompt: first) by " in output
     assert output.count("PWNED") == 2 and all(letter.isprintable() for letter in output.replace("\n", ""))
 
 

@@ -10,7 +10,7 @@ from fairlead.core import events as ev
 from fairlead.core.endpoint import BaseModels, Endpoint, Sample
 from fairlead.core.fleet import Fleet
 from fairlead.core.models import InferenceModel, ModelSet, Origin
-from fairlead.core.records import DecisionRecord, Trace
+from fairlead.core.records import DecisionRecord, SplitCosts, Trace
 from fairlead.core.request import PrefixChain, Request, Usage
 from fairlead.core.snapshot import Restored, Snapshots
 from fairlead.server.journal.blocks import sampled
@@ -117,6 +117,7 @@ def decided(number: int, there: Fleet, take: Snapshots, at: float) -> DecisionRe
         outcome="picked",
         held=np.array([0.1, 0.2, 0.0, 0.0, 0.5]),
         snapshot=take(there, at),
+        split=SplitCosts(None, 12.5, "e2", True),
     )
     request = msgspec.structs.replace(REQUEST, id=number)
     return DecisionRecord(request=request, at=at, policy="p", endpoint="e3", trace=trace)
@@ -138,6 +139,7 @@ def test_details_come_back_to_the_last_bit_and_say_only_what_changed() -> None:
         assert ours.snapshot is not None
         assert theirs.endpoints == ours.endpoints
         assert theirs.candidates is None
+        assert theirs.split == ours.split
         assert np.array_equal(theirs.filters[0][1], ours.filters[0][1])
         assert np.array_equal(theirs.total, ours.total)
         assert np.array_equal(theirs.held, ours.held)

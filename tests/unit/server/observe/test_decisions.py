@@ -99,6 +99,13 @@ def test_time_per_token_is_measured_of_streams_only(stream: bool, tpot_ms: float
     assert held is not None and held["tpot_ms"] == {"predicted": 9.0, "actual": tpot_ms}
 
 
+def test_who_computed_the_prompt_is_shown_and_no_forecast_where_there_is_none() -> None:
+    journal, made = Journal(), decision(forecast=Forecast(), prefill="p")
+    journal.on_decisions([made])
+    (shown,) = list(journal.each(1))
+    assert (shown["prefill_endpoint"], shown["forecast"], prediction(made, outcome())) == ("p", None, None)
+
+
 def test_the_newest_come_first() -> None:
     journal = Journal(size=3)
     for number in range(1, 6):
