@@ -61,8 +61,8 @@ def test_schedulers_ask_it_at_its_service(helm: Helm, name: str) -> None:
     ports = {one["name"]: one["containerPort"] for one in container(objects, "-indexer")["ports"]}
     config = configured(objects, "-indexer")
     assert {one["targetPort"] for one in found["spec"]["ports"]} == set(ports)
-    assert (config.admin.host, config.admin.port) == ("0.0.0.0", ports["http"])
-    assert config.kv_events.bind == (f"tcp://0.0.0.0:{ports['kv-events']}" if "kv-events" in ports else "")
+    assert (config.admin.host, config.admin.port) == ("::", ports["http"])
+    assert config.kv_events.bind == (f"tcp://*:{ports['kv-events']}" if "kv-events" in ports else "")
     assert config.kv_events.enabled and not config.kv_events.indexer.url
 
 

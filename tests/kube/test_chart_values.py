@@ -67,6 +67,9 @@ def test_the_pod_serves_the_ports_that_the_configuration_opens(helm: Helm, value
     if config.kv_events.bind:
         wanted.add(int(config.kv_events.bind.rpartition(":")[2]))
     assert open_ports == wanted
+    # A pod may have only an IPv6 address.
+    assert config.admin.host == "::"
+    assert (config.gateway if config.gateway.mode == "embedded" else config.ext_proc).host == "::"
 
 
 @every_set

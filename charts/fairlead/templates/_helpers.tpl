@@ -144,7 +144,7 @@ imagePullPolicy: {{ .pullPolicy }}
 {{- define "fairlead.config" -}}
 {{- $service := printf "%s.%s" (include "fairlead.epp" .) .Release.Namespace -}}
 {{- $hosts := list (include "fairlead.epp" .) $service (printf "%s.svc" $service) (printf "%s.svc.cluster.local" $service) -}}
-{{- $config := dict "log" (dict "format" "json") "admin" (dict "host" "0.0.0.0" "port" 9090 "debug" false "hosts" $hosts) -}}
+{{- $config := dict "log" (dict "format" "json") "admin" (dict "host" "::" "port" 9090 "debug" false "hosts" $hosts) -}}
 {{- $kubernetes := dict "namespace" .Release.Namespace -}}
 {{- if .Values.inferencePool.namespaces -}}
 {{- $_ := set $kubernetes "namespaces" .Values.inferencePool.namespaces -}}
@@ -163,12 +163,12 @@ imagePullPolicy: {{ .pullPolicy }}
 {{- end -}}
 {{- $_ := set $config "kubernetes" $kubernetes -}}
 {{- if .Values.standalone.enabled -}}
-{{- $gateway := dict "mode" "embedded" "host" "0.0.0.0" "port" (int .Values.standalone.port) -}}
+{{- $gateway := dict "mode" "embedded" "host" "::" "port" (int .Values.standalone.port) -}}
 {{- if .Values.standalone.keysSecret -}}{{- $_ := set $gateway "keys" (dict "file" "/etc/fairlead-keys/keys") -}}{{- end -}}
 {{- $_ := set $config "gateway" $gateway -}}
 {{- else -}}
 {{- $_ := set $config "gateway" (dict "mode" "none") -}}
-{{- $extProc := dict "host" "0.0.0.0" "port" 9002 "healthPort" 9003 -}}
+{{- $extProc := dict "host" "::" "port" 9002 "healthPort" 9003 -}}
 {{- if include "fairlead.tls" . -}}{{- $_ := set $extProc "tls" (dict "certDir" "/etc/fairlead-tls") -}}{{- end -}}
 {{- $_ := set $config "extProc" $extProc -}}
 {{- end -}}
@@ -187,7 +187,7 @@ imagePullPolicy: {{ .pullPolicy }}
 {{- if include "fairlead.ownIndexer" $ -}}
 {{- $_ := set $kv "indexer" (dict "url" (include "fairlead.indexerURL" $)) -}}
 {{- else -}}
-{{- with .kvcacheIndexer.zmqSubscriberURL -}}{{- $_ := set $kv "bind" (. | replace "*" "0.0.0.0") -}}{{- end -}}
+{{- with .kvcacheIndexer.zmqSubscriberURL -}}{{- $_ := set $kv "bind" . -}}{{- end -}}
 {{- end -}}
 {{- $_ := set $config "kvEvents" $kv -}}
 {{- end -}}

@@ -72,13 +72,13 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- $kubernetes := omit $scheduler.kubernetes "leaderElection" -}}
 {{- $events := dict "enabled" true -}}
 {{- if $values.zmqSubscriberURL -}}
-{{- $_ := set $events "bind" ($values.zmqSubscriberURL | replace "*" "0.0.0.0") -}}
+{{- $_ := set $events "bind" $values.zmqSubscriberURL -}}
 {{- else -}}
 {{- $_ := set $events "snapshot" "/var/lib/fairlead/index.kv" -}}
 {{- $_ := set $events "indexer" (dict "warmFrom" (include "fairlead.indexerURL" .)) -}}
 {{- end -}}
 {{- $events = mergeOverwrite $events (omit (deepCopy ((.Values.config).kvEvents | default dict)) "indexer") -}}
-{{- $admin := dict "host" "0.0.0.0" "port" 9090 -}}
+{{- $admin := dict "host" "::" "port" 9090 -}}
 {{- $config := dict "log" $scheduler.log "admin" $admin "kubernetes" $kubernetes "kvEvents" $events -}}
 {{- toYaml (mergeOverwrite $config (include "fairlead.sections" $values.config | fromYaml)) -}}
 {{- end }}

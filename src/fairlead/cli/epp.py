@@ -89,7 +89,7 @@ def configured(given: Mapping[str, str], directory: Path) -> dict[str, Any]:
         }
     )
     values["gateway"] = {"mode": "none"}
-    values["admin"]["metricsHost"] = "0.0.0.0"
+    values["admin"]["metricsHost"] = "::"
     if given.get("metrics-cert-dir"):
         values["admin"]["tls"] = {"certDir": given["metrics-cert-dir"]}
     if given.get("secure-serving") != "false":

@@ -67,4 +67,4 @@ def _address(text: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     if not colon or not (port.isascii() and port.isdigit() and len(port) < 6 and int(port) < 65536):
         raise ConfigError(f"--listen {text!r}: expected HOST:PORT, e.g. 0.0.0.0:9090")
-    return host.strip("[]") or "0.0.0.0", int(port)
+    return host.strip("[]") or "::", int(port)

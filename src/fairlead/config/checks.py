@@ -57,7 +57,7 @@ def resolve(settings: Settings, base: Path | None, report: Report) -> Settings:
     """Fill in values that depend on other sections and on the file's directory, and report contradictions."""
     ext_proc, als = settings.ext_proc, settings.als
     if not ext_proc.host:
-        host = "127.0.0.1" if settings.gateway.mode == "embedded" else "0.0.0.0"
+        host = "127.0.0.1" if settings.gateway.mode == "embedded" else "::"
         ext_proc = ext_proc.model_copy(update={"host": host})
     if not als.port:
         als = als.model_copy(update={"port": ext_proc.port})

@@ -92,7 +92,7 @@ class Gateway(Section):
         default="embedded",
         description="`embedded`: Fairlead starts an Envoy. `none`: your own gateway talks to `extProc`.",
     )
-    host: Name = Field(default="127.0.0.1", description="Where clients connect; `0.0.0.0` serves other machines.")
+    host: Name = Field(default="127.0.0.1", description="Where clients connect; `'::'` serves other machines.")
     port: Port = Field(default=8080, description="The port for clients.")
     admin_port: Port = Field(default=0, description="Envoy's admin page, on 127.0.0.1; 0 = off.")
     response_mode: Literal["streamed", "none"] = Field(
@@ -165,7 +165,7 @@ class Tls(Section):
 class ExtProc(Section):
     """The endpoint picker's gRPC port."""
 
-    host: str = Field(default="", description="Empty = 127.0.0.1 with the embedded gateway, else 0.0.0.0.")
+    host: str = Field(default="", description="Empty = 127.0.0.1 with the embedded gateway, else `'::'`.")
     port: Port = Field(default=9002, description="The gRPC port.")
     transport: Literal["http2", "grpc-aio"] = Field(
         default="http2", description="`grpc-aio` is slower and exists as a reference."
@@ -192,7 +192,7 @@ class Als(Section):
 class Admin(Section):
     """Metrics, health and debug pages over HTTP."""
 
-    host: Name = Field(default="127.0.0.1", description="Where the port listens; `0.0.0.0` opens it to the network.")
+    host: Name = Field(default="127.0.0.1", description="Where the port listens; `'::'` opens it to the network.")
     port: Port = Field(default=9090, description="0 = any free port.")
     debug: bool = Field(
         default=True, description="Serve the dashboard and the pages that show endpoints and decisions."

@@ -20,6 +20,7 @@ from fairlead.config.schema import Config
 from fairlead.core.endpoint import Endpoint, host_port
 from fairlead.core.errors import FairleadError
 from fairlead.doctor.http import Answer, Client, Unreached, speaks_tls
+from fairlead.gateway.ports import dialled
 from fairlead.pool.aio import cancelled
 from fairlead.pool.endpoints_file import preferred, resolve_host
 from fairlead.pool.model_files import load_tokeniser
@@ -183,8 +184,7 @@ class Site:
 
     async def _look_for_scheduler(self) -> None:
         settings = self.config.admin
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
-        url = self._wanted or (f"http://{host_port(host, settings.port)}" if settings.port else "")
+        url = self._wanted or (f"http://{host_port(dialled(settings.host), settings.port)}" if settings.port else "")
         if not url:
             return
         try:

@@ -2,6 +2,10 @@
 
 import contextlib
 import socket
+from ipaddress import ip_address
+
+#: Every address of the machine, IPv4 and IPv6; only IPv4 on a machine without IPv6.
+EVERYWHERE = "::"
 
 
 def obstacle(host: str, port: int) -> OSError | None:
@@ -17,12 +21,24 @@ def obstacle(host: str, port: int) -> OSError | None:
     return None
 
 
+def bindable(host: str) -> str:
+    """The address for a server that does not do without IPv6 by itself."""
+    return "0.0.0.0" if host == EVERYWHERE and not socket.has_dualstack_ipv6() else host
+
+
+def dialled(host: str) -> str:
+    """Where this machine reaches who listens on `host`."""
+    with contextlib.suppress(ValueError):  # a name
+        return "127.0.0.1" if ip_address(host).is_unspecified else host
+    return "127.0.0.1" if host == "localhost" else host
+
+
 def listening_sockets(host: str, port: int, backlog: int) -> list[socket.socket]:
-    """One socket per address of `host` (empty = all, IPv4 and IPv6), all on the same port, also when `port` is 0.
+    """One socket per address of `host` (empty = `EVERYWHERE`), all on the same port, also when `port` is 0.
 
     Raises `OSError` if the port is taken or the host has no address.
     """
-    if not host:
+    if host in ("", EVERYWHERE):
         if socket.has_dualstack_ipv6():
             with contextlib.suppress(OSError):  # IPv6 may be compiled in but disabled
                 everywhere = ("", port)

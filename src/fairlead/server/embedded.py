@@ -20,7 +20,6 @@ import contextlib
 import json
 import os
 import sys
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -38,7 +37,7 @@ from fairlead.gateway.envoy.gateway import Plan, prepare
 from fairlead.gateway.envoy.options import Options, Tls
 from fairlead.gateway.envoy.process import CONFIG, FACTS, JWT, KEYS, tie_to_parent
 from fairlead.gateway.memory import memory_limit
-from fairlead.gateway.ports import listening_sockets
+from fairlead.gateway.ports import dialled, listening_sockets
 from fairlead.pool.endpoints_file import follow_endpoints
 from fairlead.pool.kube.objects import H2C
 from fairlead.server.journal.records import WORKER
@@ -68,7 +67,7 @@ def serve_embedded(config: Config, file: Path, workers: int = 1) -> tuple[Config
     keys = config.gateway.keys
     known = read_keys(keys.file) if keys else ()
     pool, http2 = asyncio.run(first_pool(config))
-    peers = tuple(_dialled(config, config.ext_proc.port + i) for i in range(1, workers))
+    peers = tuple(host_port(dialled(config.ext_proc.host), config.ext_proc.port + i) for i in range(1, workers))
     options = replace(gateway_options(config, http2), peers=peers)
     plan = prepare(options, pool, scheduler_timeout=config.gateway.wait_for_scheduler)
     if keys:
@@ -220,8 +219,8 @@ def gateway_options(config: Config, http2: bool = False) -> Options:
         host=gateway.host,
         port=gateway.port,
         admin_port=gateway.admin_port,
-        ext_proc=_dialled(config, ext_proc.port),
-        als=_dialled(config, config.als.port) if config.als.enabled else "",
+        ext_proc=host_port(dialled(ext_proc.host), ext_proc.port),
+        als=host_port(dialled(ext_proc.host), config.als.port) if config.als.enabled else "",
         # Our own process on this machine: its certificate is for other clients, and may be renewed while Envoy runs.
         tls=Tls(verify=False) if ext_proc.tls else None,
         response_mode="first-chunk" if gateway.response_mode == "streamed" else "none",
@@ -241,16 +240,6 @@ def gateway_options(config: Config, http2: bool = False) -> Options:
         decision_header=config.journal.header,
         upstream_http2=http2,
     )
-
-
-def _dialled(config: Config, port: int) -> str:
-    """Where Envoy reaches a port of the scheduler."""
-    host = config.ext_proc.host
-    with contextlib.suppress(ValueError):  # a name
-        address = ip_address(host)
-        if address.is_unspecified:
-            host = "127.0.0.1" if address.version == 4 else "::1"
-    return host_port("127.0.0.1" if host == "localhost" else host, port)
 
 
 def printed_options(config: Config, http2: bool = False) -> Options:

@@ -34,11 +34,13 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from fairlead.core.errors import ConfigError
+from fairlead.gateway.ports import listening_sockets
 from fairlead.gateway.tls import ServerTls
 
 MOST_CONNECTIONS = 256
 IDLE_S, _HANDSHAKE_S = 30.0, 10.0
 _TLS_LOOK_S = 5.0
+_BACKLOG = 128
 
 
 #: What ends a host's name in a URL or precedes it; a `Host` header has none of them (RFC 9110, section 7.2).
@@ -150,21 +152,13 @@ class Access:
 Busy = set[web.RequestHandler]
 
 
-class _Site(web.TCPSite):
-    """A site with a limit on connections. `busy`: those with a request in progress."""
+class _Connections:
+    """The connections of a port, which are limited. `busy`: those with a request in progress."""
 
-    def __init__(self, runner: web.AppRunner, host: str, port: int, tls: SSLContext | None, busy: Busy) -> None:
-        super().__init__(runner, host, port, ssl_context=tls)
-        self._busy = busy
+    def __init__(self, runner: web.AppRunner, busy: Busy) -> None:
+        self._runner, self._busy = runner, busy
         # aiohttp forgets the transport of a connection that it closes, which stays open until its client has read all.
         self._open: dict[web.RequestHandler, asyncio.Transport] = {}
-
-    async def start(self) -> None:
-        await web.BaseSite.start(self)
-        tls, limit = self._ssl_context, _HANDSHAKE_S if self._ssl_context is not None else None
-        self._server = await asyncio.get_running_loop().create_server(
-            lambda: _Entry(self), self._host, self._port, ssl=tls, ssl_handshake_timeout=limit
-        )
 
     def admit(self, transport: asyncio.Transport) -> None:
         """Serve a new connection, or close it if all others are busy."""
@@ -190,11 +184,26 @@ class _Site(web.TCPSite):
 class _Entry(asyncio.Protocol):
     """The protocol of a connection until it is admitted."""
 
-    def __init__(self, site: _Site) -> None:
-        self._site = site
+    def __init__(self, connections: _Connections) -> None:
+        self._connections = connections
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._site.admit(cast(asyncio.Transport, transport))
+        self._connections.admit(cast(asyncio.Transport, transport))
+
+
+class _Site(web.SockSite):
+    def __init__(
+        self, runner: web.AppRunner, sock: socket.socket, tls: SSLContext | None, connections: _Connections
+    ) -> None:
+        super().__init__(runner, sock, ssl_context=tls)
+        self._connections = connections
+
+    async def start(self) -> None:
+        await web.BaseSite.start(self)
+        tls, limit = self._ssl_context, _HANDSHAKE_S if self._ssl_context is not None else None
+        self._server = await asyncio.get_running_loop().create_server(
+            lambda: _Entry(self._connections), sock=self._sock, ssl=tls, ssl_handshake_timeout=limit
+        )
 
 
 async def send(
@@ -276,7 +285,9 @@ class HttpPort:
         await runner.setup()
         try:
             tls = None if self._tls is None else self._tls.context
-            await _Site(runner, self._host, self._wanted_port, tls, self._busy).start()
+            connections = _Connections(runner, self._busy)
+            for sock in listening_sockets(self._host, self._wanted_port, _BACKLOG):
+                await _Site(runner, sock, tls, connections).start()
         except BaseException:
             await runner.cleanup()
             raise

@@ -65,7 +65,7 @@ scorers:
     assert found["$.metrics.interval"] == (0.05, "line 4")
     assert found["$.metrics.timeout"] == (1.0, "default")
     assert found["$.gateway.mode"] == ("none", "line 2")
-    assert found["$.extProc.host"] == ("0.0.0.0", "from gateway.mode")
+    assert found["$.extProc.host"] == ("::", "from gateway.mode")
     assert found["$.als.port"] == (9002, "from extProc.port")
     assert found["$.endpoints[0]"] == ({"name": "10.0.0.1:1", "address": "10.0.0.1:1"}, "line 1")
 

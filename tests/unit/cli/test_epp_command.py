@@ -32,8 +32,8 @@ def read(given: dict[str, str], directory: Path, text: str = "{}") -> Config:
 def test_by_default_it_listens_as_the_reference_does(tmp_path: Path) -> None:
     config = read({}, tmp_path)
     assert config.gateway.mode == "none"
-    assert (config.ext_proc.host, config.ext_proc.port, config.ext_proc.health_port) == ("0.0.0.0", 9002, 9003)
-    assert (config.admin.metrics_host, config.admin.metrics_port) == ("0.0.0.0", 9090)
+    assert (config.ext_proc.host, config.ext_proc.port, config.ext_proc.health_port) == ("::", 9002, 9003)
+    assert (config.admin.metrics_host, config.admin.metrics_port) == ("::", 9090)
     assert (config.admin.host, config.admin.port) == ("127.0.0.1", 9091), "what shows decisions is not for the network"
     assert config.ext_proc.tls is not None
     assert b"BEGIN CERTIFICATE" in ServerTls.from_directory(config.ext_proc.tls.cert_dir).pem[1]
@@ -146,7 +146,7 @@ def test_the_image_runs_it_when_its_first_argument_is_a_flag(
 
 def test_a_configuration_of_the_reference_starts_no_gateway() -> None:
     plain = load(ENDPOINTS)
-    assert (plain.gateway.mode, plain.ext_proc.host, plain.ext_proc.port) == ("none", "0.0.0.0", 9002)
+    assert (plain.gateway.mode, plain.ext_proc.host, plain.ext_proc.port) == ("none", "::", 9002)
     assert plain.ext_proc.health_port == 9003
     wanted = yaml.safe_load(ENDPOINTS) | {"gateway": {"port": 8081}, "extProc": {"port": 1}}
     told = load(yaml.safe_dump(wanted))

@@ -176,7 +176,7 @@ parsing: {maxBodyBytes: 1.5Mi}
 seed: 7
 """
     )
-    assert (config.ext_proc.host, config.ext_proc.port, config.als.port) == ("0.0.0.0", 9100, 9100)
+    assert (config.ext_proc.host, config.ext_proc.port, config.als.port) == ("::", 9100, 9100)
     assert config.ext_proc.tls is not None and config.ext_proc.tls.cert_dir == "/certs"
     assert (config.metrics.interval, config.metrics.idle_interval, config.metrics.staleness) == (0.05, 1.0, 90.0)
     assert config.metrics.tls.verify is False

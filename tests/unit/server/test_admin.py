@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from time import perf_counter
@@ -167,7 +168,7 @@ async def test_a_source_that_raises_costs_its_own_page(visitor: Visitor) -> None
 
 async def test_a_port_that_is_taken(visitor: Visitor) -> None:
     second = Admin(visitor.sources.all, port=visitor.admin.port)
-    with pytest.raises(OSError, match="address already in use"):
+    with pytest.raises(OSError, match="Address already in use"):
         await second.start()
     await second.close()
 
@@ -367,6 +368,16 @@ async def test_who_does_not_read_the_answer_makes_room_at_once(monkeypatch: pyte
     assert all(size < len(page) for size in sizes[:2])
     assert all(size > len(page) for size in sizes[2:])
     await hang_up(writers)
+    await port.close()
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+async def test_everywhere_is_ipv4_and_ipv6() -> None:
+    port = HttpPort("::", 0, 1.0)
+    await port.start()
+    for host in ("127.0.0.1", "::1"):
+        _, writer = await asyncio.open_connection(host, port.port)
+        await hang_up([writer])
     await port.close()
 
 

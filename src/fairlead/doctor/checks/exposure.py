@@ -144,7 +144,7 @@ def _clients(config: Config) -> Iterator[Finding]:
     """What is unsafe about the way clients connect."""
     gateway, trusted = config.gateway, config.headers.trust
     ours = gateway.mode == "embedded"
-    host = gateway.host if ours else config.ext_proc.host or "0.0.0.0"
+    host = gateway.host if ours else config.ext_proc.host
     if not is_loopback(host) and "test-selection" in trusted:
         yield HEADERS.at("headers.trust")
     if not ours:
@@ -180,9 +180,8 @@ def _incoming(config: Config) -> Iterator[Finding]:
         yield from (HOSTS.at("admin.hosts", host) for host in admin.hosts if _PUBLIC.fullmatch(host.lower()))
     if admin.token_file and admin.tls is None:
         yield from (TOKEN.at("admin.tokenFile", f"{name} {host}") for name, host in pages if not is_loopback(host))
-    host = ext_proc.host or ("127.0.0.1" if config.gateway.mode == "embedded" else "0.0.0.0")
-    if ext_proc.tls is None and not is_loopback(host):
-        yield EXT_PROC.at("extProc.host", host)
+    if ext_proc.tls is None and not is_loopback(ext_proc.host):
+        yield EXT_PROC.at("extProc.host", ext_proc.host)
 
 
 def _schedulers(config: Config) -> Iterator[tuple[str, SchedulerSettings]]:

@@ -11,6 +11,7 @@ from fairlead.core.models import Split, Target
 from fairlead.doctor.http import Unreached, connects, speaks_tls
 from fairlead.doctor.run import Finding, Kind, Severity, check
 from fairlead.doctor.site import Site, tried
+from fairlead.gateway.ports import dialled
 from fairlead.gateway.tls import ServerTls
 from fairlead.plugins.filters.ability import ADAPTERS_LABEL, RoleParams
 from fairlead.pool.models_file import check_models
@@ -326,7 +327,7 @@ async def _ext_proc(site: Site) -> list[Finding]:
             return [FILES.at("extProc", str(error))]
     if not site.has("admin") or not settings.port:
         return []
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(settings.host, settings.host)
+    host = dialled(settings.host)
     if await connects(host, settings.port):
         return []  # the check `scheduler` reports that
     speaks = await speaks_tls(host, settings.port)

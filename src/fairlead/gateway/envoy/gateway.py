@@ -28,7 +28,7 @@ from fairlead.gateway.envoy.process import (
     LISTENERS,
     LISTENERS_LATER,
 )
-from fairlead.gateway.ports import obstacle
+from fairlead.gateway.ports import bindable, obstacle
 
 _PREFIX = "fairlead-"
 #: Seconds within which a gateway that starts has certainly locked its new directory.
@@ -75,6 +75,7 @@ def prepare(
     """
     options.check()
     binary = binary or find_envoy()
+    options = structs.replace(options, host=bindable(options.host))
     check_free(options.host, options.port)
     for number in range(options.envoys if options.admin_port else 0):
         check_free("127.0.0.1", options.admin_port + number, "adminPort")
