@@ -276,7 +276,8 @@ class FakeKube:
 
     def _allow(self, verb: str, resource: _Resource, part: str = "", namespace: str = "") -> None:
         plural = f"{resource[1]}/{part}" if part else resource[1]
-        if {(verb, plural), (verb, f"{namespace}/{plural}")} & self.forbidden:
+        names = plural, f"{namespace}/{plural}", f"{plural}.{resource[0].partition('/')[0]}"
+        if any((verb, name) in self.forbidden for name in names):
             raise Refused(403, "Forbidden", f"{plural} is forbidden: cannot {verb}")
 
     async def _collection(self, request: web.Request, resource: _Resource, namespace: str) -> web.StreamResponse:

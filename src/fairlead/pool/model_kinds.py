@@ -44,7 +44,7 @@ from fairlead.pool.kube.status import ACCEPTED, Condition
 # ---- one object ----
 
 LEGACY_GROUP, GROUP = "inference.networking.x-k8s.io", "llm-d.ai"
-#: The groups and versions of each kind. If several are installed, the first counts.
+#: The groups and versions of each kind. The first group that has an object counts, in its first installed version.
 _VERSIONS = {
     "InferenceModel": ((LEGACY_GROUP, "v1alpha2"), (LEGACY_GROUP, "v1alpha1")),
     "InferenceObjective": ((GROUP, "v1alpha2"), (GROUP, "v1"), (LEGACY_GROUP, "v1alpha2")),

@@ -1,16 +1,16 @@
 """Follow InferenceModels, InferenceObjectives and InferenceModelRewrites, and set the conditions of their status.
 
 Rules
-* Only the first installed group and version of a kind is followed (the reference picker's rule). A kind that is not
-  installed defines nothing; it is looked for again every `REDISCOVER_S`.
+* Of each group of a kind the first installed version is followed. Of objects with one name that of the first group
+  counts. A kind that is not installed defines nothing; it is looked for again every `REDISCOVER_S`.
 * Definitions are reported all together, after every installed kind was listed, and only if they changed.
 * If InferenceModels may not be listed, there are none: the reference's chart grants no right to them, and the older CRD
-  may still be installed.
+  may still be installed. The same is true of a kind's second group.
 * While a kind cannot be reached, its known objects stay. If it is uninstalled, its objects are removed.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from random import Random
 
 import msgspec
@@ -22,7 +22,7 @@ from fairlead.pool.aio import cancelled
 from fairlead.pool.kube.client import KubeClient, KubeError, Resource, Unreachable
 from fairlead.pool.kube.objects import read_plain
 from fairlead.pool.kube.reflector import Backoff, Reflector
-from fairlead.pool.kube.status import DesiredCondition, StatusWriter, Target
+from fairlead.pool.kube.status import Condition, DesiredCondition, StatusWriter, Target
 from fairlead.pool.model_kinds import KINDS, SERVED, ModelObject, conditions, model_set, read_model_object
 
 REDISCOVER_S = 30.0
@@ -80,7 +80,7 @@ class PoolModels:
 
     @property
     def _known(self) -> bool:
-        return self._discovered and not any(map(_still_missing, self.reflectors.values()))
+        return self._discovered and not any(_still_missing(*each) for each in self.reflectors.items())
 
     def follow(self, namespace: str, pool: str, feed: Callable[[ModelSet], object]) -> None:
         """Call `feed(models)` for each change of the definitions for this pool."""
@@ -106,8 +106,8 @@ class PoolModels:
         finally:
             if self._timer is not None:
                 self._timer.cancel()
-            for plural in list(self._tasks):
-                await self._unfollow(plural)
+            for name in list(self._tasks):
+                await self._unfollow(name)
 
     async def _discover(self) -> None:
         """Follow the kinds that are installed. Raises `KubeError` and `Unreachable`."""
@@ -117,17 +117,29 @@ class PoolModels:
                 if (group, version) not in installed:
                     installed[group, version] = await self._resources(group, version)
         self._on_trouble("discovery", "")
-        for plural, served in SERVED.items():
-            group_version = next((candidate for candidate in served if plural in installed[candidate]), None)
-            resource = Resource(*group_version, plural, self._namespace) if group_version else None
-            followed = self.reflectors.get(plural)
+        wanted = self._wanted(installed)
+        for name in dict.fromkeys((*wanted, *self.reflectors)):
+            resource, followed = wanted.get(name), self.reflectors.get(name)
             if resource != (followed.resource if followed else None):
-                await self._unfollow(plural)
+                await self._unfollow(name)
                 if resource is not None:
-                    self._follow(resource)
+                    self._follow(name, resource)
                 self._changed()
         self._discovered = True
         self._changed()
+
+    def _wanted(self, installed: Mapping[tuple[str, str], set[str]]) -> dict[str, Resource]:
+        """What to follow, by name: of a kind's second group `plural.group`."""
+        wanted: dict[str, Resource] = {}
+        for plural, served in SERVED.items():
+            groups: dict[str, str] = {}
+            for group, version in served:
+                if plural in installed[group, version]:
+                    groups.setdefault(group, version)
+            for group, version in groups.items():
+                name = f"{plural}.{group}" if plural in wanted else plural
+                wanted[name] = Resource(group, version, plural, self._namespace)
+        return wanted
 
     async def _resources(self, group: str, version: str) -> set[str]:
         answer = await self._client.probe(f"/apis/{group}/{version}")
@@ -138,12 +150,12 @@ class PoolModels:
         except msgspec.DecodeError as error:
             raise Unreachable(f"what {group}/{version} serves cannot be read: {error}") from None
 
-    def _follow(self, resource: Resource) -> None:
+    def _follow(self, name: str, resource: Resource) -> None:
         kind = KINDS[resource.plural]
         version = f"{resource.group}/{resource.version}"
 
         def troubled(trouble: str) -> None:
-            self._on_trouble(resource.plural, trouble)
+            self._on_trouble(name, trouble)
             self._changed()
 
         def read(raw: Raw) -> ModelObject:
@@ -159,12 +171,12 @@ class PoolModels:
             on_trouble=troubled,
             report=self._report,
         )
-        self.reflectors[resource.plural] = reflector
-        self._tasks[resource.plural] = asyncio.create_task(reflector.run(), name=resource.plural)
+        self.reflectors[name] = reflector
+        self._tasks[name] = asyncio.create_task(reflector.run(), name=name)
 
-    async def _unfollow(self, plural: str) -> None:
-        self.reflectors.pop(plural, None)
-        await cancelled(self._tasks.pop(plural, None))
+    async def _unfollow(self, name: str) -> None:
+        self.reflectors.pop(name, None)
+        await cancelled(self._tasks.pop(name, None))
 
     def _changed(self) -> None:
         if self._timer is None:
@@ -177,14 +189,22 @@ class PoolModels:
         desired: dict[Target, DesiredCondition] = {}
         changed: list[tuple[_Followed, ModelSet]] = []
         for (namespace, pool), followed in self._pools.items():
-            objects = {
-                plural: {key: item for key, item in reflector.items.items() if key.startswith(f"{namespace}/")}
-                for plural, reflector in self.reflectors.items()
-            }
-            for (plural, key), condition in conditions(objects, pool, namespace).items():
-                resource = replace(self.reflectors[plural].resource, namespace=namespace)
-                item = objects[plural][key].item
-                desired[resource, key.partition("/")[2]] = DesiredCondition(condition, item)
+            objects: dict[str, dict[str, ModelObject]] = {}
+            of: dict[tuple[str, str], list[tuple[Resource, ModelObject]]] = {}
+            for _, reflector in sorted(self.reflectors.items(), reverse=True):  # the first group's come last
+                resource = replace(reflector.resource, namespace=namespace)
+                for key, item in reflector.items.items():
+                    if key.startswith(f"{namespace}/"):
+                        objects.setdefault(resource.plural, {})[key] = item
+                        of.setdefault((resource.plural, key), []).append((resource, item))
+            for target, condition in conditions(objects, pool, namespace).items():
+                *replaced, (resource, item) = of[target]
+                name = target[1].partition("/")[2]
+                desired[resource, name] = DesiredCondition(condition, item.item)
+                superseded = Condition(
+                    False, "Superseded", f"{resource.group} has an object of this name, which counts"
+                )
+                desired.update({(former, name): DesiredCondition(superseded, item.item) for former, item in replaced})
             models = model_set(objects, pool, namespace)
             if models != followed.models:
                 changed.append((followed, models))
@@ -194,5 +214,6 @@ class PoolModels:
             followed.feed(models)
 
 
-def _still_missing(reflector: Reflector[ModelObject]) -> bool:
-    return not (reflector.ready.is_set() or (reflector.forbidden and reflector.resource.plural == "inferencemodels"))
+def _still_missing(name: str, reflector: Reflector[ModelObject]) -> bool:
+    needless = name == "inferencemodels" or name != reflector.resource.plural
+    return not (reflector.ready.is_set() or (reflector.forbidden and needless))

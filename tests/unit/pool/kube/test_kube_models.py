@@ -68,6 +68,18 @@ async def test_nothing_defined_is_known_too(followed: Followed, until: Any) -> N
     assert not followed.models.missing
 
 
+async def test_the_older_group_may_be_out_of_reach(
+    kube: FakeKube, client: KubeClient, rng: Random, tasks: Any, until: Any
+) -> None:
+    kube.put(LLMD, "inferenceobjectives", objective("urgent", 2))
+    kube.forbidden |= {("list", f"{plural}.{X.partition('/')[0]}") for plural in GROUPS[X]}
+    followed = Followed(client, rng)
+    tasks(followed.models.run())
+    await until(lambda: followed.sets)
+    assert [one.priority for one in followed.sets[-1].objectives] == [2]
+    assert followed.troubles and not followed.models.missing
+
+
 @pytest.mark.parametrize("plural", ["inferencemodels", "inferenceobjectives"])
 async def test_the_older_models_may_be_out_of_reach_and_nothing_else(
     kube: FakeKube, client: KubeClient, rng: Random, tasks: Any, until: Any, plural: str
@@ -166,11 +178,27 @@ async def test_missing_permission_is_told_and_routing_goes_on(kube: FakeKube, fo
     assert followed.sets[-1].models
 
 
-async def test_the_newer_group_counts_where_both_are_installed(kube: FakeKube, followed: Followed, until: Any) -> None:
+async def test_of_one_name_in_both_groups_the_newer_counts(kube: FakeKube, followed: Followed, until: Any) -> None:
     kube.put(X, "inferenceobjectives", objective("urgent", 1))
+    kube.put(X, "inferenceobjectives", objective("older", 3))
     kube.put(LLMD, "inferenceobjectives", objective("urgent", 2))
+    await until(lambda: condition(kube, X, "inferenceobjectives", "urgent") == ("False", "Superseded"))
+    assert {one.origin.name: one.priority for one in followed.sets[-1].objectives} == {"urgent": 2, "older": 3}
+    await until(lambda: condition(kube, X, "inferenceobjectives", "older") == ("True", "Accepted"))
+    await until(lambda: condition(kube, LLMD, "inferenceobjectives", "urgent") == ("True", "Accepted"))
+    kube.drop(LLMD, "inferenceobjectives", "urgent")
+    await until(lambda: condition(kube, X, "inferenceobjectives", "urgent") == ("True", "Accepted"))
+    assert {one.origin.name: one.priority for one in followed.sets[-1].objectives} == {"urgent": 1, "older": 3}
+
+
+async def test_objects_stay_when_the_newer_group_is_installed(kube: FakeKube, followed: Followed, until: Any) -> None:
+    kube.groups = {version: plurals for version, plurals in GROUPS.items() if version != LLMD}
+    kube.put(X, "inferenceobjectives", objective("older", 3))
     await until(lambda: followed.sets and followed.sets[-1].objectives)
-    assert [one.priority for one in followed.sets[-1].objectives] == [2]
+    kube.groups = dict(GROUPS)
+    kube.put(LLMD, "inferenceobjectives", objective("urgent", 2))
+    await until(lambda: len(followed.sets[-1].objectives) == 2)
+    assert all(known.objectives for known in followed.sets[1:]), "none was forgotten meanwhile"
 
 
 async def test_kinds_may_be_installed_later(kube: FakeKube, followed: Followed, until: Any) -> None:
