@@ -124,6 +124,16 @@ async def test_pods_come_and_go_under_traffic(world: World) -> None:
     print(f"{traffic.total} requests, all answered")
 
 
+async def test_a_pool_without_pods_is_ready(world: World) -> None:
+    for index in range(3):
+        await world.call(world.cluster.set_ready, world.namespace, f"pod-{index}", False)
+    await world.has()
+    status, page = await world.call(get_page, world.serve.admin + "/readyz")
+    assert (status, page.splitlines()[0]) == (200, "ready")
+    assert "- no endpoints" in page.splitlines()
+    assert (await one(world.serve.port, "x")).status == 503
+
+
 #: Conversations with a long beginning of their own, and requests between two replacements of a server.
 CONVERSATIONS, REQUESTS = 48, int(os.environ.get("FAIRLEAD_ROLLOUT_REQUESTS", "1500")) // 6
 

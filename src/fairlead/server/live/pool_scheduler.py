@@ -133,6 +133,11 @@ class PoolScheduler:
         flow = self.config.flow_control
         return flow is not None and flow.settings.enabled and flow.settings.no_endpoint_ttl > 0
 
+    @property
+    def may_be_empty(self) -> bool:
+        """Requests wait, or pods come later: rollouts must not wait for model servers, which load for minutes."""
+        return self.holds or self.config.kubernetes.on
+
     def empty_queue(self) -> None:
         """The process is ending: end the wait of every queued request."""
         self.driver.feed(StopAsked())
@@ -259,8 +264,8 @@ class PoolScheduler:
         notes = [state.note] if state is not None and state.note else []
         if replicas is not None and not replicas.problem:
             notes.append(f"replicas: {replicas.note()}")
-        if self.holds and not self.endpoints:
-            notes.append("no endpoints: requests wait for the first one")
+        if self.may_be_empty and not self.endpoints:
+            notes.append("no endpoints" + ": requests wait for the first one" * self.holds)
         return [*self.troubles.look().values(), *notes]
 
     def sources(self, **more: Any) -> AdminSources:

@@ -147,8 +147,7 @@ class LivePools:
     def _notes(self) -> list[str]:
         served = {key: pool.scheduler for key, pool in self.pools.items()}
         notes = [f"{key}: {note}" for key, pool in served.items() for note in pool.notes()]
-        empty = [f"{key}: no endpoints" for key, pool in served.items() if not (pool.endpoints or pool.holds)]
-        return [*self.troubles.look().values(), *notes, *empty]
+        return [*self.troubles.look().values(), *notes]
 
 
 class OpenedPool:

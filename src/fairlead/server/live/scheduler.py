@@ -313,7 +313,7 @@ class Live:
 
     def _reasons(self) -> list[str]:
         reasons = [_STOPPING] if self.health.leaving else list(self._unready.values())
-        if isinstance(self.serving, PoolScheduler) and not (self.serving.endpoints or self.serving.holds):
+        if isinstance(self.serving, PoolScheduler) and not self.serving.may_be_empty and not self.serving.endpoints:
             reasons.append("no endpoints")
         if self.config.gateway.mode == "embedded" and not (self._is_asked if self._gateway else self.health.asked):
             reasons.append("the embedded gateway has not asked yet")

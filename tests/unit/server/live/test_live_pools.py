@@ -83,6 +83,13 @@ async def test_each_has_its_own_policy_endpoints_names_and_files(pools: LivePool
     assert {path.name for path in tmp_path.glob("*.state")} == {"a.llama.learned.state", "b.llama.learned.state"}
 
 
+async def test_a_pool_without_endpoints_is_named(pools: LivePools) -> None:
+    a = await pools.open("a/llama", pool("llama", "a"))
+    assert "a/llama: no endpoints" in pools.sources().notes()
+    a.endpoint(up("a/one-rank-0"))
+    assert "a/llama: no endpoints" not in pools.sources().notes()
+
+
 async def test_one_page_of_metrics_tells_them_apart(pools: LivePools) -> None:
     for namespace in "ab":
         opened = await pools.open(f"{namespace}/llama", pool("llama", namespace))
