@@ -75,7 +75,7 @@ class PoolModels:
     @property
     def missing(self) -> str:
         """What is not known yet, in words; empty = nothing is missing."""
-        complete = self._known and all(followed.models is not None for followed in self._pools.values())
+        complete = all(followed.models is not None for followed in self._pools.values())
         return "" if complete else "the definitions of models were not listed yet"
 
     @property

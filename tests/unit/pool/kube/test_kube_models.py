@@ -195,7 +195,11 @@ async def test_objects_stay_when_the_newer_group_is_installed(kube: FakeKube, fo
     kube.groups = {version: plurals for version, plurals in GROUPS.items() if version != LLMD}
     kube.put(X, "inferenceobjectives", objective("older", 3))
     await until(lambda: followed.sets and followed.sets[-1].objectives)
+    kube.forbidden.add(("list", "inferenceobjectives"))
     kube.groups = dict(GROUPS)
+    await until(lambda: followed.troubles)
+    assert not followed.models.missing, "requests are served as before"
+    kube.forbidden.clear()
     kube.put(LLMD, "inferenceobjectives", objective("urgent", 2))
     await until(lambda: len(followed.sets[-1].objectives) == 2)
     assert all(known.objectives for known in followed.sets[1:]), "none was forgotten meanwhile"
