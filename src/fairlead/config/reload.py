@@ -75,6 +75,8 @@ class Changes(Struct, frozen=True):
 
 def plan_reload(old: Config, new: Config) -> tuple[Changes, list[Problem]]:
     """(changes that apply, changes that are refused). Pure; neither configuration is modified."""
+    if (old.als.port, new.als.port) == (old.ext_proc.port, new.ext_proc.port):  # it follows that one
+        new = new.model_copy(update={"als": new.als.model_copy(update={"port": old.als.port})})
     applied: dict[str, Any] = {"source": new.source, "notes": new.notes, "pools": new.pools}
     paths: list[str] = []
     refused: list[Problem] = []

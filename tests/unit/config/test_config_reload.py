@@ -57,6 +57,10 @@ def test_what_was_opened_with_it_is_refused_and_the_rest_applies() -> None:
     assert strip(changes.config) == strip(expected)
 
 
+def test_a_port_of_the_access_log_is_refused_where_one_is_given() -> None:
+    assert plan(BASE, BASE + "als: {port: 9101}\nextProc: {port: 9100}\n")[1] == ["$.extProc.port", "$.als.port"]
+
+
 def test_refusals_say_why_and_what_to_do() -> None:
     _, (problem,) = plan_reload(load(BASE), load(BASE + "admin: {port: 9999}"))
     assert str(problem) == (
