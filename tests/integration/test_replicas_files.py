@@ -127,6 +127,15 @@ async def test_facts_that_stay_missing_are_a_trouble(url: str, monkeypatch: pyte
         await until(lambda: "facts of vm-2 stay missing" in one.replicas.trouble())
 
 
+async def test_why_facts_cannot_be_used_is_said_at_once(url: str) -> None:
+    one, other = Teller("vm-1", url, workers=3), Teller("vm-2", url)
+    async with running(one, other):
+        await until(lambda: agree(one, other) and len(one.replicas.peers) == 1)
+        one.problems["vm-2"] = "it has version 3"
+        assert one.replicas.trouble() == "what vm-2 says cannot be used: it has version 3"
+        assert "'problem': 'it has version 3'" in str(one.replicas.page()["replicas"])
+
+
 async def test_nothing_is_written_while_nothing_happens(url: str) -> None:
     one, other = Teller("a", url), Teller("b", url)
     async with running(one, other):

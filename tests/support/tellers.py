@@ -33,10 +33,20 @@ class Teller:
         self.fails = False
         #: Whose facts it cannot use, whatever they say.
         self.lacks: list[str] = []
+        #: Why, by origin.
+        self.problems: dict[str, str] = {}
         #: Events in their order.
         self.fed: list[Any] = []
         sequence, newest = lambda: self._fetched, lambda name: self._heard.get(name, 0)
-        facts = Facts(self.told, self.snapshot, self.gaps, sequence, newest, lambda: waits)
+        facts = Facts(
+            self.told,
+            self.snapshot,
+            self.gaps,
+            sequence,
+            newest,
+            lambda: waits,
+            lambda name: self.problems.get(name, ""),
+        )
         configured = ReplicaSettings(via=url, lease=LEASE, interval=0.005, **settings)
         #: How many replicas there were, from change to change.
         self.counted: list[int] = []

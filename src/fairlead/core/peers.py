@@ -98,7 +98,7 @@ class View(Struct, eq=False):
     at_once: bool = False
     #: Seconds from a charge until it is reported to us, as a moving average.
     delay_s: float = 0.0
-    #: Messages accepted and refused, and why the last refused one was.
+    #: Messages accepted and refused, and why the last one was refused; empty = it was not.
     messages: int = 0
     refused: int = 0
     problem: str = ""
@@ -254,7 +254,7 @@ class Peers:
             view.refused, view.problem = view.refused + 1, str(error)
             view.missed()
             return view, None
-        view.messages += 1
+        view.messages, view.problem = view.messages + 1, ""
         return view, message
 
     @staticmethod

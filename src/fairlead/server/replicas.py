@@ -50,6 +50,8 @@ class Facts(Struct, frozen=True):
     newest: Callable[[str], int]
     #: Whether a request waits here, for which the end of a peer's request may be the turn.
     waits: Callable[[], bool] = lambda: False
+    #: Why what another replica says cannot be used; empty = it can.
+    problem: Callable[[str], str] = lambda name: ""
 
 
 class Peer(Struct):
@@ -145,6 +147,9 @@ class Replicas:
         """What is wrong, for people; empty = nothing."""
         if self.problem:
             return f"this replica decides alone: {self.problem}"
+        for name in sorted(self.peers):
+            if problem := self._facts.problem(name):
+                return f"what {name} says cannot be used: {problem}"
         if self.lag_s > _SLOW_S:
             return (
                 f"messages of the other replicas arrive {self.lag_s:.1f} s late: {self.where} or this process is slow"
@@ -191,6 +196,7 @@ class Replicas:
                     "since_s": round(now - peer.since, 3),
                     "silent_s": round(now - peer.heard_at, 3),
                     "batches": peer.batches,
+                    "problem": self._facts.problem(name),
                 }
                 for name, peer in sorted(self.peers.items())
             },

@@ -229,6 +229,8 @@ def test_a_message_that_makes_no_sense_is_refused_with_a_reason(clock, payload, 
     assert (view.refused, view.messages, view.sequence) == (1, 0, 0) and why in view.problem
     assert view.gap, "what it should have said is asked for"
     assert (scheduler.pipeline.fleet.table.floats == before).all()
+    scheduler.feed(PeerHeard("a", msgspec.msgpack.encode(GOOD)))
+    assert not view.problem
 
 
 def test_what_one_told_the_others_need_not_tell_again(clock):
