@@ -233,6 +233,21 @@ async def test_a_full_server_is_said_and_reading_goes_on_afterwards(server: Valk
         await until(lambda: agree(one, other))
 
 
+async def test_who_may_not_write_does_not_join(server: ValkeyServer) -> None:
+    one, other = Teller("a", server.url), Teller("b", server.url)
+    async with Valkey.from_url(server.url) as client, running(one, other):
+        await until(lambda: agree(one, other) and "b" in one.replicas.peers)
+        await client.execute_command("ACL", "SETUSER", "default", "-xadd")
+        one.say("word")
+        await until(lambda: "xadd" in one.replicas.trouble())
+        async with asyncio.timeout(PATIENCE):
+            while (await client.info("commandstats"))["cmdstat_xadd"]["rejected_calls"] < 8:
+                await asyncio.sleep(0.02)
+        assert "xadd" in one.replicas.trouble() and one.replicas.counts.outages == 1
+        await client.execute_command("ACL", "SETUSER", "default", "+xadd")
+        await until(lambda: agree(one, other) and bool(other.known) and not one.replicas.trouble())
+
+
 async def test_keys_that_are_evicted_again_and_again_end_in_agreement(server: ValkeyServer) -> None:
     one, other = Teller("a", server.url), Teller("b", server.url)
     async with running(one, other), Valkey.from_url(server.url) as client:
@@ -251,12 +266,12 @@ async def test_keys_that_are_evicted_again_and_again_end_in_agreement(server: Va
 
 async def test_a_password_comes_from_a_file_and_is_never_shown(tmp_path: Path) -> None:
     # What docs/replicas.md says.
-    writes, reads = "+xadd +set +del +sadd +srem", "+xread +xrange +xrevrange +get +mget +smembers"
+    writes, reads = "+xadd +set +del +sadd +srem", "+xread +xrange +xrevrange +get +mget +smembers +select"
     allowed = ("on", ">geheim", "~{fairlead:*}:*", "-@all", *writes.split(), *reads.split())
     server = ValkeyServer(tmp_path).start("--user", "default", "off", "--user", "fairlead", *allowed)
     secret = tmp_path / "password"
     secret.write_text("wrong\n")
-    url = server.url.replace("//", "//fairlead@")
+    url = server.url.replace("//", "//fairlead@") + "/1"
     one, other = (Teller(name, url, password_file=str(secret)) for name in "ab")
     try:
         async with running(one, other):
@@ -265,7 +280,7 @@ async def test_a_password_comes_from_a_file_and_is_never_shown(tmp_path: Path) -
             secret.write_text("geheim\n")
             one.say("word")
             await until(lambda: agree(one, other) and other.known)
-            assert one.replicas.where == server.url
+            assert one.replicas.where == f"{server.url}/1"
     finally:
         server.kill()
 

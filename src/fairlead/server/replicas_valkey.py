@@ -211,6 +211,7 @@ class ValkeyReplicas(Replicas):
                 self._want(name)
         self._written = b""
         self._something.set()
+        await self._write(client, WANTED, self._to_ask())  # who may not write has not joined
         self.problem = ""
         log.info("connected to the other replicas", server=self.where, replica=self.origin, others=len(self.peers))
 
