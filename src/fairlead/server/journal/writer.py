@@ -152,6 +152,14 @@ class Directory:
         if self._file >= 0:
             os.fsync(self._file)
 
+    def removed(self) -> bool:
+        """Whether somebody has removed the present segment, for example to free the disk. The next one begins as the
+        first of a run does, in a directory that may have gone, too."""
+        gone = self._file >= 0 and not os.fstat(self._file).st_nlink
+        if gone:
+            self.release()
+        return gone
+
     def release(self) -> None:
         """Close the segment and release the lock."""
         self.close()
@@ -228,6 +236,8 @@ class Writer:
         self._began = 0.0
         self._synced = 0.0
         self._missing = 0
+        #: Records in the last block.
+        self._newest = 0
         self._troubled = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
@@ -318,6 +328,8 @@ class Writer:
         """Write the collected records as a block."""
         encoded, self._encoded, self._bytes = self._encoded, [], 0
         self._packer = Packer()
+        if self._directory.removed():
+            self._trouble("its segment was removed; a new one begins", self._newest)
         if self._missing:
             encoded.insert(0, encode((LOST, 0.0, Lost(self._missing))))
         data = block(joined(encoded, len(encoded)))
@@ -325,7 +337,7 @@ class Writer:
             self._missing += len(encoded) - bool(self._missing)
             self._recorder.counts.unwritten += len(encoded)
             return
-        self._missing = 0
+        self._missing, self._newest = 0, len(encoded)
         self._troubled = False
         counts = self._recorder.counts
         counts.records += len(encoded)

@@ -164,7 +164,7 @@ class PoolScheduler:
             troubles.watch("replicas", self.core.replicas.trouble)
         if self.core.journal is not None:
             counts = self.core.journal.recorder.counts
-            failing = "the journal cannot be written: its disk fails or is full; records are lost"
+            failing = "records of the journal are lost: its disk fails or is full, or a segment was removed"
             troubles.lately("journal", lambda: counts.errors + counts.unwritten, failing)
             troubles.lately("journal-speed", lambda: counts.dropped, "the journal does not keep up; records are lost")
 

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -169,6 +170,29 @@ def test_a_full_disk_costs_records_and_is_said_where(tmp_path: Path, monkeypatch
     assert recorder.counts.errors == 2
     assert recorder.counts.unwritten >= 2
     assert len(writer.troubles) == 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("all_of_it", [False, True])
+def test_segments_may_be_removed_while_it_runs(tmp_path: Path, all_of_it: bool) -> None:
+    path, recorder = tmp_path / "j", Recorder()
+    writer = made(path, recorder)
+    for number in (1, 2):
+        recorder.take(1.0, StreamLost(number))
+        writer.turn(True)
+    if all_of_it:
+        shutil.rmtree(path)
+    else:
+        for segment in segments(str(path)) or ():
+            segment.unlink()
+    for number in (3, 4):
+        recorder.take(2.0, StreamLost(number))
+        writer.turn(True)
+    items = list(one_run(path).items())
+    assert [body.request_id for kind, _, body in items if kind != LOST] == [3, 4]
+    assert sum(body.records for kind, _, body in items if kind == LOST) == recorder.counts.unwritten == 1
+    assert recorder.counts.size == sum(file.stat().st_size for file in path.glob("*.journal"))
+    assert writer.troubles == ["its segment was removed; a new one begins"]  # type: ignore[attr-defined]
+    recorder.close()
 
 
 def test_a_disk_that_is_full_as_a_segment_begins_leaves_none_without_a_head(
