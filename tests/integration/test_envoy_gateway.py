@@ -201,14 +201,14 @@ class World:
 
 
 @contextlib.asynccontextmanager
-async def world(**options: object) -> AsyncIterator[World]:
+async def world(directory: Path | None = None, **options: object) -> AsyncIterator[World]:
     async with contextlib.AsyncExitStack() as stack:
         picker = await stack.enter_async_context(Picker())
         upstreams = [await stack.enter_async_context(Upstream()) for _ in range(2)]
         picker.destination = upstreams[1].address
         options = {"paths": ("/*",), **options}
         chosen = Options(port=0, ext_proc=picker.address, als=picker.address, **options)  # type: ignore[arg-type]
-        gateway = Gateway(chosen, [upstream.address for upstream in upstreams])
+        gateway = Gateway(chosen, [upstream.address for upstream in upstreams], directory=directory)
         await gateway.start()
         stack.push_async_callback(gateway.stop, 0.5)
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)))
@@ -440,9 +440,12 @@ async def test_websockets_pass_and_tunnels_do_not() -> None:
         assert (await raw(w, b"no HTTP at all\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
 
 
-async def test_a_crashed_envoy_comes_back_where_it_was() -> None:
-    async with world() as w:
+async def test_a_crashed_envoy_comes_back_where_it_was(tmp_path: Path) -> None:
+    async with world(directory=tmp_path) as w:
         address, pid = w.gateway.address, w.gateway.pid
+        for file in tmp_path.glob("*/*"):  # as cleaners of /tmp do
+            if file.is_file():
+                file.unlink()
         os.kill(pid, signal.SIGKILL)
         async with asyncio.timeout(20):
             while True:

@@ -61,12 +61,15 @@ class ConfigFile(WatchedFiles):
 
 
 class FollowedKeys(WatchedFiles):
-    """Writes a filter to where the gateway reads it, whenever the file of keys behind it has changed."""
+    """Writes a filter to where the gateway reads it, whenever the file of keys behind it has changed, or the filter was
+    removed."""
 
-    def __init__(self, keys: str, file: str, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
+    def __init__(
+        self, keys: str, file: str, read: Callable[[], Any], into: Path, write: Callable[[Path, Any], None]
+    ) -> None:
         """`keys`: the name in the log. `read` raises `ConfigError`; `write` takes its result and raises `OSError`."""
-        super().__init__(lambda: [file], self._load, 0.5, keys)
-        self._keys, self._file, self._read, self._write = keys, file, read, write
+        super().__init__(lambda: [file, str(into)], self._load, 0.5, keys)
+        self._keys, self._file, self._read, self._into, self._write = keys, file, read, into, write
         self._known: Any = None
         #: Why the file cannot be used; empty = it is in force.
         self.unusable = ""
@@ -80,8 +83,8 @@ class FollowedKeys(WatchedFiles):
     async def _load(self) -> None:
         try:
             keys = await asyncio.to_thread(self._read)
-            if keys != self._known:
-                self._write(keys)
+            if keys != self._known or not self._into.exists():
+                self._write(self._into, keys)
                 log.info(f"loaded the {self._keys}", file=self._file)
             self._known, self.unusable = keys, ""
         except (ConfigError, OSError) as error:
@@ -95,9 +98,10 @@ def followed_keys(gateway: Gateway, directory: Path) -> list[FollowedKeys]:
     keys, jwt = gateway.keys, gateway.jwt
     followed = []
     if keys:
-        write = partial(write_keys, directory / KEYS, forward=keys.forward)
-        followed.append(FollowedKeys("API keys", keys.file, partial(read_keys, keys.file), write))
+        write = partial(write_keys, forward=keys.forward)
+        followed.append(FollowedKeys("API keys", keys.file, partial(read_keys, keys.file), directory / KEYS, write))
     if jwt and jwt.jwks_file:
-        write_tokens = partial(write_jwt, directory / JWT, optional=bool(keys))
-        followed.append(FollowedKeys("issuer's keys", jwt.jwks_file, partial(read_jwt, jwt), write_tokens))
+        write_tokens = partial(write_jwt, optional=bool(keys))
+        read = partial(read_jwt, jwt)
+        followed.append(FollowedKeys("issuer's keys", jwt.jwks_file, read, directory / JWT, write_tokens))
     return followed

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from fairlead.compat.load import load
 from fairlead.config.schema import Config
-from fairlead.server.followed_files import ConfigFile
+from fairlead.gateway.envoy.authentication import new_key
+from fairlead.gateway.envoy.process import KEYS
+from fairlead.server.followed_files import ConfigFile, followed_keys
 
 ONE = "endpoints: ['10.0.0.1:1']\n"
 
@@ -116,3 +119,18 @@ async def test_following_outlives_a_consumer_that_raises(tmp_path: Path) -> None
         await heard.until(lambda weight=weight: heard.weights[-1:] == [weight])  # type: ignore[misc]
     await follower.close()
     assert len(raised) == 2
+
+
+async def test_a_filter_that_was_removed_is_written_again(tmp_path: Path) -> None:
+    """As cleaners of /tmp do. Without it, Envoy does not start again."""
+    file, into = tmp_path / "keys.txt", tmp_path / KEYS
+    file.write_text(f"{new_key('a')[1].digest} a\n")
+    (keys,) = followed_keys(load(f"{ONE}gateway: {{keys: {{file: '{file}'}}}}").gateway, tmp_path)
+    await keys.begin()
+    before = into.read_bytes()
+    into.unlink()
+    async with asyncio.timeout(20):
+        while not into.exists():
+            await asyncio.sleep(0.01)
+    assert into.read_bytes() == before
+    await keys.close()

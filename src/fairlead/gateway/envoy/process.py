@@ -70,10 +70,12 @@ class GatewayProcess:
                 admin,
                 name="the gateway" if alone else f"Envoy {number + 1} of {len(commands)}",
                 start_timeout=start_timeout,
-                on_restart=partial((self._directory / ADMIN_SOCKET.format(number)).unlink, missing_ok=True),
+                on_restart=partial(self._before_restart, number),
             )
             for number, (command, admin) in enumerate(zip(commands, self.admins, strict=True))
         ]
+        #: Files without which no Envoy starts again, as they were at the start.
+        self._kept: dict[Path, bytes] = {}
         #: The address for clients, e.g. `127.0.0.1:8080`; empty before `start`.
         self.address = ""
 
@@ -96,6 +98,9 @@ class GatewayProcess:
                 raise GatewayError(f"Envoy's admin page does not answer: {error}") from error
             raise
         self._keep_port(port)
+        numbers = range(len(self.supervisors))
+        names = (LISTENERS, ENDPOINTS, *(BOOTSTRAP.format(number) for number in numbers))
+        self._kept = {path: path.read_bytes() for path in (self._directory / name for name in names)}
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         log.info(
             "the gateway is listening on %s, pid %s",
@@ -135,6 +140,16 @@ class GatewayProcess:
         if where["port_value"] != port:
             where["port_value"] = port
             path.write_text(json.dumps(listeners))
+
+    def _before_restart(self, number: int) -> None:
+        """Write files again that somebody has removed, as cleaners of /tmp do. Schedulers update the endpoints."""
+        (self._directory / ADMIN_SOCKET.format(number)).unlink(missing_ok=True)
+        for path, content in self._kept.items():
+            if not path.exists():
+                log.warning("%s was removed, and is written again; keep cleaners away from it", path)
+                with contextlib.suppress(OSError):
+                    self._directory.mkdir(mode=0o700, exist_ok=True)
+                    path.write_bytes(content)
 
     async def stop(self, grace: float = 30.0) -> None:
         """Accept nothing new, let running requests finish for at most `grace` seconds, then end. Never raises."""
