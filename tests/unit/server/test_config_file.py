@@ -127,10 +127,13 @@ async def test_a_filter_that_was_removed_is_written_again(tmp_path: Path) -> Non
     file.write_text(f"{new_key('a')[1].digest} a\n")
     (keys,) = followed_keys(load(f"{ONE}gateway: {{keys: {{file: '{file}'}}}}").gateway, tmp_path)
     await keys.begin()
-    before = into.read_bytes()
-    into.unlink()
+    first = into.read_bytes()
+    file.write_text(f"{new_key('a')[1].digest} a\n")
     async with asyncio.timeout(20):
+        while (second := into.read_bytes()) == first:
+            await asyncio.sleep(0.01)
+        into.unlink()
         while not into.exists():
             await asyncio.sleep(0.01)
-    assert into.read_bytes() == before
+    assert into.read_bytes() == second
     await keys.close()
