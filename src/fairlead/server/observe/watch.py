@@ -9,6 +9,7 @@ from fairlead.core.demand import Demand, Objective, PeersLoad, Totals
 from fairlead.core.endpoint import MODEL_LABEL, Endpoint
 from fairlead.core.errors import PluginError
 from fairlead.core.fleet import Fleet
+from fairlead.core.flow import LEFT
 from fairlead.core.flow_control import FlowController
 from fairlead.core.policy import Policy
 from fairlead.core.records import DecisionRecord, OutcomeRecord, StallRecord
@@ -126,14 +127,12 @@ class Watch:
                 request = record.request
                 whose = {"tenant": request.fairness_id, "model": request.model, "request_id": request.external_id}
                 decision = self._decision_id(request.id) if self._decision_id else request.id
-                log.warning(
-                    "a request was refused",
-                    reason=record.outcome,
-                    status=record.status,
-                    priority=request.priority,
-                    decision=decision,
-                    **{name: text for name, text in whose.items() if text},
-                )
+                fields = {"priority": request.priority, "decision": decision}
+                fields |= {name: text for name, text in whose.items() if text}
+                if record.outcome == LEFT.reason:  # nobody hears the status
+                    log.info("the client of a waiting request left", reason=record.outcome, **fields)
+                else:
+                    log.warning("a request was refused", reason=record.outcome, status=record.status, **fields)
         elif len(self._decisions) >= _BATCH:
             self.count()
 

@@ -81,6 +81,10 @@ def test_a_refusal_says_whose_request_it_was(caplog):
         "model": "m",
         "request_id": "from-client",
     }
+    gone = msgspec.structs.replace(record, outcome="rejected-context-cancelled", status=503)
+    with caplog.at_level("INFO", "fairlead"):
+        watch.on_decision(gone, 1e-4)
+    assert (caplog.records[-1].levelname, "status" in vars(caplog.records[-1])["fields"]) == ("INFO", False)
 
 
 def test_decisions_are_counted_before_their_outcomes():
