@@ -13,6 +13,7 @@ import aiohttp
 from msgspec import Struct
 
 from fairlead.config.schema import Metrics
+from fairlead.gateway import h2
 from fairlead.pool.aio import read_at_most
 
 Trouble = Literal["refused", "silent", "not-http", "tls", "untrusted", "other"]
@@ -175,6 +176,21 @@ async def speaks_tls(host: str, port: int) -> bool:
         return False
     writer.transport.abort()
     return True
+
+
+async def speaks_http2(host: str, port: int) -> bool:
+    """Whether this port speaks HTTP/2 without TLS. The server sees a connection that opens well and has no requests."""
+    try:
+        async with asyncio.timeout(_CONNECTING):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                writer.write(h2.PREFACE + h2.frame(h2.SETTINGS, 0, 0))
+                head = await reader.readexactly(9)
+            finally:
+                writer.transport.abort()
+    except (OSError, TimeoutError, ValueError, EOFError):
+        return False
+    return head[3] == h2.SETTINGS
 
 
 async def connects(host: str, port: int) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 from fairlead.config.schema import Metrics
 from fairlead.doctor import http
-from fairlead.doctor.http import Answer, Client, Unreached, connects, speaks_tls
+from fairlead.doctor.http import Answer, Client, Unreached, connects, speaks_http2, speaks_tls
 
 Start = Callable[..., Awaitable[int]]
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}"
@@ -70,6 +70,7 @@ async def test_ports_are_tried(server: Start) -> None:
     assert await connects("127.0.0.1", port) == ""
     assert "refused" in await connects("127.0.0.1", 1)
     assert not await speaks_tls("127.0.0.1", port)
+    assert not await speaks_http2("127.0.0.1", port) and not await speaks_http2("127.0.0.1", 1)
 
 
 def test_json_that_is_nested_too_deeply_is_no_json() -> None:

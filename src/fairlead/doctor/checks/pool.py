@@ -8,7 +8,7 @@ from fairlead.config.checks import roles_by_model, unsplit
 from fairlead.core.endpoint import MODEL_LABEL, ROLE_LABEL, ROLES, STAGES, Endpoint
 from fairlead.core.errors import ConfigError
 from fairlead.core.models import Split, Target
-from fairlead.doctor.http import Unreached, connects, speaks_tls
+from fairlead.doctor.http import Unreached, connects, speaks_http2, speaks_tls
 from fairlead.doctor.run import Finding, Kind, Severity, check
 from fairlead.doctor.site import Site, tried
 from fairlead.gateway.ports import dialled
@@ -330,6 +330,8 @@ async def _ext_proc(site: Site) -> list[Finding]:
     host = dialled(settings.host)
     if await connects(host, settings.port):
         return []  # the check `scheduler` reports that
+    if settings.tls is None and await speaks_http2(host, settings.port):
+        return []
     speaks = await speaks_tls(host, settings.port)
     if speaks == (settings.tls is not None):
         return []
