@@ -14,6 +14,9 @@ from fairlead.config.problems import suggestion
 _SIZES = {"mooncake": 512, "bailian": 16}
 
 
+_Model = Annotated[
+    str, typer.Option(metavar="NAME", help="Only requests that were sent for this model.", show_default="all")
+]
 _BlockSize = Annotated[
     int, typer.Option(metavar="TOKENS", min=0, max=65536, help="Per block id.", show_default="64, or the format's")
 ]
@@ -37,6 +40,7 @@ def capture(
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="The workload to write. Needed.")] = None,
     format: Annotated[str, typer.Option(help="See `fairlead sim workload kinds`.")] = "native",
     run: Run = "",
+    model: _Model = "",
     block_size: _BlockSize = 0,
     salt: _Salt = "",
     time_ratio: Annotated[
@@ -66,9 +70,9 @@ def capture(
         size = block_size or _SIZES.get(format, 64)
         with busy(f"reading {journal}"):
             there = one_run(journal, run)
-            made = take(there, key=key, block_size=size, stretch=time_ratio, name=target.stem, refused=refused)
+            made = take(there, model, key=key, block_size=size, stretch=time_ratio, name=target.stem, refused=refused)
         if not made.workload.records:
-            raise ValueError(f"{journal} holds no request that could be repeated")
+            raise ValueError(f"{journal} holds no request{f' for {model}' if model else ''} that could be repeated")
         write_output(target, FORMATS[format].write(made.workload))
     records = made.workload.records
     if as_json:

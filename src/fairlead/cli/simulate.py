@@ -25,6 +25,7 @@ from fairlead.cli.options import (
     scenarios,
 )
 from fairlead.cli.tune import engine_argument
+from fairlead.core.text import plain
 
 Workload = Annotated[
     str,
@@ -39,6 +40,8 @@ _Replicas = Annotated[
 ]
 #: Requests between two updates of the bar: drawing must not slow down what is measured.
 _EVERY = 64
+#: How many models a note names.
+_MODELS = 4
 _KvLagMs = Annotated[
     float | None, typer.Option(metavar="MS", min=0, help="KV events arrive this late.", show_default="no KV events")
 ]
@@ -145,10 +148,18 @@ def _run(spec: object, text: str, policy: str, seed: int, validate: bool, as_jso
         typer.echo(f"{scenario.name}: {policy}, {len(scenario.replicas)} servers, seed {seed} ({took:.1f} s)")
         for line in _lines(figures):
             typer.echo(line)
+    _note_models({record.target or record.model for record in scenario.workload.records} - {""})
     for error in dict.fromkeys(map(str, simulation.plugin_errors)):
         complain(error)
     if simulation.plugin_errors:
         raise typer.Exit(FAILED)
+
+
+def _note_models(models: set[str]) -> None:
+    if len(models) > 1:
+        shown = ", ".join(sorted(models)[:_MODELS]) + (", …" if len(models) > _MODELS else "")
+        text = f"the workload is for {len(models)} models ({shown}); here every server has all, and all cost the same"
+        typer.echo(plain(f"note: {text}. `fairlead journal capture --model NAME` takes one"), err=True)
 
 
 def _lines(figures: dict[str, float]) -> tuple[str, ...]:

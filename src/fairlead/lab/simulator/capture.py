@@ -90,11 +90,21 @@ class _Names:
 
 
 def capture(
-    run: Run, *, key: bytes, block_size: int = 64, stretch: float = 1.0, name: str = "capture", refused: bool = False
+    run: Run,
+    model: str = "",
+    *,
+    key: bytes,
+    block_size: int = 64,
+    stretch: float = 1.0,
+    name: str = "capture",
+    refused: bool = False,
 ) -> Captured:
     """Make a workload from a run and those beside it. `key`: see the rules. `stretch`: times are multiplied by it, for
-    servers that ran faster than real ones. `refused`: keep the requests that were refused too. Raises `OSError`."""
-    outcomes = [pair for each in (run, *run.beside) for pair in _outcomes(each)]
+    servers that ran faster than real ones. `refused`: keep the requests that were refused too. `model`: only requests
+    that were sent for it. Raises `OSError`."""
+    outcomes = [
+        pair for each in (run, *run.beside) for pair in _outcomes(each) if model in ("", pair[0].request.target_model)
+    ]
     made = Captured(Workload(name=name, records=[]))
     begin = min((pair[0].request.arrived for pair in outcomes), default=0.0)
     recorder = _Recorder(made, _rates(outcomes), _Names(key), block_size, stretch, begin)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,22 @@ def test_capture_and_simulate(recorded: Any, tmp_path: Path) -> None:
     table = tmp_path / "mooncake.jsonl"
     assert call("journal", "capture", recorded.path, "--out", table, "--format", "mooncake").exit_code == 0
     assert b'"input_length"' in table.read_bytes()
+
+
+def test_of_several_models_one_is_taken_and_a_simulation_notes_them(
+    record_run: Callable[..., Any], tmp_path: Path
+) -> None:
+    file, journal = tmp_path / "traffic.jsonl", tmp_path / "journal"
+    record_run(journal, model="big", seconds=2.0)
+    none = call("journal", "capture", journal, "--out", file, "--model", "small")
+    assert none.exit_code == 2 and "holds no request for small" in none.output
+    assert call("journal", "capture", journal, "--out", file, "--model", "big").exit_code == 0
+    assert "note:" not in call("sim", "run", file).output
+    text = file.read_text()
+    assert text.count('"model":"big"') > 3
+    file.write_text(text.replace('"model":"big"', '"model":"small"', 3))
+    ran = call("sim", "run", file)
+    assert ran.exit_code == 0 and "note: the workload is for 2 models (big, small); " in ran.output
 
 
 def test_the_gate_takes_a_python_file(recorded: Any, tmp_path: Path) -> None:
