@@ -281,7 +281,8 @@ def terms_of(policy: Policy, request: Request, view: Restored, trace: Trace) -> 
     """Return ([(name, column)], unit): the terms that add up to the totals."""
     late = trace.waited is not None
     if not late and not isinstance(policy, Explainable):
-        return [(name, weight * np.asarray(column)) for name, weight, column in trace.scorers], "points"
+        unit = "ms" if isinstance(policy, CostPolicy) and policy.milliseconds else "points"
+        return [(name, weight * np.asarray(column)) for name, weight, column in trace.scorers], unit
     assert trace.snapshot is not None
     cycle = Cycle(Context(trace.snapshot.at, Random(0)))
     if isinstance(policy, Explainable):

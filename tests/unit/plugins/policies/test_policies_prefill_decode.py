@@ -79,7 +79,7 @@ def test_what_both_ways_would_have_cost_is_explained(asked: Request, split: bool
     assert (costs.taken, costs.prefill) == (split, "e0")
     found.trace.snapshot = Snapshots()(known, 1.0)
     said = explain(lambda: PrefillDecode(filters=[Role(RoleParams())]), asked, found.trace, "e1")
-    assert said.reproduced and said.split == costs
+    assert (said.reproduced, said.split, said.unit) == (True, costs, "ms")
     pair, alone = f"{costs.pair_ms:,.1f} ms", f"{costs.alone_ms:,.1f} ms"
     assert said.why[0] == (
         f"e0 computes the prompt and e1 decodes: {pair} together, {alone} at one endpoint"
