@@ -213,7 +213,11 @@ class RequestFamilies:
     def _show_own(self, registry: Registry) -> None:
         show = registry.show
         show("fairlead_rejected_total", "Requests refused, by reason.", self.rejected)
-        show("fairlead_request_end_total", "Ends of routed requests, by cause.", self.ends)
+        text = (
+            "Ends of routed requests, by cause: natural, client-disconnect, upstream-reset, endpoint-gone, evicted, "
+            "stream-lost (the gateway died or showed no answer), expired or reconciled (the end was never reported)."
+        )
+        show("fairlead_request_end_total", text, self.ends)
         text = "Time from the first byte of a routed request to its failure. Such requests have no time to first token."
         show("fairlead_failed_request_duration_seconds", text, self.failed_duration)
         text = "Times that a plugin failed and was left out."
