@@ -66,6 +66,8 @@ class PoolScheduler:
         self._unready = unready
         #: What is wrong with the latest configuration; empty = nothing.
         self.unusable = ""
+        #: As in `LivePools`: the process itself knows those of its only pool.
+        self.refused: list[str] = []
         self._definitions: dict[str, ModelSet] = {}
         self.core = core = Core(config, loop, tracing, self._adopt, self._refuse, one_of, gateway)
         self.fleet, self.watch, self.pipeline = core.fleet, core.watch, core.pipeline

@@ -55,6 +55,7 @@ class LivePools:
         self._tracing, self._unready = tracing, unready
         self._pace = Pace()
         self._unusable = ""
+        self._refused: dict[str, list[str]] = {}
         #: Pools that are gone but still have running requests.
         self._ending: dict[str, OpenedPool] = {}
         self.registry = Registry()
@@ -111,13 +112,20 @@ class LivePools:
         """Apply the changes to each pool. False = no pool changes."""
         self._unusable = ""
         self.config = changes.config
+        self._refused = {}
         changed = False
         for key, pool in self.pools.items():
             mine, refused = plan_reload(pool.scheduler.config, of_pool(changes.config, key))
             for problem in refused if key in changes.config.pools else ():
                 log.warning("rejected a configuration change", pool=key, problem=str(problem))
+                self._refused.setdefault(key, []).append(problem.path)
             changed = pool.scheduler.reconfigure(mine) or changed
         return changed or bool(changes.paths)
+
+    @property
+    def refused(self) -> list[str]:
+        """Changes of pools that need a restart."""
+        return [f"{key} {path}" for key, paths in self._refused.items() if key in self.pools for path in paths]
 
     def refuse(self, problems: Sequence[str]) -> None:
         self._unusable = log_unusable(problems)

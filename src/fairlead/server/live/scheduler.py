@@ -212,16 +212,17 @@ class Live:
         )
         refused = "requests are refused or cut off: unfinished ones fill the memory for them (parsing.maxBufferedBytes)"
         troubles.lately("uploads", lambda: budget.refused + budget.cut, refused)
-        troubles.watch(
-            "restart",
-            lambda: f"the file has changes that need a restart: {', '.join(self._refused)}" if self._refused else "",
-        )
+        troubles.watch("restart", self._needs_restart)
         if (pool := self._pool) is not None:
             troubles.watch("gateway-endpoints", lambda: pool.problem)
         if self._keys:
             troubles.watch("keys", lambda: "; ".join(keys.unusable for keys in self._keys if keys.unusable))
 
     # ---- a changed configuration ----
+
+    def _needs_restart(self) -> str:
+        refused = [*self._refused, *self.serving.refused]
+        return f"the file has changes that need a restart: {', '.join(refused)}" if refused else ""
 
     def _changed(self, new: Config) -> None:
         """The file changed. What only a restart can change stays; the rest is applied through the pipeline."""

@@ -123,6 +123,12 @@ async def test_a_changed_configuration_reaches_the_pools_that_it_is_for(pools: L
     assert shown.endswith("cannot be used; the old one stays: line 3: unknown key (and 1 more)")
     assert not pools.reconfigure(plan_reload(pools.config, load(other))[0])
     assert "configuration" not in pools.troubles.look()
+    queues = other.replace("b/llama: {", "b/llama: {flowControl: {ttl: 9s}, ")
+    pools.reconfigure(plan_reload(pools.config, load(queues))[0])
+    pools.reconfigure(plan_reload(pools.config, load(queues.replace("9s", "8s")))[0])
+    assert pools.refused == ["b/llama $.flowControl"]
+    pools.reconfigure(plan_reload(pools.config, load(queues))[0])
+    assert not pools.refused
 
 
 async def test_a_pool_that_is_gone_drains_and_leaves_nothing(pools: LivePools) -> None:
