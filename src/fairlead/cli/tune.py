@@ -7,6 +7,7 @@ import typer
 
 from fairlead.cli.basics import FAILED, INTERRUPTED, WRONG_INPUT, echo_json
 from fairlead.cli.options import Header, bar, complain, examples, exits, json_object, pairs
+from fairlead.server.files import write_output
 
 if TYPE_CHECKING:
     from fairlead.lab.engine.presets import Preset
@@ -118,8 +119,6 @@ def tune(
     )
     preset = measured.preset(fitted, name)
     if out is not None:
-        from fairlead.server.files import write_output
-
         write_output(out, _text(preset, fitted))
     _show(json, preset, fitted, measured, advise(fitted, measured.facts, traffic))
     raise typer.Exit(code)

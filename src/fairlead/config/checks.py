@@ -163,11 +163,11 @@ def _given(names: EngineNames) -> dict[str, Any]:
 
 
 def _check_metrics(metrics: Metrics, report: Report) -> None:
-    for name, interval in (("idleInterval", metrics.idle_interval), ("interval", metrics.interval)):
-        if metrics.staleness < interval + REPEAT:
-            hint = f"at least {interval + REPEAT:g}s with this {name}"
-            report.add(("metrics", "staleness"), "endpoints would look stale between two reports", hint)
-            break
+    if metrics.staleness < metrics.idle_interval + REPEAT:
+        hint = f"at least {metrics.idle_interval + REPEAT:g}s with this idleInterval"
+        report.add(("metrics", "staleness"), "idle endpoints would look stale between two reports", hint)
+    elif metrics.staleness <= metrics.interval:
+        report.add(("metrics", "staleness"), "endpoints would look stale between two reports", "more than interval")
     for name, names in metrics.engines.items():
         for field, value in names:
             if field not in _LABELS and value is not None:

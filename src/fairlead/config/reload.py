@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from fairlead.config.check import fields
 from fairlead.config.problems import Problem
 from fairlead.config.schema import (
-    Als,
     BandSpec,
     Config,
     EndpointSource,
@@ -82,8 +81,6 @@ def plan_reload(old: Config, new: Config) -> tuple[Changes, list[Problem]]:
     refused: list[Problem] = []
     pairs = [(name, before, after) for (name, before), (_, after) in zip(old, new, strict=True)]
     for name, before, after in sorted(pairs, key=lambda pair: pair[0] in Settings.model_fields):
-        if name == "als":
-            before, after = _log_port(old), _log_port(new)
         if name in _IGNORED or meaning(before) == meaning(after):
             continue
         if name in _FIXED:
@@ -125,12 +122,6 @@ def _section(name: str, before: Any, after: Any, refused: list[Problem]) -> tupl
             refused.append(_refusal(f"{path}.conversations", _CONVERSATIONS))
             after = after.model_copy(update={"conversations": before.conversations})
     return after, _differences(before, after, path) if isinstance(before, Section) else [path]
-
-
-def _log_port(config: Config) -> Als:
-    """The section, with the port 0 if it is that of `extProc`, whose change says it all."""
-    als = config.als
-    return als.model_copy(update={"port": 0}) if als.port == config.ext_proc.port else als
 
 
 def _queues(value: Any) -> bool:

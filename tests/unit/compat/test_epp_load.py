@@ -132,7 +132,7 @@ def test_settings_of_data_sources_become_our_sections() -> None:
 def test_our_own_section_has_the_last_word() -> None:
     text = HEAD + "plugins: [{type: metrics-data-source, parameters: {interval: 50ms}}]\n"
     assert read(text).metrics.interval == 0.05
-    assert read(text + "metrics: {interval: 2s}").metrics.interval == 2.0
+    assert read(text + "metrics: {interval: 1s}").metrics.interval == 1.0
 
 
 def test_without_profiles_all_plugins_make_one_in_their_order() -> None:
