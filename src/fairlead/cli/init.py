@@ -81,7 +81,7 @@ def init(
         typer.echo(f"note: no KV events at {', '.join(silent)}; `fairlead doctor` says how to switch them on")
     lines = [*_endpoints(servers, prefill, surveyed), *_kubernetes(pool, namespace), *_settings(pool, port, admin_port)]
     lines += _kv(kv_events, tokenizer)
-    _write(out, "\n".join(lines) + "\n")
+    _write(out, "\n".join(lines) + "\n", force)
     named = "" if out == DEFAULT_FILE else f" {out}"
     typer.echo(f"written: {out}\nnext: fairlead doctor{named} && fairlead serve{named}")
 
@@ -175,7 +175,7 @@ def _kv(wanted: bool, tokenizer: str) -> list[str]:
     return [about, *(mark + line for line in lines)]
 
 
-def _write(out: Path, text: str) -> None:
+def _write(out: Path, text: str, force: bool) -> None:
     """Write the file. Raises `ConfigError` if the text would not load; then the file is unchanged."""
     from fairlead.compat.load import load
     from fairlead.core.errors import ConfigError
@@ -183,6 +183,6 @@ def _write(out: Path, text: str) -> None:
 
     load(text)
     try:
-        write_output(out, text)
+        write_output(out, text, new=not force)
     except OSError as error:
         raise ConfigError(f"cannot be written: {error.strerror or error}", str(out)) from None

@@ -117,7 +117,10 @@ def _check_ports(settings: Settings, report: Report) -> None:
         wanted += [(("gateway", "port"), gateway.port), (("gateway", "adminPort"), gateway.admin_port)]
     wanted += [(("extProc", "port"), ext_proc.port), (("extProc", "healthPort"), ext_proc.health_port)]
     admin = settings.admin
-    wanted += [(("admin", "port"), admin.port), (("admin", "metricsPort"), admin.metrics_port)]
+    wanted.append((("admin", "port"), admin.port))
+    hosts = {admin.host, admin.metrics_host or admin.host}
+    if len(hosts) == 1 or hosts & {"0.0.0.0", "::"}:  # otherwise both can have one port
+        wanted.append((("admin", "metricsPort"), admin.metrics_port))
     wanted.append((("autoscaling", "port"), settings.autoscaling.port))
     if als.enabled and als.port != ext_proc.port:
         wanted.append((("als", "port"), als.port))

@@ -63,7 +63,7 @@ class PluginError(FairleadError):
 
 
 #: The directory of this package.
-_OWN = __file__.rpartition("/core/")[0]
+_OWN = __file__.rpartition("core/")[0]
 
 
 def described(error: BaseException) -> str:

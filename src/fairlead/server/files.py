@@ -1,5 +1,6 @@
 """Files that must be complete whenever their process ends, and files that belong to one process."""
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterable
@@ -12,13 +13,13 @@ def unfinished(path: Path) -> Path:
     return path.with_name(path.name + ".new")
 
 
-def write_whole(path: Path, pieces: Iterable[bytes], *, on_disk: bool = True, mode: int = 0o600) -> int:
-    """Write a new file, by default readable by its owner only, that replaces the old one once it is complete. Returns
-    its size in bytes. `on_disk`: first wait for the disk, so that it outlives the machine. Raises `OSError`; then the
-    old file is unchanged."""
+def write_whole(path: Path, pieces: Iterable[bytes], *, on_disk: bool = True) -> int:
+    """Write a new file, readable by its owner only, that replaces the old one once it is complete. Returns its size in
+    bytes. `on_disk`: first wait for the disk, so that it outlives the machine. Raises `OSError`; then the old file is
+    unchanged."""
     new, size = unfinished(path), 0
     try:
-        with open(os.open(new, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, mode), "wb") as file:
+        with open(os.open(new, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb") as file:
             for piece in pieces:
                 size += file.write(piece)
             file.flush()
@@ -32,15 +33,37 @@ def write_whole(path: Path, pieces: Iterable[bytes], *, on_disk: bool = True, mo
     return size
 
 
-def write_output(path: Path, content: str | bytes) -> None:
-    """Write what a command was asked to write. Raises `OSError`, with the name; then a file there is unchanged."""
+#: Errors of a directory or mount where no file can be replaced.
+_FIXED = (errno.EACCES, errno.EBUSY, errno.EPERM, errno.EROFS, errno.EXDEV)
+
+
+def write_output(path: Path, content: str | bytes, new: bool = False) -> None:
+    """Write what a command was asked to write; `new`: no file may be there. Raises `OSError`, with the name.
+
+    A file there keeps its permissions, and its content if writing fails. One that cannot be replaced is overwritten.
+    """
     data = content.encode() if isinstance(content, str) else content
+    real = path.resolve()
+    aside = real if new else real.with_name(f".{real.name}.{os.getpid()}")
     try:
         if path.exists() and not path.is_file():  # a device or a pipe
             path.write_bytes(data)
-        else:
-            write_whole(path.resolve(), [data], on_disk=False, mode=0o666)
+            return
+        with aside.open("xb") as file:
+            try:
+                file.write(data)
+                file.flush()
+                if not new:
+                    if real.exists():
+                        aside.chmod(real.stat().st_mode)
+                    aside.replace(real)
+            except OSError:
+                aside.unlink(missing_ok=True)
+                raise
     except OSError as error:
+        if not new and error.errno in _FIXED:
+            path.write_bytes(data)
+            return
         error.filename = str(path)
         raise
 

@@ -222,6 +222,8 @@ BAD: list[tuple[str, list[tuple[str, int, str, str]]]] = [
     (ONE + "extProc: {port: 0}", [("$.extProc.port", 2, "it cannot be 0", "")]),
     (ONE + "extProc: {port: 9090}", [("$.admin.port", 0, "taken by extProc.port", "")]),
     (ONE + "admin: {metricsPort: 8080}", [("$.admin.metricsPort", 2, "taken by gateway.port", "")]),
+    (ONE + "admin: {metricsPort: 9090}", [("$.admin.metricsPort", 2, "taken by admin.port", "")]),
+    (ONE + "admin: {metricsHost: '::', metricsPort: 9090}", [("$.admin.metricsPort", 2, "taken by admin.port", "")]),
     (ONE + "autoscaling: {port: 9090}", [("$.autoscaling.port", 2, "taken by admin.port", "")]),
     (ONE + "extProc: {tls: {}}", [("$.extProc.tls", 2, "'certDir' is missing", "")]),
     (ONE + "extProc: {transport: http3}", [("$.extProc.transport", 2, "unknown value 'http3'", "'http2'")]),

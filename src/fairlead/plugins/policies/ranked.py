@@ -83,8 +83,8 @@ class Ranked(Profile, ABC):
                 self._failed(self.name, ValueError(f"NaN or -inf for {wrong} of {len(totals)} slots"))
             return np.where(finite, totals, _LOWEST)
         except PLUGIN_FAILURES as error:
-            if isinstance(error, TypeError) and error.__traceback__ is not None and error.__traceback__.tb_next is None:
-                error = TypeError("`cost` must return a number for each slot")  # None, for example
+            if "ufunc 'negative'" in str(error):  # numpy's words for None, for example
+                error = TypeError("`cost` must return a number for each slot")
             self._failed(self.name, error)
             return np.zeros(len(fleet.table))
 

@@ -204,3 +204,12 @@ def test_a_cost_that_returns_nothing_says_so() -> None:
     policy = Costs()
     policy.given = lambda: None
     assert routed(policy) == ([ANY], ["plugin costs: TypeError: `cost` must return a number for each slot"])
+
+
+def test_a_cost_with_another_signature_says_so() -> None:
+    class Fewer(Costs):
+        def cost(self, request: Any, fleet: Any) -> Any:  # type: ignore[override]
+            return None
+
+    _, (said,) = routed(Fewer())
+    assert "takes 3 positional arguments but 4 were given" in said
