@@ -1,15 +1,15 @@
-"""What several parts with tasks and HTTP connections of their own do alike."""
+"""Helpers for asyncio tasks, events, callbacks and HTTP bodies."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # who supervises other processes imports as little as it can
+if TYPE_CHECKING:  # the supervising parent process imports this module and must stay small
     from aiohttp import StreamReader
 
 
 async def cancelled(*tasks: "asyncio.Future[Any] | None") -> None:
-    """Cancel these and wait until they have ended, however. `None` = it was never begun."""
+    """Cancel tasks and wait until they have ended; their results and exceptions are ignored. `None` = never begun."""
     begun = [task for task in tasks if task is not None]
     for task in begun:
         task.cancel()
@@ -17,7 +17,7 @@ async def cancelled(*tasks: "asyncio.Future[Any] | None") -> None:
 
 
 async def until_set(event: asyncio.Event, work: Coroutine[Any, Any, object]) -> None:
-    """Do this work, but only until the event is set: then cancel it."""
+    """Run `work` until it ends or the event is set, which cancels it. Raises what `work` raises."""
     task, cut = asyncio.create_task(work), asyncio.create_task(event.wait())
     try:
         await asyncio.wait((task, cut), return_when=asyncio.FIRST_COMPLETED)
@@ -28,7 +28,7 @@ async def until_set(event: asyncio.Event, work: Coroutine[Any, Any, object]) -> 
 
 
 async def set_within(event: asyncio.Event, seconds: float | None) -> bool:
-    """Wait until the event is set, for so many seconds at most (`None` = as long as it takes). Return whether it is.
+    """Wait until the event is set, for at most `seconds` (`None` = without limit). Return whether it is set.
 
     Not `wait_for`: until Python 3.12 it loses a cancellation that arrives together with the result.
     """
@@ -41,7 +41,7 @@ async def set_within(event: asyncio.Event, seconds: float | None) -> bool:
 
 
 def call_consumer(call: Callable[[], object], what: str) -> None:
-    """Call it. If it raises, report that `what` did, and go on."""
+    """Call a function. If it raises, report to the loop's exception handler that `what` raised, and continue."""
     try:
         call()
     except Exception as error:
@@ -50,7 +50,7 @@ def call_consumer(call: Callable[[], object], what: str) -> None:
 
 
 async def read_at_most(body: "StreamReader", most: int, error: Exception) -> bytes:
-    """All of it. Raises `error` as soon as there are more than `most` bytes."""
+    """Read a whole body. Raises `error` as soon as there are more than `most` bytes."""
     received = bytearray()
     async for part in body.iter_any():
         received += part

@@ -48,20 +48,20 @@ Resolver = Callable[[str, int], Awaitable[list[str]]]
 
 
 async def resolve_host(host: str, port: int) -> list[str]:
-    """Resolve with the system's resolver. Link-local ones with a zone are dropped: the gateway cannot dial them."""
+    """Resolve with the system's resolver. Addresses with a zone are dropped: the gateway cannot connect to them."""
     infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     addresses = [str(info[4][0]) for info in infos]
     return [address for address in dict.fromkeys(addresses) if "%" not in address]
 
 
 def preferred(addresses: Sequence[str]) -> str:
-    """The address to use of a name's addresses, of which there must be one; see the rules above."""
+    """Which of a name's `addresses` to use (there must be at least one); see the rules above."""
     first = addresses[0]
     return next((address for address in addresses if address.startswith("127.")), first) if first == "::1" else first
 
 
 class EndpointSet:
-    """Turns listings into events. Make all calls on the loop's thread."""
+    """Turns listings of endpoints into events. Make all calls on the loop's thread."""
 
     def __init__(
         self, feed: Feed, report: Report, *, resolver: Resolver = resolve_host, resolve_s: float = 30.0
@@ -72,7 +72,7 @@ class EndpointSet:
         self._resolve_s = resolve_s
         self._listed: dict[str, Listed] = {}
         self._up: dict[str, Endpoint] = {}
-        #: The current address of each host, and why a host could not be resolved.
+        #: By host name: the current address, and why resolving it fails.
         self._addresses: dict[str, str] = {}
         self._failing: dict[str, str] = {}
         self._task: asyncio.Task[None] | None = None
@@ -180,7 +180,7 @@ class EndpointSet:
 
     @property
     def problem(self) -> str:
-        """A name that cannot be resolved, and why; empty = there is none."""
+        """A host name that cannot be resolved, and why; empty = all can be."""
         return next((f"cannot resolve {host}: {reason}" for host, reason in self._failing.items()), "")
 
 
@@ -234,7 +234,7 @@ class EndpointsFile:
 
     @property
     def problem(self) -> str:
-        """What of the file is not in force, and why; empty = all of it is."""
+        """Which part of the file is not in force, and why; empty = the whole file is in force."""
         return self._complaint or self._unusable or self._set.problem
 
     async def _load(self) -> Listing | None:
@@ -277,7 +277,7 @@ async def follow_endpoints(
 ) -> EndpointSet | EndpointsFile:
     """Feed the present endpoints, and all changes while `stack` is open.
 
-    Returns the set of the list in the configuration, to which another list can be applied, or the file.
+    Returns an `EndpointSet` for a list in the configuration (`apply` replaces the list), or the `EndpointsFile`.
     Raises `ConfigError` if the file cannot be read or parsed at the start.
     """
     if not source.file:

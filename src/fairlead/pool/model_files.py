@@ -80,7 +80,7 @@ def _maybe(path: Path) -> bytes:
 
 
 def _read(path: Path) -> bytes:
-    """The content of a file. Raises `OSError`, also if it is larger than `MAX_FILE`."""
+    """The content of a file. Raises `OSError` if it cannot be read or is larger than `MAX_FILE`."""
     with path.open("rb") as file:
         content = file.read(MAX_FILE + 1)
     if len(content) > MAX_FILE:

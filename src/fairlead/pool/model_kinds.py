@@ -2,8 +2,8 @@
 
 Rules
 * The schemas are those of the published CRDs. Whatever an API server would refuse or drop, including unknown fields, is
-  a problem here, with its path and line. More is accepted only if some revision of the API has it: criticality
-  `Default`, weight 0, `poolRefs` and `poolSelector` of objectives. Empty model names are refused too: no
+  a problem here, with its path and line. Anything beyond the CRDs is accepted only if some revision of the API has it:
+  criticality `Default`, weight 0, `poolRefs` and `poolSelector` of objectives. Empty model names are refused too: no
   client could ask for them.
 * A file may contain any number of documents and lists (`List`, `InferenceModelList`, …). Other kinds cause notes, so
   that a file that also contains the pool and its Deployment can be used unchanged.
@@ -263,7 +263,7 @@ def _model_set(nouns: Iterable[Noun]) -> ModelSet:
     )
 
 
-# ---- a file of them ----
+# ---- a file of objects ----
 
 MAX_OBJECTS = 10_000
 #: The most values in all documents of a file.

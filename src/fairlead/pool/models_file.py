@@ -1,4 +1,4 @@
-"""Model names as operators define them: manifests in a file or directory, followed, and the configuration's list.
+"""Read and follow the model names that operators define: manifests in files, and the list in the configuration.
 
 Rules
 * Files are followed as described in `watched_files`.
@@ -60,7 +60,7 @@ class ModelsFile:
         self._report = report
         self._watch = watch
         self._watched = WatchedFiles(lambda: files_of(self._path), self._load, poll_s, "model names")
-        #: By file: the content last read, and the manifests last usable.
+        #: By file: the content that was read last, and the last manifests without problems.
         self._texts: dict[str, bytes] = {}
         self._used: dict[str, Manifests] = {}
         #: The first problem of each file whose present content is not usable.

@@ -217,7 +217,8 @@ def _prompt_only(api: str, body: bytes) -> bytes:
     return msgspec.json.encode(kept)
 
 
-# Checks that an engine makes the same ids of a prompt. If not, no block ever matches, and nothing else shows it.
+# Checks that an engine and Fairlead make the same token ids of a prompt. If their ids differ, no block of the exact
+# index ever matches, and no other check finds that.
 #
 # A few probes are encoded here and by an engine. The caller chooses the engine and the time: once per model and engine
 # version is enough.

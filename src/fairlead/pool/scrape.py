@@ -1,4 +1,4 @@
-"""Scraping: reads every endpoint's metrics page, often enough to notice traffic from elsewhere, for almost no CPU."""
+"""Scrape every endpoint's metrics page, often enough to notice traffic from elsewhere, with little CPU time."""
 
 import asyncio
 import heapq
@@ -28,35 +28,36 @@ USER_AGENT = f"fairlead/{__version__}"
 
 
 class ScrapeOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How often and how carefully. Times in seconds."""
+    """Intervals, limits and credentials of scraping. Times are in seconds."""
 
-    #: Interval for an endpoint with work of ours, or that reports work.
+    #: Interval for an endpoint that has requests from this scheduler, or reports waiting or running requests.
     fast_s: float = 0.1
-    #: Interval for all others. Traffic that does not pass through here shows after at most this and one scrape.
+    #: Interval for idle endpoints. Traffic that bypasses this scheduler shows after this time plus one scrape at most.
     idle_s: float = 0.2
-    #: How long an endpoint stays fast after `wake`.
+    #: How long an endpoint is scraped at `fast_s` after `wake`.
     hold_s: float = 1.0
-    #: An idle endpoint's unchanged sample is repeated this often; in between it is not reported.
+    #: An idle endpoint's unchanged sample is fed once per interval of this length, and dropped in between.
     repeat_s: float = 1.0
     timeout_s: float = 1.0
     #: Interval of reading `/v1/models`, see `fairlead.pool.served_models`; 0 = never.
     models_s: float = 30.0
-    #: Failures double the interval up to this.
+    #: Each failure in a row doubles the interval, up to this value.
     backoff_cap_s: float = 2.0
-    #: Scrapes per second over all endpoints; above it every interval is stretched alike.
+    #: Scrapes per second over all endpoints. If the intervals demand more, all are stretched by the same factor.
     max_rate: float = 1000.0
-    #: Larger pages fail, bytes.
+    #: A larger page counts as a failure, bytes.
     max_page: int = 4 << 20
-    #: Sent as `Authorization: Bearer`, read again when the file changes. Also used over plain http if that is the URL.
+    #: The file with the token that is sent as `Authorization: Bearer`; empty = none. It is read again when it changes.
+    #: The token is sent over plain http too, if the URL is http.
     token_file: str = ""
-    #: PEM bundle for https; empty = the system's.
+    #: PEM bundle for https; empty = the system's authorities.
     ca_file: str = ""
-    #: False = accept any certificate. An explicit opt-out, for test beds.
+    #: False = accept any certificate, for test beds.
     verify: bool = True
 
 
 class PageAddress(Struct, frozen=True):
-    """A metrics URL taken apart."""
+    """The parts of a metrics URL, and the bytes of the request for it."""
 
     url: str
     scheme: str
@@ -66,7 +67,7 @@ class PageAddress(Struct, frozen=True):
 
 
 def page_address(url: str) -> PageAddress:
-    """Raises `ValueError` with a reason for anything but a plain http(s) URL."""
+    """Parse a metrics URL. Raises `ValueError` with a reason for anything but a plain http(s) URL."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https"):
         raise ValueError(f"the metrics URL {url!r} is neither http nor https")
@@ -89,31 +90,31 @@ def page_address(url: str) -> PageAddress:
 
 
 class ScrapeStats:
-    """Totals since the start."""
+    """Counts of scrapes since the start."""
 
     __slots__ = ("bytes", "failed", "ok", "seconds", "suppressed")
 
     def __init__(self) -> None:
         self.ok = 0
         self.failed = 0
-        #: Of `ok`, those that fed no event because nothing had changed.
+        #: The scrapes in `ok` that fed no event because the sample had not changed.
         self.suppressed = 0
         self.bytes = 0
-        #: Time from request to page, summed over `ok`.
+        #: Seconds from request to page, summed over the scrapes in `ok`.
         self.seconds = 0.0
 
 
 class Pace:
-    """How many endpoints are scraped, and how many of them fast: by all scrapers that share the limits."""
+    """The numbers of endpoints that are scraped, and scraped fast, over all scrapers that share `max_rate`."""
 
     def __init__(self) -> None:
         self.targets = self.fast = 0
-        #: What is received, by one at a time.
+        #: The receive buffer that all connections share; one connection uses it at a time.
         self.received = memoryview(bytearray(RECEIVE_BYTES))
 
 
 class Owner(Protocol):
-    """Who schedules targets and takes what comes of them."""
+    """What schedules targets and receives their pages and failures: the `Scraper`."""
 
     def page(self, target: "Target", page: bytes) -> None: ...
 
@@ -137,21 +138,21 @@ class Target:
         self.reader = PageReader(specs)
         self.reading: Reading | None = None
         self.problems: tuple[str, ...] = ()
-        #: What metric sources read from the last page.
+        #: The gauges that `Measure` read from the last page.
         self.more: Mapping[str, float] = {}
         self.connection: PageConnection | None = None
         self.task: asyncio.Task[None] | None = None
-        #: When the scraper looks at it next: to scrape it, or, with a scrape in flight, to give that up.
+        #: When the next scrape starts or, while a scrape is in flight, times out (loop time); negative = none.
         self.due = -1.0
         self.started = 0.0
         self.in_flight = False
         self.retried = False
         self.fast = False
         self.fails = 0
-        #: What was told of its failures; empty = nothing, or that they are over.
+        #: The last reason passed to `Silence` for this endpoint; empty = its scrapes do not fail.
         self.silent = ""
         self.awake_until = -1.0
-        #: CPU time that its pages take to read, as a moving average, and until when it is left alone for that.
+        #: CPU seconds to read one page, as a moving average, and the loop time before which no scrape may start.
         self.cost_s = 0.0
         self.rests_until = -1.0
         self.fed_at = -1e9
@@ -164,7 +165,7 @@ class Target:
         self.owner.lost(self, reason, retry, answered)
 
     def drop(self) -> None:
-        """Stop whatever is under way."""
+        """Abort the scrape in flight, if any, and close the connection."""
         self.in_flight = False
         if self.connection is not None:
             self.connection.abort()
@@ -174,13 +175,14 @@ class Target:
             self.task = None
 
 
-# The careful way to a metrics page, for https and bearer tokens: aiohttp, certificates checked, no redirects.
+# Fetches metrics pages over https or with a bearer token: aiohttp, certificates are verified, no redirects.
 
 _MAX_TOKEN = 65_536
 
 
 class ScrapeError(Exception):
-    """A page could not be had; the message says why. `answered`: the server did, see `scrape_http.answers`."""
+    """A page could not be fetched; the message says why. `answered`: the server itself answered with an error, see
+    `scrape_http.answers`."""
 
     def __init__(self, reason: str, answered: bool = False) -> None:
         super().__init__(reason)
@@ -188,7 +190,7 @@ class ScrapeError(Exception):
 
 
 class SecureFetcher:
-    """One session for all endpoints that need it. `keep`: hold connections for the next time."""
+    """Fetches pages with one aiohttp session for all endpoints. `keep`: keep connections open between fetches."""
 
     def __init__(self, options: ScrapeOptions, accept: str = "text/plain", keep: bool = True) -> None:
         self._options = options
@@ -200,7 +202,7 @@ class SecureFetcher:
         self._token_stamp: tuple[int, int] | None = None
 
     async def fetch(self, url: str) -> bytes:
-        """The page. Raises `ScrapeError`; the caller bounds the time."""
+        """Fetch a page. Raises `ScrapeError`. There is no timeout; the caller sets one."""
         try:
             headers = await asyncio.to_thread(self._headers) if self._options.token_file else {}
             session = self._session or self._open()
@@ -245,45 +247,48 @@ class SecureFetcher:
 
 
 # Rules of the scraper
-# * Every endpoint is scraped each `idle_s`, and each `fast_s` while it has work: ours (`wake`) or reported by itself.
-# * One timer serves all endpoints: due times lie on a 50 ms grid in one heap, and endpoints share a slot of it in
-#   groups, so one wake-up starts several scrapes. A scrape never overlaps the endpoint's last one.
-# * A failure, time-outs included, doubles the interval (with jitter) up to `backoff_cap_s`, and is fed each time.
-#   A kept connection that turns out to be closed is replaced and asked again at once, without counting as a failure.
-# * The page of an engine that sleeps counts as a failure: it processes no requests.
-# * What is fed: every sample that differs from the last, every sample while the endpoint is busy or awake, and at
-#   least one within `repeat_s` + `idle_s`, which is what judging freshness by events must allow for. In between, an
-#   idle endpoint's identical sample is dropped: it is worth one event per second.
-# * Each `repeat_s` the whole page is read; in between only the known families are compared where they stood.
-# * Several schedulers that tell each other what they send (`share`) together scrape as often as one alone, up to
-#   an interval of `repeat_s` each: a page takes a real vLLM server 8 to 12 ms of CPU time.
-# * An endpoint whose pages take long to read is scraped less often, so that reading takes a share of `READING`, but
-#   each `backoff_cap_s` at least. A page of 4 MB that is made for it takes 0.1 s.
-# * Above `max_rate` scrapes per second all intervals are stretched alike: CPU stays bounded, news gets older.
-#   With the defaults that begins at 200 idle endpoints. Measured with bench/idle.py: 100 idle endpoints with 58 kB
-#   pages cost 0.045 core, and one that gets busy is seen after 200 ms at most, 110 ms on average.
+# * Every endpoint is scraped every `idle_s`. It is scraped every `fast_s` while it has work: this scheduler sent it a
+#   request (`wake`), or its page reports waiting or running requests.
+# * One timer serves all endpoints: due times lie on a 50 ms grid in one heap. Groups of endpoints share a due time, so
+#   one wake-up starts several scrapes. An endpoint never has two scrapes in flight.
+# * A failure (a timeout is one) doubles the interval, with jitter, up to `backoff_cap_s`. Every failure is fed.
+#   If the server has closed a kept connection, the request is repeated at once on a new one; this is no failure.
+# * The page of an engine that sleeps counts as a failure: the engine processes no requests.
+# * A sample is fed if it differs from the last one, if the endpoint is busy or awake, and at least once within
+#   `repeat_s` + `idle_s`. What judges freshness by these events must allow that long. In between, an idle endpoint's
+#   identical samples are dropped.
+# * Every `repeat_s` the whole page is parsed. In between, only the known metrics are compared at their known offsets.
+# * Several schedulers that report their requests to each other (`share`) together scrape as often as one alone, but
+#   each at least every `repeat_s`: making a page takes a real vLLM server 8 to 12 ms of CPU time.
+# * An endpoint whose pages take long to read is scraped less often, but at least every `backoff_cap_s`, so that reading
+#   takes at most the share `READING` of the time. A 4 MB page crafted to be slow takes 0.1 s.
+# * Above `max_rate` scrapes per second, all intervals are stretched by the same factor: CPU time stays bounded, and
+#   samples get older. With the defaults that begins at 200 idle endpoints. Measured with bench/idle.py: 100 idle
+#   endpoints with 58 kB pages cost 0.045 core. An endpoint that gets busy is noticed after 110 ms on average, 200 ms
+#   at most.
 
-#: The share of the time that reading the pages of one endpoint may take.
+#: The largest share of CPU time for reading the pages of one endpoint.
 READING = 0.05
-#: Due times are rounded down to this grid (seconds) so that timers fall together.
+#: Due times are rounded down to multiples of this (seconds), so that one timer serves several endpoints.
 GRID = 0.05
-#: So many endpoints are scraped in the same turn of the grid before the next one is used: their answers come together
-#: too, and a wake-up costs more than reading an unchanged page.
+#: This many endpoints share a grid time before the next grid time is used. Their answers then arrive together, and a
+#: wake-up of the loop costs more than reading an unchanged page.
 GROUP = 16
-#: Failures in a row that are worth a word: one alone is common, and changes nothing.
+#: From this many failures in a row on, `Silence` is called. A single failure is common and harmless.
 TOLD_AFTER = 3
 
 Feed = Callable[[MetricsSampled | MetricsFailed], object]
-#: Called with an endpoint id and what its page lacks, whenever that changes; empty = all is well again.
+#: Called with an endpoint id and the problems of its page, whenever they change; empty = none any more.
 Report = Callable[[str, tuple[str, ...]], object]
-#: Called with an endpoint id and why several scrapes in a row have failed, whenever that changes; empty = no longer.
+#: Called with an endpoint id and why `TOLD_AFTER` or more scrapes in a row have failed, whenever the reason changes;
+#: empty = the last scrape succeeded.
 Silence = Callable[[str, str], object]
 #: Reads further gauges from a page, for `Sample.extra`. Must not raise.
 Measure = Callable[[Endpoint, bytes], Mapping[str, float]]
 
 
 class Scraper:
-    """Feeds `MetricsSampled` and `MetricsFailed` of all endpoints that are up. All calls on the loop's thread."""
+    """Feeds `MetricsSampled` and `MetricsFailed` of all endpoints that are up. Make all calls on the loop's thread."""
 
     def __init__(
         self,
@@ -299,8 +304,8 @@ class Scraper:
         silence: Silence | None = None,
         pace: Pace | None = None,
     ) -> None:
-        """`pace`: shared with other scrapers. Raises `ConfigError` for a bad spec in `engines`, which must have
-        `default_engine`."""
+        """`pace`: shared with other scrapers; `None` = there are none. `engines` must contain `default_engine`. Raises
+        `ConfigError` for a bad spec in `engines`."""
         self.stats = ScrapeStats()
         self.specs = {name: compile_engine(metrics, f"$.engines.{name}") for name, metrics in engines.items()}
         self._engines = engines
@@ -319,12 +324,12 @@ class Scraper:
         self._heap: list[tuple[float, int, Target]] = []
         self._order = count()
         self._timer: asyncio.TimerHandle | None = None
-        #: Ids of endpoints that were woken since their last scrape began.
+        #: Ids of endpoints for which `wake` was called since their last scrape began.
         self.awake: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def share(self, schedulers: int) -> None:
-        """From now on so many schedulers scrape these endpoints, this one included."""
+        """Set how many schedulers scrape these endpoints, this one included. With more, each scrapes less often."""
         self._schedulers = schedulers
 
     def up(self, endpoint: Endpoint) -> None:
@@ -341,7 +346,7 @@ class Scraper:
             self._emit(MetricsFailed(endpoint.id, str(error)))
             return
         target = Target(self, endpoint, address, engine, self.specs[engine])
-        target.silent = old.silent if old is not None else ""  # what was told must be taken back
+        target.silent = old.silent if old is not None else ""  # a reported failure must be reported as over later
         self._targets[endpoint.id] = target
         self._pace.targets += 1
         slots = max(int(self._interval(target) / GRID), 1)
@@ -350,7 +355,7 @@ class Scraper:
         self._schedule(target, self._loop.time() + (1 + slot) * GRID)
 
     def down(self, endpoint_id: str) -> None:
-        """Stop scraping it. Nothing is fed about it any more."""
+        """Stop scraping an endpoint. No more events are fed for it."""
         target = self._targets.pop(endpoint_id, None)
         if target is not None:
             self._pace.targets -= 1
@@ -360,7 +365,8 @@ class Scraper:
             target.drop()
 
     def wake(self, endpoint_id: str) -> None:
-        """It was just sent a request: scrape it fast for a while. To be called again once it is not in `awake`."""
+        """Scrape an endpoint at `fast_s` for `hold_s`, because it was just sent a request. For further requests, call
+        again only if the endpoint is not in `awake`."""
         target = self._targets.get(endpoint_id)
         if target is None:
             return
@@ -416,7 +422,7 @@ class Scraper:
         while heap and heap[0][0] <= now + GRID / 4:
             when, _, target = heapq.heappop(heap)
             if when != target.due:
-                continue  # scheduled anew since, or down
+                continue  # an outdated entry: the target was rescheduled or removed
             if target.in_flight:
                 target.drop()
                 self._failed(target, f"no answer within {self._options.timeout_s:g} s")
@@ -476,7 +482,7 @@ class Scraper:
             self.page(target, page)
 
     def lost(self, target: Target, reason: str, retry: bool, answered: bool = False) -> None:
-        """No page came."""
+        """End a scrape that brought no page. `retry`: ask once more, on a new connection."""
         target.in_flight = False
         if target.due < 0:
             return
@@ -503,7 +509,7 @@ class Scraper:
                 self._silence(target.endpoint.id, reason)
 
     def page(self, target: Target, page: bytes) -> None:
-        """A page came."""
+        """Read a page that arrived, feed the sample if the rules say so, and schedule the next scrape."""
         options, stats = self._options, self.stats
         now = self._loop.time()
         target.in_flight = False

@@ -60,7 +60,7 @@ class PageConnection(asyncio.BufferedProtocol):
         self._transport.write(request)
 
     def abort(self) -> None:
-        """Close immediately, without a call of the sink."""
+        """Close immediately, without calling the sink."""
         self._sink = None
         self._close()
 

@@ -34,7 +34,7 @@ SOON, RETRY, TIMEOUT = 1.0, 2.0, 5.0
 MAX_PAGE = 1 << 20
 #: Lists of more models are refused, and longer names are left out.
 MOST_NAMES, MOST_LETTERS = 10_000, 1024
-#: Contexts from this number of tokens on are not believed.
+#: A context of this many tokens or more is ignored.
 LONGEST = 1 << 53
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 class _Model(Struct, gc=False):
     id: str = ""
     parent: str | None = None
-    #: vLLM and SGLang say it; the value may be anything.
+    #: vLLM and SGLang give it. The value may have any type.
     max_model_len: Any = None
 
     @property
@@ -57,11 +57,11 @@ class _Page(Struct, gc=False):
 
 
 class Entry(Struct, frozen=True, gc=False):
-    """What a list says of one name."""
+    """The entry of one model or adapter in a list."""
 
-    #: The JSON object.
+    #: The JSON object, as received.
     said: Raw
-    #: Its `max_model_len`; infinite = none.
+    #: Its `max_model_len`, in tokens; infinite = not given.
     context: float
 
 
@@ -70,11 +70,11 @@ class ModelList(Struct, frozen=True):
 
     base: BaseModels = BaseModels()
     adapters: frozenset[str] | None = None
-    #: By name, of both.
+    #: The entries of base models and adapters, by name.
     entries: Mapping[str, Entry] = {}
 
     def names_as(self, newer: "ModelList") -> bool:
-        """Whether only the entries may differ, which have a new date each time."""
+        """Whether the names and contexts are equal. Entries are not compared: they have a new date each time."""
         return self.base == newer.base and self.adapters == newer.adapters
 
 
@@ -133,7 +133,7 @@ class ServedModels:
         self._plain = SecureFetcher(replace(options, token_file=""), accept="application/json", keep=False)
         self._targets: dict[str, _Target] = {}
         self._free = asyncio.Semaphore(AT_ONCE)
-        #: Whether endpoints serve different names, and the union of all names; `None` = out of date.
+        #: Whether endpoints serve different names, and the union of all names; `None` = to be computed again.
         self._union: tuple[bool, Mapping[str, Raw]] | None = None
 
     def up(self, endpoint: Endpoint) -> None:
@@ -172,8 +172,10 @@ class ServedModels:
             yield from target.listed.entries
 
     def union(self, alike: bool) -> Mapping[str, Raw]:
-        """All names that endpoints serve, with what one of them says of it: the one with the shortest context. Unless
-        `alike`, empty while all serve the same: any can list it."""
+        """All names that endpoints serve. Each has the JSON object of the endpoint with the shortest context.
+
+        If all endpoints serve the same names, the result is empty unless `alike`: any endpoint can give that list.
+        """
         if self._union is None:
             lists = [target.listed.entries for target in self._targets.values() if target.listed.entries]
             shortest: dict[str, Entry] = {}

@@ -30,7 +30,7 @@ class KvSource(Struct, frozen=True):
     events: str
     #: Empty = the engine has no replay socket.
     replay: str = ""
-    #: Base model, which distinguishes its blocks from those of other models.
+    #: The engine's base model, which distinguishes its blocks from those of other models.
     model: str = ""
     ranks: int = 1
     curve: Curve | None = None
@@ -122,7 +122,7 @@ def source_of(sources: dict[str, _Source], address: str, model: str, curve: Curv
 
 
 def _port(address: str) -> int:
-    """The port of an address such as `tcp://*:5557`; 0 = it is no such address."""
+    """The port of an address such as `tcp://*:5557`; 0 = the address has another form."""
     port = address.rpartition(":")[2]
     if not address.startswith("tcp://") or not (port.isascii() and port.isdigit() and len(port) < 6):
         return 0
@@ -130,13 +130,13 @@ def _port(address: str) -> int:
 
 
 def configured(endpoint: Endpoint, port: int, replay: int, ranks: int, model: str, curve: Curve | None) -> KvSource:
-    """The endpoint's publisher, given the ports of its pod's first rank; 0 = no replay. The ranks of one endpoint
-    follow those of the endpoint before it."""
+    """The endpoint's publisher. `port` and `replay`: ports of the pod's first rank; `replay` 0 = no replay socket.
+    `ranks`: per endpoint. The ports of an endpoint's ranks follow those of the pod's endpoint before it."""
     before = endpoint.rank * ranks
     return source_at(endpoint.address, port + before, replay and replay + before, ranks, model, curve)
 
 
 def source_at(address: str, port: int, replay: int, ranks: int, model: str, curve: Curve | None) -> KvSource:
-    """The publisher of the endpoint at `host:port`, on these ports; 0 = no replay."""
+    """The publisher of the endpoint at `address` (`host:port`), on these ports; `replay` 0 = no replay socket."""
     host = address.rpartition(":")[0]
     return KvSource(f"tcp://{host}:{port}", f"tcp://{host}:{replay}" if replay else "", model, ranks, curve)

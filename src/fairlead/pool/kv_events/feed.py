@@ -70,7 +70,7 @@ class Feed:
         #: The batch at which a replay shall start, while `sync` is `WANTED`.
         self.wanted = 0
         self.can_replay = can_replay
-        #: A wanted replay was given up.
+        #: A wanted replay was given up, so blocks may be missing in the index.
         self.unsure = False
         #: Sequence and timestamp of the last batch taken; -1 = none.
         self.last = -1
@@ -192,7 +192,7 @@ class Feed:
         self._take(frames, batch)
 
     def replay_ends(self, complete: bool) -> None:
-        """End a replay: its end marker arrived, or (`complete` false) no more replies will."""
+        """End a replay. `complete`: its end marker arrived; otherwise no more replies will arrive."""
         if not complete:
             self.count.failed_replays += 1
             if self.sync is Sync.REPLAYING:
@@ -216,7 +216,7 @@ class Feed:
         self.unsure = True
 
     def retry(self) -> None:
-        """Want the replay again, some time after `give_up`."""
+        """Ask for the replay again, some time after `give_up`."""
         if self.unsure and self.sync is Sync.LIVE:
             self._want(self.last)
 
@@ -304,7 +304,7 @@ class Feed:
         self._take(frames, batch)
 
     def _ask(self, number: int) -> bool:
-        """Want a replay for the waiting batch. Return false if none is possible, or one just failed."""
+        """Ask for a replay for the waiting batch. Return false if no replay is possible, or one just failed."""
         if not self.can_replay or self._asked == (number, self.last):
             return False
         self._asked = (number, self.last)

@@ -53,7 +53,7 @@ def _socket(context: Context, kind: int, limits: Limits, curve: Curve | None) ->
 
 
 def secure(socket: Socket, curve: Curve | None) -> None:
-    """Before it is bound or connected."""
+    """Set the CURVE keys of a socket; `None` = no encryption. Call it before the socket is bound or connected."""
     if curve is not None:
         socket.set(zmq.CURVE_PUBLICKEY, curve.public.encode())
         socket.set(zmq.CURVE_SECRETKEY, curve.secret.encode())
@@ -92,7 +92,7 @@ class Monitor:
         return int(self._events.get(zmq.FD))
 
     def read(self) -> None:
-        """Report what has happened."""
+        """Read the socket's events, and report each connection that came up or was lost."""
         while True:
             try:
                 event = parse_monitor_message(self._events.recv_multipart(zmq.NOBLOCK))
@@ -149,8 +149,8 @@ class Replayer:
         self._task: asyncio.Task[None] | None = None
 
     def look(self) -> bool:
-        """Start a replay if the feed wants one and none is in progress. Return true if none is possible now and the
-        feed continues without."""
+        """Start a replay if the feed wants one and none is in progress. Return true if no replay is possible now, so
+        the feed continues without it."""
         if self._feed.sync is not Sync.WANTED or self._task is not None:
             return False
         if self._loop.time() < self._cool_until:
@@ -218,7 +218,7 @@ class Replayer:
             self._wake()
 
     def _cool_down(self) -> None:
-        """Give up for a while, longer each time, because live batches wait while a replay is tried."""
+        """Try no replay for a while, because live batches wait during each attempt. The while grows each time."""
         self._feed.give_up()
         self._cool_until = self._loop.time() + self._cooldown
         self._retry = self._loop.call_at(self._cool_until, self._try_again)
@@ -253,7 +253,8 @@ class Replayer:
         return self._complete
 
     async def _until_over(self) -> None:
-        """Wait for the end. Raises `TimeoutError` if the publisher is silent too long while the feed is not busy."""
+        """Wait for the replay's end. Raises `TimeoutError` if the publisher is silent too long while the feed is not
+        busy."""
         while not self._over:
             self._received.clear()
             if not await set_within(self._received, self._limits.replay_silence) and not self._feed.busy:

@@ -40,7 +40,7 @@ class Subscription:
         self._socket = subscriber(context, limits, curve)
         events, replay = addresses
         self._address = events
-        #: The loop's time from which on a lost connection is not expected to come back by itself.
+        #: The loop time from which on `sweep` connects again: libzmq no longer does it by itself. Infinite = never.
         self._mend_at = inf
         try:
             self._monitor = Monitor(self._socket, self._connected, self._lost)
@@ -109,7 +109,7 @@ class Subscription:
             await self._replayer.close()
         self._monitor.close()
         self._socket.close(linger=0)
-        del self._monitor, self._replayer  # they know this one, and collections may be rare
+        del self._monitor, self._replayer  # break reference cycles: garbage collection may be rare
 
     def _take(self, frames: list[bytes]) -> None:
         if sum(map(len, frames)) > self._limits.max_batch:
@@ -246,7 +246,7 @@ class KvSubscriber:
         if publisher is None:
             return None
         slot = publisher.ranks.get(rank, publisher.slot)
-        if slot == EVERYONE:  # what one rank stores, another may remove
+        if slot == EVERYONE:  # all ranks share one feed: one rank may remove the blocks that another stored
             rank = 0
         cache = self.index.rank(slot, rank, publisher.model or model)
         feed = Feed(self.index, cache, can_replay=False)
@@ -417,7 +417,7 @@ class Hub:
         # Only allowed topics are remembered: the number of others is unbounded.
         self._decoders[received.topic] = decoder
         self._current = feed
-        if feed.cache.slot == EVERYONE:  # several publishers, each with its own numbers
+        if feed.cache.slot == EVERYONE:  # several publishers share the feed, each with its own sequence numbers
             received.sequence = feed.last + 1
         feed.live(received, batch)
 

@@ -110,9 +110,9 @@ _NIL = 0xC0
 _INTS = msgspec.msgpack.Decoder(list[int])
 _ANY = msgspec.msgpack.Decoder()
 _RAWS = msgspec.msgpack.Decoder(list[Raw])
-#: Hashes of one event: a batch of 1 MiB has 116,000 at most.
+#: The most hashes of one event. A batch of 1 MiB has at most 116,000.
 _MOST_HASHES = 1 << 17
-#: Extra keys are decoded for so many blocks at a time. They have so many bytes and entries at most.
+#: Extra keys are decoded for this many blocks at a time. The next two limit their bytes and entries.
 _EXTRAS_STEP, _MOST_EXTRA_BYTES, _MOST_EXTRAS = 128, 1 << 18, 8192
 #: Up to this many bytes, token ids are decoded in one step: 5,000 ids in 0.2 ms.
 _AT_ONCE = 16_384
@@ -135,7 +135,7 @@ def hash_of(value: int | bytes) -> int:
 
 
 def hashes_of(values: list[int | bytes]) -> list[int]:
-    """`hash_of` for a list. A list of unsigned integers is returned unchanged. `ValueError`: endless."""
+    """`hash_of` for a list. A list of unsigned integers is returned unchanged. Raises `ValueError` for too many."""
     if not values:
         return []
     if len(values) > _MOST_HASHES:
@@ -170,7 +170,7 @@ def _packed(raw: bytes) -> bytes:
 
 
 class RawTokens:
-    """Token ids that are decoded some thousand at a time, because decoding a million takes 50 ms."""
+    """Token ids that are decoded a few thousand at a time, because decoding a million takes 50 ms."""
 
     def __init__(self, raw: bytes) -> None:
         """`raw`: a msgpack array. Raises `ValueError` if it is not."""
@@ -204,7 +204,7 @@ class RawTokens:
 
 
 def _array(raw: bytes, name: str) -> tuple[int, int]:
-    """The number of items of a msgpack array, and where they begin. Raises `ValueError` if it is none."""
+    """The number of items of a msgpack array, and the offset of the first. Raises `ValueError` for other values."""
     kind = raw[0]
     if kind == 0xDC:
         return int.from_bytes(raw[1:3], "big"), 3
@@ -218,8 +218,8 @@ def _array(raw: bytes, name: str) -> tuple[int, int]:
 def extras_of(raw: bytes, lora: str | None, blocks: int) -> Sequence[tuple[str, ...]] | None:
     """The extra keys of each block, without the adapter's name, which vLLM puts first; `None` if there are none.
 
-    Raises `ValueError` for anything but a list with one list (or nil) for each of the `blocks`. If there are many, the
-    answer may raise it while it is read.
+    Raises `ValueError` for anything but a list with one list (or nil) for each of the `blocks`. If there are many
+    blocks, the result may raise it later, while it is read.
     """
     if raw[0] == _NIL:
         return None
@@ -254,7 +254,7 @@ class Extras(Sequence[tuple[str, ...]]):
     @overload
     def __getitem__(self, which: slice) -> Sequence[tuple[str, ...]]: ...
     def __getitem__(self, which: int | slice) -> tuple[str, ...] | Sequence[tuple[str, ...]]:
-        """Raises `ValueError` for what cannot be read, or is too much for so few blocks."""
+        """Raises `ValueError` if the keys cannot be decoded, or are too many or too long for this number of blocks."""
         if isinstance(which, int):
             return self[which : which + 1][0]
         blocks = self._blocks[which]
@@ -284,7 +284,7 @@ class Extras(Sequence[tuple[str, ...]]):
 
 
 def _extra(entry: Any) -> str:
-    """An identifier: by itself, or the first item of `[identifier, offset]` in older versions."""
+    """The identifier in an extra key: the key itself, or in older versions the first item of `[identifier, offset]`."""
     if isinstance(entry, list) and entry:
         entry = entry[0]
     if isinstance(entry, str):
