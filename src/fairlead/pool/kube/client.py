@@ -101,7 +101,7 @@ class KubeClient:
         return await self._request("GET", f"{resource.path}/{name}", resource, "get")
 
     async def put(self, resource: Resource, name: str, value: object, version: str) -> bytes:
-        """Write an object over the version that was read; empty = there is none, so create it."""
+        """Replace an object. `version`: the one that was read; empty = the object does not exist, so create it."""
         if not version:
             return await self._request("POST", resource.path, resource, "create", body=value)
         return await self._request("PUT", f"{resource.path}/{name}", resource, "update", body=value)
@@ -149,7 +149,7 @@ class KubeClient:
             raise Unreachable(f"the API server has not answered for {QUIET_S + ANSWER_S:g} s") from None
 
     async def watch(self, resource: Resource, query: Mapping[str, str], idle_s: float) -> AsyncGenerator[list[bytes]]:
-        """Yield lists of lines that arrived together; first an empty list, once the server agrees.
+        """Yield lists of lines that arrived together; first an empty list, once the server has accepted the watch.
 
         Ends when the server ends the watch. Raises `Unreachable` if it breaks off or is silent for `idle_s` seconds.
         """
@@ -179,7 +179,7 @@ class KubeClient:
             raise self._unreachable(error) from None
 
     async def _chunk(self, response: aiohttp.ClientResponse) -> bytes:
-        """The next bytes; empty at the end."""
+        """The next bytes of a response; empty at its end."""
         while True:
             try:
                 async with asyncio.timeout(QUIET_S) as quiet:

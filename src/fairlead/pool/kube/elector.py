@@ -86,8 +86,8 @@ def read_lease(text: bytes | Raw) -> Lease:
 
 
 class Sight(Struct, frozen=True):
-    """A lease, and since when (monotonic seconds) it has been seen with this content. `None` = there is no lease.
-    `ended`: its holder was seen to end since then."""
+    """A lease (`None` = there is none), and since when (monotonic seconds) it has been seen with this content.
+    `ended`: `LeaderWatch` has seen its holder end since then."""
 
     lease: Lease | None
     since: float
@@ -107,13 +107,13 @@ class Keep(Struct, frozen=True):
 
 
 class Wait(Struct, frozen=True):
-    """Another replica holds the lease. Decide again at this moment, or when the lease changes."""
+    """Another replica holds the lease. Decide again at this time (monotonic seconds), or when the lease changes."""
 
     until: float
 
 
 def next_step(sight: Sight, me: str, now: float, duration: float) -> Take | Keep | Wait:
-    """Decide what to do. `duration`: this replica's setting, used if the lease names no duration."""
+    """Decide what the replica `me` does. `duration`: its setting in seconds, used if the lease names no duration."""
     lease = sight.lease
     if lease is None or lease.free:
         return Take()
@@ -124,7 +124,7 @@ def next_step(sight: Sight, me: str, now: float, duration: float) -> Take | Keep
 
 
 def claimed(old: Lease | None, me: str, duration: float, wall: float, address: str = "") -> Lease:
-    """The lease as this replica takes or renews it. `wall`: seconds since 1970. `address`: of this replica."""
+    """The lease that this replica writes to take or renew it. `wall`: seconds since 1970. `address`: this replica's."""
     now = micro_time(wall)
     seconds = max(round(duration), 1)
     if old is not None and old.holder == me:
@@ -135,7 +135,7 @@ def claimed(old: Lease | None, me: str, duration: float, wall: float, address: s
 
 
 def released(old: Lease, wall: float) -> Lease:
-    """The lease as its holder gives it back."""
+    """The lease that its holder writes to give it back. `wall`: seconds since 1970."""
     now = micro_time(wall)
     return Lease("", 1, old.acquired or now, now, old.transitions, old.version)
 
@@ -204,7 +204,7 @@ class LeaderWatch:
 
     #: Seconds to wait for a connection, and failed attempts until the leader counts as ended.
     ACCEPT_S, ATTEMPTS = 0.2, 2
-    #: Seconds between attempts: after a connection ended, and at most, if none is accepted or each soon ends.
+    #: Seconds until the next attempt after a connection ended, and the longest pause if attempts fail or soon end.
     SOON_S, LATER_S = 0.05, 1.0
     #: The preface and empty SETTINGS that an HTTP/2 client must send first (RFC 9113, 3.4).
     HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
@@ -215,7 +215,7 @@ class LeaderWatch:
         self._task: asyncio.Task[None] | None = None
 
     def follow(self, address: str) -> None:
-        """Connect to `address`; empty = to none. The same address again changes nothing."""
+        """Connect to `address` (ADDRESS:PORT); empty = disconnect. The same address again changes nothing."""
         if address == self._address:
             return
         self._address = address

@@ -206,19 +206,19 @@ def _endpoint(place: Place, namespace: str) -> Mapping[str, Any]:
 #
 # Rules
 # * Only the leader writes, each time with the version that it read. So one of two writers gets 409 and reads again.
-# * If others changed the slice, the leader corrects it, but after a delay: a replica that was suspended and still
-#   believes it leads must learn of its successor first.
+# * If another writer changed the slice, the leader corrects it, but after a delay: a replica that was suspended and
+#   still believes that it leads must learn of its successor first.
 # * A leader that ends leaves the slice to its successor. If there is none, it empties the slice, so that gateways know
 #   that no replica answers.
-# * The service is read again now and then: its ports may change, and one that was made again has another uid.
-# * A slice that the holder of another lease wrote is left to it for a while, and reported: two releases serve one pool.
-#   It is written over after that, because its writer may be gone. Each answer of the other doubles the while.
+# * The service is read again about every `SERVICE_S`: its ports may change, and a recreated service has another uid.
+# * A slice that the holder of another lease wrote is left unchanged for a while, and reported: two releases serve one
+#   pool. Then it is overwritten, because its writer may be gone. The wait doubles each time the other holder writes.
 # * Without permission nothing is written, and the missing rule is reported. Leading never depends on it.
 
 #: Seconds before changes by others are corrected, and seconds after a failure.
 REPAIR_S, RETRY_S = 1.0, 1.0
-#: Seconds after which the service is read again. Seconds for which another lease's slice is left alone at first, and at
-#: most.
+#: Seconds after which the service is read again. Seconds for which a slice written by another lease's holder is left
+#: unchanged: at first, and at most.
 SERVICE_S, FOREIGN_S, FOREIGN_MAX_S = 30.0, 30.0, 3600.0
 _CONFLICTS = (404, 409)
 
@@ -238,7 +238,7 @@ class EndpointSlicePublisher:
         on_trouble: Callable[[str], object] = lambda trouble: None,
         reflector: Reflector[Slice] | None = None,
     ) -> None:
-        """`lease`: the one that its leader holds, as `NAMESPACE/NAME`. `reflector`: a shared reflector of several
+        """`lease`: the lease of the leader election, as `NAMESPACE/NAME`. `reflector`: a shared reflector of several
         slices, whose owner calls `see`; `None` = create one."""
         #: How often the slice was written.
         self.writes = 0
@@ -252,15 +252,16 @@ class EndpointSlicePublisher:
         self._services = Resource("", "v1", "services", namespace)
         self._slices = Resource(GROUP, VERSION, "endpointslices", namespace)
         self._service: Service | None = None
-        #: `_service` was read lately, and nothing hints at another one.
+        #: `_service` was read recently, and nothing indicates that the service has changed since.
         self._current = False
-        #: The version of the slice that another lease's holder wrote, when it may be written over, and the next wait.
+        #: The version of the slice that another lease's holder wrote, when it may be overwritten (loop time), and the
+        #: next wait in seconds.
         self._foreign, self._foreign_until, self._patience = "", 0.0, FOREIGN_S
         self._seen = Slice()
         self._leading = False
-        #: The slice has named this replica since it leads.
+        #: The slice has named this replica since this replica became the leader.
         self._named = False
-        #: Why the service does not lead here; empty = it does, or need not.
+        #: Why the last attempt to name this replica in the slice failed; empty = it succeeded, or there was none.
         self.trouble = ""
         self._woken = asyncio.Event()
         self._writing = asyncio.Lock()
@@ -333,7 +334,7 @@ class EndpointSlicePublisher:
         return SERVICE_S * self._rng.uniform(0.8, 1.2)
 
     async def _empty_other_family(self, service: Service) -> None:
-        """A former leader may have had an address of the other family. Never raises."""
+        """Empty the slice of the other address family, which a former leader may have written. Never raises."""
         former = Place("::" if self._place.family == "IPv4" else "0.0.0.0")
         name = slice_name(service.name, former)
         with contextlib.suppress(KubeError, Unreachable, Unreadable):
@@ -343,7 +344,7 @@ class EndpointSlicePublisher:
                 await self._client.put(self._slices, name, value, seen.version)
 
     def _left_to_other(self) -> float:
-        """Seconds for which the slice is still left to the holder of another lease."""
+        """Seconds for which the slice is still left to the holder of another lease; not positive = overwrite it now."""
         seen = self._seen
         if not seen.addresses or seen.lease in ("", self._lease):
             return 0.0

@@ -39,7 +39,7 @@ class _Discovered(msgspec.Struct):
 
 
 class _Followed(Struct, eq=False):
-    """The receiver of a pool's definitions, and the last definitions; `None` = not reported yet."""
+    """The receiver of a pool's definitions, and the definitions reported last; `None` = none reported yet."""
 
     feed: Callable[[ModelSet], object]
     models: ModelSet | None = None

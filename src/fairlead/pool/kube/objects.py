@@ -1,4 +1,4 @@
-"""Read what an API server sends, no further than needed: lists, watch events, errors, InferencePools.
+"""Read the needed fields of what an API server sends: lists, watch events, errors, InferencePools.
 
 Items stay raw bytes until they are read, so that an unreadable object does not affect the others.
 """

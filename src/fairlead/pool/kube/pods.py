@@ -144,7 +144,7 @@ OnTrouble = Callable[[str, str], object]
 
 
 class PodEndpoints:
-    """The endpoints of some pods, by the last two rules."""
+    """The endpoints of a set of pods; sends their events by the last two rules above."""
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
@@ -196,7 +196,7 @@ class PoolEndpoints:
         report: Callable[[str], object] = lambda problem: None,
         changed: Callable[[], object] = lambda: None,
     ) -> None:
-        """`pool`: a pool with a selector is used as it is; otherwise the object of its name is followed."""
+        """`pool`: if it has a selector, it is used as it is; otherwise the InferencePool of its name is followed."""
         #: The present pool; `None` = there is none.
         self.pool: Pool | None = pool if pool.selector else None
         self._wanted = pool

@@ -66,7 +66,7 @@ class Pools:
 
     @property
     def refused(self) -> bool:
-        """What is missing may not be read."""
+        """Whether the API server does not allow (403) reading the pools or the pods."""
         return self.pools.forbidden or self.pods.forbidden
 
     async def run(self) -> None:

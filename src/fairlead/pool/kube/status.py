@@ -96,7 +96,7 @@ def _time(wall: float) -> str:
 #
 # Rules
 # * A 404 or a conflict is ignored, because the next event of the watch brings the present object.
-# * The more often an object is changed back, the less often it is written.
+# * If another writer keeps changing a condition back, the pauses between writes to that object double.
 # * Without permission nothing is written, and the missing rule is reported once. Routing never depends on it.
 
 #: From this many writes to one object within a minute on, each write doubles the pause.
