@@ -24,7 +24,8 @@ Name = Annotated[str, Field(min_length=1)]
 KubeName = Annotated[str, Field(max_length=253)]
 #: A limit in requests.
 Count = Annotated[int, Field(ge=1)]
-#: The embedded gateway waits for 600 s at most; with a larger value it would not wait at all.
+#: The longest wait in flow control, in seconds. The embedded gateway waits 600 s at most for an answer. With a larger
+#: limit it would not wait at all.
 LONGEST_WAIT = 590.0
 Wait = Annotated[float, Field(gt=0, le=LONGEST_WAIT), DURATION]
 #: The name of a policy, or `{type: …, parameters: {…}}`, as under `policy`.
@@ -42,7 +43,7 @@ class Relative:
 
 RELATIVE = Relative()
 RelativePath = Annotated[str, RELATIVE]
-#: Also marks it: the file is written, or opened by a check of its own.
+#: Marks a path whose existence is checked elsewhere: the file is written, or has a check of its own.
 CHECKED_ELSEWHERE = "checked elsewhere"
 
 
@@ -68,13 +69,13 @@ class JwtSettings(Section):
         default="",
         pattern="^(https://.+|http://(localhost|127\\.[0-9.]+|\\[::1\\])(:[0-9]+)?/.*)?$",
         examples=["https://HOST/PATH", "http://localhost:PORT/PATH"],
-        description="Where to fetch the issuer's keys, every five minutes. Plain HTTP only from this machine.",
+        description="URL of the issuer's keys, read every five minutes. Plain HTTP only from this machine.",
     )
-    jwks_file: RelativePath = Field(default="", description="Or a file with them (JWKS), which is followed.")
+    jwks_file: RelativePath = Field(default="", description="Instead of `jwksUri`: file of keys (JWKS), followed.")
     ca_file: RelativePath = Field(default="", description="PEM bundle for `jwksUri`; empty = the system's.")
     tenant_claim: Name = Field(
         default="sub",
-        description="The claim that names the tenant; dots lead into nested claims. A token without it is refused.",
+        description="The claim that names the tenant; `a.b` is a claim inside another. A token without it is refused.",
     )
     forward: bool = Field(default=False, description="Also pass the token to model servers.")
 
@@ -92,64 +93,64 @@ class Gateway(Section):
         default="embedded",
         description="`embedded`: Fairlead starts an Envoy. `none`: your own gateway talks to `extProc`.",
     )
-    host: Name = Field(default="127.0.0.1", description="Where clients connect; `'::'` serves other machines.")
+    host: Name = Field(default="127.0.0.1", description="Address for clients; `'::'` also serves other machines.")
     port: Port = Field(default=8080, description="The port for clients.")
     admin_port: Port = Field(default=0, description="Envoy's admin page, on 127.0.0.1; 0 = off.")
     response_mode: Literal["streamed", "none"] = Field(
         default="streamed",
-        description="What the scheduler sees of responses. `streamed`: up to the first chunk, so TTFT is known at "
-        "once. `none`: nothing, TTFT comes with the access log.",
+        description="How much of a response the scheduler sees. `streamed`: up to the first chunk, so TTFT is known at "
+        "once. `none`: nothing; TTFT is known when the access log reports the request.",
     )
     retry: Literal["connect", "unanswered", "hedge"] = Field(
         default="hedge",
-        description="When a request goes to its second choice. `connect`: the first cannot be reached. `unanswered`: "
-        "also if it breaks off before the first byte of the answer. `hedge`: also if that byte is "
-        "overdue; the first to answer wins.",
+        description="When a request goes to its fallback endpoint. `connect`: if the chosen endpoint cannot be "
+        "reached. `unanswered`: also if the connection breaks before the first byte of the answer. `hedge`: also if "
+        "that byte is overdue; the first to answer wins.",
     )
     fail_open: bool = Field(
         default=True,
-        description="Without the scheduler: `true` serves requests round robin over all endpoints, whatever their "
-        "model; `false` answers 503, or 504 if it hangs.",
+        description="If the scheduler does not answer: `true` serves requests round robin over all endpoints, whatever "
+        "their model; `false` answers 503, or 504 if the scheduler hangs.",
     )
     body_limit: Bytes = Field(default=64 << 20, description="Larger request bodies get 413.")
     concurrency: int = Field(default=0, ge=0, le=1024, description="Envoy's worker threads; 0 = one per CPU.")
     paths: tuple[str, ...] = Field(
         default=(),
-        description="Paths to let in besides those of inference, e.g. `/cohere/v2/chat`. `*` at the end stands for "
-        "anything, so `/*` lets in everything. Where models are defined, bodies for such paths are still "
+        description="Paths to accept besides those of the inference APIs, e.g. `/cohere/v2/chat`. `*` at the end "
+        "stands for anything, so `/*` accepts every path. Where models are defined, bodies for such paths are still "
         "refused.",
     )
     max_heap: Bytes | None = Field(
         default=None,
-        description="Envoy's heap limit. The largest uploads are ended well below it; close to it all requests are "
-        "refused. Default: half of the cgroup's or machine's memory, at most 4 GiB.",
+        description="Envoy's heap limit. Well below the limit, the largest uploads are ended; close to it, all "
+        "requests are refused. Default: half of the cgroup's or machine's memory, at most 4 GiB.",
     )
-    max_connections: int = Field(default=20_000, ge=1, description="Client connections at the same time.")
+    max_connections: int = Field(default=20_000, ge=1, description="The most client connections at the same time.")
     envoys: int = Field(
         default=1,
         ge=1,
         le=16,
-        description="Envoys behind the one port; one that dies takes only its own connections along. They share "
-        "`maxHeap`, `maxConnections` and `concurrency`; the second one's `adminPort` is the next one.",
+        description="Envoy processes that listen on `port`. If one dies, only its own connections are lost. They share "
+        "`maxHeap`, `maxConnections` and `concurrency`. The second process has the next higher `adminPort`, and so on.",
     )
     wait_for_scheduler: Seconds = Field(
         default=30.0,
-        description="At the start, listen to clients once the scheduler answers, or after this time without it. 0 = "
-        "at once.",
+        description="At the start, how long to wait for the scheduler's first answer before clients are served without "
+        "it. 0 = do not wait.",
     )
     upload_share: float = Field(
         default=0.25,
         gt=0,
         le=1,
-        description="Share of `maxHeap` that unfinished bodies from one address may hold, at least `bodyLimit`; "
-        "more get 429. 1 = no bound, for clients behind one proxy.",
+        description="Share of `maxHeap` that unfinished bodies from one client address may hold, at least `bodyLimit`; "
+        "further ones get 429. 1 = no limit, for clients behind one proxy.",
     )
     receive_idle: PositiveSeconds = Field(
-        default=15.0, description="How long a request body may pause; a tenth of it when memory is short."
+        default=15.0, description="How long a request body may pause; a tenth of this when memory is short."
     )
-    keys: ApiKeys | None = Field(default=None, description="Clients must show an API key, which names their tenant.")
+    keys: ApiKeys | None = Field(default=None, description="Clients must send an API key, which names their tenant.")
     jwt: JwtSettings | None = Field(
-        default=None, description="Clients must show a JSON Web Token, or a key where both are set."
+        default=None, description="Clients must send a JSON Web Token, or an API key if `keys` is set too."
     )
 
     @property
@@ -178,7 +179,7 @@ class ExtProc(Section):
         default=1,
         ge=1,
         description="How many endpoints an answer names, separated by commas: the chosen one, then the next best. More "
-        "than 1 is for gateways of your own that try one after the other; Envoy's `ORIGINAL_DST` answers 503.",
+        "than 1 is only for gateways of your own that try them in order; Envoy's `ORIGINAL_DST` cluster answers 503.",
     )
 
 
@@ -192,7 +193,7 @@ class Als(Section):
 class Admin(Section):
     """Metrics, health and debug pages over HTTP."""
 
-    host: Name = Field(default="127.0.0.1", description="Where the port listens; `'::'` opens it to the network.")
+    host: Name = Field(default="127.0.0.1", description="Address to listen on; `'::'` opens it to the network.")
     port: Port = Field(default=9090, description="0 = any free port.")
     debug: bool = Field(
         default=True, description="Serve the dashboard and the pages that show endpoints and decisions."
@@ -201,13 +202,13 @@ class Admin(Section):
     metrics_port: Port = Field(default=0, description="A separate port for metrics and health only; 0 = none.")
     hosts: list[Name] = Field(
         default_factory=list,
-        description="Names by which clients may address the port, besides addresses, `localhost` and the machine's "
-        "own name. `.example.com` covers all names that end so.",
+        description="Host names that clients may use for this port, besides IP addresses, `localhost` and the "
+        "machine's own name. `.example.com` covers all names with this ending.",
     )
     token_file: str = Field(
         default="",
-        description="Bearer tokens, one per line, required for everything but `/healthz` and `/readyz`. Browsers send"
-        " one as password. Read again when it changes. Empty = none.",
+        description="File of bearer tokens, one per line. One of them is required for everything but `/healthz` and "
+        "`/readyz`; browsers send it as the password. Read again when the file changes. Empty = no token is required.",
     )
     tls: Tls | None = Field(default=None, description="Serve TLS.")
 
@@ -218,7 +219,7 @@ class Admin(Section):
 class FileSource(Section):
     file: str = Field(min_length=1)
     watch: bool = True
-    allow_empty: bool = Field(default=False, description="Let an empty list take all endpoints away.")
+    allow_empty: bool = Field(default=False, description="Let an empty list remove all endpoints; otherwise they stay.")
 
 
 class ScrapeTls(Section):
@@ -231,8 +232,8 @@ class EngineNames(Section):
 
     waiting: str | list[str] | None = Field(
         default=None,
-        description="Gauge of waiting requests. Here and below: a metric, `name{label=value}`, or a list of "
-        "spellings; the first on the page counts.",
+        description="Gauge of waiting requests. Here and below: the name of a metric, `name{label=value}`, or a list "
+        "of these; the first one that the page has is used.",
     )
     running: str | list[str] | None = Field(default=None, description="Gauge of running requests.")
     kv_usage: str | list[str] | None = Field(default=None, description="Gauge of the share of KV blocks in use.")
@@ -240,7 +241,7 @@ class EngineNames(Section):
         default=None, description="Gauge whose labels name running and waiting adapters."
     )
     cache_info: str | list[str] | None = Field(
-        default=None, description="Gauge whose labels tell block size and number of blocks."
+        default=None, description="Gauge whose labels give the block size and the number of blocks."
     )
     rank_label: str | None = Field(
         default=None, description="Label that distinguishes data-parallel engines on one page."
@@ -248,17 +249,17 @@ class EngineNames(Section):
     block_size_label: str | None = Field(default=None, description="Label of `cacheInfo` with the block size.")
     num_blocks_label: str | None = Field(default=None, description="Label of `cacheInfo` with the number of blocks.")
     block_size: str | list[str] | None = Field(
-        default=None, description="Gauge of the block size in tokens, where no label tells it."
+        default=None, description="Gauge of the block size in tokens, if no label gives it."
     )
     num_blocks: str | list[str] | None = Field(
-        default=None, description="Gauge of the number of blocks, where no label tells it."
+        default=None, description="Gauge of the number of blocks, if no label gives it."
     )
     prefix_queries: str | list[str] | None = Field(
         default=None, description="Counter of tokens looked up in the prefix cache."
     )
-    prefix_hits: str | list[str] | None = Field(default=None, description="Counter of tokens found there.")
+    prefix_hits: str | list[str] | None = Field(default=None, description="Counter of tokens found in that cache.")
     generation_tokens: str | list[str] | None = Field(default=None, description="Counter of generated tokens.")
-    started: str | list[str] | None = Field(default=None, description="Start time of the process.")
+    started: str | list[str] | None = Field(default=None, description="Gauge of the engine's start time.")
     extra: dict[str, str] = Field(
         default={}, description="More gauges by name, for the plugins `metric` and `metric-limit`."
     )
@@ -267,15 +268,15 @@ class EngineNames(Section):
 class Metrics(Section):
     """How model servers are scraped."""
 
-    interval: PositiveSeconds = Field(default=0.2, description="Between scrapes of an endpoint with work.")
-    idle_interval: PositiveSeconds = Field(default=0.2, description="Between scrapes of an idle endpoint.")
-    timeout: PositiveSeconds = Field(default=1.0, description="For one scrape.")
+    interval: PositiveSeconds = Field(default=0.2, description="Time between scrapes of an endpoint with work.")
+    idle_interval: PositiveSeconds = Field(default=0.2, description="Time between scrapes of an idle endpoint.")
+    timeout: PositiveSeconds = Field(default=1.0, description="Longest time for one scrape.")
     staleness: PositiveSeconds = Field(
-        default=2.0, description="Older readings do not count; at least `idleInterval` + 1s."
+        default=2.0, description="Scrapes older than this are not used; at least `idleInterval` + 1s."
     )
-    backoff_cap: PositiveSeconds = Field(default=2.0, description="Failures double an endpoint's interval up to this.")
+    backoff_cap: PositiveSeconds = Field(default=2.0, description="Failures double an endpoint's interval, up to this.")
     max_rate: float = Field(
-        default=1000.0, gt=0, description="Scrapes per second over all endpoints; above it all intervals grow."
+        default=1000.0, gt=0, description="Scrapes per second over all endpoints; all intervals grow to keep it."
     )
     max_page_bytes: Bytes = Field(default=4 << 20, description="A larger page is a failed scrape.")
     models_interval: Seconds = Field(
@@ -283,24 +284,24 @@ class Metrics(Section):
     )
     token_file: str = Field(
         default="",
-        description="Bearer token, read again when the file changes. Also sent to `/v1/models` if that is at the same"
-        " address.",
+        description="File with a bearer token for metrics pages, read again when it changes. Also sent to `/v1/models` "
+        "if that is at the same address.",
     )
     tls: ScrapeTls = Field(default_factory=ScrapeTls.model_construct)
     scheme: Literal["http", "https"] = Field(
         default="http",
-        description="Of pages of endpoints without `metricsUrl`. They are read by IP address: where certificates"
-        " are for names, use `metricsUrl`.",
+        description="Scheme of the metrics pages of endpoints without `metricsUrl`. Pages are requested by IP address; "
+        "if certificates are for host names, use `metricsUrl`.",
     )
     path: str = Field(
         default="",
         pattern="^(/[^ ]*)?$",
-        description="Their path. Empty = `/metrics`, of the engine `trtllm-serve` `/prometheus/metrics`.",
+        description="Path of these pages. Empty = `/metrics`, or `/prometheus/metrics` for the engine `trtllm-serve`.",
     )
     port: Port = Field(
         default=0,
-        description="Their port; 0 = that of requests. The labels `metricsPort` and, of endpoints that are no pods,"
-        " `metricsAddress` count before it.",
+        description="Port of these pages; 0 = the port for requests. The label `metricsPort` and, for endpoints that "
+        "are not pods, `metricsAddress` take precedence.",
     )
     default_engine: Name = Field(
         default="vllm",
@@ -314,30 +315,30 @@ class Metrics(Section):
 
 
 class LeaderElection(Section):
-    """One of several replicas answers; the others stand by."""
+    """One of several replicas, the leader, answers; the others stand by."""
 
     enabled: bool = Field(default=False, description="Only one of several replicas answers.")
     lease_name: KubeName = Field(default="", description="Empty = `epp-NAMESPACE-POOL.fairlead`.")
     lease_duration: PositiveSeconds = Field(
         default=10.0,
-        description="How long until a leader that is silent is replaced. One whose process ended is replaced at once, "
-        "where replicas find each other: with $POD_IP and `extProc.healthPort`, as in the chart.",
+        description="How long a leader may be silent before it is replaced. A leader whose process ended is replaced "
+        "at once if replicas can connect to each other: with $POD_IP and `extProc.healthPort`, as in the chart.",
     )
     renew_deadline: PositiveSeconds = Field(
         default=7.0,
         description="A leader steps down when its renewals are refused for this long. While the API server does not "
         "answer at all, it keeps leading.",
     )
-    retry_period: PositiveSeconds = Field(default=2.0, description="Between two renewals.")
+    retry_period: PositiveSeconds = Field(default=2.0, description="Time between two renewals of the lease.")
     overlap: Seconds = Field(
         default=5.0,
-        description="How long an ending leader answers beside its successor. Gateways that use health checks need two"
-        " check intervals and one second.",
+        description="How long a leader that stops continues to answer beside its successor. Gateways that use health "
+        "checks need two check intervals and one second.",
     )
     service: KubeName = Field(
         default="",
-        description="A Service without a selector, with numeric ports; the leader keeps the EndpointSlice that leads "
-        "to itself. Needs $POD_IP, better also $POD_NAME and $NODE_NAME. Empty = gateways use readiness.",
+        description="A Service without a selector, with numeric ports. The leader writes its address into the "
+        "Service's EndpointSlice. Needs $POD_IP, better also $POD_NAME and $NODE_NAME. Empty = gateways use readiness.",
     )
 
 
@@ -347,17 +348,17 @@ class Kubernetes(Section):
     pool: KubeName = Field(default="", description="Name of the InferencePool.")
     namespaces: tuple[KubeName, ...] = Field(
         default=(),
-        description="In place of `pool`: serve every InferencePool of these namespaces; `*` = of all. See "
+        description="Instead of `pool`: serve every InferencePool of these namespaces; `*` = of all namespaces. See "
         "docs/kubernetes.md#several-pools.",
     )
     pool_selector: dict[str, str] = Field(default={}, description="With `namespaces`: labels that pools must have.")
     pod_selector: dict[str, str] = Field(
-        default={}, description="With `namespaces`: labels that pods of all pools have. Empty = every pod is read."
+        default={}, description="With `namespaces`: labels of the pods of all pools. Empty = every pod is read."
     )
     namespace: KubeName = Field(
         default="",
-        description="Empty = $NAMESPACE, else that of the service account or of the kubeconfig's context, else "
-        "`default`.",
+        description="Namespace of the pool. Empty = $NAMESPACE, else the namespace of the service account or of the "
+        "kubeconfig's context, else `default`.",
     )
     group: Literal["inference.networking.k8s.io", "inference.networking.x-k8s.io"] = Field(
         default="inference.networking.k8s.io", description="API group of the InferencePool."
@@ -369,9 +370,9 @@ class Kubernetes(Section):
     models: bool = Field(
         default=True, description="Follow InferenceModels, InferenceObjectives and InferenceModelRewrites."
     )
-    status: bool = Field(default=True, description="Write the condition `Accepted` to them; only the leader does.")
+    status: bool = Field(default=True, description="Write `Accepted` to their status; only the leader does.")
     kubeconfig: str = Field(
-        default="", description="Empty = the service account in a pod, else $KUBECONFIG, else ~/.kube/config."
+        default="", description="Path. Empty = the service account in a pod, else $KUBECONFIG, else ~/.kube/config."
     )
     context: str = Field(default="", description="Context in the kubeconfig; empty = the current one.")
     leader_election: LeaderElection = Field(default_factory=LeaderElection.model_construct)
@@ -384,11 +385,11 @@ class Kubernetes(Section):
 class KvCurve(Section):
     """CurveZMQ encryption. Keys are Z85 text of 40 characters."""
 
-    public_key_file: RelativePath = Field(description="File with our public key.")
-    secret_key_file: RelativePath = Field(description="File with our secret key.")
-    server_key: str = Field(default="", description="The publishers' public key, when we connect to them.")
+    public_key_file: RelativePath = Field(description="File with Fairlead's public key.")
+    secret_key_file: RelativePath = Field(description="File with Fairlead's secret key.")
+    server_key: str = Field(default="", description="The publishers' public key, if Fairlead connects to them.")
     clients_file: RelativePath = Field(
-        default="", description="Public keys of publishers that may dial in, one per line."
+        default="", description="File with the public keys of publishers that may connect (`bind`), one per line."
     )
 
 
@@ -397,16 +398,16 @@ class KvIndexer(Section):
 
     url: str = Field(
         default="",
-        description="Ask the indexer at this URL instead of listening here, e.g. `http://kv-cache-indexer:9090`; "
-        "empty = the index is in this process.",
+        description="Ask the indexer at this URL instead of listening to KV events in this process, e.g. "
+        "`http://kv-cache-indexer:9090`; empty = this process has the index.",
     )
     budget: PositiveSeconds = Field(
-        default=0.005, description="How long a request waits for the indexer; then learned prefixes count."
+        default=0.005, description="How long a request waits for the indexer; after that, the learned index is used."
     )
     warm_from: str = Field(
         default="",
-        description="Start with the index of another one, e.g. `http://other:9090`; empty = with that of `snapshot`, "
-        "if any.",
+        description="At the start, load the index of the indexer at this URL, e.g. `http://other:9090`; empty = load "
+        "only `snapshot`, if it is set.",
     )
 
 
@@ -416,21 +417,21 @@ class KvEvents(Section):
     enabled: bool = Field(default=False, description="Listen to KV events.")
     port: Port = Field(
         default=0,
-        description="Port of rank 0 at every endpoint, rank n on ports n higher. 0 = ask each engine (`GET "
-        "/kv_event_sources`).",
+        description="Port of rank 0's publisher at every endpoint. Rank n has the port n higher. 0 = ask each engine "
+        "(`GET /kv_event_sources`).",
     )
-    replay_port: Port = Field(default=0, description="With `port`: where to fetch missed events; 0 = nowhere.")
+    replay_port: Port = Field(default=0, description="With `port`: port for fetching missed events; 0 = none.")
     ranks: int = Field(default=1, ge=1, le=256, description="Data-parallel ranks per endpoint.")
     bind: str = Field(
         default="",
-        description="Let publishers dial in here instead, e.g. `tcp://0.0.0.0:5555`. Only the pool's endpoints are "
-        "believed.",
+        description="Instead of `port`: the address on which publishers connect to Fairlead, e.g. "
+        "`tcp://0.0.0.0:5555`. Events are accepted only from the pool's endpoints.",
     )
     curve: KvCurve | None = Field(default=None, description="Encrypt and authenticate by CurveZMQ.")
     snapshot: Annotated[str, RELATIVE, CHECKED_ELSEWHERE] = Field(
         default="", description="File that keeps the index over restarts; empty = none."
     )
-    snapshot_interval: PositiveSeconds = Field(default=60.0, description="How often it is written.")
+    snapshot_interval: PositiveSeconds = Field(default=60.0, description="How often the snapshot is written.")
     max_blocks: int = Field(
         default=4_000_000, ge=10_000, le=200_000_000, description="Block copies to remember, at about 50 bytes each."
     )
@@ -445,7 +446,7 @@ class KvEvents(Section):
     hash_seed: str | None = Field(
         default=None, description="With `keys: engine`: the engine's PYTHONHASHSEED; `null` = not set."
     )
-    block_size: int = Field(default=0, ge=0, le=4096, description="Tokens per block; 0 = as the events say.")
+    block_size: int = Field(default=0, ge=0, le=4096, description="Tokens per block; 0 = as given in the events.")
     check: float = Field(
         default=0.05,
         ge=0,
@@ -460,11 +461,11 @@ class ModelTokens(Section):
     """The tokenizer of one model name."""
 
     model_path: RelativePath = Field(
-        default="", description="Directory with `tokenizer.json` and the rest, as the engine loads it."
+        default="", description="Directory with `tokenizer.json` and other files, as the engine loads it."
     )
-    tokenizer_file: RelativePath = Field(default="", description="Another `tokenizer.json` than the directory's.")
+    tokenizer_file: RelativePath = Field(default="", description="A `tokenizer.json` instead of the directory's.")
     chat_template: RelativePath = Field(
-        default="", description="Another Jinja template than the model's: the engine's `--chat-template`."
+        default="", description="A Jinja template to use instead of the model's: the engine's `--chat-template`."
     )
     template_kwargs: dict[str, Any] = Field(
         default={}, description="Variables for every rendering: the engine's `--default-chat-template-kwargs`."
@@ -477,10 +478,10 @@ class ModelTokens(Section):
 class Tokens(Section):
     """Token ids of prompts. Off without `models`: prompts are then matched by their bytes."""
 
-    models: dict[str, ModelTokens] = Field(default={}, description="By model name; `*` = every other one.")
+    models: dict[str, ModelTokens] = Field(default={}, description="Tokenizers by model name; `*` = every other model.")
     cache_bytes: Bytes = Field(default=256 << 20, description="Cache for encoded pieces of prompts, over all models.")
     engine_timeout: PositiveSeconds = Field(
-        default=0.2, description="With `render: engine`: a request continues without token ids after this."
+        default=0.2, description="With `render: engine`: the longest wait for token ids, then none are used."
     )
 
 
@@ -489,7 +490,7 @@ class Tokens(Section):
 
 class LedgerSettings(Section):
     lease_ttl: PositiveSeconds = Field(
-        default=900.0, description="A request stops counting after this if nobody reports its end."
+        default=900.0, description="A request whose end is not reported is dropped from its endpoint's load after this."
     )
 
 
@@ -497,8 +498,8 @@ class Parsing(Section):
     max_body_bytes: Bytes = Field(default=64 << 20, description="Larger request bodies are refused.")
     max_buffered_bytes: Bytes = Field(
         default=0,
-        description="Memory for all incomplete requests, and bodies kept while they wait. More waits without flow-"
-        "control credit. 0 = an eighth of the cgroup's or machine's memory, at most 128 MiB.",
+        description="Memory for all incomplete requests, and for the bodies of waiting requests. Beyond it, clients "
+        "get no HTTP/2 flow-control credit. 0 = an eighth of the cgroup's or machine's memory, at most 128 MiB.",
     )
     conversations: bool = Field(
         default=True,
@@ -509,15 +510,15 @@ class Parsing(Section):
 class ModelEntry(Section):
     """A model name that clients use, and the models that serve it."""
 
-    name: Annotated[str, Field(min_length=1, max_length=256)] = Field(description="What clients ask for.")
+    name: Annotated[str, Field(min_length=1, max_length=256)] = Field(description="The model name that clients send.")
     targets: dict[Name, Annotated[int, Field(ge=0, le=1_000_000)]] = Field(
-        default={}, description="Weight of each model that serves it; 0 = no requests. Empty = the name itself."
+        default={}, description="Weights of models that serve the name; 0 = no requests. Empty = the name itself."
     )
     criticality: Literal["Critical", "Standard", "Sheddable"] = Field(
         default="Standard", description="`Critical` = priority 10, `Standard` = 0, `Sheddable` = -10."
     )
     ttft: Seconds = Field(default=0.0, description="Objective for the time to the first token; 0 = none.")
-    tpot: Seconds = Field(default=0.0, description="For each further token; 0 = none.")
+    tpot: Seconds = Field(default=0.0, description="Objective for the time per further token; 0 = none.")
 
     @field_validator("targets", mode="before")
     @classmethod
@@ -531,14 +532,14 @@ class Models(Section):
     """The meaning of model names. A list is short for `{list: …}`."""
 
     list: tuple[ModelEntry, ...] = Field(
-        default=(), description="Names that clients ask for. They count before those of manifests."
+        default=(), description="Model names that clients send. They take precedence over those of manifests."
     )
     file: Annotated[str, RELATIVE, CHECKED_ELSEWHERE] = Field(
         default="",
         description="A file of manifests (InferenceModel, InferenceObjective, InferenceModelRewrite), or a directory "
         "of `.yaml`, `.yml` and `.json` files, relative to the configuration.",
     )
-    watch: bool = Field(default=True, description="Read it again when it changes.")
+    watch: bool = Field(default=True, description="Read `file` again when it changes.")
     pool: str = Field(default="", description="Only objects for this pool count; empty = all.")
     namespace: str = Field(default="", description="Only objects of this namespace count; empty = all.")
     unmatched: Literal["reject", "pass"] = Field(
@@ -564,7 +565,7 @@ class Models(Section):
 class Headers(Section):
     trust: tuple[Trust, ...] = Field(
         default=("objective", "fairness", "slo", "session", "model-rewrite"),
-        description="Which of a client's headers count; the page on model names lists them. `test-selection` is for "
+        description="Which headers of clients are trusted; docs/models.md lists them. `test-selection` is for "
         "conformance tests only.",
     )
 
@@ -572,8 +573,8 @@ class Headers(Section):
 class Inspect(Section):
     usage_sampling: Share = Field(
         default=0.01,
-        description="Share of responses followed to their end to read token counts. Unless it is 0, the first 20 of "
-        "each model and API are followed, too.",
+        description="Share of responses that are read to their end, for their token counts. Unless this is 0, the "
+        "first 20 responses of each model and API are read too.",
     )
 
 
@@ -581,41 +582,41 @@ class QueueLimit(Section):
     """Limits on what may wait; `None` = any number."""
 
     requests: Count | None = Field(default=None, description="Requests that may wait; none = any number.")
-    bytes: Bytes | None = Field(default=None, description="Bytes of bodies that may wait.")
+    bytes: Bytes | None = Field(default=None, description="Bytes of bodies that may wait; none = any number.")
 
 
 class QueueLimits(Section):
     total: QueueLimit = Field(
         default_factory=QueueLimit.model_construct,
-        description="In all. At the limit, the last of a lower band give way to a higher one.",
+        description="For all bands together. At the limit, a request displaces the last requests of lower bands.",
     )
     band: QueueLimit = Field(
         default_factory=lambda: QueueLimit.model_construct(requests=5000, bytes=1_000_000_000),
-        description="Of one priority.",
+        description="For the requests of one priority.",
     )
     flow: QueueLimit = Field(
-        default_factory=QueueLimit.model_construct, description="Of one model and tenant in a band."
+        default_factory=QueueLimit.model_construct, description="For the requests of one model and tenant in a band."
     )
 
 
 class BandSettings(Section):
     """The settings of an entry of `flowControl.bands`, without plugins. `None` = as for all bands."""
 
-    priority: int = Field(description="Which priority this is about.")
+    priority: int = Field(description="The priority to which these settings apply.")
     ttl: Wait | None = Field(default=None, description="As `flowControl.ttl`, for this band.")
     limits: QueueLimit | None = Field(default=None, description="As `flowControl.limits.band`, for this band.")
     share: float = Field(
         default=0.0,
         ge=0,
         lt=1,
-        description="Minimum share of the work while the band waits; 0 = what higher bands leave.",
+        description="Minimum share of the work while requests of this band wait; 0 = only what higher bands leave.",
     )
 
 
 class FlowRules(Section):
     """An entry of `flowControl.flows`: the flows it applies to, and their settings. The first match applies."""
 
-    model: str | None = Field(default=None, description="Absent = any.")
+    model: str | None = Field(default=None, description="The model; absent = any.")
     fairness_id: str | None = Field(default=None, description="The tenant; absent = any.")
     ttl: Wait | None = Field(default=None, description="As `flowControl.ttl`, for these flows.")
     limits: QueueLimit | None = Field(default=None, description="As `flowControl.limits.flow`, for these flows.")
@@ -623,7 +624,7 @@ class FlowRules(Section):
         default=1.0,
         ge=1,
         le=1000,
-        description="Its part of the band's work, against the weights of the others that wait.",
+        description="The flow's part of the band's work, in proportion to the weights of the other waiting flows.",
     )
 
 
@@ -635,9 +636,9 @@ class Shedding(Section):
 
 
 class Evicting(Section):
-    """Running requests below priority 0 are ended in favour of higher ones."""
+    """Running requests below priority 0 are ended to make room for requests of a higher priority."""
 
-    after: PositiveSeconds = Field(default=0.25, description="How long a higher request must have waited.")
+    after: PositiveSeconds = Field(default=0.25, description="How long a request of higher priority must wait.")
 
 
 class FlowSettings(Section):
@@ -646,31 +647,31 @@ class FlowSettings(Section):
     enabled: bool = Field(default=True, description="`false` = requests never wait here.")
     ttl: Wait = Field(
         default=60.0,
-        description="How long a request may wait, at most 590 s, unless its header `x-fairlead-ttl-ms` says "
-        "otherwise. 590 s where flow control is on by default.",
+        description="How long a request may wait, at most 590 s. The request's header `x-fairlead-ttl-ms` takes "
+        "precedence. 590 s if flow control is on by default.",
     )
     no_endpoint_ttl: Annotated[float, Field(ge=0, le=LONGEST_WAIT), DURATION] = Field(
         default=60.0,
-        description="The same while the pool has no endpoint. 0 = refuse at once, which holds where flow control is "
-        "on by default.",
+        description="How long a request may wait while the pool has no endpoint. 0 = refuse it at once; this is the "
+        "value if flow control is on by default.",
     )
     window: int = Field(
         default=256,
         ge=1,
         le=1024,
-        description="Requests of the flow in turn among which the pair of request and endpoint is chosen.",
+        description="From this many requests of the flow whose turn it is, a request and its endpoint are chosen.",
     )
     limits: QueueLimits = Field(default_factory=QueueLimits.model_construct)
     target_delay: PositiveSeconds = Field(
-        default=1.0, description="Waiting longer than this means that more replicas are wanted."
+        default=1.0, description="If requests wait longer than this, more replicas are desired."
     )
-    flows: tuple[FlowRules, ...] = Field(default=(), description="Rules for single flows; the first that fits counts.")
+    flows: tuple[FlowRules, ...] = Field(default=(), description="Rules for single flows; the first match applies.")
     early_shedding: Shedding | None = Field(
         default=None,
         description="Refuse requests below priority 0 with probability min(saturation^power · scale, 1). Absent = off.",
     )
     eviction: Evicting | None = Field(
-        default=None, description="End running requests below priority 0 when a higher one waits. Absent = off."
+        default=None, description="End running requests below priority 0 for waiting higher ones. Absent = off."
     )
 
 
@@ -683,7 +684,7 @@ class SchedulerTls(Section):
     ca_file: str = Field(default="", description="PEM bundle; empty = the system's.")
     verify: bool = Field(default=True, description="False accepts any certificate.")
     server_name: str = Field(default="", description="Name in its certificate; empty = the host of `address`.")
-    cert_dir: str = Field(default="", description="Directory with our own `tls.crt` and `tls.key`.")
+    cert_dir: str = Field(default="", description="Directory with Fairlead's own `tls.crt` and `tls.key`.")
 
 
 class BreakerSettings(Section):
@@ -691,9 +692,9 @@ class BreakerSettings(Section):
         default=5,
         ge=1,
         le=10_000,
-        description="Late or unusable answers in a row after which the scheduler is not asked.",
+        description="After this many late or unusable answers in a row, the scheduler is not asked for a while.",
     )
-    cooldown: PositiveSeconds = Field(default=1.0, description="For how long; then it is tried again.")
+    cooldown: PositiveSeconds = Field(default=1.0, description="How long the scheduler is then not asked.")
 
 
 class SchedulerSettings(Section):
@@ -701,7 +702,7 @@ class SchedulerSettings(Section):
 
     address: str = Field(default="", description="`host:port` or `unix:/path`; empty = none.")
     budget: PositiveSeconds = Field(
-        default=0.005, description="How long a request waits for its answer; then the built-in policy decides."
+        default=0.005, description="How long a request waits for an answer; then the built-in policy decides."
     )
     tls: SchedulerTls | None = Field(default=None, description="Use TLS; absent = plaintext.")
     breaker: BreakerSettings = Field(default_factory=BreakerSettings.model_construct)
@@ -757,9 +758,9 @@ class Shadow(Section):
 class Shadows(Section):
     sample: float = Field(default=1.0, ge=0, le=1, description="Share of the decisions that shadows see.")
     cpu: float = Field(
-        default=0.2, gt=0, le=1, description="Share of one CPU for all of them; they skip decisions beyond it."
+        default=0.2, gt=0, le=1, description="Share of one CPU for all shadows; beyond it they skip decisions."
     )
-    limit: PositiveSeconds = Field(default=0.1, description="A shadow that takes longer for one decision is cut off.")
+    limit: PositiveSeconds = Field(default=0.1, description="A shadow that takes longer for a decision is cut off.")
     policies: tuple[Shadow, ...] = Field(default=(), description="Policies on trial.")
 
     @model_validator(mode="after")
@@ -797,15 +798,15 @@ class JournalSettings(Section):
 
     path: str = Field(default="", description="Directory; empty = off.")
     max_bytes: Annotated[int, Field(ge=1 << 20), SIZE] = Field(
-        default=1 << 30, description="Of all files in it together; never exceeded."
+        default=1 << 30, description="Largest size of all files of the journal together. Never exceeded."
     )
     segment_bytes: Annotated[int, Field(ge=256 << 10), SIZE] = Field(
-        default=64 << 20, description="Of one file; at most a quarter of `maxBytes`."
+        default=64 << 20, description="Largest size of one file; at most a quarter of `maxBytes`."
     )
     when_full: Literal["drop-oldest", "stop"] = Field(
         default="drop-oldest",
-        description="`drop-oldest`: the oldest segment goes. `stop`: writing ends, so the journal can be replayed "
-        "from its start.",
+        description="`drop-oldest`: the oldest file is deleted. `stop`: nothing more is written, so the journal can be "
+        "replayed from its start.",
     )
     sample: Share = Field(
         default=1.0,
@@ -813,7 +814,8 @@ class JournalSettings(Section):
     )
     flush: PositiveSeconds = Field(default=0.25, description="How old a record may get before it is written.")
     fsync: Literal["never", "second", "always"] = Field(
-        default="never", description="When the disk must have it. What is written survives the process in any case."
+        default="never",
+        description="When to sync to disk, in case the machine fails. No record is lost if only the process ends.",
     )
     explain: bool = Field(
         default=False,
@@ -830,14 +832,14 @@ class JournalSettings(Section):
 class StateSettings(Section):
     """Learned state on disk, for a restarted scheduler: see docs/operations.md."""
 
-    enabled: bool = Field(default=True, description="Keep the file.")
+    enabled: bool = Field(default=True, description="Write the state file, and read it at the start.")
     file: str = Field(default="", description="Empty = `learned.state` in `journal.path`; none if that is empty too.")
     interval: PositiveSeconds = Field(
-        default=10.0, description="How often it is written. A killed process loses this much."
+        default=10.0, description="How often it is written. A killed process loses what it learned since."
     )
-    max_age: PositiveSeconds = Field(default=3600.0, description="Older knowledge of caches is not used.")
+    max_age: PositiveSeconds = Field(default=3600.0, description="Knowledge of caches older than this is not used.")
     max_bytes: Annotated[int, Field(ge=64 << 10), SIZE] = Field(
-        default=64 << 20, description="Of the file. The most recently used blocks are kept."
+        default=64 << 20, description="Largest size of the file. The most recently used blocks are kept."
     )
 
     def path(self, journal: JournalSettings) -> str:
@@ -854,40 +856,41 @@ class ReplicaSettings(Section):
         pattern=r"^((valkey|redis)s?://([^@/?#\s]*@)?([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?(/[0-9]{1,5})?"
         r"|unix://([^@/?#\s]*@)?/[^?#\s]+(\?db=[0-9]{1,5})?|file:///[^?#\s]+)?$",
         examples=["valkey://USER@HOST:PORT/DB", "unix:///PATH", "file:///PATH"],
-        description="The Valkey or Redis server through which they tell each other: `valkey://USER@HOST:PORT/DB`, "
-        "`valkeys://…` with TLS, or `unix:///PATH`. `file:///PATH`: a directory, where all are on one machine.",
+        description="The Valkey or Redis server through which the schedulers exchange facts: "
+        "`valkey://USER@HOST:PORT/DB`, `valkeys://…` with TLS, or `unix:///PATH`. `file:///PATH`: a directory, if all "
+        "schedulers are on one machine.",
     )
-    password_file: RelativePath = Field(default="", description="With the password, read again at each connection.")
+    password_file: RelativePath = Field(default="", description="File with its password, read for each connection.")
     ca_file: RelativePath = Field(default="", description="PEM bundle for TLS; empty = the system's.")
     pool: str = Field(
         default="",
         max_length=253,
-        description="Replicas of one pool say the same, those of others another; empty = `kubernetes.namespace` and "
-        "`kubernetes.pool`.",
+        description="Name of the pool: the same for all schedulers of one pool, and different for each pool. Empty = "
+        "`kubernetes.namespace` and `kubernetes.pool`.",
     )
     interval: Annotated[float, Field(ge=0.001, le=1.0), DURATION] = Field(
-        default=0.01, description="What happens within this time is told together."
+        default=0.01, description="How often a scheduler sends its news to the others, all together."
     )
     lease: Annotated[float, Field(ge=0.5, le=60.0), DURATION] = Field(
-        default=3.0, description="A replica that has not renewed its lease for so long is gone."
+        default=3.0, description="A scheduler that has not renewed its lease for this long counts as gone."
     )
 
 
 class Autoscaling(Section):
     """The targets of `fairlead_desired_replicas`: see docs/kubernetes.md."""
 
-    ttft: PositiveSeconds = Field(default=2.0, description="Within which 95 % of requests get their first token.")
-    tpot: PositiveSeconds = Field(default=0.05, description="What each further token of an answer may take.")
-    startup: Seconds = Field(default=120.0, description="From the order of an endpoint until it serves.")
-    host: str = Field(default="", description="Where KEDA's external scaler listens; empty = everywhere.")
-    port: Port = Field(default=0, description="Its gRPC port; 0 = off.")
+    ttft: PositiveSeconds = Field(default=2.0, description="95 % of requests get their first token within this.")
+    tpot: PositiveSeconds = Field(default=0.05, description="Target: time per further token of an answer.")
+    startup: Seconds = Field(default=120.0, description="Time from ordering an endpoint until it serves requests.")
+    host: str = Field(default="", description="Address on which KEDA's external scaler listens; empty = all addresses.")
+    port: Port = Field(default=0, description="gRPC port of KEDA's external scaler; 0 = off.")
 
 
 class Place(Section):
     own: str = Field(
-        default="", max_length=253, description="Where Fairlead runs; see docs/policies.md for the default."
+        default="", max_length=253, description="Zone or node of Fairlead; see docs/policies.md for the default."
     )
-    cost: Seconds = Field(default=0.0, description="Added to the cost of endpoints that are elsewhere; 0 = nothing.")
+    cost: Seconds = Field(default=0.0, description="Added to the cost of endpoints that are elsewhere; 0 = none.")
 
 
 class TopologySettings(Section):
@@ -901,12 +904,12 @@ class Warming(Section):
     """New and restarted endpoints compute common prompt beginnings before clients use them: see docs/autoscaling.md."""
 
     enabled: bool = Field(default=False, description="Keep the text of shared beginnings in memory, and send it.")
-    tokens: int = Field(default=100_000, ge=1, description="Prompt tokens that one endpoint is sent at most.")
+    tokens: int = Field(default=100_000, ge=1, description="The most prompt tokens to send to one endpoint.")
     shared: int = Field(
-        default=4, ge=2, le=1024, description="So many of the last 1,024 prompts must have a beginning in common."
+        default=4, ge=2, le=1024, description="A shared beginning is one of this many of the last 1,024 prompts."
     )
     max_bytes: Annotated[int, Field(ge=64 << 10), SIZE] = Field(
-        default=4 << 20, description="Of text that is kept. What fewer prompts share gives way."
+        default=4 << 20, description="Bytes of prompt text to keep. Beginnings that fewer prompts share go first."
     )
 
 
@@ -917,19 +920,19 @@ class Tracing(Section):
         default="",
         pattern="^(https?://.+)?$",
         examples=["http://localhost:4318/v1/traces"],
-        description="OTLP over HTTP, e.g. `http://localhost:4318/v1/traces`.",
+        description="URL of an OTLP collector over HTTP, e.g. `http://localhost:4318/v1/traces`.",
     )
     sample: float = Field(
-        default=0.1, ge=0, le=1, description="Share of requests to trace, of those whose caller has not decided."
+        default=0.1, ge=0, le=1, description="Share of requests to trace, if their caller has not decided it."
     )
     follow_parent: bool = Field(
         default=True,
-        description="A caller's `traceparent` decides whether its request is traced. `false`: `sample` decides, and "
-        "the trace continues.",
+        description="`true`: a caller's `traceparent` decides whether its request is traced. `false`: `sample` "
+        "decides, and the caller's trace is still continued.",
     )
     max_rate: float = Field(default=100.0, gt=0, description="Traced requests per second, whatever callers ask for.")
-    service_name: str = Field(default="fairlead", min_length=1, description="Our name in the spans.")
-    timeout: PositiveSeconds = Field(default=5.0, description="For sending a batch of spans; the rest is dropped.")
+    service_name: str = Field(default="fairlead", min_length=1, description="Fairlead's service name in the spans.")
+    timeout: PositiveSeconds = Field(default=5.0, description="For sending a batch of spans; late spans are dropped.")
 
 
 # ---- the results of reading a file ----
@@ -943,7 +946,7 @@ class EndpointSource(Struct, frozen=True, kw_only=True):
     file: str = ""
     #: Read the file again when it changes.
     watch: bool = True
-    #: Accept that a file has become empty.
+    #: Remove all endpoints if the file becomes empty; otherwise they stay.
     allow_empty: bool = False
 
 
@@ -955,13 +958,13 @@ class PluginSpec(Struct, frozen=True, kw_only=True):
     name: str
     #: An instance of the plugin's own `Params`; `None` = a built-in one with its defaults that is not in the file.
     given: Any
-    #: Scorers only.
+    #: The weight of a scorer; 0 for other plugins.
     weight: float = 0.0
     #: Its place in the file, e.g. `$.scorers[0]`.
     path: str = "$"
     #: The lines of `type`, `weight` and the parameters in the file.
     lines: dict[str, int] = field(default_factory=dict)
-    #: The type in the file, if it is another picker's.
+    #: The type as written in the file, if it is the name of another picker's plugin; otherwise empty.
     stands_for: str = ""
 
     @property
@@ -978,7 +981,7 @@ class PolicySpec(Struct, frozen=True, kw_only=True):
     scorers: tuple[PluginSpec, ...] = ()
     #: `None` if and only if there is a `plugin`.
     picker: PluginSpec | None = None
-    #: A policy plugin. It gets the filters if it takes them.
+    #: A policy plugin, instead of scorers and a picker. It gets the filters if it declares `takes_filters`.
     plugin: PluginSpec | None = None
 
     def plugins(self) -> tuple[PluginSpec, ...]:
@@ -1013,9 +1016,9 @@ class FlowSpec(Struct, frozen=True, kw_only=True):
 
 
 def implied_flow_control(policy: PolicySpec | None, given: "Settings") -> FlowSpec | None:
-    """Flow control if the file does not mention it: on with the default policy, unless the gateway is not ours and may
-    have short timeouts, or another process also decides. It has no limits, so that no request is refused that would not
-    be refused without it."""
+    """Flow control if the file does not mention it; `None` = off. It is on with the default policy and the embedded
+    gateway (another may have short timeouts), unless another process or a canary also decides. It has no limits, so it
+    refuses no request that would be served without it."""
     plugin = policy.plugin if policy else None
     elsewhere = given.scheduler.address or given.canary.percent
     if given.gateway.mode != "embedded" or elsewhere or plugin is None or plugin.type != DEFAULT_POLICY:
@@ -1052,12 +1055,12 @@ class Settings(Section):
     replicas: ReplicaSettings = Field(default_factory=ReplicaSettings)
     tracing: Tracing = Field(default_factory=Tracing)
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = Field(
-        default=None, description="Of the random generator; `None` = another one at each start."
+        default=None, description="Seed of the random generator; `None` = a new one at each start."
     )
 
     @property
     def trusted(self) -> tuple[Trust, ...]:
-        """The headers that are trusted. A gateway that knows the tenant sets the tenant header itself."""
+        """The headers that are trusted. A gateway that authenticates clients sets the tenant header itself."""
         return (*self.headers.trust, "fairness") if self.gateway.asks else self.headers.trust
 
 
@@ -1076,7 +1079,7 @@ class Config(Settings):
         default={}, description="Values that the command line gave, in the shape of the file."
     )
     notes: tuple[Problem, ...] = Field(default=(), description="What was accepted and has no effect.")
-    pools: dict[str, Any] = Field(default={}, description="By `namespace/name`, the configuration of a pool's own.")
+    pools: dict[str, Any] = Field(default={}, description="By `namespace/name`: the pool's own configuration.")
 
 
 #: Sections that are read unchanged, by their name in the file.
