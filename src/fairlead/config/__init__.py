@@ -1,4 +1,4 @@
-"""The configuration of an operator, and how it becomes objects.
+"""The configuration that an operator writes, and how it becomes objects.
 
-`schema.Config` is what `fairlead.compat.load` makes of a file; `building` makes a pipeline of it, whose plugins
-`registry` finds."""
+`fairlead.compat.load` reads a file into a `schema.Config`. `building` builds a pipeline from that, and `registry` finds
+its plugins."""

@@ -1,4 +1,4 @@
-"""Builds the deciding parts from a configuration, for the pipelines of live server, simulator and replayer."""
+"""Builds pipelines from a configuration: policy, flow control, other schedulers. For server, simulator and replay."""
 
 from collections.abc import Callable
 from math import inf
@@ -44,12 +44,12 @@ from fairlead.plugins.pickers import MaxScore, MaxScoreParams
 
 OnPluginError = Callable[[PluginError], None] | None
 
-#: Names of the deciding schedulers in other processes.
+#: The names of the schedulers in other processes that decide (shadows only record).
 PRIMARY, CANARY = "scheduler", "canary"
 
 
 def schedulers(config: Config) -> dict[str, SchedulerSettings]:
-    """The deciding schedulers in other processes (without shadows), by name."""
+    """The settings of the schedulers in other processes that decide, without shadows, by name."""
     by_role = {PRIMARY: config.scheduler} if config.scheduler.address else {}
     if config.canary.scheduler is not None and config.canary.percent:
         by_role[CANARY] = config.canary.scheduler
@@ -69,7 +69,8 @@ class SchedulingBuilder:
     What two successive configurations have in common stays the same object, with everything it has learned: the policy,
     a scheduler's connection, counts and breaker. A configuration that cannot be built changes nothing.
 
-    `on_answer` returns, for a scheduler's name, the function that receives the seconds that its answers take.
+    `on_answer`: for the name of a scheduler in another process, returns the function that is called with the duration
+    of each of its answers, in seconds.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class SchedulingBuilder:
         return self._last.scheduling
 
     def fresh(self) -> Policy:
-        """A copy of the file's policy in force that has learned nothing, for explaining decisions."""
+        """A new copy of the configured policy that has learned nothing, for explaining decisions."""
         assert self._last is not None, "something was built"
         return build_policy(self._last.config, registry=self._registry)
 
@@ -275,7 +276,8 @@ def _times(flow: FlowSpec) -> Times:
 def able_by(
     config: Config, policy: Policy, registry: Registry | None = None, on_plugin_error: OnPluginError = None
 ) -> WaitingRules:
-    """Where a waiting request can be served, by the filters of `policy` (the configured one), and what it costs."""
+    """The rules for binding a waiting request: which endpoints the filters of `policy`, the configured one, allow, and
+    what it costs there."""
     if isinstance(policy, Profile):
         chain = policy
     else:
@@ -310,7 +312,7 @@ def _ceiling(spec: PluginSpec | None, registry: Registry, report: OnPluginError)
 
 
 def _guarded(spec: PluginSpec, registry: Registry, guard: Callable[..., Any], report: OnPluginError) -> Any:
-    """The plugin. An installed plugin is wrapped in `guard`, because it may raise."""
+    """Build a plugin. An installed (not built-in) plugin is wrapped in `guard`, because it may raise."""
     made, plugin = make(spec, registry), registry.find(spec.kind, spec.type)
     return guard(made, report) if plugin is not None and plugin.foreign else made
 

@@ -1,4 +1,4 @@
-"""The built-in plugins: their table, other names for them, and what runs if the file does not set anything else."""
+"""The built-in plugins: their table, their aliases, and the defaults that apply if the file does not set them."""
 
 from collections.abc import Iterator, Mapping
 from importlib import import_module
@@ -180,7 +180,7 @@ ALIASES: Mapping[Kind, Mapping[str, tuple[str, Mapping[str, Any]]]] = {
     "fairness": {
         "global-strict-fairness-policy": ("global-strict", {}),
         "round-robin-fairness-policy": ("round-robin", {}),
-        # Earlier policies for the same purpose.
+        # Fairness policies of earlier versions.
         "deficit-round-robin": ("start-time-fair", {}),
         "least-attained-service": ("start-time-fair", {}),
     },
@@ -194,7 +194,7 @@ ALIASES: Mapping[Kind, Mapping[str, tuple[str, Mapping[str, Any]]]] = {
 }
 
 
-# ---- defaults: the one place to tune weights; the structures are those of the file ----
+# ---- defaults: the only place to tune weights; they have the structure of the file ----
 
 Entry = Mapping[str, Any]
 

@@ -1,4 +1,4 @@
-"""Converts values from a file to models, and pydantic's errors to our messages.
+"""Converts values from a file to pydantic models, and pydantic's errors to Fairlead's messages.
 
 Every problem is reported with its place in the file. Nearly correct names are suggested.
 """
@@ -30,7 +30,7 @@ _EXPECTED = {
     "dict_type": "a mapping",
     "model_type": "a mapping",
 }
-#: Limits by error type: the key in the error's context, and our text.
+#: Limits by pydantic's error type: the key in the error's context, and Fairlead's text.
 _LIMITS = {
     "greater_than": ("gt", "{kind} > {limit}"),
     "greater_than_equal": ("ge", "{kind} >= {limit}"),
@@ -64,7 +64,7 @@ def read(
     hints: Mapping[str, str] | None = None,
     siblings: Collection[str] = (),
 ) -> Model | None:
-    """A `model` from a mapping, or `None` after the problems are reported. `None` counts as an empty mapping.
+    """Read a `model` from a mapping; `None` counts as an empty one. Reports problems, and then returns `None`.
 
     `places`: the places of keys that are not under `place`. `hints`: hints for some unknown keys. `siblings`: names
     that the caller handles itself, for suggestions.
@@ -103,8 +103,8 @@ def read(
 
 
 def any_case(kind: Any, node: Any) -> Any:
-    """`node` with field names in the spelling of the model, whatever their case, because Go's encoding/json ignores
-    case. `kind`: the model, or an annotation that contains models."""
+    """Change the field names in `node` to the model's spelling, whatever their case: Go's encoding/json ignores case.
+    `kind`: the model, or an annotation that contains models."""
     if isinstance(node, list):
         return [any_case(_kind(kind, (i,)), value) for i, value in enumerate(node)]
     if not (isinstance(node, dict) and isinstance(kind, type) and issubclass(kind, BaseModel)):
@@ -129,7 +129,7 @@ def _steps(node: Any, loc: tuple[str | int, ...]) -> Place:
 
 
 def _position(node: Any, steps: Place, fault: ErrorDetails) -> tuple[float, ...]:
-    """A sort key for the order of the text. Missing keys come after existing ones."""
+    """A sort key that puts errors in the order of the file's text. Missing keys come after existing ones."""
     order: list[float] = []
     for step in steps:
         order.append(step if isinstance(step, int) else list(node).index(step))
@@ -138,7 +138,7 @@ def _position(node: Any, steps: Place, fault: ErrorDetails) -> tuple[float, ...]
 
 
 def _kind(kind: Any, steps: Place) -> Any:
-    """The annotation of the value at `steps` below a `kind`."""
+    """The type annotation of the value at the path `steps` inside a value of type `kind`."""
     for step in steps:
         inner = (_inner(member, step) for member in _members(kind))
         kind = next((option for option in inner if option is not None), None)
@@ -167,7 +167,7 @@ def _inner(kind: Any, step: str | int) -> Any:
 
 
 def _mismatches(faults: list[ErrorDetails], deeper: bool) -> list[str]:
-    """The expected kinds of values: several for a union, unless a member matched and the problem is further inside."""
+    """The expected kinds of values: several for a union, unless a member matched and the error is deeper."""
     kinds = list(dict.fromkeys(_EXPECTED[fault["type"]] for fault in faults if fault["type"] in _EXPECTED))
     if not kinds or deeper:
         return []
@@ -178,7 +178,7 @@ def _mismatches(faults: list[ErrorDetails], deeper: bool) -> list[str]:
 
 
 def _examples(kind: Any, steps: Place) -> str:
-    """The examples of the last field of `steps`, which belongs to a `kind`; empty = there are none."""
+    """The examples of the last field of the path `steps` inside a value of type `kind`; empty = there are none."""
     field = fields(kind).get(str(steps[-1])) if isinstance(kind, type) and issubclass(kind, BaseModel) else None
     return " or ".join(f"'{example}'" for example in (field and field.examples) or ())
 

@@ -1,4 +1,4 @@
-"""Checks across the fields of a configuration, and values that follow from other values."""
+"""Checks that involve several fields of a configuration, and values that are derived from other values."""
 
 from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
@@ -44,9 +44,9 @@ from fairlead.core.endpoint import (
 from fairlead.core.errors import ConfigError
 from fairlead.plugins.params import camel
 
-#: The scraper repeats an idle endpoint's unchanged page at this interval, in seconds.
+#: The scraper reports an idle endpoint's unchanged sample again after this interval, in seconds.
 REPEAT = 1.0
-#: Renewals are jittered downward. The interval times this factor must still be shorter than the deadline.
+#: `retryPeriod` times this factor must be shorter than `renewDeadline`, to leave time for jitter.
 _JITTER = 1.2
 _NO_TOKENS = "name a modelPath or a tokenizerFile, or set render: engine"
 #: Fields of `EngineNames` that are not metrics.
@@ -94,7 +94,7 @@ def located(section: Section, base: Path) -> Any:
 
 
 def note_missing_files(section: Section, report: Report, place: Place = ()) -> None:
-    """Note the files to be read that this machine does not have."""
+    """Add a note for each file that the section names and this machine does not have."""
     for name, value in section:
         field = type(section).model_fields[name]
         here = (*place, field.alias or name)
@@ -143,7 +143,7 @@ def engine_table(metrics: Metrics) -> dict[str, EngineMetrics]:
 
 
 def with_page(endpoint: Endpoint, metrics: Metrics) -> Endpoint:
-    """The endpoint with the address of its metrics page, if it names none and has it at an unusual place."""
+    """The endpoint with the URL of its metrics page by `metrics` and its labels, unless it has a `metrics_url`."""
     labels = endpoint.labels
     engine = engine_of(labels, {*ENGINES, *metrics.engines}, metrics.default_engine)
     path = metrics.path or (TRTLLM_PATH if engine == "trtllm-serve" else "/metrics")
@@ -155,7 +155,7 @@ def with_page(endpoint: Endpoint, metrics: Metrics) -> Endpoint:
 
 
 def _given(names: EngineNames) -> dict[str, Any]:
-    """The configured names of an engine; one name and several both become a tuple."""
+    """The configured metric names of an engine. A single name and a list of names both become a tuple."""
     said: dict[str, Any] = {}
     for field, value in names:
         if field in (*_LABELS, "extra"):
@@ -198,7 +198,8 @@ def _check_specs(value: str | list[str] | Mapping[str, str], place: Place, repor
 def note_unknown_engines(
     entries: Sequence[Listed], metrics: Metrics, place: Place, report: Report, file: str = ""
 ) -> None:
-    """Note labels that name an unknown engine, whose page is then read with the default engine's names.
+    """Add a note for labels that name an unknown engine. The pages of such endpoints are read with the metric names of
+    the default engine.
 
     `entries` are at `place`, or in `file`, which `place` refers to. One note covers all endpoints of one engine.
     """
@@ -221,9 +222,8 @@ def note_unknown_engines(
 def note_pool(
     entries: Sequence[Listed], policy: PolicySpec, settings: Settings, place: Place, report: Report, file: str = ""
 ) -> None:
-    """Note what is allowed but probably not intended: roles that no endpoint has, selections among more endpoints than
-    exist, a gateway that only this machine can reach. `entries` are at `place`, or in `file`, which `place` refers
-    to."""
+    """Add notes for what is allowed but probably not intended: roles that no endpoint has, a `topK` as large as the
+    pool, a gateway that only this machine reaches. `entries` are at `place`, or in `file`, which `place` refers to."""
 
     def note(message: str, entry: Place = place) -> None:
         report.note(place if file else entry, f"{file + ': ' if file else ''}{message}")
@@ -249,8 +249,8 @@ def note_pool(
     k = policy.picker.parameters.k if policy.picker is not None and policy.picker.type == "top-k" else 0
     if 1 < len(entries) <= k:
         note(
-            f"selection.topK is {k}, and there are {len(entries)} endpoints: one is drawn from all of them, "
-            "whatever the scorers say"
+            f"selection.topK is {k}, and there are {len(entries)} endpoints: one of all of them is picked at random, "
+            "whatever their scores"
         )
     _note_several_models(
         len({entry.endpoint.labels.get(MODEL_LABEL, "") for entry in entries} - {""}), settings, report
@@ -282,15 +282,18 @@ def _note_several_models(models: int, settings: Settings, report: Report) -> Non
 
 
 def roles_by_model(endpoints: Sequence[tuple[str, str]]) -> dict[str, set[str]]:
-    """The roles of each model's endpoints, given (model, role) of all. Those without a model count for every model."""
+    """The roles of each model's endpoints. `endpoints`: (model, role) of each; one without a model counts for every
+    model."""
     anywhere = {role for model, role in endpoints if not model}
     models = sorted({model for model, _ in endpoints if model}) or [""]
     return {name: anywhere | {role for model, role in endpoints if model == name} for name in models}
 
 
 def unsplit(roles: set[str], by_model: Mapping[str, set[str]]) -> bool:
-    """Whether no request for the model with these roles can be split. One without any role beside a model that is split
-    is meant to be whole."""
+    """Whether to report that no request for a model can be split into prefill and decode. `roles`: of its endpoints.
+
+    If another model has prefill endpoints and this one has no roles at all, it is meant to be served whole.
+    """
     return not roles & PREFILL_ONLY and (roles != {""} or not any(own & PREFILL_ONLY for own in by_model.values()))
 
 
@@ -325,10 +328,10 @@ def _check_tokens(section: Tokens, report: Report) -> None:
 
 def _check_kv_events(section: KvEvents, report: Report) -> None:
     if section.replay_port and not section.port:
-        hint = "set port: too, or leave it"
-        report.add(("kvEvents", "replayPort"), "the engines tell their replay ports themselves", hint)
+        hint = "set port: too, or leave replayPort out"
+        report.add(("kvEvents", "replayPort"), "without port:, engines report their replay ports themselves", hint)
     if section.bind and section.port:
-        report.add(("kvEvents", "bind"), "publishers dial in, or we connect to their port", "leave one of them out")
+        report.add(("kvEvents", "bind"), "either publishers connect to bind:, or Fairlead to port:", "leave out one")
     if section.keys == "engine" and section.hash_seed is None and section.hash_algorithm.startswith("xxhash"):
         hint = "set PYTHONHASHSEED on the servers and hashSeed here"
         report.add(("kvEvents", "hashAlgorithm"), "without a seed these hashes are random", hint)
@@ -355,7 +358,8 @@ def _check_indexer(section: KvEvents, report: Report) -> None:
 
 
 def asked_elsewhere(section: KvEvents, urls: Sequence[str], report: Report) -> KvEvents:
-    """`urls`: the `cacheIndexerURL`s of plugins. They set `indexer.url`, unless this process listens to KV events."""
+    """The section with `indexer.url` from `urls`, the `cacheIndexerURL`s of plugins. It stays unchanged if this process
+    listens to KV events."""
     urls = [url for url in urls if url]
     if not urls:
         return section
@@ -407,7 +411,7 @@ def _check_kubernetes(section: Kubernetes, report: Report) -> None:
     if election.renew_deadline >= election.lease_duration:
         report.add((key, "leaderElection", "renewDeadline"), "must be shorter than leaseDuration")
     if election.retry_period * _JITTER >= election.renew_deadline:
-        report.add((key, "leaderElection", "retryPeriod"), f"times {_JITTER} must be shorter than renewDeadline")
+        report.add((key, "leaderElection", "retryPeriod"), f"{_JITTER} times this must be shorter than renewDeadline")
     if election.service and section.namespaces:
         hint = "leave it out: the service that each pool names is kept"
         report.add((key, "leaderElection", "service"), "several pools have a service each", hint)
@@ -428,11 +432,11 @@ def _check_several(settings: Settings, report: Report) -> None:
         (
             ("extProc", "transport"),
             settings.ext_proc.transport != "http2",
-            "it does not tell for which pool a stream is",
+            "it cannot tell which pool a stream is for",
         ),
         (("replicas", "via"), bool(settings.replicas.via), "schedulers of several pools do not share what they know"),
         (("autoscaling", "port"), bool(settings.autoscaling.port), "KEDA asks for one pool; the metrics have each"),
-        (("kvEvents", "bind"), bool(settings.kv_events.bind), "engines that dial in do not tell their pool"),
+        (("kvEvents", "bind"), bool(settings.kv_events.bind), "engines that connect do not name their pool"),
     ]
     for place, wrong, why in refused:
         if wrong:

@@ -28,7 +28,7 @@ from fairlead.config.problems import Place, Problem, show
 from fairlead.config.yaml import Node, YamlError, parse_yaml
 from fairlead.core.endpoint import Endpoint, host_port
 
-#: Most labels of one endpoint. Aliases may repeat a large mapping for every entry of a list.
+#: The most labels of one endpoint. YAML aliases may repeat a large mapping for every entry of a list.
 MAX_LABELS = 100
 MAX_ENDPOINTS = 10_000
 _TWICE = "leave one out, or give each a name and an address of its own"
@@ -116,7 +116,7 @@ def _open(node: Node, place: Place) -> _Entry:
 
 
 def _named(entry: _Entry) -> str:
-    """The id; empty without a name, because the id is then the address."""
+    """The endpoint's id by its name; empty = it has no name, and its address becomes the id."""
     name = entry.text("name")
     namespace = entry.text("namespace", "default")
     if not entry.has("name"):
@@ -187,7 +187,7 @@ def _port(entry: _Entry, behind: str | None) -> int:
 
 
 def port_number(text: str) -> int:
-    """The port, 1 to 65535; 0 = the text is none."""
+    """The port number in a text, 1 to 65535; 0 = the text is not a port."""
     port = int(text) if _DIGITS.fullmatch(text) else 0
     return port if port <= 65535 else 0
 
@@ -209,7 +209,7 @@ def _labels(entry: _Entry) -> dict[str, str]:
 
 
 def _metrics_url(entry: _Entry, labels: Mapping[str, str]) -> str:
-    """The URL of the metrics page; empty = `config.checks.with_page` says it."""
+    """The URL of the metrics page; empty = the entry gives none, and `config.checks.with_page` sets it."""
     key = "metrics_url" if "metrics_url" in entry.fields else "metricsUrl"
     url = entry.text(key)
     if url:
@@ -228,7 +228,7 @@ class Listing(Struct, frozen=True):
 
     entries: tuple[Listed, ...] = ()
     problems: tuple[Problem, ...] = ()
-    #: Ids of entries that exist but are wrong. Those that are among `entries` count only where none was listed before.
+    #: Ids of wrong entries. If such an id is in `entries` too, that entry counts only if no list was applied before.
     broken: frozenset[str] = frozenset()
     #: Whether the id of some wrong entry could not be read.
     nameless: bool = False
@@ -288,7 +288,7 @@ def read_endpoints(node: Node, place: Place) -> Listing:
             message = f"{name} is listed twice" if twice else f"{address} is the address of {owner} already"
             problems.append(Problem(show((*place, i)), entry.line, message, _TWICE))
             doubtful |= {name, owner}
-            nameless = nameless or twice  # another name may be meant
+            nameless = nameless or twice  # the duplicate may be a misspelled name of any endpoint
             continue
         broken.discard(name)
         entries[name] = listed

@@ -40,7 +40,7 @@ PARAMETERS = ("parameters", "params", "config")
 
 
 class Weighed(Params):
-    """The additional key of a scorer's entry."""
+    """The additional key `weight` of a scorer's entry."""
 
     weight: float
 
@@ -88,8 +88,8 @@ class PluginReader(Struct, eq=False):
     def plugin(
         self, kind: Kind, entry: object, place: Place, places: Mapping[str, Place] | None = None, written: bool = True
     ) -> PluginSpec | None:
-        """Read one entry of a list. `places`: the places of keys not under `place`. `written`: it is in the file, no
-        default."""
+        """Read one entry of a list. `places`: the places of keys that are not under `place`. `written`: the entry is in
+        the file; otherwise it is a default."""
         where = dict(places or {})
         if not isinstance(entry, Mapping):
             hint = f"write {{type: {shorten(entry)}}}" if isinstance(entry, str) else ""
@@ -184,7 +184,7 @@ class PluginReader(Struct, eq=False):
     # ---- the parts of a policy ----
 
     def filters(self, node: object, builtin: object) -> list[PluginSpec]:
-        """The configured filters, after those ability filters that they do not replace."""
+        """The policy's filters: the built-in ability filters that the configured ones do not replace, then these."""
         if not isinstance(builtin, bool):
             self.report.add(self.source.place("builtinFilters"), f"expected true or false, got {describe(builtin)}")
         own = self.plugins("filter", "filters", node)
@@ -323,7 +323,7 @@ def read_policy(source: Source, report: Report, registry: Registry) -> PolicySpe
 
 
 def _absent(key: str, value: object) -> bool:
-    """Whether a value is empty. `[]` is not: it is an empty list. A policy is a plugin and has a type."""
+    """Whether a value counts as not given: `None`, or `{}` for `selection`. `[]` is given: it is an empty list."""
     return value is None or (key == "selection" and value == {})
 
 
@@ -396,7 +396,7 @@ FLOW_FIELDS = tuple(fields(FlowSettings))
 
 
 def check_metric_names(policy: PolicySpec, provided: Collection[str], metrics: Metrics, report: Report) -> None:
-    """Report plugins that use a metric that nothing provides, which would otherwise be missing without a message."""
+    """Report plugins that use a metric that no engine or source provides. Otherwise it would be missing silently."""
     named = [spec for spec in (*policy.filters, *policy.scorers) if spec.type in ("metric", "metric-limit")]
     if not named:
         return

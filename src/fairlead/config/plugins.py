@@ -1,4 +1,4 @@
-"""Builds plugins from their specs, and what uses them: the policy, readers of metrics pages and bodies, the hasher."""
+"""Builds plugins from their specs, and the objects that use them: policy, metrics reader, body parser, hasher."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -55,7 +55,7 @@ def check_made(specs: Iterable[PluginSpec], registry: Registry, report: Report) 
 
 
 def make(spec: PluginSpec, registry: Registry, **more: Any) -> Any:
-    """The plugin that a spec describes; a foreign scorer is `clamped`. Raises `PluginError`."""
+    """Build the plugin that a spec describes. A scorer of another distribution is `clamped`. Raises `PluginError`."""
     registered = registry.find(spec.kind, spec.type)
     if registered is None:
         raise PluginError(spec.type, f"is no longer there as a {spec.kind}")
@@ -69,7 +69,7 @@ def make(spec: PluginSpec, registry: Registry, **more: Any) -> Any:
 
 
 def build_measure(config: Config, on_plugin_error: Callable[[PluginError], None] | None = None) -> Measuring | None:
-    """Reads additional columns from metrics pages; `None` if no source is configured. Raises `PluginError`."""
+    """What reads additional columns from metrics pages; `None` if no source is configured. Raises `PluginError`."""
     registry = Registry()
     sources = [make(spec, registry) for spec in config.metric_sources]
     return Measuring(sources, on_plugin_error) if sources else None

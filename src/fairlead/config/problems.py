@@ -1,4 +1,4 @@
-"""Problems in files that people write: all of them, each with its path, its line and, if possible, a suggestion."""
+"""Collects all problems in a file that people write, each with its path, its line and, if possible, a suggestion."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
@@ -15,15 +15,15 @@ _LONGEST = 60
 
 
 class Problem(Struct, frozen=True):
-    """An error or, as a warning or note, useful information."""
+    """An error in a file, or a warning or note about it."""
 
-    #: JSON path, e.g. `$.scorers[1].weight`; `$`, the whole, is not shown; empty = not about the text.
+    #: JSON path, e.g. `$.scorers[1].weight`. `$`, the whole document, is not shown. Empty = not about the text.
     path: str
     #: Line in the file, from 1; 0 = unknown.
     line: int
     message: str
     hint: str = ""
-    #: A warning: its subject is used nevertheless.
+    #: Whether this is only a warning: the value is used nevertheless.
     warning: bool = False
 
     def render(self, source: str = "") -> str:
@@ -62,7 +62,7 @@ def shorten(text: str) -> str:
     return "".join(c if c.isprintable() else "�" for c in text)
 
 
-#: Further problems are only counted, because suggesting names for a hostile file would take minutes.
+#: Problems beyond this number are only counted: to find suggestions for all names of a hostile file takes minutes.
 MAX_PROBLEMS = 200
 
 
@@ -79,7 +79,7 @@ class InvalidConfig(ConfigError):
 
 
 class Report:
-    """Collects problems and notes while a document is checked. Finds the lines, so that checkers need not know them.
+    """Collects problems and notes while a document is checked, and finds their lines, so that checks need only places.
 
     `line` returns the line of a place, from 1; 0 = unknown. `prefix`: the place of the document, if it is part of
     another one.
@@ -88,7 +88,7 @@ class Report:
     def __init__(self, line: Callable[[Place], int], prefix: Place = ()) -> None:
         self.problems: list[Problem] = []
         self._omitted = 0
-        #: Not wrong, but useful to know: what is accepted without effect.
+        #: Useful information about values that are not wrong, for example what has no effect.
         self.notes: list[Problem] = []
         #: Errors of plugins that exist but could not be loaded; each is in `problems` too.
         self.plugin_errors: list[PluginError] = []
@@ -110,7 +110,7 @@ class Report:
         self.extend([self._problem(place, message, hint)])
 
     def move(self, places: Mapping[str, tuple[str, int]]) -> None:
-        """Show problems of these paths at other paths and lines, where the file says what they are about."""
+        """Move problems to other places. `places`: by JSON path, the path and line where the file has the value."""
         for index, problem in enumerate(self.problems):
             if problem.path in places:
                 path, line = places[problem.path]

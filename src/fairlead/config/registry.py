@@ -83,8 +83,8 @@ class Registry:
         return next((kind for kind in METHODS if self.find(kind, name) is not None), None)
 
     def types(self, kind: Kind) -> set[str]:
-        """Names for suggestions: built-ins, their other names unless these only append the kind, and installed plugins
-        of any kind (they are not imported to determine it)."""
+        """Names for suggestions: built-ins, their aliases unless these only append the kind, and installed plugins of
+        any kind (only an import would show their kind)."""
         aliases = (name for name in ALIASES[kind] if not name.endswith(f"-{kind}"))
         return {*BUILTINS[kind], *aliases, *(point.name for point in self._installed())}
 
@@ -132,7 +132,7 @@ def _fault(cls: Any) -> str:
 
 
 def _lacks(cls: Any, kind: Kind) -> str:
-    """What a class of that kind must have in addition to its method but does not have; empty = nothing."""
+    """What a class lacks that its `kind` requires in addition to the method; empty = nothing."""
     from fairlead.core.policy import Stage
 
     if kind == "filter" and not isinstance(declared(cls, "stage"), Stage):

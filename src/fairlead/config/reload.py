@@ -30,7 +30,7 @@ from fairlead.config.schema import (
 from fairlead.plugins.params import camel
 
 _PORTS: Final = "its port is open already"
-_PLUGINS: Final = "these plugins are made at the start"
+_PLUGINS: Final = "these plugins are built at the start"
 #: Fields of `Config` whose changes never apply, and why.
 _FIXED: Final[Mapping[str, str]] = {
     "gateway": "the gateway was started with it",
@@ -38,27 +38,27 @@ _FIXED: Final[Mapping[str, str]] = {
     "als": _PORTS,
     "admin": _PORTS,
     "metrics": "the scraper was started with it",
-    "kubernetes": "its watches were begun with it",
-    "headers": "sessions were begun with it",
+    "kubernetes": "its watches were started with it",
+    "headers": "sessions were started with it",
     "journal": "its files are open already",
     "state": "its file was read at the start",
-    "autoscaling": "the objective was taken at the start",
-    "topology": "endpoints were placed by it as they came",
+    "autoscaling": "its targets were read at the start",
+    "topology": "endpoints got their zone and node by it when they came up",
     "warming": "prompts are counted by it from the start on",
     "tokens": "tokenisers are loaded at the start",
-    "replicas": "the connection to others was begun with it",
+    "replicas": "the connection to other schedulers was opened with it",
     "tracing": "its exporter was started with it",
-    "kv_events": "its subscriptions were begun with it",
+    "kv_events": "its subscriptions were started with it",
     "seed": "the random generator was seeded at the start",
     "metric_sources": _PLUGINS,
     "parsers": _PLUGINS,
 }
-#: The type of the scorers by which prompts are cut.
+#: The type of the scorers whose block size determines how prompts are cut into blocks.
 _CUTS: Final = "prefix-aware"
-_QUEUES: Final = "its queues were made with it, and requests may wait in them"
-_HIGHER: Final = "the ports were opened for smaller bodies"
+_QUEUES: Final = "its queues were created with it, and requests may wait in them"
+_HIGHER: Final = "the ports were opened with the lower limit"
 _CONVERSATIONS: Final = "conversations are recognised from the start on, or not at all"
-_MANIFESTS: Final = "the files of models are followed on their own, this setting is not"
+_MANIFESTS: Final = "the content of the files is followed, but not this setting"
 #: Fields that are not settings.
 _IGNORED: Final = frozenset({"source", "notes", "flags", "pools"})
 
@@ -73,8 +73,8 @@ class Changes(Struct, frozen=True):
 
 
 def plan_reload(old: Config, new: Config) -> tuple[Changes, list[Problem]]:
-    """(changes that apply, changes that are refused). Pure; neither configuration is modified."""
-    if (old.als.port, new.als.port) == (old.ext_proc.port, new.ext_proc.port):  # it follows that one
+    """Compare two configurations: (changes that apply, changes that are refused). Neither is modified."""
+    if (old.als.port, new.als.port) == (old.ext_proc.port, new.ext_proc.port):  # als.port follows extProc.port
         new = new.model_copy(update={"als": new.als.model_copy(update={"port": old.als.port})})
     applied: dict[str, Any] = {"source": new.source, "notes": new.notes, "pools": new.pools}
     paths: list[str] = []
@@ -94,12 +94,12 @@ def plan_reload(old: Config, new: Config) -> tuple[Changes, list[Problem]]:
 
 
 def _section(name: str, before: Any, after: Any, refused: list[Problem]) -> tuple[Any, list[str]]:
-    """(the new value without the refused changes, paths that changed)."""
+    """Compare a value of two configurations: (the new value without refused changes, the paths that changed)."""
     path = f"$.{camel(name)}"
     if isinstance(before, PolicySpec):
         size = _finest(before)
         if size != _finest(after):
-            refused.append(_refusal(f"{path}.hashBlockSize", "prompts are cut and known in blocks of the old size"))
+            refused.append(_refusal(f"{path}.hashBlockSize", "the prefix index has blocks of the old size"))
             after = _cut_to(after, size) if size else after
         return after, [path] if meaning(before) != meaning(after) else []
     if isinstance(before, EndpointSource):
@@ -141,13 +141,13 @@ def _differences(before: Any, after: Any, path: str) -> list[str]:
 
 
 def meaning(value: Any) -> Any:
-    """A value without its place in the file."""
+    """A value without its place in the file, for comparisons."""
     if isinstance(value, PolicySpec):
         return value.name, *map(meaning, (value.filters, value.scorers, value.picker, value.plugin))
     if isinstance(value, PluginSpec):
         return value.kind, value.type, value.name, value.weight, value.parameters
     if isinstance(value, FlowSpec):
-        if value.implied:  # a reload that does not mention it leaves it as it is
+        if value.implied:  # the file does not mention flow control, so a reload leaves it unchanged
             return None
         return value.settings, *map(meaning, value.plugins()), *map(meaning, value.bands)
     if isinstance(value, BandSpec):
@@ -158,12 +158,12 @@ def meaning(value: Any) -> Any:
 
 
 def _finest(policy: PolicySpec) -> int:
-    """The size of the blocks that prompts are cut into; 0 = the policy names none."""
+    """The smallest block size, in tokens, into which prompts are cut; 0 = no scorer has one."""
     return min((spec.parameters.hash_block_size for spec in policy.scorers if spec.type == _CUTS), default=0)
 
 
 def _cut_to(policy: PolicySpec, size: int) -> PolicySpec:
-    """The policy with this size of blocks."""
+    """The policy with this block size in all its `prefix-aware` scorers."""
     cut = (
         replace(spec, given=spec.parameters.model_copy(update={"hash_block_size": size}))
         if spec.type == _CUTS

@@ -3,7 +3,7 @@
 Rules
 * Nothing raises except `YamlError`, for any bytes, and nothing takes long: bytes, values and depth are bounded before
   anything is built. Any input of 1 MiB costs less than a second of CPU and 150 MB.
-* The tree is built from the parser's events with a stack of our own. The library's composer recurses in C: a megabyte
+* The tree is built from the parser's events with an explicit stack. The library's composer recurses in C: a megabyte
   of `[` kills the process with a segmentation fault (PyYAML 6.0.3), and the pure Python composer is 10 times slower.
 * Scalars and keys stay text as written, so that `port: 08000` or a label `1.10` does not become another number. Callers
   that want numbers resolve them (`scalar`, `parse`) as in YAML 1.1 without its traps: no dates, no base-60 numbers
@@ -12,7 +12,7 @@ Rules
   once its node is complete, so no node can contain itself. `parse` expands aliases within bounds: a document that would
   expand to too much is an error and does not exhaust memory.
 * `<<` merges, and the merged values count against the limit. Tags that would construct an object are refused.
-* A duplicate key, or a `<<` that cannot be merged, only affects itself: it is recorded in `Tree.faults`.
+* A duplicate key, or a `<<` that cannot be merged, does not affect other keys: it is recorded in `Tree.faults`.
 """
 
 import re
@@ -27,7 +27,7 @@ from fairlead.config.problems import Place, Problem, shorten, show
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 64
 _TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep"
-#: What libyaml from PyYAML 6.0.4 on says of more than a thousand levels, before it has returned the first of them.
+#: libyaml's error (from PyYAML 6.0.4 on) for more than a thousand levels. It comes before the first event.
 _MUCH_TOO_DEEP = "exceeded maximum nesting depth"
 #: Values of a document, including merged ones. Ten thousand endpoints with some labels have half as many.
 MAX_VALUES = 300_000
@@ -132,7 +132,7 @@ def _checked(text: bytes | str) -> bytes:
     if raw.count(b"%TAG") > _MAX_TAG_DIRECTIVES:
         raise YamlError("too many %TAG directives")
     if raw.lstrip()[:1] in (b"{", b"["):
-        # What JSON allows and YAML does not: tabs (never inside a JSON string), and escaped surrogates.
+        # JSON allows tabs (never inside a string) and escaped surrogates, which YAML does not.
         raw = _ESCAPE.sub(_joined, raw.replace(b"\t", b" "))
     return raw
 
@@ -271,7 +271,7 @@ class _Builder:
 
 
 def _tag(event: Any, line: int) -> str:
-    """The tag of an event, if it is a plain one."""
+    """The explicit type that the event's tag names; empty = none. Raises `YamlError` for an unsupported tag."""
     if event.tag is None or event.tag == "!":
         return ""
     tag = str(event.tag).removeprefix(_TAG_PREFIX)

@@ -105,7 +105,7 @@ class Pump:
         try:
             return worker.step(now)
         except Exception:
-            log.exception("reading KV events failed; it goes on with the next ones")
+            log.exception("processing KV events failed; continuing with the next ones")
             return False
 
     def _note(self, held: float) -> None:
