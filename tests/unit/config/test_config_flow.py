@@ -165,7 +165,7 @@ def test_another_policy_brings_its_rules_to_those_that_wait() -> None:
 def test_a_change_needs_a_restart_and_says_so() -> None:
     changes, (refused,) = plan_reload(load(ONE), load(f"flowControl: {{}}\n{ONE}"))
     assert (changes.paths, refused.path) == ((), "$.flowControl")
-    assert "queues were made with it" in refused.message
+    assert "queues were created with it" in refused.message
     text = f"flowControl: {{ordering: {{type: fcfs}}}}\n{ONE}"
     assert plan_reload(load(text), load(f"\n# moved\n{text}")) == plan_reload(load(text), load(text))
 
