@@ -1,1 +1,1 @@
-"""Configurations of the reference picker (EndpointPickerConfig), translated."""
+"""Reads configurations, and translates those of the reference picker (EndpointPickerConfig)."""

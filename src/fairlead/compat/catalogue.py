@@ -31,7 +31,7 @@ Role = Literal[
 
 
 class Use(Struct, frozen=True):
-    """One of our plugins that replaces a plugin of the reference. It gets `share` of the configured weight."""
+    """A Fairlead plugin that replaces a plugin of the reference, with its parameters."""
 
     kind: Kind
     type: str
@@ -39,10 +39,10 @@ class Use(Struct, frozen=True):
 
 
 class Settings(Struct):
-    """Values from plugins that belong to sections of our own: section → field → value."""
+    """Values of the reference's plugins that are fields of Fairlead's sections: section → field → value."""
 
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
-    #: By path of a value: the path and the line where the document says it, for problems.
+    #: By JSON path of a value in Fairlead's configuration: its JSON path and line in the document, for problems.
     said_at: dict[str, tuple[str, int]] = field(default_factory=dict)
 
     def set(self, section: str, key: str, value: Any) -> None:
@@ -50,14 +50,14 @@ class Settings(Struct):
 
 
 class Entry(Struct, frozen=True):
-    """A plugin of the reference. `refused`: naming it stops the start, with this advice. Otherwise it is accepted, and
-    `note` says what is different.
+    """A plugin of the reference. `refused`: a document that names it is refused, with this advice; empty = accepted.
+    `note`: what differs here.
 
-    Deprecated and experimental plugins are accepted as far as that costs nothing.
+    Deprecated and experimental plugins are accepted if that needs no extra code.
     """
 
     role: Role
-    #: The counterpart here, for people.
+    #: Fairlead's counterpart, as text for the reference page.
     counterpart: str = ""
     params: Any = NoParams
     #: A second role in which it may be named.
@@ -80,7 +80,7 @@ Table = Mapping[str, Entry]
 
 
 def narrowed(params: Params, model: type[Model]) -> Model:
-    """A `model` with the fields that it has in common with `params`."""
+    """A `model` whose values are those of the fields that it has in common with `params`."""
     return model.model_validate({name: value for name, value in params if name in model.model_fields})
 
 
@@ -88,12 +88,13 @@ def narrowed(params: Params, model: type[Model]) -> Model:
 
 
 def _use(kind: Kind, type: str, model: type[Params] = NoParams) -> Callable[[Any, int], list[Use]]:
-    """One plugin replaces one, with the parameters that have the same names."""
+    """For an entry that one Fairlead plugin replaces, with the parameters that have the same names."""
     return lambda params, block: [Use(kind, type, narrowed(params, model))]
 
 
 def _same(kind: Kind, type: str, model: type[Params] = NoParams, params: Any = None, **more: Any) -> Entry:
-    """One plugin replaces one. `params`: the reference's model, if it has more parameters than our `model`."""
+    """An entry that one Fairlead plugin replaces. `params`: the reference's model, if it has more parameters than
+    `model`."""
     return Entry("profile", type, params or model, use=_use(kind, type, model), **more)
 
 
@@ -349,7 +350,8 @@ def _core_metrics(params: ref.CoreMetrics) -> str:
 
 
 def _engines(params: ref.CoreMetrics, settings: Settings) -> None:
-    """A configured engine replaces our engine of that name; a custom metric is an additional gauge of every engine."""
+    """Set `metrics.engines`. A configured engine replaces the one of that name; a custom metric becomes an additional
+    gauge of every engine."""
     engines: dict[str, dict[str, Any]] = {}
     for engine in params.engine_configs:
         specs = {

@@ -18,9 +18,9 @@ _TRUE, _FALSE = ("1", "t", "T", "TRUE", "true", "True"), ("0", "f", "F", "FALSE"
 
 class Flag(NamedTuple):
     kind: Literal["bool", "int", "text"]
-    #: The default of the reference, as shown by it.
+    #: The reference's default, as its `--help` shows it.
     default: str
-    #: For the reference page of the command line, and for the log if the flag is `ignored`; without the word "ignored".
+    #: The effect here, for docs/cli.md, and for the log if the flag is `ignored`; without the word "ignored".
     meaning: str
     ignored: bool = False
 
@@ -99,7 +99,7 @@ FLAGS: Mapping[str, Flag] = {
 
 
 def parse(arguments: Sequence[str]) -> dict[str, str]:
-    """The given values by name; booleans are `true` or `false`. Raises `ConfigError`."""
+    """Parse flags into values by name; booleans become `true` or `false`. Raises `ConfigError`."""
     given: dict[str, str] = {}
     words = iter(arguments)
     for argument in words:
@@ -139,7 +139,8 @@ def _checked(flag: Flag, value: str, name: str) -> str:
 
 
 def without_effect(given: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Given flags without effect, and why; and what is on by default in the reference but not here."""
+    """Yield (flag, why) for given flags without effect, and for flags that are on by default in the reference but have
+    no effect here."""
     for name, flag in FLAGS.items():
         if flag.ignored and (name in given or name == "metrics-endpoint-auth") and given.get(name) != "false":
             yield f"--{name}", flag.meaning

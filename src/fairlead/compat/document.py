@@ -86,7 +86,7 @@ class RequestHandler(Section):
 
 
 class Parts(Section):
-    """The parts of a document, without its identity."""
+    """The fields of a document except `apiVersion` and `kind`."""
 
     feature_gates: tuple[str, ...] | None = None
     plugins: tuple[Plugin, ...] | None = None

@@ -38,7 +38,7 @@ Schema = dict[str, Any]
 
 
 def json_schema(registry: Registry | None = None) -> Schema:
-    """One schema for our own form and for an `EndpointPickerConfig`; `kind` distinguishes them."""
+    """The schema for Fairlead's own configuration and for an `EndpointPickerConfig`; `kind` distinguishes them."""
     registry = registry or Registry()
     plugins = {kind: _plugins(kind, registry) for kind in BUILTINS}
     models: list[type[BaseModel]] = [*SECTIONS.values(), FlowSettings, BandSettings, FileSource, Document]
@@ -67,7 +67,7 @@ class _Plain(GenerateJsonSchema):
 
 
 def _definitions(models: list[type[BaseModel]]) -> tuple[dict[type[BaseModel], Schema], Schema]:
-    """(a reference to each model, all definitions by name)."""
+    """The schemas of models: (a reference to each model, all definitions by name)."""
     made, document = models_json_schema(
         [(model, "validation") for model in models], ref_template=_REF, schema_generator=_Plain
     )
@@ -118,7 +118,7 @@ def _parameters(name: str, plugin: RegisteredPlugin | None, ref: Mapping[type[Ba
     schema = ref[plugin.params]
     pointer = schema["$ref"]
     beside: Schema = {field: {"$ref": f"{pointer}/properties/{_escaped(field)}"} for field in fields(plugin.params)}
-    # A required parameter may be missing in one place, because it may be in the other.
+    # No parameter is required beside `type` or under `parameters`, because it may be in the other place.
     under: Schema = {"type": "object", "properties": beside, "additionalProperties": False}
     return {"if": condition, "then": {"properties": {**beside, **dict.fromkeys(PARAMETERS, under)}}}
 
@@ -185,7 +185,7 @@ def _or_nothing(schema: Schema) -> Schema:
 
 
 def _document(schema: Schema, own: Schema) -> Schema:
-    """The reference's fields, and those of our fields that may be next to them."""
+    """The schema of an `EndpointPickerConfig`, with Fairlead's fields that may be next to those of the reference."""
     beside = {key: own[key] for key in (*SECTIONS, METRIC_SOURCES, PARSERS, "endpoints", "seed", POOLS)}
     known = {"apiVersion": {"enum": list(API_VERSIONS)}, "kind": {"const": KIND}}
     properties = {**beside, **schema["properties"], **known}

@@ -1,4 +1,4 @@
-"""A file (or text) → a `Config`, or every problem it has."""
+"""Reads a configuration file (or text) into a `Config`, or reports every problem in it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 FIELDS = (*KEYS, *EXTRA_KEYS, *SECTIONS, "endpoints", "seed", POOLS, EXTENSION)
 
-#: How the reference listens; it has no gateway of its own.
+#: Defaults for documents of the reference picker, which has no gateway of its own and a health port.
 _LISTENS: Mapping[str, Mapping[str, object]] = {"gateway": {"mode": "none"}, "extProc": {"healthPort": 9003}}
 #: Fields that may be next to those of another picker's configuration.
 BESIDE = (*SECTIONS, METRIC_SOURCES, PARSERS, "endpoints", "seed", POOLS)
@@ -74,7 +74,7 @@ __all__ = ["FIELDS", "examine", "load", "problems", "read_bytes"]
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a configuration file, or at least enough of it to detect that it is too large."""
+    """The content of a configuration file; of a file that is too large, only enough to detect that."""
     try:
         with path.open("rb") as file:
             return file.read(MAX_BYTES + 1)
@@ -94,7 +94,7 @@ def load(
 
     Raises `InvalidConfig` (a `ConfigError`) with all problems, or `PluginError` if the only problem is an installed
     plugin that cannot be loaded. `need_endpoints=False` accepts a configuration without endpoints. `flags`: values that
-    take precedence over those of the file, in the same structure. `content`: what the file contained before.
+    take precedence over those of the file, in the same structure. `content`: the text to use instead of the file's.
     """
     config, report = _read(source, need_endpoints, registry, flags=flags or {}, content=content)
     if config is None:
@@ -147,7 +147,7 @@ def _read(
 
 
 class _Assembly(Struct, eq=False):
-    """One pass over the mapping at the root."""
+    """Reads the mapping at the root of a document into a `Config`, once."""
 
     root: dict[str, Any]
     tree: Tree
@@ -159,7 +159,7 @@ class _Assembly(Struct, eq=False):
 
     def config(self, source: str, need_endpoints: bool) -> Config | None:
         policy = self._policy()
-        # In a document of the reference, `flowControl` is the reference's.
+        # In a document of the reference, `flowControl` has the reference's structure, and `translation` has read it.
         keys = [key for key in EXTRA_KEYS if key in self.root and not (self.translation and key == FLOW_CONTROL)]
         extras = PluginReader(Source({key: self.root[key] for key in keys}, {}), self.report, self.registry)
         sources = extras.named("metric-source", METRIC_SOURCES)
@@ -176,7 +176,7 @@ class _Assembly(Struct, eq=False):
         if settings.kubernetes.on and (endpoints.static or endpoints.file):
             hint = "leave out endpoints: or kubernetes:"
             self.report.add(("endpoints",), "endpoints come from Kubernetes already", hint)
-        if not self.report.problems:  # otherwise the entries may not be where they are in the file
+        if not self.report.problems:  # with problems, the indices of entries may differ from those in the file
             note_unknown_engines(endpoints.static, settings.metrics, ("endpoints",), self.report)
             if policy is not None:
                 note_pool(endpoints.static, policy, settings, ("endpoints",), self.report)
@@ -204,7 +204,7 @@ class _Assembly(Struct, eq=False):
         )
 
     def _pools(self, source: str) -> dict[str, Config]:
-        """The complete configuration of each pool that has its own settings: these, and the rest of the file."""
+        """The complete configuration of each pool that has settings of its own: these, plus the rest of the file."""
         value = self.root.get(POOLS) or {}
         if not isinstance(value, dict):
             self.report.add((POOLS,), f"expected a mapping from namespace/name, got {describe(value)}")
@@ -227,7 +227,7 @@ class _Assembly(Struct, eq=False):
 
     def _pool(self, place: Place, own: dict[str, Any], source: str) -> Config | None:
         root = {key: value for key, value in self.root.items() if key != POOLS}
-        if any(key in KEYS for key in own):  # a policy is one unit
+        if any(key in KEYS for key in own):  # a pool's policy replaces the file's as a whole; they are not merged
             shared = BESIDE if self.translation else (*BESIDE, FLOW_CONTROL)
             root = {key: value for key, value in root.items() if key in shared}
         report = Report(lambda inner: self.tree.line((*place, *inner)), place)
@@ -267,7 +267,7 @@ class _Assembly(Struct, eq=False):
             note_pool(listing.entries, policy, settings, place, self.report, path)
 
     def _policy(self) -> PolicySpec | None:
-        """The policy, from a configuration of the reference picker, wherever it is, or from our own fields."""
+        """The policy, from a document of the reference picker (file or Helm values), or from Fairlead's own fields."""
         if is_document(self.root):
             allowed = document_fields()
             for key in self.root:
@@ -302,7 +302,7 @@ class _Assembly(Struct, eq=False):
         return translation.policy
 
     def _scheduling(self) -> Source:
-        """The keys of the scheduling part, from the top of the file or from the chart's values."""
+        """The keys of the scheduling part, from the top level of the file or from the chart's values."""
         source = Source({k: v for k, v in self.root.items() if k in KEYS}, {k: (k,) for k in self.root if k in KEYS})
         chart = self.root.get(EXTENSION)
         if chart is None:
@@ -335,7 +335,7 @@ class _Assembly(Struct, eq=False):
                 into.places[key] = (*place, key)
 
     def _settings(self, policy: PolicySpec | None) -> Settings:
-        """All sections. A section that is absent or wrong has its defaults, for which no validator is built."""
+        """All sections. An absent or wrong section gets its defaults without validation, which saves start time."""
         sections: dict[str, Any] = {}
         for name in Settings.model_fields:
             model = SECTIONS.get(camel(name))
@@ -343,7 +343,7 @@ class _Assembly(Struct, eq=False):
                 sections[name] = self._section(camel(name), model) or model.model_construct()
         if self.root.get("seed") is not None and read(Settings, {"seed": self.root["seed"]}, (), self.report):
             sections["seed"] = self.root["seed"]
-        settings = Settings.model_construct(**sections)  # all are checked: a validator of all takes 20 ms to build
+        settings = Settings.model_construct(**sections)  # each is validated: building a validator of all takes 20 ms
         settings = resolve(settings, self.base, self.report)
         if self.translation is not None and "maxEndpoints" not in (self.root.get("extProc") or ()):
             self.report.move(self.translation.settings.said_at)

@@ -1,4 +1,4 @@
-"""Where an `EndpointPickerConfig` is: the file itself, or text inside Helm values."""
+"""Finds the `EndpointPickerConfig` in a file: the file itself, or a text inside Helm values."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ CUSTOM, FILE, INLINE = "pluginsCustomConfig", "pluginsConfigFile", "pluginsConfi
 #: Fields that only such a document has at its top level.
 _TELLING = ("schedulingProfiles", "apiVersion", "kind")
 OF_THE_CHART = "belongs to the Helm chart; it has no effect here"
-#: Notes without ground where the document has `kvEvents` and `tokens` beside it.
+#: Notes that do not apply if `kvEvents` and `tokens` are next to the document.
 LEARNED = "prefix knowledge is learned from the scheduler's own decisions, unless kvEvents are enabled beside this"
 ESTIMATED = (
     "prompts are not sent to a tokenizer: tokens are estimated, and learned from what model servers report, unless "
@@ -25,7 +25,7 @@ ESTIMATED = (
 
 
 class Located(Struct):
-    """The document, the report for its problems, and its place (empty = it is the file)."""
+    """A document, the report for its problems, and its place in the file (empty = the file is the document)."""
 
     values: dict[str, Any]
     report: Report
@@ -82,7 +82,8 @@ def _in_chart(chart: dict[str, Any], place: Place, tree: Tree, report: Report) -
 
 
 def _text(place: Place, text: str, tree: Tree, report: Report) -> Located | None:
-    """The document in a text value. The text of a block scalar begins a line below its key."""
+    """The document in the text at `place`. Its lines are found by the rule that a block scalar's text begins a line
+    below its key."""
     document = yaml.parse(text)
     before = _node(tree.root, place).line - (0 if "\n" in text else 1)
     inner = Report(lambda path: before + document.tree.line(path), place)

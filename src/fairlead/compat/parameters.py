@@ -1,5 +1,5 @@
-"""Parameters of the reference's plugins, with its defaults; only the accepted ones. The catalogue describes their
-effect. Parameters that are the same as ours are inherited."""
+"""Parameters of the reference's plugins that Fairlead accepts, with the reference's defaults. The catalogue describes
+their effect. Models inherit the parameters that are the same as those of Fairlead's plugins."""
 
 from typing import Annotated, Any, Literal
 

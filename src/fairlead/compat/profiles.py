@@ -47,7 +47,7 @@ _PRODUCER_REFS = ("prefixMatchInfoProducerName", "inFlightLoadProducerName", "pr
 
 
 class Instance(Struct):
-    """One declared plugin. `entry` is `None` if the type is one of ours or of an installed plugin."""
+    """One declared plugin. `entry` is `None` if the type is a Fairlead plugin or an installed plugin."""
 
     name: str
     type: str
@@ -92,7 +92,8 @@ class Instances:
                 self._translate(instance, block)
 
     def ref(self, name: str, place: Place, role: str = "") -> Instance | None:
-        """The plugin of that name. Reports if there is none, or if it cannot have the wanted role (empty = any)."""
+        """The plugin of that name; `None` after reporting that there is none, or that it does not fit the role. `role`:
+        empty = any."""
         if name in MADE and name not in self.by_name and name not in self._broken:
             self._declare({"type": name}, place)
         instance = self.by_name.get(name)
@@ -184,7 +185,7 @@ class Instances:
         return None
 
     def _block(self) -> int:
-        """Tokens of a prefix block, from the first producer that sets them."""
+        """Tokens per prefix block, by the first producer that sets them."""
         for instance in self.by_name.values():
             if isinstance(instance.parameters, ApproxPrefix):
                 return max(instance.parameters.block_size_tokens, LEAST_BLOCK)
@@ -203,7 +204,7 @@ class Instances:
 
 # ---- profiles ----
 
-#: Filters for what the reference does outside its plugins.
+#: Filters that always run, because the reference does the same outside its plugins.
 ALWAYS = ("subset", "health")
 _DECIDER_STAGES = ("prefill", "encode", "decode")
 
@@ -274,7 +275,7 @@ class Profiles(Struct, eq=False):
         return self._spec(profile.name, refs, plugins_place)
 
     def _split(self, handler: Instance, spec: PolicySpec | None) -> PolicySpec | None:
-        """The policy that forms pairs, with the filters of the decode profile; only that profile without a split."""
+        """The policy that splits requests, with the filters of the decode profile `spec`; if none is split, `spec`."""
         parameters = handler.parameters
         name = (
             parameters.decider_plugin_name

@@ -32,7 +32,7 @@ def record(config: Config) -> dict[str, Any]:
 
 
 def beside(config: Config) -> tuple[str, ...]:
-    """What takes part in decisions besides the recorded policy and events, in words. A replay does not have it."""
+    """What influenced decisions besides the recorded policy and events, in words. A replay does not have it."""
     causes = []
     if config.kv_events.enabled:
         causes.append("KV events of the engines counted too, which are not in the journal")

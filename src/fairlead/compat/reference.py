@@ -147,7 +147,7 @@ def _about(cls: type) -> str:
 
 
 def _fields(model: type[BaseModel], path: str) -> Iterator[tuple[str, str, str, str]]:
-    """The rows of a model. A field that is itself a model is expanded if it has defaults."""
+    """The rows of a model's fields. A field that is itself a model is followed by the rows of that model."""
     for key, field in fields(model).items():
         name = f"{path}.{key}" if path else key
         said = field.description or ""
@@ -162,7 +162,8 @@ def _fields(model: type[BaseModel], path: str) -> Iterator[tuple[str, str, str, 
 
 
 def _inner(kind: Any) -> tuple[type[BaseModel] | None, str]:
-    """The model that a field holds, and how its path continues: directly, as one of a list, or by name."""
+    """The model in a field's annotation (`None` = none), and what its path appends to the field's: nothing, `[]` for a
+    list, or `.NAME` for a mapping."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return kind, ""
     for argument in get_args(kind):

@@ -92,7 +92,7 @@ class _Show:
         return f"line {line}, {spec.stands_for}" if spec.stands_for else f"line {line}"
 
     def _unsaid(self, spec: PluginSpec) -> str:
-        """Why a plugin is in force that the file does not name."""
+        """The origin of a plugin that the file does not name."""
         if spec.path.startswith("$.builtinFilters") or (self._foreign and spec.path == "$"):
             return "built in"
         if self._config.policy.name in POLICIES and self._config.policy.name != DEFAULT:
@@ -127,7 +127,7 @@ class _Show:
                 yield Value(show(path), text, self._origin(path, differs))
 
     def _origin(self, place: Place, differs: bool = False) -> str:
-        """The origin of the value at `place`. `differs`: from the default."""
+        """The origin of the value at `place`. `differs`: whether the value differs from the default."""
         if self._stands(place):
             return f"line {self._tree.line(place)}"
         if place == ("gateway", "mode") and self._stands(("gateway",)) and isinstance(self._keys["gateway"].value, str):

@@ -1,10 +1,10 @@
-"""An `EndpointPickerConfig` → the policy and the settings with the same meaning.
+"""Translates an `EndpointPickerConfig` into the policy and the settings with the same meaning.
 
 Rules
 * What the reference would refuse is refused: unknown fields, gates and plugin types, references to undeclared plugins,
   two pickers in a profile, several profiles without a handler.
-* A plugin is checked with its own parameters even if nothing refers to it. A note says what is different about it.
-* Types that the reference does not have are looked up among our own plugins and the installed ones.
+* A declared plugin's parameters are checked even if nothing refers to it. A note says what differs from the reference.
+* Types that the reference does not have are looked up among Fairlead's plugins and the installed ones.
 * `subset` and `health` always run, because the reference does both outside its plugins.
 """
 
@@ -49,8 +49,8 @@ from fairlead.plugins.flow_control import (
 from fairlead.plugins.params import NoParams, Params
 from fairlead.plugins.pickers import MaxScore
 
-# The reference's flow control → ours. It is on only with the feature gate `flowControl`. What the document does not
-# name has our defaults, not the reference's, whose detector stops the pool when scrapes fail.
+# Translates the reference's flow control. It is on only with the feature gate `flowControl`. What the document does not
+# name has Fairlead's defaults, not the reference's: the reference's default detector stops the pool when scrapes fail.
 #
 # Rules
 # * `priorityBands` become bands with their own limits and policies; `defaultPriorityBand` applies to all others. If an
@@ -71,9 +71,9 @@ NO_SCORER = (
 EVICTS = "requests below priority 0 make way for higher ones that have waited for {} ms, whatever the saturation is"
 LONGEST = f"requests wait for {LONGEST_WAIT:g} s at most, as gateways give up after 600 s"
 OTHER_LEVEL = "the pool's saturation is that of flowControl.saturationDetector: its own thresholds are not used"
-#: Seconds that requests wait if nothing is said.
+#: How long requests wait, in seconds, if the document does not say.
 _TTL = 60.0
-#: The reference's type → our kind and type.
+#: By the reference's type: Fairlead's kind and type.
 _TYPES: dict[str, tuple[Kind, str]] = {
     "global-strict-fairness-policy": ("fairness", "global-strict"),
     "round-robin-fairness-policy": ("fairness", "round-robin"),
@@ -87,7 +87,7 @@ _TYPES: dict[str, tuple[Kind, str]] = {
     "utilization-detector": ("saturation", "utilization-detector"),
     "concurrency-detector": ("saturation", "concurrency-detector"),
 }
-#: Our parameter models, for types that have parameters.
+#: By Fairlead's type: the model of its parameters, if it has any.
 _PARAMS: dict[str, type[Params]] = {
     "utilization-detector": UtilizationDetectorParams,
     "concurrency-detector": ConcurrencyDetectorParams,
@@ -120,7 +120,7 @@ class Named(Struct):
 
 
 def flow_spec(flow: FlowControl, named: Named, report: Report) -> FlowSpec:
-    """The document's flow control as our settings. What has no counterpart is noted."""
+    """Translate the document's flow control. What has no counterpart is noted in the report."""
     report.note(FLOW, OURS)
     if named.negative is not None and named.negative.says() != named.default.says():
         report.note(named.negative.place, NO_TEMPLATE)
@@ -166,7 +166,8 @@ def _bands(named: Named, report: Report) -> tuple[BandSpec, ...]:
 
 
 def _general(kind: Kind, default: Instance | None, band: NamedBand, report: Report) -> PluginSpec | None:
-    """The plugin of a band that names none; `None` = that of all bands, which is the same."""
+    """The plugin of a band that names none: the general default, if `default`, the plugin of `defaultPriorityBand`,
+    would otherwise apply. `None` = the plugin of all bands, which then is the general default."""
     if default is None:
         return None
     cls: Any = StartTimeFairness if kind == "fairness" else LeastWork
@@ -176,7 +177,7 @@ def _general(kind: Kind, default: Instance | None, band: NamedBand, report: Repo
 
 
 def _limit(band: Band) -> QueueLimit:
-    """The limits of a band; 0 = the default."""
+    """The limits of a band; 0 or absent in the document = Fairlead's default."""
     usual = QueueLimits().band
     return QueueLimit(requests=band.max_requests or usual.requests, bytes=band.max_bytes or usual.bytes)
 
@@ -201,7 +202,7 @@ def _name(instance: Instance | None) -> str:
 
 
 def _ttl(said: float | None, default: float, field: str, report: Report) -> float:
-    """The time to live; 0 = as long as a gateway waits."""
+    """A time to live in seconds, at most `LONGEST_WAIT`; 0 in the document = `LONGEST_WAIT`, absent = `default`."""
     if said is None:
         return default
     if not 0.0 < said <= LONGEST_WAIT:
@@ -241,7 +242,7 @@ class Translation(Struct):
     settings: Settings = field(default_factory=Settings)
     #: `None` = the document names no discovery.
     endpoints: EndpointSource | None = None
-    #: `None` = its flow control is off.
+    #: `None` = the document's flow control is off.
     flow: FlowSpec | None = None
 
 
@@ -329,7 +330,8 @@ class _Translator:
         return None if ref is None else self._instances.ref(ref.plugin_ref, (key, "pluginRef"), role)
 
     def _flow(self, given: FlowControl | None, detector: Instance | None) -> FlowSpec | None:
-        """`None` while the gate is off, as in the reference. `detector`: the one from its deprecated place."""
+        """The flow control; `None` if the feature gate is off, as in the reference. `detector`: the saturation detector
+        that the document names at the deprecated place."""
         flow = given or FlowControl()
         named = Named(self._band("defaultPriorityBand", flow.default_priority_band), saturation=detector)
         if flow.default_negative_priority_band is not None:
