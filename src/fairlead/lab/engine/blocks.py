@@ -50,7 +50,7 @@ class BlockManager:
         self.hooks = hooks
         self._refs = [0] * total
         self._hash_of: list[int | None] = [None] * total
-        #: In order of eviction, the next block to evict first.
+        #: Free blocks in the order of eviction: the first one is evicted next.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(total))
         #: By hash: the oldest copy of each sealed block, and its further copies, if any, from old to new.
         self._cached: dict[int, int] = {}
@@ -66,7 +66,7 @@ class BlockManager:
         return self.total - len(self._free)
 
     def find(self, hashes: Sequence[int], limit: int) -> list[int]:
-        """The blocks of the longest known start of this chain: at most `limit`, fewer if a hash is unknown."""
+        """The blocks of the longest cached prefix of this chain, at most `limit`. It ends at the first unknown hash."""
         hits = []
         cached = self._cached
         for digest in hashes[:limit]:
@@ -102,7 +102,7 @@ class BlockManager:
                 pass
             elif hooked or digest in copies:
                 self._forget(block, digest)
-            else:  # nearly always, so without a call
+            else:  # the usual case, inlined to save a call
                 hash_of[block] = None
                 del cached[digest]
             refs[block] = 1
@@ -179,7 +179,8 @@ class BlockManager:
 
 
 class LoraSlots:
-    """At most `limit` adapters run at a time. The `held` used last stay in memory. The base model needs no slot."""
+    """LoRA slots: requests of at most `limit` adapters run at a time. The `held` most recently used adapters stay in
+    memory. The base model needs no slot."""
 
     __slots__ = ("_held", "_running", "changed", "held", "limit")
 
@@ -188,7 +189,7 @@ class LoraSlots:
         self.held = max(held, limit)
         #: Adapters in memory, the most recently used last.
         self._held: dict[str, None] = {}
-        #: Requests per adapter, in the order in which the adapters became active.
+        #: Running requests per adapter, in the order in which the adapters became active.
         self._running: dict[str, int] = {}
         #: Whether the set of active adapters has changed since the last reset, so deferred requests may be admitted.
         self.changed = False
@@ -224,7 +225,7 @@ class LoraSlots:
 
 
 def adapters_of(requests: Iterable[EngineRequest]) -> tuple[str, ...]:
-    """The adapters of these requests without repetition, in order."""
+    """The adapters of these requests without repetition, in the order of their first request."""
     return tuple(dict.fromkeys(request.lora for request in requests if request.lora))
 
 
@@ -262,7 +263,7 @@ class RequestBlocks:
         request.blocks = hits
         request.computed = len(hits) * size
         request.target = target
-        # Computed by another server; only now, since after a preemption they are computed here.
+        # Another server computed these tokens. After a preemption, this engine computes them, so `loaded` counts once.
         loaded, request.loaded = min(request.loaded, target - 1), 0
         if loaded > request.computed:
             self.extend(request, loaded)
@@ -270,7 +271,8 @@ class RequestBlocks:
         return True
 
     def extend(self, request: EngineRequest, end: int) -> bool:
-        """Get blocks for the tokens before `end` and seal those that will be full; False if there are too few free."""
+        """Take the blocks that the tokens before `end` need, and seal the blocks that they fill. Returns False, and
+        changes nothing, if too few blocks are free."""
         held = request.blocks
         missing = -(-end // self.block_size) - len(held)
         if missing > self.blocks.free:

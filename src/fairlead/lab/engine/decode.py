@@ -1,6 +1,6 @@
 """The requests that decode. They all advance together, one token per step, so nothing is stored per token.
 
-The output of a request is `steps - base`. What will happen to a request is known when it joins: its last step
+A request has generated `steps - base` tokens. What will happen to a request is known when it joins: its last step
 (`_endings`), and which step out of every `block_size` needs a new block or fills one (`ring`). A step looks only at
 these, whatever the size of the batch.
 
@@ -62,7 +62,7 @@ class DecodeBatch:
         del self.ring[request.ring][request]
 
     def advance(self) -> list[EngineRequest]:
-        """End a step: every member got a token. Returns those for which it was the last; they are still members."""
+        """End a step: every member got a token. Returns the requests that got their last token, still members."""
         self.steps += 1
         self.kv_tokens += len(self.members)
         if not self._order or self._order[0] != self.steps:
@@ -83,7 +83,8 @@ class DecodeBatch:
         return self.ring[(self.steps + 1) % self.block_size]
 
     def steps_to_end(self) -> int:
-        """Steps until the first request ends, with the running one. After an abort maybe too few, never too many."""
+        """Steps until the first request ends, counting the running step. After an abort, the number may be too small,
+        but never too large."""
         return (self._order[0] if self._order else self.steps + 1) - self.steps
 
     def steps_to_shortage(self, free: int, most: int) -> int:
@@ -171,7 +172,7 @@ def run_decode_steps(
             for request in growing:
                 request.blocks += blocks.take(1)
         growing = ring[(steps + 1) % size]
-        if growing and caching:  # a request that needs a new block in the next step fills its last one in this
+        if growing and caching:  # a request that needs a new block in the next step fills its last block in this step
             for request in growing:
                 seal(request)
         ends = began + factor * (fixed + per_token * kv_tokens)
@@ -194,7 +195,7 @@ def foresee(decoding: DecodeBatch, free: int, latency: LatencyModel, factor: flo
         return ends
     count = len(decoding.members)
     if free < count * (more // decoding.block_size + 1):
-        # A preemption may let other requests in, so look no further than that.
+        # The shortage causes a preemption, which may let other requests in, so look no further.
         more = decoding.steps_to_shortage(free, more)
         if more == 0:
             return ends

@@ -56,7 +56,8 @@ class Engine:
         self._chance = chance or Random(0)
         #: Standard deviation of the logarithm of a step's duration.
         self._sigma = sqrt(log(1.0 + spec.noise * spec.noise))
-        #: Factors on the duration of a step: for the engines on the same machine, and while this engine hangs.
+        #: Factors on the duration of a step: `_hang` is above 1 while this engine hangs. `_pace` is the product of
+        #: `_hang` and the slowdown by busy engines on the same machine.
         self._pace = self._hang = 1.0
         self._peers = 0
         #: When the running step began, or when the last one ended.
@@ -71,14 +72,15 @@ class Engine:
         self._loading_s = 0.0
 
         self._incoming: list[EngineRequest] = []
-        #: With asynchronous scheduling: requests that arrived when the running step was already settled.
+        #: With asynchronous scheduling: requests that arrived after the running step was scheduled.
         self._next: list[EngineRequest] = []
         self._waiting, self._deferred = deque[EngineRequest](), deque[EngineRequest]()
-        #: The free blocks when these were too few for the head of the queue, which is tried again when there are more.
+        #: The number of free blocks when they were too few for the head of the queue, which is tried again only when
+        #: more are free. -1 = they were not too few.
         self._stuck_at = -1
 
         self._decoding = DecodeBatch(spec.block_size)
-        #: The one request whose prefill needs more than the running step; in the batch after all decoding requests.
+        #: The one request whose prefill needs more than the running step. It comes last in the batch.
         self._partial: EngineRequest | None = None
         #: The prefill of the running step: requests and tokens.
         self._chunks: list[tuple[EngineRequest, int]] = []
@@ -153,7 +155,7 @@ class Engine:
 
     @property
     def ranks(self) -> "tuple[Engine, ...]":
-        """The engines behind an address: only this one."""
+        """The data-parallel engines behind this address: only this one."""
         return (self,)
 
     def next_step_at(self) -> float | None:
@@ -191,7 +193,7 @@ class Engine:
             return False
         if not self._waiting:
             return True
-        # The number of free blocks only falls until a request leaves; then it is compared with `_stuck_at` again.
+        # Until a request leaves, free blocks only become fewer, so the head of the queue still does not fit.
         return self.blocks.free <= self._stuck_at or len(self._decoding.members) >= self.spec.max_num_seqs
 
     def _run_decoding(self, now: float, result: StepResult) -> None:
@@ -310,7 +312,7 @@ class Engine:
         self._schedule_end(now)
 
     def _receive(self) -> None:
-        """Queue the requests that arrived before the step that begins now was settled."""
+        """Queue the requests that arrived before the step that begins now was scheduled."""
         self._waiting.extend(self._next)
         self._next.clear()
         if self.spec.async_scheduling and (self._decoding.members or self._partial is not None or self._waiting):
@@ -355,7 +357,8 @@ class Engine:
         return preempted
 
     def _continue_prefill(self, request: EngineRequest, budget: int) -> tuple[int, bool]:
-        """Returns the remaining budget, and whether the request (the batch's last) was preempted for lack of blocks."""
+        """Returns the remaining token budget, and whether the request (the batch's last) was preempted for lack of
+        blocks."""
         count = min(request.target - request.computed, budget)
         if not self._kv.extend(request, request.computed + count):
             self._preempt(request)

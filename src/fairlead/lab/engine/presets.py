@@ -1,13 +1,13 @@
 """Model servers by name or as text: step times fitted to measured kernels, and how many tokens their KV cache holds.
 
 Step times are least-squares fits of `spec.LatencyModel` to a vendor's measured kernel database (engine 0.24), with a
-mean absolute error of 5-7 %. A step of 8192 prompt tokens with 64 decodes of 8k is predicted at 449 ms; 502 ms were
-measured.
+mean absolute error of 5-7 %. A step of 8192 prompt tokens and 64 decoding requests with 8k tokens each is predicted to
+take 449 ms; it was measured at 502 ms.
 
 KV capacity: Qwen3-32B on two H100 is known to hold 270,000 tokens. The others follow from the same formula,
 `(gpus · (0.9 · memory - 8.7 GB) - weights) / KV bytes per token`. The server may use 0.9 of the memory. The 8.7 GB per
-GPU stand for activations, graphs and communication; they are chosen so that the formula gives 270,000 for the known
-case.
+GPU stand for activations, CUDA graphs and communication; they are chosen so that the formula gives 270,000 for the
+known case.
 """
 
 import msgspec
@@ -69,7 +69,8 @@ class Preset(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     noise: float = 0.0
     draft_tokens: int = 0
     acceptance: float = 0.0
-    #: See `EngineSpec`; servers of such a preset are simulated on one machine. Then: the overhead while others compute.
+    #: See `EngineSpec`. Unless it is 0, all servers of this preset are simulated on one machine, and
+    #: `contended_overhead_ms` replaces `overhead_ms` while another of them computes.
     contention: float = 0.0
     contended_overhead_ms: float = 0.0
 
@@ -159,7 +160,7 @@ _ALL = (
     _preset("llama-70b-h200-tp4", _LLAMA_70B_ID, _LLAMA_70B, _H200, 4, 11.58, 53.32, 1.019, 35.3, 20.75),
 )
 
-#: By name, for all hardware of the reference table.
+#: The built-in presets by name.
 PRESETS: dict[str, Preset] = {preset.name: preset for preset in _ALL}
 
 DEFAULT_PRESET = "qwen3-32b-h100"
@@ -201,7 +202,7 @@ _ALWAYS = ("name", "model", "latency", "kv_tokens", "max_model_len", "max_num_se
 
 
 def write_preset(preset: Preset) -> str:
-    """The opposite of `read_preset`. Of the values that equal the defaults, only the limits are written."""
+    """The opposite of `read_preset`. Values that equal the defaults are left out, except the fields in `_ALWAYS`."""
     fields, usual = msgspec.to_builtins(preset), msgspec.to_builtins(Preset(latency=LatencyModel(1.0)))
     fields["latency"] = {
         name: float(f"{value:.5g}") if isinstance(value, float) else value

@@ -15,7 +15,8 @@ class Phase(IntEnum):
 
 
 class EngineRequest(Struct, eq=False):
-    """What a client requested, and from `phase` on its progress, which only the engine writes. Compared by identity.
+    """What a client requested, and its progress: the fields from `phase` on, which only the engine writes. Requests are
+    compared by identity.
 
     `tokens` are the prompt's token ids as little-endian 32-bit integers. A simulator without text may leave them empty
     and pass `prompt_tokens` and the `hashes` of the prompt's full blocks instead.
@@ -39,7 +40,7 @@ class EngineRequest(Struct, eq=False):
     loaded: int = 0
 
     phase: Phase = Phase.WAITING
-    #: The tokens to be generated, and why it ends then.
+    #: The number of output tokens to generate, and the finish reason when they are generated.
     limit: int = 0
     limit_reason: str = "length"
     blocks: list[int] = []
@@ -52,7 +53,7 @@ class EngineRequest(Struct, eq=False):
     #: Output tokens. While decoding, the number is `engine steps - base`, see `Engine.output_tokens`.
     output: int = 0
     base: int = 0
-    #: Which step of a block's period needs a new block; see `DecodeBatch`.
+    #: Index in `DecodeBatch.ring`: which step out of every `block_size` needs a new block.
     ring: int = 0
     end_step: int = -1
     preemptions: int = 0

@@ -83,9 +83,9 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     max_cpu_loras: int = 0
     lora_load_ms: float = 0.0
     prefix_caching: bool = True
-    #: Off: a step with prefill computes whole prompts, and no request decodes in it.
+    #: False: a step with prefill computes whole prompts, and no request decodes in it.
     chunked_prefill: bool = True
-    #: A step is settled while the step before it runs: a request that arrives meanwhile is in the step after it.
+    #: The engine schedules a step while the previous step runs. A request that arrives during step n waits for n + 2.
     async_scheduling: bool = False
     #: Coefficient of variation of a step's time, log-normal, drawn for each step.
     noise: float = 0.0
@@ -121,7 +121,7 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
 
     @property
     def foreseeable(self) -> bool:
-        """Whether the duration of the next steps follows from the decoding requests, in a closed sum."""
+        """Whether a closed formula gives the duration of the next steps from the decoding requests."""
         return self.latency.linear and not (self.noise or self.draft_tokens or self.contention)
 
     @property

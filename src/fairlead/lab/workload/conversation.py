@@ -11,7 +11,8 @@ from fairlead.lab.workload.record import Dispatch, Record, Workload, arranged
 
 
 class Conversation(Struct, frozen=True, kw_only=True):
-    """Parameters: means of tokens, turns and seconds; `spread` is the coefficient of variation of all of them."""
+    """Parameters. `turns`, `gap_s` and the tokens of first prompts, later turns and answers are means; `spread` is the
+    coefficient of variation of each of them. The other values are fixed."""
 
     #: The number of different system prompts, and their length.
     systems: int = 10
@@ -23,8 +24,8 @@ class Conversation(Struct, frozen=True, kw_only=True):
     #: Seconds from an answer's end to the next turn.
     gap_s: float = 45.0
     spread: float = 0.6
-    #: The longest prompt with its answer. Then the session ends, or, with `compact_to`, its history is replaced by a
-    #: summary of that length, as coding agents do.
+    #: The limit of a prompt and its answer in tokens. A session that would exceed it ends. With `compact_to`, its
+    #: history is replaced by a summary of that length instead, as coding agents do.
     max_tokens: int = 120_000
     compact_to: int = 0
     block_size: int = 64
@@ -43,7 +44,7 @@ class Conversation(Struct, frozen=True, kw_only=True):
             raise ValueError("lengths, gaps and spread must not be negative")
 
 
-#: Output tokens per second, used for the timestamps of later turns; with `think` dispatch these do not matter.
+#: Assumed output tokens per second, used for the timestamps of later turns. `think` dispatch ignores these timestamps.
 _ASSUMED_RATE = 30.0
 
 

@@ -1,4 +1,4 @@
-"""What block ids of a workload say: hashes by which prompts are compared, ideal hits, and a description for people.
+"""Uses of a workload's block ids: hashes for comparing prompts, ideal prefix hits, and a description for people.
 
 Prompts are compared in two forms, KV block hashes and the learned prefix chain. Both are chained: the hash of a block
 covers everything before it, so equal hashes mean equal beginnings, whatever the ids of a trace mean by themselves.
@@ -7,7 +7,7 @@ covers everything before it, so equal hashes mean equal beginnings, whatever the
   is divided; if it is larger, several trace blocks form one. One size must be a multiple of the other.
 * The scheduler's chain is what `fairlead.core.prefix.ChainHasher` would make from the prompt's bytes: borders at least
   `max(finest, offset/growth)` apart that depend only on the offset. It can only have borders where the trace has block
-  borders, so these are thinned out in the same way. Tokens become bytes at a fixed rate.
+  borders, so the trace's borders are thinned out in the same way. A token counts as a fixed number of bytes.
 """
 
 from bisect import bisect_left

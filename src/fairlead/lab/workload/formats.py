@@ -25,7 +25,7 @@ class TraceError(ConfigError):
 
 
 def shortened(text: str) -> str:
-    """A part of a bad value, for a message."""
+    """A bad value, cut to 60 characters, for a message."""
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
@@ -201,8 +201,8 @@ class MooncakeRow(Struct, kw_only=True):
 
 
 def read_mooncake(data: bytes, source: str = "trace") -> list[Record]:
-    """Read a trace. A row without a timestamp continues its session, or starts with the row before. Raises
-    `TraceError`."""
+    """Read a trace. A row without a timestamp gets the timestamp of the row before it; in `think` dispatch, `delay`
+    and the session decide when it starts. Raises `TraceError`."""
     records: list[Record] = []
     last: dict[str, str] = {}
     arrival_ms = 0.0
@@ -306,14 +306,15 @@ def _chat_id(text: str) -> int | str:
 
 
 AZURE_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-#: The first timestamp of written traces, because a record has only its time after the beginning.
+#: The time at which written traces begin, because a record has only its time since the start of the workload.
 _AZURE_ORIGIN = datetime(2023, 11, 16, 18, 0, 0, tzinfo=UTC)
 
 
 def _times_and_lengths(
     table: Sequence[TableRow], arrivals_us: Sequence[int], fields: Sequence[str], source: str
 ) -> list[Record]:
-    """The records of a table that has only these. `fields`: the columns with arrivals, prompts and answers."""
+    """The records of a table with nothing but times and lengths. `fields`: the columns with arrival times, prompt
+    tokens and answer tokens."""
     names = dict(zip(("arrival_us", "in_tokens", "out_tokens"), fields, strict=True))
     records = []
     for index, (row, arrival_us) in enumerate(zip(table, arrivals_us, strict=True)):
@@ -324,7 +325,7 @@ def _times_and_lengths(
 
 
 def read_azure(data: bytes, source: str = "trace") -> list[Record]:
-    """Read a trace; times count from the earliest. Raises `TraceError`."""
+    """Read a trace. Arrivals count from the earliest timestamp. Raises `TraceError`."""
     table = list(read_table(data, AZURE_FIELDS, source))
     arrivals_us = [_azure_microseconds(row) for row in table]
     first = min(arrivals_us, default=0)
@@ -414,7 +415,8 @@ def _burstgpt_row(record: Record) -> tuple[object, ...]:
 
 
 class Format(Struct, frozen=True):
-    """Functions of a format. `read(name, data, source)` raises `TraceError`, which names source, line and field."""
+    """The functions of a trace format. `read(name, data, source)` raises `TraceError` that names source, line and
+    field. `help` describes the format in `--help`."""
 
     read: Callable[[str, bytes, str], Workload]
     write: Callable[[Workload], bytes]
@@ -442,7 +444,7 @@ FORMATS: Mapping[str, Format] = {
 
 
 def guess(data: bytes) -> str:
-    """The name of the format, recognized by the first line; empty if it looks like none of them."""
+    """The name of the trace format, recognized by the first line; empty if no format matches."""
     head = data.lstrip(b"\xef\xbb\xbf\r\n\t ").split(b"\n", 1)[0]
     if head.startswith(b"{"):
         signs = {

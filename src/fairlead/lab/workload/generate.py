@@ -16,11 +16,11 @@ T = TypeVar("T", bound=Struct)
 
 
 class Kind(Struct, frozen=True, kw_only=True):
-    """A kind of use. `slo`: the published levels of good service; records contain its TTFT and TPOT."""
+    """A kind of use. `slo`: the published service level in words; the records have its TTFT and TPOT as numbers."""
 
     spec: Conversation
     slo: str
-    #: Mean prompt and answer, in tokens, that the parameters are chosen for.
+    #: Published mean prompt and answer in tokens; the parameters are chosen to give these means.
     mean_in: int
     mean_out: int
 
@@ -30,7 +30,7 @@ def _kind(mean_in: int, mean_out: int, slo: str, **fields: float) -> Kind:
     return Kind(spec=Conversation(**values), slo=slo, mean_in=mean_in, mean_out=mean_out)  # type: ignore[arg-type]
 
 
-#: The mean prompt is system + first + (turns - 1) / 2 · (turn + output), if turns are not cut short.
+#: The mean prompt is system + first + (turns - 1) / 2 · (turn + output) tokens, if `max_tokens` cuts no session short.
 CATALOGUE: Mapping[str, Kind] = {
     "interactive-chat": _kind(
         *(4000, 300, "TTFT p99 1 s, ITL p99 50 ms"),
@@ -66,7 +66,7 @@ CATALOGUE: Mapping[str, Kind] = {
 
 # Generators by name, for `fairlead sim workload generate`, with parameters as text.
 
-#: The adversarial set; each has its own parameters.
+#: The adversarial workloads. `generate` uses their default parameters.
 ADVERSARIAL: Mapping[str, Callable[..., Workload]] = {
     make.__name__.replace("_", "-"): make
     for make in (
@@ -79,7 +79,8 @@ KINDS = ("shared-prefix", "conversation", *CATALOGUE, *ADVERSARIAL)
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
-    """Amount and rate of a workload, in sessions if it has any, otherwise requests. `seconds` bounds their starts."""
+    """Amount and rate of a workload, in sessions if it has any, otherwise in requests. They start within `seconds`.
+    0 as `count` or `seconds` = no such limit; `dispatch`: `None` = the default of the kind."""
 
     rate: float = 10.0
     count: int = 0
@@ -128,7 +129,7 @@ def generate(kind: str, pace: Pace, parameters: Mapping[str, str]) -> Workload:
 
 
 def arrivals_of(pace: Pace) -> Arrivals:
-    """The arrivals of a pace. Raises `ValueError`."""
+    """The arrivals of a pace. Raises `ValueError` for an unknown name, or a rate that is not above 0."""
     if pace.arrivals == "poisson":
         return poisson(pace.rate)
     if pace.arrivals == "constant":
@@ -141,8 +142,8 @@ def arrivals_of(pace: Pace) -> Arrivals:
 
 
 def changed(spec: T, parameters: Mapping[str, str], settable: Collection[str] = ()) -> T:
-    """`spec` with the given fields, converted from text. `settable`: which may be given; empty = all. Raises
-    `ValueError`."""
+    """`spec` with the given fields changed, converted from text. `settable`: the fields that may be changed; empty =
+    all. Raises `ValueError`."""
     fields = msgspec.structs.asdict(spec)
     known = settable or fields
     for name in parameters:

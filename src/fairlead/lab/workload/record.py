@@ -11,8 +11,8 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-#: `timestamp`: open loop, every record at its own time. `think`: a record with a parent starts `think_ms` after the
-#: parent's end, as with a person or an agent; its `arrival_us` then only shows when it was recorded.
+#: `timestamp`: open loop, every record starts at its `arrival_us`. `think`: a record with a parent starts `think_ms`
+#: after the parent's end, as with a person or an agent; its `arrival_us` then only shows when it was recorded.
 Dispatch = Literal["timestamp", "think"]
 DISPATCHES: tuple[Dispatch, ...] = ("timestamp", "think")
 
@@ -26,7 +26,7 @@ def dispatch_of(text: str) -> Dispatch:
 
 
 class Outcome(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The recorded outcome of a request."""
+    """The recorded outcome of a request. -1, empty, and 0 as `status` = not recorded."""
 
     endpoint: str = ""
     candidates: tuple[str, ...] = ()
@@ -59,23 +59,23 @@ class Record(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
     #: Milliseconds from the parent's end to this request's start, in `think` dispatch.
     think_ms: float = 0.0
     model: str = ""
-    #: The model that the request was sent for, if it differs from `model`.
+    #: The model that the endpoint is asked for, if it is not `model`; empty = none.
     target: str = ""
     lora: str = ""
     tenant: str = ""
     #: Higher priorities go first; requests below 0 may be shed.
     priority: int = 0
-    #: 0 = none.
+    #: The latencies that the client asks for; 0 = none.
     slo_ttft_ms: float = 0.0
     slo_tpot_ms: float = 0.0
-    #: The client's limit; 0 = none given.
+    #: The client's limit of output tokens; 0 = none given.
     max_tokens: int = 0
     #: Tokens per hash id; 0 = the prompt shares nothing with any other.
     block_size: int = 0
     hash_ids: tuple[int, ...] = ()
     text: str = ""
     stream: bool = True
-    #: The client gives up this long after its arrival; 0 = never.
+    #: The client gives up this long after the request's arrival; 0 = never.
     cancel_after_ms: float = 0.0
     outcome: Outcome | None = None
 
@@ -126,7 +126,7 @@ def problem_of(record: Record) -> tuple[str, str] | None:
 
 
 def from_first(workload: Workload) -> Workload:
-    """The workload with times that count from its first request."""
+    """The workload with arrival times that count from its first request."""
     first = min((record.arrival_us for record in workload.records), default=0)
     if not first:
         return workload
