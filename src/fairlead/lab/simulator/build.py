@@ -57,7 +57,8 @@ class ScenarioSpec(Struct, frozen=True, kw_only=True):
     #: The format of a workload file; empty = recognized by its name and content.
     format: str = ""
     speedup: float = 1.0
-    #: Requests per second; for a kind of workload with sessions, sessions per second. 0 = as recorded, or 1.
+    #: Requests per second; for a kind of workload with sessions, sessions per second. 0 = 1 for a kind of workload,
+    #: otherwise the rate of the scenario or file.
     rate: float = 0.0
     #: For a kind of workload: the time during which requests, or sessions, begin.
     seconds: float = 300.0
@@ -75,24 +76,24 @@ class ScenarioSpec(Struct, frozen=True, kw_only=True):
     dispatch: str = ""
     #: Delay of KV events; below 0 = no KV events.
     kv_lag_ms: float = -1.0
-    #: Whether the scheduler begins without the truth about engines, tokens and answers (`unknowing`).
+    #: Whether the scheduler begins with wrong beliefs about engines, tokens and answers (`world.unknowing`).
     unknowing: bool = False
     #: The number of servers that only prefill, while the others only decode; 0 = all do both.
     prefill: int = 0
 
 
 def names() -> tuple[str, ...]:
-    """The names of the built-in scenarios without those of drawn ones (`is_name`)."""
+    """The names of the built-in scenarios, except drawn ones (`drawn-SEED-NUMBER`)."""
     return (*QUALITY, *ADVERSARIAL, *PUBLISHED, *APART, *SITUATIONS, *HELD_OUT)
 
 
 def listed() -> tuple[str, ...]:
-    """The names for people, with the form of drawn ones."""
+    """The names to show to people, including the form of the names of drawn scenarios."""
     return (*names(), "drawn-SEED-NUMBER")
 
 
 def is_name(name: str) -> bool:
-    """Whether that is a built-in scenario, drawn ones included."""
+    """Whether `name` is a built-in scenario, drawn ones included."""
     return name in names() or drawn_names(name) == [name]
 
 
@@ -117,7 +118,8 @@ def build(spec: ScenarioSpec) -> Scenario:
 
 
 def _servers(spec: ScenarioSpec, own: Sequence[Replica]) -> Sequence[Replica]:
-    """The scenario's own servers, as many and with what differs as `spec` says; or others, of its preset."""
+    """The servers to simulate: the scenario's own with the number, limits and speeds that `spec` gives, or new ones if
+    `spec` names a preset. Raises `ValueError`."""
     speeds = spec.speeds
     count = spec.servers or (len(speeds) if len(speeds) > 1 else len(own))
     if len(speeds) > 1 and len(speeds) != count:

@@ -2,7 +2,7 @@
 
 Rules
 * Block ids are keyed hashes (BLAKE2b) of the journal's hashes of prompt beginnings. If the key is thrown away, they
-  show which prompts share a beginning and nothing else. If the key is kept, captures of different days fit together.
+  show which prompts share a beginning and nothing else. Captures with the same key give equal blocks equal ids.
   The same applies to sessions and tenants. Endpoints become e0, e1, … . Model names stay, because they decide which
   endpoints can serve.
 * The journal records prompt beginnings in growing steps of bytes (1/32 of the depth). A block of tokens counts as
@@ -26,10 +26,11 @@ from fairlead.core.request import Request
 from fairlead.lab.simulator.journal import Run, decisions
 from fairlead.lab.workload.record import Outcome, Record, Workload, arranged
 
-#: Used without any report: English in JSON; and streamed answers, one small JSON object per token.
+#: Assumed bytes per token if no request of the model reported token counts: for prompts, English text in JSON; for
+#: answers, by whether they are streamed, with one small JSON object per token.
 BYTES_PER_TOKEN = 4.2
 BYTES_PER_ANSWER_TOKEN = {True: 180.0, False: 5.0}
-#: Used for an answer of which nothing is known, if nothing is known of other answers either.
+#: Assumed tokens of an answer if neither its size nor the token count of any answer of its model is known.
 ANSWER_TOKENS = 256
 
 
@@ -99,9 +100,9 @@ def capture(
     name: str = "capture",
     refused: bool = False,
 ) -> Captured:
-    """Make a workload from a run and those beside it. `key`: see the rules. `stretch`: times are multiplied by it, for
-    servers that ran faster than real ones. `refused`: keep the requests that were refused too. `model`: only requests
-    that were sent for it. Raises `OSError`."""
+    """Make a workload from a run and the runs of other workers beside it. `key`: see the rules. `stretch`: a factor on
+    all times, for servers that ran faster than real ones. `refused`: also keep refused requests. `model`: only requests
+    that were sent for this model; empty = all. Raises `OSError`."""
     outcomes = [
         pair for each in (run, *run.beside) for pair in _outcomes(each) if model in ("", pair[0].request.target_model)
     ]
@@ -122,7 +123,8 @@ def capture(
 
 
 def _outcomes(run: Run) -> Iterator[tuple[DecisionRecord, OutcomeRecord | None]]:
-    """The decisions with their outcomes, including token counts that were reported late."""
+    """The decisions with their outcomes, including token counts that were reported late. Decisions whose request is not
+    in the journal are left out."""
     reported = {body.request_id: body.usage for kind, _, body in run.items() if kind == UsageReported.__name__}
     chains = {body.request.id: body.request for kind, _, body in run.items() if kind == RequestArrived.__name__}
     for entry in decisions(run):
@@ -159,13 +161,13 @@ class _Recorder(Struct):
     stretch: float
     #: When the first request arrived.
     begin: float
-    #: Session → its last record, and when it ended.
+    #: Session → the id of its last record, and when that request ended.
     last: dict[str, tuple[str, float]] = {}
 
     def record(self, index: int, decision: DecisionRecord, outcome: OutcomeRecord | None) -> Record:
         request, names, stretch = decision.request, self.names, self.stretch
         rate = self.rates[0][request.model].value
-        # A refused request may have had any number.
+        # The `n` of a refused request may be any number that the client sent.
         n = request.sequences if outcome is None or outcome.status < 400 else 1
         reported = outcome.prompt_tokens if outcome is not None else -1
         self.made.estimated_prompts += reported <= 0
@@ -193,7 +195,7 @@ class _Recorder(Struct):
         )
 
     def following(self, record: Record, outcome: OutcomeRecord | None, request: Request) -> Record:
-        """The record, with the last request of its session that had ended before it as its parent."""
+        """The record, with the previous request of its session as its parent if that had ended before this one came."""
         if not record.session:
             return record
         before = self.last.get(record.session)

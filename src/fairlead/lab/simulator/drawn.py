@@ -1,9 +1,9 @@
-"""Scenarios that nobody chose: pools, workloads, loads and faults drawn at random.
+"""Random scenarios: pools, workloads, loads and faults are drawn from a seed, so that nobody chooses them.
 
-`drawn-SEED-NUMBER` is always the same scenario: a preset (or two of one model), 2 to 16 servers, alike or not, with all
-their memory or part of it; conversations, agents, groups that share a prompt, documents by popularity, or prompts that
-share nothing, of drawn lengths; Poisson, bursty or tidal arrivals; a load of 0.3 to 1.1 of the pool's capacity by a
-rough estimate; and for one of four a fault.
+`drawn-SEED-NUMBER` is always the same scenario. It has 2 to 16 servers of one preset, or of two presets of one model,
+with equal or different speeds and all or part of their memory. The workload has drawn lengths: conversations, agents,
+groups that share a prompt, documents by popularity, or prompts that share nothing. Arrivals are Poisson, bursty or
+tidal. The load is 0.3 to 1.1 of the pool's roughly estimated capacity. One of four scenarios has a fault.
 """
 
 import re
@@ -23,16 +23,17 @@ from fairlead.lab.workload.record import Dispatch, Record, Workload
 
 BLOCK = 64
 KINDS = ("conversations", "agents", "groups", "documents", "unshared")
-#: Requests of a scenario, and how many at once an engine is taken to decode.
+#: Requests of a scenario; and the number of requests that an engine is assumed to decode at once.
 REQUESTS, SEQUENCES = 1500, 48
 FAULTS: tuple[FaultKind, ...] = ("down", "slow", "hang", "freeze", "mute")
-#: How many scenarios of a seed are a set.
+#: The number of scenarios in the set of a seed.
 COUNT = 24
 _NAME = re.compile(r"drawn-(\d{1,9})(?:-(\d{1,9}))?")
 
 
 def drawn_names(name: str) -> list[str]:
-    """`drawn-SEED` = the `COUNT` scenarios of that seed, `drawn-SEED-NUMBER` = this one, anything else = none."""
+    """The names that `name` stands for: for `drawn-SEED` the `COUNT` scenarios of that seed, for `drawn-SEED-NUMBER`
+    itself, for any other name an empty list."""
     match = _NAME.fullmatch(name)
     if match is None:
         return []
@@ -40,20 +41,20 @@ def drawn_names(name: str) -> list[str]:
 
 
 def drawn_scenario(name: str) -> "Drawn | None":
-    """`None` = not the name of a drawn scenario."""
+    """The scenario named `drawn-SEED-NUMBER`; `None` for any other name."""
     match = _NAME.fullmatch(name)
     return draw(int(match[1]), int(match[2])) if match and match[2] else None
 
 
 class Drawn(Struct, frozen=True):
-    """A scenario, and what was drawn, in words."""
+    """A drawn scenario, and its description for people."""
 
     scenario: Scenario
     words: str
 
 
 def draw(seed: int, number: int, requests: int = REQUESTS) -> Drawn:
-    """Scenario `number` of a seed, with about so many requests."""
+    """Draw scenario `number` of a seed, with about `requests` requests."""
     chance = Random(f"drawn/{seed}/{number}")
     servers, pool = _pool(chance)
     memory = min(replica.engine.block_size * replica.engine.num_blocks for replica in servers)
@@ -62,7 +63,7 @@ def draw(seed: int, number: int, requests: int = REQUESTS) -> Drawn:
     load = chance.uniform(0.3, 1.1)
     pattern = chance.choice(("poisson", "poisson", "bursty", "tides"))
     swing = chance.uniform(2.0, 4.0)
-    # Once to see what a request takes, and once at the pace that makes the load.
+    # The workload is generated twice: first to estimate the cost of its requests, then at the rate of the drawn load.
     trial = requests_of(kind, spec, poisson(1.0), number, requests)
     per_s = load * capacity(trial.records, servers)
     starts_per_s = per_s * len({record.session or record.id for record in trial.records}) / len(trial.records)
@@ -87,7 +88,7 @@ def draw(seed: int, number: int, requests: int = REQUESTS) -> Drawn:
 
 
 def _pool(chance: Random) -> tuple[tuple[Replica, ...], str]:
-    """Servers, and what they are in words."""
+    """Draw the servers. Returns them with their description for people."""
     preset, count = PRESETS[chance.choice(sorted(PRESETS))], chance.choice((2, 3, 4, 6, 8, 12, 16))
     share = chance.uniform(0.4, 0.9) if chance.random() < 0.25 else 1.0
     memory = int(preset.kv_tokens * share) // BLOCK * BLOCK
@@ -106,10 +107,10 @@ def _pool(chance: Random) -> tuple[tuple[Replica, ...], str]:
 
 
 def lengths(kind: str, chance: Random, memory: int) -> Conversation | SharedPrefix:
-    """Lengths of which a dozen requests fit into the memory of a server."""
+    """Draw the parameters of a workload. Each length is at most a twelfth of `memory`, the KV tokens of a server."""
 
     def tokens(low: int, high: int) -> int:
-        """As likely between 100 and 200 as between 1,000 and 2,000, in whole blocks."""
+        """A log-uniform length in whole blocks: as likely from 100 to 200 tokens as from 1,000 to 2,000."""
         high = max(min(high, memory // 12), low + 1)
         return max(round(exp(chance.uniform(log(low), log(high)))) // BLOCK, 1) * BLOCK
 
@@ -139,7 +140,8 @@ def lengths(kind: str, chance: Random, memory: int) -> Conversation | SharedPref
 
 
 def requests_of(kind: str, spec: Conversation | SharedPrefix, arrivals: Arrivals, seed: int, requests: int) -> Workload:
-    """About so many requests of a kind, or of its sessions; sessions, or single requests, begin at these arrivals."""
+    """A workload of about `requests` requests. `arrivals` gives the starts of its sessions, or of its requests if the
+    kind has no sessions."""
     if isinstance(spec, Conversation):
         sessions = max(round(requests / spec.turns), 1)
         dispatch: Dispatch = "think" if kind == "agents" else "timestamp"
@@ -149,7 +151,8 @@ def requests_of(kind: str, spec: Conversation | SharedPrefix, arrivals: Arrivals
 
 
 def _popular(spec: SharedPrefix, made: Workload, arrivals: Arrivals, seed: int) -> Workload:
-    """A document is asked about in proportion to one over its rank; every question is new."""
+    """The workload with its system prompts as documents: each request asks a new question about a document, which is
+    chosen in proportion to 1 / rank."""
     chance = Random(f"documents/{seed}")
     shared, own = spec.system_tokens // BLOCK, spec.question_tokens // BLOCK
     ranks = chance.choices(range(spec.groups), [1.0 / (rank + 1) for rank in range(spec.groups)], k=len(made.records))
@@ -162,7 +165,7 @@ def _popular(spec: SharedPrefix, made: Workload, arrivals: Arrivals, seed: int) 
 
 
 def capacity(records: Sequence[Record], servers: Sequence[Replica]) -> float:
-    """About so many of these requests per second the pool can answer if each block is computed once."""
+    """A rough estimate of how many of these requests per second the pool can answer if each block is computed once."""
     blocks = {block for record in records for block in record.hash_ids}
     computed = len(blocks) * BLOCK / len(records)
     held = fmean(record.in_tokens + record.out_tokens / 2 for record in records)

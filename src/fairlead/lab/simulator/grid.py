@@ -73,7 +73,7 @@ _ELSEWHERE = ("cli/", "gateway/", "pool/", "lab/demo", "lab/load/", "lab/stub/",
 
 
 def version() -> str:
-    """A hash of all code that simulations run, also of installed plugins: results of other code are not reused."""
+    """A hash of all code that simulations run, installed plugins included. Results of other versions are not reused."""
     root = Path(fairlead.__file__).parent
     digest = sha256()
     for path in sorted(root.rglob("*.py")):
@@ -129,8 +129,8 @@ def run_grid(
     progress: Callable[[CellResult, int, int], None] | None = None,
     runner: Runner | None = None,
 ) -> list[CellResult]:
-    """All results in the order of `cells`. `processes`: 0 = one per CPU. `kept`: a file to resume from. `runner`: runs
-    the cells elsewhere.
+    """All results in the order of `cells`. `processes`: 0 = one per CPU. `kept`: a file of finished results, which are
+    reused and added to; `None` = keep none. `runner`: runs the cells elsewhere; `None` = in processes on this machine.
 
     Cells of one scenario should be adjacent, so that a process builds the scenario once.
     """
@@ -178,8 +178,8 @@ def _run_all(cells: Sequence[tuple[Cell, str]], processes: int) -> Iterable[Cell
 
 @contextmanager
 def workers(processes: int, begin: Callable[..., object] | None = None, *given: Any) -> Iterator[ProcessPoolExecutor]:
-    """Processes that are killed immediately if the body ends with an error or is interrupted. Each begins with
-    `begin(*given)`. Submit within `deaf_children`."""
+    """A pool of processes that are killed immediately if the body ends with an error or is interrupted. Each process
+    first calls `begin(*given)`. Submit work within `deaf_children`."""
     strangers = active_children()
     with ProcessPoolExecutor(processes, get_context("spawn"), initializer=begin, initargs=given) as pool:
         try:
@@ -189,16 +189,16 @@ def workers(processes: int, begin: Callable[..., object] | None = None, *given: 
             for child in active_children():
                 if child not in strangers:
                     child.kill()
-            # Its thread must end before Python does, or Python may find its pipes closed and print a traceback.
+            # The pool's thread must end before Python does, or it may find its pipes closed and print a traceback.
             pool.shutdown(cancel_futures=True)
             raise
 
 
 @contextmanager
 def deaf_children() -> Iterator[None]:
-    """Hide Ctrl-C from the processes that are started in the body. A terminal sends it to all of its processes. These
-    leave it to this process, which handles it after the body, because a half-started process would not be cleaned up.
-    Blocking the signal is not enough: other threads (numpy has some) receive it, and Python interrupts the main thread
+    """Hide Ctrl-C from the processes that are started in the body; a terminal sends it to all of its processes. Only
+    this process handles it, and only after the body, because a half-started process would not be cleaned up. Blocking
+    the signal is not enough here: other threads (numpy has some) receive it, and Python interrupts the main thread
     anyway."""
     resource_tracker.ensure_running()  # it unblocks signals when it starts
     came: list[int] = []
@@ -216,8 +216,8 @@ def deaf_children() -> Iterator[None]:
 
 
 Figures = dict[str, float]
-#: A difference below this many milliseconds, or this share of the requests, does not count, so that a ratio of tiny
-#: numbers does not decide.
+#: Smaller values (milliseconds; share of the requests) are raised to these before ratios are formed, so that a ratio of
+#: tiny numbers does not decide.
 FLOOR_MS, FLOOR_SHARE = 10.0, 0.01
 #: Figures whose standard deviation over the seeds is shown.
 _SPREAD = ("ttft_mean_ms", "e2e_mean_ms")
@@ -227,7 +227,7 @@ COMPARED = ("ttft_mean_ms", "ttft_p99_ms", "e2e_mean_ms", "goodput")
 def mean_figures(results: Sequence[CellResult]) -> dict[str, dict[str, Figures]]:
     """{scenario: {policy: {figure: mean over the seeds}}}, in the order of the results, without failed cells.
 
-    Of several seeds there are their number (`seeds`) and standard deviations (`ttft_mean_ms_sd`), too.
+    With several seeds, the figures also have their number (`seeds`) and standard deviations (`ttft_mean_ms_sd`).
     """
     grouped: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for result in results:

@@ -1,7 +1,7 @@
 """Reads journals: files → runs → records in order, and the decisions in them. Damaged data is skipped and counted.
 
 A journal's directory holds the segments of one or more runs (processes). A segment may still be growing. With
-`serve --workers`, those of the other workers are in directories in it.
+`serve --workers`, the segments of the other workers are in its subdirectories.
 """
 
 from collections.abc import Iterator
@@ -45,12 +45,12 @@ class JournalError(ConfigError):
 class Faults(Struct):
     """What was skipped while reading."""
 
-    #: Damaged bytes in the middle of segments, and after the last good block of a segment.
+    #: Damaged bytes in the middle of segments; and bytes after the last good block of a segment.
     damaged: int = 0
     unfinished: int = 0
     #: Records that this program cannot read.
     unreadable: int = 0
-    #: The problem of the first of these records.
+    #: What is wrong with the first of these records.
     problem: str = ""
 
     def add_unreadable(self, problem: str) -> None:
@@ -88,7 +88,7 @@ class Run(Struct):
         return [head.number for _, head in self.segments] == list(range(len(self.segments)))
 
     def items(self, faults: Faults | None = None) -> Iterator[Item]:
-        """All records after the heads, details as `Detail`. Records of an unknown kind are left out."""
+        """All records except the segments' heads, details as `Detail`. Records of an unknown kind are left out."""
         faults = Faults() if faults is None else faults
         for path, _ in self.segments:
             for item in _items(path.read_bytes(), faults):
@@ -101,13 +101,13 @@ class Run(Struct):
         return head.epoch + max((time_s for _, time_s, _ in _items(path.read_bytes(), Faults())), default=0.0)
 
     def since(self) -> float:
-        """When its first record was made that is there, in seconds since 1970."""
+        """When the first record that the journal still has was made, in seconds since 1970."""
         return self.head.epoch + next((time_s for _, time_s, _ in self.items()), 0.0)
 
 
 def runs(path: Path) -> list[Run]:
-    """The runs of a directory, or of one segment, the oldest first; those of other workers, too. Raises `JournalError`
-    or `OSError`."""
+    """The runs in a directory, including those of other workers, or in one segment; the oldest first. Raises
+    `JournalError` or `OSError`."""
     files = [path]
     if path.is_dir():
         files = sorted([*path.glob(f"*{SUFFIX}"), *path.glob(f"{WORKER}*/*{SUFFIX}")], key=lambda file: file.name)
@@ -125,8 +125,8 @@ def runs(path: Path) -> list[Run]:
 
 
 def one_run(path: Path, run: str = "") -> Run:
-    """The named run of a journal; or its last one, with those of other workers beside it. Raises `JournalError` that
-    lists the existing runs."""
+    """The run of a journal with the id `run`. Empty = its last run, with the simultaneous runs of other workers in
+    `beside`. Raises `JournalError` that lists the existing runs."""
     there = runs(path)
     if not run:
         own = [candidate for candidate in there if candidate.segments[0][0].parent == path]
@@ -143,7 +143,7 @@ def one_run(path: Path, run: str = "") -> Run:
     raise JournalError(f"{path} has no run {run!r}; it has {', '.join(candidate.id for candidate in there)}")
 
 
-#: Upper bound for a head, which is one block. For pools with very many endpoints, it has some hundred KiB.
+#: Upper bound for a segment's head, which is one block: some hundred KiB for pools with very many endpoints.
 _HEAD_BYTES = 16 << 20
 
 
@@ -199,8 +199,8 @@ class JournaledDecision(Struct):
 
 
 def search(path: Path, wanted: str, run: str = "") -> JournaledDecision:
-    """Find a decision by our number for the request, a decision id (`run.number`), or the client's x-request-id. Of
-    several, the newest is returned, and for `LAST` the newest of all.
+    """Find a decision by our number for the request, a decision id (`run.number`), or the client's x-request-id. If
+    several match, the newest is returned. `LAST` finds the newest decision. `run`: search only this one; empty = all.
 
     Raises `JournalError` or `OSError`.
     """
@@ -223,7 +223,8 @@ def search(path: Path, wanted: str, run: str = "") -> JournaledDecision:
 
 
 def decisions(run: Run) -> Iterator[JournaledDecision]:
-    """All decisions of a run, each when its end is known or the journal ends, with traces if there are details."""
+    """All decisions of a run, with their traces if the journal has them. A decision is yielded when its request has
+    ended, or at the end of the journal; a refusal immediately."""
     scheduling = run.head.scheduling
     open_: dict[int, JournaledDecision] = {}
     requests: dict[int, Request] = {}
@@ -234,7 +235,7 @@ def decisions(run: Run) -> Iterator[JournaledDecision]:
             scheduling = body.document
         elif kind == DECIDED:
             request = requests.pop(body.request_id, None) or Request(id=body.request_id, arrived=time_s)
-            # These fields are set after arrival: the pipeline names the model then.
+            # The pipeline sets these fields after the request has arrived.
             request = replace(
                 request, target=body.target, rewritten_by=body.rewritten_by, priority=body.priority or request.priority
             )

@@ -2,7 +2,7 @@
 
 `ttft_p95=2s` says that 95 % of the requests have their first token within two seconds. A request that was shed or
 failed never has its first token, so it counts as a miss: refusing more requests does not improve the result. A request
-that its client cancelled counts by what had happened until then.
+that its client cancelled is judged by what had happened until then.
 """
 
 import re
@@ -121,8 +121,8 @@ def _beyond(objective: Objective, jobs: Sequence[Job], now: float) -> bool:
 
 
 def goodput(wanted: Sequence[Objective], jobs: Sequence[Job]) -> float:
-    """The share of requests within every limit; of several limits of one kind, the largest counts. Requests that their
-    clients cancelled are left out."""
+    """The share of requests within every limit. If there are several limits of one kind, only the largest counts.
+    Requests that their clients cancelled are left out."""
     limits = loosest(wanted)
     stayed = [job for job in jobs if job.status != "cancelled"]
     good = sum(all((_value(job, what) or 0.0) <= limit for what, limit in limits) for job in stayed)
@@ -156,7 +156,8 @@ def _lost(job: Job) -> bool:
 
 
 def _value(job: Job, what: str) -> float | None:
-    """The value of a request in milliseconds; `None` if the request says nothing about it."""
+    """The value of a request in milliseconds: infinite if the request failed; `None` if the request does not count for
+    this kind of latency."""
     if _lost(job):
         return inf
     if what == TTFT:

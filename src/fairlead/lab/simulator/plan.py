@@ -29,9 +29,9 @@ from fairlead.lab.simulator.scenarios import parted
 from fairlead.lab.simulator.simulation import START, Simulation
 from fairlead.lab.simulator.world import WARM_UP, Fault, Job, Scenario, unknowing
 
-#: How many sizes below and above the least one the table shows.
+#: How many sizes below and above the least sufficient size the table shows.
 _BELOW, _ABOVE = 2, 2
-#: How often a run is checked for being hopeless.
+#: How many times during a run it is checked whether the objective is certain to be missed.
 _LOOKS = 50
 #: The confidence is `clear` if no figure exceeds this share of its limit.
 _CLEAR = 0.9
@@ -49,7 +49,8 @@ class Case(Struct, frozen=True):
 
 
 class Trial(Struct, frozen=True):
-    """One simulation. `complete`: it continues even if the objective is missed."""
+    """One simulation. `complete`: it continues even if the objective is missed. `prefill`: the number of replicas that
+    only prefill; 0 = all do both. `dead`: see `Case`."""
 
     replicas: int
     prefill: int = 0
@@ -59,22 +60,23 @@ class Trial(Struct, frozen=True):
 
 
 class Tried(Struct, frozen=True):
-    """The result of a trial, by the names of the objectives: the `measured` values, unless it was stopped, and how many
-    requests `missed` their limits, relative to the number that is one too many."""
+    """The result of a trial. `measured` has the value of each objective by name; it is empty if the trial was stopped.
+    `missed` has the number of requests that missed each objective, divided by the least number that breaks it."""
 
     trial: Trial
     holds: bool
     missed: dict[str, float]
     measured: dict[str, float] = {}
     goodput: float = 0.0
-    #: Of the served requests: tokens of prompts and of answers; and the seconds from the first arrival to the last.
+    #: Prompt and answer tokens of the served requests; and the seconds from the first arrival to the last.
     tokens: tuple[int, int] = (0, 0)
     arriving_s: float = 0.0
     cpu_s: float = 0.0
 
 
 class Row(Struct, frozen=True):
-    """The figures of one size, as means over its seeds."""
+    """The figures of one size over its seeds: means, but medians in `measured`. `held` of `seeds` seeds hold the
+    objective. `tokens_per_hour`: of prompts, and of answers."""
 
     replicas: int
     prefill: int
@@ -91,7 +93,7 @@ class Plan(Struct, frozen=True):
 
     best: Row | None
     rows: list[Row]
-    #: `clear`, `fair`, `narrow`, and why.
+    #: `clear`, `fair` or `narrow`, and why; both empty if `best` is `None`.
     confidence: str
     why: str
     #: The number of simulations, and their CPU time.
@@ -104,7 +106,7 @@ Run = Callable[[Sequence[Trial]], list[Tried]]
 
 
 class _Hopeless(Exception):
-    """The rest of a run would change nothing."""
+    """Stops a run that is certain to miss the objective."""
 
 
 def sized(case: Case, trial: Trial) -> Scenario:
@@ -165,7 +167,7 @@ def _missed(wanted: Sequence[Objective], jobs: Sequence[Job], now: float) -> dic
     return {o.name: sum(o.missed(job, now) for job in came) / (o.may_miss(len(jobs)) + 1) for o in wanted}
 
 
-#: The case of a process of `in_processes`, set when the process starts.
+#: The case that this worker process of `in_processes` simulates, set when the process starts.
 _case: list[Case] = []
 
 
@@ -249,11 +251,11 @@ class _Trials:
         return [self.done[trial] for trial in wanted]
 
     def trial(self, replicas: int, seed: int = 0, complete: bool = False) -> Trial:
-        """The trial of a size, with the split that did best so far."""
+        """A trial of this size, with the best split that was tried so far."""
         return Trial(replicas, self.parts(replicas), seed, complete, self._case.dead)
 
     def parts(self, replicas: int) -> int:
-        """How many of the replicas prefill."""
+        """How many of the replicas prefill in the best split so far; 0 = no split."""
         if not self._share or replicas < 2:
             return 0
         alike = [tried for tried in self.done.values() if tried.trial.replicas == replicas and tried.trial.prefill]
@@ -262,7 +264,7 @@ class _Trials:
         return min(max(round(self._share * replicas), 1), replicas - 1)
 
     def holds(self, sizes: Sequence[int]) -> list[bool]:
-        """Whether each size holds, by the first seed."""
+        """Whether each size holds with the first seed, in any of the splits that are tried."""
         best: dict[int, bool] = dict.fromkeys(sizes, False)
         open_ = {size: self.trial(size) for size in sizes if size > self._case.dead + bool(self._share)}
         while open_:
@@ -279,7 +281,8 @@ class _Trials:
         return [best[size] for size in sizes]
 
     def _moved(self, missed: Tried) -> Trial | None:
-        """The trial with one replica moved to what is missed most, prefill or decode."""
+        """The trial with one replica moved to prefill or to decode, whichever is missed more. `None` if there is no
+        split, or no replica to move."""
         trial = missed.trial
         if not trial.prefill:
             return None
@@ -314,7 +317,7 @@ class _Trials:
         )
 
     def rows(self) -> list[Row]:
-        """One row per size: figures from the runs that went to their end, and the verdicts of all runs."""
+        """One row per size: the figures of the runs that were simulated to the end, and the verdicts of all runs."""
         complete: dict[tuple[int, int, int], list[Trial]] = {}
         held: dict[tuple[int, int, int], dict[int, bool]] = {}
         for trial, tried in self.done.items():
@@ -339,8 +342,8 @@ def plan(
     split: bool = False,
     now: int = 0,
 ) -> Plan:
-    """Find the least size. `width`: sizes tried at the same time. `now`: the current number of replicas, which the rows
-    then also show, with and without one of them dead."""
+    """Find the least size. `width`: sizes tried at the same time. `now`: the current number of replicas (0 = unknown).
+    The rows then also show this size, as it is and with one more replica dead."""
     trials = _Trials(case, run, seeds, prefill_share(case.scenario, case.wanted) if split else 0.0)
     most = max(min(most, len(case.scenario.workload.records)), 1 + split + case.dead)
     border = least(trials.holds, first_guess(case.scenario, case.wanted), most, width)

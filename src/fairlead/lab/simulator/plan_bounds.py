@@ -1,4 +1,4 @@
-"""The limits of one engine: how many replicas are busy, and which objectives no number of replicas holds."""
+"""Bounds from the speed of one engine: a first guess of the size, and objectives that no number of replicas holds."""
 
 from collections.abc import Iterator, Sequence
 from math import ceil, inf
@@ -37,7 +37,8 @@ def _cached(workload: Workload) -> Iterator[int]:
 
 
 def _alone_ms(what: str, replica: Replica, record: Record, cached: int) -> float | None:
-    """The least milliseconds of a request, with everything cached that was computed before; `None` = it has none."""
+    """The least TTFT, TPOT or E2E (`what`) of a request in milliseconds: alone on a server that has `cached` of its
+    prompt tokens. `None` = the request has no such latency."""
     first_s, token_s = _prompt_s(replica, record.in_tokens, cached), _token_s(replica, record.in_tokens)
     if what == TPOT:
         return token_s * 1e3 if record.out_tokens > 1 else None
@@ -45,7 +46,7 @@ def _alone_ms(what: str, replica: Replica, record: Record, cached: int) -> float
 
 
 def impossible(scenario: Scenario, wanted: Sequence[Objective]) -> str:
-    """Why no number of replicas holds the objective, as far as one engine shows; empty if it may be held."""
+    """Why one engine is too slow or too small for an objective, whatever the number of replicas; empty if none is."""
     replica = max(scenario.replicas, key=lambda replica: replica.speed)
     records, most = scenario.workload.records, replica.engine.max_model_len
     long = sum(record.in_tokens + record.out_tokens > most for record in records)
@@ -74,7 +75,7 @@ def impossible(scenario: Scenario, wanted: Sequence[Objective]) -> str:
 
 
 def _work(scenario: Scenario, wanted: Sequence[Objective]) -> tuple[float, float]:
-    """Seconds of work for one replica: prompts, and answers in batches as large as the objective allows."""
+    """Seconds that one replica needs for all prompts; and for all answers, in batches as large as allowed."""
     replica, records = scenario.replicas[0], scenario.workload.records
     context = fmean(record.in_tokens + record.out_tokens / 2 for record in records) if records else 0.0
     token_ms = dict(loosest(wanted)).get(TPOT, inf)
@@ -95,6 +96,6 @@ def first_guess(scenario: Scenario, wanted: Sequence[Objective]) -> int:
 
 
 def prefill_share(scenario: Scenario, wanted: Sequence[Objective]) -> float:
-    """The prefill share of the work of all replicas."""
+    """The share of prefill in the work of all replicas, from 0.1 to 0.9."""
     prompts_s, answers_s = _work(scenario, wanted)
     return min(max(prompts_s / (prompts_s + answers_s), 0.1), 0.9) if prompts_s + answers_s else 0.5

@@ -36,7 +36,7 @@ LEARNED = "learned"
 _ROUNDS, _FITTED_BY = 5, 1000
 #: The largest factor by which one simulation changes a speed.
 _MOST_SCALED = 4.0
-#: Servers whose speeds differ by less count as equal.
+#: A server whose speed differs from the median by less than this share counts as having the median speed.
 _ALIKE = 0.1
 
 
@@ -65,8 +65,8 @@ class Fit(Struct, frozen=True):
 
 
 def recorded(run: Run, last_s: float, head: int = 0) -> Recorded:
-    """The last seconds of a run, and of these the first `head` requests; 0 = all. Raises `JournalError` if there were
-    no requests then, or `OSError`."""
+    """The last `last_s` seconds of a run, and of these only the first `head` requests (0 = all). Raises `JournalError`
+    if there were no requests then, or `OSError`."""
     there = {endpoint.id for endpoint in run.head.endpoints}
     scheduling, snapshot = run.head.scheduling, None
     for kind, _, body in run.items():
@@ -86,7 +86,8 @@ def recorded(run: Run, last_s: float, head: int = 0) -> Recorded:
 
 
 def fit(record: Recorded, preset: Preset) -> Fit | None:
-    """The preset with which the simulated traffic takes the recorded times; `None` if no times were recorded."""
+    """Scale `preset` until the simulated traffic has the recorded medians of TTFT and TPOT. Returns the best of several
+    tries; `None` if no times were recorded, or nothing was served."""
     workload = structs.replace(record.workload, records=record.workload.records[:_FITTED_BY])
     rows = [(r.outcome.ttft_ms, r.outcome.e2e_ms, r.out_tokens) for r in workload.records if r.outcome and _timed(r)]
     measured = _medians(rows)
@@ -114,7 +115,7 @@ def _timed(record: Record) -> bool:
 
 
 def _medians(rows: Sequence[tuple[float, float, int]]) -> tuple[float, float] | None:
-    """The medians of TTFT and TPOT, from (TTFT, E2E, tokens)."""
+    """The medians of TTFT and TPOT, from (TTFT, E2E, tokens); `None` if no row has a second token."""
     tokens = [(e2e - ttft) / (count - 1) for ttft, e2e, count in rows if count > 1]
     return (median(ttft for ttft, _, _ in rows), median(tokens)) if tokens else None
 

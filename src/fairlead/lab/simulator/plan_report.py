@@ -16,7 +16,8 @@ from fairlead.lab.simulator.report import inline, page_head, plots
 
 
 def document(plan: Plan, wanted: Sequence[Objective], price: float, about: dict[str, Any]) -> dict[str, Any]:
-    """The plan as plain values. `price`: of a replica per hour, 0 = unknown. `about`: what was planned for."""
+    """The plan as plain values. `price`: the price of a replica per hour, 0 = unknown. `about`: further entries, which
+    describe the planned case."""
     best = plan.best
     return about | {
         "objectives": {objective.name: str(objective).partition("=")[2] for objective in wanted},
