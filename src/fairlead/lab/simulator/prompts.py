@@ -18,13 +18,14 @@ _ENVELOPE = 160
 
 @lru_cache(maxsize=8192)
 def _chained(ids: tuple[int, ...], root: int) -> Sequence[int]:
-    """`chained`, with a cache: scheduler and server need the same hashes, and so does the next policy that the workload
-    is simulated with."""
+    """`chained`, with a cache: scheduler and server need the same hashes, and so do later simulations of the same
+    workload."""
     return chained(ids, root)
 
 
 class Prompts:
-    """Makes both forms of a record's prompt from the same block ids."""
+    """Makes both forms of a record's prompt from the same block ids. `lengths_told`: requests announce the length of
+    their answer. `watched`: the gateway shows responses (see `World`)."""
 
     def __init__(
         self, workload: Workload, bytes_per_token: float, lengths_told: bool = True, watched: bool = True
@@ -65,7 +66,7 @@ class Prompts:
         self, index: int, record: Record, block_size: int, *, max_tokens: int = 0, loaded: int = 0, choice: int = 0
     ) -> EngineRequest:
         """The request for a server. `max_tokens`: of the answer, 0 = as in the record. `loaded`: prompt tokens whose KV
-        is handed over by another server. `choice`: the index of the answer; later requests continue with the first.
+        another server hands over. `choice`: the index of the answer; later prompts continue the answer of choice 0.
 
         Raises `ValueError` if the engine's blocks do not fit the trace's."""
         hashes: list[int] = []

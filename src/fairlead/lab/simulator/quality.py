@@ -1,12 +1,12 @@
 """Every policy on every scenario: which entries take part in which scenarios, and the regret of each.
 
-An entry has a key of the tables and a configuration. `entries()` returns the policies by name. To compare a further
+An entry is a configuration and its key in the tables. `entries()` returns all of them. To compare a further
 configuration, add it to `EXTRA`.
 
 The scheduler does not begin with the truth. Its prior and its bytes per token are wrong by drawn factors from 0.5 to
-1.5, requests do not announce the length of their answer, and servers are scraped once per second. The tables also show
-the results of the default when all of this is known, and at half the pace. A regret is the value divided by the best
-value of any policy that took part.
+1.5, requests do not announce the length of their answer, and servers are scraped once per second. The results also have
+the default policy with the truth known, and at half the pace. A regret is the value divided by the best value of any
+policy that took part.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,9 +36,9 @@ from fairlead.lab.simulator.scenarios import (
     TRACES,
 )
 
-#: Further configurations that take part like a policy: key → text. They are settings that the authors of rules publish
-#: in addition to their defaults (see the files of the rules): Dynamo's scale of 2 and its preset for agents; llm-d's
-#: filter with the throughput of these servers (8,192 tokens in a step of 423 ms) and the penalty of its example, and
+#: Further configurations that take part like a policy: key → text. They are settings that the authors of a policy
+#: publish in addition to its defaults (see the files of the policies): Dynamo's scale of 2 and its preset for agents;
+#: llm-d's filter with the throughput of these servers (8,192 tokens in a step of 423 ms) and its example's penalty, and
 #: its variant for pools that are limited by answers.
 EXTRA: dict[str, str] = {
     "dynamo, scale 2": "policy: {type: dynamo-linear, parameters: {prefillLoadScale: 2}}\n",
@@ -48,12 +48,13 @@ EXTRA: dict[str, str] = {
     "{maxTTFTPenaltyMs: 5000, explorationProbability: 0.01, peakPrefillThroughput: 19350}}\n",
     "sticky, requests": "policy: {type: sticky-until-saturated, parameters: {load: requests}}\n",
 }
-#: The best policies apart from the default, with a queue in front of the servers, as the default has.
+#: The best policies apart from the default: they also take part with flow control (`FLOW`), which the default has.
 LATE_TOO = ("weights-322", "dynamo, agentic")
 FLOW = "flowControl: {ttl: 590s, limits: {band: {requests: null, bytes: null}}}\n"
-#: Other names of the default.
+#: Policies that are left out because they are the default under another name.
 SAME = ("cost-model", "prefill-decode")
-#: Long scenarios are cut to this many requests. The later ones rank the policies the same way and cost minutes.
+#: Long scenarios are cut to this many requests. Later requests do not change the ranking of the policies and cost
+#: minutes.
 HEADS = {
     **dict.fromkeys(("conversation-1x", "conversation-1.5x", "conversation-2x", "unlike-hardware"), 4500),
     "apart-chat": 2000,
@@ -62,12 +63,13 @@ HEADS = {
     "headline-steady-16": 4750,
     "headline-70b-20": 7000,
 }
-#: Added to the name of a scenario whose scheduler begins with the truth, and the policies that are shown this way, next
-#: to the main results, in which nothing is known of engines, tokens and answers.
+#: Added to the name of a scenario whose scheduler begins with the truth about engines, tokens and answers; and the
+#: policies that are simulated this way in addition to the main results, in which the scheduler does not know the truth.
 KNOWN, KNOWN_OF = ", truth known", ("default",)
-#: The same of a scenario at half its pace, below saturation, where holding requests back must cost nothing.
+#: Added to the name of a scenario at half its pace, and the policies that are simulated this way. Below saturation,
+#: holding requests back must cost nothing.
 CALM, CALM_OF = ", half the pace", ("default", AT_ONCE)
-#: The number of requests in the smaller version of a scenario; 0 = all.
+#: The number of requests in the quick version of a scenario.
 QUICK = {"shared-prefix-10": 600, "shared-prefix-14": 900, "shared-prefix-20": 900, "agents": 1200}
 QUICK_OTHERS = {
     **dict.fromkeys(QUALITY, 2500),
@@ -88,7 +90,7 @@ SETS = {
 
 
 def entries() -> dict[str, str]:
-    """Key → text of a configuration; `default` is first."""
+    """All entries: key → text of a configuration; `default` is first."""
     known = known_policies()
     rules = {name: text for name, text in known.items() if name not in SAME} | EXTRA
     late = {f"{name}+flow": rules[name] + FLOW for name in LATE_TOO}
@@ -96,13 +98,13 @@ def entries() -> dict[str, str]:
 
 
 def names(chosen: str = "all") -> list[str]:
-    """The names of the scenarios of a set, or of all sets but the drawn one."""
+    """The names of the scenarios of a set. `all` = all sets except the drawn one."""
     return [*SETS[chosen]] if chosen != "all" else [*SETS["development"], *SETS["held_out"]]
 
 
 def named(wanted: Sequence[str]) -> list[str]:
-    """The names of these scenarios; of `drawn-SEED`, all that are drawn from that seed. Raises `ValueError` for a name
-    that is none."""
+    """These names, with `drawn-SEED` replaced by all scenarios that are drawn from that seed. Raises `ValueError` for
+    an unknown name."""
     known = names("all")
     for name in wanted:
         if name not in known and not drawn_names(name):
@@ -133,7 +135,7 @@ def cells(
 
 
 def _taking_part(name: str, texts: Mapping[str, str]) -> list[tuple[int, str, str]]:
-    """Tuples of (prefill servers, key, text)."""
+    """(number of prefill servers, key, text) of each entry that takes part in this scenario."""
     if name not in APART:
         return [(0, key, text) for key, text in texts.items()]
     pools = [(0, "default", texts.get("default", "policy: default\n"))]
@@ -149,7 +151,8 @@ def requests_of_quick(name: str) -> int:
 
 
 def usable_traces(directory: str, scenarios: Sequence[str]) -> tuple[str, str]:
-    """The directory if it has any published trace, otherwise "", and a note about those that these scenarios miss."""
+    """The directory if it has any published trace, otherwise ""; and a note about traces that these scenarios need and
+    that are missing, "" if there are none."""
     path = Path(directory)
     there = [name for name in (MOONCAKE, AZURE_CODE) if (path / name).is_file()]
     missing = dict.fromkeys(TRACES[name] for name in scenarios if name in TRACES and TRACES[name] not in there)
@@ -171,11 +174,11 @@ class Comparison(Struct, frozen=True, kw_only=True):
     """Summaries are {scenario: {policy: {figure: mean over seeds}}}, in the order of the results."""
 
     scenarios: Summary = {}
-    #: Of the scenarios in which the scheduler begins with the truth.
+    #: The scenarios in which the scheduler begins with the truth.
     known: Summary = {}
-    #: At half the pace.
+    #: The scenarios at half the pace.
     calm: Summary = {}
-    #: By set.
+    #: The regrets of the policies, by set of scenarios.
     regrets: Mapping[str, Regrets] = {}
 
 
@@ -199,8 +202,8 @@ def comparison(results: Sequence[CellResult]) -> Comparison:
 
 
 def regrets_of(chosen: str, summary: Summary) -> Regrets:
-    """The regrets over the simulated scenarios of a set. Pools of prefill and decode servers are left out, because they
-    compare other rules."""
+    """The regrets over the simulated scenarios of a set. Pools of prefill and decode servers are left out, because
+    other policies take part in them."""
     if chosen == "drawn":
         return regrets({name: rows for name, rows in summary.items() if drawn_names(name)})
     names = [name for name in SETS[chosen] if name in summary and name not in APART]

@@ -30,7 +30,8 @@ from fairlead.server.journal.records import DECIDED, EVENTS, LOST, Decided, Segm
 
 
 class Guided(Struct, frozen=True):
-    """Sends requests where the journal says, and records where the policy itself would have sent them."""
+    """Sends requests to the endpoints in `recorded`, as the journal says, and notes in `own` where the policy itself
+    would have sent them. Both map a request id to an endpoint; empty = refused."""
 
     name: str
     policy: Policy
@@ -51,9 +52,9 @@ class Guided(Struct, frozen=True):
 
 
 class Beside(Struct, frozen=True):
-    """A policy that decides, and one that is only queried. Both get the same random numbers.
+    """A policy that decides, and another policy (`guide`) that is only queried. Both get the same random numbers.
 
-    `answers`: what the queried policy would have done, by request.
+    `answers`: request id → the endpoint that the queried policy would have chosen, and its trace.
     """
 
     name: str
@@ -97,19 +98,19 @@ class Player:
     def __init__(
         self, head: Segment, change: Change | None = None, guided: bool | None = False, beside: Change | None = None
     ) -> None:
-        """`guided`: follow the recorded decisions. False: only once something else takes part in the decisions; `None`:
-        never. `beside`: also query the policy of that configuration for each decision."""
+        """`guided`: follow the recorded decisions; False = only once something that is not recorded takes part in them;
+        `None` = never. `beside`: for each decision, also query the policy of the configuration that this returns."""
         self._change = change
         self._beside = beside
         self._builder = SchedulingBuilder(lambda error: self.plugin_errors.append(error))
         self._asked = SchedulingBuilder()
-        #: What the queried policy would have done, by request. The reader removes the entries.
+        #: The answers of the queried policy, as in `Beside`. The caller removes the entries.
         self.answers: dict[int, tuple[str, Trace | None]] = {}
         #: For guided policies: where requests went by the journal, and where the policy would have sent them.
         self.recorded: dict[int, str] = {}
         self.own: dict[int, str] = {}
         self._guided = guided
-        #: What else takes part in the decisions, since the beginning or a reload, in words.
+        #: What takes part in the decisions without being recorded, since the beginning or a reload, in words.
         self.influences: list[str] = []
         self._heed(head.scheduling)
         self.config = self._configured(head.scheduling)
@@ -120,7 +121,8 @@ class Player:
             version, state, gauss = head.chance
             rng.setstate((version, tuple(state), gauss))
         ledger, metrics = self.config.ledger, self.config.metrics
-        #: Where the scheduler reported to others; they leave out of their own reports what they know from these.
+        #: Not `None` if the scheduler reported to its peers. These reports are made again, because the recorded reports
+        #: of the peers leave out what the peers learned from them.
         self._shared = SharedFleet(lease_ttl=ledger.lease_ttl, staleness=metrics.staleness) if head.shared else None
         self.pipeline = build_pipeline(
             self.config,
@@ -134,7 +136,7 @@ class Player:
         self.pipeline.start()
 
     def feed(self, time_s: float, event: Event) -> list[DecisionRecord]:
-        """The decisions upon an event. A `Reconfigured` has its document as it is in the journal."""
+        """Handle an event and return the decisions that it caused. A `Reconfigured` has its document as recorded."""
         if type(event) is Reconfigured:
             self.config = self._configured(event.document)
             self._heed(event.document)
@@ -154,14 +156,14 @@ class Player:
         return records
 
     def _heed(self, scheduling: Any) -> None:
-        """Record what else takes part in the decisions from here on."""
+        """Note what takes part in the decisions from here on without being recorded."""
         beside = scheduling.get("beside", ()) if isinstance(scheduling, dict) else ()
         self.influences += [text for text in beside if text not in self.influences]
         if self._guided is False and self.influences:
             self._guided = True
 
     def _build(self, config: Config) -> Scheduling:
-        """Build like the live scheduler, and wrap the policy in one that follows the journal or queries another."""
+        """Build like the live scheduler. Wrap the policy in one that follows the journal or queries another policy."""
         built = self._builder(config)
         policy = Guided(built.policy.name, built.policy, self.recorded, self.own) if self._guided else built.policy
         if self._beside is not None:
@@ -197,7 +199,8 @@ class Replayed(Struct, kw_only=True):
     events: int = 0
     recorded: Tally = field(default_factory=Tally)
     replayed: Tally = field(default_factory=Tally)
-    #: Decisions in both; of these on the same endpoint; and of those with other numbers (hits, forecast).
+    #: Decisions that are both recorded and replayed; how many of these chose the same endpoint; and how many of those
+    #: have other numbers (hits, forecast).
     both: int = 0
     same: int = 0
     unlike: int = 0
@@ -217,7 +220,7 @@ _SHOWN = 20
 
 
 class Step(Struct, frozen=True):
-    """One event, what the player decided upon it, and the decisions in the journal."""
+    """One event, the decisions that the player made for it, and those in the journal."""
 
     time_s: float
     event: Any
@@ -226,7 +229,7 @@ class Step(Struct, frozen=True):
 
 
 def steps(run: Run, player: Player, faults: Faults, lost: list[int]) -> Iterator[Step]:
-    """All events of a run. The numbers of records that the journal lacks are added to `lost`."""
+    """All events of a run. For each gap in the journal, the number of missing records is added to `lost`."""
     waiting: tuple[float, Any] | None = None
     decided: list[Decided] = []
     for kind, time_s, body in run.items(faults):
@@ -289,7 +292,7 @@ def _compare(result: Replayed, record: DecisionRecord, endpoint: str, choice: De
 
 
 def judge(result: Replayed, run: Run, faults: Faults, lost: list[int], more_notes: list[str]) -> None:
-    """Record whether the replay can be exact, and why not. `more_notes`: what took part in decisions later on."""
+    """Record whether the replay can be exact, and why not. `more_notes`: what took part without being recorded."""
     numbers = [head.number for _, head in run.segments]
     if numbers[0]:
         result.notes.append(
@@ -333,7 +336,8 @@ class Changed(Struct, frozen=True):
     after: str
     #: `policy` or `chance`.
     reason: str
-    #: How much the other policy prefers its choice to the recorded one, and the recorded policy the recorded one to it.
+    #: The lead of `after` over `before` in the totals of the other policy, and of `before` over `after` in those of the
+    #: recorded policy; `None` = not known.
     gain: float | None = None
     cost: float | None = None
 
@@ -341,7 +345,7 @@ class Changed(Struct, frozen=True):
 class Compared(Struct, kw_only=True):
     run: str
     policy: str
-    #: Decisions that a policy made on arrival, one at a time.
+    #: Decisions that both policies made on arrival, on the same state. Requests that waited are left out.
     decisions: int = 0
     before: Tally = field(default_factory=Tally)
     reasons: Counter[str] = field(default_factory=Counter)
@@ -349,6 +353,7 @@ class Compared(Struct, kw_only=True):
     changed: list[Changed] = field(default_factory=list)
     #: The whole run with the other policy.
     after: Tally = field(default_factory=Tally)
+    #: Tokens believed to be cached, and requests per endpoint, each (with the recorded policy, with the other one).
     hit_tokens: tuple[int, int] = (0, 0)
     spread: tuple[Counter[str], Counter[str]] = field(default_factory=lambda: (Counter(), Counter()))
     exact: bool = True
@@ -361,7 +366,7 @@ class Compared(Struct, kw_only=True):
 
 
 def compare(run: Run, change: Change) -> Compared:
-    """Compare the two policies. Raises `ConfigError`, `PluginError` or `OSError`."""
+    """Compare the recorded policy with the changed one. Raises `ConfigError`, `PluginError` or `OSError`."""
     faults, lost = Faults(), list[int]()
     recorded_player, changed_player = Player(run.head, None, needs_guide(run), change), Player(run.head, change, None)
     result = Compared(run=run.id, policy=changed_player.config.policy.name)

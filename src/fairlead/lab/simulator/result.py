@@ -16,7 +16,8 @@ from fairlead.lab.workload.formats import write_table
 
 
 class Summary(Struct, frozen=True, kw_only=True):
-    """Times in milliseconds are over requests served to the end. Shed and failed requests are counted apart."""
+    """The figures of a run. Times in milliseconds are over requests served to the end; shed and failed requests are
+    only counted."""
 
     requests: int
     done: int
@@ -40,7 +41,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     goodput: float
     #: Cached tokens / prompt tokens, over requests that got a first token.
     prefix_hit_rate: float
-    #: The uncached prompt tokens of the server with the most / their mean over all servers.
+    #: Computed (uncached) prompt tokens of the server with the most, divided by their mean over all servers.
     balance: float
     #: The share of streamed first tokens that came within the 90 % band of their forecast, without the first tenth of
     #: them, from which the scheduler learns the engine. -1 = there are none.
@@ -48,7 +49,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     preemptions: int
     duration_s: float
     plugin_errors: int
-    #: The first of them; empty = there are none.
+    #: The message of the first plugin error; empty = there are none.
     plugin_error: str
     decision_hash: str
 
@@ -166,7 +167,7 @@ class Condition(Struct, frozen=True):
     relative: bool
 
     def broken(self, before: Mapping[str, float], after: Mapping[str, float]) -> str:
-        """What is wrong, in words; empty = nothing. A figure that is missing on either side is wrong."""
+        """Why the newer run fails, in words; empty = it does not. It also fails if either run lacks the figure."""
         new = after.get(self.figure)
         old = before.get(self.figure) if self.relative else 0.0
         if new is None or old is None:
@@ -195,7 +196,7 @@ def condition(text: str) -> Condition:
 
 
 def of_journal(run: Run, notes: list[str]) -> dict[str, float]:
-    """The figures of the recorded run and those beside it. Adds to `notes` what limits them."""
+    """The figures of a recorded run and of the runs beside it. Adds to `notes` what the figures leave out."""
     rows = [(entry.decision, entry.outcome) for each in (run, *run.beside) for entry in decisions(each)]
     ended = [(decision, outcome) for decision, outcome in rows if outcome is not None and outcome.status == 200]
     tpot = [value for decision, outcome in ended if (value := _tpot(decision, outcome)) >= 0.0]

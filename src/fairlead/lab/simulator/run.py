@@ -32,14 +32,16 @@ _MARK = "# a policy of the file "
 
 
 def source_text(path: Path) -> str:
-    """A text that stands for the file and contains it. Raises `OSError` or `ConfigError`."""
+    """The text of a Python policy file behind a line with its path; `configuration` reads it. Raises `OSError` or
+    `ConfigError`."""
     text = f"{_MARK}{path}\n{path.read_text(encoding='utf-8')}"
     configuration(text)
     return text
 
 
 def configuration(text: str) -> tuple[str, Registry | None]:
-    """The text of a configuration, and the plugins that it may name in addition to the installed ones.
+    """The text of a configuration, and the plugins that it may name in addition to the installed ones (`None` = none).
+    `text` is that of a configuration, or a result of `source_text`.
 
     Raises `ConfigError` if the file cannot be run or does not define exactly one policy.
     """
@@ -84,7 +86,7 @@ def _module(path: str, source: str) -> ModuleType:
 
 
 def _policies(module: ModuleType) -> dict[str, Any]:
-    """The policies that the file defines; imported ones do not count."""
+    """The policies that the file itself defines, by name; imported classes do not count."""
     own: Iterable[Any] = (member for member in vars(module).values() if isinstance(member, type))
     return {
         member.type: member
@@ -96,8 +98,8 @@ def _policies(module: ModuleType) -> dict[str, Any]:
 
 
 def policy_from(text: str | Path) -> Policy:
-    """The policy of a configuration's text or file (only its scheduling part matters), e.g. `policy: round-robin`, or
-    of a text that `source_text` made from a Python file.
+    """The policy of a configuration, given as text such as `policy: round-robin` or as a file, or of a text that
+    `source_text` made from a Python file. Only the scheduling part of a configuration matters.
 
     Raises `ConfigError` or `PluginError`.
     """
@@ -106,7 +108,8 @@ def policy_from(text: str | Path) -> Policy:
 
 
 def config_from(text: str | Path) -> tuple[Config, Registry | None]:
-    """The configuration, and the plugins that it may name in addition to the installed ones. Raises `ConfigError`."""
+    """The configuration, and the plugins that it may name in addition to the installed ones (`None` = none). Raises
+    `ConfigError`."""
     registry = None
     if isinstance(text, str):
         text, registry = configuration(text)
@@ -130,7 +133,7 @@ def simulate(
     return summarise(simulation)
 
 
-#: The default without flow control: requests are sent on arrival.
+#: The name of the default policy without flow control: requests are sent on arrival.
 AT_ONCE = "default-at-once"
 
 
@@ -144,7 +147,7 @@ def known_policies() -> dict[str, str]:
 
 
 def named_file(text: str) -> tuple[str, str]:
-    """The two parts of `NAME=FILE`; of a file, or what has no `=`, twice the same."""
+    """Split `NAME=FILE` into its two parts. If `text` is a file, or names none after `=`, both parts are `text`."""
     name, _, path = text.partition("=")
     return (text, text) if not path or Path(text).is_file() else (name, path)
 

@@ -23,7 +23,7 @@ UNLIKE = (1.0, 0.4, 1.0, 1.0, 0.4, 1.0, 0.4, 1.0)
 #: Seconds of the shared-prefix workload at each rate. The durations of the published comparison are unknown. With
 #: these, the mean TTFT of round robin is close to the published figures.
 HEADLINE_SECONDS = {10.0: 180.0, 14.0: 180.0, 20.0: 90.0}
-#: The length of the Mooncake trace.
+#: The length of the Mooncake trace, in seconds.
 _LIKE_SECONDS = 3537.0
 
 
@@ -71,7 +71,7 @@ def agents(sessions: int = 320, rate: float = 0.8, servers: Sequence[Replica] = 
 
 
 def conversation_like(speedup: float) -> Scenario:
-    """A replacement if the Mooncake trace is missing: made up, with about its rate, mean lengths and share of reuse."""
+    """A generated replacement for a missing Mooncake trace, with about its rate, mean lengths and share of reuse."""
     spec = Conversation(
         systems=40,
         system_tokens=512,
@@ -91,7 +91,7 @@ def conversation_like(speedup: float) -> Scenario:
 
 
 def unlike(scenario: Scenario) -> Scenario:
-    """The scenario on servers of unlike speeds."""
+    """The scenario on servers of different speeds (`UNLIKE`)."""
     servers = tuple(
         structs.replace(replica, speed=UNLIKE[i % len(UNLIKE)]) for i, replica in enumerate(scenario.replicas)
     )
@@ -132,7 +132,7 @@ def _code(traces: Path | None) -> Scenario:
 
 
 def _apart(traces: Path | None, name: str) -> Scenario:
-    """A scenario for separate prefill and decode. These help the time per output token, so its objective is strict."""
+    """A scenario for separate prefill and decode servers. Separating them improves TPOT, so its limit is strict."""
     made = _chat() if name == "chat" else structs.replace(QUALITY[name](traces))
     return structs.replace(made, slo_tpot_ms=25.0)
 
@@ -143,7 +143,7 @@ def _chat() -> Scenario:
     return Scenario(name="chat", workload=made, replicas=replicas(8, block_size=spec.block_size))
 
 
-#: Each takes the directory with the published traces, or `None`. Made-up workloads stand in for missing ones.
+#: Each function takes the directory with the published traces, or `None`. Generated workloads replace missing traces.
 QUALITY: dict[str, Callable[[Path | None], Scenario]] = {
     "shared-prefix-10": lambda _: headline(10.0),
     "shared-prefix-14": lambda _: headline(14.0),
@@ -166,14 +166,14 @@ def scenario(name: str, traces: Path | None = None) -> Scenario:
     return structs.replace(make(traces), name=name)
 
 
-#: The published trace that a scenario uses, where there is one.
+#: Scenario → the published trace that it uses. Other scenarios use none.
 TRACES = {
     **dict.fromkeys((f"conversation-{pace}" for pace in ("1x", "1.5x", "2x")), MOONCAKE),
     "unlike-hardware": MOONCAKE,
     "apart-conversation-1x": MOONCAKE,
     "azure-code": AZURE_CODE,
 }
-#: For pools with separate prefill and decode servers (`parted`), and for the same workload if all servers do both.
+#: Scenarios for pools with separate prefill and decode servers (`parted`), compared with pools whose servers do both.
 APART: dict[str, Callable[[Path | None], Scenario]] = {
     f"apart-{name}": partial(_apart, name=name) for name in ("chat", "conversation-1x", "agents", "shared-prefix-10")
 }
@@ -199,8 +199,8 @@ STAGES = {20.0: 38.0, 40.0: 38.0, 60.0: 25.0}
 
 
 def stage(rate: float, seconds: float, preset: str = "") -> Scenario:
-    """The stage that warms the caches, then one stage, of which alone the requests are counted. `preset`: use these
-    servers instead of the published ones, with their own memory."""
+    """The stage that warms the caches, then one stage of `rate` requests per second for `seconds`; only the requests of
+    the latter are counted. `preset`: servers with their own memory instead of the published ones; empty = those."""
     spec = SharedPrefix()
     first, lasts = WARM_UP_STAGE
     warm, counted = int(first * lasts), int(rate * seconds)
@@ -226,7 +226,7 @@ PUBLISHED: dict[str, Callable[[], Scenario]] = {
     **{f"headline-stage-{rate:g}": partial(stage, rate, seconds) for rate, seconds in STAGES.items()},
     # The same memory and warm caches under a steady load, about as much as the servers can handle.
     "headline-steady-16": partial(stage, 16.0, 1200.0),
-    # Here a prompt costs more relative to an answer, and the answers fit into the memory.
+    # With this model, a prompt costs more relative to an answer, and the answers fit into the memory.
     "headline-70b-20": partial(stage, 20.0, 600.0, "llama-70b-h100-tp4"),
 }
 
@@ -254,7 +254,7 @@ ADVERSARIAL: dict[str, Callable[[], Scenario]] = {
     "overload": lambda: _plain(made.overload(), 80),
     # One server dies at 40 s, losing its cache, and is back 30 s later.
     "restart": partial(_faulty, "restart", Fault(kind="down", replica=2, at_s=40.0, for_s=30.0)),
-    # For 60 s, all metrics pages show their values of second 20; and no metrics page answers between 20 s and 80 s.
+    # `frozen`: from 20 s to 80 s, all metrics pages show their values of second 20. `mute`: no page answers then.
     **{
         f"{name}-metrics": partial(
             _faulty, f"{name}-metrics", *(Fault(kind=kind, replica=i, at_s=20.0, for_s=60.0) for i in range(8))
@@ -269,7 +269,7 @@ ADVERSARIAL: dict[str, Callable[[], Scenario]] = {
 
 
 def _chat_at(rate: float, seconds: float, servers: Sequence[Replica]) -> Scenario:
-    """Conversations of `interactive-chat`. `rate` begin per second, and many are already in progress at the start."""
+    """Conversations of `interactive-chat`. `rate` of them begin per second; many are in progress at the start."""
     spec = CATALOGUE["interactive-chat"].spec
     settled = 2 * spec.gap_s * spec.turns
     made = conversation(spec, seconds=settled + seconds, rate=rate, dispatch="timestamp")
@@ -282,7 +282,7 @@ def _chat_at(rate: float, seconds: float, servers: Sequence[Replica]) -> Scenari
 
 
 def _groups(arrivals: Arrivals, seconds: float, servers: Sequence[Replica], spec: SharedPrefix) -> Scenario:
-    """The shared-prefix workload with other numbers, in blocks of 80 tokens."""
+    """The shared-prefix workload with the numbers of `spec`."""
     made = shared_prefix(spec, arrivals=arrivals, seconds=seconds)
     return Scenario(name="shared-prefix", workload=made, replicas=servers)
 
@@ -319,7 +319,7 @@ def unlike_memory() -> Scenario:
 
 
 def unlike_chat(world: World) -> Scenario:
-    """Chat on servers of which three are slower, seen by the scheduler as `world` says."""
+    """Chat on eight servers, three of which are slower, with the delays and observations of `world`."""
     made = _chat_at(4.0, 75.0, replicas(8, block_size=64, speeds=UNLIKE))
     return structs.replace(made, world=world)
 
@@ -332,7 +332,7 @@ def unstreamed() -> Scenario:
 
 
 def restarts() -> Scenario:
-    """A roll-out: every other server goes away for 15 s, one after another."""
+    """A roll-out: every other server is down for 15 s, one after another."""
     faults = (Fault(kind="down", replica=index, at_s=20.0 + 10.0 * index, for_s=15.0) for index in (0, 2, 4, 6))
     return _faulty("restarts", *faults, seconds=100.0)
 
@@ -412,7 +412,7 @@ SITUATIONS: dict[str, Callable[[], Scenario]] = {
     "unwatched": partial(unlike_chat, World(watched=False)),
     "slow-scrapes": partial(unlike_chat, World(scrape_interval_ms=5000.0)),
 }
-#: Not to be used for tuning: run once per release, and reported unchanged.
+#: These scenarios must not be used for tuning. They are run once per release, and reported unchanged.
 HELD_OUT: dict[str, Callable[[], Scenario]] = {
     "same-prompts": lambda: _plain(made.same_prompts()),
     "silently-slow": silently_slow,

@@ -1,4 +1,4 @@
-"""A simulated model server: one engine or several ranks, a timer for its next relevant moment, late KV events."""
+"""A simulated model server: its engine or data-parallel ranks, the timer of its next event, and delayed KV events."""
 
 from collections.abc import Callable, Sequence
 from random import Random
@@ -34,7 +34,7 @@ class Server:
         self.endpoint = Endpoint(f"sim/server-{index}", f"10.0.{index // 250}.{index % 250 + 1}:8000", replica.labels)
         self.replica = replica
         self.up = True
-        #: Why a scrape fails or shows old values: `mute`, `freeze`, or empty.
+        #: The fault of the metrics page: `mute` = no answer, `freeze` = old values, empty = none.
         self.page = ""
         self._slow = 1.0
         self._kernel = kernel
@@ -47,7 +47,7 @@ class Server:
         self.neighbours: list[Server] = []
         self._busy = False
         self._chance = Random(f"engine/{seed}/{index}")
-        #: When the CPU of the API server is free again.
+        #: When the API server has processed all requests that arrived so far.
         self._api_free_at = 0.0
         self.engine = self._fresh()
 
@@ -77,7 +77,7 @@ class Server:
         self._schedule()
 
     def received(self, time_s: float, tokens: int) -> float:
-        """When the API server has processed a request that arrives at `time_s`."""
+        """When the API server has processed a request with `tokens` prompt tokens that arrives at `time_s`."""
         took_s = self.replica.api_ms * 1e-3 + self.replica.api_us_per_token * 1e-6 * tokens
         self._api_free_at = max(time_s, self._api_free_at) + took_s
         return self._api_free_at if took_s else time_s
@@ -106,7 +106,7 @@ class Server:
         self.up = True
 
     def hang(self, hangs: bool) -> None:
-        """Make no more progress, or continue. The metrics page still answers."""
+        """Stop making progress, or continue. The metrics page still answers."""
         self._catch_up()
         self.engine.hang(hangs, self._kernel.now)
         self._schedule(self.engine.next_step_at())
@@ -175,7 +175,8 @@ class Server:
 
     def _wake(self) -> None:
         self._wakes_at = -1.0
-        # The foreseen time is a sum of steps in another order, so it may be a rounding error before the true time.
+        # The engine foresees a time by another sum than its steps make, so it may be early by a rounding error. No step
+        # has ended then; wake again when the running step ends.
         self._schedule(None if self._catch_up() else self.engine.next_step_at())
 
     def _shared(self) -> None:
@@ -265,7 +266,7 @@ class Ranks:
 #   progress and at every scrape, so blocks that answers fill may be another scrape interval late.
 # * A sent prompt counts as held from the decision until the events of its first token have arrived. Otherwise late
 #   events would cause a burst to be computed once per server.
-# * A server that left is forgotten. After it returns, it reports what it stores from the start.
+# * The blocks of a server that leaves are forgotten. After its return, only what it stores from then on is known.
 
 
 #: Seconds after the first token and the lag until the events of a sent prompt are known.
@@ -308,7 +309,7 @@ class LateEvents(ExactKnowledge):
             self._kernel.call_at(self._kernel.now + self._lag, self._change, slot, known, tuple(hashes), change)
 
     def _change(self, slot: int, known: dict[int, int], hashes: Sequence[int], change: int) -> None:
-        if self._known[slot] is not known:  # the event is of a server that has left since
+        if self._known[slot] is not known:  # the server has left since it sent the event
             return
         for digest in hashes:
             count = known.get(digest, 0) + change
@@ -356,7 +357,8 @@ class LateEvents(ExactKnowledge):
 
 
 class Hooks(Struct, frozen=True):
-    """`fairlead.lab.engine.blocks.BlockHooks` of one server. `slot()` returns its current slot, `None` = none."""
+    """The `fairlead.lab.engine.blocks.BlockHooks` of one server. `slot()` returns the server's slot in the fleet;
+    `None` = it is not in the pool."""
 
     knowledge: LateEvents
     slot: Callable[[], int | None]

@@ -3,17 +3,17 @@
 The events of the pipeline and their times (as from the live server beside its embedded gateway)
 * `RequestArrived`: `decision_ms` after the client sent the request. `Route` or `Reject` may be the result of any later
   call: a policy that holds requests back may answer at a later event.
-* `FirstTokenSeen` when the first token passes the gateway, `ResponseEnded` when the access log reports it, with token
-  counts for the first few answers and a share of the others.
+* `FirstTokenSeen` when the first token passes the gateway, `ResponseEnded` when the access log reports the end, with
+  token counts for the first few answers and a share of the others.
 * `MetricsSampled` in each scrape interval per server that answers, `MetricsFailed` for a server that does not. An idle
   server's unchanged page is reported once per second.
-* For a pair, only what the gateway sees: nothing before the decoding server's first token.
+* For a pair of servers (prefill, decode), only what the gateway sees: nothing before the decoding server's first token.
 * `StreamLost` for a client that left before its first token.
 
 Rules
 * Nothing here knows the policy, and nothing in the pipeline knows that time is virtual.
 * Everything that happens is an event on the kernel's heap, in the order of (time, order of setting). No sets are
-  iterated, and nothing is hashed by Python: two runs with one seed are equal on every version of it.
+  iterated, and nothing depends on Python's hashes: two runs with one seed are equal on every version of Python.
 """
 
 from collections.abc import Callable, Sequence
@@ -92,7 +92,7 @@ class Simulation:
         self.make_fleet = partial(
             self.fleet_type, config.ledger.lease_ttl, world.staleness_s, exact=self._events, prior=world.prior
         )
-        #: The pipeline that receives events now, and its number among several (`bench/_replicated.py`).
+        #: The pipeline that receives events now, and its number if there are several (`bench/_replicated.py`).
         self.pipeline, self.number = self.build(Random(f"pipeline/{seed}"), fleet=self.make_fleet()), 0
         self._chance, self._scrape_chance = Random(f"world/{seed}"), Random(f"scrapes/{seed}")
         self.prompts = Prompts(scenario.workload, world.bytes_per_token, world.lengths_told, world.watched)
@@ -113,8 +113,9 @@ class Simulation:
         self.open = len(self.jobs)
         self._decided = xxh3_64()
         self._timers: dict[tuple[int, str], Timer] = {}
-        #: Of each streamed first token, whether it came within the band of its forecast.
+        #: For each streamed first token: whether it came within the band of its forecast.
         self.in_band: list[bool] = []
+        #: Per server: the last sample that was reported, and when.
         self._scraped: list[tuple[Sample | None, float]] = [(None, -1.0)] * len(self.servers)
         self._usage_left = world.usage_first
         self._children: dict[str, list[Job]] = {}
@@ -141,7 +142,7 @@ class Simulation:
         for job in self.jobs:
             if job.status == "waiting":
                 self._over(job, "failed", NOT_OVER)
-        # The last ends have not reached the scheduler yet.
+        # The ends of the last requests have not reached the scheduler yet.
         kernel.run(lambda: True, kernel.now + self.world.end_report_ms * 1e-3 + self.network)
         return over
 
@@ -155,7 +156,8 @@ class Simulation:
         self._list_models(index)
 
     def _list_models(self, index: int) -> None:
-        """Report all adapters of the workload, if the server has slots for any, or those that were loaded on demand."""
+        """Report the server's adapters: all of the workload if it has slots for adapters, otherwise none; with dynamic
+        adapters, those that were requested from it."""
         server = self.servers[index]
         if not self._adapters:
             return
@@ -181,7 +183,7 @@ class Simulation:
         ]
 
     def _dispatch(self) -> None:
-        """Schedule the arrivals. In `think` dispatch, a follower waits for its parent."""
+        """Schedule the arrivals. In `think` dispatch, a request with a parent waits for the parent's end."""
         waits = self.scenario.workload.dispatch == "think"
         known = {job.record.id for job in self.jobs} if waits else set()
         for job in self.jobs:
@@ -221,7 +223,7 @@ class Simulation:
             self.feed(gone if seen else ev.StreamLost(job.request.id))
 
     def _abort_later(self, job: Job, index: int, served: EngineRequest) -> None:
-        """Abort the request on the server when the server notices."""
+        """Abort the request on the server when the server notices, one network delay from now."""
         engine, reaches = self.servers[index].engine, self.kernel.now + self.network
         for each in (served, *job.siblings):
             self.kernel.call_at(reaches, self._abort, index, each, engine)
@@ -309,13 +311,13 @@ class Simulation:
         self._timers[key] = self.kernel.call_at(timer.at, self.fire, self.number, ev.TimerFired(timer.name))
 
     def fire(self, number: int, event: ev.Event) -> None:
-        """Feed an event that only the scheduler of that number receives."""
+        """Feed an event that only the scheduler with this number receives."""
         self.feed(event)
 
     # ---- servers ----
 
     def _hooks(self, index: int) -> Hooks | None:
-        """The hooks of a server that publishes KV events."""
+        """The hooks by which a server publishes KV events; `None` = it publishes none."""
         if self._events is None:
             return None
         table = self.pipeline.fleet.table
@@ -356,7 +358,7 @@ class Simulation:
             self.broken(job, str(error), status=400)
 
     def broken(self, job: Job, reason: str, status: int = 503) -> None:
-        """Fail a request that the server did not answer or broke off."""
+        """Fail a request that the server refused or broke off."""
         if job.status == "waiting":
             self._over(job, "failed", reason)
             assert job.request is not None

@@ -62,7 +62,8 @@ class Kernel:
         return True
 
 
-#: Limit of built-in presets: the longest prompt of the Mooncake traces (126,195 tokens) and its answer fit.
+#: Limit of a prompt and its answer for built-in presets, in tokens: the longest prompt of the Mooncake traces (126,195
+#: tokens) and its answer fit.
 MAX_MODEL_LEN = 200_000
 #: Seconds from a run's start to the first request. By then the scheduler has scraped every server, as a ready one has.
 WARM_UP = 1.0
@@ -83,7 +84,7 @@ class Replica(Struct, frozen=True, kw_only=True):
     labels: Mapping[str, str] = field(default_factory=dict)
     #: Engines behind its one address (data-parallel ranks), each with all the memory and sequences of `engine`.
     ranks: int = 1
-    #: Adapters are loaded on request, and the list of models has the loaded ones; otherwise it has all.
+    #: True: adapters are loaded on request, and the server's list of models has only those. False: it has all adapters.
     dynamic_adapters: bool = False
     #: The machine that servers of the same name share, see `EngineSpec.contention`; empty = its own.
     machine: str = ""
@@ -101,11 +102,11 @@ class World(Struct, frozen=True, kw_only=True):
     scrape_age_ms: float = 5.0
     #: The largest share of the interval by which it varies; 0 = all servers are scraped at the same time.
     scrape_jitter: float = 0.0
-    #: The gateway shows responses; otherwise first tokens are known only at the end (`responseMode: none`).
+    #: Whether the gateway shows responses; otherwise first tokens are known only at the end (`responseMode: none`).
     watched: bool = True
     #: From an answer's last byte until its end is known, because a gateway sends its access log in batches.
     end_report_ms: float = 50.0
-    #: Answers whose token counts are read: the first so many, then this share.
+    #: Answers whose token counts are read: the first `usage_first`, then a share of `usage_share`.
     usage_first: int = 20
     usage_share: float = 0.01
     #: Period at which the lists of models of servers with dynamic adapters are read.
@@ -116,11 +117,13 @@ class World(Struct, frozen=True, kw_only=True):
     patience_s: float = 0.0
     #: Requests that are not over this long after the last arrival have failed.
     drain_s: float = 3600.0
+    #: Bytes of JSON per prompt token.
     bytes_per_token: float = 4.2
-    #: Requests announce a limit for their answers, and the answers reach it.
+    #: Whether requests announce a limit for their answers, which the answers reach.
     lengths_told: bool = True
     #: The scheduler's initial belief about engines.
     prior: StepModel = PRIOR
+    #: The age from which the scheduler does not trust a scrape.
     staleness_s: float = 2.0
     #: KV events: the delay until the scheduler knows what servers store and forget. Below 0 = no KV events: the
     #: scheduler knows only what it sent.
@@ -146,9 +149,10 @@ FaultKind = Literal["down", "away", "slow", "freeze", "mute", "hang"]
 
 
 class Fault(Struct, frozen=True, kw_only=True):
-    """`down`: connections break, the cache is lost. `away`: scaled down, the server finishes its requests and gets no
-    more; scaled up again, its cache is empty. `slow`: steps take `factor` times as long. `freeze`: the metrics page
-    shows old values. `mute`: the page does not answer. `hang`: the engine makes no step, the page answers."""
+    """A fault of one server from `at_s` seconds after the workload's start. `down`: connections break and the cache is
+    lost. `away`: the server leaves the pool and finishes its requests; when it returns, its cache is empty if it was
+    idle. `slow`: steps take `factor` times as long. `freeze`: the metrics page shows old values. `mute`: the page does
+    not answer. `hang`: the engine makes no step, but the page answers."""
 
     kind: FaultKind
     replica: int
@@ -171,15 +175,15 @@ class Scenario(Struct, kw_only=True):
     handover: Handover = Handover()
     #: Seconds after the start (before `speedup`) from which requests count. Earlier requests warm the caches.
     counted_from_s: float = 0.0
-    #: The service levels of `goodput`.
+    #: The limits of a request that counts for `Summary.goodput`.
     slo_ttft_ms: float = 2000.0
     slo_tpot_ms: float = 50.0
 
 
 def unknowing(scenario: Scenario, seed: int) -> Scenario:
     """The scenario for a scheduler that does not begin with the truth. Each coefficient of its prior and the bytes per
-    token are wrong by a factor drawn from 0.5 to 1.5; no request announces how long its answer may become; servers are
-    scraped once per second, give or take a fifth."""
+    token are wrong by a factor drawn from 0.5 to 1.5. No request announces how long its answer may become. Servers are
+    scraped once per second, ± 20 %."""
     chance = Random(f"unknowing/{scenario.name}/{seed}")
 
     def wrong(value: float) -> float:
@@ -234,8 +238,8 @@ def replicas(
     return tuple(replace(alike, speed=speeds[i % len(speeds)] if speeds else 1.0) for i in range(count))
 
 
-#: `done`; `shed` = refused by the scheduler; `failed` = broken off or refused by a server, or never over; `cancelled` =
-#: the client left.
+#: `waiting` = not over; `done` = served; `shed` = refused or evicted by the scheduler; `failed` = broken off or refused
+#: by a server, or not over at the end of the run; `cancelled` = the client left.
 Status = Literal["waiting", "done", "shed", "failed", "cancelled"]
 
 
@@ -247,17 +251,17 @@ class Job(Struct, gc=False):
     arrived: float
     request: Request | None = None
     served: EngineRequest | None = None
-    #: The engine requests of its other answers, and how many answers are not over.
+    #: If `n` > 1: the engine requests of the other answers. `left`: how many answers are not over.
     siblings: tuple[EngineRequest, ...] = ()
     left: int = 1
-    #: The server that only computes its prompt, and the engine request there; -1 = the server that answers does it.
+    #: The server that only computes the prompt (-1 = the answering server does it), and the engine request there.
     prefill_server: int = -1
     prefilled: EngineRequest | None = None
     #: Index of the server that the request was sent to; -1 = none.
     server: int = -1
     status: Status = "waiting"
     reason: str = ""
-    #: Seen by the client, including the network.
+    #: When the client received the first token and the end of the answer.
     first_at: float = -1.0
     ended_at: float = -1.0
     cached_tokens: int = 0
