@@ -16,16 +16,16 @@ _Seconds = Annotated[float, Meta(ge=0, le=3600)]
 
 class Faults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Faults of a replica, all off by default, set through `POST /fault` or from Python. A change replaces the whole
-    value; running requests keep what they drew."""
+    object. It does not change what was drawn for a running request when it arrived."""
 
     #: Multiplies the duration of every engine step.
     slow_factor: Annotated[float, Meta(gt=0, le=1000)] = 1.0
     #: Share of generation requests that fail with `error_status`.
     error_rate: _Share = 0.0
     error_status: Annotated[int, Meta(ge=400, le=599)] = 500
-    #: Streams fail with an event inside their 200; other requests fail with the status as usual.
+    #: True: streams fail with an event inside a 200. Other requests still fail with `error_status`.
     error_in_stream: bool = False
-    #: /metrics answers with the page at the moment this was set.
+    #: /metrics answers with the page of the first request after this was set.
     metrics_frozen: bool = False
     #: /metrics answers after this delay.
     metrics_delay_s: _Seconds = 0.0
@@ -48,7 +48,7 @@ NO_FAULTS = Faults()
 
 
 def changed(faults: Faults, changes: dict[str, Any]) -> Faults:
-    """`faults` with some fields changed. Raises `ValueError` that names the wrong field; then nothing has changed."""
+    """`faults` with some fields changed. Raises `ValueError` that names the wrong field."""
     try:
         return msgspec.convert(msgspec.structs.asdict(faults) | changes, Faults)
     except msgspec.ValidationError as error:
@@ -59,7 +59,7 @@ if TYPE_CHECKING:  # imports ZMQ, which only pools with events need
     from fairlead.lab.stub.kv_publisher import KvEventsConfig
 
 VERSION = "0.32.0"
-#: Distance between the ports of one replica's publisher and the next: one port for events, one for replays.
+#: Ports per KV event publisher, and so from one replica's ports to the next's: one for events, one for replays.
 KV_PORTS = 2
 #: Far more than a CPU can follow. Beyond this, engine seconds would be too coarse for the steps of a server that has
 #: run for a day.
@@ -112,8 +112,8 @@ class StubConfig(Struct, frozen=True, kw_only=True):
     #: Send `x-inference-pod`, `x-inference-namespace` and `x-inference-port` with every response.
     identity_headers: bool = False
     namespace: str = "default"
-    #: Publish what the KV cache stores and forgets (`--kv-events-config`); `None` = do not publish. Fixed ports are
-    #: those of the first replica, see `kv_events_of`.
+    #: Publish what the KV cache stores and forgets (`--kv-events-config`); `None` = do not publish. Ports that are not
+    #: free ones (`*`) are those of the first replica, see `kv_events_of`.
     kv_events: "KvEventsConfig | None" = None
 
     seed: int = 0
@@ -139,9 +139,9 @@ class StubConfig(Struct, frozen=True, kw_only=True):
         return self.model or preset(self.preset).model
 
     def kv_events_of(self, index: int) -> "KvEventsConfig | None":
-        """The KV event configuration of one of several replicas, with ports `KV_PORTS` above those of the replica
-        before. Free ports stay free, and an address to connect to is the same for all. Raises `ValueError` for ports
-        beyond 65535."""
+        """The KV event configuration of replica `index` (from 0); `None` = it publishes none. Each replica has ports
+        `KV_PORTS` above those of the previous one. Free ports (`*`) stay free, and an address to connect to is the same
+        for all replicas. Raises `ValueError` for ports beyond 65535."""
         config = self.kv_events
         if config is None:
             return None

@@ -1,4 +1,5 @@
-"""One client connection: receives requests and answers them one at a time, in order; back-pressure and disconnects.
+"""One client connection: receives requests and answers them one at a time, in order. Handles back-pressure and
+disconnects.
 
 Rules
 * A request is passed on only when the answer to the request before it is complete, so pipelined requests are answered
@@ -91,7 +92,7 @@ _LINGER_S = 1.0
 
 class Held(NamedTuple):
     """What a connection buffers: bytes of answers that the client has not read, and bytes of requests not served yet.
-    `waits`: waiting for the client to read; `reads`: reading from the client."""
+    `waits`: the answer is paused until the client reads; `reads`: the connection reads from the client."""
 
     unsent: int
     unserved: int
@@ -243,7 +244,7 @@ class Connection(asyncio.Protocol):
         return b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
 
     def write(self, data: bytes) -> None:
-        # A transport reports in a later turn of the loop that its peer has gone, and logs what is written before that.
+        # A transport reports a disconnect in a later turn of the loop. It would log a warning for writes before that.
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 

@@ -1,4 +1,4 @@
-"""Prometheus text as the real server's Python client formats it, and the families of its HTTP server and process."""
+"""Prometheus text as vLLM's Python client formats it, and the metric families of its HTTP server and its process."""
 
 import gc
 import os
@@ -35,7 +35,7 @@ def header(name: str, kind: str, help_text: str) -> str:
 
 
 Read = Callable[[], float]
-#: A part of a page, which it makes for each page.
+#: A part of a page: a function that is called for each page and returns the text of this part.
 Part = Callable[[], str]
 
 
@@ -88,7 +88,7 @@ def page(parts: Sequence[Part]) -> bytes:
 
 # The http_* families, which the real server's page has in addition to its own.
 
-#: Bounds of vLLM 0.32.0.
+#: Bucket bounds of vLLM 0.32.0, in seconds.
 _FINE = (
     *(0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0),
     *(7.5, 10.0, 30.0, 60.0),
@@ -106,7 +106,7 @@ _COARSE_HELP = "Latency with only few buckets by handler. Made to be only used i
 
 
 class HttpStats:
-    """Counts answers by route. Routes are few and fixed, so the memory is bounded."""
+    """Counts answers by route. The number of routes is small and fixed, so the memory is bounded."""
 
     def __init__(self, unix: float) -> None:
         self._created = number(unix)

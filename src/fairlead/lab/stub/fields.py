@@ -66,7 +66,8 @@ def unknown_model(name: str, served: str) -> ApiError:
 
 
 def too_long(limit: int, tokens: int, counted: bool) -> ApiError:
-    """The error for too long a prompt. Text is tokenized only as far as needed: its length is a lower bound."""
+    """The error for too long a prompt. `counted`: `tokens` is the exact number; otherwise the server stopped tokenizing
+    at the limit and reports a lower bound."""
     shown = tokens if counted else limit + 1
     least = "" if counted else "at least "
     return ApiError(

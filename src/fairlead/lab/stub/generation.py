@@ -1,9 +1,9 @@
-"""One generation request, from its plan to engine requests and from tokens back to an answer, in one piece or streamed.
+"""One generation request: from its plan to engine requests, and from their tokens to an answer, whole or streamed.
 
 Rules
 * The replica calls `progress` and `finished` after engine steps; the connection calls `lost` and `writable`.
-* `lost`, `fail` and the last byte of the answer each end the generation, once. What still runs in the engine is then
-  aborted, and all later calls have no effect.
+* A generation ends once: by `lost`, by `fail` or by the last byte of the answer. Its engine requests that still run are
+  then aborted, and all later calls have no effect.
 """
 
 import json
@@ -51,24 +51,25 @@ class Host(Protocol):
 
 
 class Choice(Struct, eq=False):
-    """One output. `emitted` of its tokens have been written, and `shown` bytes of their text."""
+    """One of the answers to a request. `emitted` of its tokens and `shown` bytes of its text have been written."""
 
     generation: "Generation"
     index: int
     prompt: int
     request: EngineRequest
-    #: The stop string that will end the output.
+    #: The stop string that will end the output; `None` = no stop string will.
     stop: Stop | None
     emitted: int = 0
     shown: int = 0
-    #: The last event was written, or, in a non-streamed answer, the output is complete.
+    #: Whether the last event was written or, in a non-streamed answer, the output is complete.
     ended: bool = False
+    #: The parts of a token event before and after its text.
     head: bytes = b""
     tail: bytes = b""
 
     def text(self, output: int, hold: int) -> bytes:
-        """The part of the text of the first `output` tokens that has not been shown yet, without the last `hold` bytes.
-        It then counts as shown."""
+        """The text of the first `output` tokens without its last `hold` bytes, as far as it has not been shown. It then
+        counts as shown."""
         end = tk.TOKEN_BYTES * output - hold
         if self.stop is not None:
             end = min(end, self.stop.length)
@@ -86,7 +87,7 @@ class Choice(Struct, eq=False):
 
 
 class Generation:
-    """A request with all its choices, for a non-streamed answer."""
+    """A generation request with all its choices, answered in one piece."""
 
     def __init__(self, host: Host, connection: Connection, plan: Plan, shape: Shape, orca: str) -> None:
         """`orca`: the client's `endpoint-load-metrics-format`; empty = none."""
@@ -109,10 +110,10 @@ class Generation:
     # ---------------------------------------------------------------- called by the replica
 
     def begin(self) -> None:
-        """The engine has received the requests."""
+        """Called before the engine receives the requests."""
 
     def progress(self, choice: Choice, output: int) -> None:
-        """A choice that continues has `output` tokens."""
+        """A choice that has not ended has `output` tokens now."""
 
     def finished(self, choice: Choice) -> None:
         """The engine has finished a choice."""
@@ -154,11 +155,11 @@ class Generation:
         self.connection.reply(200, body, before=orca_line(self.orca, gauges.waiting, gauges.kv_usage))
 
     def echo(self, choice: Choice) -> bytes:
-        """The prompt as the inside of a JSON string, if the client asked for it back."""
+        """The prompt as the inside of a JSON string if the client asked for it (`echo`), otherwise empty."""
         return quoted(tk.text(self.plan.prompts[choice.prompt]))[1:-1] if self.plan.echo else b""
 
     def parts(self, choice: Choice, output: int) -> Parts:
-        """The fields beside the text of the tokens after the emitted ones, up to `output`."""
+        """The fields beside the text, for the tokens after the emitted ones up to token `output`."""
         request, start = choice.request, choice.emitted
         done = request.phase is Phase.DONE
         return Parts(
@@ -238,7 +239,7 @@ class StreamGeneration(Generation):
         self.connection.begin_stream()
 
     def progress(self, choice: Choice, output: int) -> None:
-        """A choice that continues has `output` tokens, more than were emitted."""
+        """A choice that has not ended has `output` tokens now, more than were emitted."""
         connection = self.connection
         if connection.paused or self.over:
             return
@@ -275,7 +276,7 @@ class StreamGeneration(Generation):
             self.connection.end_stream(self.connection.event(error.event()) + self._done())
 
     def _done(self) -> bytes:
-        # An empty chunk would end the answer.
+        # An empty chunk would end the chunked answer.
         return self.connection.event(self.shape.done) if self.shape.done else b""
 
     # ---------------------------------------------------------------- called by the connection
@@ -290,7 +291,7 @@ class StreamGeneration(Generation):
     # ---------------------------------------------------------------- events
 
     def _roles(self) -> bytes:
-        """The events that precede the first token."""
+        """The events that precede the first token; empty if they were sent."""
         if self.started:
             return b""
         self.started = True

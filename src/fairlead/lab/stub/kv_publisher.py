@@ -1,4 +1,4 @@
-"""KV events of a replica, published as vLLM does: what the engine's cache stores and forgets, batch by batch.
+"""Publishes the KV events of a replica as vLLM does: what the engine's cache stores and forgets, in batches.
 
     publisher = KvPublisher(KvEventsConfig(), name="127.0.0.1:8000", model="m")
     publisher.attach(replica.engine.blocks, block_size)
@@ -30,14 +30,14 @@ from fairlead.pool.kv_events.discovery import Curve
 from fairlead.pool.kv_events.replay import Context, Socket, bound_to, secure
 from fairlead.pool.kv_events.wire import replay_end, replay_reply, replay_start, sequence, topic
 
-# The forms in which model servers of different versions send KV events, for the stub and for testing decoders.
+# The encodings of KV events in different versions of model servers, for the stub and for testing decoders.
 
 
 class Encoding(Struct, frozen=True):
-    """The form of a publisher's events. The defaults are those of vLLM 0.32.
+    """The encoding of a publisher's events. The defaults are those of vLLM 0.32.
 
-    `fields`: the number of fields of an array event, including the tag: 6 = 0.9, 7 = 0.11, 8 = 0.16, 9 = 0.18, 10 =
-    0.20, 12 = 0.23.
+    `fields`: the number of fields of an array event, including the tag. vLLM 0.9 sends 6, 0.11 sends 7, 0.16 sends 8,
+    0.18 sends 9, 0.20 sends 10, 0.23 sends 12.
     """
 
     events: Literal["map", "array"] = "map"
@@ -82,7 +82,7 @@ def _event(event: KvEvent, encoding: Encoding) -> Any:
     else:
         tag, names, values = "AllBlocksCleared", (), []
     if encoding.events == "array":
-        # Removals got the fields for medium and group in the same versions as stores.
+        # `BlockRemoved` got its fields for medium and group in the same versions as `BlockStored`.
         most = encoding.fields if tag == "BlockStored" else 2 + (encoding.fields > 6) + (encoding.fields > 9)
         return [tag, *values][:most]
     return {"type": tag, **dict(zip(names, values, strict=True))}
@@ -126,16 +126,16 @@ def _hashes(hashes: Sequence[int], encoding: Encoding) -> list[Any]:
     return list(hashes)
 
 
-#: Blocks whose digest is kept. A parent that is no longer among them is reported by the stub's own hash.
+#: The number of blocks whose digest is kept. An older block is reported by the stub's own hash.
 _MOST = 500_000
 
 
 class BlockNames:
     """Maps the engine's block hashes to those of a vLLM with this algorithm, for subscribers that recompute them.
 
-    Each block gets vLLM's full digest, chained from its parent's, of which events contain the last eight bytes. vLLM
+    Each block gets vLLM's full digest, chained from its parent's. Events contain the last eight bytes of a digest. vLLM
     also hashes an adapter's path, which here equals its name. `seed`: PYTHONHASHSEED; empty = not set. Raises
-    `ValueError` for an algorithm that would then hash at random.
+    `ValueError` for an algorithm whose hashes are random without a seed, if none is given.
     """
 
     def __init__(self, algorithm: str, seed: str = "") -> None:
@@ -145,7 +145,7 @@ class BlockNames:
     def name(
         self, hashes: Sequence[int], parent: int, tokens: bytes, block_size: int, lora: str, salt: str
     ) -> tuple[list[int], int]:
-        """The hashes in an event about consecutive blocks after `parent` (0 = none): the blocks' and the parent's."""
+        """(hashes of the blocks, hash of the parent) as in an event, for blocks in a row after `parent` (0 = none)."""
         before = self._digests.get(parent) if parent else None
         adapter = (lora, lora) if lora else None
         digests = self._hasher.digests(tk.ids(tokens), block_size, adapter, salt or None, parent=before)
@@ -155,7 +155,7 @@ class BlockNames:
         return [short(digest) for digest in digests], short(before) if before is not None else parent
 
     def of(self, digest: int) -> int:
-        """The hash of one block in events."""
+        """The hash of one block as in events."""
         known = self._digests.get(digest)
         return short(known) if known is not None else digest
 
@@ -177,7 +177,8 @@ def _socket(context: Context, kind: int, curve: Curve | None) -> Socket:
 
 
 class Replays:
-    """Answers replay requests. `batches(start)` returns topic (or `None`), number and payload of all in the buffer."""
+    """Answers replay requests. `batches(start)` returns (topic or `None`, number, payload) of the buffered batches from
+    number `start` on."""
 
     def __init__(self, context: Context, address: str, curve: Curve | None, batches: Callable[[int], Batches]) -> None:
         self._batches = batches
@@ -214,7 +215,8 @@ class Replays:
 
 
 class KvEventsConfig(Struct, frozen=True, kw_only=True):
-    """Addresses may end in `:*` for a free port. `connect`: connect to the subscriber instead of binding."""
+    """The settings of a publisher. Addresses may end in `:*` for a free port. `connect`: connect to the subscriber
+    instead of binding. `first`: the number of the first batch. `buffer_steps`: batches kept for replays."""
 
     events: str = "tcp://127.0.0.1:*"
     #: Empty = no replay socket.
@@ -314,7 +316,7 @@ class KvPublisher:
     # ---------------------------------------------------------------- on demand
 
     def add(self, event: KvEvent) -> None:
-        """Publish an event with the current batch, which is sent after the loop's current callback."""
+        """Add an event to the current batch, which is sent after the loop's current callback."""
         self._events.append(event)
         if self._flush_soon is None:
             self._flush_soon = self._loop.call_soon(self.flush)
@@ -331,11 +333,11 @@ class KvPublisher:
         self.add(BlocksRemoved(list(hashes), medium))
 
     def lose(self, batches: int) -> None:
-        """Do not send the next batches. They are still numbered and can be replayed."""
+        """Do not send the next `batches` batches. They are still numbered and can be replayed."""
         self._lose = batches
 
     def restart(self) -> None:
-        """Begin again without announcing it: numbers from the start, nothing to replay."""
+        """Begin again without an announcement: batches are numbered from the start, and none can be replayed."""
         self._events.clear()
         self._buffer.clear()
         self._published.clear()
@@ -351,7 +353,7 @@ class KvPublisher:
         self.send(payload)
 
     def send(self, payload: bytes) -> None:
-        """Number and send any bytes as a batch."""
+        """Send any bytes as a batch, with the next number."""
         number = self.next_sequence
         self.next_sequence += 1
         self._buffer.append((number, payload))

@@ -1,4 +1,4 @@
-"""The /metrics page of a replica: vLLM 0.32.0's, in the order of the real page, or that of another engine.
+"""The /metrics page of a replica: that of vLLM 0.32.0, in the order of the real page, or that of another engine.
 
 A page is cheap because nearly all of it is fixed text: line prefixes are made once, and a histogram is formatted again
 only after it changed. vLLM's names and help texts are captured from the real server.
@@ -210,7 +210,7 @@ CACHE_CONFIG_FIXED = {
 
 
 class MetricsPage:
-    """vLLM's page: all parts in their order. `before` and `after` surround the engine's own families."""
+    """vLLM's page: all parts in their order. `before` and `after` are the parts around the engine's own families."""
 
     def __init__(self, replica: Replica, before: list[Part], after: list[Part]) -> None:
         self._replica = replica
@@ -234,7 +234,7 @@ class MetricsPage:
     def render(self) -> bytes:
         return page(self._parts)
 
-    # The engine is replaced when it is restarted after its death, so values are looked up each time.
+    # A restart replaces the engine object, so values are looked up each time.
 
     def _now(self, read: Callable[[EngineStats], T]) -> Callable[[], T]:
         return lambda: read(self._replica.engine.stats)
@@ -303,7 +303,7 @@ _KV_USAGE = "engine.stats.gauges.kv_usage"
 _BLOCK_SIZE, _BLOCKS = "spec.block_size", "spec.num_blocks"
 _PROMPT, _CACHED = "engine.stats.prompt_tokens", "engine.stats.prompt_tokens_cached"
 _GENERATED = "engine.stats.generation_tokens"
-#: The same of ended requests only.
+#: Prompt and output tokens of ended requests only.
 _ENDED_PROMPT, _ENDED_GENERATED = "engine.stats.request_prompt_tokens.sum", "engine.stats.request_generation_tokens.sum"
 
 
@@ -369,7 +369,7 @@ SERIES: Mapping[str, tuple[tuple[str, Mapping[str, str], str | Callable[[Replica
 
 
 def other_page(replica: Replica) -> Callable[[], bytes]:
-    """Makes the page of one replica, as `MetricsPage.render` does for vLLM."""
+    """A function that makes the page of one replica, as `MetricsPage.render` does for vLLM."""
     model = replica.config.served_model
     parts: list[Part] = []
     before = ""

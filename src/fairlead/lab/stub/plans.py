@@ -110,7 +110,7 @@ def id_tokens(ids: list[int], vocab: int) -> bytes:
     return tk.from_ids(ids)
 
 
-# The content of a generation request, checked in the real server's order and refused with its messages.
+# The content of a generation request, checked in the order of the real server and refused with its messages.
 
 #: The default of `max_tokens` for completions, as the API has always had it.
 _COMPLETION_TOKENS = 16
@@ -118,17 +118,17 @@ _MAX_CHOICES = 1024
 
 
 class Plan(Struct, kw_only=True):
-    """A checked request: one or more prompts, `n` choices each."""
+    """A checked generation request: one or more prompts, with `n` choices each."""
 
     shape: type[Shape]
-    #: Empty, before it is resolved: the base model.
+    #: The requested name; after `Models.resolve`, the name for the answer. Empty = the base model.
     model: str
     lora: str = ""
     prompts: list[bytes] = []
     n: int
-    #: Per prompt, limited to what the context length leaves.
+    #: The limit of output tokens of each prompt, at most what the context length leaves.
     max_tokens: list[int] = []
-    #: Whether the model stops by itself; only if the client set no limit.
+    #: Whether the model stops by itself: False with a limit of output tokens, or with `ignore_eos`.
     stops: bool
     stream: bool
     include_usage: bool = False
@@ -136,7 +136,7 @@ class Plan(Struct, kw_only=True):
     echo: bool = False
     return_token_ids: bool = False
     stop_strings: StopStrings | None = None
-    #: How many likely tokens to show for each token; `None` = no log-probabilities at all.
+    #: How many of the likeliest tokens to show for each token; `None` = no log-probabilities at all.
     logprobs: int | None = None
     salt: str = ""
     request_id: str = ""
@@ -152,7 +152,7 @@ class Plan(Struct, kw_only=True):
         return digest + 7919 * choice
 
     def answer(self, answer_id: str, created: int, fingerprint: str) -> Shape:
-        """The form of the answer."""
+        """The `Shape` that makes the JSON of the answer."""
         tokens = sum(map(len, self.prompts)) // tk.TOKEN_BYTES
         limit, temperature = self.max_tokens[0], self.temperature
         return self.shape(answer_id, created, self.model, fingerprint, tokens, limit, temperature)
@@ -163,7 +163,7 @@ class Models:
 
     def __init__(self, base: str, loras: tuple[str, ...], created: int) -> None:
         self.base = base
-        #: Adapter name to (path, time when loaded).
+        #: Adapter name → (path, unix seconds when it was loaded).
         self.loras: dict[str, tuple[str, int]] = {name: (f"./{name}", created) for name in loras}
         self.created = created
 
@@ -228,14 +228,14 @@ def plan_response(body: Body, models: Models, config: StubConfig) -> Plan:
 
 
 def _turn(item: object) -> object:
-    """An item as a message: calls of tools and their results have a type in place of a role."""
+    """An input item as a message. Tool calls and their results have a `type` in place of a `role`."""
     if isinstance(item, dict) and "role" not in item and "type" in item:
         return {"role": item["type"], "content": [item]}
     return item
 
 
 def _plan_in_events(body: Body, chat: Body, models: Models, config: StubConfig, shape: type[Shape]) -> Plan:
-    """The plan of a chat; the end of its stream has events of its own, with the usage."""
+    """Plan the request like a chat. The last events of its stream, which have the usage, are those of `shape`."""
     shared = {name: body[name] for name in _AS_IN_CHAT if name in body}
     plan = plan_chat({**shared, **chat}, models, config, shape)
     plan.include_usage, plan.temperature = True, fields.number(body, "temperature", 1.0)
@@ -243,7 +243,7 @@ def _plan_in_events(body: Body, chat: Body, models: Models, config: StubConfig, 
 
 
 def _begun(body: Body, shape: type[Shape]) -> tuple[Plan, Sampling]:
-    """A plan with the fields that all APIs share. Their types are checked, not their values."""
+    """A plan with the fields that all APIs share, and the sampling fields. Types are checked, values are not."""
     plan = Plan(
         shape=shape,
         model=fields.string(body, "model") or "",
@@ -267,7 +267,8 @@ def _begun(body: Body, shape: type[Shape]) -> tuple[Plan, Sampling]:
 
 
 def _completed(plan: Plan, sampling: Sampling, config: StubConfig, counted: bool, limit: int | None) -> Plan:
-    """The plan after checks of its values. `counted`: the client sent token ids. `limit`: what it set for answers."""
+    """Check the values of a plan and complete it. `counted`: the client sent token ids, so their number is exact.
+    `limit`: of output tokens; `None` = the client set none. Raises `ApiError`."""
     context = config.spec().max_model_len
     longest = max(map(len, plan.prompts)) // tk.TOKEN_BYTES
     if longest >= context:

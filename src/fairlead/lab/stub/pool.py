@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class PortTaken(FairleadError):
-    """A port could not be bound, and what a user of the command can do."""
+    """A socket could not be opened. The message says what the user of the command can do."""
 
 
 _ANOTHER = "is another server running there? Choose another --port"
@@ -36,7 +36,7 @@ _EVENT_CURES = {
     errno.ENODEV: "for KV events --host must be an IPv4 address of this machine",
 }
 _NO_ADDRESS = "--kv-events-connect is an address as tcp://127.0.0.1:5557"
-#: Open files: ten per publisher, and two more for its subscriber (libzmq 4.3, measured).
+#: Open files per publisher: ten, and two more for its subscriber (libzmq 4.3, measured).
 _FILES_PER_PUBLISHER = 12
 _OTHER_FILES = 100
 
@@ -44,7 +44,8 @@ _OTHER_FILES = 100
 class StubPool:
     """`async with StubPool(config, replicas=8) as pool:` serves until the block is left.
 
-    `ports` is 0 for free ports, a first port (the others follow it), or a list. Raises `ValueError` for invalid ports.
+    `ports`: 0 = free ports; another number = the port of the first replica, the other ports follow it; or a list with
+    the port of each replica. Raises `ValueError` for invalid ports.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class StubPool:
 
     @property
     def replicas(self) -> list[Replica]:
-        """The running replicas, with `engine.stats`, `faults` and `models`."""
+        """The running replicas."""
         return [server.replica for server in self._servers if server is not None]
 
     def replica(self, index: int) -> Replica:
@@ -188,7 +189,8 @@ def _have_files(publishers: int) -> None:
 async def serve(
     config: StubConfig, replicas: int, host: str, port: int, endpoints: Path | None, say: Callable[[str], object]
 ) -> None:
-    """Serve until SIGINT or SIGTERM. Raises `FairleadError` for what went wrong."""
+    """Serve until SIGINT or SIGTERM. `endpoints`: the endpoints file to write; `None` = none. `say` prints a line.
+    Raises `FairleadError` if the pool cannot start or the file cannot be written."""
     loop = asyncio.get_running_loop()
     asked_to_stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -224,7 +226,7 @@ def _sources(replica: Replica) -> str:
 
 
 def endpoints_yaml(pool: StubPool, config: StubConfig) -> str:
-    """The pool as an endpoints file, which the gateway can watch."""
+    """The pool as the text of an endpoints file for `fairlead serve`."""
     labels = {"model": config.served_model, "app": "fairlead-stub"}
     if config.engine_type != DEFAULT_ENGINE:
         labels[ENGINE_LABELS[0]] = config.engine_type

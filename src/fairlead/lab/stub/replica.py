@@ -4,7 +4,8 @@ Rules
 * One timer per replica is set for the end of the running step. It fires at most once per `_TICK_S`, and steps that end
   in between are handled together. So a time ratio that makes steps shorter costs no more timer calls, and streams get
   merged events.
-* Engine time is absolute, so late timer calls delay single events and never add up.
+* Engine time follows from the loop's clock, not from the timers: a late timer delays single events, and delays do not
+  add up.
 """
 
 import asyncio
@@ -25,8 +26,8 @@ from fairlead.lab.stub.sampling import Stop
 
 
 class EngineClock:
-    """Engine time: the event loop's time from the start, multiplied by `ratio`. While it runs, `now` and `wall` are
-    inverse to each other."""
+    """Engine time: the event loop's time since the start, multiplied by `ratio`. Unless it is frozen, `now` and `wall`
+    are inverse to each other."""
 
     __slots__ = ("_frozen_at", "_origin", "_wall", "ratio")
 
@@ -49,7 +50,7 @@ class EngineClock:
         return (self._wall() - self._origin) * self.ratio
 
     def wall(self, engine: float) -> float:
-        """The time on the loop's clock of an engine time."""
+        """The time on the loop's clock at engine time `engine`."""
         return self._origin + engine / self.ratio
 
     def freeze(self) -> None:
@@ -63,12 +64,12 @@ class EngineClock:
             self._frozen_at = None
 
 
-#: A limit of the stub. The real server keeps label sets forever.
+#: The stub keeps this many label sets. The real server keeps them forever.
 _MAX_SERIES = 1000
 
 
 class LoraInfo:
-    """The gauge `vllm:lora_requests_info`: label sets, and when each was last true, in unix seconds; the newest is now.
+    """The gauge `vllm:lora_requests_info`: its label sets, and when each was last true, in unix seconds.
 
     As measured on vLLM 0.32.0, an old label set stays on the page, the list of waiting adapters repeats the running
     ones, and an adapter that has only queued requests is never listed.
@@ -95,7 +96,7 @@ if TYPE_CHECKING:
     from fairlead.lab.stub.kv_publisher import KvPublisher
 
 _TICK_S = 0.001
-#: Share of refused streams whose 503 was inside a 200 (vLLM 0.32.0: 11 of 20 and 17 of 20).
+#: Share of refused streams whose 503 was inside a 200 (measured on vLLM 0.32.0: 11 of 20 and 17 of 20).
 _IN_STREAM_COMPLETIONS = 0.55
 _IN_STREAM_CHAT = 0.85
 
@@ -122,7 +123,7 @@ class Replica:
         self._faults = NO_FAULTS
         self._generations: dict[Generation, None] = {}
         self._choices: dict[EngineRequest, Choice] = {}
-        #: Choices of streams that continue and have a first token.
+        #: Choices of streams that have a first token and have not ended.
         self._streaming: dict[EngineRequest, Choice] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._woke = 0.0
@@ -151,7 +152,7 @@ class Replica:
             return
         now = self.clock.now()
         self._catch_up(now)
-        # An answer that was just given may have started the next request of its connection, and this further steps.
+        # An answer in `_catch_up` may have let its connection submit its next request, which advanced the engine.
         now = max(now, self.engine.now)
         for request, prompt, stop in self._requests(plan, answer_id):
             self._choices[request] = generation.add_choice(prompt, request, stop)
@@ -180,7 +181,8 @@ class Replica:
                 yield request, prompt, stop
 
     def _refusal(self, plan: Plan) -> tuple[ApiError | None, bool]:
-        """The refusal of a request, if any; and whether it is inside a 200, as if the server detected it too late."""
+        """The refusal of a request (`None` = it is not refused), and whether it comes inside a 200, as if the server
+        had detected it too late."""
         faults = self._faults
         if faults.engine_dead:
             return ApiError(DEAD, 500), False
@@ -231,7 +233,7 @@ class Replica:
         self._arm()
 
     def _catch_up(self, now: float) -> None:
-        """Do every step that is due, and pass on the results."""
+        """Do every engine step that is due by `now`, and pass the results on to the generations."""
         if not self.config.merge_events:
             while (due := self.engine.next_step_at()) is not None and due < now:
                 self._pass_on(self.engine.step(due))
@@ -251,7 +253,7 @@ class Replica:
             self._stream()
         for request in result.finished:
             streaming.pop(request, None)
-            # An answer may start the next request of its connection, and thereby further steps, before this loop ends.
+            # Before this loop ends, an answer may let its connection submit its next request, which may run more steps.
             ended = choices.get(request)
             if ended is not None:
                 ended.generation.finished(ended)
@@ -294,7 +296,7 @@ class Replica:
         """Kill the engine process and start another: running requests fail, the cache is empty, and the numbers of KV
         events start again. The HTTP server and the faults stay; an engine that a fault keeps dead stays dead."""
         faults = self._faults
-        # Dead for a moment, so that a request that follows a failed one on its connection is refused too.
+        # The engine is dead for a moment, so that the next request on the connection of a failed one is refused too.
         self.faults = changed(faults, {"engine_dead": True})
         self.faults = faults
 

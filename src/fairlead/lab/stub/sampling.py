@@ -1,7 +1,7 @@
 """Sampling fields of a request: stop strings, log-probabilities, and parameters that are checked and have no effect.
 
 The stub does not sample: its output is a slice of a table that repeats (`engine.tokens`), known before it begins. So
-distant positions of stop strings are looked up in the table once per request, and not in the text of each choice.
+distant positions of stop strings are looked up in the table once per request, not in the text of each choice.
 
 Rules of stop strings (vLLM 0.32's)
 * The text ends before the stop string, or after it if the client wants so. Tokens count up to the one that completes
@@ -20,7 +20,7 @@ from fairlead.lab.engine import tokens as tk
 from fairlead.lab.stub import fields
 from fairlead.lab.stub.fields import ApiError, Body, bad_value
 
-#: Tokens that are searched directly. It is rare for a string not to be among them.
+#: The number of output tokens that are searched directly. Stop strings that are not in them are rare.
 _NEAR = 1024
 _TURN = tk.TOKEN_BYTES * tk.PERIOD
 
@@ -46,7 +46,7 @@ class StopStrings:
         self.hold = 0 if include else max(map(len, self._strings)) - 1
 
     def find(self, seed: int, limit: int) -> Stop | None:
-        """Where the output of this seed stops within `limit` tokens."""
+        """Where the output of this seed stops within `limit` tokens; `None` = no stop string occurs there."""
         near = tk.output(seed, 0, min(limit, _NEAR))
         best: Stop | None = None
         for string in self._strings:
@@ -142,7 +142,7 @@ def _likely(seed: int, position: int, count: int) -> list[tuple[bytes, bytes]]:
     text, width = tk.output(place, 0, 2 * count), tk.TOKEN_BYTES
     words = dict.fromkeys(text[byte : byte + width] for byte in range(0, width * count, width))
     position = width * count
-    while len(words) < count:  # a word occurred twice; far fewer than half of them do
+    while len(words) < count:  # a word occurred twice; far fewer than half of the words do
         words[text[position : position + width]] = None
         position += width
     return list(zip(words, _falling(place * 97 % _RATES), strict=False))
@@ -150,12 +150,13 @@ def _likely(seed: int, position: int, count: int) -> list[tuple[bytes, bytes]]:
 
 #: More stop strings are refused, unlike in vLLM, because each costs a search of the text.
 _MAX_STOPS = 32
-#: Values in one answer, which is made while no other request is served: about a second's work, and 60 MB.
+#: The most log-probabilities in one answer. Making them blocks other requests for about a second and takes 60 MB.
 _MAX_VALUES = 1_000_000
 
 
 class Sampling:
-    """The constructor checks the types, `check` the values, in the order of the real server and with its messages."""
+    """The sampling fields of a request. The constructor checks their types, `check` their values, in the order of the
+    real server and with its messages."""
 
     def __init__(self, body: Body) -> None:
         self._temperature = fields.number(body, "temperature", 1.0)
@@ -204,7 +205,8 @@ def completion_top(body: Body) -> int | None:
 
 
 def chat_top(body: Body) -> int | None:
-    """The same for /v1/chat/completions, where `logprobs` is a switch and `top_logprobs` the number."""
+    """The number of likely tokens to show for /v1/chat/completions, where `logprobs` is a switch and `top_logprobs` the
+    number; `None` = no log-probabilities."""
     wanted = fields.boolean(body, "logprobs")
     top = fields.integer(body, "top_logprobs", 0) or 0
     if top < 0:
@@ -216,7 +218,7 @@ def chat_top(body: Body) -> int | None:
 
 
 def check_top(top: int | None, tokens: int) -> None:
-    """Raise `ApiError` if more likely tokens are wanted for each of an answer's `tokens` than allowed."""
+    """Raise `ApiError` if `top` likely tokens for each of an answer's `tokens` tokens are more than allowed."""
     if top is None:
         return
     if top > MAX_TOP:

@@ -105,7 +105,7 @@ class ReplicaServer:
             connection.cut()
         if listener is not None:
             await listener.wait_closed()
-        await asyncio.sleep(0)  # the cut connections report themselves closed in the next turn of the loop
+        await asyncio.sleep(0)  # in the next turn of the loop, the cut connections call `closed`
 
     @property
     def connections(self) -> int:
@@ -152,7 +152,7 @@ class ReplicaServer:
                 connection.reply(500, ApiError("Internal server error", 500).body())
 
     def answered(self, request: HttpRequest, status: int, seconds: float) -> None:
-        # Made-up paths of clients must not create new labels; the real server uses "none" for such paths.
+        # Unknown paths must not create new labels; the real server uses "none" for them.
         path = request.path if request.path in self._routes else "none"
         method = request.method if request.method in _METHODS else "OTHER"
         self._http.answered(path, method, status, seconds, len(request.body))
@@ -192,7 +192,7 @@ class ReplicaServer:
 
 
 class _Delayed:
-    """A delayed metrics page."""
+    """The exchange of a delayed metrics page."""
 
     def __init__(self, timer: asyncio.TimerHandle) -> None:
         self._timer = timer
@@ -290,7 +290,7 @@ def _generate(
 
 
 def scale_out(site: ReplicaServer, connection: Connection, request: HttpRequest) -> None:
-    """Refuse rendering and token generation for other servers, as a server without these flags does."""
+    """Refuse rendering and token generation for other servers, as vLLM does without `--enable-scale-out`."""
     raise ApiError(SCALE_OUT, 403)
 
 
@@ -373,7 +373,8 @@ def _answering(tell: Callable[[Replica], object]) -> Handler:
 
 
 def faults(site: ReplicaServer, connection: Connection, request: HttpRequest) -> None:
-    """GET shows the faults in force, POST changes the named ones, DELETE ends all."""
+    """GET returns the faults, POST changes the fields in its body, DELETE ends all faults. Each answers with the faults
+    that are then in force."""
     replica = site.replica
     if request.method == "DELETE":
         replica.faults = NO_FAULTS
@@ -395,10 +396,10 @@ _HWM = _QUEUE = 100_000
 class KvFaults(Struct, forbid_unknown_fields=True):
     """Faults of a replica's KV events, applied in this order."""
 
-    #: Start a new engine with an empty cache, which numbers its batches from the start without an announcement. Running
-    #: requests fail.
+    #: Replace the engine by one with an empty cache. Its batches are numbered from the start, without an announcement.
+    #: Running requests fail.
     restart: bool = False
-    #: The next so many batches are numbered and can be replayed, but are not sent; 0 = send again.
+    #: The number of next batches that are not sent, although they are numbered and can be replayed; 0 = send again.
     lose: _Count | None = None
     #: Report that this many of the last stored blocks are in another tier too.
     offload: _Count = 0
@@ -428,7 +429,7 @@ def kv_event_sources(site: ReplicaServer, connection: Connection, request: HttpR
 
 
 def kv_faults(site: ReplicaServer, connection: Connection, request: HttpRequest) -> None:
-    """POST loses batches, restarts the engine, offloads or drops blocks; GET only shows the events' number."""
+    """POST applies `KvFaults`. Both GET and POST answer with the number of the next batch, `next_sequence`."""
     publisher = site.replica.kv_events
     if publisher is None:
         raise ApiError("This server publishes no KV events; start it with --kv-events.", 404)
@@ -492,6 +493,6 @@ _ADAPTERS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 def routes(adapters: bool, engine_type: str = DEFAULT_ENGINE) -> Mapping[str, tuple[tuple[str, ...], Handler]]:
     chosen = {path: entry for path, entry in ROUTES.items() if adapters or path not in _ADAPTERS}
     if engine_type == "trtllm-serve":
-        # Statistics of the steps since the last query.
+        # There, /metrics returns the statistics of the steps since the last query as JSON; the stub has none.
         chosen |= {TRTLLM_PATH: chosen["/metrics"], "/metrics": (_GET, _answering(lambda replica: []))}
     return chosen

@@ -1,7 +1,7 @@
-"""The JSON of generation answers, in vLLM 0.32's field order, whole and streamed, for each of its four APIs.
+"""The JSON of generation answers, whole and streamed, in the field order of vLLM 0.32, for each of its four APIs.
 
-It is assembled by hand, because an event is sent per token. Generated text needs no escaping (see `engine.tokens`);
-everything that a client chose is escaped once per request.
+The code assembles the bytes itself for speed, because an event is sent per token. Generated text needs no escaping (see
+`engine.tokens`); everything that a client chose is escaped once per request.
 """
 
 import json
@@ -68,16 +68,16 @@ _NOTHING = Parts()
 
 
 class Shape:
-    """The answer to one request, choice by choice."""
+    """Makes the JSON of the answer to one request, choice by choice."""
 
     #: JSON of `object` in non-streamed answers and in events.
     whole_object = b""
     event_object = b""
     #: The JSON before the text in an event.
     before_text = b""
-    #: Each event has a number.
+    #: Whether each event has a number.
     numbered = False
-    #: What follows the last event.
+    #: The bytes after the last event.
     done = DONE
 
     def __init__(
@@ -107,7 +107,7 @@ class Shape:
         return b'data: %b[{"index":%d,%b' % (self._opening(self.event_object), index, self.before_text)
 
     def event_tail(self, parts: Parts = _NOTHING, usage: bytes = b"", last: bool = False) -> bytes:
-        """The part of a token event after its text. `last`: the last event of the stream except for usage."""
+        """The part of a token event after its text. `last`: this is the last event of the stream, except for usage."""
         counts = b',"usage":{%b}' % usage if usage else b""
         return b"%b]%b%b}\n\n" % (self.end_of_choice(parts), counts, b"," + self._fingerprint if last else b"")
 
@@ -343,7 +343,7 @@ class ResponsesShape(Shape):
             self._part(b"output_text.done", b'"logprobs":[],"text":"%b"' % content)
             + self._part(b"content_part.done", b'"part":' + part)
             + self._next(b"output_item.done", b'"item":%b,"output_index":0' % item)
-            # vLLM names it so even if the response is incomplete.
+            # vLLM names the event `completed` even if the response is incomplete.
             + self._next(b"completed", b'"response":' + self._final(item, counts))
         )
 
