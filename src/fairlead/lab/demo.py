@@ -1,4 +1,4 @@
-"""The demo: the same traffic under round robin and Fairlead, its goals, and commands to try its pool by hand."""
+"""`fairlead demo`: the same traffic under round robin and Fairlead, goals for the results, commands for manual use."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ POLICIES = {"round-robin": "round robin", "default": "Fairlead"}
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """One demo. Every choice is printed or written next to the results. Rates and times are in model time."""
+    """The settings of a demo, which are printed or written next to the results. Rates and times are in model time."""
 
     #: Requests per policy: six passes over the workload, the first of which fills the caches.
     requests: int = 4500
@@ -49,7 +49,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     time_ratio: float = 8.0
     replicas: int = 8
     preset: str = "qwen3-32b-h100"
-    #: Tokens per streamed event, as vLLM's --stream-interval. Saves work that does not affect the result.
+    #: Tokens per streamed event, as with vLLM's --stream-interval. Fewer events cost less CPU; the result is the same.
     stream_interval: int = 25
     seed: int = 1
     #: The port of the gateway; see `own_ports` and `replica_ports` for the others.
@@ -67,7 +67,7 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     @property
     def usual(self) -> bool:
-        """Whether this is the demo with the known results. Its port and output folder may differ."""
+        """Whether this is the default demo, whose results are known. Its port and output folder may differ."""
         return self == structs.replace(Plan(), port=self.port, out=self.out)
 
     def load(self, policy: str) -> RunSpec:
@@ -112,7 +112,7 @@ class Plan(Struct, frozen=True, kw_only=True):
         )
 
 
-# The ports of a demo: which they are, and whether they are free before anything is started.
+# Checks that the ports of a demo are free before anything is started.
 
 
 def check_ports(plan: Plan) -> None:
@@ -131,7 +131,7 @@ P50_LOWER, P95_LOWER, HIT_RATE = 10.0, 5.0, 0.8
 
 
 class Goal(Struct, frozen=True):
-    """One of the goals, in words, and the result of a run."""
+    """One goal and its result in words, and whether the run met it."""
 
     wanted: str
     got: str
@@ -167,12 +167,12 @@ def _hits(rate: float | None) -> Goal:
 
 
 def _cut(value: float) -> str:
-    """One decimal, never rounded up, so that a missed goal is not shown as met."""
+    """The value with one decimal, rounded down, so that a missed goal is not shown as met."""
     return f"{floor(value * 10) / 10:g}"
 
 
-# The demo's pool for manual use: a configuration next to the results, and commands that work as printed.
-# They are for the directory in which the demo was run, whether or not `fairlead` is on PATH there.
+# A pool for manual use: a configuration next to the results, and commands that work as printed in the directory in
+# which the demo was run, even if `fairlead` is not on PATH.
 
 _REPLICAS = 4
 
@@ -281,7 +281,8 @@ class Child:
             self._tail.append(line.decode(errors="replace").rstrip())
 
     async def ready(self, url: str, seconds: float = 30.0, file: Path | None = None) -> None:
-        """Wait until `url` answers 200 and `file` is written. Raises `FairleadError` with its last output otherwise."""
+        """Wait until `url` answers 200 and `file` (`None` = none) is written, for at most `seconds`. Otherwise raises
+        `FairleadError` with the command's last output."""
         assert self._process is not None
         deadline = asyncio.get_running_loop().time() + seconds
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2.0)) as session:
@@ -334,7 +335,7 @@ async def run(plan: Plan, console: Console, check: bool = False) -> dict[str, di
     _show(plan, summaries, console)
     if check or plan.usual:
         goals = judge(summaries)
-        console.print("Goals of this comparison, and what this run came to:")
+        console.print("Goals of this comparison, and the results of this run:")
         for goal in goals:
             verdict = "[green]met   [/]" if goal.met else "[bold red]missed[/]"
             console.print(f"  {verdict}  {goal.wanted}: {goal.got}", highlight=False, soft_wrap=True)
@@ -343,9 +344,9 @@ async def run(plan: Plan, console: Console, check: bool = False) -> dict[str, di
     plot = f" and {plan.out / 'demo.png'}" if drawn else f"; {report.NO_PLOT}"
     console.print(f"Written: {plan.out / 'summary.json'}{plot}", markup=False, soft_wrap=True)
     console.print(
-        f"By hand, the first two each in a terminal of its own, all in this directory:\n"
+        f"By hand, all in this directory, the first two commands each in its own terminal:\n"
         f"  {commands.stub}\n  {commands.serve}\n  {commands.curl}\n"
-        f"What it decided, and why: {commands.dashboard}",
+        f"The dashboard shows each decision and its reason: {commands.dashboard}",
         highlight=False,
         markup=False,
         soft_wrap=True,

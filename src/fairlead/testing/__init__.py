@@ -1,4 +1,4 @@
-"""The kit for testing plugins: builders, a clock under the test's control, assertions, checks of the contracts."""
+"""Helpers for testing plugins: builders, a clock that the test controls, assertions, and checks of plugin contracts."""
 
 from fairlead.testing.builders import SimClock, busy, cycle, endpoint, fleet, holds, request
 from fairlead.testing.checks import (

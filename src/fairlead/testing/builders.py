@@ -1,4 +1,4 @@
-"""Requests, endpoints and fleets in one line each, and virtual time."""
+"""Builders of requests, endpoints and fleets in one line each, and a clock with virtual time."""
 
 import heapq
 from collections.abc import Callable, Iterable, Mapping
@@ -15,7 +15,7 @@ from fairlead.core.policy import Context, Cycle
 from fairlead.core.prefix import ChainHasher
 from fairlead.core.request import NO_PREFIX, Request
 
-#: Bytes per token of the prompts below.
+#: Bytes per token of the prompts that `request` makes.
 BYTES_PER_TOKEN = 4
 _NUMBERS = count(1)
 
@@ -44,10 +44,10 @@ def request(prompt: str = "", *, model: str = "", **fields: Any) -> Request:
 
 
 def fleet(*endpoints: Endpoint | str, samples: Mapping[str, Mapping[str, Any]] | None = None) -> Fleet:
-    """A fleet with these endpoints (given as objects or names) and their last metrics.
+    """A fleet with these endpoints (given as objects or names; none = e0, e1, e2) and their last scrapes.
 
-    `samples` maps endpoints to fields of `core.endpoint.Sample`, for example `{"e0": {"waiting": 3, "kv_usage": 0.5}}`.
-    Everything happened at clock time 0.
+    `samples` maps names of endpoints to fields of `core.endpoint.Sample`, for example `{"e0": {"waiting": 3}}`. The
+    scrapes are of clock time 0. Raises `ValueError` for an unknown name.
     """
     made = Fleet()
     for item in endpoints or ("e0", "e1", "e2"):
@@ -60,7 +60,7 @@ def fleet(*endpoints: Endpoint | str, samples: Mapping[str, Mapping[str, Any]] |
 
 
 def holds(known: Fleet, name: str, *prompts: Request) -> None:
-    """Make the fleet believe that the endpoint holds the prompts of these requests."""
+    """Make the fleet believe that endpoint `name` has the prompts of these requests in its KV cache."""
     slot = known.table.slot(name)
     if slot is None:
         raise ValueError(f"there is no endpoint {name!r}")
@@ -70,7 +70,7 @@ def holds(known: Fleet, name: str, *prompts: Request) -> None:
 
 
 def busy(known: Fleet, name: str, requests: Iterable[Request]) -> None:
-    """Put these requests in flight at the endpoint, before their first token."""
+    """Charge leases for these requests at endpoint `name`, as if they were in flight and before their first token."""
     slot = known.table.slot(name)
     if slot is None:
         raise ValueError(f"there is no endpoint {name!r}")

@@ -1,11 +1,12 @@
-"""Checks whether a plugin keeps its contract. Each check runs it on realistic pools and raises `AssertionError` if not.
+"""Checks of a plugin's contract. Each check runs the plugin on realistic pools and raises `AssertionError` on a breach.
 
     from fairlead.testing import check_scorer
     def test_contract() -> None:
         check_scorer(MyScorer(MyScorer.Params(), name="mine"))
 
 The cases: pools of one, some and a hundred endpoints, with empty slots of departed endpoints, before the first scrape,
-idle, busy and full; requests with and without model, session, prompt, SLO. The same seed must give the same answer."""
+idle, busy and full; requests with and without model, session, prompt and SLO. Filters and scorers are called twice: the
+same seed must give the same answer."""
 
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
@@ -46,7 +47,8 @@ def check_filter(plugin: Filter) -> None:
 
 
 def check_scorer(plugin: Scorer) -> None:
-    """Check that `score` returns `None` or one number from 0 to 1 per slot (slots of departed endpoints included)."""
+    """Check that `score` returns `None`, or one float64 per slot, including slots of departed endpoints. The scores of
+    present endpoints must be from 0 to 1."""
     _named(plugin)
     for case, known, asked in _cases():
         scores = _twice(case, known, partial(plugin.score, asked, known))
@@ -59,7 +61,7 @@ def check_scorer(plugin: Scorer) -> None:
 
 
 def check_picker(plugin: Picker) -> None:
-    """Check that `pick` returns a slot whose total is finite."""
+    """Check that `pick` returns a slot that was not filtered out, that is, whose total is not -inf."""
     _named(plugin)
     for case, known, asked in _cases():
         for totals in _totals(known):
@@ -70,7 +72,7 @@ def check_picker(plugin: Picker) -> None:
 
 
 def check_policy(policy: Policy) -> None:
-    """Check that `choose` returns one answer: a chosen slot has an endpoint, a refusal has a reason."""
+    """Check that `choose` returns one valid answer: a picked slot has an endpoint, a refusal has a reason."""
     _named(policy)
     for case, known, asked in [*_cases(), ("nobody there", Fleet(), request("hello"))]:
         try:
@@ -156,14 +158,15 @@ def _cases() -> list[tuple[str, Fleet, Request]]:
 
 
 def choose(policy: Policy, request: Request, fleet: Fleet, *, now: float = 0.0, seed: int = 0) -> Answer:
-    """Make one decision, with its trace, without charging a lease."""
+    """Make one decision of `policy` without charging a lease; the answer has the trace. `now`: clock seconds."""
     return policy.choose(request, fleet, Context(now, Random(seed)))
 
 
 def assert_routed(
     policy: Policy, request: Request, fleet: Fleet, to: str | Collection[str], *, seeds: int = 20, now: float = 0.0
 ) -> None:
-    """Assert that with every seed the request goes to this endpoint (or one of these), and reaches each of these."""
+    """Assert that with every seed the request goes to endpoint `to`. If `to` has several, assert that it goes to one of
+    them with every seed, and to each of them with some seed."""
     allowed = {to} if isinstance(to, str) else set(to)
     reached = set()
     for seed in range(seeds if len(allowed) < 2 else max(seeds, 20 * len(allowed))):
@@ -176,7 +179,7 @@ def assert_routed(
 
 
 def assert_refused(policy: Policy, request: Request, fleet: Fleet, reason: str = "") -> None:
-    """Assert that the request is refused."""
+    """Assert that the request is refused, with this `reason` unless it is empty."""
     pick = choose(policy, request, fleet)
     if isinstance(pick, Picked):
         raise AssertionError(f"went to {fleet.table.ids[pick.slot]}")

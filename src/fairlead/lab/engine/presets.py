@@ -80,7 +80,7 @@ class Preset(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         besides = (self.overhead_ms, self.api_ms, self.api_us_per_token)
         bent = (latency.weights_ms, *(more for _, more in latency.jumps))
         if not (latency.c0_ms > 0 and all(0.0 <= number < 1e9 for number in (*linear, *bent, *besides))):
-            raise ValueError("latency: c0_ms must be above 0, the others, overhead_ms and api_… at least 0")
+            raise ValueError("latency: c0_ms must be above 0, its other fields, overhead_ms and api_… at least 0")
         if min(self.kv_tokens, self.max_model_len, self.kv_bytes) < 1 or self.block_size < 0:
             raise ValueError("kv_tokens, max_model_len and kv_bytes must be at least 1")
         self.spec()

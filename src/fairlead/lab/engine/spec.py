@@ -109,7 +109,7 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
         if not 0 <= self.acceptance <= 1:
             raise ValueError("acceptance must be between 0 and 1")
         if self.max_batched_tokens < self.max_num_seqs * (1 + self.draft_tokens):
-            times = " times the tokens that one verifies" if self.draft_tokens else ""
+            times = " times (1 + draft_tokens)" if self.draft_tokens else ""
             raise ValueError(f"max_batched_tokens must be at least max_num_seqs{times}")
         if not self.chunked_prefill and self.max_batched_tokens < self.max_model_len:
             raise ValueError("without chunked prefill, max_batched_tokens must be at least max_model_len")

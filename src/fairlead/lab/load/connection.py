@@ -5,7 +5,7 @@ Rules
   reusable, now)`; the record is then complete. Nothing that a peer does raises.
 * A response may arrive before the request has been sent completely (an early 413). It counts, but the connection is not
   reused.
-* A failed send does not decide the result: the peer may have answered before it closed. What it sent is read first.
+* A failed send does not decide the result: the peer may have answered before it closed. Its answer is read first.
 
 Values of `Record.error`: `status_<code>` (not 2xx) · `body_error_<code>` (an error inside a 200) · `sse_incomplete`
 (stream without `[DONE]`) · `connect_<errno>` · `reset` · `closed_before_response` · `closed_in_headers` · `short_body`
@@ -44,7 +44,7 @@ STREAM_TAIL = 4096
 
 
 class BodyWatch:
-    """One response body. A `ResponseReader` fills `pieces`; `look` processes them from time to time."""
+    """One response body. A `ResponseReader` appends to `pieces`; `look` processes them from time to time."""
 
     __slots__ = ("_reader", "_scanner", "_stream", "_tail", "data_seen", "pieces")
 
@@ -134,7 +134,7 @@ class Connection:
         except (BlockingIOError, InterruptedError):
             sent = 0
         except OSError:
-            # The pending error makes the socket readable. The unsent rest prevents reuse of the connection.
+            # The pending error makes the socket readable, so `_read` handles it. `_out` prevents reuse of the socket.
             self._out = memoryview(message)
             return
         if sent < len(message):
@@ -286,9 +286,9 @@ def _connect_error(code: int) -> str:
     return f"connect_{errno.errorcode.get(code, str(code)).lower()}"
 
 
-# A pool of keep-alive connections to one gateway: one per request in flight; the most recently used is reused first.
+# A pool of keep-alive connections to one gateway: one per request in flight. The most recently used is reused first.
 
-#: Common servers close an idle connection after 5 s (uvicorn), so older ones than this are not used for a request.
+#: Common servers close an idle connection after 5 s (uvicorn), so a connection that was idle longer is not reused.
 MAX_IDLE_S = 4.0
 _SWEEP_S = 0.05
 
@@ -303,13 +303,13 @@ class Client:
         self.loop = asyncio.get_running_loop()
         self.reactor = reactor
         self.options = options
-        #: Over all requests: gaps between arrivals of body bytes, and first tokens. Complete after a call of `count`.
+        #: Of all requests: seconds between arrivals of body bytes, and TTFT. Complete after a call of `count`.
         self.gaps = Histogram()
         self.ttfts = Histogram()
         #: Seconds between arrivals of body bytes, and from schedule to first token, since the last call of `count`.
         self.new_gaps: list[float] = []
         self.new_ttfts: list[float] = []
-        #: Shared by all connections: received bytes are processed before the next connection reads.
+        #: Receive buffer, shared by all connections: received bytes are processed before the next connection reads.
         self.buffer = bytearray(RECEIVE_BYTES)
         #: The same bytes, for access without a copy.
         self.received = memoryview(self.buffer)
@@ -363,7 +363,7 @@ class Client:
         self._idle.clear()
 
     def ended(self, connection: Connection, reusable: bool, now: float) -> None:
-        """Called by a connection at the end of its request."""
+        """Called by a connection when its request has ended."""
         record = connection.record
         assert record is not None
         connection.record = None

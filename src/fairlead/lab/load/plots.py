@@ -1,7 +1,7 @@
 """Load runs as pictures: several side by side, or one in detail. Needs matplotlib, the extra `report`.
 
-Latencies are dots on a log axis of at least a decade. Bars would have no zero to start from there, so their length
-would be meaningless. All bars start at zero.
+Latencies are dots on a log axis of at least a decade, because a log axis has no zero from which bars could start. All
+bars start at zero.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,8 @@ _SHORTEST_MS = 0.01
 
 
 def log_axis(axes: "Axes", name: Literal["x", "y"], values: Sequence[float], write: Callable[[float], str]) -> None:
-    """A log axis for values above 0, with some margin. It shows at least a decade, so small differences look small."""
+    """Make an axis logarithmic, for values above 0. It shows at least a decade, so small differences look small.
+    `write`: the text of a tick."""
     from matplotlib.ticker import LogLocator
 
     low, high = max(min(values), _SHORTEST_MS), max(*values, _SHORTEST_MS)
@@ -42,7 +43,7 @@ def log_axis(axes: "Axes", name: Literal["x", "y"], values: Sequence[float], wri
 
 @contextmanager
 def _canvas(path: str | Path, title: str, note: str) -> "Iterator[Figure]":
-    """An empty picture, which is written to `path` at the end."""
+    """An empty picture. At the end of the block, it is written to `path` as PNG."""
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""Single requests beside a load run: whether an OpenAI endpoint answers at an address, and which models it serves."""
+"""Single requests outside a load run: whether an OpenAI API answers at an address, and which models it serves."""
 
 from collections.abc import Mapping
 from http.client import HTTPConnection, HTTPException
@@ -22,7 +22,7 @@ class NoAnswer(FairleadError):
 
 
 def normal_target(url: str) -> str:
-    """`http://host:port` from user input: without a scheme, with a trailing slash or `/v1`. Raises ConfigError."""
+    """`http://host:port` from user input, which may lack the scheme or end in a slash or `/v1`. Raises ConfigError."""
     address = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1").rstrip("/")
     try:
         parts = urlsplit(address)
@@ -30,9 +30,9 @@ def normal_target(url: str) -> str:
     except ValueError as error:
         raise ConfigError(f"{url!r} is no address: {error}", "URL") from None
     if parts.scheme == "https":
-        raise ConfigError("https is not spoken here: point it at the gateway's plain HTTP port, or a TLS proxy", "URL")
+        raise ConfigError("https is not supported: give the gateway's plain HTTP port, or that of a TLS proxy", "URL")
     if parts.scheme != "http" or not usable or parts.path or parts.query or parts.fragment or parts.username:
-        raise ConfigError(f"{url!r} is not http://HOST:PORT; paths are added here", "URL")
+        raise ConfigError(f"{url!r} is not http://HOST:PORT; give no path, it is added", "URL")
     return address
 
 
@@ -69,7 +69,7 @@ def ask_models(target: str, headers: Mapping[str, str]) -> tuple[int, list[str]]
 
 
 def models_of(page: bytes) -> Mapping[str, Entry]:
-    """What a list of models says of each; empty if it is no such list."""
+    """Model name → its entry in a list of models; empty if the page is not such a list."""
     try:
         return read_model_list(page).entries
     except ValueError:

@@ -2,7 +2,7 @@
 
 `run_in_process` starts `python -m fairlead.lab.load.process RESULT_FILE`. That reads a `RunSpec` as JSON from standard
 input, writes progress as JSON lines to standard output, and the result as MessagePack to the file. If the parent exits,
-the pipe breaks and the run ends.
+the pipe of standard output breaks and the run ends.
 """
 
 import asyncio

@@ -2,16 +2,16 @@
 
 Why not asyncio's own transports: they spend about 5 µs of bookkeeping on every read, and `Protocol.data_received` also
 allocates 256 KiB per read (17 µs against 3.4 µs for `recv_into`, CPython 3.11 on Linux). A load generator shares its
-cores with the system it measures. An epoll instance can itself be watched by epoll, so all connections cost the loop
-one wake-up per batch.
+cores with the system it measures. Here, the loop watches one epoll instance, which watches all connections. So they
+cost the loop one wake-up per batch.
 
 Why not `call_at`: asyncio rounds waits up to whole milliseconds, which would be charged to every request as latency.
 
 Rules
-* Handlers run on the loop's thread, get the epoll event mask and the time (CLOCK_MONOTONIC seconds) at which the batch
-  was ready, and must tolerate a spurious call: a descriptor closed and reused within one batch inherits the old one's
-  event.
-* A handler that raises is reported to the loop's exception handler; the others of its batch still run.
+* Handlers run on the loop's thread. They get the epoll event mask and the time (CLOCK_MONOTONIC seconds) at which the
+  batch was ready. They must tolerate a spurious call: if a descriptor is closed and reused within one batch, its new
+  handler gets the old event.
+* A handler that raises is reported to the loop's exception handler; the other handlers of its batch still run.
 """
 
 import asyncio
@@ -80,7 +80,7 @@ class Alarm:
         loop.add_reader(self._descriptor, self._on_ready)
 
     def set(self, when: float) -> None:
-        """Ring at `when` (CLOCK_MONOTONIC seconds), or immediately if that is past. Replaces an earlier setting."""
+        """Call back at `when` (CLOCK_MONOTONIC seconds), or immediately if that is past. Replaces an earlier `set`."""
         _timerfd_settime(self._descriptor, max(when, 1e-9))
 
     def close(self) -> None:

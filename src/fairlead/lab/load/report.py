@@ -1,13 +1,13 @@
 """The figures of a run from its records, and several runs side by side in a table.
 
 Rules
-* `failed` counts all requests without success, including shed requests (429, 503), which `shed` shows separately,
-  because a router that sheds one request in seven looks fast. Latencies are of successful requests only, so read them
-  together with `failed`.
+* `failed` counts all requests without success, including shed requests (429, 503), which `shed` also shows separately:
+  a router that sheds one request in seven looks fast. Latencies are of successful requests only, so read them together
+  with `failed`.
 * Latencies count from the scheduled arrival. `send_lag_ms` shows how late the generator itself was. A run whose p99 is
   above `LAG_MS` is not `valid`: it has measured the generator, or `max_in_flight`, and not only the server.
-* Token counts are those reported by the servers; `usage_missing` counts successes without a report. `None` if there is
-  no report at all.
+* Token counts are those reported by the servers, `None` if there is no report at all; `usage_missing` counts successes
+  without a report.
 * The results of a server that runs `time_ratio` times faster than the server it models can be shown in model time:
   durations times the ratio, rates divided by it. `time` shows which of the two a summary uses. `send_lag_ms` and
   `client` are always in wall-clock time.
@@ -35,9 +35,9 @@ _SHED = {"status_429": "429", "body_error_429": "429", "status_503": "503", "bod
 def summarise(
     result: RunResult, time: Time = "wall", slo_ttft_ms: float = math.inf, slo_tpot_ms: float = math.inf
 ) -> Summary:
-    """The figures of one run, JSON-ready and with stable keys. Durations in ms, unless a key says `_s`.
+    """The figures of one run as plain data for JSON, with stable keys. Durations are in ms, unless a key ends in `_s`.
 
-    The service levels are in the time of the summary; infinite = none.
+    The service levels are in ms of the summary's time (`wall` or `model`); infinite = none.
     """
     ratio = result.time_ratio if time == "model" else 1.0
     records = result.records
@@ -82,7 +82,7 @@ def _tokens(good: Sequence[Record], duration: float) -> Summary:
     output = _total(record.completion_tokens for record in good)
     prompt = _total(record.prompt_tokens for record in good)
     cached = _total(record.cached_tokens for record in good)
-    # Only prompts whose server also reports cached tokens count.
+    # Only requests whose server also reported cached tokens count for the hit rate.
     base = _total(record.prompt_tokens for record in good if record.cached_tokens >= 0)
     return {
         "output_tokens": output,
@@ -96,7 +96,8 @@ def _tokens(good: Sequence[Record], duration: float) -> Summary:
 
 
 def _goodput(records: Sequence[Record], ratio: float, duration: float, ttft_ms: float, tpot_ms: float) -> Summary:
-    """The share of all requests that succeeded within both levels. A response without a second token has no TPOT."""
+    """The share of all requests that succeeded within both service levels. A response without a second token has no
+    TPOT, so only its TTFT counts."""
     levels = {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms}
     within = sum(
         record.ttft() * ratio * 1000 <= ttft_ms and (tpot(record) or 0.0) * ratio * 1000 <= tpot_ms
@@ -152,7 +153,7 @@ def figure(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A share for people. Nearly all is never shown as all, nor nearly none as none."""
+    """A share as text for people. 100 % and 0 % are shown only if the share is exactly 1 or 0."""
     hundredths = share * 100
     if hundredths in (0, 100) or 1 <= hundredths < 99:
         return f"{hundredths:.0f} %"
@@ -178,7 +179,7 @@ def table(summaries: Sequence[Summary]) -> Table:
 
 
 def _goodput_row(summaries: Sequence[Summary]) -> tuple[str, list[str]]:
-    """The goodput row, empty without a service level, because every success would then be good."""
+    """The goodput row. It shows `-` unless all runs have the same service level: without one, each success is good."""
     levels = {(summary["slo"]["ttft_ms"], summary["slo"]["tpot_ms"]) for summary in summaries}
     words = [f"{name} {level:g} ms" for name, level in zip(("TTFT", "TPOT"), levels.pop(), strict=True) if level]
     shown = bool(words) and not levels

@@ -1,12 +1,12 @@
 """One load run against a live server: takes arrivals and a workload, returns records.
 
 Rules
-* A request is sent at its scheduled time whether or not earlier ones were answered (open loop), unless `max_in_flight`
-  holds it back. If it is held back or late, its latency still counts from the schedule.
+* A request is sent at its scheduled time whether or not earlier requests were answered (open loop), unless
+  `max_in_flight` holds it back. If it is held back or late, its latency still counts from its scheduled time.
 * Every scheduled request gets exactly one record. At the hard time bound, requests in flight end as `time_limit` and
   those held back as `not_sent`; requests that were not scheduled yet get no record.
-* What the server does never raises. What the caller's workload, arrivals or callback raise ends the run and is raised
-  by `run`.
+* Nothing that the server does raises. An exception in the caller's workload, arrivals or callback ends the run, and
+  `run` raises it.
 """
 
 import asyncio
@@ -101,7 +101,7 @@ class _Load:
         self._alarm = Alarm(client.loop, self._pump)
         self._closed_loop = arrivals if isinstance(arrivals, ClosedLoop) else None
         self._offsets: Iterator[float] = iter(()) if isinstance(arrivals, ClosedLoop) else arrivals.offsets()
-        #: Offset of the next arrival of an open loop; None = no more.
+        #: Offset of the next arrival of an open loop, in seconds after `origin`; None = no more.
         self._next: float | None = None
         self._scheduled = 0
         self._exhausted = False

@@ -1,8 +1,8 @@
-"""The data types of a load run: what to send, how, and the results. All are plain data that can be sent to a process.
+"""The data types of a load run: what to send, how, and the results. All are plain data, for use across processes.
 
 Times are seconds on CLOCK_MONOTONIC, which processes of one host share; 0.0 = it never happened. Latency counts from
-`scheduled`, the time when the request should have been sent. A generator that counts from the actual send hides exactly
-the waiting that it causes when the server stalls (coordinated omission).
+`scheduled`, the time when the request should have been sent. A generator that counts from the actual send hides the
+waiting of requests that it sends late because the server stalls (coordinated omission).
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class Histogram(msgspec.Struct):
     buckets: dict[int, int] = {}
 
     def add_all(self, durations: Sequence[float]) -> None:
-        """Adding many at a time costs 30 ns each."""
+        """Add durations in seconds. With many at a time, each costs 30 ns."""
         if not durations:
             return
         seconds = np.maximum(np.asarray(durations), _SHORTEST)
@@ -99,13 +99,13 @@ class Record(msgspec.Struct, gc=False):
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to run. At least one of `requests` and `duration_s` bounds the run."""
+    """How to run. At least one of `requests` and `duration_s` must bound the run."""
 
     #: Requests to schedule; 0 = no bound.
     requests: int = 0
     #: Seconds in which arrivals are scheduled; 0 = no bound.
     duration_s: float = 0.0
-    #: Further arrivals wait, and their latency counts. Each request in flight holds a socket: check `ulimit -n`.
+    #: Further arrivals wait, and the wait counts as latency. Each request in flight holds a socket: check `ulimit -n`.
     max_in_flight: int = 2000
     #: Limit on the time from the send to the end of the response.
     timeout_s: float = 300.0
@@ -115,7 +115,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     read_usage: bool = True
     #: Measure the gaps between arrivals of body bytes (ITL).
     gaps: bool = True
-    #: Sent with every request.
+    #: Headers of every request.
     headers: dict[str, str] = {}
     #: The server's model time runs this many times faster than the wall clock.
     time_ratio: float = 1.0
@@ -178,5 +178,5 @@ class RunResult(msgspec.Struct, kw_only=True):
     #: Whether the hard time bound ended the run.
     cut: bool = False
     time_ratio: float = 1.0
-    #: Workload, arrivals and options as plain data, for publication next to every number.
+    #: Workload, arrivals and options as plain data, to be published together with the results.
     config: dict[str, Any] = {}

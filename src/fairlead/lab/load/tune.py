@@ -1,6 +1,6 @@
-"""`fairlead tune` without its requests (`tune_probe`): what a server reports, its step model, and advice from both.
+"""`fairlead tune` except its probes (`tune_probe`): what a server reports, its step model, and advice from both.
 
-`ask_facts` asks the server once, and whatever it does not report stays unknown. All else is pure.
+`ask_facts` queries the server once; what the server does not report stays unknown. Everything else is pure.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ class Facts(Struct, kw_only=True, frozen=True):
     max_batched_tokens: int = 0
     #: See `EngineSpec`. `None` = not reported.
     async_scheduling: bool | None = None
-    #: Share of all prompt tokens since its start that was found in its cache; below 0 = no requests yet.
+    #: Share of the prompt tokens since the server's start that were found in its cache; below 0 = unknown.
     hit_rate: float = -1.0
 
     @property
@@ -59,7 +59,8 @@ class _ServerInfo(Struct):
 
 
 def ask_facts(target: str, headers: dict[str, str], model: str = "") -> Facts:
-    """Query `http://host:port`. If a page is missing or cannot be read, its fields stay unknown."""
+    """Query the server at `http://host:port`. `model`: empty = the first that it serves. If a page is missing or cannot
+    be read, its fields stay unknown."""
     facts = Facts(model=model)
     for name, entry in models_of(_get(target, MODELS_PATH, headers)).items():
         if not model or name == model:
@@ -109,17 +110,17 @@ def _get(target: str, path: str, headers: dict[str, str]) -> bytes:
 #                                                                + W·(a - 1)·(c_seq + c_kv·(n + a/2))
 #
 # `h` is the time of a request outside its steps (HTTP, tokenizing, network), C the token budget of one step. A
-# client sends its next request when the last one ends. During one answer each of the other clients gets one too. A new
-# request waits for the end of a step, or of two with asynchronous scheduling. With one client it takes `h` instead.
+# client sends its next request when its previous one ends. During one answer, each of the other clients also gets one.
+# A new request waits for the end of a step, or of two with asynchronous scheduling; a client alone pays `h` instead.
 #
-# All of it is linear in the six unknowns, which are fitted by least squares of relative errors, with reduced weights
-# for outliers and no negative values. Observations beside a busy neighbour show by what factor steps are then longer
-# (the mean over clients, or over kinds of decoding), and how long a request then takes outside its steps (the median
-# of what is left of its time to first token).
+# The equations are linear in the six unknowns, which are fitted by least squares of relative errors, with reduced
+# weights for outliers and no negative values. Observations beside a busy neighbour show by what factor steps are then
+# longer (the mean over clients, or over kinds of decoding), and how long a request then takes outside its steps (the
+# median of its time to first token less its steps).
 #
 # Rules
 # * Requests that waited for others are not used for prefill, and answers of a few tokens are not used for decoding.
-# * What was not varied cannot be fitted: a term that no observation separates from another stays 0 and is reported.
+# * A term that no observation separates from another one cannot be fitted: it stays 0 and is listed in `unknown`.
 
 #: Default token budget of one step: vLLM's on data-centre GPUs.
 STEP_TOKENS = 8192
@@ -130,7 +131,7 @@ _ROUNDS = 8
 _Array = np.ndarray[Any, Any]
 #: Relative error above which an observation gets a reduced weight.
 _INLIER = 0.05
-#: Relative error of clients' times from which on asynchronous scheduling may be the reason.
+#: If the relative error of clients' times is above this, asynchronous scheduling may be the reason.
 ASYNC_ERROR = 0.01
 
 
@@ -139,19 +140,19 @@ class TooLittle(FairleadError):
 
 
 class Observation(Struct, kw_only=True, frozen=True):
-    """One answered request. As a line of JSON, additional fields are ignored. Milliseconds; -1 = unknown."""
+    """One answered request. In a line of JSON, additional fields are ignored. Milliseconds; -1 = unknown."""
 
     prompt_tokens: int
-    #: -1 = unknown: the observation is then not used for prefill.
+    #: -1 = unknown; the observation is then not used for prefill.
     cached_tokens: int = 0
     completion_tokens: int = -1
     ttft_ms: float = -1.0
     #: From the request to the end of its answer; called `duration_ms` in journals.
     e2e_ms: float = -1.0
     duration_ms: float = -1.0
-    #: Requests that decoded together, including this one. 0 = unknown: the observation is then not used.
+    #: Requests that decoded together, including this one. 0 = unknown; without `clients`, it is then not used.
     batch: int = 0
-    #: Clients that each sent a request like this one as soon as their last one ended. `batch` is then not used.
+    #: Clients that each sent a request like this one as soon as their previous one ended; 0 = not such traffic.
     clients: int = 0
     #: Servers on the same machine that computed at the same time.
     neighbours: int = 0
@@ -170,7 +171,7 @@ class Observation(Struct, kw_only=True, frozen=True):
 
 
 class Residual(Struct, kw_only=True, frozen=True):
-    """Observations of one kind and their fitted value: medians, in milliseconds."""
+    """Observations that are alike, and their value by the fit: medians, in milliseconds."""
 
     kind: Literal["prefill", "decode", "traffic"]
     #: Tokens of the prompt.
@@ -205,8 +206,8 @@ class Fitted(Struct, kw_only=True, frozen=True):
     latency: LatencyModel
     #: Time of a request outside its steps.
     overhead_ms: float
-    #: How much longer steps take while a server on the same machine computes, 0 if this was not observed; and the time
-    #: of a request outside its steps then.
+    #: By what share steps take longer while a server on the same machine computes (0 = no longer, or not observed); and
+    #: the time of a request outside its steps then.
     contention: float = 0.0
     contended_overhead_ms: float = 0.0
     #: Median relative errors.
@@ -218,17 +219,17 @@ class Fitted(Struct, kw_only=True, frozen=True):
     unknown: tuple[str, ...] = ()
     residuals: tuple[Residual, ...] = ()
     step_tokens: int = STEP_TOKENS
-    #: See `EngineSpec`: reported, or how the times of clients are explained.
+    #: See `EngineSpec`: as reported by the server, or as it explains the times of clients better.
     async_scheduling: bool = False
 
     @property
     def traffic_error(self) -> float:
-        """Relative error of what clients without a neighbour observed; 0 = there were none."""
+        """The largest relative error of the times that clients observed without a busy neighbour; 0 = none did."""
         alone = (residual for residual in self.residuals if residual.kind == "traffic" and not residual.neighbours)
         return max((abs(residual.error) for residual in alone), default=0.0)
 
     def prefill_ms(self, prompt: float, uncached: float = -1.0) -> float:
-        """The TTFT of a request that runs alone."""
+        """The TTFT of a request that runs alone. `uncached`: tokens to compute; below 0 = the whole prompt."""
         uncached = prompt if uncached < 0 else uncached
         return self.overhead_ms + _prefill(self.latency, prompt, uncached, self.step_tokens)
 
@@ -245,19 +246,19 @@ def _prefill(model: LatencyModel, prompt: float, uncached: float, step_tokens: i
 
 
 class _Row(NamedTuple):
-    """The equation of one observation: `value` milliseconds are `terms` times the six unknowns."""
+    """The equation of one observation: `value` (milliseconds) is the scalar product of `terms` and the six unknowns."""
 
     kind: Literal["prefill", "decode", "traffic"]
     seen: Observation
     terms: tuple[float, ...]
     value: float
-    #: Requests of which this is the mean.
+    #: The number of requests of which `value` is the mean.
     requests: int = 1
 
 
 def fit(observations: Sequence[Observation], step_tokens: int = 0, async_scheduling: bool | None = None) -> Fitted:
-    """Fit a step model. `step_tokens`: the token budget of a step, 0 = `STEP_TOKENS`. `async_scheduling`: `None` = as
-    clients observed it. Raises `TooLittle` that says what is missing or wrong."""
+    """Fit a step model. `step_tokens`: the token budget of a step, 0 = `STEP_TOKENS`. `async_scheduling`: `None` =
+    whichever explains the times of clients. Raises `TooLittle` that says what is missing or wrong."""
     step_tokens = step_tokens or STEP_TOKENS
     fitted = _fit(observations, step_tokens, bool(async_scheduling))
     if async_scheduling is None and (error := fitted.traffic_error) > ASYNC_ERROR:
@@ -310,7 +311,8 @@ def _fit(observations: Sequence[Observation], step_tokens: int, async_scheduling
 
 
 def _contended(rows: Sequence[_Row], solved: _Array) -> tuple[float, float]:
-    """How much longer steps take while a neighbour computes, and the ms of a request outside its steps then."""
+    """By what share steps take longer while a neighbour computes, and the milliseconds of a request outside its steps
+    then."""
     overhead = float(solved[0])
     kinds = [alike for alike in _residuals(rows, solved, 0.0, overhead) if alike.neighbours]
     if not kinds:
@@ -328,7 +330,7 @@ def _contended(rows: Sequence[_Row], solved: _Array) -> tuple[float, float]:
 
 
 def _clipped_mean(values: Sequence[float]) -> float:
-    """The mean with the lowest and highest tenth clipped. Occasional waits for a processor count, but not outliers."""
+    """The mean with the lowest and highest tenth clipped: occasional waits for a processor count, outliers do not."""
     return float(np.mean(np.clip(values, *np.quantile(values, (0.1, 0.9)))))
 
 
@@ -347,8 +349,8 @@ def _rows(seen: Observation, step_tokens: int) -> Iterator[_Row]:
 
 
 def _traffic(observations: Sequence[Observation], missed: float) -> Iterator[_Row]:
-    """The mean of what each number of clients observed. `missed`: steps that a new request waits for if there are other
-    clients."""
+    """One equation per number of clients, with the means of their observations. `missed`: the steps that a new request
+    waits for if there are other clients."""
     alike: dict[tuple[int, int], list[Observation]] = {}
     for seen in observations:
         if seen.clients > 0 and seen.tpot_ms > 0 and seen.cached_tokens >= 0:
@@ -366,8 +368,8 @@ def _traffic(observations: Sequence[Observation], missed: float) -> Iterator[_Ro
 
 
 def _residuals(rows: Sequence[_Row], solved: _Array, contention: float, contended: float) -> tuple[Residual, ...]:
-    """Residuals by kind. Rows are alike if their token counts differ by less than an eighth, because tokenizers make
-    different counts from the same number of words."""
+    """One residual per group of rows that are alike. Their token counts may differ by up to a tenth, because a
+    tokenizer makes different counts from the same number of words."""
 
     def fitted(row: _Row) -> float:
         if not row.seen.neighbours:
@@ -398,7 +400,7 @@ def _residuals(rows: Sequence[_Row], solved: _Array, contention: float, contende
 
 def _solve(matrix: _Array, trust: _Array) -> tuple[_Array, tuple[str, ...]]:
     """Robust least squares of `matrix @ values = 1`, each row weighted with `trust`, without negative coefficients:
-    terms with a negative result are dropped, the worst first."""
+    terms with a negative result are dropped, the worst first. Returns the values, and the names of unknown terms."""
     scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
     kept = list(range(matrix.shape[1]))
     unknown = [name for name, column in zip(_NAMES, np.abs(matrix).max(axis=0), strict=True) if column == 0]
@@ -452,20 +454,20 @@ class Measured(Struct):
         )
 
 
-# What the fitted times mean for parameters that people set by hand, each with its reason.
-# The default policy needs none of them, because it learns its speeds. They are for profiles of filters and scorers, for
-# flow control, and for configurations of the reference picker.
+# Advice for parameters that people set by hand, derived from the fitted times, each with its reason.
+# The default policy needs none of these parameters, because it learns how fast the engines are. They are for profiles
+# of filters and scorers, for flow control, and for configurations of the reference picker.
 
-#: Bounds and divisor for `hashBlockSize` in the tuning guide.
+#: Bounds and divisor for `hashBlockSize` in llm-d's tuning guide.
 BLOCK_LEAST, BLOCK_MOST, BLOCK_PER = 3, 20, 200
-#: The guide's share of the engine's sequences for `maxQueueLength`.
+#: The recommended share of the engine's sequences for `maxQueueLength` (docs/tuning.md).
 QUEUE_SHARE = 0.8
-#: Below this hit rate there is little to find in caches.
+#: Below this hit rate, caches save little.
 LOW = 0.2
 
 
 class Traffic(Struct, kw_only=True, frozen=True):
-    """The properties of requests, which a probe cannot know."""
+    """The properties of the expected requests, which a probe cannot know: mean tokens, hit rate, latency limits."""
 
     prompt_tokens: float = 4000.0
     output_tokens: float = 300.0
@@ -496,12 +498,12 @@ class Advice(Struct, frozen=True):
     reason: str
 
 
-#: Sequences of an engine that does not report its limit.
+#: The assumed limit of sequences of an engine that does not report it.
 USUAL_SLOTS = 256
 
 
 def advise(fitted: Fitted, facts: Facts, traffic: Traffic) -> list[Advice]:
-    if facts.max_model_len:  # the rest may be needed for the answer
+    if facts.max_model_len:  # leave a part of the context for the answer
         most = 0.7 * facts.max_model_len
         traffic = msgspec.structs.replace(traffic, prompt_tokens=min(traffic.prompt_tokens, most))
     return [
@@ -519,16 +521,16 @@ def _block_size(traffic: Traffic) -> Advice:
     value = max(BLOCK_LEAST, min(BLOCK_MOST, round(traffic.prompt_tokens / BLOCK_PER)))
     why = (
         f"mean prompt of {traffic.prompt_tokens:,.0f} tokens / {BLOCK_PER}, within {BLOCK_LEAST} and {BLOCK_MOST}: "
-        "smaller finds short shared beginnings, larger costs less per decision"
+        "smaller blocks find shorter shared beginnings, larger ones cost less per decision"
     )
     return Advice("hashBlockSize", value, why)
 
 
 def _weights(traffic: Traffic) -> list[Advice]:
     rate, prefix = traffic.hit_rate, 30
-    why = "caches are still found, and no hot spot stays; more weight on prefixes outweighs any queue"
+    why = "requests still find their caches, and no hot spot stays; a higher prefix weight would outweigh any queue"
     if 0 <= rate < LOW:
-        prefix, why = 20, f"hit rate {rate:.0%}: below {LOW:.0%} there is little to find in caches"
+        prefix, why = 20, f"hit rate {rate:.0%}: below {LOW:.0%}, caches save little"
     return [Advice("prefix-aware weight", prefix, why), Advice("load-aware weight", 100, why)]
 
 
@@ -537,8 +539,8 @@ def _queue_length(fitted: Fitted, facts: Facts, traffic: Traffic) -> Advice:
     own = fitted.prefill_ms(traffic.prompt_tokens, uncached) - fitted.overhead_ms
     slots = facts.max_num_seqs or USUAL_SLOTS
     most = max(1, int(QUEUE_SHARE * slots))
-    takes = f"{QUEUE_SHARE:.0%} of the engine's {slots} sequences; so many prompts take {most * own:,.0f} ms"
-    return Advice("maxQueueLength", most, f"{takes}, but a limit that is reached sooner forgets prefixes")
+    takes = f"{QUEUE_SHARE:.0%} of the engine's {slots} sequences; computing {most} prompts takes {most * own:,.0f} ms"
+    return Advice("maxQueueLength", most, f"{takes}, but if all queues exceed a lower limit, prefixes stop counting")
 
 
 def _concurrency(fitted: Fitted, facts: Facts, traffic: Traffic) -> Advice:
@@ -549,18 +551,18 @@ def _concurrency(fitted: Fitted, facts: Facts, traffic: Traffic) -> Advice:
     slots = facts.max_num_seqs or USUAL_SLOTS
     value = max(1, int(min(by_time, by_memory, slots)))
     if not isfinite(min(by_time, by_memory)) or value == slots:
-        why = f"neither time per token nor memory is short before the engine's own limit of {slots}"
+        why = f"the engine's own limit of {slots} is reached before the time per token or the memory limits it"
     elif by_memory < by_time:
-        why = f"its KV cache of {facts.kv_tokens:,} tokens has no room for more of {tokens:,.0f} that share nothing"
+        why = f"its KV cache of {facts.kv_tokens:,} tokens holds no more requests of {tokens:,.0f} unshared tokens"
     else:
-        why = f"with more answers at once a token takes longer than {traffic.tpot_ms:g} ms"
+        why = f"with more answers at once, a token takes longer than {traffic.tpot_ms:g} ms"
     return Advice("maxConcurrency", value, why)
 
 
 def _waiting_tokens(fitted: Fitted, traffic: Traffic) -> Advice:
     per_token = 1e3 / _tokens_per_s(fitted)
-    pace = f"half of {traffic.ttft_ms:,.0f} ms at {per_token * 1e3:,.1f} µs per token"
-    why = f"{pace}: with more in front the other half must do for the rest"
+    pace = f"at {per_token * 1e3:,.1f} µs per token, they take half of the TTFT limit of {traffic.ttft_ms:,.0f} ms"
+    why = f"{pace}; the other half is left for the request itself"
     return Advice("waiting prompt tokens per endpoint", int((traffic.ttft_ms / 2) / per_token), why)
 
 
@@ -570,7 +572,7 @@ def _tokens_per_s(fitted: Fitted) -> float:
 
 def _peak(fitted: Fitted) -> Advice:
     pace = f"prompt tokens per second in a step of {fitted.step_tokens}"
-    why = f"{pace}; `prefix-cache-affinity-filter` turns tokens into time"
+    why = f"{pace}; `prefix-cache-affinity-filter` converts tokens to time with it"
     return Advice("peakPrefillThroughput", round(_tokens_per_s(fitted)), why)
 
 
@@ -578,5 +580,5 @@ def _capacity(facts: Facts) -> list[Advice]:
     if not facts.num_blocks:
         return []
     blocks = f"the engine reports {facts.num_blocks:,} blocks of {facts.block_size} tokens"
-    why = f"{blocks}; a larger memory of prefixes believes in blocks that are gone"
+    why = f"{blocks}; a larger index would list blocks that the engine has evicted"
     return [Advice("lruCapacityPerServer", facts.num_blocks, why)]

@@ -1,4 +1,4 @@
-"""The requests of `fairlead tune` to a server: few, each for one purpose, bounded in number and time.
+"""The probes of `fairlead tune`: a few requests to a server, each for one purpose, bounded in number and time.
 
 * Prompts of growing length, one after another on an otherwise idle server, all different, with answers of a few tokens,
   measure prefill.
@@ -6,18 +6,18 @@
   together, so their time per token is that of a batch of known size. Short and long contexts separate the cost of a
   sequence from the cost of its cache. A group whose last members begin when the first ones end shows how many sequences
   the server runs at the same time.
-* A few clients that each send one request after another measure both together, as in real traffic.
-* If a neighbour on the same machine is named, clients and short prompts are measured again while it is busy: how much
-  that slows the server down.
+* A few clients that each send one request after another measure prefill and decode together, as in real traffic.
+* If a neighbour on the same machine is named, clients and short prompts are measured again while it is busy, to learn
+  how much it slows the server down.
 
 Rules
-* The server must have no other work: other traffic would be measured as slowness. But its metrics are fetched as often
-  as the scheduler does, which makes the steps of a small server up to a tenth longer.
-* The requests fit the server: its context length, KV cache and slots, and no prompt takes more than a share of the
-  time. Sizes are in its own tokens.
+* The server must have no other work: other traffic would be measured as slowness. But its metrics page is fetched as
+  often as a scheduler does, because that makes the steps of a small server up to a tenth longer.
+* The requests fit the server: its context length, KV cache and slots, and no prompt takes more than `MOST_SHARE` of the
+  time. Sizes are in the server's own tokens.
 * The plan is repeated a few times, so that a stop at any moment leaves some results of each kind. When the time is
   over, requests in progress are abandoned and earlier results are kept.
-* Wall-clock times are multiplied by `time_ratio`, to get the model time of a faster stub.
+* Wall-clock times are multiplied by `time_ratio`, to get the model time of a stub that runs faster than real time.
 """
 
 import asyncio
@@ -51,17 +51,18 @@ ANSWER_TOKENS = 48
 #: Answer tokens of prefill probes, enough to measure the time per token too.
 SHORT_ANSWER = 2
 ROUNDS = 3
-#: If the first tokens of a group spread over more than this share of its decoding, it did not decode together.
+#: If the first tokens of a group spread over more than this share of its decoding, the group did not decode together.
 TOGETHER = 0.3
-#: A group that was not together is sent so many times again before that is taken for a limit of the server.
+#: A group that did not run at the same time is sent up to this many times again before it shows a limit of the server.
 SLOT_TRIES = 4
-#: Clients at most, prompt and answer tokens of their requests, and how many each of them sends.
+#: The most clients, the prompt and answer tokens of their requests, and the number of requests of each client.
 CLIENTS, CLIENT_TOKENS, CLIENT_ANSWER, CLIENT_REQUESTS = 8, 256, 32, 3
-#: Prompts that are longer than what this share of the time computes are left out.
+#: Prompts that take longer to compute than this share of the probing time are left out.
 MOST_SHARE = 1 / 40
-#: Seconds between two fetches of the metrics, and for one: the defaults of `metrics.interval` and `metrics.timeout`.
+#: Seconds between two fetches of a metrics page, and the timeout of one: the defaults of `metrics.interval` and
+#: `metrics.timeout`.
 FETCH_S, FETCH_TIMEOUT_S = 0.2, 1.0
-#: Context length of a server that does not report it.
+#: The assumed context length of a server that does not report it.
 _USUAL_LENGTH = 8192
 #: Called with (probes done, total probes, description of the next one).
 OnProgress = Callable[[int, int, str], object]
@@ -75,7 +76,7 @@ class Ask(Struct, frozen=True, kw_only=True):
     target: str
     #: `http://host:port` of a server on the same machine; empty = none.
     neighbour: str = ""
-    #: Without a `model`, requests use `default`.
+    #: What is known about the server. If `model` is empty, requests use `default`.
     facts: Facts = Facts()
     seed: int = 0
     time_ratio: float = 1.0
@@ -87,8 +88,9 @@ class Ask(Struct, frozen=True, kw_only=True):
 
 
 class Probe(Struct, frozen=True):
-    """`batch` equal requests at the same time; 0 = a prompt alone. `clients`: so many, each with one request after
-    another."""
+    """One measurement with prompts of `tokens` tokens. `batch`: equal requests at the same time; 0 = one prompt alone.
+    `clients`: the number of clients that each send one request after another; 0 = none. `beside`: with a busy
+    neighbour."""
 
     batch: int
     tokens: int
@@ -105,8 +107,8 @@ class Probe(Struct, frozen=True):
 
 
 def plan(facts: Facts, beside: bool = False, most_tokens: float = inf) -> list[Probe]:
-    """The probes of one round. Its first probes already measure something of each kind. `most_tokens`: prompt tokens of
-    a probe at most, because more take too long."""
+    """The probes of one round. The first probes already measure something of each kind. `most_tokens`: the most prompt
+    tokens of a probe that do not take too long."""
     window = (facts.max_model_len or _USUAL_LENGTH) - 2 * ANSWER_TOKENS
     memory = 0.9 * (facts.kv_tokens or window * 4)
     longest = int(min(0.85 * window, max(most_tokens, SHORT)))
@@ -127,7 +129,7 @@ def plan(facts: Facts, beside: bool = False, most_tokens: float = inf) -> list[P
     traffic = [Probe(0, tokens, clients=clients)] if clients else []
     if beside:
         traffic += [msgspec.structs.replace(item, beside=True) for item in (*traffic, *alone[:2])]
-    # Groups show how many clients have a slot.
+    # If the limit of sequences is unknown, groups come first: they show how many clients can have a slot.
     middle = [*traffic, *groups] if facts.max_num_seqs else [*groups, *traffic]
     return [*alone[1::2], *middle, *alone[::2]]
 
@@ -184,9 +186,9 @@ class _Calls:
 
 
 def _at_once(records: list[Record]) -> int:
-    """How many of them had a sequence slot at the same time, at most."""
-    # Where requests wait for a slot, one answer ends as another begins. The middles of answers tell them apart even if
-    # this machine was busy then.
+    """The largest number of these requests that had a sequence slot at the same time."""
+    # If requests wait for a slot, one answer begins as another ends. Counting at the middles of answers separates these
+    # two even if this machine was too busy to read both in time.
     middles = [(record.first_data + record.last_data) / 2 for record in records]
     return max(1, *(sum(record.first_data <= middle < record.last_data for record in records) for middle in middles))
 
@@ -197,14 +199,14 @@ class _Prober:
     def __init__(self, ask: Ask) -> None:
         self.ask, self.facts = ask, ask.facts
         self.ends = monotonic() + ask.seconds
-        #: See `plan`.
+        #: See `plan`; set by `begin`.
         self.most_tokens = inf
         self._rng = Random(ask.seed)
         #: Tokens that the server counts for a prompt in addition to its words, and tokens per word.
         self._frame, self._per_word = 0.0, 1.0
 
     async def begin(self) -> None:
-        """Warm up a server that was just started, and measure how its tokenizer counts and how long prompts take."""
+        """Warm up a server that was just started. Measure its tokens per word, and how long prompts take."""
         lengths, seconds = [], 0.0
         for words in (8, 40, 160):
             for record in await self._send([self._call(self._words(words), SHORT_ANSWER)]):
@@ -249,14 +251,15 @@ class _Prober:
         decoding = median(record.last_data - record.first_data for record in records)
         if max(first) - min(first) > TOGETHER * decoding:
             return []
-        # If a server does not report cached tokens, its requests are not used for prefill here.
+        # If the server does not report cached tokens (-1), these requests are not used for prefill.
         return [self._observed(record, item, record.cached_tokens) for record in records]
 
     async def _together(self, prompts: list[bytes]) -> list[Record]:
         return await self._send([self._call(prompt, ANSWER_TOKENS) for prompt in prompts], workers=0)
 
     async def _find_slots(self, prompts: list[bytes], seen: int) -> None:
-        """A pause of a busy machine looks like a limit, but hides none: the most that is seen in some tries counts."""
+        """Find the server's limit of sequences. `seen`: requests that ran at the same time so far. A pause of a busy
+        machine can only make this number too low, so the highest number of some tries counts."""
         tries = 0
         while seen < len(prompts) and tries < SLOT_TRIES:
             tries += 1
@@ -284,8 +287,8 @@ class _Prober:
         return Call(body=msgspec.json.encode(fields), path=CHAT_PATH)
 
     async def _send(self, calls: list[Call], workers: int = 1) -> list[Record]:
-        """Send requests and return those answered in time. `workers`: so many at a time; 0 = all at once. Raises
-        `TooLittle` with the server's message on failure."""
+        """Send requests and return those answered in time. `workers`: the number of requests at a time; 0 = all at
+        once. Raises `TooLittle` with the server's message on failure."""
         left = self.ends - monotonic()
         if left <= 0:
             return []
@@ -333,7 +336,7 @@ class _Prober:
 
     def _observed(self, record: Record, item: Probe, cached: int) -> Observation:
         scale = 1e3 * self.ask.time_ratio
-        # End at the last token's chunk, without the usage and the end of the stream.
+        # E2E ends with the last data, not with the end of the stream.
         return Observation(
             prompt_tokens=record.prompt_tokens,
             cached_tokens=cached,

@@ -1,6 +1,6 @@
 """What to send, and when: filler text, seeded or recorded sequences of requests, arrivals.
 
-Pure: randomness comes from a seed, and the caller of the offsets provides the time.
+Pure: randomness comes from a seed, and no clock is read.
 """
 
 from collections.abc import Iterator, Sequence
@@ -75,12 +75,12 @@ _LETTERS = tuple(bytes(word[place] for word in _WORDS) for place in range(3))
 
 
 def text(tokens: int, chance: Random) -> bytes:
-    """`tokens` words, each followed by a space: `4 * tokens` bytes. Built by columns of letters: 20 ns per token."""
+    """`tokens` words, each followed by a space: `4 * tokens` bytes. Costs 20 ns per token."""
     return spell(chance.randbytes(tokens))
 
 
 def spell(numbers: bytes) -> bytes:
-    """The word of each byte, followed by a space: four bytes per byte."""
+    """The words with these numbers (one byte each), each followed by a space: four bytes per number."""
     out = bytearray(b" ") * (BYTES_PER_TOKEN * len(numbers))
     for place, letters in enumerate(_LETTERS):
         out[place::BYTES_PER_TOKEN] = numbers.translate(letters)
@@ -206,7 +206,7 @@ def _at_least_one(value: int, name: str) -> None:
 # * Equal block ids at equal positions give equal bytes, in every run with the same seed. So a prefix hit in the
 #   recorded workload can be a hit again.
 # * The tail of a prompt that has no id, and a prompt without ids, are shared with no other request.
-# * A part of a block is a beginning of the whole block, so that the next turn of a conversation continues it.
+# * The text of a part of a block is a prefix of the block's text, so that the next turn of a conversation continues it.
 #
 # The text of a block is an extendable-output hash of its id: shorter output is a prefix of longer output. 16 tokens
 # cost 1 µs, while seeding a generator costs 5 µs.
@@ -225,8 +225,8 @@ class Replay:
         extra: dict[str, Any] | None = None,
         seed: int = 0,
     ) -> None:
-        """`model` and `output_tokens` replace the values of the records; `fallback_model` is for records without a
-        model.
+        """`model` and `output_tokens` replace the values of the records (empty and 0 = keep them); `fallback_model` is
+        for records without a model.
 
         `extra`: additional top-level fields of every request.
         """

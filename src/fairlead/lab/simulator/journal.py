@@ -219,7 +219,7 @@ def search(path: Path, wanted: str, run: str = "") -> JournaledDecision:
             if entry is not None:
                 return entry
     what = f"run {run}" if run else f"{len(there)} run{'s' if len(there) > 1 else ''}"
-    raise JournalError(f"no decision {wanted!r} in {what} of {path}; it may have been dropped, or not sampled")
+    raise JournalError(f"no decision {wanted!r} in {what} of {path}; the journal may have dropped or not sampled it")
 
 
 def decisions(run: Run) -> Iterator[JournaledDecision]:

@@ -296,7 +296,7 @@ def judge(result: Replayed, run: Run, faults: Faults, lost: list[int], more_note
     numbers = [head.number for _, head in run.segments]
     if numbers[0]:
         result.notes.append(
-            f"the first {numbers[0]} segments are gone; this begins without the leases and prompts of before"
+            f"the first {numbers[0]} segments are gone; the replay begins without their leases and prompts"
         )
     if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
         result.notes.append("segments are missing in the middle")

@@ -171,7 +171,7 @@ class Condition(Struct, frozen=True):
         new = after.get(self.figure)
         old = before.get(self.figure) if self.relative else 0.0
         if new is None or old is None:
-            return f"{self.figure} is not known {'here' if new is None else 'of the former run'}"
+            return f"{self.figure} is not known of the {'newer' if new is None else 'former'} run"
         limit = old * (1.0 + self.amount) if self.relative else self.amount
         if (new > limit) if self.above else (new < limit):
             change = f", {(new / old - 1.0):+.1%}" if self.relative and old else ""

@@ -64,7 +64,7 @@ def _thinned(most: float, rate_at: Callable[[float], float]) -> Arrivals:
 def times(arrivals: Arrivals, rng: Random, *, count: int = 0, seconds: float = 0.0) -> list[float]:
     """The first `count` offsets, or those within `seconds`, whichever are fewer. One of the two must be given."""
     if count <= 0 and seconds <= 0:
-        raise ValueError("give a count or a duration, arrivals have no end of their own")
+        raise ValueError("give a count or a duration: arrivals never end by themselves")
     offsets = arrivals(rng)
     if seconds > 0:
         offsets = takewhile(lambda offset_s: offset_s < seconds, offsets)

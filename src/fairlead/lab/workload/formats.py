@@ -155,7 +155,7 @@ def read_native(data: bytes, source: str = "workload", name: str = "workload") -
         first, _, _ = data.partition(b"\n")
         (_, header), *_ = rows(first, NativeHeader, source)
         if header.fairlead_workload != 1:
-            message = f"version {header.fairlead_workload} is not known here"
+            message = f"version {header.fairlead_workload} is not supported; this program reads version 1"
             raise TraceError(source, 1, "fairlead_workload", message)
         # The header's text is removed, but not its line break, so that lines keep their numbers.
         data = data[len(first) :]

@@ -101,7 +101,7 @@ def generate(kind: str, pace: Pace, parameters: Mapping[str, str]) -> Workload:
             raise ValueError(f"{kind} takes no parameters; its seed is all that can be chosen")
         return ADVERSARIAL[kind](seed=pace.seed)
     if pace.count <= 0 and pace.seconds <= 0:
-        raise ValueError("give --requests or --seconds: arrivals have no end of their own")
+        raise ValueError("give --requests or --seconds: arrivals never end by themselves")
     arrivals = arrivals_of(pace)
     if kind == "shared-prefix":
         made = shared_prefix(

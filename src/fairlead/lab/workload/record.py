@@ -107,18 +107,18 @@ class Workload(Struct, kw_only=True):
 def problem_of(record: Record) -> tuple[str, str] | None:
     """(field, problem) of the first invalid field; `None` if the record is valid."""
     if record.in_tokens < 1:
-        return "in_tokens", f"{record.in_tokens} is no prompt; at least 1 token is needed"
+        return "in_tokens", f"a prompt must have at least 1 token, not {record.in_tokens}"
     if record.out_tokens < 1:
-        return "out_tokens", f"{record.out_tokens} is no answer; at least 1 token is needed"
+        return "out_tokens", f"an answer must have at least 1 token, not {record.out_tokens}"
     if record.n < 1:
-        return "n", f"{record.n} answers are none; at least 1 is needed"
+        return "n", f"at least 1 answer is needed, not {record.n}"
     if record.arrival_us < 0:
         return "arrival_us", f"{record.arrival_us} is before the start"
     if record.think_ms < 0 or record.cancel_after_ms < 0:
         field = "think_ms" if record.think_ms < 0 else "cancel_after_ms"
         return field, "must not be negative"
     if record.hash_ids and record.block_size < 1:
-        return "block_size", "hash_ids need the number of tokens that each of them names"
+        return "block_size", "hash_ids need a block_size, the number of tokens of each of them"
     most = -(-record.in_tokens // record.block_size) if record.block_size else 0
     if len(record.hash_ids) > most:
         return "hash_ids", f"{len(record.hash_ids)} ids for {most} blocks"
