@@ -1,4 +1,4 @@
-"""The composition root: configuration → objects → one running scheduler → graceful stop."""
+"""The composition root: builds a running scheduler from its configuration, and stops it gracefully."""
 
 from fairlead.server.live.scheduler import Live
 

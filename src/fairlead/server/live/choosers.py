@@ -1,8 +1,8 @@
-"""Connections to schedulers in other processes that decide for this one, one for each name in the configuration.
+"""Connections to schedulers in other processes that decide instead of this one, one for each name in the configuration.
 
 Rules
 * A scheduler whose settings have not changed keeps its connection through a reload.
-* A name stands for one connection: `scheduler` (the primary), `canary`, and the names of shadows.
+* There is one connection per name: `scheduler` (the primary) and `canary`. Shadows have their own (`live.shadows`).
 """
 
 import asyncio
@@ -22,7 +22,7 @@ log = get("scheduler")
 
 
 class Connections:
-    """`follow(config)` at the start and after each reload, then `await close()`."""
+    """Call `follow(config)` at the start and after each reload, `await close()` at the end."""
 
     def __init__(self, fleet: Fleet, feed: Callable[[Event], None]) -> None:
         self._fleet = fleet
@@ -31,13 +31,15 @@ class Connections:
         self._closing: set[asyncio.Task[None]] = set()
 
     def ask(self, question: AskRemote) -> None:
-        """Send a question to its scheduler. Without a connection of that name it stays unanswered past its deadline."""
+        """Send a question to its scheduler. Without a connection of that name it gets no answer, and its deadline
+        passes."""
         connection = self._open.get(question.remote)
         if connection is not None:
             connection[1].ask(question)
 
     def follow(self, config: Config) -> None:
-        """Open connections that are new in `config` and close those that are gone. `check_schedulers` has passed."""
+        """Open connections that are new in `config` and close those that it no longer has. `check_schedulers(config)`
+        must have passed."""
         wanted = schedulers(config)
         for name, (settings, _) in list(self._open.items()):
             if wanted.get(name) != settings:
@@ -70,13 +72,13 @@ def _teller(name: str) -> Callable[[str, str], None]:
 
 
 def check_schedulers(config: Config) -> None:
-    """Raise `ConfigError` if the TLS files of a scheduler cannot be used: no connection is tried without them."""
+    """Raise `ConfigError` if the TLS files of a remote scheduler or a remote shadow cannot be used."""
     for settings in (*schedulers(config).values(), *(shadow.scheduler for shadow in config.shadows.policies)):
         if settings is not None and settings.tls is not None:
             check_tls(settings.tls)
 
 
 def of_gateway(config: Config) -> dict[str, Any]:
-    """What schedulers are told of the gateway that asks them."""
+    """The arguments of `RemoteClient` that tell a scheduler about the gateway that asks it."""
     pool = config.models.pool or config.kubernetes.pool or "default"
     return {"pool": pool, "max_endpoints": max(config.ext_proc.max_endpoints, 2)}

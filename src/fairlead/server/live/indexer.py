@@ -1,7 +1,7 @@
 """A standalone indexer: only subscriber, index and tokenisers, with an HTTP port for schedulers and other clients.
 
-The parts start in this order and stop in the reverse one: subscriptions, endpoints, the HTTP port. On SIGTERM or SIGINT
-readiness goes off first, then the queries in progress are finished.
+The parts start in this order and stop in reverse order: subscriptions, endpoints, the HTTP port. On SIGTERM or SIGINT
+the indexer first reports itself as not ready, then finishes the queries in progress.
 """
 
 import asyncio
@@ -30,7 +30,8 @@ log = get("indexer")
 
 
 class LiveIndexer:
-    """`await run()` returns after `stop()` or a signal. `port` 0 = any free one; the attribute has the real one."""
+    """`await run()` returns after `stop()` or a signal. `port` 0 = any free port; the attribute `port` then has the
+    real one."""
 
     def __init__(self, config: Config, host: str, port: int, accept_snapshots: bool = False) -> None:
         self.config = config = alone(config)
@@ -121,7 +122,8 @@ class LiveIndexer:
 
 
 def alone(config: Config) -> Config:
-    """`config` without what an indexer does not do: query another indexer, lead, read model definitions."""
+    """A copy of `config` for an indexer: KV events are on; no other indexer is asked, there is no leader election, and
+    neither model definitions are read nor status is written."""
     events = config.kv_events
     indexer = KvIndexer(warm_from=events.indexer.warm_from)
     election = config.kubernetes.leader_election.model_copy(update={"enabled": False})

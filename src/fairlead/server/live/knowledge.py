@@ -1,4 +1,5 @@
-"""What decisions know of prompts beyond their bytes: token ids and, with KV events, which endpoints hold their blocks.
+"""What decisions know of a prompt besides its bytes: its token ids and, with KV events, the endpoints that hold its
+blocks.
 
 `Knowledge` alone reads prompts with the tokenisers of `tokens:`, so that their tokens are counted instead of estimated.
 With an `ExactKnowledge`, prompts are offered to it, and its predictions are compared with what responses report.
@@ -36,14 +37,14 @@ from fairlead.server.observe.log import get
 
 log = get("kv-events")
 
-#: How many responses are followed for their cached tokens before the first one reports any.
+#: At most this many responses are read to the end for their cached tokens before one reports a result.
 _FOLLOWED = 200
 
 
 class Knowledge:
-    """Made before the first endpoint is known, with a fleet that has what `exact_knowledge(config)` returns.
+    """Make this before the first endpoint is known. `fleet.exact` is the result of `exact_knowledge(config)`.
 
-    `start` loads tokenisers. Everything runs on the loop's thread. `asker`: see `PromptReading`.
+    `start` loads tokenisers. All methods run on the event loop's thread. `asker`: see `PromptReading`.
     """
 
     def __init__(self, config: Config, fleet: Fleet, registry: Registry, asker: Asker | None = None) -> None:
@@ -72,15 +73,17 @@ class Knowledge:
             stack.push_async_callback(self.token_check.close)
 
     def endpoint(self, event: EndpointUp | EndpointDown) -> None:
-        """An endpoint appeared, changed or went. Call this right after the pipeline has handled the same event."""
+        """Handle an endpoint that appeared, changed or was removed. Call this right after the pipeline has handled the
+        same event."""
         if isinstance(event, EndpointUp) and self.prompts.configured:
             self.token_check.up(event.endpoint)
 
     def inspecting(self, usual: Inspect) -> Inspect:
-        """Return the test for which responses to read to the end: those of `usual`, plus samples to check predictions.
+        """Return a function that says whether to read a response to the end: those that `usual` selects, plus samples
+        that check predictions.
 
-        While an endpoint's events are unproven, that is every response, but at most `_FOLLOWED` without a result:
-        engines may not report cached tokens at all, and streams do so only if the client asks for usage.
+        While an endpoint's KV events are unproven, all responses are read, but at most `_FOLLOWED` without a result:
+        some engines never report cached tokens, and in streams engines report them only if the client asks for usage.
         """
         exact, share, rng = self.exact, self._settings.check, Random()
         if exact is None:
@@ -95,7 +98,8 @@ class Knowledge:
         return inspect
 
     def page(self) -> dict[str, Any]:
-        """For people: the tokenisers, whether engines agree, and how far each endpoint's events are trusted."""
+        """The content of `/debug/knowledge`: tokenisers, whether engines' token ids agree with ours, and how far each
+        endpoint's KV events are trusted."""
         exact = self.exact
         content: dict[str, Any] = {
             "tokenisers": {
@@ -133,9 +137,9 @@ class Knowledge:
         self._budget = _FOLLOWED
 
     def _some_engine(self, model: str) -> str:
-        """The address of an endpoint to ask for the tokens of a prompt, round-robin; empty if there is none."""
+        """The address of an endpoint to ask for the token ids of a prompt, chosen round-robin; empty = no endpoint."""
         slots, has = self._fleet.table.slots(), self._fleet.table.base(model)
-        # Prefer endpoints that have it as their base model; an adapter is none.
+        # Prefer endpoints whose base model is `model`. If none has it (an adapter's name, for example), use any.
         endpoints = [endpoint for slot, endpoint in slots if has[slot]] or [endpoint for _, endpoint in slots]
         self._turn += 1
         return endpoints[self._turn % len(endpoints)].address if endpoints else ""
@@ -166,7 +170,8 @@ class Knowledge:
 
 
 def exact_knowledge(config: Config) -> ExactKnowledge | None:
-    """For a scheduler's fleet, with an index in this process or in an indexer; `None` = KV events are off.
+    """The exact knowledge for a scheduler's fleet. Its index is in this process or in an indexer; `None` = KV events
+    are off.
 
     Raises `ConfigError`.
     """
@@ -187,15 +192,15 @@ def recipe_of(settings: KvEvents) -> Recipe:
         raise ConfigError(str(error), "$.kvEvents.hashAlgorithm") from None
 
 
-# Whether engines make the same token ids as this process, checked once for each model that they serve.
+# Checks once for each model whether engines make the same token ids as this process.
 #
-# A different tokeniser or template causes no error anywhere: blocks just never match. So the first endpoint that serves
-# a model is asked for the ids of a few probes (`pool.render`), apart from all client requests.
+# A different tokeniser or chat template causes no error anywhere: blocks just never match. So the first endpoint that
+# serves a model is asked for the token ids of a few probes (`pool.render`), independently of client requests.
 #
 # Rules
 # * One endpoint at a time is asked, with a limit of `TIMEOUT` seconds per question. A model is compared once. If that
-#   fails, it is tried again with each endpoint that appears, and up to `TRIES` times with the same one.
-# * At most `MOST_MODELS` models. Adapters have their base model's tokens and are left out.
+#   fails, it is tried again with each endpoint that appears, and up to `TRIES` times with the same endpoint.
+# * At most `MOST_MODELS` models are compared. Adapters use their base model's tokeniser and are left out.
 
 TIMEOUT, TRIES, LATER = 2.0, 3, 20.0
 MOST_MODELS, _MOST_QUEUED, _MOST_BYTES = 64, 256, 1 << 20
@@ -203,9 +208,10 @@ UNKNOWN = "unknown"
 
 
 class TokenCheck:
-    """`asks(model)`: whether the engine itself supplies that model's ids, so that there is nothing to compare.
+    """`asks(model)`: whether the engine itself supplies that model's token ids, so that there is nothing to compare.
 
-    Where token ids differ, `on_finding` receives the reason why block predictions will fail.
+    If token ids differ, `on_finding` receives the cause, because predicted blocks will not match. `later`: seconds
+    until a failed comparison is tried again.
     """
 
     def __init__(
@@ -215,7 +221,7 @@ class TokenCheck:
         on_finding: Callable[[Finding], object],
         later: float = LATER,
     ) -> None:
-        #: By model name, as engines report it.
+        #: Results by model name, as engines report it.
         self.results: dict[str, TokenCheckResult] = {}
         self._tokeniser, self._asks, self._on_finding = tokeniser, asks, on_finding
         self._later = later
@@ -231,13 +237,13 @@ class TokenCheck:
         self._task = None
 
     def up(self, endpoint: Endpoint) -> None:
-        """An endpoint appeared or changed."""
+        """Queue an endpoint that appeared or changed for the check."""
         if len(self._waiting) < _MOST_QUEUED:
             self._waiting[endpoint.id] = endpoint, TRIES
             self._wake.set()
 
     def states(self) -> Mapping[str, str]:
-        """`agrees`, `differs` or `unknown`, by model."""
+        """The result by model: `agrees`, `differs` or `unknown`."""
         return {model: result.state.partition(":")[0] for model, result in self.results.items()}
 
     async def _run(self) -> None:
@@ -260,7 +266,7 @@ class TokenCheck:
         self._wake.set()
 
     async def _check(self, session: aiohttp.ClientSession, client: RenderClient, endpoint: Endpoint) -> bool:
-        """Whether all models of the endpoint are settled, so that it need not be checked again."""
+        """Check the models of the endpoint. True = no retry is needed: it lists models, and none is `unknown`."""
         url = f"http://{endpoint.address}"
         settled = True
         names = await _served(session, url) or {endpoint.labels.get(MODEL_LABEL, "")} - {""}

@@ -1,13 +1,13 @@
 """Running in Kubernetes: a pool's endpoints and models from the API server, and leader election between replicas.
 
-Readiness: only after pool, pods and definitions were read once and, with leader election, only while this replica
-leads. Losing the API server later changes neither: routing continues with what was known. Liveness depends on none of
-this.
+Readiness: a replica is ready once pool, pods and model definitions were read and, with leader election, only while it
+leads. Losing the API server later does not change that: routing continues with the last known state. Liveness depends
+on none of this.
 
-Handing over: gateways must find the next leader before they lose the last one. They find it either by health checks,
-each at its own pace, whose results Envoy delivers to its workers at most once a second (`update_merge_window`;
-measured: with no overlap 300 of 960 requests found no healthy picker for that second), or by addresses from a control
-plane. So both replicas answer for `overlap`, and the last leader continues until gateways have noticed.
+Handing over: gateways must find the next leader before they lose the last one. Some find it by health checks, each at
+its own pace, and Envoy delivers the results to its workers at most once a second (`update_merge_window`). Measured
+without an overlap: for that second, 300 of 960 requests found no healthy picker. Other gateways get addresses from a
+control plane. So both replicas are ready for `overlap`, and the last leader answers until gateways have noticed.
 """
 
 import asyncio
@@ -40,15 +40,15 @@ from fairlead.server.observe.log import get
 
 log = get("kubernetes")
 
-#: Seconds that the start waits for the first lists. If they arrive later, only readiness is delayed.
+#: Seconds that the start waits for the first lists. If they take longer, only readiness is delayed.
 START_S = 5.0
-#: Seconds that an ending leader waits for a successor, and after the overlap for gateways to notice its end.
+#: Seconds that a stopping leader waits for a successor, and after the overlap for gateways to notice that it stops.
 SUCCESSOR_S, NOTICE_S = 3.0, 3.0
 
 
 class KubeLink:
-    """What following one pool and following several share: the API client, leader election, readiness, metrics.
-    `set_ready(part, reason)`: an empty reason clears it."""
+    """The common part of following one pool and several: the API client, leader election, readiness, metrics.
+    `set_ready(part, reason)` reports why a part is not ready; an empty reason = it is ready."""
 
     def __init__(
         self,
@@ -58,44 +58,44 @@ class KubeLink:
         pool: str,
         health_port: int = 0,
     ) -> None:
-        """`pool` is part of the lease's name. `health_port`: where other replicas see whether this one has ended.
-        Raises `ConfigError` if no API server is configured or found."""
+        """`pool` is part of the lease's default name. `health_port`: other replicas check there whether this one has
+        stopped; 0 = they cannot. Raises `ConfigError` if no API server is configured or found."""
         self._settings = settings
         self._set_ready = set_ready
         self._metrics = metrics
         self._rng = Random()
         self._synced = asyncio.Event()
-        #: The lease was given back on purpose: readiness lasts until the successor is known.
+        #: This replica released the lease because it stops. It stays ready until the successor is known.
         self._ending = False
         self._troubles: dict[str, str] = {}
         self.client = KubeClient(find_access(settings.kubeconfig, settings.context))
         self.namespace = namespace_of(settings, self.client)
         self._lease = settings.leader_election.lease_name or f"epp-{self.namespace}-{pool}.fairlead"
         self.elector = self._elector(health_port) if settings.leader_election.enabled else None
-        #: What runs for as long as Kubernetes is followed, each with its name.
+        #: Coroutine functions to run while Kubernetes is followed, each with a name.
         self.work: list[tuple[Callable[[], Coroutine[Any, Any, None]], str]] = []
-        #: By pool or namespace.
+        #: Status writers by pool or namespace.
         self.writers: dict[str, StatusWriter] = {}
-        #: By namespace and service.
+        #: EndpointSlice publishers by namespace and service.
         self.publishers: dict[tuple[str, str], EndpointSlicePublisher] = {}
 
     # ---- what subclasses fill in ----
 
     @property
     def missing(self) -> str:
-        """What keeps this replica from being ready; empty = nothing."""
+        """The state from Kubernetes that is not known yet, so that this replica is not ready; empty = none."""
         raise NotImplementedError
 
     @property
     def reflectors(self) -> Mapping[str, Reflector[Any]]:
-        """By resource."""
+        """The reflectors by resource."""
         raise NotImplementedError
 
     # ---- common to all ----
 
     @property
     def misled(self) -> str:
-        """Why gateways do not find this leader; empty = they do."""
+        """Why gateways do not find this leader; empty = they do, or this replica does not lead."""
         troubles = [publisher.trouble for publisher in self.publishers.values() if publisher.trouble]
         return "; ".join(troubles) if self._may_write() else ""
 
@@ -105,7 +105,7 @@ class KubeLink:
         return f"{self.namespace}/{self._lease}"
 
     async def start(self, stack: AsyncExitStack) -> None:
-        """Follow everything for as long as `stack` is open."""
+        """Follow Kubernetes for as long as `stack` is open. Waits at most `START_S` for the first state."""
         stack.push_async_callback(self.client.close)
         self._judge()
         log.info("following", server=self.client.server, namespace=self.namespace, pool=self._settings.pool)
@@ -122,9 +122,9 @@ class KubeLink:
             log.warning("not ready: no state from Kubernetes yet", reason="; ".join(self._troubles.values()) or "")
 
     async def hand_over(self) -> None:
-        """This replica is about to end: let another one lead, and let gateways find it before they lose this one.
+        """Let another replica lead, because this one stops, and let gateways find it before they lose this one.
 
-        Both are ready for a moment. Otherwise a gateway might find no ready replica between two health checks.
+        Both replicas are ready for a moment. Otherwise a gateway might find no ready one between two health checks.
         """
         elector = self.elector
         if elector is None or not elector.leading:
@@ -166,7 +166,7 @@ class KubeLink:
             self.client, settings, self._leads, self._rng, on_trouble=lambda why: self._on_trouble("leases", why)
         )
 
-    # ---- what happens ----
+    # ---- callbacks ----
 
     def _leads(self, leading: bool, holder: str) -> None:
         for publisher in self.publishers.values():
@@ -185,7 +185,7 @@ class KubeLink:
         return self.elector is None or self.elector.leading
 
     def _judge(self) -> None:
-        """Set readiness by whether everything that it requires is known."""
+        """Set readiness: ready once nothing is missing."""
         missing = self.missing
         if missing and self._troubles:
             missing = f"{missing}: {'; '.join(dict.fromkeys(self._troubles.values()))}"
@@ -291,14 +291,14 @@ def report_unreadable(problem: str) -> None:
 
 
 def own_identity() -> str:
-    """This replica's name on the lease. It contains the pod's uid, so that a restarted container takes its own lease
-    back immediately; outside of Kubernetes a random part."""
+    """This replica's name on the lease. It contains the pod's uid, so that a restarted container can take back its own
+    lease immediately. Outside of Kubernetes it contains a random part instead."""
     name, uid = socket.gethostname(), os.environ.get("POD_UID", "")
     return f"{name}_{uid or secrets.token_hex(4)}"
 
 
 def _pod_ip() -> str:
-    """This pod's address from the chart's environment; empty = not set."""
+    """This pod's address from `$POD_IP`, which the chart sets; empty = not set, or no IP address."""
     try:
         return str(ip_address(os.environ.get("POD_IP", "")))
     except ValueError:
@@ -306,13 +306,13 @@ def _pod_ip() -> str:
 
 
 def _answers_at(port: int) -> str:
-    """ADDRESS:PORT of this pod; empty = it has no address that other pods can reach."""
+    """ADDRESS:PORT of this pod's health port; empty = it has none that other pods can reach."""
     address = _pod_ip()
     return host_port(address, port) if address and port else ""
 
 
 def own_place(namespace: str = "") -> Place:
-    """This pod, from the chart's environment. Raises `ConfigError`."""
+    """This pod's address and names, from the variables that the chart sets. Raises `ConfigError` without `$POD_IP`."""
     address = _pod_ip()
     if not address:
         path = "$.kubernetes.leaderElection"
@@ -330,8 +330,8 @@ def wanted_pool(settings: Kubernetes, namespace: str) -> Pool:
 
 
 async def follow_pool(stack: AsyncExitStack, settings: Kubernetes, feed: Feed) -> str:
-    """Follow a pool's endpoints only, for gateways that balance by themselves. Returns the pool's `appProtocol`; `http`
-    while it is unknown.
+    """Follow only a pool's endpoints, for gateways that balance by themselves. Returns the pool's `appProtocol`; the
+    default (`http`) while it is unknown.
 
     Raises `ConfigError` as `Kube` does.
     """

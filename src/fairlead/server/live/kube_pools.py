@@ -1,7 +1,8 @@
-"""Every InferencePool of some namespaces: each is opened when it appears and closed when it is gone.
+"""Follows every InferencePool of some namespaces: opens each when it appears, and closes it when it is deleted.
 
 An `endpointPickerRef` names a Service in the pool's own namespace. With leader election that Service has no selector,
-and the leader maintains its EndpointSlice, as with a single pool. So pools of any namespace reach this process.
+and the leader maintains its EndpointSlice, as with a single pool. So gateways of pools in any namespace reach this
+process.
 """
 
 import asyncio
@@ -37,12 +38,12 @@ from fairlead.server.observe.log import get
 
 log = get("kubernetes")
 
-#: Stands for all namespaces.
+#: The entry in `kubernetes.namespaces` that means all namespaces.
 EVERYWHERE = "*"
 
 
 class _Entry:
-    """A pool that exists, and what serves it once it is open."""
+    """A pool that exists. `served`: its scheduler; `None` = it is not open yet. `gone`: set when it is deleted."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
@@ -60,7 +61,7 @@ class _Entry:
 
 
 class _Watched(Struct, eq=False):
-    """What is followed in one namespace (or, with the empty name, in all)."""
+    """What is followed in one namespace, or in all namespaces. `None` = models or slices are not followed."""
 
     pools: Pools
     models: PoolModels | None
@@ -83,7 +84,7 @@ class KubePools(KubeLink):
         self._open = open_pool
         self._entries: dict[str, _Entry] = {}
         self._place = own_place(self.namespace) if self.elector is not None else None
-        #: What keeps the slice of each service.
+        #: The tasks that maintain the EndpointSlice of each service, by namespace and service.
         self._keeping: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         namespaces = ("",) if EVERYWHERE in settings.namespaces else settings.namespaces
@@ -146,9 +147,9 @@ class KubePools(KubeLink):
     @property
     def missing(self) -> str:
         if self._synced.is_set():
-            return ""  # a pool that appears later does not hold up the others
+            return ""  # a pool that appears later does not delay the readiness of other pools
         allowed = [watched for watched in self._watched.values() if not watched.pools.refused]
-        for watched in allowed or self._watched.values():  # a namespace without rights does not hold up the others
+        for watched in allowed or self._watched.values():  # a namespace without rights does not delay the others
             missing = watched.pools.missing or (watched.models.missing if watched.models is not None else "")
             if missing:
                 return missing

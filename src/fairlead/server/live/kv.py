@@ -1,12 +1,12 @@
-"""KV events that a scheduler or an indexer subscribes to: where they come from, and what they are used for.
+"""KV events that a scheduler or an indexer subscribes to: finds their publishers and maintains the index.
 
     follow      endpoints come and go → their publishers are found (by asking, or by configured ports) and subscribed to
     refresh     ten times a second the state of the feeds is copied into `fleet.exact`
     keep        the index is saved periodically, and loaded endpoint by endpoint after a restart
 
-Events reach the index in small steps between two events of the pipeline (`pool.kv_events.pump`). Nothing else changes
-what decisions see without going through `Pipeline.handle`: at twenty thousand events a second that would cost more than
-the decisions themselves.
+KV events reach the index in small steps between two events of the pipeline (`pool.kv_events.pump`). They do not go
+through `Pipeline.handle`: at twenty thousand KV events a second that would cost more than the decisions themselves.
+Everything else that decisions see changes only through `Pipeline.handle`.
 """
 
 import asyncio
@@ -40,25 +40,25 @@ from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.kv_metrics import KvFeedStatus, KvMetrics
 from fairlead.server.observe.log import get
 
-# The index in a file, so that a restarted scheduler starts warm. It is written periodically and at the end, atomically.
-
-#: The index, slot → endpoint id, and the place in each rank's feed up to which the index is complete.
+#: What a snapshot is made from: the index, slot → endpoint id, and the place in each rank's feed up to which the index
+#: is complete.
 What = tuple[KvIndex, Mapping[int, str], Callable[[RankCache], Place]]
 
 
 class Keeper:
-    """`what` returns the state to write."""
+    """Keeps a snapshot of the index in a file, so that a restarted scheduler starts warm. It is written atomically,
+    every `interval` seconds and at the end. `what` returns the state to write."""
 
     def __init__(self, path: Path, interval: float, what: Callable[[], What]) -> None:
         self._path = path
         self._interval = interval
         self._what = what
-        #: Why the last save failed; empty = it did not.
+        #: Why the last save failed; empty = it succeeded, or none was tried yet.
         self.problem = ""
         self._task: asyncio.Task[None] | None = None
 
     async def read(self) -> bytes:
-        """The content of the last save; empty = there is none, or it cannot be read."""
+        """The bytes of the last snapshot; empty = there is none, or it cannot be read."""
         try:
             return await asyncio.to_thread(self._path.read_bytes)
         except FileNotFoundError:
@@ -71,12 +71,12 @@ class Keeper:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def close(self) -> None:
-        """Write once more, and stop."""
+        """Write a last snapshot, and stop."""
         await cancelled(self._task)
         await self.save()
 
     async def save(self) -> None:
-        """Write the current state. The event loop is held for one segment at a time (1,024 blocks)."""
+        """Write the current state. Other work runs after each segment (1,024 blocks)."""
         pieces = []
         for piece in save(*self._what()):
             pieces.append(piece)
@@ -101,11 +101,13 @@ class Keeper:
 
 log = get("kv-events")
 
+#: Seconds between two refreshes.
 _REFRESH = 0.1
-#: Seconds between two questions to an engine for its publisher: at first, and the most after repeated failures.
+#: Seconds until an engine that did not name its publisher is asked again: at first, and at most.
 _ASK_AGAIN = (1.0, 15.0)
+#: Seconds between two checks whether an endpoint's publisher has changed.
 STILL_THERE = 10.0
-#: What topics name instead of a pod if blocks are in storage that all share (llm-d's storage back end).
+#: Names in topics instead of a pod's, for blocks in storage that all endpoints share (llm-d's storage back end).
 _STORAGE = ("SHARED_STORAGE", "OBJECT_STORE")
 
 
@@ -116,11 +118,11 @@ class KvListening(Knowledge):
 
     def __init__(self, config: Config, fleet: Fleet, registry: Registry) -> None:
         super().__init__(config, fleet, registry)
-        #: By endpoint id: slot and address; the task that follows its publisher; the publisher that is subscribed to.
+        #: By endpoint id: its slot and address; the task that follows its publisher; the publisher subscribed to.
         self._known: dict[str, tuple[int, str]] = {}
         self._followed: dict[str, asyncio.Task[None]] = {}
         self._sources: dict[str, KvSource] = {}
-        #: The last reported problem with an endpoint's block hashes, by endpoint id.
+        #: The last logged problem with an endpoint's block hashes, by endpoint id; empty = none.
         self._unlike: dict[str, str] = {}
         self._shelved: Shelved | None = None
         self._keeper: Keeper | None = None
@@ -163,7 +165,8 @@ class KvListening(Knowledge):
     # ---------------------------------------------------------------- endpoints
 
     def endpoint(self, event: EndpointUp | EndpointDown) -> None:
-        """An endpoint appeared, changed or went. Call this right after the pipeline has handled the same event."""
+        """Handle an endpoint that appeared, changed or was removed. Call this right after the pipeline has handled the
+        same event."""
         super().endpoint(event)
         name = event.endpoint.id if isinstance(event, EndpointUp) else event.endpoint_id
         address = event.endpoint.address if isinstance(event, EndpointUp) else ""
@@ -190,8 +193,8 @@ class KvListening(Knowledge):
         self._events.unwatch(slot)
 
     def _allowed(self) -> dict[str, Publisher]:
-        """Publishers by the names that topics may give a pod: the endpoint's address, its id, or the id's last part.
-        All ranks of a pod may use the names of its first endpoint."""
+        """The publishers that may send, by the names that topics may use for a pod: the endpoint's address, its id, or
+        the last part of its id. All ranks of a pod may use the names of its first endpoint."""
         allowed = dict.fromkeys(_STORAGE, Publisher(EVERYONE, ANY_MODEL))
         siblings: dict[str, dict[int, int]] = {}
         for slot, endpoint in self._fleet.table.slots():
@@ -212,7 +215,8 @@ class KvListening(Knowledge):
         task.add_done_callback(ended)
 
     async def _follow(self, endpoint: Endpoint, slot: int) -> None:
-        """Find the endpoint's publisher, load what was saved of it, subscribe; then check regularly for changes."""
+        """Load the endpoint's saved blocks, find its publisher and subscribe to it; then check regularly whether the
+        publisher has changed."""
         places: dict[int, Place] = {}
         if self._shelved is not None:
             for _ in self._shelved.enter(endpoint.id, slot, lambda cache, place: places.update({cache.rank: place})):
@@ -231,7 +235,7 @@ class KvListening(Knowledge):
             self._compare_hashes(endpoint, slot)
 
     def _compare_hashes(self, endpoint: Endpoint, slot: int) -> None:
-        """Warn of block hashes that differ from ours. Such blocks are never found, which looks like an empty cache."""
+        """Warn of block hashes that differ from ours. Such blocks are never found, as if the cache were empty."""
         heads = [head for cache in self.exact.index.caches_of(slot) for head in cache.stores()]
         finding = wrong_hashes(self.exact.recipe, heads)
         if finding is not None and self._unlike.get(endpoint.id) != finding.detail:
@@ -265,7 +269,7 @@ class KvListening(Knowledge):
     # ---------------------------------------------------------------- state
 
     def subscriptions(self, slot: int) -> list[Subscription]:
-        """One per rank."""
+        """The subscriptions to the endpoint in this slot, one per rank."""
         return self._events.subscriptions(slot)
 
     def _refresh(self) -> None:
@@ -296,14 +300,15 @@ class KvListening(Knowledge):
             log.info("warm start from another indexer", url=url)
 
     def snapshot(self) -> Iterator[bytes]:
-        """The index as bytes, in pieces to be joined, one segment at a time."""
+        """The bytes of a snapshot of the index, one piece per segment."""
         return save(*self._saved())
 
     def take(self, content: bytes) -> int:
-        """Load a snapshot. Raises `ValueError` for bytes that are not one.
+        """Load a snapshot. Raises `ValueError` if `content` is not a valid one.
 
-        Endpoints without any events so far are filled from it soon, later ones when they appear. Those that have sent
-        events keep their own state. Returns how many endpoints are filled now.
+        Endpoints that have sent no KV events yet get their blocks from it soon, and endpoints that appear later when
+        they appear. Endpoints that have sent events keep their blocks. Returns the number of endpoints of the first
+        kind.
         """
         self._shelved = Shelved(self.exact.index, content)
         taken = 0
@@ -342,7 +347,8 @@ def _unusable(reason: str) -> None:
 
 
 def _keys(settings: KvCurve | None) -> tuple[Curve | None, list[str] | None]:
-    """Our own keys, and the public keys that may dial in. Raises `ConfigError`."""
+    """Our own CURVE keys, and the public keys of publishers that may connect; `None` = no CURVE, or any publisher.
+    Raises `ConfigError`."""
     if settings is None:
         return None, None
     public, secret = (

@@ -1,11 +1,12 @@
-"""Exact knowledge that another process has: an indexer is queried for each prompt before its request arrives.
+"""Exact knowledge from an indexer, a process that is asked about each prompt before its request arrives.
 
     read        a prompt's token ids become block keys; the indexer is asked who holds them, within the budget
-    offer       the answer accompanies the request; without one (late, broken, down) learned prefixes are used
+    offer       the answer accompanies the request; without an answer (late, broken, down) learned prefixes are used
     follow      twice a second the indexer reports the state of each endpoint's feed, and the adapters it has seen
 
-The pipeline stays the same: it reads an index (`core.kv.answered`) whose blocks are those of the answer. Trust and
-sources, prompts that were just sent, and the comparison with what responses report stay in this process.
+For the pipeline nothing changes: it reads an index (`core.kv.answered`) that has the blocks of the answer. This process
+itself keeps the trust in each endpoint, the prompts that were just sent, and the comparison with the cached tokens that
+responses report.
 """
 
 import asyncio
@@ -36,7 +37,7 @@ _TIER_NAMES = tuple(TIERS.values())
 
 
 class KvLookup(Knowledge):
-    """Blocks known to an indexer. `start` also opens the connection; no request waits for an indexer that is not up."""
+    """Knowledge from an indexer. `start` also opens the connection. No request waits while the indexer is down."""
 
     exact: ExactKnowledge
 
@@ -48,10 +49,13 @@ class KvLookup(Knowledge):
         indexer = config.kv_events.indexer
         self.client = IndexClient(indexer.url, indexer.budget, self._on_state, self._say, took)
         KvMetrics(registry, self.exact, self._endpoints, list, lambda: 0, self.prompts.without)
-        #: The indexer's last report; its names for our endpoints, with slot and tenure of each.
+        #: The indexer's last report; `None` = it is not connected.
         self._state: StateAnswer | None = None
+        #: The indexer's name for each of our endpoints → the endpoint's slot and tenure.
         self._named: dict[str, tuple[int, int]] = {}
+        #: Why the indexer's answers cannot be used; empty = they can.
         self._complaint = ""
+        #: The block sizes in tokens that the indexer reports.
         self._sizes: tuple[int, ...] = ()
 
     async def start(self, stack: contextlib.AsyncExitStack) -> None:
@@ -86,7 +90,7 @@ class KvLookup(Knowledge):
     # ---------------------------------------------------------------- one prompt
 
     async def _ask(self, prepared: Prepared) -> Prepared | None:
-        """`prepared` with an answer in every chain; `None` = there is no answer."""
+        """Return `prepared` with the indexer's answer in every chain; `None` = an answer is missing."""
         chains = {size: chain for size, chain in prepared.chains.items() if len(chain.keys)}
         if not chains or self._complaint or any(len(chain.keys) > MOST_BLOCKS for chain in chains.values()):
             return None

@@ -1,4 +1,4 @@
-"""How this process manages its memory, and how late its event loop is."""
+"""Tunes the memory management of this process, and measures how late its event loop is."""
 
 import asyncio
 import contextlib
@@ -11,18 +11,19 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 
 
 def settle_memory() -> None:
-    """Tune the cycle collector. What exists now lives to the end, so the collector need not walk it; what is made later
-    is freed by reference count, so the collector need not run over it often. Its pauses land in the middle of
-    decisions, so the youngest generation must be small: 50,000 objects take 7 to 9 ms, 5,000 take 0.5 ms, and the total
-    cost is the same (bench/flow.py, where 10,000 requests queue up). Older generations are collected as rarely."""
+    """Tune the cycle collector. Objects that exist now live until the process ends, so the collector need not walk
+    them. Most later objects are freed by reference count. The collector's pauses fall into decisions, so the youngest
+    generation must be small: 50,000 objects take 7 to 9 ms, 5,000 take 0.5 ms, and the total cost is the same
+    (bench/flow.py, with 10,000 queued requests). Older generations are collected rarely."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(5_000, 50, 400)
 
 
 def keep_heap() -> None:
-    """Make glibc keep freed memory. By default it returns the pages of every large body and faults them in again: 0.51
-    ms instead of 0.09 ms to read a body of 500 KB (bench/transport.py). Other C libraries are left alone."""
+    """Make glibc keep freed memory. By default glibc returns the pages of every large body to the system and faults
+    them in again. Then reading a body of 500 KB takes 0.51 ms instead of 0.09 ms (bench/transport.py). With other C
+    libraries this does nothing."""
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         for option, value in ((_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, 256 << 20), (_M_TOP_PAD, 16 << 20)):
@@ -38,17 +39,18 @@ class _Mallinfo(ctypes.Structure):
 
 
 class HeapTrim:
-    """Returns to the system what glibc keeps of freed memory (`keep_heap`) once it has been unused for a while: after
-    an attack or a burst of large bodies the process shrinks to its former size. Needs glibc's mallinfo2."""
+    """Returns freed memory that glibc keeps (`keep_heap`) to the system once it has been unused for a while. So the
+    process shrinks again after an attack or a burst of large bodies. Without glibc's mallinfo2 it does nothing."""
 
+    #: Bytes that may stay free without being returned.
     MOST = 24 << 20
 
     def __init__(self, loop: asyncio.AbstractEventLoop, interval_s: float = 10.0) -> None:
         self._loop = loop
         self._interval = interval_s
-        #: Free bytes: the fewest since the last trim, and at the last check.
+        #: Bytes of the heap that are free: the fewest since the last trim, and at the last check.
         self._least = self._last = 0
-        #: Times that memory was given back.
+        #: How many times memory was returned to the system.
         self.trims = 0
         with contextlib.suppress(OSError, AttributeError):
             libc = ctypes.CDLL("libc.so.6")
@@ -70,11 +72,9 @@ class HeapTrim:
             self._timer.cancel()
 
 
-# How late the event loop fires its timers: shows whether something blocks the loop.
-
-
 class LoopLag:
-    """Calls `observe(seconds late)` each `interval_s` until closed."""
+    """Calls `observe` every `interval_s` until closed, with the seconds that the event loop fired this timer late. Long
+    delays show that something blocks the loop."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, observe: Callable[[float], object], interval_s: float = 0.5

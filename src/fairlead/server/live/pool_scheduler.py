@@ -1,4 +1,5 @@
-"""The scheduler of one pool: all of `wiring`, fed with endpoints, model definitions and changed configurations."""
+"""The scheduler of one pool: the parts from `wiring`, fed with endpoints, model definitions and changed
+configurations."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -30,12 +31,13 @@ from fairlead.server.running_gateway import NONE_RUNS, RunningGateway
 
 log = get("serve")
 
-#: How many problems of a changed configuration are logged; `fairlead validate` prints all.
+#: At most this many problems of a changed configuration are logged; `fairlead validate` prints all.
 _SHOWN = 5
 
 
 def log_unusable(problems: Sequence[str]) -> str:
-    """Log why a changed configuration cannot be used. Returns the summary, with the first problem."""
+    """Log why a changed configuration cannot be used. Returns a summary with the first problem and the number of
+    others."""
     text = "the changed configuration cannot be used; the old one stays"
     for problem in problems[:_SHOWN]:
         log.error(text, problem=problem)
@@ -48,8 +50,8 @@ def _on_models_problem(file: str, problem: Problem) -> None:
 
 class PoolScheduler:
     """Call `await start(stack)`, then `await settle(stack)` once the first endpoints may be known. `one_of`: the pace
-    that all pools of this process share; `None` = this is the only pool. `unready`: why requests cannot be served.
-    `gateway`: the embedded one next to this process."""
+    that all pools of this process share; `None` = this is the only pool. `unready`: returns the reasons why requests
+    cannot be served. `gateway`: the embedded gateway that runs next to this process."""
 
     def __init__(
         self,
@@ -114,6 +116,7 @@ class PoolScheduler:
             self.troubles.watch("models", lambda: files.problem)
 
     async def settle(self, stack: AsyncExitStack) -> None:
+        """Wait until the saved state of the first endpoints is restored, then connect to other replicas."""
         if self.core.state is not None:
             await self.core.state.settled()
         if self.core.replicas is not None:
@@ -131,17 +134,18 @@ class PoolScheduler:
 
     @property
     def holds(self) -> bool:
-        """Requests wait for the pool's first endpoint."""
+        """Whether requests wait in the queue for the pool's first endpoint."""
         flow = self.config.flow_control
         return flow is not None and flow.settings.enabled and flow.settings.no_endpoint_ttl > 0
 
     @property
     def may_be_empty(self) -> bool:
-        """Requests wait, or pods come later: rollouts must not wait for model servers, which load for minutes."""
+        """Whether the scheduler is ready without any endpoint: requests wait in the queue, or the endpoints are pods.
+        Rollouts must not wait for model servers, which take minutes to load."""
         return self.holds or self.config.kubernetes.on
 
     def empty_queue(self) -> None:
-        """The process is ending: end the wait of every queued request."""
+        """End the wait of every queued request, because the process or the pool is stopping."""
         self.driver.feed(StopAsked())
 
     def turned(self, late_s: float) -> None:
@@ -173,7 +177,8 @@ class PoolScheduler:
     # ---- a changed configuration ----
 
     def reconfigure(self, changes: Changes) -> bool:
-        """Apply the changes through the pipeline. False = they are not used; the log says why."""
+        """Apply the changes through the pipeline. False = there are none, or they cannot be used; then the log says
+        why."""
         self.unusable = ""
         if not changes.paths:
             return False
@@ -205,15 +210,15 @@ class PoolScheduler:
         self.unusable = log_unusable(problems)
 
     def _follow(self, config: Config, scheduling: Scheduling) -> None:
-        """Connect to the schedulers that the configuration names, and give shadows the policies to run."""
+        """Connect to the remote schedulers that the configuration names, and start the shadow policies."""
         self.core.connections.follow(config)
         self.core.shadows.follow(config, scheduling.on_trial)
         self.watch.choosers.follow(scheduling.remotes, scheduling.policy)
 
-    # ---- news ----
+    # ---- endpoints and models ----
 
     def endpoint(self, event: EndpointUp | EndpointDown) -> None:
-        """An endpoint appeared, changed or went: pass that to every part that follows endpoints."""
+        """Report an endpoint that appeared, changed or was removed to every part that follows endpoints."""
         if isinstance(event, EndpointUp):
             event = EndpointUp(with_page(event.endpoint, self.config.metrics))
             self.watch.on_endpoint(event.endpoint)
@@ -246,7 +251,7 @@ class PoolScheduler:
             log.info("endpoint down", endpoint=event.endpoint_id)
 
     def defined(self, where: str, models: ModelSet) -> None:
-        """The model definitions from the source `where` have changed."""
+        """Replace the model definitions of the source `where` (configuration, files, kubernetes) by `models`."""
         self._definitions[where] = models
         models = sum(self._definitions.values(), ModelSet())
         settings = self.config.models
@@ -261,7 +266,7 @@ class PoolScheduler:
     # ---- admin pages ----
 
     def notes(self) -> list[str]:
-        """For `/readyz`: present troubles, and notes on endpoints, on the state file and on replicas."""
+        """Lines for `/readyz`: present troubles, and notes on endpoints, on the state file and on replicas."""
         state, replicas = self.core.state, self.core.replicas
         notes = [state.note] if state is not None and state.note else []
         if replicas is not None and not replicas.problem:

@@ -1,4 +1,4 @@
-"""Several pools in one process: a scheduler for each, opened and closed while the others keep running."""
+"""Several pools in one process: a scheduler for each pool, opened and closed while the other pools keep running."""
 
 import asyncio
 import gc
@@ -29,8 +29,8 @@ _POLL = 0.05
 
 
 def of_pool(config: Config, key: str) -> Config:
-    """The configuration of the pool `namespace/name`: its own settings if it has any, else those of `config`. Its
-    journal and state get paths of their own, next to those of the other pools."""
+    """The configuration of the pool `key` (`namespace/name`): its own settings if it has any, else those of `config`.
+    Its journal and state file get paths of their own, next to those of the other pools."""
     own: Config = config.pools.get(key, config)
     namespace, _, name = key.partition("/")
     directory = f"{namespace}.{name}"
@@ -45,7 +45,7 @@ def of_pool(config: Config, key: str) -> Config:
 
 
 class LivePools:
-    """The schedulers of all pools, and what they share. Has the interface of a `PoolScheduler`."""
+    """The schedulers of all pools, and what they share. `Live` uses it like a `PoolScheduler`."""
 
     def __init__(self, config: Config, tracing: Tracing | None, unready: Callable[[], Sequence[str]]) -> None:
         now = asyncio.get_running_loop().time
@@ -73,9 +73,9 @@ class LivePools:
     # ---- pools ----
 
     async def open(self, key: str, pool: Pool) -> "OpenedPool":
-        """Raises `ConfigError` or `PluginError`."""
+        """Start the scheduler of a pool. Raises `ConfigError` or `PluginError`."""
         before = self._ending.get(key)
-        if before is not None:  # the pool is back: its files are needed
+        if before is not None:  # the pool was deleted and is back: its old scheduler must release its files
             await before.close(at_once=True)
         opened = OpenedPool(self, key, pool)
         try:
@@ -109,7 +109,7 @@ class LivePools:
     # ---- a changed configuration ----
 
     def reconfigure(self, changes: Changes) -> bool:
-        """Apply the changes to each pool. False = no pool changes."""
+        """Apply the changes to each pool. False = nothing changed."""
         self._unusable = ""
         self.config = changes.config
         self._refused = {}
@@ -139,7 +139,7 @@ class LivePools:
         return page_of([self.registry, *registries], openmetrics)
 
     def sources(self) -> AdminSources:
-        """The sources of the process; those of each pool are in `pages`."""
+        """The sources of the pages about the whole process. For those of each pool see `pages`."""
         return AdminSources(
             metrics=self.exposition,
             openmetrics=lambda: self.exposition(openmetrics=True),
@@ -159,7 +159,7 @@ class LivePools:
 
 
 class OpenedPool:
-    """A pool that is served."""
+    """A pool that is served, with its scheduler."""
 
     def __init__(self, pools: LivePools, key: str, pool: Pool) -> None:
         self._pools, self._key, self._pool = pools, key, pool
@@ -193,7 +193,7 @@ class OpenedPool:
         self._pools.host.put(self._key, self.scheduler.host, service)
 
     async def close(self, *, at_once: bool = False) -> None:
-        """Take no new requests, let running ones end (unless `at_once`), and free all resources."""
+        """Accept no new requests, let running requests finish (unless `at_once`), and free all resources."""
         if self._closed.is_set():
             return
         pools, scheduler, loop = self._pools, self.scheduler, asyncio.get_running_loop()

@@ -1,9 +1,10 @@
 """Turns prompts of requests into token ids before the requests arrive in the pipeline.
 
-This happens immediately, or in a thread if it would hold the loop, or by an engine where the model is configured so.
+Short prompts are read immediately. Prompts that would hold the event loop are read in a thread. An engine reads the
+prompts of models that are configured with `render: engine`.
 
-A request waits for its prompt at most `PATIENCE` seconds. Then it continues without ids, and learned prefixes of its
-bytes are used instead. The same applies to prompts that would have to queue for the thread.
+A request waits for the reading of its prompt at most `PATIENCE` seconds. Then it continues without token ids, and the
+learned prefixes of its bytes are used instead. The same applies while `_MOST_READING` prompts are being read.
 """
 
 import asyncio
@@ -32,10 +33,10 @@ Asker = Callable[[Prepared], Awaitable[Prepared | None]]
 
 
 class PromptReading:
-    """`exact` is offered the ids of each prompt. Without it tokens are only counted, and no engine is asked for them.
+    """`exact` is offered the token ids of each prompt; `None` = tokens are only counted, and no engine is asked.
 
-    `engine` returns an endpoint (`host:port`) to ask; empty = none. `asker`: where blocks are known in another process,
-    adds its answer to a prompt's chains; without an answer the prompt is not offered.
+    `engine` returns an endpoint (`host:port`) to ask; empty = there is none. `asker`: if another process knows the
+    blocks, asks it and adds its answer to the prompt's chains; without an answer the prompt is not offered.
     """
 
     def __init__(
@@ -44,11 +45,11 @@ class PromptReading:
         self.tokeniser = PromptTokeniser()
         #: Prompts that are being read.
         self.reading: set[Reading] = set()
-        #: How many prompts were not turned into ids, by reason.
+        #: How many prompts were not turned into token ids, by reason.
         self.without: dict[str, int] = {}
-        #: Why a model's tokeniser cannot be used, by its name in the configuration.
+        #: Why a model's tokeniser cannot be used, by the model's name in the configuration.
         self.unusable: dict[str, str] = {}
-        #: Whether any model's texts can be tokenised.
+        #: Whether the configuration has a tokeniser for any model.
         self.configured = bool(settings.models)
         self._settings = settings
         self._asker = asker
@@ -60,7 +61,7 @@ class PromptReading:
         self._pool = ThreadPoolExecutor(1, "prompts")
 
     async def start(self) -> None:
-        """Load the tokenisers: takes seconds for each large vocabulary."""
+        """Load the tokenisers. This takes seconds for each large vocabulary."""
         loop = asyncio.get_running_loop()
         self.tokeniser = await asyncio.to_thread(load_tokeniser, self._settings)
         models = {name: model for name, model in self.tokeniser.states().items() if name not in self._asked}
@@ -75,7 +76,7 @@ class PromptReading:
             await self._render.close()
 
     def read(self, parsed: ParsedRequest, body: bytes, model: str) -> PromptKnown | Reading:
-        """What is known of a prompt, now or later. Nothing if it cannot be read, or not in time."""
+        """Read a prompt: the result, or a task that returns it. The result is empty if the prompt cannot be read."""
         if self._render is not None and not parsed.prompt_tokens and self.asks(model):
             return self._later(model, partial(self._ask, parsed, body, model))
         long = self._long
@@ -89,11 +90,12 @@ class PromptReading:
         return PromptKnown(tokens.total)
 
     def offer(self, known: PromptKnown) -> PromptBlocks | None:
-        """Return the `blocks` of a prompt that was read. Call this when its request is about to arrive."""
+        """Return the blocks of a prompt that was read; `None` = there are none. Call this when its request is about to
+        arrive in the pipeline."""
         return None if self._exact is None else self._exact.offer(*known.blocks)
 
     def asks(self, model: str) -> bool:
-        """Whether an engine is asked for the ids of this model's prompts."""
+        """Whether an engine is asked for the token ids of this model's prompts."""
         return model in self._asked or (_ANY_MODEL in self._asked and model not in self._settings.models)
 
     def _known(self, tokens: PromptTokens, prepared: Prepared | None = None) -> PromptKnown:

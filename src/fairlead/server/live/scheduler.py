@@ -1,9 +1,9 @@
-"""One running scheduler, of one pool or several: its start, its changes, its end.
+"""One running scheduler, of one pool or several: starts it, applies configuration changes, and stops it.
 
-The parts start in this order: pools (scraper, endpoints), admin page, KEDA's scaler, the configuration's file, ext_proc
-port. On SIGTERM or SIGINT readiness goes off first, then running streams finish while the admin page still tells of
-them, then the rest stops, the pools last. The embedded gateway is not part of this: it must outlive a scheduler that
-dies, see `embedded`.
+The parts start in this order: pools (scraper, endpoints), admin port, KEDA's external scaler, the watch of the
+configuration file, ext_proc port. On SIGTERM or SIGINT the scheduler first reports itself as not ready. Then running
+streams finish while the admin port still serves pages. Then the other parts stop, the pools last. The embedded gateway
+is not part of this: it must outlive a scheduler that dies, see `embedded`.
 """
 
 import asyncio
@@ -49,12 +49,13 @@ from fairlead.server.supervise import DRAIN_SECONDS, ENDING, Ending
 
 log = get("serve")
 
-#: The part that is not ready while a restarted scheduler knows none of the endpoints that the gateway has.
+#: The key in `Live._unready` while a restarted scheduler knows no endpoints although the gateway has some.
 _ENDPOINTS = "endpoints"
 _STOPPING = "shutting down"
 
+#: Seconds between two checks while something is waited for.
 _POLL = 0.05
-#: Bytes of unfinished requests, unless configured; less on machines with little memory.
+#: The default limit of `parsing.maxBufferedBytes`; lower on machines with little memory.
 _MOST_BUFFERED = 128 << 20
 
 
@@ -62,23 +63,24 @@ class Live:
     """A scheduler in this process: `await run()` returns after `stop()` or a signal."""
 
     def __init__(self, config: Config, gateway: RunningGateway = NONE_RUNS, written: Config | None = None) -> None:
-        """`written`: the configuration without what this worker has of its own."""
+        """`written`: the configuration without the ports, files and seed of this worker; `None` = the same as
+        `config`."""
         self.config = config
         self._written = written or config
-        #: Changes of the file that need a restart.
+        #: Paths of the settings in the file that differ and need a restart.
         self._refused: list[str] = []
         self._beside, self._gateway = gateway, gateway.admins
         pool = gateway.pool_file
         self._pool = PoolWriter(pool) if pool else None
-        #: What the gateway has counted, next to that file, which lives as long as the gateway does.
+        #: The file with Envoy's request counts. Its directory, that of the pool file, lives as long as the gateway.
         self._kept = pool.with_name("counts.json") if pool else None
-        # Each worker follows them, so that a key which is revoked does not depend on any one of them.
+        # Every worker follows the key files, so that a revoked key is removed even while another worker is down.
         self._keys = followed_keys(config.gateway, Path(gateway.directory)) if gateway.directory else []
         self._ending = Ending(child=bool(gateway.directory))
         self._endpoints_known = asyncio.Event()
-        #: What keeps this scheduler from being ready, by part.
+        #: Why this scheduler is not ready, by part; empty = it is ready.
         self._unready = {"start": "starting"}
-        #: Whether the embedded gateway says that it asks this scheduler, according to its admin page.
+        #: Whether Envoy's admin page has shown that the embedded gateway asks this scheduler.
         self._is_asked = False
         self.serving: PoolScheduler | LivePools
         self.kube: KubeLink | None = None
@@ -129,7 +131,7 @@ class Live:
             self.serving.empty_queue()
 
     def _take(self, pool: PoolScheduler) -> None:
-        """Note that this is the only pool."""
+        """Store the scheduler of the only pool and shortcuts to its parts."""
         self.serving, self.core = pool, pool.core
         self.fleet, self.watch, self.pipeline = pool.fleet, pool.watch, pool.pipeline
         self.driver, self.host, self.scraper = pool.driver, pool.host, pool.scraper
@@ -139,7 +141,7 @@ class Live:
         stack.callback(LoopLag(loop, serving.turned).close)
         stack.callback(HeapTrim(loop).close)
         if isinstance(serving, LivePools):
-            settle_memory()  # pools come and go: they must stay within the collector's reach
+            settle_memory()  # before any pool exists: pools come and go, and the collector must be able to free them
             stack.push_async_callback(serving.close)
             port = config.ext_proc.health_port
             self.kube = KubePools(config.kubernetes, serving.open, self._set_ready, serving.kube, port)
@@ -162,9 +164,9 @@ class Live:
             file = ConfigFile(config.source, self._changed, serving.refuse, flags=self._written.flags)
             stack.push_async_callback(file.close)
             file.start()
-        # The last that starts, the first that ends: the admin port tells of requests that still run.
+        # Starts last and stops first: the admin port must serve pages while requests still run.
         stack.push_async_callback(self._finish, server)
-        if _ENDPOINTS in self._unready:  # Envoy asks whoever listens until its next health check
+        if _ENDPOINTS in self._unready:  # until its next health check, Envoy asks any scheduler that listens
             await until_set(self._ending.asked, self._endpoints_known.wait())
         await server.start(config.ext_proc.host, config.ext_proc.port, config.ext_proc.health_port, log_port)
 
@@ -187,11 +189,13 @@ class Live:
             self._set_ready(_ENDPOINTS, reason)
 
     async def _pool_size(self) -> int:
-        """How many endpoints the gateway has: those of a scheduler that died. At the first start it has no more."""
+        """The number of endpoints that the gateway got from a scheduler that died. At the first start, when this
+        scheduler knows no endpoints, the gateway has none either."""
         return max([await EnvoyAdmin.from_address(where).pool_size() for where in self._gateway], default=0)
 
     def _tls(self, what: str, settings: Tls | None, protocol: str) -> ServerTls | None:
-        """The certificate of a port, and a trouble while its newest files cannot be used."""
+        """Load the certificate of a port; `None` = no TLS. `what`: the name of the trouble that is reported while the
+        newest certificate files cannot be used."""
         if settings is None:
             return None
         tls, now = ServerTls.from_directory(settings.cert_dir, protocol=protocol), asyncio.get_running_loop().time
@@ -225,7 +229,7 @@ class Live:
         return f"the file has changes that need a restart: {', '.join(refused)}" if refused else ""
 
     def _changed(self, new: Config) -> None:
-        """The file changed. What only a restart can change stays; the rest is applied through the pipeline."""
+        """Apply a changed configuration file through the pipeline. Settings that need a restart keep their values."""
         changes, _ = plan_reload(self.config, new)
         written, refused = plan_reload(self._written, new)
         self._written, self._refused = written.config, [problem.path for problem in refused]
@@ -242,22 +246,23 @@ class Live:
         log.info("applied a configuration change", file=config.source, applied=" ".join(changes.paths))
         _log_notes(config)
 
-    # ---- the end ----
+    # ---- shutdown ----
 
     def _leave(self) -> None:
-        """The embedded gateway stops: it listens no more, and asks until its last request has ended."""
+        """The embedded gateway is stopping. It accepts no new connections, but asks this scheduler until its last
+        request has ended."""
         self.health.leave()
         self.serving.empty_queue()
 
     async def _finish(self, server: Server) -> None:
-        """Give requests in flight time to finish, unless a second signal cuts them off."""
+        """Give requests in flight time to finish. A second signal cuts them off."""
         await until_set(self._ending.at_once, self._drain(server))
         if self._ending.at_once.is_set():
             await server.close(0.0)
 
     async def _drain(self, server: Server) -> None:
-        """A gateway's access log stream reports the ends of requests but has no end of its own: close it after the last
-        request."""
+        """Wait up to `DRAIN_SECONDS` until no request runs, then close the server. The gateway's access log stream
+        reports the ends of requests and never ends by itself, so it is closed after the last request."""
         loop = asyncio.get_running_loop()
         until = loop.time() + DRAIN_SECONDS
         server.drain()
@@ -268,7 +273,7 @@ class Live:
         self.health.end_watches()
         await server.close(max(until - loop.time(), 0.0))
 
-    # ---- news ----
+    # ---- endpoints and readiness ----
 
     def _endpoint(self, event: EndpointUp | EndpointDown) -> None:
         assert isinstance(self.serving, PoolScheduler)
@@ -335,7 +340,7 @@ class Live:
         self._announce()
 
     async def _look_at_gateway(self, ask: Callable[[], Awaitable[None]]) -> None:
-        """Each second."""
+        """Every second, read the gateway's statistics and check the file descriptors of its processes."""
         reason, mark = "", f"{self._beside.directory}/{BOOTSTRAP.partition('{')[0]}"
         self.serving.troubles.watch("gateway-descriptors", lambda: reason)
         while True:
@@ -370,26 +375,27 @@ class Live:
 
 
 def _log_notes(config: Config) -> None:
-    """Log what `fairlead validate` notes about a usable file."""
+    """Log the notes that `fairlead validate` prints about a valid file."""
     for note in config.notes:
         log.warning("note on the configuration", file=config.source, note=str(note))
 
 
 def _buffered(config: Config) -> int:
-    """How many bytes unfinished requests may hold."""
+    """The number of bytes that unfinished requests may hold."""
     return config.parsing.max_buffered_bytes or min(memory_limit() // 8, _MOST_BUFFERED)
 
 
 def watch_gateway(
     where: Sequence[str], keep: Path | None, registry: Registry, troubles: Troubles
 ) -> Callable[[], Awaitable[None]] | None:
-    """Show how many requests the embedded gateway balanced by itself, by its own count, its memory, and whether it
-    answers. Returns what to await before the metrics page is made, and each second; `None` = there is no gateway to
-    ask.
+    """Show in metrics how many requests the embedded gateway balanced by itself, its memory, and whether it answers.
 
-    The access log reports most of these requests, each with its endpoint, but none that ended while no scheduler was
-    there to receive the report. Envoy counts all of them, and its counts survive the death of a scheduler. What an
-    Envoy that died had counted is in the file `keep`.
+    Returns a function that reads these values from Envoy; await it before each metrics page and every second.
+    `None` = there is no gateway to ask.
+
+    The access log reports most requests that the gateway balanced by itself, each with its endpoint. It reports none
+    that ended while no scheduler was running. Envoy counts all of them, and its counts survive the death of a
+    scheduler. The file `keep` has the counts of Envoys that died.
 
     `where`: the admin page of each of its Envoys, a socket's path or a port of 127.0.0.1; empty = no embedded gateway.
     """

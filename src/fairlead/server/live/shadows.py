@@ -1,8 +1,8 @@
 """Policies on trial in a running scheduler: built-in ones in a thread, schedulers in other processes over their stream.
 
 Rules
-* Nothing here can raise into a decision, and nothing waits: cases beyond the limits are left out and counted.
-* A shadow that cannot be made stops the start, like every wrong setting; one that fails later is cut off.
+* No error here reaches a decision, and no decision waits for a shadow. Cases beyond the limits are skipped and counted.
+* A shadow that cannot be built fails the start, like every wrong setting. A shadow that fails later is cut off.
 """
 
 import asyncio
@@ -27,24 +27,27 @@ from fairlead.server.shadow_runner import MAX_FAILURES, PASSED, ShadowRunner
 
 log = get("shadow")
 
-#: How many questions to one scheduler may be open at the same time; one more, and it is cut off.
+#: At most this many questions to one remote scheduler may be unanswered; with one more it is cut off.
 _MAX_OPEN = 256
+#: Seconds of the event loop that asking may take in one burst.
 _BURST = 0.05
 
 
 class LiveShadows:
-    """Call `follow(config, …)` at the start and after each reload, `close()` at the end. `feed` gets the verdicts."""
+    """Call `follow(config, …)` at the start and after each reload, `close()` at the end. `feed` receives the verdicts
+    as events."""
 
     def __init__(self, fleet: Fleet, feed: Callable[[Event], None]) -> None:
         self._fleet, self._feed = fleet, feed
-        #: The policies as built; following the same ones again changes nothing.
+        #: The policies that run now. Following the same object again changes nothing.
         self._on_trial: Mapping[str, Policy] | None = None
         self._runner: ShadowRunner | None = None
         self._remotes: list[RemoteShadow] = []
         self._closing: set[asyncio.Task[None]] = set()
 
     def follow(self, config: Config, on_trial: Mapping[str, Policy]) -> None:
-        """`on_trial`: the policies that were built from `config`. `check_schedulers` has passed."""
+        """Run the shadows of `config` instead of the present ones. `on_trial`: the built-in shadow policies that were
+        built from `config`. `check_schedulers(config)` must have passed."""
         if on_trial is self._on_trial:
             return
         settings = config.shadows
@@ -91,12 +94,12 @@ class LiveShadows:
         self._feed(ShadowsJudged((record,)))
 
     def cut(self) -> dict[str, str]:
-        """Shadows that are cut off, with the reason."""
+        """The shadows that are cut off → why."""
         counts = {} if self._runner is None else dict(self._runner.stats.cut)
         return counts | {remote.name: remote.cut for remote in self._remotes if remote.cut}
 
     def skipped(self) -> dict[str, int]:
-        """Cases that were left out, by reason."""
+        """The number of skipped cases by reason: crowded, budget, down."""
         runner = self._runner
         counts = {} if runner is None else {"crowded": runner.stats.crowded, "budget": runner.stats.over_budget}
         for remote in self._remotes:
@@ -106,7 +109,8 @@ class LiveShadows:
 
 
 class RemoteShadow:
-    """A scheduler in another process on trial. It is asked in a later turn of the loop, about the earlier state."""
+    """A scheduler in another process, on trial. It is asked in a later turn of the event loop, about the state at the
+    time of the decision."""
 
     def __init__(
         self,
@@ -120,13 +124,13 @@ class RemoteShadow:
     ) -> None:
         self.skipped = {"down": 0, "budget": 0}
         self.name = name
-        #: Why it is cut off; empty = it is not.
+        #: Why this shadow is cut off; empty = it is not.
         self.cut = ""
         self._failures = 0
         self._bench = bench
         self._judged = judged
         self._cpu, self._used, self._began = cpu, 0.0, time.monotonic()
-        #: By request id, oldest first.
+        #: Unanswered cases by request id, oldest first, each with when it was asked (`time.monotonic`).
         self._open: dict[int, tuple[Opened, float]] = {}
         self._closing: asyncio.Task[None] | None = None
         self.client = RemoteClient(
@@ -190,6 +194,6 @@ class RemoteShadow:
 
 
 def make_bench(config: Config) -> Bench:
-    """A bench for use in one thread: it shares no state. Choices are compared by the default policy's cost."""
+    """Make a bench for use in one thread: it shares no state. It compares choices by the default policy's cost."""
     reference = CostModel()
     return Bench(reference.cost, able_by(config, build_policy(config)), Random())

@@ -1,10 +1,11 @@
 """Pre-warming: an endpoint with an empty cache is sent the beginnings that many prompts share, before clients ask.
 
 Rules
-* A beginning is a request for one token like any other: the pipeline charges it and learns from it. Its priority is
-  below all others, so under flow control it waits for all other requests. Only its endpoint may serve it.
-* One at a time per endpoint, the most shared first, until `tokens` were sent or one fails. While `BUSY` requests wait
-  there for their first token none is sent, and none at all after `PATIENCE_S`: its own traffic fills its cache then.
+* A beginning is sent as a request for one token. The pipeline charges it and learns from it as from any other. It has
+  the lowest priority, so under flow control it waits for all other requests. Only its endpoint may serve it.
+* An endpoint is sent one beginning at a time, the most shared first, until `tokens` were sent or one fails. While
+  `BUSY` requests wait there for their first token none is sent. After `PATIENCE_S` of that, warming ends: clients'
+  requests fill the cache then.
 """
 
 import asyncio
@@ -31,18 +32,19 @@ from fairlead.server.observe.log import get
 log = get("warming")
 
 PRIORITY, TENANT = -(2**31), "fairlead-warming"
+#: Waiting requests from which on an endpoint is busy; seconds between two checks of that; seconds of waiting at most.
 BUSY, LOOK_S, PATIENCE_S = 4, 0.1, 10.0
 #: Seconds from sending a beginning to the end of its answer.
 TIMEOUT_S = 60.0
 
 
 class Noticing(Understanding):
-    """Remembers what clients' prompts have in common."""
+    """An `Understanding` that also remembers the beginnings that clients' prompts share."""
 
     def __init__(self, beginnings: Beginnings, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self.beginnings = beginnings
-        #: The same for our own requests, which are not to be remembered.
+        #: `request` for our own requests, whose prompts must not be counted.
         self.quietly = super().request
 
     def request(
@@ -63,7 +65,7 @@ class _Client:
         self._sending: asyncio.Task[Any] | None = None
 
     def send(self, task: asyncio.Task[Any] | None) -> None:
-        """Note the task that sends the request to its endpoint; `None` = it is over."""
+        """Note the task that sends the request to its endpoint; `None` = the request has ended."""
         self._sending = task
 
     def route(self, route: Route) -> None:
@@ -74,7 +76,7 @@ class _Client:
         self.fail()
 
     def hold(self, seconds: float) -> None:
-        """Ignored: nothing here has a deadline for the answer."""
+        """Ignored: this client sets no deadline for the decision."""
 
     def connected(self) -> bool:
         return not self.routed.done() or self._sending is not None
@@ -87,6 +89,8 @@ class _Client:
 
 
 class Warming:
+    """Warms endpoints. `tokens`: at most this many prompt tokens are sent to one endpoint."""
+
     def __init__(
         self,
         tokens: int,
@@ -102,7 +106,7 @@ class Warming:
         self._session: aiohttp.ClientSession | None = None
 
     def warm(self, asked: WarmUp) -> None:
-        """Start warming an endpoint. One that is being warmed starts over: it has lost what it was sent."""
+        """Start warming an endpoint. If it is already being warmed, start over, because it has lost its cache."""
         before = self._tasks.pop(asked.endpoint_id, None)
         if before is not None:
             before.cancel()
@@ -146,7 +150,7 @@ class Warming:
         log.info("warmed a cold endpoint", endpoint=endpoint_id, requests=sent, tokens=tokens, took_s=took, end=why)
 
     async def _free(self, endpoint_id: str) -> Endpoint | None:
-        """The endpoint, once few requests wait there; `None` = it is gone, or stayed busy for too long."""
+        """Wait until few requests wait at the endpoint; `None` = it is gone, or stayed busy for `PATIENCE_S`."""
         table, until = self._fleet.table, self._now() + PATIENCE_S
         while (slot := table.slot(endpoint_id)) is not None and self._now() < until:
             if table.queue[slot] < BUSY:
@@ -166,7 +170,8 @@ class Warming:
         return replace(request, priority=PRIORITY, fairness_id=TENANT, session="")
 
     async def _send(self, request: Request, kept: Beginning) -> str:
-        """Send a beginning. Returns what went wrong; empty = nothing. The registry drops the request in any case."""
+        """Send a beginning. Returns the problem; empty = none. In any case an event ends the request in the
+        registry."""
         client = _Client()
         self._feed(RequestArrived(request, client))
         end: Event = StreamLost(request.id)

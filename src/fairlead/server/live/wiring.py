@@ -3,8 +3,8 @@
 How the parts are connected
 * The gateway's sessions, the scraper, connections to other schedulers, and shadows feed events to the driver.
 * The driver has the pipeline handle them and carries out its instructions: routes and rejections go back to the
-  sessions, questions to the connections, cases to the shadows, records to the watch (metrics, journal page, log).
-* A reload is an event too (`Reconfigured`). What the pipeline makes of it is carried out by `PoolScheduler`.
+  sessions, questions to the connections, cases to the shadows, records to the watch (metrics, decisions page, log).
+* A reload is an event too (`Reconfigured`). `PoolScheduler` carries out the resulting instruction.
 """
 
 import asyncio
@@ -86,7 +86,8 @@ class LoopClock:
 
 
 class TimeOfDay:
-    """What to add to a clock to get seconds since 1970. It stays the same, unless the system's clock was set."""
+    """Calling it returns the seconds to add to the clock `now` to get seconds since 1970. The value changes only when
+    somebody sets the system's clock."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -99,15 +100,13 @@ class TimeOfDay:
         return self._offset
 
 
-#: Seconds of difference from which on the system's clock was set.
+#: A change of the offset by more than this many seconds means that the system's clock was set.
 _CLOCK_SET_S = 1.0
 
 
-# The journal of a running scheduler: `begin` before the first event, `close` after the last.
-
-
 class LiveJournal:
-    """`clock` and `rng` are those of the pipeline. `begin` opens the files; `close` ends the journal."""
+    """The journal of a running scheduler. Call `begin` before the first event, which opens the files, and `close` after
+    the last. `clock` and `rng` are those of the pipeline."""
 
     def __init__(self, config: Config, clock: Clock, run: str, rng: Random, registry: Registry) -> None:
         self._config = config
@@ -158,14 +157,14 @@ class LiveJournal:
             self._writer = None
 
 
-#: Seconds beyond the timeout that sending the last spans may take at the end.
+#: At the end, sending the last spans may take this many seconds longer than `tracing.timeout`.
 _GRACE = 1.0
 
 log = get("tracing")
 
 
 class Core:
-    """All parts of the scheduler of one pool. Nothing in it listens on a port, is connected or has handled an event."""
+    """All parts of the scheduler of one pool. Making it opens no port and no connection, and handles no event."""
 
     def __init__(
         self,
@@ -177,8 +176,8 @@ class Core:
         one_of: Pace | None = None,
         gateway: RunningGateway = NONE_RUNS,
     ) -> None:
-        """`adopt` and `refuse` receive the outcome of a `Reconfigured`. For the rest, and errors, see
-        `PoolScheduler`."""
+        """`adopt` and `refuse` receive the outcome of a `Reconfigured`. The other arguments and the exceptions are
+        those of `PoolScheduler`."""
         check_schedulers(config)
         self._config, self._tracing, self._clock = config, tracing, LoopClock(loop)
         rng, self._run = Random(config.seed), secrets.token_hex(RUN_DIGITS // 2)
@@ -210,7 +209,7 @@ class Core:
             self.warming = Warming(tokens, self.fleet, understanding, self._feed, self._clock.time)
             show_warming(registry, self.warming.counts)
         self.driver = self._driver(adopt, refuse)
-        #: Other replicas that schedule for the same pool; `None` = none are informed.
+        #: The link to other replicas that schedule for the same pool; `None` = facts are not shared.
         self.replicas = self._replicas(gateway)
         self._deliver = self.replicas.feed if isinstance(self.replicas, FileReplicas) else self.driver.feed
         self.host = self._host(understanding)
@@ -218,7 +217,7 @@ class Core:
         self.state = self._state_file()
 
     def _feed(self, event: Event) -> None:
-        """For parts that are made before the driver."""
+        """Feed an event. Parts that are made before the driver get this method."""
         self._deliver(event)
 
     def _driver(
@@ -299,8 +298,8 @@ class Core:
         return replicas
 
     def _observe(self, loop: asyncio.AbstractEventLoop, pace: Pace | None, gateway: RunningGateway) -> None:
-        """Make the scraper, the reader of model lists, and the watch, which wakes the scraper and reports what it
-        finds."""
+        """Make the scraper, the reader of model lists, and the watch. The watch wakes the scraper and reports its
+        results."""
         config, options, scaling = self._config, scrape_options(self._config), self._config.autoscaling
         self.scraper = Scraper(
             loop,
@@ -358,7 +357,8 @@ def pool_label(config: Config, one_of_several: bool) -> str:
 
 
 def knowledge(config: Config, fleet: Fleet, registry: Registry) -> Knowledge | None:
-    """What is known of prompts; `None` = their bytes only."""
+    """Make the part that knows more of prompts than their bytes; `None` = neither KV events nor tokenisers are
+    configured."""
     if config.kv_events.enabled:
         return (KvLookup if config.kv_events.indexer.url else KvListening)(config, fleet, registry)
     return Knowledge(config, fleet, registry) if config.tokens.models else None
@@ -381,7 +381,8 @@ def scrape_options(config: Config) -> ScrapeOptions:
 
 
 def start_tracing(stack: AsyncExitStack, config: Config, loop: asyncio.AbstractEventLoop) -> Tracing | None:
-    """`None` = tracing is off. Raises `ConfigError` if it is configured and OpenTelemetry is not installed."""
+    """Start tracing until `stack` is closed; `None` = tracing is off. Raises `ConfigError` if it is configured and
+    OpenTelemetry is not installed."""
     settings = config.tracing
     if not settings.endpoint:
         return None
