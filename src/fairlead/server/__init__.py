@@ -1,1 +1,1 @@
-"""What runs: wiring, reload, admin pages, metrics, journal, tracing, dashboard."""
+"""The running scheduler: wiring, reload, admin pages, metrics, journal, tracing, dashboard."""

@@ -1,14 +1,14 @@
 """The admin port: health, metrics and debug pages. Bound to 127.0.0.1 by default, separate from all traffic.
 
 Rules
-* All content comes from callables that are called per request; this file knows nothing of the scheduler.
-* A callable that raises costs its own page (500), never the process.
+* All content comes from callables that are called per request; this file knows nothing about the scheduler.
+* If a callable raises, its page answers 500; the process and all other pages continue.
 * Pages are made piece by piece, and long ones take no more than a fifth of the loop's time (`_paced`).
 * All clients that ask for metrics at the same time get the same page, made once. Debug pages are made one at a time; a
   client that finds `MOST_AT_ONCE` others waiting gets 503.
-* No client may take longer than `SEND_S` seconds to read a page: pages that are being sent hold memory.
+* A client that takes longer than `SEND_S` seconds to read a page is disconnected: pages being sent hold memory.
 * Debug pages and the dashboard show addresses, labels and model names. They can be switched off; health and metrics
-  cannot. Health and metrics can have a port of their own, for the network, while this one stays on loopback.
+  cannot. Health and metrics can have a port of their own for the network, while the admin port stays on loopback.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from fairlead.server.dashboard import Dashboard
 from fairlead.server.http_port import Access, HttpPort, Tokens, healthz, readiness, send
 from fairlead.server.observe.snapshot import SnapshotMaker
 
-#: How many decisions one request may ask for at most.
+#: The most decisions that one request gets.
 MAX_DECISIONS = 200
 _DEFAULT_DECISIONS = 20
 
@@ -41,7 +41,7 @@ MOST_AT_ONCE = 8
 SEND_S = 10.0
 #: While this many bytes of metrics pages are being sent, no new page is made.
 MOST_SENT = 32 << 20
-#: Seconds of work on a page without a pause, and how many times longer the pause after that is.
+#: Seconds of work on a page before a pause, and how many times longer than the work the pause is.
 _TURN_S, _PAUSE = 0.002, 4.0
 _PROBES = ("/healthz", "/readyz")
 
@@ -74,36 +74,37 @@ Handler = Callable[[web.Request], Any]
 
 
 class AdminSources(Struct, frozen=True, kw_only=True):
-    """Where the pages come from."""
+    """Callables that return the content of the pages."""
 
-    #: Pieces of the exposition.
+    #: The pieces of the metrics page (Prometheus text).
     metrics: Callable[[], Iterable[bytes]]
-    #: Awaited before an exposition is made; `None` = there is nothing to wait for.
+    #: Awaited before a metrics page is made; `None` = there is nothing to wait for.
     refresh: Callable[[], Awaitable[None]] | None = None
-    #: The same as OpenMetrics, for clients that ask for it; `None` = there is none.
+    #: The metrics page as OpenMetrics, for clients that ask for it; `None` = there is none.
     openmetrics: Callable[[], Iterable[bytes]] | None = None
     #: Why the scheduler is not ready; empty = ready.
     unready: Callable[[], Sequence[str]]
-    #: Anything msgspec can encode, such as a list of `EndpointStatus`.
+    #: The endpoints, as anything that msgspec can encode, such as a list of `EndpointStatus`.
     endpoints: Callable[[], Any]
     #: The newest n decisions as plain values, made one by one.
     decisions: Callable[[int], Iterable[Any]]
     #: Problems that do not keep the scheduler from serving requests.
     notes: Callable[[], Iterable[str]] = tuple
-    #: One decision in full, by one of its names; `None` = it is not held (any more).
+    #: One decision in full, by one of its names; `None` = it is unknown or no longer kept.
     decision: Callable[[str], Any] = lambda name: None
     #: What is known of prompts: tokenisers, KV events; `None` = nothing beyond their bytes.
     knowledge: Callable[[], Any] = lambda: None
     #: The segments of the journal, oldest first; `None` = none is kept.
     journal: Callable[[], Sequence[Path] | None] = lambda: None
-    #: Other replicas, and what they reported; `None` = there are none.
+    #: The page of the link to other replicas; `None` = facts are not shared.
     replicas: Callable[[], Any] = lambda: None
     #: What the dashboard at `/` shows; `None` = there is no dashboard, and `/` lists the pages.
     dashboard: SnapshotMaker | None = None
 
 
 async def _paced(pieces: Iterable[bytes]) -> list[bytes]:
-    """All pieces, with pauses for other work: short ones while the work is short, else four fifths of the time."""
+    """Make all pieces, with pauses for other work: after more than `_TURN_S` of work a pause `_PAUSE` times as long,
+    after less only one turn of the event loop."""
     made: list[bytes] = []
     worked, started = 0.0, perf_counter()
     for piece in pieces:
@@ -137,10 +138,10 @@ async def _elsewhere(request: web.Request, handler: Handler) -> web.StreamRespon
 
 
 class SharedPage:
-    """A page that is made once for all clients that asked before it was begun, so that no client sees an old one.
+    """A page that is made once for all clients that asked before its making began, so that no client gets an old one.
 
-    While different pages that are still being sent fill `MOST_SENT` bytes, the last one is served again. It is no older
-    than `SEND_S` seconds, because its readers are cut off by then.
+    While pages that are still being sent hold `MOST_SENT` bytes, the last one is served again. It is no older than
+    `SEND_S` seconds, because its readers are disconnected by then.
     """
 
     def __init__(self, pieces: Callable[[], Iterable[bytes]], refresh: Callable[[], Awaitable[None]] | None) -> None:
@@ -152,7 +153,7 @@ class SharedPage:
 
     @asynccontextmanager
     async def read(self) -> AsyncIterator[list[bytes]]:
-        """The newest page. It counts as being read while the context lasts."""
+        """A context with the pieces of a new page. The page counts as being read while the context lasts."""
         page = await self._newest()
         page.readers += 1
         try:
@@ -180,7 +181,8 @@ class SharedPage:
 
 
 class Admin(HttpPort):
-    """`await start()`, then `port`; `await close()`. Raises `OSError` if a port is taken."""
+    """The admin port. Call `await start()`, then read `port`; `await close()` at the end. `start` raises `OSError` if
+    a port is taken."""
 
     def __init__(
         self,
@@ -195,8 +197,9 @@ class Admin(HttpPort):
         on_error: Callable[[str, Exception], object] | None = None,
         pools: Callable[[], Mapping[str, AdminSources]] | None = None,
     ) -> None:
-        """`metrics`: host and port of a second port for health and metrics only. `pools`: by name, the sources of the
-        debug pages of each pool (`?pool=`); `None` = all pages come from `sources`."""
+        """`metrics`: host and port of a second port for health and metrics only; `None` = no second port. `pools`
+        returns the sources of each pool's debug pages by name (`?pool=`); `None` = all pages come from `sources`.
+        `on_error` receives a page's path and its exception."""
         super().__init__(host, port, 1.0, tls)
         self._sources, self._pools = sources, pools
         self._debug = debug
@@ -275,7 +278,7 @@ class Admin(HttpPort):
         app.router.add_get(path, guarded)
 
     def _heavy(self, pieces: Callable[[web.Request], Iterable[bytes]]) -> Handler:
-        """A handler for a JSON page. Only one such page is made at a time."""
+        """Return a handler for a JSON page. Only one such page is made at a time."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
             if self._in_flight >= MOST_AT_ONCE:
@@ -292,7 +295,7 @@ class Admin(HttpPort):
         return answer
 
     async def _index(self, request: web.Request) -> web.Response:
-        """The dashboard for browsers, a list of the pages for other clients."""
+        """The page `/`: the dashboard for browsers, a list of the pages for other clients."""
         if self._dashboard is not None and "text/html" in request.headers.get("Accept", ""):
             return self._dashboard.page(request)
         return web.Response(
@@ -355,7 +358,8 @@ class Admin(HttpPort):
         return _one_piece({"segments": [(path.name, path.stat().st_size) for path in self._segments(request)]})
 
     async def _segment(self, request: web.Request) -> web.StreamResponse:
-        """Send a segment. The operating system reads it, not this process, so its size does not delay other work."""
+        """Send a segment of the journal. The operating system copies the file to the socket, so that a large segment
+        does not delay other work."""
         for path in self._segments(request):
             if path.name == request.match_info["name"]:
                 return web.FileResponse(path)
@@ -370,10 +374,11 @@ def _json(value: Any) -> bytes:
 
 
 def _one_piece(value: Any) -> tuple[bytes]:
-    """A page that is made at once."""
+    """The JSON of a page, as one piece."""
     return (_json(value) + b"\n",)
 
 
 def admin_access(hosts: Iterable[str], token_file: str) -> Access:
-    """Who may use an admin port. Raises `ConfigError` if the file of tokens cannot be used."""
+    """The access control of an admin port. `token_file`: empty = no token is needed. Raises `ConfigError` if the file
+    cannot be used."""
     return Access(hosts, Tokens(token_file) if token_file else None, free=_PROBES)

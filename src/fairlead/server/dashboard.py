@@ -1,13 +1,13 @@
-"""The dashboard: one static page, the stream of server-sent events that feeds it, and answers to its questions.
+"""The dashboard: one static page, the stream of server-sent events that feeds it, and answers to its queries.
 
 Rules
-* One snapshot per tick for all viewers, encoded once. Without viewers there is no tick. Costly ones are made less
-  often.
-* A viewer that reads slowly misses snapshots, but never gets old ones; one that reads nothing for `PATIENCE` seconds is
-  dropped.
-* At most `viewers` at a time; further ones get 503 and the reason.
+* Each tick, one snapshot is made for all viewers and encoded once. Without viewers there is no tick. If snapshots take
+  long to make, there are fewer.
+* A viewer that reads slowly misses snapshots, but never gets old ones. A viewer that reads nothing for `PATIENCE`
+  seconds is disconnected.
+* There are at most `viewers` viewers at a time; further ones get 503 and the reason.
 * The page loads nothing from other hosts and runs no inline script: its content security policy allows only its own
-  files. It only reads; it cannot change anything.
+  files. The dashboard only reads; it cannot change anything.
 """
 
 import asyncio
@@ -25,8 +25,9 @@ from fairlead.server.journal.records import writable
 from fairlead.server.observe.snapshot import SnapshotMaker
 
 VIEWERS = 16
+#: Seconds that one write to a viewer may take.
 PATIENCE = 5.0
-#: Share of the process's time for making snapshots, as far as pauses of `SLOWEST` seconds allow.
+#: Making snapshots may take this share of the process's time. The pause between two is at most `SLOWEST` seconds.
 SHARE, SLOWEST = 0.003, 2.0
 
 PREFIX = "/dashboard/"
@@ -56,7 +57,7 @@ _TOO_MANY = "{} viewers look already; close one and try again\n"
 
 
 class _Viewer:
-    """Holds the newest frame that the viewer has not been sent yet."""
+    """Holds the newest frame that was not sent to this viewer yet; `None` = there is none."""
 
     def __init__(self) -> None:
         self.frame: bytes | None = None
@@ -148,7 +149,7 @@ class Dashboard:
     # ---- one snapshot ----
 
     async def _snapshot(self, request: web.Request) -> web.Response:
-        """One snapshot. At most one per tick is made, however often clients ask."""
+        """Answer with one snapshot as JSON. At most one per tick is made, however often clients ask."""
         now = asyncio.get_running_loop().time()
         if self._shot is None or now - self._shot[0] >= self._sources.tick:
             try:
@@ -230,19 +231,20 @@ class Dashboard:
             except Exception as error:
                 made = b"event: broken\ndata: {}\n\n"
                 self._failed(STREAM, error)
-            # The pause after a costly snapshot is longer, by what exceeds the usual pause.
+            # If this snapshot took long, extend the pause so that snapshots take no more than `SHARE` of the time.
             due += max(min((time.thread_time() - began) / SHARE, SLOWEST) - self._sources.tick, 0.0)
             for viewer in self._viewers:
                 viewer.offer(made)
 
 
 def frame(event: str, value: Any) -> bytes:
-    """One server-sent event."""
+    """One server-sent event, with `value` as JSON."""
     return b"event: %b\ndata: %b\n\n" % (event.encode(), encode(value))
 
 
 def encode(value: Any) -> bytes:
-    """JSON in one line. Numbers that are not finite become null, half a surrogate pair (in a model name) `?`."""
+    """JSON in one line. Numbers that are not finite become null. Half of a surrogate pair (in a model name) becomes
+    `?`."""
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError:
@@ -250,7 +252,7 @@ def encode(value: Any) -> bytes:
 
 
 def _read_files() -> dict[str, tuple[bytes, str]]:
-    """Content and entity tag of each file of the page."""
+    """The page's files by name: content and entity tag."""
     by_name = {}
     for path in files("fairlead.server.pages").iterdir():
         if path.name.rpartition(".")[2] in (*_TYPES, "txt", "md"):

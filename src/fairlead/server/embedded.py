@@ -1,18 +1,18 @@
-"""The embedded gateway: a parent with two children, Envoy and the scheduler, each of which can run without the other.
+"""The embedded gateway: a parent with two children, Envoy and the scheduler. Each child can run without the other.
 
     fairlead serve ──┬── Envoy        serves clients, asks the scheduler, balances plainly without it
                      └── scheduler    the same command with --scheduler-only
 
-The parent only keeps both running, so that a scheduler that dies or hangs costs no request: Envoy continues with the
+The parent only keeps both running, so a scheduler that dies or hangs fails no request: Envoy continues with the
 endpoints that it last received, and a new scheduler is in use within about a second. Both children end with the parent,
 even if it is killed (see `gateway.envoy.launcher`).
 
-With `--workers` there are several schedulers, which Envoy asks in turn. They act as one through files in the gateway's
-directory (`server.replicas_files`), unless the configuration names a server.
+With `--workers` there are several schedulers, which Envoy asks in turn. They share what they know through files in the
+gateway's directory (`server.replicas_files`), or through the server in `replicas.via` if the configuration has one.
 
 `serve` reads the configuration, then forks. The child continues as the first scheduler, with everything already
 imported; the parent becomes `supervise` in a fresh, small interpreter. Envoy starts at the same time as the scheduler,
-and listens to clients once the scheduler answers.
+and accepts clients once the scheduler answers.
 """
 
 import asyncio
@@ -46,7 +46,8 @@ from fairlead.server.state import WORKER as STATE_OF_WORKER
 
 _PACKAGES = str(Path(fairlead.__file__).parents[1])
 _LARGEST_HEAP = 4 << 30
-#: What the small interpreter runs. Without `ssl`, asyncio does not load OpenSSL, a quarter of its memory.
+#: The program of the small interpreter. Without `ssl`, asyncio does not load OpenSSL, which takes a quarter of its
+#: memory.
 _BECOME = """
 import json, sys
 sys.modules["ssl"] = None
@@ -57,10 +58,10 @@ sys.exit(main(json.loads(sys.argv[2])))
 
 
 def serve_embedded(config: Config, file: Path, workers: int = 1) -> tuple[Config, RunningGateway]:
-    """Start the gateway's parent. Returns only in the children, each of which continues as a scheduler, with its
-    configuration and the gateway for `Live`.
+    """Fork the schedulers, then become the gateway's parent. Returns only in the children, each of which continues as a
+    scheduler: its configuration, and the gateway for `Live`.
 
-    Raises `FairleadError` if the gateway cannot be started, or if that many workers cannot work together.
+    Raises `FairleadError` if the gateway cannot be started, or if the configuration does not allow that many workers.
     """
     check_workers(config, workers)
     check_ports(config, workers)
@@ -81,7 +82,8 @@ def serve_embedded(config: Config, file: Path, workers: int = 1) -> tuple[Config
     for i in range(workers):
         child = os.fork()
         if not child:
-            # A session of its own: Ctrl-C reaches only the parent, which then ends its children in order.
+            # In a process session of its own, because Ctrl-C must reach only the parent, which ends its children in
+            # order.
             os.setsid()
             tie_to_parent(parent)
             gateway = RunningGateway(plan.admins, plan.directory, i, workers, config.flags)
@@ -98,7 +100,7 @@ def _become_parent(handover: dict[str, Any]) -> NoReturn:
 
 
 def scheduler_command(config: Config, file: Path, plan: Plan, worker: int = 0, workers: int = 1) -> list[str]:
-    """The command that starts a replacement for a scheduler."""
+    """The command that the parent runs to replace a scheduler that died."""
     gateway = to_builtins(RunningGateway(plan.admins, plan.directory, worker, workers, config.flags))
     flags = worker_flags(config, plan, worker) if workers > 1 else pinned(config)
     fairlead = [sys.executable, "-m", "fairlead", "serve", str(file), "--scheduler-only"]
@@ -131,7 +133,8 @@ def check_workers(config: Config, workers: int) -> None:
 
 
 def check_ports(config: Config, workers: int) -> None:
-    """Raises `ConfigError` if a scheduler could not listen. Envoy would take whoever has its port for the scheduler."""
+    """Raises `ConfigError` if a scheduler could not listen. Envoy would take another process on its port for the
+    scheduler."""
     ext_proc, admin = config.ext_proc, config.admin
     hosts = {"port": admin.host, "metricsPort": admin.metrics_host or admin.host}
     for (section, field), first in _counted_ports(config).items():
@@ -145,7 +148,7 @@ def check_ports(config: Config, workers: int) -> None:
 
 
 def _counted_ports(config: Config) -> dict[tuple[str, str], int]:
-    """Ports of which each worker needs its own, by section and field: the port of the first worker."""
+    """The first worker's ports by section and field. Each further worker uses the next port. Ports 0 are left out."""
     ext_proc, admin = config.ext_proc, config.admin
     ports = {
         ("extProc", "port"): ext_proc.port,
@@ -157,7 +160,7 @@ def _counted_ports(config: Config) -> dict[tuple[str, str], int]:
 
 
 def worker_flags(config: Config, plan: Plan, worker: int) -> dict[str, Any]:
-    """Values that override the file's: the worker's own ports, files and seed, and its link to the others."""
+    """Values that override the file's: the worker's own ports, files and seed, and its link to the other workers."""
     flags = pinned(config)
 
     def give(section: str, **values: Any) -> None:
@@ -181,7 +184,8 @@ def worker_flags(config: Config, plan: Plan, worker: int) -> dict[str, Any]:
 
 
 async def first_pool(config: Config) -> tuple[list[str], bool]:
-    """The present endpoints, and whether they use HTTP/2: what Envoy starts with. Raises `ConfigError`."""
+    """The addresses of the present endpoints, with which Envoy starts, and whether they use HTTP/2. Raises
+    `ConfigError`."""
     pool: dict[str, str] = {}
 
     def changed(event: EndpointUp | EndpointDown) -> None:
@@ -192,7 +196,7 @@ async def first_pool(config: Config) -> tuple[list[str], bool]:
 
     http2 = False
     async with contextlib.AsyncExitStack() as stack:
-        # The scheduler follows the endpoints later, and reports their problems.
+        # Problems are ignored here: the scheduler reads the endpoints too, and reports their problems.
         await follow_endpoints(stack, config.endpoints, changed, lambda problem: None)
         if config.kubernetes.on:
             from fairlead.server.live.kube import follow_pool
@@ -202,8 +206,8 @@ async def first_pool(config: Config) -> tuple[list[str], bool]:
 
 
 def pinned(config: Config) -> dict[str, Any]:
-    """The flags of a replacement scheduler. The file may name other addresses or TLS by then, and the running gateway
-    would never ask."""
+    """The flags of a replacement scheduler: its addresses and TLS are those that the running gateway uses. The file may
+    have other ones by then, and the gateway would not find the scheduler there."""
     flags = {name: dict(section) for name, section in config.flags.items()}
     ext_proc = config.ext_proc
     tls = {"certDir": ext_proc.tls.cert_dir} if ext_proc.tls else None
@@ -213,7 +217,7 @@ def pinned(config: Config) -> dict[str, Any]:
 
 
 def gateway_options(config: Config, http2: bool = False) -> Options:
-    """What the configuration says of the embedded gateway, in the gateway's own terms."""
+    """The options of Envoy's files for the configured gateway. `http2`: endpoints use HTTP/2."""
     gateway, ext_proc = config.gateway, config.ext_proc
     return Options(
         host=gateway.host,
@@ -221,7 +225,8 @@ def gateway_options(config: Config, http2: bool = False) -> Options:
         admin_port=gateway.admin_port,
         ext_proc=host_port(dialled(ext_proc.host), ext_proc.port),
         als=host_port(dialled(ext_proc.host), config.als.port) if config.als.enabled else "",
-        # Our own process on this machine: its certificate is for other clients, and may be renewed while Envoy runs.
+        # The scheduler is our own process on this machine, so its certificate is not verified: it is meant for other
+        # clients, and may be renewed while Envoy runs.
         tls=Tls(verify=False) if ext_proc.tls else None,
         response_mode="first-chunk" if gateway.response_mode == "streamed" else "none",
         retry=gateway.retry,
@@ -243,8 +248,8 @@ def gateway_options(config: Config, http2: bool = False) -> Options:
 
 
 def printed_options(config: Config, http2: bool = False) -> Options:
-    """The same for an Envoy whose files Fairlead does not write: keys and tokens are included as the files are now.
-    Raises `ConfigError` if one cannot be used."""
+    """Like `gateway_options`, for an Envoy whose files Fairlead does not update: the present keys and tokens are part
+    of the options. Raises `ConfigError` if a file of keys cannot be used."""
     keys = config.gateway.keys
     lua = script(read_keys(keys.file), keys.forward) if keys else ""
     return replace(gateway_options(config, http2), keys_file="", keys_script=lua, jwt_file="")

@@ -1,9 +1,9 @@
-"""KEDA's external scaler (`externalscaler.proto` of KEDA 2): how many model servers there should be, over gRPC.
+"""An external scaler for KEDA over gRPC (`externalscaler.proto` of KEDA 2): how many model servers there should be.
 
-`GetMetrics` returns the value of `fairlead_desired_replicas`; while too little is known, the present number, so that
-nothing changes. The target of `GetMetricSpec` is 1: the number is a total. `IsActive` and `StreamIsActive` are true
-while the load needs an endpoint. KEDA uses them to scale to zero and back: a request that waits for an empty pool is
-reported within `LOOK_S`.
+`GetMetrics` returns the value of `fairlead_desired_replicas`. While too little is known, it returns the present number
+of endpoints, so that KEDA changes nothing. `GetMetricSpec` returns the target 1, because the value is the total number.
+`IsActive` and `StreamIsActive` are true while the load needs an endpoint. KEDA uses them to scale to zero and back: a
+request that waits in an empty pool is reported within `LOOK_S`.
 """
 
 import asyncio
@@ -18,11 +18,12 @@ from fairlead.gateway.stream import Routes, ServerStream
 
 SERVICE = "/externalscaler.ExternalScaler/"
 METRIC = b"fairlead_desired_replicas"
+#: Seconds between two checks for watching streams.
 LOOK_S = 0.5
 
 
 class ExternalScaler:
-    """`desired`: how many endpoints the load needs, `None` = unknown; `present`: how many there are."""
+    """`desired()`: how many endpoints the load needs; `None` = unknown. `present()`: how many there are."""
 
     def __init__(self, desired: Callable[[], int | None], present: Callable[[], int]) -> None:
         self._desired, self._present = desired, present
@@ -31,7 +32,7 @@ class ExternalScaler:
         self._server = H2Server(self._routes())
 
     async def start(self, host: str, port: int) -> int:
-        """Returns the port. Raises `ConfigError` if it cannot be used."""
+        """Listen. Returns the port. Raises `ConfigError` if it cannot be used."""
         try:
             return await self._server.listen(host, port)
         except OSError as error:
@@ -88,7 +89,7 @@ class ExternalScaler:
 
 
 class _Unary:
-    """Answers the first message, whatever its content: the answer is the same for all ScaledObjects."""
+    """Answers the first message without reading it: the answer is the same for all ScaledObjects."""
 
     def __init__(self, stream: ServerStream, answer: Callable[[], bytes]) -> None:
         self._stream, self._answer = stream, answer
@@ -105,7 +106,7 @@ class _Unary:
 
 
 class _Activity:
-    """Sends whether the scaler is active, now and at each change."""
+    """A `StreamIsActive` stream: sends whether the load needs an endpoint, first at once and then at each change."""
 
     def __init__(self, scaler: ExternalScaler, stream: ServerStream) -> None:
         self._scaler, self._stream = scaler, stream
@@ -124,7 +125,7 @@ class _Activity:
         self._stream.finish(Status.UNAVAILABLE, "the scheduler ends")
 
     def on_half_close(self) -> None:
-        """Ignored: KEDA sends nothing more, but still listens."""
+        """Ignored: KEDA sends nothing more, but still receives."""
 
     def on_lost(self, why: str) -> None:
         self._scaler.forget(self)

@@ -1,4 +1,4 @@
-"""Files that must be complete whenever their process ends, and files that belong to one process."""
+"""Writes files that are complete even if the process is killed, and locks files that only one process may use."""
 
 import errno
 import fcntl
@@ -9,14 +9,14 @@ from pathlib import Path
 
 
 def unfinished(path: Path) -> Path:
-    """Where a new version of the file is until it is complete. A process that is killed leaves it there."""
+    """The path of a new version of the file until it is complete. A process that is killed leaves that file behind."""
     return path.with_name(path.name + ".new")
 
 
 def write_whole(path: Path, pieces: Iterable[bytes], *, on_disk: bool = True) -> int:
-    """Write a new file, readable by its owner only, that replaces the old one once it is complete. Returns its size in
-    bytes. `on_disk`: first wait for the disk, so that it outlives the machine. Raises `OSError`; then the old file is
-    unchanged."""
+    """Write a new file, readable by its owner only, and replace the old one once it is complete. Returns its size in
+    bytes. `on_disk`: fsync it before that, so that it survives a crash of the machine. Raises `OSError`; then the old
+    file is unchanged."""
     new, size = unfinished(path), 0
     try:
         with open(os.open(new, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb") as file:
@@ -38,9 +38,9 @@ _FIXED = (errno.EACCES, errno.EBUSY, errno.EPERM, errno.EROFS, errno.EXDEV)
 
 
 def write_output(path: Path, content: str | bytes, new: bool = False) -> None:
-    """Write what a command was asked to write; `new`: no file may be there. Raises `OSError`, with the name.
+    """Write the output file of a command. `new`: no file may be there. Raises `OSError` with the file's name.
 
-    A file there keeps its permissions, and its content if writing fails. One that cannot be replaced is overwritten.
+    An existing file keeps its permissions, and its content if writing fails. One that cannot be replaced is overwritten.
     """
     data = content.encode() if isinstance(content, str) else content
     real = path.resolve()
@@ -73,8 +73,8 @@ class Held(OSError):
 
 
 def lock(path: Path, held: str) -> int:
-    """A descriptor that holds the lock until it is closed or the process ends. Raises `OSError`; that is
-    `Held`, with the text `held`, if another process has the lock."""
+    """Lock the file. The returned descriptor holds the lock until it is closed or the process ends. Raises `Held`, with
+    the text `held`, if another process has the lock, or another `OSError`."""
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,9 +1,9 @@
 """Files that are followed while a scheduler runs: its configuration, and the keys that Envoy requires of clients.
 
 Rules
-* They are followed as `watched_files` says; loading also happens in a thread. The same content again is no change.
+* `pool.watched_files` detects changes; loading also happens in a thread. The same content again is no change.
 * The first content of the configuration is reported too: the file may have changed since it was loaded at the start.
-* A file that cannot be read or has problems changes nothing; it is reported, once per content.
+* A file that cannot be read or has problems changes nothing. The problem is reported once per content.
 """
 
 import asyncio
@@ -24,7 +24,8 @@ log = get("keys")
 
 
 class ConfigFile(WatchedFiles):
-    """Calls `changed(config)` for each new valid content, `refused(lines)` for each invalid one."""
+    """Calls `changed(config)` for each new valid content, `refused(lines)` with the problems of each invalid one.
+    `flags`: values that override the file's."""
 
     def __init__(
         self,
@@ -61,21 +62,21 @@ class ConfigFile(WatchedFiles):
 
 
 class FollowedKeys(WatchedFiles):
-    """Writes a filter to where the gateway reads it, whenever the file of keys behind it has changed, or the filter was
-    removed."""
+    """Writes Envoy's filter with the keys, whenever the file of keys has changed or the filter's file was removed."""
 
     def __init__(
         self, keys: str, file: str, read: Callable[[], Any], into: Path, write: Callable[[Path, Any], None]
     ) -> None:
-        """`keys`: the name in the log. `read` raises `ConfigError`; `write` takes its result and raises `OSError`."""
+        """`keys`: their name in the log. `file`: the file of keys, which `read` reads; it raises `ConfigError`. `into`:
+        the filter's file, to which `write` writes the result of `read`; it raises `OSError`."""
         super().__init__(lambda: [file, str(into)], self._load, 0.5, keys)
         self._keys, self._file, self._read, self._into, self._write = keys, file, read, into, write
         self._known: Any = None
-        #: Why the file cannot be used; empty = it is in force.
+        #: Why the file of keys cannot be used; empty = its keys are in use.
         self.unusable = ""
 
     async def begin(self) -> None:
-        """Load the file and follow it. If it cannot be used, what the gateway had before stays in force."""
+        """Load the file and follow it. If it cannot be used, the gateway keeps the keys that it had before."""
         await self.note()
         await self._load()
         self.start()

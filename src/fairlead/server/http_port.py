@@ -1,19 +1,18 @@
 """An aiohttp application on a TCP port of its own, and its access control.
 
 Access
-* A browser that was led to our address under a foreign name (DNS rebinding) sends that name as `Host`. Only names that
-  can be ours are answered, and literal addresses, which scrapers and probes use. Requests from a page of another
+* An attacker can point a foreign host name at our address (DNS rebinding). A browser then sends that name as `Host`, so
+  only our own names are answered, and literal addresses, which scrapers and probes use. Requests from a page of another
   origin carry `Origin`, and are refused.
 * A bearer token may be required; browsers send it as the password of HTTP basic authentication. The file may hold
-  several, one per line, and is read again when it changes, so that an old and a new token are valid together for a
-  while.
+  several tokens, one per line, and is read again when it changes, so that an old and a new token can overlap.
 * Paths that probes use are answered without checks.
 
 Connections
-* There are at most `MOST_CONNECTIONS`, so that they cannot exhaust the process's descriptors. A further one takes the
-  place of the oldest one that waits for a request, or else of one that does not read its answer, so that nobody keeps
-  probes out by asking or reading nothing.
-* Who sends no whole request head for `IDLE_S` seconds is disconnected.
+* There are at most `MOST_CONNECTIONS`, so that they cannot exhaust the process's file descriptors. A new connection
+  replaces the oldest one without a request in progress; those whose client still reads an answer go last. So clients
+  that send or read nothing cannot keep probes out.
+* A client that sends no complete request head within `IDLE_S` seconds is disconnected.
 """
 
 import asyncio
@@ -43,12 +42,12 @@ _TLS_LOOK_S = 5.0
 _BACKLOG = 128
 
 
-#: What ends a host's name in a URL or precedes it; a `Host` header has none of them (RFC 9110, section 7.2).
+#: Characters that separate the host from other parts of a URL. A `Host` header has none of them (RFC 9110, 7.2).
 _NO_HOST = re.compile(r"[@/\\?#]")
 
 
 class Tokens:
-    """The tokens in a file. Raises `ConfigError` if it cannot be read at first or holds none."""
+    """The tokens in a file. The constructor raises `ConfigError` if the file cannot be read or holds no token."""
 
     def __init__(self, file: str) -> None:
         self._file = Path(file)
@@ -59,13 +58,13 @@ class Tokens:
             raise ConfigError(f"{file} holds no token", "$.admin.tokenFile")
 
     def accept(self, authorization: str) -> bool:
-        """Whether this header has one of the tokens, as bearer token or as password."""
+        """Whether this `Authorization` header has one of the tokens, as bearer token or as password."""
         try:
             self._look()
         except ConfigError:
-            pass  # the file is being replaced: the last version counts
+            pass  # the file is being replaced: the tokens read last stay valid
         kind, _, given = authorization.partition(" ")
-        # Headers may hold any bytes, which aiohttp keeps; a token of such bytes is compared like any other.
+        # Headers may hold bytes that are no UTF-8. aiohttp keeps them as surrogates; encode them back to compare.
         offered = given.strip().encode(errors="surrogateescape")
         if kind.lower() == "basic":
             try:
@@ -74,7 +73,7 @@ class Tokens:
                 return False
         elif kind.lower() != "bearer":
             return False
-        # All are compared, so that the time reveals nothing.
+        # Compare with all tokens, so that the time reveals nothing about them.
         return sum(hmac.compare_digest(offered, known) for known in self._known) > 0
 
     def _look(self) -> None:
@@ -99,10 +98,10 @@ def _host_of(origin: str) -> str:
 
 
 class Access:
-    """`hosts`: further names of this server; a name with a leading dot stands for all names that end with it."""
+    """Access control of a port. `hosts`: further names of this server; a leading dot = all names with that ending."""
 
     def __init__(self, hosts: Iterable[str] = (), tokens: Tokens | None = None, free: Collection[str] = ()) -> None:
-        """`free`: paths that are answered without checks."""
+        """`tokens`: one of them is required; `None` = none. `free`: paths that are answered without checks."""
         names = {"localhost", socket.gethostname().lower(), *(host.lower() for host in hosts)}
         self._names = {name for name in names if not name.startswith(".")}
         self._endings = (".localhost", *(name for name in names if name.startswith(".")))
@@ -157,7 +156,8 @@ class _Connections:
 
     def __init__(self, runner: web.AppRunner, busy: Busy) -> None:
         self._runner, self._busy = runner, busy
-        # aiohttp forgets the transport of a connection that it closes, which stays open until its client has read all.
+        # aiohttp forgets the transport of a connection that it closes, but the transport stays open until its client
+        # has read everything.
         self._open: dict[web.RequestHandler, asyncio.Transport] = {}
 
     def admit(self, transport: asyncio.Transport) -> None:
@@ -171,7 +171,7 @@ class _Connections:
             if not idle:
                 transport.abort()
                 return
-            # The oldest one, but who still reads an answer goes last.
+            # The oldest connection goes first, but those with an answer that is not read yet go last.
             oldest = min(idle, key=lambda connection: self._open[connection].get_write_buffer_size() > 0)
             oldest.force_close()
             self._open.pop(oldest).abort()
@@ -182,7 +182,7 @@ class _Connections:
 
 
 class _Entry(asyncio.Protocol):
-    """The protocol of a connection until it is admitted."""
+    """The protocol of a new connection until `_Connections` admits it."""
 
     def __init__(self, connections: _Connections) -> None:
         self._connections = connections
@@ -215,8 +215,8 @@ async def send(
     whole_s: float | None = None,
     chunk_s: float | None = None,
 ) -> web.StreamResponse:
-    """Send the pieces. A client is cut off that has not read all after `whole_s` seconds, or that takes longer than
-    `chunk_s` for `chunk` bytes."""
+    """Send the pieces as one response. A client is disconnected if it takes longer than `whole_s` seconds for all or
+    `chunk_s` seconds for `chunk` bytes; `None` = no limit."""
     response = web.StreamResponse(headers=headers)
     response.content_length = sum(map(len, pieces))
     try:
@@ -236,21 +236,21 @@ async def send(
 
 
 async def healthz(request: web.Request) -> web.Response:
-    """Answers while the process is alive."""
+    """The page `/healthz`: 200 while the process is alive."""
     return web.Response(text="ok\n")
 
 
 def readiness(reasons: Iterable[str], notes: Iterable[str] = ()) -> web.Response:
-    """The page `/readyz`. `reasons`: why requests cannot be served."""
+    """The page `/readyz`. `reasons`: why requests cannot be served; empty = they can, and `notes` are shown."""
     if listed := "".join(f"- {reason}\n" for reason in reasons):
         return web.Response(status=503, text="not ready\n" + listed)
     return web.Response(text="ready\n" + "".join(f"- {note}\n" for note in notes))
 
 
 class HttpPort:
-    """`await start()`, then `port`; `await close()`.
+    """Call `await start()`, then read `port`; `await close()` at the end.
 
-    `grace_s`: seconds that requests in progress get at `close`, which accepts no more connections.
+    `grace_s`: seconds that requests in progress get to finish at `close`.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class HttpPort:
         tls: ServerTls | None = None,
         make_app: Callable[[], web.Application] | None = None,
     ) -> None:
-        """Port 0 = any free one."""
+        """Port 0 = any free port. `tls`: `None` = plain HTTP. `make_app`: makes the application; default: empty."""
         self._host = host
         self._wanted_port = port
         self._grace_s = grace_s

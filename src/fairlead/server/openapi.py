@@ -1,5 +1,5 @@
-"""The admin port as an OpenAPI document. The schemas of JSON answers come from the types that are encoded, or are
-declared here for answers that are made as plain dictionaries.
+"""Describes the admin port as an OpenAPI document. The schemas of JSON answers come from the types that are encoded.
+For answers that are plain dictionaries, this file declares the types.
 """
 
 import re
@@ -21,11 +21,11 @@ class Endpoints(TypedDict):
     endpoints: list[EndpointStatus]
 
 
-_Moment = TypedDict("_Moment", {"at": float})  # noqa: UP013 a name in the answer, not one of ours
+_Moment = TypedDict("_Moment", {"at": float})  # noqa: UP013 `at` is the name in the JSON
 
 
 class Decision(_Moment):
-    """One decision. Times in seconds of the scheduler's clock, or in milliseconds where named so; null = unknown."""
+    """One decision. Times are seconds of the scheduler's clock, or milliseconds in fields `*_ms`; null = unknown."""
 
     request_id: int
     external_id: str
@@ -55,7 +55,7 @@ class Decision(_Moment):
 
 
 class DecisionInFull(Decision):
-    """With the reasons: terms in milliseconds, and what each other endpoint would have cost."""
+    """A decision with its reasons: terms in milliseconds, and what each other endpoint would have cost."""
 
     decision_id: str | None
     session: str | None
@@ -70,7 +70,7 @@ class Decisions(TypedDict):
 
 
 class Knowledge(TypedDict, total=False):
-    """What is known of prompts. `index` and `endpoints` only with KV events, `indexer` only with one."""
+    """What is known of prompts. `index` and `endpoints` exist only with KV events, `indexer` only with an indexer."""
 
     tokenisers: dict[str, Values]
     token_check: Values
@@ -81,7 +81,7 @@ class Knowledge(TypedDict, total=False):
 
 
 class Replicas(TypedDict):
-    """Other schedulers of the pool, and counts of what was sent and received."""
+    """The other schedulers of the pool, and counts of what was sent to them and received from them."""
 
     replica: str
     worker: int

@@ -1,4 +1,5 @@
-"""What schedulers of one pool have in common that share facts: whom one hears, and what it says about that.
+"""The common part of sharing facts between the schedulers of one pool: the known replicas, missing facts, and the state
+of the link as metrics, notes and troubles.
 
 `replicas_valkey` carries facts between machines, `replicas_files` between processes of one machine.
 """
@@ -16,41 +17,43 @@ from fairlead.server.observe.log import get
 
 log = get("replicas")
 
-#: Digits of the run in a replica's name.
+#: Hexadecimal digits in a replica's name that distinguish its runs.
 RUN_DIGITS = 8
 #: How many other replicas are followed at most.
 MOST_PEERS = 64
-#: Pause between two requests for a replica's snapshot. It doubles: the cause may be an endpoint unknown here.
+#: Seconds between two requests for a replica's snapshot: first, and at most. The pause doubles, because a snapshot does
+#: not help while the facts are about an endpoint that is unknown here.
 ASK_FIRST_S, ASK_CAP_S = 0.5, 30.0
-#: The least time between two snapshots of one replica.
+#: The least seconds between two snapshots of one replica.
 SNAPSHOT_PAUSE_S = 0.25
-#: How long a start waits for the others' snapshots.
+#: Seconds that a start waits for the snapshots of other replicas.
 JOIN_S = 2.0
-#: Lag from which on there is a trouble.
+#: A lag of more seconds is reported as a trouble.
 _SLOW_S = 1.0
 
 
 def _gateway_of(origin: str) -> tuple[str, str]:
-    """The host, and the mark of the gateway; it is empty where an older version gave the name."""
+    """The host and the gateway's mark in a replica's name. The mark is empty if there is only one worker, or if an
+    older version made the name."""
     host, _, run = origin.rpartition("-")
     return host, run[:-RUN_DIGITS]
 
 
 class Facts(Struct, frozen=True):
-    """What the core has to send, and what it lacks."""
+    """Callables of the core: the facts to send, and the facts that are missing."""
 
-    #: A batch of what happened here since the last call; empty = nothing did.
+    #: A batch of what happened here since the last call; empty = nothing happened.
     batch: Callable[[], bytes]
-    #: All that others should know of this replica now.
+    #: Everything that other replicas should know about this one now.
     snapshot: Callable[[], bytes]
     #: The names of replicas whose batches are missing.
     gaps: Callable[[], Iterable[str]]
-    #: The number of our last batch, and of the last batch received from another replica.
+    #: The number of our last batch, and of the last batch received from another replica (0 = none).
     sequence: Callable[[], int]
     newest: Callable[[str], int]
-    #: Whether a request waits here, for which the end of a peer's request may be the turn.
+    #: Whether a request is queued here. It may be sent when a request of another replica ends.
     waits: Callable[[], bool] = lambda: False
-    #: Why what another replica says cannot be used; empty = it can.
+    #: Why the facts of another replica cannot be used; empty = they can.
     problem: Callable[[str], str] = lambda name: ""
 
 
@@ -60,32 +63,32 @@ class Peer(Struct):
     since: float
     heard_at: float
     batches: int = 0
-    #: The number of its last batch, according to its lease when last read.
+    #: The number of its last batch, according to its lease when that was last read.
     sequence: int = 0
-    #: When to ask for its snapshot; 0 = nothing of it is missing.
+    #: When to ask for its snapshot; 0 = none of its facts are missing.
     ask_at: float = 0.0
     #: How long to wait before asking again.
     pause_s: float = ASK_FIRST_S
 
 
 class Counts(Struct):
-    """Counts since the start: batches sent, and received from peers."""
+    """Counts since the start. `sent` and `received`: batches."""
 
     sent: int = 0
     sent_bytes: int = 0
     received: int = 0
     received_bytes: int = 0
-    #: Batches that were dropped because the server was away for too long.
+    #: Batches that were not sent: the server was away for too long, or a batch was too large for a file.
     dropped: int = 0
     snapshots_sent: int = 0
     snapshots_received: int = 0
-    #: How often a replica's batches were missing, and how often the server went away.
+    #: How many times a replica's facts were missing, and how many times the link was lost.
     gaps: int = 0
     outages: int = 0
 
 
 class Own(Struct, frozen=True, kw_only=True):
-    """This replica, and what it does with what it hears."""
+    """This replica: its settings, its name, and the callables of its scheduler."""
 
     settings: ReplicaSettings
     pool: str
@@ -94,15 +97,16 @@ class Own(Struct, frozen=True, kw_only=True):
     origin: str
     facts: Facts
     feed: Callable[[Event], object]
-    #: Hears how many replicas there are, this one included, when that changes.
+    #: Receives the number of replicas, this one included, whenever it changes.
     counted: Callable[[int], object]
-    #: The number of this scheduler among those of one gateway.
+    #: The number of this scheduler, from 0, among the workers of its gateway.
     worker: int = 0
     workers: int = 1
 
 
 class Replicas:
-    """The link to the other replicas: `await start()`, `await close()`. All calls happen on the event loop's thread."""
+    """The link to the other replicas. Call `await start()`, and `await close()` at the end. All methods run on the
+    event loop's thread."""
 
     def __init__(self, own: Own) -> None:
         self._settings, self._facts, self.origin = own.settings, own.facts, own.origin
@@ -111,12 +115,12 @@ class Replicas:
         #: The replicas that hold a lease, by name.
         self.peers: dict[str, Peer] = {}
         self.counts = Counts()
-        #: Why there is no link to others; empty = there is one.
+        #: Why there is no link to other replicas; empty = there is one.
         self.problem = "not connected yet"
-        #: Seconds from writing facts to reading them.
+        #: Seconds from writing facts to reading them, as last measured.
         self.lag_s = 0.0
         self._unheard_since = time.monotonic()
-        #: When all workers were last there.
+        #: When all workers were last known (`time.monotonic`).
         self._complete_at = self._unheard_since
         #: Whether to write a snapshot: a replica asked for one, or batches were dropped.
         self._owes_snapshot = False
@@ -129,22 +133,22 @@ class Replicas:
 
     @property
     def count(self) -> int:
-        """Schedulers of the pool, workers that are not heard included."""
+        """The number of schedulers of the pool, including workers that are not known at the moment."""
         return max(self._workers, 1 + len(self.peers))
 
     @property
     def unheard_s(self) -> float:
-        """Seconds without any other replica."""
+        """Seconds since the last other replica was lost; 0 = there is one."""
         return 0.0 if self.peers else time.monotonic() - self._unheard_since
 
     @property
     def where(self) -> str:
-        """The server's URL without user and password."""
+        """The URL in `replicas.via` without user and password."""
         parts = urlsplit(self._settings.via)
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
     def trouble(self) -> str:
-        """What is wrong, for people; empty = nothing."""
+        """What is wrong with the link, as a text for people; empty = nothing."""
         if self.problem:
             return f"this replica decides alone: {self.problem}"
         for name in sorted(self.peers):
@@ -163,8 +167,8 @@ class Replicas:
         return ""
 
     def _workers_here(self) -> int:
-        """The number of workers, this one included. One that was heard within the last lease counts: it may be starting
-        again."""
+        """The number of workers that run, this one included. A worker that left within the last lease still counts,
+        because it may be restarting."""
         (host, mark), now = _gateway_of(self.origin), time.monotonic()
         here = 1 + sum(_gateway_of(name) in ((host, mark), (host, "")) for name in self.peers)
         if here >= self._workers:
@@ -172,7 +176,7 @@ class Replicas:
         return here if now - self._complete_at > self._settings.lease else self._workers
 
     def note(self) -> str:
-        """The state of the link, for people, while there is no trouble."""
+        """The state of the link, as a text for people, while there is no trouble."""
         count = len(self.peers)
         peers = f"{count} other{'' if count == 1 else 's'}, heard {self.lag_s * 1e3:.0f} ms late"
         return peers + (f"; facts of {', '.join(self.missing)} are missing" if self.missing else "")
@@ -203,11 +207,12 @@ class Replicas:
         }
 
     async def start(self) -> None:
-        """Returns once all others are known, the first attempt has failed, or the time for it is over."""
+        """Connect. Returns once the facts of all other replicas are known, when the first attempt has failed, or after
+        `JOIN_S`."""
         raise NotImplementedError
 
     async def close(self) -> None:
-        """Send what is left and leave."""
+        """Send the remaining facts and leave."""
         raise NotImplementedError
 
     # ---- other replicas ----
@@ -220,7 +225,7 @@ class Replicas:
         self._feed(PeerLost(name))
 
     def _meet(self, name: str) -> Peer | None:
-        """The replica of this name, which may be new; `None` = there are too many."""
+        """Return the replica of this name, and add it if it is new; `None` = there are already `MOST_PEERS`."""
         peer = self.peers.get(name)
         if peer is None and len(self.peers) < MOST_PEERS:
             now = time.monotonic()
@@ -239,10 +244,11 @@ class Replicas:
             self._look_soon()
 
     def _look_soon(self) -> None:
-        """There is a replica to ask, or a snapshot to write."""
+        """Called when there is a replica to ask, or a snapshot to write."""
 
     def _to_ask(self) -> bytes:
-        """The names of the replicas to ask for a snapshot now, with spaces between; empty = none."""
+        """The names of the replicas to ask for a snapshot now, separated by spaces; empty = none. Sets the times at
+        which they are asked next."""
         now = time.monotonic()
         asked = {name: peer for name, peer in self.peers.items() if 0.0 < peer.ask_at <= now}
         for peer in asked.values():
@@ -250,14 +256,15 @@ class Replicas:
         return " ".join(asked).encode()
 
     def _asked(self, name: str, wanted: bytes) -> None:
-        """A replica asks those for snapshots."""
+        """Handle a request for snapshots from the replica `name`. `wanted`: the names of the replicas that it asks,
+        separated by spaces."""
         self._meet(name)
         if self.origin.encode() in wanted.split():
             self._owes_snapshot = True
             self._look_soon()
 
     def _received(self, name: str, peer: Peer, payload: bytes, lag_s: float, at_once: bool = False) -> None:
-        """A batch has come."""
+        """Feed a received batch to the pipeline."""
         peer.heard_at = time.monotonic()
         peer.batches += 1
         self.counts.received += 1
@@ -265,7 +272,7 @@ class Replicas:
         self._feed(PeerHeard(name, payload, lag_s, self.origin, at_once))
 
     def _caught_up(self, name: str, peer: Peer, snapshot: bytes) -> None:
-        """A snapshot has come that was asked for."""
+        """Feed a received snapshot to the pipeline. It was asked for because facts were missing."""
         peer.heard_at = time.monotonic()
         self.counts.snapshots_received += 1
         self.counts.received_bytes += len(snapshot)

@@ -1,18 +1,19 @@
-"""How schedulers on one machine share facts through files of one directory, which all of them map into memory.
+"""Shares facts between schedulers on one machine, through files of one directory that all of them map into memory.
 
     POOL/ORIGIN.facts       a header and a ring of records, written by that replica and read by all others
-    POOL/ORIGIN.snapshot    all that it knows of itself, after another replica has asked
+    POOL/ORIGIN.snapshot    everything that the replica knows of itself, written after another replica has asked
 
 Rules
-* Nothing wakes another process. A replica writes what it did at the end of the same turn of its event loop, and reads
-  what the others wrote before it handles an event. So a decision knows of all decisions before it. Through a server,
-  which each replica would ask every few milliseconds, most of the CPU time of four workers was spent on waking up.
-* While a request waits here, the others are read every `interval`: the end of one of their requests may be its turn.
-* A replica has locked its file for as long as it lives: if the lock is free, it died. One that hangs is lost when its
-  heartbeat is older than a lease, and comes back with the next one.
-* A reader that was overtaken by the writer, or finds a record that is not whole, asks for a snapshot. So it needs no
-  order between the memory accesses of two processes.
-* Whoever finds a dead replica's files deletes them.
+* No replica wakes another process. A replica writes its facts at the end of the turn of its event loop, and reads those
+  of other replicas before it handles an event. So a decision knows all decisions before it. Measured with a server
+  that each replica asks every few milliseconds, four workers spent most of their CPU time on waking up.
+* While a request is queued here, other replicas' files are read every `interval`: when one of their requests ends, the
+  queued request may be sent.
+* A replica holds a lock on its file while it lives: if the lock is free, the replica died. A replica that hangs is lost
+  when its heartbeat is older than a lease (`replicas.lease`), and joins again at its next heartbeat.
+* A reader that was overtaken by the writer, or finds an incomplete record, asks for a snapshot. So nothing depends on
+  the order in which one process sees the memory accesses of another.
+* Any replica that finds the files of a dead one deletes them.
 """
 
 import asyncio
@@ -31,23 +32,25 @@ from fairlead.server.files import lock, unfinished, write_whole
 from fairlead.server.replicas import JOIN_S, SNAPSHOT_PAUSE_S, Own, Replicas, log
 
 FACTS, SNAPSHOTS = ".facts", ".snapshot"
-#: What a file begins with, and its second number: facts of another version are not read.
+#: The first and second number of a file. Files of another version are not read.
 _MAGIC, _VERSION = int.from_bytes(b"fairlead"), 1
-#: Fields of the header, 8 bytes each: bytes written since the file was made, and the writer's `time.monotonic`.
+#: Fields of the header, 8 bytes each. `_WRITTEN`: bytes written since the file was made. `_HEARTBEAT`: the writer's
+#: `time.monotonic`.
 _MAGIC_AT, _VERSION_AT, _WRITTEN, _HEARTBEAT = range(4)
 _HEADER = 64
-#: Bytes of the ring. A reader that is half of it behind may already be overtaken.
+#: Bytes of the ring. A reader that is half a ring behind counts as overtaken.
 RING = 2 << 20
 _BEHIND, _LARGEST = RING // 2, RING // 4
 #: Before each record: its kind, its length, the checksum of both and of its content, and when it was written.
 _RECORD = Layout("<HHIId")
 BATCH, SNAPSHOT, WANTED, GONE, _PADDING = range(5)
-#: Seconds between two looks at the others while nothing happens here.
+#: Seconds between two reads of other replicas' files while this replica handles no event.
 LOOK_S = 0.1
 
 
 class FileReplicas(Replicas):
-    """Tells the others through files. Hand events to `feed`: it lets the pipeline know what others did first."""
+    """Shares facts through files. Events for the pipeline must go through `feed`, which first feeds the facts of other
+    replicas."""
 
     def __init__(self, own: Own) -> None:
         super().__init__(own)
@@ -82,10 +85,10 @@ class FileReplicas(Replicas):
             self._own = None
 
     def feed(self, event: Event) -> None:
-        """Read what the others wrote, handle the event, and write what it led to."""
+        """Read the facts of other replicas, handle the event, and have the resulting facts written."""
         try:
             self._read()
-        except Exception as error:  # the event must not be lost with what others wrote
+        except Exception as error:  # the event must be handled even if other replicas' facts cannot be read
             log.error("could not read what other replicas wrote", exc=error)
         self._feed(event)
         if not self._due:
@@ -106,7 +109,7 @@ class FileReplicas(Replicas):
         self._soon.set()
 
     def _look(self) -> None:
-        """Whatever is not done for each event."""
+        """Do everything that is not done for each event: find replicas, read, write, ask for snapshots."""
         try:
             self._follow()
             self._read()
@@ -129,7 +132,7 @@ class FileReplicas(Replicas):
             log.info("connected to the other replicas", directory=str(self._directory), others=len(self.peers))
 
     def _follow(self) -> None:
-        """Find the replicas that have come, have died, or hang. Raises `OSError` or `ValueError`."""
+        """Write our heartbeat, and find replicas that are new, died, or hang. Raises `OSError` or `ValueError`."""
         now = time.monotonic()
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         names = {path.stem for path in self._directory.iterdir() if path.suffix == FACTS}
@@ -147,7 +150,7 @@ class FileReplicas(Replicas):
                 self._lose_at(name)
 
     def _begin(self) -> "_Ring":
-        """Make our own file, for the first time or because somebody has deleted it. Raises `OSError`."""
+        """Make our own file, for the first time or because it was deleted. Raises `OSError`."""
         if self._own is not None:
             self._own.close()
             self._own = None
@@ -159,7 +162,7 @@ class FileReplicas(Replicas):
         try:
             ring = _Ring.open(self._directory / f"{name}{FACTS}")
         except (OSError, ValueError):
-            return  # it is being made or deleted, or is no file of facts
+            return  # the file is being made or deleted, or has another format
         if ring.is_left():
             self._delete(name, ring)
         elif now - ring.heartbeat <= self._settings.lease and self._meet(name) is not None:
@@ -174,7 +177,7 @@ class FileReplicas(Replicas):
             self._lose(name)
 
     def _delete(self, name: str, ring: "_Ring") -> None:
-        """Its files, unless it has made new ones."""
+        """Delete the files of a replica, unless it has made new ones."""
         path = self._directory / f"{name}{FACTS}"
         with suppress(OSError):
             if ring.is_file(path):
@@ -182,7 +185,7 @@ class FileReplicas(Replicas):
                 for file in (path, snapshot, unfinished(snapshot)):
                     file.unlink(missing_ok=True)
 
-    # ---- written ----
+    # ---- writing ----
 
     def _write_facts(self) -> None:
         self._due = False
@@ -193,7 +196,7 @@ class FileReplicas(Replicas):
                 self.counts.sent_bytes += len(batch)
 
     def _write(self, kind: int, payload: bytes) -> bool:
-        """False = it is too large, and a snapshot will follow instead; or there is no file."""
+        """Write a record. False = it is too large, so a snapshot will follow instead, or we have no file."""
         if self._own is None:
             return False
         written = self._own.write(kind, payload)
@@ -203,7 +206,7 @@ class FileReplicas(Replicas):
         return written
 
     def _write_snapshot(self) -> None:
-        self._write_facts()  # what the snapshot includes comes before it
+        self._write_facts()  # batches that the snapshot includes must be read before it
         snapshot = self._facts.snapshot()
         write_whole(self._directory / f"{self.origin}{SNAPSHOTS}", (snapshot,), on_disk=False)
         self._write(SNAPSHOT, b"")
@@ -211,10 +214,10 @@ class FileReplicas(Replicas):
         self.counts.snapshots_sent += 1
         self.counts.sent_bytes += len(snapshot)
 
-    # ---- read ----
+    # ---- reading ----
 
     def _read(self) -> None:
-        if self._reading:  # what was read led to an event of ours
+        if self._reading:  # called again: the facts that are being read led to a new event
             return
         self._reading = True
         try:
@@ -246,24 +249,26 @@ class FileReplicas(Replicas):
 
 
 class _Ring:
-    """A mapped file of facts. `position`: bytes written, or for a reader those read; `lost`: some could not be read."""
+    """A file of facts, mapped into memory. `position`: bytes written, or for a reader bytes read, since the file was
+    made. `lost`: some records could not be read."""
 
     def __init__(self, descriptor: int, writes: bool) -> None:
         self._descriptor = descriptor
         self._memory = mmap.mmap(descriptor, _HEADER + RING, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writes else 0))
         header = memoryview(self._memory)[:_HEADER]
-        # One access to 8 bytes that are aligned, so that a reader never sees half of a number.
+        # Aligned 8 bytes are read and written in one access, so a reader never sees half of a number.
         self._numbers, self._times = header.cast("Q"), header.cast("d")
         self.position = self._numbers[_WRITTEN]
         self.lost = False
 
     @classmethod
     def make(cls, path: Path) -> "_Ring":
-        """Raises `OSError`."""
+        """Make a file for writing. Raises `OSError`."""
         new = path.with_suffix(".making")
         descriptor = lock(new, f"another replica makes {new}")
         try:
-            # Written, not only extended: a full disk is an error here, and would kill the process later.
+            # Write all bytes: a full disk is an error here. In a file that was only extended, it would kill the
+            # process later, when it writes to the mapped memory.
             os.write(descriptor, bytes(_HEADER + RING))
             ring = cls(descriptor, writes=True)
         except BaseException:
@@ -276,7 +281,7 @@ class _Ring:
 
     @classmethod
     def open(cls, path: Path) -> "_Ring":
-        """Raises `OSError`, or `ValueError` for another kind of file."""
+        """Open another replica's file for reading. Raises `OSError`, or `ValueError` for another kind of file."""
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             ring = cls(descriptor, writes=False)
@@ -303,11 +308,11 @@ class _Ring:
         self._times[_HEARTBEAT] = now
 
     def is_file(self, path: Path) -> bool:
-        """Whether it is mapped here. Raises `OSError`."""
+        """Whether `path` is the mapped file. Raises `OSError`."""
         return os.path.samestat(os.fstat(self._descriptor), path.stat())
 
     def is_left(self) -> bool:
-        """Whether its writer has died."""
+        """Whether the writer of the file has ended: its lock is free."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -315,7 +320,7 @@ class _Ring:
         return True
 
     def write(self, kind: int, payload: bytes) -> bool:
-        """False = it is too large."""
+        """Write a record. False = it is too large."""
         length = _padded(len(payload))
         if length > _LARGEST:
             return False
@@ -338,7 +343,8 @@ class _Ring:
         return self._numbers[_WRITTEN] != self.position
 
     def read(self) -> list[tuple[int, bytes, float]]:
-        """The records since the last call: kind, content, and when each was written (`time.monotonic`)."""
+        """Return the records since the last call: kind, content, and when each was written (`time.monotonic`). Sets
+        `lost` if some cannot be read."""
         records: list[tuple[int, bytes, float]] = []
         end, memory = self._numbers[_WRITTEN], self._memory
         self.lost = self.lost or not 0 <= end - self.position <= _BEHIND
@@ -362,5 +368,5 @@ class _Ring:
 
 
 def _padded(length: int) -> int:
-    """Bytes of a record with a content of so many bytes."""
+    """The bytes that a record with `length` bytes of content takes."""
     return (_RECORD.size + length + 7) & ~7

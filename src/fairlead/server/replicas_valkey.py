@@ -1,30 +1,31 @@
-"""How schedulers of one pool share facts through a Valkey or Redis server.
+"""Shares facts between the schedulers of one pool through a Valkey or Redis server.
 
-    {fairlead:POOL}:told            one stream of all replicas; an entry is (kind → payload), and its sender
+    {fairlead:POOL}:told            one stream of all replicas; an entry has its sender and (kind → payload)
     {fairlead:POOL}:replicas        the set of replicas that may exist
-    {fairlead:POOL}:alive:ORIGIN    exists while that replica renews it: its lease, and the number of its last batch
-    {fairlead:POOL}:snapshot:ORIGIN all that it knows of itself, for half a minute, after another replica has asked
+    {fairlead:POOL}:alive:ORIGIN    a replica's lease, with the number of its last batch; expires if not renewed
+    {fairlead:POOL}:snapshot:ORIGIN everything that the replica knows of itself, for half a minute after it was asked
 
 Rules
-* No decision waits for any of this. Every few milliseconds facts are taken from the core and written in one entry, if
-  there are any, and the entries of others are read and fed to the pipeline as events: all in one round trip, since each
-  wakes this process. While nothing happens, the read waits at the server. The core defines the payloads.
-* A stream, not pub/sub: a reader that was away for a moment continues where it stopped, its memory is bounded (MAXLEN),
-  and a reader that hangs costs the server nothing. One stream for all replicas: one read receives from all others, and
-  our own entries that come back show the lag by our own clock.
+* No decision waits for the server. Every few milliseconds this replica's facts are written as one entry, if there are
+  any, and the entries of other replicas are read and fed to the pipeline as events. Both happen in one round trip,
+  because each round trip wakes this process. While nothing happens, the read waits at the server. The core defines the
+  payloads.
+* It is a stream, not pub/sub: a reader that was away for a moment continues where it stopped, the stream's memory is
+  bounded (MAXLEN), and a reader that hangs costs the server nothing. All replicas use one stream, so one read receives
+  from all others, and our own entries that come back show the lag by our own clock.
 * A new replica asks all others for a snapshot and reads the stream meanwhile. A replica that finds a gap does the same.
   A snapshot is written after the batches that it includes and before all later ones.
-* A replica that does not renew its lease is lost. All others are lost when the server has been away for longer than a
-  lease.
-* While the server is away, full or slow, each replica continues alone. Unsent batches are kept and sent later. Beyond
-  `MOST_UNSENT` bytes a snapshot replaces them, and also after a lease: then the others have lost this replica and need
-  a snapshot anyway.
-* Keys share a hash tag, so that they are on one node of a cluster, where there is one.
+* A replica that does not renew its lease is lost. All other replicas are lost when the server has been away for longer
+  than a lease.
+* While the server is away, full or slow, each replica continues alone. Unsent batches are kept and sent later. A
+  snapshot replaces them beyond `MOST_UNSENT` bytes, and also after a lease: then the other replicas have lost this one
+  and need a snapshot anyway.
+* All keys share a hash tag, so that in a cluster they are on the same node.
 
-Measured with 1.5 kB per batch, written and read: valkey with libvalkey 72-108 µs of CPU, valkey-glide 123-213 µs and
-twice the memory (50 MB instead of 27), libvalkey under a protocol of our own 21-44 µs. There are at most 200 batches a
-second, so the library that supports TLS, users and databases is worth the difference. But of its two layers the round
-trips use the lower one, its connections: four replicas that write and read every 10 ms take 3 % of a core each instead
+Measured per batch of 1.5 kB, written and read: valkey with libvalkey takes 72-108 µs of CPU; valkey-glide takes
+123-213 µs and twice the memory (50 MB instead of 27); libvalkey under a protocol of our own takes 21-44 µs. There are
+at most 200 batches a second, so the library that supports TLS, users and databases is worth its CPU time. Round trips
+use only its lower layer, the connections: four replicas that write and read every 10 ms take 3 % of a core each instead
 of 5 %.
 """
 
@@ -45,25 +46,27 @@ Client = Any
 
 BATCH, SNAPSHOT, WANTED, GONE = b"batch", b"snapshot", b"wanted", b"gone"
 ORIGIN = b"from"
-#: How many entries the stream keeps: ten seconds of eight busy replicas.
+#: The stream keeps about this many entries: ten seconds of eight busy replicas.
 _MOST_ENTRIES = 16_384
-#: How many bytes of batches may wait for a server that is away.
+#: At most this many bytes of batches wait for a server that is away.
 MOST_UNSENT = 1 << 20
-#: How many entries are read together, and fed before other work gets a turn.
+#: The most entries that are read together, and that are fed before other work gets a turn.
 _AT_ONCE, _TURN = 256, 16
-#: Seconds. A server that is silent for longer than `TIMEOUT_S` is away.
+#: A server that is silent for more seconds is away.
 TIMEOUT_S = 2.0
+#: Seconds: a read waits at the server; pause before another attempt to connect, first and at most; leaving.
 _BLOCK_S, _AGAIN_FIRST_S, _AGAIN_CAP_S, _FAREWELL_S = 1.0, 0.1, 0.5, 1.0
-#: Seconds within which a server that was away must answer an attempt: it may come back just after the attempt began.
+#: A server that was away must answer an attempt within this many seconds. The limit is short, because the server may
+#: come back just after an attempt began.
 _BACK_S = 1.0
-#: How long a snapshot can be fetched.
+#: Milliseconds that the server keeps a snapshot.
 _SNAPSHOT_KEPT_MS = 30_000
-#: How many digits of the number in a lease are read, since the lease is not trusted.
+#: The most digits that the number in a lease may have, since the lease is not trusted.
 _DIGITS = 18
 
 
 class ValkeyReplicas(Replicas):
-    """Tells the others through Valkey or Redis."""
+    """Shares facts through Valkey or Redis."""
 
     def __init__(self, own: Own) -> None:
         """Raises `ConfigError` if the client is not installed."""
@@ -77,15 +80,15 @@ class ValkeyReplicas(Replicas):
         self._alone_since = time.monotonic()
         self._untold: deque[bytes] = deque()
         self._untold_bytes = 0
-        #: The number of our last batch when no batch was waiting.
+        #: The number of our last batch, read from the core while no batch waits to be sent.
         self._sequence = 0
-        #: Set every `interval`, and when there is something that does not wait for it.
+        #: `_tick` is set every `interval`, `_something` when there is something to send before the next tick.
         self._tick, self._something = asyncio.Event(), asyncio.Event()
-        #: A read waits at the server until there is an entry, of ours or of others.
+        #: Whether a read waits at the server until the stream gets an entry, from this replica or another.
         self._waits = False
         #: Held while batches or a snapshot are written, to keep them in order.
         self._writing = asyncio.Lock()
-        #: Our position in the stream.
+        #: The position of the last entry of the stream that was read; empty = not known yet.
         self._position = b""
         self._joined_at = 0.0
         #: An entry of ours that has not been read back yet, and when it was written.
@@ -110,7 +113,7 @@ class ValkeyReplicas(Replicas):
             await asyncio.sleep(self._settings.interval)
 
     async def close(self) -> None:
-        """Send what is left and leave, if the server answers quickly."""
+        """Send the remaining batches and leave, if the server answers within `_FAREWELL_S`."""
         await _cancelled(self._tasks)
         if not self._tasks or self.problem:
             return
@@ -126,7 +129,7 @@ class ValkeyReplicas(Replicas):
                     await client.delete(self._stream)
 
     async def _collect(self) -> None:
-        """Take facts from the core, whether there is a server or not."""
+        """Take facts from the core every `interval`, even while the server is away."""
         while True:
             await asyncio.sleep(self._settings.interval)
             self._take()
@@ -170,11 +173,12 @@ class ValkeyReplicas(Replicas):
             pause_s = min(pause_s * 2, _AGAIN_CAP_S)
 
     def _client(self) -> Client:
-        """Raises `OSError` if a file with a password or authorities cannot be read, `ValueError` for a bad URL."""
+        """Make a client of the server. Raises `OSError` if the file with the password or the certificate authorities
+        cannot be read, `ValueError` for a bad URL."""
         from valkey.asyncio import Valkey
 
         settings = self._settings
-        # It would start a task for each command if it had to watch the time.
+        # No `socket_timeout`: with it, the client would start a task for each command.
         options: dict[str, Any] = {"socket_connect_timeout": TIMEOUT_S}
         if settings.password_file:
             options["password"] = Path(settings.password_file).read_text().strip()
@@ -211,12 +215,12 @@ class ValkeyReplicas(Replicas):
                 self._want(name)
         self._written = b""
         self._something.set()
-        await self._write(client, WANTED, self._to_ask())  # who may not write has not joined
+        await self._write(client, WANTED, self._to_ask())  # fails here if this replica is not allowed to write
         self.problem = ""
         log.info("connected to the other replicas", server=self.where, replica=self.origin, others=len(self.peers))
 
     async def _together(self, client: Client) -> None:
-        """Send, receive and renew until one of them fails."""
+        """Exchange entries, send what is urgent, and renew the lease, until one of these fails."""
         tasks = {asyncio.create_task(work(client)) for work in (self._exchange, self._tell, self._stay)}
         self._tasks |= tasks
         try:
@@ -248,14 +252,16 @@ class ValkeyReplicas(Replicas):
         if dead:
             await client.srem(self._members, *dead)
         there = {name.decode(errors="replace"): lease for name, lease in leases.items() if lease is not None}
-        # A server that was away may have lost its data, and others have to come back too.
+        # For one lease after joining, keep peers without a lease: a server that was away may have lost its data, and
+        # the other replicas must first connect and renew their leases too.
         if time.monotonic() - self._joined_at > self._settings.lease:
             for name in self.peers.keys() - there:
                 self._lose(name)
         for name, lease in there.items():
             peer = self._meet(name)
             if peer is not None:
-                # A lost last batch would not be noticed before the replica's next batch.
+                # Compare with the number in the lease: otherwise the loss of a last batch would be noticed only at the
+                # replica's next batch.
                 if self._facts.newest(name) < peer.sequence:
                     self._want(name)
                 peer.sequence = int(lease[:_DIGITS]) if lease.isdigit() else 0
@@ -282,7 +288,8 @@ class ValkeyReplicas(Replicas):
             await connection.disconnect(nowait=True)
 
     async def _round_trip(self, connection: Any, quiet: bool) -> list[tuple[bytes, list[bytes]]]:
-        """Return the entries since our position: (position, fields and values). `quiet`: wait for one if need be."""
+        """Write waiting batches and read the entries after our position: (position, fields and values). `quiet`: if
+        there is nothing to write, wait at the server for an entry."""
         batches = [] if self._writing.locked() else list(islice(self._untold, _AT_ONCE))
         self._waits = quiet and not self._untold
         block = (b"BLOCK", int(_BLOCK_S * 1000)) if self._waits else ()
@@ -298,7 +305,7 @@ class ValkeyReplicas(Replicas):
         return read[0][1] if read else []
 
     async def _tell(self, client: Client) -> None:
-        """Write what does not wait for the next round trip."""
+        """Write what must not wait for the next round trip: batches, requests for snapshots, our snapshot."""
         while True:
             await self._something.wait()
             self._something.clear()
@@ -318,10 +325,10 @@ class ValkeyReplicas(Replicas):
             self._stored(batch, await self._write(client, BATCH, batch), began)
 
     def _stored(self, batch: bytes, position: bytes, began: float) -> None:
-        """The batch is at this position of the stream."""
+        """Note that the batch was written at this position of the stream. `began`: when writing it began."""
         self.counts.sent += 1
         self.counts.sent_bytes += len(batch)
-        if self._untold and self._untold[0] is batch:  # not dropped meanwhile
+        if self._untold and self._untold[0] is batch:  # it was not dropped meanwhile
             self._untold.popleft()
             self._untold_bytes -= len(batch)
         if not self._written and _place(position) > _place(self._position):
@@ -346,7 +353,7 @@ class ValkeyReplicas(Replicas):
         return b"XADD", self._stream, b"MAXLEN", b"~", _MOST_ENTRIES, b"*", ORIGIN, self._name, kind, payload
 
     async def _write(self, client: Client, kind: bytes, payload: bytes) -> bytes:
-        """Return the position of the new entry."""
+        """Write an entry. Returns its position in the stream."""
         async with asyncio.timeout(TIMEOUT_S):
             position: bytes = await client.execute_command(*self._addition(kind, payload))
         return position
@@ -378,12 +385,13 @@ class ValkeyReplicas(Replicas):
 
 
 def _place(position: bytes) -> tuple[int, ...]:
-    """The position of an entry in the stream: milliseconds, and a number within the same millisecond."""
+    """A position in the stream as numbers that can be compared: milliseconds, and a number within the millisecond."""
     return tuple(map(int, position.split(b"-")))
 
 
 async def _cancelled(tasks: set[asyncio.Task[None]]) -> None:
-    """Returns when all have ended. Before Python 3.12 the client's `asyncio.wait_for` may swallow a cancellation."""
+    """Cancel the tasks until all have ended. Once may not be enough: before Python 3.12, `asyncio.wait_for` in the
+    client may swallow a cancellation."""
     while pending := [task for task in tasks if not task.done()]:
         for task in pending:
             task.cancel()

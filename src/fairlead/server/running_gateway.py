@@ -1,7 +1,8 @@
-"""What a scheduler has to know of the embedded gateway that runs next to it.
+"""What a scheduler has to know about the embedded gateway that runs next to it.
 
-The parent gives it to each new scheduler on the command line (`cli.serve`). Fairlead's files may be replaced while a
-parent runs, so what parents of any version give must be understood: fields may be added, and unknown ones are ignored.
+The parent passes it to each new scheduler on the command line (`cli.serve`). A new version of Fairlead may be installed
+while a parent runs, so a scheduler must understand parents of any version: fields may be added, and unknown fields are
+ignored.
 """
 
 from contextlib import suppress
@@ -15,8 +16,9 @@ from fairlead.gateway.envoy.process import CONFIG, ENDPOINTS
 
 
 class RunningGateway(Struct, frozen=True):
-    """`admins`: the addresses of its admin pages; empty = it does not run here. `directory`: that of its files.
-    `worker`: the number of this scheduler among `workers`. `flags`: those of the command, without a worker's own."""
+    """`admins`: the addresses of Envoy's admin pages; empty = no embedded gateway. `directory`: where the gateway's
+    files are. `worker`: the number of this scheduler, from 0, among `workers`. `flags`: values of the command line that
+    override the file's, without those of a single worker."""
 
     admins: list[str] = []
     directory: str = ""
@@ -25,25 +27,26 @@ class RunningGateway(Struct, frozen=True):
     flags: dict[str, Any] = {}
 
     def content(self) -> bytes | None:
-        """What the configuration file contained when the workers started; `None` = follow the file alone. One that
-        starts later takes the settings that need a restart from there, as the others have them."""
+        """The configuration file's content when the workers started; `None` = there is one worker, or no copy. A worker
+        that starts later takes the settings that need a restart from this copy, so that all workers have the same."""
         with suppress(OSError):
             return Path(self.directory, CONFIG).read_bytes() if self.workers > 1 else None
         return None
 
     @property
     def mark(self) -> str:
-        """What the names of its schedulers have in common, as replicas; empty = there is only one."""
+        """The part that the replica names of all workers of this gateway share; empty = there is only one worker."""
         return blake2b(self.directory.encode(), digest_size=4).hexdigest() if self.workers > 1 else ""
 
     @property
     def pool_file(self) -> Path | None:
-        """The file with the endpoints that it balances over by itself, which only the first worker writes."""
+        """The file with the endpoints that Envoy balances over by itself. Only the first worker writes it; `None` = not
+        this scheduler."""
         return Path(self.directory, ENDPOINTS) if self.directory and not self.worker else None
 
     @property
     def is_counted_here(self) -> bool:
-        """Whether this scheduler counts requests that the gateway served without asking: of all workers one does."""
+        """Whether this scheduler counts the requests that the gateway served without asking. Only one worker does."""
         return not self.admins or self.pool_file is not None
 
 

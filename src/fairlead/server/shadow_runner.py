@@ -1,13 +1,13 @@
 """Runs policies on trial in a thread, apart from the event loop.
 
 Rules
-* The event loop hands cases over and takes verdicts back; it never waits. With more than `MAX_WAITING` waiting cases,
-  or more CPU than the budget, a case is left out and counted.
-* A shadow that does not return within the limit is cut off: its thread is told to end (which it does in the next line
-  of Python that it runs), and a new thread continues without that shadow. A shadow that took longer than the limit, or
-  failed `MAX_FAILURES` times in a row, is cut off as well. It stays cut off until the configuration changes.
-* The thread releases the interpreter after every policy, and the switch interval is lowered, so that the event loop
-  waits for tens of microseconds at most, and for `SWITCH` if a shadow computes without end.
+* The event loop hands cases over and takes verdicts back; it never waits. A case is skipped and counted while
+  `MAX_WAITING` cases wait, or after the shadows have used more CPU than the budget.
+* A shadow that does not return within the limit is cut off: an exception ends its thread at the next line of Python
+  that it runs, and a new thread continues without that shadow. A shadow that took longer than the limit, or failed
+  `MAX_FAILURES` times in a row, is cut off as well. It stays cut off until the configuration changes.
+* The thread releases the interpreter lock after every policy, and the switch interval is lowered. So the event loop
+  waits for tens of microseconds at most, or for `SWITCH` seconds if a shadow computes without end.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from fairlead.core.shadow import Bench
 
 MAX_WAITING = 64
 MAX_FAILURES = 20
-#: The `error` of a shadow that had no opinion, which is not a failure.
+#: The `error` of a verdict when the shadow chose nothing on purpose. This is no failure.
 PASSED = "passed"
 #: The interpreter's thread switch interval while there are shadows, in seconds.
 SWITCH = 0.0005
@@ -37,7 +37,7 @@ _BURST = 0.05
 
 class RunnerStats(Struct):
     judged: int = 0
-    #: Cases left out: too many waited, or no CPU was left.
+    #: Skipped cases: too many were waiting, or the CPU budget was used up.
     crowded: int = 0
     over_budget: int = 0
     cpu_s: float = 0.0
@@ -84,7 +84,7 @@ class ShadowRunner:
         self._policies.clear()
 
     def judge(self, case: ShadowCase) -> None:
-        """Accept a case, if there is room."""
+        """Queue a case for the thread, unless a limit is reached."""
         if not self._policies:
             return
         if len(self._cases) >= MAX_WAITING:
@@ -103,7 +103,7 @@ class ShadowRunner:
 
     def _done(self, worker: "_Worker", record: ShadowRecord, cpu_s: float) -> None:
         if worker is not self._thread:
-            return  # a worker that was abandoned earlier
+            return  # from a thread that was abandoned
         self.stats.judged += 1
         self.stats.cpu_s += cpu_s
         for verdict in record.verdicts:
@@ -141,7 +141,7 @@ class ShadowRunner:
 
 
 class _Abandoned(BaseException):
-    """Raised in a worker's thread by the event loop's."""
+    """The event loop's thread raises this in a worker's thread to end it."""
 
 
 class _Worker:
@@ -175,7 +175,8 @@ class _Worker:
         self._wanted.set()
 
     def abandon(self) -> None:
-        """End the thread from outside: otherwise a policy that computes without end runs as long as the process."""
+        """End the thread from outside. Otherwise a policy that computes without end would run as long as the
+        process."""
         self.stop()
         ident = self._thread.ident
         if ident is not None:
@@ -200,7 +201,7 @@ class _Worker:
             self._bench.open(case)
             verdicts = [self._ask(name, policy) for name, policy in list(self._policies.items())]
             record = self._bench.record(verdicts)
-        except Exception as error:  # the bench is ours, but nothing may end the thread
+        except Exception as error:  # even an error of the bench must not end the thread
             failed = ShadowVerdict("reference", error=f"{type(error).__name__}: {error}"[:200])
             record = ShadowRecord(case.request.id, case.snapshot.at, case.endpoint, verdicts=(failed,))
         if not self._stopped:

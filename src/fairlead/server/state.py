@@ -1,14 +1,14 @@
-"""The file of learned state: read when the scheduler starts, written periodically and at the end.
+"""The state file, with what the scheduler learned: read when it starts, written periodically and when it stops.
 
-    file = b"fairlead state\\n" block*        a block is one part (`fairlead.core.state`) under a checksum
+    file = b"fairlead state\\n" block*        a block is one part (`fairlead.core.state`) with a checksum
 
 Rules
 * The file must not make a restart fail, nor a request wait. If it cannot be read or written, the log says so and the
   scheduler continues without it.
-* Parts are taken and restored one at a time, with other work in between. A thread writes them.
+* Parts are encoded and restored one at a time, with other work in between. A thread writes them.
 * A new file replaces the old one when it is complete and on the disk. A process that is killed leaves the old one.
-* One process writes: it holds a lock that ends with it. Others read, and write once that process has ended.
-* An endpoint's parts wait here until it joins. They are dropped when they have become too old.
+* Only one process writes: it holds a lock until it ends. Other processes read, and write once that process has ended.
+* `StateFile` keeps an endpoint's parts until the endpoint joins the pool. Parts older than `state.maxAge` are dropped.
 """
 
 import asyncio
@@ -37,28 +37,28 @@ from fairlead.server.observe.log import get
 log = get("state")
 
 MAGIC = b"fairlead state\n"
-#: What follows in the names of other workers' files, before their number.
+#: The suffix of the file names of workers other than the first, before their number.
 WORKER = ".worker-"
-#: Taking and encoding a file may use this share of the time between two files.
+#: Making a file may use this share of the event loop's time between two files.
 _BUSY = 0.02
-#: One part in this many of the largest file is reserved for data other than prefixes.
+#: 1/`_SPARED` of the largest file is reserved for data other than prefixes.
 _SPARED = 4
 _HELD = "another scheduler writes there; give each a file of its own"
 
 
 class Stored(Struct):
-    """The content of a file. `problems`: in words, what of it cannot be used."""
+    """The content of a file. `problems`: what cannot be used, in words."""
 
     head: Head | None = None
     common: Common | None = None
-    #: Parts by endpoint, in order.
+    #: Parts by endpoint id, in the file's order.
     endpoints: dict[str, list[Part]] = {}
     problems: list[str] = []
 
 
 def read_state(path: Path, cut: ChainHasher, max_bytes: int) -> Stored:
-    """Read the file; never raises for its content or because it cannot be read. `cut`: prefixes that were cut with
-    other settings are left out. A missing file is no problem."""
+    """Read the file. Never raises because of its content or because it cannot be read. Prefixes of prompts that were
+    cut into other blocks than those of `cut` are left out. A missing file is no problem."""
     stored = Stored()
     try:
         with path.open("rb") as file:
@@ -124,13 +124,14 @@ class StateCounts(Struct):
     errors: int = 0
     #: Bytes of the newest file.
     bytes: int = 0
-    #: Blocks of prompts that were restored, and for how many endpoints.
+    #: Prompt blocks that were restored, and the endpoints that they were restored for.
     prefixes: int = 0
     endpoints: int = 0
 
 
 class StateFile:
-    """Call `start`, `joined` for each endpoint that appears, `close`. All on the event loop's thread."""
+    """Call `start`, then `joined` for each endpoint that appears, and `close` at the end. All methods run on the event
+    loop's thread."""
 
     def __init__(
         self,
@@ -142,7 +143,7 @@ class StateFile:
         now: Callable[[], float],
     ) -> None:
         """`now`: the pipeline's clock, in seconds."""
-        #: What is written, and what was read.
+        #: The file that is written, and the file that was read.
         self._path = self._source = path
         self._settings = settings
         self._fleet = pipeline.fleet
@@ -158,12 +159,13 @@ class StateFile:
         self.counts = StateCounts()
         #: Why the file cannot be written; empty = it can.
         self.problem = ""
-        #: What was restored, for people; empty = nothing.
+        #: A line that says what was restored; empty = nothing.
         self.note = ""
 
     async def start(self) -> None:
-        """Read the file, and restore what does not belong to single endpoints. A worker takes the file of the first
-        one, which knows what all have sent, unless its own is newer: that may be of a run with more workers."""
+        """Read the file, and restore the part that all endpoints share. A worker takes the file of the first worker,
+        which knows what all workers have sent, unless its own file is newer. Its own may be an old one, from an earlier
+        run with more workers."""
         path, first = self._path, self._path.with_name(self._path.name.partition(WORKER)[0])
         stored = await self._read(path)
         if first != path:
@@ -184,19 +186,19 @@ class StateFile:
         return await asyncio.to_thread(read_state, path, self._cut, self._settings.max_bytes)
 
     def joined(self, endpoint: Endpoint) -> None:
-        """The endpoint is in the pool now: restore what was known of it."""
+        """The endpoint is in the pool now: restore its saved state."""
         if endpoint.id in self._stored.endpoints:
             self._joined.append(endpoint.id)
             if self._restoring is None or self._restoring.done():
                 self._restoring = asyncio.create_task(self._restore())
 
     async def settled(self) -> None:
-        """Wait until everything known of the joined endpoints is restored."""
+        """Wait until the saved state of all joined endpoints is restored."""
         if self._restoring is not None:
             await self._restoring
 
     async def close(self) -> None:
-        """Write a last time, and stop."""
+        """Write the file a last time, and stop."""
         await cancelled(self._restoring, self._writing)
         await self._write()
         if self._lock >= 0:
@@ -252,7 +254,7 @@ class StateFile:
         yield from taken(self._fleet, self._tokens, self._now(), most_blocks)
         for endpoint_id in list(self._stored.endpoints):
             if endpoint_id not in self._stored.endpoints:
-                continue  # it has joined while this was written
+                continue  # it joined meanwhile, and its state was restored
             parts, age_s = self._known(endpoint_id)
             if not parts:
                 del self._stored.endpoints[endpoint_id]
@@ -260,7 +262,7 @@ class StateFile:
                 yield replace(part, age_s=age_s) if isinstance(part, EndpointLearned) else part
 
     async def _write(self) -> float:
-        """Write the file. Returns the seconds of the event loop that this took. Never raises."""
+        """Write the file. Returns how many seconds this kept the event loop busy. Never raises."""
         try:
             return await self._write_parts(self._parts())
         except OSError as error:

@@ -1,8 +1,8 @@
 """The parent of the embedded gateway: it only keeps Envoy and the schedulers running.
 
-It lives as long as the gateway, so it imports only what supervising needs: neither the configuration nor numpy nor an
-HTTP library. The process that has read the configuration becomes this one by exec, when the first scheduler is already
-its child; see `embedded`, which also describes the hand-over. `Ending` serves schedulers, too.
+It lives as long as the gateway and must stay small, so it imports only what supervising needs: neither the
+configuration nor numpy nor an HTTP library. The process that has read the configuration becomes the parent by exec,
+when the first schedulers are already its children (see `embedded`). Schedulers use `Ending` too.
 """
 
 import asyncio
@@ -24,24 +24,24 @@ from fairlead.server.observe.log import get, in_background, setup
 
 log = get("serve")
 
-#: Announces the end of the gateway, and then of the scheduler, to a scheduler.
+#: The signal that tells a scheduler that the gateway is stopping, and that the scheduler will be stopped after it.
 ENDING = signal.SIGUSR1
 #: Seconds that requests in flight get to finish at shutdown.
 DRAIN_SECONDS = 30.0
-#: Seconds that a scheduler gets to end after that, or at a second signal.
+#: Seconds that a scheduler gets to exit after that, or after a second signal.
 _END_SECONDS = 5.0
-#: Seconds before a dead scheduler is started again; doubled up to the cap while it keeps dying early.
+#: Seconds before a dead scheduler is started again; doubled up to the cap while it dies within `_HEALTHY_SECONDS`.
 _BACKOFF_FIRST, _BACKOFF_CAP = 0.1, 5.0
 _HEALTHY_SECONDS = 10.0
-#: Seconds after which a new scheduler certainly listens, and the gateway has noticed.
+#: After this many seconds, a new scheduler certainly listens, and the gateway certainly asks it.
 _ASKED_AGAIN_S = 3.0
-#: Exit codes, as in `cli.basics`. That of a scheduler that cannot use its configuration: a restart helps only once the
-#: file has changed. After the other, for example because a port is taken, it may help.
+#: Exit codes, as in `cli.basics`. `_WRONG_CONFIG`: a restart helps only once the configuration file has changed.
+#: `_FAILED`, for example because a port is taken: a restart may help.
 _WRONG_CONFIG, _FAILED, _INTERRUPTED = 2, 1, 130
 
 
 class SchedulerFailed(FairleadError):
-    """The scheduler ended at its start, with this exit code; it has logged why."""
+    """A scheduler exited at its start with the exit code `code`. It has logged why."""
 
     def __init__(self, code: int) -> None:
         super().__init__("the scheduler could not start, see above")
@@ -49,9 +49,9 @@ class SchedulerFailed(FairleadError):
 
 
 class Ending:
-    """What SIGTERM and Ctrl-C ask of this process: the first to stop, a second one to cut off what still
-    runs. SIGHUP, which closed terminals send and other servers read as a reload, ends nothing. `child`: the parent has
-    the same signal and reports it."""
+    """Handles signals. The first SIGTERM or Ctrl-C sets `asked` (stop), a second one `at_once` (cut off what still
+    runs). SIGHUP is ignored: closed terminals send it, and other servers reload at it. `child`: log nothing, because
+    the parent gets the same signals and logs them."""
 
     def __init__(self, child: bool = False) -> None:
         self._child = child
@@ -81,7 +81,7 @@ class Ending:
 
 
 def _installed() -> int:
-    """Changes when other files of Fairlead are installed."""
+    """A number that changes when another version of Fairlead is installed; 0 = its files cannot be read."""
     try:
         return Path(fairlead.__file__).stat().st_mtime_ns
     except OSError:
@@ -89,20 +89,20 @@ def _installed() -> int:
 
 
 class Outage:
-    """Counts the requests that the gateway balances from a scheduler's death until a new one is asked again."""
+    """Counts the requests that the gateway balances by itself from a scheduler's death until it asks the new one."""
 
     def __init__(self, admins: list[EnvoyAdmin]) -> None:
         self._admins = admins
         self._before: int | None = None
 
     async def begin(self) -> None:
-        """A scheduler died. Deaths before the last outage was reported belong to the same outage."""
+        """Note that a scheduler died. Until the outage is reported, further deaths belong to the same outage."""
         if self._before is None:
             self._before = await self._unscheduled()
 
     @contextlib.asynccontextmanager
     async def over(self) -> AsyncIterator[None]:
-        """A scheduler runs for as long as the context lasts. Report the outage once it is certainly asked again."""
+        """A context during which a scheduler runs. Logs the outage once the gateway certainly asks that scheduler."""
         teller = asyncio.create_task(self._tell())
         try:
             yield
@@ -135,11 +135,11 @@ class Child:
         return not self._ended.done()
 
     async def wait(self) -> int:
-        """The exit code; negative for a signal."""
+        """Wait until the process ends. Returns the exit code, or minus the number of the signal that killed it."""
         return await asyncio.shield(self._ended)
 
     def reap(self) -> None:
-        """Some child has ended: check whether it is this one."""
+        """Check whether this child has ended. Call this whenever some child has."""
         if self.runs:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -152,17 +152,18 @@ class Child:
 
 
 def spawn_tied(command: list[str]) -> int:
-    """Start a process that ends with this one; returns its id."""
+    """Start a process that is killed when this one ends. Returns its process id."""
     tied = (sys.executable, "-I", "-S", str(Path(launcher.__file__)), str(os.getpid()), *command)
-    # A session of its own: Ctrl-C reaches only the parent, which then ends its children in order.
+    # In a process session of its own: Ctrl-C must reach only the parent, which ends its children in order.
     return os.posix_spawn(tied[0], tied, os.environ, setsid=True)
 
 
 class Keeper:
-    """Keeps one process running. Made on the event loop, when the first process already runs."""
+    """Keeps one process running. Make this on the event loop, when the first process already runs."""
 
     def __init__(self, name: str, first: int, command: list[str], outage: Outage | None = None) -> None:
-        """`first`: its process id. `command`: starts the next one. `outage`: counts for schedulers."""
+        """`first`: the id of the running process. `command`: starts the next one. `outage`: for schedulers, counts the
+        requests that the gateway balances meanwhile."""
         self.name = name
         self._command = command
         self._outage = outage
@@ -170,9 +171,10 @@ class Keeper:
         self.child = Child(first)
 
     async def keep(self, stopping: asyncio.Event, gateway: asyncio.Future[None]) -> None:
-        """Restart the process until `stopping`. Raises `SchedulerFailed` if the first start fails for good, or before
-        the start of the gateway is done. Later ones may also fail, if the file has changed since: then the gateway
-        continues without the process until it can be started."""
+        """Restart the process until `stopping` is set. `gateway`: done once the gateway has started.
+
+        Raises `SchedulerFailed` if the first process exits because of its configuration, or with `_FAILED` before the
+        gateway has started. Later processes are tried again; the gateway continues without them."""
         loop = asyncio.get_running_loop()
         pause = _BACKOFF_FIRST
         first = True
@@ -199,7 +201,8 @@ class Keeper:
             await asyncio.sleep(pause)
 
     async def end(self, at_once: asyncio.Event) -> None:
-        """End the process, which gets less time from when the event is set."""
+        """Stop the process. It gets `DRAIN_SECONDS` + `_END_SECONDS`, or `_END_SECONDS` from when `at_once` is set;
+        then it is killed."""
         child = self.child
         if not child.runs:
             return
@@ -208,7 +211,7 @@ class Keeper:
             async with asyncio.timeout(DRAIN_SECONDS + _END_SECONDS):
                 await until_set(at_once, child.wait())
         if at_once.is_set():
-            child.signal(signal.SIGINT)  # another one: two equal signals may arrive as one
+            child.signal(signal.SIGINT)  # not SIGTERM again: two equal signals may arrive as one
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_END_SECONDS):
                     await child.wait()
@@ -220,7 +223,7 @@ class Parent:
     """`await run()` until a signal. Raises `FairleadError` if a child cannot be started at all."""
 
     def __init__(self, gateway: GatewayProcess, schedulers: list[tuple[int, list[str]]]) -> None:
-        """For each scheduler: the first process id, and the command for the next."""
+        """`schedulers`: for each one its process id, and the command that starts the next process."""
         self._gateway = gateway
         self._ending = Ending()
         names = [f"worker {i}" if len(schedulers) > 1 else "the scheduler" for i in range(len(schedulers))]
@@ -252,7 +255,8 @@ class Parent:
             for task in kept:
                 if task.done():
                     task.result()
-            # Clients first: while they finish, schedulers still answer the gateway. Queued requests are ended.
+            # Clients finish first. Meanwhile the schedulers still answer the gateway, and end the wait of queued
+            # requests.
             for keeper in self._schedulers:
                 keeper.child.signal(ENDING)
             if started.done():
