@@ -40,7 +40,7 @@ _FIXED = (errno.EACCES, errno.EBUSY, errno.EPERM, errno.EROFS, errno.EXDEV)
 def write_output(path: Path, content: str | bytes, new: bool = False) -> None:
     """Write the output file of a command. `new`: no file may be there. Raises `OSError` with the file's name.
 
-    An existing file keeps its permissions, and its content if writing fails. One that cannot be replaced is overwritten.
+    A file keeps its permissions, and its content if writing fails. If it cannot be replaced, it is overwritten.
     """
     data = content.encode() if isinstance(content, str) else content
     real = path.resolve()
