@@ -312,7 +312,7 @@ class Child:
 async def run(plan: Plan, console: Console, check: bool = False) -> dict[str, dict[str, Any]]:
     """Run all policies one after the other. Returns and writes one summary per policy.
 
-    Whether the goals are met is shown only for the usual demo, and for others if `check` is set.
+    The goals are shown for the default demo (`Plan.usual`), and for other demos only if `check` is set.
     """
     check_ports(plan)
     console.print(plan.describe(), highlight=False)

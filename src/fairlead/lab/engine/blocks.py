@@ -233,7 +233,7 @@ def adapters_of(requests: Iterable[EngineRequest]) -> tuple[str, ...]:
 
 
 class RequestBlocks:
-    """Gives blocks to requests and takes them back. Has no state of its own apart from the block manager."""
+    """Gives blocks to requests and takes them back. Its only state is the block manager."""
 
     __slots__ = ("block_size", "blocks", "caching")
 

@@ -101,7 +101,7 @@ Address = tuple[socket.AddressFamily, SocketAddress]
 
 
 class Connection:
-    """A connection that is created closed; `start` connects when needed."""
+    """One keep-alive connection. It is created closed; `start` connects it if needed."""
 
     __slots__ = ("_connecting", "_out", "_owner", "_reader", "_socket", "_watch", "idle_since", "record")
 

@@ -48,7 +48,7 @@ class Histogram(msgspec.Struct):
         return self.total / self.count if self.count else None
 
     def quantile(self, share: float) -> float | None:
-        """The duration below which `share` (0-1) of all durations are; None if there are none."""
+        """The duration in seconds below which `share` (0-1) of all durations are; None without durations."""
         if not self.count:
             return None
         wanted = share * self.count

@@ -78,7 +78,7 @@ class ScenarioSpec(Struct, frozen=True, kw_only=True):
     kv_lag_ms: float = -1.0
     #: Whether the scheduler begins with wrong beliefs about engines, tokens and answers (`world.unknowing`).
     unknowing: bool = False
-    #: The number of servers that only prefill, while the others only decode; 0 = all do both.
+    #: The number of servers that only prefill, while the others decode (see `parted`); 0 = all do both.
     prefill: int = 0
 
 

@@ -101,8 +101,8 @@ figure{margin:0}svg{max-width:100%;height:auto}pre{background:#f4f5f7;padding:.6
 .bad{color:#f77}}
 """
 _NOTE = (
-    "Simulated with Fairlead's own engine model. Rankings are the finding; a simulated millisecond is no measured one. "
-    "Latencies are of requests that were served to the end: read them together with what was shed or failed."
+    "Simulated with Fairlead's own engine model. Trust the ranking of the policies more than the milliseconds. "
+    "Latencies are of requests that were served to the end: read them together with shed and failed requests."
 )
 
 

@@ -203,8 +203,8 @@ def of_journal(run: Run, notes: list[str]) -> dict[str, float]:
     known = [outcome for _, outcome in ended if outcome.cached_tokens >= 0 and outcome.prompt_tokens > 0]
     if len(known) < len(ended):
         notes.append(
-            f"{run.id}: hit_rate is of {len(known)} of {len(ended)} requests, the first ones among them; "
-            "inspect.usageSampling: 1 records all"
+            f"{run.id}: hit_rate covers {len(known)} of {len(ended)} requests, the first ones and a sample; "
+            "set inspect.usageSampling: 1 to record all"
         )
     hits = sum(outcome.cached_tokens for outcome in known), sum(outcome.prompt_tokens for outcome in known)
     return _figures(

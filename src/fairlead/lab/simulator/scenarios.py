@@ -55,7 +55,7 @@ def _of_trace(path: Path, records: list[Record], speedup: float, servers: Sequen
 
 
 def agents(sessions: int = 320, rate: float = 0.8, servers: Sequence[Replica] = ()) -> Scenario:
-    """Agents with tools: long shared system prompts and many quick turns, each waiting for the one before."""
+    """Agents with tools: long shared system prompts, and many quick turns that each wait for the previous one."""
     spec = Conversation(
         systems=12,
         system_tokens=6400,
@@ -99,8 +99,8 @@ def unlike(scenario: Scenario) -> Scenario:
 
 
 def parted(scenario: Scenario, prefill: int) -> Scenario:
-    """The scenario on servers of which the first `prefill` only compute prompts. The others decode, and compute prompts
-    if a policy finds that better. Raises `ValueError` if no server would be left to decode."""
+    """The scenario with its first `prefill` servers only computing prompts. The other servers decode, and compute
+    prompts if a policy finds that better. Raises `ValueError` if no server would be left to prefill or to decode."""
     if not 0 < prefill < len(scenario.replicas):
         raise ValueError(f"{prefill} prefill servers of {len(scenario.replicas)} leave none for one of the two parts")
     servers = tuple(
@@ -190,8 +190,8 @@ APART: dict[str, Callable[[Path | None], Scenario]] = {
 # s.
 
 KV_TOKENS = 307_328
-#: (requests per second, seconds) of the stage that warms the caches; and the pause after it, of which round robin needs
-#: 60 s.
+#: (requests per second, seconds) of the stage that warms the caches; and the seconds of pause after it. Round robin
+#: needs 60 s of the pause to finish the stage's requests.
 WARM_UP_STAGE = (15.0, 50.0)
 PAUSE_S = 250.0
 #: Seconds of the published stages, by rate.

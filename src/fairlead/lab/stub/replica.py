@@ -102,7 +102,7 @@ _IN_STREAM_CHAT = 0.85
 
 
 class Replica:
-    """One model server without HTTP. The server part (`server.ReplicaServer`) turns requests into calls of `submit`."""
+    """One model server without its HTTP side, `server.ReplicaServer`, which turns requests into calls of `submit`."""
 
     def __init__(self, config: StubConfig, name: str, index: int, loop: asyncio.AbstractEventLoop) -> None:
         self.config = config

@@ -1,7 +1,7 @@
 """Workloads that break routers: small and seeded, each made for one known weakness.
 
-`paced_prefix`    one client after another with the same beginning and no load in between: rules that only look at load
-                  spread them over all servers, and each server computes the beginning again.
+`paced_prefix`    one request after another with the same beginning and no load in between: policies that only look at
+                  load spread them over all servers, and each server computes the beginning again.
 `cold_bursts`     many requests with one new beginning within 100 ms: a router that learns a prefix only after it
                   was computed sends each of them to another server.
 `viral_prompt`    most requests have the same beginning: affinity without a price for load overloads one server.
@@ -68,7 +68,7 @@ class _Draft:
 
 
 def paced_prefix(count: int = 120, gap_s: float = 1.0, seed: int = 0) -> Workload:
-    """Requests that each start `gap_s` after the end of the one before, all with the same first 6,400 tokens."""
+    """Requests that each start `gap_s` after the end of the previous one, all with the same first 6,400 tokens."""
     draft = _Draft("paced-prefix", seed)
     for index in range(count):
         after = {"parent": str(index - 1), "think_ms": gap_s * 1e3} if index else {}

@@ -39,8 +39,8 @@ def chained(ids: Sequence[int], parent: int) -> list[int]:
 def engine_hashes(chain: Sequence[int], block_size: int, tokens: int, engine_block: int) -> list[int]:
     """Hashes of the full blocks of `engine_block` tokens in the first `tokens` tokens.
 
-    `chain` is a result of `chained`, with one hash per `block_size` tokens; the last may be for fewer. Raises
-    `ValueError` if neither size is a multiple of the other.
+    `chain` is a result of `chained`, with one hash per `block_size` tokens; the last hash may cover fewer tokens.
+    Raises `ValueError` if neither size is a multiple of the other.
     """
     full_blocks = tokens // engine_block
     if block_size == engine_block:
