@@ -1,1 +1,1 @@
-"""The laboratory: engine, stub, simulator, workloads, load generator, demo. Only the commands import it."""
+"""The laboratory: engine, stub, simulator, workloads, load generator, demo. Only `cli` and `doctor` import it."""

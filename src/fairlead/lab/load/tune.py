@@ -115,8 +115,8 @@ def _get(target: str, path: str, headers: dict[str, str]) -> bytes:
 #
 # The equations are linear in the six unknowns, which are fitted by least squares of relative errors, with reduced
 # weights for outliers and no negative values. Observations beside a busy neighbour show by what factor steps are then
-# longer (the mean over clients, or over kinds of decoding), and how long a request then takes outside its steps (the
-# median of its time to first token less its steps).
+# longer: the mean over clients, or over kinds of decoding. They also show how long a request then takes outside its
+# steps: the median of its time to first token less its steps.
 #
 # Rules
 # * Requests that waited for others are not used for prefill, and answers of a few tokens are not used for decoding.

@@ -39,7 +39,7 @@ SUFFIX = ".journal"
 
 
 class JournalError(ConfigError):
-    """There is no journal, or none that can be used for this purpose."""
+    """There is no journal, or it cannot be used for the purpose, or it lacks the requested run or decision."""
 
 
 class Faults(Struct):

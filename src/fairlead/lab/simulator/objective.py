@@ -105,7 +105,7 @@ def _failing(part: str, value: str) -> Objective:
 
 
 def hopeless(wanted: Sequence[Objective], jobs: Sequence[Job], now: float) -> bool:
-    """Whether one of the objectives can no longer be held."""
+    """Whether at least one of the objectives is certain to be missed."""
     return any(_beyond(objective, jobs, now) for objective in wanted)
 
 

@@ -115,7 +115,7 @@ def named(wanted: Sequence[str]) -> list[str]:
 def cells(
     scenarios: Sequence[str], texts: Mapping[str, str], traces: str, quick: bool, seeds: int, head: int = 0
 ) -> list[Cell]:
-    """The cells to run. Cells of one scenario are adjacent."""
+    """The cells to run; cells of one scenario are adjacent. `head`: use only this many requests; 0 = by `quick`."""
     wanted = []
     for name in scenarios:
         requests = head or (requests_of_quick(name) if quick else HEADS.get(name, 0))

@@ -218,7 +218,7 @@ def of_journal(run: Run, notes: list[str]) -> dict[str, float]:
 
 
 def of_jobs(jobs: Sequence[Job]) -> dict[str, float]:
-    """The figures of a simulation."""
+    """The figures of a simulation, as those of `of_journal`."""
     done = [job for job in jobs if job.status == "done"]
     started = [job for job in jobs if job.first_at >= 0]
     return _figures(

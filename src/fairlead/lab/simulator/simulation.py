@@ -41,7 +41,8 @@ from fairlead.lab.simulator.prompts import Prompts
 from fairlead.lab.simulator.server import Blocks, Hooks, LateEvents, Server
 from fairlead.lab.simulator.world import WARM_UP, Fault, Job, Kernel, Scenario, Status, Timer
 
-#: Kernel seconds at which the workload begins. Not 0, so that no code can confuse it with "never" or a wall clock.
+#: Kernel seconds at which a run begins; the workload begins `WARM_UP` later. Not 0, so that no code can confuse it with
+#: "never" or a wall clock.
 START = 1_000.0
 #: The failure reason of a request that was still in progress when the run ended.
 NOT_OVER = "not over at the end"

@@ -65,7 +65,8 @@ class Kernel:
 #: Limit of a prompt and its answer for built-in presets, in tokens: the longest prompt of the Mooncake traces (126,195
 #: tokens) and its answer fit.
 MAX_MODEL_LEN = 200_000
-#: Seconds from a run's start to the first request. By then the scheduler has scraped every server, as a ready one has.
+#: Seconds from a run's start to the start of its workload. By then, the scheduler has scraped every server, like a live
+#: scheduler that is ready.
 WARM_UP = 1.0
 
 
@@ -173,7 +174,7 @@ class Scenario(Struct, kw_only=True):
     #: Timestamps and pauses before a next turn are divided by this.
     speedup: float = 1.0
     handover: Handover = Handover()
-    #: Seconds after the start (before `speedup`) from which requests count. Earlier requests warm the caches.
+    #: Seconds of the workload's own time (before `speedup`) from which requests count. Earlier ones warm the caches.
     counted_from_s: float = 0.0
     #: The limits of a request that counts for `Summary.goodput`.
     slo_ttft_ms: float = 2000.0

@@ -174,7 +174,8 @@ class StubPool:
 
 
 def _have_files(publishers: int) -> None:
-    """Raise the limit of open files if needed and allowed, because libzmq ends the process if none are left."""
+    """Raise the limit of open files if needed, because libzmq ends the process if none are left. Raises `PortTaken` if
+    the hard limit is too low."""
     needed = _FILES_PER_PUBLISHER * publishers + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY not in (soft, hard) and needed > hard:

@@ -140,7 +140,7 @@ NATIVE_MARK = b'{"fairlead_workload":'
 
 
 class NativeHeader(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The first line. It is optional: a file without it starts with a record."""
+    """The first line of a native file. It is optional: a file without it starts with a record."""
 
     #: Version of the format.
     fairlead_workload: int = 1
