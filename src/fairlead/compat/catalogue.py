@@ -416,7 +416,7 @@ PRODUCERS: Table = {
     ),
 }
 
-_ADMIT = "requests are not shed by it; flow control has limits and times to live"
+_ADMIT = "it sheds no requests here; flow control has limits and times to live"
 _EVICTED = "built in: flowControl.eviction; below priority 0, the lowest and newest first"
 
 

@@ -61,12 +61,12 @@ FLOW: Place = ("flowControl",)
 ADMITTER = "probabilistic-admitter"
 OURS = f"what is not named has Fairlead's defaults: {StartTimeFairness.type}, {LeastWork.type}, own ledger"
 NO_TEMPLATE = (
-    "a template for all priorities below 0 cannot be said here: they have what defaultPriorityBand says, unless "
-    "priorityBands names their priority; say it there for each that is in use"
+    "there is no template for all priorities below 0 here: defaultPriorityBand applies to them, unless priorityBands "
+    "has an entry for their priority; add one for each that is in use"
 )
 NO_SCORER = (
-    "without a scorer all endpoints score the same, and requests go anywhere: name some, or leave out apiVersion, kind "
-    "and plugins for the default policy"
+    "without a scorer all endpoints score the same, and each request goes to a random one: name scorers, or leave out "
+    "apiVersion, kind and plugins for the default policy"
 )
 EVICTS = "requests below priority 0 make way for higher ones that have waited for {} ms, whatever the saturation is"
 LONGEST = f"requests wait for {LONGEST_WAIT:g} s at most, as gateways give up after 600 s"
@@ -355,7 +355,7 @@ class _Translator:
         if named.admitter is not None:
             self._report.note(
                 named.admitter.place,
-                f"{ADMITTER}: requests are not shed by it: that takes the feature gate flowControl",
+                f"{ADMITTER}: it sheds requests only with the feature gate flowControl",
             )
         return None
 

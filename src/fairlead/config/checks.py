@@ -349,12 +349,12 @@ def _check_indexer(section: KvEvents, report: Report) -> None:
     if not indexer.url:
         return
     if not section.enabled:
-        report.add(("kvEvents", "indexer", "url"), "nobody asks it", "set enabled: true")
+        report.add(("kvEvents", "indexer", "url"), "no indexer is asked while KV events are off", "set enabled: true")
     here = {"port": section.port, "bind": section.bind, "snapshot": section.snapshot, "curve": section.curve}
     for field, value in (here | {"warmFrom": indexer.warm_from}).items():
         if value:
             place = ("kvEvents", "indexer", field) if field == "warmFrom" else ("kvEvents", field)
-            report.add(place, "the indexer listens to events, this process does not", "leave out this or indexer.url")
+            report.add(place, "with indexer.url, no events are received here", "leave out this or indexer.url")
 
 
 def asked_elsewhere(section: KvEvents, urls: Sequence[str], report: Report) -> KvEvents:

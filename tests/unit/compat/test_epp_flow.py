@@ -168,7 +168,7 @@ def test_without_the_gate_the_probabilistic_admitter_does_nothing_and_a_note_say
     config = load(HEAD + "plugins: [{type: probabilistic-admitter}]\n", need_endpoints=False)
     assert config.flow_control is None
     (note,) = [note for note in config.notes if note.path == "$.plugins[0]"]
-    assert "takes the feature gate flowControl" in note.message
+    assert "only with the feature gate flowControl" in note.message
 
 
 def test_the_detector_counts_from_its_deprecated_place_too() -> None:
