@@ -1,4 +1,4 @@
-"""One careful HTTP client for all checks: bounded in time and size, no redirects, no proxy from the environment."""
+"""The HTTP client of all checks: limited in time and size, follows no redirects, uses no proxy of the environment."""
 
 import asyncio
 import json
@@ -18,17 +18,17 @@ from fairlead.pool.aio import read_at_most
 
 Trouble = Literal["refused", "silent", "not-http", "tls", "untrusted", "other"]
 TIMEOUT = 3.0
-#: Requests at the same time, over all endpoints. The time limit of a request begins once it is sent.
+#: The most requests in flight, over all endpoints. The time limit of a request begins when it is sent.
 AT_ONCE = 128
 _MOST_BYTES = 16 << 20
-#: How many times longer than the scraper to wait for a page, to tell late pages from missing ones.
+#: How many times longer than the scraper to wait for a page, to distinguish slow pages from missing ones.
 _PATIENCE = 3.0
-#: Seconds for a connection alone.
+#: Seconds to wait for a connection.
 _CONNECTING = 2.0
 
 
 class Unreached(Exception):
-    """No answer. `trouble` is its kind, the message the reason."""
+    """There is no answer. `trouble`: the kind of failure. The message is the reason."""
 
     def __init__(self, trouble: Trouble, reason: str) -> None:
         super().__init__(reason)
@@ -36,7 +36,7 @@ class Unreached(Exception):
 
 
 class Answer(Struct, frozen=True):
-    """Header names are in lower case. `sent` and `came` are Unix seconds before and after the exchange."""
+    """An HTTP response. Header names are in lower case. `sent`, `came`: Unix seconds before and after the exchange."""
 
     status: int
     headers: Mapping[str, str]
@@ -45,7 +45,7 @@ class Answer(Struct, frozen=True):
     came: float
 
     def json(self) -> Any:
-        """Raises `ValueError`, also for JSON that is nested too deeply."""
+        """Decode the body as JSON. Raises `ValueError`, also for JSON that is nested too deeply."""
         try:
             return json.loads(self.body)
         except RecursionError:
@@ -56,8 +56,8 @@ class Answer(Struct, frozen=True):
         return self.came - self.sent
 
     def skew(self) -> float:
-        """Seconds by which the server's clock is certainly ahead of ours (negative: behind); 0 = within the precision
-        of its `Date`, which has no fractions."""
+        """Seconds by which the server's clock is at least ahead of this machine's (negative: behind); 0 = within the
+        precision of the header `Date`, which has whole seconds."""
         try:
             server_time = parsedate_to_datetime(self.headers.get("date", "")).timestamp()
         except (ValueError, TypeError, OverflowError):
@@ -66,7 +66,7 @@ class Answer(Struct, frozen=True):
 
 
 class Client:
-    """`async with Client(config.metrics) as client:`; certificates are verified as the scraper verifies them."""
+    """Use it as `async with Client(config.metrics) as client:`. It verifies certificates as the scraper does."""
 
     def __init__(self, metrics: Metrics, most_bytes: int = _MOST_BYTES) -> None:
         self._metrics = metrics
@@ -75,7 +75,7 @@ class Client:
         self._turn = asyncio.Semaphore(AT_ONCE)
 
     async def __aenter__(self) -> "Client":
-        """Raises `OSError` if the file of an authority cannot be read."""
+        """Open the client. Raises `OSError` if `metrics.tls.caFile` cannot be read."""
         tls = self._metrics.tls
         if not tls.verify:
             self._ssl = False
@@ -93,7 +93,7 @@ class Client:
         await self.session.close()
 
     async def get(self, url: str, headers: Mapping[str, str] | None = None, seconds: float = TIMEOUT) -> Answer:
-        """Raises `Unreached`."""
+        """GET a page within `seconds`. Raises `Unreached`."""
         return await self._ask("GET", url, None, headers, seconds)
 
     async def post(
@@ -103,7 +103,7 @@ class Client:
         return await self._ask("POST", url, body, {"Content-Type": "application/json", **(headers or {})}, seconds)
 
     async def scrape(self, url: str) -> Answer:
-        """As `get`, with the token that the scraper sends. Raises `Unreached`."""
+        """GET a metrics page, with the token that the scraper sends. Raises `Unreached`."""
         path = self._metrics.token_file
         headers = {}
         if path:
@@ -194,7 +194,7 @@ async def speaks_http2(host: str, port: int) -> bool:
 
 
 async def connects(host: str, port: int) -> str:
-    """Why no connection to this port is possible; empty = connections are accepted."""
+    """Why no TCP connection to this port is possible; empty = connections are accepted."""
     try:
         async with asyncio.timeout(_CONNECTING):
             _, writer = await asyncio.open_connection(host, port)

@@ -1,4 +1,4 @@
-"""Subscribes to the KV events of all endpoints while the site is open: an index of our own next to a running one.
+"""Subscribes to the KV events of all endpoints while the site is open, into an index of the doctor's own.
 
 Publishers serve any number of subscribers, and replays only read, so this does not disturb other subscribers.
 """
@@ -28,7 +28,7 @@ _POLL = 0.02
 
 
 class Source(Struct, frozen=True):
-    """Where an endpoint publishes; without a `source` there is a `reason`."""
+    """Where an endpoint publishes KV events. If `source` is `None`, `reason` says why."""
 
     source: KvSource | None = None
     reason: str = ""
@@ -38,7 +38,8 @@ class Source(Struct, frozen=True):
 
 
 class KvListening:
-    """Endpoints' slots follow the order of `site.endpoints`; only the first `MOST_FOLLOWED` are subscribed to."""
+    """The subscriptions. An endpoint's slot is its index in `site.endpoints`; only the first `MOST_FOLLOWED` are
+    subscribed to."""
 
     def __init__(self, site: Site) -> None:
         settings = site.config.kv_events
@@ -105,11 +106,11 @@ class KvListening:
         return any(feed.cache.linked and feed.sync is not Sync.LIVE for feed in feeds)
 
     def heads(self, slot: int) -> list[Head]:
-        """Recently stored blocks."""
+        """The recently stored blocks of an endpoint."""
         return [head for cache in self.caches(slot) for head in cache.stores()]
 
     def event_count(self, slot: int) -> int:
-        """The number of events so far."""
+        """The number of events of an endpoint so far."""
         return sum(subscription.feed.count.events for subscription in self.subscriptions(slot))
 
     async def until(self, happened: Callable[[], bool], seconds: float) -> bool:
@@ -124,12 +125,12 @@ class KvListening:
 
 
 async def listening(site: Site) -> KvListening:
-    """The same `KvListening` for all checks. Raises `ConfigError`."""
+    """The `KvListening` that all checks share; the first call starts it. Raises `ConfigError`."""
     return await site.once("kv listening", lambda: KvListening(site).start())
 
 
 def own_keys(site: Site) -> Curve | None:
-    """Our own CURVE keys; `None` = none are configured. Raises `ConfigError`."""
+    """The configured CURVE keys; `None` = none are configured. Raises `ConfigError`."""
     settings = site.config.kv_events.curve
     if settings is None:
         return None

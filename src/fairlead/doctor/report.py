@@ -16,7 +16,7 @@ _COLOURS = {Severity.CRITICAL: "31;1", Severity.ERROR: "31", Severity.WARNING: "
 
 
 def as_text(examination: Examination, colour: bool = False, width: int = 0) -> str:
-    """Findings, the most harmful first, then one line of summary. `width`: characters per line; 0 = no limit."""
+    """The findings, the most harmful first, then a summary. `width`: characters per line; 0 = no limit."""
     return "\n".join([*_lines(examination.findings, colour, width), *_unable(examination), _summary(examination)])
 
 

@@ -1,4 +1,4 @@
-"""The smallest requests that show something: with one output token, and marked so that logs can tell them apart."""
+"""The requests that checks send: with one output token, and marked so that they can be recognised in logs."""
 
 import json
 import secrets
@@ -56,10 +56,10 @@ def usage(answer: Answer) -> ReportedUsage:
 
 
 def shown(answer: Answer) -> str:
-    """An answer that is an error, in short."""
+    """A short text that describes an error response."""
     return f"{answer.status} {answer.body[:160].decode('utf-8', 'replace')}"
 
 
 def marks() -> Mapping[str, str]:
-    """Headers by which a request can be found again."""
+    """Headers by which a request can be found in logs and decisions."""
     return {"x-request-id": f"fairlead-doctor-{secrets.token_hex(6)}"}

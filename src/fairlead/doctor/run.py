@@ -1,4 +1,4 @@
-"""What checks and findings are, and how checks run: all at the same time, each with its own time limit."""
+"""Defines checks and findings, and runs checks: all at the same time, each with its own time limit."""
 
 import asyncio
 import sys
@@ -29,14 +29,14 @@ class Severity(IntEnum):
 
 
 class Finding(Struct, frozen=True, kw_only=True):
-    """`where`: ids of endpoints, or names of other places; empty = the whole installation."""
+    """A problem that was found. `where`: ids of endpoints or names of other places; empty = the whole installation."""
 
     code: str
     severity: Severity
     what: str
     evidence: str = ""
     fix: str = ""
-    #: A page of the documentation, with the place in it.
+    #: A page of the documentation with an anchor, e.g. `docs/doctor.md#checks`; empty = none.
     docs: str = ""
     where: tuple[str, ...] = ()
 
@@ -63,7 +63,7 @@ class Kind(Struct, frozen=True):
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
-    """Equal findings at several places as one finding, with the evidence of the first; the most harmful first."""
+    """Merge equal findings at several places into one, with the evidence of the first. The most harmful come first."""
     groups: dict[tuple[str, str, str], Finding] = {}
     for finding in findings:
         key = finding.code, finding.what, finding.fix
@@ -82,10 +82,10 @@ class Skipped(Exception):
 
 
 class Check(Struct, frozen=True, kw_only=True):
-    """`run` is called once, when what it `needs` is available. `budget`: seconds after which the check is given up."""
+    """A check. `run` is called once, if the site has what it `needs`. `budget`: seconds after which it is cancelled."""
 
     name: str
-    #: Completes "checks that …".
+    #: What the check verifies: it completes the sentence "checks that …".
     about: str
     kinds: tuple[Kind, ...]
     run: Run
@@ -94,8 +94,8 @@ class Check(Struct, frozen=True, kw_only=True):
 
 
 def check(name: str, about: str, needs: tuple[Need, ...] = (), budget: float = 15.0) -> Callable[[Run], Check]:
-    """Make a check from a function of the site. It can find the kinds that stand before it in its module and whose
-    codes begin with its name."""
+    """Decorate a function of the site to make a `Check`. It can find the kinds that its module defines before it and
+    whose codes begin with its name."""
 
     def make(run: Run) -> Check:
         there = vars(sys.modules[run.__module__]).values()
@@ -106,7 +106,7 @@ def check(name: str, about: str, needs: tuple[Need, ...] = (), budget: float = 1
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
-    """How one check went. `detail`: why it was skipped or did not finish."""
+    """The outcome of one check. `detail`: why it was skipped or did not finish."""
 
     check: str
     state: State
@@ -115,7 +115,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
 
 class Examination(Struct, frozen=True):
-    """`findings` by harm; `outcomes` in the order of the checks."""
+    """The result of all checks: `findings`, the most harmful first, and `outcomes`, in the order of the checks."""
 
     findings: tuple[Finding, ...] = ()
     outcomes: tuple[Outcome, ...] = ()
@@ -157,7 +157,7 @@ async def _attempt(site: Site, check: Check, findings: dict[str, list[Finding]])
     except TimeoutError:
         detail = f"not over after {check.budget:g} s"
         return Outcome(check=check.name, state="unfinished", seconds=check.budget, detail=detail)
-    except Exception as error:  # a check that breaks costs only its own result
+    except Exception as error:  # a check that fails must not stop the others
         detail = f"{type(error).__name__}: {error}"
         return Outcome(check=check.name, state="failed", seconds=loop.time() - started, detail=detail)
     return Outcome(check=check.name, state="found" if listed else "well", seconds=loop.time() - started)

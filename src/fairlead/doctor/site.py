@@ -42,14 +42,14 @@ NEEDS: dict[Need, str] = {
 
 
 class Row(EndpointStatus, frozen=True, kw_only=True):
-    """An endpoint on the admin page."""
+    """An endpoint as listed on the scheduler's page `/debug/endpoints`."""
 
     #: `NAMESPACE/NAME`; empty = the scheduler has one pool.
     pool: str = ""
 
     @property
     def load(self) -> float:
-        """The endpoint's requests, as it reports them."""
+        """The number of requests that the endpoint reports."""
         return (self.waiting or 0.0) + (self.running or 0.0)
 
 
@@ -67,7 +67,7 @@ def rows_of(page: Any) -> list[Row]:
 
 T = TypeVar("T")
 
-#: How many endpoints are examined where that takes a connection that stays open.
+#: The most endpoints to examine with connections that stay open.
 MOST_FOLLOWED = 64
 
 
@@ -81,7 +81,7 @@ def series(page: Answer | Unreached, name: str) -> list[tuple[dict[str, str], fl
 
 
 async def tried(asked: Awaitable[Answer]) -> Answer | Unreached:
-    """The answer, or why there is none."""
+    """Await an answer, and return an `Unreached` error instead of raising it."""
     try:
         return await asked
     except Unreached as error:
@@ -93,7 +93,7 @@ class CannotExamine(FairleadError):
 
 
 class Site:
-    """`async with Site(config) as site:`. On entry addresses are resolved and a running scheduler is looked for."""
+    """Use it as `async with Site(config) as site:`. Entering resolves addresses and looks for a running scheduler."""
 
     def __init__(
         self,
@@ -105,23 +105,24 @@ class Site:
         probe: bool = False,
         tokeniser: PromptTokeniser | None = None,
     ) -> None:
-        """`admin`: URL of a running scheduler's admin port; empty = as configured, and then it may be down.
-        `gateway`: URL for clients; `gateway_admin`: URL of Envoy's admin page, empty = as configured for the
-        embedded gateway. `tokeniser`: used instead of the configured ones."""
+        """`admin`: URL of a running scheduler's admin port; empty = as configured, and the scheduler need not run.
+        `gateway`: URL for clients; empty = not to be examined. `gateway_admin`: URL of Envoy's admin page; empty = as
+        configured for the embedded gateway. `tokeniser`: used instead of the configured ones."""
         self.config = config
         self.gateway = gateway.rstrip("/")
         own = config.gateway.admin_port if config.gateway.mode == "embedded" else 0
         self.gateway_admin = gateway_admin.rstrip("/") or (f"http://127.0.0.1:{own}" if own else "")
         self.probe = probe
         self.endpoints: list[Endpoint] = []
-        #: Ids of endpoints without an address, and why.
+        #: By id of an endpoint whose host name has no address: why.
         self.nameless: dict[str, str] = {}
-        #: What cannot be used of the file of endpoints.
+        #: The problems in the endpoints file.
         self.file_problems: tuple[str, ...] = ()
         self.client = Client(config.metrics)
         self._wanted = admin.rstrip("/")
         self._admin = ""
-        #: URLs of the admin ports of several workers, in their order; and whether there are yet more schedulers.
+        #: With `serve --workers`: the URLs of the workers' admin ports, in their order; otherwise empty. `elsewhere`:
+        #: whether there are further schedulers of this pool.
         self.workers: list[str] = []
         self.elsewhere = False
         self._lent = tokeniser
@@ -131,7 +132,7 @@ class Site:
         self._alone = asyncio.Lock()
 
     async def __aenter__(self) -> "Site":
-        """Raises `CannotExamine`, or `ConfigError` for a file of endpoints that cannot be read."""
+        """Raises `CannotExamine`, or `ConfigError` for an endpoints file that cannot be read."""
         try:
             await self._stack.enter_async_context(self.client)
         except OSError as error:
@@ -169,14 +170,14 @@ class Site:
         }[need]
 
     async def once(self, key: Hashable, make: Callable[[], Awaitable[T]]) -> T:
-        """The result of `make`, which is called once for all checks. A check that is given up does not cancel it."""
+        """The result of `make`, called once per `key` for all checks. Cancelling a check does not cancel it."""
         if key not in self._known:
             self._known[key] = asyncio.ensure_future(make())
         value: T = await asyncio.shield(self._known[key])
         return value
 
     async def each(self, ask: Callable[[Endpoint], Awaitable[Iterable[T]]]) -> list[T]:
-        """The results for all endpoints, asked at the same time, in their order."""
+        """Call `ask` for all endpoints at the same time. Return all results in the order of the endpoints."""
         parts = await asyncio.gather(*(ask(endpoint) for endpoint in self.endpoints))
         return [item for part in parts for item in part]
 
@@ -199,7 +200,7 @@ class Site:
             raise CannotExamine(f"no scheduler at {url}: {reason}; --admin is the URL of its admin port")
 
     async def _look_for_workers(self) -> None:
-        """With `serve --workers`: the admin ports of all workers, which follow each other."""
+        """With `serve --workers`, find the admin ports of all workers, which have consecutive numbers."""
         page = await self.admin_json("/debug/replicas") or {}
         worker, workers, parts = page.get("worker", 0), page.get("workers", 1), urlsplit(self._admin)
         if workers > 1 and parts.port:
@@ -208,7 +209,7 @@ class Site:
         self.elsewhere = len(page.get("replicas", ())) > workers - 1
 
     async def each_worker(self, path: str) -> list[Answer | Unreached]:
-        """A page of all workers' admin ports, in their order, or why there is none."""
+        """A page from each worker's admin port, in the order of workers, or why there is none."""
         urls = self.workers or [self._admin]
         return list(await asyncio.gather(*(tried(self.client.get(url + path)) for url in urls)))
 
@@ -225,7 +226,7 @@ class Site:
             return None
 
     async def rows(self) -> list[Row]:
-        """Endpoints as the running scheduler sees them; empty = there is no scheduler, or no such page."""
+        """The endpoints as the running scheduler sees them; empty = no scheduler runs, or it has no such page."""
         if not self._admin:
             return []
         if not self.config.kubernetes.namespaces:
@@ -273,7 +274,7 @@ class Site:
         return with_page(entry.resolved(address), self.config.metrics)
 
     def engine(self, endpoint: Endpoint) -> str:
-        """The name of the engine that the endpoint's metrics page is read for."""
+        """The name of the engine whose metric names are used to read the endpoint's metrics page."""
         return engine_of(endpoint.labels, self.engines, self.config.metrics.default_engine)
 
     def specs(self, engine: str) -> EngineSpecs:
@@ -307,11 +308,12 @@ class Site:
 
     @staticmethod
     def own_page(endpoint: Endpoint) -> bool:
-        """Whether its metrics are a page of the model server itself, at the address that requests go to."""
+        """Whether the model server itself serves the metrics page, at the address that requests go to."""
         return endpoint.scrape_url.startswith(f"http://{endpoint.address}/")
 
     async def alone(self, ask: Callable[[], Awaitable[Answer]], before: Answer) -> Answer:
-        """Ask again without competition, since reading many answers at the same time is slow; `before` if it fails."""
+        """Repeat a request with no other repeated request in flight, since many answers at the same time arrive slowly.
+        Returns `before`, the first answer, if it fails."""
         async with self._alone:
             retried = await tried(ask())
             return before if isinstance(retried, Unreached) else retried
@@ -324,7 +326,7 @@ class Site:
         return read_page(page.body, self.specs(self.engine(endpoint)))
 
     async def served(self, endpoint: Endpoint) -> dict[str, bool]:
-        """Names of the models that it serves, and whether each is an adapter; empty = unknown."""
+        """The names of the models that an endpoint serves, and whether each is an adapter; empty = unknown."""
         try:
             answer = await self.ask(endpoint, "/v1/models")
             rows = answer.json()["data"] if answer.status == 200 else []
@@ -333,7 +335,7 @@ class Site:
             return {}
 
     async def contexts(self, endpoint: Endpoint) -> Mapping[str, int]:
-        """By base model, where it is known: tokens that prompt and answer may have together."""
+        """By base model, if it is known: how many tokens prompt and answer may have together."""
         try:
             answer = await self.ask(endpoint, "/v1/models")
             return read_model_list(answer.body).base.contexts if answer.status == 200 else {}

@@ -18,24 +18,24 @@ from fairlead.pool.kv_events.discovery import ask
 
 
 class Server(Struct, frozen=True, kw_only=True):
-    """What one model server reports of itself."""
+    """What one model server reports about itself."""
 
     #: `host:port`, as given by the user.
     address: str
     #: Why no request can be sent to it; empty = it answers.
     problem: str = ""
-    #: A name in `engine_metrics.ENGINES`; empty = its metrics page fits none of them.
+    #: A name in `engine_metrics.ENGINES`; empty = the metrics page matches none of them.
     engine: str = ""
-    #: URL of that page, if not at `/metrics`.
+    #: The URL of the metrics page, if its path is not `/metrics`; otherwise empty.
     metrics_url: str = ""
     version: str = ""
-    #: Their names, without what a file or a terminal would obey.
+    #: The names of the models, without characters that have a meaning in a file or a terminal.
     models: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
-    #: By model, where it is known: tokens that prompt and answer may have together.
+    #: By model, if it is known: how many tokens prompt and answer may have together.
     contexts: Mapping[str, int] = {}
     sample: Sample = Sample()
-    #: Address where it publishes KV events; empty = it reports none.
+    #: The address where the server publishes KV events; empty = it reports none.
     kv_events: str = ""
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ async def survey(addresses: list[str]) -> list[Server]:
 
 
 def differences(servers: list[Server]) -> list[str]:
-    """What is unlike among them, and what that means for requests."""
+    """In which respects the servers differ, and what that means for requests. One sentence each."""
     said = []
     listed = {frozenset(server.models) for server in servers if server.models}
     silent = [server.address for server in servers if not server.models]

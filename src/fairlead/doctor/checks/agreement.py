@@ -1,4 +1,4 @@
-"""Checks of prompts: whether they become the same tokens here as in the engines, and are found where events say."""
+"""Checks of prompts: whether Fairlead and engines make the same tokens, and whether KV events predict cache hits."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ _SELF_CHECK = "docs/kv-events.md#the-self-check"
 _LOW_HITS = "docs/runbook.md#lowcachehitrate"
 
 _TEXT = "completion"
-#: How many endpoints of one model are asked.
+#: The most endpoints to ask per model.
 _MOST = 3
 
 OTHER_TOKENS = Kind(
@@ -50,7 +50,7 @@ UNCHECKED = Kind(
 
 
 def settings_of(site: Site, model: str) -> ModelTokens | None:
-    """The configuration for a model's prompts."""
+    """The entry of `tokens.models` for a model; `None` = there is none."""
     models = site.config.tokens.models
     return models.get(model, models.get("*"))
 
@@ -154,7 +154,7 @@ _CAUSES = {
     diagnosis.TEMPLATE: TEMPLATE,
     diagnosis.TOKENISER: TOKENISER,
 }
-#: How many blocks the prompt fills at least, and the block size if none is known.
+#: The fewest blocks that the prompt fills, and the block size in tokens if none is known.
 _BLOCKS, _USUAL_SIZE = 6, 16
 _LARGEST_SIZE = 1024
 #: Seconds within which an engine should have sent its events (vLLM 0.32: 6 ms at the median).
@@ -169,14 +169,14 @@ class _Prompt(Struct, frozen=True):
 
 
 class _Pair(NamedTuple):
-    """Cached tokens."""
+    """Cached tokens of a prompt: predicted from KV events, and reported by the engine."""
 
     predicted: int
     reported: ReportedUsage
 
 
 async def _prompt(site: Site, model: str, address: str, size: int) -> _Prompt:
-    """A chat if chats can be tokenised, else token ids; `tokens.reason` says why neither was possible."""
+    """The prompt to send: a chat if chats can be tokenised, otherwise token ids. `tokens.reason`: why neither works."""
     tokeniser, settings = await site.tokeniser(), settings_of(site, model)
     words = _BLOCKS * min(size, _LARGEST_SIZE)
     body = chat(model, words)
@@ -207,7 +207,7 @@ def _predicted(kv: KvListening, slot: int, tokens: PromptTokens) -> int:
 
 
 async def _sent(site: Site, address: str, prompt: _Prompt) -> ReportedUsage | str:
-    """Usage in the answer, or why there is none."""
+    """Send a prompt. Return the usage in the answer, or why there is none."""
     answer = await tried(site.client.post(f"http://{address}{prompt.path}", prompt.body, seconds=_PATIENCE))
     if isinstance(answer, Unreached):
         return str(answer)

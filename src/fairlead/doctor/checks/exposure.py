@@ -1,4 +1,4 @@
-"""A check of settings and files that are open to others by mistake: to the network, or to users of this machine."""
+"""A check of settings and files that are exposed by mistake: to the network, or to other users of this machine."""
 
 import contextlib
 import re
@@ -123,7 +123,7 @@ RECORDS = Kind(
     "chmod o-rwx the files; publish captures (`fairlead journal capture`), whose hashes are salted, never journals",
     "docs/security.md#what-it-does-not-protect",
 )  # fmt: skip
-#: Paths of vLLM that change or show what clients should not reach.
+#: vLLM's administrative paths, which clients should not reach.
 _ADMINISTRATIVE = (
     *("/sleep", "/wake_up", "/pause", "/resume", "/shutdown_weight_transfer_engine", "/v1/load_lora_adapter"),
     *("/v1/unload_lora_adapter", "/update_weights", "/collective_rpc", "/scale_elastic_ep", "/reset_prefix_cache"),
@@ -131,7 +131,7 @@ _ADMINISTRATIVE = (
 )
 
 
-#: A whole top-level domain, in which anyone can register a name; private top-level domains are left out.
+#: Matches a whole top-level domain, in which anyone can register a name, unless it is a private one.
 _PUBLIC = re.compile(r"\.(?!(internal|intranet|lan|local|localhost|private|corp|home|test)$)[^.]+")
 
 
@@ -246,7 +246,7 @@ def _outgoing(site: Site) -> Iterator[Finding]:
 
 
 def _files(config: Config) -> Iterator[tuple[Kind, int, str]]:
-    """Kind of finding, mode bits that are unsafe, file."""
+    """Yield (kind of finding, mode bits that are unsafe, file) for each configured file with secrets or records."""
     curve, gateway = config.kv_events.curve, config.gateway
     secrets = [config.metrics.token_file, config.admin.token_file, config.replicas.password_file]
     secrets += [curve.secret_key_file] if curve else []

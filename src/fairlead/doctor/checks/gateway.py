@@ -102,14 +102,14 @@ async def asking(site: Site) -> list[Finding]:
 #
 # Theory. A destination header from a client must not survive: a client that can name the upstream can reach any address
 # that the gateway can reach. The configuration of an unknown gateway cannot be read, but its behaviour can be tested: a
-# request names a listener of ours as its destination. If the listener is called, any address could have been reached.
-# A scheduler that answers corrects such a header, so the test shows what gets past the scheduler. Where Envoy's admin
-# page can be read (`--gateway-admin`, or `gateway.adminPort`), its configuration is examined as well: headers that it
-# does not remove reach model servers, and sidecars that obey them, whenever the scheduler is not asked.
+# request names a listener of this check as its destination. If the listener gets the request, any address could have
+# been reached. A scheduler that answers overwrites such a header, so the test shows only what bypasses the scheduler.
+# If Envoy's admin page can be read (`--gateway-admin`, or `gateway.adminPort`), its configuration is examined as well:
+# headers that it does not remove reach model servers, and sidecars that obey them, whenever the scheduler is not asked.
 
 
 _NAMING = (DESTINATION, f"{DESTINATION}-subset", PREFILLER)
-#: Seconds that our listener waits after the answer.
+#: Seconds that the listener waits for a request after the gateway's answer.
 _PATIENCE = 0.5
 
 OBEYED = Kind(
@@ -138,7 +138,7 @@ def _own_address(gateway: str) -> str:
 
 @asynccontextmanager
 async def _listening(host: str) -> AsyncIterator[tuple[str, list[str]]]:
-    """Address of a listener, and the first line of each request that arrives there."""
+    """Open a listener. Yields its address, and a list that gets the first line of each request that arrives."""
     caught: list[str] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -192,12 +192,12 @@ async def _configured(site: Site) -> list[Finding]:
     return [NOT_STRIPPED.at("gateway", f"Envoy's configuration does not remove {', '.join(left[:4])}")]
 
 
-#: Where Envoy's configuration removes headers: at entry, by a filter, at a route.
+#: The fields in which Envoy's configuration removes headers: at entry, in a filter, at a route.
 _MUTATIONS, _AT_ROUTE = ("early_header_mutation_extensions", "request_mutations"), "request_headers_to_remove"
 
 
 def _removals(node: Any, within: bool = False) -> Iterator[str]:
-    """Names of headers that a configuration removes from requests, wherever in the configuration it says so."""
+    """Yield the names of headers that a configuration removes from requests, wherever in the configuration."""
     if isinstance(node, list):
         for child in node:
             yield from _removals(child, within)

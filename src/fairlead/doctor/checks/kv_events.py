@@ -1,4 +1,4 @@
-"""Checks of KV events: whether they arrive, from engines that are connected to and from those that dial in."""
+"""Checks of KV events: whether they arrive, from publishers that Fairlead connects to or that connect to Fairlead."""
 
 import asyncio
 import contextlib
@@ -80,14 +80,14 @@ _CAUSES = {WRONG_SIZE: SIZE, WRONG_SEED: SEED, WRONG_ALGORITHM: ALGORITHM}
 
 
 def by_hashes(kv: KvListening, slot: int) -> Finding | None:
-    """A finding if recently stored blocks were not named as configured."""
+    """A finding if the hashes of recently stored blocks do not match the configured algorithm, seed or block size."""
     diagnosis = diagnose(kv.recipe, Case(b"", 0, "", "", 0, 0, -1), kv.heads(slot))
     kind = _CAUSES.get(diagnosis.cause)
     return kind.at(kv.endpoints[slot].id, diagnosis.detail) if kind is not None else None
 
 
 async def _size(site: Site, kv: KvListening, slot: int) -> Finding | None:
-    """A finding by the block size on the metrics page, which is known even before a block was stored."""
+    """A finding if the block size on the metrics page is not the configured one. It is known before blocks are stored."""
     configured = kv.recipe.block_size
     reading = await site.reading(kv.endpoints[slot])
     reported = reading.sample.block_size if reading is not None else 0
@@ -159,11 +159,11 @@ async def kv_events(site: Site) -> list[Finding]:
     return [finding for slot in range(len(kv.endpoints)) for finding in await _kv_events_of(site, kv, slot)]
 
 
-# `kv-dialled`: with `kvEvents.bind`, whether publishers dial in under names of the pool.
+# `kv-dialled`: with `kvEvents.bind`, whether the publishers that connect use names of the pool's endpoints as topics.
 #
-# A running scheduler has the port, and its metrics show which publishers it receives and how many batches it refused.
-# Without a scheduler the check listens at the port itself. Engines publish only changes, so with `--probe` each gets
-# small requests until its events arrive.
+# A running scheduler has the port. Its metrics show which publishers send events and how many batches it refused.
+# Without a running scheduler, the check listens on the port itself. Engines publish only changes, so with `--probe`
+# each engine gets small requests until its events arrive.
 
 
 TAKEN = Kind(
@@ -180,8 +180,8 @@ NO_EVENTS = Kind(
     _BELIEVED,
 )  # fmt: skip
 
-#: Seconds of each round. A publisher loses what it sends before it has dialled again, so the endpoints that are still
-#: silent get another request in every round; the rounds grow longer to spare the engines.
+#: Seconds of each round. A publisher loses the events that it sends before it has reconnected, so the endpoints that
+#: are still silent get another request in every round. The rounds grow longer to spare the engines.
 ROUNDS = (0.5, 1.0, 2.0, 4.0, 4.0)
 #: Seconds to wait for the traffic of clients if the check may not send requests.
 _WITHOUT_PROBE = 3.0
@@ -189,7 +189,8 @@ _POLL = 0.1
 
 
 class _Received(Struct, frozen=True):
-    """What has arrived so far: endpoints without events; batches of unknown publishers, and the last topic of those."""
+    """What has arrived so far: the endpoints without events, the number of batches from unknown publishers, and the
+    last topic of those."""
 
     silent: list[Endpoint]
     strange: int = 0
@@ -200,7 +201,7 @@ _Look = Callable[[], Awaitable[_Received]]
 
 
 class _Listened(Struct, frozen=True):
-    """What had arrived by the end, after `seconds` and `requests` to each silent endpoint."""
+    """What had arrived when the check ended, after `seconds`, and after `requests` to each silent endpoint."""
 
     received: _Received
     seconds: float
@@ -273,7 +274,7 @@ def _own_ear(site: Site, socket: Socket) -> _Look:
     received = _Received(list(site.endpoints))
 
     async def look() -> _Received:
-        """Read all waiting batches. A publisher that dials in gets our subscription only while the socket is read."""
+        """Read all waiting batches. A publisher that connects gets the subscription only while the socket is read."""
         nonlocal received
         while (frames := receive(socket)) is not None:
             with contextlib.suppress(ValueError):

@@ -1,4 +1,4 @@
-"""Checks of metrics pages, of clocks, and of limits that must fit each other."""
+"""Checks of metrics pages, of clocks, and of limits that depend on each other."""
 
 import asyncio
 import resource
@@ -17,7 +17,7 @@ from fairlead.gateway.memory import FEW_FILES, memory_limit
 _UNEVEN = "docs/runbook.md#load-is-uneven"
 _SETTINGS = "docs/configuration.md"
 
-#: Share of a limit from which on a value is close to it.
+#: A value of at least this share of a limit counts as close to the limit.
 _CLOSE = 0.8
 
 UNREACHABLE = Kind(
@@ -101,7 +101,7 @@ def _limits(config: Config, endpoint: Endpoint, answer: Answer) -> list[Finding]
 
 
 async def _unfit(site: Site, endpoint: Endpoint, page: bytes) -> list[Finding]:
-    """The page has nothing of what it is read for."""
+    """Findings for a page that has no load metric of the engine that it is read for."""
     evidence, fits = f"it is read for {site.engine(endpoint)}; it is one of ", _fits(site, page)
     if fits:
         return [ENGINE.at(endpoint.id, evidence + fits, f"label the endpoint with {ENGINE_LABELS[0]}: {fits}")]
@@ -113,7 +113,7 @@ async def _unfit(site: Site, endpoint: Endpoint, page: bytes) -> list[Finding]:
 
 
 def _fits(site: Site, page: bytes) -> str:
-    """The first engine that has such a page; empty = none of those that are known."""
+    """The first known engine whose metric names match the page; empty = none."""
     return next((name for name in site.engines if not read_page(page, site.specs(name)).empty), "")
 
 
@@ -139,13 +139,13 @@ async def metrics(site: Site) -> list[Finding]:
 
 # `freshness`: whether metrics pages are current.
 #
-# A page that does not change looks like an idle server. So it is read twice, with answered requests of ours in between:
-# engines count requests to `/v1/models`, and their process uses CPU time. If neither is on the page, there is no
+# A page that does not change looks like an idle server. So the check reads it twice and sends requests in between:
+# engines count requests to `/v1/models`, and their process uses CPU time. If the page shows neither, there is no
 # finding.
 
 
 _MOVING = (b"http_requests_total", b"process_cpu_seconds_total")
-#: Seconds between the two pages: longer than servers cache a page for several readers.
+#: Seconds between the two readings: longer than servers cache a page for several readers.
 APART = 1.2
 
 FROZEN = Kind(
@@ -187,7 +187,7 @@ async def freshness(site: Site) -> list[Finding]:
     return findings
 
 
-#: Seconds of difference beyond what the exchange and whole seconds explain.
+#: Seconds of clock difference that are accepted, beyond what the exchange's duration and whole seconds explain.
 TOLERANCE = 2.0
 
 SKEW = Kind(

@@ -53,7 +53,7 @@ LOCKED = Kind(
 
 
 async def _locked(site: Site, endpoint: Endpoint) -> bool:
-    """It refuses those who show no key, as all do whom the gateway lets in."""
+    """Whether a model server refuses requests without a key, although the gateway removes the keys of clients."""
     asks = [each for each in (site.config.gateway.keys, site.config.gateway.jwt) if each is not None]
     if not asks or any(each.forward for each in asks):
         return False
@@ -272,7 +272,7 @@ async def roles(site: Site) -> list[Finding]:
 
 
 async def _model(site: Site, endpoint: Endpoint) -> str:
-    """Its label, else the first base model in its list; empty = unknown."""
+    """The endpoint's model: its label, otherwise the first base model in its list; empty = unknown."""
     served = await site.served(endpoint)
     return endpoint.labels.get(MODEL_LABEL) or next((name for name, adapter in served.items() if not adapter), "")
 
@@ -310,7 +310,7 @@ async def _metrics(site: Site, endpoint: Endpoint) -> list[Finding]:
         if url.startswith("https:"):
             if error.trouble == "refused":
                 return []
-            if not await site.is_tls(url):  # a server may also wait silently for the rest of what it takes for HTTP
+            if not await site.is_tls(url):  # a plain HTTP server may also wait silently for the rest of a "request"
                 return [SECURE_URL.at(endpoint.id, f"{url}: {error}; no TLS handshake succeeds there")]
             return [UNTRUSTED.at(endpoint.id, f"{url}: {error}")] if error.trouble == "tls" else []
         if error.trouble == "not-http" and not site.own_page(endpoint) and await site.is_tls(url):

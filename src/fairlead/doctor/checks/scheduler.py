@@ -1,4 +1,4 @@
-"""Checks of a running scheduler: whether it is ready and fast, spreads load, and finds prompts in caches."""
+"""Checks of a running scheduler: whether it is ready and fast, spreads load, and finds cached prompts."""
 
 from collections import Counter
 from collections.abc import Hashable
@@ -80,9 +80,9 @@ UNHEARD = Kind(
 )  # fmt: skip
 #: Values of `what` in `fairlead_trouble` that have findings of their own.
 _ELSEWHERE = {"replicas", "scrapes"}
-#: Share of unscheduled requests from which on there is a finding.
+#: The share of unscheduled requests above which there is a finding.
 _MANY = 0.01
-#: Share of requests that failed, not by the client's fault, from which on there is one, and those `error_code`s.
+#: The share of failed requests above which there is a finding, and the `error_code`s of failures not caused by clients.
 _MANY_FAIL = 0.05
 _FAILURES = ("ModelServerError", "ServiceUnavailable", "Internal")
 
@@ -143,7 +143,7 @@ async def _troubles(site: Site) -> list[Finding]:
 
 
 async def _notes(site: Site) -> list[str]:
-    """What `/readyz` says besides."""
+    """The notes on `/readyz`: its lines that begin with a dash."""
     lines = (await site.admin("/readyz")).body.decode("utf-8", "replace").splitlines()
     return [line.removeprefix("- ") for line in lines if line.startswith("- ")]
 
@@ -206,7 +206,7 @@ SLOW = Kind(
 
 _SLOW, _LATE = 0.05, 0.05
 _QUANTILE = 0.95
-#: How many observations a quantile needs to mean something.
+#: The fewest observations from which a quantile is judged.
 ENOUGH = 100
 _MOST = 0.5
 
@@ -223,7 +223,7 @@ async def quantile(site: Site, name: str, share: float) -> tuple[float, float]:
 
 
 async def _sums(site: Site) -> dict[str, float]:
-    """Seconds by plugin."""
+    """The total seconds that each plugin has taken, by plugin."""
     sums: dict[str, float] = {}
     for labels, seconds in await site.metric("llm_d_epp_plugin_duration_seconds_sum"):
         name = labels.get("plugin_name", "")
@@ -273,17 +273,19 @@ STARVED = Kind(
     "`fairlead explain` shows what counts against it; filters, sessions and caches can keep requests away", _UNEVEN,
 )  # fmt: skip
 
-#: How many waiting requests are many, and how many times the median load is too much.
+#: With more waiting requests, and more than this many times the other endpoints' median load, an endpoint is overloaded.
 _MANY_WAITING, _TIMES = 20.0, 4.0
-#: How many foreign requests are many, and as a share of our own: a second scheduler sends as many as this one.
+#: There is a finding with more foreign requests than this, and more than this share of this scheduler's own requests.
+#: A second scheduler sends as many requests as this one.
 _STRANGERS, _STRANGE = 8.0, 0.5
-#: Learned speeds of equal servers differ by a larger factor only if something is wrong.
+#: A larger factor between the learned speeds of equal servers means that something is wrong.
 _UNLIKE = 1.5
-#: The share of its fair part of the last decisions below which an endpoint is starved; the least fair part to judge by.
+#: An endpoint with less than this share of its fair part of the last decisions is starved. Fair parts below the second
+#: number of decisions are too small to judge.
 _STARVED, _SHARE = 0.1, 10.0
-#: How many decisions are read, and the cached share of a prompt from which on the cache decided.
+#: How many decisions are read, and the cached share of a prompt from which on the cache determined the decision.
 _LAST, _CACHED = 200, 0.3
-#: Labels that may differ between equal servers contain one of these words, which name a pod or place.
+#: Labels whose names contain one of these words may differ between equal servers: they name a pod or a place.
 _OF_ONE = ("pod", "host", "index", "zone", "topology", "name")
 
 
@@ -385,7 +387,7 @@ LOW = Kind(
     "normal", _LOW_HITS,
 )  # fmt: skip
 
-#: How many requests and tokens a share needs to mean something.
+#: The fewest requests and tokens from which a share is judged.
 _REQUESTS, _TOKENS = 200, 100_000
 _LOW, _HALF = 0.3, 0.5
 
