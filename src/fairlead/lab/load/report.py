@@ -157,7 +157,7 @@ def percent(share: float) -> str:
     hundredths = share * 100
     if hundredths in (0, 100) or 1 <= hundredths < 99:
         return f"{hundredths:.0f} %"
-    return f"{int(hundredths * 100) / 100:.2f} %"
+    return f"{max(int(hundredths * 100), 1) / 100:.2f} %"
 
 
 def table(summaries: Sequence[Summary]) -> Table:

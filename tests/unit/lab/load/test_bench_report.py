@@ -172,8 +172,9 @@ def test_figures_are_written_for_people(value: float, text: str) -> None:
 
 
 def test_nearly_all_is_not_all() -> None:
-    assert [percent(share) for share in (0.0, 0.126, 0.9987, 0.99999, 1.0)] == [
+    assert [percent(share) for share in (0.0, 0.00001, 0.126, 0.9987, 0.99999, 1.0)] == [
         "0 %",
+        "0.01 %",
         "13 %",
         "99.87 %",
         "99.99 %",
