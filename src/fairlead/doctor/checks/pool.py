@@ -259,7 +259,7 @@ async def roles(site: Site) -> list[Finding]:
     stages = dict.fromkeys(_stages(site))
     plugin = site.config.policy.plugin
     splits = plugin is not None and plugin.type == SPLITTING
-    by_model = roles_by_model([(await _model(site, endpoint), roles[endpoint.id]) for endpoint in site.endpoints])
+    by_model = roles_by_model(await site.each(lambda endpoint: _model_and_role(site, endpoint)))
     for model, own in by_model.items():
         listed = ", ".join(sorted(role or "none" for role in own))
         evidence = f"roles {f'for {model}' if len(by_model) > 1 else 'there are'}: {listed}"
@@ -271,10 +271,10 @@ async def roles(site: Site) -> list[Finding]:
     return findings + [IDLE.at(name, f"{ROLE_LABEL}: {roles[name]}") for name in idle]
 
 
-async def _model(site: Site, endpoint: Endpoint) -> str:
-    """The endpoint's model: its label, otherwise the first base model in its list; empty = unknown."""
-    served = await site.served(endpoint)
-    return endpoint.labels.get(MODEL_LABEL) or next((name for name, adapter in served.items() if not adapter), "")
+async def _model_and_role(site: Site, endpoint: Endpoint) -> list[tuple[str, str]]:
+    """The endpoint's model and role. The server is asked only without a label: it takes seconds if it hangs."""
+    model = endpoint.labels.get(MODEL_LABEL) or await site.model(endpoint)
+    return [(model, endpoint.labels.get(ROLE_LABEL, ""))]
 
 
 EXT_PROC = Kind(
