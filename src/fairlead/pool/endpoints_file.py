@@ -11,7 +11,7 @@ import asyncio
 import os
 import socket
 import stat
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from fairlead.pool.watched_files import WatchedFiles
 # Rules
 # * `EndpointUp` is sent only for new or changed endpoints, `EndpointDown` only for removed ones. An endpoint whose
 #   entry is wrong keeps its last good state. If a wrong entry has no readable name, no endpoint is taken down, because
-#   the entry might be any endpoint's.
+#   the entry might be any endpoint's. An entry with the address of an endpoint that stays so changes nothing.
 # * Host names are resolved outside of `apply`, and again every `resolve_s`. If a name has several addresses, the first
 #   is used, and kept as long as the name has it: a resolver that rotates its answers must not move the endpoint.
 # * If the first address is `::1`, an IPv4 loopback address of the name is preferred: hosts files list `::1 localhost`,
@@ -90,14 +90,30 @@ class EndpointSet:
                 del self._listed[endpoint_id]
                 if self._up.pop(endpoint_id, None) is not None:
                     self._emit(EndpointDown(endpoint_id))
+        stay = self._staying(wanted, listing.broken if had else frozenset())
         for endpoint_id, entry in wanted.items():
-            if self._listed.get(endpoint_id) != entry and not (had and endpoint_id in listing.broken):
+            if self._listed.get(endpoint_id) != entry and endpoint_id not in stay:
                 self._listed[endpoint_id] = entry
                 self._bring_up(entry)
         names = self._names()
         for table in (self._addresses, self._failing):
             for host in [host for host in table if host not in names]:
                 del table[host]
+
+    def _staying(self, wanted: Mapping[str, Listed], broken: frozenset[str]) -> set[str]:
+        """Ids that stay as they are: what is `broken`, listed and not wanted, or has an address of one of these."""
+        by_address = {entry.endpoint.address: endpoint_id for endpoint_id, entry in wanted.items()}
+        stay = {*broken, *(self._listed.keys() - wanted.keys())}
+        queue = [self._listed[endpoint_id] for endpoint_id in sorted(stay & self._listed.keys())]
+        for kept in queue:  # it grows: who may not have an address keeps its own
+            address = kept.endpoint.address
+            endpoint_id = by_address.get(address)
+            if endpoint_id is None or endpoint_id in stay:
+                continue
+            stay.add(endpoint_id)
+            queue += [self._listed[endpoint_id]] if endpoint_id in self._listed else []
+            self._report(Problem("", 0, f"{address} stays with {kept.endpoint.id}: nothing changes for {endpoint_id}"))
+        return stay
 
     async def start(self) -> None:
         """Resolve all host names, within `RESOLVE_TIMEOUT_S`, and keep resolving in the background."""

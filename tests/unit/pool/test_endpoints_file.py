@@ -127,6 +127,20 @@ async def test_of_two_that_have_a_name_or_an_address_both_stay_as_they_were(
     assert heard.take() == ["up a 10.0.0.2:80", "up b 10.0.0.1:80"], "they may swap their addresses"
 
 
+async def test_the_address_of_one_that_stays_is_free_for_nobody(heard: Heard) -> None:
+    known = EndpointSet(heard.feed, heard.report)
+    known.apply(listing(("a", "10.0.0.1"), ("b", "10.0.0.2"), ("c", "10.0.0.3")))
+    heard.take()
+    known.apply(listing(("a", "10.0.0.9"), ("b", "10.0.0.9"), ("c", "10.0.0.1"), ("d", "10.0.0.3"), ("e", "10.0.0.4")))
+    assert heard.take() == ["up e 10.0.0.4:80"]
+    assert heard.problems[1:] == [
+        "10.0.0.1:80 stays with default/a: nothing changes for default/c",
+        "10.0.0.3:80 stays with default/c: nothing changes for default/d",
+    ]
+    known.apply(listing(("a", "10.0.0.9"), ("c", "10.0.0.1"), ("d", "10.0.0.3"), ("e", "10.0.0.4")))
+    assert heard.take() == ["down b", "up a 10.0.0.9:80", "up c 10.0.0.1:80", "up d 10.0.0.3:80"]
+
+
 @pytest.mark.parametrize("text", ["endpoints: []\n", "[]"])
 async def test_a_list_that_becomes_empty_is_believed_only_if_that_is_allowed(
     text: str, tmp_path: Path, heard: Heard, follow: Follow
