@@ -260,11 +260,11 @@ class PairBinder:
 
     @staticmethod
     def reach(among: Sequence[Waiting], table: EndpointTable) -> int:
-        """How many endpoints can serve one of these, by what is remembered of one for each model; all = not known."""
-        of_models = {waiting.request.target_model: waiting.known.able for waiting in among}.values()
-        if any(len(able) != len(table) for able in of_models):
+        """How many endpoints can serve one of these, by what is remembered of them; all = not known."""
+        unlike = {able.tobytes(): able for able in (waiting.known.able for waiting in among)}.values()
+        if any(len(able) != len(table) for able in unlike):
             return table.count
-        return int(np.count_nonzero(np.logical_or.reduce([*of_models]) & table.alive))
+        return int(np.count_nonzero(np.logical_or.reduce([*unlike]) & table.alive))
 
     def follow(self, rules: WaitingRules) -> None:
         """Use other rules from now on, also for requests that wait already."""

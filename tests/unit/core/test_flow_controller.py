@@ -125,3 +125,13 @@ def test_endpoints_that_cannot_serve_what_waits_need_no_more() -> None:
     assert shop.flow_controller.wanted(shop.fleet.table, shop.now + 400.0) == 2 + GROWTH
     shop.fleet.up(Endpoint("e3", "e3:80"))
     assert shop.flow_controller.wanted(shop.fleet.table, shop.now + 400.0) == 4 * GROWTH, "what it can is not known yet"
+
+
+def test_one_that_only_one_endpoint_can_serve_hides_nothing_of_what_else_waits() -> None:
+    shop = Shop()
+    for name in ("e1", "e2", "e3"):
+        shop.fleet.up(Endpoint(name, f"{name}:80"))
+    shop.flow_controller.follow("p", AbleRules(lambda request, fleet, now: np.array([True, *[request.id != 12] * 3])))
+    for _ in range(12):
+        shop.arrive()
+    assert shop.flow_controller.wanted(shop.fleet.table, shop.now + 400.0) == 4 * GROWTH
