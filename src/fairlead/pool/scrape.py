@@ -260,8 +260,8 @@ class SecureFetcher:
 # * Every `repeat_s` the whole page is parsed. In between, only the known metrics are compared at their known offsets.
 # * Several schedulers that report their requests to each other (`share`) together scrape as often as one alone, but
 #   each at least every `repeat_s`: making a page takes a real vLLM server 8 to 12 ms of CPU time.
-# * An endpoint whose pages take long to read is scraped less often, but at least every `backoff_cap_s`, so that reading
-#   takes at most the share `READING` of the time. A 4 MB page crafted to be slow takes 0.1 s.
+# * An endpoint whose pages take long to read is scraped less often, so that reading takes the share `READING` of the
+#   time. It is scraped at least every `repeat_s`, or it would look stale. A 4 MB page crafted to be slow takes 0.1 s.
 # * Above `max_rate` scrapes per second, all intervals are stretched by the same factor: CPU time stays bounded, and
 #   samples get older. With the defaults that begins at 200 idle endpoints. Measured with bench/idle.py: 100 idle
 #   endpoints with 58 kB pages cost 0.045 core. An endpoint that gets busy is noticed after 110 ms on average, 200 ms
@@ -543,9 +543,10 @@ class Scraper:
         self._set_fast(target, now < target.awake_until or bool(sample.waiting or sample.running))
         interval = self._interval(target)
         target.cost_s += 0.5 * (thread_time() - began - target.cost_s)
-        target.rests_until = now + min(target.cost_s / READING, options.backoff_cap_s)
+        target.rests_until = now + min(target.cost_s / READING, options.repeat_s)
         self._schedule(target, max(target.started + interval, now + GRID, target.rests_until))
-        if news or target.fast or now - target.fed_at + interval >= options.repeat_s + options.idle_s - GRID:
+        further = max(now + interval, target.rests_until) - target.fed_at
+        if news or target.fast or further >= options.repeat_s + options.idle_s - GRID:
             target.reading = reading
             target.fed_at = now
             self._emit(MetricsSampled(target.endpoint.id, target.started, sample))

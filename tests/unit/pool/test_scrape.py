@@ -247,18 +247,32 @@ async def test_who_was_woken_is_awake_until_its_next_scrape(bench: Bench) -> Non
 async def test_pages_that_take_long_to_read_are_asked_for_less_often(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = count(step=0.06)  # each reading takes 60 ms
+    clock = count(step=0.04)  # each reading takes 40 ms
     monkeypatch.setattr("fairlead.pool.scrape.thread_time", lambda: next(clock))
     server = bench.up()
     for _ in range(200):
         await bench.world.advance(0.1)
         bench.scraper.wake("a")
-    assert len(server.asked_at) in range(16, 21)
+    assert len(server.asked_at) in range(24, 29)
     monkeypatch.setattr("fairlead.pool.scrape.thread_time", lambda: 0.0)
     await bench.world.advance(5)
     asked = len(server.asked_at)
     await bench.world.advance(1)
     assert len(server.asked_at) - asked in (4, 5, 6)
+
+
+@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("reading_s", [0.046, 0.12, 0.5])
+async def test_pages_that_take_long_to_read_make_no_endpoint_stale(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, reading_s: float, busy: bool
+) -> None:
+    clock = count(step=reading_s)
+    monkeypatch.setattr("fairlead.pool.scrape.thread_time", lambda: next(clock))
+    bench.up().body = page(running=int(busy))
+    await bench.world.advance(30)
+    heard = [event.started for event in bench.fed if isinstance(event, MetricsSampled)]
+    least = OPTIONS.idle_s + OPTIONS.repeat_s  # the least that metrics.staleness may be
+    assert max(after - before for before, after in pairwise(heard)) < least
 
 
 async def test_intervals_stretch_at_the_maximal_rate() -> None:
