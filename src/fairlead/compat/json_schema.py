@@ -129,7 +129,7 @@ def _escaped(name: str) -> str:
 
 def _properties(plugins: Mapping[Kind, Mapping[str, Any]], ref: Mapping[type[BaseModel], Schema]) -> Schema:
     def listed(kind: Kind) -> Schema:
-        return {"type": "array", "items": {"$ref": f"#/$defs/{_entry_name(kind)}"}}
+        return {"type": ["array", "null"], "items": {"$ref": f"#/$defs/{_entry_name(kind)}"}}
 
     scheduling: Schema = {
         "policy": {
@@ -141,7 +141,7 @@ def _properties(plugins: Mapping[Kind, Mapping[str, Any]], ref: Mapping[type[Bas
         },
         "filters": listed("filter"),
         "scorers": listed("scorer"),
-        "builtinFilters": {"type": "boolean"},
+        "builtinFilters": {"type": ["boolean", "null"]},
         "selection": {
             "type": ["object", "null"],
             "properties": {"topK": {"type": "integer", "minimum": 1}, "picker": {"enum": sorted(plugins["picker"])}},

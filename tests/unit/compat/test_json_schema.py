@@ -22,7 +22,7 @@ GOOD = [
     *(p.read_text() for p in sorted((ROOT / "tests/data/epp-configs").glob("*.yaml")) if p.name != "endpoints.yaml"),
     *re.findall(r"^```yaml(?: fragment)?\n(.*?)^```", (ROOT / "docs/configuration.md").read_text(), re.M | re.S),
     *(ONE + f"{key}: {nothing}" for key in ("selection", "metrics") for nothing in ("", "{}")),
-    ONE + "policy:",
+    *(ONE + f"{key}:" for key in ("policy", "filters", "scorers", "builtinFilters", "parsers", "metricSources")),
     ONE + "policy: {type: random}",
     ONE + "policy: {type: default, parameters: {interference: 1}}",
     ONE + "models: [{name: chat, targets: {a: 90, b: 10}}]",
