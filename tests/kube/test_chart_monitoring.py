@@ -160,6 +160,8 @@ def test_pages_of_an_own_port_with_tls_and_a_token_are_asked_as_they_answer(helm
     (endpoint,) = one(objects, "ServiceMonitor")["spec"]["endpoints"]
     assert (endpoint["scheme"], endpoint["path"], endpoint["authorization"]) == ("https", "/metrics", token)
     assert "monitoring.endpoint.authorization" in helm.refused(*more)
+    older = ("--set", "monitoring.endpoint.bearerTokenSecret.name=admin")
+    assert one(helm.render(*more, *older), "ServiceMonitor")["spec"]["endpoints"][0]["bearerTokenSecret"]
 
 
 @pytest.mark.parametrize("asked", ["standalone.enabled=true", "monitoring.enabled=true"])

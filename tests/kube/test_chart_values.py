@@ -1,5 +1,6 @@
 """The Helm chart, rendered: what it writes for each set of values, and what it refuses."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -274,7 +275,7 @@ def test_the_same_values_render_the_same_objects(helm: Helm, values: str) -> Non
 INDEXER = "inferenceExtension.kvcacheIndexer"
 EMPTY = ("config", "commonLabels", "service", "monitoring.rules", f"{INDEXER}.config", f"{INDEXER}.podLabels")
 EXTENSION = ("pluginsCustomConfig", "podLabels", "leaderElection", "valkey.enabled", "valkey.podLabels")
-SECTIONS = ("admin", "extProc", "kubernetes", "kvEvents", "journal", "autoscaling", "replicas", "tracing")
+SECTIONS = ("admin", "extProc", "kubernetes", "kvEvents", "journal", "autoscaling", "replicas", "tracing", "scorers")
 
 
 @pytest.mark.parametrize(
@@ -434,6 +435,14 @@ def test_what_cannot_work_is_refused(helm: Helm, arguments: list[str], said: str
     assert said in helm.refused(*arguments)
 
 
+def test_a_route_of_a_mesh_names_a_service(helm: Helm) -> None:
+    service = {"group": "", "kind": "Service", "name": "llm"}
+    refs = f"httpRoute.parentRefs={json.dumps([service, {'name': 'edge'}])}"
+    route = one(helm.render(*LABELS, "--set", "httpRoute.enabled=true", "--set-json", refs), "HTTPRoute")
+    gateway = {"group": "gateway.networking.k8s.io", "kind": "Gateway", "name": "edge"}
+    assert route["spec"]["parentRefs"] == [service, gateway]
+
+
 def test_a_release_whose_name_has_a_dot_is_refused(helm: Helm) -> None:
     command = ("template", "my.release", str(CHART), *LABELS)
     assert "names of Services have no dots" in helm.run(*command).stderr
@@ -445,7 +454,7 @@ def test_labels_of_long_names_fit(helm: Helm) -> None:
         f"nameOverride={'a' * 63},{INDEXER}.enabled=true,{INDEXER}.mode=service,inferenceExtension.valkey.enabled=true"
     )
     labels = [thing["metadata"]["labels"] for thing in helm.render(*LABELS, "--set", parts)]
-    assert {len(label["app.kubernetes.io/name"]) for label in labels} == {63, 62}
+    assert {len(label["app.kubernetes.io/name"]) for label in labels} == {63}
 
 
 def test_notes_know_the_admin_port(helm: Helm) -> None:

@@ -6,7 +6,7 @@
 {{- if and (has $host (list "127.0.0.1" "::1" "localhost")) (or .Values.standalone.enabled $monitoring.enabled) -}}
 {{- fail "config.admin.host: no probe or scraper reaches it in the pod; open a second port with config.admin.metricsHost and metricsPort" -}}
 {{- end -}}
-{{- if and $monitoring.enabled $admin.tokenFile (not (pick ($monitoring.endpoint | default dict) "authorization" "basicAuth")) -}}
+{{- if and $monitoring.enabled $admin.tokenFile (not (pick ($monitoring.endpoint | default dict) "authorization" "basicAuth" "bearerTokenSecret" "bearerTokenFile")) -}}
 {{- fail "monitoring.endpoint.authorization: config.admin.tokenFile asks scrapers for a token; say where they find it" -}}
 {{- end -}}
 {{- end }}

@@ -10,7 +10,7 @@
 {{- end }}
 
 {{- define "fairlead.valkeySelector" -}}
-app.kubernetes.io/name: {{ .Values.nameOverride | default .Chart.Name | trunc 55 | trimSuffix "-" }}-valkey
+app.kubernetes.io/name: {{ .Values.nameOverride | default .Chart.Name | trunc 56 | trimSuffix "-" }}-valkey
 app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
