@@ -19,17 +19,17 @@ from fairlead.core.errors import FairleadError
 EXTRAS = {"matplotlib": "report", "distributed": "cluster"}
 
 
-#: Typer has a copy of click, and shows of its errors only this one: its base is any wrong use.
+#: Typer contains a copy of click, of whose errors it exports only this one. Its base class covers every wrong usage.
 _WrongUsage: Any = typer.BadParameter.__base__
 
 
 class CommandError(FairleadError):
-    """A listed command cannot run in this installation."""
+    """A command in the table cannot run in this installation."""
 
 
 @contextmanager
 def _one_line() -> Iterator[None]:
-    """Make an error of usage one line, as all others are. What is shown without arguments is help."""
+    """Turn an error of usage into one line, like all other errors. The help shown without arguments stays as it is."""
     try:
         yield
     except _WrongUsage as error:
@@ -41,7 +41,7 @@ def _one_line() -> Iterator[None]:
 
 
 class LazyGroup(TyperGroup):
-    """Lists commands from the table, and loads only the one that is about to run."""
+    """Lists commands from the table, and imports only the module of the command that is about to run."""
 
     path = ""
 
@@ -90,7 +90,7 @@ class LazyGroup(TyperGroup):
 
 
 def _meant(group: str, name: str) -> str:
-    """A hint at the nearest command, also of another group: people remember a command's last word."""
+    """A hint at the most similar command, of any group, because people remember a command's last word; empty = none."""
     from difflib import get_close_matches
 
     known = {path.rpartition(" ")[2]: path for path in (*GROUPS, *COMMANDS)}

@@ -1,4 +1,4 @@
-"""What commands share and what needs no typer: `validate` runs without it, see `fairlead.cli.main`."""
+"""What commands share and does not import typer: `validate` runs without typer, see `fairlead.cli.main`."""
 
 import sys
 from collections.abc import Iterator
@@ -24,8 +24,8 @@ def config_file(file: Path) -> Path:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Run without the cycle collector. Importing a thousand modules makes no garbage, and looking for it would take a
-    tenth of the start, and as much of a short command's end."""
+    """Run code without the cycle collector. Importing a thousand modules makes no garbage, and searching for it would
+    take a tenth of the start's time, and as much at the end of a short command."""
     import gc
 
     gc.disable()

@@ -141,14 +141,14 @@ def _options(load: "Load", headers: dict[str, str], timeout: float, max_in_fligh
         duration_s=load.seconds,
         max_in_flight=max_in_flight,
         timeout_s=timeout,
-        # Every request has its own limit; this one must only be later than the end of any trace.
+        # Every request has its own time limit. This limit of the whole run must only be longer than any trace.
         time_limit_s=7 * 86400.0,
         headers=headers,
     )
 
 
 def _run(url: str, load: "Load", model: str, options: "Options") -> "RunResult":
-    """Ask for the model's name, send all requests, show the progress."""
+    """Get the model's name from the server, send all requests, and show the progress."""
     import asyncio
 
     from fairlead.cli.bench_load import BenchProgress

@@ -1,4 +1,4 @@
-"""What `fairlead bench` sends, and when, by its command line; what it shows while it runs, and its hints afterwards."""
+"""The load that `fairlead bench` sends according to its command line, its progress line, and its hints at the end."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,7 +30,7 @@ _SESSION_RATE = 0.2
 
 
 class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The command line. 0 and empty = not given."""
+    """The options of the command line. 0 and empty = not given."""
 
     workload: str = "shared-prefix"
     parameters: Mapping[str, str] = {}
@@ -48,15 +48,15 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Load(msgspec.Struct, kw_only=True):
-    """What to send and when; `workload` makes the requests once the model's name is known."""
+    """What to send and when. `workload` makes the requests once the model's name is known."""
 
     arrivals: OpenLoop | ClosedLoop
-    #: One of the two limits the run.
+    #: The run ends after `requests` or after `seconds`, whichever is not 0.
     requests: int
     seconds: float
     #: The load in words, for the title and the summary.
     described: str
-    #: `None` = made endlessly from `options`.
+    #: The requests to send; `None` = generated without end from `options`.
     records: Sequence[Record] | None
     options: LoadOptions
 
@@ -66,7 +66,8 @@ class Load(msgspec.Struct, kw_only=True):
         return self.records is not None and all(record.model or record.lora for record in self.records)
 
     def workload(self, model: str, fallback: str) -> Workload:
-        """Raises ConfigError for an invalid parameter. `fallback` is the model of records that name none."""
+        """Make the requests. `fallback`: the model of records that name none. Raises ConfigError for an invalid
+        parameter."""
         options = self.options
         if self.records is not None:
             return Replay(
@@ -81,7 +82,7 @@ class Load(msgspec.Struct, kw_only=True):
 
 
 def build(options: LoadOptions) -> Load:
-    """Raises ConfigError for invalid options, TraceError or OSError for a file that cannot be read."""
+    """The load for these options. Raises ConfigError for invalid ones, TraceError or OSError for an unreadable file."""
     _check(options)
     records = _records(options)
     if records is None:
@@ -149,7 +150,7 @@ def _paced(options: LoadOptions) -> tuple[OpenLoop, str]:
 
 
 def _records(options: LoadOptions) -> Sequence[Record] | None:
-    """The records to send; `None` for a workload without an end."""
+    """The records to send; `None` = the workload has no end."""
     if options.workload in ("shared-prefix", "chat"):
         return None
     if options.workload not in KINDS:
@@ -163,13 +164,13 @@ def _records(options: LoadOptions) -> Sequence[Record] | None:
 
 
 def _conversations(options: LoadOptions) -> Sequence[Record]:
-    """Turns of enough sessions to hold the wanted requests; turns of different sessions alternate."""
+    """Generate as many sessions as are needed for the wanted number of requests; their turns alternate."""
     count = options.requests or DEFAULT_REQUESTS
     if options.seconds and not options.requests:
-        # Half as many again as expected, since arrivals are random.
+        # 1.5 times as many as expected, because arrivals are random.
         count = int(max(options.rate or DEFAULT_RATE, options.to_rate) * options.seconds * 1.5) + 100
     spec = CATALOGUE[options.workload].spec if options.workload in CATALOGUE else Conversation()
-    # A few long sessions hold as much as many short ones, and a list of all turns has to fit into memory.
+    # Long sessions have many turns, so fewer sessions are enough. The list of all turns has to fit into memory.
     sessions = max(int(2 * count / spec.turns) + 1, 20 if spec.turns <= 30 else 4)
     while True:
         pace = Pace(rate=_SESSION_RATE, count=sessions, seed=options.seed)
@@ -194,7 +195,7 @@ if TYPE_CHECKING:
     from fairlead.lab.load.report import Summary
     from fairlead.lab.load.spec import Progress as Look
 
-#: Seconds between two lines where no bar can be drawn.
+#: Seconds between two lines of progress if stderr is not a terminal.
 _LINE_EVERY_S = 5.0
 _HINTS = {
     "status_400": "refused as invalid: too long for the model, or a field in --extra that it does not know",
@@ -210,7 +211,7 @@ _HINTS = {
 
 
 class BenchProgress:
-    """One line on stderr: redrawn on a terminal, else repeated every few seconds."""
+    """Shows the progress as a line on stderr: redrawn on a terminal, otherwise printed every few seconds."""
 
     def __init__(self, title: str) -> None:
         self._console = Console(stderr=True)
@@ -240,7 +241,7 @@ class BenchProgress:
 def line(look: "Look") -> str:
     """The progress in a few words."""
     done = f"{look.done:,} of {look.total:,}" if look.total else f"{look.done:,} done"
-    # The rate is of the whole run so far: a quarter of a second holds too few requests for one.
+    # The rate is the average since the start: too few requests end between two updates (a quarter of a second).
     parts = [done, f"{look.in_flight:,} in flight", f"{look.done / max(look.elapsed_s, 1e-9):.1f}/s"]
     if look.waiting:
         parts.append(f"{look.waiting:,} held back")
@@ -252,7 +253,7 @@ def line(look: "Look") -> str:
 
 
 def hints(summary: "Summary") -> Iterator[str]:
-    """What to do about failures, and about figures that the server is not responsible for."""
+    """Yield hints at what to do about failures, and at results that the server is not responsible for."""
     for reason, count in summary["failed_by_reason"].items():
         if reason in _HINTS:
             yield f"hint: {count:,} × {reason}: {_HINTS[reason]}"

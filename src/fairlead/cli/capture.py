@@ -1,4 +1,4 @@
-"""`fairlead journal capture`: turns a journal into a workload that can be simulated, sent, and published."""
+"""`fairlead journal capture`: turns a journal into a workload that can be simulated, sent to servers, and published."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +10,7 @@ from fairlead.cli.options import examples, exits, needed_out
 from fairlead.cli.replay import Journal, Run
 from fairlead.config.problems import suggestion
 
-#: Tokens per block id, where a format requires a size.
+#: Tokens per block id, for formats with a fixed block size.
 _SIZES = {"mooncake": 512, "bailian": 16}
 
 

@@ -1,10 +1,10 @@
-"""The table of commands, where they are implemented, and the text of `fairlead --help`. Imports nothing, to be fast."""
+"""The table of commands with their modules, and the text of `fairlead --help`. Imports almost nothing, to be fast."""
 
 from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    """Where a command is implemented."""
+    """The module and function of a command, and its one line of help."""
 
     module: str
     function: str
@@ -64,7 +64,7 @@ SECTIONS = {
     "Measure and plan": ("bench", "stub", "sim", "plan", "tune"),
 }
 
-#: Names of 0.1, which work until 0.3 → present names.
+#: Names of commands in 0.1, which work until 0.3 → their present names.
 RENAMED = {
     "schema": "config schema",
     "envoy-config": "envoy config",

@@ -114,7 +114,7 @@ def _figures(
 
 
 def _simulated(run: "Run", policy: str, load: float, servers: int, preset: str, head: int) -> dict[str, float]:
-    """The figures of the journal's traffic, simulated on as many servers as it had."""
+    """Simulate the journal's traffic under `policy`, and return the figures. `servers`: 0 = as many as recorded."""
     from fairlead.compat.recorded import restore
     from fairlead.lab.engine.presets import DEFAULT_PRESET
     from fairlead.lab.engine.presets import preset as find_preset
@@ -148,16 +148,16 @@ def _servers(run: "Run") -> int:
     return max(len(names), 1)
 
 
-#: Seconds to wait for the scheduler.
+#: Seconds to wait for the Dask scheduler.
 _TIMEOUT_S = 10.0
 
 
 @contextmanager
 def on_cluster(address: str) -> Iterator[Runner]:
-    """Run cells on the workers of the scheduler at `address`, e.g. tcp://host:8786.
+    """Run cells on the workers of the Dask scheduler at `address`, e.g. tcp://host:8786.
 
-    Raises `ValueError` if Dask is not installed, nothing answers, there are no workers, or a worker has other code:
-    results are kept under the version of the local code.
+    Raises `ValueError` if Dask is not installed, nothing answers, there are no workers, or a worker has other code than
+    this machine: results are stored under the version of the local code.
     """
     try:
         dask = import_module("distributed")
@@ -280,8 +280,8 @@ def compare(
 
 
 def _check_options(against: Path | None, simulated: Mapping[str, object], gated: Mapping[str, object]) -> None:
-    """Raise `ValueError` for an option that was given and has no effect: one of `simulated` with --against, one of
-    `gated` without."""
+    """Raise `ValueError` for a given option without effect: one of `simulated` together with --against, or one of
+    `gated` without --against."""
     given = [name for name, value in (gated if against is None else simulated).items() if value]
     if given:
         where = "without --against JOURNAL" if against is None else "with --against"
@@ -289,7 +289,7 @@ def _check_options(against: Path | None, simulated: Mapping[str, object], gated:
 
 
 def results_of(cells: list[Cell], out: Path, fresh: bool, processes: int, cluster: str = "") -> list[CellResult]:
-    """The results of all cells. Those that `out` has are reused, unless `fresh`. The directory is created."""
+    """The results of all cells. Results in the directory `out` are reused unless `fresh`. It is created if needed."""
     from fairlead.lab.simulator.grid import read_kept, run_grid
 
     out.mkdir(parents=True, exist_ok=True)
@@ -309,7 +309,7 @@ def results_of(cells: list[Cell], out: Path, fresh: bool, processes: int, cluste
 
 
 def end_with_errors(results: list[CellResult]) -> None:
-    """Print the errors and end the command with a failure, if there are any."""
+    """If results have errors, print them and end the command with a failure."""
     problems = [
         f"{result.policy} on {result.scenario}: {problem}" for result in results if (problem := _problem(result))
     ]
@@ -337,7 +337,7 @@ def _print_json(results: list[CellResult]) -> None:
 def compared_cells(
     spec: "ScenarioSpec", scenarios: list[str], policies: list[str], load: str, seeds: int
 ) -> list[Cell]:
-    """The cells to simulate. `spec`: what the scenarios have in common."""
+    """The cells to simulate. `spec`: the settings that all scenarios have in common."""
     from msgspec.structs import replace
 
     from fairlead.config.problems import suggestion
@@ -370,7 +370,7 @@ def compared_cells(
 
 
 def texts_of(policies: Sequence[str]) -> dict[str, str]:
-    """Name in tables → configuration. Raises what `policy_text` raises."""
+    """By name in tables: the configuration of each policy. Raises what `policy_text` raises."""
     from fairlead.lab.simulator.run import policy_text
 
     texts: dict[str, str] = {}
@@ -382,7 +382,8 @@ def texts_of(policies: Sequence[str]) -> dict[str, str]:
 
 
 def _name(policy: str) -> str:
-    """The policy's name in tables: what is before the `=`, or the name; a Python file's without folder and ending."""
+    """The policy's name in tables: the part before `=`, otherwise the name; a Python file's name without folder and
+    suffix."""
     from fairlead.lab.simulator.run import named_file
 
     name, path = named_file(policy)
@@ -390,7 +391,7 @@ def _name(policy: str) -> str:
 
 
 def _labels(sources: Iterable[str]) -> dict[str, str]:
-    """Source → name in tables: a file's name without folder and ending, unless another has the same."""
+    """By source: its name in tables. A file's is without folder and suffix, unless another file has the same."""
     from collections import Counter
 
     names = {name: Path(name).stem if Path(name).suffix and Path(name).is_file() else name for name in sources}
@@ -400,6 +401,6 @@ def _labels(sources: Iterable[str]) -> dict[str, str]:
 
 @contextmanager
 def progress_bar(total: int) -> Iterator[Callable[[CellResult, int, int], None]]:
-    """A bar on stderr where that is a terminal, else a line now and then."""
+    """Show a progress bar on stderr if it is a terminal, otherwise a line now and then."""
     with bar("simulating", total, everywhere=True) as update:
         yield lambda result, done, _: update(completed=done, description=f"{result.scenario}: {result.policy}")

@@ -110,8 +110,8 @@ def validate(
 ) -> None:
     """Check a configuration and print every problem with its line, its path and, if there is one, a hint.
 
-    Plugins are loaded and made, and files of endpoints, models and keys are read too; nothing is started and no port is
-    opened.
+    Plugins are loaded and built, and the files of endpoints, models and keys are read too. Nothing is started and no
+    port is opened.
 
     \b
     Examples:

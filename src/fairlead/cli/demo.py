@@ -1,4 +1,4 @@
-"""`fairlead demo`: the main job with real parts, measured."""
+"""`fairlead demo`: measures Fairlead against round robin, with a real Envoy and simulated model servers."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""`fairlead doctor`: what is wrong with a configuration and the installation that uses it."""
+"""`fairlead doctor`: finds out what is wrong with a configuration and the installation that uses it."""
 
 import os
 import sys
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def _checks(incomplete: str) -> list[str]:
-    """For the shell's completion."""
+    """The checks to offer in the shell's completion of `--only`."""
     from fairlead.doctor.checks import CHECKS
 
     return [check.name for check in CHECKS if check.name.startswith(incomplete)]

@@ -17,7 +17,7 @@ class RequestMode(StrEnum):
     buffered = "buffered"
 
 
-#: Options of the gateway whose flag has another name.
+#: Fields of the gateway's options → their flags, where the names differ.
 _FLAGS = {"host": "listen", "port": "listen", "endpoints": "endpoint", "tls": "tls-ca"}
 
 
@@ -99,7 +99,7 @@ def envoy_config(
     """Print an Envoy configuration (YAML) for an Envoy that you run yourself.
 
     With FILE it is that of the embedded gateway, and the options given here override it. docs/gateway.md explains the
-    modes. What gateway.keys and gateway.jwt.jwksFile hold is printed as it is now: print it again when they change.
+    modes. The keys in the files of gateway.keys and gateway.jwt.jwksFile are copied: print it again when they change.
     """
     from msgspec.structs import replace
 
@@ -137,7 +137,7 @@ def envoy_config(
 
 
 def _rendered(options: "Options", validate: bool) -> str:
-    """The configuration as text. Raises `ConfigError` that names the flag."""
+    """The Envoy configuration as text. Raises a `ConfigError` that names the flag with the wrong value."""
     from fairlead.core.errors import ConfigError
     from fairlead.gateway.envoy.binary import validate as check
     from fairlead.gateway.envoy.config import render
@@ -152,7 +152,7 @@ def _rendered(options: "Options", validate: bool) -> str:
 
 
 def _of_file(file: Path) -> "Options":
-    """Options of the gateway that would be started for this configuration. Raises `ConfigError`."""
+    """The options of the gateway that `fairlead serve` would start for this configuration. Raises `ConfigError`."""
     import asyncio
 
     from msgspec.structs import replace
@@ -166,6 +166,6 @@ def _of_file(file: Path) -> "Options":
 
 
 def _flag(path: str) -> str:
-    """The flag for a path in the options: `$.body_limit` -> `--body-limit`."""
+    """The flag for a path in the gateway's options: `$.body_limit` → `--body-limit`."""
     name = path.removeprefix("$.").partition("[")[0].partition(".")[0]
     return f"--{_FLAGS.get(name, name.replace('_', '-'))}"

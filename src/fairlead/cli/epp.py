@@ -18,7 +18,7 @@ _METRICS = {
     "lora-info-metric": "lora",
     "cache-info-metric": "cacheInfo",
 }
-#: What the reference uses if it is given no configuration.
+#: The configuration that the reference uses if none is given.
 _DEFAULT = "{apiVersion: llm-d.ai/v1alpha1, kind: EndpointPickerConfig}\n"
 _LEVELS = {"debug": "debug", "info": "info", "warn": "warning", "error": "error", "panic": "error"}
 
@@ -62,8 +62,8 @@ def _configuration(given: Mapping[str, str], directory: Path) -> Path:
 
 
 def configured(given: Mapping[str, str], directory: Path) -> dict[str, Any]:
-    """The flags as values of the configuration, in the file's shape. `directory`: where a certificate is created if
-    needed. Raises `ConfigError`."""
+    """Convert flags to values of the configuration, in the structure of the file. `directory`: where a certificate is
+    created if needed. Raises `ConfigError`."""
     from fairlead.cli.serve import labels, overlay, port_numbers
 
     if given.get("pool-name") and given.get("endpoint-selector"):

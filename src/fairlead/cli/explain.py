@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from fairlead.core.explain import Candidate
 
 
-#: Width in characters at which a table is measured.
+#: Width in characters for measuring how wide a table wants to be.
 _WIDEST = 10_000
 
 
 def show(explained: dict[str, Any], top: int) -> None:
     """Print an explanation. `explained`: the result of `server.observe.decisions.explained`."""
     console = Console(highlight=False, markup=False, emoji=False)
-    explained = plain(explained)  # clients and model servers choose names
+    explained = plain(explained)  # clients and model servers choose names, which may contain escape codes
     where = explained["endpoint"] or f"nowhere ({explained['outcome']})"
     name = f"request {explained['request_id']}" + (f" ({explained['external_id']})" if explained["external_id"] else "")
     first = f" (prompt: {prefill})" if (prefill := explained.get("prefill_endpoint")) else ""
@@ -51,7 +51,7 @@ def show(explained: dict[str, Any], top: int) -> None:
 
 
 def _say(console: Console, *lines: str) -> None:
-    """Print lines indented, wrapped between words."""
+    """Print indented lines, wrapped between words."""
     for line in lines:
         console.print(Padding(line, (0, 0, 0, 2), expand=False))
 
@@ -64,8 +64,8 @@ def _delay(explained: dict[str, Any]) -> str:
 
 
 def _candidates(console: Console, explanation: dict[str, Any], top: int) -> None:
-    """Print the reasons, then what each endpoint costs: a column for each term if the terminal is wide enough, else the
-    terms below each other."""
+    """Print the reasons, then the cost of each endpoint. Each term has a column if the terminal is wide enough;
+    otherwise an endpoint's terms are listed below each other."""
     from msgspec import convert
 
     from fairlead.core.explain import Candidate
@@ -129,7 +129,7 @@ def _narrow(candidates: "Sequence[Candidate]", costs: bool) -> Table:
 
 
 def _state(candidate: "Candidate") -> tuple[str, str, str, str]:
-    """Cached tokens, queued tokens, running requests, KV cache in use."""
+    """The columns (cached tokens, queued tokens, running requests, KV cache in use) of an endpoint."""
     return (
         f"{candidate.cached_tokens:,}",
         f"{candidate.queued_tokens:,.0f}",
@@ -223,7 +223,8 @@ def explain(
 
 
 def _fetch(url: str, request: str) -> dict[str, Any]:
-    """Raises `ValueError`, `OSError`, or `EngineError` if nothing answers."""
+    """Get the explanation of a decision from the admin port at `url`. Raises `ValueError`, `OSError`, or `EngineError`
+    if nothing answers."""
     from urllib.parse import quote
 
     import msgspec

@@ -32,7 +32,7 @@ RENAMED_OPTIONS: dict[str, dict[str, str]] = {
 
 
 class PlainCommand(TyperCommand):
-    """Shows a value only for an option that takes one, and a default only if there is one."""
+    """A typer command whose help shows a value only for options that take one, and a default only if there is one."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         renamed = RENAMED_OPTIONS.get(ctx.command_path.partition(" ")[2], {})
@@ -59,7 +59,7 @@ def with_new_names(args: Sequence[str], renamed: dict[str, str]) -> Iterator[str
             return
         name, equals, value = arg.partition("=")
         new = renamed.get(name)
-        # An old name can also be a new name: the old option took a file, the new one takes a number.
+        # A name can be both old and new: then the old option took a file, and the new one takes a number.
         given = value or "".join(args[place + 1 : place + 2])
         if new is None or (name in renamed.values() and not re.match(r"[^-\d].*[./]|[./]", given)):
             yield arg
@@ -71,7 +71,7 @@ def with_new_names(args: Sequence[str], renamed: dict[str, str]) -> Iterator[str
 
 
 def usage(command: Any) -> list[str]:
-    """What follows the command's name."""
+    """The parts of the usage line that follow the command's name."""
     places = [_place(parameter) for parameter in _visible(command, "argument")]
     return [*places, "[OPTIONS]"] if _visible(command, "option") or not places else places
 
@@ -105,7 +105,7 @@ def _value(parameter: Any) -> str:
 
 
 def _default(parameter: Any) -> str:
-    """The default in words; "" if there is none worth showing."""
+    """The default as text; "" if it is not worth showing."""
     default = parameter.default.value if isinstance(parameter.default, Enum) else parameter.default
     if isinstance(parameter.show_default, str):
         return parameter.show_default

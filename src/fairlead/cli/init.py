@@ -98,7 +98,7 @@ def _ask() -> tuple[list[str], list[str], str, str]:
 
 
 def _surveyed(addresses: list[str], probe: bool) -> "list[Server]":
-    """What the servers report, which is also printed. Ends the command if one does not answer."""
+    """Ask the servers what they serve, print it, and return it. Ends the command if a server does not answer."""
     if not addresses or not probe:
         return []
     import asyncio

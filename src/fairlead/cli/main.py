@@ -1,4 +1,4 @@
-"""`fairlead COMMAND`: runs it, and turns errors into one line and an exit code."""
+"""The entry point: runs a command, and turns errors into one line and an exit code."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     given = sys.argv[1:] if arguments is None else [*arguments]
     if given == ["--help"]:
-        sys.stdout.write(overview() + "\n")  # without typer, which takes three times as long
+        sys.stdout.write(overview() + "\n")  # without importing typer, which takes three times as long
         sys.exit()
     # Otherwise pydantic looks for its plugins in all installed packages, which takes 6 % of the time of `validate`.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run(given: list[str]) -> None:
     files = [word for word in given[1:] if word != "--json"]
     if given[:1] == ["validate"] and len(files) < 2 and not any(word.startswith("-") for word in files):
-        # Also without typer, which takes a quarter of the time.
+        # `validate` runs without importing typer, which would take a quarter of its time.
         from pathlib import Path
 
         from fairlead.cli.basics import DEFAULT_FILE, config_file
@@ -83,13 +83,13 @@ def _terminable() -> Iterator[list[int]]:
 
     def terminate(number: int, _: object) -> None:
         came.append(number)
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start background jobs
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # shells start background jobs with SIGINT ignored
             raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)
 
     try:
         before = signal.signal(signal.SIGTERM, terminate)
-    except ValueError:  # not the main thread: it cannot handle signals
+    except ValueError:  # only the main thread can handle signals, and this is another
         yield came
         return
     try:

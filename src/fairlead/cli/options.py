@@ -28,7 +28,7 @@ ConfigFile = Annotated[
 
 
 def complain(problem: str | Exception) -> None:
-    """Print each line of the message on stderr; for a file that cannot be used, its name and the reason."""
+    """Print each line of a message on stderr. For an `OSError`, print the file's name and the reason."""
     message = str(problem)
     if isinstance(problem, OSError) and problem.filename and problem.strerror:
         message = f"{problem.filename}: {problem.strerror}"
@@ -42,7 +42,8 @@ def note_renamed(old: str, new: str) -> None:
 
 
 def needed_out(out: Path | None, old: Path | None) -> Path:
-    """The file of `--out`. `old`: the second argument, as it was before 0.2. Raises `ConfigError`."""
+    """The file of `--out`. `old`: the second argument, which named it before 0.2. Raises `ConfigError` if both are
+    missing."""
     if old is not None:
         note_renamed("IN OUT", "IN --out OUT")
     if (path := out or old) is None:
@@ -53,7 +54,8 @@ def needed_out(out: Path | None, old: Path | None) -> Path:
 
 
 def completion(module: str, name: str) -> Callable[[str], list[str]]:
-    """The shell's completion: from the names in `module`, which is imported only then, or those a function returns."""
+    """A function for the shell's completion. `name`: a collection in `module`, or a function there that returns one.
+    The module is imported only for a completion."""
 
     def complete(incomplete: str) -> list[str]:
         known = vars(import_module(module))[name]
@@ -93,7 +95,7 @@ def exits(code: int, *errors: type[Exception]) -> Iterator[None]:
     """Turn these errors into lines on stderr and the exit code."""
     try:
         yield
-    except BrokenPipeError:  # whoever reads the output has left, which is no error
+    except BrokenPipeError:  # the reader of the output (such as `head`) has ended, which is no error
         raise
     except errors as error:
         complain(error)
@@ -101,7 +103,7 @@ def exits(code: int, *errors: type[Exception]) -> Iterator[None]:
 
 
 def examples(text: str) -> Callable[[F], F]:
-    """Insert `text`, with examples and further notes, after the first part of a command's description."""
+    """Append `text`, with examples and further notes, to the docstring of a command, which is its `--help`."""
 
     def add(command: F) -> F:
         command.__doc__ = f"{cleandoc(command.__doc__ or '')}\n{text}"
@@ -200,7 +202,7 @@ DEFAULT_ADMIN = "http://localhost:9090"
 
 
 def admin_url(given: str, old: str = "") -> str:
-    """The URL of the admin port, with its scheme. `old`: the URL as an argument, as it was before 0.2."""
+    """The URL of the admin port, with a scheme. `old`: the URL as an argument, where it was before 0.2."""
     if old:
         note_renamed("URL", "--admin URL")
     url = given or old or DEFAULT_ADMIN
@@ -226,7 +228,8 @@ Set = Annotated[
 
 
 def change(policy: str, settings: Sequence[str] | None) -> "Callable[[Config], Config] | None":
-    """How the options change a recorded configuration; `None` = not at all. Raises `ConfigError` or `ValueError`."""
+    """A function that changes a recorded configuration as the options say; `None` = no change. Raises `ConfigError` or
+    `ValueError`."""
     from fairlead.compat.load import load
     from fairlead.compat.recorded import changed
     from fairlead.lab.simulator.run import policy_text
@@ -253,7 +256,7 @@ def change(policy: str, settings: Sequence[str] | None) -> "Callable[[Config], C
 @contextmanager
 def bar(title: str, total: int | None = None, *, everywhere: bool = False) -> Iterator[Callable[..., None]]:
     """A bar, or a spinner if `total` is `None`. Yields rich's `update`, with `completed`, `total` and `description`.
-    Nothing is drawn if stderr is no terminal, except with `everywhere`: then its last state is, and it stays."""
+    If stderr is not a terminal, nothing is drawn. `everywhere`: the last state is printed in any case, and stays."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -266,13 +269,13 @@ def bar(title: str, total: int | None = None, *, everywhere: bool = False) -> It
 
 @contextmanager
 def busy(title: str) -> Iterator[Callable[[str], None]]:
-    """Show a spinner and the seconds for work of unknown length. Yields a function that changes the title."""
+    """Show a spinner and the elapsed time during work of unknown length. Yields a function that changes the title."""
     with bar(title) as update:
         yield lambda text: update(description=text)
 
 
 def hint_of(option: str = "--admin") -> str:
-    """What to look at if nothing answers at the address that `option` gives."""
+    """A hint for the case that nothing answers at the address given by `option`."""
     return f"is `fairlead serve` running, and is this its admin port ({option})?"
 
 
@@ -289,8 +292,10 @@ def with_token(url: str) -> "Request":
 
 
 def fetched(page: str, base: str, ours: str, timeout_s: float = 10.0, option: str = "--admin") -> bytes:
-    """A page of the admin port at `base`. Raises `ValueError` for a refusal, with its text if `ours` is in it, else
-    saying that something else listens there; `EngineError` if nothing answers. `option` gave `base`."""
+    """A page of the admin port at `base`, which `option` gave.
+
+    Raises `EngineError` if nothing answers, and `ValueError` for an error response: with its text if that contains
+    `ours` (so it is from Fairlead), otherwise saying that something else listens there."""
     from urllib.error import HTTPError, URLError
     from urllib.request import urlopen
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fairlead.lab.simulator.plan import Case, Tried
     from fairlead.lab.simulator.world import Scenario
 
-#: How many of the newest bytes of a running scheduler's journal are fetched at most.
+#: The most bytes to fetch from a running scheduler's journal, the newest first.
 _MOST_FETCHED = 256 << 20
 
 Workload = Annotated[str, workload_option("NAME|FILE", "A workload file, a scenario, or a kind of workload.")]
@@ -119,7 +119,7 @@ def plan(
 def _case(
     spec: "ScenarioSpec", slo: str, policy: str, live: str, last: str, warm_up: str, spare: int
 ) -> "tuple[Case, int]":
-    """What to plan for, and the present number of replicas; 0 = unknown. Raises what the called functions raise."""
+    """The case to plan for, and the present number of replicas; 0 = unknown. Raises what the called functions raise."""
     from msgspec import structs
 
     from fairlead.lab.simulator.build import build
@@ -147,7 +147,8 @@ def _case(
 def _plan(
     case: "Case", about: dict[str, Any], search: dict[str, Any], price: float, out: Path, processes: int, as_json: bool
 ) -> None:
-    """`search`: the arguments of `lab.simulator.plan.plan`."""
+    """Search for the least number of replicas, print it, and write the report. `search`: arguments of
+    `lab.simulator.plan.plan`."""
     from fairlead.lab.simulator import plan_report
     from fairlead.lab.simulator.plan import in_processes
     from fairlead.lab.simulator.plan import plan as find
@@ -183,7 +184,7 @@ def _plan(
 
 
 def _said(planned: dict[str, Any]) -> str:
-    """The answer in words."""
+    """The result of planning in words."""
     objective = ", ".join(f"{name} {value}" for name, value in planned["objectives"].items())
     best = planned["replicas"]
     if best is None:
@@ -211,7 +212,7 @@ def _times(text: str) -> float:
 
 
 def _engine(engine: str) -> str:
-    """A preset's name or text; empty = none was named. Raises `ValueError` or `OSError`."""
+    """The name or the text of a preset; empty = no engine was named. Raises `ValueError` or `OSError`."""
     from fairlead.lab.engine.presets import preset
 
     made = engine_argument(engine)
@@ -221,8 +222,8 @@ def _engine(engine: str) -> str:
 
 
 def _recorded(live: str, last_s: float, spec: "ScenarioSpec") -> "tuple[Scenario, Any, int]":
-    """The recorded traffic, the policy then in force, and the number of replicas then. Raises `JournalError`,
-    `ValueError` or `OSError`."""
+    """The recorded traffic, and the policy and the number of replicas at that time. Raises `JournalError`, `ValueError`
+    or `OSError`."""
     from fairlead.lab.engine.presets import preset
     from fairlead.lab.simulator.journal import one_run
     from fairlead.lab.simulator.plan_live import fit, recorded
@@ -277,7 +278,7 @@ def _journal(source: str) -> Iterator[Path]:
 
 @contextmanager
 def _progress() -> "Iterator[Callable[[Tried], None]]":
-    """Shows what was tried so far on stderr, if it is a terminal."""
+    """Show on stderr, if it is a terminal, which numbers of replicas were tried so far."""
     with busy("simulating") as say:
         counts = [0, 0]
 

@@ -1,4 +1,4 @@
-"""`fairlead serve`, and its flags that users of the reference picker know, as values of the configuration."""
+"""`fairlead serve`. Its flags, some of them known from the reference picker, become values of the configuration."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from fairlead.core.errors import ConfigError
 
 
 def overlay(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Flags by the paths of their fields in the shape of the file, without those not given."""
+    """Convert flags, by the paths of their fields, to the structure of the file, without flags that were not given."""
     given: dict[str, Any] = {}
     for path, value in flags.items():
         if value:
@@ -41,7 +41,7 @@ _SchedulerOnly = Annotated[
 _RunningGateway = Annotated[
     str, typer.Option("--running-gateway", help="The embedded gateway next to this scheduler.", hidden=True)
 ]
-# Parents of older versions, whose files were replaced while they ran, give these two instead.
+# A parent process of an older version, whose files were replaced while it ran, gives these two flags instead.
 _GatewayAdmin = Annotated[list[str] | None, typer.Option("--gateway-admin", help="Its admin pages.", hidden=True)]
 _GatewayPool = Annotated[str, typer.Option("--gateway-pool", help="Its file of endpoints.", hidden=True)]
 _Workers = Annotated[
@@ -112,7 +112,7 @@ def serve(
             }
         )
     if gateway_admin:
-        directory = str(Path(gateway_pool).parent) if gateway_pool else ""  # which only the first worker was given
+        directory = str(Path(gateway_pool).parent) if gateway_pool else ""  # older parents gave it to the first worker
         running_gateway = json.dumps({"admins": gateway_admin, "directory": directory})
     serve_file(file, flags, scheduler_only, running_gateway, workers=workers)
 
@@ -125,12 +125,12 @@ def serve_file(
     notes: Sequence[tuple[str, str]] = (),
     workers: int = 1,
 ) -> None:
-    """Serve with the configuration in `file`. `running_gateway`: a `RunningGateway` as JSON. `notes`: flags
-    without an effect, and why."""
+    """Serve with the configuration in `file`. `running_gateway`: a `RunningGateway` as JSON. `notes`: (flag, why) for
+    flags without effect."""
     import asyncio
     import signal
 
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # while no handler is set, here or in a process that this one starts
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until a handler is set, here and in processes that this one starts
     with without_collection():
         from msgspec.json import decode
 

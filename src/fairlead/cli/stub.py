@@ -1,4 +1,4 @@
-"""`fairlead stub`: model servers that cost nothing, for trying and testing a gateway."""
+"""`fairlead stub`: model servers without a model or a GPU, for trying out and testing a gateway."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class KvEncoding(StrEnum):
-    """Ways to write KV events; several can be combined."""
+    """Encodings of KV events; several can be combined."""
 
     MAP = "map"
     ARRAY = "array"
@@ -34,7 +34,7 @@ class KvEncoding(StrEnum):
     BIN = "bin"
 
 
-#: What each changes in `lab.stub.kv_publisher.Encoding`.
+#: By encoding: the fields of `lab.stub.kv_publisher.Encoding` that it changes.
 _ENCODINGS: dict[KvEncoding, dict[str, Any]] = {
     KvEncoding.MAP: {"events": "map"},
     KvEncoding.ARRAY: {"events": "array"},
@@ -50,7 +50,7 @@ _ENCODINGS: dict[KvEncoding, dict[str, Any]] = {
     KvEncoding.BYTES: {"hashes": "bytes"},
     KvEncoding.BIN: {"wrapped": True},
 }
-#: vLLM's port, and how many batches it keeps.
+#: vLLM's default port of KV events, and the number of batches that it keeps for replays.
 _KV_PORT, _KV_BUFFER = 5557, 10_000
 
 _Engine = Annotated[
@@ -179,7 +179,7 @@ def stub(
             ctx,
             StubConfig,
             preset=engine_argument(engine),
-            engine=None,  # the option of that name is a preset
+            engine=None,  # the option `--engine` names a preset, not the field of the same name
             loras=tuple(lora or ()),
             natural_output=output_tokens,
             kv_events=_hashed(events, kv_hash, kv_hash_seed),

@@ -32,7 +32,7 @@ Page = dict[str, Any]
 
 
 def snapshot(base: str) -> Page:
-    """One snapshot, with `about` and `now`. Raises `OSError` or `ValueError`."""
+    """Read one snapshot, which has the keys `about` and `now`. Raises `OSError` or `ValueError`."""
     with _open(f"{base}/dashboard/snapshot") as answer:
         message = msgspec.json.decode(answer.read(_MAX_LINE))
     if not isinstance(message, dict) or "now" not in message:
@@ -66,13 +66,13 @@ def _stream(base: str, every: float) -> Iterator[Page]:
             elif line.startswith(b"data: ") and event == b"beginning":
                 about = msgspec.json.decode(line[6:])["about"]
             elif line.startswith(b"data: ") and event == b"now" and time.monotonic() >= due:
-                # Slightly early is fine: snapshots arrive at their own pace.
+                # A snapshot that arrives up to 0.1 s early is shown: snapshots have an interval of their own.
                 due = time.monotonic() + every - 0.1
                 yield {"about": about, "now": msgspec.json.decode(line[6:])}
 
 
 def _open(url: str) -> HTTPResponse:
-    """Open a page. Raises `OSError` with the server's text."""
+    """Open a page. Raises `OSError`, with the server's text if it refuses."""
     try:
         return cast(HTTPResponse, urlopen(with_token(url), timeout=_SILENCE))
     except urllib.error.HTTPError as error:
@@ -86,7 +86,7 @@ def _open(url: str) -> HTTPResponse:
         raise ConnectionError(said or str(error.reason)) from None
 
 
-# Draws the same numbers as the dashboard, with the same words.
+# Draws the dashboard's numbers, with the dashboard's words.
 
 Row = dict[str, Any]
 
@@ -102,10 +102,11 @@ SORTS: dict[str, Callable[[Row], Any]] = {
     "ttft": lambda row: -(row["actual_ms"] or 0.0),
 }
 _DASH = "–"
-#: Characters: of a state before it is wrapped; of names while there are columns to leave out, and in any case.
+#: Widths in characters: of a state without wrapping; the room for names, for which columns are left out; the least room
+#: for names if no more columns can be left out.
 _STATE, _NAME, _LEAST_NAME = 18, 24, 16
 _Column = tuple[str, int, Callable[[Row], str | Text]]
-#: Lines of the screen other than rows of tables; rows of endpoints and of traffic that are shown in any case.
+#: Lines of the screen that are not rows of tables; rows of endpoints and of traffic that are shown in any case.
 _OTHER_LINES, _LEAST_ENDPOINTS, _LEAST_TRAFFIC = 17, 3, 4
 
 
@@ -113,7 +114,7 @@ def view(state: dict[str, Any], sort: str, width: int, height: int | None = None
     """The whole screen. `width`, `height`: its characters and lines; `None` = as many lines as needed."""
     if not state:
         return Text(plain(problem) or "waiting for the first numbers …", "bold red" if problem else "")
-    about, now, problem = plain([state["about"], state["now"], problem])  # clients and model servers choose names
+    about, now, problem = plain([state["about"], state["now"], problem])  # names from clients may have escape codes
     parts: list[RenderableType] = [_title(about, now)]
     if problem:
         parts.append(Text(f"! {problem}; these numbers are old", "bold red"))
@@ -138,7 +139,7 @@ def view(state: dict[str, Any], sort: str, width: int, height: int | None = None
 
 def _title(about: Row, now: Row) -> Text:
     title = Text.assemble(("Fairlead ", "bold"), about["version"], "  pool ", (about["pool"], "bold"))
-    running_s = now.get("running_s", now["at"] - about["started"])  # older schedulers do not tell it
+    running_s = now.get("running_s", now["at"] - about["started"])  # older schedulers do not report it
     title.append(f"  policy {now['policy']}  running for {_seconds(running_s)}")
     return title
 
@@ -194,7 +195,7 @@ def _first(rows: list[Row], most: int | None) -> list[Row]:
 
 
 def _fitting(rows: list[Row], width: int) -> tuple[list[_Column], int]:
-    """The columns that leave room for names, and how many characters of names they leave."""
+    """The columns that fit beside the names of endpoints, and how many characters they leave for the names."""
     columns = [column for column in _COLUMNS if width >= column[1]]
     while True:
         widths = [max(cell_len(str(text)) for text in (name, *map(cell, rows))) for name, _, cell in columns]
@@ -212,11 +213,11 @@ def _cut(name: str, width: int) -> str:
 
 
 def _near(row: Row) -> str:
-    """The sign before estimated numbers."""
+    """The sign before numbers that are estimated; empty if they are not."""
     return "" if row["fresh"] else "≈"
 
 
-#: Columns of endpoints: the name, the screen width from which on it is shown, and its content.
+#: Columns of the table of endpoints: name, the least screen width at which the column is shown, and its content.
 _COLUMNS: tuple[_Column, ...] = (
     ("endpoint", 0, lambda row: row["id"]),
     ("state", 0, lambda row: Text(*_state(row))),
@@ -283,7 +284,7 @@ def _queues(queues: Row) -> Table:
 def _table(names: Iterable[str], left: int, caption: str | None = None) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left", padding=(0, 1))
     for i, name in enumerate(names):
-        # Texts are wrapped if there is no room; names of endpoints are cut already, and figures are never cut.
+        # Texts are wrapped if there is no room. Names of endpoints are shortened already, and figures stay whole.
         wraps = name == "state" or (i == 0 and name != "endpoint")
         table.add_column(name, justify="left" if i < left else "right", no_wrap=not wraps, overflow="fold")
     return table

@@ -125,8 +125,8 @@ def tune(
 
 
 def engine_argument(value: str) -> str:
-    """A preset's name unchanged, or the text of the file or of the measured server that `value` names. Raises
-    `ValueError` or `OSError`."""
+    """What `--engine VALUE` means: a preset's name unchanged, or the text of the preset in the file, or of the measured
+    server, that `value` names. Raises `ValueError` or `OSError`."""
     path = Path(value)
     if "://" in value or (":" in value and path.suffix not in _PRESET_FILES):
         return preset_like(value)
@@ -174,7 +174,7 @@ def _ask(url: str, neighbour: str, model: str, max_num_seqs: int, headers: dict[
 
 
 def _probe(ask: "Ask", save: Path | None) -> "tuple[Measured, int]":
-    """The observations until the end, or until the user or a failed request stopped the probing; and the exit code.
+    """Probe the server until the end, or until Ctrl-C or a failed request. Returns the observations and the exit code.
     Raises `TooLittle` if there are none."""
     import asyncio
 

@@ -54,7 +54,7 @@ def _as_json(file: Path, config: "Config | None", report: "Report") -> int:
 
 
 def _keys_problems(config: "Config") -> list[str]:
-    """Problems of the file of API keys."""
+    """The problems in the file of API keys."""
     from fairlead.core.errors import ConfigError
 
     if config.gateway.keys is None:
@@ -69,7 +69,7 @@ def _keys_problems(config: "Config") -> list[str]:
 
 
 def _names(config: "Config") -> tuple[str, list[str]]:
-    """How many model names are defined, and what is wrong with them."""
+    """How many model names are defined, in words, and the problems in their definitions."""
     if not config.models.given:
         return "", []
     from fairlead.pool.models_file import check_models

@@ -87,7 +87,7 @@ def by_hashes(kv: KvListening, slot: int) -> Finding | None:
 
 
 async def _size(site: Site, kv: KvListening, slot: int) -> Finding | None:
-    """A finding if the block size on the metrics page differs from the configured one, before blocks are stored."""
+    """A finding if the block size on the metrics page, known before any block is stored, is not the configured one."""
     configured = kv.recipe.block_size
     reading = await site.reading(kv.endpoints[slot])
     reported = reading.sample.block_size if reading is not None else 0

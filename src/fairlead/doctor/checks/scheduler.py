@@ -273,7 +273,7 @@ STARVED = Kind(
     "`fairlead explain` shows what counts against it; filters, sessions and caches can keep requests away", _UNEVEN,
 )  # fmt: skip
 
-#: With more waiting requests, and more than this many times the other endpoints' median load, it is overloaded.
+#: An endpoint with more waiting requests, and with more than this many times the others' median load, is overloaded.
 _MANY_WAITING, _TIMES = 20.0, 4.0
 #: There is a finding with more foreign requests than this, and more than this share of this scheduler's own requests.
 #: A second scheduler sends as many requests as this one.
