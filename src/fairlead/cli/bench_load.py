@@ -124,11 +124,11 @@ def _check(options: LoadOptions) -> None:
     if options.closed and (options.rate or options.arrivals):
         raise ConfigError("a closed loop has no rate and no arrivals: leave out --rate and --arrivals", "--closed")
     if options.speedup and not _has_own_times(options):
-        raise ConfigError("is for a file that is replayed at its own times; here --rate says how fast", "--speedup")
+        raise ConfigError("is only for a file that is replayed at its own times; here use --rate", "--speedup")
     if options.parameters and options.workload not in KINDS:
         raise ConfigError("a file has no parameters", "--set")
     if options.workload in SESSIONS and options.closed and not options.requests:
-        raise ConfigError("say how many, conversations are made before they are sent", "--requests")
+        raise ConfigError("name the number of requests: conversations are generated before they are sent", "--requests")
 
 
 def _has_own_times(options: LoadOptions) -> bool:

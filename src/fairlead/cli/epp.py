@@ -69,7 +69,7 @@ def configured(given: Mapping[str, str], directory: Path) -> dict[str, Any]:
     if given.get("pool-name") and given.get("endpoint-selector"):
         raise ConfigError("not together with --pool-name; leave out one of them", "--endpoint-selector")
     if given.get("metrics-client-ca-file"):
-        raise ConfigError("clients' certificates are not asked for; use admin.tokenFile", "--metrics-client-ca-file")
+        raise ConfigError("client certificates are not supported; use admin.tokenFile", "--metrics-client-ca-file")
     metrics_port = int(given.get("metrics-port", "9090"))
     values = overlay(
         {
@@ -134,6 +134,6 @@ def self_signed(directory: Path) -> str:
     try:
         subprocess.run(command, check=True, capture_output=True, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
-        reason = f"a certificate could not be made ({error}); install openssl, or give --cert-path"
+        reason = f"a certificate could not be created ({error}); install openssl, or give --cert-path"
         raise ConfigError(reason, "--secure-serving") from None
     return str(directory)

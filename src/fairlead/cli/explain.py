@@ -82,7 +82,7 @@ def _candidates(console: Console, explanation: dict[str, Any], top: int) -> None
     if not explanation["reproduced"]:
         _say(
             console,
-            "note: this policy remembers or draws lots; asked again it rates otherwise. Totals are the recorded.",
+            "note: this policy has memory or uses chance, so asked again it rates differently. Totals are as recorded.",
         )
 
 
@@ -252,7 +252,7 @@ def _search(path: Path, request: str, run: str, policy: str, settings: list[str]
     if apply is not None:
         trace, asked = recorded.decision.trace, apply(config)
         if trace is None or trace.snapshot is None:
-            raise ValueError("the numbers of this decision are not in the journal; nothing else can be asked")
+            raise ValueError("the journal lacks the numbers of this decision, so no other policy can be asked")
         endpoint, answer = asked_again(build_policy(asked), recorded.decision.request, trace)
         answer.snapshot, answer.held, answer.loading = trace.snapshot, trace.held, trace.loading
         instead = why(lambda: build_policy(asked), recorded.decision.request, answer, endpoint)

@@ -22,7 +22,7 @@ def indexer(
         str, typer.Option(metavar="HOST:PORT", help="HTTP address, port 0 = any.", show_default="admin.host:admin.port")
     ] = "",
     bind: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Let engines dial in, e.g. tcp://*:5555: kvEvents.bind.")
+        str, typer.Option(metavar="ADDRESS", help="Let engines connect, e.g. tcp://*:5555: kvEvents.bind.")
     ] = "",
     snapshot: Annotated[
         str, typer.Option(metavar="FILE", help="Keeps the index across restarts: kvEvents.snapshot.")

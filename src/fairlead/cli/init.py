@@ -111,7 +111,7 @@ def _surveyed(addresses: list[str], probe: bool) -> "list[Server]":
     for server in surveyed:
         complain(str(server)) if server.problem else typer.echo(f"found {plain(str(server))}")
     if any(server.problem for server in surveyed):
-        complain("nothing was written: start these servers, correct their addresses, leave them out, or use --no-probe")
+        complain("nothing was written: start these servers, correct or omit their addresses, or use --no-probe")
         raise typer.Exit(FAILED)
     typer.echo("How many requests an engine runs at once (its slots) is learned while it serves.")
     for difference in differences(surveyed):
@@ -137,7 +137,7 @@ def _endpoints(servers: list[str], prefill: list[str], surveyed: "list[Server]")
     if prefill:
         lines += [
             "",
-            "# A prompt is computed elsewhere than its answer where that saves time.",
+            "# A prompt and its answer are computed by different servers if that saves time.",
             "policy: prefill-decode",
         ]
     return [*lines, ""]

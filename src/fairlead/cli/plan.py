@@ -189,7 +189,7 @@ def _said(planned: dict[str, Any]) -> str:
     best = planned["replicas"]
     if best is None:
         largest = planned["rows"][-1]
-        return f"no size up to {largest['replicas']} replicas holds {objective}; the table says what is missed"
+        return f"no size up to {largest['replicas']} replicas holds {objective}; the table shows what is missed"
     parts = f" ({planned['prefill']} of them only prefill)" if planned["prefill"] else ""
     lines = [f"{best} replica{'s' * (best > 1)}{parts} hold{'s' * (best == 1)} {objective}"]
     lines.append(f"  {planned['confidence']}: {planned['why']}")
@@ -233,7 +233,7 @@ def _recorded(live: str, last_s: float, spec: "ScenarioSpec") -> "tuple[Scenario
         record = recorded(one_run(path), last_s, spec.head)
     engine = preset(spec.preset) if spec.preset else record.preset
     if engine is None:
-        raise ValueError(f"{live} tells no speeds (journal.sample is 0, or nothing was decided); name an --engine")
+        raise ValueError(f"{live} records no speeds (journal.sample is 0, or nothing was decided); name an --engine")
     if not spec.preset:
         with busy("fitting the engine to what was recorded"):
             fitted = fit(record, engine)

@@ -36,7 +36,7 @@ def port_numbers(text: str) -> list[int]:
 
 
 _SchedulerOnly = Annotated[
-    bool, typer.Option("--scheduler-only", help="Leave the embedded gateway to somebody else.", hidden=True)
+    bool, typer.Option("--scheduler-only", help="Do not start the embedded gateway.", hidden=True)
 ]
 _RunningGateway = Annotated[
     str, typer.Option("--running-gateway", help="The embedded gateway next to this scheduler.", hidden=True)
@@ -148,7 +148,7 @@ def serve_file(
 
             config, gateway = serve_embedded(config, file, workers)
         elif workers > 1:
-            raise ConfigError("workers stand behind the embedded gateway; start one per process here", "--workers")
+            raise ConfigError("workers need the embedded gateway; without it, start several processes", "--workers")
         written = config
         if gateway.workers > 1:
             name_worker(gateway.worker)

@@ -86,7 +86,7 @@ _KvPort = Annotated[
     ),
 ]
 _KvConnect = Annotated[
-    str, typer.Option(metavar="ADDRESS", help="Dial this subscriber, tcp://host:port, instead of listening.")
+    str, typer.Option(metavar="ADDRESS", help="Connect to this subscriber, tcp://host:port, instead of listening.")
 ]
 _KvEncoding = Annotated[
     list[KvEncoding] | None,

@@ -238,8 +238,8 @@ def _text(preset: "Preset", fitted: "Fitted") -> str:
         f"# {fitted.prefills} prefills, median error {fitted.prefill_error:.1%}; {fitted.decodes} answers, "
         f"{fitted.decode_error:.1%}",
         *(f"# {residual}" for residual in fitted.residuals),
-        *(f"# {term}: the observations do not tell it from the others" for term in fitted.unknown),
-        "# kv_bytes, of a token, for handing prompts over, was not measured",
+        *(f"# {term}: the observations cannot separate it from the other terms" for term in fitted.unknown),
+        "# kv_bytes, per token, for handing prompts over, was not measured",
     )
     return "\n".join([*comments, write_preset(preset)])
 

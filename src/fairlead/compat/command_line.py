@@ -50,7 +50,7 @@ FLAGS: Mapping[str, Flag] = {
     "cert-path": Flag("text", "", "`extProc.tls.certDir`"),
     "metrics-cert-dir": Flag("text", "", "`admin.tls.certDir`"),
     "metrics-client-ca-file": Flag(
-        "text", "", "refused: clients' certificates are not asked for; see `admin.tokenFile`"
+        "text", "", "refused: client certificates are not supported; see `admin.tokenFile`"
     ),
     "refresh-metrics-interval": Flag(
         "text", "50ms", "`metrics.interval` and `idleInterval`, where it is given; else 200 ms"

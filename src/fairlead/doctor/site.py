@@ -35,9 +35,9 @@ NEEDS: dict[Need, str] = {
     "gateway": "no --gateway URL was given",
     "any-gateway": "neither --gateway nor --gateway-admin was given",
     "probe": "it sends small requests to model servers: allow that with --probe",
-    "events": "kvEvents is off, or its events are heard by another process",
+    "events": "kvEvents is off, or an indexer receives the events (kvEvents.indexer.url)",
     "tokens": "no tokeniser is configured under tokens.models",
-    "embedded": "the gateway is somebody else's",
+    "embedded": "the gateway is not the embedded one (gateway: none)",
 }
 
 

@@ -72,7 +72,7 @@ def test_each_flag_that_acts_does(tmp_path: Path) -> None:
     ("given", "said"),
     [
         ({"pool-name": "a", "endpoint-selector": "b=c"}, "not together with --pool-name"),
-        ({"metrics-client-ca-file": "ca.pem"}, "clients' certificates are not asked for"),
+        ({"metrics-client-ca-file": "ca.pem"}, "client certificates are not supported"),
         ({"endpoint-selector": "env in (a,b)"}, "expected KEY=VALUE"),
     ],
 )

@@ -125,7 +125,7 @@ TOKENISER = Kind(
 )  # fmt: skip
 SILENT = Kind(
     "kv-agreement.silent", Severity.ERROR, "an engine computed a prompt and sent no KV event for it",
-    "check that its KV events are of this server and model; its log says what the publisher does", _LOW_HITS,
+    "check that its publisher belongs to this server and model; its log says what the publisher does", _LOW_HITS,
 )  # fmt: skip
 NO_CACHE = Kind(
     "kv-agreement.no-cache", Severity.ERROR, "an engine does not reuse a prompt that it has just computed",
@@ -133,7 +133,7 @@ NO_CACHE = Kind(
 )  # fmt: skip
 DISAGREES = Kind(
     "kv-agreement.other", Severity.ERROR, "predictions from KV events do not come true",
-    "the evidence names the likely cause; the table of causes has the cure", _SELF_CHECK,
+    "the evidence names the likely cause; the table of causes says what to do", _SELF_CHECK,
 )  # fmt: skip
 NOT_TOLD = Kind(
     "kv-agreement.not-told", Severity.WARNING, "an engine does not report cached tokens, which hides wrong predictions",
@@ -263,7 +263,7 @@ def _case(tokens: PromptTokens, predicted: int, reported: int, usage: ReportedUs
 @check("kv-agreement", "predictions from KV events come true", needs=("probe", "endpoints", "events"), budget=60.0)
 async def kv_agreement(site: Site) -> list[Finding]:
     if site.config.kv_events.bind:
-        raise Skipped("publishers dial in, and cannot be listened to by two")
+        raise Skipped("publishers connect to kvEvents.bind, where only one process can listen")
     kv = await listening(site)
     linked = [slot for slot in kv.watched if kv.linked(slot)]
     parts = await asyncio.gather(*(_kv_agreement_of(site, kv, slot) for slot in linked))

@@ -27,7 +27,7 @@ CLEAR = Kind(
 )  # fmt: skip
 AUDIENCE = Kind(
     "exposure.audience", Severity.WARNING, "a token that the issuer made for another service is accepted",
-    "set gateway.jwt.audiences to what tokens for this service say in aud", "docs/gateway.md#keys-and-tokens",
+    "set gateway.jwt.audiences to the claim aud of tokens for this service", "docs/gateway.md#keys-and-tokens",
 )  # fmt: skip
 FORWARD = Kind(
     "exposure.forward", Severity.NOTE, "model servers get clients' keys or tokens",

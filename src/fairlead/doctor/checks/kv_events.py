@@ -92,7 +92,7 @@ async def _size(site: Site, kv: KvListening, slot: int) -> Finding | None:
     reading = await site.reading(kv.endpoints[slot])
     reported = reading.sample.block_size if reading is not None else 0
     if configured and reported and configured != reported:
-        return SIZE.at(kv.endpoints[slot].id, f"configured are {configured} tokens, its metrics page says {reported}")
+        return SIZE.at(kv.endpoints[slot].id, f"kvEvents.blockSize is {configured}, its metrics page says {reported}")
     return None
 
 
@@ -154,7 +154,7 @@ async def kv_tokens(site: Site) -> list[Finding]:
 )
 async def kv_events(site: Site) -> list[Finding]:
     if site.config.kv_events.bind:
-        raise Skipped("publishers dial in, and cannot be asked: see kv-dialled")
+        raise Skipped("publishers connect to kvEvents.bind: see kv-dialled")
     kv = await listening(site)
     return [finding for slot in range(len(kv.endpoints)) for finding in await _kv_events_of(site, kv, slot)]
 
@@ -176,7 +176,7 @@ TOPIC = Kind(
 )  # fmt: skip
 NO_EVENTS = Kind(
     "kv-dialled.nobody", Severity.ERROR, "no events of an endpoint have arrived",
-    "let its --kv-events-config dial kvEvents.bind of this machine; an idle engine sends nothing",
+    "let the endpoint in its --kv-events-config be kvEvents.bind of this machine; an idle engine sends nothing",
     _BELIEVED,
 )  # fmt: skip
 
@@ -297,7 +297,7 @@ def _names(endpoint: Endpoint) -> set[str]:
     return {endpoint.id, endpoint.id.rpartition("/")[2], endpoint.address}
 
 
-@check("kv-dialled", "publishers that dial in belong to the pool", needs=("endpoints", "events"), budget=30.0)
+@check("kv-dialled", "publishers that connect belong to the pool", needs=("endpoints", "events"), budget=30.0)
 async def kv_dialled(site: Site) -> list[Finding]:
     if not site.config.kv_events.bind:
         raise Skipped("kvEvents.bind is not set: publishers are connected to, see kv-events")

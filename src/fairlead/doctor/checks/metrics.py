@@ -191,7 +191,7 @@ async def freshness(site: Site) -> list[Finding]:
 TOLERANCE = 2.0
 
 SKEW = Kind(
-    "clock.skew", Severity.WARNING, "the clock of a machine differs from ours",
+    "clock.skew", Severity.WARNING, "the clock of a machine differs from this machine's",
     "synchronise both machines with a time server (chrony, systemd-timesyncd). Otherwise certificates and tokens "
     "expire early or late, logs and journals cannot be compared, and ages of KV events are wrong", "docs/doctor.md",
 )  # fmt: skip

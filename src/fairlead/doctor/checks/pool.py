@@ -29,8 +29,8 @@ NAMELESS = Kind(
     "correct the host name under endpoints:, or the name service of this machine", _FAILING,
 )  # fmt: skip
 FILE = Kind(
-    "endpoints.file", Severity.ERROR, "something in the file of endpoints cannot be used",
-    "correct it: a running scheduler leaves out the entry, or keeps the endpoints that it has", _FAILING,
+    "endpoints.file", Severity.ERROR, "an entry of the endpoints file cannot be used",
+    "correct it: a running scheduler ignores the entry, or keeps its present endpoints", _FAILING,
 )  # fmt: skip
 SPEAKS_TLS = Kind(
     "endpoints.tls", Severity.CRITICAL, "an endpoint speaks TLS, and gateways send it plain HTTP",
@@ -38,7 +38,7 @@ SPEAKS_TLS = Kind(
     _FAILING,
 )  # fmt: skip
 STRANGER = Kind(
-    "endpoints.no-model-server", Severity.CRITICAL, "something else than a model server answers at the address",
+    "endpoints.no-model-server", Severity.CRITICAL, "something other than a model server answers at the address",
     "correct the port under endpoints: it may be the port of metrics, of KV events or of another service", _FAILING,
 )  # fmt: skip
 SICK = Kind(
@@ -46,7 +46,7 @@ SICK = Kind(
     "read its log and restart it; requests to it fail", _FAILING,
 )  # fmt: skip
 LOCKED = Kind(
-    "endpoints.locked", Severity.CRITICAL, "a model server asks for a key, and the gateway removes those of clients",
+    "endpoints.locked", Severity.CRITICAL, "a model server requires a key, and the gateway removes the keys of clients",
     "start it without a key and let only the gateway reach it; or set forward beside gateway.keys or gateway.jwt, if "
     "it accepts every client's", "docs/gateway.md#keys-and-tokens",
 )  # fmt: skip
@@ -217,13 +217,13 @@ async def models(site: Site) -> list[Finding]:
 
 
 NOTED = Kind(
-    "configuration.noted", Severity.NOTE, "something in the configuration has no effect, or probably an unintended one",
+    "configuration.noted", Severity.NOTE, "a setting has no effect, or probably an unintended one",
     "read the notes of `fairlead validate FILE`; change what they name, or leave it if you meant it",
     "docs/configuration.md",
 )  # fmt: skip
 
 
-@check("configuration", "the configuration means what it says")
+@check("configuration", "every setting of the configuration has an effect")
 async def configuration(site: Site) -> list[Finding]:
     return [NOTED.at(note.path, str(note)) for note in site.config.notes]
 

@@ -43,7 +43,7 @@ PLUGINS = Kind(
 )  # fmt: skip
 FALLBACKS = Kind(
     "scheduler.bypassed", Severity.WARNING, "the gateway has served requests without asking the scheduler",
-    "the scheduler was away or slow then; its log and `fairlead_loop_lag_seconds` say when",
+    "the scheduler was not running or slow; its log and `fairlead_loop_lag_seconds` say when",
     "docs/runbook.md#fairleadbypassed",
 )  # fmt: skip
 FORGETS = Kind(
@@ -52,7 +52,7 @@ FORGETS = Kind(
     "file", "docs/operations.md#what-a-restart-keeps",
 )  # fmt: skip
 RESTRICTED = Kind(
-    "scheduler.restricted", Severity.ERROR, "the scheduler says what it cannot do",
+    "scheduler.restricted", Severity.ERROR, "the scheduler reports that something does not work",
     "the evidence is from /readyz; its log says more", "docs/operations.md#the-admin-port",
 )  # fmt: skip
 FAILING = Kind(
@@ -64,17 +64,17 @@ ERRORS = Kind(
     "the evidence names the codes; the runbook has the cause of each", "docs/runbook.md#fairleaderrorshigh",
 )  # fmt: skip
 ALONE = Kind(
-    "scheduler.alone", Severity.ERROR, "the scheduler cannot tell other replicas anything, so it decides alone",
+    "scheduler.alone", Severity.ERROR, "the scheduler cannot send to the other replicas, so it decides alone",
     "let the scheduler reach the server in replicas.via, or write to the directory; the evidence says why it fails",
     "docs/replicas.md#when-something-fails",
 )  # fmt: skip
 APART = Kind(
-    "scheduler.apart", Severity.WARNING, "the scheduler does not hear all that the other replicas do",
+    "scheduler.apart", Severity.WARNING, "the scheduler does not receive all decisions of the other replicas",
     "the log says which worker hangs or cannot start; the schedulers of one pool need the same endpoints, those of "
     "several pools another replicas.pool each", "docs/replicas.md#when-something-fails",
 )  # fmt: skip
 UNHEARD = Kind(
-    "scheduler.no-peers", Severity.WARNING, "replicas.via is set, but no other replica is heard",
+    "scheduler.no-peers", Severity.WARNING, "replicas.via is set, but nothing arrives from other replicas",
     "if there is only one, this is right. If not, compare replicas.via (with its database) and replicas.pool, which "
     "must be the same in all", "docs/replicas.md#what-to-watch",
 )  # fmt: skip
@@ -196,7 +196,7 @@ CPU = Kind(
     "give it its own core: raise its CPU request and limit, or move load generators off the machine", _SLOWNESS,
 )  # fmt: skip
 PLUGIN = Kind(
-    "scheduling.plugin", Severity.ERROR, "one plugin takes most of the decision time",
+    "scheduling.plugin", Severity.ERROR, "one plugin takes most of the time of decisions",
     "remove it, or make it work over columns; `fairlead explain` shows what it adds to a decision", _SLOWNESS,
 )  # fmt: skip
 SLOW = Kind(
@@ -263,7 +263,7 @@ FOREIGN = Kind(
 )  # fmt: skip
 
 UNLIKE = Kind(
-    "balance.unlike-speeds", Severity.WARNING, "like servers were learned to have unlike speeds",
+    "balance.unlike-speeds", Severity.WARNING, "the learned speeds of equal servers differ",
     "if one is on slower or shared hardware this is right: label the hardware. If not, it computed something else "
     "while it was measured (requests past the gateway, another process). A restart of the server or the scheduler "
     "clears it", _UNEVEN,
@@ -369,7 +369,7 @@ async def balance(site: Site) -> list[Finding]:
 
 DISTRUSTED = Kind(
     "hits.distrusted", Severity.ERROR, "KV events of an endpoint disagree with what it reports, and are ignored",
-    "the evidence names the cause, the table of causes the cure; learned prefixes are used meanwhile",
+    "the evidence names the cause, and the table of causes says what to do; learned prefixes are used meanwhile",
     _SELF_CHECK,
 )  # fmt: skip
 NOT_REAL = Kind(
@@ -424,7 +424,7 @@ async def _rate(site: Site) -> list[Finding]:
     return [LOW.at("", f"{hit / looked_up:.0%} of {looked_up:g} prompt tokens since the start{engines}")]
 
 
-@check("hits", "enough prompt tokens are found in caches, and really there", needs=("admin",))
+@check("hits", "enough prompt tokens are predicted to be cached, and engines confirm it", needs=("admin",))
 async def hits(site: Site) -> list[Finding]:
     findings = await _trust(site)
     asked = await _total(site, "llm_d_epp_request_total")
