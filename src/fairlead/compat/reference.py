@@ -47,12 +47,12 @@ TOP = {
     "parsers": "List of plugins that understand request bodies of more paths.",
     "flowControl": "Requests wait here while endpoints are busy. Default: on with the default policy and the embedded "
     "gateway.",
-    "pools": "With `kubernetes.namespaces`: by `namespace/name`, what is different for a pool: fields from `policy` "
+    "pools": "With `kubernetes.namespaces`: settings of single pools, by `namespace/name`: fields from `policy` "
     "to `builtinFilters`, `flowControl`, `models`, `autoscaling`, `inspect`.",
     "endpoints": "List of model servers, or a mapping with `file`, `watch` and `allowEmpty`.",
     "seed": "Whole number; the same seed gives the same random choices.",
-    "inferenceExtension": "As in the values of a chart: `pluginsCustomConfig` holds `filters`, `scorers`, `selection`.",
-    "router": "As in the values of a chart, with an EndpointPickerConfig.",
+    "inferenceExtension": "As in a chart's values: `pluginsCustomConfig` holds `filters`, `scorers`, `selection`.",
+    "router": "As in a chart's values, with an EndpointPickerConfig.",
 }
 
 #: Alternative places of the short scheduling form, besides the top of the file.

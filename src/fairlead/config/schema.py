@@ -412,7 +412,7 @@ class KvIndexer(Section):
 
 
 class KvEvents(Section):
-    """KV events of the engines. While it is off, prefixes are only learned from our own decisions."""
+    """KV events of the engines. If off, cached prefixes are only learned from the scheduler's own decisions."""
 
     enabled: bool = Field(default=False, description="Listen to KV events.")
     port: Port = Field(

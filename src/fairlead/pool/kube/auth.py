@@ -391,7 +391,7 @@ def tls_context(where: Where, secret: Secret) -> ssl.SSLContext:
 
 
 def _use_certificate(context: ssl.SSLContext, secret: Secret) -> None:
-    """Load a client certificate. Python's `ssl` accepts only files; this one has mode 600 and is soon deleted."""
+    """Load a client certificate. `ssl` accepts only files, so a file of mode 600 is written and soon deleted."""
     handle, name = tempfile.mkstemp(prefix="fairlead-")
     try:
         with os.fdopen(handle, "w") as file:

@@ -62,7 +62,7 @@ class Slice(Struct, frozen=True):
     addresses: tuple[str, ...] = ()
     pod: str = ""
     ports: frozenset[Port] = frozenset()
-    #: The name of its service by its label, the uid of its service by its owner, and the lease of its writer.
+    #: The slice's service: its name (a label) and its uid (the owner reference); and the lease of the slice's writer.
     service: str = ""
     owner: str = ""
     lease: str = ""
@@ -329,7 +329,7 @@ class EndpointSlicePublisher:
         except (KubeError, Unreachable, Unreadable) as error:
             if isinstance(error, KubeError) and error.code in _CONFLICTS and self._current:
                 return await self._look()
-            self._say(f"the service {self._namespace}/{self._name} does not lead here: {error}")
+            self._say(f"the service {self._namespace}/{self._name} does not point to this replica: {error}")
             return RETRY_S
         return SERVICE_S * self._rng.uniform(0.8, 1.2)
 
