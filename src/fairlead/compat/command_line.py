@@ -49,9 +49,7 @@ FLAGS: Mapping[str, Flag] = {
     "secure-serving": Flag("bool", "true", "TLS for ext_proc, with a certificate made at the start unless `cert-path`"),
     "cert-path": Flag("text", "", "`extProc.tls.certDir`"),
     "metrics-cert-dir": Flag("text", "", "`admin.tls.certDir`"),
-    "metrics-client-ca-file": Flag(
-        "text", "", "refused: client certificates are not supported; see `admin.tokenFile`"
-    ),
+    "metrics-client-ca-file": Flag("text", "", "refused: client certificates are not supported; see `admin.tokenFile`"),
     "refresh-metrics-interval": Flag(
         "text", "50ms", "`metrics.interval` and `idleInterval`, where it is given; else 200 ms"
     ),

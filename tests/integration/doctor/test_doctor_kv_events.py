@@ -105,7 +105,7 @@ async def test_a_wrong_block_size_is_named(world: Any, pool_of: Listed) -> None:
     config = {"endpoints": endpoints, "kvEvents": {"enabled": True, "blockSize": 32}, **BY_ENGINE}
     found = await world.examined(config)
     assert codes(found) == {"kv-events.block-size"}
-    assert found.findings[0].evidence == "configured are 32 tokens, its metrics page says 16"
+    assert found.findings[0].evidence == "kvEvents.blockSize is 32, its metrics page says 16"
     assert codes(await world.examined(config, probe=True)) == {"kv-events.block-size", "kv-agreement.block-size"}
 
 
