@@ -178,7 +178,7 @@ async def test_too_many_viewers_are_told_why(serve: Serve) -> None:
         first = await session.get(f"{served.url}/dashboard/stream")
         second = await session.get(f"{served.url}/dashboard/stream")
         async with session.get(f"{served.url}/dashboard/stream") as third:
-            assert (third.status, await third.text()) == (503, "2 viewers look already; close one and try again\n")
+            assert (third.status, await third.text()) == (503, "2 viewers are connected; close one and try again\n")
         first.close()
         await until(lambda: len(served.dashboard) == 1)
         async with session.get(f"{served.url}/dashboard/stream") as third:
@@ -251,7 +251,7 @@ async def test_a_snapshot_alone_that_fails(serve: Serve) -> None:
         (
             "n=unknown",
             404,
-            "There is nothing of that name, or no longer. The dashboard and /debug/endpoints show what is there.\n",
+            "There is nothing of that name (any more). The dashboard and /debug/endpoints show what is there.\n",
         ),
         ("m=3", 500, "/dashboard/numbers failed: KeyError\n"),
     ],

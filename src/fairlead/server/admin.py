@@ -62,7 +62,7 @@ _DASHBOARD = {
 }
 _DEBUG_PAGES = {
     "/debug/endpoints": "all endpoints and what is known of them (JSON)",
-    "/debug/replicas": "other schedulers of the pool, and what they told (JSON)",
+    "/debug/replicas": "the link to other schedulers of the pool, and its counts (JSON)",
     "/debug/knowledge": "tokenisers, whether engines agree, how far KV events are relied on (JSON)",
     "/debug/decisions/{name}": "one decision in full: terms in milliseconds, and what it would have taken (JSON)",
     "/debug/decisions?last=n": f"the last n decisions with their scores, at most {MAX_DECISIONS} (JSON)",
@@ -282,7 +282,7 @@ class Admin(HttpPort):
 
         async def answer(request: web.Request) -> web.StreamResponse:
             if self._in_flight >= MOST_AT_ONCE:
-                text = f"{MOST_AT_ONCE} others ask for debug pages; try again\n"
+                text = f"{MOST_AT_ONCE} other clients wait for debug pages; try again\n"
                 return web.Response(status=503, text=text, headers={"Retry-After": "1"})
             self._in_flight += 1
             try:
@@ -363,7 +363,7 @@ class Admin(HttpPort):
         for path in self._segments(request):
             if path.name == request.match_info["name"]:
                 return web.FileResponse(path)
-        raise web.HTTPNotFound(text="no such segment of the journal, or no longer\n")
+        raise web.HTTPNotFound(text="there is no such segment of the journal (any more)\n")
 
 
 def _json(value: Any) -> bytes:

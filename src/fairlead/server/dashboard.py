@@ -52,8 +52,8 @@ _STREAM_HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "X-Accel-Buffering": "no",
 }
-_GONE = "There is nothing of that name, or no longer. The dashboard and /debug/endpoints show what is there.\n"
-_TOO_MANY = "{} viewers look already; close one and try again\n"
+_GONE = "There is nothing of that name (any more). The dashboard and /debug/endpoints show what is there.\n"
+_TOO_MANY = "{} viewers are connected; close one and try again\n"
 
 
 class _Viewer:

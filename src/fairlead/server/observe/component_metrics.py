@@ -1,6 +1,6 @@
 """Metrics of optional parts: remote schedulers, shadows, Kubernetes, tokenisers, the journal and others.
 
-Gauges and sums are set at each rendering.
+Most values are read whenever the metrics page is rendered.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 log = get("gateway")
 
-#: Seconds.
+#: Bounds of histograms of answer times, in seconds.
 BOUNDS = (0.00025, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 _SUMS = ("asked", "queued", "answered", "refused", "late", "alternatives")
 
 
 class ChooserMetrics:
-    """Metrics of remote schedulers and of a canary. `follow` sets which ones exist."""
+    """Metrics of remote schedulers and of a canary. `follow` sets which of them exist."""
 
     def __init__(self, registry: Registry) -> None:
         #: Schedulers in other processes, by name.
@@ -72,7 +72,7 @@ class ChooserMetrics:
         self._decides = policy if isinstance(policy, Canary) else None
 
     def took(self, scheduler: str) -> Histogram:
-        """Records how many seconds the scheduler's answers take."""
+        """The histogram of how many seconds the scheduler's answers take."""
         return self._took.child(scheduler)
 
     def _refresh(self) -> None:
@@ -94,13 +94,13 @@ class ChooserMetrics:
                 self._canary.child(side).value = count
 
 
-# How policies on trial differ from the deciding one. All milliseconds are forecasts.
-
+#: Bounds of the histogram of seconds that a shadow takes for a decision.
 REGRET_BOUNDS = (0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.1)
 
 
 class ShadowMetrics:
-    """`skipped` returns the left-out cases by reason, `cut` the shadows that are cut off, each with the reason."""
+    """How shadows differ from the deciding policy. All milliseconds are forecasts. `skipped` returns the number of
+    skipped cases by reason, `cut` the shadows that are cut off → why."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class ShadowMetrics:
     ) -> None:
         self.skipped = skipped
         self.cut = cut
-        #: Records, one per shadow and decision or one per decision.
+        #: Records so far. A decision has one record for all built-in shadows, and one for each remote shadow.
         self.judged = 0
         self._decisions = counters("shadow", "verdict")
         self._regret = counters("shadow")
@@ -158,7 +158,7 @@ class ShadowMetrics:
 
     @property
     def primary_regret_ms(self) -> float:
-        """The regret of the choices that were made, over all decisions that shadows judged, in milliseconds."""
+        """The regret of the deciding policy, summed over all records of shadows, in milliseconds."""
         return self._primary.child().value
 
     def _refresh(self) -> None:
@@ -177,21 +177,19 @@ def _kind(verdict: ShadowVerdict) -> str:
     return "agree" if verdict.agrees else "differ"
 
 
-# What the embedded gateway counts by itself, on the metrics page.
-
-
 #: Seconds without an answer after which an Envoy counts as down.
 DOWN_S = 3.0
 
 
 class GatewayMetrics:
-    """What the gateway's Envoys count. `keep`: the file that outlives schedulers; the next one continues from it."""
+    """Metrics from the statistics of the gateway's Envoys. `keep`: the file with their counts, from which the next
+    scheduler continues; `None` = the counts are not kept. `envoys`: their number."""
 
     def __init__(self, registry: Registry, keep: Path | None, envoys: int, now: Callable[[], float]) -> None:
         self._keep, self._now = keep, now
         #: When each Envoy last answered.
         self._answered = [now()] * envoys
-        #: The total of Envoys that have died, and the last count of each present one.
+        #: The sum of the last counts of all Envoys that died, and the last count of each present Envoy.
         self._before, self._last = self._kept(envoys)
         self._unscheduled, self._heap = Readings("counter"), Readings("gauge")
         text = "Requests that the embedded gateway balanced on its own, by its own count, also without a scheduler."
@@ -202,7 +200,7 @@ class GatewayMetrics:
         registry.follow("gauge", "fairlead_gateway_up", text, lambda: int(not self.trouble()))
 
     def trouble(self) -> str:
-        """A reason while an Envoy does not answer."""
+        """Why the gateway is in trouble: an Envoy does not answer; empty = all answer."""
         silent = sum(self._now() - time_s > DOWN_S for time_s in self._answered)
         return f"the embedded gateway does not answer ({silent} of {len(self._answered)} Envoys)" if silent else ""
 
@@ -215,7 +213,7 @@ class GatewayMetrics:
             return
         counts = [known[number].unscheduled if number in known else last for number, last in enumerate(self._last)]
         if counts != self._last:
-            # A count that went down comes from a new Envoy.
+            # If a count went down, a new Envoy has replaced one that died.
             self._before += sum(last for count, last in zip(counts, self._last, strict=True) if count < last)
             self._last = counts
             if self._keep is not None:
@@ -233,9 +231,7 @@ class GatewayMetrics:
         return 0, [0] * envoys
 
 
-# Uploads that the gateway ended early.
-
-#: Seconds between two log lines about uploads, and how long they are shown on `/readyz`.
+#: Seconds between two log lines about uploads, and for how many seconds `/readyz` shows them.
 _UPLOADS_GAP = 10.0
 _MAX_CLIENTS, _NAMED = 256, 3
 _WORDS = {
@@ -266,7 +262,7 @@ class UploadMetrics:
         registry.show("fairlead_uploads_ended_total", text, self._ended)
 
     def ended(self, client: str, received: int, reason: str) -> None:
-        """An upload of `client` was ended. `received`: bytes until then."""
+        """Count an upload of `client` that the gateway ended. `received`: the bytes that had arrived."""
         self._ended.child(reason).inc()
         now = self._now()
         if now - self._since > _UPLOADS_GAP:
@@ -281,7 +277,7 @@ class UploadMetrics:
             log.warning("the gateway is ending uploads", **self._reasons, megabytes_by_client=self._who())
 
     def note(self) -> str:
-        """One sentence about recent uploads that were ended; empty if there were none."""
+        """One sentence about uploads that were ended in the last seconds; empty = there were none."""
         if self._now() - self._since > _UPLOADS_GAP:
             return ""
         what = ", ".join(f"{count} {_WORDS.get(reason, reason)}" for reason, count in self._reasons.items())
@@ -310,9 +306,6 @@ def show_budget(registry: Registry, budget: ByteBudget) -> None:
     follow("counter", ended, text, lambda: {"full": budget.refused, "slow": budget.cut}, "why")
 
 
-# The connection to Kubernetes, as metrics.
-
-
 #: The counts of a reflector, and their help texts.
 _KUBE_COUNTS = {
     "lists": "Full lists read.",
@@ -324,10 +317,10 @@ _KUBE_COUNTS = {
 
 
 class KubeMetrics:
-    """Empty until `follow` is called."""
+    """Metrics of the connection to Kubernetes. Without values until `follow` is called."""
 
     def __init__(self, registry: Registry) -> None:
-        #: What is listed and watched, by plural name.
+        #: Returns the reflectors by resource (plural name).
         self._followed: Callable[[], Mapping[str, Reflector[Any]]] = dict
         self.leader = gauges("lease")
         self._writes = counters("pool")
@@ -343,13 +336,13 @@ class KubeMetrics:
         self._followed = source
 
     def trouble(self) -> str:
-        """What the API server does not give now; empty = nothing is missing."""
+        """The resources for which the API server does not answer, as a sentence; empty = it answers for all."""
         lost = [resource for resource, connected in self._each("connected").items() if not connected]
         what = f"the API server does not answer for {', '.join(lost)}; the last known state stays in force"
         return what if lost else ""
 
     def wrote(self, pool: str, conditions: int) -> None:
-        """Set how many conditions were written since the start."""
+        """Set how many status conditions were written since the start."""
         self._writes.child(pool).value = conditions
 
     def _objects(self) -> dict[str, int]:
@@ -359,13 +352,13 @@ class KubeMetrics:
         return {name: asdict(reflector.stats)[field] for name, reflector in self._followed().items()}
 
 
-# Tokenisers, their caches, and whether engines agree with them, on the metrics page.
-
 _STATES = ("agrees", "differs", "unknown")
 
 
 class TokenMetrics:
-    """`tokeniser` returns the tokenisers loaded now; `check_states` the result for each compared model."""
+    """Metrics of tokenisers, their cache, and whether engines agree with them. `tokeniser` returns the tokenisers that
+    are loaded now, `check_states` the result of the token check by model. `without`: prompts without token ids, by
+    reason; `None` = not shown here."""
 
     def __init__(
         self,
@@ -402,11 +395,8 @@ class TokenMetrics:
         return {(model, state): int(result == state) for model, result in results for state in _STATES}
 
 
-# The counts of the journal on disk, on the metrics page.
-
-
 def show_journal(registry: Registry, counts: Counts) -> None:
-    """Show the journal's counts, which are read at each rendering."""
+    """Show the counts of the journal on disk, which are read at each rendering."""
     prefix, follow = "fairlead_journal_", registry.follow
     follow("counter", prefix + "records_total", "Records written to the journal.", lambda: counts.records)
     text = "Records that are missing in the journal."
@@ -417,10 +407,8 @@ def show_journal(registry: Registry, counts: Counts) -> None:
     follow("gauge", prefix + "size_bytes", "Bytes of all segments in the journal's directory.", lambda: counts.size)
 
 
-# The same for the file of learned state.
-
-
 def show_state(registry: Registry, counts: StateCounts) -> None:
+    """Show the counts of the state file, which are read at each rendering."""
     prefix, follow = "fairlead_state_", registry.follow
     follow("counter", prefix + "writes_total", "Times that the state file was written.", lambda: counts.written)
     follow("counter", prefix + "errors_total", "Times that the state file could not be written.", lambda: counts.errors)
@@ -430,7 +418,8 @@ def show_state(registry: Registry, counts: StateCounts) -> None:
 
 
 class WarmingCounts(Struct):
-    """Beginnings that were sent to cold endpoints, and their prompt tokens."""
+    """Counts of beginnings that were sent to cold endpoints, and of their prompt tokens. `kept`: the beginnings that
+    are kept in memory."""
 
     kept: Beginnings
     sent: int = 0
@@ -447,9 +436,7 @@ def show_warming(registry: Registry, counts: WarmingCounts) -> None:
     follow("gauge", prefix + "text_bytes", text, lambda: counts.kept.bytes)
 
 
-# What is sent to other replicas and received from them.
-
-#: Counted in both directions.
+#: Counts that exist for sending and for receiving: name, help text, and the fields of `Counts`.
 _REPLICA_FLOWS = (
     ("batches", "Batches of facts, to and from other replicas.", "sent", "received"),
     ("bytes", "Bytes of batches and snapshots.", "sent_bytes", "received_bytes"),
@@ -458,7 +445,7 @@ _REPLICA_FLOWS = (
 
 
 def show_replicas(registry: Registry, replicas: Replicas | None) -> None:
-    """`None` = show only the names, without values."""
+    """Show what is sent to other replicas and received from them. `replicas`: `None` = only names, no values."""
 
     def follow(kind: str, name: str, text: str, read: Callable[[Replicas], Any], *labels: str) -> None:
         name = f"fairlead_replicas_{name}"
@@ -469,9 +456,9 @@ def show_replicas(registry: Registry, replicas: Replicas | None) -> None:
     follow("gauge", "peers", "Other replicas that hold a lease.", lambda peers: len(peers.peers))
     text = "Time without any other replica; 0 while there is one."
     follow("gauge", "unheard_seconds", text, lambda peers: peers.unheard_s)
-    text = "Other replicas of whom something is missing until their snapshot has come."
+    text = "Other replicas whose facts are incomplete until their snapshot arrives."
     follow("gauge", "missing", text, lambda peers: len(peers.missing))
-    text = "From the writing of the last fact to its coming back."
+    text = "Time from writing facts to reading them."
     follow("gauge", "lag_seconds", text, lambda peers: peers.lag_s)
     for name, text, sent, received in _REPLICA_FLOWS:
 
@@ -480,9 +467,9 @@ def show_replicas(registry: Registry, replicas: Replicas | None) -> None:
             return {"sent": counts[sent], "received": counts[received]}
 
         follow("counter", f"{name}_total", text, both, "direction")
-    text = "Batches that nobody could be told for too long; a snapshot takes their place."
+    text = "Batches that could not be sent for too long; a snapshot replaces them."
     follow("counter", "dropped_total", text, lambda peers: peers.counts.dropped)
-    text = "Times that something of another replica was missing."
+    text = "Times that facts of another replica were missing."
     follow("counter", "gaps_total", text, lambda peers: peers.counts.gaps)
     text = "Times that the server between replicas went away."
     follow("counter", "outages_total", text, lambda peers: peers.counts.outages)

@@ -1,10 +1,11 @@
-"""The last decisions with all that led to them and what came of each, as plain values: for "why this endpoint?".
+"""The journal in memory: the last decisions with their reasons and outcomes, as plain values, to answer "why this
+endpoint?".
 
 Rules
-* A ring of `size` decisions in memory. Traces have a cell per endpoint and step; together they hold at most
-  `max_cells`, so a large fleet keeps fewer decisions rather than more memory.
-* Recording keeps references only (0.4 us); all rendering happens when somebody asks.
-* Never a prompt: a request is its model, sizes and ids.
+* A ring of `size` decisions. Traces have a cell per endpoint and step. All traces together have at most `max_cells`, so
+  with a large fleet fewer decisions are kept, and the memory stays the same.
+* Recording keeps only references (0.4 us); rendering happens when somebody asks.
+* It never contains a prompt: of a request it shows model, sizes and ids.
 """
 
 from collections import deque
@@ -22,7 +23,7 @@ from fairlead.core.errors import FairleadError
 from fairlead.core.explain import LAST, Explanation, explain, why_waited
 from fairlead.core.records import DecisionRecord, Forecast, OutcomeRecord, Trace, Waited
 
-#: Candidates shown per decision, the best first; the chosen one always.
+#: At most this many candidates are shown per decision: the chosen one first, then the best.
 MAX_SHOWN = 100
 _ID, _TRACE = attrgetter("request.id"), attrgetter("trace")
 
@@ -34,7 +35,7 @@ class _Entry(Struct):
 
 
 class Journal:
-    """Takes records, in any number; gives the newest back."""
+    """Keeps the newest decisions, with their outcomes."""
 
     def __init__(self, size: int = 1000, max_cells: int = 200_000) -> None:
         """Raises `ValueError` unless both are positive."""
@@ -44,9 +45,9 @@ class Journal:
         self._by_id: dict[int, _Entry] = {}
         self._size = size
         self._max_cells = max_cells
-        #: Cells of all traces held.
+        #: The number of cells of all traces that are kept.
         self.cells = 0
-        #: Older ones were let go.
+        #: Whether older decisions were dropped.
         self.full = False
 
     def __len__(self) -> int:
@@ -73,24 +74,24 @@ class Journal:
             self._drop_oldest()
 
     def on_outcomes(self, records: Sequence[OutcomeRecord]) -> None:
-        """Each is joined with its decision, if that is still held."""
+        """Add each outcome to its decision, if that is still kept."""
         for entry, record in zip(map(self._by_id.pop, map(_ID, records), repeat(None)), records, strict=False):
             if entry is not None:
                 entry.outcome = record
 
     def each(self, count: int, max_shown: int = MAX_SHOWN) -> Iterator[dict[str, Any]]:
-        """The newest `count` decisions, newest first, as plain values that JSON can hold. Each is rendered when it is
-        asked for."""
+        """The newest `count` decisions, newest first, as plain values for JSON. Each is rendered only when it is taken
+        from the iterator."""
         newest = list(self._entries)[-count:] if count > 0 else []
         return (render(entry.decision, entry.outcome, max_shown) for entry in reversed(newest))
 
     def newest(self, count: int) -> list[tuple[DecisionRecord, OutcomeRecord | None]]:
-        """The newest `count`, newest first, as they were recorded."""
+        """The records of the newest `count` decisions, newest first."""
         return [(entry.decision, entry.outcome) for entry in islice(reversed(self._entries), count)]
 
     def find(self, wanted: str) -> tuple[DecisionRecord, OutcomeRecord | None] | None:
-        """The newest decision of that name: our number for the request, a decision id, or the client's x-request-id.
-        `LAST` is the newest of all."""
+        """The newest decision with that name; `None` = there is none. A name is our request number, a decision id, or
+        the client's x-request-id. `LAST` = the newest decision of all."""
         number = request_number(wanted)
         for entry in reversed(self._entries):
             request = entry.decision.request
@@ -107,7 +108,7 @@ class Journal:
 
 
 def request_number(wanted: str) -> int:
-    """The request that a decision id (`run.number`, hexadecimal) or a plain number names; -1 = it is neither."""
+    """The request number in a decision id (`RUN.NUMBER`, hexadecimal) or in a plain number; -1 = it is neither."""
     _, dot, number = wanted.rpartition(".")
     try:
         return int(number, 16) if dot else int(number)
@@ -116,7 +117,7 @@ def request_number(wanted: str) -> int:
 
 
 def render(decision: DecisionRecord, outcome: OutcomeRecord | None, max_shown: int = MAX_SHOWN) -> dict[str, Any]:
-    """One decision as plain values. Times in clock seconds or, where named so, milliseconds; unknown = null."""
+    """One decision as plain values. Times are clock seconds, or milliseconds in fields `*_ms`; `None` = unknown."""
     request = decision.request
     return {
         "request_id": request.id,
@@ -152,7 +153,7 @@ def _trace(trace: Trace, chosen: str, max_shown: int) -> dict[str, Any]:
     endpoints = trace.endpoints
     totals = _values(trace.total, len(endpoints))
     kept = _values(trace.candidates, len(endpoints), True)
-    taken = (i for i, name in enumerate(endpoints) if name)  # not slots whose endpoint is gone
+    taken = (i for i, name in enumerate(endpoints) if name)  # slots without an endpoint have no name
     order = sorted(taken, key=lambda i: (endpoints[i] != chosen, not kept[i], -_rank(totals[i]), i))
     shown = order[:max_shown]
     filters = [(name, _values(column, len(endpoints))) for name, column in trace.filters]
@@ -182,7 +183,8 @@ def _waited(waited: Waited) -> dict[str, Any]:
 
 
 def _made(decision: DecisionRecord) -> Forecast | None:
-    """The forecast; `None` = there is none, as for a request that is split: the transfer's time is not known."""
+    """The forecast; `None` = there is none. A request that is split into prefill and decode has none, because the time
+    of the transfer is not known."""
     return decision.forecast if decision.forecast is not None and decision.forecast.ttft_ms > 0.0 else None
 
 
@@ -211,7 +213,7 @@ def _result(outcome: OutcomeRecord) -> dict[str, Any]:
 
 
 def _values(column: Any, length: int, default: Any = None) -> Sequence[Any]:
-    """A column as a list; one that is missing, or of another length, is `default` throughout."""
+    """A column as a list. If it is missing or has another length, all values are `default`."""
     values = [] if column is None else np.asarray(column).tolist()
     return values if len(values) == length else [default] * length
 
@@ -221,7 +223,7 @@ def _rank(total: Any) -> float:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no infinities; a score that was filtered out is null."""
+    """Floats rounded. Infinities and NaN, which JSON lacks, become `None`; scores of filtered endpoints are such."""
     if isinstance(value, float):
         return round(value, 6) if isfinite(value) else None
     return value
@@ -231,16 +233,12 @@ def _known(value: float) -> float | None:
     return value if value >= 0 else None
 
 
-# One decision in full, as plain values: what the journal page shows, with the reasons in milliseconds.
-#
-# Shape: that of `render`, and beside it `explanation` (see `fairlead.core.explain`; null where the numbers
-# were not kept), `prediction` (forecast against what came), `decision_id`.
-
-
 def explained(
     decision: DecisionRecord, outcome: OutcomeRecord | None, make_policy: Callable[[], Any] | None
 ) -> dict[str, Any]:
-    """`make_policy` gives a fresh copy of the policy that decided."""
+    """One decision in full, as plain values: the fields of `render`, and in addition `explanation` (the reasons in
+    milliseconds, see `fairlead.core.explain`; `None` = `unexplained` says why) and `prediction` (forecast and actual).
+    `make_policy` returns a fresh copy of the policy that decided; `None` = nothing is explained."""
     explanation, problem = _explanation(decision, make_policy)
     return {
         **render(decision, outcome),
@@ -267,7 +265,7 @@ def _explanation(decision: DecisionRecord, make_policy: Callable[[], Any] | None
 
 
 def plain(explanation: Explanation) -> dict[str, Any]:
-    """Numbers rounded to what is meant; totals and terms keep enough digits to add up."""
+    """The explanation as plain values. Loads are rounded; terms and totals keep all digits, so that they add up."""
     made: dict[str, Any] = msgspec.to_builtins(explanation)
     for candidate in made["candidates"]:
         for name in ("queued_requests", "queued_tokens", "running_requests", "kv_usage"):
@@ -276,8 +274,8 @@ def plain(explanation: Explanation) -> dict[str, Any]:
 
 
 def prediction(decision: DecisionRecord, outcome: OutcomeRecord | None) -> dict[str, Any] | None:
-    """How good it was. Times to the first token count from when the request was sent: `queued_ms` went before. Ratios
-    are actual / predicted; unknown = null."""
+    """How good the forecast was; `None` = there was no forecast. Times to first token begin when the request was sent,
+    after `queued_ms`. Ratios are actual / predicted; `None` = unknown."""
     forecast = _made(decision)
     if forecast is None:
         return None

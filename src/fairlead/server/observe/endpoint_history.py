@@ -1,7 +1,7 @@
 """The last hour of each endpoint: its load, its cache and its times to first token, in one array.
 
 Rules
-* A point every `STEP` seconds, with or without viewers: 4 kB per endpoint, 4 MB for 1,000.
+* A point is kept every `STEP` seconds, with or without viewers. This takes 4 kB per endpoint.
 * An endpoint that leaves loses its history. If it comes back, it starts without one.
 """
 
@@ -22,10 +22,10 @@ class EndpointPoint(Struct, frozen=True):
     """One moment of one endpoint. `time`: seconds since 1970."""
 
     time: float
-    #: Requests before and past their first token, as decisions see them.
+    #: Requests before their first token (queue) and past it (active), as decisions use them.
     queue: float | None
     active: float | None
-    #: Share of its blocks in use.
+    #: Share of its KV blocks in use.
     kv: float | None
     #: Mean milliseconds to the first token since the last point; `None` = there were no first tokens.
     ttft_ms: float | None
@@ -46,7 +46,7 @@ class EndpointHistory:
             return
         self._follow(table)
         row = self._values[self._next]
-        # Until the first scrape nothing is known of an endpoint but our own requests.
+        # Until an endpoint's first scrape, only our own requests there are known.
         known = (table.sampled_at > -np.inf) | (table.inflight > 0)
         for place, column in enumerate((table.queue, table.active, table.kv)):
             row[place] = np.where(known, column, np.nan)

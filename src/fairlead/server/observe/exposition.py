@@ -1,16 +1,16 @@
 """Renders instruments in the Prometheus text format 0.0.4 or in OpenMetrics 1.0.
 
 Rules
-* A view shows a family under a name: with all of its labels, or some of them (children are summed), or renamed, and for
-  histograms with all of its bounds or some of them (cumulative counts stay exact). One family can have several views,
+* A view shows a family under a name. It can show all labels, or some of them (children are summed), or rename them. For
+  histograms it can show all bounds or some of them (cumulative counts stay exact). One family can have several views,
   so a name and its deprecated twin cost one update, not two.
 * The constant part of each line is made once per child, and the text of `Readings` that have not changed is kept.
   bench/metrics.py measures the whole page.
-* Labels are sorted by name, as Go's client does; published tools match on that.
+* Labels are sorted by name, as Go's client does, because published tools match on that.
 * Children of labelled histograms appear with their first observation.
 * OpenMetrics adds exemplars to buckets (the last decision counted in the bucket). Series are the same in both formats:
-  `le="1"` is kept, though OpenMetrics prescribes `1.0`. Prometheus 2 keeps the label as written, and series that change
-  their names with an update of the scraper would be worse.
+  `le="1"` is kept, though OpenMetrics prescribes `1.0`. Prometheus 2 keeps the label as written, so with `1.0` series
+  would change their names when a scraper begins to ask for OpenMetrics.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,10 +19,10 @@ from typing import Any
 
 from fairlead.server.observe.instruments import Counter, Family, Gauge, Histogram, Readings
 
-#: Returns the labels that identify a request, from its number.
+#: Takes a request's number, and returns the labels that identify the request in exemplars.
 Naming = Callable[[int], Mapping[str, str]]
 
-#: How many lines a piece of the page has.
+#: A piece of the page has about this many lines.
 _PIECE = 500
 _SPECIAL = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf", "-0": "0"}
 _ESCAPES = {ord("\\"): "\\\\", ord('"'): '\\"', ord("\n"): "\\n"}
@@ -30,10 +30,10 @@ _HELP_ESCAPES = {ord("\\"): "\\\\", ord("\n"): "\\n"}
 
 
 def number(value: float) -> str:
-    """A sample value; whole numbers without a fraction."""
+    """The text of a sample value; whole numbers have no fraction."""
     if type(value) is int:
         return str(value)
-    text = repr(float(value))  # numpy's floats would show their type
+    text = repr(float(value))  # without `float`, the text of numpy's floats would include their type
     if text.endswith(".0"):
         text = text[:-2]
     return _SPECIAL.get(text, text)
@@ -46,7 +46,8 @@ def label_text(names: Iterable[str], values: Iterable[str]) -> str:
 
 
 class View:
-    """A family under a name. `labels`: shown name by the family's name; `None` = all. `bounds`: some of its bounds."""
+    """A family under a name. `labels`: the family's label → its shown name; `None` = all under their own names.
+    `bounds`: those that are shown; `None` = all. `constant`: further labels with constant values."""
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class View:
         self.kind = family.kind
         self.shown_labels = (*sorted(self._names),)
         self._head = self._heading(name)
-        # In OpenMetrics a counter's name is the name of its samples without the ending.
+        # In OpenMetrics a counter's name is the name of its samples without the ending `_total`.
         self._open_head = self._heading(name.removesuffix("_total") if family.kind == "counter" else name)
         self._prefixes: dict[tuple[str, ...], str] = {}
         self._last: tuple[Mapping[tuple[str, ...], float], str] = {}, ""
@@ -80,7 +81,8 @@ class View:
         return f"# HELP {name} {self.help.translate(_HELP_ESCAPES)}\n# TYPE {name} {self.kind}\n"
 
     def pieces(self, naming: Naming | None = None, headed: bool = True) -> Iterator[str]:
-        """The family's text, in pieces of some hundred lines; with `naming`, as OpenMetrics."""
+        """The family's text, in pieces of about `_PIECE` lines. `naming`: `None` = Prometheus text, else OpenMetrics.
+        `headed`: whether it begins with the lines `# HELP` and `# TYPE`."""
         out = [(self._head if naming is None else self._open_head) if headed else ""]
         family = self.family
         if isinstance(family, Readings):
@@ -151,7 +153,7 @@ class View:
             out.append(f"{head}{suffix}{reached[stop - 1]}{beside}\n")
 
     def _summed(self, family: Family[Any]) -> dict[tuple[str, ...], Any]:
-        """The family's children, with those added up that have the same shown labels."""
+        """The family's children by their shown labels; those with the same shown labels are added up."""
         rows: dict[tuple[str, ...], Any] = {}
         for values, child in family.children.items():
             key = tuple(values[i] for i in self._indexes)
@@ -171,14 +173,14 @@ def _add(row: Counter | Gauge | Histogram, child: Any) -> None:
 
 
 class Registry:
-    """All metrics that are shown. `constant`: labels that every series has."""
+    """All metrics that are shown. `constant`: labels with constant values that every series has."""
 
     def __init__(self, constant: Mapping[str, str] | None = None) -> None:
         self._constant = dict(constant or {})
         #: All views, in the order in which they are shown.
         self.views: list[View] = []
         self._names: set[str] = set()
-        #: Identifies the request of an observation in OpenMetrics.
+        #: Names the request of an observation in exemplars of OpenMetrics.
         self.naming: Naming = lambda request_id: {}
         self._before: list[Callable[[], object]] = []
 
@@ -216,13 +218,14 @@ class Registry:
         return family
 
     def refresh(self) -> Iterator[None]:
-        """Set the gauges that are not updated otherwise, one group at a time."""
+        """Call the functions of `before`, one per step."""
         for refresh in self._before:
             refresh()
             yield
 
     def parts(self, openmetrics: bool = False) -> Iterator[bytes]:
-        """The exposition, in pieces of one refresh or some hundred lines: a server does other work in between."""
+        """The metrics page, in pieces of one refresh or some hundred lines, so that a server can do other work in
+        between."""
         return page_of([self], openmetrics)
 
     def render(self) -> bytes:
@@ -230,8 +233,8 @@ class Registry:
 
 
 def page_of(registries: Iterable[Registry], openmetrics: bool = False) -> Iterator[bytes]:
-    """The page of several registries. A family that is in more than one is shown once, with the rows of all. The
-    registries' constant labels must make the rows distinct."""
+    """The metrics page of several registries, in pieces. A metric of several registries is shown once, with the rows of
+    all of them. The registries' constant labels must make the rows distinct."""
     shown: dict[str, list[tuple[View, Naming | None]]] = {}
     for registry in registries:
         for _ in registry.refresh():

@@ -13,24 +13,24 @@ from fairlead.server.observe.instruments import Counter, Family, Gauge, Readings
 
 
 class EndpointStatus(Struct, frozen=True, kw_only=True):
-    """One endpoint. `None` = never reported."""
+    """One endpoint. `None` = not known, because the engine has never reported it."""
 
     id: str
     address: str
     labels: Mapping[str, str] = {}
-    #: Its place among the endpoints of its pod.
+    #: Its number among the endpoints of its pod.
     rank: int = 0
     #: Whether its last good scrape is recent enough to be used.
     fresh: bool = False
     #: Seconds since that scrape.
     age_s: float | None = None
-    #: Why scrapes fail now; empty = they do not, or have only just begun to.
+    #: Why scrapes fail now; empty = they succeed, or have failed too few times to report.
     last_error: str = ""
-    #: `well`, `suspect` or `out`, and for how many seconds nothing has moved at the endpoint although it has work
+    #: `well`, `suspect` or `out`, and for how many seconds the endpoint has made no progress although it has work
     #: (`fairlead.core.stalls`).
     suspicion: str = "well"
     silent_s: float = 0.0
-    #: As the engine reported.
+    #: Requests, and the share of KV blocks in use, as the engine reported them.
     waiting: float | None = None
     running: float | None = None
     kv_usage: float | None = None
@@ -43,7 +43,7 @@ class EndpointStatus(Struct, frozen=True, kw_only=True):
     num_blocks: int | None = None
     prefix_queries: float | None = None
     prefix_hits: float | None = None
-    #: How many sequences the engine runs at the same time, from its page or from scrapes.
+    #: The most sequences that the engine runs at the same time, as its metrics page says or as learned from scrapes.
     max_num_seqs: int | None = None
     #: Learned: how many times longer prefill and steps take than the prior predicts.
     prefill_factor: float = 1.0
@@ -66,10 +66,10 @@ _STATES = ("kv_cache_utilization", "queue_size", "running_requests")
 
 
 class FleetGauges:
-    """`pool`: the value of the label `name` in the published names.
+    """Gauges about the pool. `pool`: the value of the label `name` in metrics with published names.
 
-    Means and deviations are over fresh endpoints only. Without any (or, for deviations, with one) they are NaN: NaN
-    neither triggers an alert nor shows an outdated value.
+    Means and deviations are over fresh endpoints only. They are NaN without fresh endpoints, and deviations also with
+    only one: NaN neither triggers an alert nor shows an outdated value.
     """
 
     def __init__(self, registry: Registry, pool: str, status: Callable[[], FleetStatus]) -> None:

@@ -1,11 +1,11 @@
-"""What waits, for how long, and how it ends. Nothing is shown while flow control is off.
+"""Metrics of flow control: which requests wait, for how long, and how their wait ends. None while flow control is off.
 
 Rules
 * Gauges are set from the queues at every rendering; the counter and the histogram with each decision.
-* Clients choose tenants and models: they are shown as `labels` returns them, which is `other` for labels that have
-  earned no place (see `metrics`).
+* Clients choose tenants and models. They are shown as `labels` returns them: `other` for labels without series of their
+  own (see `metrics`).
 * `requests_total` and the histogram count every request that flow control has seen, including those sent immediately.
-* Published names and their deprecated twins as in `request_families`; `fairlead_flow_*` are our own.
+* Published names and their deprecated twins are as in `request_families`; `fairlead_flow_*` are our own.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -24,11 +24,11 @@ from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.instruments import counters, gauges, histograms
 from fairlead.server.observe.metrics import RequestLabels, grouped
 
-#: What decisions must have in common to be counted together.
+#: Decisions that agree in these fields are counted together.
 _KIND = attrgetter("outcome", "queued_ms", "request.model", "request.target", "request.fairness_id", "request.priority")
 _FLOW = ("fairness_id", "priority", "model_name", "target_model_name")
 _PREFIXES = ("llm_d_epp_flow_control_", "inference_extension_flow_control_")
-#: Seconds: from starting a process to also fetching weights.
+#: Bounds in seconds: from only starting a process to also fetching weights.
 _COLD = (1.0, 5.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 #: Reason → the published outcome of a request that had not waited, and of one that had.
@@ -44,7 +44,8 @@ _OTHERWISE = ("RejectedOther", "EvictedOther")
 
 
 class FlowMetrics:
-    """`flow_controller` is set once there is flow control."""
+    """Metrics of flow control. `flow_controller`: `None` = flow control is off. `labels` returns the labels that
+    metrics show for a request."""
 
     def __init__(
         self,
@@ -85,8 +86,8 @@ class FlowMetrics:
         return fairness_id, str(priority), model, target
 
     def on_endpoint(self) -> float:
-        """An endpoint is about to join. If the pool has none, return how many seconds the oldest waiting request has
-        waited for one; 0 = no request waits for a first endpoint."""
+        """Call this before an endpoint joins. If it is the pool's first, return how many seconds the oldest request has
+        waited for it; 0 = the pool has endpoints, or no request waits."""
         controller = self.flow_controller
         if controller is None or self._fleet.table.count or not len(controller.flow):
             return 0.0
@@ -95,7 +96,7 @@ class FlowMetrics:
         return waited
 
     def forget(self, kept: Collection[tuple[str, ...]]) -> None:
-        """Drop waits under request labels (model, target, fairness id, priority) that are not kept."""
+        """Drop the wait times of all request labels (model, target, fairness id, priority) except `kept`."""
         self._waits.keep(("model_name", "target_model_name", "fairness_id", "priority"), kept)
 
     def _refresh(self) -> None:
@@ -132,7 +133,7 @@ class FlowMetrics:
         return None if controller is None else controller.flow.gate.level(self._fleet, self._now())
 
     def _reading(self, read: Callable[[FlowController], Any]) -> Callable[[], Any]:
-        """For `Registry.follow`: nothing while flow control is off."""
+        """A function for `Registry.follow` that returns `None` while flow control is off."""
         return lambda: None if self.flow_controller is None else read(self.flow_controller)
 
     def _effective(self, controller: FlowController) -> dict[str, float]:
@@ -154,7 +155,7 @@ class FlowMetrics:
         saturation = follow("gauge", prefix + "pool_saturation", text, of(self._effective), "stage", **pool)
         for name in older:
             show(name + "pool_saturation", text, saturation, **pool)
-        show(prefix + "requests_total", "[ALPHA] Requests by what became of them.", self._requests, **pool)
+        show(prefix + "requests_total", "[ALPHA] Requests by outcome.", self._requests, **pool)
         text = "[ALPHA] Running requests that had to make way for waiting ones."
         evicted = of(lambda controller: {str(priority): count for priority, count in controller.evicted.items()})
         follow("counter", prefix + "revocations_issued_total", text, evicted, "priority", **pool)
@@ -181,7 +182,7 @@ class FlowMetrics:
         follow("gauge", "fairlead_flow_waiting_requests", "Requests that wait, in all.", waiting)
 
 
-#: The shares of the global limits that are used.
+#: Functions that return the used share of a global limit.
 _USED: dict[str, Callable[[FlowController], float]] = {
     "requests": lambda controller: _share(len(controller.flow.queues), controller.flow.queues.limits.total.requests),
     "bytes": lambda controller: _share(controller.flow.queues.bytes, controller.flow.queues.limits.total.bytes),
@@ -193,6 +194,6 @@ def _share(used: float, limit: float) -> float:
 
 
 def jains_index(work: list[float]) -> float:
-    """(Σx)² / (n·Σx²), 1/n..1; NaN where no flow got any work."""
+    """Jain's index (Σx)² / (n·Σx²), from 1/n to 1; NaN = no flow got any work."""
     squares = sum(x * x for x in work)
     return sum(work) ** 2 / (len(work) * squares) if squares else nan

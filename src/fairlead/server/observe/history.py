@@ -1,10 +1,10 @@
-"""What is kept of the last hour with or without viewers: chart points, rates, and since when every request fails.
+"""The history of the last hour, kept with or without viewers: chart points, rates, and since when every request fails.
 
 Rules
-* Call `look` twice a second. It costs almost nothing per request: counts are differences of the metrics' own counts,
+* Call `look` twice a second. It does almost no work per request: counts are differences of the metrics' own counts,
   latencies are those of the last ten seconds in `watch.newest`.
 * An endpoint is out of use when the `health` filter removes it: its scrapes fail, its answers fail, or it hangs.
-* Every request fails if there were `FAILED` or more server errors and no good answer.
+* Every request fails if there were `FAILED` or more server errors and no good answer in between.
 """
 
 from collections import deque
@@ -26,12 +26,12 @@ from fairlead.server.observe.watch import Watch
 
 log = get("schedule")
 
-#: Seconds between two points, and for how long points are kept.
+#: Seconds between two points of the charts, and seconds that points are kept.
 POINT, HISTORY = 5.0, 3600.0
-#: How many failures without a good answer in between it takes to say that every request fails.
+#: After this many failures without a good answer in between, every request counts as failing.
 FAILED = 5
 _SHARES = (0.5, 0.95, 0.99)
-#: The label `why` of reasons; any other is that of a scrape, `silent`.
+#: The label `why` of the metric, by reason. Any other reason is that of a failed scrape; its label is `silent`.
 _WHY = {HANGS: "hangs", FAILS: "fails", REFUSED: "refused"}
 
 
@@ -39,7 +39,7 @@ class _Counts(NamedTuple):
     """The counts at one moment, since the start."""
 
     time_s: float
-    #: Those that wait are included.
+    #: Requests that arrived, including those that wait in the queue.
     arrived: float
     requests: float
     refused: float
@@ -49,10 +49,10 @@ class _Counts(NamedTuple):
 
 
 class Rates(Struct, frozen=True):
-    """Per second, over the last ten seconds; `None` = not watched long enough."""
+    """Rates per second over the last ten seconds; `None` = less than a second is covered."""
 
     arrived: float | None = None
-    #: Sent to an endpoint, or refused.
+    #: Requests that were sent to an endpoint or refused.
     requests: float | None = None
     refused: float | None = None
     client_errors: float | None = None
@@ -83,7 +83,8 @@ class History:
         self._failed_since, self._failed, self._failed_at = now, 0, -inf
         #: Endpoints out of use, by id.
         self.out: dict[str, Out] = {}
-        #: Those whose answers fail, from the first time that it put them out of use until one works.
+        #: Endpoints that failing answers have put out of use, until one of their answers is good. Meanwhile they are
+        #: tried every few seconds, so they may be missing in `out`.
         self._failing: set[str] = set()
         text = "1 while the endpoint is out of use. One whose answers fail is tried every few seconds."
         show = watch.metrics.registry.follow
@@ -111,7 +112,7 @@ class History:
         return {(endpoint, _WHY.get(out.reason, "silent")): 1 for endpoint, out in self.out.items()}
 
     def failures(self) -> Failures:
-        """What the notices say about failures."""
+        """The failures that the notices mention."""
         since, rates = self.failing_since, self.rates
         errors = (rates.client_errors or 0.0) + (rates.server_errors or 0.0)
         share = (rates.server_errors or 0.0) / errors * (rates.error_rate or 0.0) if errors else 0.0

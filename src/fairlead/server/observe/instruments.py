@@ -1,10 +1,10 @@
-"""Counters, gauges and histograms that cost almost nothing to update, and the bounds of published histograms.
+"""Counters, gauges and histograms that are very fast to update, and the bounds of published histograms.
 
 Rules
 * Code that counts often keeps the child (`family.child("m", "t")`) and calls it: 45 ns for a counter, 130 ns for a
-  histogram (prometheus_client: 310-370 and 960-1,360, and 1,144 for `labels()`). All on one thread.
-* Label cardinality is bounded: past `cap` children the labels in `fold`, whose values clients choose, become `other`;
-  past four times `cap` all labels do. Counts are never lost, only merged.
+  histogram (prometheus_client: 310-370 and 960-1,360 ns, and 1,144 ns for `labels()`). All calls are on one thread.
+* The number of children is bounded: with more than `cap` children, the labels in `fold`, whose values clients choose,
+  become `other` in new children; with more than four times `cap`, all labels do. Counts are merged, never lost.
 """
 
 from bisect import bisect_left
@@ -40,10 +40,10 @@ class Gauge:
 
 
 class Histogram:
-    """`counts[i]` observations in (bounds[i-1], bounds[i]]; the last count is of observations above all bounds.
+    """`counts[i]`: observations in (bounds[i-1], bounds[i]]; the last count is of observations above all bounds.
 
-    `examples`: by bucket, the last observation whose request is known and that request's number; `None` = none is
-    known.
+    `examples`: for each bucket the last observation with a known request, and that request's number; `None` = there is
+    no such observation.
     """
 
     __slots__ = ("bounds", "counts", "examples", "sum")
@@ -59,7 +59,8 @@ class Histogram:
         self.sum += value
 
     def observe_all(self, values: Sequence[float], request_ids: Sequence[int] = ()) -> None:
-        """Add many observations. If ids are given, formats with exemplars show the last request of each bucket."""
+        """Add many observations. `request_ids`: their requests, of which exemplars show the last one per bucket; empty
+        = no exemplars."""
         buckets = list(map(partial(bisect_left, self.bounds), values))
         for bucket in set(buckets):
             self.counts[bucket] += buckets.count(bucket)
@@ -94,7 +95,8 @@ class Family(Generic[Child]):
         self.labels = tuple(labels)
         self.bounds = bounds
         self.children: dict[tuple[str, ...], Child] = {}
-        #: How often a count went to `other` labels, for lack of room or because its own labels had no place.
+        #: How many times labels were replaced by `other`: there were too many children, or (see `metrics`) the labels
+        #: had no series of their own.
         self.folded = 0
         self._make = make
         self._cap = cap
@@ -128,7 +130,7 @@ class Family(Generic[Child]):
 
 
 class Readings:
-    """A gauge or counter whose values are kept elsewhere: read at each rendering, and replaced as a whole."""
+    """A gauge or counter whose values are kept elsewhere. They are read and replaced as a whole at each rendering."""
 
     bounds: tuple[float, ...] = ()
     folded = 0
@@ -136,7 +138,7 @@ class Readings:
     def __init__(self, kind: str, *labels: str) -> None:
         self.kind = kind
         self.labels = labels
-        #: By label values. Never change the mapping in place; replace it.
+        #: The values by label values. Never change the mapping in place; replace it.
         self.values: Mapping[tuple[str, ...], float] = {}
 
     def take(self, values: Mapping[tuple[str, ...], float]) -> None:
@@ -169,7 +171,7 @@ GENERAL = (
 )
 TTFT = tuple(bound for bound in GENERAL if bound <= 120.0)
 SIZE = tuple(float(1 << power) for power in range(6, 31))
-#: 32778 is a slip for 32768 in the published bounds; dashboards query it, so it stays.
+#: 32778 is a typing error for 32768 in the published bounds. Dashboards query it, so it stays.
 RESPONSE = (
     *(1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32778.0, 65536.0),
 )
@@ -181,9 +183,9 @@ TPOT_TWIN = (
     *(*TPOT[:-1], 1.5, 2.0, 3.0, 4.5, 6.0, 12.0, 18.0, 24.0, 30.0, 36.0, 48.0, 60.0, 90.0, 120.0, 180.0, 270.0, 360.0),
 )
 SCHEDULING = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
-#: The published bounds end at 100 ms, where problems only begin.
+#: The published bounds end at 100 ms. Longer times are problems, so there are more bounds here.
 SCHEDULING_LONG = (*SCHEDULING, 0.2, 0.5, 1.0)
-#: Observed over predicted.
+#: Observed value / predicted value.
 RATIO = (0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.11, 1.25, 1.5, 2.0, 4.0)
 HIT_RATIO = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 LAG = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)

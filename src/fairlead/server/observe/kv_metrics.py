@@ -1,4 +1,4 @@
-"""Metrics of KV events (what is known, how far it is trusted) and of the indexer. Set at each rendering."""
+"""Metrics of KV events (feeds, index, trust) and of the indexer. Their values are read at each rendering."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class KvFeedStatus(Struct, frozen=True):
-    """One rank's feed. Counts are of batches unless named otherwise."""
+    """The feed of KV events of one rank of an endpoint. `bad`: unreadable events and batches. `lost`: missed batches
+    that could not be fetched."""
 
     endpoint: str
     slot: int
@@ -37,7 +38,7 @@ class KvFeedStatus(Struct, frozen=True):
     reconnections: int
 
 
-#: Metric, its help text, and the field that it shows.
+#: Metric, its help text, and the field of `KvFeedStatus` that it shows.
 _COUNTERS = (
     ("batches", "Batches of KV events that were applied.", "batches"),
     ("events", "KV events that were applied.", "events"),
@@ -58,9 +59,8 @@ _VERDICTS = ("equal", "close", "off", "idle")
 
 
 class KvMetrics:
-    """`feeds` returns the present state of all feeds, `endpoints` the slot and id of each endpoint.
-
-    `rejected` counts batches from unknown publishers, `without` prompts without token ids by reason.
+    """Metrics of KV events. `feeds` returns the present state of all feeds, `endpoints` the slot and id of each
+    endpoint, `rejected` the number of batches from unknown publishers. `without`: prompts without token ids, by reason.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class KvMetrics:
         self._show(registry, rejected, without)
 
     def _refresh(self) -> None:
-        """Set all values from scratch: endpoints come and go."""
+        """Replace all values, because endpoints come and go."""
         feeds = [(feed, (feed.endpoint, str(feed.rank))) for feed in self._feeds()]
         read = [(asdict(feed), labels) for feed, labels in feeds]
         for field, counter in self._counters.items():
@@ -170,12 +170,13 @@ class KvMetrics:
 
 # Metrics of a scheduler that queries an indexer, and of an indexer.
 
-#: Seconds.
+#: Bounds of histograms of answer times, in seconds.
 _BOUNDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 1.0)
 
 
 def show_questions(registry: Registry, asker: "Callable[[], IndexClient]") -> Callable[[float], None]:
-    """The metrics of a scheduler that queries an indexer. Returns what records how long an answer took, in seconds."""
+    """Show the metrics of a scheduler that asks an indexer. Returns the function that records the seconds that an
+    answer took."""
     seconds = histograms(bounds=_BOUNDS)
     text = "Questions to the indexer by end; all but 'answered' leave the request to learned prefixes."
     registry.follow("counter", "fairlead_indexer_questions_total", text, lambda: asker().counts.ends, "result")
@@ -185,8 +186,8 @@ def show_questions(registry: Registry, asker: "Callable[[], IndexClient]") -> Ca
 
 
 def show_indexer(registry: Registry, index: KvIndex, asked: "Callable[[], Asked]") -> Callable[[float], None]:
-    """The metrics of an indexer. `index_size` and the two `kv_cache_` names are those of published alerts. Returns what
-    records how long a question took, in seconds, without reading it and writing the answer."""
+    """Show the metrics of an indexer. `index_size` and the two `kv_cache_` names are those of published alerts. Returns
+    the function that records the seconds that making an answer took, without reading the question and sending."""
     seconds, follow = histograms(bounds=_BOUNDS), registry.follow
     follow("gauge", "index_size", "Block copies in the index.", lambda: index.entries)
     follow("counter", "kv_cache_lookup_total", "Blocks of prompts that were looked up.", lambda: asked().looked_up)

@@ -6,12 +6,12 @@
     time=2026-01-02T03:04:05.678Z level=warning component=scrape msg="endpoint cannot be scraped" endpoint=vllm-0 …
 
 Rules
-* The message is a constant; what varies goes into fields. That makes lines searchable and repetition visible: a message
-  (of one logger, about one endpoint or problem) is written `BURST` times per `WINDOW_S`; the first one after that says
-  how many were left out. Below the level of warning nothing is left out.
-* Never a prompt, a body or a credential: fields with such names are replaced, passwords in URLs are
-  masked, and all values are cut at `MAX_VALUE`.
-* The standard library's logging is underneath, so log lines of libraries have the same format.
+* The message is a constant; what varies goes into fields. So lines can be searched, and repeated ones are recognised: a
+  warning or error of one logger about one endpoint or problem is written at most `BURST` times per `WINDOW_S` seconds.
+  The first line after that says how many were left out. Lines below the level of warning are never left out.
+* Lines never contain a prompt, a body or a credential: fields with such names are redacted, passwords in URLs are
+  masked, and all values are cut at `MAX_VALUE` characters.
+* This is built on the standard library's logging, so log lines of libraries have the same format.
 * A process that serves writes `in_background`: a full pipe whose reader stalls must not stop its event loop.
 """
 
@@ -34,11 +34,11 @@ WINDOW_S = 60.0
 MAX_VALUE = 400
 _MAX_TRACEBACK = 4000
 _MAX_KEYS = 1000
-#: Bytes that may wait for the reader of stderr, those of one write, and the seconds that they get at the end.
+#: Bytes that may wait for the reader of stderr; bytes of one write; seconds to write the rest at the end.
 _MAX_WAITING, _WRITE = 4 << 20, 64 << 10
 _FLUSH_S = 1.0
 _ROOT = "fairlead"
-#: Names of fields that would carry users' text or credentials.
+#: Names of fields that may contain users' text or credentials. Their values are redacted.
 _SECRET = frozenset(
     {
         "prompt", "body", "messages", "content", "input", "text", "authorization", "token", "api_key", "password",
@@ -48,17 +48,17 @@ _SECRET = frozenset(
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
-#: Fields of every line of this process.
+#: Fields that every line of this process has.
 OWN_FIELDS: dict[str, object] = {}
 
 
 def name_worker(number: int) -> None:
-    """Have every line say which of several workers writes it."""
+    """Add the number of this worker to every line."""
     OWN_FIELDS["worker"] = number
 
 
 class Log:
-    """A named logger that takes fields. Cheap when the level is off."""
+    """A named logger that takes fields. Calls below the logger's level cost little."""
 
     __slots__ = ("_logger",)
 
@@ -75,7 +75,7 @@ class Log:
         self._write(logging.WARNING, message, fields)
 
     def error(self, message: str, exc: BaseException | None = None, **fields: object) -> None:
-        """`exc` adds its traceback."""
+        """Log an error. `exc`: its traceback is added."""
         self._write(logging.ERROR, message, fields, exc)
 
     def _write(self, level: int, message: str, fields: Mapping[str, object], exc: BaseException | None = None) -> None:
@@ -89,7 +89,8 @@ def get(component: str) -> Log:
 
 
 def setup(level: str = "info", form: str = "logfmt", stream: TextIO | None = None) -> None:
-    """Send everything to `stream` (stderr). Replaces what was set up before. Raises `ValueError` for unknown names."""
+    """Send all log lines to `stream` (default: stderr), instead of where they went before. Raises `ValueError` for an
+    unknown level or format."""
     if level not in _LEVELS:
         raise ValueError(f"unknown log level {level!r}, expected one of {', '.join(_LEVELS)}")
     formatters: dict[str, Callable[[], logging.Formatter]] = {"logfmt": LogfmtFormatter, "json": JsonFormatter}
@@ -112,16 +113,17 @@ class Written:
 
 
 class _Background:
-    """Writes lines from a thread of its own, until `close()`. It bypasses `sys.stderr`, whose lock a thread that waits
-    for a reader would still hold at the end of the process."""
+    """Writes lines from a thread of its own until `close()`. The thread does not use `sys.stderr`: if it waited there
+    for a reader, it would still hold the lock of `sys.stderr` when the process ends."""
 
-    #: What writes for all handlers; `None` = each line is written as it is logged.
+    #: The writer of all handlers; `None` = each line is written when it is logged.
     running: "_Background | None" = None
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._lines: SimpleQueue[bytes | None] = SimpleQueue()
-        #: Bytes taken and written since the start. Each is counted in one place: puts exclude each other.
+        #: Bytes taken and written since the start. No lock is needed: only `put` changes the first, under the handler's
+        #: lock, and only the thread changes the second.
         self._taken = self._written = 0
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
@@ -136,7 +138,7 @@ class _Background:
             Written.lost += 1
 
     def close(self) -> bool:
-        """Write what waits. False = its reader did not take it in time."""
+        """Write the waiting lines. False = the reader of stderr did not take them within `_FLUSH_S`."""
         self._lines.put(None)
         self._thread.join(_FLUSH_S)
         return not self._thread.is_alive()
@@ -152,7 +154,8 @@ class _Background:
                 Written.lost += len(lines)
 
     def _several(self) -> list[bytes]:
-        """The next lines for one write; empty = none will come. A write for each would be too slow for a burst."""
+        """Wait for lines, and return those for one write; empty = there will be no more. One write per line would be
+        too slow for a burst."""
         lines: list[bytes] = []
         size = 0
         while not self._ended and size < _WRITE and not (lines and self._lines.empty()):
@@ -167,11 +170,12 @@ class _Background:
 
 @contextmanager
 def in_background() -> Iterator[None]:
-    """Write to stderr from a thread until the context ends. Threads do not survive a fork, so enter it after that."""
+    """Write log lines to stderr from a thread until the context ends. Threads do not survive a fork, so enter this
+    context after forking."""
     try:
         sys.stderr.flush()
         descriptor = sys.stderr.fileno()
-    except (AttributeError, OSError, ValueError):  # it is closed, or no file
+    except (AttributeError, OSError, ValueError):  # stderr is closed, or is no file
         yield
         return
     _Background.running = background = _Background(descriptor)
@@ -198,12 +202,12 @@ class _Handler(logging.StreamHandler[TextIO]):
 
 
 class RepeatFilter(logging.Filter):
-    """Lets a repeating warning or error through `BURST` times per `WINDOW_S`."""
+    """Passes a repeating warning or error at most `BURST` times per `WINDOW_S` seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
-        #: Key to (start of its window, lines seen in it).
+        #: Key of a message → start of its window, and lines in it so far.
         self._seen: OrderedDict[tuple[str, ...], tuple[float, int]] = OrderedDict()
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -229,7 +233,7 @@ class RepeatFilter(logging.Filter):
 
 
 def _entry(record: logging.LogRecord) -> dict[str, Any]:
-    """The line's fields in order, values not yet formatted."""
+    """The fields of a line in their order, with values that are not formatted yet."""
     stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
     entry: dict[str, Any] = {
         "time": f"{stamp}.{int(record.msecs):03d}Z",

@@ -1,14 +1,15 @@
-"""Counts decisions and their outcomes: many records per call, column by column, so that each costs almost nothing.
+"""Counts decisions and their outcomes. Each call takes many records and counts them column by column, which is fast.
 
 Rules
-* Each decision is passed once to `on_decisions`, and then each routed request's end once to `on_outcomes`.
+* Each decision is passed once to `on_decisions`, and later the end of each routed request once to `on_outcomes`.
 * Cache figures are in prompt tokens: `kv_cache_lookup_total` grows by the prompt of each routed request,
   `kv_cache_hit_total` by what was predicted to be cached at the chosen endpoint. Their ratio is the hit rate.
-* A set of request labels is shown once its names are declared (`declare`) or once a request with it was answered 2xx;
-  all other sets are `other`. Of the sets that only an answer has earned, at most `cap` are shown, and each is dropped
-  after `idle_s` seconds without a request. So names that clients make up never become series, not even briefly.
-* Requests with labels that have no place yet are counted at their end, when it is known where. Until then only the
-  gauge of running requests includes them, under `other`.
+* A set of request labels gets its own series once its names are declared (`declare`) or served, or once a request with
+  it was answered 2xx; all other sets are counted as `other`. At most `cap` sets have series only because of an answer
+  (they are *earned*), and each is dropped after `idle_s` seconds without a request. So names that clients make up never
+  become series, not even briefly.
+* A request whose label set has no series yet (it is *unproven*) is counted at its end, when it is known whether the set
+  earns one. Until then only the gauge of running requests includes it, as `other`.
 * `fairlead_scale_up_wanted` is 1 for `SCALE_UP_HOLD_S` after a decision found every candidate overloaded.
 """
 
@@ -35,16 +36,16 @@ _MAX_LABEL = 200
 NO_TENANT = "default-flow"
 #: Children per label set of requests: error codes, streaming or not, endpoints.
 _FAMILY_ROOM = 10
-#: How many requests with unproven labels may wait for their end; further ones are counted as `other` immediately.
+#: At most this many unproven requests wait for their end; further ones are counted as `other` immediately.
 _MOST_UNPROVEN = 4096
-#: How many names of served models are read from endpoints at most, and how often.
+#: At most this many names of served models are read from endpoints; seconds between two readings.
 _MOST_SERVED, _SERVED_S = 10_000, 1.0
-#: How many departed endpoints keep their counters, and how often departed ones are swept.
+#: At most about this many removed endpoints keep their counters; seconds between two sweeps.
 _DEPARTED_KEPT = 256
 _SWEEP_S = 30.0
 _POLICIES = 64
 
-#: Published `error_code` of an answer that failed; of refusals by HTTP status, other statuses by their class.
+#: The published `error_code` of an answer that failed, and of refusals by HTTP status. Other statuses: `error_code()`.
 _SERVER_ERROR = "ModelServerError"
 _ERROR_CODES = {429: "InferencePoolResourceExhausted", 503: "ServiceUnavailable", 500: "Internal"}
 
@@ -84,8 +85,8 @@ def grouped(keys: list[Any], values: Sequence[V]) -> Iterable[tuple[Any, Sequenc
 
 
 def _counted(values: Iterable[V]) -> Iterable[tuple[V, int]]:
-    """Each distinct value with its count, in order of first appearance. For batches, which have few distinct values:
-    `collections.Counter` takes as long for one batch as the counting itself."""
+    """Each distinct value with its count, in order of first appearance. Faster than `collections.Counter` for batches,
+    which have few distinct values."""
     listed = list(values)
     return [(value, listed.count(value)) for value in dict.fromkeys(listed)]
 
@@ -93,7 +94,7 @@ def _counted(values: Iterable[V]) -> Iterable[tuple[V, int]]:
 def _with_known(
     records: Sequence[OutcomeRecord], column: Callable[[OutcomeRecord], Any]
 ) -> tuple[Sequence[OutcomeRecord], list[Any]]:
-    """The records of which a figure is known (not negative), and the figures."""
+    """The records whose value in `column` is known (not negative), and these values."""
     figures = list(map(column, records))
     if not figures or min(figures) >= 0:
         return records, figures
@@ -126,8 +127,8 @@ class _Bundle:
         self.hits = families.hits.child(*model)
         self.predicted = families.predicted_hits.child(*model)
         self.reported = families.reported_hits.child(*model)
-        families.errors.child(*labels, _SERVER_ERROR)  # from 0 on: `rate` does not see what a series begins with
-        #: By endpoint id and address.
+        families.errors.child(*labels, _SERVER_ERROR)  # begin at 0: `rate` does not see the first value of a series
+        #: Counters of attempts by endpoint id and address.
         self.attempts: dict[tuple[str, str], Counter] = {}
         #: When a request with these labels was last decided or ended.
         self.used = 0.0
@@ -144,9 +145,9 @@ class _Bundle:
 
 
 class SchedulerMetrics:
-    """`now` is the clock of the records' `at`; `status` returns the state of the fleet when metrics are rendered;
-    `served` returns the models that endpoints report; `desired` returns how many endpoints the load needs, `None` =
-    unknown; all series have the labels `constant`."""
+    """The metrics of a scheduler. `now` is the clock of the records' `at`. `status` returns the state of the fleet when
+    metrics are rendered, `served` the models that endpoints report, `desired` how many endpoints the load needs (`None`
+    = unknown). All series have the labels `constant`."""
 
     def __init__(
         self,
@@ -172,7 +173,7 @@ class SchedulerMetrics:
         self._served_read_at = -inf
         self._list_served = served
         self._bundles: dict[RequestLabels, _Bundle] = {}
-        #: Those whose place was earned by an answer.
+        #: The label sets that have series only because of an answer.
         self._earned: set[RequestLabels] = set()
         #: Called after label sets were dropped, with the sets that are kept.
         self.on_forget: Callable[[Collection[tuple[str, ...]]], object] = lambda kept: None
@@ -208,7 +209,7 @@ class SchedulerMetrics:
             self.registry.show(name, "[ALPHA] What is running.", info)
 
     def declare(self, models: Iterable[str]) -> None:
-        """Set the defined names, instead of those of the last call. Defined names keep their labels."""
+        """Replace the defined model names. Requests for them keep their own series without any traffic."""
         self._defined = frozenset(models)
 
     @property
@@ -223,7 +224,7 @@ class SchedulerMetrics:
     # ---------------- per request ----------------
 
     def on_decisions(self, records: Sequence[DecisionRecord], durations: Sequence[float]) -> None:
-        """Decisions were made; `durations` are the seconds that each took."""
+        """Count decisions. `durations`: the seconds that each took."""
         self._scheduling.observe_all(durations, list(map(_REQUEST_ID, records)))
         for policy, spent in grouped(list(map(_POLICY, records)), durations):
             self.families.plugin.child("Schedule", policy, policy).observe_all(spent)
@@ -250,7 +251,7 @@ class SchedulerMetrics:
                 self._routed(bundle, group)
 
     def _wait(self, key: RequestLabels, records: Sequence[DecisionRecord]) -> None:
-        """Hold decisions with unproven labels until the request ends, and count them as running under `other`."""
+        """Hold decisions of unproven requests until these end. Meanwhile count them as running under `other`."""
         folded = self._folded(key)
         folded.running.value += len(records)
         for record in records:
@@ -280,7 +281,7 @@ class SchedulerMetrics:
                     self._split(record, bundle)
 
     def on_outcomes(self, records: Sequence[OutcomeRecord]) -> None:
-        """Routed requests ended."""
+        """Count the ends of routed requests."""
         for (*labels, stream), group in grouped(list(map(_LABELS_AND_STREAM, records)), records):
             bundle = self._known(*labels) or self._earn(_key(*labels), group)
             bundle.used = self._now()
@@ -291,7 +292,7 @@ class SchedulerMetrics:
                     self.families.ends.child(cause).value += number
                     if cause == "expired":
                         self.families.expired.child().value += number
-                    # A client's disconnect is not an error.
+                    # A client that disconnects is not an error.
                     if status >= 400 or cause in LOST or cause == EVICTED.reason:
                         failed = compress(group, map((status, cause).__eq__, map(_END, group)))
                         self._failed(bundle, status, cause, list(failed))
@@ -314,7 +315,7 @@ class SchedulerMetrics:
         self.families.failed_duration.child(code).observe_all(list(map(_SECONDS, took)))
 
     def _earn(self, key: RequestLabels, records: Sequence[OutcomeRecord]) -> _Bundle:
-        """The labels' own bundle if one of these answers earns it and there is room, else the folded one."""
+        """The labels' own bundle if one of these answers is 2xx and there is room, else the bundle of `other`."""
         folded = self._folded(key)
         if len(self._earned) >= self._cap or not any(200 <= record.status < 300 for record in records):
             self.families.requests.folded += len(records)
@@ -326,7 +327,7 @@ class SchedulerMetrics:
         return bundle
 
     def _prove(self, bundle: _Bundle, records: Sequence[OutcomeRecord]) -> int:
-        """Count the held decisions of these requests. Returns how many of the requests had none."""
+        """Count the held decisions of these requests. Returns how many of the requests had no held decision."""
         waited = list(map(self._unproven.pop, map(_REQUEST_ID, records), repeat(None)))
         for decision, folded in filter(None, waited):
             folded.value -= 1
@@ -369,7 +370,7 @@ class SchedulerMetrics:
         """Record how good the forecast was. Only for streams: in other answers the first byte arrives with the last."""
         if forecast.ttft_ms <= 0.0:
             return
-        # It is compared with the histogram of whole times, so it includes the time in the queue.
+        # Dashboards compare this with the histogram of TTFTs since arrival, so add the time in the queue.
         self.families.predicted_ttft.child(*bundle.labels[:2]).observe((record.queued_ms + forecast.ttft_ms) / 1e3)
         if forecast.tpot_ms > 0.0:
             self.families.predicted_tpot.child(*bundle.labels[:2]).observe(forecast.tpot_ms / 1e3)
@@ -379,30 +380,31 @@ class SchedulerMetrics:
         self.families.forecast_ratio.child().observe(came_ms / forecast.ttft_ms)
 
     def on_client_error(self, model: str, status: int) -> None:
-        """A request was refused before it was understood; it counts as an error, not as a request."""
+        """Count a request that was refused before it was understood: as an error, not as a request."""
         self._error(self._bundle(model, model, "", 0), error_code(status), status)
 
     def on_fallback(self, address: str) -> None:
-        """The gateway sent a request to this address without asking."""
+        """Count a request that the gateway sent to this address without asking the scheduler."""
         self.families.fallbacks.child(address).value += 1
 
     # ---------------- rare events ----------------
 
     def _split(self, record: DecisionRecord, bundle: _Bundle) -> None:
-        """Count split decisions. Once a policy has split a request, its unsplit requests are counted too."""
+        """Count a decision of a policy that splits prefill from decode. Once a policy has split a request, its requests
+        that are not split are counted too."""
         if len(self._splitting) < _POLICIES:
             self._splitting.add(record.policy)
         kind = "prefill-decode" if record.prefill else "decode-only"
         self.families.pairs.child(record.policy, bundle.labels[0], kind).value += 1
 
     def _refused(self, record: DecisionRecord) -> None:
-        # The model is not defined: names that clients make up get no labels.
+        # If the model is not defined, the client may have made up its name, which must not become a label.
         unknown = record.outcome == MODEL_NOT_FOUND
         bundle = self._bundle(OTHER, OTHER, "", 0) if unknown else self._bundle(*_LABELS(record))
         bundle.requests.value += 1
         families = self.families
         families.rejected.child(record.outcome).value += 1
-        if record.outcome != LEFT.reason:  # a client's disconnect is no error
+        if record.outcome != LEFT.reason:  # a client that disconnects is no error
             self._error(bundle, error_code(record.status), record.status)
         families.attempts.child("failure", bundle.labels[1], "", "", "").value += 1
         if record.outcome == "rejected-saturated":
@@ -416,7 +418,7 @@ class SchedulerMetrics:
         self.families.errors.child(*bundle.labels, code).value += number
 
     def _bundle(self, model: str, target: str, fairness_id: str, priority: int) -> _Bundle:
-        """The bundle for these labels, or the folded one if they have no place."""
+        """The bundle of these labels, or that of `other` if they have no series of their own."""
         bundle = self._known(model, target, fairness_id, priority)
         if bundle is None:
             self.families.requests.folded += 1
@@ -425,7 +427,7 @@ class SchedulerMetrics:
         return bundle
 
     def _known(self, model: str, target: str, fairness_id: str, priority: int) -> _Bundle | None:
-        """The bundle of labels that have a place; `None` = these have none."""
+        """The bundle of these labels; `None` = they have no series of their own."""
         key = (model[:_MAX_LABEL], (target or model)[:_MAX_LABEL], fairness_id[:_MAX_LABEL], priority)
         bundle = self._bundles.get(key)
         if bundle is None and self._declared(key):
@@ -459,7 +461,7 @@ class SchedulerMetrics:
         return bundle
 
     def labels(self, request: Request) -> tuple[str, str, str, int]:
-        """Model, target, fairness id and priority under which a request is shown."""
+        """The model, target, fairness id and priority that metrics show for a request."""
         key = _key(request.model, request.target_model, request.fairness_id, request.priority)
         if key not in self._bundles and not self._declared(key):
             key = self._folded_labels(key)
@@ -476,12 +478,12 @@ class SchedulerMetrics:
             self._forget_departed()
             self._forget_idle()
         self._label_sets.child().set(len(self._earned))
-        views = reversed(self.registry.views)  # the first name of a family is its own
+        views = reversed(self.registry.views)  # of several names of a family, the first one shown is kept
         folded = {id(view.family): (view.name, view.family.folded) for view in views if view.family.folded}
         self._folds.take({(name,): number for name, number in folded.values()})
 
     def _forget_idle(self) -> None:
-        """Drop label sets that have not been used for a while and are not declared any more."""
+        """Drop label sets that were not used for `idle_s` and are not declared."""
         until = self._now() - self._idle_s
         idle = [
             key
@@ -501,7 +503,7 @@ class SchedulerMetrics:
         return since is not None and self._now() - since < SCALE_UP_HOLD_S
 
     def _forget_departed(self) -> None:
-        """Drop counters of departed endpoints. Endpoints come and go under new names, so counters would pile up."""
+        """Drop counters of removed endpoints. Endpoints come and go under new names, so counters would pile up."""
         attempts = self.families.attempts
         if len(attempts.children) <= _DEPARTED_KEPT:
             return

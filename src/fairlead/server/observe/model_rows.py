@@ -1,4 +1,4 @@
-"""What the dashboard shows of each model: its traffic now and in the last hour, its targets, where adapters are."""
+"""What the dashboard shows for each model: its traffic now and in the last hour, its targets, its endpoints."""
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from fairlead.server.observe.watch import Watch
 
 #: The number of endpoints per base model, and per adapter that they list or have loaded.
 Served = tuple[Counter[str], Counter[str]]
-#: How many models a point of the past has: the busiest ones.
+#: A point of the history has at most this many models: the busiest ones.
 _MOST_MODELS = 64
 
 
@@ -27,7 +27,7 @@ class ModelPoint(Struct, frozen=True):
     time: float
     per_s: float = 0.0
     errors_per_s: float = 0.0
-    #: Of streamed answers; `None` = there were none.
+    #: Times to first token of streamed answers; `None` = there were none.
     ttft_p50_ms: float | None = None
     ttft_p95_ms: float | None = None
 
@@ -56,7 +56,8 @@ class ModelHistory:
         points = {}
         for model, (requests, errors) in counts.items():
             asked, failed = self._before.get(model, (0.0, 0.0))
-            # Counters of a model without requests are dropped, and begin again at zero.
+            # Counters of a model without requests are dropped and later begin again at 0, so differences may be
+            # negative.
             rates = (max(requests - asked, 0.0) / (now - since), max(errors - failed, 0.0) / (now - since))
             if any(rates) or model in first_tokens:
                 p50, p95 = percentiles(first_tokens[model], (0.5, 0.95))
@@ -72,7 +73,7 @@ class ModelHistory:
 
 
 def model_rows(watch: Watch, traffic: Iterable[TrafficRow], served: Served, now: float) -> list[ModelRow]:
-    """The busiest models first, then models that are served but not requested."""
+    """One row per model: the busiest models first, then models that are served but not requested."""
     by_model: dict[str, list[TrafficRow]] = defaultdict(list)
     for row in traffic:
         by_model[row.model].append(row)
@@ -138,5 +139,5 @@ def served_models(table: EndpointTable) -> Served:
         for name in names:
             adapters[name] += count
     bases.pop("", None)
-    adapters.pop("", None)  # stands for "loads others on demand"
+    adapters.pop("", None)  # an empty name means that the engine loads further adapters on demand
     return bases, adapters

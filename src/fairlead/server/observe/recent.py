@@ -1,10 +1,10 @@
-"""What was decided and answered in the last seconds, as moving sums.
+"""Moving sums of the decisions and answers of the last seconds.
 
 Rules
-* Records arrive only while there are viewers. Earlier ones come from the decision journal, as far back as it reaches
-  (`covered_since`).
-* Adding a record is O(1). Sums drop by whole bins, so reading costs nothing for sums that did not change.
-* Whatever clients send, at most `MAX_KEYS` keys are kept apart in a window.
+* Records arrive only while the dashboard has viewers. Earlier records come from the journal of decisions, as far back
+  as it reaches (`covered_since`).
+* Adding a record is O(1). Old records leave the sums by whole bins, so reading costs nothing between two bins.
+* Whatever clients send, a window has at most `MAX_KEYS` keys; further ones are added up under one key.
 """
 
 from collections import deque
@@ -18,7 +18,7 @@ from fairlead.core.models import MODEL_NOT_FOUND
 from fairlead.core.records import DecisionRecord, OutcomeRecord
 from fairlead.server.observe.instruments import OTHER
 
-#: Seconds covered by rates and percentiles, and by sums per endpoint.
+#: Seconds that rates and percentiles cover, and that sums per endpoint cover.
 SHORT, LONG = 10.0, 60.0
 MAX_KEYS = 1000
 _MAX_LABEL = 200
@@ -27,7 +27,8 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Window(Generic[Key]):
-    """Sums of `width` columns per key over the last `seconds`, in bins of `bin_s`."""
+    """Sums of `width` columns per key over the last `seconds`, in bins of `bin_s` seconds. Keys beyond `MAX_KEYS` count
+    as the key `folded`."""
 
     def __init__(self, seconds: float, bin_s: float, width: int, folded: Key) -> None:
         self._span = round(seconds / bin_s)
@@ -38,7 +39,7 @@ class Window(Generic[Key]):
         self.sums: dict[Key, list[float]] = {}
 
     def add(self, key: Key, now: float, values: Sequence[float]) -> None:
-        """Add values to a key. Records arrive almost in the order of time; a late one counts for the newest bin."""
+        """Add values to a key. Records arrive almost in the order of time; a late one is added to the newest bin."""
         number = int(now // self._bin_s)
         if not self._bins or number > self._bins[-1][0]:
             self._bins.append((number, {}))
@@ -68,13 +69,13 @@ class Window(Generic[Key]):
 class EndpointSums(Struct, frozen=True, gc=False):
     """One endpoint over the last `LONG` seconds; all fields are sums."""
 
-    #: Records of any kind; keeps the row alive.
+    #: Records of any kind. The row is dropped when this is 0.
     records: float = 0.0
     routed: float = 0.0
     prompt_tokens: float = 0.0
     hit_tokens: float = 0.0
-    #: Streamed answers with a forecast, their predicted and actual times from sending to first token, and how many were
-    #: within the 90 % band.
+    #: Streamed answers with a forecast, their predicted and actual milliseconds from sending to the first token, and
+    #: how many were within the 90 % band.
     judged: float = 0.0
     predicted_ms: float = 0.0
     actual_ms: float = 0.0
@@ -92,7 +93,8 @@ Traffic = tuple[str, str, int]
 
 
 class Recent:
-    """Call `seed`, then `take`; `move(now)` before reading. `now` and the records' `at` share one clock."""
+    """Call `seed` once, then `take` for new records, and `move(now)` before reading. `now` is read from the clock of
+    the records' `at`."""
 
     def __init__(self) -> None:
         #: Clock seconds from which on all records are included.
@@ -101,7 +103,7 @@ class Recent:
         self.traffic: Window[Traffic] = Window(SHORT, 1.0, 2, (OTHER, OTHER, 0))
 
     def seed(self, records: Iterable[tuple[DecisionRecord, OutcomeRecord | None]], since: float) -> None:
-        """Begin with earlier records, which are complete from `since` on; oldest first."""
+        """Begin with earlier records, oldest first. They are complete from `since` (clock seconds) on."""
         self.covered_since = since
         self.take(record for pair in records for record in pair if record is not None)
 
@@ -143,14 +145,14 @@ class Recent:
         return _NOTHING if row is None else EndpointSums(*row)
 
     def per_second(self, count: float, now: float) -> float | None:
-        """The rate of a count of `traffic`; `None` = not watched long enough."""
-        # The newest bin has only begun: on average the window holds half a bin less than its span.
+        """The rate per second of a sum in `traffic`; `None` = less than a second is covered."""
+        # The newest bin is not over: on average the window covers half a bin less than its span.
         span = min(SHORT - 0.5, now - self.covered_since)
         return count / span if span >= 1.0 else None
 
 
 def percentiles(values: Iterable[float], shares: Sequence[float]) -> list[float | None]:
-    """Percentiles by nearest rank; `None` where there are no values."""
+    """Percentiles by nearest rank, one per share (0..1); all `None` if there are no values."""
     ordered = sorted(values)
     return [ordered[max(ceil(share * len(ordered)) - 1, 0)] if ordered else None for share in shares]
 

@@ -1,8 +1,8 @@
-"""What is counted per request, and under which names it is shown.
+"""The instruments that count requests, and the names under which metrics show them.
 
-The `llm_d_epp_*` names and, as second views of the same instruments, their deprecated twins are those of the Gateway
-API Inference Extension and its llm-d picker, so that published dashboards and alerts work unchanged. The names without
-a prefix are those of the original requirements. `fairlead_*` are our own.
+Names `llm_d_epp_*` and their deprecated twins, which are second views of the same instruments, are those of the Gateway
+API Inference Extension and its llm-d picker. So published dashboards and alerts work unchanged. The names without a
+prefix are those of the original requirements. Names `fairlead_*` are our own.
 """
 
 from collections.abc import Collection
@@ -14,7 +14,7 @@ from fairlead.server.observe import instruments as buckets
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.instruments import Counter, Family, Histogram, counters, gauges, histograms
 
-#: Labels whose values clients choose; values are folded into `other` past the cap.
+#: Labels whose values clients choose. Beyond the cap, their values become `other`.
 CLIENT_LABELS = ("model_name", "target_model_name", "target_model", "fairness_id")
 REQUEST_LABELS = ("model_name", "target_model_name", "fairness_id", "priority")
 #: Other names of the same labels.
@@ -26,16 +26,17 @@ _MODEL_PRIORITY = {**_MODEL, "priority": "priority"}
 _LLMD = "llm_d_epp_"
 _OBJECTIVE = "inference_objective_"
 _EXTENSION = "inference_extension_"
-#: From the time when InferenceModel defined models; dashboards of that time still query these names.
+#: Names from the time when InferenceModel defined models. Dashboards of that time still query them.
 _BY_MODEL = "inference_model_"
 #: Why requests are refused.
 _REASONS = (SATURATED, EXPIRED, NO_ENDPOINTS, SHUTTING_DOWN, LEFT.reason, MODEL_NOT_FOUND, REFUSED)
-#: The usage of other answers is not read: reading it costs work for every chunk.
+#: For metrics that need the usage in an answer. It is read only in a share of the answers, because that costs work for
+#: every chunk.
 _SAMPLED = " Of the share whose usage is read, inspect.usageSampling."
 
 
 class RequestFamilies:
-    """The instruments. `cap` bounds the label sets of each; `SchedulerMetrics` stops making new ones long before."""
+    """The instruments. `cap`: the most label sets of each; `SchedulerMetrics` stops making new ones long before."""
 
     def __init__(self, cap: int) -> None:
         def counted(*labels: str) -> Family[Counter]:
@@ -81,8 +82,8 @@ class RequestFamilies:
         self.slo_violations = counted(*_PREDICTED, "type")
         self.pairs = counted("plugin_name", "model_name", "decision_type")
         self.forecasts = counters("result")
-        # All results exist from the start: the share of those inside is undefined while a series is missing, and
-        # `rate` does not see what a series begins with.
+        # Make all results and reasons at the start: the share of forecasts inside the band is undefined while a series
+        # is missing, and `rate` does not see the first value of a series.
         for result in ("below", "inside", "above"):
             self.forecasts.child(result)
         for reason in _REASONS:
@@ -90,7 +91,7 @@ class RequestFamilies:
         self.forecast_ratio = histograms(bounds=buckets.RATIO)
 
     def forget(self, kept: Collection[tuple[str, ...]]) -> None:
-        """Drop what is counted under request labels (in the order of `REQUEST_LABELS`) that are not kept."""
+        """Drop the counts of all request labels (in the order of `REQUEST_LABELS`) except `kept`."""
         for family in vars(self).values():
             shared = [label for label in family.labels if _REQUEST_LABEL.get(label, label) in REQUEST_LABELS]
             if shared:
@@ -98,7 +99,7 @@ class RequestFamilies:
                 family.keep(shared, {tuple(labels[place] for place in places) for labels in kept})
 
     def show(self, registry: Registry) -> None:
-        """Register all names."""
+        """Show all instruments in `registry`, under all their names."""
         self._show_requests(registry)
         self._show_by_model(registry)
         self._show_tokens(registry)

@@ -1,7 +1,7 @@
 """What the dashboard and `fairlead top` receive: plain structs, and notices of problems.
 
-Field names say units; `None` = not known. Times of day are seconds since 1970. Counts are since the start, rates over
-the last ten seconds, sums per endpoint over the last minute.
+Field names end in their units; `None` = not known. Times of day are seconds since 1970. Counts are since the start,
+rates over the last ten seconds, sums per endpoint over the last minute.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,14 +16,14 @@ from fairlead.server.observe.watch import Watch
 
 
 class Notice(Struct, frozen=True):
-    """A problem in one sentence: `text`, then `since` (a time of day) if there is one, then `detail`. `level`: `bad`
-    (requests suffer) or `watch`."""
+    """A problem in one sentence: `text`, then `since` (a time of day; `None` = not shown), then `detail`. `level`:
+    `bad` (requests fail or are slower) or `watch`."""
 
     level: str
     text: str
     since: float | None = None
     detail: str = ""
-    #: Section of docs/runbook.md that says what to do; empty = none.
+    #: The section of docs/runbook.md that says what to do; empty = there is none.
     runbook: str = ""
 
 
@@ -43,31 +43,33 @@ class EndpointRow(Struct, frozen=True, kw_only=True, gc=False):
     fresh: bool
     #: Seconds since its last good scrape.
     age_s: float | None
-    #: As the engine reported.
+    #: Requests as the engine reported them.
     waiting: float | None
     running: float | None
-    #: Share of its blocks in use: as reported, or estimated while the report is not fresh.
+    #: Share of its KV blocks in use: as reported, or estimated while the report is not fresh.
     kv: float | None
-    #: What decisions use: the report, corrected by our own requests since.
+    #: Requests before and past their first token, as decisions use them: the report, corrected by our requests since.
     queue: float
     active: float
     #: Our own requests in flight.
     leases: int
-    #: For how many more seconds failed responses in a row keep the endpoint out.
+    #: For how many more seconds the endpoint is out of use because of failed responses in a row.
     avoided_s: float
     #: Whether it hangs: `well`, `suspect`, `out`.
     suspicion: str
-    #: Last minute: requests sent, and the share of their prompt tokens that was predicted to be cached.
+    #: In the last minute: requests sent, and the share of their prompt tokens that was predicted to be cached.
     sent: int
     hit_rate: float | None
-    #: Mean times to first token of streamed answers, their number, and the share within the forecast's 90 % band.
+    #: Streamed answers of the last minute: the mean times from sending to the first token, predicted and actual; their
+    #: number; the share within the forecast's 90 % band.
     predicted_ms: float | None
     actual_ms: float | None
     judged: int
     inside: float | None
     failed: int
-    #: Where knowledge of its cache comes from (`learned`, or how far KV events are trusted), and how often it was
-    #: right: for events the share of compared answers, else how well predicted and reported tokens agree.
+    #: Where knowledge of its cache comes from: `learned`, or how far KV events are trusted.
+    #: `trust`: 0..1, how often that knowledge was right. For KV events, the share of compared answers; for learned
+    #: prefixes, how well predicted and reported cached tokens agree.
     source: str
     trust: float | None
 
@@ -76,7 +78,7 @@ class TrafficRow(Struct, frozen=True, kw_only=True):
     """Requests for one model in one band."""
 
     model: str
-    #: The target's name if it differs from the model's.
+    #: The name of the target model; empty = the same as `model`.
     target: str
     priority: str
     requests: int
@@ -88,18 +90,18 @@ class TrafficRow(Struct, frozen=True, kw_only=True):
 
 
 class TargetRow(Struct, frozen=True):
-    """A target of the requests for a model."""
+    """A target model to which requests for a model are sent."""
 
     name: str
     #: Share of the model's requests; `None` = there were none.
     share: float | None
-    #: How many endpoints report that they serve it; 0 = none does.
+    #: How many endpoints report that they serve it.
     endpoints: int
     adapter: bool
 
 
 class ModelRow(Struct, frozen=True, kw_only=True):
-    """One model that clients name or endpoints serve; rates and latencies of the last ten seconds."""
+    """One model that clients request or endpoints serve. Rates and latencies are of the last ten seconds."""
 
     model: str
     targets: list[TargetRow]
@@ -107,16 +109,16 @@ class ModelRow(Struct, frozen=True, kw_only=True):
     errors: int
     running: int
     per_s: float | None
-    #: Share of the answers that ended with 4xx, 5xx or were lost.
+    #: Share of the answers that ended with 4xx or 5xx, or were lost.
     error_rate: float | None
-    #: Of streamed answers.
+    #: Times to first token of streamed answers.
     ttft_p50_ms: float | None
     ttft_p95_ms: float | None
     hit_rate: float | None
 
 
 class FlowRow(Struct, frozen=True):
-    """What one tenant has waiting for one model. `tenant`: empty = none was named."""
+    """The waiting requests of one tenant for one model. `tenant`: empty = the requests name none."""
 
     tenant: str
     model: str
@@ -126,16 +128,16 @@ class FlowRow(Struct, frozen=True):
 
 
 class BandRow(Struct, frozen=True, kw_only=True):
-    """What waits in one band."""
+    """The waiting requests of one band."""
 
     priority: int
     waiting: int
     bytes: int
     flows: int
     oldest_s: float
-    #: How long the queue will take at the present pace.
+    #: Seconds at the present pace until the queues of this band and of all higher bands are empty.
     delay_s: float
-    #: The largest used share of a limit, of requests or bytes, of the band or of the whole queue; 0 = there is none.
+    #: The used share of the limit that is used most (requests or bytes, band or whole queue); 0 = there is no limit.
     used: float
     #: The flows with the most waiting requests.
     longest: list[FlowRow] = []
@@ -153,7 +155,7 @@ class Queues(Struct, frozen=True, kw_only=True):
 
 
 class Quantiles(Struct, frozen=True):
-    """Percentiles over the last ten seconds; `n` values."""
+    """Percentiles over the last ten seconds. `n`: the number of values."""
 
     n: int
     p50: float | None
@@ -162,7 +164,8 @@ class Quantiles(Struct, frozen=True):
 
 
 class Latency(Struct, frozen=True, kw_only=True):
-    """Milliseconds: of streamed answers (`ttft`, and its predictions) and of all good answers (`answer`)."""
+    """Latencies in milliseconds. `ttft` and `predicted`: actual and predicted times to first token of streamed answers.
+    `answer`: durations of all good answers."""
 
     ttft: Quantiles
     predicted: Quantiles
@@ -188,13 +191,13 @@ class DecisionRow(Struct, frozen=True, kw_only=True):
     predicted_ms: float | None
     ttft_ms: float | None
     duration_ms: float | None
-    #: Status of the answer; 0 = it has not ended.
+    #: HTTP status of the answer; 0 = it has not ended.
     ended: int
     cause: str
 
 
 class ShadowRow(Struct, frozen=True, kw_only=True):
-    """A policy on trial. Milliseconds are forecasts, as means per decision."""
+    """A policy on trial (shadow). Milliseconds are forecasts, as means per decision."""
 
     name: str
     agree: int
@@ -203,26 +206,27 @@ class ShadowRow(Struct, frozen=True, kw_only=True):
     error: int
     regret_ms: float | None
     primary_regret_ms: float | None
-    #: Why it is cut off; empty = it is not.
+    #: Why the shadow is cut off; empty = it is not.
     cut: str
 
 
 class Totals(Struct, frozen=True, kw_only=True):
-    """Counts since the start; `running` and the rates are present values. Requests that wait are not in `requests`."""
+    """Counts since the start; `running` and the rates are present values. `requests` does not include requests that
+    wait in the queue."""
 
     requests: int
     errors: int
     refused: int
-    #: Now.
+    #: Requests at endpoints now.
     running: int
-    #: Of requests that arrived, and of those that were decided: sent to an endpoint, or refused.
+    #: Requests that arrived; requests that were decided, that is, sent to an endpoint or refused; refused requests.
     arrived_per_s: float | None
     per_s: float | None
     refused_per_s: float | None
-    #: 4xx, and all other failures.
+    #: Answers with 4xx, and all other failures.
     client_errors_per_s: float | None
     server_errors_per_s: float | None
-    #: Share of the ended requests that ended with one of these; `None` = none ended.
+    #: Share of the ended requests that failed in one of these ways; `None` = none ended.
     error_rate: float | None
     prompt_tokens: float
     hit_tokens: float
@@ -248,7 +252,7 @@ class Point(Struct, frozen=True, kw_only=True):
 
 
 class About(Struct, frozen=True, kw_only=True):
-    """What does not change from snapshot to snapshot."""
+    """What stays the same in all snapshots."""
 
     version: str
     pool: str
@@ -260,17 +264,17 @@ class About(Struct, frozen=True, kw_only=True):
 
 
 class Snapshot(Struct, frozen=True, kw_only=True):
-    """Everything at one moment."""
+    """Everything that the dashboard shows at one moment."""
 
     at: float
-    #: Seconds since the start, also if the system's clock was set since.
+    #: Seconds since the start. Setting the system's clock does not change this.
     running_s: float
     policy: str
     notices: list[Notice]
     endpoints: list[EndpointRow]
     totals: Totals
     traffic: list[TrafficRow]
-    #: How many rows were left out; their requests are in `totals`.
+    #: How many rows of `traffic` were left out. Their requests are included in `totals`.
     traffic_left_out: int
     models: list[ModelRow]
     latency: Latency
@@ -282,35 +286,36 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     #: Entries of the prefix index, and whether KV events are subscribed to.
     index_size: int
     kv_events: bool
-    #: The state of the link to other schedulers of the pool, for people; empty = there is no link.
+    #: The state of the link to other schedulers of the pool, as a text for people; empty = there is no link.
     replicas: str
-    #: How many schedulers the pool has, this one included. Requests in flight are those of all, other counts its own.
+    #: How many schedulers the pool has, this one included. `leases` are those of all schedulers; other counts are of
+    #: this one only.
     schedulers: int
     #: The newest point of the charts.
     point: Point
 
 
 class Beginning(Struct, frozen=True, kw_only=True):
-    """What a viewer receives first."""
+    """The first event that a viewer receives."""
 
     about: About
     history: list[Point]
 
 
-# Problems, in sentences that say what follows from them. The gravest first; empty = all is well.
+# Notices: sentences about problems and their consequences, the gravest first.
 #
 # Rules
 # * One sentence per cause, not per endpoint: a hundred silent endpoints are one sentence with a count.
-# * Only problems that are present or were within the last minute.
+# * Only problems that exist now or existed within the last minute.
 
 BAD, WATCH = "bad", "watch"
-#: How many names one sentence lists.
+#: One sentence lists at most this many names.
 _NAMED = 3
-#: How many forecasts in a minute it takes to judge their share within the band, and the least share. They promise 0.9.
+#: Forecasts per minute that are enough to judge them, and the least share of them that must be within the 90 % band.
 _ENOUGH, _LEAST_INSIDE = 50, 0.6
-#: Share of failed requests from which on the notice is `bad`.
+#: With at least this share of failed requests, the notice is `bad`.
 _MANY_FAIL = 0.05
-#: Why an endpoint is out, in words for one endpoint and for many; and what to do about it.
+#: Why an endpoint is out: the words for one endpoint and for several, and the section of the runbook.
 REFUSED, HANGS, FAILS = "connection refused", "hangs", f"{ERRORS_TO_EJECT} failed answers in a row"
 _DOES = {
     REFUSED: ("refuses connections", "refuse connections"),
@@ -318,15 +323,15 @@ _DOES = {
     FAILS: (f"failed {ERRORS_TO_EJECT} answers in a row", f"failed {ERRORS_TO_EJECT} answers in a row"),
 }
 _RUNBOOK = {HANGS: "FairleadEndpointHangs", FAILS: "FairleadEndpointFails"}
-#: Used share of the queue's limit from which on it is mentioned.
+#: A queue is mentioned if it uses more than this share of its limit.
 _FULL = 0.9
-#: Seconds that a request must have waited to be mentioned.
+#: A waiting request is mentioned after this many seconds.
 _LONG_WAIT = 5.0
 
 
 class Failures(Struct, frozen=True):
-    """`since`: seconds since 1970 since when every request fails; `None` = some are answered, or there are none.
-    `rate`: share of failed requests in the last seconds, without clients' own errors."""
+    """`since`: the time of day since when every request fails; `None` = some are answered, or there are no requests.
+    `rate`: share of failed requests in the last seconds, without errors of clients (4xx)."""
 
     since: float | None = None
     rate: float = 0.0
@@ -342,7 +347,8 @@ def notices(
     now: float,
     schedulers: int = 1,
 ) -> list[Notice]:
-    """`reasons`: why this scheduler is not ready. `schedulers`: how many the pool has."""
+    """All present notices, `bad` ones first; empty = there are no problems. `reasons`: why this scheduler is not ready.
+    `schedulers`: how many schedulers the pool has."""
     listed = [*_outage(endpoints, failures)]
     listed += [Notice(BAD, f"Not ready: {reason}.") for reason in reasons]
     listed += _unread(endpoints)
@@ -357,7 +363,7 @@ def notices(
 
 
 def _outage(endpoints: Sequence[EndpointRow], failures: Failures) -> Iterable[Notice]:
-    """Which endpoints are out, one sentence per reason; if every request fails, one sentence for all."""
+    """Notices about endpoints that are out, one per reason; or one notice in all if every request fails."""
     by_reason: dict[str, list[EndpointRow]] = {}
     for row in endpoints:
         if row.state == "out":
@@ -451,12 +457,12 @@ def _events(watch: Watch) -> Iterable[Notice]:
         if trust.distrusted:
             cause = f" Likely cause: {finding.detail or finding.cause}." if finding else ""
             text = (
-                f"KV events of endpoint {endpoint.id} are not believed: predictions came true in "
+                f"KV events of endpoint {endpoint.id} are not trusted: predictions came true in "
                 f"{trust.level or 0.0:.0%} of the last answers; learned knowledge is used instead.{cause}"
             )
             yield Notice(WATCH, text, runbook="FairleadIndexNotTrusted")
         elif any(cache.heard and not cache.linked for cache in exact.index.caches_of(slot)):
-            text = f"KV events of endpoint {endpoint.id} have stopped; its cache is known up to then."
+            text = f"KV events of endpoint {endpoint.id} have stopped; later changes of its cache are unknown."
             yield Notice(WATCH, text, runbook="FairleadKvFeedDown")
 
 
@@ -476,7 +482,7 @@ def _forecasts(endpoints: Iterable[EndpointRow]) -> Iterable[Notice]:
 
 def _troubles(watch: Watch) -> Iterable[Notice]:
     for what, reason in watch.troubles.look().items():
-        if what not in ("scrapes", "gateway"):  # the endpoints are named already, and why it is not ready
+        if what not in ("scrapes", "gateway"):  # other notices name these endpoints, and say why it is not ready
             yield Notice(BAD, f"{reason[0].upper()}{reason[1:]}.")
 
 
@@ -495,7 +501,7 @@ def _seconds(value: float) -> str:
 
 
 def _failing(watch: Watch, happened: Happened, now: float) -> Iterable[Notice]:
-    """Notices about counters of things that should not happen."""
+    """Notices about counters that should not grow."""
     families = watch.metrics.families
     bypassed, expired = sum(c.value for c in families.fallbacks.children.values()), families.expired.child().value
     if happened.lately("bypassed", bypassed, now):
@@ -503,7 +509,7 @@ def _failing(watch: Watch, happened: Happened, now: float) -> Iterable[Notice]:
         yield Notice(BAD, text + "the scheduler, or not in time.", runbook="FairleadBypassed")
     if happened.lately("expired", expired, now):
         text = (
-            f"The end of some requests is never told ({expired:,.0f} since the start); check the gateway's access log."
+            f"Some requests' ends are never reported ({expired:,.0f} since the start); check the gateway's access log."
         )
         yield Notice(WATCH, text, runbook="FairleadLeasesExpire")
     for (plugin,), counter in families.plugin_errors.children.items():

@@ -1,16 +1,16 @@
-"""Spans of requests, and their way to a collector. OpenTelemetry is loaded with the first provider.
+"""Makes spans of requests and sends them to a collector. OpenTelemetry is imported when the first provider is made.
 
     gateway.request                 SERVER; from the request's arrival to the end of its response
     ├── fairlead.queue              while it waited in flow control; absent if it did not
     └── fairlead.decision           choosing the endpoint
 
 Rules
-* Whether a request is traced is decided before anything is made for it. Measured: 0.4 us without a header, 1.2 us with
-  a header that says no, 79 us for two spans with their attributes.
-* The caller's trace is continued, and the model server's spans become children of `gateway.request`: the server gets
-  our `traceparent`. A request that is not traced keeps its caller's headers unchanged.
+* Whether a request is traced is decided before any span is made. Measured: 0.4 us without a header, 1.2 us with a
+  header that says no, 79 us for two spans with their attributes.
+* The caller's trace is continued, and the model server's spans become children of `gateway.request`, because the server
+  gets our `traceparent`. A request that is not traced keeps its caller's headers unchanged.
 * Callers cannot cause unbounded work: at most `max_rate` requests a second are traced, at most `_OPEN` at a time.
-* Never a prompt: attributes are names, sizes, counts and times.
+* Spans never contain a prompt: attributes are names, sizes, counts and times.
 * Names follow OpenTelemetry's conventions for `gen_ai`, `http`, `server`, `error`; ours begin with `fairlead.`.
 """
 
@@ -31,10 +31,11 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span, Tracer
 
-#: Open spans. Beyond this number, and after `_LONGEST` seconds, the oldest are ended: their end was never reported.
+#: The most open spans, and the most seconds that one stays open. Beyond that, the oldest spans are ended as abandoned,
+#: because the end of their request was never reported.
 _OPEN = 10_000
 _LONGEST = 3600.0
-#: How many requests' traces can still be named after their end.
+#: The trace ids of this many last requests are kept.
 _REMEMBERED = 4096
 _MAX_NAME = 200
 _CHAT = dict.fromkeys((apis.CHAT, apis.MESSAGES, apis.RESPONSES), "chat")
@@ -45,17 +46,17 @@ Attribute = str | bool | int | float
 
 
 class RequestTrace:
-    """The open span of a request: its `Request.trace`. Made by `Tracing`."""
+    """The open span of a request. `Tracing` makes it; the request keeps it in `Request.trace`."""
 
     __slots__ = ("began", "span", "trace_id", "traceparent")
 
     def __init__(self, span: "Span", began: float) -> None:
         context = span.get_span_context()
         self.span = span
-        #: Clock seconds.
+        #: When the request arrived, in clock seconds.
         self.began = began
         self.trace_id = context.trace_id
-        #: The header value for the model server.
+        #: The value of the header `traceparent` for the model server.
         self.traceparent = w3c.render(context.trace_id, context.span_id, True)
 
     def __repr__(self) -> str:
@@ -63,9 +64,10 @@ class RequestTrace:
 
 
 class Tracing:
-    """Call `arrived` when a request is understood, then pass the records, whose requests carry its result.
+    """Call `arrived` when a request is understood, and keep its result in `Request.trace`. Then pass the request's
+    records to `on_decision` and `on_outcome`.
 
-    `now` is the clock of records; `epoch` is what to add to it to get seconds since 1970.
+    `now` is the clock of records; `epoch` returns the seconds to add to it to get seconds since 1970.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class Tracing:
     ) -> None:
         import opentelemetry.trace as apis
 
-        #: How many spans the collector did not take.
+        #: How many spans could not be sent to the collector.
         self.dropped = 0
         self._api = apis
         self._tracer = tracer
@@ -83,9 +85,9 @@ class Tracing:
         self._epoch = epoch
         self._allowed = settings.max_rate
         self._refilled = now()
-        #: Oldest first.
+        #: Open spans, oldest first.
         self._open: dict[RequestTrace, None] = {}
-        #: Trace ids of the last traced requests, by request number: exemplars of metrics name them.
+        #: Trace ids of the last traced requests, by request number, for exemplars of metrics.
         self._traces: OrderedDict[int, int] = OrderedDict()
 
     def __len__(self) -> int:
@@ -93,13 +95,13 @@ class Tracing:
         return len(self._open)
 
     def drop(self, spans: int) -> None:
-        """The collector did not take so many."""
+        """Count spans that could not be sent to the collector."""
         self.dropped += spans
 
     # ---------------- before the decision ----------------
 
     def arrived(self, request: Request, headers: Mapping[str, str]) -> RequestTrace | None:
-        """The trace that the request carries; `None` = it is not traced."""
+        """Begin the trace of a request, if it is to be traced; `None` = it is not."""
         parent = w3c.parse(headers.get(w3c.HEADER, ""))
         if parent is not None and self._settings.follow_parent:
             wanted = parent.sampled
@@ -270,16 +272,17 @@ def _answered(record: OutcomeRecord) -> dict[str, Attribute]:
     return attributes
 
 
-# Sends spans to a collector by OTLP over HTTP.
+# Spans are sent to a collector by OTLP over HTTP.
 #
-# A thread of OpenTelemetry sends them in batches. A slow or absent collector costs spans, never a request: the queue is
-# bounded, and spans that do not fit are dropped. Headers for the collector and further attributes of this process come
-# from OpenTelemetry's own environment variables (`OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_RESOURCE_ATTRIBUTES`).
+# A thread of OpenTelemetry sends them in batches. If the collector is slow or absent, spans are lost, but no request
+# waits: the queue is bounded, and spans that do not fit are dropped. Headers for the collector and further attributes
+# of this process come from OpenTelemetry's environment variables (`OTEL_EXPORTER_OTLP_HEADERS`,
+# `OTEL_RESOURCE_ATTRIBUTES`).
 
 _QUEUE = 4096
 _BATCH = 512
 _EVERY_MS = 1000.0
-#: Either names a plugin of OpenTelemetry that makes the session.
+#: If one of these is set, it names a plugin of OpenTelemetry that makes the HTTP session.
 _CREDENTIALS = (
     "OTEL_PYTHON_EXPORTER_OTLP_HTTP_CREDENTIAL_PROVIDER",
     "OTEL_PYTHON_EXPORTER_OTLP_HTTP_TRACES_CREDENTIAL_PROVIDER",
@@ -289,8 +292,9 @@ _CREDENTIALS = (
 def make_provider(
     endpoint: str, service_name: str, timeout_s: float, on_dropped: Callable[[int], object]
 ) -> "TracerProvider":
-    """The provider. `shutdown()` sends the rest and may take `timeout_s`: call it in a thread. `on_dropped` is called
-    in another thread with the number of spans that could not be sent. Raises `ImportError`."""
+    """Make a provider. Its `shutdown()` sends the remaining spans and may take `timeout_s`: call it in a thread.
+    `on_dropped` is called in another thread with the number of spans that could not be sent. Raises `ImportError` if
+    OpenTelemetry is not installed."""
     import requests
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
@@ -314,7 +318,7 @@ def make_provider(
                 session.close()
 
     def refuse_redirect(answer: Any, *arguments: object, **more: object) -> None:
-        """OpenTelemetry takes a redirect for success, or follows it, by version."""
+        """Raise an error for a redirect. By version, OpenTelemetry takes a redirect for success or follows it."""
         if 300 <= answer.status_code < 400:
             answer.close()
             raise requests.HTTPError(f"{answer.status_code} is not followed; name the collector itself")
@@ -324,7 +328,7 @@ def make_provider(
         session = requests.Session()
         session.hooks["response"].append(refuse_redirect)
     resource = Resource.create({"service.name": service_name, "service.version": __version__})
-    # Which requests are traced is decided before spans are made, see `Tracing`.
+    # ALWAYS_ON, because `Tracing` decides which requests are traced before spans are made.
     provider = TracerProvider(sampler=ALWAYS_ON, resource=resource, shutdown_on_exit=False)
     exporter = Exporter(endpoint=endpoint, timeout=timeout_s, session=session)
     processor = BatchSpanProcessor(

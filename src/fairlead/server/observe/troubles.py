@@ -1,7 +1,7 @@
-"""What this process cannot do now, shown within a second in the log, the metrics, `/readyz` and the dashboard.
+"""Troubles: what this process cannot do now. The log, metrics, `/readyz` and the dashboard show them within a second.
 
-A check returns the reason in a few words, or an empty text. All checks run twice a second, each on its own: a check
-that raises counts as a trouble itself and does not hide the others.
+A check returns the reason in a few words; empty = no trouble. All checks run twice a second. A check that raises counts
+as a trouble itself, and the other checks still run.
 """
 
 import os
@@ -17,24 +17,24 @@ from fairlead.server.observe.log import Written, get
 
 log = get("troubles")
 
-#: How long a momentary event is shown.
+#: Seconds that a momentary event is shown.
 HOLD_S = 60.0
-#: Share of descriptors in use from which on there is a trouble.
+#: There is a trouble if at least this share of the file descriptors is in use.
 _FEW_LEFT = 0.9
 
 Check = Callable[[], str]
 
 
 class Happened:
-    """Watches counters that only grow for growth within the last minute."""
+    """Says which counters have grown within the last `minute` seconds. The counters never fall."""
 
     def __init__(self, minute: float = 60.0) -> None:
         self._minute = minute
-        #: By name: the count last seen, and when it last grew.
+        #: Counter's name → its last value, and when it last grew (clock seconds).
         self._seen: dict[str, tuple[float, float]] = {}
 
     def lately(self, name: str, count: float, now: float) -> bool:
-        """Whether `count` grew within the last minute, as far as it was watched."""
+        """Whether `count` grew within the last minute. The first call for a name returns False."""
         before, grew = self._seen.get(name, (count, -inf))
         if count > before:
             grew = now
@@ -43,20 +43,20 @@ class Happened:
 
 
 class Troubles:
-    """Call `look()` twice a second. `now` in seconds."""
+    """Runs the checks. Call `look()` twice a second. `now` returns clock seconds."""
 
     def __init__(self, registry: Registry, now: Callable[[], float]) -> None:
         self._now = now
         self._checks: dict[str, Check] = {}
         self._happened = Happened(HOLD_S)
-        #: Present troubles: the reasons by name.
+        #: Present troubles: name → reason.
         self.present: dict[str, str] = {}
         self._shown = Readings("gauge", "what")
         registry.before(self._refresh)
         registry.show("fairlead_trouble", "1 for what this process cannot do now; see the log.", self._shown)
 
     def watch(self, what: str, check: Check) -> None:
-        """`check` returns a reason while there is a trouble, else an empty text."""
+        """Add a check under the name `what`. It returns a reason while there is a trouble, else an empty text."""
         self._checks[what] = check
 
     def lately(self, what: str, count: Callable[[], float], reason: str) -> None:
@@ -71,7 +71,7 @@ class Troubles:
             try:
                 reason = check()
             except Exception as error:
-                reason = f"it cannot be told: {type(error).__name__}: {error}"
+                reason = f"the check failed: {type(error).__name__}: {error}"
             if reason:
                 self.present[what] = reason
         for what in self.present.keys() - before.keys():
@@ -85,13 +85,14 @@ class Troubles:
 
 
 def watch_process(troubles: Troubles) -> None:
-    """Watch for what can go wrong in any process."""
+    """Add the checks that make sense in any process."""
     troubles.watch("descriptors", descriptors)
     troubles.lately("log", lambda: Written.lost, "lines of the log cannot be written")
 
 
 def descriptors() -> str:
-    """A reason if the process runs out of file descriptors. A new descriptor gets the lowest free number."""
+    """A reason if this process is running out of file descriptors. A new descriptor gets the lowest free number, so
+    its number says how many are open."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         number = os.open(os.devnull, os.O_RDONLY)
@@ -102,14 +103,14 @@ def descriptors() -> str:
 
 
 def children_descriptors(parent: int, mark: str) -> str:
-    """A reason if a child of the process `parent` with `mark` in its command line runs out of them. May take
-    milliseconds."""
+    """A reason if a child of the process `parent` is running out of file descriptors. Only children with `mark` in
+    their command line are checked. This may take milliseconds."""
     for path in Path(f"/proc/{parent}/task").glob("*/children"):
         children: list[str] = []
-        with suppress(OSError):  # the thread ended, or the kernel does not tell
+        with suppress(OSError):  # the thread has ended, or this kernel has no such file
             children = path.read_text().split()
         for child in (Path("/proc", pid) for pid in children):
-            with suppress(OSError, StopIteration):  # it ended, or is another user's
+            with suppress(OSError, StopIteration):  # the child has ended, or belongs to another user
                 if mark.encode() in (child / "cmdline").read_bytes():
                     limits = (child / "limits").read_text().splitlines()
                     most = next(line for line in limits if line.startswith("Max open files")).split()[3]

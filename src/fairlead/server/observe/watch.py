@@ -1,4 +1,4 @@
-"""All observers of the scheduler behind one: metrics, the decision journal, traces, the log."""
+"""One observer of the scheduler that passes records on to all: metrics, the journal of decisions, traces, the log."""
 
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -30,26 +30,28 @@ log = get("schedule")
 POOL = "default"
 
 
-#: Decisions, and outcomes, that wait to be counted, at most.
+#: At most this many decisions, and as many outcomes, wait to be counted.
 _BATCH = 64
-#: Ends of requests that are kept for percentiles of the last seconds.
+#: At most this many ends of requests are kept for percentiles of the last seconds.
 _NEWEST = 2000
-#: Seconds between two lines about requests that went past us: while we are away that is every request.
+#: Seconds between two log lines about requests that the gateway routed without asking. If no scheduler was asked for a
+#: while, these were all requests.
 _FALLBACK_GAP = 15.0
 
 
 class Watch:
-    """Hears of every decision and outcome. `now` is the clock of their `at`.
+    """Receives every decision and outcome. `now` is the clock of their `at`.
 
-    `on_routed` is told the endpoint of each routed request that is not in `awake` at the time; `tracing` hears of every
-    record at once; `scrapes` are the scraper's totals; `served` lists what endpoints say they serve; `skipped` and
-    `cut` tell of shadows, see `ShadowMetrics`; `objective` is what an autoscaler is asked to keep. Of several workers
-    that all hear of requests past the scheduler, one counts them (`counts_fallbacks`). `one_of_several`: pools of this
-    process; all metrics have the pool as a label, and the process is watched by somebody else.
+    `on_routed` receives the endpoint of each routed request that is not in `awake` at the time. `tracing` receives
+    every record immediately. `scrapes`: the scraper's totals. `served` returns the models that endpoints list.
+    `skipped`, `cut`: see `ShadowMetrics`. `objective`: the latencies that the desired number of endpoints is computed
+    for. `counts_fallbacks`: whether this process counts requests that the gateway routed without asking; of several
+    workers only one does. `one_of_several`: the process serves several pools; then all metrics have the pool as a
+    label, and `LivePools` watches the process.
 
-    Records are counted in batches, decisions before outcomes, or when somebody looks: one by one each would pay for
-    cold caches, and a decision's at the worst moment, while its request waits. What is worth a line in the log is
-    counted at once.
+    Records are counted in batches, decisions before outcomes, or when somebody reads the counts. Counting them one by
+    one is slower, because the CPU's caches are cold, and would delay each decision while its request waits. Records
+    that cause a log line are counted immediately.
     """
 
     def __init__(
@@ -93,24 +95,25 @@ class Watch:
         self.troubles.watch("gateway-uploads", self.uploads.note)
         if not one_of_several:
             watch_process(self.troubles)
-        #: What waits to be counted; each decision with the seconds that it took.
+        #: Records that wait to be counted. Each decision comes with the seconds that it took.
         self._decisions: list[tuple[DecisionRecord, float]] = []
         self._outcomes: list[OutcomeRecord] = []
         self._unscheduled = 0
         self._unscheduled_logged_at = -inf
         #: The newest ends of requests.
         self.newest: deque[OutcomeRecord] = deque(maxlen=_NEWEST)
-        #: By endpoint, why its load cannot be read.
+        #: Endpoint id → why its load cannot be read.
         self._silent: dict[str, str] = {}
-        #: By endpoint, the worst level of its hang that was logged, and since when it makes no progress.
+        #: Endpoint id → the worst level of its hang that was logged, and since when (clock seconds) it makes no
+        #: progress.
         self._hangs: dict[str, tuple[int, float]] = {}
         self._on_routed, self._awake = on_routed, awake
         self._tracing, self._scrapes = tracing, scrapes
         self._decision_id: Callable[[int], str] | None = None
         self._peers_load = PeersLoad()
         self._alone: Callable[[], bool] = lambda: False
-        self._peers_before = False, 0  # at the last look: whether we were alone, and the breaks of the peers' load
-        #: Hears of every counted record too; `None` = nobody looks at the dashboard.
+        self._peers_before = False, 0  # `_alone()` and the breaks of the peers' load at the last reading
+        #: Receives every counted record too; `None` = the dashboard has no viewer.
         self.recent: Recent | None = None
 
     def on_decision(self, record: DecisionRecord, duration_s: float) -> None:
@@ -123,13 +126,13 @@ class Watch:
             self.count()
             if record.overloaded:
                 log.warning("all endpoints are overloaded; more replicas are needed")
-            elif record.status not in (400, 404):  # those are the client's own fault
+            elif record.status not in (400, 404):  # these are errors of the client
                 request = record.request
                 whose = {"tenant": request.fairness_id, "model": request.model, "request_id": request.external_id}
                 decision = self._decision_id(request.id) if self._decision_id else request.id
                 fields = {"priority": request.priority, "decision": decision}
                 fields |= {name: text for name, text in whose.items() if text}
-                if record.outcome == LEFT.reason:  # nobody hears the status
+                if record.outcome == LEFT.reason:  # nobody receives the status
                     log.info("the client of a waiting request left", reason=record.outcome, **fields)
                 else:
                     log.warning("a request was refused", reason=record.outcome, status=record.status, **fields)
@@ -144,7 +147,7 @@ class Watch:
             self.count()
 
     def count(self) -> None:
-        """Count what waits to be counted."""
+        """Count all records that wait."""
         timed, outcomes = self._decisions, self._outcomes
         self._decisions, self._outcomes = [], []
         decisions: Sequence[DecisionRecord] = ()
@@ -161,7 +164,7 @@ class Watch:
             self.recent.take([*decisions, *outcomes])
 
     def naming(self, decision_id: Callable[[int], str]) -> None:
-        """Let OpenMetrics tell which decision an observation belongs to, and which trace."""
+        """Have exemplars in OpenMetrics name the decision of an observation, and its trace if it has one."""
         self._decision_id = decision_id
 
         def name(request_id: int) -> dict[str, str]:
@@ -177,18 +180,18 @@ class Watch:
         return self.metrics.registry.parts(openmetrics)
 
     def decisions(self, count: int) -> Sequence[dict[str, Any]]:
-        """The newest `count` decisions, as the journal renders them."""
+        """The newest `count` decisions, newest first, as the journal renders them."""
         return list(self.each_decision(count))
 
     def each_decision(self, count: int) -> Iterator[dict[str, Any]]:
-        """The same one by one."""
+        """Like `decisions`, but each is rendered only when it is taken from the iterator."""
         self.count()
         return self.journal.each(count)
 
     def decision(self, name: str, make_policy: Callable[[], Policy] | None = None) -> dict[str, Any] | None:
-        """One decision in full, by its id or the client's; `None` = not among the last ones.
+        """One decision in full, by its id or the client's request id; `None` = it is not among the last ones.
 
-        `make_policy` gives a fresh copy of the policy in force, to ask why; `None` = only what was recorded is told.
+        `make_policy` returns a fresh copy of the present policy, to compute the reasons; `None` = only recorded values.
         """
         self.count()
         recorded = self.journal.find(name)
@@ -198,7 +201,7 @@ class Watch:
         return {**explained(*recorded, make_policy), "decision_id": decision_id}
 
     def desired_endpoints(self) -> int | None:
-        """How many the pool's load asks for; `None` = too little is known of it."""
+        """How many endpoints the pool's load needs; `None` = too little is known of the load."""
         self.count()
         now, counted, peers = self._now(), self.metrics, self._peers_load
         own = counted.routed, counted.prompt_tokens, counted.cached_tokens
@@ -210,15 +213,15 @@ class Watch:
         return self._demand.desired(self.fleet, self.queue.flow_controller, now)
 
     def watch_peers(self, load: PeersLoad, alone: Callable[[], bool]) -> None:
-        """There are other schedulers of the pool, with this load. `alone`: whether they cannot be heard now."""
+        """Include the load of the pool's other schedulers. `alone()`: whether there is no link to them now."""
         self._peers_load, self._alone = load, alone
 
     def watch_queue(self, flow_controller: FlowController | None) -> None:
-        """Show what waits there; `None` = flow control is off."""
+        """Show the queues of this flow controller; `None` = flow control is off."""
         self.queue.flow_controller = flow_controller
 
     def _served(self) -> Iterable[str]:
-        """Names of models that are served now."""
+        """The names of models and adapters that endpoints serve now."""
         table = self.fleet.table
         for slot, endpoint in table.slots():
             yield endpoint.labels.get(MODEL_LABEL, "")
@@ -226,20 +229,21 @@ class Watch:
         yield from self._listed()
 
     def on_models(self, names: Iterable[str], conflicts: Iterable[tuple[str, str]]) -> None:
-        """Model names were defined (again): they keep their labels. `conflicts`: who lost its name to whom."""
+        """Take the defined model names: they keep their own series. `conflicts`: pairs of definitions with the same
+        name: the unused one, the used one."""
         self.metrics.declare(names)
         for loser, owner in conflicts:
             log.warning("a model name is defined twice; the older definition is used", unused=loser, used=owner)
 
     def on_page(self, endpoint_id: str, lacks: Sequence[str]) -> None:
-        """What an endpoint's metrics page lacks has changed; empty = nothing any more."""
+        """Log that the series which an endpoint's metrics page lacks have changed; empty = it lacks none any more."""
         if lacks:
             log.warning("a metrics page is missing series", endpoint=endpoint_id, problems="; ".join(lacks))
         else:
             log.info("a metrics page is complete again", endpoint=endpoint_id)
 
     def on_silence(self, endpoint_id: str, reason: str) -> None:
-        """Why an endpoint's load cannot be read has changed; empty = it is read again."""
+        """Log that the reason why an endpoint's load cannot be read has changed; empty = it is read again."""
         if reason:
             self._silent[endpoint_id] = reason
             then = (
@@ -250,11 +254,12 @@ class Watch:
             log.info("the metrics of an endpoint can be read again", endpoint=endpoint_id)
 
     def unread(self, endpoint_id: str) -> str:
-        """Why its load cannot be read; empty = it is, or its first scrapes have not failed often enough."""
+        """Why the endpoint's load cannot be read; empty = it can, or scrapes have not failed often enough to report."""
         return self._silent.get(endpoint_id, "")
 
     def on_endpoint(self, endpoint: Endpoint) -> None:
-        """It appears or changes; call this before the fleet knows. A server at another address may hang anew."""
+        """Call this when an endpoint appears or changes, before the fleet is updated. If its address has changed, it is
+        another server, and a hang of that one is logged again."""
         slot = self.fleet.table.slot(endpoint.id)
         known = None if slot is None else self.fleet.table.endpoints[slot]
         if known is not None and known.address != endpoint.address:
@@ -276,7 +281,8 @@ class Watch:
         return "; ".join(texts)
 
     def _failures(self, endpoint_id: str) -> float:
-        """Scrapes that failed in a row; 0 also if it answers them, with an error below 500 or without its load."""
+        """How many scrapes failed in a row. 0 also if the endpoint answers, but with an error below 500 or without its
+        load."""
         slot = self.fleet.table.slot(endpoint_id)
         return 0.0 if slot is None else float(self.fleet.table.failures[slot])
 
@@ -284,11 +290,12 @@ class Watch:
         self.metrics.on_client_error("", status)
 
     def on_failure(self, instruction: str) -> None:
-        """An instruction of the pipeline could not be carried out; whoever carries it out logs why."""
+        """Count an instruction of the pipeline that could not be carried out. The caller logs why."""
         self.metrics.families.failed_instructions.child(instruction).inc()
 
     def on_stall(self, record: StallRecord) -> None:
-        """One line when it seems to hang, one when it does and one at the end: in between it is tried for ever."""
+        """Log one line when an endpoint seems to hang, one when it does, and one when it makes progress again. Requests
+        that try it in between are not logged as warnings."""
         endpoint, level = record.endpoint, LEVELS.index(record.level)
         self.metrics.families.stalls.child(endpoint, record.level).inc()
         known, since = self._hangs.get(endpoint, (0, record.time_s - record.silent_s))
@@ -304,7 +311,7 @@ class Watch:
             log.warning(f"an endpoint seems to hang: {record.level}", endpoint=endpoint, **how)
 
     def on_fallback(self, address: str, status: int) -> None:
-        """The gateway served a request without asking us."""
+        """Count a request that the gateway routed without asking the scheduler."""
         if not self._counts_fallbacks:
             return
         self.metrics.on_fallback(address)
@@ -312,14 +319,14 @@ class Watch:
         now = self._now()
         if now - self._unscheduled_logged_at >= _FALLBACK_GAP:
             self._unscheduled_logged_at = now
-            # No field names the endpoint: that would make as many lines as there are endpoints.
+            # The endpoint is not in the field `endpoint`: repeated lines are limited per endpoint (see `log`).
             log.warning(
                 "the gateway routed requests without asking the scheduler", requests=self._unscheduled, last=address
             )
             self._unscheduled = 0
 
     def on_upload_ended(self, client: str, received: int, reason: str) -> None:
-        """The gateway ended an upload of `client`, after so many bytes."""
+        """Count an upload of `client` that the gateway ended after `received` bytes."""
         self.uploads.ended(client, received, reason)
 
     def on_plugin_error(self, error: PluginError) -> None:
@@ -329,7 +336,7 @@ class Watch:
     def endpoints(self) -> Sequence[EndpointStatus]:
         """One entry per endpoint, in the order in which they joined."""
         fleet, table = self.fleet, self.fleet.table
-        # A value at a time out of numpy's arrays would take three times as long.
+        # Convert whole columns: reading single values from numpy's arrays takes three times as long.
         ages = (self._now() - table.sampled_at).tolist()
         leases, pending = table.inflight.tolist(), table.pending_tokens.tolist()
         suspicion, rates = table.suspicion.tolist(), fleet.predictor.rates

@@ -201,7 +201,7 @@ def test_events_that_are_not_believed(scene):
         scene.fleet.exact.check.trust(1).judge(False)
     ((level, text),) = scene.told()
     assert level == "watch"
-    assert text.startswith("KV events of endpoint b are not believed: predictions came true in 0% of the last answers")
+    assert text.startswith("KV events of endpoint b are not trusted: predictions came true in 0% of the last answers")
 
 
 def test_the_runbook_has_every_section_that_is_named():

@@ -59,7 +59,7 @@ def test_a_check_that_raises_is_a_trouble_and_hides_no_other() -> None:
     shop.troubles.watch("broken", lambda: str(1 // 0))
     shop.troubles.watch("other", lambda: "it is so")
     assert shop.troubles.look() == {
-        "broken": "it cannot be told: ZeroDivisionError: integer division or modulo by zero",
+        "broken": "the check failed: ZeroDivisionError: integer division or modulo by zero",
         "other": "it is so",
     }
 
