@@ -1,6 +1,6 @@
 // The contract between Fairlead and a scheduler in another process, in any language. Version 1.
 //
-// Fairlead opens one stream per scheduler and keeps it. Everything travels on it, in order:
+// Fairlead opens one stream per scheduler and keeps it open. All messages are sent on it, in order:
 //
 //   Fairlead                                    scheduler
 //   Ask{hello, state: full}           ──►
@@ -473,7 +473,7 @@ func (x *Adapters) GetNames() []string {
 }
 
 // Columns, parallel to `slots`. A column that is absent has not changed in any of these slots. New endpoints begin with
-// 0 in every column but `sampled_at` and `ejected_until` (-infinity) and the four factors at the end (1).
+// 0 in every column except `sampled_at` and `ejected_until` (-infinity) and the five learned factors (1).
 type Load struct {
 	state         protoimpl.MessageState
 	sizeCache     protoimpl.SizeCache
@@ -492,7 +492,8 @@ type Load struct {
 	Pending       []float64 `protobuf:"fixed64,8,rep,packed,name=pending,proto3" json:"pending,omitempty"`
 	PendingTokens []float64 `protobuf:"fixed64,9,rep,packed,name=pending_tokens,json=pendingTokens,proto3" json:"pending_tokens,omitempty"`
 	QueuedTokens  []float64 `protobuf:"fixed64,10,rep,packed,name=queued_tokens,json=queuedTokens,proto3" json:"queued_tokens,omitempty"`
-	// How long these tokens take at the speed of `Speeds`, and clock milliseconds of when the first one was started.
+	// How many milliseconds these tokens take at the speed of `Speeds`, and when the first one was started, in clock
+	// milliseconds.
 	QueuedMs       []float64 `protobuf:"fixed64,11,rep,packed,name=queued_ms,json=queuedMs,proto3" json:"queued_ms,omitempty"`
 	PrefillSinceMs []float64 `protobuf:"fixed64,12,rep,packed,name=prefill_since_ms,json=prefillSinceMs,proto3" json:"prefill_since_ms,omitempty"`
 	// KV tokens held by Fairlead's requests, and by how many they may still grow.
@@ -500,11 +501,11 @@ type Load struct {
 	GrowthTokens []float64 `protobuf:"fixed64,14,rep,packed,name=growth_tokens,json=growthTokens,proto3" json:"growth_tokens,omitempty"`
 	// Clock seconds of the last good report; -infinity = never.
 	SampledAt []float64 `protobuf:"fixed64,15,rep,packed,name=sampled_at,json=sampledAt,proto3" json:"sampled_at,omitempty"`
-	// Failed scrapes, and failed responses, in a row; clock seconds until which the endpoint is avoided.
+	// Failed scrapes in a row; failed responses in a row; until when the endpoint is avoided, in clock seconds.
 	Failures     []float64 `protobuf:"fixed64,16,rep,packed,name=failures,proto3" json:"failures,omitempty"`
 	Errors       []float64 `protobuf:"fixed64,17,rep,packed,name=errors,proto3" json:"errors,omitempty"`
 	EjectedUntil []float64 `protobuf:"fixed64,18,rep,packed,name=ejected_until,json=ejectedUntil,proto3" json:"ejected_until,omitempty"`
-	// LoRA slots, KV capacity in tokens; 0 = unknown.
+	// LoRA adapters that the engine can hold at the same time; KV capacity in tokens. 0 = unknown.
 	MaxAdapters    []float64 `protobuf:"fixed64,19,rep,packed,name=max_adapters,json=maxAdapters,proto3" json:"max_adapters,omitempty"`
 	CapacityTokens []float64 `protobuf:"fixed64,20,rep,packed,name=capacity_tokens,json=capacityTokens,proto3" json:"capacity_tokens,omitempty"`
 	// Learned factors: of c_pf and c_attn of `Speeds`; of c0; of forecasts of the time to the first token; of forecasts
@@ -522,7 +523,7 @@ type Load struct {
 	FreeCache []float64 `protobuf:"fixed64,28,rep,packed,name=free_cache,json=freeCache,proto3" json:"free_cache,omitempty"`
 	// Data-parallel engines behind the address; 0 = unknown. Counts and tokens are sums over all of them.
 	Ranks []float64 `protobuf:"fixed64,29,rep,packed,name=ranks,proto3" json:"ranks,omitempty"`
-	// Clock milliseconds until which the next long prompt is more likely to come there than elsewhere.
+	// Until when the next long prompt is more likely to be sent there than elsewhere, in clock milliseconds.
 	LongUntilMs []float64 `protobuf:"fixed64,30,rep,packed,name=long_until_ms,json=longUntilMs,proto3" json:"long_until_ms,omitempty"`
 }
 
@@ -1171,7 +1172,7 @@ func (x *Candidates) GetSlots() []uint32 {
 	return nil
 }
 
-// Milliseconds: to the first token, of that for computing the prompt, and per decode step. `used`: share of the KV
+// Milliseconds: to the first token; the part of that for computing the prompt; per decode step. `used`: share of the KV
 // memory that would be in use; above 1 the request would have to wait for memory.
 type Forecast struct {
 	state         protoimpl.MessageState

@@ -1,1 +1,1 @@
-"""The decision journal: its format and its files."""
+"""The journal on disk: its format and its files."""

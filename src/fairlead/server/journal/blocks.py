@@ -1,14 +1,14 @@
-"""A journal's segments and blocks as bytes, and (at the end) what it keeps of the pipeline's records.
+"""The segments and blocks of a journal as bytes, and (at the end) the fields that it keeps of the pipeline's records.
 
-    segment = b"fairlead journal 1\\n" block*        a block is a few records under one checksum
+    segment = b"fairlead journal 1\\n" block*        a block is a few records with one checksum
     block   = sync (4 bytes) · length (u32 LE) · crc32 (u32 LE) · packing (1 byte: 0 plain, 1 zlib) · length bytes
 
 Rules
-* The checksum covers packing and content. A writer can be killed at any byte: bytes that are not a complete, correct
-  block are skipped and counted, and reading continues at the next sync that begins a good block. So a torn end costs
-  the last block, and a bad sector costs the blocks that it touches.
+* The checksum covers packing and content. A writer can be killed at any byte. Readers skip and count bytes that are not
+  a complete, correct block, and continue at the next sync that begins a good block. So a torn end loses only the last
+  block, and a bad sector only the blocks in it.
 * Nothing in a file is trusted: lengths are bounded, and content never unpacks to more than `MAX_CONTENT`.
-* A file may be read while it is written: an unfinished block at the end is not damage, it is not complete yet.
+* A file may be read while it is written, so an unfinished block at the end is not an error.
 """
 
 import struct
@@ -26,16 +26,17 @@ SYNC = b"\xf7jB\x01"
 _HEAD = struct.Struct("<4sIIB")
 #: Bytes of a block before its content.
 OVERHEAD = _HEAD.size
-#: Limits of a block in the file, and unpacked. Writers make blocks of a hundredth of that.
+#: The most bytes of a block in the file, and unpacked. Writers make blocks of less than a hundredth of that.
 MAX_BLOCK = 64 << 20
 MAX_CONTENT = 256 << 20
 _PLAIN, _ZLIB = 0, 1
-#: A fast level: 1 costs a third of the usual 6 and packs journals almost as well.
+#: zlib's level 1 takes a third of the time of the usual level 6, and packs journals almost as well.
 _LEVEL = 1
 
 
 class Damage(Struct, frozen=True):
-    """Bytes that hold no good block. At the very end of a segment: a writer's last, unfinished block."""
+    """Bytes that are no good block. `at_end`: they are at the end of the segment, so they may be a block that the
+    writer has not finished."""
 
     offset: int
     size: int
@@ -43,7 +44,7 @@ class Damage(Struct, frozen=True):
 
 
 def block(content: bytes | bytearray, pack: bool = True) -> bytes:
-    """One block. Releases the interpreter's lock while it packs."""
+    """Make one block. Packing releases the interpreter lock."""
     packing = _PLAIN
     if pack:
         packed = zlib.compress(content, _LEVEL)
@@ -96,17 +97,18 @@ def _block_at(data: bytes, offset: int) -> tuple[bytes, int] | None:
     return (plain, end) if unpacker.eof else None
 
 
-# Records of the pipeline → records of the journal.
+# From records of the pipeline to records of the journal.
 
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def sampled(request_id: int, share: float) -> bool:
-    """Whether a decision belongs to the share that is written with all its reasons: the same ones in every process."""
+    """Whether the journal has the reasons of this decision. `share` (0..1) of the decisions are selected by their
+    request number, the same ones in every process."""
     return share >= 1.0 or (request_id * _GOLDEN & 0xFFFFFFFFFFFFFFFF) < share * 2.0**64
 
 
-#: Where the journal's fields are in the pipeline's records.
+#: The journal's fields in the pipeline's records, in the order of `Decided` and `Ended`.
 _DECIDED = attrgetter(
     *("request.id", "endpoint", "outcome", "status", "prefill", "hit_tokens", "best_hit_tokens", "overloaded"),
     *("queued_ms", "policy", "address", "forecast", "request.target", "request.rewritten_by", "request.priority"),

@@ -1,12 +1,12 @@
-"""Records what the pipeline receives and what it answers; a thread writes the records.
+"""Records the events that the pipeline receives and its answers, for the thread that writes the journal.
 
 Rules
-* The event loop only appends a tuple to a deque (which is safe between two threads) and never waits: not for the disk,
-  not for the thread, not for a lock. If the thread does not keep up, or the disk fails, records are dropped and
-  counted; the journal says where (`lost`).
-* Nothing changes events and records once they are made, so the thread may read them later.
-* The pipeline's clock stands still while it handles an event (`StillClock`): one event has one time, and a replay with
-  the same times sees the same state.
+* The event loop only appends a tuple to a deque (which is safe between two threads). It never waits for the disk, the
+  thread or a lock. If the thread does not keep up, or the disk fails, records are dropped and counted; the journal says
+  where (`lost`).
+* Events and records never change once they are made, so the thread may read them later.
+* The pipeline's clock stands still while it handles an event (`StillClock`). So one event has one time, and a replay
+  with the same times reaches the same state.
 """
 
 from collections import deque
@@ -23,14 +23,14 @@ from fairlead.core.scheduler import Pipeline
 from fairlead.gateway.driver import Driver, Handlers, Observer
 from fairlead.server.journal.records import LOST, Lost
 
-#: How many records may wait for the thread: some seconds of full load.
+#: At most this many records wait for the thread: some seconds of full load.
 MAX_WAITING = 20_000
 
 
 class Counts(Struct):
-    """Counts since the start. Each is written by one thread, and read by any."""
+    """Counts since the start. Only one thread changes each of them; any thread may read them."""
 
-    #: Records lost because too many waited, and records that could not be written.
+    #: Records lost because too many were waiting; records lost because they could not be written.
     dropped: int = 0
     unwritten: int = 0
     records: int = 0
@@ -43,7 +43,7 @@ class Counts(Struct):
 
 
 class StillClock:
-    """Shows one time until it is set to the next."""
+    """A clock that shows `now` until `now` is set again."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -57,7 +57,7 @@ class StillClock:
 
 
 class Recorder:
-    """The event loop's side. Items are (clock seconds, what), in order."""
+    """The event loop's side of the journal. `waiting`: items (clock seconds, record) in their order."""
 
     def __init__(self, max_waiting: int = MAX_WAITING) -> None:
         self.waiting: deque[tuple[float, Any]] = deque()
@@ -74,12 +74,12 @@ class Recorder:
             waiting.append((now, what))
 
     def close(self) -> None:
-        """Record nothing more."""
+        """Record nothing from now on."""
         self._closed = True
         self._gap = 1
 
     def _squeeze(self, now: float, what: Any) -> None:
-        """Record or drop an item while there is no room, or was none a moment ago."""
+        """Record or drop an item while the queue is full, or after it was full."""
         if self._closed:
             return
         if len(self.waiting) >= self._max // 2:  # wait until half is free: one long gap instead of many short ones
@@ -92,7 +92,7 @@ class Recorder:
 
 
 class RecordedDriver(Driver):
-    """A driver that records every event and instruction."""
+    """A driver that records every event, decision, outcome and adopted configuration."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class RecordedDriver(Driver):
 
 
 class _Recorded:
-    """Passes records to the observer and to the recorder."""
+    """Passes decisions and outcomes to the recorder and to the observer."""
 
     def __init__(self, observer: Observer, recorder: Recorder) -> None:
         self._observer = observer

@@ -1,15 +1,15 @@
-"""The content of a block: records of (kind, clock seconds, body), as msgpack, and how details are packed.
+"""The content of a block: records of (kind, clock seconds, body) as msgpack. Also packs the details of decisions.
 
     segment   the first record of every segment: its run, and what a replay that begins there needs
     an event  by its class name (`RequestArrived`, …): what the pipeline received, in order
-    decided   what the pipeline answered: one per decision, always
-    detail    why: verdicts, scores and the numbers behind them; of sampled decisions
+    decided   what the pipeline decided: one for every decision
+    detail    the reasons of a decision: verdicts, scores and the numbers behind them; only of sampled decisions
     ended     how a routed request ended
     policy    the event `Reconfigured`: the scheduling part of its document (`fairlead.compat.recorded`)
     lost      how many records are missing here, because the disk was too slow or full
 
 Rules
-* Unknown kinds and unknown fields are skipped: older programs read newer journals.
+* Unknown kinds and unknown fields are skipped, so older programs can read newer journals.
 * A text that is not valid Unicode (half a surrogate pair in a model's name) is written with escapes.
 """
 
@@ -27,7 +27,7 @@ from fairlead.core.records import DecisionRecord, Forecast, Snapshot, SplitCosts
 from fairlead.core.request import Request
 
 SEGMENT, DECIDED, DETAIL, ENDED, POLICY, LOST = "segment", "decided", "detail", "ended", "policy", "lost"
-#: What the directory of another worker's journal begins with, in that of the first one.
+#: The prefix of the directories of other workers' journals, inside the first worker's directory.
 WORKER = "worker-"
 VERSION = 1
 _ARRAY = struct.Struct(">BI")
@@ -39,32 +39,32 @@ class Segment(Struct, frozen=True, kw_only=True):
     """The head of a segment."""
 
     version: int = VERSION
-    #: Names the process: the beginning of its decision ids.
+    #: Identifies one run of the scheduler. Its decision ids begin with this.
     run: str
-    #: The version of Fairlead that wrote it; empty = one that did not say so.
+    #: The version of Fairlead that wrote the segment; empty = an old version that did not record it.
     program: str = ""
     #: 0 = the first segment of its run: a replay that begins there repeats the decisions exactly.
     number: int = 0
-    #: Seconds since 1970 at clock 0.
+    #: The time (seconds since 1970) at which the scheduler's clock was 0.
     epoch: float = 0.0
-    #: See `fairlead.compat.recorded`.
+    #: The scheduling part of the configuration, see `fairlead.compat.recorded`.
     scheduling: Any = None
-    #: State of the random generator before the first decision.
+    #: State of the random generator before the first decision of the run; `None` = not at the beginning of the run.
     chance: Any = None
     #: The endpoints and model definitions at the beginning of the segment.
     endpoints: tuple[Endpoint, ...] = ()
     models: ModelsChanged | None = None
     listed: tuple[AdaptersListed, ...] = ()
-    #: What influences decisions but is not recorded, in words: a replay cannot be exact then.
+    #: Inputs that influence decisions but are not recorded, in words. If there are any, a replay cannot be exact.
     beside: tuple[str, ...] = ()
-    #: Share of the decisions that have a detail.
+    #: Share of the decisions (0..1) that have a detail.
     sample: float = 1.0
-    #: Whether the scheduler reported what it did to others of its pool.
+    #: Whether the scheduler shared facts with other schedulers of its pool.
     shared: bool = False
 
 
 class Decided(Struct, frozen=True, array_like=True):
-    """A decision in short. `endpoint` is empty if the request was refused."""
+    """A decision without its reasons. `endpoint` is empty if the request was refused."""
 
     request_id: int
     endpoint: str = ""
@@ -78,7 +78,7 @@ class Decided(Struct, frozen=True, array_like=True):
     policy: str = ""
     address: str = ""
     forecast: Forecast | None = None
-    #: The model that the request was sent for, if it differs from the requested one, and what rewrote it.
+    #: The model to which the request was sent, and the rewrite that chose it; empty = the requested model.
     target: str = ""
     rewritten_by: str = ""
     priority: int = 0
@@ -138,7 +138,7 @@ def encode(item: Item) -> bytes:
 
 
 def recorded(request: Request) -> Request:
-    """The request without what journals do not keep."""
+    """The request without the fields that journals do not keep."""
     if request.blocks is None and request.trace is None:
         return request
     return msgspec.structs.replace(request, blocks=None, trace=None)
@@ -164,7 +164,8 @@ def decode(content: bytes) -> Iterator[Item]:
 
 
 def writable(value: Any, errors: str) -> Any:
-    """Plain values whose texts are valid Unicode. `errors`: what becomes of the rest, as for `str.encode`."""
+    """A copy of plain values in which all texts are valid Unicode. `errors`: how invalid characters are replaced, as
+    for `str.encode`."""
     if isinstance(value, str):
         return value.encode("utf-8", errors).decode()
     if isinstance(value, dict):
@@ -172,17 +173,17 @@ def writable(value: Any, errors: str) -> Any:
     return [writable(item, errors) for item in value] if isinstance(value, list | tuple) else value
 
 
-# The detail of a decision ↔ plain values: columns become bytes, and only changes since the previous one are written.
+# Converts the detail of a decision to plain values and back. Columns become bytes.
 #
 # Rules
-# * Within a block, a snapshot is the previous one with some slots changed: between two decisions few endpoints change.
-#   The first of a block is complete, so every block can be read alone.
-# * Numbers are written unchanged (IEEE 754, 64 bits): a decision that is repeated from them has the same result to the
-#   last bit.
+# * Within a block, only the slots of a snapshot are written that changed since the previous one: between two decisions
+#   few endpoints change. The first snapshot of a block is complete, so every block can be read alone.
+# * Numbers are written unchanged (IEEE 754, 64 bits), so a decision that is repeated from them has exactly the same
+#   result.
 
 
 class Detail(Struct, frozen=True):
-    """What `decided` leaves out."""
+    """The reasons of a decision, which `decided` leaves out."""
 
     request: Request
     trace: Trace
@@ -240,7 +241,7 @@ _Names = tuple[frozenset[str] | None, ...]
 
 
 class Unpacker:
-    """The reverse of `Packer`. Details of one block must be given in order."""
+    """The reverse of `Packer`. Unpack the details of one block in their order."""
 
     def __init__(self) -> None:
         self._before: Any = None
@@ -309,7 +310,8 @@ def _ids(endpoints: tuple[Endpoint | None, ...]) -> tuple[str, ...]:
 
 
 def _array(column: Any, known: dict[int, int], arrays: list[Any]) -> int | None:
-    """The column's index among the arrays of this decision; an array that occurs twice is written once."""
+    """The column's index in `arrays`, which it is added to; `None` = no column. An array that occurs twice is written
+    once. `known`: indexes by the id of the array."""
     if column is None:
         return None
     place = known.get(id(column))

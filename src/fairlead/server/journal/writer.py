@@ -1,12 +1,12 @@
 """The directory of segments, and the thread that packs recorded items into blocks and writes them there.
 
 Rules of the thread
-* It wakes every `TURN` seconds, encodes a few records at a time and releases the interpreter's lock in between: the
+* It wakes every `TURN` seconds, encodes a few records at a time and releases the interpreter lock in between. So the
   event loop never waits for more than one small slice (0.2 ms).
-* A block is written when it is large enough or `flush` seconds old. Written blocks survive the process; at most the
-  last `flush` seconds are lost with it.
-* A record that cannot be encoded, or a disk that is full or fails, costs those records: they are counted, the journal
-  says where they are missing, and the log reports it once until writing works again. The same at the start.
+* A block is written when it is large enough or `flush` seconds old. Written blocks survive the process; if it is
+  killed, at most the last `flush` seconds are lost.
+* Records that cannot be encoded, or not be written because the disk is full or fails, are lost and counted. The journal
+  says where they are missing, and the log reports it once until writing works again. The same applies at the start.
 """
 
 import errno
@@ -42,19 +42,19 @@ from fairlead.server.journal.records import (
     joined,
 )
 
-# The directory of segments: one file is open, and all together are never larger than the limit.
+# The directory of segments: one segment is open, and all segments together are never larger than the limit.
 #
 # Rules
-# * Room is made before a write, never after it: at no moment is the directory too large. Segments of former runs count,
-#   and are deleted first.
+# * Old segments are deleted before a write, never after it, so the directory is never too large. Segments of former
+#   runs are included, and are deleted first.
 # * Files can be read by their owner only: they name models, tenants and sessions.
-# * One process writes there at a time: it holds a lock that ends with it. Two would throw away each other's segments.
-# * A name has the time and the run: `20261121T101530-3f2a9c01-000000.journal`, so that names sort by age. A run is
-#   later than those before it, also if the clock was ahead then (`label`).
+# * Only one process writes: it holds a lock until it ends. Two processes would delete each other's segments.
+# * A name has the time and the run: `20261121T101530-3f2a9c01-000000.journal`, so that names sort by age. The time of a
+#   run is always later than that of the run before, even if the system's clock was ahead then (`label`).
 
 SUFFIX = ".journal"
 _TIME = "%Y%m%dT%H%M%S"
-#: Errors that pass once the disk is well again, with the same configuration.
+#: Errors of the disk. They may pass without a change of the configuration.
 _DISK_FAILS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
 #: A segment is at most this part of the limit, so that deleting one leaves most of the journal.
 _LEAST_SEGMENTS = 4
@@ -66,7 +66,7 @@ def segments(path: str) -> list[Path] | None:
 
 
 def label(path: Path, run: str, now: float) -> str:
-    """The beginning of the names of a run that begins `now` (seconds since 1970)."""
+    """The beginning of the file names of a run that starts at `now` (seconds since 1970)."""
     began = datetime.fromtimestamp(int(now), UTC).replace(tzinfo=None)
     for old in segments(str(path)) or ():
         with suppress(ValueError, OverflowError):  # not a name of ours
@@ -79,8 +79,9 @@ class Full(Exception):
 
 
 class Directory:
-    """The directory of segments. Sizes are in bytes. Raises `OSError` if it cannot be used; a disk that fails raises
-    only at `begin` and later."""
+    """The directory of segments. Sizes are in bytes. `keep_oldest`: never delete a segment; when the limit is reached,
+    raise `Full`. `label`: the beginning of file names. Raises `OSError` if the directory cannot be used; errors of the
+    disk (`_DISK_FAILS`) are raised only at `begin` and later."""
 
     def __init__(self, path: Path, max_bytes: int, segment_bytes: int, keep_oldest: bool, label: str) -> None:
         self.path = path
@@ -90,7 +91,7 @@ class Directory:
         self._label = label
         self._file = -1
         self._size = 0
-        #: Segments begun by this run.
+        #: The number of segments that this run has begun.
         self.number = 0
         self._sizes: dict[Path, int] = {}
         self._current: Path | None = None
@@ -115,7 +116,7 @@ class Directory:
 
     @property
     def size(self) -> int:
-        """The size of all segments."""
+        """The bytes of all segments."""
         return sum(self._sizes.values())
 
     def wants_segment(self, size: int) -> bool:
@@ -123,8 +124,8 @@ class Directory:
         return self._file < 0 or (self._size + size > self._segment and self._size > len(MAGIC))
 
     def begin(self, head: bytes) -> None:
-        """Begin a new segment with this block. Raises `Full`. If the disk fails, no segment is left: readers ignore one
-        that has no head."""
+        """Begin a new segment with the block `head`. Raises `Full` or `OSError`. If the disk fails, the incomplete file
+        is removed."""
         self.close()
         if self._lock < 0:
             self._open()
@@ -137,14 +138,14 @@ class Directory:
             self._write(MAGIC + head)
         except OSError:
             self.close()
-            with suppress(OSError):  # else the next attempt writes over it
+            with suppress(OSError):  # a file that cannot be removed is overwritten by the next attempt
                 path.unlink(missing_ok=True)
             del self._sizes[path]
             raise
         self.number += 1
 
     def write(self, block: bytes) -> None:
-        """Append a block to the segment. Raises `Full`."""
+        """Append a block to the segment. Raises `Full` or `OSError`."""
         self._make_room(len(block))
         self._write(block)
 
@@ -153,8 +154,8 @@ class Directory:
             os.fsync(self._file)
 
     def removed(self) -> bool:
-        """Whether somebody has removed the present segment, for example to free the disk. The next one begins as the
-        first of a run does, in a directory that may have gone, too."""
+        """Whether somebody has removed the present segment, for example to free the disk. If so, release the lock: the
+        next `begin` makes the directory again, in case that was removed too."""
         gone = self._file >= 0 and not os.fstat(self._file).st_nlink
         if gone:
             self.release()
@@ -175,7 +176,7 @@ class Directory:
             self._current = None
 
     def _write(self, data: bytes) -> None:
-        """Write all of `data`. A disk that takes only a part leaves a torn block, which readers skip."""
+        """Write all of `data`. If the disk takes only a part, the file has an incomplete block, which readers skip."""
         assert self._current is not None
         left = memoryview(data)
         while left:
@@ -197,16 +198,17 @@ class Directory:
 
 
 TURN = 0.05
-#: Records per slice; bytes from which on a block is complete.
+#: Records that are encoded before the interpreter lock is released; a block with this many bytes is written.
 _SLICE = 16
 _BLOCK = 256 << 10
-#: Seconds that the last records get to reach the disk when the process ends.
+#: Seconds that writing the last records may take when the process ends.
 _STOPPED_AFTER = 5.0
 
 
 class Writer:
-    """`start()`, then `close()`. `head`: that of the first segment; endpoints and models are updated for later
-    ones, and each has its own `epoch`."""
+    """The thread that writes. Call `start()`, and `close()` at the end. `head`: the head of the first segment. Heads of
+    later segments have the endpoints and models of their time. `epoch` is called for each head. `fsync`: `never`,
+    `second` or `always`. `on_trouble` receives the reason when writing fails."""
 
     def __init__(
         self,
@@ -236,15 +238,15 @@ class Writer:
         self._began = 0.0
         self._synced = 0.0
         self._missing = 0
-        #: Records in the last block.
+        #: The number of records in the last block that was written.
         self._newest = 0
         self._troubled = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
 
     def start(self) -> None:
-        """Raises `OSError` if the directory cannot be used. A disk that fails, or a journal as large as it may be, does
-        not keep the scheduler from starting; `turn` tries again."""
+        """Begin the first segment and start the thread. Raises `OSError` if the directory cannot be used. If the disk
+        fails or the journal has reached its limit, the scheduler starts all the same, and `turn` tries again."""
         try:
             self.begin()
         except (OSError, Full) as error:
@@ -254,7 +256,7 @@ class Writer:
         self._thread.start()
 
     def close(self) -> None:
-        """Write everything that was recorded so far, and stop."""
+        """Write everything that was recorded so far, within `_STOPPED_AFTER` seconds, and stop."""
         self._recorder.close()
         self._stop.set()
         self._thread.join(_STOPPED_AFTER)
@@ -297,12 +299,12 @@ class Writer:
             self._put(POLICY, now, record(what.document))
         elif kind is AdoptConfiguration:
             self._scheduling = record(what.document)
-        elif kind is not ShadowsJudged:  # it changes nothing
+        elif kind is not ShadowsJudged:  # that event does not change the pipeline's state
             self._note(what)
             self._put(kind.__name__, now, what)
 
     def _note(self, event: Any) -> None:
-        """Update what the head of a later segment must contain."""
+        """Update the endpoints and models for the head of the next segment."""
         if isinstance(event, EndpointUp):
             self._endpoints[event.endpoint.id] = event.endpoint
         elif isinstance(event, EndpointDown):
@@ -354,7 +356,7 @@ class Writer:
         self._directory.write(data)
 
     def begin(self) -> None:
-        """Begin a segment. `start` calls this first; a caller that runs `turn` without the thread must do the same."""
+        """Begin a segment. `start` does this; a caller that runs `turn` without the thread must call it first."""
         first = self._directory.number == 0
         head = replace(
             self._head,

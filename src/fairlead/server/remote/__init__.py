@@ -1,1 +1,1 @@
-"""Schedulers in other processes: the contract and its client."""
+"""Schedulers in other processes: the messages of the contract, and the client."""

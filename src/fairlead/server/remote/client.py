@@ -1,10 +1,10 @@
 """Keeps one stream to a scheduler open: sends the state of the fleet and questions, receives answers.
 
 Rules
-* Requests of one turn of the event loop travel in one message, together with the changes of the fleet.
-* A scheduler counts as connected once it has sent its welcome. Whenever the stream ends it is connected to again, after
-  a pause that doubles from 50 ms up to 1 s, until `close`; nothing has to be restarted.
-* Invalid answers (malformed, another version, picks without a welcome) end the stream.
+* Requests of one turn of the event loop are sent in one message, together with the changes of the fleet.
+* A scheduler counts as connected once it has sent its welcome. Whenever the stream ends, the client connects again
+  after a pause that doubles from 50 ms up to 1 s, until `close`.
+* Invalid answers (malformed, another version, picks before the welcome) end the stream.
 """
 
 import asyncio
@@ -48,22 +48,23 @@ from fairlead.server.remote.stream import SchedulerStream, open_channel
 if TYPE_CHECKING:
     import grpc.aio
 
-#: Seconds between attempts to connect.
+#: Seconds between two attempts to connect: at first, and at most.
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
 #: Seconds from the start of an attempt to the welcome.
 WELCOME_WITHIN = 5.0
-#: How many undecided batches are remembered at most.
+#: At most this many undecided batches are remembered.
 _UNDECIDED_BATCHES = 4096
 
 
 class _Undecided(Struct):
-    #: The number of requests without an answer, and the clock seconds from which on no answer is awaited.
+    #: The number of requests without an answer; from when on (clock seconds) answers no longer count.
     left: int
     until: float
 
 
 class RemoteClient:
-    """`start()`, then `await close()`. `feed` takes events; `report` receives messages for the log."""
+    """A connection to one scheduler. Call `start()`, and `await close()` at the end. `feed` receives events; `report`
+    receives what happened and why, for the log. `pool`, `max_endpoints`: sent to the scheduler in the hello."""
 
     def __init__(
         self,
@@ -102,7 +103,7 @@ class RemoteClient:
             self._task = asyncio.create_task(self._run(), name=f"scheduler {self._name}")
 
     async def close(self) -> None:
-        self._feed = lambda event: None  # the next connection may have our name
+        self._feed = lambda event: None  # a new connection may already have the same name: feed no more events
         task, self._task = self._task, None
         await cancelled(task)
         if self._stream is not None:
@@ -112,14 +113,14 @@ class RemoteClient:
         await self._hang_up()
 
     def ask(self, instruction: AskRemote) -> None:
-        """Send the instruction, together with the others of this turn of the loop."""
+        """Send the question, together with the others of this turn of the event loop."""
         if not self._waiting:
             self._loop.call_soon(self._flush)
         self._waiting.append(instruction)
 
     def ask_as_of(self, instruction: AskRemote, fleet: Fleet, snapshot: Snapshot) -> bool:
-        """Ask immediately, about an earlier moment: `fleet` and its numbers are as they were then. False = not
-        possible, because there is no connection or endpoints have changed since."""
+        """Ask immediately, about an earlier moment: `fleet` and `snapshot` are from that moment. False = nothing is
+        sent, because there is no connection or the number of slots has changed since."""
         if self.welcome is None or snapshot.floats.shape[1] != len(self._fleet.table):
             return False
         self._send([instruction], fleet, self._loop.time(), snapshot)
@@ -141,7 +142,7 @@ class RemoteClient:
             pause = min(pause * 2, LONGEST_PAUSE)
 
     async def _once(self) -> str:
-        """Run one stream from beginning to end; returns why it ended."""
+        """Open one stream, and wait until it ends. Returns why it ended."""
         self._ended = ended = self._loop.create_future()
         address, before = self._settings.address, self.connections
         try:
@@ -156,8 +157,8 @@ class RemoteClient:
         finally:
             deadline.cancel()
         if self.connections == before:
-            # A new channel reads certificates again and has no back-off. A channel that worked is kept, because it has
-            # learned how often its server allows pings.
+            # No welcome came, so use a new channel next time: it reads certificates again and has no back-off. A
+            # channel that worked is kept, because it has learned how often its server allows pings.
             await self._hang_up()
         return why
 
@@ -238,8 +239,8 @@ class RemoteClient:
         if self._stream is None:
             return
         forecasts = self.welcome is not None and self.welcome.wants_forecasts
-        # The fleet's ledger reserves room for these requests. With the reservations a scheduler would avoid these
-        # endpoints.
+        # Leave out the reservations that the ledger holds for these requests. With them, the scheduler would avoid the
+        # endpoints that the requests are reserved at.
         with self._fleet.ledger.without_reserved():
             state = self._state.changes(self._settled(now), snapshot)
             requests = [asked(question, fleet, now, forecasts) for question in waiting]
@@ -248,7 +249,7 @@ class RemoteClient:
         self._stream.send(encode_ask(Ask(state=state, batch=Batch(number=self._batch, now=now, requests=requests))))
 
     def _settled(self, now: float) -> int:
-        """The last batch that is decided, with all batches before it."""
+        """The number of the last batch that is decided, together with all batches before it."""
         for number, batch in list(self._undecided.items()):
             if batch.left > 0 and batch.until > now and len(self._undecided) <= _UNDECIDED_BATCHES:
                 return number - 1
@@ -256,11 +257,11 @@ class RemoteClient:
         return self._batch
 
 
-# The state of the fleet for a scheduler in another process: all of it once, then what has changed since.
+# The state of the fleet for a scheduler in another process: first the whole state, then only changes.
 #
-# Theory. Between two batches a handful of numbers change: the row of an endpoint that was charged, a scrape. The
-# columns lie in one array, so finding the changes is one comparison (5 µs for 8 endpoints, 60 µs for 1,000), and only
-# changed columns of changed slots are sent.
+# Theory. Between two batches few numbers change: those of endpoints that were charged or scraped. All columns are in
+# one array, so finding the changes is one comparison (5 µs for 8 endpoints, 60 µs for 1,000). Only changed columns of
+# changed slots are sent.
 
 _ROWS = [FLOATS.index(name) for name in list(COLUMNS.values())[: -len(FACTORS)]]
 _NUMBERS = list(COLUMNS)
@@ -272,7 +273,7 @@ _SAME = 0.01
 
 
 class StateFeed:
-    """The state that one stream has been sent. One per stream."""
+    """The state that was sent on one stream. Each stream needs one of its own."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -283,10 +284,10 @@ class StateFeed:
         self._speeds = Speeds()
 
     def changes(self, settled: int, snapshot: Snapshot | None = None) -> State | None:
-        """The changes since the last call; `None` = none. `settled`: the last batch whose picks are charged, or never
-        will be.
+        """The changes since the last call; `None` = there are none. `settled`: the number of the last batch whose picks
+        are charged in the ledger, or never will be.
 
-        `snapshot`: send its numbers instead of the present ones; it must have the present endpoints.
+        `snapshot`: send its numbers instead of the present ones; it must have the present slots.
         """
         state = State(full=self._version == 0, settled=settled)
         if self._fleet.table.version != self._table_version:
@@ -365,7 +366,8 @@ def _endpoint(slot: int, endpoint: Endpoint, adapters: frozenset[str] | None) ->
 
 
 def asked(ask: AskRemote, fleet: Fleet, now: float, forecasts: bool) -> Asked:
-    """A request with what is known about it. Columns that are older than the newest endpoint end before it."""
+    """The message for a request, with what is known about it. Columns may be shorter than the fleet's table: they were
+    made before the newest endpoints joined."""
     message = Asked(request=ask.request, expected_output=ask.expected_output)
     if ask.hits is not None:
         message.hit_slots = np.flatnonzero(ask.hits)
@@ -385,7 +387,7 @@ def _forecast(ask: AskRemote, fleet: Fleet, now: float) -> Forecast:
     tokens = ask.request.prompt_tokens
     loading = fleet.loading(ask.request) if fleet.table.lora else None
     terms = cost(tokens, None if hits is None else hits * tokens, fleet, now, loading)
-    # A term that is the same at all endpoints is a number.
+    # A term that is the same at all endpoints is a single number: make it a column.
     ttft, prefill, step, used = (
         np.broadcast_to(term, (size,)) for term in (terms.ttft, terms.prefill, terms.step, terms.used)
     )

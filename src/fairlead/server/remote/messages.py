@@ -1,4 +1,4 @@
-"""Messages of `fairlead.scheduler.v1` as values, and how they are encoded and decoded.
+"""Messages of `fairlead.scheduler.v1` as values, and their encoding and decoding.
 
 The contract is `proto/fairlead/scheduler/v1/scheduler.proto`. Columns are sent as they are in memory.
 """
@@ -37,7 +37,7 @@ FACTORS: Mapping[int, str] = {
     24: "tpot_factor",
     25: "load_factor",
 }
-#: Columns of `Load` by field number; names as in `fleet.table`, the factors last.
+#: Columns of `Load` by field number, named as in `fleet.table`; the learned factors come last.
 COLUMNS: Mapping[int, str] = {
     **dict(
         enumerate(
@@ -107,7 +107,7 @@ class State(Struct, kw_only=True):
 
 
 class Forecast(Struct, kw_only=True):
-    """One entry per slot, milliseconds; `used` is a share of the KV memory."""
+    """Columns with one entry per slot, in milliseconds; `used` is a share of the KV memory."""
 
     ttft_ms: Floats
     prefill_ms: Floats
@@ -158,9 +158,8 @@ class Answer(Struct, frozen=True, kw_only=True):
 
 # Scalar and packed fields of `fairlead.scheduler.v1`, on top of `gateway.protobuf`.
 #
-# Encoders leave defaults out, as proto3 does. Decoders accept packed and unpacked lists, as the specification demands,
-# refuse invalid values (NaN where numbers are compared is the receiver's concern), and never allocate more than the
-# message has bytes.
+# Encoders leave out default values, as proto3 does. Decoders accept packed and unpacked lists, as the specification
+# demands. They refuse invalid values, NaN included, and allocate memory only in proportion to the message's size.
 
 #: One field as `protobuf.fields` returns it.
 Part = tuple[int, int, int]
@@ -181,7 +180,7 @@ def double(number: int, value: float) -> bytes:
 
 
 def doubles(number: int, values: Floats) -> bytes:
-    """A packed list; nothing for an empty one."""
+    """A packed list; empty bytes for an empty list."""
     return protobuf_field(number, np.ascontiguousarray(values, dtype="<f8").tobytes()) if len(values) else b""
 
 
@@ -191,7 +190,7 @@ def slots(number: int, values: Iterable[int]) -> bytes:
 
 
 def read_text(data: bytes, part: Part, before: object = None) -> str:
-    """Raises `ProtocolError` for another kind of field, and for text that is not UTF-8, as proto3 demands."""
+    """A text. Raises `ProtocolError` for another kind of field, and for text that is not UTF-8, as proto3 demands."""
     _, start, end = part
     if end < 0:
         raise ProtocolError("a text field is not a text")
@@ -218,7 +217,7 @@ def read_double(data: bytes, part: Part, before: object = None) -> float:
 
 
 def read_doubles(data: bytes, part: Part, before: Floats | None) -> Floats:
-    """A packed run, or one entry, appended to `before`."""
+    """The entries of a packed list, or a single entry, appended to `before` (`None` = no entries so far)."""
     _, start, end = part
     if end < 0:
         values = np.array([read_double(data, part)])
@@ -250,21 +249,23 @@ def read_slots(data: bytes, part: Part, before: Slots | None) -> Slots:
 
 
 def sub(part: Part) -> tuple[int, int]:
-    """Where a sub-message begins and ends."""
+    """The offsets where a sub-message begins and ends."""
     if part[2] < 0:
         raise ProtocolError("a message field is not a message")
     return part[1], part[2]
 
 
 class Form(NamedTuple):
-    """How a field is encoded. `write(number, value)` leaves a default out; `read` also receives the value so far."""
+    """How a field is encoded. `write(number, value)` returns nothing for a default value. `read(data, part, before)`
+    also receives the value so far (`None` = the field's first occurrence)."""
 
     write: Callable[[int, Any], bytes]
     read: Callable[[bytes, Part, Any], Any]
 
 
 class Message(Generic[T]):
-    """`forms`: fields by name, numbered from 1. `make` gets the present fields by name; `parts` returns all values."""
+    """A kind of message. `forms`: its fields by name, numbered from 1. `make` makes a value from the fields that are
+    present, by name; `parts` returns the values of all fields."""
 
     def __init__(
         self, make: Callable[..., T], parts: Callable[[Any], Iterable[Any]] | None = None, /, **forms: Form
@@ -314,7 +315,7 @@ _UINT32 = (1 << 32) - 1
 _TEXT, _INTEGER, _REAL = Form(text, read_text), Form(integer, read_integer), Form(double, read_double)
 _INTEGER32 = Form(integer, partial(read_integer, highest=_UINT32))
 _SLOT = Form(integer, partial(read_integer, highest=MAX_SLOT))
-#: Larger values are cut to the field's limit.
+#: A count; larger values than the field can hold become its largest value.
 _COUNT = Form(lambda number, value: integer(number, min(value, _UINT32)), _INTEGER.read)
 _BOOL = Form(integer, lambda data, part, _: bool(read_integer(data, part)))
 _DOUBLES = Form(doubles, read_doubles)
@@ -329,7 +330,7 @@ def _zigzag(data: bytes, part: Part, before: Any) -> int:
 _SIGNED = Form(lambda number, value: integer(number, value << 1 if value >= 0 else ~(value << 1)), _zigzag)
 
 
-# ---- `Ask`: what Fairlead sends to a scheduler, encoded for every batch ----
+# ---- `Ask`: what Fairlead sends to a scheduler ----
 
 _HELLO = Message(
     lambda version=0, **values: Hello(version=version, **values),
@@ -349,7 +350,7 @@ def _read_labels(data: bytes, part: Part, before: dict[str, str] | None) -> dict
 def _write_adapters(number: int, names: tuple[str, ...] | None) -> bytes:
     if names is None:
         return b""
-    # An empty name is not a default here, but an entry.
+    # Not `text`: it leaves out empty values, but here an empty name is an entry.
     return protobuf_field(number, b"".join([protobuf_field(1, name.encode("utf-8", "replace")) for name in names]))
 
 
@@ -446,9 +447,9 @@ encode_ask, decode_ask = _ASK.encode, _ASK.decode
 
 # ---- `Answer`: what a scheduler sends. The sender is not trusted: everything is bounded and checked ----
 
-#: How many alternatives of one pick are kept.
+#: At most this many alternatives of one pick are kept.
 MAX_ALTERNATIVES = 16
-#: How many characters of a reason are kept.
+#: At most this many characters of a reason are kept.
 MAX_REASON = 200
 
 

@@ -1,9 +1,9 @@
-"""One gRPC stream to a scheduler: messages both ways, in order, until one side ends it. Below: the channel under it.
+"""One gRPC stream to a scheduler: messages both ways, in order, until one side ends it. Also opens the channel for it.
 
 Rules of the stream
 * `on_message` is called for each message, then `on_end` once, with the reason. Nothing is called after that.
-* Messages that the peer does not read yet wait, up to `MAX_PENDING` bytes. A scheduler that does not read counts as
-  gone, and its requests are decided elsewhere.
+* Messages that the scheduler has not read yet wait here, up to `MAX_PENDING` bytes. Beyond that the stream ends, and
+  the fallback policy decides the requests.
 """
 
 import asyncio
@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     import grpc.aio
 
 MAX_PENDING = 8 << 20
+#: Seconds that gRPC gets to stop reading and writing after the end.
 STOPS_WITHIN = 5.0
 
 
 class SchedulerStream:
-    """Opened immediately, on a running loop; `send` may be called before the connection is established."""
+    """A stream. The constructor opens it; the event loop must be running. `send` may be called before the connection is
+    established."""
 
     def __init__(
         self,
@@ -33,7 +35,7 @@ class SchedulerStream:
         on_message: Callable[[bytes], None],
         on_end: Callable[[str], None],
     ) -> None:
-        """`address` is used in messages only."""
+        """`address` is used only in the texts of reasons."""
         self._call = channel.stream_stream(path)()
         self._address = address
         self._on_message, self._on_end = on_message, on_end
@@ -64,8 +66,8 @@ class SchedulerStream:
         self._on_end(why)
 
     async def closed(self) -> None:
-        """Return once both directions have stopped after the end. One that has not within `STOPS_WITHIN` seconds is
-        cancelled: who closes a stream does not wait for gRPC to notice."""
+        """Wait until reading and writing have stopped after the end. If gRPC has not noticed the end within
+        `STOPS_WITHIN` seconds, they are cancelled."""
         directions = [task for task in (self._reader, self._writer) if task is not None]
         _, left = await asyncio.wait(directions, timeout=STOPS_WITHIN)
         for task in left:
@@ -81,7 +83,7 @@ class SchedulerStream:
                     await self._call.write(message)
                     self._pending_bytes -= len(message)
         except (AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError):
-            pass  # the call is over; the reader learns why
+            pass  # the call is over; `_read` reports why
         finally:
             self._writer = None
 
@@ -104,7 +106,7 @@ class SchedulerStream:
             else:
                 why = f"the peer ended the stream: gRPC status {code.value[0]} {text}".rstrip()
         except asyncio.CancelledError:
-            pass  # our own cancellation, or the channel's
+            pass  # we cancelled it, or the channel was closed
         finally:
             self.end(why)
 
@@ -117,10 +119,10 @@ class SchedulerStream:
 # * The connection is retried for as long as the channel lives, after pauses of 0.1 to 1 s.
 
 UNIX = "unix:"
-#: Seconds.
+#: Seconds between two pings, and until a ping must be answered; seconds that one attempt to connect may take.
 KEEPALIVE = 5.0
 CONNECT_WITHIN = 5.0
-#: Limit for one message of the peer; a batch of 4096 picks with alternatives is well below it.
+#: The most bytes of one message from the scheduler. A batch of 4096 picks with alternatives is much smaller.
 MAX_MESSAGE = 4 << 20
 
 _OPTIONS = (
@@ -152,8 +154,8 @@ def check_tls(tls: SchedulerTls) -> None:
 
 
 async def open_channel(address: str, tls: SchedulerTls | None = None) -> "grpc.aio.Channel":
-    """A channel, which connects once it is used. Raises `ConfigError`; `OSError` if a certificate that is to be
-    accepted unchecked cannot be fetched."""
+    """A channel, which connects once it is used. Raises `ConfigError`. Without `tls.verify` the server's certificate is
+    fetched first; if that fails, raises `OSError`."""
     import grpc
     import grpc.aio
 
@@ -177,19 +179,19 @@ async def open_channel(address: str, tls: SchedulerTls | None = None) -> "grpc.a
 
 
 def _roots(tls: SchedulerTls) -> bytes | None:
-    """The trusted authorities. Without the system's list gRPC uses one of its own."""
+    """The trusted certificate authorities as PEM: those of `ca_file`, else the system's; `None` = gRPC's own list."""
     file = tls.ca_file or ssl.get_default_verify_paths().cafile
     return Path(file).read_bytes() if file else None
 
 
 async def _certificate(address: str) -> tuple[bytes, str]:
-    """The server's certificate as PEM, and a name in it. gRPC in Python always checks both, so without verification the
-    certificate that the server shows when the channel is opened is trusted."""
+    """The server's certificate as PEM, and a name in it. gRPC in Python always checks both. So without verification,
+    the certificate that the server shows now is trusted."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     shown = await _handshake(address, context)
     pem = ssl.DER_cert_to_PEM_cert(shown.getpeercert(binary_form=True))
-    # Python decodes only verified certificates, so this one is trusted as its own authority.
+    # Python decodes only verified certificates, so verify this one with itself as the authority.
     context = ssl.create_default_context(cadata=pem)
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -200,7 +202,7 @@ async def _certificate(address: str) -> tuple[bytes, str]:
 
 
 async def _handshake(address: str, context: ssl.SSLContext) -> Any:
-    """The `ssl` object of a connection that is closed again."""
+    """Connect, and close the connection after the TLS handshake. Returns its `ssl` object."""
     context.set_alpn_protocols(["h2"])
     async with asyncio.timeout(CONNECT_WITHIN):
         if address.startswith(UNIX):
