@@ -8,12 +8,15 @@ from fairlead.apis.request import parse_request
 from fairlead.config.builtins import BYTES_PER_TOKEN, HASH_BLOCK_SIZE
 from fairlead.config.problems import Problem, Report
 from fairlead.config.registry import Registry, takes_filters
-from fairlead.config.schema import Config, PluginSpec
+from fairlead.config.schema import Config, PluginSpec, PolicySpec
 from fairlead.core.errors import PluginError
 from fairlead.core.policy import Filter, Picker, Policy, ReportsErrors, Scorer, clamped
 from fairlead.core.prefix import ChainHasher
 from fairlead.core.profile import Profile
 from fairlead.plugins.guarding import Measuring, Parsing
+
+#: The type of the scorers by which prompts are cut.
+CUTS = "prefix-aware"
 
 
 def build_policy(
@@ -86,5 +89,9 @@ def build_parse(
 
 def build_hasher(config: Config) -> ChainHasher:
     """A hasher with the finest block size of the configured `prefix-aware` scorers."""
-    sizes = [spec.parameters.hash_block_size for spec in config.policy.scorers if spec.type == "prefix-aware"]
-    return ChainHasher(finest=round(min(sizes, default=HASH_BLOCK_SIZE) * BYTES_PER_TOKEN))
+    return ChainHasher(finest=round(finest_block(config.policy) * BYTES_PER_TOKEN))
+
+
+def finest_block(policy: PolicySpec, default: int = HASH_BLOCK_SIZE) -> int:
+    """The finest block size of the `prefix-aware` scorers; `default` if there are none."""
+    return min((spec.parameters.hash_block_size for spec in policy.scorers if spec.type == CUTS), default=default)

@@ -4,6 +4,8 @@ Rules
 * Changes that can take effect between two decisions apply: the policy, limits, log level, the list of endpoints.
 * Changes to settings with which a socket, a process or a scrape connection was opened are refused, with the reason. The
   old value stays, and all other changes in the same file still apply.
+* What is in force depends on how the scheduler began and on what the file contains now, not on what it contained
+  between. So schedulers that start at different times have the same.
 * Places in the file are not compared: a file that was only rearranged changes nothing.
 """
 
@@ -14,6 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from fairlead.config.check import fields
+from fairlead.config.plugins import CUTS, finest_block
 from fairlead.config.problems import Problem
 from fairlead.config.schema import (
     BandSpec,
@@ -53,8 +56,6 @@ _FIXED: Final[Mapping[str, str]] = {
     "metric_sources": _PLUGINS,
     "parsers": _PLUGINS,
 }
-#: The type of the scorers whose block size determines how prompts are cut into blocks.
-_CUTS: Final = "prefix-aware"
 _QUEUES: Final = "its queues were created with it, and requests may wait in them"
 _HIGHER: Final = "the ports were opened with the lower limit"
 _CONVERSATIONS: Final = "conversations are recognised from the start on, or not at all"
@@ -72,56 +73,63 @@ class Changes(Struct, frozen=True):
     endpoints: bool = False
 
 
-def plan_reload(old: Config, new: Config) -> tuple[Changes, list[Problem]]:
-    """Compare two configurations: (changes that apply, changes that are refused). Neither is modified."""
-    if (old.als.port, new.als.port) == (old.ext_proc.port, new.ext_proc.port):  # als.port follows extProc.port
-        new = new.model_copy(update={"als": new.als.model_copy(update={"port": old.als.port})})
+def plan_reload(old: Config, new: Config, begun: Config | None = None) -> tuple[Changes, list[Problem]]:
+    """Compare two configurations: (changes that apply, changes that are refused). None is modified. `begun`: what the
+    scheduler began with, if `old` is not that. `begun` and `new` may lack what this worker has of its own."""
+    begun = begun or old
+    if (begun.als.port, new.als.port) == (begun.ext_proc.port, new.ext_proc.port):  # als.port follows extProc.port
+        new = new.model_copy(update={"als": new.als.model_copy(update={"port": begun.als.port})})
     applied: dict[str, Any] = {"source": new.source, "notes": new.notes, "pools": new.pools}
     paths: list[str] = []
     refused: list[Problem] = []
-    pairs = [(name, before, after) for (name, before), (_, after) in zip(old, new, strict=True)]
-    for name, before, after in sorted(pairs, key=lambda pair: pair[0] in Settings.model_fields):
-        if name in _IGNORED or meaning(before) == meaning(after):
+    values = [
+        (name, first, before, after) for (name, first), (_, before), (_, after) in zip(begun, old, new, strict=True)
+    ]
+    for name, first, before, after in sorted(values, key=lambda value: value[0] in Settings.model_fields):
+        if name in _IGNORED or meaning(first if name in _FIXED else before) == meaning(after):
             continue
         if name in _FIXED:
-            refused += [_refusal(path, _FIXED[name]) for path in _differences(before, after, f"$.{camel(name)}")]
+            refused += [_refusal(path, _FIXED[name]) for path in _differences(first, after, f"$.{camel(name)}")]
             continue
-        kept, changed = _section(name, before, after, refused)
+        kept, changed = _section(name, first, before, after, refused)
         if changed:
             applied[name] = kept
             paths += changed
     return Changes(old.model_copy(update=applied), tuple(paths), endpoints="endpoints" in applied), refused
 
 
-def _section(name: str, before: Any, after: Any, refused: list[Problem]) -> tuple[Any, list[str]]:
-    """Compare a value of two configurations: (the new value without refused changes, the paths that changed)."""
+def _section(name: str, first: Any, before: Any, after: Any, refused: list[Problem]) -> tuple[Any, list[str]]:
+    """Compare a value of three configurations: (the new value without refused changes, the paths that changed)."""
     path = f"$.{camel(name)}"
     if isinstance(before, PolicySpec):
-        size = _finest(before)
-        if size != _finest(after):
+        size = finest_block(first)
+        if finest_block(after, size) != size:
             refused.append(_refusal(f"{path}.hashBlockSize", "the prefix index has blocks of the old size"))
-            after = _cut_to(after, size) if size else after
-        return after, [path] if meaning(before) != meaning(after) else []
+            after = _cut_to(after, size)
     if isinstance(before, EndpointSource):
         if before.file or after.file:
             refused.append(_refusal(path, "another file, or a list in the place of a file, is not followed"))
             return before, []
         return after, [path]
-    if _queues(before) and _queues(after):
-        refused.append(_refusal(path, _QUEUES))
-        return before, []
+    if _queues(after):
+        made = first if _queues(first) else before
+        if _queues(made) and meaning(made) != meaning(after):
+            refused.append(_refusal(path, _QUEUES))
+            after = made
     if isinstance(before, Models):
         followed = {"file": before.file, "watch": before.watch, "pool": before.pool, "namespace": before.namespace}
         given, after = after, after.model_copy(update=followed)
         refused += [_refusal(difference, _MANIFESTS) for difference in _differences(after, given, path)]
     if isinstance(before, Parsing):
-        if after.max_body_bytes > before.max_body_bytes:
+        if after.max_body_bytes > first.max_body_bytes:
             refused.append(_refusal(f"{path}.maxBodyBytes", _HIGHER))
-            after = after.model_copy(update={"max_body_bytes": before.max_body_bytes})
+            after = after.model_copy(update={"max_body_bytes": first.max_body_bytes})
         if after.conversations != before.conversations:
             refused.append(_refusal(f"{path}.conversations", _CONVERSATIONS))
             after = after.model_copy(update={"conversations": before.conversations})
-    return after, _differences(before, after, path) if isinstance(before, Section) else [path]
+    if isinstance(before, Section):
+        return after, _differences(before, after, path)
+    return after, [path] if meaning(before) != meaning(after) else []
 
 
 def _queues(value: Any) -> bool:
@@ -157,17 +165,10 @@ def meaning(value: Any) -> Any:
     return value
 
 
-def _finest(policy: PolicySpec) -> int:
-    """The smallest block size, in tokens, into which prompts are cut; 0 = no scorer has one."""
-    return min((spec.parameters.hash_block_size for spec in policy.scorers if spec.type == _CUTS), default=0)
-
-
 def _cut_to(policy: PolicySpec, size: int) -> PolicySpec:
     """The policy with this block size in all its `prefix-aware` scorers."""
     cut = (
-        replace(spec, given=spec.parameters.model_copy(update={"hash_block_size": size}))
-        if spec.type == _CUTS
-        else spec
+        replace(spec, given=spec.parameters.model_copy(update={"hash_block_size": size})) if spec.type == CUTS else spec
         for spec in policy.scorers
     )
     return replace(policy, scorers=tuple(cut))

@@ -1,6 +1,9 @@
 """Which changes of a configuration apply while it runs."""
 
+import pytest
+
 from fairlead.compat.load import load
+from fairlead.config.plugins import CUTS, build_hasher
 from fairlead.config.reload import Changes, plan_reload
 from fairlead.config.schema import Config
 
@@ -93,6 +96,38 @@ def test_a_finer_block_size_is_refused_but_the_weights_beside_it_apply() -> None
     for new, why in ((finer.replace("9", "8"), 1), (finer.replace(", hashBlockSize: 9", ""), 0)):
         changes, problems = plan_reload(running, load(new))
         assert (changes.paths, len(problems)) == ((), why), "the way back is free"
+
+
+FIVE, NINE, COARSE = (BASE.replace("prefix-aware", f"prefix-aware, hashBlockSize: {size}") for size in (5, 9, 64))
+NO_PREFIX, FLOW, BODY = BASE.replace("prefix-aware", "queue"), BASE + "flowControl: ", BASE + "parsing: "
+
+
+@pytest.mark.parametrize(
+    ("contents", "refused"),
+    [
+        ([BODY + "{maxBodyBytes: 10MiB}", BODY + "{maxBodyBytes: 5MiB}", BODY + "{maxBodyBytes: 8MiB}"], []),
+        ([BODY + "{maxBodyBytes: 8MiB}", BODY + "{maxBodyBytes: 5MiB}", BASE], ["$.parsing.maxBodyBytes"]),
+        ([FLOW + "{ttl: 5s}", FLOW + "{enabled: false}", FLOW + "{ttl: 6s}"], ["$.flowControl"]),
+        ([FLOW + "{ttl: 5s}", FLOW + "{enabled: false}", FLOW + "{ttl: 5s}"], []),
+        ([FIVE, NO_PREFIX, NINE], ["$.policy.hashBlockSize"]),
+        ([FIVE, NO_PREFIX, FIVE], []),
+        ([NO_PREFIX, COARSE, NINE], ["$.policy.hashBlockSize"]),
+        ([NO_PREFIX, NINE, NINE], ["$.policy.hashBlockSize"]),
+        ([NINE, BASE.partition("scorers")[0] + "policy: round-robin"], []),
+        ([BASE, BASE + "seed: 3"], ["$.seed"]),
+    ],
+)
+def test_what_the_file_contained_between_does_not_matter(contents: list[str], refused: list[str]) -> None:
+    begun, *later = map(load, contents)
+    running = begun
+    for new in later:
+        changes, problems = plan_reload(running, new, begun)
+        running = changes.config
+    at_once = plan_reload(begun, new)[0].config
+    assert [problem.path for problem in problems] == refused
+    assert plan_reload(at_once, running)[0].paths == plan_reload(running, at_once)[0].paths == (), "the same"
+    hasher = build_hasher(begun)
+    assert build_hasher(running).finest == hasher.finest or not any(s.type == CUTS for s in running.policy.scorers)
 
 
 def test_files_of_endpoints_are_not_exchanged() -> None:

@@ -115,7 +115,7 @@ class LivePools:
         self._refused = {}
         changed = False
         for key, pool in self.pools.items():
-            mine, refused = plan_reload(pool.scheduler.config, of_pool(changes.config, key))
+            mine, refused = plan_reload(pool.scheduler.config, of_pool(changes.config, key), pool.begun)
             for problem in refused if key in changes.config.pools else ():
                 log.warning("rejected a configuration change", pool=key, problem=str(problem))
                 self._refused.setdefault(key, []).append(problem.path)
@@ -166,9 +166,8 @@ class OpenedPool:
         self._stack = AsyncExitStack()
         self._closed = asyncio.Event()
         self._closing = False
-        self.scheduler = PoolScheduler(
-            of_pool(pools.config, key), pools._tracing, one_of=pools._pace, unready=pools._unready
-        )
+        self.begun = of_pool(pools.config, key)
+        self.scheduler = PoolScheduler(self.begun, pools._tracing, one_of=pools._pace, unready=pools._unready)
         self.sources = self.scheduler.sources()
 
     async def start(self) -> None:

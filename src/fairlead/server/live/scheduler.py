@@ -62,11 +62,11 @@ _MOST_BUFFERED = 128 << 20
 class Live:
     """A scheduler in this process: `await run()` returns after `stop()` or a signal."""
 
-    def __init__(self, config: Config, gateway: RunningGateway = NONE_RUNS, written: Config | None = None) -> None:
-        """`written`: the configuration without the ports, files and seed of this worker; `None` = the same as
-        `config`."""
+    def __init__(self, config: Config, gateway: RunningGateway = NONE_RUNS, begun: Config | None = None) -> None:
+        """`begun`: the configuration that the gateway began with, without the ports, files and seed of this worker;
+        `None` = the same as `config`."""
         self.config = config
-        self._written = written or config
+        self._begun = begun or config
         #: Paths of the settings in the file that differ and need a restart.
         self._refused: list[str] = []
         self._beside, self._gateway = gateway, gateway.admins
@@ -161,7 +161,7 @@ class Live:
             stack.push_async_callback(scaler.close)
             await scaler.start(config.autoscaling.host, config.autoscaling.port)
         if config.source:
-            file = ConfigFile(config.source, self._changed, serving.refuse, flags=self._written.flags)
+            file = ConfigFile(config.source, self._changed, serving.refuse, flags=self._begun.flags)
             stack.push_async_callback(file.close)
             file.start()
         # Starts last and stops first: the admin port must serve pages while requests still run.
@@ -230,9 +230,8 @@ class Live:
 
     def _changed(self, new: Config) -> None:
         """Apply a changed configuration file through the pipeline. Settings that need a restart keep their values."""
-        changes, _ = plan_reload(self.config, new)
-        written, refused = plan_reload(self._written, new)
-        self._written, self._refused = written.config, [problem.path for problem in refused]
+        changes, refused = plan_reload(self.config, new, self._begun)
+        self._refused = [problem.path for problem in refused]
         for problem in refused:
             log.warning("rejected a configuration change", file=new.source, problem=str(problem))
         if not self.serving.reconfigure(changes):
