@@ -112,11 +112,12 @@ async def test_what_a_worker_has_of_its_own_hides_no_change_of_the_file(
     (tmp_path / CONFIG).write_bytes(file.read_bytes())
     write(file, weight=0, admin=9, more="seed: 3")
     own: dict[str, Any] = {"admin": {"port": 0}, "seed": 5}
-    config, written = (load(file, flags=flags, content=beside.content()) for flags in (own, {}))
-    live = Live(config, beside, written)
+    config, begun = beside.configurations(file, own)
+    assert config.policy.scorers[0].weight == 0, "before its first decision"
+    live = Live(config, beside, begun)
     running = asyncio.create_task(live.run())
     try:
-        await until(lambda: live.config.policy.scorers[0].weight == 0)
+        await until(lambda: hasattr(live, "serving") and "restart" in live.serving.troubles.look())
         wanted = "the file has changes that need a restart: $.admin.port, $.seed"
         assert live.serving.troubles.look()["restart"] == wanted
         assert (live.config.admin.port, live.config.seed) == (0, 5)

@@ -134,12 +134,11 @@ def serve_file(
     with without_collection():
         from msgspec.json import decode
 
-        from fairlead.compat.load import load
         from fairlead.server.observe.log import get, in_background, name_worker, setup
         from fairlead.server.running_gateway import RunningGateway
 
         gateway = decode(running_gateway, type=RunningGateway)
-        config = load(file, flags=flags, content=gateway.content())
+        config, begun = gateway.configurations(file, flags)
         setup(config.log.level, config.log.format)
         for flag, why in notes:
             get("serve").warning("a flag has no effect here", flag=flag, why=why)
@@ -149,10 +148,8 @@ def serve_file(
             config, gateway = serve_embedded(config, file, workers)
         elif workers > 1:
             raise ConfigError("workers need the embedded gateway; without it, start several processes", "--workers")
-        written = config
         if gateway.workers > 1:
             name_worker(gateway.worker)
-            written = load(file, flags=gateway.flags, content=gateway.content())
         from fairlead.server.live import Live
     with in_background():
-        asyncio.run(Live(config, gateway, written).run())
+        asyncio.run(Live(config, gateway, begun).run())

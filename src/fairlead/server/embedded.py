@@ -73,8 +73,8 @@ def serve_embedded(config: Config, file: Path, workers: int = 1) -> tuple[Config
     plan = prepare(options, pool, scheduler_timeout=config.gateway.wait_for_scheduler)
     if keys:
         write_keys(plan.keys_file, known, keys.forward)
-    if workers > 1:
-        Path(plan.directory, CONFIG).write_bytes(read_bytes(file))
+    content = read_bytes(file)
+    Path(plan.directory, CONFIG).write_bytes(content)
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
@@ -88,7 +88,7 @@ def serve_embedded(config: Config, file: Path, workers: int = 1) -> tuple[Config
             tie_to_parent(parent)
             gateway = RunningGateway(plan.admins, plan.directory, i, workers, config.flags)
             if workers > 1:
-                config = load(file, flags=worker_flags(config, plan, i), content=gateway.content())
+                config = load(file, flags=worker_flags(config, plan, i), content=content)
             return config, gateway
         schedulers.append([child, scheduler_command(config, file, plan, i, workers)])
     log = [config.log.level, config.log.format]

@@ -5,13 +5,16 @@ while a parent runs, so a scheduler must understand parents of any version: fiel
 ignored.
 """
 
-from contextlib import suppress
+from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
+from fairlead.compat.load import load
+from fairlead.config.reload import plan_reload
+from fairlead.config.schema import Config
 from fairlead.gateway.envoy.process import CONFIG, ENDPOINTS
 
 
@@ -26,12 +29,20 @@ class RunningGateway(Struct, frozen=True):
     workers: int = 1
     flags: dict[str, Any] = {}
 
-    def content(self) -> bytes | None:
-        """The configuration file's content when the workers started; `None` = there is one worker, or no copy. A worker
-        that starts later takes the settings that need a restart from this copy, so that all workers have the same."""
-        with suppress(OSError):
-            return Path(self.directory, CONFIG).read_bytes() if self.workers > 1 else None
-        return None
+    def configurations(self, file: Path, flags: Mapping[str, Any]) -> tuple[Config, Config]:
+        """Return the configuration to run, and the one that the gateway and its schedulers began with. They differ if
+        the file has changed since: settings that need a restart stay. `flags`: those of this scheduler. Raises
+        `FairleadError`."""
+        try:
+            content = Path(self.directory, CONFIG).read_bytes() if self.directory else None
+        except OSError:
+            content = None
+        config = load(file, flags=flags, content=content)
+        if content is None:  # there is no gateway, or its parent is of an older version
+            return config, config
+        begun = load(file, flags=self.flags, content=content)
+        changes, _ = plan_reload(config, load(file, flags=self.flags), begun)
+        return changes.config, begun
 
     @property
     def mark(self) -> str:
