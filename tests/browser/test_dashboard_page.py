@@ -235,7 +235,7 @@ async def _explains(page: Page, axe: str) -> None:
     """With the keyboard: pause, go to a decision, open it, read why, close it, be back."""
     await page.run("document.getElementById('pause').focus()")
     await page.press("Enter")
-    assert await text_of(page, "#pause") == "Go on"
+    assert await text_of(page, "#pause") == "Resume the list"
     await page.run("document.querySelector('#decision-rows tbody tr:nth-child(20) button').focus()")
     wanted = await page.run("document.activeElement.dataset.id")
     await page.press("Enter")

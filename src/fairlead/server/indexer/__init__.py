@@ -1,1 +1,1 @@
-"""The prefix index as a service of its own."""
+"""The indexer: the exact prefix index as a service of its own, its HTTP interface, and the client for it."""

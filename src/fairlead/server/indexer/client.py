@@ -1,16 +1,18 @@
-"""Queries an indexer in another process, within a time budget, and fetches its index for a warm start.
+"""Asks an indexer in another process, within a time budget, and fetches its index for a warm start.
 
-Theory. A question costs a request its time whether it is answered or not, so no questions go to an indexer that does
-not answer. Whether it answers again is found out apart from requests, by polling its state, which is needed anyway.
+Theory. A request waits for the answer to its question, even if none comes. So no questions are sent to an indexer that
+does not answer. Polling its state, which is needed anyway, shows when it answers again, without delaying requests.
 
 Rules
-* `ask` never raises except for cancellation, and never takes longer than the budget. On `None` learned prefixes serve.
+* `ask` never raises except for cancellation, and never takes longer than the budget. After `None` the request is
+  scheduled by learned prefixes.
 * `FAILURES` late or failed questions in a row make the indexer `down`: no question is sent until its state was read
-  again, and not before a pause of `PAUSE` seconds, which doubles each time no question was answered since the last one.
-  After a pause one failed question is enough.
+  again, and not before a pause of `PAUSE` seconds. The pause doubles if no question was answered since the last pause.
+  After a pause one failed question makes it `down` again.
 * The state is polled every `POLL` seconds; after failures less and less often, up to `POLL_MOST`, with jitter.
-* At most `MOST_ASKED` questions are open; further ones are not sent. One connection each, kept open.
-* No redirect is followed, no proxy from the environment is used, and answers that are too large are failures.
+* At most `MOST_ASKED` questions are open, each on a connection of its own, which is kept open. Further questions are
+  not sent.
+* Redirects are not followed, proxies from the environment are not used, and answers that are too large are failures.
 """
 
 import asyncio
@@ -30,8 +32,8 @@ FAILURES, POLL, POLL_MOST, POLL_TIMEOUT = 3, 0.5, 5.0, 2.0
 PAUSE, PAUSE_MOST = 0.5, 8.0
 MOST_ASKED = 64
 MAX_ANSWER, MAX_STATE = 4 << 20, 64 << 20
-#: Results of questions: late = not within the budget; down = not sent, because the indexer did not answer before;
-#: busy = not sent, because too many were open.
+#: Results of questions: late = no answer within the budget; down = not sent, because the indexer did not answer before;
+#: busy = not sent, because too many questions were open.
 RESULTS = ("answered", "late", "failed", "down", "busy")
 
 
@@ -44,7 +46,8 @@ class QueryCounts(Struct):
 
 
 class IndexClient:
-    """`url`: `http://host:port`. `on_state` receives each state, and `None` when it is lost; `say` receives changes."""
+    """`url`: `http://host:port`. `on_state` receives each state, and `None` when the indexer stops answering; `say`
+    receives texts for the log when it begins or stops to answer."""
 
     def __init__(
         self,
@@ -55,10 +58,10 @@ class IndexClient:
         took: Callable[[float], object] = lambda seconds: None,
         now: Callable[[], float] = perf_counter,
     ) -> None:
-        """`budget`: seconds for one question."""
+        """`budget`: seconds that one question may take. `took` receives the seconds that each answer took."""
         self.url = url.rstrip("/")
         self.counts = QueryCounts(dict.fromkeys(RESULTS, 0))
-        #: Whether the indexer is in use: it answered last time.
+        #: Whether questions are sent: the indexer answered last time.
         self.up = False
         self.budget = budget
         self._now = now
@@ -86,7 +89,7 @@ class IndexClient:
             self._session = None
 
     async def ask(self, **fields: Any) -> Answer | None:
-        """Send a question with the fields of a `server.indexer.wire.Query`. `None` = no answer within the budget."""
+        """Send a question with the fields of a `server.indexer.wire.Query`. `None` = no answer (see `RESULTS`)."""
         ends = self.counts.ends
         if not self.up or self._session is None:
             ends["down"] += 1
@@ -166,13 +169,13 @@ class IndexClient:
         return received
 
 
-# The index of a running indexer, for one that starts.
-
+#: Limits of fetching a snapshot: seconds, bytes.
 TIMEOUT, MAX_SNAPSHOT = 30.0, 1 << 30
 
 
 async def fetch(session: aiohttp.ClientSession, url: str) -> bytes:
-    """The snapshot of the indexer at `url`, `http://host:port`. Raises `ValueError`: not there, too slow, too large."""
+    """Fetch the index of the running indexer at `url` (`http://host:port`) as a snapshot. Raises `ValueError` if it
+    does not answer, is too slow, or the snapshot is too large."""
     try:
         async with (
             asyncio.timeout(TIMEOUT),

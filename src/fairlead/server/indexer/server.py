@@ -7,11 +7,12 @@
     GET  /healthz, /readyz, /metrics
 
 Rules
-* Every error is JSON, `{"error": {"status": 400, "message": "..."}}`, and says what would be right.
+* Every error is JSON, `{"error": {"status": 400, "message": "..."}}`, and says how to correct the request.
 * Bodies are bounded. Larger ones are refused before they are read to the end.
-* A snapshot is made of the live index, segment by segment, while the loop runs in between; one at a time. While it is
-  read, others share it for `SHARED_S` seconds, and for longer while two are being read. Who takes a MiB in no less than
-  `STALL_S` seconds is cut off, and who sends a question in no less than `ASK_S`.
+* A snapshot is made from the live index, segment by segment, with other work in between; one at a time. While a client
+  reads it, later clients get the same snapshot if it is younger than `SHARED_S` seconds, or if two are being read.
+* A client is disconnected if it takes longer than `STALL_S` seconds for a MiB of a snapshot. It gets status 408 if it
+  takes longer than `ASK_S` seconds to send a question.
 * Clients cannot change the index, except by `PUT /snapshot`, which is off by default.
 """
 
@@ -44,20 +45,20 @@ _PAGES = {
 
 
 class IndexSources(Struct, frozen=True, kw_only=True):
-    """Where the pages come from."""
+    """Callables that return the content of the pages."""
 
     metrics: Callable[[], Iterable[bytes]]
     #: Why the indexer is not ready; empty = ready.
     unready: Callable[[], Sequence[str]]
-    #: Pieces of a snapshot.
+    #: The pieces of a new snapshot.
     snapshot: Callable[[], Iterable[bytes]]
-    #: Loads a snapshot and returns how many endpoints were filled from it; raises `ValueError`. `None` = not allowed.
+    #: Loads a snapshot and returns how many endpoints get blocks from it; raises `ValueError`. `None` = not allowed.
     take: Callable[[bytes], int] | None = None
     on_error: Callable[[str, Exception], object] = lambda page, error: None
 
 
 class _Snapshot(Struct, eq=False):
-    """A snapshot, the loop's time when it was made, and how many clients are reading it."""
+    """A snapshot, when it was made (the event loop's clock), and how many clients are reading it."""
 
     pieces: list[bytes]
     made: float
@@ -68,7 +69,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class IndexServer(HttpPort):
-    """`await start()`, then `port`; `await close()`. Raises `OSError` if the port is taken."""
+    """The indexer's port. Call `await start()`, then read `port`; `await close()` at the end. `start` raises `OSError`
+    if the port is taken."""
 
     def __init__(self, service: IndexService, sources: IndexSources, host: str, port: int) -> None:
         super().__init__(host, port, grace_s=5.0)
@@ -141,7 +143,7 @@ class IndexServer(HttpPort):
             return await send(request, snapshot.pieces, kind, chunk=_CHUNK, chunk_s=STALL_S)
         finally:
             snapshot.readers -= 1
-            if not snapshot.readers:  # hundreds of megabytes
+            if not snapshot.readers:  # free its memory: it may be hundreds of megabytes
                 self._snapshots.remove(snapshot)
 
     async def _newest(self) -> _Snapshot:
@@ -198,7 +200,7 @@ def _reason(request: web.Request, error: web.HTTPException) -> str:
 
 
 async def _body(request: web.Request, most: int) -> bytes:
-    """The request's whole body. Raises `QueryError` for more than `most` bytes."""
+    """Read the request's whole body. Raises `QueryError` if it has more than `most` bytes."""
     large = QueryError(413, f"the snapshot is larger than {most} bytes")
     if (request.content_length or 0) > most:
         raise large

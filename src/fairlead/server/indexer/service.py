@@ -1,11 +1,11 @@
-"""Answers questions to an indexer: a prompt as block keys, and who holds how much of it.
+"""Answers questions to an indexer: makes a prompt's block keys, and looks up which endpoints hold how much of it.
 
 Rules
 * A question never changes the index.
-* Texts that take long to encode, and prompts with many blocks, are prepared in a thread; the index itself is read on
-  the loop's thread, which is the one that changes it.
-* Pods are named by an endpoint's id, the part of it after the last `/`, or its address; the answer uses the name from
-  the question.
+* Long texts, and prompts with many blocks, are prepared in a thread. The index itself is read on the event loop's
+  thread, the only one that changes it.
+* A question names pods by an endpoint's id, the part of the id after the last `/`, or its address. The answer uses the
+  names from the question.
 """
 
 import asyncio
@@ -35,12 +35,12 @@ _Result = TypeVar("_Result")
 _LONG_TEXT, _LONG_IDS = 16 << 10, 16_384
 _NOTHING = PodAnswer(matched=0, hit_rate=0.0)
 _TIER_NAMES = tuple(TIERS.values())
-#: How many prompts may wait for the thread.
+#: At most this many prompts wait for the thread.
 _MOST_WAITING = 32
 
 
 class Asked(Struct):
-    """Counts since the start. `looked_up` and `hit` in blocks: of all prompts, and those at the best endpoint."""
+    """Counts since the start. `looked_up`: blocks of all prompts. `hit`: those of them that the best endpoint holds."""
 
     questions: int = 0
     looked_up: int = 0
@@ -50,7 +50,8 @@ class Asked(Struct):
 
 
 class IndexService:
-    """`endpoints` returns slot and endpoint of all; `tokeniser` the present tokenisers."""
+    """`endpoints` returns the slot and endpoint of all endpoints, `tokeniser` the present tokenisers. `took` receives
+    the seconds that each answer took."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class IndexService:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def answer(self, query: Query) -> Answer:
-        """Raises `QueryError`."""
+        """Answer a question. Raises `QueryError`."""
         started = perf_counter()
         tokens = await self._tokens(query)
         chains = self._chains(query) if tokens is None else await self._named(tokens, query.model)
@@ -92,7 +93,7 @@ class IndexService:
     # ---------------------------------------------------------------- the prompt
 
     async def _tokens(self, query: Query) -> PromptTokens | None:
-        """The question's token ids; `None` = it already names blocks."""
+        """The question's token ids; `None` = it has block keys or hashes instead. Raises `QueryError`."""
         if query.token_ids is not None:
             try:
                 ids = packed(query.token_ids)
@@ -171,7 +172,8 @@ class IndexService:
 
 
 def _wanted(pods: Sequence[str] | None, endpoints: Sequence[tuple[int, Endpoint]]) -> tuple[dict[str, int], list[str]]:
-    """(slots of the requested endpoints, by the names in the question; the names that are unknown)."""
+    """The slots of the requested endpoints by the names in the question, and the unknown names. `pods`: `None` = all
+    endpoints, by their ids."""
     if pods is None:
         return {endpoint.id: slot for slot, endpoint in endpoints}, []
     known: dict[str, int] = {}
@@ -183,7 +185,8 @@ def _wanted(pods: Sequence[str] | None, endpoints: Sequence[tuple[int, Endpoint]
 
 
 class _Columns(NamedTuple):
-    """The matches of one chain, one entry per slot. `size`: tokens per block, 1 if unknown."""
+    """The matches of one chain, one entry per slot. `total`: blocks of the prompt. `size`: tokens per block; 1 =
+    unknown."""
 
     blocks: list[float]
     tiers: list[list[float]]
@@ -198,7 +201,7 @@ def _columns(match: KvMatch, chain: BlockChain, given_blocks: int) -> _Columns:
 
 def _best(matches: Sequence[_Columns], slot: int, size: int) -> PodAnswer:
     """The best match of an endpoint, in blocks of its own size: chains with other block sizes match nothing there.
-    `size`: that of the answer."""
+    `size`: the block size of the answer as a whole."""
     best, most = _NOTHING, 0.0
     for columns in matches:
         blocks = columns.blocks[slot]

@@ -1,10 +1,10 @@
-"""Questions to a KV-cache indexer and its answers: the bodies of the HTTP API, as JSON or (the same fields) as msgpack.
+"""Questions to an indexer and its answers: the bodies of its HTTP API, as JSON or, with the same fields, as msgpack.
 
     POST /query {"prompt_hash": [123, 456, 789], "pods": ["pod1", "pod2"]}
     {"total": 3, "pods": {"pod1": {"matched": 2, "hit_rate": 0.667, "tiers": {"gpu": 2}}, "pod2": {...}}}
 
 A prompt is given in one of five ways: the engine's block hashes (`prompt_hash`), our own keys, token ids, a text, or
-messages. In JSON bytes are base64. `StateAnswer` is what else schedulers must know of the index.
+messages. In JSON, bytes are base64. `StateAnswer` is the state of the index, which schedulers need too.
 """
 
 from collections.abc import Callable
@@ -22,14 +22,14 @@ T = TypeVar("T")
 JSON, MSGPACK = "application/json", "application/msgpack"
 #: Limits of one question: blocks of its prompt (a million tokens in blocks of 16), token ids, and pods.
 MOST_BLOCKS, MOST_TOKENS, MOST_PODS = 65_536, 1 << 20, 10_000
-#: Names of tiers.
+#: Names of tiers in answers.
 TIERS = {Tier.GPU: "gpu", Tier.HOST: "cpu", Tier.DISK: "disk", Tier.OTHER: "other"}
 #: A question has exactly one of these fields.
 PROMPTS = ("prompt_hash", "keys", "token_ids", "prompt", "messages")
 
 
 class Query(Struct, kw_only=True, forbid_unknown_fields=True):
-    """A question. `block_size` belongs to `keys`."""
+    """A question. `block_size`: tokens per block, needed with `keys`."""
 
     prompt_hash: list[int | str] | None = None
     #: Our own keys (`core.kv.keys`), little-endian 64-bit integers.
@@ -39,7 +39,7 @@ class Query(Struct, kw_only=True, forbid_unknown_fields=True):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
-    #: Selects tokeniser and template; an adapter's name also stands for the adapter.
+    #: Selects the tokeniser and chat template. If it is an adapter's name, the blocks are those of the adapter.
     model: str = ""
     cache_salt: str = ""
     #: Ids, names or addresses of endpoints; absent = all.
@@ -51,8 +51,9 @@ class Query(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class PodAnswer(Struct, frozen=True, kw_only=True, gc=False):
-    """One endpoint. `matched`: blocks from the prompt's beginning; `tiers`: the matched blocks by tier. `total` and
-    `block_size` are those of its blocks, if they are not as large as the answer's."""
+    """One endpoint. `matched`: blocks from the prompt's beginning that it holds; `tiers`: these blocks by tier.
+    `hit_rate`: their share of the prompt (0..1). `total`, `block_size`: present only if the endpoint's block size is
+    not that of the answer."""
 
     matched: int
     hit_rate: float
@@ -62,7 +63,8 @@ class PodAnswer(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Answer(Struct, frozen=True, kw_only=True):
-    """`total`: blocks of the prompt; `block_size`: tokens per block, 0 = unknown; `unknown`: names that are no pods."""
+    """`total`: blocks of the prompt. `block_size`: tokens per block; 0 = unknown. `unknown`: requested names that are
+    no endpoints."""
 
     total: int
     pods: dict[str, PodAnswer]
@@ -71,14 +73,15 @@ class Answer(Struct, frozen=True, kw_only=True):
 
 
 class PodState(Struct, frozen=True, kw_only=True):
-    """An endpoint as the indexer knows it."""
+    """The address of an endpoint and the state of its ranks, as the indexer knows them."""
 
     address: str = ""
     ranks: list[RankState] = []
 
 
 class StateAnswer(Struct, frozen=True, kw_only=True):
-    """`space`: how keys are made, which must be the same on both sides; `pods`: each endpoint's ranks, by its id."""
+    """`space`: names how keys are made, which must be the same in scheduler and indexer. `index_size`: block copies in
+    the index. `pods`: endpoints by id. `adapters`: names of the adapters that the indexer has seen."""
 
     space: str
     index_size: int
@@ -89,7 +92,7 @@ class StateAnswer(Struct, frozen=True, kw_only=True):
 
 
 class QueryError(ValueError):
-    """`status` is an HTTP status; the message says what is wrong and what would be right."""
+    """A refused question. `status`: the HTTP status. The message says what is wrong and how to correct it."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -103,7 +106,7 @@ _state = msgspec.json.Decoder(StateAnswer)
 
 
 def read_query(body: bytes, content_type: str = JSON) -> Query:
-    """The question in a body. Raises `QueryError`: 400 for a body that cannot be read, 413 for too much in it."""
+    """Read the question in a body. Raises `QueryError`: 400 if it is invalid, 413 if it exceeds a limit."""
     if not body:
         raise QueryError(400, 'the body is empty; expected {"prompt_hash": [...], "pods": [...]}')
     try:
@@ -138,7 +141,7 @@ def _check(query: Query) -> None:
 
 
 def write(answer: Any, content_type: str = JSON) -> bytes:
-    """The answer as bytes. Raises nothing that a client could cause."""
+    """The answer as bytes. Raises `UnicodeEncodeError` or `msgspec.MsgspecError` for a name of invalid Unicode."""
     if content_type == MSGPACK:
         return msgspec.msgpack.encode(answer)
     return msgspec.json.encode(answer)

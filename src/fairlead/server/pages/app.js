@@ -1,11 +1,11 @@
-// The page's main module: follows the stream, keeps the points of the charts, and says when the stream is lost.
+// The page's main module: receives the stream, keeps the points of the charts, and reports when the stream is lost.
 
 import { count, decimal, DASH, hourOf, milliseconds, percent, rate, seconds } from "./format.js";
 import { $, make, setAttribute, setClass, setHidden, setText } from "./dom.js";
 import { Chart } from "./charts.js";
 import { Panels } from "./panels.js";
 
-// Milliseconds: a stream that is silent for this long counts as lost; a notice stays at least this long.
+// Milliseconds after which a silent stream counts as lost; milliseconds that a notice stays at least.
 const SILENCE = 4000;
 const NOTICE = 4000;
 const RETRY = [1000, 2000, 5000];
@@ -76,7 +76,7 @@ function figures() {
   figure("ready", count(endpoints.filter((row) => row.state !== "out").length));
   figure("endpoints", count(endpoints.length));
   figure("waiting", queues ? count(queues.waiting) : DASH);
-  figure("queue_note", queues ? `saturation ${decimal(queues.saturation, 2)}; 1 = no endpoint has room` : "flow control is off; requests go on at once");
+  figure("queue_note", queues ? `saturation ${decimal(queues.saturation, 2)}; 1 = no endpoint has room` : "flow control is off; requests are sent immediately");
   figure("ttft_p50", milliseconds(latency.ttft.p50));
   figure("ttft_p95", milliseconds(latency.ttft.p95));
   figure("hit_rate", percent(totals.prompt_tokens ? totals.hit_tokens / totals.prompt_tokens : null, 1));
@@ -95,7 +95,7 @@ function figures() {
   setText($("uptime"), seconds(now.running_s));
 }
 
-// Notices stay a few seconds, so that they do not flicker with every number.
+// Notices stay at least `NOTICE` milliseconds, so that they do not flicker while numbers change.
 const noticed = new Map();
 function notices() {
   const time = performance.now();
@@ -121,7 +121,7 @@ function notices() {
   });
 }
 
-// Read out only what is new: ages that grow every second would keep a screen reader talking.
+// Screen readers read out only new notices. Otherwise they would talk every second, because ages in notices grow.
 function announce(text, level = "") {
   setAttribute($("announce"), "role", level === "bad" ? "alert" : "status");
   setText($("announce"), text);
@@ -193,7 +193,7 @@ function connect() {
   });
 }
 
-// An EventSource does not say why it failed; a request to the same address does.
+// An EventSource does not say why it failed, so send a plain request to the same address: its answer says why.
 async function again() {
   try {
     const leave = new AbortController();
@@ -234,7 +234,7 @@ function dress(name) {
 theme.value = ["light", "dark"].includes(stored) ? stored : "auto";
 dress(theme.value);
 theme.addEventListener("change", () => {
-  try { localStorage.setItem("fairlead-theme", theme.value); } catch { /* it is forgotten then */ }
+  try { localStorage.setItem("fairlead-theme", theme.value); } catch { /* the choice is not stored then */ }
   dress(theme.value);
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => dress(theme.value));

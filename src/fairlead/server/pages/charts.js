@@ -1,18 +1,18 @@
-// Lines over up to an hour, drawn by uPlot. Lines differ in colour, dashes and place in the legend.
+// Line charts over up to an hour, drawn by uPlot. Lines differ in colour, dashes and place in the legend.
 
 import { make, setAttribute, setText } from "./dom.js";
 import { seconds } from "./format.js";
 
 const DASHES = { solid: [], dashed: [7, 4], dotted: [2, 3], mixed: [9, 3, 2, 3] };
 const WINDOWS = [60, 120, 300, 900, 3600];
-// A time without data is drawn as a gap if it is longer than this many points.
+// If more than this many points are missing, the line has a gap.
 const GAP = 4;
 
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
 export class Chart {
-  // lines: [{ title, color, dash, fill, dots, value(point) }]; `show` formats a value with its unit,
-  // `axis` a value at the axis, whose label is `unit`; `least`: the least maximum of the axis.
+  // `lines`: [{ title, color, dash, fill, dots, value(point) }]; `show` formats a value with its unit, `axis` formats a
+  // value at the axis; `unit`: the label of the axis; `least`: the maximum of the axis is at least this value.
   constructor({ chart, legend, lines, show, axis, name, unit, least }) {
     Object.assign(this, { chart, legend, lines, show, axis, name, unit, least });
     this.longest = 900;
@@ -106,7 +106,7 @@ export class Chart {
     }, this.data, this.chart);
   }
 
-  // The values at the cursor, or the newest ones without a cursor.
+  // Shows the values at the cursor, or the newest values if there is no cursor.
   tell() {
     const last = this.data[0].length - 1;
     const at = this.at === null || this.at > last ? last : this.at;

@@ -1,4 +1,4 @@
-// Helpers for the page's elements. Text is always set as text: no name from a client becomes markup.
+// Helpers for the page's elements. Text is always set as text, so a name from a client never becomes markup.
 
 export const $ = (id) => document.getElementById(id);
 
@@ -12,16 +12,16 @@ export function make(tag, attributes = {}, ...children) {
   return element;
 }
 
-// Changes the page only where the content has changed.
+// This and the functions below change the page only if the content differs.
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-// Signs of a long name: those that always show, at its end, and how many fit in any case.
+// Characters at the end of a long name that are always shown; characters up to which a name is not long.
 const END = 12;
 const FITS = 24;
 
-// A name that is cut in the middle where it is too long: names of pods differ at their ends.
+// Sets a name. One that does not fit is cut in the middle, because names of pods differ at their ends.
 export function setName(element, text) {
   if (element.textContent === text) return;
   const signs = [...text];

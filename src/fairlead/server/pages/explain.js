@@ -1,4 +1,4 @@
-// One decision in full: fetched from the scheduler when the user opens it.
+// The dialog of one decision in full, which is fetched from the scheduler when the user opens it.
 
 import { count, decimal, DASH, milliseconds, percent } from "./format.js";
 import { $, make, setName } from "./dom.js";
@@ -24,11 +24,11 @@ function parts(found) {
   const made = [facts(found)];
   const explanation = found.explanation;
   if (explanation) {
-    made.push(make("h3", {}, found.endpoint ? `Why ${found.endpoint}` : "Why nowhere"));
+    made.push(make("h3", {}, found.endpoint ? `Why ${found.endpoint}` : "Why no endpoint"));
     made.push(make("ul", { class: "why" }, ...explanation.why.map((line) => make("li", {}, line))));
     if (!explanation.reproduced) {
       made.push(make("p", { class: "empty" },
-        "This policy remembers or draws lots: asked again it rates otherwise. Totals are the recorded ones."));
+        "This policy has a memory or uses random numbers, so its ratings cannot be repeated. Totals are the recorded ones."));
     }
     made.push(candidates(explanation));
   } else {

@@ -1,4 +1,4 @@
-// Numbers for people, each with its unit. Unknown values are a dash.
+// Formats numbers with their units. Unknown values become a dash.
 
 export const DASH = "–";
 const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });

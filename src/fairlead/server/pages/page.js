@@ -1,4 +1,5 @@
-// One endpoint or model: its present state, its last hour, and its last decisions. The page's address names it.
+// The dialog of one endpoint or model: its present state, its last hour, and its last decisions. It is named in the
+// fragment of the page's address.
 
 import { count, DASH, decimal, milliseconds, percent } from "./format.js";
 import { $, make, setHidden, setText } from "./dom.js";
@@ -9,7 +10,8 @@ const EVERY = 15000;
 const SHOWN = 20;
 const TTFT = { name: "ttft", title: "Time to first token", unit: "time", least: 10, show: milliseconds };
 
-// By kind. `key`: what identifies a row, also when its history is requested; `facts`: values that are not columns.
+// Settings by kind. `key`: the field that identifies a row; `ask`: the parameter that names it when its history is
+// requested; `facts`: values that are not columns of the table.
 const KINDS = {
   endpoint: {
     key: "id", ask: "id", facts: (row) => [["Address", row.address], ["Model", row.model || DASH], ["Role", row.role || DASH]],
@@ -42,7 +44,7 @@ const KINDS = {
 export const addressOf = (kind, id) => `#${kind}=${encodeURIComponent(id)}`;
 
 export class Page {
-  // `columns`: those of the table of all rows; `table`: the table of its decisions.
+  // `columns`: the columns of the table of all endpoints or models; `table`: the table of decisions in this dialog.
   constructor(kind, columns, table) {
     this.kind = kind;
     this.of = KINDS[kind];
@@ -83,7 +85,7 @@ export class Page {
     try {
       this.id = decodeURIComponent(this.id);
     } catch {
-      // An address that was cut on its way: there is nothing of that name.
+      // The address was cut off somewhere. Use it as it is: there will be no endpoint or model of that name.
     }
     setText($(`${this.kind}-title`), this.id || "(none named)");
     this.describe();

@@ -1,4 +1,4 @@
-// The tables and the strip: their columns, and the columns' content.
+// The page's tables, with their columns and cells, and the strip of bars.
 
 import { bytes, count, DASH, decimal, hourOf, milliseconds, percent, rate, seconds, timeOfDay } from "./format.js";
 import { $, make, setAttribute, setClass, setHidden, setName, setText } from "./dom.js";
@@ -8,7 +8,7 @@ import { Search, told } from "./search.js";
 import { meter, Table } from "./tables.js";
 
 const FIRST = 16;
-// Pixels: the least width of a bar with a name, and the greatest height of a bar.
+// Pixels: a bar shows its name if it is at least this wide; the height of the highest bar.
 const LABEL = 38;
 const BAR = 74;
 
@@ -30,7 +30,7 @@ const ENDPOINTS = [
   { id: "queue", title: "Waiting", sort: (row) => row.queue, value: (row) => about(row) + count(row.queue),
     hint: "Requests before their first token: the last scrape, corrected by our own requests since" },
   { id: "active", title: "Running", sort: (row) => row.active, value: (row) => about(row) + count(row.active),
-    hint: "Requests past their first token, by the same account" },
+    hint: "Requests past their first token, corrected in the same way" },
   { id: "kv", title: "KV cache", sort: (row) => row.kv, value: (row) => about(row) + percent(row.kv),
     fill: meter((row) => row.kv, (row) => about(row) + percent(row.kv)), hint: "Blocks in use: as the engine reported, or estimated while it is silent" },
   { id: "leases", title: "Ours in flight", sort: (row) => row.leases, value: (row) => count(row.leases), hint: "Requests that we sent and that have not ended" },
@@ -110,7 +110,7 @@ const SHADOWS = [
   { id: "refused", title: "Would refuse", value: (row) => count(row.refuse) },
   { id: "errors", title: "Errors", value: (row) => ({ text: count(row.error), kind: row.error ? "bad" : "" }) },
   { id: "regret", title: "Regret", value: (row) => milliseconds(row.regret_ms), hint: "Forecast cost above the lowest possible, in the mean per decision" },
-  { id: "primary", title: "Regret of ours", value: (row) => milliseconds(row.primary_regret_ms), hint: "The same of the choices that were made" },
+  { id: "primary", title: "Regret of ours", value: (row) => milliseconds(row.primary_regret_ms), hint: "The same for the choices that were made" },
   { id: "state", title: "State", text: true, value: (row) => (row.cut ? { text: "cut off", kind: "state bad", title: row.cut } : { text: "on trial", kind: "state good" }) },
 ];
 const total = (row) => row.agree + row.differ + row.refuse + row.error;
@@ -178,7 +178,7 @@ export class Panels {
   pause(paused) {
     this.paused = this.search.paused = paused;
     setAttribute($("pause"), "aria-pressed", String(paused));
-    setText($("pause"), paused ? "Go on" : "Pause the list");
+    setText($("pause"), paused ? "Resume the list" : "Pause the list");
     this.showDecisions(this.found);
   }
 
@@ -224,7 +224,7 @@ export class Panels {
     if (!all) {
       empty("endpoints", 0, "No endpoint is known yet, so nothing can be routed. Endpoints come from the configuration, a file or Kubernetes; they appear here as soon as they are known.");
     } else {
-      empty("endpoints", found.length, "No endpoint matches what you look for.");
+      empty("endpoints", found.length, "No endpoint matches the search.");
     }
   }
 
@@ -261,16 +261,16 @@ export class Panels {
     this.queues.show(queues ? queues.bands.flatMap((band) => [band, ...band.longest.map((flow) => ({ ...flow, priority: band.priority, flow: true }))]) : []);
     if (!queues) {
       setText($("queues-sub"), "flow control is off");
-      empty("queues", 0, "Nothing waits here: every request goes on at once, and waits at its endpoint if it must.");
+      empty("queues", 0, "Nothing waits here: every request is sent immediately, and waits at its endpoint if necessary.");
       return;
     }
-    const wanted = queues.waiting ? `, ${count(queues.wanted_endpoints)} endpoints would do` : "";
+    const wanted = queues.waiting ? `, ${count(queues.wanted_endpoints)} endpoints would be enough` : "";
     setText($("queues-sub"), `saturation ${decimal(queues.saturation, 2)}, ${count(queues.waiting)} waiting${wanted}`);
     empty("queues", queues.bands.length, "No request has had to wait since the start.");
   }
 }
 
-// The names without their common beginning, up to a separator.
+// The names without their common beginning, which is cut after a separator.
 function shortNames(names) {
   let cut = 0;
   const [first = ""] = names;

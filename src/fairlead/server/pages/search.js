@@ -1,14 +1,14 @@
-// Search over the decisions that the scheduler still holds, repeated while it makes new ones.
+// A search over the decisions that the scheduler still holds. It is repeated, because new decisions may match.
 
 import { count } from "./format.js";
 import { $, setText } from "./dom.js";
 
-// Milliseconds between two searches, and after the last key.
+// Milliseconds between two searches, and from the last key to a search.
 const EVERY = 2000;
 const TYPING = 200;
 
 export class Search {
-  // `show({ decisions, matches, searched })`, or `show({ problem })`, or `show(null)` without a search.
+  // Calls `show({ decisions, matches, searched })`, or `show({ problem })`, or `show(null)` if nothing is searched.
   constructor(show) {
     this.show = show;
     this.form = $("search");
@@ -42,7 +42,7 @@ export class Search {
 export const told = ({ problem, matches, searched, decisions: shown }) => problem
   ?? `${count(matches)} of the last ${count(searched)} match${matches > shown.length ? `; the newest ${count(shown.length)} are shown` : ""}`;
 
-// The scheduler's answer, or { problem }.
+// Returns the scheduler's answer, or { problem }.
 export async function ask(path) {
   try {
     const answer = await fetch(`/dashboard/${path}`);

@@ -1,8 +1,8 @@
-// Tables whose rows stay where they are while their numbers change.
+// Tables that are updated in place: a row keeps its elements while its numbers change.
 //
 // A column: { id, title, hint, text, value(row), sort(row), fill(cell, row) }. `value` returns a text, or { text, kind }
-// with a kind that the style sheet knows; `fill` sets up the cell itself; `sort` makes the column sortable. The texts of
-// columns with `name` or `long` are cut in the middle; `name` is what a card is called.
+// with a class of the style sheet as kind. `fill` fills the cell itself. `sort` makes the column sortable. The texts of
+// columns with `name` or `long` are cut in the middle. The column with `name` is the title of a card.
 
 import { make, setAttribute, setClass, setName, setText } from "./dom.js";
 
@@ -21,7 +21,7 @@ export class Table {
     head.append(...this.headings);
     this.table = make("table", { class: cards ? "cards" : "" },
       make("caption", { class: "hidden" }, caption), make("thead", {}, head), this.body);
-    // Rows may be laid out as cards; for screen readers they stay a table.
+    // The style sheet may show rows as cards. The roles keep them a table for screen readers.
     for (const [element, role] of [[this.table, "table"], [head, "row"], [this.body, "rowgroup"]]) {
       element.setAttribute("role", role);
     }
@@ -130,7 +130,7 @@ export class Table {
   }
 }
 
-// A bar and its number, for a share between 0 and 1.
+// A `fill` that shows a share between 0 and 1 as a bar and a number.
 export function meter(share, text) {
   return (cell, row) => {
     let bar = cell.querySelector("i");

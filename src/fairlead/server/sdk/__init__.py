@@ -1,4 +1,4 @@
-"""For schedulers in a process of their own, written in Python; see docs/replacement-scheduler.md.
+"""For writing schedulers in Python that run in a process of their own; see docs/replacement-scheduler.md.
 
 class LeastQueue:
     def pick(self, request, endpoints):

@@ -1,7 +1,7 @@
-"""`fairlead scheduler check`: whether a scheduler keeps the contract, rule by rule. It checks any implementation.
+"""`fairlead scheduler check`: checks rule by rule whether a scheduler of any implementation keeps the contract.
 
-A scheduler may pass on (or refuse) any request; an endpoint that it picks must exist and be allowed. `talk` opens a
-stream on which it is spoken to message by message, also in benchmarks.
+A scheduler may refuse any request or have no opinion on it; an endpoint that it picks must exist and be allowed. `talk`
+opens a stream for single messages, which benchmarks use too. The docstrings of the checks are the rules in the output.
 """
 
 import asyncio
@@ -41,11 +41,11 @@ PATIENCE = 5.0
 
 
 class Failed(FairleadError):
-    """The expected answer did not arrive; the text says what arrived instead."""
+    """The expected answer did not arrive. The text says what happened instead."""
 
 
 class Dialogue:
-    """One stream. It counts state versions, batch numbers and request numbers."""
+    """One stream to the scheduler. Counts state versions, batch numbers and request numbers."""
 
     def __init__(self) -> None:
         self.stream: SchedulerStream | None = None
@@ -88,7 +88,7 @@ class Dialogue:
     # ---- sending and receiving ----
 
     async def greet(self, endpoints: Sequence[EndpointState], **columns: Sequence[float]) -> Answer:
-        """Send the hello and the whole state; returns the answer with the welcome, checked."""
+        """Send the hello and the whole state. Returns the answer, which has a valid welcome. Raises `Failed`."""
         state = self.state(endpoints, (), **columns)
         self.send(Ask(hello=Hello(gateway="fairlead check", budget_us=5000), state=state))
         answer = await self.answer()
@@ -101,7 +101,8 @@ class Dialogue:
     def state(
         self, endpoints: Sequence[EndpointState] = (), gone: Iterable[int] = (), **columns: Sequence[float]
     ) -> State:
-        """The next state. `columns`, by name, are parallel to `endpoints`; missing ones are those of idle endpoints."""
+        """Make the next state. `columns`: by name, parallel to `endpoints`; missing ones have the values of idle
+        endpoints."""
         self._version += 1
         state = State(version=self._version, full=self._version == 1, endpoints=list(endpoints), gone=list(gone))
         state.settled = self.batch
@@ -124,7 +125,7 @@ class Dialogue:
         self.batch += 1
 
     def ask(self, count: int = 1, state: State | None = None, **fields: Any) -> list[int]:
-        """Send a batch; returns the ids of its requests. `fields` are those of `Asked`."""
+        """Send a batch of `count` requests. Returns their ids. `fields`: fields of `Asked` for each request."""
         self.batched()
         requests = []
         for _ in range(count):
@@ -137,7 +138,8 @@ class Dialogue:
         return [asked.request.id for asked in requests]
 
     async def picks(self, wanted: Sequence[int]) -> list[RemotePick]:
-        """The picks for these requests, in their order. Raises `Failed` for a missing, double or unexpected one."""
+        """Receive the picks for these requests, in the order of `wanted`. Raises `Failed` for a missing, double or
+        unexpected pick."""
         received: dict[int, RemotePick] = {}
         while len(received) < len(wanted):
             answer = await self.answer()
@@ -154,7 +156,7 @@ class Dialogue:
 
 @asynccontextmanager
 async def talk(address: str, tls: SchedulerTls | None = None) -> AsyncIterator[Dialogue]:
-    """A `Dialogue`. If nothing listens at the address, its first answer or this raises `Failed`."""
+    """A context with a `Dialogue`. If nothing listens at the address, this or the first `answer()` raises `Failed`."""
     dialogue = Dialogue()
     try:
         channel = await open_channel(address, tls)
@@ -170,7 +172,7 @@ async def talk(address: str, tls: SchedulerTls | None = None) -> AsyncIterator[D
         await channel.close()
 
 
-#: How many sequential batches the latency is measured over.
+#: The latency is measured over this many batches, one after another.
 _ROUNDS = 300
 
 
@@ -178,12 +180,12 @@ class Result(Struct, frozen=True):
     name: str
     rule: str
     ok: bool
-    #: What happened instead, or a figure.
+    #: If it failed, what happened instead; else a figure, or empty.
     detail: str = ""
 
 
 class Checker:
-    """`budget_ms`: how long the 99th percentile of answers may take."""
+    """Runs the checks. `budget_ms`: how many milliseconds the 99th percentile of answers may take."""
 
     def __init__(self, address: str, tls: SchedulerTls | None = None, budget_ms: float = 100.0) -> None:
         self._address = address
@@ -191,7 +193,7 @@ class Checker:
         self._budget_ms = budget_ms
 
     async def run(self) -> list[Result]:
-        """Run all checks, each on a stream of its own. If the first one fails, the others are left out."""
+        """Run all checks, each on a stream of its own. If the first check fails, the others are not run."""
         results = []
         for check in CHECKS:
             result = await self._run_check(check)
@@ -290,7 +292,7 @@ class Checker:
         _all_allowed(await say.picks([7]), _names(2))
 
     async def _odd_requests(self, say: Dialogue) -> None:
-        """answers requests at the edge: no prompt, a huge one, all of it cached, endpoints never heard of"""
+        """answers odd requests: the whole prompt cached, endpoints that were never scraped or have huge queues"""
         endpoints = _pool(2)
         await say.greet(endpoints, sampled_at=[float("-inf")] * 2, queue=[1e9, 0.0], kv=[1.0, 0.0])
         share = {"hit_slots": np.array([0, 1], dtype=np.intp), "hit_shares": np.array([1.0, 0.5])}

@@ -1,4 +1,4 @@
-"""Serves a policy to gateways, the other end of `scheduler:` in their configuration: loading, listening, sessions."""
+"""Serves a policy as a scheduler that gateways name in `scheduler:`. Loads the policy, listens, and answers streams."""
 
 import importlib
 import logging
@@ -48,7 +48,7 @@ UNIX = "unix:"
 
 
 class SchedulerServer:
-    """`await start(address)`, then `await close()`. `make` returns a policy for each stream."""
+    """Call `await start(address)`, and `await close()` at the end. `make` makes a policy for each stream."""
 
     def __init__(self, make: Callable[[], Policy], tls: ServerTls | None = None) -> None:
         self.stats = SchedulerStats()
@@ -57,7 +57,7 @@ class SchedulerServer:
         self._server = H2Server(routes, H2Limits(max_message=16 << 20, keepalive=20.0), tls=tls)
 
     async def start(self, address: str) -> str:
-        """Listen on `host:port` (0 = any free one) or `unix:/path`. Returns the address to connect to.
+        """Listen on `host:port` (port 0 = any free port) or `unix:/path`. Returns the address to connect to.
 
         Raises `ConfigError`.
         """
@@ -78,20 +78,20 @@ class SchedulerServer:
         await self._server.close(grace_s)
 
 
-# One stream of a gateway, on the scheduler's side: the fleet is mirrored, batches are decided.
+# One stream of a gateway, on the scheduler's side: keeps a mirror of the gateway's fleet, and decides batches.
 #
 # Rules (those of the contract, from this side)
-# * The first message has the hello and the whole state; state versions and batch numbers rise by one. A peer that
-#   breaks this gets a gRPC status that says so, and may connect again.
-# * Every request of a batch is answered in one `Answer`, before the next message is read. A policy that raises has no
-#   opinion on that request.
-# * Own picks are charged in the mirror until the gateway's figures include them.
+# * The first message has the hello and the whole state; state versions and batch numbers rise by one. If a gateway
+#   breaks this, the stream ends with a gRPC status that says so. The gateway may connect again.
+# * All requests of a batch are answered in one `Answer`, before the next message is read. If the policy raises, the
+#   answer for that request is "no opinion".
+# * Our own picks are charged in the mirror until the gateway's numbers include them.
 
 log = logging.getLogger(__name__)
 
 
 class SchedulerStats(Struct):
-    """Sums over all streams of a server."""
+    """Counts over all streams of a server. `failures`: requests for which the policy raised."""
 
     streams: int = 0
     batches: int = 0
@@ -100,7 +100,7 @@ class SchedulerStats(Struct):
 
 
 class Session:
-    """A handler for `gateway.h2_server`."""
+    """One stream, as a handler for `gateway.h2_server`. `make` makes its policy."""
 
     def __init__(
         self, stream: ServerStream, metadata: Mapping[str, str], make: Callable[[], Policy], stats: SchedulerStats
@@ -126,7 +126,7 @@ class Session:
         self._stream.finish()
 
     def on_lost(self, why: str) -> None:
-        """Ignored: the only state is the mirror, which ends with the session."""
+        """Ignored: all state is in this session, which ends with the stream."""
 
     def _take(self, ask: Ask) -> None:
         if not self._greeted:
@@ -211,13 +211,14 @@ class Session:
         )
 
 
-# `my.module:Name`, or the name of a built-in policy → a function that makes policies.
+# From `my.module:Name`, a configuration file or the name of a built-in policy to a function that makes policies.
 
 _FORMS = "give the name of a policy, a configuration file (.yaml), or MODULE:NAME"
 
 
 def policy_maker(target: str) -> Callable[[], Policy]:
-    """Makes one policy per stream. Raises `ConfigError`, which says what to give; a policy is made here as a test."""
+    """Return a function that makes a policy for each stream. It is called once here as a test. Raises `ConfigError`,
+    which says what to give as `target`."""
     if ":" in target:
         make = _from_module(*target.rsplit(":", 1))
     elif target.endswith((".yaml", ".yml", ".json")):
@@ -237,7 +238,7 @@ def policy_maker(target: str) -> Callable[[], Policy]:
 
 @runtime_checkable
 class _Chooses(Protocol):
-    """Has the method of a policy, but is perhaps not one."""
+    """An object with a policy's method `choose`, which may lack the other members of a policy."""
 
     def choose(self, request: Any, fleet: Any, context: Any) -> Any: ...
 

@@ -1,4 +1,4 @@
-"""The short way to write a scheduler: one method, plain objects. It becomes a `Policy` like any other."""
+"""The simple way to write a scheduler: one method that gets plain objects. `SimplePolicy` makes a `Policy` of it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
@@ -11,10 +11,10 @@ from fairlead.core.policy import Answer, Context, Picked, Refused
 from fairlead.core.request import Request
 from fairlead.core.view import FleetView
 
-#: An endpoint's id, or several, the best first; `None` or an empty value = no opinion.
+#: The id of an endpoint, or several ids, the best first; `None` or an empty value = no opinion.
 Choice = str | Sequence[str] | None
 
-#: `Refused.reason` of "no opinion".
+#: The value of `Refused.reason` that means "no opinion".
 PASSED = "passed"
 
 
@@ -23,18 +23,18 @@ class RefusedRequest(Exception):
 
 
 class EndpointView(Struct, frozen=True):
-    """What is known of one endpoint that can serve the request."""
+    """What is known about one endpoint that can serve the request."""
 
     id: str
     address: str
     labels: Mapping[str, str]
-    #: Requests before, and past, their first token; share of the KV memory in use (0..1).
+    #: Requests before their first token; requests past it; share of the KV memory in use (0..1).
     queue: float
     active: float
     kv: float
     #: Prompt tokens of the request that the endpoint is believed to have cached.
     hit_tokens: float
-    #: Milliseconds to the request's first token at this endpoint, as Fairlead predicts.
+    #: Milliseconds to the request's first token at this endpoint, as Fairlead predicts them.
     ttft_ms: float
 
 
@@ -43,8 +43,8 @@ class Scheduler(Protocol):
     """What `fairlead scheduler serve` accepts, in addition to any `Policy`."""
 
     def pick(self, request: Request, endpoints: Sequence[EndpointView]) -> Choice:
-        """The id of one of the endpoints, or of several, the best first: the next one gets the request if the first
-        has left or cannot be reached. `None` or an empty value = no opinion: Fairlead's own policy decides.
+        """Return the id of one of the endpoints, or several ids, the best first. The second endpoint gets the request
+        if the first has left or cannot be reached. `None` or an empty value = no opinion: Fairlead's policy decides.
 
         May raise `RefusedRequest`. Any other exception counts as no opinion, and is logged.
         """
@@ -74,7 +74,7 @@ class SimplePolicy:
 
 
 def views(request: Request, fleet: FleetView, now: float) -> list[EndpointView]:
-    """Views of the endpoints that can serve the request."""
+    """Views of the endpoints that can serve the request. `now`: clock seconds."""
     table = fleet.table
     share = fleet.match(request)
     hits = np.zeros(len(table)) if share is None else share * request.prompt_tokens
