@@ -80,7 +80,7 @@ def parse_request(path: str, body: bytes, content_type: str = "", *, content_enc
     Raises `ClientError` (400) for a body that cannot be read, and no other exception. Time is linear in the body.
     """
     api = EXACT.get(path) or api_of(path)
-    parser = _PARSERS.get(api)
+    parser = _parser(api, path)
     if parser is None:
         return UNREAD_PATH if api == OTHER else unread(api, "path")
     if content_encoding and content_encoding.strip().lower() != "identity":
@@ -99,7 +99,11 @@ def parser_of(path: str, content_encoding: str = "") -> Parser | None:
     For callers that read many bodies of one path. They must pass a `None` that the parser returns to `too_large`, and a
     `ClientError` that it raises to `explained`.
     """
-    return None if content_encoding else _PARSERS.get(api_of(path))
+    return None if content_encoding else _parser(api_of(path), path)
+
+
+def _parser(api: str, path: str) -> Parser | None:
+    return None if api == apis.CONVERSATIONS and apis.names_stored(path) else _PARSERS.get(api)
 
 
 def explained(error: ClientError, path: str, content_type: str) -> ClientError:

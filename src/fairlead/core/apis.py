@@ -114,6 +114,11 @@ def read_path(path: str) -> str:
     return read + question + query if api_of(read) != OTHER else path
 
 
+def names_stored(path: str) -> bool:
+    """Whether the path names what is stored under an id. Bodies there have no form that is known here."""
+    return _STORED.search(path.partition("?")[0].removesuffix("/")) is not None
+
+
 def api_of(path: str) -> str:
     """Return the API of a request path; the query and one trailing slash are ignored.
 

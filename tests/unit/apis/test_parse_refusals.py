@@ -9,7 +9,7 @@ import pytest
 from fairlead.apis.body import MAX_COUNT
 from fairlead.apis.errors import error_body
 from fairlead.apis.parsed import MAX_MODEL_CHARS, MAX_USER_CHARS
-from fairlead.apis.request import ParsedRequest, parse_request
+from fairlead.apis.request import ParsedRequest, parse_request, parser_of
 from fairlead.core.apis import WITHOUT_OUTPUT
 from fairlead.core.errors import ClientError
 
@@ -250,3 +250,13 @@ def test_session_hints_of_the_responses_api(name: str) -> None:
 def test_session_hints_of_the_messages_api(metadata: Any, user: str) -> None:
     body = json.dumps(ENOUGH["messages"][1] | {"metadata": metadata}).encode()
     assert parse("messages", body).user == user
+
+
+@pytest.mark.parametrize("path", ["/v1/responses/resp_1/cancel", "/openai/v1/conversations/conv_1/?x=1"])
+@pytest.mark.parametrize("body", ["null", "[]", "a=b", '{"items":{}}', '{"model":1}', ""])
+def test_what_is_sent_to_something_stored_is_the_model_servers_to_judge(path: str, body: str) -> None:
+    parsed = parse_request(path, body.encode())
+    assert (parsed.api, parsed.unread, parsed.stream) == ("conversations", "path", False)
+    assert parser_of(path) is None
+    with pytest.raises(ClientError):
+        parse_request("/v1/conversations/conv_1/v1/messages", body.encode())
