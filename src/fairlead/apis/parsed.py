@@ -51,8 +51,8 @@ class ParsedRequest(Struct, frozen=True, gc=False):
     #: The user or conversation that the body names: OpenAI's `conversation`, `prompt_cache_key` or `user`, Anthropic's
     #: `metadata.user_id`; empty = none, or not a short string.
     user: str = ""
-    #: Why the body was not read: `path`, `no-body` (it is not shown), `empty`, `content-type`, `content-encoding`,
-    #: `grpc-encoding`, `too-large` (see `body.SALVAGE_LIMIT`); empty = the body was read.
+    #: Why the body was not read: `path`, `no-body` (it may be there, not shown), `empty`, `content-type`,
+    #: `content-encoding`, `grpc-encoding`, `too-large` (see `body.SALVAGE_LIMIT`); empty = the body was read.
     unread: str = ""
     #: Number of images, sounds, videos and files in the prompt.
     media: int = 0

@@ -101,7 +101,7 @@ def _nothing(request: Request) -> float:
 
 def _unhindered(request: Request) -> bool:
     """Whether an endpoint answers it however busy its engine is: health checks, token counts, what is stored."""
-    return request.api in WITHOUT_MODEL or (request.api == OTHER and request.unread == "no-body")
+    return request.api in WITHOUT_MODEL or (request.api == OTHER and request.unread == "empty")
 
 
 class Tally:

@@ -376,7 +376,7 @@ class Catalogue:
         passes."""
         if not self.strict or request.unread in ("", "no-body"):
             return None
-        if request.api in _NAMELESS and request.api != OTHER:
+        if request.api in _NAMELESS and (request.api != OTHER or request.unread == "empty"):
             return None
         return Refusal(
             400, "model_required", f"the model's name cannot be read from the request body: {request.unread}"

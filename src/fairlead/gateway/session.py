@@ -343,7 +343,7 @@ class Session:
             if page is not None:
                 self._answer(page)
                 return
-            if self._request_end is not RequestEnd.OPEN and self._head.headers.get(":method") == "POST":
+            if self._request_end is not RequestEnd.OPEN:
                 self._head = replace(self._head, empty=True)
         try:
             request, reading = host.understanding.request(self._head, body, mode.blind, self._request_id)

@@ -330,7 +330,7 @@ class Head(Struct, frozen=True, gc=False):
     subset: frozenset[str] | None = None
     #: Headers that are removed before the request goes to a model server.
     removed: frozenset[str] = frozenset()
-    #: A POST that ended without a body. False also if the gateway does not show the body.
+    #: Whether the request ended without a body. False also if the gateway does not show the body.
     empty: bool = False
 
 
@@ -418,7 +418,9 @@ class Understanding:
         hints = head.hints
         if not body:  # the client sent none, or the gateway does not show it: the model server judges that
             api = api_of(head.path)
-            parsed = unread(api, "empty" if head.empty and api != OTHER else "no-body")
+            # A known API is asked by POST. At another path a POST without a body may still be work for the model.
+            missing = head.empty and (head.headers.get(":method") == "POST") != (api == OTHER)
+            parsed = unread(api, "empty" if missing else "no-body")
         elif head.parser is None:
             parsed = self._parse(head.path, body, head.content_type, content_encoding=head.encoding)
         else:

@@ -1075,6 +1075,25 @@ def test_a_gateway_that_would_buffer_a_tunnel_is_left_at_the_pick(rig, request_m
     assert (rig.kinds(wire), wire.status, rig.leases()) == (["request_headers"], 0, 0)
 
 
+@pytest.mark.parametrize(
+    ("path", "headers", "ended", "why"),
+    [
+        ("/health", {":method": "GET"}, True, "empty"),
+        ("/health", {":method": "HEAD"}, True, "empty"),
+        ("/v1/realtime", WEBSOCKET, False, "no-body"),
+        ("/v1/realtime", CONNECT, False, "no-body"),
+        ("/some/generate", {":method": "POST"}, False, "no-body"),
+        ("/some/generate", {":method": "POST"}, True, "no-body"),
+        ("/v1/chat/completions", {":method": "POST"}, True, "empty"),
+        ("/v1/chat/completions", {":method": "GET"}, True, "no-body"),
+    ],
+)
+def test_only_what_surely_has_no_body_is_without_work_for_the_model(rig, path, headers, ended, why):
+    _, session = rig.open(NONE, STREAMED)
+    rig.request_headers(session, ended, path, **headers)
+    assert rig.seen.decisions[-1].request.unread == why
+
+
 def test_a_request_that_only_offers_another_protocol_is_read_as_ever(rig):
     wire, session = rig.open(FULL_DUPLEX, FULL_DUPLEX)
     rig.request_headers(session, **{":method": "POST", "upgrade": "h2c"})
