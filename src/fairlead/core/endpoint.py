@@ -17,7 +17,7 @@ STAGES = {
 ROLES = frozenset().union(*STAGES.values()) - {""}
 #: Roles that prefill and do not decode.
 PREFILL_ONLY = STAGES["prefill"] - STAGES["decode"]
-MODEL_LABEL = "model-id"
+MODEL_LABEL, ADAPTERS_LABEL = "model-id", "lora-adapters"
 ZONE_LABEL, NODE_LABEL = "topology.kubernetes.io/zone", "kubernetes.io/hostname"
 #: Ports of an InferencePool, at most; each port is a separate endpoint.
 MAX_PORTS = 8
@@ -44,6 +44,12 @@ class Endpoint(Struct, frozen=True):
     @property
     def scrape_url(self) -> str:
         return self.metrics_url or f"http://{self.address}/metrics"
+
+    @property
+    def promised(self) -> set[str]:
+        """The adapters that its label promises."""
+        label = self.labels.get(ADAPTERS_LABEL)
+        return {name.strip() for name in label.split(",")} - {""} if label else set()
 
 
 class BaseModels(Struct, frozen=True):

@@ -760,7 +760,7 @@ class Pipeline:
 
     def _models_changed(self, event: ev.ModelsChanged) -> list[Instruction]:
         self.models = Catalogue(event.models, event.rules)
-        self.fleet.table.models |= self.models.known
+        self.fleet.table.know(self.models.known)
         return []
 
     def _reconfigured(self, event: ev.Reconfigured) -> list[Instruction]:

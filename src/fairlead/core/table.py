@@ -37,6 +37,8 @@ ON_DEMAND = ""
 #: subset). Clients choose some of them, and without a bound a few million long model names would fill the memory.
 _MAX_MASKS = 1024
 _MAX_KEY = 1024
+#: Names that are remembered. Adapters may come and go for months.
+_MAX_MODELS = 100_000
 T = TypeVar("T")
 
 
@@ -103,8 +105,7 @@ class EndpointTable:
         self.listed: list[frozenset[str] | None] = []
         #: By slot: the base models in that list.
         self.based: list[BaseModels] = []
-        #: Models that are defined, or that some endpoint had: an endpoint may bring them back.
-        self.models = set[str]()
+        self._models = set[str]()
         #: Whether the known context lengths differ.
         self.mixed_contexts = False
         #: Endpoints whose list of models is not known; endpoints that load adapters on demand, whatever the list says.
@@ -158,14 +159,14 @@ class EndpointTable:
         slot = self.endpoints.index(None)
         self._slots[endpoint.id] = slot
         self.count += 1
-        self.models.add(endpoint.labels.get(MODEL_LABEL, ""))
+        self._know_labels(endpoint)
         self._put(slot, endpoint)
         return slot
 
     def replace(self, slot: int, endpoint: Endpoint) -> None:
         """Replace an endpoint by one with the same id and other labels or address."""
         self.endpoints[slot] = endpoint
-        self.models.add(endpoint.labels.get(MODEL_LABEL, ""))
+        self._know_labels(endpoint)
         self._changed()
 
     def remove(self, slot: int) -> None:
@@ -184,6 +185,7 @@ class EndpointTable:
             return
         self.adapters[slot] = adapters
         old, new = before or frozenset(), adapters or frozenset()
+        self.know(new)
         self.loaded_adapters[slot] = len(new)
         for name in old ^ new:
             held = self._holders.pop(name, None)
@@ -198,6 +200,7 @@ class EndpointTable:
         if listed == before:
             return
         self.listed[slot] = listed
+        self.know(listed or ())
         for name in before or ():
             slots = self._listing[name]
             slots.discard(slot)
@@ -211,9 +214,18 @@ class EndpointTable:
     def set_based(self, slot: int, base: BaseModels) -> None:
         if base != self.based[slot]:
             self.based[slot] = base
-            self.models |= base.names
+            self.know(base.names)
             self.mixed_contexts = len({tokens for base in self.based for tokens in base.contexts.values()}) > 1
             self._changed()
+
+    def know(self, models: Collection[str]) -> None:
+        """Remember models that are defined, or that an endpoint has, as a model or an adapter."""
+        if len(self._models) < _MAX_MODELS:
+            self._models |= {*models}
+
+    def had(self, model: str) -> bool:
+        """Whether an endpoint may bring this model back. After very many names, any may have been among them."""
+        return model in self._models or len(self._models) >= _MAX_MODELS
 
     def base(self, model: str) -> BoolColumn:
         """Return the slots where `model` is a base model: by the label, or without it by the list of models."""
@@ -348,6 +360,9 @@ class EndpointTable:
     def role(self, slot: int) -> str:
         endpoint = self.endpoints[slot]
         return endpoint.labels.get(ROLE_LABEL, "") if endpoint else ""
+
+    def _know_labels(self, endpoint: Endpoint) -> None:
+        self.know(endpoint.promised | {endpoint.labels.get(MODEL_LABEL, "")})
 
     def _put(self, slot: int, endpoint: Endpoint | None) -> None:
         """Put `endpoint`, or `None`, at `slot` and reset the slot's values."""

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from fairlead.core import events as ev
-from fairlead.core.endpoint import Endpoint
+from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import Instruction, ListAdapters, Record, Reject, Route
 from fairlead.core.models import (
@@ -112,6 +112,29 @@ def test_a_name_without_an_endpoint_now_may_be_tried_again() -> None:
         reject, _ = arrive(made, model=name)
         assert isinstance(reject, Reject)
         assert (reject.status, reject.param, reject.retry_after_s) == (503, None, 1.0), name
+
+
+PLAIN = Endpoint("e-x", "10.0.0.9:1", {"model-id": "a"})
+PROMISING = replace(PLAIN, labels={"model-id": "a", "lora-adapters": "critic, sql"})
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        [ev.EndpointUp(PLAIN), ev.AdaptersListed("e-x", frozenset({"sql"}))],
+        [ev.EndpointUp(PLAIN), ev.MetricsSampled("e-x", 0.0, Sample(adapters=frozenset({"sql"})))],
+        [ev.EndpointUp(PROMISING)],
+        [ev.EndpointUp(PLAIN), ev.EndpointUp(PROMISING)],
+    ],
+    ids=["listed", "running", "promised", "promised later"],
+)
+def test_an_adapter_whose_endpoints_are_away_may_be_tried_again(shown: list[ev.Event]) -> None:
+    made = pipeline()
+    for event in (*shown, ev.EndpointDown("e-x")):
+        made.handle(event)
+    reject, _ = arrive(made, model="sql")
+    assert isinstance(reject, Reject)
+    assert (reject.status, reject.retry_after_s) == (503, 1.0)
 
 
 def test_priority() -> None:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from fairlead.core import table as module
 from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.table import EndpointTable
 
@@ -148,3 +149,14 @@ def test_role() -> None:
     assert table.role(0) == "decode"
     table.remove(0)
     assert table.role(0) == ""
+
+
+def test_names_that_endpoints_had_are_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MAX_MODELS", 3)
+    table = table_of(1)
+    table.set_listed(0, frozenset("a"))
+    assert (table.had("a"), table.had("b")) == (True, False)
+    for name in "bcdef":
+        table.set_listed(0, frozenset(name))
+    assert table.had("z"), "it may have been among them"
+    assert len(table._models) == 3

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from fairlead.config.builtins import SPLITTING
 from fairlead.config.checks import roles_by_model, unsplit
-from fairlead.core.endpoint import MODEL_LABEL, ROLE_LABEL, ROLES, STAGES, Endpoint
+from fairlead.core.endpoint import ADAPTERS_LABEL, MODEL_LABEL, ROLE_LABEL, ROLES, STAGES, Endpoint
 from fairlead.core.errors import ConfigError
 from fairlead.core.models import Split, Target
 from fairlead.doctor.http import Unreached, connects, speaks_http2, speaks_tls
@@ -13,7 +13,7 @@ from fairlead.doctor.run import Finding, Kind, Severity, check
 from fairlead.doctor.site import Site, tried
 from fairlead.gateway.ports import dialled
 from fairlead.gateway.tls import ServerTls
-from fairlead.plugins.filters.ability import ADAPTERS_LABEL, RoleParams
+from fairlead.plugins.filters.ability import RoleParams
 from fairlead.pool.models_file import check_models
 
 _FAILING = "docs/runbook.md#fairleaderrorshigh"
@@ -139,7 +139,7 @@ async def _adapters(site: Site) -> list[Finding]:
 
     async def differing(endpoint: Endpoint) -> list[Finding]:
         served = await site.served(endpoint)
-        labelled = {name.strip() for name in endpoint.labels.get(ADAPTERS_LABEL, "").split(",")} - {""}
+        labelled = endpoint.promised
         unloaded = sorted(labelled - served.keys())[:5] if served else []
         findings = [UNLOADED.at(endpoint.id, f"/v1/models does not list {', '.join(unloaded)}")] if unloaded else []
         names = {name for name, adapter in served.items() if adapter} - labelled

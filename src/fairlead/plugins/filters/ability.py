@@ -182,9 +182,6 @@ def _named(address: str, subset: frozenset[str]) -> bool:
 # with different context lengths, those too short for the prompt and the longest answer are left out, unless all are.
 
 
-ADAPTERS_LABEL = "lora-adapters"
-
-
 class ModelCompatibility(Plain):
     """Keeps endpoints that can serve the request's model, and whose context is long enough if that of another is."""
 
@@ -208,13 +205,13 @@ class ModelCompatibility(Plain):
         """A name that no endpoint ever had is the client's mistake. One that some had may be back soon."""
         model = request.target_model
         able = self.keep(request, fleet, cycle)
-        if model in fleet.table.models or able is None or np.count_nonzero(able):
+        if fleet.table.had(model) or able is None or np.count_nonzero(able):
             return None
         return Refused(MODEL_NOT_FOUND, f"The model `{model}` does not exist.", status=404)
 
 
 def _compatible(table: EndpointTable, model: str) -> BoolColumn | None:
-    promised = table.mask(("promised", model), lambda _, e: _promises(e, model))
+    promised = table.mask(("promised", model), lambda _, e: model in e.promised)
     loaded = table.loaded(model)
     if np.count_nonzero(promised):
         able = promised | table.base(model)
@@ -238,8 +235,3 @@ def _long_enough(able: BoolColumn, long: BoolColumn, left: BoolColumn) -> BoolCo
     profile would remember that for the model, and not call the filter again."""
     fits = able & long
     return fits if np.count_nonzero(fits & left) else able
-
-
-def _promises(endpoint: Endpoint, model: str) -> bool:
-    promised = endpoint.labels.get(ADAPTERS_LABEL, "")
-    return bool(promised) and model in [name.strip() for name in promised.split(",")]
