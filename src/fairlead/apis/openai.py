@@ -431,16 +431,17 @@ def parse_score(read: RankingBody) -> ParsedRequest:
 
 
 def _compared(api: str, read: RankingBody, query: Raw, documents: Raw) -> ParsedRequest:
-    """A single query goes through the engine once with each document."""
+    """Each pair is a sequence. A single query counts once in the size: the others find it in the engine's cache, and
+    the ratio that is learned for the label has the rest."""
     views = (anything(query).view, anything(documents).view)
     (query_items, query_size), (items, size) = map(measured, views)
-    pairs = prompts_in(documents) if prompts_in(query) == 1 else 1
     return ParsedRequest(
         api,
         read.model or "",
         prompt=views,
         root=b"%b %b" % (api.encode(), named(read.model, read.cache_salt)),
-        prompt_bytes=query_size * pairs + size,
+        prompt_bytes=query_size + size,
+        n=choices(None, max(prompts_in(query), prompts_in(documents))),
         user=short_text(read.user),
         media=query_items + items,
     )

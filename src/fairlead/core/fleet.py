@@ -345,8 +345,10 @@ class Fleet:
         table, prompt = self.table, request.prompt_tokens
         half = expected_output / 2
         uncached = float(min(max(prompt - hit_tokens, 1), MOST))
-        refused = uncached * table.per_capacity[slot] > 1.0
-        if refused:  # larger than all the engine's memory: the engine refuses it at once and computes nothing
+        # Larger than all the engine's memory: the engine refuses it at once and computes nothing. Several sequences may
+        # each have their own part of the prompt.
+        refused = uncached * table.per_capacity[slot] > request.sequences
+        if refused:
             prompt, half, uncached = 1, 0.0, 1.0
         alone_ms = self._prior.prefill_ms(prompt, uncached)
         blind = request.blind or not request.stream

@@ -228,7 +228,7 @@ CASES = {
     "score": Case(
         "/score",
         b'{"model":"r","text_1":"a question","text_2":["one","two"]}',
-        ParsedRequest("score", "r", root=b"score 1:r", prompt_bytes=32),
+        ParsedRequest("score", "r", n=2, root=b"score 1:r", prompt_bytes=22),
         [b"a question", b'["one","two"'],
         JSON,
         compact(data=[{"score": 0.5}], usage={"prompt_tokens": 9, "total_tokens": 9}),
@@ -237,7 +237,7 @@ CASES = {
     "rerank": Case(
         "/v2/rerank",
         b'{"model":"r","query":"q","documents":["one","two"],"top_n":1}',
-        ParsedRequest("rerank", "r", root=b"rerank 1:r", prompt_bytes=14),
+        ParsedRequest("rerank", "r", n=2, root=b"rerank 1:r", prompt_bytes=13),
         [b"q", b'["one","two"'],
         JSON,
         compact(usage={"total_tokens": 9}, results=[{"index": 1}]),
@@ -479,13 +479,14 @@ def test_recorded_exchanges(name: str, exchange: Callable[[str], tuple[str, str,
     ("path", "query", "documents"),
     [("/rerank", "query", "documents"), ("/score", "queries", "documents"), ("/v1/score", "query", "items")],
 )
-def test_one_query_counts_with_each_document(path: str, query: str, documents: str) -> None:
+def test_each_pair_is_a_sequence_and_one_query_counts_once(path: str, query: str, documents: str) -> None:
     texts = ["d"] * 50
-    once, listed = (len(json.dumps(texts[:number]).encode()) - 1 for number in (1, 50))
+    listed = len(json.dumps(texts)) - 1
 
-    def size(asked: Any, given: Any) -> int:
-        return parse_request(path, json.dumps({query: asked, documents: given}).encode()).prompt_bytes
+    def read(asked: Any, given: Any) -> tuple[int, int]:
+        parsed = parse_request(path, json.dumps({query: asked, documents: given}).encode())
+        return parsed.n, parsed.prompt_bytes
 
-    assert size("q" * 8000, texts) == 50 * 8000 + listed
-    assert size("q" * 8000, texts[:1]) == 8000 + once
-    assert size(texts, texts) == 2 * listed, "one with one"
+    assert read("q" * 8000, texts) == (50, 8000 + listed)
+    assert read("q" * 8000, "d") == (1, 8001)
+    assert read(texts, texts) == (50, 2 * listed), "one with one"

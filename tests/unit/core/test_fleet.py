@@ -3,6 +3,7 @@
 from math import inf, nan
 
 import pytest
+from msgspec.structs import replace
 
 from fairlead.core.cost import LONG_TOKENS, PRIOR
 from fairlead.core.endpoint import Endpoint, Sample
@@ -290,6 +291,8 @@ def test_a_prompt_that_the_engine_will_refuse_is_no_work_and_leaves_nothing_in_i
     assert column is not None
     assert (column > 0).tolist() == [False, True], "nothing is known of the memory there"
     assert fleet.charge(request(3, 1700), 0, 0.0, 200, 0.0).uncached_tokens == 1500, "the rest is there already"
+    pairs = replace(request(4, 6400), sequences=100)
+    assert fleet.charge(pairs, 0, 0.0, 0, 100.0).uncached_tokens == 6400, "each of its prompts is short"
     fleet.validate()
 
 
