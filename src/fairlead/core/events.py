@@ -49,8 +49,13 @@ class FirstTokenSeen(Struct, frozen=True, gc=False):
     """The first part of the answer passed the gateway: the prefill is over."""
 
     request_id: int
-    #: Whether other bytes of the response passed before, so that the time of the first byte is not that of the token.
-    preceded: bool = False
+
+
+class ResponseBegan(Struct, frozen=True, gc=False):
+    """Bytes of a streamed response passed that come before its first token, such as SSE comments: the time of its first
+    byte is not that of the token."""
+
+    request_id: int
 
 
 class ResponseEnded(Struct, frozen=True, kw_only=True, gc=False):
@@ -218,6 +223,7 @@ class TimerFired(Struct, frozen=True, gc=False):
 Event = (
     RequestArrived
     | FirstTokenSeen
+    | ResponseBegan
     | RequestMoved
     | UsageReported
     | ResponseEnded

@@ -426,6 +426,7 @@ class Fleet:
         moved.unreached = lease.endpoint_id
         moved.forecast = Forecast()  # the forecast was for the chosen endpoint
         moved.evicted_at, moved.predicted, moved.queued_ms = lease.evicted_at, lease.predicted, lease.queued_ms
+        moved.preceded = lease.preceded
         self.ledger.first_token(moved)
         if lease.request.stream:
             moved.first_token_at = now

@@ -65,8 +65,8 @@ class Trigger(StrEnum):
 S, T = RequestState, Trigger
 _LATE: tuple[RequestState, ...] = ()
 _ALL_LATE: dict[type | Trigger, tuple[RequestState, ...]] = {
-    ev.FirstTokenSeen: _LATE, ev.RequestMoved: _LATE, ev.UsageReported: _LATE, ev.ResponseEnded: _LATE,
-    ev.StreamLost: _LATE, ev.RemotePicked: _LATE, T.EXPIRED: _LATE, T.RECONCILED: _LATE,
+    ev.FirstTokenSeen: _LATE, ev.ResponseBegan: _LATE, ev.RequestMoved: _LATE, ev.UsageReported: _LATE,
+    ev.ResponseEnded: _LATE, ev.StreamLost: _LATE, ev.RemotePicked: _LATE, T.EXPIRED: _LATE, T.RECONCILED: _LATE,
 }  # fmt: skip
 
 TRANSITIONS: dict[RequestState, dict[type | Trigger, tuple[RequestState, ...]]] = {
@@ -86,18 +86,20 @@ TRANSITIONS: dict[RequestState, dict[type | Trigger, tuple[RequestState, ...]]] 
         T.DISPLACED: (S.ENDED,),
         T.STOPPED: (S.ENDED,),
         ev.StreamLost: (S.ENDED,),
-        ev.FirstTokenSeen: _LATE, ev.RequestMoved: _LATE, ev.UsageReported: _LATE, ev.ResponseEnded: _LATE,
-        ev.RemotePicked: _LATE,
+        ev.FirstTokenSeen: _LATE, ev.ResponseBegan: _LATE, ev.RequestMoved: _LATE, ev.UsageReported: _LATE,
+        ev.ResponseEnded: _LATE, ev.RemotePicked: _LATE,
     },
     S.ASKED_ELSEWHERE: {
         ev.RemotePicked: (S.ROUTED, S.ENDED),
         ev.RemoteDown: (S.ROUTED, S.ENDED),
         T.TIMED_OUT: (S.ROUTED, S.ENDED),
         ev.StreamLost: (S.ENDED,),
-        ev.FirstTokenSeen: _LATE, ev.RequestMoved: _LATE, ev.UsageReported: _LATE, ev.ResponseEnded: _LATE,
+        ev.FirstTokenSeen: _LATE, ev.ResponseBegan: _LATE, ev.RequestMoved: _LATE, ev.UsageReported: _LATE,
+        ev.ResponseEnded: _LATE,
     },
     S.ROUTED: {
         ev.FirstTokenSeen: (S.ANSWERING,),
+        ev.ResponseBegan: (S.ROUTED,),
         ev.RequestMoved: (S.ROUTED, S.ANSWERING),
         ev.UsageReported: (S.ROUTED,),
         ev.ResponseEnded: (S.ENDED,),
@@ -117,10 +119,11 @@ TRANSITIONS: dict[RequestState, dict[type | Trigger, tuple[RequestState, ...]]] 
         T.EXPIRED: (S.ENDED,),
         T.RECONCILED: (S.ENDED,),
         T.ENDPOINT_GONE: (S.ENDING,),
-        ev.FirstTokenSeen: _LATE, ev.RemotePicked: _LATE,
+        ev.FirstTokenSeen: _LATE, ev.ResponseBegan: _LATE, ev.RemotePicked: _LATE,
     },
     S.ENDING: {
         **_ALL_LATE,
+        ev.ResponseBegan: (S.ENDING,),
         ev.RequestMoved: (S.ENDING, S.ANSWERING),
         ev.UsageReported: (S.ENDING,),
         ev.ResponseEnded: (S.ENDED,),
@@ -139,7 +142,9 @@ HOLDS: dict[RequestState, str] = {
     S.ENDING: "lease",
 }
 #: Events about one request that arrived earlier.
-OF_REQUEST = (ev.FirstTokenSeen, ev.RequestMoved, ev.UsageReported, ev.ResponseEnded, ev.StreamLost)
+OF_REQUEST = (
+    ev.FirstTokenSeen, ev.RequestMoved, ev.UsageReported, ev.ResponseEnded, ev.StreamLost, ev.ResponseBegan,
+)  # fmt: skip
 
 
 class RequestEntry(Struct, eq=False):

@@ -168,6 +168,7 @@ class Pipeline:
         self._handlers: dict[type, Callable[..., list[Instruction]]] = {
             ev.RequestArrived: self._request_arrived,
             ev.FirstTokenSeen: self._first_token_seen,
+            ev.ResponseBegan: self._response_began,
             ev.RequestMoved: self._request_moved,
             ev.UsageReported: self._usage_reported,
             ev.ResponseEnded: self._response_ended,
@@ -531,8 +532,12 @@ class Pipeline:
     def _first_token_seen(self, entry: RequestEntry, event: ev.FirstTokenSeen) -> list[Instruction]:
         assert entry.lease is not None
         self.requests.move(entry, ev.FirstTokenSeen, S.ANSWERING)
-        entry.lease.preceded = event.preceded
         self.fleet.first_token(entry.lease, self._clock.time())
+        return []
+
+    def _response_began(self, entry: RequestEntry, event: ev.ResponseBegan) -> list[Instruction]:
+        assert entry.lease is not None
+        entry.lease.preceded = True
         return []
 
     def _request_moved(self, entry: RequestEntry, event: ev.RequestMoved) -> list[Instruction]:

@@ -30,12 +30,11 @@ _NO_PAGES = frozenset((CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS, GENER
 _is_page = re.compile(rb"\s*<(?:!doctype|html|head|body|\?xml|!--)", re.IGNORECASE).match
 
 
-#: What a stream may begin with before the prompt is computed: comments that keep the connection, and these events. The
-#: last line may be cut.
-_is_preamble = re.compile(
-    rb"(?:[\r\n]|:[^\n]*(?:\n|\Z)"
-    rb"|event: ?response\.(?:created|queued|in_progress)\r?\n(?:data:[^\n]*(?:\n|\Z))?)*"
-).fullmatch
+#: How lines begin that a stream may send before the prompt is computed: these events, and comments.
+_EARLY = (b"event:response.created", b"event:response.queued", b"event:response.in_progress")
+_PREAMBLE: tuple[bytes, ...] = (*_EARLY, b":", b"id:", b"retry:")
+#: Bytes that tell what kind of line it is.
+_KIND = 32
 
 
 class _Page:
@@ -50,7 +49,7 @@ class _Page:
 class ResponseWatch:
     """Follows the response to a request. Times are clock seconds."""
 
-    __slots__ = ("_bytes", "_cut", "_request", "_scanner", "_status", "_ttft_ms", "is_sse", "preceded")
+    __slots__ = ("_bytes", "_line", "_request", "_scanner", "_starts", "_status", "_ttft_ms", "is_sse", "preceded")
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -59,8 +58,8 @@ class ResponseWatch:
         self._ttft_ms = -1.0
         self._scanner: Scanner | _Page | None = None
         self.is_sse = False
-        #: Something came before the first token, and whether the end of its last line is missing.
-        self.preceded = self._cut = False
+        #: Something came before the first token: the beginning of its last line, and how lines like it may begin.
+        self.preceded, self._line, self._starts = False, b"", _PREAMBLE
 
     def headers(self, headers: Mapping[str, str]) -> None:
         status = headers.get(":status", "")
@@ -96,9 +95,20 @@ class ResponseWatch:
 
     def _precedes(self, chunk: bytes) -> bool:
         """Whether nothing of it needs a computed prompt."""
-        if not _is_preamble(chunk.partition(b"\n")[2] if self._cut else chunk):
+        if chunk.startswith(b"data:") and not self.preceded:  # the common case
             return False
-        self.preceded, self._cut = True, not chunk.endswith(b"\n")
+        lines = (self._line + chunk).split(b"\n")
+        for number, full in enumerate(lines, 1):
+            line = self._line = full[:_KIND]
+            line = line.rstrip(b"\r").replace(b": ", b":", 1)
+            if not any(start.startswith(line[: len(start)]) for start in self._starts):
+                return False
+            if number < len(lines):  # it is complete
+                if line.startswith(_EARLY):
+                    self._starts = (*_PREAMBLE, b"data:")
+                elif not line:
+                    self._starts = _PREAMBLE
+        self.preceded = True
         return True
 
     def usage(self) -> Usage | None:

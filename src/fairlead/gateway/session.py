@@ -49,7 +49,7 @@ from msgspec.structs import replace
 
 from fairlead.apis.splice import splice_model
 from fairlead.core.errors import ClientError, ProtocolError
-from fairlead.core.events import FirstTokenSeen, RequestArrived, RequestMoved, StreamLost, UsageReported
+from fairlead.core.events import FirstTokenSeen, RequestArrived, RequestMoved, ResponseBegan, StreamLost, UsageReported
 from fairlead.core.headers import ACCESS_LOG_METADATA, REQUEST_ID, RESIZABLE_METADATA, WHOLE_BODY_METADATA
 from fairlead.core.instructions import Reject, Route
 from fairlead.core.request import Request
@@ -150,6 +150,8 @@ class Session:
     _watch: ResponseWatch
     # Set if the session reads the whole response to learn its token counts.
     _followed = False
+    # Whether the pipeline knows that the response began before its first token.
+    _began = False
     # Address of the endpoint that answers instead of the picked one; empty = the picked one answers, or it is unknown.
     _moved_to = ""
 
@@ -528,7 +530,10 @@ class Session:
         if first and self._moved_to:
             host.feed(RequestMoved(self._request.id, self._moved_to))
         if first and not watch.refused:
-            host.feed(FirstTokenSeen(self._request.id, watch.preceded))
+            host.feed(FirstTokenSeen(self._request.id))
+        if watch.preceded and not self._began:
+            self._began = True
+            host.feed(ResponseBegan(self._request.id))
         if self._renaming is not None:
             self._stream.send(*self._renaming.chunk(chunk, ended))
         elif self._mode.response is BodyMode.FULL_DUPLEX:

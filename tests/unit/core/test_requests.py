@@ -116,6 +116,7 @@ IN: dict[RequestState, Callable[[], Rig]] = {
 }
 EVENTS: list[ev.Event] = [
     ev.FirstTokenSeen(1),
+    ev.ResponseBegan(1),
     ev.RequestMoved(1, "10.0.0.0:8000"),
     ev.RequestMoved(1, "10.0.0.1:8000"),
     ev.UsageReported(1, Usage(prompt_tokens=9)),

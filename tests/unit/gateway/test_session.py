@@ -662,6 +662,9 @@ PREAMBLES = {
     "a created response": ("/v1/responses", [CREATED + b'long"}}\n\n']),
     "one cut in its data": ("/v1/responses", [CREATED, b"long", b'"}}\n\nevent: response.in_progress\r\ndata: {}\n\n']),
     "comments": ("/v1/chat/completions", [b": keep", b"-alive\n\n:\n\n", b"\n"]),
+    "one cut in its name": ("/v1/responses", [b"event: response.crea", b"ted\nda", b"ta: {}\r", b"\n\r\n"]),
+    "one in two chunks": ("/v1/responses", [b"event: response.created\n", b"data: {}\n\n"]),
+    "other fields": ("/v1/chat/completions", [b"retry: 100\n", b"id: 1\n\n"]),
 }
 
 
@@ -680,6 +683,28 @@ def test_what_comes_before_the_prompt_is_computed_is_no_first_token(rig, path, p
     assert (lease.first_token_at, wire.status, rig.fleet.table.pending[0]) == (101.5, 0, 0)
     log_entry(rig, "ab.0000000000000001 200 9000 2000 9 10.0.0.0:80 - 1 -;")
     assert [outcome.ttft_ms for outcome in rig.seen.outcomes] == [1500.0]
+
+
+@pytest.mark.parametrize("first", [b"data: {}\n\n", b": keep-alive\n\ndata: {}\n\n", b"event: message\n", b"{}"])
+def test_what_follows_a_preamble_in_one_chunk_or_is_none_is_a_first_token(rig, first):
+    wire, session = rig.open(STREAMED, STREAMED, eager=True, whole=True)
+    rig.request_headers(session)
+    rig.body(session)
+    rig.chunk(session, first)
+    assert wire.status == 0
+
+
+@pytest.mark.parametrize("flags", ["DC", "UC"])
+def test_a_stream_that_ends_after_comments_has_no_first_token(rig, flags):
+    """An engine that hangs is no fast one."""
+    _, session = rig.open(STREAMED, STREAMED, eager=True, whole=True)
+    rig.request_headers(session)
+    rig.body(session)
+    rig.chunk(session, b": keep-alive\n\n")
+    rig.chunk(session, b": keep-alive\n\n")
+    rig.clock.now += 60
+    log_entry(rig, f"ab.0000000000000001 200 9000 60000 9 10.0.0.0:80 {flags} 1 -;")
+    assert [outcome.ttft_ms for outcome in rig.seen.outcomes] == [-1.0]
 
 
 @pytest.mark.parametrize(("path", "ttft_ms"), [("/v1/responses", -1.0), ("/v1/chat/completions", 9.0)])

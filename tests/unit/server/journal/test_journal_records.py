@@ -39,6 +39,7 @@ def back(kind: str, body: object) -> object:
     [
         ev.RequestArrived(REQUEST),
         ev.FirstTokenSeen(7),
+        ev.ResponseBegan(7),
         ev.ResponseEnded(request_id=7, status=200, usage=Usage(prompt_tokens=3), ttft_ms=4.5),
         ev.UsageReported(7, Usage(cached_tokens=2)),
         ev.StreamLost(7),
