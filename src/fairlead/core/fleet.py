@@ -83,7 +83,8 @@ class Fleet:
         self.cold: list[str] = []
         #: The requests completed last: clock seconds of the end, and the lease.
         self._answered = deque[tuple[float, Lease]](maxlen=ANSWERED)
-        #: By slot: the sessions and first blocks of requests whose answers broke off there since the last that ended.
+        #: By slot: the sessions and first blocks of requests whose answers broke off there since the last that ended,
+        #: or since it was last avoided.
         self._broken_off: dict[int, set[str | int]] = {}
         #: By slot: clock seconds until which the endpoint is avoided, reported by other schedulers and found by us.
         self._avoided: dict[int, list[float]] = {}
@@ -142,6 +143,7 @@ class Fleet:
         del self._looks[slot]
         self._recalled.pop(slot, None)
         self._extending.pop(slot, None)
+        self._broken_off.pop(slot, None)
         self._answered.clear()
         return [lease for lease in leases if not lease.auxiliary]
 
@@ -292,6 +294,7 @@ class Fleet:
         if ok:
             if table.errors[slot]:
                 table.errors[slot] = 0
+                self._broken_off.pop(slot, None)
                 self.avoid(slot, -inf)
             return
         table.errors[slot] += 1
@@ -306,15 +309,14 @@ class Fleet:
         many in a row do, while another endpoint has no errors. One client's prompts go to one endpoint for its cache,
         so requests of one session or with one beginning count once, unless such a request ended well elsewhere."""
         table, slot, marks = self.table, lease.slot, _marks(lease.request)
-        if not table.errors[slot]:
-            self._broken_off[slot] = set()
         known = self._broken_off.setdefault(slot, set())
         if marks & known and not any(done.slot != slot and marks & _marks(done.request) for _, done in self._answered):
             return False
-        if table.errors[slot] < ERRORS_TO_EJECT:
-            known |= marks
+        known |= marks
         table.errors[slot] = min(table.errors[slot] + UNFINISHED, ERRORS_TO_EJECT)
         table.troubled = True
+        if table.errors[slot] >= ERRORS_TO_EJECT:
+            known.clear()  # each avoidance starts anew: then the first that breaks off is enough
         failed = table.errors[slot] >= ERRORS_TO_EJECT and bool(np.any(table.alive & (table.errors < 1.0)))
         if failed:
             self.avoid(slot, now + EJECT_SECONDS)

@@ -261,6 +261,34 @@ def test_failures_in_a_row_eject_for_a_moment() -> None:
     assert fleet.table.errors[0] == 0
 
 
+def broken_off(fleet: Fleet, clients: int, now: float = 0.0) -> list[bool]:
+    """One answer to each of so many clients."""
+    prompts = [ChainHasher().chain(b"m", b"%02d" % number * 999) for number in range(clients)]
+    asked = [Request(id=1, arrived=0.0, prompt_tokens=9, prefix=prompt) for prompt in prompts]
+    return [fleet.unfinished(fleet.charge(one, 0, now, 0, 9.0), now) for one in asked]
+
+
+def test_an_endpoint_that_still_breaks_off_every_answer_is_avoided_again() -> None:
+    fleet = fleet_of(2)
+    assert broken_off(fleet, 12) == [False] * 11 + [True]
+    assert broken_off(fleet, 1, 10.0) == [True]
+    assert fleet.table.ejected_until[0] == 10.0 + EJECT_SECONDS
+
+
+def test_an_answer_that_ends_or_a_new_endpoint_makes_up_for_those_that_broke_off() -> None:
+    fleet = fleet_of(2)
+    broken_off(fleet, 3)
+    fleet.answered(0, ok=True, now=0.0)
+    fleet.answered(0, ok=False, now=0.0)
+    broken_off(fleet, 3)
+    assert fleet.table.errors[0] == 1.75, "each of the clients counts again"
+    fleet.down("e0")
+    fleet.up(Endpoint("e9", "10.0.0.9:8000"))
+    fleet.answered(0, ok=False, now=0.0)
+    broken_off(fleet, 3)
+    assert fleet.table.errors[0] == 1.75
+
+
 @pytest.mark.parametrize(
     ("tokens", "hit", "output", "uncached", "kv"),
     [
