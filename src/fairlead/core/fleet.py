@@ -83,8 +83,7 @@ class Fleet:
         self.cold: list[str] = []
         #: The requests completed last: clock seconds of the end, and the lease.
         self._answered = deque[tuple[float, Lease]](maxlen=ANSWERED)
-        #: By slot: the sessions and first blocks of requests whose answers broke off there since the last that ended,
-        #: or since it was last avoided.
+        #: By slot: the sessions and first blocks of requests whose answers broke off there since the last that ended.
         self._broken_off: dict[int, set[str | int]] = {}
         #: By slot: clock seconds until which the endpoint is avoided, reported by other schedulers and found by us.
         self._avoided: dict[int, list[float]] = {}
@@ -309,14 +308,14 @@ class Fleet:
         many in a row do, while another endpoint has no errors. One client's prompts go to one endpoint for its cache,
         so requests of one session or with one beginning count once, unless such a request ended well elsewhere."""
         table, slot, marks = self.table, lease.slot, _marks(lease.request)
-        known = self._broken_off.setdefault(slot, set())
-        if marks & known and not any(done.slot != slot and marks & _marks(done.request) for _, done in self._answered):
-            return False
-        known |= marks
+        if table.errors[slot] < ERRORS_TO_EJECT:  # from there on each counts: none ended since it was avoided
+            known = self._broken_off.setdefault(slot, set())
+            elsewhere = (_marks(done.request) for _, done in self._answered if done.slot != slot)
+            if marks & known and not any(marks & theirs for theirs in elsewhere):
+                return False
+            known |= marks
         table.errors[slot] = min(table.errors[slot] + UNFINISHED, ERRORS_TO_EJECT)
         table.troubled = True
-        if table.errors[slot] >= ERRORS_TO_EJECT:
-            known.clear()  # each avoidance starts anew: then the first that breaks off is enough
         failed = table.errors[slot] >= ERRORS_TO_EJECT and bool(np.any(table.alive & (table.errors < 1.0)))
         if failed:
             self.avoid(slot, now + EJECT_SECONDS)

@@ -273,6 +273,7 @@ def test_an_endpoint_that_still_breaks_off_every_answer_is_avoided_again() -> No
     assert broken_off(fleet, 12) == [False] * 11 + [True]
     assert broken_off(fleet, 1, 10.0) == [True]
     assert fleet.table.ejected_until[0] == 10.0 + EJECT_SECONDS
+    assert broken_off(fleet, 1, 20.0) == [True], "of the same client, too"
 
 
 def test_an_answer_that_ends_or_a_new_endpoint_makes_up_for_those_that_broke_off() -> None:
