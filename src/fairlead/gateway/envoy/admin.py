@@ -60,9 +60,12 @@ class EnvoyAdmin:
     async def ready(self, command: Sequence[str]) -> bool:
         """Whether the Envoy that this command started serves: clusters are warm, listeners are open. Another Envoy may
         have taken the port of the admin page, and answers in its place."""
-        _, text = await self._ask("GET", "/server_info")
-        info = json.loads(text)
-        return info["state"] == "LIVE" and info["command_line_options"]["config_path"] in command
+        try:
+            _, text = await self._ask("GET", "/server_info")
+            info = json.loads(text)
+            return info["state"] == "LIVE" and info["command_line_options"]["config_path"] in command
+        except (ValueError, LookupError, TypeError):  # no Envoy answers there
+            return False
 
     async def address(self, listener: str) -> tuple[str, int] | None:
         """(host, port) of a listener; `None` while it does not listen."""

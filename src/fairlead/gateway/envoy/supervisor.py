@@ -128,7 +128,7 @@ class Supervisor:
         try:
             async with asyncio.timeout(self._start_timeout):
                 while process.returncode is None:
-                    with contextlib.suppress(OSError, TimeoutError, ValueError, LookupError):
+                    with contextlib.suppress(OSError, TimeoutError):
                         if await self.admin.ready(self.command):
                             return
                     await asyncio.sleep(_POLL)

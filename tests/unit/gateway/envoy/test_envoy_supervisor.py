@@ -37,6 +37,20 @@ def alive(pid: int) -> bool:
     return True
 
 
+@pytest.mark.parametrize(
+    "body", [b"[]", b'"ok"', b"1", b"{}", b"\xff", b'{"state": "LIVE", "command_line_options": null}']
+)
+async def test_another_server_at_the_admin_port_is_no_envoy_of_ours(body: bytes) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + body)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        assert not await EnvoyAdmin(port=port).ready(["envoy", "-c", "bootstrap.json"])
+
+
 async def test_starts_when_ready_and_ends_when_told() -> None:
     admin = Ready(False, False, True)
     child = make("import time; time.sleep(60)", admin)
