@@ -25,9 +25,15 @@ from fairlead.core.request import Request, Usage
 from fairlead.gateway.ext_proc import CONTINUE, BodyMode, Kind, resizable_response, rewrite_chunk
 
 _RESIZABLE = resizable_response()
-#: APIs whose answers are JSON, event streams or numbers. The latter may begin with `<`, but not with all of this.
+#: APIs whose answers are JSON, event streams or numbers. The latter may begin with `<`, but hardly with one of these.
 _NO_PAGES = frozenset((CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS, GENERATE, SGLANG))
-_is_page = re.compile(rb"\s*<(?:!doctype|html|head|body|\?xml|!--)", re.IGNORECASE).match
+_is_page = re.compile(
+    rb"(?:\xef\xbb\xbf)?\s*<(?:!doctype|!--|\?xml"
+    rb"|(?:html|head|title|meta|link|style|script|body|center|div|pre|table|h[1-6])[\s/>])",
+    re.IGNORECASE,
+).match
+#: Enough where the headers call it HTML, as they also do of JSON.
+_is_markup = re.compile(rb"(?:\xef\xbb\xbf)?\s*<").match
 
 
 #: How lines begin that a stream may send before the prompt is computed: these events, and comments.
@@ -49,7 +55,18 @@ class _Page:
 class ResponseWatch:
     """Follows the response to a request. Times are clock seconds."""
 
-    __slots__ = ("_bytes", "_line", "_request", "_scanner", "_starts", "_status", "_ttft_ms", "is_sse", "preceded")
+    __slots__ = (
+        "_bytes",
+        "_is_page",
+        "_line",
+        "_request",
+        "_scanner",
+        "_starts",
+        "_status",
+        "_ttft_ms",
+        "is_sse",
+        "preceded",
+    )
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -57,6 +74,7 @@ class ResponseWatch:
         self._bytes = 0
         self._ttft_ms = -1.0
         self._scanner: Scanner | _Page | None = None
+        self._is_page = _is_page
         self.is_sse = False
         #: Something came before the first token: the beginning of its last line, and how lines like it may begin.
         self.preceded, self._line, self._starts = False, b"", _PREAMBLE
@@ -66,6 +84,8 @@ class ResponseWatch:
         self._status = int(status) if len(status) == 3 and status.isascii() and status.isdigit() else 0
         kind = headers.get("content-type", "").lower()
         self.is_sse = kind.startswith("text/event-stream")
+        if kind.startswith(("text/html", "application/xhtml")):
+            self._is_page = _is_markup
         self._scanner = scanner_for(kind, headers.get("content-encoding", ""), self._request.api)
 
     def attributes(self, attributes: Mapping[str, Any]) -> str | None:
@@ -89,7 +109,7 @@ class ResponseWatch:
         if self._ttft_ms >= 0 or (self.is_sse and self._precedes(chunk)):
             return False
         self._ttft_ms = (now() - self._request.arrived) * 1e3
-        if _is_page(chunk) and self._status < 400 and self._request.api in _NO_PAGES:
+        if self._is_page(chunk) and self._status < 400 and self._request.api in _NO_PAGES:
             self._scanner, self._status = _Page(), 502
         return True
 

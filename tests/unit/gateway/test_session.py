@@ -767,27 +767,44 @@ def test_an_error_inside_a_200_stream_counts_as_a_failure(rig):
     assert rig.seen.outcomes[0].status == 503
 
 
-@pytest.mark.parametrize("page", [b"<html>hello</html>", b"\r\n<!DOCTYPE html><p>hello"])
-def test_a_page_of_html_in_place_of_an_answer_counts_as_a_failure(rig, page):
+ANY_PAGES = [b"<html>hello</html>", b"\r\n<!DOCTYPE html><p>hello", b"<h1>502 Bad Gateway</h1>", b"<center>hello",
+             b"<title>Error", b"\xef\xbb\xbf<meta charset='utf-8'>"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("page", "kind"), [(page, kind) for page in ANY_PAGES for kind in ("text/html", "")] + [(b"<blink>", "text/html")]
+)
+def test_a_page_of_html_in_place_of_an_answer_counts_as_a_failure(rig, page, kind):
     """Who fails at once looks idle, and would draw the most requests."""
     _, session = rig.open(BUFFERED, STREAMED)
     rig.request_headers(session)
     rig.body(session)
     ((lease,),) = ([entry.lease for entry in rig.pipeline.requests],)
-    rig.response_headers(session, kind="text/html")
+    rig.response_headers(session, kind=kind)
     rig.chunk(session, page)
     assert rig.leases() == 0
     assert rig.seen.outcomes[0].status == 502
     assert lease.first_token_at < 0.0
 
 
-def test_an_embedding_whose_first_byte_is_that_of_markup_is_no_failure(rig):
+def test_json_that_is_called_html_is_no_failure(rig):
+    """So do frameworks that were not told."""
+    _, session = rig.open(BUFFERED, STREAMED, wired=False)
+    rig.request_headers(session)
+    rig.body(session)
+    rig.response_headers(session, kind="text/html; charset=utf-8")
+    rig.chunk(session, b'{"choices": []}', eos=True)
+    assert rig.seen.outcomes[0].status == 200
+
+
+@pytest.mark.parametrize("answer", [b"<\x00\x80?", b"<p\x00\x80", b"<H1\x80"])
+def test_an_embedding_whose_first_byte_is_that_of_markup_is_no_failure(rig, answer):
     """It may be sent as bytes. A client may not take servers out of use with what they rightly answer."""
     _, session = rig.open(BUFFERED, STREAMED, wired=False)
     rig.request_headers(session, path="/v1/embeddings")
     rig.body(session, b'{"model": "m", "input": "hi", "encoding_format": "bytes"}')
     rig.response_headers(session, kind="application/octet-stream")
-    rig.chunk(session, b"<\x00\x80?", eos=True)
+    rig.chunk(session, answer, eos=True)
     assert rig.seen.outcomes[0].status == 200
 
 
