@@ -152,7 +152,7 @@ class Session:
     _followed = False
     # Whether the pipeline knows that the response began before its first token.
     _began = False
-    # Address of the endpoint that answers instead of the picked one; empty = the picked one answers, or it is unknown.
+    # Address of the endpoint that answers instead of the picked one, until reported; empty = none does, or unknown.
     _moved_to = ""
 
     def __init__(self, host: Host, stream: ServerStream, metadata: Mapping[str, str]) -> None:
@@ -510,8 +510,6 @@ class Session:
             answer = CONTINUE[Kind.RESPONSE_HEADERS]
         self._stream.send(answer)
         if ended or (self._mode.response is BodyMode.NONE and not self._echoes_request()):
-            if self._moved_to:
-                self._host.feed(RequestMoved(self._request.id, self._moved_to))
             self._end()
 
     def _echoes_request(self) -> bool:
@@ -525,10 +523,10 @@ class Session:
             answered_by = watch.attributes(message.attributes())
             self._state = SessionState.ANSWERING
             if answered_by is not None and self._fallback:
-                host.feed(RequestMoved(self._request.id, answered_by or self._fallback))
+                self._moved_to = answered_by or self._fallback
         first = watch.chunk(chunk, host.now)
-        if first and self._moved_to:
-            host.feed(RequestMoved(self._request.id, self._moved_to))
+        if first:
+            self._move()
         if first and not watch.refused:
             host.feed(FirstTokenSeen(self._request.id))
         if watch.preceded and not self._began:
@@ -548,6 +546,12 @@ class Session:
             return False
         return not (self._followed or (self._watch.is_sse and self._host.inspect(self._request, True)))
 
+    def _move(self) -> None:
+        """Report that another endpoint answers: with the first token, or at the end if none came."""
+        if self._moved_to:
+            self._host.feed(RequestMoved(self._request.id, self._moved_to))
+            self._moved_to = ""
+
     def _on_response_trailers(self, message: Incoming) -> None:
         if self._renaming is not None:
             self._stream.send(*self._renaming.tail())
@@ -557,6 +561,7 @@ class Session:
     def _end(self) -> None:
         """The session has nothing left to see or wait for: report what it saw, and leave."""
         host, request, watch = self._host, self._request, self._watch
+        self._move()
         usage = watch.usage()
         if not self._wired() or watch.error_status:
             host.feed(watch.ended(host.now()))

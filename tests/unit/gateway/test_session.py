@@ -9,7 +9,7 @@ import pytest
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.events import EndpointUp, ModelsChanged
 from fairlead.core.fleet import Fleet
-from fairlead.core.headers import ACCESS_LOG_METADATA, WHOLE_BODY_METADATA
+from fairlead.core.headers import ACCESS_LOG_METADATA, RESIZABLE_METADATA, WHOLE_BODY_METADATA
 from fairlead.core.instructions import Reject, Route
 from fairlead.core.models import InferenceModel, ModelSet, Origin, Target
 from fairlead.core.prefix import ChainHasher
@@ -123,12 +123,14 @@ class Rig:
             lambda request, stream: inspect,
         )
 
-    def open(self, request_mode, response_mode, wired=True, eager=False, window=65_536, whole=False):
+    def open(self, request_mode, response_mode, wired=True, eager=False, window=65_536, whole=False, resizable=False):
         if wired and not self.host.logs.connected:
             self.host.logs.connected = 1
         wire = Wire(window)
         metadata = {ACCESS_LOG_METADATA: "1"} if wired else {}
-        session = Session(self.host, wire, metadata | ({WHOLE_BODY_METADATA: "1"} if whole else {}))
+        metadata |= {WHOLE_BODY_METADATA: "1"} if whole else {}
+        metadata |= {RESIZABLE_METADATA: "1"} if resizable else {}
+        session = Session(self.host, wire, metadata)
         self.modes = request_mode, response_mode, eager
         return wire, session
 
@@ -162,8 +164,11 @@ class Rig:
             message.response_headers.headers.headers.add(key=key, raw_value=value.encode())
         session.on_message(message.SerializeToString())
 
-    def chunk(self, session, body, eos=False):
+    def chunk(self, session, body, eos=False, **attributes):
         message = self._message()
+        if attributes:
+            named = {name.replace("_", ".", 1): value for name, value in attributes.items()}
+            message.attributes["envoy.filters.http.ext_proc"].update(named)
         message.response_body.body, message.response_body.end_of_stream = body, eos
         message.response_body.SetInParent()
         session.on_message(message.SerializeToString())
@@ -692,6 +697,28 @@ def test_what_follows_a_preamble_in_one_chunk_or_is_none_is_a_first_token(rig, f
     rig.body(session)
     rig.chunk(session, first)
     assert wire.status == 0
+
+
+def test_who_answers_a_repeated_request_has_its_first_token_after_the_preamble(rig):
+    _, session = rig.open(STREAMED, STREAMED, eager=True, whole=True, resizable=True)
+    rig.request_headers(session, path="/v1/responses")
+    rig.body(session, BODY[:-1] + b', "input": "hi"}')
+    ((entry,),) = [list(rig.pipeline.requests)]
+    rig.chunk(session, b": keep-alive\n\n", response_code=200, upstream_request_attempt_count=2)
+    rig.clock.now += 1.5
+    rig.chunk(session, b"data: {}\n\n")
+    assert (entry.lease.endpoint_id, entry.lease.unreached, entry.lease.first_token_at) == ("e1", "e0", 101.5)
+    log_entry(rig, "ab.0000000000000001 200 9000 2000 9 10.0.0.1:80 - 2 -;")
+    assert [outcome.ttft_ms for outcome in rig.seen.outcomes] == [1500.0]
+
+
+def test_who_answers_a_repeated_request_without_a_body_is_known_too(rig):
+    _, session = rig.open(STREAMED, STREAMED, eager=True, whole=True, resizable=True)
+    rig.request_headers(session)
+    rig.body(session)
+    ((entry,),) = [list(rig.pipeline.requests)]
+    rig.chunk(session, b"", eos=True, response_code=200, upstream_request_attempt_count=2)
+    assert (entry.lease.endpoint_id, entry.lease.unreached) == ("e1", "e0")
 
 
 @pytest.mark.parametrize("flags", ["DC", "UC"])
