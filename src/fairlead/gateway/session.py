@@ -524,11 +524,11 @@ class Session:
             self._state = SessionState.ANSWERING
             if answered_by is not None and self._fallback:
                 self._moved_to = answered_by or self._fallback
-        first = watch.chunk(chunk, host.now)
-        if first:
-            self._move()
-        if first and not watch.refused:
-            host.feed(FirstTokenSeen(self._request.id))
+        if first := watch.chunk(chunk, host.now):
+            if self._moved_to:
+                self._move()
+            if not watch.refused:
+                host.feed(FirstTokenSeen(self._request.id))
         if watch.preceded and not self._began:
             self._began = True
             host.feed(ResponseBegan(self._request.id))
