@@ -644,7 +644,7 @@ class Pipeline:
             self._settle(entry, event.status, tokens, event.duration_ms)
         self.requests.end(entry, trigger)
         ttft_ms = event.ttft_ms if event.status < 300 else -1.0  # an error has no tokens
-        if ttft_ms >= 0.0 and lease.request.stream:
+        if lease.request.stream and ttft_ms >= 0.0:
             ttft_ms = lease.ttft_ms(ttft_ms)
         return OutcomeRecord(
             request=entry.request,
