@@ -92,7 +92,7 @@ class AdminSources(Struct, frozen=True, kw_only=True):
     notes: Callable[[], Iterable[str]] = tuple
     #: One decision in full, by one of its names; `None` = it is unknown or no longer kept.
     decision: Callable[[str], Any] = lambda name: None
-    #: What is known of prompts: tokenisers, KV events; `None` = nothing beyond their bytes.
+    #: What is known about prompts from tokenisers and KV events; `None` = neither is configured.
     knowledge: Callable[[], Any] = lambda: None
     #: The segments of the journal, oldest first; `None` = none is kept.
     journal: Callable[[], Sequence[Path] | None] = lambda: None

@@ -1,6 +1,6 @@
 """The indexer's HTTP port.
 
-    POST /query      who holds how much of a prompt
+    POST /query      which endpoints hold how much of a prompt
     GET  /state      the ranks of each endpoint, for schedulers that use this indexer
     GET  /snapshot   the index as bytes, for a warm start elsewhere
     PUT  /snapshot   load a snapshot, where that is allowed

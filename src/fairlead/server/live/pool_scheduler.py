@@ -66,7 +66,7 @@ class PoolScheduler:
         loop = asyncio.get_running_loop()
         self.config = config
         self._unready = unready
-        #: What is wrong with the latest configuration; empty = nothing.
+        #: Why the latest configuration cannot be used; empty = it can.
         self.unusable = ""
         #: As in `LivePools`: the process itself knows those of its only pool.
         self.refused: list[str] = []

@@ -32,7 +32,7 @@ from fairlead.server.observe.log import get
 log = get("warming")
 
 PRIORITY, TENANT = -(2**31), "fairlead-warming"
-#: Waiting requests from which on an endpoint is busy; seconds between two checks of that; seconds of waiting at most.
+#: With this many waiting requests an endpoint is busy; seconds between two checks; the most seconds of waiting.
 BUSY, LOOK_S, PATIENCE_S = 4, 0.1, 10.0
 #: Seconds from sending a beginning to the end of its answer.
 TIMEOUT_S = 60.0

@@ -86,8 +86,8 @@ class LoopClock:
 
 
 class TimeOfDay:
-    """Calling it returns the seconds to add to the clock `now` to get seconds since 1970. The value changes only when
-    somebody sets the system's clock."""
+    """Calling it returns the seconds to add to the clock `now` to get seconds since 1970. The value changes only if the
+    system's clock is set."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now

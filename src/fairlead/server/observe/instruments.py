@@ -123,7 +123,7 @@ class Family(Generic[Child]):
         return made
 
     def keep(self, labels: Sequence[str], wanted: Container[tuple[str, ...]]) -> None:
-        """Drop children whose values of these labels are not among the wanted ones."""
+        """Keep only children whose values of `labels` are in `wanted`."""
         indexes = [self.labels.index(label) for label in labels]
         for key in [key for key in self.children if tuple(key[index] for index in indexes) not in wanted]:
             del self.children[key]

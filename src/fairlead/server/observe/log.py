@@ -154,8 +154,8 @@ class _Background:
                 Written.lost += len(lines)
 
     def _several(self) -> list[bytes]:
-        """Wait for lines, and return those for one write; empty = there will be no more. One write per line would be
-        too slow for a burst."""
+        """Wait for lines, and return those for one write; empty = the log was closed. One write per line would be too
+        slow for a burst."""
         lines: list[bytes] = []
         size = 0
         while not self._ended and size < _WRITE and not (lines and self._lines.empty()):

@@ -97,7 +97,7 @@ class Recent:
     the records' `at`."""
 
     def __init__(self) -> None:
-        #: Clock seconds from which on all records are included.
+        #: All records since then (clock seconds) are included.
         self.covered_since = inf
         self._endpoints: Window[str] = Window(LONG, 5.0, len(EndpointSums.__struct_fields__), OTHER)
         self.traffic: Window[Traffic] = Window(SHORT, 1.0, 2, (OTHER, OTHER, 0))

@@ -104,8 +104,7 @@ class Watch:
         self.newest: deque[OutcomeRecord] = deque(maxlen=_NEWEST)
         #: Endpoint id → why its load cannot be read.
         self._silent: dict[str, str] = {}
-        #: Endpoint id → the worst level of its hang that was logged, and since when (clock seconds) it makes no
-        #: progress.
+        #: Endpoint id → the worst level of its hang that was logged, and when (clock seconds) its last progress was.
         self._hangs: dict[str, tuple[int, float]] = {}
         self._on_routed, self._awake = on_routed, awake
         self._tracing, self._scrapes = tracing, scrapes
