@@ -132,7 +132,7 @@ async def test_why_facts_cannot_be_used_is_said_at_once(url: str) -> None:
     async with running(one, other):
         await until(lambda: agree(one, other) and len(one.replicas.peers) == 1)
         one.problems["vm-2"] = "it has version 3"
-        assert one.replicas.trouble() == "what vm-2 says cannot be used: it has version 3"
+        assert one.replicas.trouble() == "the facts of vm-2 cannot be used: it has version 3"
         assert "'problem': 'it has version 3'" in str(one.replicas.page()["replicas"])
 
 

@@ -115,7 +115,7 @@ def check_workers(config: Config, workers: int) -> None:
     if workers == 1:
         return
     if config.kubernetes.leader_election.enabled:
-        raise ConfigError("workers all decide; leave leaderElection out", "$.kubernetes.leaderElection")
+        raise ConfigError("every worker decides, none leads: leave leaderElection out", "$.kubernetes.leaderElection")
     if config.als.enabled and config.als.port != config.ext_proc.port:
         raise ConfigError("each worker takes the access log at its own port: leave als.port out", "$.als.port")
     if config.kv_events.bind:
@@ -126,7 +126,7 @@ def check_workers(config: Config, workers: int) -> None:
     for (section, field), first in _counted_ports(config).items():
         for port in range(first, first + workers):
             if port in taken or port > 65535:
-                who = taken.get(port, "no port at all")
+                who = taken.get(port, "no valid port")
                 why = f"{workers} workers need {workers} ports from {first} on, and {port} is {who}"
                 raise ConfigError(why, f"$.{section}.{field}")
             taken[port] = f"that of {section}.{field}"

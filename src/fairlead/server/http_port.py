@@ -119,7 +119,7 @@ class Access:
             return self._refuse(403, f"{host[:80]!r} is not a name of this server; see admin.hosts\n")
         origin = request.headers.get("Origin")
         if origin is not None and _host_of(origin) != host:
-            return self._refuse(403, "pages of other origins may not ask\n")
+            return self._refuse(403, "requests from pages of other origins are refused\n")
         if self._tokens is not None and not self._tokens.accept(request.headers.get("Authorization", "")):
             return self._refuse(401, "a token is needed\n", {"WWW-Authenticate": 'Basic realm="fairlead"'})
         return None

@@ -153,7 +153,7 @@ class Replicas:
             return f"this replica decides alone: {self.problem}"
         for name in sorted(self.peers):
             if problem := self._facts.problem(name):
-                return f"what {name} says cannot be used: {problem}"
+                return f"the facts of {name} cannot be used: {problem}"
         if self.lag_s > _SLOW_S:
             return (
                 f"messages of the other replicas arrive {self.lag_s:.1f} s late: {self.where} or this process is slow"

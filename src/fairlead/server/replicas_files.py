@@ -41,7 +41,7 @@ _HEADER = 64
 #: Bytes of the ring. A reader that is half a ring behind counts as overtaken.
 RING = 2 << 20
 _BEHIND, _LARGEST = RING // 2, RING // 4
-#: Before each record: its kind, its length, the checksum of both and of its content, and when it was written.
+#: Before each record: its kind, 0, the length of its content, the checksum of kind and content, when it was written.
 _RECORD = Layout("<HHIId")
 BATCH, SNAPSHOT, WANTED, GONE, _PADDING = range(5)
 #: Seconds between two reads of other replicas' files while this replica handles no event.

@@ -129,7 +129,7 @@ class IndexClient:
         was, self.up = self.up, False
         if was or not self._complained:
             self._complained = True
-            self._say("the indexer does not answer; learned prefixes count", why)
+            self._say("the indexer does not answer; learned prefixes are used", why)
             self._on_state(None)
 
     async def _follow(self) -> None:

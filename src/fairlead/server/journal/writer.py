@@ -381,7 +381,7 @@ class Writer:
 
     def _failed(self, error: OSError | Full) -> None:
         if isinstance(error, Full):
-            self._trouble("it is as large as it may be, and writing ends", 0)
+            self._trouble("it has reached its size limit, and nothing more is written", 0)
         else:
             self._recorder.counts.errors += 1
             self._trouble(str(error), 0)

@@ -149,7 +149,7 @@ class PoolScheduler:
         self.driver.feed(StopAsked())
 
     def turned(self, late_s: float) -> None:
-        """The event loop's timer has fired, `late_s` seconds late."""
+        """Do the work of a timer of the event loop, which fired `late_s` seconds late."""
         self.watch.metrics.families.loop_lag.child().observe(late_s)
         self.host.pulse.beat()
         self.troubles.look()

@@ -77,7 +77,8 @@ from fairlead.server.state import StateFile
 
 
 class LoopClock:
-    """The event loop's clock, without asyncio's Python function: it is read several times per request."""
+    """The event loop's clock. Calls `time.monotonic` directly, which is faster than asyncio's function in Python: the
+    clock is read several times per request."""
 
     time = staticmethod(time.monotonic)
 

@@ -193,7 +193,7 @@ class History:
         for name in failing - self._failing:
             log.warning("an endpoint's answers fail; it is out of use, and tried every few seconds", endpoint=name)
         for name in self._failing - failing:
-            log.info("an endpoint's answers fail no more, or it is gone", endpoint=name)
+            log.info("an endpoint's answers no longer fail, or it was removed", endpoint=name)
         self._failing = failing
 
 

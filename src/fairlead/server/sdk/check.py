@@ -242,7 +242,7 @@ class Checker:
             raise Failed("it picked none; if its policy fails, its log has the error")
 
     async def _batches_in_flight(self, say: Dialogue) -> None:
-        """answers 32 batches that come without waiting"""
+        """answers 32 batches that are sent without waiting for answers"""
         await say.greet(_pool(3))
         wanted = [number for _ in range(32) for number in _ask(say, 3, 4)]
         _all_allowed(await say.picks(wanted), _names(3))
@@ -257,7 +257,7 @@ class Checker:
         _all_allowed(await say.picks(_ask(say, 8, 4, candidates=np.zeros(0, dtype=np.intp))), set())
 
     async def _empty_pool(self, say: Dialogue) -> None:
-        """picks nothing while there are no endpoints, and goes on when there are"""
+        """picks nothing while there are no endpoints, and picks again once there are"""
         await say.greet(())
         _all_allowed(await say.picks(_ask(say, 0, 2)), set())
         _all_allowed(await say.picks(say.ask(4, say.state(_pool(2)), forecast=_forecast(2))), _names(2))

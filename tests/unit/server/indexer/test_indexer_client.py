@@ -144,7 +144,7 @@ async def test_broken_answers_are_none_and_after_three_it_is_left_alone(world: W
     assert await client.ask(**QUESTION) is None
     assert client.counts.ends["down"] == 1
     assert world.states[-1] is None
-    assert "learned prefixes count" in world.said[-1]
+    assert "learned prefixes are used" in world.said[-1]
     # It is well again, which its state shows.
     world.indexer.query, world.indexer.state = world.indexer.good, world.indexer.told
     await world.until(lambda: client.up)

@@ -97,7 +97,7 @@ def test_stopping_when_full_keeps_the_beginning(tmp_path: Path) -> None:
     numbers = [body.request.id for _, _, body in run.items()]
     assert numbers == list(range(len(numbers)))
     assert recorder.counts.unwritten > 100
-    assert writer.troubles == ["it is as large as it may be, and writing ends"]  # type: ignore[attr-defined]
+    assert writer.troubles == ["it has reached its size limit, and nothing more is written"]  # type: ignore[attr-defined]
 
 
 def test_two_schedulers_do_not_share_a_directory(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_a_journal_that_is_full_at_the_start_is_kept(tmp_path: Path) -> None:
     )
     writer.start()
     writer.close()
-    assert reported == ["it is as large as it may be, and writing ends"]
+    assert reported == ["it has reached its size limit, and nothing more is written"]
     assert total(tmp_path) == 50_000
 
 
