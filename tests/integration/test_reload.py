@@ -7,8 +7,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import grpc
 import pytest
 from msgspec.structs import replace
+from ports import free_ports
 
 from fairlead.compat.load import load
 from fairlead.core.events import FirstTokenSeen, RequestArrived, ResponseEnded
@@ -121,6 +123,26 @@ async def test_what_a_worker_has_of_its_own_hides_no_change_of_the_file(
         wanted = "the file has changes that need a restart: $.admin.port, $.seed"
         assert live.serving.troubles.look()["restart"] == wanted
         assert (live.config.admin.port, live.config.seed) == (0, 5)
+    finally:
+        live.stop()
+        await asyncio.wait_for(running, 40)
+
+
+async def test_the_port_takes_bodies_as_large_as_at_the_start(tmp_path: Path) -> None:
+    """One that starts later may be asked to take them again."""
+    file, beside = tmp_path / "f.yaml", RunningGateway([], str(tmp_path), 1, 2)
+    write(file, weight=1, more="parsing: {maxBodyBytes: 2MiB}")
+    (tmp_path / CONFIG).write_bytes(file.read_bytes())
+    write(file, weight=1, more="parsing: {maxBodyBytes: 1MiB}")
+    (port,) = free_ports(1)
+    config, begun = beside.configurations(file, {"extProc": {"port": port}})
+    live = Live(config, beside, begun)
+    running = asyncio.create_task(live.run())
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = channel.stream_stream("/envoy.service.ext_proc.v3.ExternalProcessor/Process")(wait_for_ready=True)
+            await call.write(b"\xff" * (3 << 19))
+            assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT, "it was read"
     finally:
         live.stop()
         await asyncio.wait_for(running, 40)

@@ -51,7 +51,8 @@ def _on_models_problem(file: str, problem: Problem) -> None:
 class PoolScheduler:
     """Call `await start(stack)`, then `await settle(stack)` once the first endpoints may be known. `one_of`: the pace
     that all pools of this process share; `None` = this is the only pool. `unready`: returns the reasons why requests
-    cannot be served. `gateway`: the embedded gateway that runs next to this process."""
+    cannot be served. `gateway`: the embedded gateway that runs next to this process. `begun`: the configuration that
+    the other schedulers of this pool began with, for what a reload cannot change; `None` = `config`."""
 
     def __init__(
         self,
@@ -61,6 +62,7 @@ class PoolScheduler:
         one_of: Pace | None = None,
         unready: Callable[[], Sequence[str]] = list,
         gateway: RunningGateway = NONE_RUNS,
+        begun: Config | None = None,
     ) -> None:
         """Raises `ConfigError` or `PluginError`."""
         loop = asyncio.get_running_loop()
@@ -71,7 +73,7 @@ class PoolScheduler:
         #: As in `LivePools`: the process itself knows those of its only pool.
         self.refused: list[str] = []
         self._definitions: dict[str, ModelSet] = {}
-        self.core = core = Core(config, loop, tracing, self._adopt, self._refuse, one_of, gateway)
+        self.core = core = Core(config, loop, tracing, self._adopt, self._refuse, one_of, gateway, begun)
         self.fleet, self.watch, self.pipeline = core.fleet, core.watch, core.pipeline
         self.driver, self.host, self.scraper = core.driver, core.host, core.scraper
         self.label = pool_label(config, one_of is not None)

@@ -104,7 +104,10 @@ class Live:
             if self.config.kubernetes.namespaces:
                 self.serving = LivePools(self.config, tracing, self._reasons)
             else:
-                self._take(PoolScheduler(self.config, tracing, unready=self._reasons, gateway=self._beside))
+                pool = PoolScheduler(
+                    self.config, tracing, unready=self._reasons, gateway=self._beside, begun=self._begun
+                )
+                self._take(pool)
             if tracing is not None:
                 troubles, why = self.serving.troubles, "spans cannot be sent to tracing.endpoint; the log says why"
                 show_spans(self.serving.registry, lambda: tracing.dropped)
@@ -152,7 +155,7 @@ class Live:
         budget = self._budget = ByteBudget(_buffered(config), loop.time)
         show_budget(serving.registry, budget)
         self._watch_troubles(budget)
-        max_body = config.parsing.max_body_bytes
+        max_body = self._begun.parsing.max_body_bytes
         server = Server(config.ext_proc.transport, serving.host, self.health, tls, max_body, budget)
         log_port = config.als.port if config.als.enabled and not config.kubernetes.namespaces else 0
         await self._start_admin(stack)

@@ -176,11 +176,13 @@ class Core:
         refuse: Callable[[RefuseConfiguration], object],
         one_of: Pace | None = None,
         gateway: RunningGateway = NONE_RUNS,
+        begun: Config | None = None,
     ) -> None:
         """`adopt` and `refuse` receive the outcome of a `Reconfigured`. The other arguments and the exceptions are
         those of `PoolScheduler`."""
         check_schedulers(config)
         self._config, self._tracing, self._clock = config, tracing, LoopClock(loop)
+        self._begun = begun or config
         rng, self._run = Random(config.seed), secrets.token_hex(RUN_DIGITS // 2)
         self.inspection = Inspection(config.inspect.usage_sampling, Random(rng.random()), self._clock.time)
         self.fleet = _fleet(config)
@@ -245,7 +247,7 @@ class Core:
         make = partial(Noticing, Beginnings(settings.shared, settings.max_bytes)) if settings.enabled else Understanding
         return make(
             self.pipeline.tokens,
-            build_hasher(config),
+            build_hasher(self._begun),
             self._clock.time,
             conversations=config.parsing.conversations,
             trusted=config.trusted,
@@ -259,7 +261,7 @@ class Core:
         path = settings.path(self._config.journal)
         if not path:
             return None
-        state = StateFile(Path(path), settings, self.pipeline, build_hasher(self._config), self.driver.feed, clock.time)
+        state = StateFile(Path(path), settings, self.pipeline, build_hasher(self._begun), self.driver.feed, clock.time)
         show_state(self.watch.metrics.registry, state.counts)
         return state
 
