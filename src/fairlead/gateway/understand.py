@@ -356,6 +356,14 @@ class PromptReader(Protocol):
         """Take what is known of a request that is about to arrive. Returns the value of `Request.blocks`."""
 
 
+def _without_body(head: Head) -> ParsedRequest:
+    """The client sent no body, or the gateway does not show it: the model server judges that. A known API is asked by
+    POST. At another path a POST without a body may still be work for the model."""
+    api = api_of(head.path)
+    missing = head.empty and (head.headers.get(":method") == "POST") != (api == OTHER)
+    return unread(api, "empty" if missing else "no-body")
+
+
 class Understanding:
     """Makes `Request`s. Their ids count up from 1 and are internal, so nothing that a client sends can equal one.
 
@@ -416,11 +424,8 @@ class Understanding:
         `MAX_NAME` characters. Also returns the task that still reads its prompt, whose result goes to `known`; `None` =
         no such task. Raises `ClientError` if no model server could understand the body either."""
         hints = head.hints
-        if not body:  # the client sent none, or the gateway does not show it: the model server judges that
-            api = api_of(head.path)
-            # A known API is asked by POST. At another path a POST without a body may still be work for the model.
-            missing = head.empty and (head.headers.get(":method") == "POST") != (api == OTHER)
-            parsed = unread(api, "empty" if missing else "no-body")
+        if not body:
+            parsed = _without_body(head)
         elif head.parser is None:
             parsed = self._parse(head.path, body, head.content_type, content_encoding=head.encoding)
         else:
