@@ -62,7 +62,7 @@ class H2Server:
         self._empty = asyncio.Event()
         self._empty.set()
         self._ticker: asyncio.TimerHandle | None = None
-        self._draining = False
+        self._draining = self._closing = False
         self._streams = 0
 
     @property
@@ -128,8 +128,10 @@ class H2Server:
     def made(self, connection: H2Control) -> bool:
         self._connections.add(connection)
         self._empty.clear()
-        if self._draining:
-            # Accepted while the listeners closed: it is drained after its SETTINGS were sent.
+        # It may have been accepted while the listeners closed. It is drained after its SETTINGS were sent.
+        if self._closing:
+            asyncio.get_running_loop().call_soon(connection.abort, "the server closes")
+        elif self._draining:
             asyncio.get_running_loop().call_soon(connection.drain)
         return len(self._connections) <= self.limits.max_connections
 
@@ -172,6 +174,7 @@ class H2Server:
                     async with asyncio.timeout(grace_s):
                         await self._empty.wait()
         finally:
+            self._closing = True
             for connection in list(self._connections):
                 connection.abort("the server closes")
             await self._empty.wait()

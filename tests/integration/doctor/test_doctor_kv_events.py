@@ -82,6 +82,7 @@ async def test_a_replay_that_is_long_is_no_finding(world: Any, pool_of: Listed) 
     events, replay = free_ports(2)
     addresses = await world.stubs(1, KvEventsConfig(events=f"tcp://127.0.0.1:{events}"))
     with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.linger = 0
         router.bind(f"tcp://127.0.0.1:{replay}")
 
         async def answer_without_end() -> None:

@@ -8,6 +8,7 @@ from fairlead.gateway import h2
 from fairlead.gateway.grpc_frames import PREFIX
 from fairlead.gateway.h2 import ErrorCode
 from fairlead.gateway.h2_limits import H2Limits
+from fairlead.gateway.h2_server import H2Server
 
 Connect = Any
 PATH = "/s/M"
@@ -188,3 +189,25 @@ async def test_a_peer_that_says_goodbye_finishes_first(connect: Connect) -> None
     handler.stream.finish()
     peer.feed(h2.rst_stream(1, 0))
     assert peer.transport.eof
+
+
+async def test_a_connection_that_is_accepted_while_the_server_closes_is_ended_too() -> None:
+    server = H2Server({})
+
+    class Connection:
+        opened = 0
+
+        def drain(self) -> None:
+            """Like a peer with streams that do not end."""
+
+        def abort(self, why: str) -> None:
+            server.lost(self)  # type: ignore[arg-type]
+
+    class First(Connection):
+        def abort(self, why: str) -> None:
+            server.made(Connection())  # type: ignore[arg-type]
+            super().abort(why)
+
+    server.made(First())  # type: ignore[arg-type]
+    await asyncio.wait_for(server.close(), 10)
+    assert not server.connections
