@@ -158,7 +158,7 @@ def _run(spec: object, text: str, policy: str, seed: int, validate: bool, as_jso
 def _note_models(models: set[str]) -> None:
     if len(models) > 1:
         shown = ", ".join(sorted(models)[:_MODELS]) + (", …" if len(models) > _MODELS else "")
-        text = f"the workload is for {len(models)} models ({shown}); here every server has all, and all cost the same"
+        text = f"the workload is for {len(models)} models or adapters ({shown}); every server has all, at the same cost"
         typer.echo(plain(f"note: {text}. `fairlead journal capture --model NAME` takes one"), err=True)
 
 

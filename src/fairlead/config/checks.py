@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -117,9 +118,10 @@ def _check_ports(settings: Settings, report: Report) -> None:
         wanted += [(("gateway", "port"), gateway.port), (("gateway", "adminPort"), gateway.admin_port)]
     wanted += [(("extProc", "port"), ext_proc.port), (("extProc", "healthPort"), ext_proc.health_port)]
     admin = settings.admin
+    hosts = {_address(admin.host), _address(admin.metrics_host or admin.host)}
+    apart = len(hosts) == 2 and "" not in hosts  # both can have one port
     wanted.append((("admin", "port"), admin.port))
-    hosts = {admin.host, admin.metrics_host or admin.host}
-    if len(hosts) == 1 or hosts & {"0.0.0.0", "::"}:  # otherwise both can have one port
+    if not (apart and admin.metrics_port == admin.port):
         wanted.append((("admin", "metricsPort"), admin.metrics_port))
     wanted.append((("autoscaling", "port"), settings.autoscaling.port))
     if als.enabled and als.port != ext_proc.port:
@@ -166,11 +168,10 @@ def _given(names: EngineNames) -> dict[str, Any]:
 
 
 def _check_metrics(metrics: Metrics, report: Report) -> None:
-    if metrics.staleness < metrics.idle_interval + REPEAT:
-        hint = f"at least {metrics.idle_interval + REPEAT:g}s with this idleInterval"
-        report.add(("metrics", "staleness"), "idle endpoints would look stale between two reports", hint)
-    elif metrics.staleness <= metrics.interval:
-        report.add(("metrics", "staleness"), "endpoints would look stale between two reports", "more than interval")
+    name, longest = max(("idleInterval", metrics.idle_interval), ("interval", metrics.interval), key=itemgetter(1))
+    if metrics.staleness < longest + REPEAT:
+        hint = f"at least {longest + REPEAT:g}s with this {name}"
+        report.add(("metrics", "staleness"), "endpoints would look stale between two reports", hint)
     for name, names in metrics.engines.items():
         for field, value in names:
             if field not in _LABELS and value is not None:
@@ -295,6 +296,15 @@ def unsplit(roles: set[str], by_model: Mapping[str, set[str]]) -> bool:
     If another model has prefill endpoints and this one has no roles at all, it is meant to be served whole.
     """
     return not roles & PREFILL_ONLY and (roles != {""} or not any(own & PREFILL_ONLY for own in by_model.values()))
+
+
+def _address(host: str) -> str:
+    """An address in one form; empty = all addresses."""
+    try:
+        address = ip_address("127.0.0.1" if host == "localhost" else host.strip("[]"))
+    except ValueError:
+        return host
+    return "" if address.is_unspecified else str(address)
 
 
 def is_loopback(host: str) -> bool:

@@ -272,7 +272,8 @@ class Metrics(Section):
     idle_interval: PositiveSeconds = Field(default=0.2, description="Time between scrapes of an idle endpoint.")
     timeout: PositiveSeconds = Field(default=1.0, description="Longest time for one scrape.")
     staleness: PositiveSeconds = Field(
-        default=2.0, description="Scrapes older than this are not used; at least `idleInterval` + 1s."
+        default=2.0,
+        description="Scrapes older than this are not used; at least 1s more than `interval` and `idleInterval`.",
     )
     backoff_cap: PositiveSeconds = Field(default=2.0, description="Failures double an endpoint's interval, up to this.")
     max_rate: float = Field(

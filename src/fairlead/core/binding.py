@@ -260,11 +260,11 @@ class PairBinder:
 
     @staticmethod
     def reach(among: Sequence[Waiting], table: EndpointTable) -> int:
-        """How many endpoints can serve one of these, by what is remembered of them; all = not known."""
-        unlike = {able.tobytes(): able for able in (waiting.known.able for waiting in among)}.values()
-        if any(len(able) != len(table) for able in unlike):
-            return table.count
-        return int(np.count_nonzero(np.logical_or.reduce([*unlike]) & table.alive))
+        """How many endpoints can serve one of these, as far as their last look-up says."""
+        reached = np.zeros(len(table), dtype=np.bool_)
+        for able in {id(able): able for able in (waiting.known.able for waiting in among)}.values():
+            reached[: len(able)] |= able[: len(table)]
+        return int(np.count_nonzero(reached & table.alive)) or table.count
 
     def follow(self, rules: WaitingRules) -> None:
         """Use other rules from now on, also for requests that wait already."""

@@ -146,8 +146,7 @@ class Pipeline:
         that `policy` may ask, by name. `shadows`: gets a copy of each decision for the policies on trial. `snapshot`:
         copies what each decision was made from. `build`: builds a scheduler from the document of a `Reconfigured`;
         `None` = every new configuration is refused. `alternatives`: endpoints that a `Route` names beside its own."""
-        self._clock = clock
-        self._rng = rng
+        self._clock, self._rng = clock, rng
         self.fleet, self._stalls, self._stalled = fleet, fleet.stalls, fleet.stalls.changes
         self._decide_by(policy)
         #: Parsers read it to estimate prompt tokens; only the pipeline makes it learn.

@@ -49,7 +49,7 @@ def write_output(path: Path, content: str | bytes, new: bool = False) -> None:
         if path.exists() and not path.is_file():  # a device or a pipe
             path.write_bytes(data)
             return
-        with aside.open("xb") as file:
+        with aside.open("xb" if new else "wb") as file:
             try:
                 file.write(data)
                 file.flush()
@@ -57,7 +57,7 @@ def write_output(path: Path, content: str | bytes, new: bool = False) -> None:
                     if real.exists():
                         aside.chmod(real.stat().st_mode)
                     aside.replace(real)
-            except OSError:
+            except BaseException:
                 aside.unlink(missing_ok=True)
                 raise
     except OSError as error:

@@ -222,6 +222,15 @@ BAD: list[tuple[str, list[tuple[str, int, str, str]]]] = [
     (ONE + "extProc: {port: 0}", [("$.extProc.port", 2, "it cannot be 0", "")]),
     (ONE + "extProc: {port: 9090}", [("$.admin.port", 0, "taken by extProc.port", "")]),
     (ONE + "admin: {metricsPort: 8080}", [("$.admin.metricsPort", 2, "taken by gateway.port", "")]),
+    (ONE + "metrics: {interval: 1.5s}", [("$.metrics.staleness", 2, "look stale", "2.5s with this interval")]),
+    (
+        ONE + "admin: {metricsHost: 10.0.0.5, metricsPort: 9002}",
+        [("$.admin.metricsPort", 2, "taken by extProc.port", "")],
+    ),
+    (
+        ONE + "admin: {host: localhost, metricsHost: 127.0.0.1, metricsPort: 9090}",
+        [("$.admin.metricsPort", 2, "taken by admin.port", "")],
+    ),
     (ONE + "admin: {metricsPort: 9090}", [("$.admin.metricsPort", 2, "taken by admin.port", "")]),
     (ONE + "admin: {metricsHost: '::', metricsPort: 9090}", [("$.admin.metricsPort", 2, "taken by admin.port", "")]),
     (ONE + "autoscaling: {port: 9090}", [("$.autoscaling.port", 2, "taken by admin.port", "")]),

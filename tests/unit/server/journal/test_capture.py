@@ -115,7 +115,7 @@ def test_conditions(text: str, before: float, after: float, broken: bool) -> Non
 
 
 def test_a_figure_that_is_not_known_is_not_good() -> None:
-    assert "not known here" in condition("tpot_p50 > 5").broken({}, {})
+    assert "not known of the newer run" in condition("tpot_p50 > 5").broken({}, {})
     assert "former run" in condition("tpot_p50 > +5%").broken({}, {"tpot_p50": 1.0})
 
 

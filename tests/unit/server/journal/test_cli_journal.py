@@ -128,7 +128,7 @@ def test_of_several_models_one_is_taken_and_a_simulation_notes_them(
     assert text.count('"model":"big"') > 3
     file.write_text(text.replace('"model":"big"', '"model":"small"', 3))
     ran = call("sim", "run", file)
-    assert ran.exit_code == 0 and "note: the workload is for 2 models (big, small); " in ran.output
+    assert ran.exit_code == 0 and "note: the workload is for 2 models or adapters (big, small); " in ran.output
 
 
 def test_the_gate_takes_a_python_file(recorded: Any, tmp_path: Path) -> None:
