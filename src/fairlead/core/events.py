@@ -81,11 +81,13 @@ class RequestMoved(Struct, frozen=True, gc=False):
     """The gateway sent the request to a second endpoint as well, usually `Route.fallback`, because the chosen endpoint
     could not be reached, broke off before the first byte of an answer, or was overdue.
 
-    It is fed when a response begins or at the end, and always before `ResponseEnded`."""
+    It is fed with the first token or at the end, and always before `ResponseEnded`."""
 
     request_id: int
     #: Address of the endpoint that answers. It may still be the chosen one.
     address: str
+    #: It is fed with the first token.
+    first_token: bool = False
 
 
 class UsageReported(Struct, frozen=True, gc=False):

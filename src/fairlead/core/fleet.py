@@ -414,23 +414,24 @@ class Fleet:
         lease.forecast = Forecast()  # how long the transfer takes is not known
         return lease
 
-    def move(self, lease: Lease, slot: int, now: float) -> Lease:
-        """Move a lease to `slot`, whose endpoint answers the request instead of the chosen one; its first token has
-        come. It counts as a failure of the chosen endpoint, unless that has left the pool. Return the new lease."""
+    def move(self, lease: Lease, slot: int, now: float, first_token: bool) -> Lease:
+        """Move a lease to `slot`, whose endpoint answers the request instead of the chosen one. It counts as a failure
+        of the chosen endpoint, unless that has left the pool. Return the new lease. `first_token`: it comes now."""
         if lease.held:
             if now - lease.charged_at > OVERDUE_S and not self.table.suspicion[lease.slot]:
                 self.stalls.hedged_in_vain()
             self.ledger.release(lease)
             self.answered(lease.slot, False, now)
-        self.stalls.moved(slot, now)
+        if first_token:
+            self.stalls.moved(slot, now)
         moved = self.charge(lease.request, slot, now, 0, 2 * lease.growth_tokens)
         moved.unreached = lease.endpoint_id
         moved.forecast = Forecast()  # the forecast was for the chosen endpoint
         moved.evicted_at, moved.predicted, moved.queued_ms = lease.evicted_at, lease.predicted, lease.queued_ms
         moved.preceded = lease.preceded
+        moved.mark = None  # it is not known when the request came here
         self.ledger.first_token(moved)
-        if lease.request.stream:
-            moved.first_token_at = now
+        moved.first_token_at = now if first_token and lease.request.stream else lease.first_token_at
         return moved
 
     def first_token(self, lease: Lease, now: float) -> None:

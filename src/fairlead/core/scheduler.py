@@ -548,7 +548,7 @@ class Pipeline:
         elsewhere = slot >= 0 and self.fleet.table.ids[slot] != lease.endpoint_id
         if not lease.unreached and elsewhere:
             self._endings.orphans.pop(entry, None)
-            entry.lease = self.fleet.move(lease, slot, self._clock.time())
+            entry.lease = self.fleet.move(lease, slot, self._clock.time(), event.first_token)
             self.requests.move(entry, ev.RequestMoved, S.ANSWERING)
         elif not lease.unreached and lease.held:  # the gateway began a second attempt, but the first one answered
             self.fleet.stalls.hedged_in_vain()

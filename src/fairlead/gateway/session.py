@@ -218,6 +218,7 @@ class Session:
             self._reading.cancel()
         elif state is SessionState.ANSWERING and not self._wired():
             host, watch = self._host, self._watch
+            self._move()
             end = watch.ended(host.now(), client_gone=not watch.complete)
             if end.client_gone and self._mode.access_log:  # the log may open within GRACE, with this request's entry
                 host.driver.later(GRACE, lambda: host.feed(end))
@@ -526,7 +527,7 @@ class Session:
                 self._moved_to = answered_by or self._fallback
         if first := watch.chunk(chunk, host.now):
             if self._moved_to:
-                self._move()
+                self._move(first_token=not watch.refused)
             if not watch.refused:
                 host.feed(FirstTokenSeen(self._request.id))
         if watch.preceded and not self._began:
@@ -546,10 +547,10 @@ class Session:
             return False
         return not (self._followed or (self._watch.is_sse and self._host.inspect(self._request, True)))
 
-    def _move(self) -> None:
+    def _move(self, first_token: bool = False) -> None:
         """Report that another endpoint answers: with the first token, or at the end if none came."""
         if self._moved_to:
-            self._host.feed(RequestMoved(self._request.id, self._moved_to))
+            self._host.feed(RequestMoved(self._request.id, self._moved_to, first_token))
             self._moved_to = ""
 
     def _on_response_trailers(self, message: Incoming) -> None:

@@ -721,6 +721,23 @@ def test_who_answers_a_repeated_request_without_a_body_is_known_too(rig):
     assert (entry.lease.endpoint_id, entry.lease.unreached) == ("e1", "e0")
 
 
+@pytest.mark.parametrize("ended", [True, False], ids=["ended", "broke off"])
+@pytest.mark.parametrize("wired", [True, False], ids=["log", "no log"])
+def test_a_repeated_request_that_is_answered_with_comments_only_has_no_first_token(rig, wired, ended):
+    _, session = rig.open(STREAMED, STREAMED, wired=wired, eager=True, whole=True, resizable=True)
+    rig.request_headers(session)
+    rig.body(session)
+    rig.chunk(session, b": keep-alive\n\n", response_code=200, upstream_request_attempt_count=2)
+    rig.clock.now += 60
+    if ended:
+        rig.chunk(session, b"", eos=True)
+    else:
+        session.on_lost("")
+    if wired:
+        log_entry(rig, f"ab.0000000000000001 200 9000 60000 9 10.0.0.1:80 {'-' if ended else 'UC'} 2 -;")
+    assert [(end.endpoint, end.unreached, end.ttft_ms) for end in rig.seen.outcomes] == [("e1", "e0", -1.0)]
+
+
 @pytest.mark.parametrize("flags", ["DC", "UC"])
 def test_a_stream_that_ends_after_comments_has_no_first_token(rig, flags):
     """An engine that hangs is no fast one."""
@@ -734,12 +751,13 @@ def test_a_stream_that_ends_after_comments_has_no_first_token(rig, flags):
     assert [outcome.ttft_ms for outcome in rig.seen.outcomes] == [-1.0]
 
 
+@pytest.mark.parametrize("endpoint", [0, 1], ids=["picked", "repeated"])
 @pytest.mark.parametrize(("path", "ttft_ms"), [("/v1/responses", -1.0), ("/v1/chat/completions", 9.0)])
-def test_where_no_response_is_shown_the_first_byte_may_not_be_the_first_token(rig, path, ttft_ms):
+def test_where_no_response_is_shown_the_first_byte_may_not_be_the_first_token(rig, path, ttft_ms, endpoint):
     _, session = rig.open(STREAMED, NONE, eager=True, whole=True)
     rig.request_headers(session, path=path)
     rig.body(session, BODY[:-1] + b', "input": "hi"}')
-    log_entry(rig, "ab.0000000000000001 200 9000 2000 9 10.0.0.0:80 - 1 -;")
+    log_entry(rig, f"ab.0000000000000001 200 9000 2000 9 10.0.0.{endpoint}:80 - {endpoint + 1} -;")
     assert [outcome.ttft_ms for outcome in rig.seen.outcomes] == [ttft_ms]
 
 
