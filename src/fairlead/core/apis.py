@@ -39,6 +39,8 @@ OTHER = "other"
 WITHOUT_OUTPUT = frozenset(
     (EMBEDDINGS, CONVERSATIONS, COUNT_TOKENS, SCORE, RERANK, POOLING, IMAGES, GRPC_EMBED, TOKENIZE, RENDER, MODELS)
 )
+#: APIs whose requests may have several prompts. All others have one, whatever number of answers they ask for.
+PROMPT_LISTS = frozenset((COMPLETIONS, SGLANG, EMBEDDINGS, POOLING, SCORE, RERANK))
 #: APIs that the engine's model has nothing to do for.
 WITHOUT_MODEL = frozenset((CONVERSATIONS, COUNT_TOKENS, TOKENIZE, RENDER, MODELS))
 #: APIs whose requests are not repeated once they may have begun: their effect is unknown, or they change stored data.

@@ -9,6 +9,7 @@ from typing import cast
 import numpy as np
 
 from fairlead.core.adapters import Adapters, Cold
+from fairlead.core.apis import PROMPT_LISTS
 from fairlead.core.columns import FloatColumn
 from fairlead.core.cost import CROWDED, LONG_TOKENS, PRIOR, StepModel, forecast
 from fairlead.core.endpoint import MODEL_LABEL, NOT_LISTED, BaseModels, Endpoint, Sample, Topology
@@ -346,11 +347,11 @@ class Fleet:
         table, prompt = self.table, request.prompt_tokens
         half = expected_output / 2
         uncached = float(min(max(prompt - hit_tokens, 1), MOST))
-        # Larger than all the engine's memory: the engine refuses it at once and computes nothing. Several sequences may
-        # each have their own part of the prompt.
-        refused = uncached * table.per_capacity[slot] > request.sequences
-        if refused:
-            prompt, half, uncached = 1, 0.0, 1.0
+        refused = uncached * table.per_capacity[slot] > 1.0
+        if refused:  # larger than all the engine's memory, but each prompt of a list may be short
+            refused = request.api not in PROMPT_LISTS or uncached * table.per_capacity[slot] > request.sequences
+            if refused:  # the engine refuses it at once and computes nothing
+                prompt, half, uncached = 1, 0.0, 1.0
         alone_ms = self._prior.prefill_ms(prompt, uncached)
         blind = request.blind or not request.stream
         lease = Lease(

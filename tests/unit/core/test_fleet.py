@@ -320,8 +320,20 @@ def test_a_prompt_that_the_engine_will_refuse_is_no_work_and_leaves_nothing_in_i
     assert column is not None
     assert (column > 0).tolist() == [False, True], "nothing is known of the memory there"
     assert fleet.charge(request(3, 1700), 0, 0.0, 200, 0.0).uncached_tokens == 1500, "the rest is there already"
-    pairs = replace(request(4, 6400), sequences=100)
-    assert fleet.charge(pairs, 0, 0.0, 0, 100.0).uncached_tokens == 6400, "each of its prompts is short"
+    fleet.validate()
+
+
+@pytest.mark.parametrize("api", ["chat", "responses", "generate", "other"])
+def test_answers_share_one_prompt_that_the_engine_will_refuse_and_a_list_has_many(api: str) -> None:
+    fleet = fleet_of(1)
+    fleet.sampled("e0", 0.0, 0.0, Sample(block_size=16, num_blocks=100))
+    answers = replace(request(1, 6400), sequences=4, api=api)
+    assert fleet.charge(answers, 0, 0.0, 0, 100.0).uncached_tokens == 1
+    assert fleet.match(request(2)) is None, "nothing is in its cache"
+    for lists in ("rerank", "score", "embeddings", "completions", "sglang"):
+        pairs = replace(answers, api=lists)
+        assert fleet.charge(pairs, 0, 0.0, 0, 100.0).uncached_tokens == 6400, "each of its prompts is short"
+        assert fleet.charge(replace(pairs, sequences=3), 0, 0.0, 0, 100.0).uncached_tokens == 1
     fleet.validate()
 
 
