@@ -59,7 +59,7 @@ class PoolModels:
         report: Callable[[str], object] = lambda problem: None,
         rediscover_s: float = REDISCOVER_S,
     ) -> None:
-        self.reflectors: dict[str, Reflector[ModelObject]] = {}
+        self._reflectors: dict[str, Reflector[ModelObject]] = {}
         self._client = client
         self._pools: dict[tuple[str, str], _Followed] = {}
         self._namespace = namespace
@@ -73,6 +73,11 @@ class PoolModels:
         self._discovered = False
 
     @property
+    def reflectors(self) -> Mapping[str, Reflector[ModelObject]]:
+        """The reflectors by name, without those that may not list their kind and need not."""
+        return {name: reflector for name, reflector in self._reflectors.items() if not _left_out(name, reflector)}
+
+    @property
     def missing(self) -> str:
         """What is not known yet, in words; empty = nothing is missing."""
         complete = all(followed.models is not None for followed in self._pools.values())
@@ -80,7 +85,7 @@ class PoolModels:
 
     @property
     def _known(self) -> bool:
-        return self._discovered and not any(_still_missing(*each) for each in self.reflectors.items())
+        return self._discovered and all(reflector.ready.is_set() for reflector in self.reflectors.values())
 
     def follow(self, namespace: str, pool: str, feed: Callable[[ModelSet], object]) -> None:
         """Call `feed(models)` for each change of the definitions for this pool."""
@@ -118,10 +123,11 @@ class PoolModels:
                     installed[group, version] = await self._resources(group, version)
         self._on_trouble("discovery", "")
         wanted = self._wanted(installed)
-        for name in dict.fromkeys((*wanted, *self.reflectors)):
-            resource, followed = wanted.get(name), self.reflectors.get(name)
+        for name in dict.fromkeys((*wanted, *self._reflectors)):
+            resource, followed = wanted.get(name), self._reflectors.get(name)
             if resource != (followed.resource if followed else None):
                 await self._unfollow(name)
+                self._on_trouble(name, "")
                 if resource is not None:
                     self._follow(name, resource)
                 self._changed()
@@ -171,11 +177,11 @@ class PoolModels:
             on_trouble=troubled,
             report=self._report,
         )
-        self.reflectors[name] = reflector
+        self._reflectors[name] = reflector
         self._tasks[name] = asyncio.create_task(reflector.run(), name=name)
 
     async def _unfollow(self, name: str) -> None:
-        self.reflectors.pop(name, None)
+        self._reflectors.pop(name, None)
         await cancelled(self._tasks.pop(name, None))
 
     def _changed(self) -> None:
@@ -191,7 +197,7 @@ class PoolModels:
         for (namespace, pool), followed in self._pools.items():
             objects: dict[str, dict[str, ModelObject]] = {}
             of: dict[tuple[str, str], list[tuple[Resource, ModelObject]]] = {}
-            for _, reflector in sorted(self.reflectors.items(), reverse=True):  # the first group's come last
+            for _, reflector in sorted(self._reflectors.items(), reverse=True):  # the first group's come last
                 resource = replace(reflector.resource, namespace=namespace)
                 for key, item in reflector.items.items():
                     if key.startswith(f"{namespace}/"):
@@ -214,6 +220,6 @@ class PoolModels:
             followed.feed(models)
 
 
-def _still_missing(name: str, reflector: Reflector[ModelObject]) -> bool:
+def _left_out(name: str, reflector: Reflector[ModelObject]) -> bool:
     needless = name == "inferencemodels" or name != reflector.resource.plural
-    return not (reflector.ready.is_set() or (reflector.forbidden and needless))
+    return needless and reflector.forbidden and not reflector.ready.is_set()

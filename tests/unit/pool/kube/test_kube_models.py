@@ -12,6 +12,8 @@ from fairlead.core.models import ModelSet
 from fairlead.pool.kube.client import KubeClient, Resource, Unreachable
 from fairlead.pool.kube.models import PoolModels
 from fairlead.pool.kube.status import Condition, DesiredCondition, StatusWriter
+from fairlead.server.observe.component_metrics import KubeMetrics
+from fairlead.server.observe.exposition import Registry
 
 X = "inference.networking.x-k8s.io/v1alpha2"
 LLMD = "llm-d.ai/v1alpha2"
@@ -37,6 +39,7 @@ class Followed:
         self.leads = True
         self.sets: list[ModelSet] = []
         self.troubles: list[str] = []
+        self.present: dict[str, str] = {}
         self.writer = StatusWriter(client, lambda: self.leads, self.troubles.append)
         self.models = PoolModels(
             client,
@@ -44,9 +47,15 @@ class Followed:
             self.writer,
             rng,
             rediscover_s=0.05,
-            on_trouble=lambda resource, trouble: self.troubles.append(trouble) if trouble else None,
+            on_trouble=self.note,
         )
         self.models.follow("default", "llama", self.sets.append)
+
+    def note(self, resource: str, trouble: str) -> None:
+        self.present.pop(resource, None)
+        if trouble:
+            self.present[resource] = trouble
+            self.troubles.append(trouble)
 
 
 @pytest.fixture
@@ -78,6 +87,16 @@ async def test_the_older_group_may_be_out_of_reach(
     await until(lambda: followed.sets)
     assert [one.priority for one in followed.sets[-1].objectives] == [2]
     assert followed.troubles and not followed.models.missing
+    metrics = KubeMetrics(Registry())
+    metrics.follow(lambda: followed.models.reflectors)
+    await until(lambda: not metrics.trouble())
+
+
+async def test_a_kind_that_is_uninstalled_is_no_trouble(kube: FakeKube, followed: Followed, until: Any) -> None:
+    kube.forbidden.add(("list", "inferenceobjectives"))
+    await until(lambda: "inferenceobjectives" in followed.present)
+    kube.groups = {version: plurals for version, plurals in GROUPS.items() if version not in (LLMD, X)}
+    await until(lambda: not followed.present)
 
 
 @pytest.mark.parametrize("plural", ["inferencemodels", "inferenceobjectives"])
