@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -172,18 +173,24 @@ def test_a_full_disk_costs_records_and_is_said_where(tmp_path: Path, monkeypatch
     assert len(writer.troubles) == 1  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("all_of_it", [False, True])
-def test_segments_may_be_removed_while_it_runs(tmp_path: Path, all_of_it: bool) -> None:
+def _remove(path: Path) -> None:
+    for segment in segments(str(path)) or ():
+        segment.unlink()
+
+
+def _move(path: Path) -> None:
+    for segment in segments(str(path)) or ():
+        segment.rename(path.with_name(segment.name))
+
+
+@pytest.mark.parametrize("take_away", [_remove, shutil.rmtree, _move, lambda path: path.rename(path.with_name("old"))])
+def test_segments_may_be_removed_or_moved_while_it_runs(tmp_path: Path, take_away: Callable[[Path], object]) -> None:
     path, recorder = tmp_path / "j", Recorder()
     writer = made(path, recorder)
     for number in (1, 2):
         recorder.take(1.0, StreamLost(number))
         writer.turn(True)
-    if all_of_it:
-        shutil.rmtree(path)
-    else:
-        for segment in segments(str(path)) or ():
-            segment.unlink()
+    take_away(path)
     for number in (3, 4):
         recorder.take(2.0, StreamLost(number))
         writer.turn(True)
@@ -191,7 +198,7 @@ def test_segments_may_be_removed_while_it_runs(tmp_path: Path, all_of_it: bool) 
     assert [body.request_id for kind, _, body in items if kind != LOST] == [3, 4]
     assert sum(body.records for kind, _, body in items if kind == LOST) == recorder.counts.unwritten == 1
     assert recorder.counts.size == sum(file.stat().st_size for file in path.glob("*.journal"))
-    assert writer.troubles == ["its segment was removed; a new one begins"]  # type: ignore[attr-defined]
+    assert writer.troubles == ["its segment was removed or moved; a new one begins"]  # type: ignore[attr-defined]
     recorder.close()
 
 
