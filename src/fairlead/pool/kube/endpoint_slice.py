@@ -261,7 +261,8 @@ class EndpointSlicePublisher:
         self._leading = False
         #: The slice has named this replica since this replica became the leader.
         self._named = False
-        #: Why the last attempt to name this replica in the slice failed; empty = it succeeded, or there was none.
+        #: Why the last attempt to name this replica in the slice failed; empty = it succeeded, or there was none. Of a
+        #: replica that does not lead: why its own reflector cannot read the slice.
         self.trouble = ""
         self._woken = asyncio.Event()
         self._writing = asyncio.Lock()
@@ -280,6 +281,8 @@ class EndpointSlicePublisher:
     def lead(self, leading: bool) -> None:
         self._leading, self._named = leading, False
         self._foreign, self._patience = "", FOREIGN_S
+        if not leading:
+            self._say("")
         self._woken.set()
 
     async def run(self) -> None:
@@ -353,7 +356,7 @@ class EndpointSlicePublisher:
             self._foreign, self._foreign_until = seen.version, now + self._patience
             self._patience = min(2 * self._patience, FOREIGN_MAX_S)
         self._say(
-            f"the service {self._namespace}/{self._name} leads to {seen.addresses[0]}, by the lease"
+            f"the service {self._namespace}/{self._name} points to {seen.addresses[0]}, by the lease"
             f" {seen.lease} of another release; only one of them may serve its pool"
         )
         return self._foreign_until - now
@@ -385,12 +388,14 @@ class EndpointSlicePublisher:
         self._woken.set()
 
     def _contact(self, trouble: str) -> None:
-        if trouble:
+        if trouble or not self._leading:
             self._say(trouble)
         elif self.trouble:
             self._woken.set()
 
     def _say(self, trouble: str) -> None:
+        if not self._leading:
+            trouble = self.reflector.stats.trouble if self._own else ""
         if trouble != self.trouble:
             self.trouble = trouble
             self._on_trouble(trouble)

@@ -316,7 +316,7 @@ def own_place(namespace: str = "") -> Place:
     address = _pod_ip()
     if not address:
         path = "$.kubernetes.leaderElection"
-        raise ConfigError("the service cannot lead here: $POD_IP must be the address of this pod", path)
+        raise ConfigError("the service cannot point to this replica: $POD_IP must be the address of this pod", path)
     return Place(address, os.environ.get("POD_NAME", ""), os.environ.get("NODE_NAME", ""), namespace)
 
 

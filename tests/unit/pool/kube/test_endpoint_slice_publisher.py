@@ -237,3 +237,23 @@ async def test_an_outage_is_outlived(kube: FakeKube, replica: Any, until: Any) -
     await until(lambda: a.troubles)
     await kube.start()
     await until(lambda: named(kube) == ["10.244.0.1"])
+
+
+async def test_who_leads_no_more_has_no_trouble(kube: FakeKube, replica: Any, until: Any) -> None:
+    kube.drop("v1", "services", "epp-leader")
+    a = replica(1)
+    a.publisher.lead(True)
+    await until(lambda: "does not point to this replica" in a.publisher.trouble)
+    a.publisher.lead(False)
+    assert (a.publisher.trouble, a.troubles[-1]) == ("", "")
+
+
+async def test_the_end_of_an_outage_is_seen_by_a_standby(kube: FakeKube, replica: Any, until: Any) -> None:
+    a = replica(1)
+    await until(a.publisher.reflector.ready.is_set)
+    await kube.stop()
+    await until(lambda: a.publisher.trouble)
+    a.publisher.lead(False)
+    assert a.publisher.trouble, "no API server answers still"
+    await kube.start()
+    await until(lambda: not a.publisher.trouble)
