@@ -283,13 +283,17 @@ class HttpPort:
         app.middlewares.insert(0, self._serve)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=self._grace_s, keepalive_timeout=IDLE_S)
         await runner.setup()
+        sockets: list[socket.socket] = []
         try:
             tls = None if self._tls is None else self._tls.context
             connections = _Connections(runner, self._busy)
-            for sock in listening_sockets(self._host, self._wanted_port, _BACKLOG):
+            sockets = listening_sockets(self._host, self._wanted_port, _BACKLOG)
+            for sock in sockets:
                 await _Site(runner, sock, tls, connections).start()
         except BaseException:
             await runner.cleanup()
+            for sock in sockets:
+                sock.close()
             raise
         self._runner = runner
         self.port = int(runner.addresses[0][1])

@@ -14,6 +14,7 @@ from aiohttp import web
 from msgspec import structs
 
 from fairlead.core.endpoint import Endpoint
+from fairlead.server import http_port
 from fairlead.server.admin import MAX_DECISIONS, Admin, AdminSources
 from fairlead.server.http_port import HttpPort
 
@@ -379,6 +380,15 @@ async def test_everywhere_is_ipv4_and_ipv6() -> None:
         _, writer = await asyncio.open_connection(host, port.port)
         await hang_up([writer])
     await port.close()
+
+
+async def test_a_start_that_fails_leaves_no_socket_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_STREAM)  # no server can listen on the second
+    sockets = [socket.socket(type=kind) for kind in kinds]
+    monkeypatch.setattr(http_port, "listening_sockets", lambda *args: sockets)
+    with pytest.raises(ValueError, match="Stream Socket"):
+        await HttpPort("localhost", 0, 1.0).start()
+    assert [sock.fileno() for sock in sockets] == [-1, -1, -1]
 
 
 async def received(reader: asyncio.StreamReader) -> int:
