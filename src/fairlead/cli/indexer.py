@@ -12,7 +12,7 @@ from fairlead.cli.options import ConfigFile, examples
 \b
 Examples:
   fairlead indexer fairlead.yaml
-  fairlead indexer fairlead.yaml --bind tcp://*:5555 --listen 0.0.0.0:9090
+  fairlead indexer fairlead.yaml --bind tcp://*:5555 --listen :9090
   curl localhost:9090/query --json '{"prompt_hash": [123], "pods": ["pod1"]}'
   curl localhost:9090/snapshot --output index.kv
 """)
@@ -66,5 +66,5 @@ def _address(text: str) -> tuple[str, int]:
 
     host, colon, port = text.rpartition(":")
     if not colon or not (port.isascii() and port.isdigit() and len(port) < 6 and int(port) < 65536):
-        raise ConfigError(f"--listen {text!r}: expected HOST:PORT, e.g. 0.0.0.0:9090")
+        raise ConfigError(f"--listen {text!r}: expected HOST:PORT, or :PORT for every address")
     return host.strip("[]") or "::", int(port)

@@ -260,7 +260,7 @@ def note_pool(
     if gateway.mode == "embedded" and is_loopback(gateway.host) and remote:
         report.note(
             ("gateway",),
-            f"the gateway listens on {gateway.host}, where only this machine reaches it; gateway.host: 0.0.0.0 opens "
+            f"the gateway listens on {gateway.host}, where only this machine reaches it; gateway.host: '::' opens "
             "it to the network",
         )
 

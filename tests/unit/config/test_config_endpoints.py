@@ -43,8 +43,9 @@ NEAR = "endpoints: ['127.0.0.1:8000', 'localhost:8000']\n"
     [
         (NEAR, []),
         (FAR + "gateway: {host: 0.0.0.0}", []),
+        (FAR + "gateway: {host: '::'}", []),
         (FAR + "gateway: none", []),
-        (FAR, ["listens on 127.0.0.1, where only this machine reaches it"]),
+        (FAR, ["listens on 127.0.0.1, where only this machine reaches it; gateway.host: '::' opens"]),
         (TWO, ["without the scheduler, requests go to any endpoint, and endpoints serve 2 models"]),
         (TWO.replace("b}", "a}"), []),
         (TWO + "gateway: {failOpen: true}", []),
