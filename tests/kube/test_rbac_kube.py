@@ -27,6 +27,8 @@ NEEDED = [
     (GIE, "inferencepools", ["list", "watch"]),
     (LEGACY, "inferencemodels", ["list", "watch"]),
     (LEGACY, "inferencemodels/status", ["patch"]),
+    (LEGACY, "inferenceobjectives", ["list", "watch"]),
+    (LEGACY, "inferencemodelrewrites", ["list", "watch"]),
     (LLMD, "inferenceobjectives", ["list", "watch"]),
     (LLMD, "inferencemodelrewrites", ["list", "watch"]),
     # What is to be created has no name yet; everything else may be limited to the one lease.
