@@ -10,7 +10,7 @@ from ports import free_ports
 
 from fairlead.compat.load import load
 from fairlead.core.errors import ConfigError, Unavailable
-from fairlead.gateway.envoy.clusters import EndpointsFile, PoolWriter
+from fairlead.gateway.envoy.clusters import EndpointsFile, PoolWriter, render
 from fairlead.gateway.envoy.gateway import Plan
 from fairlead.server.embedded import (
     check_ports,
@@ -106,7 +106,7 @@ async def test_endpoints_that_cannot_be_written_for_envoy_are_a_problem_until_th
     tries: list[object] = []
     write = EndpointsFile.write
     monkeypatch.setattr(EndpointsFile, "write", lambda file, pool: (tries.append(pool), write(file, pool)))
-    monkeypatch.setattr("fairlead.gateway.envoy.clusters.AGAIN_S", 0.01)
+    monkeypatch.setattr("fairlead.gateway.envoy.clusters.CHECK_S", 0.01)
     (directory := tmp_path / "gateway").mkdir()
     pool = PoolWriter(directory / "endpoints.json")
     directory.rmdir()
@@ -123,3 +123,23 @@ async def test_endpoints_that_cannot_be_written_for_envoy_are_a_problem_until_th
             await asyncio.sleep(0.01)
     assert '"port_value": 2' in (directory / "endpoints.json").read_text()
     assert len(caplog.records) == 1
+    pool.close()
+
+
+async def test_a_pool_that_was_removed_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As cleaners of /tmp do. An Envoy that ends writes that of the start, and must not keep it."""
+    monkeypatch.setattr("fairlead.gateway.envoy.clusters.CHECK_S", 0.01)
+    file = tmp_path / "endpoints.json"
+    pool = PoolWriter(file)
+    pool.set(["127.0.0.1:2"])
+    async with asyncio.timeout(30):
+        while not file.exists():
+            await asyncio.sleep(0.01)
+        file.unlink()
+        file.write_text(render(["127.0.0.1:1"], 1))
+        while '"port_value": 2' not in file.read_text():
+            await asyncio.sleep(0.01)
+        file.unlink()
+        while not file.exists():
+            await asyncio.sleep(0.01)
+    pool.close()

@@ -26,8 +26,8 @@ log = logging.getLogger("fairlead.gateway")
 CLUSTER = "all_endpoints"
 #: Seconds in which a burst of changes is collected, so that it is written once.
 _COALESCE = 0.02
-#: Seconds until a file that could not be written is tried again.
-AGAIN_S = 1.0
+#: Seconds until a file that could not be written is tried again, and one that was written is looked for.
+CHECK_S = 1.0
 
 _ASSIGNMENT = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
 
@@ -60,24 +60,32 @@ class EndpointsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._version = 0
-        self._written: tuple[str, ...] | None = None
+        self._written: tuple[tuple[str, ...], tuple[int, int] | None] | None = None
 
     def write(self, addresses: Iterable[str]) -> bool:
-        """Make `addresses` the pool; order and repetitions do not matter. True if that changed anything.
+        """Make `addresses` the pool; order and repetitions do not matter. True if that changed anything. A file that
+        somebody has removed or replaced is written again.
 
         Raises `ConfigError` for an address that is not `ip:port` (nothing is written), or `OSError` on disk errors.
         """
         wanted = tuple(sorted(set(addresses)))
-        if wanted == self._written:
+        if (wanted, self._stamp()) == self._written:
             return False
         replace_watched(self.path, render(wanted, self._version + 1))
         self._version += 1
-        self._written = wanted
+        self._written = wanted, self._stamp()
         return True
+
+    def _stamp(self) -> tuple[int, int] | None:
+        try:
+            status = self.path.stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns
 
 
 class PoolWriter:
-    """Keeps the file up to date while the pool changes. Belongs to one event loop."""
+    """Keeps the file up to date while the pool changes or somebody removes the file. Belongs to one event loop."""
 
     def __init__(self, path: Path) -> None:
         self._file = EndpointsFile(path)
@@ -97,8 +105,10 @@ class PoolWriter:
                 parse_endpoint(address)
         self._known = set(wanted)
         self._pool = wanted
-        if self._due is None:
-            self._due = asyncio.get_running_loop().call_later(_COALESCE, self._write)
+        loop = asyncio.get_running_loop()
+        if self._due is None or self._due.when() > loop.time() + _COALESCE:
+            self.close()
+            self._due = loop.call_later(_COALESCE, self._write)
 
     def changed(self, event: EndpointUp | EndpointDown) -> None:
         """Like `set`, for a change of one endpoint."""
@@ -115,7 +125,7 @@ class PoolWriter:
             self._due = None
 
     def _write(self) -> None:
-        self._due = None
+        self._due = asyncio.get_running_loop().call_later(CHECK_S, self._write)
         try:
             self._file.write(self._pool)
             self.problem = ""
@@ -123,7 +133,6 @@ class PoolWriter:
             if not self.problem:
                 log.error("the gateway's endpoints cannot be updated, it keeps the old ones: %s", error)
             self.problem = f"the gateway's endpoints could not be updated, it keeps the old ones: {error}"
-            self._due = asyncio.get_running_loop().call_later(AGAIN_S, self._write)
 
 
 # What Envoy connects to: the scheduler, its access log service, the chosen endpoint, and the whole pool.

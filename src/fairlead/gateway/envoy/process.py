@@ -142,7 +142,8 @@ class GatewayProcess:
             path.write_text(json.dumps(listeners))
 
     def _before_restart(self, number: int) -> None:
-        """Write files again that somebody has removed, as cleaners of /tmp do. Schedulers update the endpoints."""
+        """Write files again that somebody has removed, as cleaners of /tmp do. The first scheduler that runs brings
+        the endpoints up to date."""
         (self._directory / ADMIN_SOCKET.format(number)).unlink(missing_ok=True)
         for path, content in self._kept.items():
             if not path.exists():

@@ -112,6 +112,8 @@ class Live:
                 troubles, why = self.serving.troubles, "spans cannot be sent to tracing.endpoint; the log says why"
                 show_spans(self.serving.registry, lambda: tracing.dropped)
                 troubles.lately("tracing", lambda: tracing.dropped, why)
+            if self._pool is not None:
+                stack.callback(self._pool.close)
             self._ending.listen(stack)
             loop.add_signal_handler(ENDING, self._leave)
             stack.callback(loop.remove_signal_handler, ENDING)
@@ -254,6 +256,8 @@ class Live:
         """The embedded gateway is stopping. It accepts no new connections, but asks this scheduler until its last
         request has ended."""
         self.health.leave()
+        if self._pool is not None:
+            self._pool.close()  # the gateway removes the file at its end
         self.serving.empty_queue()
 
     async def _finish(self, server: Server) -> None:
