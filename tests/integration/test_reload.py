@@ -114,7 +114,7 @@ async def test_what_a_worker_has_of_its_own_hides_no_change_of_the_file(
     (tmp_path / CONFIG).write_bytes(file.read_bytes())
     write(file, weight=0, admin=9, more="seed: 3")
     own: dict[str, Any] = {"admin": {"port": 0}, "seed": 5}
-    config, begun = beside.configurations(file, own)
+    config, begun = beside.configurations(file, own, file.read_bytes())
     assert config.policy.scorers[0].weight == 0, "before its first decision"
     live = Live(config, beside, begun)
     running = asyncio.create_task(live.run())
@@ -135,7 +135,7 @@ async def test_the_port_takes_bodies_as_large_as_at_the_start(tmp_path: Path) ->
     (tmp_path / CONFIG).write_bytes(file.read_bytes())
     write(file, weight=1, more="parsing: {maxBodyBytes: 1MiB}")
     (port,) = free_ports(1)
-    config, begun = beside.configurations(file, {"extProc": {"port": port}})
+    config, begun = beside.configurations(file, {"extProc": {"port": port}}, file.read_bytes())
     live = Live(config, beside, begun)
     running = asyncio.create_task(live.run())
     try:

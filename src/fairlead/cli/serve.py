@@ -134,18 +134,20 @@ def serve_file(
     with without_collection():
         from msgspec.json import decode
 
+        from fairlead.compat.load import read_bytes
         from fairlead.server.observe.log import get, in_background, name_worker, setup
         from fairlead.server.running_gateway import RunningGateway
 
         gateway = decode(running_gateway, type=RunningGateway)
-        config, begun = gateway.configurations(file, flags)
+        content = read_bytes(file)
+        config, begun = gateway.configurations(file, flags, content)
         setup(config.log.level, config.log.format)
         for flag, why in notes:
             get("serve").warning("a flag has no effect here", flag=flag, why=why)
         if config.gateway.mode == "embedded" and not scheduler_only:
             from fairlead.server.embedded import serve_embedded
 
-            config, gateway = serve_embedded(config, file, workers)
+            config, gateway = serve_embedded(config, file, content, workers)
         elif workers > 1:
             raise ConfigError("workers need the embedded gateway; without it, start several processes", "--workers")
         if gateway.workers > 1:

@@ -27,7 +27,7 @@ from msgspec import to_builtins
 from msgspec.structs import replace
 
 import fairlead
-from fairlead.compat.load import load, read_bytes
+from fairlead.compat.load import load
 from fairlead.config.schema import Config
 from fairlead.core.endpoint import host_port
 from fairlead.core.errors import ConfigError, cannot_listen
@@ -57,9 +57,10 @@ sys.exit(main(json.loads(sys.argv[2])))
 """
 
 
-def serve_embedded(config: Config, file: Path, workers: int = 1) -> tuple[Config, RunningGateway]:
+def serve_embedded(config: Config, file: Path, content: bytes, workers: int = 1) -> tuple[Config, RunningGateway]:
     """Fork the schedulers, then become the gateway's parent. Returns only in the children, each of which continues as a
-    scheduler: its configuration, and the gateway for `Live`.
+    scheduler: its configuration, and the gateway for `Live`. `content`: what `config` was read from; the file may have
+    changed since.
 
     Raises `FairleadError` if the gateway cannot be started, or if the configuration does not allow that many workers.
     """
@@ -73,7 +74,6 @@ def serve_embedded(config: Config, file: Path, workers: int = 1) -> tuple[Config
     plan = prepare(options, pool, scheduler_timeout=config.gateway.wait_for_scheduler)
     if keys:
         write_keys(plan.keys_file, known, keys.forward)
-    content = read_bytes(file)
     Path(plan.directory, CONFIG).write_bytes(content)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -13,8 +13,10 @@ from typing import Any
 from msgspec import Struct
 
 from fairlead.compat.load import load
+from fairlead.config.problems import Problem
 from fairlead.config.reload import plan_reload
 from fairlead.config.schema import Config
+from fairlead.core.errors import FairleadError
 from fairlead.gateway.envoy.process import CONFIG, ENDPOINTS
 
 
@@ -29,20 +31,29 @@ class RunningGateway(Struct, frozen=True):
     workers: int = 1
     flags: dict[str, Any] = {}
 
-    def configurations(self, file: Path, flags: Mapping[str, Any]) -> tuple[Config, Config]:
+    def configurations(self, file: Path, flags: Mapping[str, Any], present: bytes) -> tuple[Config, Config]:
         """Return the configuration to run, and the one that the gateway and its schedulers began with. They differ if
-        the file has changed since: settings that need a restart stay. `flags`: those of this scheduler. Raises
-        `FairleadError`."""
+        the file has changed since: settings that need a restart stay. `flags`: those of this scheduler. `present`: what
+        the file contains. Raises `FairleadError`."""
+        notes: tuple[Problem, ...] = ()
         try:
             content = Path(self.directory, CONFIG).read_bytes() if self.directory else None
-        except OSError:
+        except OSError:  # the gateway's parent is of an older version
             content = None
-        config = load(file, flags=flags, content=content)
-        if content is None:  # there is no gateway, or its parent is of an older version
-            return config, config
-        begun = load(file, flags=self.flags, content=content)
-        changes, _ = plan_reload(config, load(file, flags=self.flags), begun)
-        return changes.config, begun
+        if content is not None:
+            try:
+                config, begun = (load(file, flags=values, content=content) for values in (flags, self.flags))
+            except FairleadError as error:  # a plugin, or a field of an older version, is gone since
+                why = (
+                    f"what the file contained at the start cannot be used any longer, so all of it is new here: {error}"
+                )
+                notes = (Problem("$", 0, why, "restart the gateway too"),)
+            else:
+                changes, _ = plan_reload(config, load(file, flags=self.flags, content=present), begun)
+                return changes.config, begun
+        config = load(file, flags=flags, content=present)
+        config = config.model_copy(update={"notes": (*config.notes, *notes)})
+        return config, config
 
     @property
     def mark(self) -> str:

@@ -12,12 +12,15 @@ from fairlead.compat.load import load
 from fairlead.core.errors import ConfigError, Unavailable
 from fairlead.gateway.envoy.clusters import EndpointsFile, PoolWriter, render
 from fairlead.gateway.envoy.gateway import Plan
+from fairlead.gateway.envoy.process import CONFIG
+from fairlead.server import embedded
 from fairlead.server.embedded import (
     check_ports,
     check_workers,
     gateway_options,
     pinned,
     scheduler_command,
+    serve_embedded,
     worker_flags,
 )
 from fairlead.server.running_gateway import RunningGateway
@@ -98,6 +101,27 @@ def test_a_replacement_knows_the_gateway_and_its_own_number() -> None:
     assert gateway == RunningGateway(["/gateway/admin-0.sock"], "/gateway", 1, 3)
     assert gateway.pool_file is None, "the first worker writes it"
     assert RunningGateway([], "/gateway").pool_file == plan.endpoints_file
+
+
+def test_a_file_that_changes_meanwhile_does_not_change_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither what the workers begin with, nor the copy for those that follow. Names are resolved between."""
+    file, first = tmp_path / "f.yaml", b"endpoints: ['127.0.0.1:1']\n"
+    directory = tmp_path / "gateway"
+    directory.mkdir()
+
+    def prepared(*given: object, **options: object) -> Plan:
+        file.write_text("endpoints: ['127.0.0.1:1']\nseed: 7\n")
+        return Plan(str(directory), [], [], 0.0, 1.0)
+
+    monkeypatch.setattr(embedded, "prepare", prepared)
+    monkeypatch.setattr(embedded, "check_ports", lambda *given: None)
+    monkeypatch.setattr(embedded, "tie_to_parent", lambda parent: None)
+    monkeypatch.setattr(embedded.os, "fork", lambda: 0)
+    monkeypatch.setattr(embedded.os, "setsid", lambda: None)
+    config, _ = serve_embedded(load(first.decode()), file, first, 2)
+    assert (config.seed, (directory / CONFIG).read_bytes()) == (None, first)
 
 
 async def test_endpoints_that_cannot_be_written_for_envoy_are_a_problem_until_they_can(
