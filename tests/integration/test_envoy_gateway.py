@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator, Mapping
 from ipaddress import ip_address
@@ -21,7 +22,7 @@ from fairlead.gateway.access_log import AccessLogEntry, read_entries, read_uploa
 from fairlead.gateway.envoy.config import AT_ENTRY
 from fairlead.gateway.envoy.gateway import prepare
 from fairlead.gateway.envoy.options import Options
-from fairlead.gateway.envoy.process import GatewayProcess
+from fairlead.gateway.envoy.process import CONFIG, GatewayProcess
 from fairlead.gateway.envoy.routes import TOWARD_UPSTREAM
 from fairlead.gateway.ext_proc import CONTINUE, DESTINATION, LEASE_KEY, BodyMode, Incoming, Kind
 from fairlead.gateway.h2_server import H2Server
@@ -457,6 +458,25 @@ async def test_a_crashed_envoy_comes_back_where_it_was(tmp_path: Path) -> None:
         w.gateway.set_endpoints([w.upstreams[0].address])
         await w.picker.server.close()
         await w.until({w.upstreams[0].address})
+
+
+async def test_files_that_were_removed_are_written_again_until_it_stops(tmp_path: Path) -> None:
+    """What the configuration file contained at the start, too: schedulers that start again read it."""
+    plan = prepare(Options(port=0, ext_proc="127.0.0.1:1", paths=("/*",)), ["127.0.0.1:1"], directory=tmp_path)
+    (directory := Path(plan.directory)).joinpath(CONFIG).write_text("policy: default\n")
+    process = GatewayProcess(**structs.asdict(plan))
+    await process.start()
+    try:
+        before = {path: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+        shutil.rmtree(directory)
+        process.write_again()
+        written = {path: path.read_bytes() for path in directory.iterdir()}
+        assert directory / CONFIG in written
+        assert written.items() <= before.items()
+    finally:
+        await process.stop(0.0)
+    process.write_again()
+    assert not directory.exists()
 
 
 async def test_of_two_envoys_one_dies_and_nobody_else_notices(tmp_path: Path) -> None:

@@ -161,12 +161,12 @@ def spawn_tied(command: list[str]) -> int:
 class Keeper:
     """Keeps one process running. Make this on the event loop, when the first process already runs."""
 
-    def __init__(self, name: str, first: int, command: list[str], outage: Outage | None = None) -> None:
-        """`first`: the id of the running process. `command`: starts the next one. `outage`: for schedulers, counts the
-        requests that the gateway balances meanwhile."""
+    def __init__(self, name: str, first: int, command: list[str], gateway: GatewayProcess) -> None:
+        """`first`: the id of the running process. `command`: starts the next one, which reads files of `gateway`."""
         self.name = name
         self._command = command
-        self._outage = outage
+        self._gateway = gateway
+        self._outage = Outage(gateway.admins)
         self._installed = _installed()
         self.child = Child(first)
 
@@ -181,10 +181,11 @@ class Keeper:
         while True:
             started = loop.time()
             if not first:
+                self._gateway.write_again()
                 self.child = Child(await asyncio.to_thread(spawn_tied, self._command))
             self.child.reap()  # it may have ended already
             log.info(f"{self.name} runs", pid=self.child.pid)
-            async with self._outage.over() if self._outage else contextlib.nullcontext():
+            async with self._outage.over():
                 code = await self.child.wait()
             if stopping.is_set():
                 return
@@ -196,8 +197,7 @@ class Keeper:
             if _installed() != self._installed:
                 what += "; Fairlead's files have changed since this process started, so restart it"
             log.error(f"{self.name} {what}; the gateway goes on without it", exit_code=code, restart_in_s=pause)
-            if self._outage:
-                await self._outage.begin()
+            await self._outage.begin()
             await asyncio.sleep(pause)
 
     async def end(self, at_once: asyncio.Event) -> None:
@@ -228,8 +228,7 @@ class Parent:
         self._ending = Ending()
         names = [f"worker {i}" if len(schedulers) > 1 else "the scheduler" for i in range(len(schedulers))]
         self._schedulers = [
-            Keeper(name, pid, command, Outage(gateway.admins))
-            for name, (pid, command) in zip(names, schedulers, strict=True)
+            Keeper(name, pid, command, gateway) for name, (pid, command) in zip(names, schedulers, strict=True)
         ]
 
     async def run(self) -> None:

@@ -74,7 +74,7 @@ class GatewayProcess:
             )
             for number, (command, admin) in enumerate(zip(commands, self.admins, strict=True))
         ]
-        #: Files without which no Envoy starts again, as they were at the start.
+        #: Files without which no Envoy or scheduler starts again as before, as they were at the start.
         self._kept: dict[Path, bytes] = {}
         #: The address for clients, e.g. `127.0.0.1:8080`; empty before `start`.
         self.address = ""
@@ -99,8 +99,9 @@ class GatewayProcess:
             raise
         self._keep_port(port)
         numbers = range(len(self.supervisors))
-        names = (LISTENERS, ENDPOINTS, *(BOOTSTRAP.format(number) for number in numbers))
-        self._kept = {path: path.read_bytes() for path in (self._directory / name for name in names)}
+        names = (LISTENERS, ENDPOINTS, CONFIG, *(BOOTSTRAP.format(number) for number in numbers))
+        paths = (self._directory / name for name in names)
+        self._kept = {path: path.read_bytes() for path in paths if path.exists()}
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         log.info(
             "the gateway is listening on %s, pid %s",
@@ -142,9 +143,12 @@ class GatewayProcess:
             path.write_text(json.dumps(listeners))
 
     def _before_restart(self, number: int) -> None:
-        """Write files again that somebody has removed, as cleaners of /tmp do. The first scheduler that runs brings
-        the endpoints up to date."""
         (self._directory / ADMIN_SOCKET.format(number)).unlink(missing_ok=True)
+        self.write_again()
+
+    def write_again(self) -> None:
+        """Write files again that somebody has removed, as cleaners of /tmp do. The first scheduler that runs brings the
+        endpoints up to date."""
         for path, content in self._kept.items():
             if not path.exists():
                 log.warning("%s was removed, and is written again; keep cleaners away from it", path)
@@ -154,6 +158,7 @@ class GatewayProcess:
 
     async def stop(self, grace: float = 30.0) -> None:
         """Accept nothing new, let running requests finish for at most `grace` seconds, then end. Never raises."""
+        self._kept = {}
         await _all(self._stop(envoy, grace) for envoy in self.supervisors)
         shutil.rmtree(self._directory, ignore_errors=True)
         if self._lock >= 0:

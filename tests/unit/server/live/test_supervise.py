@@ -27,6 +27,8 @@ class Gateway:
         #: Whether requests run for longer than any grace.
         self.busy = False
         self.admins: list[Any] = [self]
+        #: How often its removed files were written.
+        self.written = 0
 
     async def start(self) -> None:
         if not self.quick:
@@ -36,6 +38,9 @@ class Gateway:
         self.stopped.append(grace)
         if self.busy and grace:
             await asyncio.Event().wait()
+
+    def write_again(self) -> None:
+        self.written += 1
 
     async def vitals(self) -> Vitals:
         return Vitals(0, 0.0)
@@ -110,6 +115,7 @@ async def test_a_scheduler_that_dies_is_followed_by_another_one(tmp_path: Path, 
         await parent(gateway, child(f"raise SystemExit({code})"), again).run()
     assert marks.read_text() == "x", "the second one ran, and was ended with its parent"
     assert gateway.stopped[0] > 0, "clients first"
+    assert gateway.written == 1, "before the second one read what the file contained at the start"
 
 
 async def test_a_scheduler_that_cannot_start_with_other_files_says_so(
