@@ -82,14 +82,20 @@ class FollowedKeys(WatchedFiles):
         self.start()
 
     async def _load(self) -> None:
+        keys, problem = self._known, ""
         try:
             keys = await asyncio.to_thread(self._read)
-            if keys != self._known or not self._into.exists():
+        except ConfigError as error:
+            problem = error.message
+        try:
+            if keys != self._known or (keys is not None and not self._into.exists()):
                 self._write(self._into, keys)
-                log.info(f"loaded the {self._keys}", file=self._file)
-            self._known, self.unusable = keys, ""
-        except (ConfigError, OSError) as error:
-            problem = error.message if isinstance(error, ConfigError) else f"cannot write: {error.strerror}"
+                log.info(f"wrote the {self._keys} for Envoy", file=self._file)
+            self._known = keys
+        except OSError as error:
+            problem = problem or f"cannot write: {error.strerror}"
+        self.unusable = ""
+        if problem:
             self.unusable = f"the {self._keys} cannot be used, those read before stay in force: {problem}"
             log.error(f"cannot load the {self._keys}; the previous ones stay in use", problem=problem)
 

@@ -135,5 +135,12 @@ async def test_a_filter_that_was_removed_is_written_again(tmp_path: Path) -> Non
         into.unlink()
         while not into.exists():
             await asyncio.sleep(0.01)
-    assert into.read_bytes() == second
+        assert into.read_bytes() == second
+        file.write_text("no key\n")
+        while not keys.unusable:
+            await asyncio.sleep(0.01)
+        into.unlink()
+        while not into.exists():
+            await asyncio.sleep(0.01)
+    assert into.read_bytes() == second, "the keys read before stay in force"
     await keys.close()
