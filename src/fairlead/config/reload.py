@@ -5,7 +5,8 @@ Rules
 * Changes to settings with which a socket, a process or a scrape connection was opened are refused, with the reason. The
   old value stays, and all other changes in the same file still apply.
 * What is in force depends on how the scheduler began and on what the file contains now, not on what it contained
-  between. So schedulers that start at different times have the same.
+  between. So schedulers that start at different times have the same. The exception is flow control that was off at
+  the start: until a restart it keeps the settings with which it was turned on.
 * Places in the file are not compared: a file that was only rearranged changes nothing.
 """
 
