@@ -49,7 +49,8 @@ class LivePools:
 
     def __init__(self, config: Config, tracing: Tracing | None, unready: Callable[[], Sequence[str]]) -> None:
         now = asyncio.get_running_loop().time
-        self.config = config
+        #: What the process began with, and what is in force.
+        self.begun = self.config = config
         self.host = PoolHosts()
         self.pools: dict[str, OpenedPool] = {}
         self._tracing, self._unready = tracing, unready
@@ -115,12 +116,16 @@ class LivePools:
         self._refused = {}
         changed = False
         for key, pool in self.pools.items():
-            mine, refused = plan_reload(pool.scheduler.config, of_pool(changes.config, key), pool.begun)
-            for problem in refused if key in changes.config.pools else ():
-                log.warning("rejected a configuration change", pool=key, problem=str(problem))
-                self._refused.setdefault(key, []).append(problem.path)
-            changed = pool.scheduler.reconfigure(mine) or changed
+            changed = pool.scheduler.reconfigure(self.plan(key, pool.scheduler.config, pool.begun)) or changed
         return changed or bool(changes.paths)
+
+    def plan(self, key: str, old: Config, begun: Config) -> Changes:
+        """What changes for a pool, from `old` to what is in force. What needs a restart is logged."""
+        changes, refused = plan_reload(old, of_pool(self.config, key), begun)
+        self._refused[key] = [problem.path for problem in refused]
+        for problem in refused:
+            log.warning("rejected a configuration change", pool=key, problem=str(problem))
+        return changes
 
     @property
     def refused(self) -> list[str]:
@@ -166,8 +171,13 @@ class OpenedPool:
         self._stack = AsyncExitStack()
         self._closed = asyncio.Event()
         self._closing = False
-        self.begun = of_pool(pools.config, key)
-        self.scheduler = PoolScheduler(self.begun, pools._tracing, one_of=pools._pace, unready=pools._unready)
+        # Own settings that the file got since count from now on.
+        came = key in pools.config.pools and key not in pools.begun.pools
+        self.begun = of_pool(pools.config if came else pools.begun, key)
+        config = pools.plan(key, self.begun, self.begun).config
+        self.scheduler = PoolScheduler(
+            config, pools._tracing, one_of=pools._pace, unready=pools._unready, begun=self.begun
+        )
         self.sources = self.scheduler.sources()
 
     async def start(self) -> None:

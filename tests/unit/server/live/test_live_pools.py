@@ -11,6 +11,7 @@ import pytest
 
 from fairlead.compat.load import load
 from fairlead.config.reload import plan_reload
+from fairlead.config.schema import Config
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.events import EndpointUp, RequestArrived, ResponseEnded
 from fairlead.core.models import InferenceModel, ModelSet, Origin, Target
@@ -129,6 +130,29 @@ async def test_a_changed_configuration_reaches_the_pools_that_it_is_for(pools: L
     assert pools.refused == ["b/llama $.flowControl"]
     pools.reconfigure(plan_reload(pools.config, load(queues))[0])
     assert not pools.refused
+
+
+async def test_a_pool_that_comes_later_has_what_the_others_have(text: str) -> None:
+    """The port began before it, with a limit of its own."""
+
+    def limited(body: int) -> Config:
+        return load(f"{text}parsing: {{maxBodyBytes: {body}MiB}}\n")
+
+    def limits() -> list[int]:
+        return [opened.scheduler.config.parsing.max_body_bytes >> 20 for opened in pools.pools.values()]
+
+    start = limited(2)
+    pools = LivePools(start, None, list)
+    await pools.open("a/llama", pool("llama", "a"))
+    pools.reconfigure(plan_reload(pools.config, limited(1), start)[0])
+    await pools.open("c/llama", pool("llama", "c"))
+    assert limits() == [1, 1]
+    pools.reconfigure(plan_reload(pools.config, limited(4), start)[0])
+    await pools.open("b/llama", pool("llama", "b"))
+    assert (limits(), pools.refused) == ([2, 2, 2], ["b/llama $.parsing.maxBodyBytes"])
+    pools.reconfigure(plan_reload(pools.config, limited(2), start)[0])
+    assert not pools.refused
+    await pools.close()
 
 
 async def test_a_pool_that_is_gone_drains_and_leaves_nothing(pools: LivePools) -> None:
