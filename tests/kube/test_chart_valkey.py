@@ -242,7 +242,7 @@ class Rollout:
         self.ready: dict[str, Popen[str]] = {}
         self.admin = 0
         self._kube, self._namespace, self._objects, self._directory = kube, namespace, objects, directory
-        self._numbers = count()
+        self._numbers, self._telling = count(), asyncio.Lock()
         spec = pod(objects, "Deployment")["spec"]["containers"][0]
         self._probe = spec["readinessProbe"]["grpc"]["service"]
         self._pre_stop_s = spec["lifecycle"]["preStop"]["sleep"]["seconds"]
@@ -267,8 +267,9 @@ class Rollout:
         assert await asyncio.to_thread(process.wait, 45) == 0
 
     async def _tell(self) -> None:
-        endpoints = [{"addresses": [ip], "conditions": {"ready": True}} for ip in self.ready]
-        await asyncio.to_thread(self._kube.admin.apply, self.slice | {"endpoints": endpoints}, self._namespace)
+        async with self._telling:  # of two that are ready at once, the later list must be the last one
+            endpoints = [{"addresses": [ip], "conditions": {"ready": True}} for ip in self.ready]
+            await asyncio.to_thread(self._kube.admin.apply, self.slice | {"endpoints": endpoints}, self._namespace)
 
 
 async def test_a_rollout_of_three_loses_no_request(
