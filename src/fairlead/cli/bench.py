@@ -165,7 +165,8 @@ def _run(url: str, load: "Load", model: str, options: "Options") -> "RunResult":
     workload = load.workload(model, fallback)
     allow_many_sockets()
     with BenchProgress(f"{load.described} → {target}, model {model or fallback or 'of the file'}") as progress:
-        return asyncio.run(run(target, workload, load.arrivals, options, progress.step, load.described, True))
+        sent = run(target, workload, load.arrivals, options, progress.step, load.described, interruptible=True)
+        return asyncio.run(sent)
 
 
 def _summarise(result: "RunResult", load_options: "LoadOptions", slo_ttft_ms: float, slo_tpot_ms: float) -> "Summary":

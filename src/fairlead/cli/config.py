@@ -75,17 +75,18 @@ def explain(
       fairlead config explain prefix-aware
     """
     from fairlead.compat.reference import PLACES, choices, look_up, names
-    from fairlead.config.problems import suggestion
+    from fairlead.config.problems import nearest, suggestion
     from fairlead.core.errors import ConfigError
 
     entries = look_up(name)
     if not entries:
         word, known = name.removeprefix("$."), sorted(set(names()))
         like = [path for path in known if word.lower() in path.rpartition(".")[2].lower()]
-        hint = suggestion(word, known)
-        if like and not hint.startswith("did"):
+        if nearest(word, known):
+            hint = suggestion(word, known)
+        elif like:
             hint = f"perhaps {', '.join(like[:8])}"
-        elif not hint.startswith("did"):
+        else:
             hint = suggestion(word, [path for path in known if "." not in path])
         raise ConfigError(f"nothing has this name; {hint}", name)
     if as_json:

@@ -145,13 +145,18 @@ class Report:
         return Problem(self.path(place), self.line(place), message, hint)
 
 
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name that is most like `name`, whatever its case; empty = none is like it."""
+    lowered = {candidate.lower(): candidate for candidate in sorted(known)}
+    like = get_close_matches(name.lower(), lowered, n=1, cutoff=0.6)
+    return lowered[like[0]] if like else ""
+
+
 def suggestion(name: str, known: Iterable[str]) -> str:
     """A suggestion for `name`, which is not one of `known`: the nearest known name, otherwise all of them."""
     known = sorted(known)
-    lowered = {candidate.lower(): candidate for candidate in known}
-    nearest = get_close_matches(name.lower(), lowered, n=1, cutoff=0.6)
-    if nearest:
-        return f"did you mean '{lowered[nearest[0]]}'?"
+    if like := nearest(name, known):
+        return f"did you mean '{like}'?"
     return f"known: {', '.join(known)}" if known else ""
 
 
