@@ -348,6 +348,18 @@ async def test_sigint_ends_a_run_with_what_was_answered() -> None:
     assert (reasons(result), result.cut) == ({"": 3}, True)
 
 
+async def test_a_run_leaves_the_signals_of_its_caller_alone() -> None:
+    loop, heard = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_signal_handler(signal.SIGINT, heard.set)
+    try:
+        async with serving(replying(OK)) as server:
+            await run(server.target, SMALL, Paced(constant(100)), Options(requests=1))
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.wait_for(heard.wait(), 10)
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+
+
 async def test_a_run_bounded_by_time_schedules_what_lies_within_it() -> None:
     async with serving(replying(OK)) as server:
         result = await run(server.target, SMALL, Paced(constant(100)), Options(duration_s=0.2))

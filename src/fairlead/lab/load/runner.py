@@ -58,7 +58,8 @@ async def run(
             try:
                 await load.run(on_progress)
             finally:
-                client.loop.remove_signal_handler(signal.SIGINT)
+                if interruptible:
+                    client.loop.remove_signal_handler(signal.SIGINT)
                 load.close()
             cpu = time.process_time() - cpu
         finally:
@@ -127,6 +128,7 @@ class _Load:
 
     def interrupt(self) -> None:
         """End the run now."""
+        self._waiting.clear()
         self._guard(self._cut_off, _INTERRUPTED)
 
     def close(self) -> None:
@@ -219,8 +221,7 @@ class _Load:
         self._next = None
         now = time.monotonic()
         for scheduled in self._waiting:
-            error = "not_sent" if why != _INTERRUPTED else why
-            self.records.append(Record(len(self.records), scheduled, end=now, error=error))
+            self.records.append(Record(len(self.records), scheduled, end=now, error="not_sent"))
         self._failed += len(self._waiting)
         self._waiting.clear()
         self.last_end = now
