@@ -8,7 +8,8 @@ Rules (Envoy 1.40; tests/integration/pitfalls/README.md has the measurements)
   `closed`. If the endpoint is chosen by the headers alone, the request body may still arrive during the response. Its
   messages are legal until the request's trailers.
 * The answer to the headers precedes every answer to a body. Under full duplex, the answer to the headers waits for the
-  whole body, and the session must hand the body back. In the other modes the gateway keeps the body itself.
+  whole body, and the session must hand the body back. In the other modes the gateway keeps the body itself. Envoy 1.35
+  to 1.37 may repeat the last message of a body above 1 MB there (envoyproxy/envoy#46237): the repetition is ignored.
 * BUFFERED and BUFFERED_PARTIAL: headers are answered immediately; the answer to the body carries the pick. A truncated
   BUFFERED_PARTIAL body (end_of_stream false) passes unscheduled: the gateway ignores a pick there.
 * NONE, and STREAMED without `send_body_without_waiting_for_header_response`: the gateway routes as soon as the headers
@@ -310,12 +311,14 @@ class Session:
             self._complete_parts()
 
     def _on_late_body(self, message: Incoming) -> None:
-        """Take a body message that arrives after the request was scheduled by its headers."""
+        """Take a body message that arrives after the request was scheduled by its headers, or the last one repeated."""
         self._refuse_after_trailers()
         full_duplex = self._mode.full_duplex
+        _, ended = message.body()
+        if full_duplex and self._request_end is _MARKED and ended and self._chunks:
+            return
         if full_duplex and (self._request_end is _MARKED or self._state < SessionState.ROUTED):
             raise ProtocolError("the request goes on after its end, or before its tunnel is open")
-        _, ended = message.body()
         self._request_end = _MARKED if ended else RequestEnd.OPEN
         if full_duplex:
             self._stream.send(*ext_proc.echo(message))

@@ -1077,6 +1077,18 @@ async def test_a_client_that_goes_while_its_prompt_is_read_is_never_scheduled(as
     assert (rig.seen.decisions, rig.leases()) == ([], 0)
 
 
+async def test_a_prompt_is_read_on_when_the_last_message_of_its_body_comes_again(pb):
+    reader = Reader()
+    rig = Rig(pb, prompts=reader)
+    wire, session = rig.open(FULL_DUPLEX, FULL_DUPLEX)
+    rig.request_headers(session)
+    rig.body(session)
+    rig.body(session)
+    reader.answers[0].set_result(PromptKnown(77, "blocks"))
+    await turns()
+    assert (rig.kinds(wire), len(rig.seen.decisions)) == (["request_headers", "request_body"], 1)
+
+
 async def test_a_gateway_that_only_asks_gets_the_pick_when_it_is_made(asking):
     rig, reader, wire, session = asking
     session.on_half_close()
@@ -1189,12 +1201,47 @@ def test_a_request_that_only_offers_another_protocol_is_read_as_ever(rig):
     assert rig.seen.decisions[-1].request.model == "m"
 
 
-def test_under_full_duplex_nothing_is_dropped_that_comes_after_the_end(rig):
+@pytest.mark.parametrize("bodyless", [False, True])
+def test_under_full_duplex_nothing_is_dropped_that_comes_after_the_end(rig, bodyless):
+    wire, session = rig.open(FULL_DUPLEX, FULL_DUPLEX, wired=False)
+    rig.request_headers(session, eos=bodyless)
+    if not bodyless:
+        rig.body(session)
+    rig.body(session, b"more", eos=bodyless)
+    assert (wire.status, rig.leases()) == (3, 0)
+
+
+@pytest.mark.parametrize("repeated", [b"", BODY])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_under_full_duplex_the_last_message_of_a_body_may_come_again(rig, chunks, repeated):
+    """As Envoy 1.35 to 1.37 may repeat it, at any time after the first one."""
+    wire, session = rig.open(FULL_DUPLEX, FULL_DUPLEX, wired=False)
+    rig.request_headers(session)
+    if chunks == 2:
+        rig.body(session, BODY[:10], eos=False)
+        rig.body(session, BODY[10:])
+    else:
+        rig.body(session)
+    rig.body(session, repeated)
+    rig.response_headers(session)
+    rig.body(session, repeated)
+    assert (wire.status, rig.leases()) == (None, 1)
+    rig.chunk(session, b"x", eos=True)
+    assert rig.kinds(wire) == ["request_headers", "request_body", "response_headers", "response_body"]
+    assert (wire.status, rig.leases()) == (0, 0)
+
+
+def test_a_request_that_waits_stays_in_its_queue_when_the_last_message_of_its_body_comes_again(rig):
+    events, feed = [], rig.host.feed
+    rig.host.feed = events.append  # nobody answers
     wire, session = rig.open(FULL_DUPLEX, FULL_DUPLEX, wired=False)
     rig.request_headers(session)
     rig.body(session)
-    rig.body(session, b"more")
-    assert (wire.status, rig.leases()) == (3, 0)
+    rig.body(session)
+    (arrived,) = events
+    feed(arrived)
+    assert rig.kinds(wire) == ["request_headers", "request_body"]
+    assert (wire.status, rig.leases()) == (None, 1)
 
 
 def test_what_comes_for_a_session_that_is_closed_is_ignored(rig):
