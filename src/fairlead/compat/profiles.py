@@ -43,6 +43,7 @@ NO_DECIDER = NO_PAIRS + "since no decider of deciders.prefill splits any"
 QUEUED = (
     NO_PAIRS + "since requests that wait under flowControl cannot be split; leave the feature gate out to split them"
 )
+SECOND = "'{}' is a second {}: all endpoints are read in one way here, and of what it and '{}' both set, one counts"
 _PRODUCER_REFS = ("prefixMatchInfoProducerName", "inFlightLoadProducerName", "producerName")
 
 
@@ -149,15 +150,35 @@ class Instances:
         if refusal:
             self._report.add(parameters_place, f"'{plugin.type}' cannot do that here", refusal)
             return None
-        remark = entry.remark(parameters)
+        made = Instance(name, plugin.type, place, parameters, entry)
+        if plugin.type not in PICKERS:
+            self._remark(made, entry)
+        return made
+
+    def _remark(self, instance: Instance, entry: Entry) -> None:
+        remark = entry.remark(instance.parameters)
         if remark:
-            self._report.note(place, f"{plugin.type}: {remark}")
-        if entry.settings is not None:
-            entry.settings(parameters, self.settings)
-        if plugin.type in PICKERS:
-            where = (*parameters_place, "maxNumOfEndpoints")
-            self.settings.said_at["$.extProc.maxEndpoints"] = self._report.path(where), self._report.line(where)
-        return Instance(name, plugin.type, place, parameters, entry)
+            self._report.note(instance.place, f"{instance.type}: {remark}")
+
+    def settle(self, picker: str, listed: Sequence[Instance]) -> None:
+        """Take over the settings of the plugins in use. `picker`: the name of the running profile's. `listed`: the
+        sources and extractors under `dataLayer`; if none of a type is listed, a declared one is in use."""
+        types: dict[str, str] = {}
+        for instance in {each.name: each for each in listed}.values():
+            if types.setdefault(instance.type, instance.name) != instance.name:
+                words = SECOND.format(shorten(instance.name), instance.type, shorten(types[instance.type]))
+                self._report.note(instance.place, words)
+        for instance in self.by_name.values():
+            entry = instance.entry
+            picks = instance.type in PICKERS
+            if entry is None or entry.settings is None or (picks and instance.name != picker):
+                continue
+            if picks:
+                self._remark(instance, entry)
+                where = (*instance.place, "parameters", "maxNumOfEndpoints")
+                self.settings.said_at["$.extProc.maxEndpoints"] = self._report.path(where), self._report.line(where)
+            if picks or instance in listed or instance.type not in types:
+                entry.settings(instance.parameters, self.settings)
 
     def _ours(self, name: str, plugin: Plugin, place: Place) -> Instance | None:
         """A plugin of a type that the reference does not have."""
@@ -218,23 +239,32 @@ class Profiles(Struct, eq=False):
     report: Report
     registry: Registry
     queues: bool
+    #: Name of the picker of the profile that runs; empty = there is none.
+    picker: str = ""
 
     def policy(self) -> PolicySpec | None:
+        spec, handler = self._running()
+        if spec is not None and spec.picker is not None:
+            self.picker = spec.picker.name
+        return spec if handler is None else self._split(handler, spec)
+
+    def _running(self) -> tuple[PolicySpec | None, Instance | None]:
+        """The profile that runs, and the handler that splits requests, if there is one."""
         if not self.any_given:
             refs = [(instance, None, instance.place) for instance in self.instances.by_name.values() if instance.uses]
-            return self._spec("default", refs, ("plugins",))
+            return self._spec("default", refs, ("plugins",)), None
         built = {profile.name: self._profile(i, profile) for i, profile in self.profiles}
         names = [profile.name for _, profile in self.profiles]
         handlers = [instance for instance in self.instances.by_name.values() if instance.role == "handler"]
         for extra in handlers[1:]:
             self.report.add(extra.place, "there is a profile handler already", f"'{handlers[0].name}'")
         if handlers and isinstance(handlers[0].parameters, (DisaggHandler, PdHandler)):
-            return self._split(handlers[0], built.get(self._disaggregated(handlers[0], names)))
+            return built.get(self._disaggregated(handlers[0], names)), handlers[0]
         if len(names) > 1:
             problem = f"{len(names)} profiles, and nothing that chooses among them"
             hint = "add a disagg-profile-handler, or leave one profile"
             self.report.add(("schedulingProfiles",), problem, hint)
-        return built.get(names[0]) if names else None
+        return (built.get(names[0]) if names else None), None
 
     def _disaggregated(self, handler: Instance, names: list[str]) -> str:
         parameters_place = (*handler.place, "parameters")

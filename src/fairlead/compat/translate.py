@@ -259,6 +259,8 @@ class _Translator:
         self._registry = registry
         self._instances = Instances(report, registry)
         self._flow_gate = GATES["flowControl"]
+        self._picker = ""
+        self._listed: list[Instance] = []
         self._parts = self._read()
 
     def translation(self) -> Translation:
@@ -275,6 +277,7 @@ class _Translator:
             self._instances.ref(parser.plugin_ref, ("requestHandler", "parsers", i, "pluginRef"), "parser")
         self._top_level_ref(parts.parser, "parser", "parser")
         endpoints = self._data_layer()
+        self._instances.settle(self._picker, self._listed)
         failed = len(self._report.problems) > before
         return Translation(None if failed else policy, self._instances.settings, endpoints, control)
 
@@ -322,6 +325,7 @@ class _Translator:
             profiles.append((i, profile))
         made = Profiles(profiles, bool(nodes), self._instances, self._report, self._registry, self._flow_gate)
         policy = made.policy()
+        self._picker = made.picker
         if policy is not None and policy.picker and not policy.scorers and policy.picker.type == MaxScore.type:
             self._report.note(("schedulingProfiles",) if nodes else ("plugins",), NO_SCORER)
         return policy
@@ -375,11 +379,12 @@ class _Translator:
             return None
         layer_place: Place = ("dataLayer",)
         for i, source in enumerate(layer.sources or ()):
-            self._instances.ref(source.plugin_ref, (*layer_place, "sources", i, "pluginRef"), "source")
+            place: Place = (*layer_place, "sources", i)
+            named = [self._instances.ref(source.plugin_ref, (*place, "pluginRef"), "source")]
             for j, extractor in enumerate(source.extractors or ()):
-                self._instances.ref(
-                    extractor.plugin_ref, (*layer_place, "sources", i, "extractors", j, "pluginRef"), "extractor"
-                )
+                where = (*place, "extractors", j, "pluginRef")
+                named.append(self._instances.ref(extractor.plugin_ref, where, "extractor"))
+            self._listed += [instance for instance in named if instance is not None]
         if layer.peer_discovery is not None or layer.cross_replica_syncer_plugin_ref:
             key = "peerDiscovery" if layer.peer_discovery is not None else "crossReplicaSyncerPluginRef"
             self._report.add((*layer_place, key), "state is not shared between replicas", "leave it out")

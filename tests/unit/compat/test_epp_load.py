@@ -315,3 +315,38 @@ def test_models_are_read_as_often_as_their_source_says() -> None:
         config = read(f"{HEAD}plugins: [{{type: queue-scorer}}, {{type: models-data-source{said}}}]\n")
         assert config.metrics.models_interval == seconds
         assert not [note for note in config.notes if "models-data-source" in note.message]
+
+
+def test_only_the_picker_of_the_profile_that_runs_says_how_many_endpoints_an_answer_names() -> None:
+    two = "{type: random-picker, parameters: {maxNumOfEndpoints: 2}}"
+    profile = "schedulingProfiles: [{name: a, plugins: [{pluginRef: queue-scorer}, {pluginRef: %s}]}]\n"
+    text = f"{HEAD}plugins: [{{type: queue-scorer}}, {two}, {{type: max-score-picker}}]\n{profile}"
+    unused = read(text % "max-score-picker")
+    assert unused.ext_proc.max_endpoints == 1
+    assert not any("several endpoints" in note.message for note in unused.notes)
+    used = read(text % "random-picker")
+    assert used.ext_proc.max_endpoints == 2
+    assert any("several endpoints" in note.message for note in used.notes)
+
+
+SOURCES = """plugins:
+- {type: metrics-data-source, parameters: {port: 9000}}
+- {type: metrics-data-source, name: spare, parameters: {port: 9999}}
+- {type: core-metrics-extractor}
+- {type: core-metrics-extractor, name: other, parameters: {defaultEngine: sglang}}
+"""
+
+
+def test_sources_and_extractors_that_are_declared_but_not_listed_change_nothing() -> None:
+    listed = "{pluginRef: metrics-data-source, extractors: [{pluginRef: core-metrics-extractor}]}"
+    config = read(f"{HEAD}{SOURCES}dataLayer: {{sources: [{listed}]}}\n")
+    assert (config.metrics.port, config.metrics.default_engine) == (9000, "vllm")
+    assert not any("is a second" in note.message for note in config.notes)
+    assert read(f"{HEAD}{SOURCES}").metrics.port == 9999, "where none is listed, what is declared counts"
+
+
+def test_a_second_listed_source_of_a_type_is_noted() -> None:
+    both = "{pluginRef: metrics-data-source}, {pluginRef: spare}"
+    config = read(f"{HEAD}{SOURCES}dataLayer: {{sources: [{both}]}}\n")
+    (note,) = (note for note in config.notes if "is a second" in note.message)
+    assert (note.path, note.line) == ("$.plugins[1]", 5)
