@@ -19,7 +19,17 @@ _METRICS = {
     "cache-info-metric": "cacheInfo",
 }
 #: The configuration that the reference uses if none is given.
-_DEFAULT = "{apiVersion: llm-d.ai/v1alpha1, kind: EndpointPickerConfig}\n"
+_DEFAULT = """\
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins: [{type: queue-scorer}, {type: kv-cache-utilization-scorer}, {type: prefix-cache-scorer}]
+schedulingProfiles:
+- name: default
+  plugins:
+  - {pluginRef: queue-scorer, weight: 2}
+  - {pluginRef: kv-cache-utilization-scorer, weight: 2}
+  - {pluginRef: prefix-cache-scorer, weight: 3}
+"""
 _LEVELS = {"debug": "debug", "info": "info", "warn": "warning", "error": "error", "panic": "error"}
 
 

@@ -118,7 +118,10 @@ def test_a_configuration_as_text_is_served(monkeypatch: pytest.MonkeyPatch) -> N
     assert [listed.endpoint.address for listed in config.endpoints.static] == ["10.0.0.1:80"]
     assert notes == ["--metrics-endpoint-auth"]
     command.epp(["--pool-name", "llama", "--secure-serving=false"])
-    assert served[1][0].policy == load(DOCUMENT, need_endpoints=False).policy
+    policy = served[1][0].policy
+    weights = [(scorer.stands_for, scorer.weight) for scorer in policy.scorers]
+    assert weights == [("queue-scorer", 2), ("kv-cache-utilization-scorer", 2), ("prefix-cache-scorer", 3)]
+    assert policy.picker == load(DOCUMENT, need_endpoints=False).policy.picker
 
 
 @pytest.mark.parametrize(
