@@ -87,6 +87,8 @@ _TYPES: dict[str, tuple[Kind, str]] = {
     "utilization-detector": ("saturation", "utilization-detector"),
     "concurrency-detector": ("saturation", "concurrency-detector"),
 }
+#: Values of feature gates, in any case.
+_ON, _OFF = ("true", "t", "1"), ("false", "f", "0")
 #: By Fairlead's type: the model of its parameters, if it has any.
 _PARAMS: dict[str, type[Params]] = {
     "utilization-detector": UtilizationDetectorParams,
@@ -303,10 +305,10 @@ class _Translator:
             place: Place = ("featureGates", i)
             if name not in GATES:
                 self._report.unknown(place, "feature gate", name, GATES)
-            elif equals and value not in ("true", "false"):
+            elif equals and value.strip().lower() not in (*_ON, *_OFF):
                 self._report.add(place, f"expected {name}=true or {name}=false, got {describe(text)}")
             elif name == "flowControl":
-                self._flow_gate = value != "false"
+                self._flow_gate = value.strip().lower() not in _OFF
 
     def _policy(self) -> PolicySpec | None:
         nodes = self._root.get("schedulingProfiles")

@@ -27,14 +27,14 @@ def flow(text: str):
     return load(HEAD + text, need_endpoints=False).flow_control
 
 
-@pytest.mark.parametrize("gate", ["", "featureGates: [flowControl=false]\n"])
+@pytest.mark.parametrize("gate", ["", "featureGates: [flowControl=false]\n", "featureGates: [flowControl=F]\n"])
 def test_without_the_gate_nothing_waits_and_a_note_says_so(gate: str) -> None:
     config = load(HEAD + gate + FULL, need_endpoints=False)
     assert config.flow_control is None
     assert any("gate flowControl is off" in note.message for note in config.notes)
 
 
-@pytest.mark.parametrize("gate", ["flowControl", "flowControl=true"])
+@pytest.mark.parametrize("gate", ["flowControl", "flowControl=true", "flowControl=True", "flowControl= 1"])
 def test_the_gate_alone_turns_it_on(gate: str) -> None:
     found = flow(f"featureGates: [{gate}]\n")
     assert found.settings.ttl == 60.0 and found.plugins() == ()
