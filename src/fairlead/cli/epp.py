@@ -53,11 +53,12 @@ def epp(
     from fairlead.cli.serve import serve_file
     from fairlead.compat.command_line import parse, without_effect
 
-    given = parse(flags or ())
+    stray: list[tuple[str, str]] = []
+    given = parse(flags or (), stray)
     with tempfile.TemporaryDirectory(prefix="fairlead-epp-") as directory:
         base = Path(directory)
         values = configured(given, base)
-        serve_file(_configuration(given, base), values, notes=list(without_effect(given)))
+        serve_file(_configuration(given, base), values, notes=[*stray, *without_effect(given)])
 
 
 def _configuration(given: Mapping[str, str], directory: Path) -> Path:

@@ -2,8 +2,9 @@
 
 Rules (of pflag, and of Go's flag package before it)
 * `--name=value`, `--name value`, `-v 4`, `-v=4`, `-v4`; also with one dash and in camel case, as in older releases.
-* A boolean takes a value only after `=`; without one it is true.
-* If a flag is repeated, the last value counts.
+* A boolean takes a value only after `=`; without one it is true. A value as the next word has no effect there either:
+  charts of the extension render booleans that way.
+* If a flag is repeated, the last value counts. Lists are appended to.
 """
 
 import re
@@ -17,7 +18,7 @@ _TRUE, _FALSE = ("1", "t", "T", "TRUE", "true", "True"), ("0", "f", "F", "FALSE"
 
 
 class Flag(NamedTuple):
-    kind: Literal["bool", "int", "text"]
+    kind: Literal["bool", "int", "text", "list"]
     #: The reference's default, as its `--help` shows it.
     default: str
     #: The effect here, for docs/cli.md, and for the log if the flag is `ignored`; without the word "ignored".
@@ -38,7 +39,7 @@ FLAGS: Mapping[str, Flag] = {
     "pool-namespace": Flag("text", "", "`kubernetes.namespace`; without it `$NAMESPACE`"),
     "pool-group": Flag("text", "inference.networking.k8s.io", "`kubernetes.group`"),
     "endpoint-selector": Flag("text", "", "`kubernetes.selector`: labels by `=`; not together with `pool-name`"),
-    "endpoint-target-ports": Flag("text", "", "`kubernetes.targetPorts`"),
+    "endpoint-target-ports": Flag("list", "", "`kubernetes.targetPorts`"),
     "kubeconfig": Flag("text", "", "`kubernetes.kubeconfig`"),
     "ha-enable-leader-election": Flag("bool", "false", "`kubernetes.leaderElection.enabled`"),
     "grpc-port": Flag("int", "9002", "`extProc.port`, on all interfaces"),
@@ -96,11 +97,17 @@ FLAGS: Mapping[str, Flag] = {
 }
 
 
-def parse(arguments: Sequence[str]) -> dict[str, str]:
-    """Parse flags into values by name; booleans become `true` or `false`. Raises `ConfigError`."""
+def parse(arguments: Sequence[str], stray: list[tuple[str, str]] | None = None) -> dict[str, str]:
+    """Parse flags into values by name; booleans become `true` or `false`. Raises `ConfigError`. `stray`: gets (flag and
+    word, why) for values of booleans that have no effect."""
     given: dict[str, str] = {}
     words = iter(arguments)
+    name = ""
     for argument in words:
+        if argument in _TRUE + _FALSE and name in FLAGS and FLAGS[name].kind == "bool":
+            if stray is not None:
+                stray.append((f"--{name} {argument}", f"a boolean's value stands behind '=': --{name}={argument}"))
+            continue
         name, value = _split(argument)
         flag = FLAGS.get(name)
         if flag is None:
@@ -111,7 +118,8 @@ def parse(arguments: Sequence[str]) -> dict[str, str]:
             value = "true" if flag.kind == "bool" else next(words, None)
         if value is None:
             raise ConfigError("a value is missing", argument)
-        given[name] = _checked(flag, value, f"--{name}")
+        value = _checked(flag, value, f"--{name}")
+        given[name] = f"{given[name]},{value}" if flag.kind == "list" and name in given else value
     return given
 
 
