@@ -1,5 +1,6 @@
 """`fairlead serve`. Its flags, some of them known from the reference picker, become values of the configuration."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +24,7 @@ def overlay(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 def labels(text: str) -> dict[str, str]:
     pairs = [part.split("=", 1) for part in text.split(",") if part.strip()]
-    if not all(len(pair) == 2 and pair[0].strip() for pair in pairs):
+    if not all(len(pair) == 2 and re.fullmatch(r"\w[\w./-]*", pair[0].strip()) for pair in pairs):
         raise ConfigError(f"expected KEY=VALUE,KEY=VALUE, got {text!r}", "--endpoint-selector")
     return {pair[0].strip(): pair[1].lstrip("=").strip() for pair in pairs}
 

@@ -74,6 +74,7 @@ def test_each_flag_that_acts_does(tmp_path: Path) -> None:
         ({"pool-name": "a", "endpoint-selector": "b=c"}, "not together with --pool-name"),
         ({"metrics-client-ca-file": "ca.pem"}, "client certificates are not supported"),
         ({"endpoint-selector": "env in (a,b)"}, "expected KEY=VALUE"),
+        ({"endpoint-selector": "app=a,role!=b"}, "expected KEY=VALUE"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(given: dict[str, str], said: str, tmp_path: Path) -> None:
