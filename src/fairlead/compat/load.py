@@ -66,6 +66,7 @@ FIELDS = (*KEYS, *EXTRA_KEYS, *SECTIONS, "endpoints", "seed", POOLS, EXTENSION)
 _LISTENS: Mapping[str, Mapping[str, object]] = {"gateway": {"mode": "none"}, "extProc": {"healthPort": 9003}}
 #: Fields that may be next to those of another picker's configuration.
 BESIDE = (*SECTIONS, METRIC_SOURCES, PARSERS, "endpoints", "seed", POOLS)
+BY_DISCOVERY = "endpoints come from here: kubernetes.pool (--pool-name) and kubernetes.selector have no effect"
 _NO_ENDPOINTS = "list them under endpoints:, name a file: there, or a pool: under kubernetes:"
 _NO_DISCOVERY = "add endpoints: or kubernetes: {pool: NAME}, or a file-discovery plugin and dataLayer.discovery"
 
@@ -173,7 +174,11 @@ class _Assembly(Struct, eq=False):
         if policy is not None:
             check_metric_names(policy, extras.provided(sources), settings.metrics, self.report)
         endpoints = self._endpoints(need_endpoints and not settings.kubernetes.on)
-        if settings.kubernetes.on and (endpoints.static or endpoints.file):
+        if settings.kubernetes.on and self.translation is not None and endpoints is self.translation.endpoints:
+            self.report.note(("dataLayer", "discovery"), BY_DISCOVERY)
+            off = settings.kubernetes.model_copy(update={"pool": "", "selector": {}, "namespaces": ()})
+            settings = settings.model_copy(update={"kubernetes": off})
+        elif settings.kubernetes.on and (endpoints.static or endpoints.file):
             hint = "leave out endpoints: or kubernetes:"
             self.report.add(("endpoints",), "endpoints come from Kubernetes already", hint)
         if not self.report.problems:  # with problems, the indices of entries may differ from those in the file

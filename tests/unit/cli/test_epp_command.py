@@ -82,6 +82,15 @@ def test_what_cannot_be_meant_is_refused(given: dict[str, str], said: str, tmp_p
         configured(given, tmp_path)
 
 
+def test_file_discovery_counts_before_the_name_of_a_pool(tmp_path: Path) -> None:
+    discovery = "plugins: [{type: file-discovery, parameters: {path: e.yaml}}]\n"
+    text = f"apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n{discovery}"
+    text += "dataLayer: {discovery: {pluginRef: file-discovery}}\n"
+    config = read({"pool-name": "epp", "pool-namespace": "default"}, tmp_path, text)
+    assert (config.endpoints.file, config.kubernetes.on) == ("e.yaml", False)
+    assert any("--pool-name" in note.message and note.path == "$.dataLayer.discovery" for note in config.notes)
+
+
 def test_without_openssl_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="install openssl, or give --cert-path"):
