@@ -23,7 +23,14 @@ from fairlead.compat.locate import (
 from fairlead.config import yaml
 from fairlead.config.builtins import SPLITTING
 from fairlead.config.check import read
-from fairlead.config.checks import asked_elsewhere, note_missing_files, note_pool, note_unknown_engines, resolve
+from fairlead.config.checks import (
+    asked_elsewhere,
+    note_missing_files,
+    note_pool,
+    note_unknown_engines,
+    outlasting,
+    resolve,
+)
 from fairlead.config.endpoint_list import parse_endpoints_text, read_endpoints
 from fairlead.config.plugin_reader import (
     EXTRA_KEYS,
@@ -348,6 +355,8 @@ class _Assembly(Struct, eq=False):
                 sections[name] = self._section(camel(name), model) or model.model_construct()
         if self.root.get("seed") is not None and read(Settings, {"seed": self.root["seed"]}, (), self.report):
             sections["seed"] = self.root["seed"]
+        if self.translation is not None:
+            sections["metrics"] = outlasting(sections["metrics"], self.report)
         settings = Settings.model_construct(**sections)  # each is validated: building a validator of all takes 20 ms
         settings = resolve(settings, self.base, self.report)
         if self.translation is not None and "maxEndpoints" not in (self.root.get("extProc") or ()):

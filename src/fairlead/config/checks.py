@@ -167,6 +167,15 @@ def _given(names: EngineNames) -> dict[str, Any]:
     return said
 
 
+def outlasting(metrics: Metrics, report: Report) -> Metrics:
+    """The section with a staleness, unless it is given, that outlasts the intervals. A longer one is noted."""
+    longest = max(metrics.idle_interval, metrics.interval) + REPEAT
+    if "staleness" in metrics.model_fields_set or metrics.staleness >= longest:
+        return metrics
+    report.note((), f"metrics.staleness is {longest:g}s here, so that it outlasts the interval between two scrapes")
+    return metrics.model_copy(update={"staleness": longest})
+
+
 def _check_metrics(metrics: Metrics, report: Report) -> None:
     name, longest = max(("idleInterval", metrics.idle_interval), ("interval", metrics.interval), key=itemgetter(1))
     if metrics.staleness < longest + REPEAT:

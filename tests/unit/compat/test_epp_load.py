@@ -350,3 +350,14 @@ def test_a_second_listed_source_of_a_type_is_noted() -> None:
     config = read(f"{HEAD}{SOURCES}dataLayer: {{sources: [{both}]}}\n")
     (note,) = (note for note in config.notes if "is a second" in note.message)
     assert (note.path, note.line) == ("$.plugins[1]", 5)
+
+
+def test_staleness_outlasts_the_interval_of_a_source() -> None:
+    """The reference takes any interval, and its documents have no field for staleness."""
+    text = f"{HEAD}plugins: [{{type: metrics-data-source, parameters: {{interval: 5s}}}}]\n"
+    config = read(text)
+    assert (config.metrics.interval, config.metrics.staleness) == (5.0, 6.0)
+    assert any("metrics.staleness is 6s" in note.message for note in config.notes)
+    assert read(HEAD, need_endpoints=False).metrics.staleness == 2.0
+    with pytest.raises(ConfigError, match="endpoints would look stale"):
+        read(f"{text}metrics: {{staleness: 2s}}\n")
