@@ -134,16 +134,19 @@ class DisaggHandler(Section):
     stage_order: Literal["decode-first", "prefill-first"] = "decode-first"
     profiles: dict[str, str] | None = Field(default=None, description="Stage to profile, stage to decider.")
     deciders: dict[str, str] | None = None
+    decode_profile: str = Field(default="", description="Deprecated, as the next two: `profiles` and `deciders`.")
+    prefill_profile: str = ""
+    decider_plugin_name: str = ""
 
 
 class PdHandler(Section):
     decode_profile: Name = "decode"
     prefill_profile: Name = "prefill"
     primary_port: Port = 0
-    decider_plugin_name: str = ""
+    decider_plugin_name: str = Field(default="", description="Absent = `prefix-based-pd-decider`, if it is declared.")
     prefix_plugin_name: str = ""
     hash_block_size: Count = 0
-    threshold: Count = 0
+    threshold: Count | None = Field(default=None, description="Of older versions: 0 splits every request.")
 
 
 class PrefixDecider(Section):

@@ -39,7 +39,12 @@ PAIRS = (
     "it is split where '{}' says so"
 )
 NO_PAIRS = "prefill/decode pairs are not formed: every request goes whole to an endpoint of the decode profile, "
-NO_DECIDER = NO_PAIRS + "since no decider of deciders.prefill splits any"
+NO_DECIDER = NO_PAIRS + "since no decider for prefill splits any"
+UNUSED_FILTERS = (
+    "filters of the profile '{}' are not used: {}; prompts are computed on any endpoint whose llm-d.ai/role allows it"
+)
+#: The decider of a pd-profile-handler that names none.
+_USUAL_DECIDER = "prefix-based-pd-decider"
 QUEUED = (
     NO_PAIRS + "since requests that wait under flowControl cannot be split; leave the feature gate out to split them"
 )
@@ -73,6 +78,8 @@ class Instances:
         self._registry = registry
         self.by_name: dict[str, Instance] = {}
         self.settings = Settings()
+        #: Whether the declaration of a profile handler is wrong.
+        self.broken_handler = False
         #: Names whose declaration is wrong. References to them are not reported again.
         self._broken: set[str] = set()
 
@@ -131,6 +138,7 @@ class Instances:
         made = self._ours(name, plugin, place) if entry is None else self._theirs(name, plugin, place, entry)
         if made is None:
             self._broken.add(name)
+            self.broken_handler |= entry is not None and entry.role == "handler"
             return
         given = ("type", "parameters") if plugin.parameters else ("type",)
         made.lines = {key: self._report.line((*place, key)) for key in given}
@@ -241,6 +249,8 @@ class Profiles(Struct, eq=False):
     queues: bool
     #: Name of the picker of the profile that runs; empty = there is none.
     picker: str = ""
+    #: By name, the profiles that could be read.
+    built: dict[str, PolicySpec | None] = {}
 
     def policy(self) -> PolicySpec | None:
         spec, handler = self._running()
@@ -253,14 +263,14 @@ class Profiles(Struct, eq=False):
         if not self.any_given:
             refs = [(instance, None, instance.place) for instance in self.instances.by_name.values() if instance.uses]
             return self._spec("default", refs, ("plugins",)), None
-        built = {profile.name: self._profile(i, profile) for i, profile in self.profiles}
+        self.built = built = {profile.name: self._profile(i, profile) for i, profile in self.profiles}
         names = [profile.name for _, profile in self.profiles]
         handlers = [instance for instance in self.instances.by_name.values() if instance.role == "handler"]
         for extra in handlers[1:]:
             self.report.add(extra.place, "there is a profile handler already", f"'{handlers[0].name}'")
         if handlers and isinstance(handlers[0].parameters, (DisaggHandler, PdHandler)):
             return built.get(self._disaggregated(handlers[0], names)), handlers[0]
-        if len(names) > 1:
+        if len(names) > 1 and not self.instances.broken_handler:
             problem = f"{len(names)} profiles, and nothing that chooses among them"
             hint = "add a disagg-profile-handler, or leave one profile"
             self.report.add(("schedulingProfiles",), problem, hint)
@@ -269,9 +279,9 @@ class Profiles(Struct, eq=False):
     def _disaggregated(self, handler: Instance, names: list[str]) -> str:
         parameters_place = (*handler.place, "parameters")
         parameters = handler.parameters
+        if parameters.decider_plugin_name:
+            self.instances.ref(parameters.decider_plugin_name, (*parameters_place, "deciderPluginName"), "decider")
         if isinstance(parameters, PdHandler):
-            if parameters.decider_plugin_name:
-                self.instances.ref(parameters.decider_plugin_name, (*parameters_place, "deciderPluginName"), "decider")
             wanted, place = parameters.decode_profile, (*parameters_place, "decodeProfile")
         else:
             for key, name in (parameters.deciders or {}).items():
@@ -283,10 +293,8 @@ class Profiles(Struct, eq=False):
                     self.report.unknown((*parameters_place, "profiles", key), "stage", key, _DECIDER_STAGES)
                 elif name not in names and key != "decode":
                     self.report.unknown((*parameters_place, "profiles", key), "profile", name, names)
-            wanted, place = (
-                (parameters.profiles or {}).get("decode", "decode"),
-                (*parameters_place, "profiles", "decode"),
-            )
+            wanted = (parameters.profiles or {}).get("decode") or parameters.decode_profile or "decode"
+            place = (*parameters_place, "profiles", "decode")
         if names and wanted not in names:
             self.report.unknown(place, "profile", wanted, names, "requests go where the decode profile says")
         return wanted
@@ -307,19 +315,26 @@ class Profiles(Struct, eq=False):
     def _split(self, handler: Instance, spec: PolicySpec | None) -> PolicySpec | None:
         """The policy that splits requests, with the filters of the decode profile `spec`; if none is split, `spec`."""
         parameters = handler.parameters
-        name = (
-            parameters.decider_plugin_name
-            if isinstance(parameters, PdHandler)
-            else (parameters.deciders or {}).get("prefill", "")
-        )
+        if isinstance(parameters, PdHandler):
+            prefill, name, always = parameters.prefill_profile, _USUAL_DECIDER, parameters.threshold == 0
+        else:
+            prefill = (parameters.profiles or {}).get("prefill") or parameters.prefill_profile or "prefill"
+            name, always = (parameters.deciders or {}).get("prefill", ""), False
+        name = parameters.decider_plugin_name or name
         decider = self.instances.by_name.get(name)
         given = decider.parameters if decider else None
         never = decider is None or (isinstance(given, PrefixDecider) and not given.non_cached_tokens)
+        if decider is None and always:
+            name, never = "threshold: 0", False
         policy = self.registry.find("policy", SPLITTING)
         if spec is None or policy is None or self.queues or never:
             self.report.note(handler.place, QUEUED if self.queues else NO_DECIDER)
             return spec
         self.report.note(handler.place, PAIRS.format(shorten(name)))
+        other = self.built.get(prefill)
+        unused = [each.name for each in other.filters if each.type not in (*ALWAYS, "role")] if other else ()
+        if unused:
+            self.report.note(("schedulingProfiles",), UNUSED_FILTERS.format(shorten(prefill), ", ".join(unused)))
         limits = given.model_dump() if isinstance(given, PrefixDecider) else {}
         plugin = PluginSpec(
             kind="policy",

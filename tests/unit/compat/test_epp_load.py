@@ -361,3 +361,44 @@ def test_staleness_outlasts_the_interval_of_a_source() -> None:
     assert read(HEAD, need_endpoints=False).metrics.staleness == 2.0
     with pytest.raises(ConfigError, match="endpoints would look stale"):
         read(f"{text}metrics: {{staleness: 2s}}\n")
+
+
+@pytest.mark.parametrize(
+    ("handler", "decider", "split"),
+    [
+        ("type: pd-profile-handler", "type: prefix-based-pd-decider, parameters: {nonCachedTokens: 16}", True),
+        ("type: pd-profile-handler", "type: always-disagg-pd-decider", False),
+        ("type: pd-profile-handler, parameters: {threshold: 0}", "type: queue-scorer", True),
+        ("type: pd-profile-handler, parameters: {threshold: 9}", "type: queue-scorer", False),
+        ("type: disagg-profile-handler, parameters: {deciderPluginName: d}", "type: always-disagg-pd-decider", True),
+        ("type: disagg-profile-handler", "type: always-disagg-pd-decider", False),
+    ],
+)
+def test_handlers_of_other_versions_find_their_decider(handler: str, decider: str, split: bool) -> None:
+    name = ", name: d" if "deciderPluginName" in handler else ""
+    config = read(
+        f"{HEAD}plugins: [{{{handler}}}, {{{decider}{name}}}, {{type: decode-filter}}]\n"
+        "schedulingProfiles: [{name: decode, plugins: [{pluginRef: decode-filter}]}]\n"
+    )
+    assert prefiller(config, "hello " * 400, roles()) == (0 if split else -1)
+
+
+def test_filters_of_the_prefill_profile_that_are_not_used_are_noted() -> None:
+    text = (
+        f"{HEAD}plugins: [{{type: disagg-profile-handler, parameters: {{deciders: {{prefill: d}}}}}}, "
+        "{type: always-disagg-pd-decider, name: d}, {type: decode-filter}, {type: prefill-filter}, "
+        "{type: label-selector-filter, parameters: {matchLabels: {gpu: h100}}}]\nschedulingProfiles:\n"
+        "- {name: decode, plugins: [{pluginRef: decode-filter}]}\n- {name: prefill, plugins: [%s]}\n"
+    )
+    notes = read(text % "{pluginRef: prefill-filter}, {pluginRef: label-selector-filter}").notes
+    assert any("filters of the profile 'prefill' are not used: label-selector-filter" in note.message for note in notes)
+    assert not any("are not used" in note.message for note in read(text % "{pluginRef: prefill-filter}").notes)
+
+
+def test_a_wrong_handler_is_no_missing_one() -> None:
+    faults = problems(
+        f"{HEAD}plugins: [{{type: disagg-profile-handler, parameters: {{odd: 1}}}}]\n"
+        "schedulingProfiles: [{name: decode}, {name: prefill}]\n",
+        need_endpoints=False,
+    )
+    assert [fault.path for fault in faults] == ["$.plugins[0].parameters.odd"]
