@@ -282,6 +282,9 @@ HANDLERS: Table = {
         "handler",
         refused="list every rank as an endpoint of its own (address:port); the gateway then dials it directly",
     ),
+    "dp-rank-header-handler": _refused(
+        "control", "leave it out, and list every rank as an endpoint of its own (address:port)"
+    ),
     "header-profile-handler": _refused("handler", "give every profile a scheduler of its own, or use one profile"),
     "disagg-headers-handler": Entry("control", "built in", status="deprecated"),
     "prefill-header-handler": Entry("control", "built in", status="deprecated"),

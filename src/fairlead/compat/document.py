@@ -10,6 +10,8 @@ from fairlead.plugins.params import SIZE, Seconds
 API_VERSIONS = ("llm-d.ai/v1alpha1", "inference.networking.x-k8s.io/v1alpha1", "llm-d.ai/v1")
 #: Feature gates, and whether each is on by default.
 GATES = {"flowControl": False, "haPopulateNonLeaderDatastore": True}
+#: Gates of older versions, which are on for good.
+PAST_GATES = ("dataLayer", "prepareDataPlugins")
 
 #: Bytes or requests; 0 = no limit.
 Limit = Annotated[int, Field(ge=0), SIZE]

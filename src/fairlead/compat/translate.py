@@ -16,7 +16,17 @@ from msgspec import Struct, field
 
 from fairlead.compat import parameters as ref
 from fairlead.compat.catalogue import Settings, narrowed
-from fairlead.compat.document import API_VERSIONS, GATES, Band, DataLayer, FlowControl, Parts, Ref, SchedulingProfile
+from fairlead.compat.document import (
+    API_VERSIONS,
+    GATES,
+    PAST_GATES,
+    Band,
+    DataLayer,
+    FlowControl,
+    Parts,
+    Ref,
+    SchedulingProfile,
+)
 from fairlead.compat.locate import KIND
 from fairlead.compat.parameters import FileDiscovery, ProbabilisticAdmitter
 from fairlead.compat.profiles import Instance, Instances, Profiles
@@ -71,6 +81,10 @@ NO_SCORER = (
 EVICTS = "requests below priority 0 make way for higher ones that have waited for {} ms, whatever the saturation is"
 LONGEST = f"requests wait for {LONGEST_WAIT:g} s at most, as gateways give up after 600 s"
 OTHER_LEVEL = "the pool's saturation is that of flowControl.saturationDetector: its own thresholds are not used"
+MOVED_DETECTOR = (
+    "thresholds are now parameters of a utilization-detector: declare it under plugins, and name it in flowControl"
+)
+UNSHED = "not used: without the feature gate flowControl nothing is shed, whatever the saturation and the priority are"
 #: How long requests wait, in seconds, if the document does not say.
 _TTL = 60.0
 #: By the reference's type: Fairlead's kind and type.
@@ -286,6 +300,10 @@ class _Translator:
     def _read(self) -> Parts:
         """The valid parts. An invalid part is reported and then counts as absent."""
         given = {key: self._root[key] for key in fields(Parts) if key in self._root and key not in _LISTS}
+        detector = given.get("saturationDetector")
+        if isinstance(detector, dict) and "pluginRef" not in detector:
+            self._report.add(("saturationDetector",), "field 'pluginRef' is missing", MOVED_DETECTOR)
+            del given["saturationDetector"]
         right = {key: value for key, value in given.items() if read(Parts, {key: value}, (), self._report)}
         return Parts.model_validate(right)
 
@@ -304,7 +322,8 @@ class _Translator:
             name, equals, value = text.partition("=")
             place: Place = ("featureGates", i)
             if name not in GATES:
-                self._report.unknown(place, "feature gate", name, GATES)
+                past = "it is always on now: leave it out" if name in PAST_GATES else ""
+                self._report.unknown(place, "feature gate", name, GATES, past)
             elif equals and value.strip().lower() not in (*_ON, *_OFF):
                 self._report.add(place, f"expected {name}=true or {name}=false, got {describe(text)}")
             elif name == "flowControl":
@@ -358,6 +377,8 @@ class _Translator:
             return flow_spec(flow, named, self._report)
         if given is not None:
             self._report.note(FLOW, "not used: the feature gate flowControl is off, requests are scheduled at once")
+        if detector is not None:
+            self._report.note(("saturationDetector",), UNSHED)
         if named.admitter is not None:
             self._report.note(
                 named.admitter.place,

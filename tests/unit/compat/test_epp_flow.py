@@ -175,3 +175,9 @@ def test_the_detector_counts_from_its_deprecated_place_too() -> None:
     text = "plugins: [{type: concurrency-detector}]\nsaturationDetector: {pluginRef: concurrency-detector}\n"
     found = flow(GATE + text)
     assert found.saturation is not None and found.saturation.type == "concurrency-detector"
+
+
+def test_a_detector_without_the_gate_is_noted_at_the_deprecated_place_too() -> None:
+    text = "plugins: [{type: utilization-detector}]\nsaturationDetector: {pluginRef: utilization-detector}\n"
+    notes = load(f"apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\n{text}", need_endpoints=False).notes
+    assert any(note.path == "$.saturationDetector" and "nothing is shed" in note.message for note in notes)

@@ -26,6 +26,9 @@ BAD: list[tuple[str, list[tuple[str, int, str, str]]]] = [
         [("$.plugins[1]", 3, "named 'queue-scorer' is there already, at $.plugins[0]", "name of its own")],
     ),
     ("featureGates: [flowcontrol]", [("$.featureGates[0]", 3, "unknown feature gate", "'flowControl'")]),
+    ("featureGates: [prepareDataPlugins]", [("$.featureGates[0]", 3, "unknown feature gate", "always on now")]),
+    ("saturationDetector: {queueDepthThreshold: 5}", [("$.saturationDetector", 3, "missing", "utilization-detector")]),
+    ("plugins: [{type: dp-rank-header-handler}]", [("$.plugins[0].type", 3, "no counterpart", "list every rank")]),
     ("featureGates: [flowControl=yes]", [("$.featureGates[0]", 3, "flowControl=true or flowControl=false", "")]),
     (
         "schedulingProfiles: [{name: a, plugins: [{pluginRef: queue-scorer}]}]",
