@@ -48,7 +48,7 @@ _USUAL_DECIDER = "prefix-based-pd-decider"
 QUEUED = (
     NO_PAIRS + "since requests that wait under flowControl cannot be split; leave the feature gate out to split them"
 )
-SECOND = "'{}' is a second {}: all endpoints are read in one way here, and of what it and '{}' both set, one counts"
+REPEATED = "'{}' is a second {}: all endpoints are read in one way here, and of what it and '{}' both set, one counts"
 _PRODUCER_REFS = ("prefixMatchInfoProducerName", "inFlightLoadProducerName", "producerName")
 
 
@@ -174,7 +174,7 @@ class Instances:
         types: dict[str, str] = {}
         for instance in {each.name: each for each in listed}.values():
             if types.setdefault(instance.type, instance.name) != instance.name:
-                words = SECOND.format(shorten(instance.name), instance.type, shorten(types[instance.type]))
+                words = REPEATED.format(shorten(instance.name), instance.type, shorten(types[instance.type]))
                 self._report.note(instance.place, words)
         for instance in self.by_name.values():
             entry = instance.entry
@@ -331,8 +331,8 @@ class Profiles(Struct, eq=False):
             self.report.note(handler.place, QUEUED if self.queues else NO_DECIDER)
             return spec
         self.report.note(handler.place, PAIRS.format(shorten(name)))
-        other = self.built.get(prefill)
-        unused = [each.name for each in other.filters if each.type not in (*ALWAYS, "role")] if other else ()
+        prefilling = self.built.get(prefill)
+        unused = [each.name for each in prefilling.filters if each.type not in (*ALWAYS, "role")] if prefilling else ()
         if unused:
             self.report.note(("schedulingProfiles",), UNUSED_FILTERS.format(shorten(prefill), ", ".join(unused)))
         limits = given.model_dump() if isinstance(given, PrefixDecider) else {}

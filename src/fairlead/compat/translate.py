@@ -322,8 +322,8 @@ class _Translator:
             name, equals, value = text.partition("=")
             place: Place = ("featureGates", i)
             if name not in GATES:
-                past = "it is always on now: leave it out" if name in PAST_GATES else ""
-                self._report.unknown(place, "feature gate", name, GATES, past)
+                hint = "it is always on now: leave it out" if name in PAST_GATES else ""
+                self._report.unknown(place, "feature gate", name, GATES, hint)
             elif equals and value.strip().lower() not in (*_ON, *_OFF):
                 self._report.add(place, f"expected {name}=true or {name}=false, got {describe(text)}")
             elif name == "flowControl":
