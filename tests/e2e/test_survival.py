@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 
 import pytest
 from gw_http1 import Http1
@@ -378,6 +379,8 @@ async def test_nothing_survives_a_killed_parent(mortal: Serve) -> None:
     serve = mortal
     children = serve.envoy_pid(), serve.scheduler_pid()
     assert all(children)
+    shown = Path(f"/proc/{serve.pid}/cmdline").read_text().replace("\0", " ")
+    assert " fairlead serve /" in shown, "ps and pkill -f do not find the parent"
     serve.signal(signal.SIGKILL)
     await serve.wait()
 

@@ -92,11 +92,12 @@ def serve_embedded(config: Config, file: Path, content: bytes, workers: int = 1)
             return config, gateway
         schedulers.append([child, scheduler_command(config, file, plan, i, workers)])
     log = [config.log.level, config.log.format]
-    return _become_parent({"gateway": to_builtins(plan), "schedulers": schedulers, "log": log})
+    return _become_parent({"gateway": to_builtins(plan), "schedulers": schedulers, "log": log}, file)
 
 
-def _become_parent(handover: dict[str, Any]) -> NoReturn:
-    os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", _BECOME, _PACKAGES, json.dumps(handover)])
+def _become_parent(handover: dict[str, Any], file: Path) -> NoReturn:
+    start = [sys.executable, "-I", "-S", "-c", _BECOME, _PACKAGES, json.dumps(handover)]
+    os.execv(sys.executable, [*start, "fairlead serve", str(file)])  # so that ps and pkill find it
 
 
 def scheduler_command(config: Config, file: Path, plan: Plan, worker: int = 0, workers: int = 1) -> list[str]:
