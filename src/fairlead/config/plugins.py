@@ -9,7 +9,7 @@ from fairlead.config.builtins import BYTES_PER_TOKEN, HASH_BLOCK_SIZE
 from fairlead.config.problems import Problem, Report
 from fairlead.config.registry import Registry, takes_filters
 from fairlead.config.schema import Config, PluginSpec, PolicySpec
-from fairlead.core.errors import PluginError
+from fairlead.core.errors import PluginError, described
 from fairlead.core.policy import Filter, Picker, Policy, ReportsErrors, Scorer, clamped
 from fairlead.core.prefix import ChainHasher
 from fairlead.core.profile import Profile
@@ -65,7 +65,7 @@ def make(spec: PluginSpec, registry: Registry, **more: Any) -> Any:
     try:
         plugin = registered.cls(spec.parameters, name=spec.name, **more)
     except Exception as error:
-        raise PluginError(spec.name, f"({spec.path}) could not be made: {type(error).__name__}: {error}") from error
+        raise PluginError(spec.name, f"({spec.path}) could not be made: {described(error)}") from error
     if registered.foreign and spec.kind == "scorer":
         return clamped(plugin)
     return plugin

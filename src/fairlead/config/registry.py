@@ -16,7 +16,7 @@ from msgspec import Struct, field
 from pydantic import BaseModel
 
 from fairlead.config.builtins import ALIASES, BUILTINS, METHODS, Kind
-from fairlead.core.errors import PluginError
+from fairlead.core.errors import PluginError, described
 from fairlead.plugins.params import NoParams
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class Registry:
         try:
             cls = points[0].load()
         except Exception as error:
-            raise PluginError(name, f"of {sources} could not be loaded: {type(error).__name__}: {error}") from error
+            raise PluginError(name, f"of {sources} could not be loaded: {described(error)}") from error
         fault = _fault(cls)
         if fault:
             raise PluginError(name, f"of {sources} {fault}")

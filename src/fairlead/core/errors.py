@@ -62,8 +62,8 @@ class PluginError(FairleadError):
         super().__init__(f"plugin {plugin}: {message}")
 
 
-#: The directory of this package.
-_OWN = __file__.rpartition("core/")[0]
+#: Parts of paths of files whose lines say nothing about a plugin: this package, the import machinery, numpy.
+_PASSED = (__file__.rpartition("core/")[0], "importlib", "/numpy/")
 
 
 def described(error: BaseException) -> str:
@@ -71,7 +71,7 @@ def described(error: BaseException) -> str:
     file, line, trace = "", 0, error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
-        if name == file or not (file or name.startswith(_OWN) or "/numpy/" in name):
+        if name == file or not (file or any(part in name for part in _PASSED)):
             file, line = name, trace.tb_lineno
         trace = trace.tb_next
     where = f" ({file.rpartition('/')[2]}, line {line})" if file else ""

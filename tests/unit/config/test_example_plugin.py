@@ -68,7 +68,7 @@ def test_one_that_breaks_at_import_stops_the_start_and_is_named(site: Path, comm
     assert done.returncode == 2
     said = done.stdout + done.stderr
     assert "plugin free-tokens: of fairlead-example-plugin 0.1.0 could not be loaded" in said
-    assert "No module named 'absent_library'" in said
+    assert "No module named 'absent_library' (__init__.py, line 1)" in said
     assert "Traceback" not in said
 
 
@@ -77,7 +77,7 @@ def test_one_that_cannot_be_made_stops_the_start_too(site: Path) -> None:
     broken = module.read_text().replace("self.name = name", "raise RuntimeError('no licence')")
     module.write_text(broken)
     done = run(site, "-m", "fairlead", "serve", str(EXAMPLE / "fairlead.yaml"), "--scheduler-only")
-    assert (done.returncode, "RuntimeError: no licence" in done.stderr) == (2, True)
+    assert (done.returncode, "RuntimeError: no licence (__init__.py, line " in done.stderr) == (2, True)
     assert "Traceback" not in done.stderr
 
 
