@@ -84,6 +84,11 @@ def memory_waits(terms: Terms, fleet: Fleet) -> FloatColumn | None:
     return waits
 
 
+def bits(slots: BoolColumn) -> int:
+    """Return the slots as an integer whose bit number i stands for slot i."""
+    return int.from_bytes(np.packbits(slots, bitorder="little").tobytes(), "little")
+
+
 def soonest(work: FloatColumn, besides: int, opened: NDArray[np.intp]) -> int:
     """Return the slot with the least `work` except `besides`, an open one if any; -1 = none. Changes `work`."""
     work[besides] = inf
@@ -185,6 +190,8 @@ class _Known(Struct):
     #: The table's version and the count of changed rules for which this holds.
     version: tuple[int, int] = (-1, -1)
     able: BoolColumn = np.zeros(0, dtype=np.bool_)
+    #: `able` as bits.
+    able_bits: int = 0
     #: Clock seconds of the last look-up.
     looked: float = -inf
     #: Share of the prompt that each endpoint has cached; whether any endpoint has any of it.
@@ -257,6 +264,11 @@ class PairBinder:
     def able(self, waiting: Waiting, fleet: Fleet, now: float) -> BoolColumn:
         """Return the slots that can serve the request."""
         return self._known(waiting, fleet, now).able
+
+    def able_bits(self, waiting: Waiting, table: EndpointTable) -> int:
+        """Return the slots that can serve the request as bits, without a look-up; -1 = not known any more."""
+        known: _Known = waiting.known
+        return known.able_bits if known.version == (table.version, self._changes) else -1
 
     @staticmethod
     def reach(among: Sequence[Waiting], table: EndpointTable) -> int:
@@ -352,6 +364,7 @@ class PairBinder:
         known.version = (fleet.table.version, self._changes)
         able = self._rules(request, fleet, now)
         known.able = fleet.table.alive if able is None else able & fleet.table.alive
+        known.able_bits = bits(known.able)
         known.looked = now
         share = fleet.match(request) if request.prefix.hashes else None
         known.cached = share is not None

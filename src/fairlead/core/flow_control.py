@@ -24,7 +24,7 @@ Rules
   the `ledger` gate is closed. Requests of a heavy flow wait where they would slow down a light one.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from math import ceil, inf
 from typing import Any, Protocol
@@ -32,7 +32,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from fairlead.core.apis import OTHER, WITHOUT_MODEL
-from fairlead.core.binding import Bound, PairBinder, WaitingRules
+from fairlead.core.binding import LOOKUPS, Bound, PairBinder, WaitingRules, bits
 from fairlead.core.columns import BoolColumn
 from fairlead.core.cost import work_ms
 from fairlead.core.fairness import PATIENCE, Charge
@@ -449,24 +449,50 @@ class FlowControl:
         return now < self.look_again and not np.count_nonzero(opened & ~before)
 
     def _of_band(self, band: Band, fleet: Fleet, opened: BoolColumn, now: float) -> Bound | None:
-        """Return a pair of the band. One pass makes at most two choices: among the window whose turn it is, then among
-        as many requests after it. If there are more, the next pass continues behind them."""
-        most = min(self._window, max(PAIRS // len(fleet.table), FEWEST))
-        turns = self.queues.turns(band, most)
-        passed = self._passed.pop(band.priority, 0)
-        windows = [next(turns, [])]
-        # If no request of the window in turn can be sent, the best pair of the others may. Their flows are charged.
-        remaining = islice(chain.from_iterable(turns), passed, passed + most)
-        for window in chain(windows if not passed else [], [remaining]):
-            among = list(window)
+        """Return a pair of the band. One pass makes at most three choices, each among one of `_windows`."""
+        for among in self._windows(band, fleet.table, opened):
             bound = self.binder.bind(among, fleet, opened, now) if among else inf
             if isinstance(bound, Bound):
                 self._among = len(among) - 1, among.index(bound.waiting)
                 return bound
             self.look_again = min(self.look_again, bound)
-        if len(among) == most:
-            self._passed[band.priority] = passed + most
         return None
+
+    def _windows(self, band: Band, table: EndpointTable, opened: BoolColumn) -> Iterator[list[Waiting]]:
+        """Iterate over the window whose turn it is, then as many requests after it, of other flows, which are charged
+        all the same. If there are more, the next pass continues behind them; at the end come those of `_besides`."""
+        most = min(self._window, max(PAIRS // len(table), FEWEST))
+        turns = self.queues.turns(band, most)
+        passed = self._passed.pop(band.priority, 0)
+        first = next(turns, [])
+        if not passed:
+            yield first
+        remaining = list(islice(chain.from_iterable(turns), passed, passed + most))
+        yield remaining
+        if len(remaining) == most:
+            self._passed[band.priority] = passed + most
+        else:
+            yield self._besides(band, most, table, opened)
+
+    def _besides(self, band: Band, most: int, table: EndpointTable, opened: BoolColumn) -> list[Waiting]:
+        """Return the first `most` requests that can use an open endpoint which none of those in turn can use, for
+        example because it serves another model. Without them, it would stay idle while thousands wait for others."""
+        able, free = self.binder.able_bits, bits(opened)
+        for window in self.queues.turns(band, most):
+            for waiting in window:
+                free &= ~able(waiting, table)
+                if not free:
+                    return []
+        besides: list[Waiting] = []
+        unknown = LOOKUPS
+        for waiting in band.members.values():
+            places = able(waiting, table)
+            if places & free and (places > 0 or unknown):
+                unknown -= places < 0
+                besides.append(waiting)
+                if len(besides) == most:
+                    break
+        return besides
 
     def expire(self, fleet: Fleet, now: float) -> list[tuple[Waiting, Refused]]:
         """Take out the first `REFUSALS` requests whose time is over, and return them with their refusals. If `overdue`

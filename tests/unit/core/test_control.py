@@ -6,7 +6,7 @@ from leases import lease_of
 
 from fairlead.core.binding import Bound
 from fairlead.core.endpoint import Endpoint
-from fairlead.core.fairness import Charge, StartTimeFair, Strict
+from fairlead.core.fairness import Charge, RoundRobin, StartTimeFair, Strict
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import FlowKey, Limit, Limits, Times
 from fairlead.core.flow_control import PAIRS, FlowControl
@@ -51,6 +51,10 @@ class FirstForFirst:
         there = (subset is None or endpoint.address in subset for endpoint in fleet.table.endpoints)
         return np.array(list(there))
 
+    def able_bits(self, waiting, table):
+        subset = waiting.request.subset
+        return sum(1 << i for i, endpoint in enumerate(table.endpoints) if subset is None or endpoint.address in subset)
+
 
 class FlowController:
     """Flow control over `endpoints` endpoints that take one request each."""
@@ -60,7 +64,7 @@ class FlowController:
         endpoints: int = 2,
         limits: Limits | None = None,
         times: Times | None = None,
-        fairness: type[Strict] | type[StartTimeFair] = Strict,
+        fairness: type[Strict] | type[RoundRobin] | type[StartTimeFair] = Strict,
     ):
         self.fleet = Fleet()
         for i in range(endpoints):
@@ -70,7 +74,7 @@ class FlowController:
         self.now = 100.0
         self._ids = 0
 
-    def arrive(self, priority: int = 0, subset=None, ttl: float = 0.0, body: int = 0):
+    def arrive(self, priority: int = 0, subset=None, ttl: float = 0.0, body: int = 0, tenant: str = ""):
         self._ids += 1
         request = Request(
             id=self._ids,
@@ -80,6 +84,7 @@ class FlowController:
             ttl_s=ttl,
             body_bytes=body,
             prompt_tokens=9,
+            fairness_id=tenant,
         )
         outcome = self.flow.arrived(request, self.fleet, self.now)
         if outcome is None:
@@ -168,6 +173,24 @@ def test_a_request_whose_endpoints_are_busy_does_not_block_others():
     free, _ = flow_controller.arrive(priority=0)
     assert flow_controller.dispatch() == [(free.id, 1)]
     assert [waiting.request.id for waiting in flow_controller.flow.queues.members()] == [blocker.id]
+
+
+@pytest.mark.parametrize("tenants", [1, 100], ids=["one flow", "many flows"])
+@pytest.mark.parametrize("fairness", [Strict, RoundRobin, StartTimeFair])
+def test_however_many_wait_for_a_busy_endpoint_an_idle_one_gets_its_requests(tenants, fairness):
+    controller = FlowController(endpoints=2, fairness=fairness)
+    controller.arrive(subset={"10.0.0.0:80"})
+    for number in range(400):
+        controller.arrive(subset={"10.0.0.0:80"}, tenant=f"t{number % tenants}")
+    controller.now += 1.0
+    here, _ = controller.arrive(subset={"10.0.0.1:80"}, tenant=f"t{tenants - 1}")
+    held, _ = controller.arrive(subset={"10.0.0.1:80"}, tenant="t0")
+    gone = controller.dispatch()
+    while controller.flow.more:
+        gone += controller.dispatch()
+    assert len(gone) == 1 and gone[0] in ((here.id, 1), (held.id, 1))
+    controller.fleet.ledger.release(lease_of(controller.fleet, gone[0][0]))
+    assert {*controller.dispatch(), *gone} == {(here.id, 1), (held.id, 1)}
 
 
 def test_one_call_dispatches_one_request_and_says_that_there_is_more():

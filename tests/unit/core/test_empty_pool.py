@@ -43,6 +43,9 @@ class Patient:
     def bind(self, window, fleet, opened, now):
         return now + 0.1
 
+    def able_bits(self, waiting, table):
+        return -1
+
 
 def test_nobody_looks_again_and_again_for_endpoints_that_are_not_there():
     clock = SimClock()
