@@ -261,7 +261,11 @@ class PluginReader(Struct, eq=False):
             return None
         settings, plugins = self._mixed(FlowSettings, node, (FLOW_CONTROL,), FLOW_KINDS, BANDS)
         bands = self._bands(node.get(BANDS))
-        return FlowSpec(settings=settings or FlowSettings(), bands=bands, **plugins)
+        settings = settings or FlowSettings()
+        if "no_endpoint_ttl" in settings.model_fields_set and settings.no_endpoint_ttl > settings.ttl:
+            limit = f"requests wait for ttl at most, {settings.ttl:g}s: raise it as well"
+            self.report.note((FLOW_CONTROL, "noEndpointTtl"), limit)
+        return FlowSpec(settings=settings, bands=bands, **plugins)
 
     def _mixed(
         self, kind: type[Section], node: dict[str, Any], place: Place, kinds: tuple[Kind, ...], *more_keys: str

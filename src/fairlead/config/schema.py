@@ -653,8 +653,8 @@ class FlowSettings(Section):
     )
     no_endpoint_ttl: Annotated[float, Field(ge=0, le=LONGEST_WAIT), DURATION] = Field(
         default=60.0,
-        description="How long a request may wait while the pool has no endpoint. 0 = refuse it at once; this is the "
-        "value if flow control is on by default.",
+        description="How long a request may wait while the pool has no endpoint, within `ttl`. 0 = refuse it at once; "
+        "this is the value if flow control is on by default.",
     )
     window: int = Field(
         default=256,

@@ -221,7 +221,7 @@ class Times(Struct, frozen=True):
     rule, then that of its band."""
 
     ttl: float = 60.0
-    #: The most while the pool has no endpoints.
+    #: The most while the pool has no endpoints, from its last endpoint or the request's arrival; 0 = none may wait.
     no_endpoints: float = 60.0
     #: The most in any case, whatever a request asks for.
     longest: float = inf
@@ -230,4 +230,4 @@ class Times(Struct, frozen=True):
     def of(self, request: Request, rule: FlowRule, endpoints: int) -> float:
         said = request.ttl_s or rule.ttl or self.bands.get(request.priority, self.ttl)
         own = min(said, self.longest)
-        return own if endpoints else min(own, self.no_endpoints)
+        return own if endpoints or self.no_endpoints else 0.0

@@ -170,7 +170,7 @@ class FlowControl:
         self.relax()
         #: Clock seconds since when no request may wait, because of a shutdown; `inf` = requests may wait.
         self._stopped = inf
-        #: Clock seconds since when the pool has no endpoints and requests may not wait for one; `inf` = otherwise.
+        #: Clock seconds since when the pool has no endpoints, as far as a waiting request was affected; `inf` = it has.
         self._deserted = inf
         #: The last `expire` or `stop` may have left requests that must be refused too.
         self._left = False
@@ -358,7 +358,7 @@ class FlowControl:
 
     def _next(self, fleet: Fleet, now: float) -> Bound | None:
         if not len(self.queues) or not fleet.table.count:
-            if not self._times.no_endpoints and not fleet.table.count:
+            if not fleet.table.count:
                 self._deserted = min(self._deserted, now)
             self.look_again = inf  # an endpoint that joins causes the next pass
             self.tally.look(False, now)
@@ -499,11 +499,14 @@ class FlowControl:
         is true afterwards, more are left."""
         if self._stopped < inf:
             return self.stop(now)
+        late = self.queues.expire(now, REFUSALS)
         if fleet.table.count:
+            self._deserted = inf
             why = Refused(EXPIRED, "the request timed out waiting for a free endpoint", status=429)
         else:
             why = Refused(NO_ENDPOINTS, "the request timed out waiting, and the pool has no endpoints")
-        late = self.queues.clear(REFUSALS) if self._deserted < inf else self.queues.expire(now, REFUSALS)
+            if self._deserted + self._times.no_endpoints <= now:
+                late += self.queues.clear(REFUSALS - len(late), now, self._times.no_endpoints)
         self._left = len(late) == REFUSALS
         return [(waiting, why) for waiting in late]
 
@@ -528,8 +531,12 @@ class FlowControl:
         return self._left and self.next_deadline() <= now
 
     def next_deadline(self) -> float:
-        over = min(self._stopped, self._deserted)
-        return over if over < inf and len(self.queues) else self.queues.next_deadline()
+        if self._stopped < inf and len(self.queues):
+            return self._stopped
+        first = self.queues.next_deadline()
+        if self._deserted < inf:
+            first = min(first, max(self._deserted, self.oldest()) + self._times.no_endpoints)
+        return first
 
     def oldest(self) -> float:
         """Return the clock seconds since when the longest-waiting request waits; `inf` = none waits."""

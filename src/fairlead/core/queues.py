@@ -349,11 +349,12 @@ class Queues:
             late.append(first)
         return late
 
-    def clear(self, most: float = inf) -> list[Waiting]:
-        """Take out up to `most` requests: the highest band first, in each band the longest-waiting first."""
+    def clear(self, most: float = inf, now: float = inf, after: float = 0.0) -> list[Waiting]:
+        """Take out up to `most` requests that have waited for `after` seconds: the highest band first, in each band the
+        longest-waiting first."""
         removed: list[Waiting] = []
         for band in self.bands():
-            while len(removed) < most and band.count:
+            while len(removed) < most and band.count and band.oldest() + after <= now:
                 removed.append(band.longest_waiting())
                 self.remove(removed[-1])
         return removed

@@ -80,7 +80,9 @@ def test_limits_and_times() -> None:
     assert found.flow.queues.limits.flow == Limit(inf, 5)
     fleet = Fleet()
     waits, _ = found.flow.arrived(request(), fleet, 10.0)
-    assert waits.deadline == 11.0, "the pool is empty"
+    assert waits.deadline == 12.0
+    found.flow.dispatch(fleet, 10.0)
+    assert found.flow.next_deadline() == 11.0, "the pool is empty"
     assert isinstance(found.flow.arrived(request(2), fleet, 10.0), Refused)
 
 
@@ -232,3 +234,13 @@ def test_what_is_wrong_with_bands_is_said(text, problem):
     found = problems(f"{ONE}flowControl: {text}\n")
     assert len(found) == 1
     assert problem in f"{found[0].path} {found[0].message}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "noted"), [("noEndpointTtl: 5m", True), ("ttl: 5m, noEndpointTtl: 5m", False), ("ttl: 5s", False)]
+)
+def test_a_time_without_endpoints_beyond_that_to_live_is_noted(settings: str, noted: bool) -> None:
+    notes = load(f"endpoints: [10.0.0.1:80]\nflowControl: {{{settings}}}\n").notes
+    assert (
+        any("$.flowControl.noEndpointTtl: requests wait for ttl at most, 60s" in str(note) for note in notes) == noted
+    )

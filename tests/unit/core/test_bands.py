@@ -159,7 +159,8 @@ def test_limits_and_times_of_bands_and_flows():
         return times.of(request, limits.rule("", tenant), endpoints)
 
     assert (ttl(0), ttl(LOW), ttl(LOW, tenant="small"), ttl(LOW, 9.0, "small")) == (60.0, 5.0, 3.0, 9.0)
-    assert (ttl(0, endpoints=0), ttl(LOW, endpoints=0), ttl(0, 1e6)) == (20.0, 5.0, 590.0)
+    assert (ttl(0, endpoints=0), ttl(LOW, endpoints=0), ttl(0, 1e6)) == (60.0, 5.0, 590.0)
+    assert Times(60.0, 0.0).of(Request(id=1, arrived=0.0), limits.rule("", ""), 0) == 0.0
 
 
 def test_weights_share_a_band():

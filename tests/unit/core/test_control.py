@@ -226,9 +226,32 @@ def test_without_endpoints_requests_wait_for_the_first_one():
     flow_controller.fleet.up(Endpoint("late", "10.0.0.9:80"))
     assert flow_controller.dispatch() == [(request.id, 0)]
     empty = FlowController(endpoints=0, times=Times(ttl=60.0, no_endpoints=5.0))
+    start = empty.now
     empty.arrive()
-    ((_, why),) = empty.flow.expire(empty.fleet, empty.now + 5.0)
+    empty.dispatch()
+    empty.now += 2.0
+    empty.arrive()
+    assert empty.dispatch() == [] and empty.flow.next_deadline() == start + 5.0
+    ((_, why),) = empty.flow.expire(empty.fleet, start + 5.0)
     assert (why.reason, why.status) == ("rejected-no-endpoints", 503)
+    assert empty.flow.next_deadline() == start + 7.0
+
+
+def test_the_time_without_endpoints_ends_when_the_first_comes_and_begins_when_the_last_goes():
+    controller = FlowController(endpoints=0, times=Times(ttl=60.0, no_endpoints=5.0))
+    start = controller.now
+    waiting = [controller.arrive()[0] for _ in range(3)]
+    controller.dispatch()
+    controller.fleet.up(Endpoint("late", "10.0.0.9:80"))
+    assert [number for number, _ in controller.dispatch()] == [waiting[0].id]
+    assert controller.flow.next_deadline() == start + 60.0
+    controller.now += 10.0
+    controller.fleet.down("late")
+    controller.dispatch()
+    assert controller.flow.next_deadline() == start + 15.0
+    assert controller.flow.expire(controller.fleet, start + 14.0) == []
+    gone = controller.flow.expire(controller.fleet, start + 15.0)
+    assert [each.request.id for each, _ in gone] == [waiting[1].id, waiting[2].id]
 
 
 def test_limits_refuse_and_lower_bands_give_way():
