@@ -398,7 +398,7 @@ class Queues:
 # * The debt is bounded, so a band that could not be served for a while does not take everything afterwards.
 # * Without shares nothing is counted.
 
-#: Milliseconds of work that a band can be owed, or owe, at most.
+#: Milliseconds of work that a band can be owed at most, and owe unless a single request cost more.
 MOST = 3000.0
 
 
@@ -429,5 +429,7 @@ class Shares:
             if band_priority not in waiting:
                 self.owed[band_priority] = 0.0
                 continue
-            owed = self.owed[band_priority] + share * cost - (cost if band_priority == priority else 0.0)
-            self.owed[band_priority] = min(max(owed, -MOST), MOST)
+            owed = self.owed[band_priority] + share * cost
+            if band_priority == priority:  # of its largest requests too, a band pays back all that they cost
+                owed = max(owed - cost, -max(cost, MOST))
+            self.owed[band_priority] = min(owed, MOST)

@@ -93,6 +93,20 @@ def test_a_debt_is_bounded():
     assert bands.shares.owed[LOW] == MOST
 
 
+@pytest.mark.parametrize("large", [500.0, 30_000.0])
+def test_a_band_with_large_requests_gets_no_more_than_its_share(large):
+    bands = Bands({LOW: 0.05})
+    bands.put(HIGH)
+    bands.put(LOW)
+    work: Counter[int] = Counter()
+    for _ in range(20_000):
+        first = bands.shares.order(bands.queues.bands())[0].priority
+        cost = large if first == LOW else 500.0
+        bands.shares.spent(bands.queues.bands(), first, cost)
+        work[first] += cost
+    assert work[LOW] / work.total() == pytest.approx(0.05, abs=0.003)
+
+
 @pytest.mark.parametrize("shares", [{0: 0.7, 1: 0.4}, {0: -0.1}, {0: 1.2}])
 def test_impossible_shares_are_refused(shares):
     with pytest.raises(ValueError, match="at most 1"):
