@@ -451,8 +451,8 @@ class SchedulerMetrics:
         return self._bundles.get(folded) or self._make(folded)
 
     def _folded_labels(self, key: RequestLabels) -> RequestLabels:
-        model, target, fairness_id, _ = key
-        return self._name(model), self._name(target), fairness_id and OTHER, 0
+        model, target, fairness_id, priority = key
+        return self._name(model), self._name(target), fairness_id and OTHER, priority
 
     def _make(self, key: RequestLabels) -> _Bundle:
         model, target, fairness_id, priority = key

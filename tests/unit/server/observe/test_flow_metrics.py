@@ -122,7 +122,7 @@ def test_queues_by_flow_and_band() -> None:
     for prefix in ("llm_d_epp_", "inference_extension_"):
         assert page[f"{prefix}flow_control_queue_size{{{labels}}}"] == 2
         assert page[f"{prefix}flow_control_queue_bytes{{{labels}}}"] == 150
-    folded = 'fairness_id="other",inference_pool="default",model_name="n",priority="0",target_model_name="n"'
+    folded = 'fairness_id="other",inference_pool="default",model_name="n",priority="10",target_model_name="n"'
     assert page[f"llm_d_epp_flow_control_queue_size{{{folded}}}"] == 1
     band = 'inference_pool="default",priority="0"'
     assert page[f"llm_d_epp_flow_control_capacity_utilization_requests{{{band}}}"] == 0.2
