@@ -29,7 +29,7 @@ from fairlead.core.profile import estimate
 from fairlead.core.records import FLOW_CONTROL, SplitCosts, Trace, Waited
 from fairlead.core.request import Request
 from fairlead.core.snapshot import Restored
-from fairlead.core.stalls import LEVELS
+from fairlead.core.stalls import level_name
 from fairlead.core.table import FLOATS
 
 #: Accepted instead of a decision's id: the newest decision.
@@ -327,7 +327,7 @@ def _candidates(
                 *(name for name, mask in trace.filters if not mask[slot]),
                 *(["infinite cost"] if -np.inf < totals[slot] < -_INFINITE else []),
             ),
-            hung=LEVELS[int(table.suspicion[slot])] if table.suspicion[slot] else "",
+            hung=level_name(table.suspicion[slot]) if table.suspicion[slot] else "",
             cached_tokens=int(held[slot] * request.prompt_tokens),
             queued_requests=float(table.queue[slot]),
             queued_tokens=float(table.queued_tokens[slot]),

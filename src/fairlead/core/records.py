@@ -194,7 +194,7 @@ class StallRecord(Struct, frozen=True, gc=False):
     time_s: float
     #: `well`, `suspect`, `out`.
     level: str
-    #: Seconds without progress, and seconds for which that was plausible; both 0 = one request may test it, or does.
+    #: Seconds without progress, and seconds for which that was plausible; 0 = one request may test it, or does.
     silent_s: float
     plausible_s: float
     #: Our requests at the endpoint.
@@ -203,7 +203,7 @@ class StallRecord(Struct, frozen=True, gc=False):
     @property
     def tried(self) -> bool:
         """Whether the record only says that one request may test the endpoint, or does."""
-        return self.silent_s == self.plausible_s == 0.0
+        return self.level == "suspect" and self.plausible_s == 0.0
 
 
 # What policies on trial would have done, next to what was done.

@@ -23,8 +23,8 @@ Theory
 * An endpoint is *suspect* when its silence is longer than plausible, and *out* after `OUT` times that. With the least
   values and a scrape every 0.2 s: suspect after 1.4 s, out after 3.2 s. Suspect endpoints get requests only if no other
   can serve them, endpoints that are out only if all others are out too (`plugins.filters.availability.Health`).
-* An endpoint recovers at the first progress. If it has no work left that could show progress, it gets one request every
-  `RETRIED_S` as a test.
+* An endpoint recovers at the first progress. If it has no work left that could show progress, it may get one request
+  every `RETRIED_S` as a test (`TRIED`). Until one makes progress, it counts as suspect for everyone who looks.
 
 Once a request is *overdue*, `Route.hedge_after_ms` lets the gateway send it to the fallback endpoint too:
 
@@ -37,7 +37,7 @@ other request shortens them again. So at most about one request in fifty is hedg
 or the pool is overloaded.
 """
 
-from math import inf
+from math import ceil, inf
 
 from msgspec import Struct
 
@@ -47,8 +47,8 @@ from fairlead.core.predictor import Predictor
 from fairlead.core.records import StallRecord
 from fairlead.core.table import EndpointTable
 
-#: Levels of `EndpointTable.suspicion`.
-WELL, SUSPECT, OUT_OF_USE = 0.0, 1.0, 2.0
+#: Levels of `EndpointTable.suspicion`. `TRIED`: it is suspect, and may get one request as a test.
+WELL, TRIED, SUSPECT, OUT_OF_USE = 0.0, 0.5, 1.0, 2.0
 LEVELS = ("well", "suspect", "out")
 
 #: See the module's rules; seconds and factors.
@@ -73,6 +73,11 @@ OVERDUE = 3.0 * 1e-3
 OVERDUE_S, OVERDUE_WHOLE_S, NEVER_S = 4.0, 10.0, 600.0
 #: Factors on `Stalls.caution`: of a wasted hedge, and of any other request; and the maximum of `caution`.
 IN_VAIN, WORTH_IT, MOST = 1.25, 0.995, 16.0
+
+
+def level_name(suspicion: float) -> str:
+    """Return which of `LEVELS` people and metrics see for a value of `EndpointTable.suspicion`."""
+    return LEVELS[ceil(suspicion)]
 
 
 class _Watched(Struct):
@@ -111,7 +116,7 @@ class Stalls:
         self.caution = 1.0
         #: The last time (clock seconds) that any endpoint was out.
         self._any_out = -inf
-        #: Slots that were suspect, have no work left that could show progress, and wait for a request as a test.
+        #: Slots whose level is `TRIED`: they have no work left that could show progress.
         self.retried: set[int] = set()
 
     def reset(self, slot: int) -> None:
@@ -164,8 +169,8 @@ class Stalls:
             watched.still = True
 
     def charged(self, slot: int, now: float) -> None:
-        """Note a request that is sent to a slot. If it tests a slot of `retried`, the slot is suspect again, so that it
-        gets no more requests until it makes progress."""
+        """Note a request that is sent to a slot. If it tests a slot of `retried`, the slot gets no more requests until
+        it makes progress."""
         if slot in self.retried:
             self.retried.discard(slot)
             self._watched[slot].since = now
@@ -198,10 +203,10 @@ class Stalls:
     def _idle(self, slot: int, watched: _Watched, since: float, now: float) -> None:
         """Record that the endpoint had no work before `since` that could have shown progress."""
         watched.since = since
-        if self._table.suspicion[slot]:
+        if self._table.suspicion[slot] >= SUSPECT:
             watched.empty_since = min(watched.empty_since, now)
             if now - watched.empty_since > RETRIED_S:
-                self._judged(slot, WELL, 0.0, now)
+                self._judged(slot, TRIED, 0.0, now)
                 self.retried.add(slot)
 
     def _begun(self, slot: int) -> float:
@@ -272,7 +277,7 @@ class Stalls:
         self.retried.discard(slot)
         table.set_suspicion(slot, level)
         self.changes.append(
-            StallRecord(endpoint.id, now, LEVELS[int(level)], silent, plausible, int(table.inflight[slot]))
+            StallRecord(endpoint.id, now, level_name(level), silent, plausible, int(table.inflight[slot]))
         )
 
     # ---- hedges ----

@@ -288,6 +288,31 @@ def test_where_nothing_is_left_that_could_move_one_request_tries_it_again() -> N
     assert rig.suspicion("e0") == WELL
 
 
+def test_an_endpoint_that_waits_for_a_test_is_suspect_to_all_who_look() -> None:
+    rig = Rig()
+    rig.warm()
+    rig.hang("e0", 5.0)
+    for end, number, name in list(rig.running):
+        if name == "e0":
+            rig.running.remove((end, number, name))
+            rig.feed(StreamLost(number))
+    rig.pages["e0"] = replace(rig.pages["e0"], running=0.0, kv_usage=0.0)
+    watch = Watch(rig.fleet, rig.clock.time)
+    for _ in range(300):  # nobody sends a request
+        rig.step()
+        assert watch.endpoints()[0].suspicion != "well"
+    assert rig.send().endpoint.id == "e0", "an ordinary candidate, and an idle endpoint"
+    assert rig.send().endpoint.id == "e1", "one request is enough as a test"
+    for record in rig.told:
+        watch.on_stall(record)
+    counts = {key: child.value for key, child in watch.metrics.families.stalls.children.items()}
+    assert counts == {("e0", "suspect"): 1, ("e0", "out"): 1}
+    rig.hung.clear()
+    rig.step()
+    rig.step()
+    assert (rig.suspicion("e0"), rig.told[-1].level) == (WELL, "well")
+
+
 # ---- when an answer is overdue ----
 
 

@@ -21,7 +21,7 @@ from fairlead.core.endpoint import MODEL_LABEL, ROLE_LABEL
 from fairlead.core.flow import Limit
 from fairlead.core.queues import Band
 from fairlead.core.records import DecisionRecord, OutcomeRecord
-from fairlead.core.stalls import LEVELS
+from fairlead.core.stalls import LEVELS, level_name
 from fairlead.server.observe import snapshot_shape as shape
 from fairlead.server.observe.decisions import request_number
 from fairlead.server.observe.endpoint_history import STEP, EndpointPoint
@@ -51,11 +51,11 @@ def endpoint_rows(
     rows = []
     for slot, endpoint in table.slots():
         sample, sums, gone = table.samples[slot], recent.endpoint(endpoint.id), out.get(endpoint.id)
-        age_s, level = now - sampled[slot], LEVELS[int(suspicion[slot])]
+        age_s, level = now - sampled[slot], level_name(suspicion[slot])
         fresh = age_s <= staleness
         state, reason = ("serving", "") if gone is None else ("out", gone.reason)
         if gone is None and level != LEVELS[0]:
-            state, reason = "suspect", "there is work, and nothing moves"
+            state, reason = "suspect", "nothing moves while there is work"
         elif gone is None and not fresh:
             state = "unread"
             reason = watch.unread(endpoint.id) or ("" if isfinite(age_s) else "no scrape has succeeded yet")

@@ -319,7 +319,7 @@ _MANY_FAIL = 0.05
 REFUSED, HANGS, FAILS = "connection refused", "hangs", f"{ERRORS_TO_EJECT} failed answers in a row"
 _DOES = {
     REFUSED: ("refuses connections", "refuse connections"),
-    HANGS: ("hangs: there is work, and nothing moves", "hang: there is work, and nothing moves"),
+    HANGS: ("hangs: nothing moves while there is work", "hang: nothing moves while there is work"),
     FAILS: (f"failed {ERRORS_TO_EJECT} answers in a row", f"failed {ERRORS_TO_EJECT} answers in a row"),
 }
 _RUNBOOK = {HANGS: "FairleadEndpointHangs", FAILS: "FairleadEndpointFails"}
@@ -412,7 +412,7 @@ def _suspect(endpoints: Sequence[EndpointRow]) -> Iterable[Notice]:
     rows = [row for row in endpoints if row.state == "suspect"]
     if rows:
         verb = "seems" if len(rows) == 1 else "seem"
-        text = f"{_listed(rows, len(endpoints))} {verb} to hang: there is work, and nothing moves."
+        text = f"{_listed(rows, len(endpoints))} {verb} to hang: nothing moves while there is work."
         yield Notice(BAD, text, runbook="FairleadEndpointHangs")
 
 

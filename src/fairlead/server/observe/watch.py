@@ -13,7 +13,7 @@ from fairlead.core.flow import LEFT
 from fairlead.core.flow_control import FlowController
 from fairlead.core.policy import Policy
 from fairlead.core.records import DecisionRecord, OutcomeRecord, StallRecord
-from fairlead.core.stalls import LEVELS
+from fairlead.core.stalls import LEVELS, level_name
 from fairlead.pool.scrape import TOLD_AFTER, ScrapeStats
 from fairlead.server.observe.component_metrics import ChooserMetrics, KubeMetrics, ShadowMetrics, UploadMetrics
 from fairlead.server.observe.decisions import Journal, explained
@@ -296,14 +296,15 @@ class Watch:
         """Log one line when an endpoint seems to hang, one when it does, and one when it makes progress again. Requests
         that try it in between are not logged as warnings."""
         endpoint, level = record.endpoint, LEVELS.index(record.level)
-        self.metrics.families.stalls.child(endpoint, record.level).inc()
         known, since = self._hangs.get(endpoint, (0, record.time_s - record.silent_s))
-        if record.tried:
-            log.debug("an endpoint that seemed to hang is tried with a request", endpoint=endpoint)
-        elif not level:
+        if record.tried or known >= level > 0:
+            log.debug("an endpoint that hangs is tested with a request", endpoint=endpoint, level=record.level)
+            return
+        self.metrics.families.stalls.child(endpoint, record.level).inc()
+        if not level:
             self._hangs.pop(endpoint, None)
             log.info("an endpoint makes progress again", endpoint=endpoint, after_s=round(record.time_s - since, 1))
-        elif level > known:
+        else:
             self._hangs[endpoint] = level, since
             silent, plausible = round(record.silent_s, 1), round(record.plausible_s, 1)
             how = {"silent_s": silent, "plausible_s": plausible, "leases": record.leases}
@@ -352,7 +353,7 @@ class Watch:
                     fresh=age <= fleet.staleness,
                     age_s=age if isfinite(age) else None,
                     last_error=self.unread(endpoint.id),
-                    suspicion=LEVELS[int(suspicion[slot])],
+                    suspicion=level_name(suspicion[slot]),
                     silent_s=round(fleet.stalls.silence(slot, self._now()), 2),
                     waiting=sample.waiting if sample else None,
                     running=sample.running if sample else None,
