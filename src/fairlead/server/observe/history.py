@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec import Struct
 
-from fairlead.core.stalls import OUT_OF_USE
+from fairlead.core.stalls import OUT_OF_USE, WELL
 from fairlead.pool.scrape import TOLD_AFTER
 from fairlead.server.observe.endpoint_history import EndpointHistory
 from fairlead.server.observe.log import get
@@ -81,12 +81,12 @@ class History:
         #: Clock seconds since when every request fails; `None` = some are answered, or there are no requests.
         self.failing_since: float | None = None
         self._failed_since, self._failed, self._failed_at = now, 0, -inf
-        #: Endpoints out of use, by id.
+        #: Endpoints out of use, by id. One that hung stays until it makes progress, and one of `_failing` as well,
+        #: although requests test both every few seconds.
         self.out: dict[str, Out] = {}
-        #: Endpoints that failing answers have put out of use, until one of their answers is good. Meanwhile they are
-        #: tried every few seconds, so they may be missing in `out`.
+        #: Endpoints that failing answers have put out of use, until one of their answers is good.
         self._failing: set[str] = set()
-        text = "1 while the endpoint is out of use. One whose answers fail is tried every few seconds."
+        text = "1 while an endpoint is out of use, or only tested because it hangs or fails."
         show = watch.metrics.registry.follow
         show("gauge", "fairlead_endpoint_out", text, self._shown, "endpoint", "why")
         self.endpoints = EndpointHistory()
@@ -177,16 +177,21 @@ class History:
     def _look_at_endpoints(self, now: float) -> None:
         watch, table, out = self._watch, self._watch.fleet.table, dict[str, Out]()
         if table.troubled:
-            silent, hangs = table.failures >= TOLD_AFTER, table.suspicion >= OUT_OF_USE
-            for slot in np.flatnonzero((silent | hangs | (table.ejected_until > now)) & table.alive).tolist():
-                endpoint = table.endpoints[slot]
-                assert endpoint is not None
-                reason = HANGS if hangs[slot] else FAILS
+            silent, hangs, fails = table.failures >= TOLD_AFTER, table.suspicion > WELL, table.errors >= 1.0
+            avoided = table.ejected_until > now
+            for slot in np.flatnonzero((silent | hangs | fails | avoided) & table.alive).tolist():
+                name = table.ids[slot]
+                known = self.out.get(name)
                 if silent[slot]:
-                    reason = watch.unread(endpoint.id)
+                    reason = watch.unread(name)
                     reason = REFUSED if "refused" in reason.lower() else reason
-                known = self.out.get(endpoint.id)
-                out[endpoint.id] = Out(reason, known.since if known else now)
+                elif hangs[slot] and (table.suspicion[slot] >= OUT_OF_USE or (known and known.reason == HANGS)):
+                    reason = HANGS
+                elif avoided[slot] or name in self._failing:
+                    reason = FAILS
+                else:
+                    continue
+                out[name] = Out(reason, known.since if known else now)
         self.out = out
         failing = {table.ids[slot] for slot in np.flatnonzero((table.errors >= 1.0) & table.alive).tolist()}
         failing &= self._failing | {name for name, each in out.items() if each.reason == FAILS}

@@ -35,7 +35,7 @@ class EndpointRow(Struct, frozen=True, kw_only=True, gc=False):
     model: str
     role: str
     #: `serving`; `unread` (its metrics cannot be read) and `suspect` (it may hang) still get requests; `out` gets none
-    #: while another endpoint is available.
+    #: but tests while another endpoint is available.
     state: str
     #: Why the state is not `serving`, and since when the endpoint is out.
     reason: str

@@ -14,8 +14,10 @@ from fairlead.core.gates import LedgerGate
 from fairlead.core.queues import Queues
 from fairlead.core.records import OutcomeRecord
 from fairlead.core.request import Request
+from fairlead.core.stalls import OUT_OF_USE, SUSPECT, TRIED, WELL
 from fairlead.plugins.flow_control import Fcfs
 from fairlead.server.observe.history import HISTORY, POINT, History, Out
+from fairlead.server.observe.snapshot_shape import HANGS
 from fairlead.server.observe.watch import Watch
 
 
@@ -93,8 +95,17 @@ def test_why_an_endpoint_is_out_and_since_when() -> None:
     pool.passes(0.5)
     assert pool.history.out == {"a": Out("connection refused", 5.5)}
     pool.fleet.sampled("a", pool.now, pool.now, Sample())
-    pool.passes(EJECT_SECONDS + 0.5)
+    pool.fleet.answered(0, True, pool.now)
+    pool.passes(0.5)
     assert pool.history.out == {}
+
+
+def test_a_hang_that_is_tested_is_one_outage() -> None:
+    pool = Pool()
+    for level, out in ((SUSPECT, False), (OUT_OF_USE, True), (TRIED, True), (SUSPECT, True), (WELL, False)):
+        pool.fleet.table.set_suspicion(0, level)
+        pool.passes(0.5)
+        assert pool.history.out == ({"a": Out(HANGS, 1.0)} if out else {})
 
 
 def test_an_endpoint_that_fails_again_after_each_try_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -107,9 +118,11 @@ def test_an_endpoint_that_fails_again_after_each_try_is_logged_once(caplog: pyte
             pool.passes(0.5)
             assert out in pool.watch.metrics.registry.render()
             pool.passes(EJECT_SECONDS + 0.5)
-            assert out not in pool.watch.metrics.registry.render(), "it is tried"
+            assert out in pool.watch.metrics.registry.render(), "it is only tried"
+            assert pool.history.out == {"a": Out("3 failed answers in a row", 0.5)}, "since the first time"
         pool.fleet.answered(0, True, pool.now)
         pool.passes(1.0)
+        assert out not in pool.watch.metrics.registry.render()
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
 
 
