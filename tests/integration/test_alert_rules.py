@@ -123,6 +123,13 @@ def test_dashboards_are_what_grafana_reads(promtool: str, path: Path, tmp_path: 
 QUIET = {"llm_d_epp_request_total": "0+60x20", "fairlead_flow_waiting_requests": "0x20"}
 BYPASS = "Served without asking, refused, failed plugins"
 FALLBACKS = 'fairlead_fallback_requests_total{endpoint="a"}'
+
+
+def by_two(series: str, *values: str) -> dict[str, str]:
+    """A series, its last brace open, as two schedulers show it."""
+    return {f'{series},instance="{i}"}}'.replace("{,", "{"): each for i, each in enumerate(values)}
+
+
 PANELS: list[tuple[str, dict[str, str], float]] = [
     ("Errors", {}, 0.0),
     ("Errors", {"llm_d_epp_request_total": "0x20", "llm_d_epp_request_error_total": "0x20"}, 0.0),
@@ -133,6 +140,12 @@ PANELS: list[tuple[str, dict[str, str], float]] = [
     # Requests served while the scheduler hung: the count per endpoint begins with them.
     (BYPASS, {"fairlead_unscheduled_requests_total": "0x5 300x15", FALLBACKS: "_x5 300x15"}, 1.0),
     (BYPASS, {FALLBACKS: "0+60x20"}, 1.0),
+    # What several schedulers say of the pool is said once; a feed counts if it is connected to all of them.
+    ("Endpoints with fresh metrics", by_two('llm_d_epp_ready_endpoints{name="p"', "3x20", "2x20"), 3.0),
+    ("Feeds connected", by_two('fairlead_kv_feed_connected{endpoint="a",rank="0"', "1x20", "1x20"), 1.0),
+    ("Feeds connected", by_two('fairlead_kv_feed_connected{endpoint="a",rank="0"', "1x20", "0x20"), 0.0),
+    ("Queue by endpoint", by_two('llm_d_epp_per_endpoint_queue_size{name="p"', "4x20", "5x20"), 5.0),
+    ("Requests in flight by endpoint", by_two("fairlead_endpoint_leases{", "4x20", "5x20"), 5.0),
 ]  # fmt: skip
 
 
