@@ -130,6 +130,10 @@ def by_two(series: str, *values: str) -> dict[str, str]:
     return {f'{series},instance="{i}"}}'.replace("{,", "{"): each for i, each in enumerate(values)}
 
 
+TTFT = {
+    f'llm_d_epp_request_ttft_seconds_bucket{{streaming="{streaming}",le="{le}"}}': values
+    for streaming, le, values in (("true", 1, "0+60x20"), ("true", "+Inf", "0+60x20"), ("false", "+Inf", "0+60x20"))
+}
 PANELS: list[tuple[str, dict[str, str], float]] = [
     ("Errors", {}, 0.0),
     ("Errors", {"llm_d_epp_request_total": "0x20", "llm_d_epp_request_error_total": "0x20"}, 0.0),
@@ -140,6 +144,8 @@ PANELS: list[tuple[str, dict[str, str], float]] = [
     # Requests served while the scheduler hung: the count per endpoint begins with them.
     (BYPASS, {"fairlead_unscheduled_requests_total": "0x5 300x15", FALLBACKS: "_x5 300x15"}, 1.0),
     (BYPASS, {FALLBACKS: "0+60x20"}, 1.0),
+    # An unstreamed answer's first byte comes when all of it is done.
+    ("Time to first token", TTFT, 0.5),
     # What several schedulers say of the pool is said once; a feed counts if it is connected to all of them.
     ("Endpoints with fresh metrics", by_two('llm_d_epp_ready_endpoints{name="p"', "3x20", "2x20"), 3.0),
     ("Feeds connected", by_two('fairlead_kv_feed_connected{endpoint="a",rank="0"', "1x20", "1x20"), 1.0),
