@@ -130,6 +130,11 @@ def by_two(series: str, *values: str) -> dict[str, str]:
     return {f'{series},instance="{i}"}}'.replace("{,", "{"): each for i, each in enumerate(values)}
 
 
+HITS = {
+    'kv_cache_lookup_total{instance="0"}': "0+600x20",
+    'kv_cache_lookup_total{model_name="m"}': "0+600x20",
+    'kv_cache_hit_total{model_name="m"}': "0+300x20",
+}
 TTFT = {
     f'llm_d_epp_request_ttft_seconds_bucket{{streaming="{streaming}",le="{le}"}}': values
     for streaming, le, values in (("true", 1, "0+60x20"), ("true", "+Inf", "0+60x20"), ("false", "+Inf", "0+60x20"))
@@ -146,6 +151,8 @@ PANELS: list[tuple[str, dict[str, str], float]] = [
     (BYPASS, {FALLBACKS: "0+60x20"}, 1.0),
     # An unstreamed answer's first byte comes when all of it is done.
     ("Time to first token", TTFT, 0.5),
+    # `fairlead indexer` counts blocks under the same names.
+    ("Prefix cache hit rate", by_two("kv_cache_hit_total{", "0x20") | HITS, 0.5),
     # What several schedulers say of the pool is said once; a feed counts if it is connected to all of them.
     ("Endpoints with fresh metrics", by_two('llm_d_epp_ready_endpoints{name="p"', "3x20", "2x20"), 3.0),
     ("Feeds connected", by_two('fairlead_kv_feed_connected{endpoint="a",rank="0"', "1x20", "1x20"), 1.0),
