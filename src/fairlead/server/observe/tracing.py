@@ -189,9 +189,11 @@ class Tracing:
         del self._open[trace]
         span, began = trace.span, trace.began
         span.set_attributes(_answered(record))
-        if record.ttft_ms >= 0.0:
-            span.add_event("first token", timestamp=self._nanoseconds(began + record.ttft_ms * 1e-3))
         end = began + record.duration_ms * 1e-3 if record.duration_ms >= 0.0 else record.at
+        if record.ttft_ms >= 0.0:
+            first = began + record.ttft_ms * 1e-3
+            span.add_event("first token", timestamp=self._nanoseconds(first))
+            end = max(end, first)  # gateways round the duration to milliseconds
         if record.status >= 500:
             self._fail(span, str(record.status), end)
         elif record.cause not in ("natural", "client-disconnect", "stream-lost"):
@@ -267,7 +269,7 @@ def _answered(record: OutcomeRecord) -> dict[str, Attribute]:
         "gen_ai.usage.cache_read.input_tokens": record.cached_tokens,
     }
     attributes |= {name: value for name, value in counts.items() if value >= 0}
-    if record.ttft_ms >= 0.0:
+    if record.ttft_ms >= 0.0 and record.request.stream:
         attributes["gen_ai.response.time_to_first_chunk"] = record.ttft_ms * 1e-3
     return attributes
 

@@ -118,6 +118,14 @@ def test_a_request_that_waited(traced: Traced) -> None:
     assert traced.tracing.trace_id(asked.id) == f"{TRACE:032x}"
 
 
+def test_an_unstreamed_answer_ends_no_earlier_than_it_began(traced: Traced) -> None:
+    asked = traced.arrive(stream=False)
+    traced.tracing.on_outcome(ended(asked, ttft_ms=14.244, duration_ms=14.0))
+    whole = traced.spans()["gateway.request"]
+    assert [(event.name, event.timestamp) for event in whole.events] == [("first token", whole.end_time)]
+    assert "gen_ai.response.time_to_first_chunk" not in (whole.attributes or {}), "it has no chunks"
+
+
 def test_a_request_that_went_at_once_has_no_queue_span(traced: Traced) -> None:
     asked = traced.arrive()
     traced.tracing.on_decision(routed(asked), 0.001)
