@@ -26,10 +26,13 @@ from fairlead.core import apis
 from fairlead.core.records import DecisionRecord, OutcomeRecord
 from fairlead.core.request import Request
 from fairlead.gateway import traceparent as w3c
+from fairlead.server.observe.log import get
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span, Tracer
+
+log = get("tracing")
 
 #: The most open spans, and the most seconds that one stays open. Beyond that, the oldest spans are ended as abandoned,
 #: because the end of their request was never reported.
@@ -307,11 +310,14 @@ def make_provider(
     class Exporter(OTLPSpanExporter):
         def export(self, spans: Any) -> SpanExportResult:
             result = SpanExportResult.FAILURE
+            statuses.clear()
             try:
                 result = super().export(spans)  # before 1.40 it raises
             finally:
                 if result is not SpanExportResult.SUCCESS:
                     on_dropped(len(spans))
+                    # OpenTelemetry's lines about different answers count as repeats of one (`log.RepeatFilter`).
+                    log.warning("spans are lost", problem=f"status {statuses[-1]}" if statuses else "no status seen")
             return result
 
         def shutdown(self) -> None:
@@ -319,8 +325,11 @@ def make_provider(
             if session is not None:
                 session.close()
 
+    statuses: list[int] = []
+
     def refuse_redirect(answer: Any, *arguments: object, **more: object) -> None:
-        """Raise an error for a redirect. By version, OpenTelemetry takes a redirect for success or follows it."""
+        """Note the status. Raise an error for a redirect, which OpenTelemetry follows or takes for success."""
+        statuses.append(answer.status_code)
         if 300 <= answer.status_code < 400:
             answer.close()
             raise requests.HTTPError(f"{answer.status_code} is not followed; name the collector itself")

@@ -40,7 +40,9 @@ def test_the_scheduler_loads_nothing_of_opentelemetry() -> None:
 
 
 @pytest.mark.parametrize(("status", "dropped"), [(200, 0), (307, 1), (400, 1)])
-async def test_spans_that_the_collector_does_not_take_are_counted(status: int, dropped: int) -> None:
+async def test_spans_that_the_collector_does_not_take_are_counted(
+    status: int, dropped: int, caplog: pytest.LogCaptureFixture
+) -> None:
     async def answer(request: web.Request) -> web.Response:
         return web.Response(status=status, headers={"Location": "/elsewhere"})
 
@@ -53,6 +55,8 @@ async def test_spans_that_the_collector_does_not_take_are_counted(status: int, d
             assert tracing is not None
             assert tracing.arrived(Request(id=1, arrived=0.0), {})
         assert tracing.dropped == dropped, "the end sends what there is"
+    lost = [vars(record)["fields"]["problem"] for record in caplog.records if record.message == "spans are lost"]
+    assert lost == [f"status {status}"] * dropped, "a line of its own for each reason"
 
 
 @pytest.mark.parametrize("error", [requests.HTTPError, requests.ConnectionError])
