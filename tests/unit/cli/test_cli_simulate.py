@@ -55,6 +55,14 @@ def test_a_built_in_scenario_is_simulated_for_people():
     assert "TTFT ms" in done.output
 
 
+def test_servers_have_slots_for_the_adapters_of_a_workload(tmp_path):
+    file = tmp_path / "adapters.jsonl"
+    file.write_text("".join(f'{{"id":"{i}","in_tokens":9,"out_tokens":2,"lora":"a{i}"}}\n' for i in range(3)))
+    for workload in ("adapters", file):
+        done = call("sim", "run", workload, "--requests", 3, "--json")
+        assert json.loads(done.stdout)["figures"]["done"] == 3, done.output
+
+
 def test_what_there_is_can_be_listed():
     listed = call("sim", "run", "--list").output
     assert "shared-prefix-20" in listed
