@@ -28,6 +28,7 @@ from fairlead.cli.options import (
     workload_option,
 )
 from fairlead.cli.tune import engine_argument
+from fairlead.core.text import plain
 from fairlead.lab.simulator.grid import Cell, CellResult, Runner, run_cell, version
 
 if TYPE_CHECKING:
@@ -309,7 +310,12 @@ def results_of(cells: list[Cell], out: Path, fresh: bool, processes: int, cluste
 
 
 def end_with_errors(results: list[CellResult]) -> None:
-    """If results have errors, print them and end the command with a failure."""
+    """Print why requests failed. If results have errors, print them and end the command with a failure."""
+    from fairlead.lab.simulator.grid import failures
+
+    for scenario, reasons in failures(results).items():
+        for reason in reasons:
+            typer.echo(plain(f"note: {scenario}: {reason}"), err=True)
     problems = [
         f"{result.policy} on {result.scenario}: {problem}" for result in results if (problem := _problem(result))
     ]
@@ -328,10 +334,11 @@ def _problem(result: CellResult) -> str:
 
 
 def _print_json(results: list[CellResult]) -> None:
-    from fairlead.lab.simulator.grid import mean_figures, regrets
+    from fairlead.lab.simulator.grid import for_json, mean_figures, regrets
 
     means = mean_figures(results)
-    echo_json({"summary": means, "regret": regrets(means)})
+    summary = {name: {policy: for_json(row) for policy, row in rows.items()} for name, rows in means.items()}
+    echo_json({"summary": summary, "regret": regrets(means)})
 
 
 def compared_cells(

@@ -1,7 +1,8 @@
 """`fairlead sim run`: one policy on one workload, in virtual time."""
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -40,6 +41,12 @@ _Replicas = Annotated[
 ]
 #: Requests between two updates of the bar: drawing must not slow down what is measured.
 _EVERY = 64
+#: The lines with latencies: title, prefix of the figures, digits, names of the figures.
+_LATENCIES = (
+    ("TTFT ms", "ttft", 0, ("mean", "p50", "p90", "p99")),
+    ("TPOT ms", "tpot", 1, ("mean", "p50", "p99")),
+    ("E2E ms", "e2e", 0, ("mean", "p50", "p90", "p99")),
+)
 #: How many models a note names.
 _MODELS = 4
 _KvLagMs = Annotated[
@@ -118,6 +125,7 @@ def _run(spec: object, text: str, policy: str, seed: int, validate: bool, as_jso
 
     from fairlead.core.records import OutcomeRecord
     from fairlead.lab.simulator.build import ScenarioSpec, build
+    from fairlead.lab.simulator.grid import for_json
     from fairlead.lab.simulator.result import request_table, summarise
     from fairlead.lab.simulator.run import config_from
     from fairlead.lab.simulator.simulation import Simulation
@@ -143,7 +151,7 @@ def _run(spec: object, text: str, policy: str, seed: int, validate: bool, as_jso
     figures = summarise(simulation).as_dict()
     if as_json:
         configuration = msgspec.to_builtins(spec) | {"policy": policy, "seed": seed, "text": text}
-        echo_json({"figures": figures, "configuration": configuration})
+        echo_json({"figures": for_json(figures), "configuration": configuration})
     else:
         typer.echo(f"{scenario.name}: {policy}, {len(scenario.replicas)} servers, seed {seed} ({took:.1f} s)")
         for line in _lines(figures):
@@ -162,19 +170,23 @@ def _note_models(models: set[str]) -> None:
         typer.echo(plain(f"note: {text}. `fairlead journal capture --model NAME` takes one"), err=True)
 
 
-def _lines(figures: dict[str, float]) -> tuple[str, ...]:
+def _lines(figures: dict[str, Any]) -> Iterator[str]:
     f = figures
-    return (
+    yield (
         f"  requests  {f['requests']}: {f['done']} done, {f['shed']} shed, {f['failed']} failed, "
-        f"{f['cancelled']} cancelled, in {f['duration_s']:,.0f} s",
-        f"  TTFT ms   mean {f['ttft_mean_ms']:,.0f}  p50 {f['ttft_p50_ms']:,.0f}  p90 {f['ttft_p90_ms']:,.0f}  "
-        f"p99 {f['ttft_p99_ms']:,.0f}",
-        f"  TPOT ms   mean {f['tpot_mean_ms']:,.1f}  p50 {f['tpot_p50_ms']:,.1f}  p99 {f['tpot_p99_ms']:,.1f}",
-        f"  E2E ms    mean {f['e2e_mean_ms']:,.0f}  p50 {f['e2e_p50_ms']:,.0f}  p90 {f['e2e_p90_ms']:,.0f}  "
-        f"p99 {f['e2e_p99_ms']:,.0f}",
-        f"  output    {f['output_tokens_per_s']:,.0f} tokens/s, goodput {f['goodput']:.1%}",
-        f"  cache     {f['prefix_hit_rate']:.1%} of prompt tokens hit, busiest server {f['balance']:.2f}x the mean, "
-        f"{f['preemptions']} preemptions",
-        *((f"  forecasts {f['in_band']:.0%} of first tokens within the 90 % band",) if f["in_band"] >= 0.0 else ()),
-        f"  decisions {f['decision_hash']}",
+        f"{f['cancelled']} cancelled, in {f['duration_s']:,.0f} s"
     )
+    for status, reasons in f["reasons"].items():
+        for reason, count in reasons.items():
+            yield plain(f"  {status:9} {count:,} × {reason}")
+    for title, what, digits, names in _LATENCIES:
+        values = ((name, f[f"{what}_{name}_ms"]) for name in names)
+        yield f"  {title:9} " + "  ".join(f"{name} {f'{v:,.{digits}f}' if f['done'] else '–'}" for name, v in values)
+    yield f"  output    {f['output_tokens_per_s']:,.0f} tokens/s, goodput {f['goodput']:.1%}"
+    yield (
+        f"  cache     {f['prefix_hit_rate']:.1%} of prompt tokens hit, busiest server {f['balance']:.2f}x the mean, "
+        f"{f['preemptions']} preemptions"
+    )
+    if f["in_band"] >= 0.0:
+        yield f"  forecasts {f['in_band']:.0%} of first tokens within the 90 % band"
+    yield f"  decisions {f['decision_hash']}"

@@ -63,6 +63,30 @@ def test_servers_have_slots_for_the_adapters_of_a_workload(tmp_path):
         assert json.loads(done.stdout)["figures"]["done"] == 3, done.output
 
 
+def test_a_run_says_why_requests_failed(tmp_path):
+    reason = "prompt and output exceed the context length of 50 tokens"
+    arguments = ("agents", "--requests", 3, "--max-model-len", 50)
+    done = call("sim", "run", *arguments)
+    assert f"  failed    3 × {reason}\n" in done.output and "TTFT ms   mean –  p50 –" in done.output
+    figures = json.loads(call("sim", "run", *arguments, "--json").stdout)["figures"]
+    assert figures["reasons"] == {"shed": {}, "failed": {reason: 3}}
+    assert figures["ttft_mean_ms"] is None and figures["e2e_p99_ms"] is None
+
+
+def test_a_comparison_says_why_requests_failed(tmp_path):
+    reason = "prompt and output exceed the context length of 50 tokens"
+    engine = tmp_path / "mine.yaml"
+    engine.write_text("latency: {c0_ms: 14}\nkv_tokens: 12288\nmax_model_len: 50\n")
+    arguments = ("-w", "agents", "-p", "random", "-n", 3, "-e", engine, "--out", tmp_path / "out", "--processes", 1)
+    done = call("sim", "compare", *arguments, "--json")
+    assert f"note: agents: 3 requests failed: {reason}" in done.stderr
+    assert json.loads(done.stdout)["summary"]["agents"]["random"]["ttft_mean_ms"] is None
+    document = json.loads((tmp_path / "out" / "results.json").read_bytes())
+    assert document["summary"]["agents"]["random"]["ttft_mean_ms"] is None
+    assert document["cells"][0]["figures"]["ttft_mean_ms"] is None
+    assert f"<p>3 requests failed: {reason}</p>" in (tmp_path / "out" / "report.html").read_text()
+
+
 def test_what_there_is_can_be_listed():
     listed = call("sim", "run", "--list").output
     assert "shared-prefix-20" in listed

@@ -7,6 +7,7 @@ seed, the code (through `version`), and size and time of the files that it reads
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -258,9 +259,26 @@ def regrets(summary: Mapping[str, Mapping[str, Figures]]) -> dict[str, Figures]:
     return {policy: _of(policy, summary, shared) for policy in shared}
 
 
-def served(figures: Figures | None) -> bool:
+def served(figures: Mapping[str, Any] | None) -> bool:
     """Whether any request was served, so that there are latencies."""
     return figures is not None and figures.get("done", 1.0) > 0
+
+
+def for_json(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures for a document: latencies are `None` if no request was served."""
+    able = served(figures)
+    return {name: value if able or "_ms" not in name else None for name, value in figures.items()}
+
+
+def failures(results: Sequence[CellResult]) -> dict[str, list[str]]:
+    """By scenario: how many requests failed for each reason, over all policies and seeds, in words."""
+    counts: dict[str, Counter[str]] = {}
+    for result in results:
+        counts.setdefault(result.scenario, Counter()).update(result.figures.get("reasons", {}).get("failed", {}))
+    return {
+        scenario: [f"{number:,} requests failed: {reason}" for reason, number in reasons.most_common()]
+        for scenario, reasons in counts.items()
+    }
 
 
 def _of(policy: str, summary: Mapping[str, Mapping[str, Figures]], among: Sequence[str]) -> Figures:

@@ -7,12 +7,22 @@ from textwrap import fill
 from typing import Any
 
 import msgspec
+from msgspec import structs
 from rich.console import Console
 from rich.table import Column, Table
 
 from fairlead.lab.load.plots import log_axis
 from fairlead.lab.load.report import NO_PLOT
-from fairlead.lab.simulator.grid import Cell, CellResult, Figures, mean_figures, regrets, served
+from fairlead.lab.simulator.grid import (
+    Cell,
+    CellResult,
+    Figures,
+    failures,
+    for_json,
+    mean_figures,
+    regrets,
+    served,
+)
 
 #: (file, figure, title, log axis)
 _PLOTS = (
@@ -169,9 +179,9 @@ def write_report(results: Sequence[CellResult], cells: Sequence[Cell], out: Path
     means = mean_figures(results)
     regret = regrets(means)
     document = {
-        "summary": means,
+        "summary": {name: {policy: for_json(row) for policy, row in rows.items()} for name, rows in means.items()},
         "regret": regret,
-        "cells": results,
+        "cells": [structs.replace(result, figures=for_json(result.figures)) for result in results],
         "configuration": [{"scenario": c.scenario, "policy": c.policy, "text": c.text, "seed": c.seed} for c in cells],
     }
     written = [out / "results.json"]
@@ -183,7 +193,7 @@ def write_report(results: Sequence[CellResult], cells: Sequence[Cell], out: Path
         drawn = []
     written += [path for path, _ in drawn]
     page = out / "report.html"
-    page.write_text(_page(means, regret, drawn, cells), encoding="utf-8")
+    page.write_text(_page(means, regret, drawn, cells, failures(results)), encoding="utf-8")
     return [*written, page]
 
 
@@ -192,6 +202,7 @@ def _page(
     regret: dict[str, Figures],
     plots: list[tuple[Path, str]],
     cells: Sequence[Cell],
+    failed: Mapping[str, Sequence[str]],
 ) -> str:
     parts = [f"{page_head('Fairlead comparison', 'Policies compared')}<p>{_NOTE}</p>"]
     if len(regret) > 1:
@@ -204,6 +215,7 @@ def _page(
     for scenario, policies in means.items():
         rows = sorted(policies.items(), key=_by_latency)
         parts.append(f"<h2>{escape(scenario)}{_seeds(rows)}</h2>" + _table(rows, COLUMNS))
+        parts += [f"<p>{escape(reason)}</p>" for reason in failed[scenario]]
     texts = {cell.policy: cell.text for cell in cells}
     parts.append("<h2>Configurations</h2>")
     parts += [f'<h3>{escape(name)}</h3><pre tabindex="0">{escape(text)}</pre>' for name, text in texts.items()]

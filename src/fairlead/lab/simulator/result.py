@@ -1,6 +1,7 @@
 """The measurements of a run: one row of figures, a line per request, and conditions on the figures of two runs."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -24,6 +25,8 @@ class Summary(Struct, frozen=True, kw_only=True):
     shed: int
     failed: int
     cancelled: int
+    #: For `shed` and `failed`: reason → the number of requests, the most frequent first.
+    reasons: dict[str, dict[str, int]]
     ttft_mean_ms: float
     ttft_p50_ms: float
     ttft_p90_ms: float
@@ -74,6 +77,7 @@ def summarise(simulation: Simulation) -> Summary:
         shed=_count(jobs, "shed"),
         failed=_count(jobs, "failed"),
         cancelled=_count(jobs, "cancelled"),
+        reasons={status: _reasons(jobs, status) for status in ("shed", "failed")},
         **_spread("ttft", ttft, 50, 90, 99),
         **_spread("tpot", tpot, 50, 99),
         **_spread("e2e", e2e, 50, 90, 99),
@@ -92,6 +96,10 @@ def summarise(simulation: Simulation) -> Summary:
 
 def _count(jobs: Sequence[Job], status: str) -> int:
     return sum(job.status == status for job in jobs)
+
+
+def _reasons(jobs: Sequence[Job], status: str) -> dict[str, int]:
+    return dict(Counter(job.reason for job in jobs if job.status == status).most_common())
 
 
 def _spread(name: str, values: Sequence[float], *percents: int) -> dict[str, Any]:
