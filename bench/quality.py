@@ -33,7 +33,8 @@ import msgspec
 
 from _quality_docs import Run, write_section
 from fairlead.lab.simulator.grid import CellResult, run_grid
-from fairlead.lab.simulator.quality import SETS, cells, entries, named, names, print_table, usable_traces, write_summary
+from fairlead.lab.simulator.quality import SETS, cells, entries, named, names, print_table, write_summary
+from fairlead.lab.simulator.scenarios import usable_traces
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -25,6 +25,7 @@ from fairlead.cli.options import (
     exits,
     numbers,
     policy_option,
+    traces_of,
     workload_option,
 )
 from fairlead.cli.tune import engine_argument
@@ -357,6 +358,7 @@ def compared_cells(
     for name in sources:
         if not is_name(name) and not Path(name).is_file():
             raise ValueError(f"{name!r} is neither a scenario nor a file; {suggestion(name, listed())}")
+    spec = replace(spec, traces=traces_of(spec.traces, sources or [*QUALITY]))
     texts = texts_of(policies) or known_policies()
     loads = numbers(load, "--load") or (1.0,)
     labels = _labels(sources or QUALITY)

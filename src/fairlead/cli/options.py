@@ -193,6 +193,21 @@ Header = Annotated[
 Traces = Annotated[
     str, typer.Option(metavar="DIR", envvar="FAIRLEAD_TRACES", help="The published traces [env: FAIRLEAD_TRACES].")
 ]
+
+
+def traces_of(directory: str, scenarios: Sequence[str]) -> str:
+    """The directory of the published traces, empty if it has none. Notes which traces of these scenarios are missing.
+    Raises `ValueError` if the directory is needed and is none."""
+    from fairlead.lab.simulator.scenarios import usable_traces
+
+    usable, note = usable_traces(directory, scenarios)
+    if note:
+        if directory and not Path(directory).is_dir():
+            raise ValueError(f"--traces or FAIRLEAD_TRACES: {directory!r} is not a directory")
+        typer.echo(plain(note), err=True)
+    return usable
+
+
 Processes = Annotated[int, typer.Option(metavar="N", min=0, help="Number of processes.", show_default="one per core")]
 Speeds = Annotated[str, typer.Option(metavar="N,...", help="Relative speeds of the replicas, e.g. 1,1,0.4.")]
 Prefill = Annotated[int, typer.Option(metavar="N", min=0, help="This many replicas prefill, the others decode.")]

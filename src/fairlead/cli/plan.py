@@ -19,6 +19,7 @@ from fairlead.cli.options import (
     exits,
     fetched,
     policy_option,
+    traces_of,
     workload_option,
 )
 from fairlead.cli.tune import engine_argument
@@ -97,7 +98,7 @@ def plan(
         spec = ScenarioSpec(
             name=Path(workload).stem if Path(workload).is_file() else workload,
             source=workload,
-            traces=traces,
+            traces=traces_of(traces, [workload]),
             format=format,
             speedup=_times(traffic),
             rate=rate,

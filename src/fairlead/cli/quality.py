@@ -8,7 +8,7 @@ import typer
 
 from fairlead.cli.basics import WRONG_INPUT, echo_json
 from fairlead.cli.compare import Policies, end_with_errors, results_of, texts_of
-from fairlead.cli.options import Processes, Traces, examples, exits, workload_option
+from fairlead.cli.options import Processes, Traces, examples, exits, traces_of, workload_option
 
 if TYPE_CHECKING:
     from fairlead.lab.simulator.grid import Cell
@@ -70,13 +70,10 @@ def quality(
 def _cells(
     policies: list[str], scenarios: list[str], chosen: Set, quick: bool, seeds: int, traces: str
 ) -> "list[Cell]":
-    from fairlead.lab.simulator.quality import cells, entries, named, names, usable_traces
+    from fairlead.lab.simulator.quality import cells, entries, named, names
 
     known = entries()
     texts = {name: known[name] for name in policies if name in known}
     texts = {**texts, **texts_of([name for name in policies if name not in known])} or known
     chosen_names = named(scenarios) or names(chosen.replace("-", "_"))
-    directory, note = usable_traces(traces, chosen_names)
-    if note:
-        typer.echo(note, err=True)
-    return cells(chosen_names, texts, directory, quick, seeds)
+    return cells(chosen_names, texts, traces_of(traces, chosen_names), quick, seeds)

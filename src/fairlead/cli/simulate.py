@@ -24,6 +24,7 @@ from fairlead.cli.options import (
     numbers,
     policy_option,
     scenarios,
+    traces_of,
 )
 from fairlead.cli.tune import engine_argument
 from fairlead.core.text import plain
@@ -108,6 +109,7 @@ def simulate(
             ScenarioSpec,
             name=workload if is_name(workload) else Path(workload).stem,
             source=workload,
+            traces=traces_of(traces, [workload]),
             head=requests,
             servers=replicas or 0,
             preset=engine_argument(engine),

@@ -87,6 +87,28 @@ def test_a_comparison_says_why_requests_failed(tmp_path):
     assert f"<p>3 requests failed: {reason}</p>" in (tmp_path / "out" / "report.html").read_text()
 
 
+def commands_of_scenarios(scenario, out):
+    few = ("-n", 5, "-p", "random", "--out", out, "--processes", 1)
+    return [
+        ("sim", "run", scenario, "-n", 5),
+        ("sim", "compare", "-w", scenario, *few),
+        ("sim", "quality", "-w", scenario, "--quick", *few[2:]),
+        ("plan", "-w", scenario, "-n", 5, "--seeds", 1, *few[2:]),
+    ]
+
+
+@pytest.mark.parametrize("command", range(4))
+def test_a_missing_trace_is_noted_and_a_missing_directory_refused(tmp_path, command, monkeypatch):
+    monkeypatch.setattr("fairlead.lab.simulator.quality.requests_of_quick", lambda name: 5)
+    arguments = commands_of_scenarios("azure-code", tmp_path / "out")[command]
+    noted = call(*arguments, "--traces", tmp_path)
+    assert f"note: no azure_2023_code.csv in {tmp_path}; made-up workloads stand in" in noted.stderr
+    refused = call(*arguments, "--traces", tmp_path / "nothing")
+    assert refused.exit_code == 2 and f"FAIRLEAD_TRACES: '{tmp_path}/nothing' is not a directory" in refused.stderr
+    if command == 1:
+        assert "<p>note: no azure_2023_code.csv in --traces; made-up" in (tmp_path / "out" / "report.html").read_text()
+
+
 def test_what_there_is_can_be_listed():
     listed = call("sim", "run", "--list").output
     assert "shared-prefix-20" in listed

@@ -27,13 +27,10 @@ from fairlead.lab.simulator.run import AT_ONCE, known_policies
 from fairlead.lab.simulator.scenarios import (
     ADVERSARIAL,
     APART,
-    AZURE_CODE,
     HELD_OUT,
-    MOONCAKE,
     PUBLISHED,
     QUALITY,
     SITUATIONS,
-    TRACES,
 )
 
 #: Further configurations that take part like a policy: key → text. They are settings that the authors of a policy
@@ -148,17 +145,6 @@ def _taking_part(name: str, texts: Mapping[str, str]) -> list[tuple[int, str, st
 
 def requests_of_quick(name: str) -> int:
     return QUICK.get(name) or QUICK_OTHERS.get(name, 1200)
-
-
-def usable_traces(directory: str, scenarios: Sequence[str]) -> tuple[str, str]:
-    """The directory if it has any published trace, otherwise ""; and a note about traces that these scenarios need and
-    that are missing, "" if there are none."""
-    path = Path(directory)
-    there = [name for name in (MOONCAKE, AZURE_CODE) if (path / name).is_file()]
-    missing = dict.fromkeys(TRACES[name] for name in scenarios if name in TRACES and TRACES[name] not in there)
-    where = directory or "--traces"
-    note = f"note: no {' and no '.join(missing)} in {where}; made-up workloads stand in" if missing else ""
-    return (str(path.resolve()) if there else ""), note
 
 
 KEPT = (

@@ -23,6 +23,7 @@ from fairlead.lab.simulator.grid import (
     regrets,
     served,
 )
+from fairlead.lab.simulator.scenarios import usable_traces
 
 #: (file, figure, title, log axis)
 _PLOTS = (
@@ -220,8 +221,9 @@ def _page(
     parts.append("<h2>Configurations</h2>")
     parts += [f'<h3>{escape(name)}</h3><pre tabindex="0">{escape(text)}</pre>' for name, text in texts.items()]
     scenarios = {cell.scenario.name: cell.scenario for cell in cells}
+    _, note = usable_traces(cells[0].scenario.traces, [cell.scenario.source for cell in cells]) if cells else ("", "")
     described = msgspec.json.format(msgspec.json.encode(list(scenarios.values()))).decode()
-    parts.append(f'<h3>Scenarios</h3><pre tabindex="0">{escape(described)}</pre></main></html>')
+    parts.append(f'<h3>Scenarios</h3><p>{escape(note)}</p><pre tabindex="0">{escape(described)}</pre></main></html>')
     return "\n".join(parts)
 
 

@@ -173,6 +173,19 @@ TRACES = {
     "apart-conversation-1x": MOONCAKE,
     "azure-code": AZURE_CODE,
 }
+
+
+def usable_traces(directory: str, scenarios: Sequence[str]) -> tuple[str, str]:
+    """The directory if it has any published trace, otherwise ""; and a note about traces that these scenarios need and
+    that are missing, "" if there are none."""
+    path = Path(directory)
+    there = [name for name in (MOONCAKE, AZURE_CODE) if (path / name).is_file()]
+    missing = dict.fromkeys(TRACES[name] for name in scenarios if name in TRACES and TRACES[name] not in there)
+    where = directory or "--traces"
+    note = f"note: no {' and no '.join(missing)} in {where}; made-up workloads stand in" if missing else ""
+    return (str(path.resolve()) if there else ""), note
+
+
 #: Scenarios for pools with separate prefill and decode servers (`parted`), compared with pools whose servers do both.
 APART: dict[str, Callable[[Path | None], Scenario]] = {
     f"apart-{name}": partial(_apart, name=name) for name in ("chat", "conversation-1x", "agents", "shared-prefix-10")

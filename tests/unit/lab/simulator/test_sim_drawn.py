@@ -18,8 +18,8 @@ from fairlead.lab.simulator.drawn import (
     requests_of,
 )
 from fairlead.lab.simulator.grid import CellResult
-from fairlead.lab.simulator.quality import KEPT, comparison, named, names, print_table, usable_traces
-from fairlead.lab.simulator.scenarios import APART, AZURE_CODE, MOONCAKE, QUALITY, TRACES
+from fairlead.lab.simulator.quality import KEPT, comparison, named, names, print_table
+from fairlead.lab.simulator.scenarios import APART, AZURE_CODE, MOONCAKE, QUALITY, TRACES, usable_traces
 from fairlead.lab.simulator.world import replicas
 from fairlead.lab.workload.arrivals import poisson
 from fairlead.lab.workload.formats import TraceError
