@@ -47,7 +47,9 @@ Policy = Annotated[
 _Rate = Annotated[
     float, typer.Option(metavar="N", min=0, help="Requests per second, of a kind: sessions.", show_default="as it is")
 ]
-_Seconds = Annotated[float, typer.Option(metavar="S", min=1, help="Length of a kind of workload.")]
+_Seconds = Annotated[
+    float | None, typer.Option(metavar="S", min=1, help="Length of a kind of workload.", show_default="300")
+]
 _Spare = Annotated[int, typer.Option(metavar="N", min=0, help="N replicas die after a third of the time.")]
 _Price = Annotated[float, typer.Option(metavar="N", min=0, help="Of one replica for an hour, in any currency.")]
 _Requests = Annotated[int, typer.Option("--requests", "-n", metavar="N", min=0, help="Only the first N.")]
@@ -70,7 +72,7 @@ def plan(
     policy: Policy = "",
     traffic: Annotated[str, typer.Option(metavar="N", help="Multiply the traffic, e.g. 2x.")] = "1x",
     rate: _Rate = 0.0,
-    seconds: _Seconds = 300.0,
+    seconds: _Seconds = None,
     requests: _Requests = 0,
     last: Annotated[str, typer.Option(metavar="TIME", help="The end of the journal to plan for.")] = "30min",
     warm_up: Annotated[str, typer.Option(metavar="TIME", help="Do not count the requests of the first TIME.")] = "0s",
@@ -90,11 +92,13 @@ def plan(
     The scheduler is the one that `fairlead serve` runs, the replicas are simulated. With --live the table also shows
     the replicas that there are now, and what happens when one of them dies. Exit code 1: no size holds the objective.
     """
-    from fairlead.lab.simulator.build import ScenarioSpec
+    from fairlead.lab.simulator.build import ScenarioSpec, is_paced
 
     with exits(WRONG_INPUT, ValueError, OSError):
         if bool(workload) == bool(live):
             raise ValueError("give a --workload, or the --live journal of a scheduler")
+        if seconds and not is_paced(workload):
+            raise ValueError(f"--seconds has no effect on {workload or live}, which has its own length; -n cuts it")
         spec = ScenarioSpec(
             name=Path(workload).stem if Path(workload).is_file() else workload,
             source=workload,
@@ -102,7 +106,7 @@ def plan(
             format=format,
             speedup=_times(traffic),
             rate=rate,
-            seconds=seconds,
+            seconds=seconds or 300.0,
             head=requests,
             preset=_engine(engine),
         )

@@ -22,7 +22,7 @@ from fairlead.lab.simulator.scenarios import (
 )
 from fairlead.lab.simulator.world import Replica, Scenario, replicas
 from fairlead.lab.workload.formats import FORMATS, guess
-from fairlead.lab.workload.generate import KINDS, Pace, generate
+from fairlead.lab.workload.generate import KINDS, PACED, Pace, generate
 from fairlead.lab.workload.record import Workload, dispatch_of, from_first
 from fairlead.server.files import write_output
 
@@ -60,10 +60,10 @@ class ScenarioSpec(Struct, frozen=True, kw_only=True):
     #: The format of a workload file; empty = recognized by its name and content.
     format: str = ""
     speedup: float = 1.0
-    #: Requests per second; for a kind of workload with sessions, sessions per second. 0 = 1 for a kind of workload,
-    #: otherwise the rate of the scenario or file.
+    #: Requests per second; for a kind of workload with sessions, sessions per second. 0 = 1 for a kind whose pace can
+    #: be chosen (`is_paced`), otherwise the rate of the workload itself.
     rate: float = 0.0
-    #: For a kind of workload: the time during which requests, or sessions, begin.
+    #: For a kind whose pace can be chosen: the time during which requests, or sessions, begin.
     seconds: float = 300.0
     #: The number of requests to use, from the first; 0 = all.
     head: int = 0
@@ -100,6 +100,11 @@ def is_name(name: str) -> bool:
     return name in names() or drawn_names(name) == [name]
 
 
+def is_paced(source: str) -> bool:
+    """Whether `source` is a kind of workload that is generated at the wanted pace, for the wanted time."""
+    return source in PACED and not is_name(source) and not Path(source).is_file()
+
+
 def build(spec: ScenarioSpec) -> Scenario:
     """Build the scenario. Raises `ValueError`, `ConfigError` or `OSError`."""
     made = _base(spec)
@@ -107,7 +112,7 @@ def build(spec: ScenarioSpec) -> Scenario:
         workload = cut(made.workload, spec.head)
         counted = made.counted_from_s if made.counted_from_s <= workload.duration_s else 0.0
         made = structs.replace(made, workload=workload, counted_from_s=counted)
-    if spec.rate and spec.source not in KINDS:
+    if spec.rate and not is_paced(spec.source):
         lasts_s, count = made.workload.duration_s / made.speedup, len(made.workload)
         made = structs.replace(made, speedup=made.speedup * spec.rate * lasts_s / count if lasts_s else made.speedup)
     if spec.dispatch:
@@ -174,7 +179,8 @@ def _base(spec: ScenarioSpec) -> Scenario:
     if path.is_file():
         workload = read_workload(path, spec.format)
     elif spec.source in KINDS:
-        workload = generate(spec.source, Pace(rate=spec.rate or 1.0, seconds=spec.seconds), {})
+        pace = Pace(rate=spec.rate or 1.0, seconds=spec.seconds) if is_paced(spec.source) else Pace()
+        workload = generate(spec.source, pace, {})
     else:
         there = suggestion(spec.source, dict.fromkeys((*listed(), *KINDS)))
         raise ValueError(f"{spec.source!r} is neither a scenario nor a file; {there}")

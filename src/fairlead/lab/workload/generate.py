@@ -75,7 +75,9 @@ ADVERSARIAL: Mapping[str, Callable[..., Workload]] = {
         *(adversarial.rare_giants, adversarial.one_hog, adversarial.adapters),
     )
 }
-KINDS = ("shared-prefix", "conversation", *CATALOGUE, *ADVERSARIAL)
+#: The kinds whose pace can be chosen.
+PACED = ("shared-prefix", "conversation", *CATALOGUE)
+KINDS = (*PACED, *ADVERSARIAL)
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,8 +99,8 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
 def generate(kind: str, pace: Pace, parameters: Mapping[str, str]) -> Workload:
     """Generate a workload. Raises `ValueError` for an unknown kind or parameter, or an invalid value."""
     if kind in ADVERSARIAL:
-        if parameters:
-            raise ValueError(f"{kind} takes no parameters; its seed is all that can be chosen")
+        if parameters or pace != Pace(seed=pace.seed):
+            raise ValueError(f"{kind} takes no parameters and no pace; its seed is all that can be chosen")
         return ADVERSARIAL[kind](seed=pace.seed)
     if pace.count <= 0 and pace.seconds <= 0:
         raise ValueError("give --requests or --seconds: arrivals never end by themselves")

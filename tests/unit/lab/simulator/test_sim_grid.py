@@ -187,6 +187,18 @@ def test_a_scenario_can_be_changed_by_plain_values(tmp_path, mooncake_head):
         build(ScenarioSpec(name="x", source=str(bad), format="csv"))
 
 
+@pytest.mark.parametrize("source", ["reasoning", "deep-research", "overload", "adapters", "agents"])
+def test_a_wanted_rate_is_that_of_the_requests(source):
+    made = build(ScenarioSpec(name="x", source=source, rate=9.0, seconds=30.0, head=50))
+    assert len(made.workload) / made.workload.duration_s * made.speedup == pytest.approx(9.0)
+
+
+def test_a_wanted_rate_is_that_of_the_sessions_of_a_kind():
+    made = build(ScenarioSpec(name="x", source="rag-summaries", rate=9.0, seconds=30.0))
+    assert made.speedup == 1.0
+    assert len(made.workload) / 30.0 == pytest.approx(9.0, rel=0.2)
+
+
 def test_every_named_scenario_can_be_built_without_traces():
     for name in names():
         made = build(ScenarioSpec(name=name, source=name, head=5))

@@ -11,7 +11,7 @@ from fairlead.lab.workload import adversarial
 from fairlead.lab.workload.arrivals import bursty, constant, poisson, ramp, tides, times
 from fairlead.lab.workload.conversation import Conversation, SharedPrefix, conversation, shared_prefix
 from fairlead.lab.workload.describe import describe, ideal_hit
-from fairlead.lab.workload.generate import CATALOGUE, KINDS, Pace, generate
+from fairlead.lab.workload.generate import CATALOGUE, KINDS, PACED, Pace, generate
 from fairlead.lab.workload.record import Record, Workload, problem_of
 
 
@@ -113,7 +113,7 @@ def test_the_catalogue_has_the_published_means(name):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_makes_sound_records_from_its_seed(kind):
-    pace = Pace(rate=5.0, count=0 if kind == "paced-prefix" else 3, seconds=60.0, seed=2)
+    pace = Pace(rate=5.0, count=3, seconds=60.0, seed=2) if kind in PACED else Pace(seed=2)
     workload = generate(kind, pace, {})
     assert workload.records
     assert len({record.id for record in workload.records}) == len(workload)
@@ -133,7 +133,10 @@ def test_parameters_are_words():
         ("nothing", {}, "unknown kind"),
     ):
         with pytest.raises(ValueError, match=message):
-            generate(kind, Pace(count=1), parameters)
+            generate(kind, Pace() if kind == "overload" else Pace(count=1), parameters)
+    for pace in (Pace(rate=3.0), Pace(count=10), Pace(seconds=5.0), Pace(dispatch="think")):
+        with pytest.raises(ValueError, match="no pace"):
+            generate("overload", pace, {})
     with pytest.raises(ValueError, match="unknown arrivals"):
         generate("shared-prefix", Pace(count=1, arrivals="tidal"), {})
     with pytest.raises(ValueError, match="--requests or --seconds"):
