@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import replace
 
 from fairlead.core.errors import ConfigError
 from fairlead.lab.workload.record import Dispatch, Outcome, Record, Workload, arranged, problem_of
@@ -61,6 +62,18 @@ def checked(record: Record, source: str, line: int, names: dict[str, str]) -> Re
         field, text = problem
         raise TraceError(source, line, names.get(field, field), text)
     return record
+
+
+def _following(records: Iterable[Record]) -> list[Record]:
+    """The records in the order of their arrival. In a session, each one's parent is the one before it."""
+    last: dict[str, str] = {}
+    made = []
+    for record in sorted(records, key=lambda record: record.arrival_us):
+        before = last.get(record.session)
+        if record.session:
+            last[record.session] = record.id
+        made.append(replace(record, parent=before) if before is not None else record)
+    return made
 
 
 def _place(message: str) -> tuple[str, str]:
@@ -204,7 +217,6 @@ def read_mooncake(data: bytes, source: str = "trace") -> list[Record]:
     """Read a trace. A row without a timestamp gets the timestamp of the row before it; in `think` dispatch, `delay`
     and the session decide when it starts. Raises `TraceError`."""
     records: list[Record] = []
-    last: dict[str, str] = {}
     arrival_ms = 0.0
     for number, row in rows(data, MooncakeRow, source):
         arrival_ms = row.timestamp if row.timestamp is not UNSET else arrival_ms
@@ -213,7 +225,6 @@ def read_mooncake(data: bytes, source: str = "trace") -> list[Record]:
             id=str(len(records)),
             arrival_us=round(arrival_ms * 1000),
             session=session,
-            parent=last.get(session, "") if session else "",
             think_ms=row.delay or 0.0,
             in_tokens=row.input_length,
             out_tokens=max(row.output_length, 1) if row.output_length >= 0 else row.output_length,
@@ -221,9 +232,7 @@ def read_mooncake(data: bytes, source: str = "trace") -> list[Record]:
             hash_ids=row.hash_ids,
         )
         records.append(checked(record, source, number, _MOONCAKE_NAMES))
-        if session:
-            last[session] = record.id
-    return records
+    return _following(records)
 
 
 def write_mooncake(records: Iterable[Record]) -> bytes:
@@ -261,7 +270,7 @@ def read_bailian(data: bytes, source: str = "trace") -> list[Record]:
     """A chat whose parent is not in the file begins a session. Repeated ids are made unique. Raises `TraceError`."""
     records: list[Record] = []
     sessions: dict[str, str] = {}
-    for number, row in rows(data, BailianRow, source):
+    for number, row in sorted(rows(data, BailianRow, source), key=lambda item: item[1].timestamp):
         chat, parent = str(row.chat_id), "" if row.parent_chat_id == _NO_PARENT else str(row.parent_chat_id)
         if chat in sessions:
             chat = f"{chat}#{number}"
@@ -379,7 +388,6 @@ def read_burstgpt(data: bytes, source: str = "trace") -> list[Record]:
     """Read a trace. Failed rows (no response tokens) are left out, because they cannot be replayed. Raises
     `TraceError`."""
     records: list[Record] = []
-    last: dict[str, str] = {}
     for row in read_table(data, _BURSTGPT_NEEDED, source):
         tokens = row.count("Response tokens")
         if tokens == 0:
@@ -390,16 +398,13 @@ def read_burstgpt(data: bytes, source: str = "trace") -> list[Record]:
             id=str(len(records)),
             arrival_us=round(row.number("Timestamp") * 1e6),
             session=session,
-            parent=last.get(session, "") if session else "",
             model=row.values["Model"].strip(),
             in_tokens=row.count("Request tokens"),
             out_tokens=tokens,
             outcome=Outcome(e2e_ms=round(elapsed, 3)) if elapsed >= 0 else None,
         )
         records.append(checked(record, source, row.line, _BURSTGPT_NAMES))
-        if session:
-            last[session] = record.id
-    return records
+    return _following(records)
 
 
 def write_burstgpt(records: Iterable[Record]) -> bytes:

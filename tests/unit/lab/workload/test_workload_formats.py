@@ -78,6 +78,26 @@ def test_a_replay_with_sessions_and_delays_is_read():
     assert (second.parent, second.think_ms, second.session) == (first.id, 250.0, "a")
 
 
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        (
+            "mooncake",
+            b'{"timestamp": 5000, "input_length": 900, "output_length": 5, "session_id": "a"}\n'
+            b'{"timestamp": 1000, "input_length": 600, "output_length": 5, "session_id": "a"}\n',
+        ),
+        ("burstgpt", b"\n".join(BURSTGPT.splitlines()[i] for i in (0, 4, 2))),
+        ("bailian", b"\n".join(BAILIAN.splitlines()[i] for i in (1, 0))),
+    ],
+)
+def test_sessions_follow_the_times_of_a_trace_and_not_its_lines(name, data):
+    workload = read(name, data)
+    first, second = workload.records
+    assert first.arrival_us < second.arrival_us
+    assert (first.parent, second.parent, second.session) == ("", first.id, first.session)
+    assert read("native", FORMATS["native"].write(workload)) == workload
+
+
 FULL = arranged(
     "all",
     [
