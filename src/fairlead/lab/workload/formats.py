@@ -346,15 +346,15 @@ def write_azure(records: Iterable[Record]) -> bytes:
 
 
 def _azure_microseconds(row: TableRow) -> int:
+    """Microseconds since `_AZURE_ORIGIN`. A time without an offset is in UTC."""
     text = row.values["TIMESTAMP"].strip()
-    until_second, _, fraction = text.partition(".")
-    fraction = fraction.split("+")[0].rstrip("Z")
     try:
-        moment = datetime.strptime(until_second.replace("T", " "), "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC)
-        micros = int(fraction[:6].ljust(6, "0")) if fraction else 0
+        if len(text) < len("2023-11-16 18:17:03"):
+            raise ValueError
+        moment = datetime.fromisoformat(text)
     except ValueError:
         raise row.error("TIMESTAMP", f"expected a time like 2023-11-16 18:17:03.9799600, got {text[:40]!r}") from None
-    return (moment - _AZURE_ORIGIN) // timedelta(microseconds=1) + micros
+    return ((moment if moment.tzinfo else moment.replace(tzinfo=UTC)) - _AZURE_ORIGIN) // timedelta(microseconds=1)
 
 
 def _azure_time(micros: int) -> str:

@@ -47,6 +47,15 @@ def test_the_azure_trace_counts_time_from_its_first_row():
     assert not first.hash_ids
 
 
+def test_azure_times_may_have_an_offset_or_no_fraction():
+    times = (
+        "2024-05-10 00:00:00.0099300+00:00", "2024-05-10 02:00:00.0099300+02:00", "2024-05-09 19:00:00.0099300-05:00",
+        "2024-05-10T00:00:00.0099300Z", "2024-05-10 00:00:00.00993", "2024-05-10 00:00:03+00:00",
+    )  # fmt: skip
+    workload = read("azure", AZURE_HEAD + "".join(f"{time},1,1\n" for time in times).encode())
+    assert [record.arrival_us for record in workload.records] == [0, 0, 0, 0, 0, 2_990_070]
+
+
 def test_burstgpt_leaves_out_what_failed_and_links_sessions():
     workload = read("burstgpt", BURSTGPT)
     assert [(r.arrival_us, r.model, r.in_tokens, r.out_tokens) for r in workload.records] == [
@@ -163,6 +172,7 @@ NATIVE_HEAD = b'{"fairlead_workload": 1}\n'.replace(b" ", b"")
         ("mooncake", b'{"input_length": 5, "output_length": -2}', 1, "output_length"),
         ("bailian", b'{"chat_id": 1, "timestamp": -4, "input_length": 5, "output_length": 5}', 1, "timestamp"),
         ("azure", AZURE_HEAD + b"2023-11-16 18:17:03.9,4808,10\nyesterday,1,1", 3, "TIMESTAMP"),
+        ("azure", AZURE_HEAD + b"2023-11-16,1,1", 2, "TIMESTAMP"),
         ("azure", b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9,4.5,10", 2, "ContextTokens"),
         ("azure", b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9,7", 2, "GeneratedTokens"),
         ("azure", b"TIMESTAMP,GeneratedTokens\n", 1, "ContextTokens"),
