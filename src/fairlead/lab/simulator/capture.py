@@ -45,16 +45,17 @@ class Captured(Struct):
 
 
 class _Rate(Struct):
-    """Bytes per token where both numbers are known, and the mean of the known token counts."""
+    """Bytes per token where both numbers are known, and the mean of the known token counts of one prompt or answer."""
 
     default: float
     bytes: float = 0.0
     tokens: float = 0.0
     known: list[float] = []
 
-    def add(self, size: float, tokens: float) -> None:
+    def add(self, size: float, tokens: float, answers: int = 1) -> None:
+        """Add a prompt, or `answers` to one: `size` and `tokens` are of all of them together."""
         if tokens > 0:
-            self.known.append(tokens)
+            self.known.append(tokens / answers)
         if size > 0 and tokens > 0:
             self.bytes += size
             self.tokens += tokens
@@ -147,7 +148,7 @@ def _rates(outcomes: list[tuple[DecisionRecord, OutcomeRecord | None]]) -> Rates
         rate = answers.setdefault(key, _Rate(BYTES_PER_ANSWER_TOKEN[request.stream]))
         if outcome is not None:
             prompts[request.model].add(request.prompt_bytes, outcome.prompt_tokens)
-            rate.add(outcome.response_bytes, outcome.completion_tokens)
+            rate.add(outcome.response_bytes, outcome.completion_tokens, request.sequences)
     return prompts, answers
 
 
@@ -176,7 +177,7 @@ class _Recorder(Struct):
         return Record(
             id=str(index),
             in_tokens=in_tokens,
-            out_tokens=-(-self._answer(request, outcome) // n),
+            out_tokens=self._answer(request, outcome, n),
             n=n,
             arrival_us=max(round((request.arrived - self.begin) * 1e6 * stretch), 0),
             session=names.text("s", request.session),
@@ -205,14 +206,15 @@ class _Recorder(Struct):
             return record
         return replace(record, parent=before[0], think_ms=(request.arrived - before[1]) * 1e3 * self.stretch)
 
-    def _answer(self, request: Request, outcome: OutcomeRecord | None) -> int:
+    def _answer(self, request: Request, outcome: OutcomeRecord | None, n: int) -> int:
+        """The tokens of each of the `n` answers."""
         if outcome is not None and outcome.completion_tokens > 0:
-            return outcome.completion_tokens
+            return -(-outcome.completion_tokens // n)
         self.made.estimated_answers += 1
         rate = self.rates[1][request.model, request.stream]
         tokens = rate.mean_tokens
         if outcome is not None and outcome.response_bytes > 0:
-            tokens = round(outcome.response_bytes / rate.value)
+            tokens = -(-round(outcome.response_bytes / rate.value) // n)
         return max(min(tokens, request.max_tokens or tokens), 1)
 
     def _blocks(self, request: Request, rate: float, in_tokens: int) -> tuple[int, ...]:

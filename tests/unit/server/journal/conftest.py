@@ -53,13 +53,16 @@ def record_run() -> Callable[..., Recorded]:
         midway: Mapping[int, Callable[[Simulation], None]] = {},
         sample: float = 1.0,
         model: str = "",
+        fields: Mapping[str, Any] = {},
         shared: bool = False,
         run: str = "0000cafe",
         **sizes: Any,
     ) -> Recorded:
         config = load(policy, need_endpoints=False)
         scenario = headline(rate, seconds, seed=3, servers=replicas(4, block_size=80))
-        scenario.workload.records = [msgspec.structs.replace(r, model=model) for r in scenario.workload.records]
+        scenario.workload.records = [
+            msgspec.structs.replace(r, model=model, **fields) for r in scenario.workload.records
+        ]
         decisions: list[Any] = []
         recorder = Recorder()
 

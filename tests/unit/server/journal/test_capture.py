@@ -136,6 +136,14 @@ def test_sessions_follow_each_other(record_run: Callable[..., Any], tmp_path: Pa
             assert made.records[numbers[record.parent]].session == record.session != ""
 
 
+def test_the_length_of_each_of_several_answers_is_estimated(record_run: Callable[..., Any], tmp_path: Path) -> None:
+    record_run(tmp_path, seconds=4.0, fields={"n": 2, "out_tokens": 60, "max_tokens": 60})
+    made = capture(one_run(tmp_path), key=b"k")
+    assert made.estimated_answers > 0
+    assert {(record.n, record.max_tokens) for record in made.workload.records} == {(2, 60)}
+    assert [record.out_tokens for record in made.workload.records] == pytest.approx([60] * len(made.workload), abs=1)
+
+
 @pytest.mark.parametrize("sample", [0.0, 1.0])
 def test_what_was_decided_of_the_model_is_kept(sample: float, record_run: Callable[..., Any], tmp_path: Path) -> None:
     """Whether or not the reasons of a decision were written: requests arrive without a priority or a target."""
