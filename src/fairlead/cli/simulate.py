@@ -48,6 +48,8 @@ _LATENCIES = (
     ("TPOT ms", "tpot", 1, ("mean", "p50", "p99")),
     ("E2E ms", "e2e", 0, ("mean", "p50", "p90", "p99")),
 )
+#: A note warns of workloads that last longer than this.
+_MANY_DAYS = 2.0
 #: How many models a note names.
 _MODELS = 4
 _KvLagMs = Annotated[
@@ -134,6 +136,9 @@ def _run(spec: object, text: str, policy: str, seed: int, validate: bool, as_jso
 
     assert isinstance(spec, ScenarioSpec)
     scenario = build(spec)
+    if (days := scenario.workload.duration_s / scenario.speedup / 86_400) > _MANY_DAYS:
+        text = f"the traffic lasts {days:,.0f} days, and a day without requests takes a minute; --requests cuts it"
+        typer.echo(f"note: {text}", err=True)
     begun = perf_counter()
     config, registry = config_from(text)
     ended = count(1)

@@ -109,6 +109,15 @@ def test_a_missing_trace_is_noted_and_a_missing_directory_refused(tmp_path, comm
         assert "<p>note: no azure_2023_code.csv in --traces; made-up" in (tmp_path / "out" / "report.html").read_text()
 
 
+def test_traffic_that_lasts_for_days_is_noted_before_it_is_simulated(tmp_path, monkeypatch):
+    file = tmp_path / "slow.jsonl"
+    lines = ({"timestamp": day * 86_400_000, "input_length": 9, "output_length": 2} for day in (0, 9))
+    file.write_text("\n".join(map(json.dumps, lines)))
+    monkeypatch.setattr("fairlead.lab.simulator.simulation.Simulation.run", lambda self: None)
+    assert "note: the traffic lasts 9 days" in call("sim", "run", file).stderr
+    assert "note: the traffic" not in call("sim", "run", file, "--speedup", 9).stderr
+
+
 def test_what_there_is_can_be_listed():
     listed = call("sim", "run", "--list").output
     assert "shared-prefix-20" in listed

@@ -14,8 +14,10 @@ _BATCH = 64
 
 
 def _prompt_s(replica: Replica, prompt: int, cached: int) -> float:
-    """The least seconds that an idle server needs to compute a prompt."""
-    engine, done, took_s = replica.engine, min(cached, prompt - 1), 0.0
+    """The least seconds that an idle server needs to compute a prompt, as far as it takes it."""
+    engine, took_s = replica.engine, 0.0
+    prompt = min(prompt, engine.max_model_len)
+    done = min(cached, prompt - 1)
     while done < prompt:
         new = min(engine.max_batched_tokens, prompt - done)
         took_s += engine.latency.step_s(new, new * (done + new / 2), 0, 0)

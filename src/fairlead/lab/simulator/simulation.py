@@ -325,15 +325,17 @@ class Simulation:
         return Hooks(self._events, lambda: table.slot(self.servers[index].endpoint.id))
 
     def _blocks_of(self, job: Job) -> Blocks:
-        """The blocks of the prompt as in the engines, which all divide prompts the same way."""
+        """The blocks of the prompt as in the engines, which all divide prompts the same way. A prompt that every server
+        refuses has none."""
         record, size = job.record, self.scenario.replicas[0].engine.block_size
+        if record.in_tokens > max(replica.engine.max_model_len for replica in self.scenario.replicas):
+            return [], size, record.in_tokens
         served = self.prompts.engine_request(job.index, record, size)
         return (served.hashes or [])[: record.in_tokens // size], size, record.in_tokens
 
     def _deliver(self, job: Job) -> None:
-        if job.status != "waiting":
-            return
-        self.answer(job, self._engine_request(job, job.server))
+        if job.status == "waiting" and self._accepted(job, job.server, job.record.out_tokens):
+            self.answer(job, self._engine_request(job, job.server))
 
     def answer(self, job: Job, served: EngineRequest) -> None:
         """Deliver the request to the server that answers it, as one engine request per wanted answer."""
@@ -349,14 +351,22 @@ class Simulation:
 
     def put(self, job: Job, index: int, served: EngineRequest) -> None:
         """Deliver a request, or one part of it, to a server."""
-        server = self.servers[index]
+        if self._accepted(job, index, served.max_tokens):
+            self.servers[index].add(served)
+
+    def _accepted(self, job: Job, index: int, max_tokens: int) -> bool:
+        """Whether the server is up and takes the request, which fails otherwise. Asked before the blocks of the prompt
+        are made: those of a prompt that no server takes may need any amount of memory."""
+        server, record = self.servers[index], job.record
         if not server.up:
             self.broken(job, "connection refused")
-            return
+            return False
         try:
-            server.add(served)
+            server.replica.engine.check(record.in_tokens, max_tokens, record.lora)
         except ValueError as error:
             self.broken(job, str(error), status=400)
+            return False
+        return True
 
     def broken(self, job: Job, reason: str, status: int = 503) -> None:
         """Fail a request that the server refused or broke off."""
@@ -442,8 +452,9 @@ class Simulation:
         if not self.servers[job.server].up:
             self.broken(job, "connection refused")
             return
-        job.prefilled = self._engine_request(job, job.prefill_server, max_tokens=1)
-        self.put(job, job.prefill_server, job.prefilled)
+        if self._accepted(job, job.prefill_server, 1):
+            job.prefilled = self._engine_request(job, job.prefill_server, max_tokens=1)
+            self.put(job, job.prefill_server, job.prefilled)
 
     def _engine_request(self, job: Job, server: int, *, max_tokens: int = 0, loaded: int = 0) -> EngineRequest:
         size = self.servers[server].replica.engine.block_size

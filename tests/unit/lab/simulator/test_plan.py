@@ -16,7 +16,7 @@ from fairlead.lab.simulator.plan_bounds import first_guess, impossible
 from fairlead.lab.simulator.plan_report import document, lines, print_plan, write_plan
 from fairlead.lab.simulator.simulation import NOT_OVER
 from fairlead.lab.simulator.world import Job
-from fairlead.lab.workload.record import Record
+from fairlead.lab.workload.record import Record, arranged
 
 SIZES = st.integers(1, 300)
 
@@ -266,6 +266,15 @@ def test_what_no_number_of_replicas_mends_is_said_at_once():
     assert "a request that is alone takes" in impossible(SMALL, objectives("e2e_p50=3s"))
     short = build(ScenarioSpec(name="s", source="shared-prefix-10", head=150, preset=SHORT))
     assert "100% of the requests are longer than the 4,096 tokens" in impossible(short, WANTED)
+
+
+def test_the_time_of_a_prompt_ends_where_the_engine_refuses_it():
+    said = set()
+    for length in (SMALL.replicas[0].engine.max_model_len, 10**8):
+        records = [structs.replace(SMALL.workload.records[0], in_tokens=length)]
+        made = structs.replace(SMALL, workload=arranged("long", records))
+        said.add(impossible(made, objectives("ttft_p95=100ms")))
+    assert len(said) == 1
 
 
 SHORT = "latency: {c0_ms: 10}\nmax_model_len: 4096\n"

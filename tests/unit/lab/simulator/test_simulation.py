@@ -12,7 +12,9 @@ from fairlead.core import events as ev
 from fairlead.core.cost import PRIOR
 from fairlead.core.instructions import SetTimer
 from fairlead.core.records import DecisionRecord, OutcomeRecord, StallRecord
+from fairlead.lab.simulator.prompts import Prompts
 from fairlead.lab.simulator.run import simulate
+from fairlead.lab.simulator.scenarios import parted
 from fairlead.lab.simulator.simulation import START, Simulation
 from fairlead.lab.simulator.world import WARM_UP, Fault, World, replicas, unknowing
 from fairlead.lab.workload.conversation import Conversation, conversation
@@ -309,6 +311,21 @@ def test_what_no_server_can_serve_has_failed(scenario, workload, always):
     assert "context length" in simulation.jobs[0].reason
     ((_, end),) = of(told, ev.ResponseEnded)
     assert end.status == 400
+
+
+@pytest.mark.parametrize(("policy", "prefill"), [("default", 0), ("prefill-decode", 2)])
+def test_what_no_server_can_serve_needs_no_memory(scenario, workload, monkeypatch, policy, prefill):
+    """The blocks of the prompt, one for each 64 tokens, are not made."""
+
+    def fail(*given, **more):
+        raise AssertionError("the prompt was made")
+
+    monkeypatch.setattr(Prompts, "engine_request", fail)
+    huge = [structs.replace(record, in_tokens=10**15) for record in workload(2).records]
+    made = scenario(arranged("huge", huge), servers=4, world=World(kv_lag_ms=5.0))
+    parameters = "{type: prefill-decode, parameters: {always: true}}" if prefill else policy
+    simulation, _ = run(parted(made, prefill) if prefill else made, load(f"policy: {parameters}", need_endpoints=False))
+    assert ["context length" in job.reason for job in simulation.jobs] == [True, True]
 
 
 def test_without_endpoints_requests_are_shed_and_counted(scenario, workload, least_pending):
