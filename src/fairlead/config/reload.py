@@ -60,6 +60,7 @@ _FIXED: Final[Mapping[str, str]] = {
 _QUEUES: Final = "its queues were created with it, and requests may wait in them"
 _HIGHER: Final = "the ports were opened with the lower limit"
 _CONVERSATIONS: Final = "conversations are recognised from the start on, or not at all"
+_SOURCE: Final = "they come from Kubernetes, or not, as at the start"
 _MANIFESTS: Final = "the content of the files is followed, but not this setting"
 #: Fields that are not settings.
 _IGNORED: Final = frozenset({"source", "notes", "flags", "pools"})
@@ -80,6 +81,9 @@ def plan_reload(old: Config, new: Config, begun: Config | None = None) -> tuple[
     begun = begun or old
     if (begun.als.port, new.als.port) == (begun.ext_proc.port, new.ext_proc.port):  # als.port follows extProc.port
         new = new.model_copy(update={"als": new.als.model_copy(update={"port": begun.als.port})})
+    fixed = dict(_FIXED)
+    if begun.kubernetes.on != new.kubernetes.on:  # the other source is not started, so this one stays
+        fixed["endpoints"] = _SOURCE
     applied: dict[str, Any] = {"source": new.source, "notes": new.notes, "pools": new.pools}
     paths: list[str] = []
     refused: list[Problem] = []
@@ -87,10 +91,10 @@ def plan_reload(old: Config, new: Config, begun: Config | None = None) -> tuple[
         (name, first, before, after) for (name, first), (_, before), (_, after) in zip(begun, old, new, strict=True)
     ]
     for name, first, before, after in sorted(values, key=lambda value: value[0] in Settings.model_fields):
-        if name in _IGNORED or meaning(first if name in _FIXED else before) == meaning(after):
+        if name in _IGNORED or meaning(first if name in fixed else before) == meaning(after):
             continue
-        if name in _FIXED:
-            refused += [_refusal(path, _FIXED[name]) for path in _differences(first, after, f"$.{camel(name)}")]
+        if name in fixed:
+            refused += [_refusal(path, fixed[name]) for path in _differences(first, after, f"$.{camel(name)}")]
             continue
         kept, changed = _section(name, first, before, after, refused)
         if changed:

@@ -71,6 +71,18 @@ def test_refusals_say_why_and_what_to_do() -> None:
     )
 
 
+LISTED, FROM_POOL = "endpoints: ['10.0.0.1:80']", "kubernetes: {pool: a}"
+
+
+@pytest.mark.parametrize("contents", [(LISTED, FROM_POOL), (FROM_POOL, LISTED)])
+def test_endpoints_stay_while_another_source_of_them_needs_a_restart(contents: tuple[str, str]) -> None:
+    old, new = contents
+    changes, refused = plan(old, new + "\npolicy: round-robin")
+    assert (changes.endpoints, changes.paths) == (False, ("$.policy",))
+    assert changes.config.endpoints == load(old).endpoints
+    assert {"$.endpoints", "$.kubernetes.pool"} <= set(refused)
+
+
 def test_larger_bodies_need_a_restart_smaller_ones_do_not() -> None:
     small, large = BASE + "parsing: {maxBodyBytes: 1MiB}\n", BASE + "parsing: {maxBodyBytes: 2MiB}\n"
     assert plan(large, small)[1] == []
