@@ -87,6 +87,24 @@ def test_tls_files_that_cannot_be_used_any_more_are_a_trouble_until_they_can(tmp
     assert tls.trouble(10.0) == "" and tls.reloads == 2
 
 
+def test_tls_files_that_failed_once_are_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after chmod, which changes neither content nor modification time."""
+    certificate(tmp_path, "one.test")
+    tls = ServerTls.from_directory(tmp_path)
+    for name in ("tls.crt", "tls.key"):  # keep the pair for later
+        os.link(tmp_path / name, tmp_path / f"first.{name}")
+    second = certificate(tmp_path, "two.test")
+    with monkeypatch.context() as unreadable:
+        unreadable.setattr(Path, "read_bytes", lambda path: os.read(-1, 1))
+        assert not tls.reload() and "cannot be used" in tls.trouble(1.0)
+    assert tls.reload() and tls.trouble(9.0) == "" and tls.pem[1] == second
+    (tmp_path / "tls.key").write_bytes(b"")
+    assert "cannot be used" in tls.trouble(20.0)
+    for name in ("tls.crt", "tls.key"):
+        os.replace(tmp_path / f"first.{name}", tmp_path / name)
+    assert tls.trouble(30.0) == "" and tls.reloads == 2
+
+
 async def test_tls_reload_needs_no_owner(serve: Serve, tmp_path: Path) -> None:
     certificate(tmp_path, "one.test")
     tls = ServerTls(tmp_path / "tls.crt", tmp_path / "tls.key", check_interval=0.1)

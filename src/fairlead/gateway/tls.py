@@ -1,9 +1,10 @@
 """TLS for servers: a certificate and its key from files, which are read again when they change.
 
 Kubernetes replaces a mounted secret by moving a symbolic link, so a change is visible in the files' identity (inode,
-modification time, size). A new pair is loaded into a new context. If loading fails, because the pair is half-written or
-does not match, the old pair stays, and the problem is logged once. Handshakes take the current context in the SNI
-callback, which OpenSSL calls for every handshake. Open connections are not affected.
+modification time, size). A new pair is loaded into a new context. If loading fails, because the pair is half-written,
+cannot be read or does not match, the old pair stays, the problem is logged once, and each check tries again. Handshakes
+take the current context in the SNI callback, which OpenSSL calls for every handshake. Open connections are not
+affected.
 """
 
 import logging
@@ -85,17 +86,17 @@ class ServerTls:
             return False
         self._missing, self._missed = "", False
         if identity == self._identity:
+            self._unusable = ""
             return False
-        self._identity = identity  # even if it is broken, to log one warning per version
         try:
             self._current = self._load()
         except (OSError, ValueError) as error:
-            self._unusable = f"TLS files {self._certificate} and {self._key} cannot be used: {error}"
-            log.warning(
-                "cannot load TLS files %s and %s, keeping the old certificate: %s", self._certificate, self._key, error
-            )
+            problem = f"TLS files {self._certificate} and {self._key} cannot be used: {error}"
+            if problem != self._unusable:
+                log.warning("cannot load a certificate, the old one stays: %s", problem)
+            self._unusable = problem
             return False
-        self._unusable = ""
+        self._identity, self._unusable = identity, ""
         self.reloads += 1
         log.info("TLS certificate %s reloaded", self._certificate)
         return True

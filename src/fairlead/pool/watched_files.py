@@ -8,6 +8,8 @@ Rules
 * A change counts once the files are unchanged for `SETTLE_S`: half of a file that is being written can be valid YAML,
   and applying it would drop endpoints.
 * The next check follows after the change has been applied.
+* A consumer that could not read the files calls `again`. Stat does not show that they can be read now, be it after
+  chmod or because the process has file descriptors again.
 """
 
 import asyncio
@@ -38,6 +40,7 @@ class WatchedFiles:
         self._poll_s = poll_s
         self._what = what
         self._stamp: _Stamp | None = None
+        self._again = False
         self._stop = Event()
         self._taken = Event()
         self._task: asyncio.Task[object] | None = None
@@ -45,6 +48,10 @@ class WatchedFiles:
     async def note(self) -> None:
         """Record the present state, before the files are read. Without this, the first check finds a change."""
         self._stamp = await asyncio.to_thread(self._look)
+
+    def again(self) -> None:
+        """Take the files at the next check even if they are unchanged."""
+        self._again = True
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
@@ -59,12 +66,12 @@ class WatchedFiles:
     def _follow(self, loop: asyncio.AbstractEventLoop) -> None:
         while not self._stop.wait(self._poll_s):
             stamp = self._look()
-            if stamp == self._stamp:
+            if stamp == self._stamp and not self._again:
                 continue
             if self._stop.wait(SETTLE_S):
                 return
             if self._look() == stamp:
-                self._stamp = stamp
+                self._stamp, self._again = stamp, False
                 self._taken.clear()
                 try:
                     loop.call_soon_threadsafe(self._take)

@@ -43,11 +43,16 @@ class ConfigFile(WatchedFiles):
 
     async def _load(self) -> None:
         content = await asyncio.to_thread(self._content)
+        if isinstance(content, str):
+            self.again()
         if content == self._seen:
             return
         self._seen = content
+        if isinstance(content, str):
+            self._refused(content.splitlines())
+            return
         try:
-            config = await asyncio.to_thread(load, self._path, flags=self._flags)
+            config = await asyncio.to_thread(load, self._path, flags=self._flags, content=content)
         except FairleadError as error:
             self._refused(str(error).splitlines())
         else:
@@ -94,10 +99,12 @@ class FollowedKeys(WatchedFiles):
             self._known = keys
         except OSError as error:
             problem = problem or f"cannot write: {error.strerror}"
-        self.unusable = ""
         if problem:
-            self.unusable = f"the {self._keys} cannot be used, those read before stay in force: {problem}"
-            log.error(f"cannot load the {self._keys}; the previous ones stay in use", problem=problem)
+            self.again()
+            if problem not in self.unusable:
+                log.error(f"cannot load the {self._keys}; the previous ones stay in use", problem=problem)
+            problem = f"the {self._keys} cannot be used, those read before stay in force: {problem}"
+        self.unusable = problem
 
 
 def followed_keys(gateway: Gateway, directory: Path) -> list[FollowedKeys]:

@@ -1,6 +1,7 @@
 """Following a file of endpoints, and names that resolve to this and that."""
 
 import asyncio
+import errno
 import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -243,6 +244,25 @@ async def test_a_file_that_goes_away_keeps_everything(tmp_path: Path, heard: Hea
     await heard.until(lambda: len(heard.events) == 2)
     assert follower.problem == ""
     assert heard.take() == ["up a 10.0.0.1:80", "up a 10.0.0.2:80"]
+
+
+async def test_a_file_that_could_not_be_read_is_tried_again(
+    tmp_path: Path, heard: Heard, follow: Follow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after chmod, which stat does not show."""
+    path = tmp_path / "endpoints.yaml"
+    path.write_text(text_of(("a", "10.0.0.1")))
+    await follow(path).start()
+    with monkeypatch.context() as unreadable:
+        unreadable.setattr(endpoints_file, "open", _refuse, raising=False)
+        path.write_text(text_of(("a", "10.0.0.2")))
+        await heard.until(lambda: heard.problems)
+    await heard.until(lambda: len(heard.events) == 2)
+    assert heard.problems == [f"cannot read {path}: Permission denied"]
+
+
+def _refuse(*_: object) -> None:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 async def test_a_file_that_is_not_there_yet(tmp_path: Path, heard: Heard, follow: Follow) -> None:

@@ -1,6 +1,7 @@
 """Following manifests of model names."""
 
 import asyncio
+import errno
 import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from fairlead.config.problems import Problem
 from fairlead.config.schema import Models
 from fairlead.core.models import ModelSet
-from fairlead.pool import watched_files
+from fairlead.pool import models_file, watched_files
 from fairlead.pool.models_file import ModelsFile, check_models
 
 
@@ -98,6 +99,24 @@ async def test_a_wrong_file_changes_nothing(tmp_path: Path, heard: Heard, follow
     path.write_text(model("d"))
     await heard.until(lambda: heard.sets[1:] == ["d=t"])
     assert not file.problem
+
+
+async def test_a_file_that_could_not_be_read_is_tried_again(
+    tmp_path: Path, heard: Heard, follow: Follow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "m.yaml"
+    path.write_text(model("a"))
+    await follow(path).start()
+    with monkeypatch.context() as unreadable:
+        unreadable.setattr(models_file, "open", _refuse, raising=False)
+        path.write_text(model("b"))
+        await heard.until(lambda: heard.problems)
+    await heard.until(lambda: heard.sets[1:] == ["b=t"])
+    assert len(heard.problems) == 1
+
+
+def _refuse(*_: object) -> None:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 async def test_a_wrong_file_at_the_start(tmp_path: Path, heard: Heard, follow: Follow) -> None:

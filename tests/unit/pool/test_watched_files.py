@@ -95,6 +95,33 @@ async def test_following_goes_on_after_a_consumer_that_raises(tmp_path: Path, fo
     assert "what a test watches" in told[0]["message"]
 
 
+async def test_files_that_could_not_be_read_are_taken_again(tmp_path: Path, follow: Any) -> None:
+    (tmp_path / "a").write_text("1")
+    tries = 0
+
+    async def changed() -> None:
+        nonlocal tries
+        tries += 1
+        if tries < 3:
+            followed.again()
+
+    followed = follow(lambda: [str(tmp_path / "a")], changed)
+    await until(lambda: tries == 3)
+    looks = 0
+
+    def names() -> list[str]:
+        nonlocal looks
+        looks += 1
+        return []
+
+    async def nothing() -> None:
+        pass
+
+    follow(names, nothing)
+    await until(lambda: looks >= 5)
+    assert tries == 3
+
+
 async def test_closing_ends_a_change_that_is_being_taken(tmp_path: Path, follow: Any) -> None:
     (tmp_path / "a").write_text("1")
     begun, ended = asyncio.Event(), asyncio.Event()

@@ -9,9 +9,11 @@ import pytest
 
 from fairlead.compat.load import load
 from fairlead.config.schema import Config
+from fairlead.core.errors import ConfigError
 from fairlead.gateway.envoy.authentication import new_key
 from fairlead.gateway.envoy.process import KEYS
-from fairlead.server.followed_files import ConfigFile, followed_keys
+from fairlead.server import followed_files
+from fairlead.server.followed_files import ConfigFile, FollowedKeys, followed_keys
 
 ONE = "endpoints: ['10.0.0.1:1']\n"
 
@@ -84,6 +86,23 @@ async def test_a_file_that_goes_away_and_comes_back(following: tuple[Heard, Path
     await heard.until(lambda: heard.weights == [4.0])
 
 
+async def test_a_file_that_could_not_be_read_is_tried_again(
+    following: tuple[Heard, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after chmod, which stat does not show."""
+    heard, file = following
+    with monkeypatch.context() as unreadable:
+        unreadable.setattr(followed_files, "read_bytes", _refuse)
+        replace(file, text(2))
+        await heard.until(lambda: bool(heard.refused))
+    await heard.until(lambda: heard.weights == [2.0])
+    assert heard.refused == [["no right to read it"]]
+
+
+def _refuse(*_: object) -> None:
+    raise ConfigError("no right to read it")
+
+
 async def test_a_swapped_symlink_is_a_change(tmp_path: Path) -> None:
     """How Kubernetes updates a ConfigMap volume."""
     for name, weight in (("a", 1), ("b", 2)):
@@ -119,6 +138,32 @@ async def test_following_outlives_a_consumer_that_raises(tmp_path: Path) -> None
         await heard.until(lambda weight=weight: heard.weights[-1:] == [weight])  # type: ignore[misc]
     await follower.close()
     assert len(raised) == 2
+
+
+async def test_keys_that_could_not_be_used_are_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whether their file cannot be read, or the filter's file not be written, say on a full disk."""
+    into = tmp_path / KEYS
+    (tmp_path / "keys.txt").write_text("a key")
+    unreadable, full = [ConfigError("no right")] * 3, [OSError(28, "no space")] * 3
+
+    def read() -> str:
+        if unreadable:
+            raise unreadable.pop()
+        return "a key"
+
+    def write(file: Path, keys: str) -> None:
+        if full:
+            raise full.pop()
+        file.write_text(keys)
+
+    keys = FollowedKeys("API keys", str(tmp_path / "keys.txt"), read, into, write)
+    await keys.begin()
+    async with asyncio.timeout(20):
+        while not into.exists():
+            await asyncio.sleep(0.01)
+    await keys.close()
+    assert keys.unusable == ""
+    assert len([record for record in caplog.records if "cannot load" in record.message]) == 2, "once per problem"
 
 
 async def test_a_filter_that_was_removed_is_written_again(tmp_path: Path) -> None:
