@@ -140,12 +140,12 @@ def serve_file(
         from fairlead.server.running_gateway import RunningGateway
 
         gateway = decode(running_gateway, type=RunningGateway)
-        content = read_bytes(file)
+        content = None if scheduler_only else read_bytes(file)
         config, begun = gateway.configurations(file, flags, content)
         setup(config.log.level, config.log.format)
         for flag, why in notes:
             get("serve").warning("a flag has no effect here", flag=flag, why=why)
-        if config.gateway.mode == "embedded" and not scheduler_only:
+        if config.gateway.mode == "embedded" and content is not None:
             from fairlead.server.embedded import serve_embedded
 
             config, gateway = serve_embedded(config, file, content, workers)

@@ -8,6 +8,7 @@ Rules
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from fairlead.core.errors import ConfigError, FairleadError
 from fairlead.gateway.envoy.authentication import read_jwt, read_keys, write_jwt, write_keys
 from fairlead.gateway.envoy.process import JWT, KEYS
 from fairlead.pool.watched_files import WatchedFiles
+from fairlead.server.files import write_whole
 from fairlead.server.observe.log import get
 
 log = get("keys")
@@ -25,7 +27,7 @@ log = get("keys")
 
 class ConfigFile(WatchedFiles):
     """Calls `changed(config)` for each new valid content, `refused(lines)` with the problems of each invalid one.
-    `flags`: values that override the file's."""
+    `flags`: values that override the file's. `keep`: a file for the last valid content; `None` = none."""
 
     def __init__(
         self,
@@ -35,9 +37,11 @@ class ConfigFile(WatchedFiles):
         *,
         poll_s: float = 0.5,
         flags: Mapping[str, Any] | None = None,
+        keep: Path | None = None,
     ) -> None:
         super().__init__(lambda: [str(path)], self._load, poll_s, "the configuration file")
-        self._path, self._flags = Path(path), flags
+        self._path, self._flags, self._keep = Path(path), flags, keep
+        self.again()  # a file that is missing from the start on is reported too
         self._tell, self._refused = changed, refused
         self._seen: bytes | str | None = None
 
@@ -56,6 +60,9 @@ class ConfigFile(WatchedFiles):
         except FairleadError as error:
             self._refused(str(error).splitlines())
         else:
+            if self._keep is not None:
+                with suppress(OSError):
+                    await asyncio.to_thread(write_whole, self._keep, [content], on_disk=False)
             self._tell(config)
 
     def _content(self) -> bytes | str:

@@ -6,6 +6,7 @@ ignored.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from fairlead.config.problems import Problem
 from fairlead.config.reload import plan_reload
 from fairlead.config.schema import Config
 from fairlead.core.errors import FairleadError
-from fairlead.gateway.envoy.process import CONFIG, ENDPOINTS
+from fairlead.gateway.envoy.process import CONFIG, ENDPOINTS, LAST_CONFIG
 
 
 class RunningGateway(Struct, frozen=True):
@@ -31,15 +32,13 @@ class RunningGateway(Struct, frozen=True):
     workers: int = 1
     flags: dict[str, Any] = {}
 
-    def configurations(self, file: Path, flags: Mapping[str, Any], present: bytes) -> tuple[Config, Config]:
+    def configurations(self, file: Path, flags: Mapping[str, Any], present: bytes | None) -> tuple[Config, Config]:
         """Return the configuration to run, and the one that the gateway and its schedulers began with. They differ if
         the file has changed since: settings that need a restart stay. `flags`: those of this scheduler. `present`: what
-        the file contains. Raises `FairleadError`."""
+        the file contains; `None` = it is read here. If it cannot be used, what was in force before stays, as in a
+        scheduler that runs. Raises `FairleadError`."""
         notes: tuple[Problem, ...] = ()
-        try:
-            content = Path(self.directory, CONFIG).read_bytes() if self.directory else None
-        except OSError:  # the gateway's parent is of an older version
-            content = None
+        content = self._kept(CONFIG)
         if content is not None:
             try:
                 config, begun = (load(file, flags=values, content=content) for values in (flags, self.flags))
@@ -49,11 +48,22 @@ class RunningGateway(Struct, frozen=True):
                 )
                 notes = (Problem("$", 0, why, "restart the gateway too"),)
             else:
-                changes, _ = plan_reload(config, load(file, flags=self.flags, content=present), begun)
-                return changes.config, begun
+                last = self._kept(LAST_CONFIG)
+                for usable in (present, *([] if last is None else [last])):
+                    with suppress(FairleadError):
+                        changes, _ = plan_reload(config, load(file, flags=self.flags, content=usable), begun)
+                        return changes.config, begun
+                return config, begun
         config = load(file, flags=flags, content=present)
         config = config.model_copy(update={"notes": (*config.notes, *notes)})
         return config, config
+
+    def _kept(self, name: str) -> bytes | None:
+        """The content of a file of the gateway; `None` = there is none, for example in one of an older version."""
+        try:
+            return Path(self.directory, name).read_bytes() if self.directory else None
+        except OSError:
+            return None
 
     @property
     def mark(self) -> str:

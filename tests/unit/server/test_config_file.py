@@ -103,6 +103,21 @@ def _refuse(*_: object) -> None:
     raise ConfigError("no right to read it")
 
 
+async def test_a_file_that_is_missing_from_the_start_on_is_reported(tmp_path: Path) -> None:
+    """As beside a gateway that runs. The last valid content is kept for the scheduler after this one."""
+    file, keep, heard = tmp_path / "f.yaml", tmp_path / "last.yaml", Heard()
+    follower = ConfigFile(file, heard.changed, heard.refused.append, poll_s=0.01, keep=keep)
+    follower.start()
+    await heard.until(lambda: bool(heard.refused))
+    assert "cannot be read: No such file" in heard.refused[0][0]
+    replace(file, text(2))
+    await heard.until(lambda: heard.weights == [2.0])
+    replace(file, "[")
+    await heard.until(lambda: len(heard.refused) == 2)
+    await follower.close()
+    assert keep.read_text() == text(2)
+
+
 async def test_a_swapped_symlink_is_a_change(tmp_path: Path) -> None:
     """How Kubernetes updates a ConfigMap volume."""
     for name, weight in (("a", 1), ("b", 2)):

@@ -8,7 +8,7 @@ import pytest
 from fairlead.compat.load import load
 from fairlead.config.reload import plan_reload
 from fairlead.core.errors import ConfigError
-from fairlead.gateway.envoy.process import CONFIG
+from fairlead.gateway.envoy.process import CONFIG, LAST_CONFIG
 from fairlead.server.running_gateway import NONE_RUNS, RunningGateway
 
 OWN: dict[str, Any] = {"extProc": {"port": 9010}, "kubernetes": {"pool": "p"}}
@@ -24,9 +24,23 @@ def test_it_begins_with_what_the_others_apply(tmp_path: Path, workers: int) -> N
     assert (config.gateway.port, config.ext_proc.port) == (8080, 9010)
     changes, refused = plan_reload(config, load(file), begun)
     assert (changes.paths, [problem.path for problem in refused]) == ((), ["$.gateway.port", "$.extProc.port"])
-    file.write_text("endpoints: ['10.0.0.2:1'\n")
+
+
+@pytest.mark.parametrize("present", ["endpoints: ['10.0.0.3:1'\n", None])
+def test_a_file_that_cannot_be_used_leaves_what_was_in_force(tmp_path: Path, present: str | None) -> None:
+    """Whether it is broken or missing."""
+    file, gateway = tmp_path / "f.yaml", RunningGateway([], str(tmp_path))
+    (tmp_path / CONFIG).write_text("endpoints: ['10.0.0.1:1']\n")
+    if present is not None:
+        file.write_text(present)
+    for last, address in ((None, "10.0.0.1:1"), ("endpoints: ['10.0.0.2:1']\n", "10.0.0.2:1"), ("[", "10.0.0.1:1")):
+        if last is not None:
+            (tmp_path / LAST_CONFIG).write_text(last)
+        config, begun = gateway.configurations(file, {}, None)
+        assert [listed.endpoint.address for listed in config.endpoints.static] == [address]
+        assert [listed.endpoint.address for listed in begun.endpoints.static] == ["10.0.0.1:1"]
     with pytest.raises(ConfigError):
-        gateway.configurations(file, {}, file.read_bytes())
+        NONE_RUNS.configurations(file, {}, None)
 
 
 def test_a_start_that_cannot_be_used_any_longer_stops_nobody(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ ADMIN_SOCKET, BOOTSTRAP = "admin-{}.sock", "bootstrap-{}.json"
 ENDPOINTS, KEYS, JWT = "endpoints.json", "keys.json", "jwt.json"
 #: The directory in the gateway's one where workers tell each other what they do.
 FACTS = "facts"
-#: What the configuration file contained at the start.
-CONFIG = "config.yaml"
+#: What the configuration file contained at the start, and when a scheduler could use it last.
+CONFIG, LAST_CONFIG = "config.yaml", "last-config.yaml"
 #: The current listeners, and those to open when clients may connect.
 LISTENERS, LISTENERS_LATER = "listeners.json", "listeners-later.json"
 #: The prefix of the metrics of the client listener.

@@ -22,7 +22,7 @@ from fairlead.core.errors import cannot_listen
 from fairlead.core.events import EndpointDown, EndpointUp
 from fairlead.gateway.envoy.admin import EnvoyAdmin
 from fairlead.gateway.envoy.clusters import PoolWriter
-from fairlead.gateway.envoy.process import BOOTSTRAP
+from fairlead.gateway.envoy.process import BOOTSTRAP, LAST_CONFIG
 from fairlead.gateway.h2_limits import ByteBudget
 from fairlead.gateway.health import HealthService
 from fairlead.gateway.memory import FEW_FILES, memory_limit, raise_file_limit
@@ -166,7 +166,8 @@ class Live:
             stack.push_async_callback(scaler.close)
             await scaler.start(config.autoscaling.host, config.autoscaling.port)
         if config.source:
-            file = ConfigFile(config.source, self._changed, serving.refuse, flags=self._begun.flags)
+            keep = Path(self._beside.directory, LAST_CONFIG) if self._beside.directory else None
+            file = ConfigFile(config.source, self._changed, serving.refuse, flags=self._begun.flags, keep=keep)
             stack.push_async_callback(file.close)
             file.start()
         # Starts last and stops first: the admin port must serve pages while requests still run.
