@@ -5,7 +5,8 @@ Access
   only our own names are answered, and literal addresses, which scrapers and probes use. Requests from a page of another
   origin carry `Origin`, and are refused.
 * A bearer token may be required; browsers send it as the password of HTTP basic authentication. The file may hold
-  several tokens, one per line, and is read again when it changes, so that an old and a new token can overlap.
+  several tokens, one per line, and is read again when it changes, so that an old and a new token can overlap. A file
+  without tokens lets nobody in. While it cannot be read, the tokens read before stay valid.
 * Paths that probes use are answered without checks.
 
 Connections
@@ -59,10 +60,7 @@ class Tokens:
 
     def accept(self, authorization: str) -> bool:
         """Whether this `Authorization` header has one of the tokens, as bearer token or as password."""
-        try:
-            self._look()
-        except ConfigError:
-            pass  # the file is being replaced: the tokens read last stay valid
+        self.problem()
         kind, _, given = authorization.partition(" ")
         # Headers may hold bytes that are no UTF-8. aiohttp keeps them as surrogates; encode them back to compare.
         offered = given.strip().encode(errors="surrogateescape")
@@ -76,6 +74,14 @@ class Tokens:
         # Compare with all tokens, so that the time reveals nothing about them.
         return sum(hmac.compare_digest(offered, known) for known in self._known) > 0
 
+    def problem(self) -> str:
+        """Read the file again if it has changed. Return what is wrong with it; empty = its tokens are in force."""
+        try:
+            self._look()
+        except ConfigError as error:
+            return f"{error.message}; the admin tokens read before stay valid"
+        return "" if self._known else f"{self._file} holds no token: nobody gets in"
+
     def _look(self) -> None:
         try:
             status = os.stat(self._file)
@@ -85,8 +91,7 @@ class Tokens:
             known = [line.strip() for line in self._file.read_bytes().splitlines() if line.strip()]
         except OSError as error:
             raise ConfigError(f"cannot read {self._file}: {error.strerror}", "$.admin.tokenFile") from None
-        if known:
-            self._identity, self._known = identity, known
+        self._identity, self._known = identity, known
 
 
 def _host_of(origin: str) -> str:
@@ -123,6 +128,10 @@ class Access:
         if self._tokens is not None and not self._tokens.accept(request.headers.get("Authorization", "")):
             return self._refuse(401, "a token is needed\n", {"WWW-Authenticate": 'Basic realm="fairlead"'})
         return None
+
+    def problem(self) -> str:
+        """What is wrong with the file of tokens; empty = nothing."""
+        return "" if self._tokens is None else self._tokens.problem()
 
     def ours(self, host: str) -> bool:
         """Whether a `Host` header names this server: a literal address or one of its names, with or without a port."""

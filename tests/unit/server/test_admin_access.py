@@ -88,7 +88,8 @@ async def test_a_page_of_another_origin_reads_nothing() -> None:
 async def test_a_token(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     file.write_text("first\n")
-    admin = await started(access=admin_access([], str(file)))
+    access = admin_access([], str(file))
+    admin = await started(access=access)
     basic = "Basic " + base64.b64encode(b"anybody:first").decode()
     assert await ask(admin.port, "/metrics") == 401
     assert await ask(admin.port, "/debug/decisions", Authorization="Bearer wrong") == 401
@@ -101,10 +102,13 @@ async def test_a_token(tmp_path: Path) -> None:
     os.replace(new, file)
     statuses = [await ask(admin.port, "/metrics", Authorization=f"Bearer {t}") for t in ("first", "second", "third")]
     assert statuses == [401, 200, 200]
+    assert access.problem() == ""
     file.unlink()
     assert await ask(admin.port, "/metrics", Authorization="Bearer third") == 200
-    file.write_text("\n")
-    assert await ask(admin.port, "/metrics", Authorization="Bearer ") == 401
+    assert access.problem() == f"cannot read {file}: No such file or directory; the admin tokens read before stay valid"
+    file.write_text("\n")  # all are revoked
+    assert [await ask(admin.port, "/metrics", Authorization=f"Bearer {t}") for t in ("", "third")] == [401, 401]
+    assert access.problem() == f"{file} holds no token: nobody gets in"
     await admin.close()
 
 

@@ -306,12 +306,14 @@ class Live:
         else:
             sources = serving.sources()
         settings = self.config.admin
+        access = admin_access(settings.hosts, settings.token_file)
+        serving.troubles.watch("admin-tokens", access.problem)
         self.admin = Admin(
             sources,
             host=settings.host,
             port=settings.port,
             debug=settings.debug,
-            access=admin_access(settings.hosts, settings.token_file),
+            access=access,
             tls=self._tls("admin-certificate", settings.tls, "http/1.1"),
             metrics=(settings.metrics_host or settings.host, settings.metrics_port) if settings.metrics_port else None,
             on_error=lambda page, error: log.error("an admin page failed", exc=error, page=page),
