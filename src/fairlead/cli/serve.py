@@ -89,7 +89,7 @@ def serve(
     """Run the scheduler and, unless the configuration says `gateway: none`, its embedded gateway.
 
     Logs go to stderr, one event per line. On SIGTERM or Ctrl-C, requests in flight get up to 30 seconds to finish; a
-    second signal cuts them off. SIGHUP ends nothing, and the configuration file is followed without it. Options
+    second signal cuts them off. SIGHUP, SIGUSR1 and SIGUSR2 end nothing. Options
     override the configuration. Exit code 2 means that the configuration cannot be used.
     """
     import json
@@ -131,7 +131,8 @@ def serve_file(
     import asyncio
     import signal
 
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until a handler is set, here and in processes that this one starts
+    for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # until a handler is set, here and in processes that this one starts
     with without_collection():
         from msgspec.json import decode
 

@@ -43,6 +43,7 @@ from fairlead.pool.kube.objects import H2C
 from fairlead.server.journal.records import WORKER
 from fairlead.server.running_gateway import RunningGateway
 from fairlead.server.state import WORKER as STATE_OF_WORKER
+from fairlead.server.supervise import ENDING
 
 _PACKAGES = str(Path(fairlead.__file__).parents[1])
 _LARGEST_HEAP = 4 << 30
@@ -86,7 +87,7 @@ def serve_embedded(config: Config, file: Path, content: bytes, workers: int = 1)
             # order.
             os.setsid()
             tie_to_parent(parent)
-            gateway = RunningGateway(plan.admins, plan.directory, i, workers, config.flags)
+            gateway = RunningGateway(plan.admins, plan.directory, i, workers, config.flags, ENDING)
             if workers > 1:
                 config = load(file, flags=worker_flags(config, plan, i), content=content)
             return config, gateway
@@ -102,7 +103,7 @@ def _become_parent(handover: dict[str, Any], file: Path) -> NoReturn:
 
 def scheduler_command(config: Config, file: Path, plan: Plan, worker: int = 0, workers: int = 1) -> list[str]:
     """The command that the parent runs to replace a scheduler that died."""
-    gateway = to_builtins(RunningGateway(plan.admins, plan.directory, worker, workers, config.flags))
+    gateway = to_builtins(RunningGateway(plan.admins, plan.directory, worker, workers, config.flags, ENDING))
     flags = worker_flags(config, plan, worker) if workers > 1 else pinned(config)
     fairlead = [sys.executable, "-m", "fairlead", "serve", str(file), "--scheduler-only"]
     return [*fairlead, "--running-gateway", json.dumps(gateway), "--flags", json.dumps(flags)]

@@ -5,6 +5,7 @@ while a parent runs, so a scheduler must understand parents of any version: fiel
 ignored.
 """
 
+import signal
 from collections.abc import Mapping
 from contextlib import suppress
 from hashlib import blake2b
@@ -24,13 +25,15 @@ from fairlead.gateway.envoy.process import CONFIG, ENDPOINTS, LAST_CONFIG
 class RunningGateway(Struct, frozen=True):
     """`admins`: the addresses of Envoy's admin pages; empty = no embedded gateway. `directory`: where the gateway's
     files are. `worker`: the number of this scheduler, from 0, among `workers`. `flags`: values of the command line that
-    override the file's, without those of a single worker."""
+    override the file's, without those of a single worker. `ending`: the signal that says that the gateway is stopping;
+    the default is that of older parents."""
 
     admins: list[str] = []
     directory: str = ""
     worker: int = 0
     workers: int = 1
     flags: dict[str, Any] = {}
+    ending: int = signal.SIGUSR1
 
     def configurations(self, file: Path, flags: Mapping[str, Any], present: bytes | None) -> tuple[Config, Config]:
         """Return the configuration to run, and the one that the gateway and its schedulers began with. They differ if

@@ -24,8 +24,11 @@ from fairlead.server.observe.log import get, in_background, setup
 
 log = get("serve")
 
-#: The signal that tells a scheduler that the gateway is stopping, and that the scheduler will be stopped after it.
-ENDING = signal.SIGUSR1
+#: The signal that tells a scheduler that the gateway is stopping, and that the scheduler will be stopped after it. Who
+#: sends signals to all processes of a service does not send this one.
+ENDING = int(signal.SIGRTMIN)
+#: Signals that end nothing: closed terminals send SIGHUP, and other servers reload or rotate logs at these.
+IGNORED = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 #: Seconds that requests in flight get to finish at shutdown.
 DRAIN_SECONDS = 30.0
 #: Seconds that a scheduler gets to exit after that, or after a second signal.
@@ -50,8 +53,8 @@ class SchedulerFailed(FairleadError):
 
 class Ending:
     """Handles signals. The first SIGTERM or Ctrl-C sets `asked` (stop), a second one `at_once` (cut off what still
-    runs). SIGHUP is ignored: closed terminals send it, and other servers reload at it. `child`: log nothing, because
-    the parent gets the same signals and logs them."""
+    runs). Those in `IGNORED` are only logged. `child`: log nothing of the others, because the parent gets the same
+    signals and logs them."""
 
     def __init__(self, child: bool = False) -> None:
         self._child = child
@@ -61,13 +64,15 @@ class Ending:
     def listen(self, stack: contextlib.AsyncExitStack) -> None:
         """Handle the signals until `stack` is closed."""
         loop = asyncio.get_running_loop()
-        handlers = {signal.SIGTERM: self._on_signal, signal.SIGINT: self._on_signal, signal.SIGHUP: self._on_hangup}
-        for number, handler in handlers.items():
-            loop.add_signal_handler(number, handler)
+        for number in (signal.SIGTERM, signal.SIGINT, *IGNORED):
+            loop.add_signal_handler(number, self._on_signal, number)
             stack.callback(loop.remove_signal_handler, number)
 
-    def _on_signal(self) -> None:
-        if not self.asked.is_set():
+    def _on_signal(self, number: signal.Signals) -> None:
+        if number in IGNORED:
+            name = number.name
+            log.info(f"{name} changes nothing: the configuration file is followed without it, and logs go to stderr")
+        elif not self.asked.is_set():
             if not self._child:
                 log.info("stopping; a second signal cuts off requests in flight", grace_s=DRAIN_SECONDS)
             self.asked.set()
@@ -75,9 +80,6 @@ class Ending:
             if not self._child:
                 log.warning("a second signal: requests in flight are cut off")
             self.at_once.set()
-
-    def _on_hangup(self) -> None:
-        log.info("SIGHUP changes nothing: the configuration file is followed without it")
 
 
 def _installed() -> int:

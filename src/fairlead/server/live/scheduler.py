@@ -115,8 +115,9 @@ class Live:
             if self._pool is not None:
                 stack.callback(self._pool.close)
             self._ending.listen(stack)
-            loop.add_signal_handler(ENDING, self._leave)
-            stack.callback(loop.remove_signal_handler, ENDING)
+            ending = self._beside.ending if self._gateway else ENDING
+            loop.add_signal_handler(ending, self._leave)
+            stack.callback(loop.remove_signal_handler, ending)
             await self._start(stack, loop)
             if isinstance(self.serving, PoolScheduler):
                 settle_memory()

@@ -20,7 +20,7 @@ from fairlead.compat.load import load
 from fairlead.core.events import RequestArrived, ResponseEnded
 from fairlead.gateway.health import EXT_PROC, LIVENESS, READINESS, ServingStatus
 from fairlead.server.live.scheduler import Live
-from fairlead.server.supervise import ENDING
+from fairlead.server.supervise import ENDING, IGNORED
 from fairlead.testing import request
 
 FILE = """
@@ -106,12 +106,14 @@ async def test_while_the_gateway_ends_it_is_not_ready_and_asked_all_the_same(bus
     await busy.run
 
 
-async def test_a_hangup_ends_nothing(busy: Busy, caplog: pytest.LogCaptureFixture) -> None:
+async def test_signals_of_other_servers_end_nothing(busy: Busy, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "fairlead"):
-        os.kill(os.getpid(), signal.SIGHUP)
+        for number in IGNORED:
+            os.kill(os.getpid(), number)
         async with asyncio.timeout(20):
-            while "SIGHUP changes nothing" not in caplog.text:
+            while not all(f"{number.name} changes nothing" in caplog.text for number in IGNORED):
                 await asyncio.sleep(0.01)
+            assert not busy.live.health.leaving
             os.kill(os.getpid(), signal.SIGTERM)
             while "stopping;" not in caplog.text:
                 await asyncio.sleep(0.01)

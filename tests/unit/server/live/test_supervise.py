@@ -149,20 +149,24 @@ async def until_up(said: Path) -> None:
 
 
 async def test_the_end_is_told_before_it_comes(tmp_path: Path) -> None:
-    """SIGUSR1 lets those who wait go, SIGTERM drains."""
+    """SIGRTMIN lets those who wait go while requests run, SIGTERM drains."""
     said = tmp_path / "said"
-    pid = listening(said, SIGUSR1="out.write('ending\\n')", SIGTERM="sys.exit(0)")
-    running = asyncio.create_task(parent(Gateway(), pid).run())
+    pid = listening(said, SIGRTMIN="out.write('ending\\n')", SIGTERM="sys.exit(0)")
+    gateway = Gateway()
+    gateway.busy = True
+    running = asyncio.create_task(parent(gateway, pid).run())
     async with asyncio.timeout(20):
         await until_up(said)
         os.kill(os.getpid(), signal.SIGTERM)
+        while said.read_text() != "up\nending\n":
+            await asyncio.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGTERM)
         await running
-    assert said.read_text().startswith("up\nending")
 
 
 async def test_a_second_signal_ends_what_still_runs(tmp_path: Path) -> None:
     said = tmp_path / "said"
-    pid = listening(said, SIGUSR1="None", SIGTERM="out.write('drains\\n')", SIGINT="sys.exit(0)")
+    pid = listening(said, SIGRTMIN="None", SIGTERM="out.write('drains\\n')", SIGINT="sys.exit(0)")
     gateway = Gateway()
     gateway.busy = True
     running = asyncio.create_task(parent(gateway, pid).run())
