@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -43,7 +44,7 @@ from fairlead.pool.kube.objects import H2C
 from fairlead.server.journal.records import WORKER
 from fairlead.server.running_gateway import RunningGateway
 from fairlead.server.state import WORKER as STATE_OF_WORKER
-from fairlead.server.supervise import ENDING
+from fairlead.server.supervise import ENDING, ENDS
 
 _PACKAGES = str(Path(fairlead.__file__).parents[1])
 _LARGEST_HEAP = 4 << 30
@@ -98,6 +99,7 @@ def serve_embedded(config: Config, file: Path, content: bytes, workers: int = 1)
 
 def _become_parent(handover: dict[str, Any], file: Path) -> NoReturn:
     start = [sys.executable, "-I", "-S", "-c", _BECOME, _PACKAGES, json.dumps(handover)]
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)  # the mask survives exec; `Parent` ends it when it handles them
     os.execv(sys.executable, [*start, "fairlead serve", str(file)])  # so that ps and pkill find it
 
 

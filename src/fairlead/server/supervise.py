@@ -27,6 +27,8 @@ log = get("serve")
 #: The signal that tells a scheduler that the gateway is stopping, and that the scheduler will be stopped after it. Who
 #: sends signals to all processes of a service does not send this one.
 ENDING = int(signal.SIGRTMIN)
+#: Signals that stop the process.
+ENDS = (signal.SIGTERM, signal.SIGINT)
 #: Signals that end nothing: closed terminals send SIGHUP, and other servers reload or rotate logs at these.
 IGNORED = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 #: Seconds that requests in flight get to finish at shutdown.
@@ -64,7 +66,7 @@ class Ending:
     def listen(self, stack: contextlib.AsyncExitStack) -> None:
         """Handle the signals until `stack` is closed."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT, *IGNORED):
+        for number in (*ENDS, *IGNORED):
             loop.add_signal_handler(number, self._on_signal, number)
             stack.callback(loop.remove_signal_handler, number)
 
@@ -237,6 +239,7 @@ class Parent:
         loop = asyncio.get_running_loop()
         async with contextlib.AsyncExitStack() as stack:
             self._ending.listen(stack)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
             loop.add_signal_handler(signal.SIGCHLD, self._reap)
             stack.callback(loop.remove_signal_handler, signal.SIGCHLD)
             stack.push_async_callback(self._gateway.stop, 0.0)

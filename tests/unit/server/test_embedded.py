@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import socket
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from fairlead.server.embedded import (
     worker_flags,
 )
 from fairlead.server.running_gateway import RunningGateway
-from fairlead.server.supervise import ENDING
+from fairlead.server.supervise import ENDING, ENDS
 
 FILE = "endpoints: ['127.0.0.1:1']\nextProc: {host: '%s', port: 9002}\nals: {port: 9005}\n"
 
@@ -123,6 +124,20 @@ def test_a_file_that_changes_meanwhile_does_not_change_the_start(
     monkeypatch.setattr(embedded.os, "setsid", lambda: None)
     config, _ = serve_embedded(load(first.decode()), file, first, 2)
     assert (config.seed, (directory / CONFIG).read_bytes()) == (None, first)
+
+
+def test_ctrl_c_waits_until_the_parent_handles_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked: list[set[int]] = []
+
+    def execv(*command: object) -> None:
+        blocked.append(signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS))
+
+    monkeypatch.setattr(embedded, "prepare", lambda *given, **options: Plan(str(tmp_path), [], [], 0.0, 1.0))
+    monkeypatch.setattr(embedded, "check_ports", lambda *given: None)
+    monkeypatch.setattr(embedded.os, "fork", lambda: 1)
+    monkeypatch.setattr(embedded.os, "execv", execv)
+    serve_embedded(load("endpoints: ['127.0.0.1:1']"), tmp_path / "f.yaml", b"", 1)
+    assert blocked[0] >= set(ENDS)
 
 
 async def test_endpoints_that_cannot_be_written_for_envoy_are_a_problem_until_they_can(

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 import fairlead
 from fairlead.gateway.envoy.admin import Vitals
-from fairlead.server.supervise import DRAIN_SECONDS, Child, Parent, SchedulerFailed
+from fairlead.server.supervise import DRAIN_SECONDS, ENDS, Child, Parent, SchedulerFailed
 
 SOURCES = str(Path(fairlead.__file__).parents[1])
 
@@ -162,6 +163,22 @@ async def test_the_end_is_told_before_it_comes(tmp_path: Path) -> None:
             await asyncio.sleep(0.005)
         os.kill(os.getpid(), signal.SIGTERM)
         await running
+
+
+async def test_a_signal_before_the_parent_can_handle_it_counts(tmp_path: Path) -> None:
+    """It is blocked from before exec on. An interpreter that still imports would print a traceback."""
+    said = tmp_path / "said"
+    pid = listening(said, SIGRTMIN="None", SIGTERM="sys.exit(0)")
+    await until_up(said)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+    try:
+        async with asyncio.timeout(20):
+            await parent(Gateway(), pid).run()
+    finally:
+        usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, usual)
 
 
 async def test_a_second_signal_ends_what_still_runs(tmp_path: Path) -> None:
