@@ -61,6 +61,7 @@ _QUEUES: Final = "its queues were created with it, and requests may wait in them
 _HIGHER: Final = "the ports were opened with the lower limit"
 _CONVERSATIONS: Final = "conversations are recognised from the start on, or not at all"
 _SOURCE: Final = "they come from Kubernetes, or not, as at the start"
+_PARENT: Final = "the process that keeps the gateway running writes so too"
 _MANIFESTS: Final = "the content of the files is followed, but not this setting"
 #: Fields that are not settings.
 _IGNORED: Final = frozenset({"source", "notes", "flags", "pools"})
@@ -87,6 +88,9 @@ def plan_reload(old: Config, new: Config, begun: Config | None = None) -> tuple[
     applied: dict[str, Any] = {"source": new.source, "notes": new.notes, "pools": new.pools}
     paths: list[str] = []
     refused: list[Problem] = []
+    if begun.gateway.mode == "embedded" and new.log.format != begun.log.format:
+        refused.append(_refusal("$.log.format", _PARENT))
+        new = new.model_copy(update={"log": new.log.model_copy(update={"format": begun.log.format})})
     values = [
         (name, first, before, after) for (name, first), (_, before), (_, after) in zip(begun, old, new, strict=True)
     ]

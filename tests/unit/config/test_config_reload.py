@@ -91,6 +91,15 @@ def test_larger_bodies_need_a_restart_smaller_ones_do_not() -> None:
     assert changes.config.parsing.max_body_bytes == 1 << 20
 
 
+def test_all_processes_beside_an_embedded_gateway_write_one_format() -> None:
+    """The lines of its parent tell of outages."""
+    new = BASE + "log: {format: json, level: debug}\n"
+    changes, refused = plan(BASE, new)
+    assert (refused, changes.paths, changes.config.log.format) == (["$.log.format"], ("$.log.level",), "logfmt")
+    changes, refused = plan("gateway: none\n" + BASE, "gateway: none\n" + new)
+    assert (refused, changes.paths) == ([], ("$.log.level", "$.log.format"))
+
+
 def test_recognising_conversations_needs_a_restart() -> None:
     changes, refused = plan(BASE, BASE + "parsing: {conversations: false, maxBodyBytes: 1MiB}\n")
     assert (refused, changes.paths) == (["$.parsing.conversations"], ("$.parsing.maxBodyBytes",))
