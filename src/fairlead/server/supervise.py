@@ -39,7 +39,7 @@ _END_SECONDS = 5.0
 _BACKOFF_FIRST, _BACKOFF_CAP = 0.1, 5.0
 _HEALTHY_SECONDS = 10.0
 #: After this many seconds, a new scheduler certainly listens, and the gateway certainly asks it.
-_ASKED_AGAIN_S = 3.0
+ASKED_AGAIN_S = 3.0
 #: Exit codes, as in `cli.basics`. `_WRONG_CONFIG`: a restart helps only once the configuration file has changed.
 #: `_FAILED`, for example because a port is taken: a restart may help.
 _WRONG_CONFIG, _FAILED, _INTERRUPTED = 2, 1, 130
@@ -93,11 +93,14 @@ def _installed() -> int:
 
 
 class Outage:
-    """Counts the requests that the gateway balances by itself from a scheduler's death until it asks the new one."""
+    """Counts the requests that the gateway balances by itself from a scheduler's death until it asks the new one. All
+    workers share it: the gateway's count does not say which of them it did not reach."""
 
     def __init__(self, admins: list[EnvoyAdmin]) -> None:
         self._admins = admins
         self._before: int | None = None
+        #: How many outages were reported.
+        self._number = 0
 
     async def begin(self) -> None:
         """Note that a scheduler died. Until the outage is reported, further deaths belong to the same outage."""
@@ -116,11 +119,14 @@ class Outage:
     async def _tell(self) -> None:
         if self._before is None:
             return
-        await asyncio.sleep(_ASKED_AGAIN_S)
+        number = self._number
+        await asyncio.sleep(ASKED_AGAIN_S)
         now = await self._unscheduled()
+        if number != self._number:  # another worker is asked, and this outage was reported
+            return
         if now is not None and now > self._before:
             log.warning("the gateway routed requests without the scheduler", requests=now - self._before)
-        self._before = None
+        self._number, self._before = number + 1, None
 
     async def _unscheduled(self) -> int | None:
         vitals = await asyncio.gather(*(admin.vitals() for admin in self._admins))
@@ -165,12 +171,12 @@ def spawn_tied(command: list[str]) -> int:
 class Keeper:
     """Keeps one process running. Make this on the event loop, when the first process already runs."""
 
-    def __init__(self, name: str, first: int, command: list[str], gateway: GatewayProcess) -> None:
+    def __init__(self, name: str, first: int, command: list[str], gateway: GatewayProcess, outage: Outage) -> None:
         """`first`: the id of the running process. `command`: starts the next one, which reads files of `gateway`."""
         self.name = name
         self._command = command
         self._gateway = gateway
-        self._outage = Outage(gateway.admins)
+        self._outage = outage
         self._installed = _installed()
         self.child = Child(first)
 
@@ -231,8 +237,9 @@ class Parent:
         self._gateway = gateway
         self._ending = Ending()
         names = [f"worker {i}" if len(schedulers) > 1 else "the scheduler" for i in range(len(schedulers))]
+        outage = Outage(gateway.admins)
         self._schedulers = [
-            Keeper(name, pid, command, gateway) for name, (pid, command) in zip(names, schedulers, strict=True)
+            Keeper(name, pid, command, gateway, outage) for name, (pid, command) in zip(names, schedulers, strict=True)
         ]
 
     async def run(self) -> None:

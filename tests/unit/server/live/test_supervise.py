@@ -13,6 +13,7 @@ import pytest
 
 import fairlead
 from fairlead.gateway.envoy.admin import Vitals
+from fairlead.server import supervise
 from fairlead.server.supervise import DRAIN_SECONDS, ENDS, Child, Parent, SchedulerFailed
 
 SOURCES = str(Path(fairlead.__file__).parents[1])
@@ -30,6 +31,8 @@ class Gateway:
         self.admins: list[Any] = [self]
         #: How often its removed files were written.
         self.written = 0
+        #: How many requests it balanced by itself.
+        self.unscheduled = 0
 
     async def start(self) -> None:
         if not self.quick:
@@ -44,7 +47,7 @@ class Gateway:
         self.written += 1
 
     async def vitals(self) -> Vitals:
-        return Vitals(0, 0.0)
+        return Vitals(self.unscheduled, 0.0)
 
 
 def child(code: str) -> int:
@@ -117,6 +120,37 @@ async def test_a_scheduler_that_dies_is_followed_by_another_one(tmp_path: Path, 
     assert marks.read_text() == "x", "the second one ran, and was ended with its parent"
     assert gateway.stopped[0] > 0, "clients first"
     assert gateway.written == 1, "before the second one read what the file contained at the start"
+
+
+async def test_workers_that_die_together_are_one_outage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervise, "ASKED_AGAIN_S", 0.5)
+    pids = tmp_path / "pids"
+    again = f"import os, signal; open({str(pids)!r}, 'a').write(f'{{os.getpid()}}\\n'); signal.pause()"
+    gateway: Any = Gateway()
+    schedulers = [(child("raise SystemExit(3)"), [sys.executable, "-I", "-S", "-c", again]) for _ in range(2)]
+    running = asyncio.create_task(Parent(gateway, schedulers).run())
+
+    def reports() -> list[int]:
+        lines = [record for record in caplog.records if "routed requests without" in record.message]
+        return [vars(record)["fields"]["requests"] for record in lines]
+
+    async with asyncio.timeout(20):
+        while gateway.written < 2:
+            await asyncio.sleep(0.005)
+        gateway.unscheduled = 10
+        while not reports():
+            await asyncio.sleep(0.005)
+        os.kill(int(pids.read_text().split()[0]), signal.SIGKILL)
+        while gateway.written < 3:
+            await asyncio.sleep(0.005)
+        gateway.unscheduled = 15
+        while 5 not in reports():
+            await asyncio.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await running
+    assert reports() == [10, 5]
 
 
 async def test_a_scheduler_that_cannot_start_with_other_files_says_so(
