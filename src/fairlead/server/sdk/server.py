@@ -14,7 +14,8 @@ from msgspec.structs import replace
 
 from fairlead import __version__
 from fairlead.compat.load import load
-from fairlead.config.plugins import build_policy
+from fairlead.config.plugins import build_policy, make
+from fairlead.config.registry import Registry, declared
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.errors import PLUGIN_FAILURES, ConfigError, ProtocolError
 from fairlead.core.events import Outcome, RemotePick
@@ -259,7 +260,7 @@ def _from_module(module: str, name: str) -> Callable[[], Policy]:
 def _as_policy(member: Any, name: str) -> Policy:
     if isinstance(member, type):
         try:
-            member = member()
+            member = member(filters=_filters()) if declared(member, "takes_filters") is True else member()
         except Exception as error:
             raise ConfigError(f"{name} could not be made: {type(error).__name__}: {error}") from error
     if isinstance(member, Policy) and isinstance(member.name, str):
@@ -271,3 +272,9 @@ def _as_policy(member: Any, name: str) -> Policy:
     if callable(member):
         return SimplePolicy(member, name)
     raise ConfigError(f"{name} has neither the method choose (a Policy) nor pick (a Scheduler), and is not a function")
+
+
+def _filters() -> list[Any]:
+    """The filters that a configuration which names only a policy plugin gives it."""
+    registry = Registry()
+    return [make(spec, registry) for spec in load("policy: cost-model", need_endpoints=False).policy.filters]

@@ -45,6 +45,11 @@ class Fails(Ranked):
     def cost(self, request, fleet, cycle):
         raise SystemExit(3)
 
+class Shortest(Ranked):
+    type = "default"
+    def cost(self, request, fleet, cycle):
+        return fleet.table.waiting
+
 class Needs:
     def __init__(self, something): ...
 
@@ -204,6 +209,16 @@ def test_a_policy_that_raises_or_picks_nobody_has_no_opinion(module: str, policy
     picks = decode_answer(stream.sent[-1]).picks
     assert picks is not None and [pick.outcome for pick in picks.picks] == [Outcome.PASSED]
     assert stats.failures == 1 and stream.code is None
+
+
+@pytest.mark.parametrize("allowed", range(4))
+def test_a_class_that_takes_filters_gets_those_of_a_configuration(module: str, allowed: int) -> None:
+    one, stream, _ = session(f"{module}:Shortest")
+    state = replace(Dialogue().state(endpoints(4)), slots=np.arange(4))
+    requests = [Asked(request=builders.request("x"), candidates=np.array([allowed]))]
+    one.on_message(encode_ask(Ask(hello=Hello(), state=state, batch=Batch(number=1, requests=requests))))
+    picks = decode_answer(stream.sent[-1]).picks
+    assert picks is not None and [pick.endpoint for pick in picks.picks] == [f"e{allowed}"]
 
 
 @pytest.mark.parametrize(
