@@ -43,7 +43,8 @@ def configuration(text: str) -> tuple[str, Registry | None]:
     """The text of a configuration, and the plugins that it may name in addition to the installed ones (`None` = none).
     `text` is that of a configuration, or a result of `source_text`.
 
-    Raises `ConfigError` if the file cannot be run or does not define exactly one policy.
+    Raises `ConfigError` if the file cannot be run, does not define exactly one policy, or names it like a built-in
+    plugin.
     """
     if not text.startswith(_MARK):
         return text, None
@@ -58,8 +59,11 @@ def configuration(text: str) -> tuple[str, Registry | None]:
     ((name, cls),) = policies.items()
     if isabstract(cls):
         raise ConfigError(f"class {cls.__name__} lacks `{', '.join(sorted(cls.__abstractmethods__))}`", "$", path)
+    kind = Registry(list).kind_of(name)
+    if kind is not None:
+        raise ConfigError(f"`type` {name!r} of class {cls.__name__} names a built-in {kind}; choose another", "$", path)
     point = EntryPoint(name, f"{cls.__module__}:{cls.__qualname__}", GROUP)
-    return f"policy: {name}\n", Registry(lambda: [point])
+    return f'policy: "{name}"\n', Registry(lambda: [point])
 
 
 def modules_beside(text: str) -> list[Path]:

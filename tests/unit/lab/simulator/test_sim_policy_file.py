@@ -38,8 +38,24 @@ def test_the_policy_of_the_file_is_made_with_the_ability_filters(tmp_path: Path)
 
 def test_imported_policies_do_not_count(tmp_path: Path) -> None:
     text, registry = configuration(source_text(write(tmp_path, POLICY)))
-    assert text == "policy: fewest\n"
+    assert text == 'policy: "fewest"\n'
     assert registry is not None and registry.find("policy", "fewest") is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("default", "policy"), ("lpwl", "policy"), ("random", "picker"), ("round-robin", "picker"), ("queue", "scorer")],
+)
+def test_the_name_of_a_built_in_is_refused_because_that_would_run(name: str, kind: str, tmp_path: Path) -> None:
+    path = write(tmp_path, POLICY.replace('"fewest"', f'"{name}"'))
+    with pytest.raises(ConfigError, match=f"`type` '{name}' of class Fewest names a built-in {kind}; choose another"):
+        policy_text(str(path))
+
+
+@pytest.mark.parametrize("name", ["null", "5", "a: b", "no"])
+def test_any_other_name_is_that_of_the_policy(name: str, tmp_path: Path) -> None:
+    made = policy_from(policy_text(str(write(tmp_path, POLICY.replace('"fewest"', f'"{name}"')))))
+    assert type(made).__name__ == "Fewest" and made.name == name
 
 
 def test_other_texts_stay_as_they_are() -> None:
