@@ -7,8 +7,10 @@ print(summary.ttft_mean_ms, summary.e2e_mean_ms, summary.prefix_hit_rate, summar
 """
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import EntryPoint
 from inspect import isabstract
 from pathlib import Path
@@ -74,13 +76,44 @@ def modules_beside(text: str) -> list[Path]:
     return [module for module in path.parent.glob("*.py") if module != path]
 
 
+class _Beside(MetaPathFinder):
+    """Finds what a policy file imports from its own directory: first there, as for a script, but after the standard
+    library. Only the file that was run last has one, so that files in two directories can each have a module `helper`.
+    """
+
+    def __init__(self) -> None:
+        self._folder = ""
+        self._names: set[str] = set()
+
+    def turn_to(self, folder: str) -> None:
+        """Look in this directory from now on, and forget the modules that were imported from another."""
+        if folder == self._folder:
+            return
+        for name in [name for name in sys.modules if name.partition(".")[0] in self._names]:
+            del sys.modules[name]
+        self._folder, self._names = folder, set()
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: object = None) -> ModuleSpec | None:
+        """The module of that name in the directory; `None` if there is none, or if another finder comes first."""
+        if path is not None or fullname in sys.stdlib_module_names:
+            return None
+        spec = PathFinder.find_spec(fullname, [self._folder])
+        if spec is None or (spec.loader is None and PathFinder.find_spec(fullname) is not None):
+            return None  # a directory without `__init__.py` comes after every module, as in Python
+        self._names.add(fullname)
+        return spec
+
+
+_beside = _Beside()
+
+
 def _module(path: str, source: str) -> ModuleType:
     """Run the file. It can import modules from its own directory."""
-    module = ModuleType(f"fairlead_policy_{sha256(source.encode()).hexdigest()[:16]}")
+    module = ModuleType(f"fairlead_policy_{sha256((path + source).encode()).hexdigest()[:16]}")
     vars(module)["__file__"] = path
-    folder = str(Path(path).resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
+    _beside.turn_to(str(Path(path).resolve().parent))
     sys.modules[module.__name__] = module
     try:
         exec(compile(source, path, "exec"), vars(module))

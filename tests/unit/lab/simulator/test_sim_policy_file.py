@@ -1,7 +1,9 @@
 """A policy that is one Python file: how it is found, what is said of mistakes, and that it goes to other processes."""
 
 import re
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,6 +96,34 @@ def test_it_can_import_its_neighbour(tmp_path: Path) -> None:
     write(tmp_path, "FACTOR = 2.0\n", "fairlead_test_neighbour.py")
     text = "from fairlead_test_neighbour import FACTOR\n" + POLICY.replace("1.0", "FACTOR")
     assert policy_from(policy_text(str(write(tmp_path, text)))).name == "fewest"
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_modules_beside_two_files_may_have_the_same_name(first: str, tmp_path: Path) -> None:
+    """A module, and a directory of modules; the text of both files is the same."""
+    text = "from fl_helper import FACTOR\nfrom fl_library.part import HALF\n" + POLICY.replace("1.0", "FACTOR * HALF")
+    texts = {}
+    for name, factor in (("a", 2.0), ("b", -6.0)):
+        (tmp_path / name / "fl_library").mkdir(parents=True)
+        write(tmp_path / name, f"FACTOR = {factor}\n", "fl_helper.py")
+        write(tmp_path / name / "fl_library", f"HALF = {abs(factor) / 2}\n", "part.py")
+        texts[name] = policy_text(str(write(tmp_path / name, text)))
+    factors = {}
+    for name in (first, *{"a", "b"} - {first}, first):
+        made: Any = policy_from(texts[name])
+        factors[name] = vars(sys.modules[type(made).__module__])["FACTOR"], vars(sys.modules["fl_library.part"])["HALF"]
+    assert factors == {"a": (2.0, 1.0), "b": (-6.0, 3.0)}
+
+
+def test_a_module_beside_the_file_precedes_an_installed_one_but_not_pythons_own(tmp_path: Path) -> None:
+    for folder in ("installed", "mine"):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder, f"WHO = {folder!r}\n", "fl_common.py")
+    write(tmp_path / "mine", "", "colorsys.py")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path / "installed")
+        text = "from colorsys import rgb_to_hls\nimport fl_common\nassert fl_common.WHO == 'mine'\n" + POLICY
+        source_text(write(tmp_path / "mine", text))
 
 
 def test_it_runs_in_other_processes_and_is_known_by_its_source(tmp_path: Path) -> None:
