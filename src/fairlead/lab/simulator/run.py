@@ -7,7 +7,7 @@ print(summary.ttft_mean_ms, summary.e2e_mean_ms, summary.prefix_hit_rate, summar
 """
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import sha256
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -69,11 +69,19 @@ def configuration(text: str) -> tuple[str, Registry | None]:
 
 
 def modules_beside(text: str) -> list[Path]:
-    """The modules that the policy of a Python file may import from its own directory."""
+    """The modules that the policy of a Python file may import from its own directory, packages included. Below it,
+    only directories with Python files directly in them are searched."""
     if not text.startswith(_MARK):
         return []
     path = Path(text.partition("\n")[0].removeprefix(_MARK))
-    return [module for module in path.parent.glob("*.py") if module != path]
+    return [module for module in _python_files(path.parent) if module != path]
+
+
+def _python_files(folder: Path) -> Iterator[Path]:
+    yield from folder.glob("*.py")
+    for package in {file.parent for file in folder.glob("*/*.py")}:
+        if package.name.isidentifier():
+            yield from _python_files(package)
 
 
 class _Beside(MetaPathFinder):

@@ -63,19 +63,21 @@ def test_other_code_other_policy_other_seed_is_another_cell():
 
 
 def test_a_changed_file_is_another_cell(tmp_path):
-    """The workload, published traces, and modules that a policy imports."""
+    """The workload, published traces, and modules that a policy imports, also from packages in its directory."""
     (traces := tmp_path / "traces").mkdir()
+    (inner := tmp_path / "library" / "inner").mkdir(parents=True)
     (mine := tmp_path / "mine.py").write_text(POLICY)
     traffic, module, trace = tmp_path / "traffic.jsonl", tmp_path / "helper.py", traces / "trace.csv"
-    for path in (traffic, module, trace):
+    files = (traffic, module, trace, inner.parent / "a.py", inner / "b.py")
+    for path in files:
         path.write_text("1")
     spec = ScenarioSpec(name="t", source=str(traffic), traces=str(traces))
     cell = Cell(scenario=spec, policy="mine", text=source_text(mine))
     seen = {cell.key("")}
-    for path in (traffic, module, trace):
+    for path in files:
         path.write_text("22")
         seen.add(cell.key(""))
-    assert len(seen) == 4 and cell.key("") in seen
+    assert len(seen) == 6 and cell.key("") in seen
 
 
 @pytest.fixture
