@@ -146,8 +146,7 @@ def run_grid(
         done[result.key] = result
         count += 1
         if kept is not None and not result.error:
-            with kept.open("ab") as file:
-                file.write(msgspec.json.encode(result) + b"\n")
+            _append(kept, msgspec.json.encode(result))
         if progress is not None:
             progress(result, count, total)
     return [done[key] for key in keys]
@@ -163,6 +162,15 @@ def read_kept(path: Path) -> Iterator[CellResult]:
             yield decoder.decode(line)
         except msgspec.DecodeError:
             continue
+
+
+def _append(path: Path, line: bytes) -> None:
+    """Add a line to a file, also if its last line was cut off."""
+    with path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read() == b"\n" else b"\n" + line
+        file.write(line + b"\n")
 
 
 def _run_all(cells: Sequence[tuple[Cell, str]], processes: int) -> Iterable[CellResult]:

@@ -43,6 +43,7 @@ def test_results_come_in_the_order_of_the_cells_and_are_not_computed_again(tmp_p
     monkeypatch.setattr(grid, "run_cell", lambda cell, key: ran.append(cell) or run_cell(cell, key))
     again = run_grid(cells(), processes=1, kept=kept)
     assert ran == cells()[3:]
+    assert [result.key for result in read_kept(kept)] == [result.key for result in first]
     assert [msgspec.structs.replace(r, cpu_s=0.0) for r in again] == [
         msgspec.structs.replace(r, cpu_s=0.0) for r in first
     ]
