@@ -134,6 +134,8 @@ async def test_the_commands() -> None:
         (["check"], "Missing argument 'address'"),
         (["serve", "nonesuch"], "MODULE:NAME"),
         (["serve", "cost-model", "--listen", "nowhere"], "cannot listen"),
+        (["check", "nonsense"], "'nonsense' is neither host:port nor unix:/path"),
+        (["check", "127.0.0.1:1", "--ca-file", "nowhere.pem"], "No such file"),
     ],
 )
 def test_wrong_usage_says_what_to_do(arguments: list[str], said: str) -> None:

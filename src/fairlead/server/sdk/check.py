@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Struct
 
 from fairlead.config.schema import SchedulerTls
-from fairlead.core.errors import FairleadError, ProtocolError
+from fairlead.core.errors import ConfigError, FairleadError, ProtocolError
 from fairlead.core.events import Outcome, RemotePick
 from fairlead.core.request import Request
 from fairlead.gateway.protobuf import field
@@ -193,7 +193,8 @@ class Checker:
         self._budget_ms = budget_ms
 
     async def run(self) -> list[Result]:
-        """Run all checks, each on a stream of its own. If the first check fails, the others are not run."""
+        """Run all checks, each on a stream of its own. If the first check fails, the others are not run. Raises
+        `ConfigError` if the address or a file for TLS is wrong."""
         results = []
         for check in CHECKS:
             result = await self._run_check(check)
@@ -208,6 +209,8 @@ class Checker:
         try:
             async with talk(self._address, self._tls) as dialogue:
                 detail = await check(self, dialogue)
+        except ConfigError:
+            raise
         except FairleadError as error:
             return Result(name, rule, False, str(error))
         return Result(name, rule, True, detail or "")
