@@ -40,7 +40,7 @@ class WatchedFiles:
         self._poll_s = poll_s
         self._what = what
         self._stamp: _Stamp | None = None
-        self._again = False
+        self._retry = False
         self._stop = Event()
         self._taken = Event()
         self._task: asyncio.Task[object] | None = None
@@ -51,7 +51,7 @@ class WatchedFiles:
 
     def again(self) -> None:
         """Take the files at the next check even if they are unchanged."""
-        self._again = True
+        self._retry = True
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
@@ -66,12 +66,12 @@ class WatchedFiles:
     def _follow(self, loop: asyncio.AbstractEventLoop) -> None:
         while not self._stop.wait(self._poll_s):
             stamp = self._look()
-            if stamp == self._stamp and not self._again:
+            if stamp == self._stamp and not self._retry:
                 continue
             if self._stop.wait(SETTLE_S):
                 return
             if self._look() == stamp:
-                self._stamp, self._again = stamp, False
+                self._stamp, self._retry = stamp, False
                 self._taken.clear()
                 try:
                     loop.call_soon_threadsafe(self._take)
