@@ -1,5 +1,6 @@
 """Scenarios from plain values: a built-in name, a workload file or a kind of workload. Reads and writes such files."""
 
+from codecs import BOM_UTF8
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,7 +34,7 @@ _ADAPTER_SLOTS = 8
 def read_workload(path: Path, format: str = "") -> Workload:
     """Read a workload file. Times count from its first request, as a file may be a part of a longer trace or tell the
     time of day. Raises `ConfigError` (bad content, unknown format) or `OSError`."""
-    data = path.read_bytes()
+    data = path.read_bytes().removeprefix(BOM_UTF8)
     name = format or guess(data)
     if name not in FORMATS:
         known = ", ".join(FORMATS)

@@ -1,6 +1,7 @@
 """Comparisons: every cell once, resumed where they stopped, and a report that needs nothing else."""
 
 import sys
+from codecs import BOM_UTF8
 from statistics import fmean
 
 import msgspec
@@ -168,6 +169,12 @@ def test_a_part_of_a_longer_trace_begins_at_once(tmp_path):
     lines = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:00:02,9,2\n2023-11-16 18:00:00,9,2\n"
     (trace := tmp_path / "azure.csv").write_text(lines)
     assert [record.arrival_us for record in read_workload(trace).records] == [0, 2_000_000]
+
+
+@pytest.mark.parametrize("first", [b"", b'{"fairlead_workload":1}\n'])
+def test_lines_of_json_may_begin_with_a_byte_order_mark(first, tmp_path):
+    (trace := tmp_path / "bom.jsonl").write_bytes(BOM_UTF8 + first + b'{"id": "a", "in_tokens": 9, "out_tokens": 2}\n')
+    assert [record.in_tokens for record in read_workload(trace).records] == [9]
 
 
 def test_a_cell_that_fails_is_reported_and_tried_again(tmp_path):
