@@ -76,6 +76,11 @@ def _following(records: Iterable[Record]) -> list[Record]:
     return made
 
 
+def _microseconds(value: float) -> int:
+    """The time as a whole number. One far beyond what `checked` takes is cut first, as infinity has no whole number."""
+    return round(max(-1e18, min(value, 1e18)))
+
+
 def _place(message: str) -> tuple[str, str]:
     """(field, problem) from the decoder's message."""
     text, _, path = message.partition(" - at `$")
@@ -223,7 +228,7 @@ def read_mooncake(data: bytes, source: str = "trace") -> list[Record]:
         session = row.session_id or ""
         record = Record(
             id=str(len(records)),
-            arrival_us=round(arrival_ms * 1000),
+            arrival_us=_microseconds(arrival_ms * 1e3),
             session=session,
             think_ms=row.delay or 0.0,
             in_tokens=row.input_length,
@@ -277,7 +282,7 @@ def read_bailian(data: bytes, source: str = "trace") -> list[Record]:
         sessions[chat] = sessions.get(parent, chat)
         record = Record(
             id=chat,
-            arrival_us=round(row.timestamp * 1e6),
+            arrival_us=_microseconds(row.timestamp * 1e6),
             session=sessions[chat],
             parent=parent if parent in sessions else "",
             tenant=row.type,
@@ -368,7 +373,9 @@ VIDUR_FIELDS = ("arrived_at", "num_prefill_tokens", "num_decode_tokens")
 def read_vidur(data: bytes, source: str) -> list[Record]:
     """Read a trace. Raises `TraceError`."""
     table = list(read_table(data, VIDUR_FIELDS, source))
-    return _times_and_lengths(table, [round(row.number("arrived_at") * 1e6) for row in table], VIDUR_FIELDS, source)
+    return _times_and_lengths(
+        table, [_microseconds(row.number("arrived_at") * 1e6) for row in table], VIDUR_FIELDS, source
+    )
 
 
 def write_vidur(records: Iterable[Record]) -> bytes:
@@ -396,7 +403,7 @@ def read_burstgpt(data: bytes, source: str = "trace") -> list[Record]:
         elapsed = row.number("Elapsed time") * 1e3 if row.has("Elapsed time") else -1.0
         record = Record(
             id=str(len(records)),
-            arrival_us=round(row.number("Timestamp") * 1e6),
+            arrival_us=_microseconds(row.number("Timestamp") * 1e6),
             session=session,
             model=row.values["Model"].strip(),
             in_tokens=row.count("Request tokens"),

@@ -104,6 +104,10 @@ class Workload(Struct, kw_only=True):
         return sizes.pop() if sizes else 0
 
 
+#: The latest arrival, 285 years after the start: up to here, floats have every microsecond.
+LATEST_US = 2**53
+
+
 def problem_of(record: Record) -> tuple[str, str] | None:
     """(field, problem) of the first invalid field; `None` if the record is valid."""
     if record.in_tokens < 1:
@@ -114,6 +118,8 @@ def problem_of(record: Record) -> tuple[str, str] | None:
         return "n", f"at least 1 answer is needed, not {record.n}"
     if record.arrival_us < 0:
         return "arrival_us", f"{record.arrival_us} is before the start"
+    if record.arrival_us > LATEST_US:
+        return "arrival_us", "is more than 285 years after the start"
     if record.think_ms < 0 or record.cancel_after_ms < 0:
         field = "think_ms" if record.think_ms < 0 else "cancel_after_ms"
         return field, "must not be negative"
