@@ -139,7 +139,9 @@ class KvLookup(Knowledge):
         by_address = {pod.address: name for name, pod in state.pods.items() if pod.address}
         self._named = {}
         for slot, endpoint in self._fleet.table.slots():
-            name = endpoint.id if endpoint.id in state.pods else by_address.get(endpoint.address)
+            name = by_address.get(endpoint.address)
+            if name is None and endpoint.id in state.pods and not state.pods[endpoint.id].address:
+                name = endpoint.id
             if name is not None:
                 index.report(slot, state.pods[name].ranks)
                 self._named[name] = slot, index.tenure(slot)

@@ -117,6 +117,22 @@ async def test_an_answer_becomes_a_share_of_the_endpoint_that_it_is_about(world:
     assert "sql" in world.kv.exact.adapters
 
 
+async def test_a_name_that_the_indexer_has_for_another_address_does_not_count(world: World) -> None:
+    other, slot = world.up("a", "10.0.0.8:80"), world.up("b", "10.0.0.7:80")
+    world.told(a="10.0.0.7:80", b="10.0.0.8:80")
+    await world.read(1, bytes(256))
+    share = world.share(1)
+    assert share is not None and share[slot] > 0.6 and share[other] == 0.0
+
+
+async def test_a_name_counts_where_the_indexer_knows_no_address(world: World) -> None:
+    slot = world.up("a", "10.0.0.7:80")
+    world.told(a="")
+    await world.read(1, bytes(256))
+    share = world.share(1)
+    assert share is not None and share[slot] > 0.6
+
+
 async def test_without_an_answer_only_the_tokens_are_known(world: World) -> None:
     world.up("a", "10.0.0.7:80")
     world.told(a="10.0.0.7:80")
