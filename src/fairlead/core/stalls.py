@@ -24,7 +24,8 @@ Theory
   values and a scrape every 0.2 s: suspect after 1.4 s, out after 3.2 s. Suspect endpoints get requests only if no other
   can serve them, endpoints that are out only if all others are out too (`plugins.filters.availability.Health`).
 * An endpoint recovers at the first progress. If it has no work left that could show progress, it may get one request
-  every `RETRIED_S` as a test (`TRIED`). Until one makes progress, it counts as suspect for everyone who looks.
+  every `RETRIED_S` as a test (`TRIED`). Until one makes progress, it counts as suspect for everyone who looks; but for
+  `FORGOTTEN_S` at most if none comes, because nothing is known then, and an alert would last all night.
 
 Once a request is *overdue*, `Route.hedge_after_ms` lets the gateway send it to the fallback endpoint too:
 
@@ -56,6 +57,7 @@ PLAUSIBLE_S = 1.2
 PACED = 2.0
 OUT = 2.5
 RETRIED_S = 5.0
+FORGOTTEN_S = 60.0
 #: The initial and least pace of an endpoint in seconds, and the seconds in which a longer pace is halved.
 PACE_S = 0.5
 PACE_HALVES_S = 30.0
@@ -203,11 +205,15 @@ class Stalls:
     def _idle(self, slot: int, watched: _Watched, since: float, now: float) -> None:
         """Record that the endpoint had no work before `since` that could have shown progress."""
         watched.since = since
-        if self._table.suspicion[slot] >= SUSPECT:
+        suspicion = self._table.suspicion[slot]
+        if suspicion:
             watched.empty_since = min(watched.empty_since, now)
-            if now - watched.empty_since > RETRIED_S:
+            empty_s = now - watched.empty_since
+            if suspicion >= SUSPECT and empty_s > RETRIED_S:
                 self._judged(slot, TRIED, 0.0, now)
                 self.retried.add(slot)
+            elif suspicion < SUSPECT and empty_s > FORGOTTEN_S:
+                self._judged(slot, WELL, 0.0, now)
 
     def _begun(self, slot: int) -> float:
         """Return the clock seconds of the oldest lease, if the page shows no requests; else -inf. Requests that a

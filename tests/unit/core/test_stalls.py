@@ -24,7 +24,7 @@ from fairlead.core.records import Forecast, StallRecord
 from fairlead.core.reports import SharedFleet
 from fairlead.core.request import Request
 from fairlead.core.scheduler import Pipeline
-from fairlead.core.stalls import MOST, OUT_OF_USE, SUSPECT, WELL, overdue_s
+from fairlead.core.stalls import FORGOTTEN_S, MOST, OUT_OF_USE, SUSPECT, WELL, overdue_s
 from fairlead.core.tokens import TokenEstimator
 from fairlead.plugins.filters.availability import Health, HealthParams
 from fairlead.plugins.policies.cost_model import CostModel
@@ -311,6 +311,23 @@ def test_an_endpoint_that_waits_for_a_test_is_suspect_to_all_who_look() -> None:
     rig.step()
     rig.step()
     assert (rig.suspicion("e0"), rig.told[-1].level) == (WELL, "well")
+
+
+def test_an_endpoint_that_nobody_tests_for_a_minute_is_no_longer_suspect() -> None:
+    rig = Rig()
+    rig.warm()
+    rig.hang("e0", 5.0)
+    for end, number, name in list(rig.running):
+        if name == "e0":
+            rig.running.remove((end, number, name))
+            rig.feed(StreamLost(number))
+    rig.pages["e0"] = replace(rig.pages["e0"], running=0.0, kv_usage=0.0)
+    begun = rig.clock.time()
+    while rig.suspicion("e0") != WELL:
+        rig.step()
+        assert rig.clock.time() < begun + 2 * FORGOTTEN_S
+    assert rig.clock.time() > begun + FORGOTTEN_S
+    assert (rig.told[-1].level, rig.told[-1].silent_s) == ("well", 0.0)
 
 
 # ---- when an answer is overdue ----

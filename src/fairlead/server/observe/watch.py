@@ -303,7 +303,8 @@ class Watch:
         self.metrics.families.stalls.child(endpoint, record.level).inc()
         if not level:
             self._hangs.pop(endpoint, None)
-            log.info("an endpoint makes progress again", endpoint=endpoint, after_s=round(record.time_s - since, 1))
+            what = "makes progress again" if record.silent_s else "that seemed to hang has had no work for a minute"
+            log.info(f"an endpoint {what}", endpoint=endpoint, after_s=round(record.time_s - since, 1))
         else:
             self._hangs[endpoint] = level, since
             silent, plausible = round(record.silent_s, 1), round(record.plausible_s, 1)
