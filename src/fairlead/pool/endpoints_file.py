@@ -258,7 +258,7 @@ class EndpointsFile:
         try:
             text = await asyncio.to_thread(self._read)
         except OSError as error:
-            self._watched.again()
+            self._watched.retry()
             self._complain(f"cannot read {self._path}: {error.strerror or error}")
             return None
         self._complaint = ""

@@ -89,7 +89,7 @@ class ModelsFile:
         try:
             texts = await asyncio.to_thread(read_files, self._path)
         except OSError as error:
-            self._watched.again()
+            self._watched.retry()
             self._complain(f"cannot read {error.filename or self._path}: {error.strerror or error}")
             return
         self._complaint = ""

@@ -8,7 +8,7 @@ Rules
 * A change counts once the files are unchanged for `SETTLE_S`: half of a file that is being written can be valid YAML,
   and applying it would drop endpoints.
 * The next check follows after the change has been applied.
-* A consumer that could not read the files calls `again`. Stat does not show that they can be read now, be it after
+* A consumer that could not read the files calls `retry`. Stat does not show that they can be read now, be it after
   chmod or because the process has file descriptors again.
 """
 
@@ -49,7 +49,7 @@ class WatchedFiles:
         """Record the present state, before the files are read. Without this, the first check finds a change."""
         self._stamp = await asyncio.to_thread(self._look)
 
-    def again(self) -> None:
+    def retry(self) -> None:
         """Take the files at the next check even if they are unchanged."""
         self._retry = True
 

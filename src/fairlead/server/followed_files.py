@@ -41,14 +41,14 @@ class ConfigFile(WatchedFiles):
     ) -> None:
         super().__init__(lambda: [str(path)], self._load, poll_s, "the configuration file")
         self._path, self._flags, self._keep = Path(path), flags, keep
-        self.again()  # a file that is missing from the start on is reported too
+        self.retry()  # a file that is missing from the start on is reported too
         self._tell, self._refused = changed, refused
         self._seen: bytes | str | None = None
 
     async def _load(self) -> None:
         content = await asyncio.to_thread(self._content)
         if isinstance(content, str):
-            self.again()
+            self.retry()
         if content == self._seen:
             return
         self._seen = content
@@ -107,7 +107,7 @@ class FollowedKeys(WatchedFiles):
         except OSError as error:
             problem = problem or f"cannot write: {error.strerror}"
         if problem:
-            self.again()
+            self.retry()
             if problem not in self.unusable:
                 log.error(f"cannot load the {self._keys}; the previous ones stay in use", problem=problem)
             problem = f"the {self._keys} cannot be used, those read before stay in force: {problem}"

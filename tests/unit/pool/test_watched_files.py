@@ -103,7 +103,7 @@ async def test_files_that_could_not_be_read_are_taken_again(tmp_path: Path, foll
         nonlocal tries
         tries += 1
         if tries < 3:
-            followed.again()
+            followed.retry()
 
     followed = follow(lambda: [str(tmp_path / "a")], changed)
     await until(lambda: tries == 3)
