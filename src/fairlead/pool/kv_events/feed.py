@@ -78,6 +78,10 @@ class Feed:
         self._index = index
         self._decoder = BatchDecoder()
         self._waiting: tuple[Frames, Batch] | None = None
+        #: What waited when the connection was lost.
+        self._waited: tuple[Frames, Batch] | None = None
+        #: Number of the last batch in a replay that could not be read; -1 = none.
+        self._unread = -1
         self._events: Iterator[KvEvent | None] | None = None
         self._batch: Batch | None = None
         self._steps: Iterator[int] | None = None
@@ -133,6 +137,7 @@ class Feed:
     def connection_lost(self) -> None:
         """Take note that the connection was lost: the next batch may come from a restarted engine."""
         self._reconnected = self.last >= 0
+        self._waited = self._waiting
 
     def connected(self) -> None:
         """Request the batches that were sent before the connection was up, if replays are possible."""
@@ -160,12 +165,15 @@ class Feed:
         if self._spoiled:
             return
         batch = self._decode(frames)
-        if batch is None:
-            # Its sequence number is known, so it is lost but makes no gap.
-            self._note(frames.sequence, self.last_ts)
-            self.count.lost += 1
-            return
         number = frames.sequence
+        if batch is None:
+            if number == self._unread:  # as before, so the engine is the same
+                self._reconnected = False
+            elif number > self.last:
+                self._missed(1)
+                self._note(number, self.last_ts)
+                self._unread = number
+            return
         if number == self.last and batch.ts == self.last_ts:
             self._reconnected = False
             self.cache.provisional &= not self._resumed  # the engine has not restarted since the snapshot
@@ -176,7 +184,7 @@ class Feed:
             return
         if number <= self.last or (self.last >= 0 and self._reconnected):
             # Not the known batch: the engine was restarted. Its first batches are requested after this replay.
-            self._restart()
+            self._restarted()
             self._spoiled = True
             return
         if self._waiting is not None and number >= self._waiting[0].sequence:
@@ -201,7 +209,7 @@ class Feed:
             return
         if self._reconnected:
             # The engine does not have the known batch: it was restarted, and its first batches are missing.
-            self._restart()
+            self._restarted()
             return
         self.sync = Sync.LIVE
         self.unsure = False
@@ -334,6 +342,13 @@ class Feed:
         self.count.lost += batches
         self.cache.provisional = True
 
+    def _restarted(self) -> None:
+        """Start again after a restart that a replay proves. A batch that waits since before the connection was lost is
+        the former engine's."""
+        if self._waiting is self._waited:
+            self._waiting = None
+        self._restart()
+
     def _restart(self) -> None:
         """Start again after a restart of the engine, which has lost all its blocks."""
         self.count.restarts += 1
@@ -342,6 +357,7 @@ class Feed:
         self._index.clear_rank(self.cache)
         self.cache.provisional = False
         self._note(-1, 0.0)
+        self._unread = -1
         self._reconnected = False
         self._retries = 0
         if self.can_replay:

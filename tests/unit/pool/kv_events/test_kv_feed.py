@@ -201,6 +201,37 @@ def test_reconnecting_asks_whether_it_is_the_same_life() -> None:
     assert case.blocks == [1001]
 
 
+def test_a_batch_that_waits_when_its_engine_dies_is_not_the_next_engines() -> None:
+    case = Case(can_replay=True)
+    case.replay([batch(0), batch(1)])
+    case.live(batch(40))  # after a gap
+    case.feed.connection_lost()
+    case.feed.connected()
+    case.replay([batch(0, life=1), batch(1, life=1)], complete=False)
+    while case.feed.sync is Sync.WANTED:
+        case.replay([batch(0, life=1), batch(1, life=1)])
+    assert case.blocks == [1001, 1002]
+    count = case.feed.count
+    assert (count.restarts, count.lost, case.feed.cache.provisional) == (1, 0, False)
+
+
+def test_an_unreadable_batch_at_the_end_of_the_history_is_no_restart() -> None:
+    case = Case(can_replay=True)
+    history = [batch(0), batch(1), Frames(b"", 2, b"\xc1")]
+    case.replay(history)
+    for _ in range(2):
+        case.feed.connection_lost()
+        case.feed.connected()
+        assert case.replay(history) == 2
+    assert case.blocks == [1, 2]
+    count = case.feed.count
+    assert (count.restarts, count.lost, case.feed.cache.provisional) == (0, 1, True)
+    case.feed.connection_lost()
+    case.feed.connected()
+    case.replay([batch(2, life=1)])
+    assert count.restarts == 1
+
+
 def test_reconnecting_without_replay() -> None:
     case = Case(can_replay=False)
     case.live(batch(0), batch(1))
