@@ -119,6 +119,12 @@ class ExactKnowledge:
         self._slots.discard(slot)
         self._sources[slot] = _LEARNED
 
+    def emptied(self, slot: int) -> None:
+        """The engine restarted with an empty cache. Connected feeds learn that from its events."""
+        for cache in self.index.caches_of(slot):
+            if not cache.linked:
+                self.index.clear_rank(cache)
+
     def refresh(self, sizes: tuple[int, ...] = ()) -> None:
         """Take over the state of all feeds; O(endpoints), a few times a second. `sizes`: block sizes known from other
         sources."""

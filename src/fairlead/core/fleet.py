@@ -605,6 +605,8 @@ class Fleet:
         capacity = self.prefix.capacity(slot)
         self.prefix.drop_slot(slot)
         self.prefix.add_slot(slot, capacity)
+        if self.exact is not None:
+            self.exact.emptied(slot)
         self._answered.clear()
         self.table.free_cache[slot] = 1.0
 

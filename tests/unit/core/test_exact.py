@@ -455,3 +455,16 @@ def test_a_name_that_may_be_an_adapter_which_was_just_loaded_proves_nothing() ->
     engine.store(prompt(100, 1), lora="poet")
     assert compared("poet", 96, seed=1) == 1
     assert judged.off == 0
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_blocks_of_a_restarted_engine_without_a_feed_are_forgotten(world: World, linked: bool) -> None:
+    engine, ids = Engine(world, 0), prompt(64)
+    engine.store(ids)
+    assert world.shares(ids)[0] > 0
+    engine.cache.linked = linked
+    for queries in (1000.0, 10.0):
+        sample = Sample(waiting=0.0, running=0.0, prefix_queries=queries)
+        world.pipeline.handle(MetricsSampled("e0", world.clock.time(), sample))
+    world.exact.refresh()
+    assert (world.shares(ids)[0] > 0) is linked, "a feed reports the restart itself"
