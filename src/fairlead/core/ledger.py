@@ -77,7 +77,7 @@ class Lease(Struct, eq=False, gc=False):
     evicted_at: float = -1.0
     #: What the exact index predicted for it; see `ExactKnowledge.sent`.
     predicted: Any = None
-    #: Milliseconds that the request waited in Fairlead's queue before it was charged.
+    #: Milliseconds before the charge: in Fairlead's queue, or while a scheduler in another process was asked.
     queued_ms: float = 0.0
     #: The LoRA adapter that it needs; empty = none, or an unknown one.
     adapter: str = ""

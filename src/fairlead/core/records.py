@@ -139,6 +139,8 @@ class DecisionRecord(Struct, frozen=True, kw_only=True, gc=False):
     overloaded: bool = False
     #: Milliseconds in our queue.
     queued_ms: float = 0.0
+    #: Milliseconds in which another process was asked, if the request did not wait in our queue.
+    asked_ms: float = 0.0
     #: `None` if the request was refused.
     forecast: Forecast | None = None
     trace: Trace | None = None
@@ -172,7 +174,7 @@ class OutcomeRecord(Struct, frozen=True, kw_only=True, gc=False):
     forecast: Forecast | None = None
     #: Id of the endpoint that was chosen, if the fallback endpoint answered instead; empty = `endpoint` was chosen.
     unreached: str = ""
-    #: The part of `ttft_ms` and `duration_ms` that the request spent in our queue.
+    #: The part of `ttft_ms` and `duration_ms` before it was sent: in our queue, or while another process was asked.
     queued_ms: float = 0.0
 
     @property

@@ -114,6 +114,26 @@ def test_without_an_answer_the_built_in_policy_decides_at_the_deadline_and_the_a
     assert len(rig.fleet.ledger) == 1 and rig.fallbacks == {"deadline": 1}
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_the_time_of_the_question_is_not_that_of_the_model_server(answers: bool) -> None:
+    rig = Rig()
+    request = rig.arrive(stream=True)
+    rig.clock.advance(0.004)
+    if answers:
+        rig.pick(request)
+    else:
+        rig.driver.feed(RemoteDown("remote"))
+    decision = rig.records[-1]
+    rig.clock.advance(0.010)
+    end = ResponseEnded(request_id=request.id, status=200, ttft_ms=10.0, duration_ms=14.0)
+    lease = next(iter(rig.fleet.ledger))
+    rig.driver.feed(end)
+    outcome = rig.records[-1]
+    assert (decision.asked_ms, decision.queued_ms) == (pytest.approx(4.0), 0.0)
+    assert (outcome.sent_ttft_ms, outcome.queued_ms) == (pytest.approx(6.0), pytest.approx(4.0))
+    assert lease.first_token_at - lease.charged_at == pytest.approx(0.006), "what the forecasts learn from"
+
+
 def test_each_request_has_a_deadline_of_its_own() -> None:
     rig = Rig()
     first = rig.arrive()

@@ -257,7 +257,7 @@ def decisions(run: Run) -> Iterator[JournaledDecision]:
                     at=time_s,
                     hit_tokens=mine.decision.hit_tokens,
                     forecast=mine.decision.forecast,
-                    queued_ms=mine.decision.queued_ms,
+                    queued_ms=mine.decision.queued_ms + mine.decision.asked_ms,
                     **_shared(body, OutcomeRecord),
                 )
                 yield mine

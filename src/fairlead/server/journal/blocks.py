@@ -112,6 +112,7 @@ def sampled(request_id: int, share: float) -> bool:
 _DECIDED = attrgetter(
     *("request.id", "endpoint", "outcome", "status", "prefill", "hit_tokens", "best_hit_tokens", "overloaded"),
     *("queued_ms", "policy", "address", "forecast", "request.target", "request.rewritten_by", "request.priority"),
+    "asked_ms",
 )
 _ENDED = attrgetter("request.id", *Ended.__struct_fields__[1:])
 

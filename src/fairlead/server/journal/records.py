@@ -82,6 +82,7 @@ class Decided(Struct, frozen=True, array_like=True):
     target: str = ""
     rewritten_by: str = ""
     priority: int = 0
+    asked_ms: float = 0.0
 
 
 class Ended(Struct, frozen=True, array_like=True):

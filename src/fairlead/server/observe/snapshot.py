@@ -197,7 +197,7 @@ def decision(wall: float, decision: DecisionRecord, outcome: OutcomeRecord | Non
         prompt_tokens=request.prompt_tokens,
         hit_tokens=decision.hit_tokens,
         queued_ms=round(decision.queued_ms, 1),
-        predicted_ms=None if forecast is None else round(decision.queued_ms + forecast.ttft_ms, 1),
+        predicted_ms=None if forecast is None else round(decision.queued_ms + decision.asked_ms + forecast.ttft_ms, 1),
         ttft_ms=outcome.ttft_ms if outcome is not None and request.stream and outcome.ttft_ms >= 0 else None,
         duration_ms=outcome.duration_ms if outcome is not None and outcome.duration_ms >= 0 else None,
         ended=outcome.status if outcome is not None else 0,
