@@ -86,7 +86,7 @@ def _show(result: "Replayed", as_json: bool) -> None:
     typer.echo(f"  replayed  {replayed.decisions:,} decisions, {replayed.refused:,} refused, hash {replayed.hash}")
     if result.identical:
         typer.echo("  identical: every decision, every predicted hit, every forecast")
-    else:
+    elif result.both:
         typer.echo(f"  {result.same:,} of {result.both:,} on the same endpoint, {result.unlike:,} with other numbers")
         for number, before, after in result.different[:10]:
             typer.echo(f"    request {number}: recorded {before or 'refused'}, replayed {after or 'refused'}")

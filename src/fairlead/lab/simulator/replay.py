@@ -17,8 +17,16 @@ from fairlead.compat.recorded import restore
 from fairlead.config.building import SchedulingBuilder, build_pipeline
 from fairlead.config.schema import Config
 from fairlead.core.errors import PluginError
-from fairlead.core.events import EndpointUp, Event, Reconfigured
-from fairlead.core.policy import Answer, Context, Picked, Policy
+from fairlead.core.events import (
+    EndpointUp,
+    Event,
+    Reconfigured,
+    RemotePicked,
+    RemoteUp,
+    RequestArrived,
+    StreamLost,
+)
+from fairlead.core.policy import Answer, Context, Picked, Policy, Refused
 from fairlead.core.records import DecisionRecord, Trace
 from fairlead.core.reports import SharedFleet
 from fairlead.core.request import Request
@@ -30,25 +38,31 @@ from fairlead.server.journal.records import DECIDED, EVENTS, LOST, Decided, Segm
 
 
 class Guided(Struct, frozen=True):
-    """Sends requests to the endpoints in `recorded`, as the journal says, and notes in `own` where the policy itself
-    would have sent them. Both map a request id to an endpoint; empty = refused."""
+    """Follows the decisions in `recorded`, by request id, and notes in `own` the endpoint that the policy itself would
+    have chosen; empty = refused."""
 
     name: str
     policy: Policy
-    recorded: dict[int, str]
+    recorded: dict[int, Decided]
     own: dict[int, str]
 
     def choose(self, request: Request, fleet: FleetView, context: Context) -> Answer:
         pick = self.policy.choose(request, fleet, context)
         own = pick.slot if isinstance(pick, Picked) else -1
         self.own[request.id] = _name(pick, fleet)
-        slot = fleet.table.slot(self.recorded.get(request.id, ""))
-        if slot is None or slot == own:
+        choice = self.recorded.get(request.id)
+        if choice is None:
+            return pick
+        if not choice.endpoint:
+            return Refused(choice.outcome, status=choice.status, trace=pick.trace)
+        slot, prefill = fleet.table.slot(choice.endpoint), fleet.table.slot(choice.prefill)
+        prefill = -1 if prefill is None else prefill
+        if slot is None or (isinstance(pick, Picked) and (slot, prefill) == (own, pick.prefill_slot)):
             return pick
         held = fleet.match(request)
-        share = 0.0 if held is None else float(held[slot])
+        share = 0.0 if held is None else float(held[slot if prefill < 0 else prefill])
         best = pick.best_share if isinstance(pick, Picked) else 0.0
-        return Picked(slot, hit_share=share, best_share=max(best, share), trace=pick.trace)
+        return Picked(slot, prefill_slot=prefill, hit_share=share, best_share=max(best, share), trace=pick.trace)
 
 
 class Beside(Struct, frozen=True):
@@ -86,7 +100,7 @@ def _name(pick: Answer, fleet: FleetView) -> str:
 # * A replay that begins later than its process (the oldest segments are gone) knows the endpoints and the policy, but
 #   not the earlier leases and prompts. It follows the recorded decisions, so that its state becomes the recorded one,
 #   and compares each with what the policy would have done. It does the same if something that is not recorded took part
-#   in the decisions.
+#   in the decisions. A request about which a scheduler in another process was asked arrives there when it was decided.
 
 #: Turns a recorded configuration into a changed one.
 Change = Callable[[Config], Config]
@@ -106,8 +120,8 @@ class Player:
         self._asked = SchedulingBuilder()
         #: The answers of the queried policy, as in `Beside`. The caller removes the entries.
         self.answers: dict[int, tuple[str, Trace | None]] = {}
-        #: For guided policies: where requests went by the journal, and where the policy would have sent them.
-        self.recorded: dict[int, str] = {}
+        #: For guided policies: the journal's decisions, and where the policy would have sent the requests.
+        self.recorded: dict[int, Decided] = {}
         self.own: dict[int, str] = {}
         self._guided = guided
         #: What takes part in the decisions without being recorded, since the beginning or a reload, in words.
@@ -135,6 +149,11 @@ class Player:
         self._head: Segment | None = head
         self.pipeline.start()
 
+    @property
+    def guided(self) -> bool:
+        """Whether it follows the recorded decisions."""
+        return bool(self._guided)
+
     def feed(self, time_s: float, event: Event) -> list[DecisionRecord]:
         """Handle an event and return the decisions that it caused. A `Reconfigured` has its document as recorded."""
         if type(event) is Reconfigured:
@@ -154,6 +173,12 @@ class Player:
         if self._shared is not None:
             self._shared.reports.batch(time_s)
         return records
+
+    def asked(self, choice: Decided) -> None:
+        """Note how long the request waited before this decision: it arrived here only now."""
+        entry = self.pipeline.requests.get(choice.request_id)
+        if entry is not None and entry.lease is not None:
+            entry.lease.queued_ms = choice.queued_ms + choice.asked_ms
 
     def _heed(self, scheduling: Any) -> None:
         """Note what takes part in the decisions from here on without being recorded."""
@@ -232,22 +257,41 @@ def steps(run: Run, player: Player, faults: Faults, lost: list[int]) -> Iterator
     """All events of a run. For each gap in the journal, the number of missing records is added to `lost`."""
     waiting: tuple[float, Any] | None = None
     decided: list[Decided] = []
+    parked: dict[int, RequestArrived] | None = None
     for kind, time_s, body in run.items(faults):
         if kind == DECIDED:
             decided.append(body)
         elif kind in EVENTS or kind == LOST:
             if waiting is not None:
-                yield _step(player, *waiting, decided)
+                yield _step(player, *waiting, decided, parked)
             waiting, decided = ((time_s, body) if kind in EVENTS else None), []
+            if parked is None and isinstance(body, RemoteUp | RemotePicked):
+                parked = {}
             if kind == LOST:
                 lost.append(body.records)
     if waiting is not None:
-        yield _step(player, *waiting, decided)
+        yield _step(player, *waiting, decided, parked)
 
 
-def _step(player: Player, time_s: float, event: Any, decided: list[Decided]) -> Step:
-    player.recorded.update((choice.request_id, choice.endpoint) for choice in decided)
-    records = player.feed(time_s, event)
+def _step(
+    player: Player, time_s: float, event: Any, decided: list[Decided], parked: dict[int, RequestArrived] | None
+) -> Step:
+    """Feed the event, then the parked requests that it decided. `parked`: arrivals about which a scheduler in another
+    process was asked; `None` = none was connected yet."""
+    player.recorded.update((choice.request_id, choice) for choice in decided)
+    records: list[DecisionRecord] = []
+    if parked is None or not player.guided:
+        records = player.feed(time_s, event)
+    elif isinstance(event, RequestArrived) and event.request.id not in player.recorded:
+        parked[event.request.id] = event
+    else:
+        if isinstance(event, StreamLost):
+            parked.pop(event.request_id, None)
+        records = player.feed(time_s, event)
+        for choice in decided:
+            if choice.request_id in parked:
+                records += player.feed(time_s, parked.pop(choice.request_id))
+                player.asked(choice)
     player.recorded.clear()
     return Step(time_s, event, records, decided)
 
@@ -271,6 +315,8 @@ def replay(run: Run, change: Change | None = None) -> Replayed:
             result.replayed.add(record.request.id, endpoint)
             _compare(result, record, endpoint, recorded.get(record.request.id))
     judge(result, run, faults, lost, player.influences)
+    if result.both < result.recorded.decisions:
+        result.notes.append(f"{result.recorded.decisions - result.both:,} recorded decisions could not be compared")
     if not result.identical and run.head.program != __version__:
         writer = f"version {run.head.program}" if run.head.program else "an older version"
         result.notes.append(f"{writer} of Fairlead wrote it and this is {__version__}, which may decide differently")
@@ -304,7 +350,7 @@ def judge(result: Replayed, run: Run, faults: Faults, lost: list[int], more_note
     if lost:
         result.notes.append(f"{sum(lost)} records were not written when the scheduler was busy or the disk full")
     if needs_guide(run) or more_notes:
-        result.notes.append("it follows the recorded decisions, each compared with what the policy would have done")
+        result.notes.append("it follows the recorded decisions, compared with what the policy would have done")
     result.exact = not result.notes and not faults.damaged and not faults.unreadable
     result.notes += faults.describe()
     if run.beside:

@@ -12,8 +12,21 @@ from fairlead import __version__
 from fairlead.compat.load import load
 from fairlead.compat.recorded import changed, record, restore
 from fairlead.config.building import build_pipeline
+from fairlead.core.endpoint import Endpoint
 from fairlead.core.errors import ConfigError
-from fairlead.core.events import EndpointUp, PeerHeard, PeerLost, Reconfigured, RequestArrived, Restored
+from fairlead.core.events import (
+    EndpointUp,
+    Outcome,
+    PeerHeard,
+    PeerLost,
+    Reconfigured,
+    RemotePick,
+    RemotePicked,
+    RemoteUp,
+    RequestArrived,
+    Restored,
+    StreamLost,
+)
 from fairlead.core.facts import encode as encode_facts
 from fairlead.core.facts import read_batch
 from fairlead.core.learned import EndpointLearned, Part
@@ -23,10 +36,10 @@ from fairlead.core.request import Request
 from fairlead.core.state import taken
 from fairlead.lab.simulator.capture import capture
 from fairlead.lab.simulator.journal import Faults, JournalError, one_run, runs, search
-from fairlead.lab.simulator.replay import compare, replay
+from fairlead.lab.simulator.replay import Player, compare, needs_guide, replay, steps
 from fairlead.plugins.pickers import RoundRobin
-from fairlead.server.journal.blocks import MAGIC, block
-from fairlead.server.journal.records import POLICY, SEGMENT, Segment, encode, joined
+from fairlead.server.journal.blocks import MAGIC, block, decided
+from fairlead.server.journal.records import DECIDED, POLICY, SEGMENT, Segment, encode, joined
 from fairlead.testing import SimClock
 
 STATEFUL = {
@@ -230,6 +243,46 @@ def test_a_canary_that_comes_by_a_reload_is_said_and_its_decisions_are_followed(
     assert same.notes == result.notes
     assert {one.after for one in same.changed} <= {f"sim/server-{number}" for number in range(4)}
     assert same.after.hash != same.before.hash, "the second pipeline goes its own way"
+
+
+def test_the_decisions_of_a_scheduler_in_another_process_are_followed(tmp_path: Path) -> None:
+    """Three answers, a refusal, and a request whose client leaves: the replay charges what was charged."""
+    config = load("policy: cost-model\nscheduler: {address: '127.0.0.1:1', budget: 1s}\n", need_endpoints=False)
+    clock = SimClock()
+    pipeline = build_pipeline(config, clock, Random(1))
+    items = [encode((SEGMENT, 0.0, Segment(run="r", program=__version__, scheduling=record(config))))]
+
+    def handle(event: Any) -> None:
+        items.append(encode((type(event).__name__, clock.time(), event)))
+        made = pipeline.handle(event)
+        items.extend(encode((DECIDED, clock.time(), decided(r))) for r in made if isinstance(r, DecisionRecord))
+
+    for name in "ab":
+        handle(EndpointUp(Endpoint(id=name, address=f"{name}:1")))
+    (remote,) = pipeline.parking.remotes if pipeline.parking is not None else ()
+    handle(RemoteUp(remote))
+    for number in range(1, 6):
+        handle(RequestArrived(Request(number, clock.time(), prompt_tokens=1000, prompt_bytes=4000, stream=True)))
+        clock.advance(0.01)
+    handle(RemotePicked(remote, tuple(RemotePick(number, endpoint="a") for number in (3, 1))))
+    handle(StreamLost(4))
+    handle(RemotePicked(remote, (RemotePick(5, endpoint="b"), RemotePick(2, outcome=Outcome.REFUSED))))
+    (tmp_path / "r.journal").write_bytes(MAGIC + block(joined(items, len(items))))
+    result = replay(one_run(tmp_path))
+    assert (result.recorded.decisions, result.both) == (4, 4)
+    assert result.notes[-1] == "it follows the recorded decisions, compared with what the policy would have done"
+    assert result.same == 1 and len(result.different) == 3
+    other = compare(one_run(tmp_path), lambda config: config)
+    assert other.spread[0] == {"a": 2, "b": 1, "": 1}
+    assert other.before.hash == result.recorded.hash
+    run = one_run(tmp_path)
+    player = Player(run.head, None, needs_guide(run))
+    for _ in steps(run, player, Faults(), []):
+        pass
+    there = pipeline.fleet.table
+    assert player.pipeline.fleet.table.queued_tokens.tolist() == there.queued_tokens.tolist()
+    leases = [[(e.request.id, e.queued_ms) for e in p.fleet.ledger] for p in (pipeline, player.pipeline)]
+    assert leases[0] == leases[1]
 
 
 def test_a_reload_that_cannot_be_built_changes_nothing_there_either(
