@@ -123,7 +123,8 @@ def _show_change(result: "Compared", changes: int, as_json: bool) -> None:
     )
     for changed in result.changed[:changes]:
         gain = "" if changed.gain is None else f", rated {changed.gain:+,.1f} against it"
-        cost = "" if changed.cost is None else f" (was {-changed.cost:+,.1f})"
+        was = "" if changed.cost is None else f"{-changed.cost:+,.1f}"
+        cost = was and (f" (was {was})" if gain else f", was rated {was} against it")
         typer.echo(
             f"    request {changed.request_id}: {changed.before or 'refused'} -> {changed.after or 'refused'}"
             f"{gain}{cost}, {changed.reason}"

@@ -5,7 +5,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from math import isfinite
+from math import inf, isfinite
 from random import Random
 from typing import Any
 
@@ -362,7 +362,8 @@ def judge(result: Replayed, run: Run, faults: Faults, lost: list[int], more_note
 # Answers two questions in one pass
 # * One decision at a time: the recorded policy decides and is replayed exactly. The other policy is queried for each
 #   decision on exactly the same state (`Beside`). A difference is caused by the policy: `reason` is `policy`, or
-#   `chance` if the policy rates the two endpoints as about equal and chose at random.
+#   `chance` if the policy rates the two endpoints as about equal and chose at random. A policy that rates all as equal,
+#   such as round robin, does not choose at random: that is `chance` only if the recorded policy rates both as equal.
 # * The whole run: a second pipeline continues with the other policy's decisions. Leases and cached prompts differ more
 #   and more, and so do most decisions. The totals are what counts there: tokens believed to be cached, requests per
 #   endpoint.
@@ -383,7 +384,7 @@ class Changed(Struct, frozen=True):
     #: `policy` or `chance`.
     reason: str
     #: The lead of `after` over `before` in the totals of the other policy, and of `before` over `after` in those of the
-    #: recorded policy; `None` = not known.
+    #: recorded policy; `None` = not known, or the other policy rates all as equal.
     gain: float | None = None
     cost: float | None = None
 
@@ -436,10 +437,12 @@ def _asked(result: Compared, record: DecisionRecord, before: str, answers: dict[
     result.decisions += 1
     if before == after:
         return
-    reason = "chance" if _near(trace, before, after) else "policy"
+    near = _near(trace, before, after) and (_rates(trace) or _near(record.trace, before, after))
+    reason = "chance" if near else "policy"
     result.reasons[reason] += 1
     if len(result.changed) < _KEPT:
-        gain, cost = _margin(trace, after, before), _margin(record.trace, before, after)
+        gain = _margin(trace, after, before) if _rates(trace) else None
+        cost = _margin(record.trace, before, after)
         result.changed.append(Changed(record.request.id, record.at, before, after, reason, gain, cost))
 
 
@@ -457,6 +460,11 @@ def _margin(trace: Trace | None, of: str, over: str) -> float | None:
         return None
     margin = float(trace.total[trace.endpoints.index(of)]) - float(trace.total[trace.endpoints.index(over)])
     return margin if isfinite(margin) else None
+
+
+def _rates(trace: Trace | None) -> bool:
+    """Whether the totals of the endpoints differ."""
+    return trace is not None and trace.total is not None and len({*map(float, trace.total)} - {-inf}) > 1
 
 
 def _near(trace: Trace | None, endpoint: str, rival: str) -> bool:

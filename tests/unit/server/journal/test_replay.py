@@ -313,6 +313,14 @@ def test_one_changed_weight(recorded: Any) -> None:
             assert one.gain > 0.0, "the changed policy rates its choice higher"
 
 
+def test_round_robin_does_not_choose_by_chance(recorded: Any) -> None:
+    other = compare(one_run(recorded.path), lambda config: load("policy: round-robin", need_endpoints=False))
+    assert other.reasons["policy"] > other.reasons["chance"]
+    for one in other.changed:
+        assert one.gain is None
+        assert one.cost is not None
+
+
 def test_cut_anywhere_it_is_read_up_to_there(recorded: Any, tmp_path: Path) -> None:
     (run,) = runs(recorded.path)
     data = run.segments[0][0].read_bytes()
