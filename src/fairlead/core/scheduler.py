@@ -373,10 +373,10 @@ class Pipeline:
             if isinstance(pick, Picked) and pick.fallback_slot < 0 and kept is not None:
                 pick.fallback_slot = kept.fallback_slot(pick.slot, self.fleet)
             sent = self._send(entry, trigger, pick, now, queued_ms)
-            instructions += sent if queued_ms else self._after_asking(entry, sent, (now - question.asked_at) * 1e3)
+            instructions += sent if queued_ms else self._after_question(entry, sent, (now - question.asked_at) * 1e3)
         return instructions
 
-    def _after_asking(self, entry: RequestEntry, sent: list[Instruction], asked_ms: float) -> list[Instruction]:
+    def _after_question(self, entry: RequestEntry, sent: list[Instruction], asked_ms: float) -> list[Instruction]:
         """Note the time of the question in the lease and in the record: the model servers did not take it."""
         if entry.lease is not None:
             entry.lease.queued_ms = asked_ms
