@@ -88,6 +88,9 @@ class Lease(Struct, eq=False, gc=False):
     #: Upper bound for `hit_tokens`: the rest of the shared prefix was sent with a request that the endpoint refused.
     hit_at_most: float = inf
 
+    def sent_after(self, queued_ms: float) -> None:
+        self.queued_ms = queued_ms
+
     def ttft_ms(self, first_byte_ms: float) -> float:
         """Until the first token of a stream, whose first byte came `first_byte_ms` after the request; -1 = not known.
         Streams of the Responses API begin before their first token."""
