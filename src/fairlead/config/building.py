@@ -38,6 +38,7 @@ from fairlead.core.scheduling import Build, Scheduling
 from fairlead.core.shadow import CaseTaker
 from fairlead.core.snapshot import Snapshots
 from fairlead.core.tokens import TokenEstimator
+from fairlead.plugins.filters.ability import Role
 from fairlead.plugins.flow_control import LeastWork, StartTimeFairness
 from fairlead.plugins.guarding import GuardedCeiling, GuardedFairness, GuardedOrdering, GuardedSaturation
 from fairlead.plugins.pickers import MaxScore, MaxScoreParams
@@ -144,9 +145,18 @@ class SchedulingBuilder:
         settings = schedulers(config)[name]
         if last is not None and schedulers(last.config).get(name) == settings:
             before = last.scheduling.remotes[name]
-            return before if before.fallback is built.base else before.behind(built.base, built.able)
+            computes = self._computes(config)
+            return before if before.fallback is built.base else before.behind(built.base, built.able, computes)
         rules = BreakerRules(failures=settings.breaker.failures, cooldown=settings.breaker.cooldown)
-        return RemotePolicy(name, built.base, built.able, settings.budget, rules, self._on_answer(name))
+        answered, computes = self._on_answer(name), self._computes(config)
+        return RemotePolicy(name, built.base, built.able, settings.budget, rules, answered, computes)
+
+    def _computes(self, config: Config) -> WaitingRules:
+        """Return the rules for the endpoint that computes a prompt: the filters of the policy without roles."""
+        filters = [cast(Filter, make(spec, self._registry or Registry())) for spec in config.policy.filters]
+        filters = [plugin for plugin in filters if not isinstance(plugin, Role)]
+        chain = Profile(config.policy.name, filters, [], MaxScore(MaxScoreParams()))
+        return WaitingRules(chain, chain, self._report)
 
     def _shadows(self, config: Config) -> tuple[CaseTaker | None, dict[str, Policy]]:
         settings = config.shadows

@@ -283,6 +283,8 @@ def _believed(question: Question, pick: RemotePick, fleet: Fleet, now: float) ->
         return Refused(REFUSED, pick.reason or "the scheduler refused the request"), ""
     if pick.outcome != Outcome.PICKED or not pick.endpoint:
         return None, "invalid"
+    if pick.prefill and not _computes(question, pick.prefill, fleet, now):
+        return None, "invalid"
     able = question.able
     if fleet.table.ids is not question.ids:  # endpoints joined, left or changed, so slots may have changed
         able = question.policy.able(question.request, fleet, now)
@@ -300,6 +302,12 @@ def _believed(question: Question, pick: RemotePick, fleet: Fleet, now: float) ->
         else:
             gone = gone and fleet.table.ids is not question.ids
     return None, "gone" if gone else "invalid"
+
+
+def _computes(question: Question, prefill: str, fleet: Fleet, now: float) -> bool:
+    """Whether the endpoint can compute the prompt, or has left since the question: then it is sent to one endpoint."""
+    slot, able = fleet.table.slot(prefill), question.policy.computes(question.request, fleet, now)
+    return prefill in question.ids if slot is None else able is None or bool(able[slot])
 
 
 def _alternatives(pick: Picked, names: Sequence[str], able: BoolColumn | None, fleet: Fleet) -> Iterator[int]:

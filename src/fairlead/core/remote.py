@@ -6,7 +6,8 @@ Rules
 * If a scheduler is late, silent, gone or gives invalid answers, the fallback policy behind it decides its requests.
   Only an explicit refusal reaches the client.
 * Under flow control it is asked once there is room, also for requests that waited (`core.parking`).
-* A pick is accepted only if the endpoint exists and can serve the request by the filters of the fallback policy.
+* A pick is accepted only if the endpoint exists and can serve the request by the filters of the fallback policy. The
+  same holds for the endpoint that computes the prompt, whatever its role.
 * Late and invalid answers count for the breaker. Losing the connection does not: without a connection the scheduler is
   not asked.
 """
@@ -123,8 +124,9 @@ class AsksElsewhere(ABC):
 
 
 class RemotePolicy(AsksElsewhere):
-    """A scheduler in another process. `fallback` decides if it does not; `able`: the fallback's filters; `budget` in
-    seconds. `on_answer` receives the seconds that each answer in time took."""
+    """A scheduler in another process. `fallback` decides if it does not; `able`: the fallback's filters; `computes`:
+    those without roles, for the prompt; `budget` in seconds. `on_answer` receives the seconds that each answer in time
+    took."""
 
     def __init__(
         self,
@@ -134,20 +136,22 @@ class RemotePolicy(AsksElsewhere):
         budget: float = 0.005,
         breaker: BreakerRules | None = None,
         on_answer: Callable[[float], object] = lambda seconds: None,
+        computes: Able = lambda request, fleet, now: None,
     ) -> None:
         self.name = name
         self.fallback = fallback
         self.able = able
+        self.computes = computes
         self.budget = budget
         self.breaker = Breaker(breaker)
         self.connected = False
         self.stats = RemoteStats()
         self.on_answer = on_answer
 
-    def behind(self, fallback: Policy, able: Able) -> "RemotePolicy":
+    def behind(self, fallback: Policy, able: Able, computes: Able) -> "RemotePolicy":
         """Return the same scheduler with another fallback policy. Breaker and counts are shared with this one; whether
         it is connected is copied."""
-        made = RemotePolicy(self.name, fallback, able, self.budget, on_answer=self.on_answer)
+        made = RemotePolicy(self.name, fallback, able, self.budget, on_answer=self.on_answer, computes=computes)
         made.breaker, made.stats, made.connected = self.breaker, self.stats, self.connected
         return made
 

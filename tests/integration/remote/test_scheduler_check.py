@@ -76,6 +76,7 @@ async def test_each_way_of_being_wrong_is_found() -> None:
     assert "picks" in await failing(each(lambda pick: [bent(pick, outcome=0)]))
     assert "every-request-once" in await failing(each(lambda pick: [pick, pick]))
     assert "candidates" in await failing(each(lambda pick: [bent(pick, endpoint="e1", outcome=Outcome.PICKED)]))
+    assert "picks" in await failing(each(lambda pick: [bent(pick, prefill="nobody")]))
     assert "decides" in await failing(each(lambda pick: [bent(pick, endpoint="", outcome=Outcome.PASSED)]))
     stale = each(lambda pick: [bent(pick, endpoint="e2") if pick.outcome == Outcome.PICKED else pick])
     assert {"departures", "slots-are-reused"} <= await failing(stale)

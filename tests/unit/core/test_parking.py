@@ -8,8 +8,9 @@ import pytest
 from driver_clients import Clients
 
 from fairlead.compat.load import load
-from fairlead.config.building import build_flow_controller
+from fairlead.config.building import build_flow_controller, build_pipeline
 from fairlead.core import parking
+from fairlead.core.endpoint import ROLE_LABEL, Endpoint
 from fairlead.core.events import (
     EndpointDown,
     EndpointUp,
@@ -24,6 +25,7 @@ from fairlead.core.events import (
 )
 from fairlead.core.flow_control import FlowController
 from fairlead.core.instructions import AskRemote, Route
+from fairlead.core.records import DecisionRecord
 from fairlead.core.remote import REFUSED, BreakerRules, Canary, RemotePolicy
 from fairlead.core.request import Request
 from fairlead.core.scheduler import Pipeline
@@ -189,6 +191,36 @@ def test_a_pick_that_cannot_serve_the_request_is_not_believed() -> None:
     request = rig.arrive()
     rig.pick(request, "e0", alternatives=(("e2", 2.0), ("e1", 1.0)))
     assert rig.routed[request.id] == "e1" and rig.policy.stats.alternatives == 1
+
+
+def test_a_prompt_goes_only_where_the_filters_allow_it() -> None:
+    config = load(
+        """
+        policy: cost-model
+        scheduler: {address: "127.0.0.1:4", breaker: {failures: 9}}
+        filters: [{type: role}, {type: label-selector, matchLabels: {pool: main}}]
+        """,
+        need_endpoints=False,
+    )
+    clock = SimClock()
+    pipeline = build_pipeline(config, clock, Random(1))
+    for name, role, pool in (("a", "decode", "main"), ("b", "prefill", "other"), ("c", "prefill", "main")):
+        labels = {"pool": pool, ROLE_LABEL: role}
+        pipeline.handle(EndpointUp(Endpoint(id=name, address=f"{name}:1", labels=labels)))
+    parking = pipeline.parking
+    assert parking is not None
+    (remote,) = parking.remotes
+    pipeline.handle(RemoteUp(remote))
+    sent = []
+    for prefill in ("c", "b", "nobody"):
+        request = builders.request("hello")
+        pipeline.handle(RequestArrived(request))
+        pick = RemotePick(request.id, endpoint="a", prefill=prefill)
+        record = pipeline.handle(RemotePicked(remote, (pick,)))[1]
+        assert isinstance(record, DecisionRecord)
+        sent.append(record.prefill)
+    assert sent == ["c", "", ""]
+    assert parking.remotes[remote].stats.fallbacks == {"invalid": 2}
 
 
 @pytest.mark.parametrize(

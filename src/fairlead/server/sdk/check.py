@@ -384,7 +384,8 @@ def _allowed(pick: RemotePick, names: set[str]) -> None:
         return
     if pick.outcome != Outcome.PICKED:
         raise Failed(f"outcome {pick.outcome}; known are 1 (picked), 2 (refused), 3 (passed)")
-    wrong = [name for name in (pick.endpoint, *(name for name, _ in pick.alternatives)) if name not in names]
+    named = pick.endpoint, pick.prefill or pick.endpoint, *(name for name, _ in pick.alternatives)
+    wrong = [name for name in named if name not in names]
     if wrong:
         expected = ", ".join(sorted(names)[:4]) if names else "nothing"
         raise Failed(f"it picked {wrong[0]!r}; allowed: {expected}{' …' if len(names) > 4 else ''}")
