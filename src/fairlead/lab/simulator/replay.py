@@ -24,6 +24,7 @@ from fairlead.core.events import (
     RemotePicked,
     RemoteUp,
     RequestArrived,
+    ShadowsJudged,
     StreamLost,
 )
 from fairlead.core.policy import Answer, Context, Picked, Policy, Refused
@@ -261,6 +262,8 @@ def steps(run: Run, player: Player, faults: Faults, lost: list[int]) -> Iterator
     for kind, time_s, body in run.items(faults):
         if kind == DECIDED:
             decided.append(body)
+        elif kind == ShadowsJudged.__name__:
+            pass  # it changes nothing
         elif kind in EVENTS or kind == LOST:
             if waiting is not None:
                 yield _step(player, *waiting, decided, parked)

@@ -22,7 +22,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from fairlead.compat.recorded import record
-from fairlead.core.events import AdaptersListed, EndpointDown, EndpointUp, ModelsChanged, Reconfigured, ShadowsJudged
+from fairlead.core.events import AdaptersListed, EndpointDown, EndpointUp, ModelsChanged, Reconfigured
 from fairlead.core.instructions import AdoptConfiguration
 from fairlead.core.records import DecisionRecord, OutcomeRecord
 from fairlead.server.files import lock
@@ -304,7 +304,7 @@ class Writer:
             self._put(POLICY, now, record(what.document))
         elif kind is AdoptConfiguration:
             self._scheduling = record(what.document)
-        elif kind is not ShadowsJudged:  # that event does not change the pipeline's state
+        else:
             self._note(what)
             self._put(kind.__name__, now, what)
 

@@ -25,12 +25,13 @@ from fairlead.core.events import (
     RemoteUp,
     RequestArrived,
     Restored,
+    ShadowsJudged,
     StreamLost,
 )
 from fairlead.core.facts import encode as encode_facts
 from fairlead.core.facts import read_batch
 from fairlead.core.learned import EndpointLearned, Part
-from fairlead.core.records import DecisionRecord
+from fairlead.core.records import DecisionRecord, ShadowRecord, ShadowVerdict
 from fairlead.core.reports import SharedFleet
 from fairlead.core.request import Request
 from fairlead.core.state import taken
@@ -311,6 +312,15 @@ def test_one_changed_weight(recorded: Any) -> None:
         if one.reason == "policy":
             assert one.gain is not None
             assert one.gain > 0.0, "the changed policy rates its choice higher"
+
+
+def test_verdicts_of_shadows_are_recorded_and_change_nothing(record_run: Callable[..., Any], tmp_path: Path) -> None:
+    judged = ShadowsJudged((ShadowRecord(7, 1.0, "sim/server-1", 2.0, (ShadowVerdict("rr", "sim/server-2"),)),))
+    record_run(tmp_path, seconds=5.0, midway={60: lambda simulation: simulation.feed(judged)})
+    run = one_run(tmp_path)
+    assert [body for kind, _, body in run.items(Faults()) if kind == "ShadowsJudged"] == [judged]
+    result = replay(run)
+    assert result.identical and result.exact
 
 
 def test_round_robin_does_not_choose_by_chance(recorded: Any) -> None:
