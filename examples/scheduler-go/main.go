@@ -11,9 +11,11 @@ import (
 	"net"
 	"os"
 	"strings"
+	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/keepalive"
 	"google.golang.org/grpc/status"
 
 	pb "fairlead.dev/examples/scheduler-go/schedulerv1"
@@ -140,7 +142,9 @@ func main() {
 		log.Fatal(err)
 	}
 	log.Printf("listening on %s", listener.Addr())
-	serving := grpc.NewServer()
+	// Fairlead pings every 5 s. gRPC for Go allows one ping in 5 minutes by default, and ends the connection otherwise.
+	serving := grpc.NewServer(grpc.KeepaliveEnforcementPolicy(
+		keepalive.EnforcementPolicy{MinTime: time.Second, PermitWithoutStream: true}))
 	pb.RegisterSchedulerServer(serving, server{})
 	log.Fatal(serving.Serve(listener))
 }
