@@ -34,7 +34,7 @@ def others_of(session: int) -> list[int]:
     return found
 
 
-PLAN = ("plan", "-w", "deep-research", "--seconds", "2000", "--slo", "ttft_p95=10s", "--seeds", "40")
+PLAN = ("plan", "-w", "deep-research", "--slo", "ttft_p95=10s", "--seeds", "40")
 
 
 @pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
