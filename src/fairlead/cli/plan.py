@@ -92,12 +92,12 @@ def plan(
     The scheduler is the one that `fairlead serve` runs, the replicas are simulated. With --live the table also shows
     the replicas that there are now, and what happens when one of them dies. Exit code 1: no size holds the objective.
     """
-    from fairlead.lab.simulator.build import ScenarioSpec, is_paced
+    from fairlead.lab.simulator.build import ScenarioSpec, is_name, is_paced
 
     with exits(WRONG_INPUT, ValueError, OSError):
         if bool(workload) == bool(live):
             raise ValueError("give a --workload, or the --live journal of a scheduler")
-        if seconds and not is_paced(workload):
+        if seconds and (live or is_name(workload) or Path(workload).is_file()) and not is_paced(workload):
             raise ValueError(f"--seconds has no effect on {workload or live}, which has its own length; -n cuts it")
         spec = ScenarioSpec(
             name=Path(workload).stem if Path(workload).is_file() else workload,

@@ -137,8 +137,8 @@ def _run(spec: object, text: str, policy: str, seed: int, validate: bool, as_jso
     assert isinstance(spec, ScenarioSpec)
     scenario = build(spec)
     if (days := scenario.workload.duration_s / scenario.speedup / 86_400) > _MANY_DAYS:
-        text = f"the traffic lasts {days:,.0f} days, and a day without requests takes a minute; --requests cuts it"
-        typer.echo(f"note: {text}", err=True)
+        note = f"the traffic lasts {days:,.0f} days, and a day without requests takes a minute; --requests cuts it"
+        typer.echo(f"note: {note}", err=True)
     begun = perf_counter()
     config, registry = config_from(text)
     ended = count(1)

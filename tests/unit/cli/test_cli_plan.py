@@ -41,6 +41,7 @@ def test_no_size_is_told_apart_from_an_error(tmp_path: Path) -> None:
     [
         (("-w", "reasoning", "--seconds", "30"), "--seconds has no effect on reasoning"),
         (("--live", "journal", "--seconds", "30"), "--seconds has no effect on journal"),
+        (("-w", "shared-prefx", "--seconds", "30"), "did you mean 'shared-prefix'?"),
         ((), "give a --workload, or the --live journal"),
         (("-w", "agents", "--live", "journal"), "give a --workload, or the --live journal"),
         (("-w", "agentz"), "neither a scenario nor a file; did you mean 'agents'?"),

@@ -114,7 +114,8 @@ def test_traffic_that_lasts_for_days_is_noted_before_it_is_simulated(tmp_path, m
     lines = ({"timestamp": day * 86_400_000, "input_length": 9, "output_length": 2} for day in (0, 9))
     file.write_text("\n".join(map(json.dumps, lines)))
     monkeypatch.setattr("fairlead.lab.simulator.simulation.Simulation.run", lambda self: None)
-    assert "note: the traffic lasts 9 days" in call("sim", "run", file).stderr
+    said = call("sim", "run", file).stderr
+    assert "note: the traffic lasts 9 days" in said and "error" not in said
     assert "note: the traffic" not in call("sim", "run", file, "--speedup", 9).stderr
 
 

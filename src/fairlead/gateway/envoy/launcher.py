@@ -20,6 +20,9 @@ def main(parent: int, command: list[str]) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         sys.exit("the parent is gone")
+    # Ignored across execve, unless the program handles them: Envoy handles SIGUSR1, and nothing ends at SIGUSR2.
+    for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     try:
         os.execv(command[0], command)
     except OSError as error:

@@ -80,7 +80,7 @@ def modules_beside(text: str) -> list[Path]:
 def _python_files(folder: Path) -> Iterator[Path]:
     yield from folder.glob("*.py")
     for package in {file.parent for file in folder.glob("*/*.py")}:
-        if package.name.isidentifier():
+        if package.name.isidentifier() and not package.is_symlink():  # which may lead back
             yield from _python_files(package)
 
 

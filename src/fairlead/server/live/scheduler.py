@@ -167,7 +167,8 @@ class Live:
             stack.push_async_callback(scaler.close)
             await scaler.start(config.autoscaling.host, config.autoscaling.port)
         if config.source:
-            keep = Path(self._beside.directory, LAST_CONFIG) if self._beside.directory else None
+            kept = self._beside.directory and not self._beside.worker  # all workers follow the same file
+            keep = Path(self._beside.directory, LAST_CONFIG) if kept else None
             file = ConfigFile(config.source, self._changed, serving.refuse, flags=self._begun.flags, keep=keep)
             stack.push_async_callback(file.close)
             file.start()

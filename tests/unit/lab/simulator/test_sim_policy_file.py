@@ -10,7 +10,7 @@ import pytest
 from fairlead.core.errors import ConfigError, PluginError
 from fairlead.lab.simulator.build import ScenarioSpec
 from fairlead.lab.simulator.grid import Cell, run_grid
-from fairlead.lab.simulator.run import configuration, policy_from, policy_text, source_text
+from fairlead.lab.simulator.run import configuration, modules_beside, policy_from, policy_text, source_text
 
 pytestmark = pytest.mark.simulation
 
@@ -96,6 +96,13 @@ def test_it_can_import_its_neighbour(tmp_path: Path) -> None:
     write(tmp_path, "FACTOR = 2.0\n", "fairlead_test_neighbour.py")
     text = "from fairlead_test_neighbour import FACTOR\n" + POLICY.replace("1.0", "FACTOR")
     assert policy_from(policy_text(str(write(tmp_path, text)))).name == "fewest"
+
+
+def test_links_to_the_directory_itself_are_not_followed(tmp_path: Path) -> None:
+    neighbour = write(tmp_path, "", "neighbour.py")
+    for name in ("latest", "current"):
+        (tmp_path / name).symlink_to(".")
+    assert modules_beside(policy_text(str(write(tmp_path, POLICY)))) == [neighbour]
 
 
 @pytest.mark.parametrize("first", ["a", "b"])

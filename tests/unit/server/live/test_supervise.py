@@ -232,3 +232,11 @@ async def test_a_second_signal_ends_what_still_runs(tmp_path: Path) -> None:
         await running
     assert said.read_text() in ("up\n", "up\ndrains\n"), "both signals may be there before it looks, SIGINT first"
     assert gateway.stopped == [DRAIN_SECONDS, 0.0]
+
+
+def test_a_child_does_not_end_at_signals_that_end_nothing(tmp_path: Path) -> None:
+    shown = tmp_path / "shown"
+    code = "import signal, sys; open(sys.argv[1], 'w').write(str([signal.getsignal(n).name for n in (1, 10, 12)]))"
+    pid = supervise.spawn_tied([sys.executable, "-I", "-S", "-c", code, str(shown)])
+    os.waitpid(pid, 0)
+    assert shown.read_text() == str(["SIG_IGN"] * 3)
