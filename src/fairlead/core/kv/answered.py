@@ -61,16 +61,13 @@ class AnsweredIndex(KvIndex):
         return self._tenures.get(slot, 0)
 
     def report(self, slot: int, states: Sequence[RankState]) -> None:
-        """Take the new states of an endpoint's ranks. Ranks that are not listed count as disconnected."""
+        """Take the new states of an endpoint's ranks. Ranks that are not listed no longer exist."""
         for state in states[:MOST_RANKS]:
             cache = self.rank(slot, state.rank, self._model)
             cache.heard, cache.linked, cache.behind = state.heard, state.linked, state.behind
             cache.provisional, cache.lives = state.provisional, state.lives
             cache.block_size = state.block_size
-        named = {state.rank for state in states}
-        for cache in self.caches_of(slot):
-            if cache.rank not in named:
-                cache.linked = False
+        self.keep_ranks(slot, {state.rank for state in states})
 
     def silent(self) -> None:
         """Mark all ranks as disconnected, because no states arrive any more."""

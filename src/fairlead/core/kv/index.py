@@ -13,7 +13,7 @@ Rules
 """
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 
 import numpy as np
 
@@ -87,6 +87,12 @@ class KvIndex:
         if cache is None:
             cache = caches[rank] = RankCache(slot, rank, model)
         return cache
+
+    def keep_ranks(self, slot: int, ranks: Container[int]) -> None:
+        """Remove an endpoint's other ranks. Their feeds must have ended."""
+        caches = self._caches[slot]
+        for rank in [rank for rank in caches if rank not in ranks]:
+            self.clear_rank(caches.pop(rank))
 
     def caches(self, model: str | None = None) -> Iterator[RankCache]:
         for ranks in self._caches.values():

@@ -259,6 +259,8 @@ class KvListening(Knowledge):
         self._sources[endpoint.id] = source
         if not places:  # the feed replays its history from the beginning
             self.exact.index.clear(slot)
+        self._events.unwatch(slot)
+        self.exact.index.keep_ranks(slot, range(source.ranks))  # a snapshot, or the engine before, may have had more
         try:
             self._events.watch(slot, source, places)
         except (ConfigError, zmq.ZMQError) as error:

@@ -22,8 +22,10 @@ from fairlead.core.kv.events import BlocksRemoved, BlocksStored
 from fairlead.core.kv.hashing import EngineHasher
 from fairlead.core.kv.recipe import ANY_MODEL
 from fairlead.core.kv.snapshot import Place, save
+from fairlead.core.kv.tiers import Tier
 from fairlead.core.request import Usage
 from fairlead.lab.stub.kv_publisher import KvEventsConfig, KvPublisher
+from fairlead.pool.kv_events.discovery import KvSource
 from fairlead.server.live import kv
 from fairlead.server.live.knowledge import exact_knowledge
 from fairlead.server.live.kv import KvListening
@@ -66,6 +68,10 @@ class World:
         async with asyncio.timeout(10):
             while not happened():
                 await asyncio.sleep(0.005)
+
+
+def source_of(publisher: KvPublisher, ranks: int) -> KvSource:
+    return KvSource(publisher.events_address, publisher.replay_address, ANY_MODEL, ranks)
 
 
 Start = Callable[..., Any]
@@ -129,6 +135,26 @@ async def test_what_ends_the_following_of_an_endpoint_is_logged(
     world = await start("{enabled: true}")
     world.up("a", "127.0.0.1:8000")
     await world.until(lambda: "nobody thought of it" in caplog.text)
+
+
+async def test_a_rank_that_the_engine_no_longer_has_is_forgotten(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = await start("{enabled: true}")
+    first = world.publisher()
+    sources = [source_of(first, 2)]
+
+    async def ask(*_: object) -> KvSource:
+        return sources[0]
+
+    monkeypatch.setattr(kv.discovery, "ask", ask)
+    monkeypatch.setattr(kv, "STILL_THERE", 0.02)
+    slot = world.up("a", "127.0.0.1:8000")
+    store(first, 1)
+    await world.until(lambda: world.index.entries == 1)
+    assert len(world.index.caches_of(slot)) == 2
+    sources[0] = source_of(first, 1)
+    await world.until(lambda: len(world.index.caches_of(slot)) == 1)
+    await world.until(lambda: world.index.entries == 1 and world.kv.exact.source(slot) == "either")
+    world.index.validate()
 
 
 async def test_publishers_that_dial_in_must_be_of_the_pool(start: Start, caplog: pytest.LogCaptureFixture) -> None:
@@ -223,6 +249,8 @@ async def test_a_warm_start(start: Start, tmp_path: Path) -> None:
     await first.until(lambda: first.index.entries == 3)
     await first.until(lambda: first.kv.subscriptions(slot)[0].feed.applied[0] == 2)
     feed = first.kv.subscriptions(slot)[0].feed
+    gone = first.index.shelf(first.index.rank(slot, 1, ANY_MODEL), 0, Tier.GPU)  # there is one rank now
+    first.index.store(gone, [9], [9], 0)
     file.write_bytes(b"".join(save(first.index, {slot: "a"}, lambda cache: Place(*feed.applied))))
     second = await start(text)
     slot = second.up("a", "127.0.0.1:8000")
