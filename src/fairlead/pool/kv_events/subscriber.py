@@ -255,7 +255,6 @@ class KvSubscriber:
             # The same pod under another topic: it now serves another model.
             self._forget(feeds[rank])
         feeds[rank] = feed
-        cache.linked = True
         return feed
 
     def _forget(self, feed: Feed) -> None:
@@ -300,7 +299,7 @@ class KvSubscriber:
 
     @property
     def rejected(self) -> int:
-        """The number of batches from publishers that are not allowed."""
+        """The number of messages from publishers that are not allowed, or that are no batches, at the bound socket."""
         return self._hub.rejected if self._hub is not None else 0
 
     async def close(self) -> None:
@@ -364,7 +363,6 @@ class Hub:
         self._current: Feed | None = None
         #: Batches from publishers that are not allowed, and messages that are no batches.
         self.rejected = 0
-        self.unreadable = 0
         self._socket = subscriber(context, limits, curve)
         try:
             self._socket.bind(address)
@@ -372,8 +370,10 @@ class Hub:
             self._socket.close(linger=0)
             raise
         self.address = bound_to(self._socket)
-        self._descriptor = int(self._socket.get(zmq.FD))
-        self._loop.add_reader(self._descriptor, self._wake)
+        self._monitor = Monitor(self._socket, lambda: None, self._lost)
+        self._descriptors = (int(self._socket.get(zmq.FD)), self._monitor.descriptor)
+        for descriptor in self._descriptors:
+            self._loop.add_reader(descriptor, self._wake)
         self._wake()
 
     def step(self, now: float) -> bool:
@@ -384,9 +384,16 @@ class Hub:
         self._current = None
         frames = receive(self._socket)
         if frames is None:
+            self._monitor.read()  # after the batches that came before
             return False
         self._take(frames)
         return True
+
+    def _lost(self) -> None:
+        """A publisher disconnected; ZMQ does not say which. Each one counts as disconnected until its next batch."""
+        for feed in self._feeds.values():
+            feed.cache.linked = False
+            feed.connection_lost()
 
     def forget(self, feed: Feed) -> None:
         """Drop the feed of an endpoint that is gone."""
@@ -396,19 +403,22 @@ class Hub:
             self._decoders.pop(name[0], None)
 
     def close(self) -> None:
-        self._loop.remove_reader(self._descriptor)
+        for descriptor in self._descriptors:
+            self._loop.remove_reader(descriptor)
+        self._monitor.close()
         self._socket.close(linger=0)
+        del self._monitor  # breaks a reference cycle
 
     def _take(self, frames: list[bytes]) -> None:
         if sum(map(len, frames)) > self._limits.max_batch:
-            self.unreadable += 1
+            self.rejected += 1
             return
         try:
             received = live(frames)
             decoder = self._decoders.get(received.topic) or BatchDecoder()
             batch = decoder.decode(received.payload)
         except ValueError:
-            self.unreadable += 1
+            self.rejected += 1
             return
         feed = self._feed(received.topic, batch.rank)
         if feed is None:
@@ -417,6 +427,7 @@ class Hub:
         # Only allowed topics are remembered: the number of others is unbounded.
         self._decoders[received.topic] = decoder
         self._current = feed
+        feed.cache.linked = True
         if feed.cache.slot == EVERYONE:  # several publishers share the feed, each with its own sequence numbers
             received.sequence = feed.last + 1
         feed.live(received, batch)

@@ -60,7 +60,8 @@ _VERDICTS = ("equal", "close", "off", "idle")
 
 class KvMetrics:
     """Metrics of KV events. `feeds` returns the present state of all feeds, `endpoints` the slot and id of each
-    endpoint, `rejected` the number of batches from unknown publishers. `without`: prompts without token ids, by reason.
+    endpoint, `rejected` the number of unusable batches at the bound socket. `without`: prompts without token ids, by
+    reason.
     """
 
     def __init__(
@@ -155,7 +156,12 @@ class KvMetrics:
         show("llm_d_epp_kv_cache_events_messages_received_total", text, self._publishers)
         text = "[ALPHA] Times that a publisher of KV events was connected again."
         show("llm_d_epp_kv_cache_events_subscriber_reconnections_total", text, self._reconnections)
-        follow("counter", "fairlead_kv_rejected_batches_total", "Batches from publishers outside the pool.", rejected)
+        follow(
+            "counter",
+            "fairlead_kv_rejected_batches_total",
+            "At the bound socket: unreadable batches, and those of unknown publishers.",
+            rejected,
+        )
         index = self._exact.index
         for name, text, read in (
             ("admissions", "Copies of blocks that were entered into the index.", lambda: index.admitted),

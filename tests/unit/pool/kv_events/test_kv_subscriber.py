@@ -334,6 +334,45 @@ async def test_publishers_that_dial(events: Any, publish: Any) -> None:
         events.bind("tcp://127.0.0.1:*")
 
 
+async def test_publishers_that_dial_and_go_away(events: Any, publish: Any) -> None:
+    dialling = {"events": events.bind("tcp://127.0.0.1:*"), "connect": True, "replay": ""}
+    events.allow({"10.0.0.1:8000": Publisher(0, "m"), "10.0.0.2:8000": Publisher(1, "m")})
+    first, other = publish("10.0.0.1:8000", **dialling), publish("10.0.0.2:8000", **dialling)
+    async with asyncio.timeout(15):
+        while not (blocks(events, 0) and blocks(events, 1)):
+            store(first, 1, 2, 3)
+            store(other, 4)
+            await asyncio.sleep(0.01)
+    engine, idle = events.index.rank(0, 0, "m"), events.index.rank(1, 0, "m")
+    assert engine.linked and idle.linked
+    await first.close()
+    await until(lambda: not engine.linked and not idle.linked)
+    store(other, 5)
+    await until(lambda: idle.linked and idle.blocks == 2)
+    # The next engine's first batches are lost, so its numbers do not continue: nothing is left of the one before.
+    second = publish("10.0.0.1:8000", **dialling)
+    lost = events.feeds(0)[0].last + 2
+    second.lose(lost)
+    for _ in range(lost):
+        store(second, 8)
+    async with asyncio.timeout(15):
+        while not engine.linked:
+            store(second, 9)
+            await asyncio.sleep(0.01)
+    assert engine.blocks == 1
+    assert (events.counts(0)[0].restarts, events.counts(1)[0].restarts) == (1, 0)
+
+
+async def test_messages_at_the_bound_socket_that_are_no_batches_are_counted(events: Any) -> None:
+    address = events.bind("tcp://127.0.0.1:*")
+    with zmq.Context() as context, context.socket(zmq.PUB) as socket:
+        socket.connect(address)
+        async with asyncio.timeout(15):
+            while not events.rejected:
+                socket.send_multipart([b"kv@10.0.0.1:8000@m", bytes(8), b"\xc1"])
+                await asyncio.sleep(0.01)
+
+
 def keys() -> tuple[str, str]:
     public, secret = zmq.curve_keypair()
     return public.decode(), secret.decode()
