@@ -72,6 +72,8 @@ class _Layout(NamedTuple):
     plain: bool
     #: Bits of one plane that stand for storage shared by all endpoints; `None` = there is none.
     shared: NDArray[np.uint64] | None
+    #: One of its units; -1 = there is none.
+    shared_unit: int
 
 
 class Matcher:
@@ -125,12 +127,12 @@ class Matcher:
     def _lay_out(self) -> _Layout:
         numbers: dict[int, int] = {}
         units, slots, caches = [], [], []
-        shared = 0
+        shared, shared_unit = 0, -1
         for unit, cache in enumerate(self._units):
             if cache is None:
                 continue
             if cache.slot == EVERYONE:
-                shared |= 1 << unit
+                shared, shared_unit = shared | 1 << unit, unit
                 continue
             units.append(unit)
             slots.append(cache.slot)
@@ -141,6 +143,7 @@ class Matcher:
             np.array(caches, np.int64),
             len(set(slots)) == len(slots),
             self._blocks.holders.words(shared) if shared else None,
+            shared_unit,
         )
         return layout
 
@@ -182,7 +185,7 @@ class Matcher:
 
     def _combine(self, numbers: Numbers, chain: BlockChain, slots: int) -> KvMatch | None:
         layout = self._layout or self._lay_out()
-        if not len(layout.units):
+        if not len(layout.units) and layout.shared is None:
             return None
         (starts,) = (numbers[1:] != numbers[:-1]).nonzero()
         edges = np.empty(len(starts) + 2, np.int64)
@@ -199,9 +202,9 @@ class Matcher:
         per_tier = []
         unmatched = held
         for plane in range(planes - 1):
-            per_tier.append(_lengths(lengths, unmatched & rows[:, plane])[layout.units])
+            per_tier.append(_lengths(lengths, unmatched & rows[:, plane]))
             unmatched = unmatched & ~rows[:, plane]
-        per_tier.append(_lengths(lengths, unmatched)[layout.units])
+        per_tier.append(_lengths(lengths, unmatched))
         return _by_slot(np.array(per_tier, np.float64), layout, chain, slots)
 
     def guess(self, match: KvMatch | None, chain: BlockChain, slots: int) -> KvMatch | None:
@@ -225,9 +228,12 @@ def _lengths(lengths: Floats, rows: NDArray[np.uint64]) -> Floats:
 
 
 def _by_slot(tiers: NDArray[np.float64], layout: _Layout, chain: BlockChain, slots: int) -> KvMatch | None:
-    """Combine units to slots: the minimum over groups, then the maximum over ranks."""
+    """Combine units to slots: the minimum over groups, then the maximum over ranks. A slot without units has what is
+    shared. `tiers`: shape (tiers, all units)."""
+    everywhere = tiers[:, layout.shared_unit, None] if layout.shared is not None else np.zeros((len(tiers), 1))
+    tiers = tiers[:, layout.units]
     blocks = tiers.sum(axis=0)
-    if not blocks.any():
+    if not (blocks.any() or everywhere.any()):
         return None
     owners = layout.slots
     if not layout.plain:
@@ -241,7 +247,7 @@ def _by_slot(tiers: NDArray[np.float64], layout: _Layout, chain: BlockChain, slo
     inside = owners < slots
     if not inside.all():
         tiers, blocks, owners = tiers[:, inside], blocks[inside], owners[inside]
-    result = KvMatch(np.zeros(slots), chain.block_size, np.zeros((len(tiers), slots)))
+    result = KvMatch(np.full(slots, everywhere.sum()), chain.block_size, np.repeat(everywhere, slots, axis=1))
     result.blocks[owners] = blocks
     result.tiers[:, owners] = tiers
     return result

@@ -121,6 +121,23 @@ def test_storage_that_all_share() -> None:
     assert one.depths(range(6)) == [4, 2, 0]
 
 
+def test_shared_storage_counts_for_endpoints_that_hold_nothing() -> None:
+    one = Fixture()
+    one.index.add_slot(EVERYONE)
+    shared = one.index.rank(EVERYONE, 0, "m")
+    event = BlocksStored([101, 102], 0, tokens(0, 1), BLOCK, medium="SHARED_STORAGE")
+    apply_all(one.index, shared, event, 0.0)
+    assert one.depths(range(4)) == [2, 2, 2]
+    one.store(range(3), slot=1)
+    found = one.find(range(4))
+    assert found is not None
+    assert found.blocks.tolist() == [2, 3, 2]
+    assert found.tiers.tolist() == [[0, 3, 0], [0, 0, 0], [2, 0, 2]]
+    one.apply(AllCleared(), slot=1)
+    assert one.depths(range(4)) == [2, 2, 2]
+    one.index.validate()
+
+
 def test_a_tier_update_of_unknown_blocks_is_ignored() -> None:
     one = Fixture()
     one.apply(BlocksStored([1, 2], medium="CPU"))
