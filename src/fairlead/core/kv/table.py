@@ -36,6 +36,9 @@ _TOP = 34
 _TOP_BITS = 30
 _VECTOR_TOP = np.uint64(_TOP)
 _DEEPEST = 20
+#: How many more top bits than even keys need may be used to part uneven ones. A directory is then about as large as its
+#: segments.
+_UNEVEN = 9
 _PLACE = SEGMENT - 1
 _GROUP_START = SEGMENT - GROUP
 _IN_GROUP = GROUP - 1
@@ -226,7 +229,8 @@ class Table:
         if entries <= _SPARSE:
             self._refill(segment, segment)
             return True
-        if self._depths[segment] < _DEEPEST and self.segments < self._limit:
+        deepest = min(_DEEPEST, self.segments.bit_length() + _UNEVEN)
+        if self._depths[segment] < deepest and self.segments < self._limit:
             self._split(key, segment)
             return True
         if entries < self._filled[segment]:

@@ -81,6 +81,18 @@ def test_counting_keys_and_colliding_ones() -> None:
     assert collide.enter(top ^ 1 << 63) >= 0
 
 
+def test_keys_with_equal_top_bits_do_not_grow_the_directory() -> None:
+    rng = random.Random(1)
+    colliding = Table(("u8", "u2"))
+    top = 0xFFFFF << 44
+    enter_all(colliding, (top | rng.getrandbits(44) for _ in range(900)))
+    assert colliding.nbytes < 1_000_000
+    # Hashes of 56 bits are only uneven.
+    uneven = Table(("u8", "u2"))
+    enter_all(uneven, (rng.getrandbits(56) | 1 << 48 for _ in range(20_000)))
+    assert uneven.live == 20_000
+
+
 def test_limit() -> None:
     table = Table(("u1",), limit=2)
     rng = random.Random(1)
