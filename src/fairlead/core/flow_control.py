@@ -484,7 +484,7 @@ class FlowControl:
                 if not free:
                     return []
         besides: list[Waiting] = []
-        unknown = LOOKUPS
+        unknown = LOOKUPS + 1  # more than a choice looks up, so that the next pass continues at once
         for waiting in band.members.values():
             places = able(waiting, table)
             if places & free and (places > 0 or unknown):

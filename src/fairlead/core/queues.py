@@ -431,5 +431,5 @@ class Shares:
                 continue
             owed = self.owed[band_priority] + share * cost
             if band_priority == priority:  # of its largest requests too, a band pays back all that they cost
-                owed = max(owed - cost, -max(cost, MOST))
+                owed = max(owed - cost, min(owed, -max(cost, MOST)))
             self.owed[band_priority] = min(owed, MOST)

@@ -107,6 +107,14 @@ def test_a_band_with_large_requests_gets_no_more_than_its_share(large):
     assert work[LOW] / work.total() == pytest.approx(0.05, abs=0.003)
 
 
+def test_a_small_request_does_not_lower_the_debt_of_a_large_one():
+    bands = Bands({LOW: 0.05})
+    bands.put(LOW)
+    for cost in (30_000.0, 10.0):
+        bands.shares.spent(bands.queues.bands(), LOW, cost)
+    assert bands.shares.owed[LOW] <= -28_499.0
+
+
 @pytest.mark.parametrize("shares", [{0: 0.7, 1: 0.4}, {0: -0.1}, {0: 1.2}])
 def test_impossible_shares_are_refused(shares):
     with pytest.raises(ValueError, match="at most 1"):
