@@ -14,8 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
-from fairlead.core.stalls import OUT_OF_USE, WELL
+from fairlead.core.stalls import FORGOTTEN_S, OUT_OF_USE, WELL
+from fairlead.core.table import EndpointTable
 from fairlead.pool.scrape import TOLD_AFTER
 from fairlead.server.observe.endpoint_history import EndpointHistory
 from fairlead.server.observe.log import get
@@ -81,10 +83,12 @@ class History:
         #: Clock seconds since when every request fails; `None` = some are answered, or there are no requests.
         self.failing_since: float | None = None
         self._failed_since, self._failed, self._failed_at = now, 0, -inf
-        #: Endpoints out of use, by id. One that hung stays until it makes progress, and one of `_failing` as well,
-        #: although requests test both every few seconds.
+        #: Endpoints out of use, by id. Those of `_hung` and `_failing` stay, although requests test both now and then.
         self.out: dict[str, Out] = {}
-        #: Endpoints that failing answers have put out of use, until one of their answers is good.
+        #: Endpoints out of use because of hangs, until they make progress.
+        self._hung: set[str] = set()
+        #: Endpoints that failing answers have put out of use, until one of their answers is good, or until nothing has
+        #: been known of them for `FORGOTTEN_S`.
         self._failing: set[str] = set()
         text = "1 while an endpoint is out of use, or only tested because it hangs or fails."
         show = watch.metrics.registry.follow
@@ -176,6 +180,7 @@ class History:
 
     def _look_at_endpoints(self, now: float) -> None:
         watch, table, out = self._watch, self._watch.fleet.table, dict[str, Out]()
+        self._hung = _named(table, table.suspicion >= OUT_OF_USE) | self._hung & _named(table, table.suspicion > WELL)
         if table.troubled:
             silent, hangs, fails = table.failures >= TOLD_AFTER, table.suspicion > WELL, table.errors >= 1.0
             avoided = table.ejected_until > now
@@ -185,7 +190,7 @@ class History:
                 if silent[slot]:
                     reason = watch.unread(name)
                     reason = REFUSED if "refused" in reason.lower() else reason
-                elif hangs[slot] and (table.suspicion[slot] >= OUT_OF_USE or (known and known.reason == HANGS)):
+                elif name in self._hung:
                     reason = HANGS
                 elif avoided[slot] or name in self._failing:
                     reason = FAILS
@@ -193,13 +198,21 @@ class History:
                     continue
                 out[name] = Out(reason, known.since if known else now)
         self.out = out
-        failing = {table.ids[slot] for slot in np.flatnonzero((table.errors >= 1.0) & table.alive).tolist()}
+        failing = _named(table, (table.errors >= 1.0) & (table.ejected_until > now - FORGOTTEN_S))
         failing &= self._failing | {name for name, each in out.items() if each.reason == FAILS}
         for name in failing - self._failing:
             log.warning("an endpoint's answers fail; it is out of use, and tried every few seconds", endpoint=name)
         for name in self._failing - failing:
-            log.info("an endpoint's answers no longer fail, or it was removed", endpoint=name)
+            log.info(
+                "an endpoint's answers no longer fail, it was removed, or no request has tried it for a minute",
+                endpoint=name,
+            )
         self._failing = failing
+
+
+def _named(table: EndpointTable, which: NDArray[np.bool_]) -> set[str]:
+    """Return the ids of the endpoints that are `which`."""
+    return {table.ids[slot] for slot in np.flatnonzero(which & table.alive).tolist()}
 
 
 def _rates(oldest: _Counts, newest: _Counts) -> Rates:

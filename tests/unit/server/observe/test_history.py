@@ -14,7 +14,7 @@ from fairlead.core.gates import LedgerGate
 from fairlead.core.queues import Queues
 from fairlead.core.records import OutcomeRecord
 from fairlead.core.request import Request
-from fairlead.core.stalls import OUT_OF_USE, SUSPECT, TRIED, WELL
+from fairlead.core.stalls import FORGOTTEN_S, OUT_OF_USE, SUSPECT, TRIED, WELL
 from fairlead.plugins.flow_control import Fcfs
 from fairlead.server.observe.history import HISTORY, POINT, History, Out
 from fairlead.server.observe.snapshot_shape import HANGS
@@ -124,6 +124,31 @@ def test_an_endpoint_that_fails_again_after_each_try_is_logged_once(caplog: pyte
         pool.passes(1.0)
         assert out not in pool.watch.metrics.registry.render()
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+
+
+def test_a_hang_goes_on_while_its_page_is_silent() -> None:
+    pool = Pool()
+    pool.fleet.table.set_suspicion(0, OUT_OF_USE)
+    pool.passes(0.5)
+    pool.watch.on_silence("a", "timeout")
+    for _ in range(3):
+        pool.fleet.scrape_failed("a", pool.now)
+    pool.fleet.table.set_suspicion(0, SUSPECT)
+    pool.passes(0.5)
+    assert pool.history.out["a"].reason != HANGS
+    pool.fleet.sampled("a", pool.now, pool.now, Sample())
+    pool.passes(0.5)
+    assert pool.history.out == {"a": Out(HANGS, 0.5)}
+
+
+def test_an_endpoint_that_nobody_asks_fails_no_longer() -> None:
+    pool = Pool()
+    for _ in range(3):
+        pool.fleet.answered(0, False, pool.now)
+    pool.passes(EJECT_SECONDS + FORGOTTEN_S - 1.0)
+    assert "a" in pool.history.out
+    pool.passes(2.0)
+    assert pool.history.out == {}
 
 
 def test_metrics_that_cannot_be_read_take_no_endpoint_out() -> None:
