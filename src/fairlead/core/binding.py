@@ -265,10 +265,14 @@ class PairBinder:
         """Return the slots that can serve the request."""
         return self._known(waiting, fleet, now).able
 
+    def version(self, table: EndpointTable) -> tuple[int, int]:
+        """Return the table's version and the count of changed rules: what was looked up holds while both are equal."""
+        return table.version, self._changes
+
     def able_bits(self, waiting: Waiting, table: EndpointTable) -> int:
         """Return the slots that can serve the request as bits, without a look-up; -1 = not known any more."""
         known: _Known = waiting.known
-        return known.able_bits if known.version == (table.version, self._changes) else -1
+        return known.able_bits if known.version == self.version(table) else -1
 
     @staticmethod
     def reach(among: Sequence[Waiting], table: EndpointTable) -> int:
@@ -342,7 +346,7 @@ class PairBinder:
         known = []
         looked_up = 0
         for waiting in window:
-            looked_up += waiting.known.version != (fleet.table.version, self._changes)
+            looked_up += waiting.known.version != self.version(fleet.table)
             if looked_up > LOOKUPS:
                 break
             known.append(self._known(waiting, fleet, now))
@@ -351,7 +355,7 @@ class PairBinder:
     def _known(self, waiting: Waiting, fleet: Fleet, now: float) -> _Known:
         known: _Known = waiting.known
         chain = waiting.request.prefix.hashes
-        if known.version != (fleet.table.version, self._changes):
+        if known.version != self.version(fleet.table):
             self._refresh(known, waiting.request, fleet, now)
         elif self._refreshes and (
             now - known.looked > HITS_AGE or (chain and self._departed.get(chain[0], -inf) >= known.looked)
@@ -361,7 +365,7 @@ class PairBinder:
         return known
 
     def _refresh(self, known: _Known, request: Request, fleet: Fleet, now: float) -> None:
-        known.version = (fleet.table.version, self._changes)
+        known.version = self.version(fleet.table)
         able = self._rules(request, fleet, now)
         known.able = fleet.table.alive if able is None else able & fleet.table.alive
         known.able_bits = bits(known.able)

@@ -25,9 +25,9 @@ Rules
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from math import ceil, inf
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -137,6 +137,16 @@ class Tally:
         return Waited(closed_s * 1e3, kept_s * 1e3, int(sent), compared, passed, kept_by)
 
 
+class _Beside(NamedTuple):
+    """A search for requests that can use one of the open slots `free` (bits)."""
+
+    version: tuple[int, int]
+    free: int
+    #: Numbers of those found, and of the last request that was looked at; -1 = not all before it were.
+    numbers: list[int]
+    last: int
+
+
 class FlowControl:
     """Decides about waiting requests. Owns the queues."""
 
@@ -182,6 +192,8 @@ class FlowControl:
         self._among = (0, 0)
         #: Priority → number of requests, after those whose turn it is, that an unfinished pass has already considered.
         self._passed: dict[int, int] = {}
+        #: Priority → the last search for requests beside those in turn.
+        self._beside: dict[int, _Beside] = {}
         #: Whether the pass over the queues is unfinished. Clock seconds of the next pass without an event; inf = none.
         self.more = False
         self.look_again = inf
@@ -483,16 +495,35 @@ class FlowControl:
                 free &= ~able(waiting, table)
                 if not free:
                     return []
+        among, after = self._looked_at(band, free, most, table)
         besides: list[Waiting] = []
         unknown = LOOKUPS + 1  # more than a choice looks up, so that the next pass continues at once
-        for waiting in band.members.values():
+        for waiting in chain(among, after):
             places = able(waiting, table)
             if places & free and (places > 0 or unknown):
                 unknown -= places < 0
                 besides.append(waiting)
                 if len(besides) == most:
                     break
+        numbers = [waiting.number for waiting in besides]
+        last = band.last().number if len(besides) < most and unknown else -1
+        self._beside[band.priority] = _Beside(self.binder.version(table), free, numbers, last)
         return besides
+
+    def _looked_at(
+        self, band: Band, free: int, most: int, table: EndpointTable
+    ) -> tuple[Iterable[Waiting], Iterable[Waiting]]:
+        """Return those that the last search for `free` found, and those it has not looked at, so that a pass does not
+        look at thousands."""
+        members, before = band.members, self._beside.get(band.priority)
+        if before is not None and before.version == self.binder.version(table) and not free & ~before.free:
+            among = [members[number] for number in before.numbers if number in members]
+            if len(among) == most:
+                return among, ()
+            if before.last >= 0:
+                newer = list(takewhile(lambda waiting: waiting.number > before.last, reversed(members.values())))
+                return among, reversed(newer)
+        return (), members.values()
 
     def expire(self, fleet: Fleet, now: float) -> list[tuple[Waiting, Refused]]:
         """Take out the first `REFUSALS` requests whose time is over, and return them with their refusals. If `overdue`

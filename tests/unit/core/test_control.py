@@ -3,8 +3,9 @@ from math import inf
 import numpy as np
 import pytest
 from leases import lease_of
+from waiting_rules import AbleRules
 
-from fairlead.core.binding import Bound
+from fairlead.core.binding import Bound, PairBinder
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.fairness import Charge, RoundRobin, StartTimeFair, Strict
 from fairlead.core.fleet import Fleet
@@ -50,6 +51,9 @@ class FirstForFirst:
         subset = waiting.request.subset
         there = (subset is None or endpoint.address in subset for endpoint in fleet.table.endpoints)
         return np.array(list(there))
+
+    def version(self, table):
+        return table.version, 0
 
     def able_bits(self, waiting, table):
         subset = waiting.request.subset
@@ -133,6 +137,63 @@ def test_what_the_model_has_nothing_to_do_for_never_waits(busy):
     assert waits("other", "no-body"), "a WebSocket, or a body that the gateway does not show"
     assert waits("other", "path")
     assert waits("embeddings")
+
+
+class Counting(PairBinder):
+    """Counts how often it is asked where a request can be served."""
+
+    asked = 0
+
+    def able_bits(self, waiting, table):
+        self.asked += 1
+        return super().able_bits(waiting, table)
+
+
+def in_the_subset(request, fleet, now):
+    return np.array([request.subset is None or e.address in request.subset for e in fleet.table.endpoints])
+
+
+def controller_with_pairs(waiting: int) -> tuple[FlowController, Counting]:
+    """Return a controller of two endpoints; one is busy, and the requests wait for it."""
+    controller = FlowController(endpoints=2)
+    controller.flow.binder = binder = Counting(AbleRules(in_the_subset))
+    for _ in range(waiting + 1):
+        controller.arrive(subset={"10.0.0.0:80"})
+    assert controller.dispatch() == []
+    return controller, binder
+
+
+def passes(controller: FlowController) -> list[tuple[int, int]]:
+    gone = controller.dispatch()
+    while controller.flow.more:
+        gone += controller.dispatch()
+    return gone
+
+
+def test_an_idle_endpoint_gets_its_request_after_the_pool_changed():
+    controller, _ = controller_with_pairs(400)
+    assert passes(controller) == []
+    controller.fleet.up(Endpoint("e2", "10.0.0.2:80"))
+    wanted, _ = controller.arrive(subset={"10.0.0.2:80"})
+    for _ in range(200):
+        if (gone := passes(controller)) or controller.flow.look_again == inf:
+            break
+        controller.now = max(controller.now, controller.flow.look_again)
+    assert gone == [(wanted.id, 2)]
+
+
+def test_who_waits_for_a_busy_endpoint_is_looked_at_once():
+    """An arrival does not cost more the more requests wait."""
+    controller, binder = controller_with_pairs(1000)
+    passes(controller)
+    assert binder.asked >= 1000
+    binder.asked = 0
+    for _ in range(5):
+        controller.arrive(subset={"10.0.0.0:80"})
+        assert passes(controller) == []
+    assert binder.asked < 1500, "the window of 256 each time"
+    wanted, _ = controller.arrive(subset={"10.0.0.1:80"})
+    assert passes(controller) == [(wanted.id, 1)]
 
 
 def test_higher_bands_go_first_whenever_they_came():

@@ -43,6 +43,9 @@ class Patient:
     def bind(self, window, fleet, opened, now):
         return now + 0.1
 
+    def version(self, table):
+        return table.version, 0
+
     def able_bits(self, waiting, table):
         return -1
 
