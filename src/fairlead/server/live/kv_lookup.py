@@ -139,8 +139,9 @@ class KvLookup(Knowledge):
         by_address = {pod.address: name for name, pod in state.pods.items() if pod.address}
         self._named = {}
         for slot, endpoint in self._fleet.table.slots():
+            own = state.pods.get(endpoint.id)
             name = by_address.get(endpoint.address)
-            if name is None and endpoint.id in state.pods and not state.pods[endpoint.id].address:
+            if own is not None and (own.address == endpoint.address or (name is None and not own.address)):
                 name = endpoint.id
             if name is not None:
                 index.report(slot, state.pods[name].ranks)

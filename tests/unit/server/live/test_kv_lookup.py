@@ -133,6 +133,14 @@ async def test_a_name_counts_where_the_indexer_knows_no_address(world: World) ->
     assert share is not None and share[slot] > 0.6
 
 
+async def test_the_own_name_counts_if_the_indexer_has_two_at_its_address(world: World) -> None:
+    slot = world.up("a", "10.0.0.7:80")
+    world.told(a="10.0.0.7:80", former="10.0.0.7:80")
+    await world.read(1, bytes(256))
+    share = world.share(1)
+    assert share is not None and share[slot] > 0.6
+
+
 async def test_without_an_answer_only_the_tokens_are_known(world: World) -> None:
     world.up("a", "10.0.0.7:80")
     world.told(a="10.0.0.7:80")
