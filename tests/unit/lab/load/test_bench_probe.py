@@ -14,19 +14,21 @@ from fairlead.lab.load.tune import ask_facts
 
 @contextmanager
 def answering(reply: bytes) -> Iterator[tuple[str, list[bytes]]]:
-    """A server that answers one connection with `reply`; yields its address and what it was sent."""
+    """A server that answers one connection with `reply` and refuses others; yields its address and what it was sent."""
     heard: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
             connection, _ = server.accept()
+            server.close()
             with connection:
                 heard.append(connection.recv(65536))
                 connection.sendall(reply)
 
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
         thread = Thread(target=serve)
         thread.start()
-        yield f"http://127.0.0.1:{server.getsockname()[1]}", heard
+        yield address, heard
         thread.join()
 
 
