@@ -57,10 +57,11 @@ def _say(console: Console, *lines: str) -> None:
 
 
 def _delay(explained: dict[str, Any]) -> str:
-    queued = explained["queued_ms"]
     if explained["waited_ms"] < 0.05:
         return "decided at once"
-    return f"decided after {explained['waited_ms']:,.1f} ms" + (f", {queued:,.1f} ms queued" if queued else "")
+    parts = {"queued": explained["queued_ms"], "asking another process": explained["asked_ms"]}
+    spans = [f", {span:,.1f} ms {name}" for name, span in parts.items() if span]
+    return f"decided after {explained['waited_ms']:,.1f} ms{''.join(spans)}"
 
 
 def _candidates(console: Console, explanation: dict[str, Any], top: int) -> None:
@@ -154,7 +155,7 @@ def _outcome(console: Console, explained: dict[str, Any]) -> None:
         ttft, tpot, cached = prediction["ttft_ms"], prediction["tpot_ms"], prediction["cached_tokens"]
         low, high = ttft["band"]
         verdict = {True: ", within the band", False: ", outside the band", None: ""}[ttft["within"]]
-        after = " from when it left the queue" if explained["queued_ms"] else ""
+        after = " from when it was sent" if explained["queued_ms"] or explained["asked_ms"] else ""
         span = f"{ttft['predicted']:,.1f} ms ({low:,.1f} to {high:,.1f}){after}"
         _say(
             console,

@@ -31,6 +31,7 @@ class Decision(_Moment):
     external_id: str
     waited_ms: float
     queued_ms: float
+    asked_ms: float
     model: str
     target_model: str
     rewritten_by: str | None

@@ -125,6 +125,7 @@ def render(decision: DecisionRecord, outcome: OutcomeRecord | None, max_shown: i
         "at": decision.at,
         "waited_ms": round((decision.at - request.arrived) * 1000, 3),
         "queued_ms": round(decision.queued_ms, 3),
+        "asked_ms": round(decision.asked_ms, 3),
         "model": request.model,
         "target_model": request.target_model,
         "rewritten_by": request.rewritten_by or None,
@@ -275,7 +276,7 @@ def plain(explanation: Explanation) -> dict[str, Any]:
 
 def prediction(decision: DecisionRecord, outcome: OutcomeRecord | None) -> dict[str, Any] | None:
     """How good the forecast was; `None` = there was no forecast. Times to first token begin when the request was sent,
-    after `queued_ms`. Ratios are actual / predicted; `None` = unknown."""
+    after `queued_ms` and `asked_ms`. Ratios are actual / predicted; `None` = unknown."""
     forecast = _made(decision)
     if forecast is None:
         return None

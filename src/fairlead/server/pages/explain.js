@@ -49,11 +49,12 @@ function facts(found) {
     ["Band, tenant", `${found.priority}, ${found.fairness_id || "none named"}`],
     ["Request", `${found.api}${found.stream ? ", streamed" : ""}, ${count(found.prompt_tokens)} prompt tokens`],
     ["Decided", found.waited_ms < 0.05 ? "at once"
-      : `after ${milliseconds(found.waited_ms)}${found.queued_ms ? `, ${milliseconds(found.queued_ms)} queued` : ""}`],
+      : `after ${milliseconds(found.waited_ms)}${found.queued_ms ? `, ${milliseconds(found.queued_ms)} queued` : ""}${
+        found.asked_ms ? `, ${milliseconds(found.asked_ms)} asking another process` : ""}`],
   ];
   if (prediction) {
     const { ttft_ms: ttft, cached_tokens: cached } = prediction;
-    const queued = found.queued_ms ? ", from when it was sent" : "";
+    const queued = found.queued_ms || found.asked_ms ? ", from when it was sent" : "";
     const verdict = ttft.within === null ? "" : ttft.within ? " (within the band)" : " (outside the band)";
     rows.push(
       ["First token predicted", `${milliseconds(ttft.predicted)} (90 %: ${ttft.band.map(milliseconds).join(" to ")})`],

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from commands import fairlead
 
@@ -14,6 +15,7 @@ from fairlead.core.records import DecisionRecord
 from fairlead.lab.simulator import plan_live
 from fairlead.lab.simulator.journal import one_run
 from fairlead.lab.simulator.plan_live import fit
+from fairlead.server.observe.decisions import explained
 
 
 def call(*arguments: object, columns: int = 200) -> Any:
@@ -62,6 +64,17 @@ def test_explain(recorded: Any) -> None:
     )["instead"]
     assert instead["policy"] == "least-requests"
     assert "on the same numbers" in call("explain", record.request.id, recorded.path, "--set", "decode=1").output
+
+
+def test_an_explanation_tells_how_long_another_process_was_asked(
+    recorded: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = next(one for one in recorded.decisions[::-1] if isinstance(one, DecisionRecord) and one.endpoint)
+    request = msgspec.structs.replace(record.request, arrived=record.at - 0.0061)
+    record = msgspec.structs.replace(record, request=request, asked_ms=4.04)
+    show(explained(record, None, None), 3)
+    output = " ".join(capsys.readouterr().out.split())
+    assert "decided after 6.1 ms, 4.0 ms asking another process" in output and "from when it was sent" in output
 
 
 @pytest.mark.parametrize("columns", [60, 80, 100, 200])
