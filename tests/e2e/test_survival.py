@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import time
+import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import pytest
 from gw_http1 import Http1
 from gw_load import Mixed, Story, under_load
 from gw_messages import JSON, Ask, Broken
-from gw_processes import Envoy, Serve, Upstream, sees_the_scheduler, stat
+from gw_processes import Envoy, Serve, Upstream, get_page, sees_the_scheduler, stat
 from ports import free_ports
 
 from fairlead.gateway.envoy.config import build
@@ -293,6 +294,46 @@ async def test_a_file_that_cannot_be_used_does_not_end_the_gateway(mortal: Serve
         await until(troubled, "the trouble with the file")
         serve.file.write_text(good)
         await until(mended, "the end of the trouble")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", ["endpoints: [", None], ids=["unreadable", "removed"])
+async def test_a_scheduler_that_dies_beside_a_broken_pool_file_starts_again(
+    broken: str | None, upstream: Upstream, serve: Callable[..., Serve], tmp_path: Path
+) -> None:
+    """The gateway goes on with the endpoints that it has, until the file is mended."""
+    pool, tokens = tmp_path / "pool.yaml", tmp_path / "tokens"
+    good = json.dumps({"endpoints": upstream.addresses})
+    pool.write_text(good)
+    tokens.write_text("secret")
+    at = serve(config(upstream) | {"endpoints": {"file": str(pool)}, "admin": {"tokenFile": str(tokens)}})
+    tokens.write_text("")
+    pool.write_text(broken) if broken else pool.unlink()
+    killed = at.scheduler_pid()
+    os.kill(killed, signal.SIGKILL)
+
+    async def readyz() -> tuple[int, str]:
+        with contextlib.suppress(OSError):
+            return await asyncio.to_thread(get_page, at.admin + "/readyz")
+        return 0, ""
+
+    async def waits() -> bool:
+        return "no endpoints are known here" in (await readyz())[1]
+
+    async def is_ready() -> bool:
+        return (await readyz())[0] == 200
+
+    await until(waits, "the next scheduler")
+    assert at.scheduler_pid() != killed
+    async with Http1(at.port) as client:
+        assert (await client.ask(ASK)).status == 200
+        request = urllib.request.Request(at.admin + "/metrics", headers={"authorization": "Bearer secret"})
+        assert (await asyncio.to_thread(get_page, request))[0] == 401, "nobody gets in"
+        pool.write_text(good)
+        tokens.write_text("secret")
+        await until(is_ready, "the mended files")
+        assert (await asyncio.to_thread(get_page, request))[0] == 200
+        assert (await client.ask(ASK)).status == 200
 
 
 @pytest.mark.slow

@@ -290,12 +290,12 @@ class EndpointsFile:
 
 
 async def follow_endpoints(
-    stack: AsyncExitStack, source: EndpointSource, feed: Feed, report: Report
+    stack: AsyncExitStack, source: EndpointSource, feed: Feed, report: Report, required: bool = True
 ) -> EndpointSet | EndpointsFile:
     """Feed the present endpoints, and all changes while `stack` is open.
 
     Returns an `EndpointSet` for a list in the configuration (`apply` replaces the list), or the `EndpointsFile`.
-    Raises `ConfigError` if the file cannot be read or parsed at the start.
+    Raises `ConfigError` if the file cannot be read or parsed at the start and is `required`.
     """
     if not source.file:
         listed = EndpointSet(feed, report)
@@ -306,6 +306,6 @@ async def follow_endpoints(
     files = EndpointsFile(source.file, feed, report, watch=source.watch, allow_empty=source.allow_empty)
     stack.push_async_callback(files.close)
     problems = await files.start()
-    if not files.loaded:
+    if required and not files.loaded:
         raise ConfigError("; ".join(str(problem) for problem in problems), "$.endpoints.file", source.file)
     return files

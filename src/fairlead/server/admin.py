@@ -378,7 +378,7 @@ def _one_piece(value: Any) -> tuple[bytes]:
     return (_json(value) + b"\n",)
 
 
-def admin_access(hosts: Iterable[str], token_file: str) -> Access:
-    """The access control of an admin port. `token_file`: empty = no token is needed. Raises `ConfigError` if the file
-    cannot be used."""
-    return Access(hosts, Tokens(token_file) if token_file else None, free=_PROBES)
+def admin_access(hosts: Iterable[str], token_file: str, required: bool = True) -> Access:
+    """The access control of an admin port. `token_file`: empty = no token is needed. If the file cannot be used, raise
+    `ConfigError` if it is `required`; else nobody gets in until it can be."""
+    return Access(hosts, Tokens(token_file, required) if token_file else None, free=_PROBES)

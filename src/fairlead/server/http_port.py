@@ -48,14 +48,16 @@ _NO_HOST = re.compile(r"[@/\\?#]")
 
 
 class Tokens:
-    """The tokens in a file. The constructor raises `ConfigError` if the file cannot be read or holds no token."""
+    """The tokens in a file. The constructor raises `ConfigError` if the file is `required` and cannot be read or holds
+    no token."""
 
-    def __init__(self, file: str) -> None:
+    def __init__(self, file: str, required: bool = True) -> None:
         self._file = Path(file)
         self._identity: tuple[int, int, int] | None = None
         self._known: list[bytes] = []
-        self._look()
-        if not self._known:
+        if required:
+            self._look()
+        if required and not self._known:
             raise ConfigError(f"{file} holds no token", "$.admin.tokenFile")
 
     def accept(self, authorization: str) -> bool:
@@ -79,7 +81,7 @@ class Tokens:
         try:
             self._look()
         except ConfigError as error:
-            return f"{error.message}; the admin tokens read before stay valid"
+            return f"{error.message}; {'the admin tokens read before stay valid' if self._known else 'nobody gets in'}"
         return "" if self._known else f"{self._file} holds no token: nobody gets in"
 
     def _look(self) -> None:

@@ -26,7 +26,8 @@ class RunningGateway(Struct, frozen=True):
     """`admins`: the addresses of Envoy's admin pages; empty = no embedded gateway. `directory`: where the gateway's
     files are. `worker`: the number of this scheduler, from 0, among `workers`. `flags`: values of the command line that
     override the file's, without those of a single worker. `ending`: the signal that says that the gateway is stopping;
-    the default is that of older parents."""
+    the default is that of older parents. `restarted`: it replaces a
+    scheduler that died, so a file that cannot be used any longer does not keep it from starting."""
 
     admins: list[str] = []
     directory: str = ""
@@ -34,6 +35,7 @@ class RunningGateway(Struct, frozen=True):
     workers: int = 1
     flags: dict[str, Any] = {}
     ending: int = signal.SIGUSR1
+    restarted: bool = False
 
     def configurations(self, file: Path, flags: Mapping[str, Any], present: bytes | None) -> tuple[Config, Config]:
         """Return the configuration to run, and the one that the gateway and its schedulers began with. They differ if

@@ -100,7 +100,7 @@ def test_a_replacement_knows_the_gateway_and_its_own_number() -> None:
     plan = Plan("/gateway", [], ["/gateway/admin-0.sock"], 0.0, 1.0)
     command = scheduler_command(config, Path("f.yaml"), plan, 1, 3)
     gateway = RunningGateway(**json.loads(command[command.index("--running-gateway") + 1]))
-    assert gateway == RunningGateway(["/gateway/admin-0.sock"], "/gateway", 1, 3, ending=ENDING)
+    assert gateway == RunningGateway(["/gateway/admin-0.sock"], "/gateway", 1, 3, ending=ENDING, restarted=True)
     assert gateway.pool_file is None, "the first worker writes it"
     assert RunningGateway([], "/gateway").pool_file == plan.endpoints_file
 

@@ -181,7 +181,9 @@ class Live:
     async def _start_pool(self, stack: contextlib.AsyncExitStack, pool: PoolScheduler) -> None:
         config = self.config
         await pool.start(stack)
-        listed = self._listed = await follow_endpoints(stack, config.endpoints, self._endpoint, self._file_problem)
+        first = not self._beside.restarted
+        listed = await follow_endpoints(stack, config.endpoints, self._endpoint, self._file_problem, required=first)
+        self._listed = listed
         pool.troubles.watch("endpoints", lambda: listed.problem)
         for keys in self._keys:
             stack.push_async_callback(keys.close)
@@ -308,7 +310,7 @@ class Live:
         else:
             sources = serving.sources()
         settings = self.config.admin
-        access = admin_access(settings.hosts, settings.token_file)
+        access = admin_access(settings.hosts, settings.token_file, required=not self._beside.restarted)
         serving.troubles.watch("admin-tokens", access.problem)
         self.admin = Admin(
             sources,
