@@ -112,6 +112,7 @@ async def test_shadows_judge_and_change_nothing(
     assert await count("Good", "agree") > 0.3 * routed, "from the numbers of before the charge it decides the same"
     assert await count("Raises", "error") > 0
     assert await gateway.metric("fairlead_shadow_cut_off", shadow="Sleeps") == 1, "it left too many unanswered"
+    assert await gateway.metric("fairlead_shadow_skipped_total", shadow="Sleeps", reason="lost") > 200
     assert await gateway.metric("fairlead_shadow_cut_off", shadow="Good") == 0
     assert await count("Raises", "agree") == await count("Raises", "differ") == 0
     assert await gateway.metric("fairlead_shadow_regret_milliseconds_total", shadow="round-robin") > 0

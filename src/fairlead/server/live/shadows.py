@@ -27,8 +27,9 @@ from fairlead.server.shadow_runner import MAX_FAILURES, PASSED, ShadowRunner
 
 log = get("shadow")
 
-#: At most this many questions to one remote scheduler may be unanswered; with one more it is cut off.
-_MAX_OPEN = 256
+#: At most this many questions to one remote scheduler may be unanswered; with one more it is cut off. After so many
+#: seconds, a question counts as `unanswered`.
+_MAX_OPEN, _PATIENCE = 256, 10.0
 #: Seconds of the event loop that asking may take in one burst.
 _BURST = 0.05
 
@@ -98,13 +99,14 @@ class LiveShadows:
         counts = {} if self._runner is None else dict(self._runner.stats.cut)
         return counts | {remote.name: remote.cut for remote in self._remotes if remote.cut}
 
-    def skipped(self) -> dict[str, int]:
-        """The number of skipped cases by reason: crowded, budget, down."""
+    def skipped(self) -> dict[tuple[str, str], int]:
+        """The number of cases without a verdict by shadow and reason. Built-in shadows skip the same ones, as `""`."""
         runner = self._runner
-        counts = {} if runner is None else {"crowded": runner.stats.crowded, "budget": runner.stats.over_budget}
+        counts = (
+            {} if runner is None else {("", "crowded"): runner.stats.crowded, ("", "budget"): runner.stats.over_budget}
+        )
         for remote in self._remotes:
-            for reason, count in remote.skipped.items():
-                counts[reason] = counts.get(reason, 0) + count
+            counts |= {(remote.name, reason): count for reason, count in remote.skipped.items()}
         return counts
 
 
@@ -122,7 +124,8 @@ class RemoteShadow:
         judged: Callable[[ShadowRecord], None],
         cpu: float,
     ) -> None:
-        self.skipped = {"down": 0, "budget": 0}
+        #: Cases without a verdict, by reason: not asked (the first two), asked and not answered.
+        self.skipped = {"down": 0, "budget": 0, "lost": 0, "unanswered": 0}
         self.name = name
         #: Why this shadow is cut off; empty = it is not.
         self.cut = ""
@@ -160,14 +163,18 @@ class RemoteShadow:
         if not self.client.ask_as_of(question, fleet, case.snapshot):
             self.skipped["down"] += 1
             return
-        self._open[case.request.id] = (opened, time.monotonic())
+        now = time.monotonic()
+        self._open[case.request.id] = (opened, now)
+        while next(iter(self._open.values()))[1] < now - _PATIENCE:
+            del self._open[next(iter(self._open))]
+            self.skipped["unanswered"] += 1
         self._used += time.perf_counter() - began
         if len(self._open) > _MAX_OPEN:
             self._cut_off(f"{_MAX_OPEN} questions are unanswered")
 
     def _on_event(self, event: Event) -> None:
         if not isinstance(event, RemotePicked):
-            self._open.clear()
+            self._lose()
             return
         for pick in event.picks:
             opened, asked_at = self._open.pop(pick.request_id, (None, 0.0))
@@ -183,9 +190,14 @@ class RemoteShadow:
     def _cut_off(self, why: str) -> None:
         if not self.cut:
             self.cut = why
-            self._open.clear()
+            self._lose()
             log.error("a shadow was cut off", shadow=self.name, reason=why)
             self._closing = asyncio.ensure_future(self.client.close())
+
+    def _lose(self) -> None:
+        """The questions that are open will not be answered."""
+        self.skipped["lost"] += len(self._open)
+        self._open.clear()
 
     async def close(self) -> None:
         if self._closing is not None:

@@ -100,12 +100,12 @@ REGRET_BOUNDS = (0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 
 
 class ShadowMetrics:
     """How shadows differ from the deciding policy. All milliseconds are forecasts. `skipped` returns the number of
-    skipped cases by reason, `cut` the shadows that are cut off → why."""
+    cases without a verdict by shadow (empty = built-in ones) and reason, `cut` the shadows that are cut off → why."""
 
     def __init__(
         self,
         registry: Registry,
-        skipped: Callable[[], Mapping[str, int]] = dict,
+        skipped: Callable[[], Mapping[tuple[str, str], int]] = dict,
         cut: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         self.skipped = skipped
@@ -117,7 +117,7 @@ class ShadowMetrics:
         self._gain = counters("shadow", "sign")
         self._primary = counters()
         self._took = histograms("shadow", bounds=REGRET_BOUNDS)
-        self._skipped = counters("reason")
+        self._skipped = counters("shadow", "reason")
         self._cut = gauges("shadow")
         registry.before(self._refresh)
         show = registry.show
@@ -130,7 +130,8 @@ class ShadowMetrics:
         text = "Forecast TTFT where requests went, less that of the shadow's choice, by sign."
         show("fairlead_shadow_predicted_gain_milliseconds_total", text, self._gain)
         show("fairlead_shadow_seconds", "Time that a shadow took for a decision.", self._took)
-        show("fairlead_shadow_skipped_total", "Decisions that shadows were not shown, by reason.", self._skipped)
+        text = "Decisions without a shadow's verdict, by reason; without a name: all built-in shadows."
+        show("fairlead_shadow_skipped_total", text, self._skipped)
         show("fairlead_shadow_cut_off", "1 for a shadow that was cut off.", self._cut)
 
     def on_shadow(self, record: ShadowRecord) -> None:
@@ -162,8 +163,8 @@ class ShadowMetrics:
         return self._primary.child().value
 
     def _refresh(self) -> None:
-        for reason, count in self.skipped().items():
-            self._skipped.child(reason).value = count
+        for (shadow, reason), count in self.skipped().items():
+            self._skipped.child(shadow, reason).value = count
         self._cut.children.clear()
         for name in self.cut():
             self._cut.child(name).set(1)
