@@ -12,7 +12,7 @@ from statistics import geometric_mean
 from msgspec import Struct
 
 from _quality_plots import draw
-from fairlead.lab.simulator.grid import COMPARED
+from fairlead.lab.simulator.grid import COMPARED, served
 from fairlead.lab.simulator.quality import Comparison, Regrets, Summary, regrets_of
 from fairlead.lab.simulator.scenarios import ADVERSARIAL, APART, HELD_OUT, PUBLISHED, QUALITY, SITUATIONS
 
@@ -95,7 +95,7 @@ def _wide(part: Summary, figure: str) -> list[str]:
     shown = [name for name in SHOWN if any(name in rows for rows in part.values())]
     lines = [_row(["scenario", *shown]), _rule(len(shown) + 1)]
     for scenario, rows in part.items():
-        best = min(row[figure] for row in rows.values())
+        best = min((row[figure] for row in rows.values() if served(row)), default=0.0)
         lines.append(_row([scenario, *(_number(rows.get(name), figure, best) for name in shown)]))
     return lines
 
@@ -104,7 +104,7 @@ def _number(row: Mapping[str, float] | None, figure: str, best: float) -> str:
     if row is None:
         return ""
     text = f"{row[figure]:,.0f}" + "\\*" * bool(row["shed"] or row["failed"])
-    return f"**{text}**" if row[figure] <= 1.005 * best else text
+    return f"**{text}**" if served(row) and row[figure] <= 1.005 * best else text
 
 
 def _regrets(name: str, regret: Regrets) -> list[str]:

@@ -237,6 +237,7 @@ def mean_figures(results: Sequence[CellResult]) -> dict[str, dict[str, Figures]]
     """{scenario: {policy: {figure: mean over the seeds}}}, in the order of the results, without failed cells.
 
     With several seeds, the figures also have their number (`seeds`) and standard deviations (`ttft_mean_ms_sd`).
+    Latencies are those of the seeds in which a request was served.
     """
     grouped: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for result in results:
@@ -249,9 +250,10 @@ def mean_figures(results: Sequence[CellResult]) -> dict[str, dict[str, Figures]]
 
 def _means(rows: Sequence[Mapping[str, Any]]) -> Figures:
     names = [name for name, value in rows[0].items() if isinstance(value, int | float)]
-    means = {name: round(fmean(row[name] for row in rows), 4) for name in names}
+    able = [row for row in rows if served(row)] or rows
+    means = {name: round(fmean(row[name] for row in (able if "_ms" in name else rows)), 4) for name in names}
     if len(rows) > 1:
-        spread = {f"{name}_sd": round(stdev(row[name] for row in rows), 4) for name in _SPREAD}
+        spread = {f"{name}_sd": round(stdev(row[name] for row in able), 4) if able[1:] else 0.0 for name in _SPREAD}
         means |= {"seeds": len(rows), **spread}
     return means
 

@@ -273,6 +273,13 @@ def test_seeds_are_averaged(monkeypatch, capsys):
     assert "means of 2 seeds ± standard deviation" in said and "200 ±141" in said
 
 
+def test_a_seed_that_served_nobody_has_no_latency():
+    rows = [result("a", "p", 100.0, 300.0, 1), result("a", "p", 0.0, 0.0, 2, done=0, shed=9, goodput=0.0)]
+    means = mean_figures(rows)["a"]["p"]
+    assert (means["ttft_mean_ms"], means["e2e_mean_ms"]) == (100.0, 300.0)
+    assert (means["goodput"], means["shed"], means["seeds"], means["ttft_mean_ms_sd"]) == (0.4, 4.5, 2, 0.0)
+
+
 def test_the_report_stands_alone(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     made = cells(1)
