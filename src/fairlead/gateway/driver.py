@@ -57,6 +57,9 @@ class Incidents(Protocol):
     def on_client_error(self, api: str, status: int) -> None:
         """A request was answered with an error before it could be scheduled."""
 
+    def on_protocol_error(self, reason: str) -> None:
+        """A stream of the gateway was ended because a message on it is malformed or out of order."""
+
     def on_fallback(self, address: str, status: int) -> None:
         """The gateway served a request at `address` without asking us."""
 

@@ -193,6 +193,7 @@ class Session:
                 self._begin(message.modes())
             handler(self, message)
         except ProtocolError as error:
+            self._host.incidents.on_protocol_error(str(error))
             self.on_lost("")
             self._stream.finish(_INVALID_ARGUMENT, str(error))
 

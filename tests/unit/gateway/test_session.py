@@ -88,7 +88,7 @@ class Wire:
 
 class Seen:
     def __init__(self):
-        self.decisions, self.outcomes, self.errors = [], [], []
+        self.decisions, self.outcomes, self.errors, self.broken = [], [], [], []
 
     def on_decision(self, record, duration_s):
         self.decisions.append(record)
@@ -98,6 +98,9 @@ class Seen:
 
     def on_client_error(self, api, status):
         self.errors.append((api, status))
+
+    def on_protocol_error(self, reason):
+        self.broken.append(reason)
 
 
 class Rig:
@@ -1136,7 +1139,7 @@ def test_in_each_state_only_what_the_table_has_is_legal(pb, state, message):
         "chunk": lambda: rig.chunk(session, b"x"),
         "response_trailers": lambda: rig.trailers(session, request=False),
     }[message]()
-    assert (wire.status == 3) == (message not in LEGAL[state])
+    assert (wire.status == 3) == (message not in LEGAL[state]) == bool(rig.seen.broken)
     assert rig.leases() == 0 or wire.status is None
 
 

@@ -87,6 +87,8 @@ class Seen:
     def on_client_error(self, api: str, status: int) -> None:
         self.errors.append(status)
 
+    def on_protocol_error(self, reason: str) -> None: ...
+
     def on_fallback(self, address: str, status: int) -> None: ...
 
 

@@ -71,6 +71,7 @@ class RequestFamilies:
         self.plugin = histograms("extension_point", "plugin_type", "plugin_name", bounds=buckets.SCHEDULING)
         self.plugin_errors = counters("plugin_name", cap=256, fold=("plugin_name",))
         self.failed_instructions = counters("instruction", cap=16, fold=("instruction",))
+        self.protocol_errors = counters()
         self.overloaded = counters()
         self.expired = counters()
         self.fallbacks = counters("endpoint", cap=cap, fold=("endpoint",))
@@ -225,6 +226,8 @@ class RequestFamilies:
         show("fairlead_plugin_errors_total", text, self.plugin_errors)
         text = "Instructions of the scheduler that could not be carried out, a defect. Their requests were ended."
         show("fairlead_failed_instructions_total", text, self.failed_instructions)
+        text = "Streams of the gateway that were ended because it broke the ext_proc protocol; the log says how."
+        show("fairlead_protocol_errors_total", text, self.protocol_errors)
         show("fairlead_all_overloaded_total", "Decisions with every candidate overloaded.", self.overloaded)
         show("fairlead_lease_expired_total", "Requests whose end was never reported.", self.expired)
         show("fairlead_fallback_requests_total", "Requests the gateway served without asking.", self.fallbacks)

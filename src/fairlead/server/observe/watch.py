@@ -65,7 +65,7 @@ class Watch:
         tracing: Tracing | None = None,
         scrapes: ScrapeStats | None = None,
         served: Callable[[], Iterable[str]] = tuple,
-        skipped: Callable[[], Mapping[str, int]] = dict,
+        skipped: Callable[[], Mapping[tuple[str, str], int]] = dict,
         cut: Callable[[], Mapping[str, str]] = dict,
         objective: Objective | None = None,
         counts_fallbacks: bool = True,
@@ -287,6 +287,10 @@ class Watch:
 
     def on_client_error(self, api: str, status: int) -> None:
         self.metrics.on_client_error("", status)
+
+    def on_protocol_error(self, reason: str) -> None:
+        self.metrics.families.protocol_errors.child().inc()
+        log.warning("ended a stream of the gateway, which breaks the ext_proc protocol", reason=reason)
 
     def on_failure(self, instruction: str) -> None:
         """Count an instruction of the pipeline that could not be carried out. The caller logs why."""

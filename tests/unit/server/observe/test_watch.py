@@ -190,3 +190,11 @@ def test_the_load_is_measured_anew_when_a_peer_comes_or_is_lost_and_after_the_li
     alone[0] = False
     load.requests += 1_000_000  # what the others routed meanwhile
     assert [number or 0 for number in seen(12)] == [0] * 6 + [usual] * 6
+
+
+def test_a_gateway_that_breaks_the_protocol_is_named_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    watch, _ = make()
+    watch.on_protocol_error("unexpected message BODY in state waiting")
+    (line,) = caplog.records
+    assert line.levelname == "WARNING" and "unexpected message BODY" in str(line.__dict__)
+    assert b"\nfairlead_protocol_errors_total 1\n" in b"".join(watch.exposition())
