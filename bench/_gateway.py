@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -49,10 +50,16 @@ class Usage(Struct, frozen=True):
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody listens on now; all different."""
+    """Ports of 127.0.0.1 that nobody listens on now; all different. They lie below 32,768, where the kernel takes those
+    of connections from, and below those of tests (`tests/support/ports.py`)."""
+    ports = list[int]()
     with contextlib.ExitStack() as stack:
-        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [int(one.getsockname()[1]) for one in taken]
+        while len(ports) < count:
+            port = random.SystemRandom().randint(10_000, 19_999)
+            with contextlib.suppress(OSError):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+                ports.append(port)
+    return ports
 
 
 def environment(src: str = "") -> dict[str, str]:
