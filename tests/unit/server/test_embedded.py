@@ -64,12 +64,14 @@ def test_a_replacement_listens_where_the_gateway_dials() -> None:
     assert again.tls is not None and again.tls.cert_dir == "/x"
 
 
-@pytest.mark.parametrize("place", ["extProc: {host: 127.0.0.1, port: %d}", "admin: {host: 127.0.0.1, port: %d}"])
+@pytest.mark.parametrize("section", ["extProc", "admin"])
 @pytest.mark.parametrize("before", [0, 1])
-def test_a_taken_port_is_named_before_the_gateway_starts(place: str, before: int) -> None:
+def test_a_taken_port_is_named_before_the_gateway_starts(section: str, before: int) -> None:
     """If another scheduler has it, Envoy would take that one for ours, and its pool."""
-    (port, second) = free_ports(2)
-    config = load("endpoints: ['127.0.0.1:1']\n" + place % (port - before))
+    _, port, second, _ = free_ports(4)
+    ports = {"extProc": second, "admin": second} | {section: port - before}
+    places = "".join(f"{name}: {{host: 127.0.0.1, port: {number}}}\n" for name, number in ports.items())
+    config = load("endpoints: ['127.0.0.1:1']\n" + places)
     with socket.create_server(("127.0.0.1", port)), pytest.raises(Unavailable, match=f"cannot listen on .*:{port}"):
         check_ports(config, 1 + before)
     check_ports(load(f"endpoints: ['127.0.0.1:1']\nadmin: {{port: {second}}}\nextProc: {{port: {port}}}\n"), 1)
