@@ -32,10 +32,10 @@ class ServerTls:
         *,
         check_interval: float = 5.0,
         protocol: str = "h2",
+        required: bool = True,
     ) -> None:
-        """The files are PEM. `protocol`: ALPN name. Times are in seconds.
-
-        Raises `ConfigError` if the files cannot be used.
+        """The files are PEM. `protocol`: ALPN name. Times are in seconds. If the files cannot be used, raise
+        `ConfigError` if they are `required`; else all handshakes fail until they can be.
         """
         self._certificate = str(certificate)
         self._key = str(key)
@@ -50,18 +50,23 @@ class ServerTls:
         self._missed = False
         #: The PEM texts in use, for servers that take no context: key, certificate chain.
         self.pem: tuple[bytes, bytes]
+        self._identity: _Identity = ()
         try:
-            self._identity = self._identify()
+            identity = self._identify()
             self.context = self._current = self._load()
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-            raise ConfigError(f"TLS files {self._certificate}, {self._key}: {error}") from error
+            if required:
+                raise ConfigError(f"TLS files {self._certificate}, {self._key}: {error}") from error
+            self.context = self._current = self._empty()
+        else:
+            self._identity = identity
         self.context.sni_callback = self._choose
 
     @classmethod
-    def from_directory(cls, directory: str | Path, *, protocol: str = "h2") -> "ServerTls":
+    def from_directory(cls, directory: str | Path, *, protocol: str = "h2", required: bool = True) -> "ServerTls":
         """Load `tls.crt` and `tls.key`, the files of a mounted Kubernetes TLS secret."""
         base = Path(directory)
-        return cls(base / "tls.crt", base / "tls.key", protocol=protocol)
+        return cls(base / "tls.crt", base / "tls.key", protocol=protocol, required=required)
 
     def refresh(self, now: float) -> bool:
         """Check the files, at most every `check_interval` seconds of `now`. Return whether a new pair is in use."""
@@ -74,7 +79,8 @@ class ServerTls:
         """Check the files as `refresh` does. Return why they cannot be used; empty = they are in use."""
         self.refresh(now)
         problem = self._missing or self._unusable
-        return f"{problem}; the certificate read before stays in use" if problem else ""
+        now_used = "the certificate read before stays in use" if self._identity else "nobody can connect"
+        return f"{problem}; {now_used}" if problem else ""
 
     def reload(self) -> bool:
         """Check the files now. Return whether a new pair is in use. Never raises."""
@@ -105,14 +111,18 @@ class ServerTls:
         return tuple((s.st_ino, s.st_mtime_ns, s.st_size) for s in map(os.stat, (self._certificate, self._key)))
 
     def _load(self) -> ssl.SSLContext:
+        context = self._empty()
+        # Without it OpenSSL would ask at the terminal for the password of an encrypted key.
+        context.load_cert_chain(self._certificate, self._key, password=_no_password)
+        self.pem = (Path(self._key).read_bytes(), Path(self._certificate).read_bytes())
+        return context
+
+    def _empty(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_ciphers(_CIPHERS)
         context.options |= ssl.OP_NO_RENEGOTIATION
         context.set_alpn_protocols([self._protocol])
-        # Without it OpenSSL would ask at the terminal for the password of an encrypted key.
-        context.load_cert_chain(self._certificate, self._key, password=_no_password)
-        self.pem = (Path(self._key).read_bytes(), Path(self._certificate).read_bytes())
         return context
 
     def _choose(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:

@@ -180,6 +180,26 @@ async def test_tls(tmp_path: Path) -> None:
     await admin.close()
 
 
+async def test_a_certificate_that_is_not_required_is_used_once_it_is_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="TLS files"):
+        ServerTls.from_directory(tmp_path)
+    tls = ServerTls.from_directory(tmp_path, protocol="http/1.1", required=False)
+    admin = await started(tls=tls)
+    url = f"https://127.0.0.1:{admin.port}/metrics"
+    async with aiohttp.ClientSession() as session:
+        with pytest.raises(aiohttp.ClientError):
+            await session.get(url, ssl=False)
+        tls.trouble(1e9)
+        assert "nobody can connect" in tls.trouble(2e9), "missing twice"
+        command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+        command += ["-keyout", str(tmp_path / "tls.key"), "-out", str(tmp_path / "tls.crt"), "-subj", "/CN=localhost"]
+        await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True)
+        assert tls.trouble(3e9) == ""
+        async with session.get(url, ssl=False) as response:
+            assert response.status == 200
+    await admin.close()
+
+
 def test_the_command_line_gives_the_token_of_an_address() -> None:
     request = with_token("http://:to%20ken@127.0.0.1:9091/debug")
     assert (request.full_url, request.get_header("Authorization")) == ("http://127.0.0.1:9091/debug", "Bearer to ken")

@@ -208,7 +208,9 @@ class Live:
         newest certificate files cannot be used."""
         if settings is None:
             return None
-        tls, now = ServerTls.from_directory(settings.cert_dir, protocol=protocol), asyncio.get_running_loop().time
+        required = not self._beside.restarted or self.config.ext_proc.transport == "grpc-aio"
+        tls = ServerTls.from_directory(settings.cert_dir, protocol=protocol, required=required)
+        now = asyncio.get_running_loop().time
         self.serving.troubles.watch(what, lambda: tls.trouble(now()))
         return tls
 
