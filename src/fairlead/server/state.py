@@ -13,6 +13,7 @@ Rules
 
 import asyncio
 import os
+import stat
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -61,6 +62,8 @@ def read_state(path: Path, cut: ChainHasher, max_bytes: int) -> Stored:
     cut into other blocks than those of `cut` are left out. A missing file is no problem."""
     stored = Stored()
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise OSError("it is not a regular file")  # opening a pipe would wait for its writer
         with path.open("rb") as file:
             data = file.read(max_bytes + 1)
     except FileNotFoundError:

@@ -185,6 +185,13 @@ async def test_a_file_that_is_a_directory_is_a_note(tmp_path: Path, caplog: pyte
     assert "a restart forgets" in process.file.problem
 
 
+async def test_a_pipe_is_not_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    os.mkfifo(tmp_path / "learned.state")
+    process = await Process(tmp_path / "learned.state", "e0").start()
+    assert "it cannot be read: it is not a regular file" in said(caplog)
+    await process.file.close()
+
+
 async def test_prompts_cut_otherwise_are_left_out_and_the_rest_is_used(
     written: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
