@@ -45,10 +45,14 @@ class Cold(Struct, frozen=True):
 
 class Adapters:
     """The adapters of one table. `starting`: by slot, the adapters of our requests before their first token, and how
-    many requests each has."""
+    many requests each has. `changed`: the slots at which it has changed, which are taken out of it here."""
 
-    def __init__(self, table: EndpointTable, starting: Mapping[int, Mapping[str, int]]) -> None:
-        self._table, self._starting = table, starting
+    def __init__(self, table: EndpointTable, starting: Mapping[int, Mapping[str, int]], changed: set[int]) -> None:
+        self._table, self._starting, self._changed = table, starting, changed
+        #: By slot: the names of `starting`, and how many of them are not on its page. By name: its slots.
+        self._names: dict[int, frozenset[str]] = {}
+        self._more = np.zeros(0)
+        self._begun: dict[str, set[int]] = {}
         self.activate_ms, self.load_ms = ACTIVATE_MS, LOAD_MS
         #: By look of engines: the adapter that one of them may have loaded on demand; and whether they load on demand.
         self._suspected: dict[Hashable, str] = {}
@@ -64,12 +68,10 @@ class Adapters:
         running, listed = table.holders(model), table.listing(model)
         if running is None and not listed:
             return None
+        self._follow()
         there = np.zeros(len(table), dtype=np.bool_) if running is None else running.copy()
-        taken = table.loaded_adapters.copy()
-        for slot, names in self._starting.items():
-            page = table.adapters[slot] or ()
-            there[slot] |= model in names
-            taken[slot] += sum(name not in page for name in names)
+        there[list(self._begun.get(model, ()))] = True
+        taken = table.loaded_adapters + self._more
         lacks = table.dynamic.copy()
         lacks[list(listed)] = False
         waits: FloatColumn = np.where(there, 0.0, np.where(lacks, self.load_ms, self.activate_ms))
@@ -77,6 +79,38 @@ class Adapters:
         waits += over if running is None else np.where(running, 0.0, over)
         waits[table.max_adapters <= 0.0] = 0.0
         return waits
+
+    def _follow(self) -> None:
+        """Follow what has begun or changed at some slots since the last call."""
+        table, changed = self._table, self._changed | self._table.adapters_at
+        if len(self._more) < len(table):
+            self._more = np.append(self._more, np.zeros(len(table) - len(self._more)))
+        for slot in changed:
+            page, names = table.adapters[slot] or (), frozenset(self._starting.get(slot, ()))
+            before = self._names.pop(slot, frozenset[str]())
+            for name in before - names:
+                self._begun[name].discard(slot)
+                if not self._begun[name]:
+                    del self._begun[name]
+            for name in names - before:
+                self._begun.setdefault(name, set()).add(slot)
+            if names:
+                self._names[slot] = names
+            self._more[slot] = sum(name not in page for name in names)
+        self._changed.clear()
+        table.adapters_at.clear()
+
+    def validate(self) -> None:
+        """Raise `AssertionError` if what was counted step by step differs from a count of everything."""
+        self._follow()
+        assert self._names == {slot: frozenset(names) for slot, names in self._starting.items()}
+        more = {slot: len(names - (self._table.adapters[slot] or frozenset())) for slot, names in self._names.items()}
+        assert {slot: int(self._more[slot]) for slot in np.flatnonzero(self._more).tolist()} == {
+            slot: number for slot, number in more.items() if number
+        }
+        assert {(name, slot) for name, slots in self._begun.items() for slot in slots} == {
+            (name, slot) for slot, names in self._names.items() for name in names
+        }
 
     def cold(self, model: str, slot: int, waits: FloatColumn, hold_ms: float) -> Cold | None:
         """Return the wait of a request for the adapter `model` at `slot`, before the request is charged there; `None` =

@@ -245,9 +245,12 @@ def _loading(requests: Sequence[Request], fleet: Fleet) -> FloatColumn | None:
     """Return the ms (requests × slots) until each endpoint can run each request's adapter; `None` = no waits."""
     if not fleet.table.lora:
         return None
-    columns = [fleet.loading(request) for request in requests]
-    nothing = np.zeros(len(fleet.table))
-    return np.array([nothing if column is None else column for column in columns])
+    nothing, columns = np.zeros(len(fleet.table)), dict[str, FloatColumn]()
+    for request in requests:
+        if request.target_model not in columns:
+            column = fleet.loading(request)
+            columns[request.target_model] = nothing if column is None else column
+    return np.array([columns[request.target_model] for request in requests])
 
 
 class PairBinder:

@@ -65,7 +65,7 @@ class Fleet:
         self.ledger = ledger(self.table, lease_ttl)
         #: Corrects the forecasts, learned from past requests.
         self.predictor = Predictor(self.table, prior)
-        self.adapters = Adapters(self.table, self.ledger.starting)
+        self.adapters = Adapters(self.table, self.ledger.starting, self.ledger.starting_at)
         self.stalls = Stalls(self.table, self.ledger, self.predictor)
         self.prefix = PrefixIndex(max_prefix_entries)
         #: The exact index, from KV events; `None` = there are no KV events.
@@ -636,6 +636,7 @@ class Fleet:
         self.ledger.validate()
         self.prefix.validate()
         self.predictor.validate()
+        self.adapters.validate()
         table = self.table
         assert np.isfinite([table.queue, table.active, table.kv, table.pending_tokens, table.kv_tokens]).all()
         assert ((table.kv >= 0) & (table.kv <= 1)).all()

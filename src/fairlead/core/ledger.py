@@ -349,8 +349,10 @@ class Ledger:
         self._leases: dict[Lease, None] = {}
         self.reserved: dict[Lease, None] = {}
         self._accounts: defaultdict[int, Account] = defaultdict(Account)
-        #: By slot and adapter name: number of leases before their first token.
+        #: By slot and adapter name: number of leases before their first token. Slots at which it may have changed since
+        #: `core.adapters` looked.
         self.starting: dict[int, dict[str, int]] = {}
+        self.starting_at: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -426,10 +428,12 @@ class Ledger:
 
     def starts(self, lease: Lease) -> None:
         """Count a charged lease that needs an adapter."""
+        self.starting_at.add(lease.slot)
         names = self.starting.setdefault(lease.slot, {})
         names[lease.adapter] = names.get(lease.adapter, 0) + 1
 
     def _started(self, lease: Lease) -> None:
+        self.starting_at.add(lease.slot)
         names = self.starting[lease.slot]
         names[lease.adapter] -= 1
         if not names[lease.adapter]:
@@ -469,7 +473,8 @@ class Ledger:
     def abandon(self, slot: int) -> list[Lease]:
         """Release all leases of an endpoint that left, and return them."""
         leases = self.of_slot(slot)
-        self.starting.pop(slot, None)
+        if self.starting.pop(slot, None):
+            self.starting_at.add(slot)
         for lease in leases:
             if lease.prefill is not None:
                 self._release_prefill(lease.prefill, None)

@@ -101,6 +101,8 @@ class EndpointTable:
         self.ids: tuple[str, ...] = ()
         #: By slot: adapters on the metrics page, which vLLM names only while requests use them; `None` = not reported.
         self.adapters: list[frozenset[str] | None] = []
+        #: Slots at which they may have changed since `core.adapters` looked.
+        self.adapters_at: set[int] = set()
         #: By slot: adapters in the endpoint's list of models, in use or not; `None` = not known.
         self.listed: list[frozenset[str] | None] = []
         #: By slot: the base models in that list.
@@ -184,6 +186,7 @@ class EndpointTable:
         if adapters == before:
             return
         self.adapters[slot] = adapters
+        self.adapters_at.add(slot)
         old, new = before or frozenset(), adapters or frozenset()
         self.know(new)
         self.loaded_adapters[slot] = len(new)

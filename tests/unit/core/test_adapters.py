@@ -5,13 +5,16 @@ from random import Random
 import numpy as np
 import pytest
 from msgspec import structs
+from waiting_rules import AbleRules
 
 from fairlead.compat.load import load
 from fairlead.core.adapters import ACTIVATE_MS, LOAD_MS
+from fairlead.core.binding import PairBinder
 from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.events import AdaptersListed, EndpointUp, MetricsSampled
 from fairlead.core.explain import explain
 from fairlead.core.fleet import Fleet
+from fairlead.core.flow import Waiting
 from fairlead.core.instructions import ListAdapters
 from fairlead.core.records import DecisionRecord
 from fairlead.core.request import Request
@@ -50,6 +53,47 @@ def waits(fleet: Fleet, model: str = "poet") -> list[float]:
     found = fleet.loading(asked(0, model))
     assert found is not None
     return [float(value) for value in found]
+
+
+def test_what_begins_is_followed_step_by_step() -> None:
+    rng, fleet, leases = Random(7), fleet_of(6), []
+    names = ["poet", "critic", "clerk", "scribe"]
+    for number in range(6):
+        fleet.adapters_listed(f"e{number}", frozenset(names))
+    for number in range(400):
+        match rng.randrange(4):
+            case 0 | 1:
+                leases.append(fleet.charge(asked(number, rng.choice(names)), rng.randrange(6), 0.0, 0, 100.0))
+            case 2 if leases:
+                lease = leases.pop(rng.randrange(len(leases)))
+                if number % 2:
+                    fleet.first_token(lease, number * 0.01)
+                else:
+                    fleet.ledger.release(lease)
+            case _:
+                page(fleet, rng.randrange(6), *rng.sample(names, rng.randrange(4)), at=number * 0.01)
+        if number % 3 == 0:
+            waits(fleet, rng.choice(names))
+        fleet.adapters.validate()
+    fleet.down("e2")
+    fleet.adapters.validate()
+
+
+def test_a_choice_among_many_computes_the_waits_of_an_adapter_once() -> None:
+    fleet, looked = fleet_of(3), []
+    page(fleet, 0, "poet")
+    page(fleet, 1, "critic")
+    binder = PairBinder(AbleRules())
+    window = [
+        Waiting(asked(number, name), 0.0, 1e9, 1000.0, number)
+        for number, name in enumerate(("poet", "critic", "base") * 20)
+    ]
+    for waiting in window:
+        _, waiting.known = binder.look(waiting.request, fleet, 0.0)
+    of_all, loading = fleet.table.alive.copy(), fleet.loading
+    fleet.loading = lambda request: looked.append(request.target_model) or loading(request)  # type: ignore[method-assign]
+    binder.bind(window, fleet, of_all, 0.0)
+    assert len(looked) <= 4, "three models, and the request that is sent"
 
 
 def test_where_it_runs_where_it_is_loaded_and_where_no_slot_is_left() -> None:
