@@ -266,7 +266,7 @@ class PairBinder:
 
     def able(self, waiting: Waiting, fleet: Fleet, now: float) -> BoolColumn:
         """Return the slots that can serve the request."""
-        return self._known(waiting, fleet, now).able
+        return self._known_of((waiting,), fleet, now)[0].able
 
     def version(self, table: EndpointTable) -> tuple[int, int]:
         """Return the table's version and the count of changed rules: what was looked up holds while both are equal."""
@@ -346,26 +346,22 @@ class PairBinder:
     def _known_of(self, window: Sequence[Waiting], fleet: Fleet, now: float) -> list[_Known]:
         """Return what is known of the first requests of the window: all of them, unless more than `LOOKUPS` must be
         looked up because endpoints or rules changed."""
-        known = []
-        looked_up = 0
-        for waiting in window:
-            looked_up += waiting.known.version != self.version(fleet.table)
-            if looked_up > LOOKUPS:
-                break
-            known.append(self._known(waiting, fleet, now))
-        return known
-
-    def _known(self, waiting: Waiting, fleet: Fleet, now: float) -> _Known:
-        known: _Known = waiting.known
-        chain = waiting.request.prefix.hashes
-        if known.version != self.version(fleet.table):
-            self._refresh(known, waiting.request, fleet, now)
-        elif self._refreshes and (
-            now - known.looked > HITS_AGE or (chain and self._departed.get(chain[0], -inf) >= known.looked)
-        ):
-            self._refreshes -= 1
-            self._refresh(known, waiting.request, fleet, now)
-        return known
+        version, departed, looked_up = self.version(fleet.table), self._departed, 0
+        all_known: list[_Known] = []
+        for waiting in window:  # hundreds for each that is sent
+            known: _Known = waiting.known
+            if known.version != version:
+                looked_up += 1
+                if looked_up > LOOKUPS:
+                    break
+                self._refresh(known, waiting.request, fleet, now)
+            elif self._refreshes:
+                chain = waiting.request.prefix.hashes
+                if now - known.looked > HITS_AGE or (chain and departed.get(chain[0], -inf) >= known.looked):
+                    self._refreshes -= 1
+                    self._refresh(known, waiting.request, fleet, now)
+            all_known.append(known)
+        return all_known
 
     def _refresh(self, known: _Known, request: Request, fleet: Fleet, now: float) -> None:
         known.version = self.version(fleet.table)
