@@ -123,8 +123,9 @@ class Session:
         assert why
 
     def feed(self, data: bytes) -> None:
-        for pos in range(0, len(data), 1 << 18):
-            part = data[pos : pos + (1 << 18)]
+        size = len(self.connection.get_buffer(-1))
+        for pos in range(0, len(data), size):
+            part = data[pos : pos + size]
             self.connection.get_buffer(-1)[: len(part)] = part
             self.connection.buffer_updated(len(part))
         self.check()

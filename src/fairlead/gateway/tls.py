@@ -99,7 +99,8 @@ class ServerTls:
         except (OSError, ValueError) as error:
             problem = f"TLS files {self._certificate} and {self._key} cannot be used: {error}"
             if problem != self._unusable:
-                log.warning("cannot load a certificate, the old one stays: %s", problem)
+                stays = "the old one stays" if self._identity else "nobody can connect"
+                log.warning("cannot load a certificate, %s: %s", stays, problem)
             self._unusable = problem
             return False
         self._identity, self._unusable = identity, ""

@@ -108,10 +108,10 @@ class Peer:
         self.why = why
 
     def feed(self, *frames: bytes) -> None:
-        """One read of the socket for each 256 KiB."""
-        data = b"".join(frames)
-        for pos in range(0, len(data), 256 << 10):
-            part = data[pos : pos + (256 << 10)]
+        """One read of the socket for as much as its buffer takes."""
+        data, size = b"".join(frames), len(self.connection.get_buffer(-1))
+        for pos in range(0, len(data), size):
+            part = data[pos : pos + size]
             self.connection.get_buffer(-1)[: len(part)] = part
             self.connection.buffer_updated(len(part))
 
