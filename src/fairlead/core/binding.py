@@ -27,7 +27,7 @@ Rules
   `HITS_AGE` seconds, or until a request with the same beginning was sent. Each choice refreshes only a few requests.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from random import Random
 
@@ -278,12 +278,14 @@ class PairBinder:
         return known.able_bits if known.version == self.version(table) else -1
 
     @staticmethod
-    def reach(among: Sequence[Waiting], table: EndpointTable) -> int:
+    def reach(among: Iterable[Waiting], table: EndpointTable) -> int:
         """How many endpoints can serve one of these, as far as their last look-up says."""
-        reached = np.zeros(len(table), dtype=np.bool_)
-        for able in {id(able): able for able in (waiting.known.able for waiting in among)}.values():
-            reached[: len(able)] |= able[: len(table)]
-        return int(np.count_nonzero(reached & table.alive)) or table.count
+        reached, alive = 0, bits(table.alive)
+        for waiting in among:
+            reached |= waiting.known.able_bits & alive
+            if reached == alive:  # soon, and thousands may wait
+                break
+        return reached.bit_count() or table.count
 
     def follow(self, rules: WaitingRules) -> None:
         """Use other rules from now on, also for requests that wait already."""

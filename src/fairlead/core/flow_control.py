@@ -592,6 +592,7 @@ def _stopping() -> Refused:
 #   no other request is evicted: otherwise one shortage would cost many victims.
 # * A victim whose end is not confirmed within `CONFIRM` seconds is no longer waited for, and not evicted again.
 # * At most `AT_ONCE` victims per decision.
+# * After a search that found none, the next one is `_MOMENT` later: it looks at all leases, and follows every event.
 
 #: Seconds, seconds, and requests; see above.
 GRACE = 0.5
@@ -608,12 +609,15 @@ class Eviction:
         self._after = after
         #: Victims whose leases are still held.
         self._evicting: list[Lease] = []
-        self._last = -inf
+        #: When the last victims were chosen, and when none were found.
+        self._last = self._in_vain = -inf
 
     def victims(self, flow: FlowControl, fleet: Fleet, now: float) -> list[Lease]:
         """Return the leases to evict now. The caller sets their `evicted_at`."""
         self._evicting = [lease for lease in self._evicting if lease.held]
-        if self.look_at(flow) > now or any(now < lease.evicted_at + CONFIRM for lease in self._evicting):
+        if max(self.look_at(flow), self._in_vain + _MOMENT) > now or any(
+            now < lease.evicted_at + CONFIRM for lease in self._evicting
+        ):
             return []
         for band in flow.queues.bands():
             if band.count and band.oldest() + self._after <= now:
@@ -622,14 +626,13 @@ class Eviction:
                     self._last = now
                     self._evicting += chosen
                     return chosen
+        self._in_vain = now
         return []
 
     def _for(self, band: Band, flow: FlowControl, fleet: Fleet, now: float) -> list[Lease]:
-        ledger = fleet.ledger
         running = [
             lease
-            for slot, _ in fleet.table.slots()
-            for lease in ledger.of_slot(slot)
+            for lease in fleet.ledger
             if lease.request.priority < min(band.priority, 0) and lease.evicted_at < 0.0 and not lease.auxiliary
         ]
         if not running:
@@ -761,7 +764,8 @@ class FlowController:
         if not len(self.flow):
             return table.count
         delay = max(self.drain_s(), now - self.flow.oldest())
-        able = self.flow.binder.reach(self.flow.queues.members(), table)
+        waiting = chain.from_iterable(band.members.values() for band in self.flow.queues.bands())
+        able = self.flow.binder.reach(waiting, table)
         return table.count - able + max(ceil(able * min(max(delay / self._target_s, 1.0), GROWTH)), 1)
 
     def refused(

@@ -139,6 +139,38 @@ def test_only_sheddable_requests_of_a_lower_priority_where_it_could_run():
     assert len(house.evicted(1.0)) == 1, "the other endpoint is of no use"
 
 
+def test_while_nobody_can_be_evicted_events_do_not_look_at_all_leases():
+    house, looked = House(), []
+    for priority in (0, 0, 0, 0, 5):
+        house.arrive(priority)
+    assert house.evicted(0.3) == []
+    leases = house.pipeline.fleet.ledger
+    house.pipeline.fleet.ledger = Watched(leases, looked)
+    for _ in range(20):
+        house.pipeline.handle(ev.TimerFired("queue-dispatch"))
+    assert not looked
+    house.clock.advance(0.06)
+    house.pipeline.handle(ev.TimerFired("queue-dispatch"))
+    assert looked == [4]
+
+
+class Watched:
+    """A ledger that notes how often all its leases are looked at."""
+
+    def __init__(self, ledger, looked):
+        self._ledger, self._looked = ledger, looked
+
+    def __getattr__(self, name):
+        return getattr(self._ledger, name)
+
+    def __len__(self):
+        return len(self._ledger)
+
+    def __iter__(self):
+        self._looked.append(len(self._ledger))
+        return iter(self._ledger)
+
+
 def test_evictable_requests_are_known_when_they_are_routed():
     house = House()
     found = [one for priority in (0, -1) for one in house.arrive(priority) if isinstance(one, Route)]

@@ -127,6 +127,16 @@ def test_endpoints_that_cannot_serve_what_waits_need_no_more() -> None:
     assert shop.flow_controller.wanted(shop.fleet.table, shop.now + 400.0) == 3 + GROWTH, "what it can is not known yet"
 
 
+def test_not_all_that_wait_are_looked_at_to_know_what_they_can_use() -> None:
+    shop = Shop()
+    for _ in range(1000):
+        shop.arrive()
+    binder, seen = shop.flow_controller.flow.binder, []
+    members = (seen.append(waiting) or waiting for waiting in shop.flow_controller.flow.queues.members())
+    assert binder.reach(members, shop.fleet.table) == 1
+    assert len(seen) == 1, "it can use all"
+
+
 def test_one_that_only_one_endpoint_can_serve_hides_nothing_of_what_else_waits() -> None:
     shop = Shop()
     for name in ("e1", "e2", "e3"):
