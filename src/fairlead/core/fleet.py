@@ -378,6 +378,8 @@ class Fleet:
             self._meet(lease)
         if uncached >= LONG_TOKENS and not reserved:
             self.sent_long_prompt(slot, alone_ms, now)
+        if auxiliary:
+            self.ledger.prefilling.add(slot)
         if reserved:
             self.ledger.reserved[lease] = None
         elif not refused:

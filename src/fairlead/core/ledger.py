@@ -297,6 +297,19 @@ class Account:
             self.prefill_since = max(self.prefill_since, started)
         return begun
 
+    def handed_over(self, started: float, seen: float) -> list[Lease]:
+        """Return the prefill parts of pairs that the scrape sent at `started` no longer shows: the oldest, as many as
+        it shows fewer requests (`seen`) than were charged, if their forecast TTFT has passed too. Their decoders may
+        need minutes until the first token or the end is seen."""
+        charged = [lease for lease in self.leases if lease.charged_at < started]
+        gone, over = [], sum(lease.sequences for lease in charged) - seen
+        for lease in charged:
+            computed = lease.auxiliary and lease.charged_at + 1e-3 * lease.forecast.ttft_ms <= started
+            if computed and lease.sequences <= over:
+                gone.append(lease)
+                over -= lease.sequences
+        return gone
+
     def _find_lost(self, started: float, active: int, seen: float) -> None:
         surplus = 0.0
         if active > seen:
@@ -353,6 +366,8 @@ class Ledger:
         #: `core.adapters` looked.
         self.starting: dict[int, dict[str, int]] = {}
         self.starting_at: set[int] = set()
+        #: Slots that computed prompts for others. `Fleet.charge` adds to them.
+        self.prefilling: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -386,6 +401,8 @@ class Ledger:
     def charge_late(self, lease: Lease) -> None:
         """Add a lease that another scheduler charged a moment ago."""
         self.charge(lease)
+        if lease.auxiliary:
+            self.prefilling.add(lease.slot)
         account = self._accounts[lease.slot]
         if lease.charged_at < account.scraped:
             account.was_shown(lease)
@@ -505,6 +522,10 @@ class Ledger:
         dropped = account.reconcile(started, waiting, running)
         for lease in account.begun(started):
             self.began(lease)
+        if slot in self.prefilling:
+            for lease in account.handed_over(started, waiting + running):
+                if lease not in self.reserved:
+                    self.release(lease)
         self._write(slot, account)
         return dropped
 
@@ -512,6 +533,8 @@ class Ledger:
         """Record that a scrape showed the prompt of a blind lease computed."""
         if lease.adapter:
             self._started(lease)
+        if lease.prefill is not None:
+            self._release_prefill(lease.prefill, None)
 
     def own_accounting(self, slot: int) -> None:
         """Set the effective columns from our own leases only, because the last scrape is too old."""

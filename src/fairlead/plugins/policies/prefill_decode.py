@@ -5,7 +5,8 @@ With J as in `cost-model`, in milliseconds:
     alone   = min over d of J_d                                           d computes the prompt itself
     pair    = min over p of A_p + fixed + min over d ≠ p of D_d
     A_p     = TTFT_p + interference·B_p·P_p + memory at p of u_p tokens   prefill at p
-    D_d     = per token·u_d + 1.5·S_d + decode·steps·S_d + memory at d of u_d tokens
+    D_d     = per token·u_d + 1.5·S_d + decode·(steps·S_d + pauses) + memory at d of u_d tokens
+              + kappa·(wait for a sequence slot and for the adapter at d) + distance of d
                                                                           transfer of what d lacks, then decode at d
 
 The two minima are independent, so finding the best pair takes two passes over columns, not one per pair. A pair is
@@ -23,6 +24,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
+from fairlead.core.apis import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES
 from fairlead.core.columns import FloatColumn, scalar
 from fairlead.core.cost import Terms, Weights, memory_price
 from fairlead.core.endpoint import PREFILL_ONLY, ROLE_LABEL, Endpoint
@@ -37,6 +39,11 @@ from fairlead.plugins.filters.availability import Health
 from fairlead.plugins.policies.cost_model import CostModel, CostModelParams
 
 Millis = Annotated[float, Field(ge=0)]
+
+
+#: APIs whose requests a decoding endpoint hands to another one for their prompts. The rest it computes itself
+#: (llm-d's routing sidecar).
+SPLIT = frozenset((CHAT, COMPLETIONS, RESPONSES, MESSAGES, GENERATE))
 
 
 class PrefillDecodeParams(CostModelParams):
@@ -120,7 +127,7 @@ class PrefillDecode:
         tokens, params = request.prompt_tokens, self._params
         lacking = tokens * (1.0 - decode.hit_share)
         long = tokens >= params.prompt_tokens and lacking >= params.non_cached_tokens
-        return long and prefill.slot != decode.slot
+        return long and prefill.slot != decode.slot and request.api in SPLIT
 
     def _healthy(self, slot: int, request: Request, fleet: FleetView, context: Context) -> bool:
         """Whether no health filter removes the slot. `choose` ignores a health filter that would leave no endpoint."""
@@ -147,8 +154,12 @@ class DecodePart(CostModel):
         terms, weights = estimate(request, fleet, cycle), self.weights
         moved = self._per_token * terms.uncached
         costs: FloatColumn = moved + (1.5 + weights.decode * fleet.predictor.answer_steps) * terms.step
-        memory = memory_price(terms, weights, fleet)
-        return costs if memory is None else costs + memory
+        costs = costs + terms.kappa * (terms.slots + terms.loading) + weights.decode * terms.pauses
+        memory, table = memory_price(terms, weights, fleet), fleet.table
+        for more in memory, table.distance_ms if table.distant else None:
+            if more is not None:
+                costs = costs + more
+        return costs
 
 
 def _decodes(_: int, endpoint: Endpoint) -> bool:

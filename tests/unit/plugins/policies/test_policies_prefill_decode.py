@@ -145,8 +145,8 @@ def test_a_prefill_endpoint_that_failed_is_not_asked(
 class Run:
     """A pipeline over a prefill and a decode endpoint."""
 
-    def __init__(self) -> None:
-        self.clock = SimClock()
+    def __init__(self, stream: bool = True) -> None:
+        self.clock, self.stream = SimClock(), stream
         policy = PrefillDecode(filters=[Role(RoleParams())])
         self.pipeline = Pipeline(self.clock, Random(1), Fleet(lease_ttl=100.0), policy, TokenEstimator())
         for name, role in (("p", "prefill"), ("d", "decode")):
@@ -158,11 +158,15 @@ class Run:
         self.decision = decision
 
     def send(self, number: int) -> tuple[Route, Instruction]:
-        asked = request(LONG, id=number, stream=True)
+        asked = request(LONG, id=number, stream=self.stream)
         route, decision = self.pipeline.handle(ev.RequestArrived(asked))
         assert isinstance(route, Route)
         self.pipeline.validate()
         return route, decision
+
+    def scraped(self, name: str, sample: Sample) -> None:
+        self.pipeline.handle(ev.MetricsSampled(name, self.clock.time(), sample))
+        self.pipeline.validate()
 
     def loads(self) -> list[tuple[float, float]]:
         self.pipeline.validate()
@@ -221,3 +225,76 @@ def test_a_prefill_endpoint_that_leaves_ends_no_request() -> None:
     assert run.table.inflight.sum() == 1
     run.pipeline.handle(ev.ResponseEnded(request_id=7, status=200))
     assert run.table.inflight.sum() == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_prompt_that_the_page_no_longer_shows_is_computed(stream: bool) -> None:
+    """The answer may take minutes, and nobody sees its first token before the end if it is not streamed."""
+    run = Run(stream)
+    page = Sample(waiting=0.0, running=1.0, generation_tokens=0.0)
+    run.scraped("p", page)
+    assert run.table.inflight[0] == 1, "it computes the prompt"
+    run.clock.advance(60.0)
+    run.scraped("p", page)
+    assert run.table.inflight[0] == 1, "it still does"
+    run.scraped("p", Sample(waiting=0.0, running=0.0, generation_tokens=1.0))
+    assert run.loads()[0] == (0, 0)
+    for _ in range(30):
+        run.clock.advance(1.0)
+        run.scraped("p", Sample(waiting=0.0, running=0.0, generation_tokens=1.0))
+    run.send(8)
+    assert run.table.suspicion[0] == 0.0, "it has nothing to do"
+    run.pipeline.handle(ev.ResponseEnded(request_id=7, status=200))
+    run.pipeline.validate()
+
+
+def test_a_decoder_that_runs_a_whole_answer_has_its_prompt() -> None:
+    run = Run(stream=False)
+    run.clock.advance(60.0)
+    run.scraped("d", Sample(waiting=0.0, running=1.0, generation_tokens=0.0))
+    assert run.table.inflight[0] == 0
+
+
+def test_a_prefill_endpoint_that_fails_is_avoided_and_the_decoders_are_not() -> None:
+    clock, filters = SimClock(), [Role(RoleParams()), Health(HealthParams())]
+    policy = PrefillDecode(PrefillDecodeParams(always=True), filters=filters)
+    pipeline = Pipeline(clock, Random(1), Fleet(), policy, TokenEstimator())
+    for name, role in (("p0", "prefill"), ("p1", "prefill"), ("d0", "decode"), ("d1", "decode")):
+        pipeline.handle(ev.EndpointUp(labelled(name, role)))
+    failed = 0
+    for number in range(1, 101):
+        clock.advance(0.1)
+        asked = request(f"{number} {LONG}", id=number, stream=True)
+        _, decision = pipeline.handle(ev.RequestArrived(asked))
+        assert isinstance(decision, DecisionRecord)
+        if decision.prefill == "p0":
+            failed += 1
+            pipeline.handle(ev.ResponseEnded(request_id=number, status=500))
+        else:
+            pipeline.handle(ev.FirstTokenSeen(number))
+            pipeline.handle(ev.ResponseEnded(request_id=number, status=200))
+    table = pipeline.fleet.table
+    assert failed < 15, "three at first, and one or two every three seconds"
+    assert max(table.errors[1:4]) < 3.0 <= table.errors[0]
+
+
+def test_who_broke_off_an_answer_is_the_decoder() -> None:
+    run = Run()
+    run.pipeline.handle(ev.FirstTokenSeen(7))
+    run.pipeline.handle(ev.ResponseEnded(request_id=7, upstream_reset=True))
+    assert run.table.errors.tolist()[:2] == [0.0, 1.0]
+
+
+def test_the_decoder_is_the_one_that_runs_the_adapter() -> None:
+    known = pool("prefill", "decode", "decode", running=5)
+    for slot, names in ((1, {"sql"}), (2, {"chat"})):
+        known.sampled(f"e{slot}", 0.0, 0.0, Sample(waiting=0, running=5, adapters=frozenset(names), max_adapters=1))
+    known.sampled("e1", 0.0, 0.0, Sample(waiting=0, running=9, adapters=frozenset({"sql"}), max_adapters=1))
+    found = pick(known, request(LONG, model="sql"), always=True)
+    assert (found.prefill_slot, found.slot) == (0, 1), "busier, and it need not wait for a slot"
+
+
+@pytest.mark.parametrize("api", ["embeddings", "rerank", "tokenize", "count_tokens", "audio", "other", "grpc"])
+def test_what_no_decode_endpoint_hands_over_is_not_split(api: str) -> None:
+    found = pick(pool("prefill", "decode"), request(LONG, api=api), always=True)
+    assert (found.slot, found.prefill_slot) == (1, -1)
