@@ -208,7 +208,7 @@ class FlowControl:
         Return their charges, in the same order."""
         self.only = None
         return [
-            self.sent(lease.request, lease.slot, lease.uncached_tokens, output, fleet, lease.charged_at)
+            self.sent(lease.request, lease.slot, lease.computed, output, fleet, lease.charged_at)
             for lease, output in leases
         ]
 

@@ -88,6 +88,11 @@ class Lease(Struct, eq=False, gc=False):
     #: Upper bound for `hit_tokens`: the rest of the shared prefix was sent with a request that the endpoint refused.
     hit_at_most: float = inf
 
+    @property
+    def computed(self) -> float:
+        """Tokens of the prompt that are computed for the request, in a pair at the other endpoint."""
+        return self.uncached_tokens if self.prefill is None else self.prefill.uncached_tokens
+
     def sent_after(self, queued_ms: float) -> None:
         self.queued_ms = queued_ms
 

@@ -229,9 +229,9 @@ class Pipeline:
         if flow is not None:
             control = flow.flow
             only = control.only
-            if only is not None and self.parking is None:
+            if only is not None:
                 key = FlowKey(request.priority, request.model, request.fairness_id)
-                if key == only or only is ANYBODY:
+                if self.parking is None and (key == only or only is ANYBODY):
                     control.only = key
                     pick = self._choose(self.policy, request, now)
                     if isinstance(pick, Picked) and control.gate.admits(pick.slot, self.fleet, now):
@@ -468,7 +468,7 @@ class Pipeline:
             lease.queued_ms, lease.forecast = queued_ms, fleet.predictor.late(slot, lease.forecast)
         entry.lease = lease
         if flow is not None and flow.flow.only is None and entry.charge is None:
-            entry.charge = flow.flow.sent(request, slot, lease.uncached_tokens, expected, fleet, now)
+            entry.charge = flow.flow.sent(request, slot, lease.computed, expected, fleet, now)
         self.requests.move(entry, trigger, S.ROUTED)
         fallback_slot = pick.fallback_slot
         if fallback_slot < 0 or fallback_slot == slot or prefill is not None:

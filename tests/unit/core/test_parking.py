@@ -363,6 +363,15 @@ def test_with_flow_control_those_that_go_at_once_are_asked_and_those_that_waited
     assert len(rig.parking) == 0 and len(rig.fleet.ledger) == 0
 
 
+def test_with_flow_control_those_that_go_at_once_are_charged_to_their_flows() -> None:
+    rig = Rig(flow_controller=build_flow_controller(load("flowControl: {}", need_endpoints=False), LeastRequests()))
+    for tenant in ("a", "b"):
+        asked = rig.arrive(fairness_id=tenant)
+        rig.pick(asked, "e1")
+        entry = rig.pipeline.requests.get(asked.id)
+        assert entry is not None and entry.charge is not None and entry.charge.ms > 0.0
+
+
 def test_being_late_again_and_again_opens_the_breaker_and_one_good_answer_closes_it() -> None:
     rig = Rig()
     for _ in range(3):

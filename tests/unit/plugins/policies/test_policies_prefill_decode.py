@@ -298,3 +298,12 @@ def test_the_decoder_is_the_one_that_runs_the_adapter() -> None:
 def test_what_no_decode_endpoint_hands_over_is_not_split(api: str) -> None:
     found = pick(pool("prefill", "decode"), request(LONG, api=api), always=True)
     assert (found.slot, found.prefill_slot) == (1, -1)
+
+
+def test_a_flow_is_charged_for_a_prompt_that_is_computed_elsewhere() -> None:
+    run = Run()
+    (lease,) = [lease for lease in run.pipeline.fleet.ledger if not lease.auxiliary]
+    assert lease.uncached_tokens == 1.0
+    assert lease.computed > 10_000.0
+    run.pipeline.handle(ev.FirstTokenSeen(7))
+    assert lease.computed > 10_000.0, "as a request that is counted later"
