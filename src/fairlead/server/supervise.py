@@ -191,8 +191,14 @@ class Keeper:
         while True:
             started = loop.time()
             if not first:
-                self._gateway.write_again()
-                self.child = Child(await asyncio.to_thread(spawn_tied, self._command))
+                try:
+                    self._gateway.write_again()
+                    self.child = Child(await asyncio.to_thread(spawn_tied, self._command))
+                except (OSError, RuntimeError) as error:  # too many processes, or Python is just being replaced
+                    pause = min(pause * 2, _BACKOFF_CAP)
+                    log.error(f"{self.name} cannot be started", reason=str(error), restart_in_s=pause)
+                    await asyncio.sleep(pause)
+                    continue
             self.child.reap()  # it may have ended already
             log.info(f"{self.name} runs", pid=self.child.pid)
             async with self._outage.over():

@@ -359,8 +359,11 @@ class Live:
         reason, mark = "", f"{self._beside.directory}/{BOOTSTRAP.partition('{')[0]}"
         self.serving.troubles.watch("gateway-descriptors", lambda: reason)
         while True:
-            await ask()
-            reason = await asyncio.to_thread(children_descriptors, os.getppid(), mark)
+            try:
+                await ask()
+                reason = await asyncio.to_thread(children_descriptors, os.getppid(), mark)
+            except (OSError, RuntimeError) as error:  # no file can be opened, or no thread started
+                log.warning("cannot look at the gateway", reason=str(error))
             await asyncio.sleep(1.0)
 
     def _announce(self) -> None:

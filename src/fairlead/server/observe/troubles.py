@@ -105,7 +105,10 @@ def descriptors() -> str:
 def children_descriptors(parent: int, mark: str) -> str:
     """A reason if a child of the process `parent` is running out of file descriptors. Only children with `mark` in
     their command line are checked. This may take milliseconds."""
-    for path in Path(f"/proc/{parent}/task").glob("*/children"):
+    paths: list[Path] = []
+    with suppress(OSError):  # the parent has ended, or no file can be opened
+        paths = list(Path(f"/proc/{parent}/task").glob("*/children"))
+    for path in paths:
         children: list[str] = []
         with suppress(OSError):  # the thread has ended, or this kernel has no such file
             children = path.read_text().split()

@@ -108,6 +108,18 @@ def test_a_child_that_ends_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> No
     assert "29 of 30 file descriptors open" in children_descriptors(7, "envoy")
 
 
+def test_without_free_descriptors_children_are_not_looked_at() -> None:
+    """Whoever asks every second must not end because of it."""
+    code = (
+        "import os, resource; from fairlead.server.observe.troubles import children_descriptors\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40)); children_descriptors(os.getppid(), 'x')\n"
+        "files = [os.dup(0) for _ in range(40 - len(os.listdir('/proc/self/fd')) + 1)]\n"
+        "print(repr(children_descriptors(os.getppid(), 'x')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.stdout, done.stderr) == ("''\n", "")
+
+
 def test_lines_that_cannot_be_written_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     root = logging.getLogger()
     before, level, handlers = log_module.Written.lost, root.level, root.handlers[:]
