@@ -14,6 +14,7 @@ import contextlib
 import logging
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 from fairlead.core.endpoint import host_port
@@ -22,7 +23,7 @@ from fairlead.gateway.h2_control import H2Control
 from fairlead.gateway.h2_limits import ByteBudget, H2Limits
 from fairlead.gateway.ports import listening_sockets
 from fairlead.gateway.stream import Routes
-from fairlead.gateway.tls import ServerTls
+from fairlead.gateway.tls import Handshakes, ServerTls
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class H2Server:
         #: Connections that broke the protocol since the last log line about them, and the time of that line.
         self._broke, self._broke_logged_at = 0, -_LOG_GAP
         self._listeners: list[asyncio.Server] = []
+        self._handshakes: list[Handshakes] = []
         self._paths: list[str] = []
         self._connections: set[H2Control] = set()
         self._empty = asyncio.Event()
@@ -102,15 +104,23 @@ class H2Server:
         loop = asyncio.get_running_loop()
         context = None if self._tls is None else self._tls.context
         start = loop.create_unix_server if sock.family == socket.AF_UNIX else loop.create_server
-        timeout = None if context is None else self.limits.handshake_timeout
-        self._listeners.append(
-            await start(self._connection, sock=sock, backlog=_BACKLOG, ssl=context, ssl_handshake_timeout=timeout)
-        )
+        accept: Callable[[], asyncio.BaseProtocol] = self._connection
+        if context is not None:
+            handshakes = Handshakes(context, self.limits.handshake_timeout, self._secured)
+            self._handshakes.append(handshakes)
+            accept = handshakes.accept
+        self._listeners.append(await start(accept, sock=sock, backlog=_BACKLOG))
         if self._ticker is None:
             self._ticker = loop.call_later(_TICK, self._tick)
 
     def _connection(self) -> H2Connection:
         return H2Connection(self._routes, self, self.limits, self._scratch, self._merge, self._budget)
+
+    def _secured(self, transport: asyncio.Transport) -> H2Connection:
+        connection = self._connection()
+        transport.set_protocol(connection)
+        connection.connection_made(transport)
+        return connection
 
     def _tick(self) -> None:
         loop = asyncio.get_running_loop()
@@ -175,6 +185,8 @@ class H2Server:
                         await self._empty.wait()
         finally:
             self._closing = True
+            for handshakes in self._handshakes:
+                handshakes.close()
             for connection in list(self._connections):
                 connection.abort("the server closes")
             await self._empty.wait()

@@ -7,10 +7,13 @@ take the current context in the SNI callback, which OpenSSL calls for every hand
 affected.
 """
 
+import asyncio
 import logging
 import os
 import ssl
+from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 from fairlead.core.errors import ConfigError
 
@@ -18,6 +21,10 @@ log = logging.getLogger(__name__)
 
 #: RFC 9113, 9.2.2 forbids the other suites of TLS 1.2. All suites of TLS 1.3 are allowed.
 _CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
+
+#: Handshakes at once on one port. Each takes 300 KiB and a file descriptor, and a client that sends nothing keeps its
+#: own until the timeout. An honest one takes milliseconds.
+MOST_HANDSHAKES = 64
 
 _Identity = tuple[tuple[int, int, int], ...]
 
@@ -132,3 +139,89 @@ class ServerTls:
 
 def _no_password() -> str:
     raise ValueError("the key is encrypted")
+
+
+class Handshakes:
+    """The TLS handshakes of a port's new connections. There are at most `MOST_HANDSHAKES` at once: the oldest makes
+    room. asyncio's own servers do not limit them."""
+
+    def __init__(
+        self,
+        context: ssl.SSLContext,
+        timeout_s: float,
+        connect: Callable[[asyncio.Transport], asyncio.BaseProtocol | None],
+    ) -> None:
+        """`connect` gives a connection whose handshake is over its protocol, and returns it; `None` = it was closed."""
+        self._context, self._timeout_s, self._connect = context, timeout_s, connect
+        #: Those that are not over, oldest first.
+        self._open: dict[_Handshake, asyncio.Transport] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def accept(self) -> asyncio.Protocol:
+        """Return the protocol of a connection that was just accepted, for a server without TLS."""
+        return _Handshake(self._begin)
+
+    def close(self) -> None:
+        """Break off those that are not over."""
+        for transport in list(self._open.values()):
+            transport.abort()
+
+    def _begin(self, handshake: "_Handshake", transport: asyncio.Transport) -> None:
+        transport.pause_reading()  # the first bytes are the handshake's
+        if len(self._open) >= MOST_HANDSHAKES:
+            self._open.pop(next(iter(self._open))).abort()
+        self._open[handshake] = transport
+        task = asyncio.get_running_loop().create_task(self._shake(handshake, transport))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _shake(self, handshake: "_Handshake", transport: asyncio.Transport) -> None:
+        try:
+            secured = await asyncio.get_running_loop().start_tls(
+                transport, handshake, self._context, server_side=True, ssl_handshake_timeout=self._timeout_s
+            )
+        except OSError:  # ssl.SSLError is one, and so are timeouts and aborts
+            transport.abort()
+            return
+        finally:
+            self._open.pop(handshake, None)
+        protocol = None if secured is None or handshake.lost else self._connect(secured)
+        if protocol is not None:
+            handshake.hand_over(protocol)
+
+
+class _Handshake(asyncio.Protocol):
+    """The protocol of a connection until its handshake is over. Keeps what arrives in between."""
+
+    def __init__(self, begin: "Callable[[_Handshake, asyncio.Transport], None]") -> None:
+        self._begin = begin
+        self._data = bytearray()
+        self._ended = self.lost = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._begin(self, cast(asyncio.Transport, transport))
+
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+
+    def eof_received(self) -> bool:
+        self._ended = True
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost = True
+
+    def hand_over(self, protocol: asyncio.BaseProtocol) -> None:
+        """Give the protocol what has arrived already."""
+        data = memoryview(bytes(self._data))
+        if isinstance(protocol, asyncio.BufferedProtocol):
+            while data:
+                buffer = memoryview(protocol.get_buffer(-1))
+                size = min(len(buffer), len(data))
+                buffer[:size] = data[:size]
+                protocol.buffer_updated(size)
+                data = data[size:]
+        elif isinstance(protocol, asyncio.Protocol) and data:
+            protocol.data_received(bytes(data))
+        if self._ended and isinstance(protocol, asyncio.Protocol | asyncio.BufferedProtocol):
+            protocol.eof_received()

@@ -24,6 +24,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from ssl import SSLContext
@@ -35,7 +36,7 @@ from aiohttp.typedefs import Handler
 
 from fairlead.core.errors import ConfigError
 from fairlead.gateway.ports import listening_sockets
-from fairlead.gateway.tls import ServerTls
+from fairlead.gateway.tls import Handshakes, ServerTls
 
 MOST_CONNECTIONS = 256
 IDLE_S, _HANDSHAKE_S = 30.0, 10.0
@@ -171,8 +172,8 @@ class _Connections:
         # has read everything.
         self._open: dict[web.RequestHandler, asyncio.Transport] = {}
 
-    def admit(self, transport: asyncio.Transport) -> None:
-        """Serve a new connection, or close it if all others are busy."""
+    def admit(self, transport: asyncio.Transport) -> web.RequestHandler | None:
+        """Serve a new connection, or close it if all others are busy. Return its protocol; `None` = it is closed."""
         server = self._runner.server
         assert server is not None
         connected = set(server.connections)
@@ -181,7 +182,7 @@ class _Connections:
             idle = [connection for connection in self._open if connection not in self._busy]
             if not idle:
                 transport.abort()
-                return
+                return None
             # The oldest connection goes first, but those with an answer that is not read yet go last.
             oldest = min(idle, key=lambda connection: self._open[connection].get_write_buffer_size() > 0)
             oldest.force_close()
@@ -190,6 +191,7 @@ class _Connections:
         self._open[protocol] = transport
         transport.set_protocol(protocol)
         protocol.connection_made(transport)
+        return protocol
 
 
 class _Entry(asyncio.Protocol):
@@ -211,10 +213,10 @@ class _Site(web.SockSite):
 
     async def start(self) -> None:
         await web.BaseSite.start(self)
-        tls, limit = self._ssl_context, _HANDSHAKE_S if self._ssl_context is not None else None
-        self._server = await asyncio.get_running_loop().create_server(
-            lambda: _Entry(self._connections), sock=self._sock, ssl=tls, ssl_handshake_timeout=limit
-        )
+        accept: Callable[[], asyncio.Protocol] = partial(_Entry, self._connections)
+        if self._ssl_context is not None:
+            accept = Handshakes(self._ssl_context, _HANDSHAKE_S, self._connections.admit).accept
+        self._server = await asyncio.get_running_loop().create_server(accept, sock=self._sock)
 
 
 async def send(

@@ -6,6 +6,7 @@ import os
 import socket
 import ssl
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 from fairlead.cli.options import with_token
 from fairlead.core.errors import ConfigError
-from fairlead.gateway.tls import ServerTls
+from fairlead.gateway.tls import MOST_HANDSHAKES, ServerTls
 from fairlead.server.admin import Admin, AdminSources, admin_access
 from fairlead.server.http_port import Access
 
@@ -166,9 +167,7 @@ async def test_a_metrics_port_that_is_taken_leaves_nothing_behind() -> None:
 
 
 async def test_tls(tmp_path: Path) -> None:
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    command += ["-keyout", str(tmp_path / "tls.key"), "-out", str(tmp_path / "tls.crt"), "-subj", "/CN=localhost"]
-    await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True)
+    await certify(tmp_path)
     admin = await started(tls=ServerTls.from_directory(tmp_path, protocol="http/1.1"))
     context = ssl.create_default_context(cafile=str(tmp_path / "tls.crt"))
     context.check_hostname = False
@@ -178,6 +177,30 @@ async def test_tls(tmp_path: Path) -> None:
         with pytest.raises(aiohttp.ClientError):
             await session.get(f"http://127.0.0.1:{admin.port}/metrics")
     await admin.close()
+
+
+async def test_handshakes_that_never_begin_are_limited(tmp_path: Path) -> None:
+    await certify(tmp_path)
+    admin = await started(tls=ServerTls.from_directory(tmp_path, protocol="http/1.1"))
+    silent = [await asyncio.open_connection("127.0.0.1", admin.port) for _ in range(MOST_HANDSHAKES + 40)]
+    async with aiohttp.ClientSession() as session:
+        for _ in range(3):  # its own takes a moment, and many more would have to come in it
+            async with session.get(f"https://127.0.0.1:{admin.port}/metrics", ssl=False) as response:
+                assert response.status == 200
+    async with asyncio.timeout(30):
+        for reader, _ in silent[:40]:
+            with suppress(ConnectionError):
+                assert await reader.read() == b""
+    assert not any(reader.at_eof() for reader, _ in silent[50:])
+    for _, writer in silent:
+        writer.close()
+    await admin.close()
+
+
+async def certify(directory: Path) -> None:
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-keyout", str(directory / "tls.key"), "-out", str(directory / "tls.crt"), "-subj", "/CN=localhost"]
+    await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True)
 
 
 async def test_a_certificate_that_is_not_required_is_used_once_it_is_there(tmp_path: Path) -> None:
@@ -191,9 +214,7 @@ async def test_a_certificate_that_is_not_required_is_used_once_it_is_there(tmp_p
             await session.get(url, ssl=False)
         tls.trouble(1e9)
         assert "nobody can connect" in tls.trouble(2e9), "missing twice"
-        command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-        command += ["-keyout", str(tmp_path / "tls.key"), "-out", str(tmp_path / "tls.crt"), "-subj", "/CN=localhost"]
-        await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True)
+        await certify(tmp_path)
         assert tls.trouble(3e9) == ""
         async with session.get(url, ssl=False) as response:
             assert response.status == 200
