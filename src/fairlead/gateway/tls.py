@@ -10,6 +10,7 @@ affected.
 import asyncio
 import logging
 import os
+import select
 import ssl
 from collections.abc import Callable
 from pathlib import Path
@@ -22,9 +23,8 @@ log = logging.getLogger(__name__)
 #: RFC 9113, 9.2.2 forbids the other suites of TLS 1.2. All suites of TLS 1.3 are allowed.
 _CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
 
-#: Handshakes at once on one port. Each takes 300 KiB and a file descriptor, and a client that sends nothing keeps its
-#: own until the timeout. An honest one takes milliseconds.
-MOST_HANDSHAKES = 64
+#: On one port: connections at once that have sent nothing yet, and handshakes at once. A handshake takes 300 KiB.
+MOST_SILENT, MOST_HANDSHAKES = 64, 64
 
 _Identity = tuple[tuple[int, int, int], ...]
 
@@ -142,8 +142,9 @@ def _no_password() -> str:
 
 
 class Handshakes:
-    """The TLS handshakes of a port's new connections. There are at most `MOST_HANDSHAKES` at once: the oldest makes
-    room. asyncio's own servers do not limit them."""
+    """The TLS handshakes of a port's new connections, which asyncio's own servers do not limit. A handshake begins with
+    the client's first byte. Of connections without one there are at most `MOST_SILENT`, of handshakes at most
+    `MOST_HANDSHAKES`, and the oldest makes room."""
 
     def __init__(
         self,
@@ -151,32 +152,72 @@ class Handshakes:
         timeout_s: float,
         connect: Callable[[asyncio.Transport], asyncio.BaseProtocol | None],
     ) -> None:
-        """`connect` gives a connection whose handshake is over its protocol, and returns it; `None` = it was closed."""
+        """`connect` gives a connection whose handshake is over its protocol, and returns it; `None` = it was closed.
+        `timeout_s`: for the first byte, and for the handshake."""
         self._context, self._timeout_s, self._connect = context, timeout_s, connect
-        #: Those that are not over, oldest first.
-        self._open: dict[_Handshake, asyncio.Transport] = {}
+        #: Oldest first: connections without a byte, each with a descriptor to wait on and its timeout; handshakes.
+        self._silent: dict[asyncio.Transport, tuple[int, asyncio.TimerHandle]] = {}
+        self._open: dict[asyncio.Transport, None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def accept(self) -> asyncio.Protocol:
         """Return the protocol of a connection that was just accepted, for a server without TLS."""
-        return _Handshake(self._begin)
+        return _Handshake(self._await_byte)
 
     def close(self) -> None:
         """Break off those that are not over."""
-        for transport in list(self._open.values()):
+        for transport in list(self._silent):
+            self._give_up(transport)
+        for transport in list(self._open):
             transport.abort()
 
+    def _await_byte(self, handshake: "_Handshake", transport: asyncio.Transport) -> None:
+        transport.pause_reading()  # what comes first is the handshake's
+        loop = asyncio.get_running_loop()
+        try:
+            waiting = os.dup(transport.get_extra_info("socket").fileno())  # the transport has its own to itself
+        except OSError:
+            transport.abort()
+            return
+        poll = select.poll()
+        poll.register(waiting, select.POLLIN)
+        if poll.poll(0):
+            os.close(waiting)
+            self._begin(handshake, transport)
+            return
+        if len(self._silent) >= MOST_SILENT:
+            self._give_up(next(iter(self._silent)))
+        self._silent[transport] = waiting, loop.call_later(self._timeout_s, self._give_up, transport)
+        loop.add_reader(waiting, self._on_byte, handshake, transport)
+
+    def _on_byte(self, handshake: "_Handshake", transport: asyncio.Transport) -> None:
+        self._heard(transport)
+        self._begin(handshake, transport)
+
+    def _heard(self, transport: asyncio.Transport) -> None:
+        waiting, timer = self._silent.pop(transport)
+        timer.cancel()
+        asyncio.get_running_loop().remove_reader(waiting)
+        os.close(waiting)
+
+    def _give_up(self, transport: asyncio.Transport) -> None:
+        self._heard(transport)
+        transport.abort()
+
     def _begin(self, handshake: "_Handshake", transport: asyncio.Transport) -> None:
-        transport.pause_reading()  # the first bytes are the handshake's
         if len(self._open) >= MOST_HANDSHAKES:
-            self._open.pop(next(iter(self._open))).abort()
-        self._open[handshake] = transport
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            oldest.abort()
+        self._open[transport] = None
         task = asyncio.get_running_loop().create_task(self._shake(handshake, transport))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _shake(self, handshake: "_Handshake", transport: asyncio.Transport) -> None:
         try:
+            if transport.is_closing():  # more than `MOST_HANDSHAKES` came at the same moment
+                return
             secured = await asyncio.get_running_loop().start_tls(
                 transport, handshake, self._context, server_side=True, ssl_handshake_timeout=self._timeout_s
             )
@@ -184,7 +225,7 @@ class Handshakes:
             transport.abort()
             return
         finally:
-            self._open.pop(handshake, None)
+            self._open.pop(transport, None)
         protocol = None if secured is None or handshake.lost else self._connect(secured)
         if protocol is not None:
             handshake.hand_over(protocol)

@@ -15,7 +15,7 @@ import pytest
 
 from fairlead.cli.options import with_token
 from fairlead.core.errors import ConfigError
-from fairlead.gateway.tls import MOST_HANDSHAKES, ServerTls
+from fairlead.gateway.tls import MOST_SILENT, ServerTls
 from fairlead.server.admin import Admin, AdminSources, admin_access
 from fairlead.server.http_port import Access
 
@@ -182,7 +182,7 @@ async def test_tls(tmp_path: Path) -> None:
 async def test_handshakes_that_never_begin_are_limited(tmp_path: Path) -> None:
     await certify(tmp_path)
     admin = await started(tls=ServerTls.from_directory(tmp_path, protocol="http/1.1"))
-    silent = [await asyncio.open_connection("127.0.0.1", admin.port) for _ in range(MOST_HANDSHAKES + 40)]
+    silent = [await asyncio.open_connection("127.0.0.1", admin.port) for _ in range(MOST_SILENT + 40)]
     async with aiohttp.ClientSession() as session:
         for _ in range(3):  # its own takes a moment, and many more would have to come in it
             async with session.get(f"https://127.0.0.1:{admin.port}/metrics", ssl=False) as response:
