@@ -58,6 +58,16 @@ class Engine:
             yield answer
 
 
+class Failing(Engine):
+    """Fails every call, every second time in mid-stream."""
+
+    async def _generate(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        self.asked.append(request)
+        if len(self.asked) % 2:
+            yield ANSWERS[0]
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine is dead")
+
+
 async def call(port: int, message: bytes) -> list[bytes]:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         *answers, last = [answer async for answer in channel.unary_stream(METHOD)(message, timeout=20)]
@@ -137,3 +147,28 @@ async def test_an_answer_that_ends_by_trailers_has_ended_although_nobody_says_so
             finally:
                 envoy.end()
     assert [(result["status"], result["cause"]) for result in results] == [(200, "natural")] * 3
+
+
+async def test_an_engine_that_fails_every_call_is_avoided(tmp_path: Path) -> None:
+    require_envoy()
+    async with Failing() as engine:
+        listed = [{"name": "e", "address": "127.0.0.1", "port": int(engine.address.rpartition(":")[2])}]
+        async with running({"endpoints": listed}, tmp_path) as (live, _):
+            envoy = Envoy(tmp_path)
+            try:
+                (port,) = free_ports(1)
+                ext_proc = f"127.0.0.1:{live.config.ext_proc.port}"
+                envoy.start(bootstrap(Pair("whole", "first-chunk"), port, ext_proc, [engine.address]))
+                await sees_the_scheduler(envoy.admin)
+                for _ in range(3):
+                    with pytest.raises(grpc.aio.AioRpcError):
+                        await call(port, ASK)
+                async with asyncio.timeout(10):
+                    while len(live.fleet.ledger):
+                        await asyncio.sleep(0.02)
+                results = [decision["result"] for decision in live.watch.decisions(10)]
+                errors = int(live.fleet.table.errors.sum())
+            finally:
+                envoy.end()
+    assert [(result["status"], result["cause"]) for result in results] == [(503, "natural")] * 3
+    assert errors == 3

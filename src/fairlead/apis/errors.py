@@ -47,6 +47,12 @@ ANTHROPIC_TYPES = {
 #: status. Exception: 400 is an invalid argument here, because a refused request is the client's error, not internal.
 GRPC_STATUS = {400: 3, 401: 16, 403: 7, 404: 5, 408: 4, 409: 10, 412: 9, 413: 8, 422: 3, 429: 8, 500: 13, 501: 12}
 _GRPC_UNAVAILABLE, _GRPC_UNKNOWN, _GRPC_DEADLINE = 14, 2, 4
+#: HTTP status by gRPC status of an answer; all others are 500. The deadline is the client's. A method that a server
+#: does not have is like a path that it does not have.
+_HTTP_STATUS = {
+    "1": 499, "3": 400, "4": 408, "5": 404, "6": 409, "7": 403, "8": 429, "9": 412, "10": 409, "11": 400, "12": 404,
+    "14": 503, "16": 401,
+}  # fmt: skip
 
 _ANTHROPIC = frozenset((MESSAGES, COUNT_TOKENS))
 _GRPC = frozenset((GRPC, GRPC_EMBED))
@@ -90,6 +96,11 @@ def grpc_status(api: str, status: int) -> int:
     if status == 504:
         return _GRPC_DEADLINE
     return GRPC_STATUS.get(status, _GRPC_UNAVAILABLE if status in (502, 503) else _GRPC_UNKNOWN)
+
+
+def grpc_error(status: str) -> int:
+    """The HTTP status for the `grpc-status` of an answer; 0 if it is no error, or not sent."""
+    return _HTTP_STATUS.get(status, 500) if status.strip("0") else 0
 
 
 def _clean(text: str) -> str:

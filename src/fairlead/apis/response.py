@@ -17,7 +17,7 @@ from fairlead.core.request import Usage
 #     complete {1 output_ids, 2 finish_reason, 3 prompt_tokens, 4 completion_tokens, 5 cached_tokens}
 #
 # The wire types distinguish them: `finish_reason` is a string, and a chunk has a number there. Errors of the newer
-# service, and of gRPC itself, are in the trailers (`grpc-status`), which are not read here.
+# service, and of gRPC itself, are in the trailers (`grpc-status`), which `gateway` reads.
 #
 # Memory is bounded: a frame longer than `MAX_FRAME` (log probabilities) is skipped, and its counts stay unknown.
 # Streams repeat the counts in every message.

@@ -40,6 +40,8 @@ TPOT_SLO_HEADERS = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 TTL_HEADERS = ("x-fairlead-ttl-ms",)
 PATH_HEADERS = (":path", "x-original-path", "x-forwarded-path")
 REQUEST_ID = "x-request-id"
+#: Of an answer: in its trailers, or if it has no body in its headers.
+GRPC_STATUS = "grpc-status"
 #: W3C Trace Context: read if requests are traced, and always passed on.
 TRACE_HEADERS = ("traceparent", "tracestate")
 

@@ -34,10 +34,11 @@ from math import inf
 from msgspec import Struct
 from msgspec.structs import replace
 
+from fairlead.apis.errors import grpc_error
 from fairlead.core.endpoint import host_port
 from fairlead.core.errors import ProtocolError
 from fairlead.core.events import Event, RequestMoved, ResponseEnded, StreamLost
-from fairlead.core.headers import OWN_NAMESPACE
+from fairlead.core.headers import GRPC_STATUS, OWN_NAMESPACE
 from fairlead.gateway.answers import Answers
 from fairlead.gateway.driver import Driver, Incidents
 from fairlead.gateway.ext_proc import LB_NAMESPACE, LEASE_KEY
@@ -52,12 +53,14 @@ GATEWAY_ID = "x-fairlead-id"
 TTFT = "%COMMON_DURATION(DS_RX_BEG:US_RX_BODY_BEG:us)%"
 
 #: Name and format of the custom tag with everything we read: lease, status, µs to the first response body byte, ms to
-#: the end, response bytes, upstream, response flags, number of upstreams tried, the gateway's own id. The id's header
-#: is removed once the pick is applied (the lease then identifies the request), so it remains if the pick came too late.
+#: the end, response bytes, upstream, response flags and gRPC status (in the headers of an answer without a body,
+#: otherwise in the trailers), number of upstreams tried, the gateway's own id. The id's header is removed once the pick
+#: is applied (the lease then identifies the request), so it remains if the pick came too late.
 SUMMARY_TAG = "fairlead"
 SUMMARY = (
     f"%DYNAMIC_METADATA({LB_NAMESPACE}:{LEASE_KEY})% %RESPONSE_CODE% "
-    f"{TTFT} %DURATION% %BYTES_SENT% %UPSTREAM_HOST% %RESPONSE_FLAGS% "
+    f"{TTFT} %DURATION% %BYTES_SENT% %UPSTREAM_HOST% "
+    f"%RESPONSE_FLAGS%/%RESP({GRPC_STATUS}):2%%TRAILER({GRPC_STATUS}):2% "
     f"%UPSTREAM_REQUEST_ATTEMPT_COUNT% %REQ({GATEWAY_ID}):36%;"
 )
 #: Matches `SUMMARY` in the message decoded as Latin-1, where every byte is a character.
@@ -65,8 +68,11 @@ _SUMMARY = re.compile(
     r"\x0a\x08fairlead\x12(?:[\x00-\x7f]|[\x80-\xff][\x01-\x7f])"  # the tag's name, and the length of its value
     # For an unknown value Envoy writes `-` or nothing: without a response body the time to its first byte is empty.
     # Both give an empty group.
-    r"(?:-|(\S*)) (?:-|(\d{0,3})) (?:-|(\d{0,18})) (?:-|(\d{0,18})) (?:-|(\d{0,18})) (?:-|(\S*)) (?:-|([A-Za-z,\-]*))"
-    r"(?: (?:-|(\d{1,3}))(?=[ ;]))?"  # configurations written by an older version do not have this value
+    r"(?:-|(\S*)) (?:-|(\d{0,3})) (?:-|(\d{0,18})) (?:-|(\d{0,18})) (?:-|(\d{0,18})) (?:-|(\S*)) "
+    # Empty without flags and gRPC error. A model server may write any bytes as its gRPC status. Configurations written
+    # by an older version have neither this status nor the next value.
+    r"(?:-(?:/-{0,2}0?(?= ))?|([A-Za-z,\-]*(?:/[!-~\x80-\xff]{0,4})?))"
+    r"(?: (?:-|(\d{1,3}))(?=[ ;]))?"
     # A gateway that is not ours may let a client write the last value: any bytes that a header can have.
     r"(?: (?:-(?=;)|([ -~\x80-\xff]{0,36})))?;",
     re.ASCII,
@@ -162,7 +168,15 @@ def _summarised(
         int(attempts or 0),
         gateway_id,
     )
-    return _flagged(entry, flags.split(",")) if flags else entry
+    return _special(entry, flags) if flags else entry
+
+
+def _special(entry: AccessLogEntry, ending: str) -> AccessLogEntry:
+    """The entry of a request that did not end well. `ending`: flags and gRPC status, as in the summary."""
+    flags, _, status = ending.partition("/")
+    entry = _flagged(entry, flags.split(","))
+    failed = 0 if entry.client_gone or entry.upstream_reset else grpc_error(status.strip("-"))
+    return replace(entry, status=failed) if failed and 200 <= entry.status < 300 else entry
 
 
 def _flagged(entry: AccessLogEntry, flags: Collection[str]) -> AccessLogEntry:

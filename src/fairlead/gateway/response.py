@@ -15,12 +15,13 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from fairlead.apis.errors import grpc_error
 from fairlead.apis.rename import ModelRenamer
 from fairlead.apis.response import Scanner, scanner_for, scanner_unseen
 from fairlead.apis.splice import json_string
 from fairlead.core.apis import CHAT, COMPLETIONS, EMBEDDINGS, GENERATE, MESSAGES, RESPONSES, SGLANG
 from fairlead.core.events import ResponseEnded
-from fairlead.core.headers import ANSWERED_BY, ATTEMPTS
+from fairlead.core.headers import ANSWERED_BY, ATTEMPTS, GRPC_STATUS
 from fairlead.core.request import Request, Usage
 from fairlead.gateway.ext_proc import CONTINUE, BodyMode, Kind, resizable_response, rewrite_chunk
 
@@ -57,6 +58,7 @@ class ResponseWatch:
 
     __slots__ = (
         "_bytes",
+        "_grpc_error",
         "_is_page",
         "_line",
         "_request",
@@ -71,7 +73,7 @@ class ResponseWatch:
     def __init__(self, request: Request) -> None:
         self._request = request
         self._status = 0
-        self._bytes = 0
+        self._bytes = self._grpc_error = 0
         self._ttft_ms = -1.0
         self._scanner: Scanner | _Page | None = None
         self._is_page = _is_page
@@ -87,6 +89,12 @@ class ResponseWatch:
         if kind.startswith(("text/html", "application/xhtml")):
             self._is_page = _is_markup
         self._scanner = scanner_for(kind, headers.get("content-encoding", ""), self._request.api)
+        self.trailers(headers)
+
+    def trailers(self, trailers: Mapping[str, str]) -> None:
+        """Take the trailers, or headers in place of them: those of a gRPC answer without a body."""
+        if self._status < 300:
+            self._grpc_error = self._grpc_error or grpc_error(trailers.get(GRPC_STATUS, ""))
 
     def attributes(self, attributes: Mapping[str, Any]) -> str | None:
         """Take the attributes of a response whose headers are not shown; its kind follows from the request and the
@@ -147,7 +155,7 @@ class ResponseWatch:
     @property
     def error_status(self) -> int:
         """The status of an error inside a response with status 200; 0 = none."""
-        return (self._scanner.error_status or 0) if self._scanner is not None else 0
+        return (self._scanner.error_status if self._scanner is not None else 0) or self._grpc_error
 
     def ended(self, now: float, client_gone: bool = False) -> ResponseEnded:
         """The event for the end. `client_gone`: the response broke off, after a 2xx perhaps by the model server."""

@@ -558,6 +558,7 @@ class Session:
             self._moved_to = ""
 
     def _on_response_trailers(self, message: Incoming) -> None:
+        self._watch.trailers(message.headers()[0])
         if self._renaming is not None:
             self._stream.send(*self._renaming.tail())
         self._stream.send(CONTINUE[Kind.RESPONSE_TRAILERS])

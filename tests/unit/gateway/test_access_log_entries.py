@@ -74,6 +74,44 @@ def test_who_cut_a_response_short(status: int, flags: str, bits: tuple[int, ...]
         assert (read.client_gone, read.upstream_reset) == (gone, reset)
 
 
+@pytest.mark.parametrize(
+    ("status", "ending", "read"),
+    [
+        # Read off Envoy 1.40: unknown values are empty in a tag, and dashes in other formats.
+        (200, "-/", 200),
+        (200, "-/--", 200),
+        (200, "-/0", 200),
+        (200, "-/-0", 200),
+        (200, "-/14", 503),
+        (200, "-/-14", 503),
+        (200, "-/13-", 500),
+        (200, "-/2", 500),
+        (200, "-/3", 400),
+        (200, "-/4", 408),
+        (200, "-/8", 429),
+        (200, "-/12", 404),
+        (200, "-/99", 500),
+        (200, "-/;1", 500),
+        (200, "-/\xff", 500),
+        (200, "UF/14", 503),
+        (404, "-/2", 404),
+    ],
+)
+@pytest.mark.parametrize("tail", [" 1 -;", " - 62540fd2-6505-4c19-b85c-da9a044eac44;"])
+def test_a_grpc_status_of_an_error_is_the_status(status: int, ending: str, read: int, tail: str) -> None:
+    text = f"x.1 {status} 1 1 1 10.0.0.1:80 {ending}{tail}".encode("latin-1")
+    first, second = read_entries(message(tagged(text), tagged(b"x.2 200 1 1 1 10.0.0.1:80 -/ 1 -;")))
+    assert (first.lease, first.status, first.attempts) == ("x.1", read, int(tail == " 1 -;"))
+    assert first.gateway_id == ("" if first.attempts else tail[3:-1])
+    assert second == AccessLogEntry("x.2", 200, "10.0.0.1:80", 0.001, 1.0, 1, 1)
+
+
+@pytest.mark.parametrize(("flags", "gone", "reset"), [("DC", True, False), ("UC", False, True)])
+def test_of_an_answer_cut_short_the_grpc_status_is_not_the_servers(flags: str, gone: bool, reset: bool) -> None:
+    (entry,) = read_entries(message(tagged(f"x 200 1 1 1 10.0.0.1:80 {flags}/14 1 -;".encode())))
+    assert (entry.status, entry.client_gone, entry.upstream_reset) == (200, gone, reset)
+
+
 @pytest.mark.parametrize("sent", ["-", "a b;c 200;", " ", ";;;;", "\xfe\xff", "x" * 36])
 def test_whatever_a_client_sends_as_id_hides_no_entry(sent: str) -> None:
     """Where a gateway is not ours, the header is the client's."""

@@ -160,10 +160,10 @@ class Rig:
         message.request_body.SetInParent()
         session.on_message(message.SerializeToString())
 
-    def response_headers(self, session, status=200, eos=False, kind="text/event-stream"):
+    def response_headers(self, session, status=200, eos=False, kind="text/event-stream", **more):
         message = self._message()
         message.response_headers.end_of_stream = eos
-        for key, value in ((":status", str(status)), ("content-type", kind)):
+        for key, value in {":status": str(status), "content-type": kind, **more}.items():
             message.response_headers.headers.headers.add(key=key, raw_value=value.encode())
         session.on_message(message.SerializeToString())
 
@@ -176,9 +176,12 @@ class Rig:
         message.response_body.SetInParent()
         session.on_message(message.SerializeToString())
 
-    def trailers(self, session, request=True):
+    def trailers(self, session, request=True, **trailers):
         message = self._message()
-        (message.request_trailers if request else message.response_trailers).SetInParent()
+        part = message.request_trailers if request else message.response_trailers
+        part.SetInParent()
+        for key, value in trailers.items():
+            part.trailers.headers.add(key=key.replace("_", "-"), raw_value=value.encode())
         session.on_message(message.SerializeToString())
 
     def answers(self, wire):
@@ -813,6 +816,23 @@ def test_an_error_inside_a_200_stream_counts_as_a_failure(rig):
     rig.chunk(session, b'data: {"error": {"message": "busy", "type": "x", "code": 503}}\n\n')
     assert rig.leases() == 0
     assert rig.seen.outcomes[0].status == 503
+
+
+@pytest.mark.parametrize("wired", [True, False])
+@pytest.mark.parametrize("without_body", [True, False])
+def test_the_grpc_status_of_an_error_counts_as_a_failure_where_the_gateway_shows_it(pb, without_body, wired):
+    rig = Rig(pb, inspect=True)
+    _, session = rig.open(FULL_DUPLEX, FULL_DUPLEX, wired=wired, window=0)
+    rig.request_headers(session, path="/vllm.grpc.engine.VllmEngine/Generate", content_type="application/grpc")
+    rig.body(session, bytes((0, 0, 0, 0, 6)) + field(2, field(2, b"\x01\x02")))
+    shown = {"grpc-status": "14"} if without_body else {}
+    rig.response_headers(session, eos=without_body, kind="application/grpc", **shown)
+    if not without_body:
+        rig.chunk(session, bytes((0, 0, 0, 0, 5)) + field(1, field(1, b"\x05")))
+        rig.trailers(session, request=False, grpc_status="14")
+    assert [outcome.status for outcome in rig.seen.outcomes] == [503]
+    assert rig.fleet.table.errors.sum() == 1
+    assert rig.leases() == 0
 
 
 ANY_PAGES = [b"<html>hello</html>", b"\r\n<!DOCTYPE html><p>hello", b"<h1>502 Bad Gateway</h1>", b"<center>hello",

@@ -10,6 +10,7 @@ from fairlead.core.headers import (
     ATTEMPTS,
     CONTROL_HEADERS,
     FAIRNESS_HEADERS,
+    GRPC_STATUS,
     OWN_NAMESPACE,
     READ_HEADERS,
     RESIZABLE_METADATA,
@@ -120,7 +121,7 @@ def _uploads_log(options: Options, cluster: str) -> Json:
 # Response: with a STREAMED body, Envoy keeps every chunk until it is answered, so the scheduler may leave, or die, at
 # any moment. Without the headers message, the first chunk is the first message, and has the status in its attributes.
 
-_FORWARDED = sorted({*READ_HEADERS, GATEWAY_ID, ":status"})
+_FORWARDED = sorted({*READ_HEADERS, GATEWAY_ID, GRPC_STATUS, ":status"})
 
 _EXT_PROC = "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor"
 _BUFFER = "type.googleapis.com/envoy.extensions.filters.http.buffer.v3.Buffer"

@@ -67,7 +67,7 @@ def test_the_destination_is_read_from_metadata_only() -> None:
 
 def test_the_scheduler_gets_every_header_that_it_reads_and_no_other() -> None:
     patterns = ext_proc(build(Options()))["forward_rules"]["allowed_headers"]["patterns"]
-    assert {pattern["exact"] for pattern in patterns} == {*READ_HEADERS, GATEWAY_ID, ":status"}
+    assert {pattern["exact"] for pattern in patterns} == {*READ_HEADERS, GATEWAY_ID, "grpc-status", ":status"}
 
 
 def test_whole_mode_buffers_in_front_of_ext_proc() -> None:
