@@ -105,7 +105,8 @@ async def test_a_generation_is_scheduled_and_streams_back(tmp_path: Path) -> Non
     assert {(decision["api"], decision["prompt_tokens"], decision["outcome"]) for decision in decisions} == {
         ("grpc", 100, "routed")
     }
-    assert len(decisions) == 6
+    results = [decision["result"] for decision in decisions]
+    assert [(result["prompt_tokens"], result["completion_tokens"]) for result in results] == [(100, 5)] * 6
 
 
 async def test_without_the_scheduler_it_still_goes_through(tmp_path: Path) -> None:

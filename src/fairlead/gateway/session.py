@@ -206,7 +206,8 @@ class Session:
 
     def on_lost(self, why: str) -> None:
         """The stream broke. Before the pick the request is lost. After it, the access log reports the end: no message
-        shows a response without a body, such as that of an error."""
+        shows a response without a body, such as that of an error. A complete response has ended by trailers, or the
+        client left with its last event."""
         state = self._state
         self._close()
         if state is SessionState.ROUTED and self._mode.access_log and not self._only_asks:
@@ -218,7 +219,10 @@ class Session:
             self._host.feed(StreamLost(self._request.id))
         elif state is SessionState.ASKING_KNOWLEDGE:
             self._reading.cancel()
-        elif state is SessionState.ANSWERING and not self._wired():
+        elif state is SessionState.ANSWERING and self._wired():
+            if self._watch.complete or self._watch.error_status:
+                self._report()
+        elif state is SessionState.ANSWERING:
             host, watch = self._host, self._watch
             self._move()
             end = watch.ended(host.now(), client_gone=not watch.complete)
@@ -545,6 +549,8 @@ class Session:
             self._stream.send(CONTINUE[Kind.RESPONSE_BODY])
         if ended or (first and self._may_leave_at_first_chunk()):
             self._end()
+        elif first:
+            self._stream.watch_cancel(True)  # the answer may end by trailers, which are not shown
 
     def _may_leave_at_first_chunk(self) -> bool:
         if self._mode.response is not BodyMode.STREAMED or self._renaming is not None or not self._wired():
@@ -566,6 +572,10 @@ class Session:
 
     def _end(self) -> None:
         """The session has nothing left to see or wait for: report what it saw, and leave."""
+        self._report()
+        self._leave()
+
+    def _report(self) -> None:
         host, request, watch = self._host, self._request, self._watch
         self._move()
         usage = watch.usage()
@@ -573,7 +583,6 @@ class Session:
             host.feed(watch.ended(host.now()))
         elif usage is not None:
             host.feed(UsageReported(request.id, usage))
-        self._leave()
 
     def _on_local_reply(self, message: Incoming) -> None:
         if self._state is not SessionState.LOCAL_REPLY:

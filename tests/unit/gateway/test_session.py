@@ -767,6 +767,46 @@ def test_where_no_response_is_shown_the_first_byte_may_not_be_the_first_token(ri
     assert [outcome.ttft_ms for outcome in rig.seen.outcomes] == [ttft_ms]
 
 
+def grpc_frame(message):
+    return b"\0" + len(message).to_bytes(4, "big") + message
+
+
+LAST_EVENT = b'data: {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 5}}\n\n%b'
+LAST_MESSAGE = grpc_frame(field(2, field(2, b"stop") + number(3, 9) + number(4, 5)))
+
+
+@pytest.mark.parametrize(
+    ("chunk", "tokens"),
+    [(LAST_EVENT % b"data: [DONE]\n\n", (9, 5)), (LAST_EVENT % b"", (-1, -1)), (LAST_MESSAGE, (9, 5))],
+)
+def test_a_complete_answer_whose_end_is_not_shown_has_its_usage(pb, chunk, tokens):
+    """gRPC's end by trailers, which are not shown, and clients leave with the last event. The log tells both."""
+    rig, is_grpc = Rig(pb, inspect=True), chunk is LAST_MESSAGE
+    wire, session = rig.open(STREAMED, STREAMED, eager=True, whole=True)
+    path = "/vllm.grpc.engine.VllmEngine/Generate" if is_grpc else "/v1/chat/completions"
+    rig.request_headers(session, path=path)
+    rig.body(session, grpc_frame(field(2, field(2, b"\x01\x02")) + number(5, 1)) if is_grpc else BODY)
+    assert not wire.watching
+    rig.chunk(session, grpc_frame(field(1, field(1, b"\x05"))) if is_grpc else b"data: {}\n\n", response_code=200)
+    assert wire.watching, "it must hear of the end before the log does"
+    rig.chunk(session, chunk)
+    session.on_lost("reset")
+    assert rig.leases() == 1
+    log_entry(rig, "ab.0000000000000001 200 9 9 9 10.0.0.0:80 -/ 1 -;")
+    assert [(record.prompt_tokens, record.completion_tokens) for record in rig.seen.outcomes] == [tokens]
+
+
+def test_an_error_in_an_answer_whose_end_is_not_shown_is_its_status(pb):
+    rig = Rig(pb, inspect=True)
+    _, session = rig.open(STREAMED, STREAMED, eager=True, whole=True)
+    rig.request_headers(session, path="/vllm.grpc.engine.VllmEngine/Generate")
+    rig.body(session, grpc_frame(field(2, field(2, b"\x01\x02"))))
+    older = field(1, b"id") + field(4, field(1, b"busy") + field(2, b"503"))
+    rig.chunk(session, grpc_frame(older), response_code=200)
+    session.on_lost("reset")
+    assert [record.status for record in rig.seen.outcomes] == [503]
+
+
 def test_of_an_answer_in_several_chunks_the_usage_is_read_too(pb):
     rig = Rig(pb, inspect=True)
     wire, session = rig.open(STREAMED, STREAMED, eager=True, whole=True)
@@ -824,11 +864,11 @@ def test_the_grpc_status_of_an_error_counts_as_a_failure_where_the_gateway_shows
     rig = Rig(pb, inspect=True)
     _, session = rig.open(FULL_DUPLEX, FULL_DUPLEX, wired=wired, window=0)
     rig.request_headers(session, path="/vllm.grpc.engine.VllmEngine/Generate", content_type="application/grpc")
-    rig.body(session, bytes((0, 0, 0, 0, 6)) + field(2, field(2, b"\x01\x02")))
+    rig.body(session, grpc_frame(field(2, field(2, b"\x01\x02"))))
     shown = {"grpc-status": "14"} if without_body else {}
     rig.response_headers(session, eos=without_body, kind="application/grpc", **shown)
     if not without_body:
-        rig.chunk(session, bytes((0, 0, 0, 0, 5)) + field(1, field(1, b"\x05")))
+        rig.chunk(session, grpc_frame(field(1, field(1, b"\x05"))))
         rig.trailers(session, request=False, grpc_status="14")
     assert [outcome.status for outcome in rig.seen.outcomes] == [503]
     assert rig.fleet.table.errors.sum() == 1
