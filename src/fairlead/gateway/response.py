@@ -19,7 +19,17 @@ from fairlead.apis.errors import grpc_error
 from fairlead.apis.rename import ModelRenamer
 from fairlead.apis.response import Scanner, scanner_for, scanner_unseen
 from fairlead.apis.splice import json_string
-from fairlead.core.apis import CHAT, COMPLETIONS, EMBEDDINGS, GENERATE, MESSAGES, RESPONSES, SGLANG
+from fairlead.core.apis import (
+    CHAT,
+    COMPLETIONS,
+    EMBEDDINGS,
+    GENERATE,
+    MESSAGES,
+    OTHER,
+    RESPONSES,
+    SGLANG,
+    WITHOUT_MODEL,
+)
 from fairlead.core.events import ResponseEnded
 from fairlead.core.headers import ANSWERED_BY, ATTEMPTS, GRPC_STATUS
 from fairlead.core.request import Request, Usage
@@ -28,6 +38,8 @@ from fairlead.gateway.ext_proc import CONTINUE, BodyMode, Kind, resizable_respon
 _RESIZABLE = resizable_response()
 #: APIs whose answers are JSON, event streams or numbers. The latter may begin with `<`, but hardly with one of these.
 _NO_PAGES = frozenset((CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS, GENERATE, SGLANG))
+#: APIs whose answers report no work of the model: their usage or error is that of something stored, or unknown.
+_UNREAD = WITHOUT_MODEL | {OTHER}
 _is_page = re.compile(
     rb"(?:\xef\xbb\xbf)?\s*<(?:!doctype|!--|\?xml"
     rb"|(?:html|head|title|meta|link|style|script|body|center|div|pre|table|h[1-6])[\s/>])",
@@ -139,8 +151,13 @@ class ResponseWatch:
         self.preceded = True
         return True
 
+    @property
+    def _report(self) -> Scanner | _Page | None:
+        """Reports token counts and errors; `None` = nothing does."""
+        return self._scanner if self._request.api not in _UNREAD else None
+
     def usage(self) -> Usage | None:
-        return self._scanner.usage if self._scanner is not None else None
+        return report.usage if (report := self._report) is not None else None
 
     @property
     def complete(self) -> bool:
@@ -155,7 +172,7 @@ class ResponseWatch:
     @property
     def error_status(self) -> int:
         """The status of an error inside a response with status 200; 0 = none."""
-        return (self._scanner.error_status if self._scanner is not None else 0) or self._grpc_error
+        return (report.error_status if (report := self._report) is not None else 0) or self._grpc_error
 
     def ended(self, now: float, client_gone: bool = False) -> ResponseEnded:
         """The event for the end. `client_gone`: the response broke off, after a 2xx perhaps by the model server."""

@@ -858,6 +858,21 @@ def test_an_error_inside_a_200_stream_counts_as_a_failure(rig):
     assert rig.seen.outcomes[0].status == 503
 
 
+@pytest.mark.parametrize("shown", [True, False])
+@pytest.mark.parametrize("path", ["/v1/responses/resp_1", "/v1/models", "/mcp"])
+def test_what_is_stored_or_not_the_models_is_neither_usage_nor_failure(rig, path, shown):
+    """A stored response that failed, or a JSON-RPC error. A poll of a response is not its work again."""
+    _, session = rig.open(BUFFERED, STREAMED, wired=False)
+    rig.request_headers(session, path=path, eos=True, **{":method": "GET"})
+    if shown:
+        rig.response_headers(session, kind="application/json")
+    answer = b'{"error": {"code": "server_error"}, "usage": {"input_tokens": 9, "output_tokens": 5}}'
+    rig.chunk(session, answer, eos=True, **({} if shown else {"response_code": 200}))
+    (outcome,) = rig.seen.outcomes
+    assert (outcome.status, outcome.prompt_tokens, outcome.completion_tokens) == (200, -1, -1)
+    assert rig.fleet.table.errors.sum() == 0
+
+
 @pytest.mark.parametrize("wired", [True, False])
 @pytest.mark.parametrize("without_body", [True, False])
 def test_the_grpc_status_of_an_error_counts_as_a_failure_where_the_gateway_shows_it(pb, without_body, wired):
