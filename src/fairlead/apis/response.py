@@ -2,7 +2,7 @@
 
 from fairlead.apis.engine_grpc import BYTES, VARINT, Budget, Field, Malformed, walk
 from fairlead.apis.usage import MAX_TOKENS, UsageScanner
-from fairlead.core.apis import GRPC, GRPC_EMBED
+from fairlead.core.apis import EMBEDDINGS, GRPC, GRPC_EMBED, POOLING, RERANK, SCORE
 from fairlead.core.request import Usage
 
 # Reads token counts from the answers of vLLM's gRPC engine service, which arrive in chunks cut anywhere.
@@ -123,6 +123,9 @@ def _status(data: bytes, error: Field) -> int:
 
 Scanner = UsageScanner | GrpcUsageScanner
 
+#: APIs whose usage counts prompts only. Jina's rerankers, and older ones of vLLM, send its total alone.
+_PROMPTS_ONLY = frozenset((EMBEDDINGS, SCORE, RERANK, POOLING))
+
 
 def scanner_for(content_type: str, content_encoding: str = "", api: str = "") -> Scanner | None:
     """A scanner for a response of a content type; `None` if the type reports no token counts, or it is compressed.
@@ -136,11 +139,11 @@ def scanner_for(content_type: str, content_encoding: str = "", api: str = "") ->
         return UsageScanner(stream=True)
     if kind.startswith("application/grpc"):
         return GrpcUsageScanner(embed=api == GRPC_EMBED)
-    return UsageScanner(stream=False) if "json" in kind else None
+    return UsageScanner(False, api in _PROMPTS_ONLY) if "json" in kind else None
 
 
 def scanner_unseen(api: str, streaming: bool) -> Scanner:
     """A scanner for a response whose headers are not shown. `streaming`: the request asked for a stream."""
     if api in (GRPC, GRPC_EMBED):
         return GrpcUsageScanner(embed=api == GRPC_EMBED)
-    return UsageScanner(stream=streaming)
+    return UsageScanner(streaming, api in _PROMPTS_ONLY)

@@ -21,9 +21,9 @@ _STATUS_OF_TYPE = {name: status for status, name in (*TYPES.items(), *ANTHROPIC_
 }
 
 
-def usage_of(value: Any) -> Usage | None:
+def usage_of(value: Any, prompts_only: bool = False) -> Usage | None:
     """Token counts from a usage object of OpenAI's or Anthropic's APIs, or from SGLang's `meta_info`; `None` if it
-    reports nothing usable.
+    reports nothing usable. `prompts_only`: the API has no output, so a total alone is that of the prompt.
 
     Anthropic's `input_tokens` leave out tokens read from or written to a cache (so do vLLM 0.32's), so the prompt is
     the sum of the three.
@@ -33,6 +33,8 @@ def usage_of(value: Any) -> Usage | None:
     prompt = _either(value, "prompt_tokens", "input_tokens")
     completion = _either(value, "completion_tokens", "output_tokens")
     total = tokens(value.get("total_tokens"))
+    if prompts_only and prompt < 0 and completion < 0:
+        prompt = total
     if completion < 0 and total >= prompt >= 0:
         completion = total - prompt
     if prompt < 0 and total >= completion >= 0:
@@ -279,12 +281,14 @@ _LAST_EVENTS = frozenset(("response.completed", "response.incomplete", "response
 
 
 class UsageScanner:
-    """Takes every chunk of one response body and reports its usage. `stream`: the body is `text/event-stream`."""
+    """Takes every chunk of one response body and reports its usage. `stream`: the body is `text/event-stream`.
+    `prompts_only`: see `usage_of`."""
 
-    __slots__ = ("_document", "_done", "_error", "_fresh", "_partial", "_pieces", "_stream", "_usage")
+    __slots__ = ("_document", "_done", "_error", "_fresh", "_partial", "_pieces", "_prompts_only", "_stream", "_usage")
 
-    def __init__(self, stream: bool) -> None:
+    def __init__(self, stream: bool, prompts_only: bool = False) -> None:
         self._stream = stream
+        self._prompts_only = prompts_only
         #: The body; for a stream, the line that is not complete yet.
         self._document = Document()
         #: A stream's incomplete line is not empty.
@@ -375,7 +379,7 @@ class UsageScanner:
                 error = error or kind
         if reply.meta_info is not None and reported is None:
             reported = reply.meta_info
-        usage = summed(reported) if isinstance(reported, list) else usage_of(reported)
+        usage = summed(reported) if isinstance(reported, list) else usage_of(reported, self._prompts_only)
         if usage is not None:
             self._usage = usage
         if error is not None and not self._error:

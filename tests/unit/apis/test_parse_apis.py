@@ -241,7 +241,7 @@ CASES = {
         [b"q", b'["one","two"'],
         JSON,
         compact(usage={"total_tokens": 9}, results=[{"index": 1}]),
-        None,
+        usage(9, 0),
     ),
     "pooling": Case(
         "/pooling",

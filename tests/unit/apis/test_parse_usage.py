@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from fairlead.apis import usage as module
+from fairlead.apis.response import scanner_for, scanner_unseen
 from fairlead.apis.usage import TAIL_BYTES, WHOLE_BYTES, Document, Reply, UsageScanner, error_status_of, usage_of
 from fairlead.core.request import Usage
 
@@ -196,6 +197,18 @@ def test_error_status(error: Any, status: int) -> None:
 )
 def test_usage_objects(sent: Any, read: Usage | None) -> None:
     assert usage_of(sent) == read
+
+
+@pytest.mark.parametrize("api", ["rerank", "score", "embeddings", "pooling"])
+def test_a_total_alone_is_that_of_the_prompt_where_nothing_is_generated(api: str) -> None:
+    body = json.dumps({"model": "m", "usage": {"total_tokens": 50}}).encode()
+    for scanner in (scanner_for("application/json", api=api), scanner_unseen(api, False)):
+        assert scanner is not None
+        scanner.feed(body)
+        assert scanner.usage == usage(50, 0)
+    other = scanner_unseen("chat", False)
+    other.feed(body)
+    assert other.usage is None
 
 
 def test_what_only_lenient_parsers_read() -> None:
