@@ -5,6 +5,8 @@ A journal's directory holds the segments of one or more runs (processes). A segm
 """
 
 from collections.abc import Iterator
+from itertools import islice
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -205,17 +207,17 @@ def search(path: Path, wanted: str, run: str = "") -> JournaledDecision:
     Raises `JournalError` or `OSError`.
     """
     named, dot, digits = wanted.rpartition(".")
-    there = runs(path)
+    there, number = runs(path), None
     if wanted == LAST and not run:
         newest = one_run(path)
         entries = [entry for candidate in (newest, *newest.beside) if (entry := _in_run(candidate, LAST)) is not None]
         if entries:
             return max(entries, key=lambda entry: entry.decision.at)
     if dot and any(candidate.id == named for candidate in there):
-        run, wanted = named, str(_number(digits))
+        run, number = named, _number(digits)
     for candidate in reversed(there):
         if run in ("", candidate.id):
-            entry = _in_run(candidate, wanted)
+            entry = _in_run(candidate, wanted if number is None else number)
             if entry is not None:
                 return entry
     what = f"run {run}" if run else f"{len(there)} run{'s' if len(there) > 1 else ''}"
@@ -264,17 +266,48 @@ def decisions(run: Run) -> Iterator[JournaledDecision]:
     yield from open_.values()
 
 
-def _in_run(run: Run, wanted: str) -> JournaledDecision | None:
-    entries = decisions(run)
-    if wanted == LAST:
-        return max(entries, key=lambda entry: (entry.decision.at, entry.decision.request.id), default=None)
+def _in_run(run: Run, wanted: str | int) -> JournaledDecision | None:
+    """Return the newest decision that `wanted` names; a number is our number for the request. Reads the newest segments
+    first, and no older ones than necessary: journals may have GiB."""
+    if isinstance(wanted, int):
+        return _decision(run, wanted, len(run.segments))
+    for index in reversed(range(len(run.segments))):
+        for request_id in reversed(_named(run.segments[index][0], wanted)):
+            entry = _decision(run, request_id, index + 1)
+            if entry is not None:
+                return entry
+    return None
+
+
+def _named(path: Path, wanted: str) -> list[int]:
+    """The requests in a segment that `wanted` names, the newest last."""
     number = _number(wanted, 10)
-    latest: JournaledDecision | None = None
-    for entry in entries:
-        request = entry.decision.request
-        if request.id == number or (request.external_id and request.external_id == wanted):
-            latest = entry
-    return latest
+    newest, named = (-inf, -1), dict[int, None]()
+    for kind, time_s, body in _items(path.read_bytes(), Faults()):
+        if kind == DECIDED:
+            newest = max(newest, (time_s, body.request_id))
+            if body.request_id == number:
+                named[number] = None
+        elif kind in (RequestArrived.__name__, DETAIL) and wanted in (body.request.external_id, str(body.request.id)):
+            named[body.request.id] = None
+    return list(named) if wanted != LAST else [newest[1]] if newest[0] > -inf else []
+
+
+def _decision(run: Run, request_id: int, count: int) -> JournaledDecision | None:
+    """The decision of a request that arrived in one of the first `count` segments. Numbers rise, so it arrived in the
+    last of them that begins with a lower number; or just before, as reading a prompt takes longer for some requests."""
+    begins = (first for first in reversed(range(count)) if not first or _first(run.segments[first][0]) <= request_id)
+    for first in islice(begins, 2):
+        for entry in decisions(replace(run, segments=run.segments[first:])):
+            if entry.decision.request.id == request_id:
+                return entry
+    return None
+
+
+def _first(path: Path) -> float:
+    """The number of the first request that arrived in a segment; inf = none did."""
+    items = _items(path.read_bytes(), Faults())
+    return next((body.request.id for kind, _, body in items if kind == RequestArrived.__name__), inf)
 
 
 def _number(text: str, base: int = 16) -> int:

@@ -17,7 +17,7 @@ from fairlead.core.explain import Candidate, asked_again, explain, restored, ter
 from fairlead.core.policy import Context, Policy
 from fairlead.core.records import DecisionRecord
 from fairlead.core.snapshot import Snapshots
-from fairlead.lab.simulator.journal import JournalError, decisions, one_run, search
+from fairlead.lab.simulator.journal import JournalError, decisions, one_run, runs, search
 from fairlead.lab.simulator.replay import replay
 from fairlead.plugins.policies.by_load import LeastRequests
 from fairlead.server.observe.decisions import Journal, explained
@@ -225,6 +225,39 @@ def test_the_journal_and_the_memory_say_the_same(recorded: Any) -> None:
     assert search(recorded.path, f"0000cafe.{record.request.id:016x}").decision.request == record.request
     with pytest.raises(JournalError, match="no decision"):
         search(recorded.path, "99999999")
+
+
+@pytest.mark.parametrize(("queue", "part"), [("", 0.4), (QUEUE, 0.8)], ids=["at once", "after a long wait"])
+def test_only_the_segments_that_can_have_the_decision_are_searched(
+    queue: str, part: float, record_run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A journal may have GiB; and the newest decision is asked for most often."""
+    made = record_run(tmp_path, "policy: default" + queue, rate=25.0, turns=20, segment_bytes=50_000)
+    (run,) = runs(tmp_path)
+    assert len(run.segments) > 8
+    all_of = {entry.decision.request.id: entry for entry in decisions(run)}
+    read = list[str]()
+    read_bytes = Path.read_bytes
+
+    def counted(path: Path) -> bytes:
+        read.append(path.name)
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", counted)
+    newest = max(all_of.values(), key=lambda entry: (entry.decision.at, entry.decision.request.id))
+    for wanted, entry in [
+        ("last", newest),
+        (f"0000cafe.{newest.decision.request.id:016x}", newest),
+        *((str(record.request.id), all_of[record.request.id]) for record in records(made)[::40]),
+        *((f"0000cafe.{record.request.id:016x}", all_of[record.request.id]) for record in records(made)[::40]),
+    ]:
+        read.clear()
+        found = search(tmp_path, wanted)
+        assert (found.decision.request, found.decision.at) == (entry.decision.request, entry.decision.at)
+        assert (found.outcome, found.scheduling) == (entry.outcome, entry.scheduling)
+        assert found.decision.queued_ms == entry.decision.queued_ms
+        if entry is newest:
+            assert len(set(read)) <= len(run.segments) * part
 
 
 def test_another_policy_on_the_same_numbers(recorded: Any) -> None:
