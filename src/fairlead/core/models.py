@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate
 from math import inf
 from random import Random
@@ -318,7 +319,7 @@ class Catalogue:
         splits += [self._generic.split] if self._generic else []
         return frozenset(name for split in splits for name in split.names)
 
-    @property
+    @cached_property
     def listed(self) -> list[Listed]:
         """Models that clients may ask for, sorted by name; not the reserved ones, which have no target with a weight.
         Empty (not known) while no InferenceModel is defined."""
@@ -397,9 +398,10 @@ class Catalogue:
         return Refusal(404, MODEL_NOT_FOUND, f"The model `{name}` does not exist. {self._offer()}")
 
     def _offer(self) -> str:
-        names = [model.name for model in self.listed]
-        more = f" and {len(names) - _SHOWN} more (see GET /v1/models)" if len(names) > _SHOWN else ""
-        return f"Known models: {', '.join(names[:_SHOWN]) or 'none'}{more}."
+        names = [model.name for model in self.listed[:_SHOWN]]
+        hidden = len(self.listed) - len(names)
+        more = f" and {hidden} more (see GET /v1/models)" if hidden else ""
+        return f"Known models: {', '.join(names) or 'none'}{more}."
 
 
 def _gone(model: str) -> Refusal:

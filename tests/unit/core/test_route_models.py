@@ -87,6 +87,17 @@ def test_an_unknown_model_is_refused_by_name() -> None:
     assert refused(catalogue, "x")[0] == 404
 
 
+def test_refusals_of_unknown_names_do_not_sort_all_names_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    catalogue = Catalogue(ModelSet(models=tuple(model(f"m{number:04}") for number in range(500))))
+    names = ", ".join(f"m{number:04}" for number in range(20))
+    end = f"does not exist. Known models: {names} and 480 more (see GET /v1/models)."
+    assert refused(catalogue, "other") == (404, f"The model `other` {end}")
+    looked_at = list[str]()
+    monkeypatch.setattr(Catalogue, "is_reserved", lambda _, name: looked_at.append(name))
+    assert refused(catalogue, "another") == (404, f"The model `another` {end}")
+    assert not looked_at
+
+
 def test_the_error_names_at_most_twenty_models() -> None:
     catalogue = Catalogue(ModelSet(tuple(model(f"m{i:04}") for i in range(5000))))
     message = refused(catalogue, "nope")[1]
