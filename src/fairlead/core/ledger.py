@@ -143,64 +143,46 @@ IDLE_SECONDS_PENDING = 30.0
 HEARD_S = 0.25
 
 
-class Account:
+class Account(Struct, eq=False):
     """The load of one endpoint. Counts are in sequences, which engines call requests; in tokens where the name says so,
     and in microseconds at the prior's speed where it says work."""
 
-    __slots__ = (
-        "_idle_scrapes",
-        "_idle_since",
-        "_surpluses",
-        "active",
-        "blind",
-        "blind_work",
-        "early",
-        "growth_tokens",
-        "head_work",
-        "kv_tokens",
-        "leases",
-        "lost",
-        "others_running",
-        "others_waiting",
-        "pending",
-        "pending_tokens",
-        "pending_work",
-        "prefill_since",
-        "scraped",
-        "waited",
-    )
-
-    def __init__(self) -> None:
-        #: An ordered set, oldest charge first.
-        self.leases: dict[Lease, None] = {}
-        #: Own sequences before their first token, and past it.
-        self.pending = self.active = 0
-        self.pending_tokens = 0.0
-        self.pending_work = 0.0
-        #: Pending leases (not sequences) that are blind.
-        self.blind = 0
-        #: Work of all blind leases that were ever charged; never reduced.
-        self.blind_work = 0.0
-        #: Clock seconds when the engine began with the first pending lease.
-        self.prefill_since = 0.0
-        #: The pending work that the engine began with at `prefill_since`.
-        self.head_work = 0.0
-        self.kv_tokens = 0.0
-        self.growth_tokens = 0.0
-        self.forget_scrapes()
+    #: An ordered set, oldest charge first.
+    leases: dict[Lease, None] = {}
+    #: Own sequences before their first token, and past it.
+    pending: int = 0
+    active: int = 0
+    pending_tokens: float = 0.0
+    pending_work: float = 0.0
+    #: Pending leases (not sequences) that are blind.
+    blind: int = 0
+    #: Work of all blind leases that were ever charged; never reduced.
+    blind_work: float = 0.0
+    #: Clock seconds when the engine began with the first pending lease.
+    prefill_since: float = 0.0
+    #: The pending work that the engine began with at `prefill_since`.
+    head_work: float = 0.0
+    kv_tokens: float = 0.0
+    growth_tokens: float = 0.0
+    #: Own sequences before their first token that the last scrape showed running. Never more than `pending`.
+    early: float = 0.0
+    #: The last scrape showed at least one request waiting.
+    waited: bool = False
+    #: Own sequences past their first token that the engine does not have: their end signals were lost.
+    lost: float = 0.0
+    others_waiting: float = 0.0
+    others_running: float = 0.0
+    scraped: float = -inf
+    _surpluses: tuple[float, ...] = ()
+    _idle_scrapes: int = 0
+    _idle_since: float = 0.0
 
     def forget_scrapes(self) -> None:
         """Drop the scraped values, which are too old: from now on only our own leases count."""
-        #: Own sequences before their first token that the last scrape showed running. Never more than `pending`.
-        self.early = 0.0
-        #: The last scrape showed at least one request waiting.
+        self.early = self.lost = self.others_waiting = self.others_running = 0.0
         self.waited = False
-        #: Own sequences past their first token that the engine does not have: their end signals were lost.
-        self.lost = 0.0
-        self.others_waiting = 0.0
-        self.others_running = 0.0
-        self.scraped = float("-inf")
-        self._surpluses: tuple[float, ...] = ()
+        self.scraped = -inf
+        self._surpluses = ()
         self._idle_scrapes = 0
         self._idle_since = 0.0
 
@@ -257,14 +239,13 @@ class Account:
                 self.kv_tokens = self.growth_tokens = 0.0
 
     def without(self, leases: Iterable[Lease]) -> "Account":
-        """Return a copy of the account in which these leases are released."""
+        """Return a copy of the account in which these leases of it are released."""
         reduced = copy(self)
         reduced.leases = dict(self.leases)
         for lease in leases:
-            if lease in self.leases:
-                pending = lease.pending
-                reduced.release(lease)
-                lease.pending = pending
+            pending = lease.pending
+            reduced.release(lease)
+            lease.pending = pending
         return reduced
 
     def reconcile(self, started: float, waiting: float, running: float) -> list[Lease]:
@@ -475,9 +456,11 @@ class Ledger:
     @contextmanager
     def without_reserved(self) -> Iterator[None]:
         """Take the reservations out of the table while the context lasts. Nothing else may change meanwhile."""
-        slots = {lease.slot for lease in self.reserved}
-        for slot in slots:
-            self._write(slot, self._accounts[slot].without(self.reserved))
+        slots = defaultdict[int, list[Lease]](list)
+        for lease in self.reserved:
+            slots[lease.slot].append(lease)
+        for slot, leases in slots.items():
+            self._write(slot, self._accounts[slot].without(leases))
         try:
             yield
         finally:

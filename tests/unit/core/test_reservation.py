@@ -1,5 +1,6 @@
 """Flow control and a scheduler in another process together: who is asked, when, and what is kept meanwhile."""
 
+from collections.abc import Iterable
 from random import Random
 from typing import Any
 
@@ -8,6 +9,7 @@ from driver_clients import Clients
 
 from fairlead.compat.load import load
 from fairlead.config.building import build_flow_controller
+from fairlead.core.endpoint import Endpoint
 from fairlead.core.events import (
     EndpointDown,
     EndpointUp,
@@ -23,6 +25,7 @@ from fairlead.core.events import (
 )
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import AskRemote
+from fairlead.core.ledger import Account, Lease
 from fairlead.core.remote import REFUSED, BreakerRules, RemotePolicy
 from fairlead.core.request import Request
 from fairlead.core.scheduler import Pipeline
@@ -350,3 +353,26 @@ def test_who_is_asked_does_not_see_what_is_kept() -> None:
         assert rig.charged == [0.0, 1.0] and fleet.table.queued_tokens[0] == 0.0
     assert (fleet.table.floats == before).all() and now.tolist() == [1.0, 1.0]
     rig.pipeline.validate()
+
+
+def test_each_reservation_is_taken_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if many endpoints have some: a batch of questions to a slow scheduler must not hold the loop."""
+    fleet = Fleet()
+    for number in range(8):
+        fleet.up(Endpoint(f"e{number}", f"10.0.0.{number}:80"))
+    for number in range(40):
+        request = Request(id=number, arrived=0.0, prompt_tokens=100)
+        fleet.charge(request, number % 8, 0.0, 0, 10.0, reserved=number % 2 == 0)
+    taken = list[Lease]()
+    without = Account.without
+
+    def counted(account: Account, leases: Iterable[Lease]) -> Account:
+        taken.extend(leases)
+        return without(account, leases)
+
+    monkeypatch.setattr(Account, "without", counted)
+    before = fleet.table.floats.copy()
+    with fleet.ledger.without_reserved():
+        assert fleet.table.inflight.tolist() == [0.0, 5.0] * 4
+    assert (fleet.table.floats == before).all()
+    assert sorted(lease.request.id for lease in taken) == list(range(0, 40, 2))
