@@ -69,6 +69,8 @@ SEEN_S = 0.3
 TELLS_S = 10.0
 #: Seconds between two looks at all endpoints.
 LOOK_S = 0.2
+#: Silent endpoints that are judged in one call, at most.
+SILENT = 64
 
 #: Three times the forecast; converts its milliseconds to seconds.
 OVERDUE = 3.0 * 1e-3
@@ -112,6 +114,8 @@ class Stalls:
         self._watched: list[_Watched] = []
         #: Clock seconds from which `look` should be called again.
         self.due = -inf
+        #: The slot at which the next `look` begins; above 0 = the last one was not finished.
+        self._next = 0
         #: Changed levels that `take_changes` has not returned yet. Always the same list object.
         self.changes: list[StallRecord] = []
         #: Factor on the time until a request is overdue, 1 to `MOST`.
@@ -185,22 +189,37 @@ class Stalls:
     # ---- silence ----
 
     def look(self, now: float) -> None:
-        """Judge the silence of all endpoints. Call it before a decision and after a scrape, once `due` has passed."""
-        self.due = now + LOOK_S
-        table = self._table
+        """Judge the silence of all endpoints. Call it before a decision and after a scrape, once `due` has passed. If
+        more than `SILENT` are silent, `due` stays in the past, and the next call continues."""
+        table, left = self._table, SILENT
         for slot, work in enumerate((table.queue + table.active).tolist()):
+            if slot < self._next:
+                continue
             watched = self._watched[slot]
             silent = now - watched.since
-            if work <= 0.0 or silent == inf or (silent > PLAUSIBLE_S and self._only_told(slot)):
+            if work <= 0.0 or silent == inf:
                 self._idle(slot, watched, now, now)
             elif silent > PLAUSIBLE_S:
-                given_up = watched.given_up_at > now - PLAUSIBLE_S
-                begun = watched.since if given_up else max(watched.since, self._begun(slot))
-                if now - begun > PLAUSIBLE_S:
-                    watched.since = begun
-                    self._judge(slot, watched, now)
-                else:
-                    self._idle(slot, watched, begun, now)
+                if not left:
+                    self._next = slot
+                    return
+                left -= 1
+                self._look_at(slot, watched, now)
+        self._next = 0
+        self.due = now + LOOK_S
+
+    def _look_at(self, slot: int, watched: _Watched, now: float) -> None:
+        """Judge an endpoint that has work and is silent."""
+        if self._only_told(slot):
+            self._idle(slot, watched, now, now)
+            return
+        given_up = watched.given_up_at > now - PLAUSIBLE_S
+        begun = watched.since if given_up else max(watched.since, self._begun(slot))
+        if now - begun > PLAUSIBLE_S:
+            watched.since = begun
+            self._judge(slot, watched, now)
+        else:
+            self._idle(slot, watched, begun, now)
 
     def _idle(self, slot: int, watched: _Watched, since: float, now: float) -> None:
         """Record that the endpoint had no work before `since` that could have shown progress."""

@@ -24,7 +24,7 @@ from fairlead.core.records import Forecast, StallRecord
 from fairlead.core.reports import SharedFleet
 from fairlead.core.request import Request
 from fairlead.core.scheduler import Pipeline
-from fairlead.core.stalls import FORGOTTEN_S, MOST, OUT_OF_USE, SUSPECT, WELL, overdue_s
+from fairlead.core.stalls import FORGOTTEN_S, LOOK_S, MOST, OUT_OF_USE, SILENT, SUSPECT, WELL, overdue_s
 from fairlead.core.tokens import TokenEstimator
 from fairlead.plugins.filters.availability import Health, HealthParams
 from fairlead.plugins.policies.cost_model import CostModel
@@ -476,3 +476,25 @@ def test_a_hang_is_logged_when_it_begins_and_ends_however_often_the_endpoint_is_
         "an endpoint seems to hang: out",
         "an endpoint makes progress again",
     ]
+
+
+def test_a_look_at_a_silent_pool_is_split() -> None:
+    fleet, now, servers = Fleet(), 100.0, 2 * SILENT + 10
+    for number in range(servers):
+        fleet.up(Endpoint(f"e{number}", f"10.0.0.{number}:80"))
+        fleet.charge(Request(id=number, arrived=now, prompt_tokens=10, stream=True), number, now, 0, 10.0)
+        fleet.stalls.moved(number, now)
+    now += 60.0
+    levels = []
+    for _ in range(3):
+        assert fleet.stalls.due < now
+        fleet.stalls.look(now)
+        levels.append(len(fleet.stalls.take_changes()))
+    assert levels == [SILENT, SILENT, 10]
+    assert fleet.stalls.due == now + LOOK_S
+    assert set(fleet.table.suspicion.tolist()) == {OUT_OF_USE}
+    for number in range(servers):
+        fleet.stalls.moved(number, now)
+    assert len(fleet.stalls.take_changes()) == servers
+    fleet.stalls.look(now)
+    assert fleet.stalls.due == now + LOOK_S and not fleet.stalls.changes
