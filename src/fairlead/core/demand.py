@@ -18,7 +18,7 @@ is ordered now serves only after that time. A falling load is not extrapolated.
 
 With several schedulers, each one counts the requests that all of them route. So all publish about the same number, that
 of the pool. When a peer comes or is lost, the measurement starts again (`forget`), because the requests that the peer
-routed meanwhile cannot be counted.
+routed meanwhile cannot be counted. It also starts again when a standby begins to lead: its zeros are not the load.
 """
 
 from collections import deque

@@ -113,6 +113,7 @@ class KubeLink:
             self._run(stack, work, f"kubernetes {name}")
         if self.elector is not None:
             self._set_ready("leader", "standby: no leader is known yet")
+            self._metrics.leader.child(self._lease).set(False)
             self._run(stack, self.elector.run, "kubernetes lease")
         self._metrics.follow(self._followed)
         try:

@@ -333,6 +333,11 @@ class KubeMetrics:
         registry.show("fairlead_kube_leader", "1 while this replica leads.", self.leader)
         registry.show("fairlead_kube_status_writes_total", "Status conditions written.", self._writes)
 
+    @property
+    def standby(self) -> bool:
+        """Whether there is leader election and this replica does not lead."""
+        return any(not leads.value for leads in self.leader.children.values())
+
     def follow(self, source: "Callable[[], Mapping[str, Reflector[Any]]]") -> None:
         self._followed = source
 

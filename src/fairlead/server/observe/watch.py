@@ -98,8 +98,7 @@ class Watch:
         #: Records that wait to be counted. Each decision comes with the seconds that it took.
         self._decisions: list[tuple[DecisionRecord, float]] = []
         self._outcomes: list[OutcomeRecord] = []
-        self._unscheduled = 0
-        self._unscheduled_logged_at = -inf
+        self._unscheduled, self._unscheduled_logged_at = 0, -inf
         #: The newest ends of requests.
         self.newest: deque[OutcomeRecord] = deque(maxlen=_NEWEST)
         #: Endpoint id → why its load cannot be read.
@@ -111,7 +110,8 @@ class Watch:
         self._decision_id: Callable[[int], str] | None = None
         self._peers_load = PeersLoad()
         self._alone: Callable[[], bool] = lambda: False
-        self._peers_before = False, 0  # `_alone()` and the breaks of the peers' load at the last reading
+        self.standby: Callable[[], bool] = lambda: self.kube.standby  # whether gateways ask another process
+        self._measured = False, False, 0  # `standby()`, `_alone()`, the breaks of the peers' load at the last reading
         #: Receives every counted record too; `None` = the dashboard has no viewer.
         self.recent: Recent | None = None
 
@@ -200,13 +200,14 @@ class Watch:
         return {**explained(*recorded, make_policy), "decision_id": decision_id}
 
     def desired_endpoints(self) -> int | None:
-        """How many endpoints the pool's load needs; `None` = too little is known of the load."""
+        """How many endpoints the pool's load needs; `None` = too little is known of the load. A standby knows nothing:
+        no gateway asks it."""
         self.count()
         now, counted, peers = self._now(), self.metrics, self._peers_load
         own = counted.routed, counted.prompt_tokens, counted.cached_tokens
         totals = Totals(now, own[0] + peers.requests, own[1] + peers.tokens, own[2] + peers.cached_tokens)
-        before, self._peers_before = self._peers_before, (self._alone(), peers.breaks)
-        if self._peers_before != before or self._peers_before[0]:
+        before, self._measured = self._measured, (self.standby(), self._alone(), peers.breaks)
+        if self._measured != before or any(self._measured[:2]):
             self._demand.forget()
         self._demand.observe(totals)
         return self._demand.desired(self.fleet, self.queue.flow_controller, now)

@@ -37,7 +37,8 @@ class Replica:
         self.models = ModelSet()
         self.registry = Registry()
         settings = Kubernetes(pool="llama", namespace="default", kubeconfig=str(kubeconfig), **more)
-        self.kube = Kube(settings, self.feed, self.take, self.set_ready, KubeMetrics(self.registry))
+        self.metrics = KubeMetrics(self.registry)
+        self.kube = Kube(settings, self.feed, self.take, self.set_ready, self.metrics)
 
     def feed(self, event: Any) -> None:
         if isinstance(event, EndpointUp):
@@ -139,8 +140,10 @@ async def test_a_standby_is_warm_and_not_ready_until_it_leads(
     await until(lambda: standby.unready["leader"].endswith(" leads") and "nobody" not in standby.unready["leader"])
     lease = "epp-default-llama.fairlead"
     assert leader.metric(f'fairlead_kube_leader{{lease="{lease}"}} 1')
+    assert (leader.metrics.standby, standby.metrics.standby) == (False, True)
     await leader.kube.hand_over()
     await until(lambda: not standby.unready)
+    assert (leader.metrics.standby, standby.metrics.standby) == (True, False)
     assert "leader" in leader.unready
     await leader.kube.hand_over()  # who does not lead has nothing to hand over
 

@@ -84,6 +84,14 @@ async def test_each_has_its_own_policy_endpoints_names_and_files(pools: LivePool
     assert {path.name for path in tmp_path.glob("*.state")} == {"a.llama.learned.state", "b.llama.learned.state"}
 
 
+async def test_each_measures_its_load_only_while_the_process_leads(pools: LivePools) -> None:
+    a = await pools.open("a/llama", pool("llama", "a"))
+    assert not a.scheduler.watch.standby(), "there is no leader election"
+    for leads in (False, True):
+        pools.kube.leader.child("team/epp").set(leads)
+        assert a.scheduler.watch.standby() is not leads
+
+
 async def test_a_pool_without_endpoints_is_named(pools: LivePools) -> None:
     a = await pools.open("a/llama", pool("llama", "a"))
     assert "a/llama: no endpoints" in pools.sources().notes()

@@ -192,6 +192,25 @@ def test_the_load_is_measured_anew_when_a_peer_comes_or_is_lost_and_after_the_li
     assert [number or 0 for number in seen(12)] == [0] * 6 + [usual] * 6
 
 
+def test_a_standby_does_not_know_the_load_and_a_new_leader_measures_only_its_own() -> None:
+    def numbers(leads_from: int) -> list[int | None]:
+        clock = [0.0]
+        watch = Watch(Fleet(), lambda: clock[0])
+        leads = watch.kube.leader.child("serving/epp")
+        seen = []
+        for step in range(120):
+            clock[0] = 5.0 * step
+            leads.set(step > leads_from)
+            if step > leads_from:
+                watch.metrics.routed, watch.metrics.prompt_tokens = 1000 * step, 4_000_000 * step
+            seen.append(watch.desired_endpoints())
+        return seen
+
+    always, later = numbers(-1), numbers(60)
+    assert later[:67] == [None] * 67, "a standby, then half a minute of measuring"
+    assert {*later[67:]} == {always[-1]}, "the same load needs as much as before, at once and later"
+
+
 def test_a_gateway_that_breaks_the_protocol_is_named_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     watch, _ = make()
     watch.on_protocol_error("unexpected message BODY in state waiting")
