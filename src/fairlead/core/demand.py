@@ -83,6 +83,7 @@ class Demand:
     def __init__(self, objective: Objective | None = None) -> None:
         self.objective = objective or Objective()
         self._totals: deque[Totals] = deque(maxlen=ceil(TREND_S / APART_S) + 2)
+        self._last = 1, 1  # pods and endpoints of the pool when it last had any
 
     def __len__(self) -> int:
         """The number of totals that are kept."""
@@ -110,6 +111,15 @@ class Demand:
         if flow is None or not len(flow.flow):
             return asked
         return max(asked or 0, flow.wanted(fleet.table, now))
+
+    def pods(self, endpoints: int, fleet: Known) -> int:
+        """Return how many pods have so many endpoints: autoscalers count pods, and each port of a pod is an endpoint.
+        New pods have as many as the present ones, or in an empty pool as the last ones."""
+        table = fleet.table
+        if table.count:
+            self._last = table.pods, table.count
+        pods, of = self._last
+        return ceil(endpoints * pods / of)
 
     def endpoints(self, fleet: Known) -> int | None:
         """Return the number of endpoints needed by the load, 0 if there are no requests; `None` = it was not observed

@@ -46,6 +46,11 @@ class Endpoint(Struct, frozen=True):
         return self.metrics_url or f"http://{self.address}/metrics"
 
     @property
+    def pod(self) -> str:
+        """The name of its pod, which it shares with the endpoints of other ranks; without several ranks its own id."""
+        return self.id.removesuffix(f"-rank-{self.rank}")
+
+    @property
     def promised(self) -> set[str]:
         """The adapters that its label promises."""
         label = self.labels.get(ADAPTERS_LABEL)

@@ -154,6 +154,11 @@ class EndpointTable:
         """Return (slot, endpoint) of all endpoints in the pool."""
         return [(slot, e) for slot, e in enumerate(self.endpoints) if e is not None]
 
+    @property
+    def pods(self) -> int:
+        """The number of pods that the endpoints belong to."""
+        return len({endpoint.pod for _, endpoint in self.slots()})
+
     def add(self, endpoint: Endpoint) -> int:
         """Add an endpoint and return its slot."""
         if self.count == len(self.endpoints):

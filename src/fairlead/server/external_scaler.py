@@ -1,7 +1,7 @@
 """An external scaler for KEDA over gRPC (`externalscaler.proto` of KEDA 2): how many model servers there should be.
 
 `GetMetrics` returns the value of `fairlead_desired_replicas`. While too little is known, it returns the present number
-of endpoints, so that KEDA changes nothing. `GetMetricSpec` returns the target 1, because the value is the total number.
+of pods, so that KEDA changes nothing. `GetMetricSpec` returns the target 1, because the value is the total number.
 `IsActive` and `StreamIsActive` are true while the load needs an endpoint. KEDA uses them to scale to zero and back: a
 request that waits in an empty pool is reported within `LOOK_S`.
 """
@@ -23,7 +23,7 @@ LOOK_S = 0.5
 
 
 class ExternalScaler:
-    """`desired()`: how many endpoints the load needs; `None` = unknown. `present()`: how many there are."""
+    """`desired()`: how many pods the load needs; `None` = unknown. `present()`: how many there are."""
 
     def __init__(self, desired: Callable[[], int | None], present: Callable[[], int]) -> None:
         self._desired, self._present = desired, present

@@ -27,6 +27,23 @@ def asked(rate: float, prompt: float = 4000.0, cached: float = 0.0, count: int =
     return demand.endpoints(fleet(count))
 
 
+@pytest.mark.parametrize(
+    ("ports", "endpoints", "pods"), [(1, 0, 0), (1, 7, 7), (4, 0, 0), (4, 1, 1), (4, 8, 2), (4, 9, 3), (3, 9, 3)]
+)
+def test_an_autoscaler_is_told_pods_of_which_each_port_is_an_endpoint(ports: int, endpoints: int, pods: int) -> None:
+    demand, known = Demand(), Fleet()
+    served = [Endpoint(f"ns/vllm-{pod}-rank-{i}", f"10.0.0.{pod}:{i}", rank=i) for pod in (0, 1) for i in range(ports)]
+    for endpoint in served:
+        known.up(endpoint)
+    assert known.table.pods == 2
+    assert demand.pods(endpoints, known) == pods
+    for endpoint in served:
+        known.down(endpoint.id)
+    assert known.table.pods == 0
+    assert demand.pods(endpoints, known) == pods, "new pods will be like the last ones"
+    assert Demand().pods(endpoints, known) == endpoints, "nothing is known of pods yet"
+
+
 def erlang_c(servers: int, load: float) -> float:
     """Exact share of those that wait: the recurrence of Erlang's B."""
     blocked = 1.0

@@ -163,7 +163,7 @@ class Live:
         log_port = config.als.port if config.als.enabled and not config.kubernetes.namespaces else 0
         await self._start_admin(stack)
         if config.autoscaling.port:
-            scaler = ExternalScaler(self.watch.desired_endpoints, lambda: serving.endpoints)
+            scaler = ExternalScaler(self.watch.desired_replicas, lambda: self.fleet.table.pods)
             stack.push_async_callback(scaler.close)
             await scaler.start(config.autoscaling.host, config.autoscaling.port)
         if config.source:

@@ -146,7 +146,7 @@ class _Bundle:
 
 class SchedulerMetrics:
     """The metrics of a scheduler. `now` is the clock of the records' `at`. `status` returns the state of the fleet when
-    metrics are rendered, `served` the models that endpoints report, `desired` how many endpoints the load needs (`None`
+    metrics are rendered, `served` the models that endpoints report, `desired` how many pods the load needs (`None`
     = unknown). All series have the labels `constant`."""
 
     def __init__(
@@ -194,7 +194,7 @@ class SchedulerMetrics:
         families.show(self.registry)
         self.registry.before(self._refresh)
         self.registry.show("fairlead_scale_up_wanted", "1 while more replicas are wanted.", self._scale_up)
-        text = "Endpoints that the load asks for; absent while too little is known of it."
+        text = "Pods that the load asks for; absent while too little is known of it."
         self.registry.show("fairlead_desired_replicas", text, self._desired)
         text = "Sets of request labels with their own series because a request with them was answered 2xx."
         self._label_sets = gauges()

@@ -79,7 +79,7 @@ class Watch:
             self.status,
             pool=pool,
             served=self._served,
-            desired=self.desired_endpoints,
+            desired=self.desired_replicas,
             constant={"inference_pool": pool} if one_of_several else None,
         )
         self._demand = Demand(objective)
@@ -211,6 +211,11 @@ class Watch:
             self._demand.forget()
         self._demand.observe(totals)
         return self._demand.desired(self.fleet, self.queue.flow_controller, now)
+
+    def desired_replicas(self) -> int | None:
+        """How many pods that are; `None` as there."""
+        desired = self.desired_endpoints()
+        return None if desired is None else self._demand.pods(desired, self.fleet)
 
     def watch_peers(self, load: PeersLoad, alone: Callable[[], bool]) -> None:
         """Include the load of the pool's other schedulers. `alone()`: whether there is no link to them now."""

@@ -1,6 +1,7 @@
 """Metrics, journal and hooks behind one observer."""
 
 import re
+from math import ceil
 from types import SimpleNamespace
 
 import msgspec
@@ -166,6 +167,21 @@ def test_a_scheduler_that_is_alone_asks_for_what_waits_here(wanted, desired):
     watch.watch_peers(PeersLoad(), lambda: True)
     watch.watch_queue(SimpleNamespace(flow=[1] * wanted, wanted=lambda present, now: wanted))
     assert watch.desired_endpoints() == desired
+
+
+def test_pods_with_several_ports_are_desired_as_pods() -> None:
+    fleet = Fleet()
+    for rank in range(4):
+        fleet.up(Endpoint(f"default/vllm-0-rank-{rank}", f"10.0.0.1:{8000 + rank}", rank=rank))
+    clock = [0.0]
+    watch = Watch(fleet, lambda: clock[0])
+    assert watch.desired_replicas() is None
+    for step in range(20):
+        clock[0] = 5.0 * step
+        watch.metrics.routed, watch.metrics.prompt_tokens = 100 * step, 400_000 * step
+        endpoints = watch.desired_endpoints()
+    assert endpoints is not None and endpoints > 4
+    assert watch.desired_replicas() == value(watch, "fairlead_desired_replicas") == ceil(endpoints / 4)
 
 
 def test_the_load_is_measured_anew_when_a_peer_comes_or_is_lost_and_after_the_link_was_down():
