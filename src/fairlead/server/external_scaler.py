@@ -2,8 +2,8 @@
 
 `GetMetrics` returns the value of `fairlead_desired_replicas`. While too little is known, it returns the present number
 of pods, so that KEDA changes nothing. `GetMetricSpec` returns the target 1, because the value is the total number.
-`IsActive` and `StreamIsActive` are true while the load needs an endpoint. KEDA uses them to scale to zero and back: a
-request that waits in an empty pool is reported within `LOOK_S`.
+`IsActive` and `StreamIsActive` are true while `GetMetrics` does not return 0. KEDA uses them to scale to zero and back:
+a request that waits in an empty pool is reported within `LOOK_S`.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ class ExternalScaler:
         return self._present() if desired is None else desired
 
     def active(self) -> bool:
-        return self._desired() != 0
+        return self.wanted() != 0
 
     def _routes(self) -> Routes:
         spec = field(1, field(1, METRIC) + number(2, 1) + b"\x19" + struct.pack("<d", 1.0))

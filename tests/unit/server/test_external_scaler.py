@@ -45,8 +45,9 @@ MESSAGES = _messages()
 class Pool:
     def __init__(self) -> None:
         self.desired: int | None = None
+        self.present = 3
         self.port = 0
-        self.scaler = ExternalScaler(lambda: self.desired, lambda: 3)
+        self.scaler = ExternalScaler(lambda: self.desired, lambda: self.present)
 
     @asynccontextmanager
     async def asked(self) -> AsyncIterator[Any]:
@@ -74,6 +75,18 @@ async def test_keda_scales_by_the_desired_number() -> None:
             (value,) = (await call(channel, "GetMetrics", "GetMetricsResponse")).metricValues
             assert (value.metricName, value.metricValue, value.metricValueFloat) == (spec.metricName, told, float(told))
             assert (await call(channel, "IsActive", "IsActiveResponse")).result is active
+
+
+async def test_a_restart_does_not_wake_an_empty_pool() -> None:
+    pool = Pool()
+    pool.present = 0
+    async with pool.asked() as channel:
+        told = call(channel, "StreamIsActive", "IsActiveResponse", stream=True)
+        assert (await told.read()).result is False
+        assert (await call(channel, "IsActive", "IsActiveResponse")).result is False
+        pool.desired = 1
+        assert (await told.read()).result is True
+        told.cancel()
 
 
 async def test_a_change_of_activity_is_pushed() -> None:
