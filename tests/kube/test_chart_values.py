@@ -608,6 +608,8 @@ def test_keda_reaches_the_external_scaler_of_who_decides(helm: Helm, leading: st
     port = {"name": "grpc-scaler", "port": 9004, "targetPort": 9004, "protocol": "TCP"}
     having = [thing for thing in of_kind(objects, "Service") if port in thing["spec"]["ports"]]
     assert [thing["metadata"]["name"] for thing in having] == [service]
+    documented = (Path(__file__).parents[2] / "docs" / "autoscaling.md").read_text()
+    assert f"{service.replace('one', 'llama')}.serving.svc:9004`" in documented
     (policy,) = of_kind(objects, "NetworkPolicy")
     assert [{"port": 9004, "protocol": "TCP"}] in [rule["ports"] for rule in policy["spec"]["ingress"]]
     assert not [thing for thing in of_kind(helm.render(*LABELS), "Service") if port in thing["spec"]["ports"]]
