@@ -9,7 +9,7 @@ from msgspec.json import Decoder
 from fairlead.apis.body import ABSENT, Body, Reader, Scalar, count, flag
 from fairlead.apis.openai import messages_of
 from fairlead.apis.parsed import ParsedRequest, model_bytes, named, reading, scope, sent, short_text
-from fairlead.apis.prompt import measured
+from fairlead.apis.prompt import measured, unbilled
 from fairlead.core.apis import COUNT_TOKENS, MESSAGES
 
 
@@ -41,7 +41,7 @@ def parse_messages(read: MessagesBody) -> ParsedRequest:
     system prompt in common share it."""
     messages = messages_of(read.messages)
     items, size = measured(messages)
-    system, tools = _unmarked(sent(read.system)), _unmarked(sent(read.tools))
+    system, tools = unbilled(bytes(_unmarked(sent(read.system)))), _unmarked(sent(read.tools))
     root = scope(b"messages %b" % named(read.model, read.cache_salt), (b"thinking", read.thinking))
     if tools:
         root += b" tools %d:%b" % (len(tools), tools)

@@ -22,7 +22,7 @@ from fairlead.apis.parsed import (
     sent,
     short_text,
 )
-from fairlead.apis.prompt import anything, list_prefix, measured, prompts_in, text_or_list
+from fairlead.apis.prompt import anything, billed, list_prefix, measured, prompts_in, text_or_list, unbilled
 from fairlead.core.apis import (
     CHAT,
     COMPLETIONS,
@@ -101,6 +101,8 @@ def parse_chat(body: bytes, content_type: str = "") -> Parsed:
         messages = messages[:-1]
     else:
         messages = messages_of(read.messages)
+    if billed(messages) is not None:
+        messages = unbilled(messages)
     if _scoping(read) == _UNSCOPED:
         root, size = _named_root(read.model), len(messages)
     else:
@@ -112,20 +114,19 @@ def parse_chat(body: bytes, content_type: str = "") -> Parsed:
     if body.find(b"[") != body.rfind(b"["):
         items, text = measured(messages)
         size += text - len(messages)
-    limit = read.max_tokens if read.max_completion_tokens is None else read.max_completion_tokens
-    options = read.stream_options
     return ParsedRequest(
         CHAT,
         read.model or "",
         read.stream,
-        limit or 0,
-        options is not None and flag(options.include_usage, "stream_options"),
+        (read.max_tokens if read.max_completion_tokens is None else read.max_completion_tokens) or 0,
+        read.stream_options is not None and flag(read.stream_options.include_usage, "stream_options"),
         read.n,
         (messages,),
         root,
         size,
         0,
-        "" if read.user is ABSENT and read.prompt_cache_key is ABSENT else short_text(read.prompt_cache_key, read.user),
+        # They are the same object only if both are absent.
+        "" if read.user is read.prompt_cache_key else short_text(read.prompt_cache_key, read.user),
         "",
         items,
         read.prompt_logprobs is not None,
@@ -325,9 +326,9 @@ def parse_responses(read: ResponsesBody) -> ParsedRequest:
         raise ClientError("Invalid type for 'input': expected a string or a list.", param="input")
     if text is None and not is_sent(read.prompt):
         raise ClientError("Missing required parameter: 'input'.", param="input")
-    view = text.view if text is not None else memoryview(b"")
+    view = unbilled(text.view) if text is not None else memoryview(b"")
     items, size = measured(view)
-    instructions, tools = sent(read.instructions), sent(read.tools)
+    instructions, tools = unbilled(sent(read.instructions)), sent(read.tools)
     root = scope(
         b"responses %b" % named(read.model, read.cache_salt),
         (b"tools", read.tools),

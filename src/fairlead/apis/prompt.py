@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from functools import cache
 from itertools import islice
+from typing import TypeVar
 
 from msgspec import DecodeError, Raw, Struct, defstruct
 from msgspec.json import Decoder
@@ -44,6 +45,19 @@ def prompts_in(raw: Raw) -> int:
     if array is None or bytes(array[1:64]).lstrip(_SPACE)[:1].isdigit():
         return 1
     return max(items(raw), 1)
+
+
+#: Matches raw messages, or a raw system prompt, whose first text begins with Claude Code's header: it differs in each
+#: request, and vLLM leaves its line out. The group ends behind the text's first letter.
+billed = re.compile(rb'([\s\[{:,"a-z_]{0,99}+(?<="x))-anthropic-billing-header[^"\\]*+(?:\\n)?').match
+
+T = TypeVar("T", bytes, memoryview)
+
+
+def unbilled(text: T) -> T | memoryview:
+    """Raw messages or a raw system prompt without the line of Claude Code's header; copied only if they have it."""
+    match = billed(text)
+    return text if match is None else memoryview(match[1][:-1] + bytes(text[match.end() :]))
 
 
 _decode_items = Decoder(list[Raw]).decode

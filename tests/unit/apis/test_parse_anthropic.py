@@ -50,6 +50,27 @@ def test_marks_inside_of_text_stay() -> None:
     assert json.loads(joined(parsed) + b"]")[0]["content"][0]["text"] == said
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("blocks", [True, False])
+def test_the_header_of_claude_code_is_no_part_of_the_prompt(path: str, blocks: bool) -> None:
+    def send(number: int, *said: str) -> ParsedRequest:
+        header = f"x-anthropic-billing-header: cc_version=2.1.77.a1b; cc_entrypoint=cli; cch={number:05x};"
+        system = [text(header), text("You are kind.", **MARK)] if blocks else f"{header}\nYou are kind."
+        turns = [turn("user", text(one)) for one in said]
+        if path == "/v1/messages":
+            members = {"system": system, "messages": turns}
+        elif blocks:
+            members = {"input": [turn("system", text(header), text("You are kind.")), *turns]}
+        else:
+            members = {"instructions": system, "input": turns}
+        return parse_request(path, json.dumps(members).encode())
+
+    first, second = send(1, "one"), send(2, "one", "two")
+    assert joined(second).startswith(joined(first))
+    assert b"You are kind." in joined(first)
+    assert first.prompt_bytes == len(joined(first))
+
+
 def test_a_shared_system_prompt_is_a_shared_beginning() -> None:
     one = parse(system="x" * 1000, messages=[turn("user", text("a"))])
     other = parse(system="x" * 1000, messages=[turn("user", text("b"))])

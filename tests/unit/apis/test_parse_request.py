@@ -165,6 +165,40 @@ def test_what_scopes_the_prefix(change: dict[str, Any]) -> None:
         assert chat(**{name: None}).root == chat().root
 
 
+HEADER = "x-anthropic-billing-header: cc_version=2.1.77.a1b; cc_entrypoint=cli; cch=%05x;"
+
+
+def billed(number: int, system: Any, separators: tuple[str, str] | None = None) -> ParsedRequest:
+    said = json.dumps([{"role": "system", "content": system}, *MESSAGES[1:]], separators=separators)
+    return parse_request(CHAT, b'{"messages":%b}' % said.replace("HEADER", HEADER % number).encode())
+
+
+@pytest.mark.parametrize("separators", [None, (",", ":")])
+@pytest.mark.parametrize(
+    "system",
+    [
+        "HEADER\nBe kind.",
+        "HEADER\n\nBe kind.",
+        [{"type": "text", "text": t} for t in ("HEADER", "Be kind.")],
+        ["HEADER"],
+    ],
+)
+def test_the_header_of_claude_code_is_no_part_of_the_prompt(system: Any, separators: tuple[str, str] | None) -> None:
+    first, second = billed(1, system, separators), billed(2, system, separators)
+    assert joined(first) == joined(second)
+    assert first.prompt_bytes == len(joined(first))
+    assert len(json.loads(joined(first) + b"]")) == 2
+    if isinstance(system, str):
+        plain = billed(1, system.partition("\n")[2], separators)
+        assert (joined(first), first.prompt_bytes) == (joined(plain), plain.prompt_bytes)
+
+
+@pytest.mark.parametrize("system", ["Be kind. HEADER\n", '"HEADER', ' "HEADER', "HEADE", "X-HEADER", ""])
+def test_other_texts_stay_whole(system: str) -> None:
+    said = {"role": "system", "content": system.replace("HEADER", HEADER % 1)}
+    assert json.loads(joined(chat(messages=[said])) + b"]") == [said]
+
+
 def test_root_parts_do_not_run_together() -> None:
     roots = {
         chat(model="a", cache_salt="b").root,
