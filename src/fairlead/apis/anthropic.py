@@ -8,7 +8,7 @@ from msgspec.json import Decoder
 
 from fairlead.apis.body import ABSENT, Body, Reader, Scalar, count, flag
 from fairlead.apis.openai import messages_of
-from fairlead.apis.parsed import ParsedRequest, model_bytes, named, reading, scope, sent, short_text
+from fairlead.apis.parsed import ParsedRequest, effort_of, is_sent, model_bytes, named, reading, scope, sent, short_text
 from fairlead.apis.prompt import measured, unbilled
 from fairlead.core.apis import COUNT_TOKENS, MESSAGES
 
@@ -19,6 +19,8 @@ class MessagesBody(Body, gc=False):
     max_tokens: Scalar = None
     tools: Raw = ABSENT
     thinking: Raw = ABSENT
+    output_config: Raw = ABSENT
+    chat_template_kwargs: Raw = ABSENT
     metadata: Raw = ABSENT
 
 
@@ -26,8 +28,15 @@ class _Metadata(Struct, gc=False):
     user_id: Raw = ABSENT
 
 
+class _Thinking(Struct, gc=False):
+    type: Raw = ABSENT
+
+
 _read = Reader(MessagesBody).read
 _decode_metadata = Decoder(_Metadata).decode
+_decode_thinking = Decoder(_Thinking).decode
+#: The effort that a template gets if thinking is disabled.
+_NO_EFFORT = Raw(b'"none"')
 
 #: The cache mark, with which a client says how much of the prompt its provider shall cache. It is not part of the
 #: prompt, and it moves with every turn, so it would change the bytes of a message from turn to turn. Marks are removed
@@ -42,7 +51,11 @@ def parse_messages(read: MessagesBody) -> ParsedRequest:
     messages = messages_of(read.messages)
     items, size = measured(messages)
     system, tools = unbilled(bytes(_unmarked(sent(read.system)))), _unmarked(sent(read.tools))
-    root = scope(b"messages %b" % named(read.model, read.cache_salt), (b"thinking", read.thinking))
+    root = scope(
+        b"messages %b" % named(read.model, read.cache_salt),
+        (b"effort", _NO_EFFORT if _is_disabled(read.thinking) else effort_of(read.output_config)),
+        (b"kwargs", read.chat_template_kwargs),
+    )
     if tools:
         root += b" tools %d:%b" % (len(tools), tools)
     prompt = _unmarked(messages)
@@ -75,6 +88,14 @@ T = TypeVar("T", bytes, memoryview)
 def _unmarked(text: T) -> T | bytes:
     """The text without cache marks; copied only if it has any."""
     return text if _MARK.search(text) is None else _MARK.sub(b"", text)
+
+
+def _is_disabled(thinking: Raw) -> bool:
+    """Whether the client switches thinking off. Its budget and the ways of switching it on do not change the prompt."""
+    try:
+        return is_sent(thinking) and short_text(_decode_thinking(thinking).type) == "disabled"
+    except (DecodeError, UnicodeDecodeError, RecursionError):
+        return False
 
 
 def _user(metadata: Raw) -> str:

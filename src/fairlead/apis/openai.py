@@ -14,6 +14,7 @@ from fairlead.apis.parsed import (
     ParsedRequest,
     Text,
     choices,
+    effort_of,
     is_sent,
     model_bytes,
     named,
@@ -296,6 +297,7 @@ class ResponsesBody(Body, gc=False):
     max_output_tokens: Scalar = None
     tools: Raw = ABSENT
     reasoning: Raw = ABSENT
+    chat_template_kwargs: Raw = ABSENT
     #: A stored template, instead of `input` or beside it.
     prompt: Raw = ABSENT
     previous_response_id: Raw = ABSENT
@@ -332,7 +334,8 @@ def parse_responses(read: ResponsesBody) -> ParsedRequest:
     root = scope(
         b"responses %b" % named(read.model, read.cache_salt),
         (b"tools", read.tools),
-        (b"reasoning", read.reasoning),
+        (b"reasoning", effort_of(read.reasoning)),
+        (b"kwargs", read.chat_template_kwargs),
         (b"template", read.prompt),
         (b"previous", read.previous_response_id),
         (b"conversation", read.conversation),

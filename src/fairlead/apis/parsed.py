@@ -90,6 +90,22 @@ def sent(raw: Raw) -> bytes:
     return b"" if value == b"null" else value
 
 
+class _Reasoning(Struct, gc=False):
+    effort: Raw = ABSENT
+
+
+_decode_reasoning = Decoder(_Reasoning).decode
+
+
+def effort_of(raw: Raw) -> Raw:
+    """The member `effort` of an object; absent if it has none or cannot be read. Chat templates get no other setting of
+    these objects."""
+    try:
+        return _decode_reasoning(raw).effort if is_sent(raw) else ABSENT
+    except (DecodeError, UnicodeDecodeError, RecursionError):
+        return ABSENT
+
+
 def is_sent(raw: Raw) -> bool:
     """Whether a field is neither absent nor null. Reads one byte."""
     view = memoryview(raw)

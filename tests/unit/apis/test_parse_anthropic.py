@@ -79,11 +79,48 @@ def test_a_shared_system_prompt_is_a_shared_beginning() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"model": "n"}, {"tools": [{"name": "t"}]}, {"thinking": {"type": "enabled"}}, {"cache_salt": "s"}]
+    "change",
+    [
+        {"model": "n"},
+        {"tools": [{"name": "t"}]},
+        {"thinking": {"type": "disabled"}},
+        {"output_config": {"effort": "high"}},
+        {"chat_template_kwargs": {"k": 1}},
+        {"cache_salt": "s"},
+    ],
 )
 def test_what_scopes_the_prefix(change: dict[str, Any]) -> None:
     messages = [turn("user", text("a"))]
     assert parse(messages=messages, **change).root != parse(messages=messages).root
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "same"),
+    [
+        ("messages", {"thinking": {"type": "enabled", "budget_tokens": 4000}}, {"thinking": {"type": "adaptive"}}),
+        ("messages", {"thinking": None, "output_config": {"format": None}}, {"thinking": 5, "output_config": []}),
+        ("messages", {"thinking": {"type": "disabled"}}, {"thinking": {"budget_tokens": 1, "type": "disabled"}}),
+        ("messages", {"output_config": {"effort": "low"}}, {"output_config": {"format": {}, "effort": "low"}}),
+        ("responses", {"reasoning": {"effort": "low"}}, {"reasoning": {"summary": "auto", "effort": "low"}}),
+        ("responses", {"reasoning": {"summary": "auto"}}, {"reasoning": None}),
+    ],
+)
+def test_settings_that_do_not_reach_the_template_scope_nothing(
+    path: str, change: dict[str, Any], same: dict[str, Any]
+) -> None:
+    def root(members: dict[str, Any]) -> bytes:
+        said = {"messages": [turn("user", text("a"))], "input": "a"}
+        return parse_request(f"/v1/{path}", json.dumps(said | members).encode()).root
+
+    assert root(change) == root(same)
+    scopes = any(word in json.dumps(change) for word in ("disabled", "effort"))
+    assert (root(change) != root({})) == scopes
+
+
+@pytest.mark.parametrize("change", [{"reasoning": {"effort": "high"}}, {"chat_template_kwargs": {"k": 1}}])
+def test_what_scopes_the_prefix_of_a_response(change: dict[str, Any]) -> None:
+    plain, scoped = (parse_request("/v1/responses", json.dumps({"input": "a"} | m).encode()) for m in ({}, change))
+    assert plain.root != scoped.root
 
 
 def test_tools_are_part_of_the_prompt() -> None:
