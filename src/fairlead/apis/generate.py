@@ -1,4 +1,5 @@
-"""APIs that take token ids: vLLM's `/inference/v1/generate` and SGLang's `/generate` (which also takes text)."""
+"""APIs that take token ids: vLLM's `/inference/v1/generate` and SGLang's `/generate`, which also takes text. TGI and
+vLLM's former demo server have a `/generate` of their own, with other names for the same."""
 
 from typing import Any
 
@@ -32,6 +33,11 @@ class SglangBody(Body, gc=False):
     audio_data: Raw = ABSENT
     video_data: Raw = ABSENT
     session_params: Raw = ABSENT
+    #: TGI's names for `text` and `sampling_params`.
+    inputs: Raw = ABSENT
+    parameters: Raw = ABSENT
+    #: The name of vLLM's former demo server for `text`.
+    prompt: Raw = ABSENT
 
 
 class _Sampling(Struct, gc=False):
@@ -89,7 +95,7 @@ def parse_generate(read: GenerateBody) -> ParsedRequest:
 def parse_sglang(read: SglangBody) -> ParsedRequest:
     """Parse a body of SGLang's `/generate`. The adapter (`lora_path`) is the model if the body names no model."""
     text, prompts = _sglang_prompt(read)
-    sampling = _sampling(read.sampling_params)
+    sampling = _sampling(read.sampling_params if is_sent(read.sampling_params) else read.parameters)
     media = sum(map(items, (read.image_data, read.audio_data, read.video_data)))
     return ParsedRequest(
         SGLANG,
@@ -116,7 +122,7 @@ def parse_sglang(read: SglangBody) -> ParsedRequest:
 
 def _sglang_prompt(read: SglangBody) -> tuple[Text, int]:
     """The prompt or list of prompts, and the number of prompts."""
-    for raw in (read.input_ids, read.text):
+    for raw in (read.input_ids, read.text, read.inputs, read.prompt):
         text = text_or_list(raw)
         if text is not None:
             return text, prompts_in(raw)

@@ -319,6 +319,15 @@ CASES = {
         ),
         usage(4, 6, 2),
     ),
+    "TGI": Case(
+        "/generate",
+        b'{"inputs":"hi","parameters":{"max_new_tokens":5,"details":true}}',
+        ParsedRequest("sglang", "", False, 5, True, root=b"sglang 0:", prompt_bytes=2),
+        [b"hi"],
+        JSON,
+        b'{"generated_text":"a","details":{"finish_reason":"length","generated_tokens":5}}',
+        None,
+    ),
     "sglang, a batch": Case(
         "/generate",
         b'{"text":["one","two"],"sampling_params":[{"max_new_tokens":6},{}],"lora_path":"ad","image_data":["x"]}',

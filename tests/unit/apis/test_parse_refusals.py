@@ -222,6 +222,8 @@ def test_what_is_missing_is_named(api: str, body: str, param: str | None) -> Non
         ("generate", '{"token_ids":[[1],[2]],"features":[5]}'),
         ("generate", '{"token_ids":[1],"features":{"mm_hashes":{"image":null,"x":["h"]}}}'),
         ("sglang", '{"input_embeds":[[0.5]],"image_data":"http://x","audio_data":[1,2],"video_data":null}'),
+        ("sglang", '{"inputs":["a","b"],"parameters":null}'),
+        ("sglang", '{"prompt":"hi","max_tokens":5}'),
         ("tokenize", '{"tokens":[1]}'),
         ("tokenize", "{}"),
         ("render", '{"messages":[]}'),
