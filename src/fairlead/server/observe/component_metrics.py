@@ -342,10 +342,13 @@ class KubeMetrics:
         self._followed = source
 
     def trouble(self) -> str:
-        """The resources for which the API server does not answer, as a sentence; empty = it answers for all."""
-        lost = [resource for resource, connected in self._each("connected").items() if not connected]
-        what = f"the API server does not answer for {', '.join(lost)}; the last known state stays in force"
-        return what if lost else ""
+        """The resources whose changes are not seen, and why, as a sentence; empty = none."""
+        lost: dict[str, list[str]] = {}
+        for resource, reflector in self._followed().items():
+            if not reflector.stats.connected:
+                lost.setdefault(reflector.stats.trouble or "no answer yet", []).append(resource)
+        what = "; ".join(f"changes of {', '.join(resources)} are not seen: {why}" for why, resources in lost.items())
+        return f"{what}; the last known state stays in force" if lost else ""
 
     def wrote(self, pool: str, conditions: int) -> None:
         """Set how many status conditions were written since the start."""

@@ -182,11 +182,16 @@ def test_what_keeps_failing_is_told_for_a_minute(scene, caplog):
 
 
 def test_kubernetes_and_shadows(scene):
-    followed = SimpleNamespace(stats=Stats(lists=1, watches=1, failures=1), items={})
-    scene.watch.kube.follow(lambda: {"pods": followed})
+    stats = [Stats(trouble=why) for why in ("", "not allowed to watch pods", "no route", "no route")]
+    resources = ("inferencepools", "pods", "leases", "endpointslices", "inferencemodels")
+    seen = zip(resources, [*stats, Stats(connected=True)], strict=True)
+    followed = {resource: SimpleNamespace(stats=each, items={}) for resource, each in seen}
+    scene.watch.kube.follow(lambda: followed)
     scene.watch.shadows.cut = lambda: {"slow": "too slow"}
     assert [text for _, text in scene.told()] == [
-        "The API server does not answer for pods; the last known state stays in force.",
+        "Changes of inferencepools are not seen: no answer yet; "
+        "changes of pods are not seen: not allowed to watch pods; "
+        "changes of leases, endpointslices are not seen: no route; the last known state stays in force.",
         "The shadow 'slow' is cut off (too slow); traffic is not affected.",
     ]
 
