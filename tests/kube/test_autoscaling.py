@@ -14,13 +14,14 @@ from kr_schemas import foreign_crds
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "autoscaling"
 HPA, KEDA = (yaml.safe_load((FOLDER / name).read_text()) for name in ("hpa.yaml", "keda.yaml"))
-#: What each scheduler desires (`None` = it does not know yet) → replicas.
+#: What each scheduler desires (`None` = it does not know yet) → replicas (`None` = they stay).
 CASES = {
     "idle": ([0, 0], 2),
     "one decides": ([8, 0], 8),
     "a new one does not know": ([8, None], 8),
     "all publish the pool's": ([7, 8], 8),
     "overrun": ([32, 0], 16),
+    "nobody knows": ([None, None], None),
 }
 
 
@@ -71,11 +72,15 @@ def test_replicas_grow_and_shrink(name: str, case: str, tmp_path: Path) -> None:
         for pod, value in enumerate(desired)
         if value is not None
     ]
-    most = max(value or 0 for value in desired)
-    assert min(max(most, HPA["spec"]["minReplicas"]), HPA["spec"]["maxReplicas"]) == replicas
+    known = [value for value in desired if value is not None]
     ((expression, target),) = queries(name)
     assert target == 1.0
-    expected = [{"labels": "{}", "value": float(most)}]
+    expected = [{"labels": "{}", "value": float(max(known))}] if known else []
+    if known:
+        assert min(max(*known, HPA["spec"]["minReplicas"]), HPA["spec"]["maxReplicas"]) == replicas
+    elif name == "keda.yaml":
+        (trigger,) = KEDA["spec"]["triggers"]
+        assert trigger["metadata"]["ignoreNullValues"] == "false", "by default KEDA takes no number for 0"
     tests = [{"expr": expression, "eval_time": "0m", "exp_samples": expected}]
     file = tmp_path / "test.yaml"
     file.write_text(yaml.safe_dump({"tests": [{"input_series": series, "promql_expr_test": tests}]}))
