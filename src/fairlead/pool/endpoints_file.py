@@ -265,7 +265,7 @@ class EndpointsFile:
         if text == self._text:
             return None
         self._text = text
-        listing = parse_endpoints_text(text)
+        listing = await asyncio.to_thread(parse_endpoints_text, text)  # 0.3 s for 2,000 endpoints
         self.loaded = self.loaded or listing.ok
         self._unusable = str(listing.problems[0]) if listing.problems else ""
         if self.endpoints and not (listing.entries or listing.problems or self._allow_empty):
