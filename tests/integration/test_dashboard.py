@@ -125,6 +125,17 @@ async def events(response: aiohttp.ClientResponse, count: int) -> list[tuple[str
     return found
 
 
+async def test_a_viewer_whose_token_is_revoked_sees_nothing_more(serve: Serve) -> None:
+    allowed = [True]
+    served = await serve(allows=lambda request: allowed[0])
+    async with aiohttp.ClientSession() as session, session.get(f"{served.url}/dashboard/stream") as response:
+        assert [name for name, _ in await events(response, 3)] == ["beginning", "now", "now"]
+        allowed[0] = False
+        async with asyncio.timeout(20.0):
+            await response.read()  # it ends
+    await until(lambda: len(served.dashboard) == 0)
+
+
 async def test_large_snapshots_are_made_less_often(serve: Serve) -> None:
     served = await serve()
     served.source.cost = 0.002

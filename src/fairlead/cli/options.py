@@ -12,7 +12,7 @@ import typer
 from msgspec import Struct
 
 from fairlead.cli.basics import config_file
-from fairlead.core.text import plain
+from fairlead.core.text import masked, plain
 
 F = TypeVar("F", bound=Callable[..., Any])
 S = TypeVar("S", bound=Struct)
@@ -322,6 +322,6 @@ def fetched(page: str, base: str, ours: str, timeout_s: float = 10.0, option: st
     except HTTPError as error:
         said = error.read(500).decode(errors="replace").strip()
         # The gateway and model servers also answer 404, with texts that do not name Fairlead.
-        raise ValueError(said if ours in said or error.code != 404 else f"{base}: {OTHER_PORT}") from None
+        raise ValueError(said if ours in said or error.code != 404 else f"{masked(base)}: {OTHER_PORT}") from None
     except URLError as error:
-        raise EngineError(base, f"does not answer ({error.reason}); {hint_of(option)}") from None
+        raise EngineError(masked(base), f"does not answer ({error.reason}); {hint_of(option)}") from None

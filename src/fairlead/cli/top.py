@@ -22,7 +22,7 @@ from rich.text import Text
 from fairlead.cli.basics import FAILED
 from fairlead.cli.options import OTHER_PORT, Admin, admin_url, complain, completion, examples, hint_of, with_token
 from fairlead.core.errors import ADMIN_PORT
-from fairlead.core.text import escaped, plain
+from fairlead.core.text import escaped, masked, plain
 
 #: Seconds of silence after which a connection counts as lost, and seconds between two attempts.
 _SILENCE, _RETRY = 5.0, 1.0
@@ -50,7 +50,7 @@ def follow(base: str, every: float) -> Iterator[tuple[Page, str]]:
                 yield state, ""
             problem = "the scheduler ended the connection"
         except (OSError, ValueError) as error:
-            problem = f"{base} does not answer: {error}"
+            problem = f"{masked(base)} does not answer: {error}"
         yield state, f"{problem}; trying again"
         time.sleep(_RETRY)
 
@@ -354,7 +354,7 @@ def top(
     try:
         state = snapshot(address)
     except (OSError, ValueError) as error:
-        complain(f"{address} does not answer: {error}" + f"; {hint_of()}" * isinstance(error, ConnectionError))
+        complain(f"{masked(address)} does not answer: {error}" + f"; {hint_of()}" * isinstance(error, ConnectionError))
         raise typer.Exit(FAILED) from None
     _print(state, as_json, sort)
 

@@ -19,6 +19,7 @@ from fairlead.config.endpoint_list import Listed, parse_endpoints_text
 from fairlead.config.schema import Config
 from fairlead.core.endpoint import Endpoint, host_port
 from fairlead.core.errors import FairleadError
+from fairlead.core.text import masked
 from fairlead.doctor.http import Answer, Client, Unreached, speaks_tls
 from fairlead.gateway.ports import dialled
 from fairlead.pool.aio import cancelled
@@ -197,7 +198,9 @@ class Site:
         if answers:
             self._admin = url
         elif self._wanted:
-            raise CannotExamine(f"no scheduler at {url}: {reason}; --admin is the URL of its admin port")
+            raise CannotExamine(
+                f"no scheduler at {masked(url)}: {masked(reason)}; --admin is the URL of its admin port"
+            )
 
     async def _look_for_workers(self) -> None:
         """With `serve --workers`, find the admin ports of all workers, which have consecutive numbers."""

@@ -207,7 +207,7 @@ class Admin(HttpPort):
         self._on_error = on_error
         self._dashboard: Dashboard | None = None
         if debug and sources.dashboard is not None:
-            self._dashboard = Dashboard(sources.dashboard, on_error=on_error)
+            self._dashboard = Dashboard(sources.dashboard, on_error=on_error, allows=self._allows)
         self._text = SharedPage(sources.metrics, sources.refresh)
         self._openmetrics = SharedPage(sources.openmetrics, sources.refresh) if sources.openmetrics else None
         self._in_flight = 0
@@ -304,6 +304,9 @@ class Admin(HttpPort):
 
     def _pages(self) -> dict[str, str]:
         return _PAGES | (_DEBUG_PAGES if self._debug else {}) | (_DASHBOARD if self._dashboard is not None else {})
+
+    def _allows(self, request: web.Request) -> bool:
+        return self._access.refusal(request) is None
 
     async def _readyz(self, request: web.Request) -> web.Response:
         reasons = self._sources.unready()

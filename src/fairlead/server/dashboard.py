@@ -83,11 +83,13 @@ class Dashboard:
         viewers: int = VIEWERS,
         patience: float = PATIENCE,
         on_error: Callable[[str, Exception], object] | None = None,
+        allows: Callable[[web.Request], bool] = lambda request: True,
     ) -> None:
+        """`allows`: whether a viewer may still look."""
         self._sources = sources
         self._most = viewers
         self._patience = patience
-        self._on_error = on_error
+        self._on_error, self._allows = on_error, allows
         self._viewers: set[_Viewer] = set()
         self._ticking: asyncio.Task[None] | None = None
         self._files = _read_files()
@@ -189,6 +191,8 @@ class Dashboard:
             while await viewer.wake.wait() and not viewer.closed:
                 viewer.wake.clear()
                 newest, viewer.frame = viewer.frame, None
+                if not self._allows(request):  # its token was revoked
+                    break
                 if newest is not None:
                     await self._write(response, newest)
         except TimeoutError:

@@ -173,7 +173,8 @@ def worker_flags(config: Config, plan: Plan, worker: int) -> dict[str, Any]:
     for (section, field), first in _counted_ports(config).items():
         give(section, **{field: first + worker})
     give("als", port=config.ext_proc.port + worker)
-    give("replicas", via=config.replicas.via or f"file://{Path(plan.directory, FACTS)}")
+    if not config.replicas.via:  # otherwise the file has it, perhaps with a password, which a command line would show
+        give("replicas", via=f"file://{Path(plan.directory, FACTS)}")
     if worker and config.autoscaling.port:
         give("autoscaling", port=0)  # all workers would give the same answers
     if worker and config.journal.path:

@@ -20,6 +20,7 @@ import asyncio
 import base64
 import binascii
 import hmac
+import logging
 import os
 import re
 import socket
@@ -32,6 +33,7 @@ from typing import cast
 from urllib.parse import urlsplit
 
 from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage
 from aiohttp.typedefs import Handler
 
 from fairlead.core.errors import ConfigError
@@ -46,6 +48,15 @@ _BACKLOG = 128
 
 #: Characters that separate the host from other parts of a URL. A `Host` header has none of them (RFC 9110, 7.2).
 _NO_HOST = re.compile(r"[@/\\?#]")
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Whether a line of aiohttp's server is about an error of ours. The others quote the bytes of malformed requests,
+    which may hold a token."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], BadHttpMessage)
+
+
+logging.getLogger("aiohttp.server").addFilter(_is_ours)
 
 
 class Tokens:

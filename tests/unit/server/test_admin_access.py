@@ -179,6 +179,17 @@ async def test_tls(tmp_path: Path) -> None:
     await admin.close()
 
 
+async def test_a_token_in_a_malformed_request_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """As from a file of tokens with carriage returns."""
+    admin = await started()
+    reader, writer = await asyncio.open_connection("127.0.0.1", admin.port)
+    writer.write(b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer s3cret\r\r\n\r\n")
+    assert b" 400 " in await reader.readline()
+    writer.close()
+    await admin.close()
+    assert "s3cret" not in caplog.text and caplog.records == []
+
+
 async def test_handshakes_that_never_begin_are_limited(tmp_path: Path) -> None:
     await certify(tmp_path)
     admin = await started(tls=ServerTls.from_directory(tmp_path, protocol="http/1.1"))

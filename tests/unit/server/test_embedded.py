@@ -77,6 +77,15 @@ def test_a_taken_port_is_named_before_the_gateway_starts(section: str, before: i
     check_ports(load(f"endpoints: ['127.0.0.1:1']\nadmin: {{port: {second}}}\nextProc: {{port: {port}}}\n"), 1)
 
 
+def test_a_password_of_the_file_is_on_no_command_line() -> None:
+    text = "endpoints: ['127.0.0.1:1']\nreplicas: {via: 'valkey://me:s3cret@host:6379/0'}\n"
+    plan = Plan("/gateway", [], ["/gateway/admin-0.sock"], 0.0, 1.0)
+    for worker in range(2):
+        assert "s3cret" not in str(scheduler_command(load(text), Path("f.yaml"), plan, worker, 2))
+    own = worker_flags(load("endpoints: ['127.0.0.1:1']\n"), plan, 1)["replicas"]["via"]
+    assert own.startswith("file:///gateway/"), "the workers' own"
+
+
 def test_only_the_first_worker_answers_autoscalers() -> None:
     """All would give the same answers, and only one can have the port."""
     config = load("endpoints: ['127.0.0.1:1']\nautoscaling: {port: 9100}\n")
