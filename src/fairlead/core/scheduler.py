@@ -113,6 +113,9 @@ class Endings:
 #: Name and period (seconds) of the timer that looks for expired leases.
 EXPIRY_TIMER = "expire-leases"
 EXPIRY_PERIOD = 5.0
+#: With more requests than this, flow control goes on counting them when one flow is left: if another comes, all must be
+#: counted in one call.
+COUNTED_AT_ONCE = 1000
 S, T = RequestState, Trigger
 _UNKNOWN = Usage()
 
@@ -866,7 +869,8 @@ class Pipeline:
             flow = self.flow_controller
             return [] if flow is None else self._sent_away(flow.fired(event.name, self.fleet, now), T.TIMED_OUT, now)
         if self.flow_controller is not None:
-            self.flow_controller.flow.relax()
+            if len(self.requests) <= COUNTED_AT_ONCE:
+                self.flow_controller.flow.relax()
             if self.flow_controller.flow.draining:
                 self._drained(self.flow_controller)
         self.peers.expire(now)

@@ -3,6 +3,7 @@
 from collections import Counter
 from math import inf
 from random import Random
+from typing import Any
 
 import pytest
 from waiting_rules import AbleRules
@@ -11,7 +12,7 @@ from fairlead.core import events as ev
 from fairlead.core import scheduler
 from fairlead.core.binding import PairBinder
 from fairlead.core.endpoint import Endpoint, Sample
-from fairlead.core.fairness import StartTimeFair
+from fairlead.core.fairness import Charge, StartTimeFair
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import Limit, Limits, Times
 from fairlead.core.flow_control import REFUSALS, FlowControl, FlowController
@@ -243,3 +244,37 @@ def test_a_request_whose_endpoint_left_ends_as_it_is_heard(
     world.clock.advance(world.fleet.ledger.ttl + 1.0)
     world.feed(ev.TimerFired(EXPIRY_TIMER))
     assert world.ended[1, cause] == 1 and sum(world.ended.values()) == 3
+
+
+def test_another_tenant_makes_many_requests_in_flight_be_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not each time that it comes back."""
+    monkeypatch.setattr(scheduler, "COUNTED_AT_ONCE", 3)
+    counted, count = list[int](), FlowControl.count
+
+    def noted(control: FlowControl, leases: list[Any], fleet: Fleet) -> list[Charge]:
+        counted.append(len(leases))
+        return count(control, leases, fleet)
+
+    monkeypatch.setattr(FlowControl, "count", noted)
+    world = World()
+    world.feed(ev.EndpointUp(Endpoint("e0", "10.0.0.1:80")))
+
+    def visit(number: int, tenant: str) -> None:
+        world.feed(ev.RequestArrived(Request(id=number, arrived=0.0, prompt_tokens=10, fairness_id=tenant)))
+
+    def leave(*numbers: int) -> None:
+        for number in numbers:
+            world.feed(ev.ResponseEnded(request_id=number, status=200))
+        world.feed(ev.TimerFired(EXPIRY_TIMER))
+
+    for number in range(1, 6):
+        visit(number, "a")
+    for number in (6, 8):
+        visit(number, "b")
+        leave(number)
+        visit(number + 1, "a")
+    assert counted == [5]
+    leave(1, 2, 3, 4)
+    visit(10, "a")
+    visit(11, "b")
+    assert counted == [5, 1], "while few are in flight, those of one flow are not counted"
