@@ -372,6 +372,15 @@ def test_custom_plugins_are_checked_as_well(helm: Helm, entries: str) -> None:
         (["--set", "inferencePool.namespaces={a}", *LABELS], "inferencePool.namespaces: inferencePool.modelServers"),
         (["--set", "inferencePool.namespaces={a},standalone.enabled=true"], "standalone.enabled is for one pool"),
         (["--set", "inferencePool.namespaces={a},provider.name=istio"], "provider.name is for one pool"),
+        *(
+            (["--set", f"inferencePool.namespaces={{a}},{setting}={value}"], f"{setting} is for one pool")
+            for setting, value in {
+                "config.autoscaling.port": "9004",
+                "config.extProc.transport": "grpc-aio",
+                "config.kvEvents.bind": "tcp://*:5555",
+                "config.replicas.via": "valkey://valkey:6379",
+            }.items()
+        ),
         ([*LABELS, "--set", "replicas=2"], "additional properties 'replicas' not allowed"),
         ([*LABELS, "--set", "inferenceExtension.replica=2"], "additional properties 'replica' not allowed"),
         ([*LABELS, "--set", "inferenceExtension.replicas=two"], "want integer"),

@@ -288,6 +288,8 @@ matchLabels: {{- toYaml . | nindent 2 }}
 {{- $pool := .Values.inferencePool -}}
 {{- if $pool.namespaces -}}
 {{- $others := dict "standalone.enabled" .Values.standalone.enabled "httpRoute.enabled" .Values.httpRoute.enabled "inferenceObjectives" .Values.inferenceObjectives "inferencePool.name" $pool.name "inferencePool.modelServers.matchLabels" $pool.modelServers.matchLabels "inferenceExtension.kvcacheIndexer.enabled" .Values.inferenceExtension.kvcacheIndexer.enabled "inferenceExtension.valkey" (include "fairlead.shared" .) "provider.name" (has .Values.provider.name (list "istio" "gke")) -}}
+{{- $own := include "fairlead.sections" .Values.config | fromYaml -}}
+{{- $others = merge $others (dict "config.autoscaling.port" (dig "autoscaling" "port" 0 $own) "config.extProc.transport" (has (dig "extProc" "transport" "" $own) (list "grpc-aio")) "config.kvEvents.bind" (dig "kvEvents" "bind" "" $own) "config.replicas.via" (dig "replicas" "via" "" $own)) -}}
 {{- range $value, $set := $others -}}
 {{- if $set -}}{{- fail (printf "inferencePool.namespaces: %s is for one pool; leave one of them out" $value) -}}{{- end -}}
 {{- end -}}
