@@ -372,6 +372,10 @@ def test_custom_plugins_are_checked_as_well(helm: Helm, entries: str) -> None:
         (["--set", "inferencePool.namespaces={a}", *LABELS], "inferencePool.namespaces: inferencePool.modelServers"),
         (["--set", "inferencePool.namespaces={a},standalone.enabled=true"], "standalone.enabled is for one pool"),
         (["--set", "inferencePool.namespaces={a},provider.name=istio"], "provider.name is for one pool"),
+        (
+            ["--set", "inferencePool.namespaces={a},inferenceExtension.leaderElection.enabled=false"],
+            "inferenceExtension.leaderElection.enabled: with inferencePool.namespaces it stays on",
+        ),
         *(
             (["--set", f"inferencePool.namespaces={{a}},{setting}={value}"], f"{setting} is for one pool")
             for setting, value in {

@@ -293,6 +293,9 @@ matchLabels: {{- toYaml . | nindent 2 }}
 {{- range $value, $set := $others -}}
 {{- if $set -}}{{- fail (printf "inferencePool.namespaces: %s is for one pool; leave one of them out" $value) -}}{{- end -}}
 {{- end -}}
+{{- if not (include "fairlead.leaderElection" .) -}}
+{{- fail "inferenceExtension.leaderElection.enabled: with inferencePool.namespaces it stays on, for the leader points the pools' Services at itself" -}}
+{{- end -}}
 {{- else if and (or $pool.create (not $pool.name)) (not $pool.modelServers.matchLabels) -}}
 {{- fail "inferencePool.modelServers.matchLabels: give the labels of the model servers' pods, e.g. --set inferencePool.modelServers.matchLabels.app=vllm" -}}
 {{- end -}}
