@@ -8,7 +8,7 @@ from typing import Literal
 
 from msgspec import Struct, structs
 
-from fairlead.doctor.site import NEEDS, Need, Site
+from fairlead.doctor.site import Need, Site
 
 
 class Severity(IntEnum):
@@ -146,7 +146,7 @@ async def examine(
 async def _attempt(site: Site, check: Check, findings: dict[str, list[Finding]]) -> Outcome:
     for need in check.needs:
         if not site.has(need):
-            return Outcome(check=check.name, state="skipped", detail=NEEDS[need])
+            return Outcome(check=check.name, state="skipped", detail=site.lack(need))
     loop = asyncio.get_running_loop()
     started = loop.time()
     try:

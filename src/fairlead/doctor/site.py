@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import msgspec
 from msgspec import Struct, structs
@@ -121,7 +121,7 @@ class Site:
         self.file_problems: tuple[str, ...] = ()
         self.client = Client(config.metrics)
         self._wanted = admin.rstrip("/")
-        self._admin = ""
+        self._admin = self._refusal = ""
         #: With `serve --workers`: the URLs of the workers' admin ports, in their order; otherwise empty. `elsewhere`:
         #: whether there are further schedulers of this pool.
         self.workers: list[str] = []
@@ -185,14 +185,17 @@ class Site:
     # ---------------------------------------------------------------- a running scheduler
 
     async def _look_for_scheduler(self) -> None:
-        settings = self.config.admin
-        url = self._wanted or (f"http://{host_port(dialled(settings.host), settings.port)}" if settings.port else "")
+        url = self._wanted or self._configured_admin()
         if not url:
             return
         try:
             answer = await self.client.get(url + "/", seconds=2.0)
             answers = answer.status == 200 and answer.body.startswith(b"fairlead")
-            reason = "something else answers there"
+            asks = answer.status == 401
+            reason = "it asks for a token (http://:TOKEN@HOST:PORT)" if asks else "something else answers there"
+            self._refusal = (
+                "the admin port asks for a token: say where it is with --admin http://:TOKEN@HOST:PORT" * asks
+            )
         except Unreached as error:
             answers, reason = False, str(error)
         if answers:
@@ -202,13 +205,29 @@ class Site:
                 f"no scheduler at {masked(url)}: {masked(reason)}; --admin is the URL of its admin port"
             )
 
+    def _configured_admin(self) -> str:
+        """The URL of the configured admin port, with its first token; empty = there is none."""
+        settings, access = self.config.admin, ""
+        if not settings.port:
+            return ""
+        if settings.token_file:
+            with contextlib.suppress(OSError):  # then the port says that it asks for one
+                tokens = Path(settings.token_file).read_bytes().split()
+                access = f":{quote(tokens[0], safe='')}@" if tokens else ""
+        return f"http{'s' * bool(settings.tls)}://{access}{host_port(dialled(settings.host), settings.port)}"
+
+    def lack(self, need: Need) -> str:
+        """Why the site does not have what a check needs."""
+        return self._refusal if need == "admin" and self._refusal else NEEDS[need]
+
     async def _look_for_workers(self) -> None:
         """With `serve --workers`, find the admin ports of all workers, which have consecutive numbers."""
         page = await self.admin_json("/debug/replicas") or {}
         worker, workers, parts = page.get("worker", 0), page.get("workers", 1), urlsplit(self._admin)
         if workers > 1 and parts.port:
             ports = (parts.port - worker + number for number in range(workers))
-            self.workers = [f"{parts.scheme}://{host_port(parts.hostname or '', port)}" for port in ports]
+            access = "".join(parts.netloc.rpartition("@")[:2])
+            self.workers = [f"{parts.scheme}://{access}{host_port(parts.hostname or '', port)}" for port in ports]
         self.elsewhere = len(page.get("replicas", ())) > workers - 1
 
     async def each_worker(self, path: str) -> list[Answer | Unreached]:

@@ -1,6 +1,8 @@
 """The troubleshooting trees: what a running scheduler's own pages say, here told by a server in its place."""
 
+from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,8 +36,12 @@ async def told() -> AsyncIterator[Told]:
         replicas: Json | None = None,
         decided: bool = False,
         port: int | None = None,
+        token: str = "",
     ) -> str:
         async def page(request: web.Request) -> web.Response:
+            given = request.headers.get("Authorization", "")
+            if token and given != "Basic " + b64encode(f":{token}".encode()).decode():
+                return web.Response(status=401, text="a token is needed\n")
             if request.path == "/metrics":
                 return web.Response(text=metrics, status=500 if "failed" in metrics else 200)
             if request.path == "/debug/endpoints":
@@ -188,6 +194,29 @@ async def test_any_worker_may_have_decided(world: Any, told: Told, decided: int,
     config = {"endpoints": ["127.0.0.1:9"]}
     found = await world.examined(config, admin=admins[1], gateway=await told(), only=("asking",))
     assert codes(found) == ({"asking.bypassed"} if expected else set())
+
+
+async def test_workers_are_asked_with_the_token_of_the_first(world: Any, told: Told) -> None:
+    first, token = free_ports(2)[0], "t0/ken"
+    workers = [{"worker": i, "workers": 2, "replicas": {"a": None}} for i in (0, 1)]
+    admins = [await told(replicas=page, decided=i == 1, port=first + i, token=token) for i, page in enumerate(workers)]
+    admin = admins[0].replace("http://", "http://:t0%2Fken@")
+    found = await world.examined({"endpoints": ["127.0.0.1:9"]}, admin=admin, gateway=await told(), only=("asking",))
+    assert codes(found) == set()
+
+
+@pytest.mark.parametrize("readable", [True, False])
+async def test_the_configured_token_is_used(world: Any, told: Told, tmp_path: Path, readable: bool) -> None:
+    """Without it, the doctor says that the port asks for one: a scheduler runs."""
+    admin = await told(unready="not ready\n- it is broken\n", token="t0/ken")
+    if readable:
+        (tmp_path / "tokens").write_text("t0/ken\n")
+    configured = {"port": int(admin.rpartition(":")[2]), "tokenFile": str(tmp_path / "tokens")}
+    found = await world.examined({"endpoints": ["127.0.0.1:9"], "admin": configured}, only=("scheduler",))
+    if readable:
+        assert "scheduler.not-ready" in codes(found)
+    else:
+        assert "asks for a token" in found.outcomes[0].detail
 
 
 async def test_each_worker_is_looked_at(world: Any, told: Told) -> None:
