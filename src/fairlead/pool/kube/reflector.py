@@ -53,7 +53,7 @@ class Stats(Struct):
     unreadable: int = 0
     #: The last request succeeded.
     connected: bool = False
-    #: Why it is not connected; empty = connected, or not yet tried.
+    #: Why changes are not seen, also while only lists succeed; empty = they are, or nothing was tried yet.
     trouble: str = ""
 
 
@@ -112,6 +112,8 @@ class Reflector(Generic[T]):
         self._idle_s = idle_s
         self._backoff = Backoff(rng)
         self._version = ""
+        #: The last watch was refused. Then a list that succeeds is no end of the trouble.
+        self._watch_refused = False
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -213,6 +215,7 @@ class Reflector(Generic[T]):
         try:
             async with aclosing(self._client.watch(self.resource, query, self._idle_s)) as batches:
                 async for lines in batches:
+                    self._watch_refused = False
                     self._in_touch()
                     for line in lines:
                         if line.strip():
@@ -221,6 +224,7 @@ class Reflector(Generic[T]):
         except KubeError as error:
             if error.code == _GONE:
                 raise Gone from None
+            self._watch_refused = True
             raise
 
     def _event(self, line: bytes) -> None:
@@ -263,14 +267,17 @@ class Reflector(Generic[T]):
         call_consumer(call, f"a consumer of {self.resource.plural}")
 
     def _in_touch(self) -> None:
-        if not self.stats.connected:
-            self.stats.connected, self.stats.trouble, self.forbidden = True, "", False
+        lost = not self.stats.connected or bool(self.stats.trouble)
+        self.stats.connected, self.forbidden = True, False
+        if lost and not self._watch_refused:
+            self.stats.trouble = ""
             self._guard(lambda: self._on_trouble(""))
 
     def _lost(self, why: str) -> None:
         self.stats.failures += 1
-        if self.stats.connected or self.stats.trouble != why:
-            self.stats.connected, self.stats.trouble = False, why
+        self.stats.connected = False
+        if self.stats.trouble != why:
+            self.stats.trouble = why
             self._guard(lambda: self._on_trouble(why))
 
     def _unreadable(self, key: str, error: Unreadable) -> None:

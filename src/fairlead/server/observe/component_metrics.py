@@ -345,8 +345,9 @@ class KubeMetrics:
         """The resources whose changes are not seen, and why, as a sentence; empty = none."""
         lost: dict[str, list[str]] = {}
         for resource, reflector in self._followed().items():
-            if not reflector.stats.connected:
-                lost.setdefault(reflector.stats.trouble or "no answer yet", []).append(resource)
+            stats = reflector.stats
+            if stats.trouble or not stats.connected:
+                lost.setdefault(stats.trouble or "no answer yet", []).append(resource)
         what = "; ".join(f"changes of {', '.join(resources)} are not seen: {why}" for why, resources in lost.items())
         return f"{what}; the last known state stays in force" if lost else ""
 

@@ -172,6 +172,26 @@ async def test_a_watch_that_is_not_allowed_says_so_too(kube: FakeKube, seen: See
     assert seen.reflector.stats.lists < 3  # no spinning
 
 
+async def test_lists_do_not_end_the_trouble_with_a_watch_that_is_refused(
+    kube: FakeKube, client: KubeClient, pod: Any, tasks: Any, until: Any
+) -> None:
+    class NoPause(Random):
+        def uniform(self, a: float, b: float) -> float:
+            return 0.0
+
+    seen = Seen(client, NoPause())
+    kube.forbidden.add(("watch", "pods"))
+    tasks(seen.reflector.run())
+    await until(lambda: seen.reflector.stats.lists > 4)
+    first, trouble = seen.troubles
+    assert (first, seen.reflector.stats.trouble) == ("", trouble) and 'verbs: ["watch"]' in trouble
+    kube.put("v1", "pods", pod("a"))
+    await until(lambda: seen.names == ["a"])
+    kube.forbidden.clear()
+    await until(lambda: seen.troubles == ["", trouble, ""])
+    assert not seen.reflector.stats.trouble
+
+
 async def test_a_broken_consumer_stops_nothing(
     client: KubeClient, kube: FakeKube, rng: Random, pod: Any, tasks: Any, until: Any
 ) -> None:
