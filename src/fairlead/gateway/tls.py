@@ -191,17 +191,17 @@ class Handshakes:
         loop.add_reader(waiting, self._on_byte, handshake, transport)
 
     def _on_byte(self, handshake: "_Handshake", transport: asyncio.Transport) -> None:
-        self._heard(transport)
+        self._unwatch(transport)
         self._begin(handshake, transport)
 
-    def _heard(self, transport: asyncio.Transport) -> None:
+    def _unwatch(self, transport: asyncio.Transport) -> None:
         waiting, timer = self._silent.pop(transport)
         timer.cancel()
         asyncio.get_running_loop().remove_reader(waiting)
         os.close(waiting)
 
     def _give_up(self, transport: asyncio.Transport) -> None:
-        self._heard(transport)
+        self._unwatch(transport)
         transport.abort()
 
     def _begin(self, handshake: "_Handshake", transport: asyncio.Transport) -> None:
