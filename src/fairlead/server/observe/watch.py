@@ -221,6 +221,10 @@ class Watch:
         """Include the load of the pool's other schedulers. `alone()`: whether there is no link to them now."""
         self._peers_load, self._alone = load, alone
 
+    def watch_lead(self, standby: Callable[[], bool]) -> None:
+        """Measure the load only while `standby()` is false; by default while this pool's own lease is held."""
+        self.standby = standby
+
     def watch_queue(self, flow_controller: FlowController | None) -> None:
         """Show the queues of this flow controller; `None` = flow control is off."""
         self.queue.flow_controller = flow_controller
