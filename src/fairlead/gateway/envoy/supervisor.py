@@ -188,12 +188,16 @@ class Supervisor:
         self._tail.append(line)
         parsed = parse(line)
         if parsed is None:
-            log.warning("envoy: %s", line)
+            log.log(logging.DEBUG if _OWN_LIMIT in line else logging.WARNING, "envoy: %s", line)
         else:
             level, component, text = parsed
             if self._stopping:
                 level = min(level, logging.INFO)  # "caught SIGTERM" is expected
             log.log(level, "envoy %s: %s", component, text)
+
+
+#: tcmalloc's warning at our own `soft_memory_limit_bytes`, which only makes it give memory back: none is short.
+_OWN_LIMIT = "Couldn't respect usage limit"
 
 
 async def _lines(stream: asyncio.StreamReader, take: Callable[[str], None]) -> None:

@@ -125,7 +125,8 @@ async def test_output_becomes_log_records_whatever_it_is(caplog: pytest.LogCaptu
     script = (
         "import sys, time\n"
         "e = sys.stderr.buffer\n"
-        "e.write(b'[error][upstream] a\\n' + b'y' * 200_000 + b'\\n' + b'\\xff\\xfe\\n\\n[info][x] b\\nno newline')\n"
+        "e.write(b'[error][upstream] a\\n' + b'y' * 200_000 + b'\\n' + b'\\xff\\xfe\\n\\n[info][x] b\\n')\n"
+        "e.write(b'Couldn\\'t respect usage limit of 33554432 and OOM is likely\\nno newline')\n"
         "e.flush()\n"
         "print('{\"status\": 200}', flush=True)\n"
         "time.sleep(0.1)"
@@ -139,5 +140,6 @@ async def test_output_becomes_log_records_whatever_it_is(caplog: pytest.LogCaptu
     assert (logging.INFO, "fairlead.gateway", "envoy x: b") in records
     assert (logging.WARNING, "fairlead.gateway", "envoy: no newline") in records
     assert (logging.WARNING, "fairlead.gateway", "envoy: \ufffd\ufffd") in records
+    assert "OOM" not in caplog.text, "the limit is our own"
     assert (logging.INFO, "fairlead.gateway.access", '{"status": 200}') in records
     assert max(len(r.getMessage()) for r in caplog.records) < 20_000
