@@ -8,6 +8,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from fairlead.core.errors import ConfigError, PluginError
+from fairlead.core.text import masked
 
 #: The place of a value in a document: keys and indices from the root.
 Place = tuple[str | int, ...]
@@ -170,7 +171,7 @@ def describe(node: object) -> str:
         case int():
             return str(node) if node.bit_length() <= 64 else "a huge number"
         case str():
-            return f"'{shorten(node)}'"
+            return f"'{shorten(masked(node))}'"
         case list():
             return "a list"
         case dict():

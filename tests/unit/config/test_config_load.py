@@ -430,3 +430,8 @@ def test_a_value_of_the_wrong_form_is_answered_with_examples(text: str, example:
     with pytest.raises(ConfigError) as error:
         load(f"endpoints: ['127.0.0.1:1']\n{text}\n")
     assert f"expected a value like {example}, got '" in str(error.value)
+
+
+def test_a_problem_shows_no_password() -> None:
+    with pytest.raises(ConfigError, match=r"got 'valkeys://u:\*\*\*@h:1/x'"):
+        load("endpoints: ['127.0.0.1:1']\nreplicas: {via: 'valkeys://u:s3cret@h:1/x'}\n")
