@@ -291,7 +291,8 @@ class Account(Struct, eq=False):
         gone, over = [], sum(lease.sequences for lease in charged) - seen
         for lease in charged:
             computed = lease.auxiliary and lease.charged_at + 1e-3 * lease.forecast.ttft_ms <= started
-            if computed and lease.sequences <= over:
+            own = lease.request.id >= 0  # others' parts end when their scheduler reports it
+            if computed and own and lease.sequences <= over:
                 gone.append(lease)
                 over -= lease.sequences
         return gone
@@ -387,8 +388,6 @@ class Ledger:
     def charge_late(self, lease: Lease) -> None:
         """Add a lease that another scheduler charged a moment ago."""
         self.charge(lease)
-        if lease.auxiliary:
-            self.prefilling.add(lease.slot)
         account = self._accounts[lease.slot]
         if lease.charged_at < account.scraped:
             account.was_shown(lease)
