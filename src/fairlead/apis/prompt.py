@@ -47,9 +47,9 @@ def prompts_in(raw: Raw) -> int:
     return max(items(raw), 1)
 
 
-#: Matches raw messages, or a raw system prompt, whose first text begins with Claude Code's header: it differs in each
+#: Matches raw messages, a raw system prompt or a text that begins with Claude Code's header: it differs in each
 #: request, and vLLM leaves its line out. The group ends behind the text's first letter.
-billed = re.compile(rb'([\s\[{:,"a-z_]{0,99}+(?<="x))-anthropic-billing-header[^"\\]*+(?:\\n)?').match
+billed = re.compile(rb'(x(?=-)|[\s\[{:,"a-z_]{0,99}+(?<="x))-anthropic-billing-header[^"\\]*+(?:\\n)?').match
 
 T = TypeVar("T", bytes, memoryview)
 

@@ -113,6 +113,8 @@ class Endings:
 #: Name and period (seconds) of the timer that looks for expired leases.
 EXPIRY_TIMER = "expire-leases"
 EXPIRY_PERIOD = 5.0
+#: Statuses of requests that the client gave up, by a gRPC deadline for example: they say nothing about the endpoint.
+GIVEN_UP = (408, 499)
 #: With more requests than this, flow control goes on counting them when one flow is left: if another comes, all must be
 #: counted in one call.
 COUNTED_AT_ONCE = 1000
@@ -586,7 +588,7 @@ class Pipeline:
         if event.client_gone or event.upstream_reset:
             return [self._cut_short(entry, lease, event, now)]
         done = 200 <= event.status < 300
-        if not done or fleet.table.troubled:
+        if (not done or fleet.table.troubled) and event.status not in GIVEN_UP:
             self._answered(lease, 0 < event.status < 500, now)
         if event.usage is not None:
             entry.usage = event.usage
@@ -597,7 +599,7 @@ class Pipeline:
             if lease.mark is not None and lease.blind and tokens < 0:
                 tokens = self.tokens.answer_tokens(entry.request, event.response_bytes)
             fleet.completed(lease, now, tokens, event.ttft_ms, event.duration_ms)
-        elif 400 <= event.status < 500:
+        elif 400 <= event.status < 500 and lease.first_token_at < 0.0:
             fleet.refused(lease)
             if event.status == 404 and fleet.without_model(lease.slot, entry.request.target_model):
                 ended = self._ended(entry, lease, ev.ResponseEnded, event, "natural", now)

@@ -71,7 +71,7 @@ _SUMMARY = re.compile(
     r"(?:-|(\S*)) (?:-|(\d{0,3})) (?:-|(\d{0,18})) (?:-|(\d{0,18})) (?:-|(\d{0,18})) (?:-|(\S*)) "
     # Empty without flags and gRPC error. A model server may write any bytes as its gRPC status. Configurations written
     # by an older version have neither this status nor the next value.
-    r"(?:-(?:/-{0,2}0?(?= ))?|([A-Za-z,\-]*(?:/[!-~\x80-\xff]{0,4})?))"
+    r"(?:-(?:/-{0,2}0?(?= ))?|([A-Za-z,\-]*(?:/(?:[!-~\x80-\xff]{0,4}|[\t -~\x80-\xff]{0,4}?))?))"
     r"(?: (?:-|(\d{1,3}))(?=[ ;]))?"
     # A gateway that is not ours may let a client write the last value: any bytes that a header can have.
     r"(?: (?:-(?=;)|([ -~\x80-\xff]{0,36})))?;",

@@ -50,6 +50,12 @@ def test_marks_inside_of_text_stay() -> None:
     assert json.loads(joined(parsed) + b"]")[0]["content"][0]["text"] == said
 
 
+def test_the_header_of_claude_code_is_no_part_of_a_text() -> None:
+    texts = [f"x-anthropic-billing-header: v; cch={number};\nHello there" for number in (1, 2)]
+    first, second = (parse_request("/v1/responses", json.dumps({"input": text}).encode()) for text in texts)
+    assert [bytes(part) for part in first.prompt] == [bytes(part) for part in second.prompt] == [b"Hello there"]
+
+
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
 @pytest.mark.parametrize("blocks", [True, False])
 def test_the_header_of_claude_code_is_no_part_of_the_prompt(path: str, blocks: bool) -> None:

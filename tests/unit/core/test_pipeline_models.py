@@ -210,3 +210,17 @@ def test_a_prompt_that_its_server_refused_is_not_cached_there(status: int, cache
     _, request = arrive(made, model="b")
     made.handle(ev.ResponseEnded(request_id=1, status=status))
     assert (made.fleet.match(request) is not None) == cached
+
+
+@pytest.mark.parametrize("status", [408, 429, 499])
+def test_a_prompt_is_cached_where_tokens_came_before_the_error(status: int) -> None:
+    """As of a gRPC call whose deadline ended it. It says nothing good about the endpoint either."""
+    made = pipeline()
+    _, request = arrive(made, model="b", stream=True)
+    slot = next(iter(made.fleet.ledger)).slot
+    made.fleet.table.errors[slot] = 2.0
+    made.fleet.table.judge_trouble()
+    made.handle(ev.FirstTokenSeen(1))
+    made.handle(ev.ResponseEnded(request_id=1, status=status))
+    assert made.fleet.match(request) is not None
+    assert made.fleet.table.errors[slot] == (0.0 if status == 429 else 2.0)

@@ -106,6 +106,15 @@ def test_a_grpc_status_of_an_error_is_the_status(status: int, ending: str, read:
     assert second == AccessLogEntry("x.2", 200, "10.0.0.1:80", 0.001, 1.0, 1, 1)
 
 
+@pytest.mark.parametrize("ending", ["-/0 -", "-/-1 ", "-/-\t1", "-/  "])
+def test_a_grpc_status_with_spaces_hides_no_entry(ending: str) -> None:
+    text = f"x.1 200 1 1 1 10.0.0.1:80 {ending} 1 -;".encode()
+    assert [e.lease for e in read_entries(message(tagged(text), tagged(b"x.2 200 1 1 1 10.0.0.1:80 -/ 1 -;")))] == [
+        "x.1",
+        "x.2",
+    ]
+
+
 @pytest.mark.parametrize(("flags", "gone", "reset"), [("DC", True, False), ("UC", False, True)])
 def test_of_an_answer_cut_short_the_grpc_status_is_not_the_servers(flags: str, gone: bool, reset: bool) -> None:
     (entry,) = read_entries(message(tagged(f"x 200 1 1 1 10.0.0.1:80 {flags}/14 1 -;".encode())))

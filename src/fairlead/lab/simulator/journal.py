@@ -5,7 +5,6 @@ A journal's directory holds the segments of one or more runs (processes). A segm
 """
 
 from collections.abc import Iterator
-from itertools import islice
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -224,6 +223,10 @@ def search(path: Path, wanted: str, run: str = "") -> JournaledDecision:
     raise JournalError(f"no decision {wanted!r} in {what} of {path}; the journal may have dropped or not sampled it")
 
 
+#: A request that arrives this many numbers before others arrived in an older segment.
+_DISORDER = 10_000
+
+
 def decisions(run: Run) -> Iterator[JournaledDecision]:
     """All decisions of a run, with their traces if the journal has them. A decision is yielded when its request has
     ended, or at the end of the journal; a refusal immediately."""
@@ -294,20 +297,26 @@ def _named(path: Path, wanted: str) -> list[int]:
 
 
 def _decision(run: Run, request_id: int, count: int) -> JournaledDecision | None:
-    """The decision of a request that arrived in one of the first `count` segments. Numbers rise, so it arrived in the
-    last of them that begins with a lower number; or just before, as reading a prompt takes longer for some requests."""
-    begins = (first for first in reversed(range(count)) if not first or _first(run.segments[first][0]) <= request_id)
-    for first in islice(begins, 2):
+    """The decision of a request that arrived in one of the first `count` segments."""
+    for first in reversed(range(count)):
+        if first and not _arrived(run.segments[first][0], request_id):
+            continue
         for entry in decisions(replace(run, segments=run.segments[first:])):
             if entry.decision.request.id == request_id:
                 return entry
+        return None
     return None
 
 
-def _first(path: Path) -> float:
-    """The number of the first request that arrived in a segment; inf = none did."""
-    items = _items(path.read_bytes(), Faults())
-    return next((body.request.id for kind, _, body in items if kind == RequestArrived.__name__), inf)
+def _arrived(path: Path, request_id: int) -> bool:
+    """Whether a request arrived in a segment. Numbers rise, nearly: prompts that take longer to read arrive later."""
+    for kind, _, body in _items(path.read_bytes(), Faults()):
+        if kind == RequestArrived.__name__:
+            if body.request.id == request_id:
+                return True
+            if body.request.id > request_id + _DISORDER:
+                return False
+    return False
 
 
 def _number(text: str, base: int = 16) -> int:

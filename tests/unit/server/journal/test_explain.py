@@ -13,13 +13,17 @@ import pytest
 from fairlead.compat.load import load
 from fairlead.compat.recorded import restore
 from fairlead.config.plugins import build_policy
+from fairlead.core.events import RequestArrived
 from fairlead.core.explain import Candidate, asked_again, explain, restored, terms_of, why
 from fairlead.core.policy import Context, Policy
 from fairlead.core.records import DecisionRecord
+from fairlead.core.request import Request
 from fairlead.core.snapshot import Snapshots
 from fairlead.lab.simulator.journal import JournalError, decisions, one_run, runs, search
 from fairlead.lab.simulator.replay import replay
 from fairlead.plugins.policies.by_load import LeastRequests
+from fairlead.server.journal.blocks import MAGIC, block
+from fairlead.server.journal.records import DECIDED, SEGMENT, Decided, Segment, encode, joined
 from fairlead.server.observe.decisions import Journal, explained
 from fairlead.testing import builders
 
@@ -225,6 +229,30 @@ def test_the_journal_and_the_memory_say_the_same(recorded: Any) -> None:
     assert search(recorded.path, f"0000cafe.{record.request.id:016x}").decision.request == record.request
     with pytest.raises(JournalError, match="no decision"):
         search(recorded.path, "99999999")
+
+
+def test_who_arrived_before_a_lower_number_is_found_over_the_edge_of_a_segment(tmp_path: Path) -> None:
+    """Numbers are given before prompts are read, and some take longer to read."""
+
+    def arrived(at: float, number: int) -> Any:
+        request = Request(id=number, arrived=at - 0.1, model="m", external_id=f"x{number}")
+        return RequestArrived.__name__, at, RequestArrived(request)
+
+    def decided(at: float, number: int) -> Any:
+        return DECIDED, at, Decided(request_id=number, endpoint="a")
+
+    kept = (
+        (arrived(1.0, 100), decided(1.0, 100), arrived(2.0, 102), arrived(2.0, 105), decided(2.0, 105)),
+        (arrived(2.1, 101), decided(2.2, 101), decided(2.3, 102)),
+        (arrived(2.4, 103), decided(2.4, 103)),
+    )
+    for number, items in enumerate(kept):
+        head = (SEGMENT, 0.0, Segment(run="0000cafe", number=number, epoch=0.0))
+        encoded = [encode(item) for item in (head, *items)]
+        (tmp_path / f"t-{number}.journal").write_bytes(MAGIC + block(joined(encoded, len(encoded))))
+    for number in (100, 101, 102, 103, 105):
+        for wanted in (f"0000cafe.{number:016x}", str(number), f"x{number}"):
+            assert search(tmp_path, wanted).decision.request.external_id == f"x{number}"
 
 
 @pytest.mark.parametrize(("queue", "part"), [("", 0.4), (QUEUE, 0.8)], ids=["at once", "after a long wait"])
