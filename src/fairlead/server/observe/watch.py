@@ -215,7 +215,8 @@ class Watch:
     def desired_replicas(self) -> int | None:
         """How many pods that are; `None` as there."""
         desired = self.desired_endpoints()
-        return None if desired is None else self._demand.pods(desired, self.fleet)
+        pods = self._demand.pods(desired or 0, self.fleet)  # also a standby learns how many ports a pod has
+        return None if desired is None else pods
 
     def watch_peers(self, load: PeersLoad, alone: Callable[[], bool]) -> None:
         """Include the load of the pool's other schedulers. `alone()`: whether there is no link to them now."""
