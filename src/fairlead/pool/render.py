@@ -11,7 +11,8 @@ Rules
   the request continues without ids. There are no retries.
 * At most `concurrency` requests are in flight, on as many connections. A request beyond that is not sent, so that a
   hanging engine does not collect requests.
-* After `FAILURES` failures in a row, an engine gets no requests for `PAUSE` seconds.
+* After `FAILURES` failures in a row, an engine gets no requests for `PAUSE` seconds. Requests that it refuses, or that
+  cannot be sent to it, are no failures: one client's would silence it for all.
 * The body is sent as the client sent it (to `/tokenize` only the fields that make up the prompt). Redirects are not
   followed, proxies of the environment are not used, and an answer of more than `MAX_ANSWER` bytes is a failure.
 """
@@ -38,6 +39,8 @@ CONCURRENCY = 32
 FAILURES, PAUSE = 3, 5.0
 #: A million ids take 8 MB.
 MAX_ANSWER = 16 << 20
+#: Statuses of requests that the engine refuses: bad ones, too long ones, and those for models that it does not have.
+_REFUSALS = (400, 404, 413, 422)
 #: Longer bodies are not sent to be rendered.
 MAX_BODY = 4 << 20
 #: With more engines, the least recently used is forgotten.
@@ -77,6 +80,10 @@ class _NoAnswer(Exception):
     """The engine gave no usable answer. The message says what happened instead."""
 
 
+class _Refused(_NoAnswer):
+    """There is no answer because of the request, and other requests may have one."""
+
+
 class _Engine(Struct):
     #: APIs whose requests the engine refused to render.
     unrendered: set[str] = set()
@@ -113,6 +120,8 @@ class RenderClient:
         try:
             async with asyncio.timeout(self._timeout_s):
                 tokens = await self._ask(engine, parsed, body, url)
+        except _Refused as error:
+            return absent(ENGINE, str(error))
         except TimeoutError:
             return self._failed(engine, f"no answer within {self._timeout_s:g} s")
         except (_NoAnswer, aiohttp.ClientError, OSError, ValueError, OverflowError) as error:
@@ -148,7 +157,7 @@ class RenderClient:
     async def _ask(self, engine: _Engine, parsed: ParsedRequest, body: bytes, url: str) -> PromptTokens:
         if parsed.api not in engine.unrendered:
             status, answer = await self._post(url + _RENDER[parsed.api], body)
-            if status not in (403, 404, 405):
+            if status not in (403, 404, 405) or (status == 404 and _is_error(answer)):
                 return _rendered(status, answer)
             engine.unrendered.add(parsed.api)
         if parsed.api not in _PROMPT_FIELDS:
@@ -174,10 +183,23 @@ class RenderClient:
         return self._session
 
 
+def _is_error(answer: bytes) -> bool:
+    """Whether an answer is an error of the API, such as an unknown model. That of an unknown path is none."""
+    try:
+        return isinstance(_decode_fields(answer).get("error"), Raw)
+    except (DecodeError, ValidationError, UnicodeDecodeError, RecursionError):
+        return False
+
+
+def _other_status(status: int, answer: bytes, what: str = "") -> _NoAnswer:
+    """What is raised for an answer that is not 200."""
+    return (_Refused if status in _REFUSALS else _NoAnswer)(f"{what}status {status}: {answer[:100]!r}")
+
+
 def _rendered(status: int, answer: bytes) -> PromptTokens:
     """Read the answer of `…/render`: an object or, for completions, a list with an object for each prompt."""
     if status != 200:
-        raise _NoAnswer(f"status {status}: {answer[:100]!r}")
+        raise _other_status(status, answer)
     try:
         decoded = _decode_rendered(answer)
     except (DecodeError, ValidationError, UnicodeDecodeError, RecursionError) as error:
@@ -196,7 +218,7 @@ def _rendered(status: int, answer: bytes) -> PromptTokens:
 
 def _tokenized(status: int, answer: bytes, body: bytes) -> PromptTokens:
     if status != 200:
-        raise _NoAnswer(f"/tokenize: status {status}: {answer[:100]!r}")
+        raise _other_status(status, answer, "/tokenize: ")
     try:
         ids = _decode_tokenized(answer).tokens
         salt = _decode_salt(body).cache_salt
@@ -210,10 +232,10 @@ def _prompt_only(api: str, body: bytes) -> bytes:
     try:
         fields = _decode_fields(body)
     except (DecodeError, ValidationError, UnicodeDecodeError, RecursionError) as error:
-        raise _NoAnswer(f"a body that cannot be taken apart: {error}") from None
+        raise _Refused(f"a body that cannot be taken apart: {error}") from None
     kept = {name: fields[name] for name in _PROMPT_FIELDS[api] if name in fields}
     if api == apis.COMPLETIONS and not bytes(kept.get("prompt", b"")).startswith(b'"'):
-        raise _NoAnswer("/tokenize takes one text only")
+        raise _Refused("/tokenize takes one text only")
     return msgspec.json.encode(kept)
 
 

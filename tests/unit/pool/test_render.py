@@ -185,6 +185,25 @@ async def test_an_engine_that_fails_is_left_alone_for_a_while(client: RenderClie
     assert ids(await ask(client, url)) == [7]
 
 
+async def test_what_one_client_asks_wrongly_silences_no_engine(client: RenderClient, serve: Serve) -> None:
+    unknown = {"error": {"message": "The model `m` does not exist.", "type": "NotFoundError", "param": "model"}}
+    seen: list[tuple[str, Any]] = []
+    answers: dict[str, tuple[int, Any]] = {}
+    url = await serve(answering(answers, seen))
+    for status, said in ((400, {"error": {"message": "bad temperature"}}), (404, unknown), (413, {}), (422, {})):
+        answers[f"{CHAT}/render"] = status, said
+        for _ in range(4):
+            assert (await ask(client, url)).reason == "engine"
+    assert len(seen) == 16 and {path for path, _ in seen} == {f"{CHAT}/render"}
+    answers[f"{CHAT}/render"] = 200, {"token_ids": [7]}
+    assert ids(await ask(client, url)) == [7], "it renders, although it did not know a model"
+    answers["/tokenize"] = 200, captured("tokenize_chat.response")
+    for _ in range(4):
+        found = await ask(client, url, COMPLETIONS, prompt=["a", "b"])
+        assert (found.reason, found.detail) == ("engine", "/tokenize takes one text only")
+    assert ids(await ask(client, url)) == [7]
+
+
 async def test_nobody_listens(client: RenderClient) -> None:
     found = await ask(client, "http://127.0.0.1:1")
     assert found.reason == "engine" and "127.0.0.1" in found.detail
