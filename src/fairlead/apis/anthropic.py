@@ -39,9 +39,12 @@ _decode_thinking = Decoder(_Thinking).decode
 _NO_EFFORT = Raw(b'"none"')
 
 #: The cache mark, with which a client says how much of the prompt its provider shall cache. It is not part of the
-#: prompt, and it moves with every turn, so it would change the bytes of a message from turn to turn. Marks are removed
-#: in the form that `json.dumps` and `JSON.stringify` write; a mark with other white space stays.
-_MARK = re.compile(rb', ?"cache_control": ?\{[^{}]{0,80}+\}')
+#: prompt, and it moves with every turn, so it would change the bytes of a message from turn to turn. Clients that sort
+#: the members of an object send it first.
+_MARK = re.compile(
+    rb',\s{0,99}+"cache_control":\s?\{[^{}]{0,160}+\}'
+    rb'|(?<=\{)(\s{0,99}+)"cache_control":\s?\{[^{}]{0,160}+\}\s{0,99}+,\s{0,99}+'
+)
 
 
 @reading(_read)
@@ -87,7 +90,7 @@ T = TypeVar("T", bytes, memoryview)
 
 def _unmarked(text: T) -> T | bytes:
     """The text without cache marks; copied only if it has any."""
-    return text if _MARK.search(text) is None else _MARK.sub(b"", text)
+    return text if _MARK.search(text) is None else _MARK.sub(rb"\1", bytes(text))
 
 
 def _is_disabled(thinking: Raw) -> bool:

@@ -44,6 +44,21 @@ def test_cache_marks_that_move_do_not_break_the_prefix(
     assert first.prompt_bytes == len(joined(first))
 
 
+@pytest.mark.parametrize("style", [{"sort_keys": True}, {"indent": 2}, {"indent": 2, "sort_keys": True}])
+def test_cache_marks_are_removed_however_they_are_written(style: dict[str, Any]) -> None:
+    def send(*turns: dict[str, Any], **members: Any) -> ParsedRequest:
+        body = {"model": "m", "max_tokens": 9, "messages": list(turns)} | members
+        return parse_request("/v1/messages", json.dumps(body, **style).encode())
+
+    first = send(turn("user", text("one", **MARK)), system=[text("Be kind.", **LONG_MARK)])
+    second = send(
+        turn("user", text("one")), turn("assistant", text("two", **MARK)), system=[text("Be kind.", **LONG_MARK)]
+    )
+    assert b"cache_control" not in joined(first) + joined(second)
+    assert joined(second).rstrip().startswith(joined(first).rstrip())
+    assert first.prompt_bytes == len(joined(first))
+
+
 def test_marks_inside_of_text_stay() -> None:
     said = 'they sent ,"cache_control":{"type":"ephemeral"} to me'
     parsed = parse(messages=[turn("user", text(said))])
