@@ -14,7 +14,7 @@ Rules
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from itertools import accumulate, takewhile
@@ -134,6 +134,8 @@ class Lease(Struct, eq=False, gc=False):
 PATIENCE_SCRAPES = 3
 #: Seconds from a lease's charge after which a request past its first token cannot be missing in the gauges.
 SETTLED = 2.0
+#: Seconds from a lease's charge after which the gauges show a request, unless a step has just ended.
+SHOWN_S = 0.5
 #: Seconds that an endpoint must report itself idle before leases are dropped: ends may come late, in batches of a
 #: gateway's access log (flushed every second). A prefill on an idle engine shows in no gauge, so leases before their
 #: first token wait longer.
@@ -283,11 +285,11 @@ class Account(Struct, eq=False):
             self.prefill_since = max(self.prefill_since, started)
         return begun
 
-    def handed_over(self, started: float, seen: float) -> list[Lease]:
+    def handed_over(self, started: float, seen: float, reserved: Container[Lease]) -> list[Lease]:
         """Return the prefill parts of pairs that the scrape sent at `started` no longer shows: the oldest, as many as
         it shows fewer requests (`seen`) than were charged, if their forecast TTFT has passed too. Their decoders may
-        need minutes until the first token or the end is seen."""
-        charged = [lease for lease in self.leases if lease.charged_at < started]
+        need minutes until the first token or the end is seen. `reserved`: leases that were not sent."""
+        charged = [lease for lease in self.leases if lease.charged_at < started - SHOWN_S and lease not in reserved]
         gone, over = [], sum(lease.sequences for lease in charged) - seen
         for lease in charged:
             computed = lease.auxiliary and lease.charged_at + 1e-3 * lease.forecast.ttft_ms <= started
@@ -506,13 +508,12 @@ class Ledger:
         `waiting` and `running` are finite and not negative; `Fleet.sampled` ensures it.
         """
         account = self.account(slot)
+        if slot in self.prefilling:
+            for lease in account.handed_over(started, waiting + running, self.reserved):
+                self.release(lease)
         dropped = account.reconcile(started, waiting, running)
         for lease in account.begun(started):
             self.began(lease)
-        if slot in self.prefilling:
-            for lease in account.handed_over(started, waiting + running):
-                if lease not in self.reserved:
-                    self.release(lease)
         self._write(slot, account)
         return dropped
 
