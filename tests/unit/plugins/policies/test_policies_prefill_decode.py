@@ -310,12 +310,10 @@ def test_a_flow_is_charged_for_a_prompt_that_is_computed_elsewhere() -> None:
 
 
 def test_a_prompt_that_is_computed_goes_on_while_a_newer_one_is_not_shown_yet() -> None:
-    run = Run()
-    run.clock.advance(60.0)
-    run.send(8)
-    run.clock.advance(0.01)
-    run.scraped("p", Sample(waiting=0.0, running=1.0, generation_tokens=0.0))
-    assert run.table.inflight[0] == 2, "the first runs, the second is still read by the server"
-    run.clock.advance(60.0)
-    run.scraped("p", Sample(waiting=0.0, running=1.0, generation_tokens=0.0))
-    assert (run.table.inflight[0], run.table.queue[0], run.table.active[0]) == (1, 0, 1), "one is left, and it runs"
+    known = pool("prefill", "decode")
+    first, second = (known.charge(request(LONG, stream=True), 0, at, 0, 0.0, auxiliary=True) for at in (0.0, 59.99))
+    known.ledger.reconcile(0, 60.0, 0.0, 1.0)
+    assert first.held and second.held, "the first runs, the second is still read by the server"
+    known.ledger.reconcile(0, 120.0, 0.0, 1.0)
+    assert (first.held, second.held) == (False, True)
+    assert (known.table.queue[0], known.table.active[0]) == (0.0, 1.0), "what is left runs"
