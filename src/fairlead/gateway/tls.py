@@ -10,6 +10,7 @@ affected.
 import asyncio
 import logging
 import os
+import resource
 import select
 import ssl
 from collections.abc import Callable
@@ -23,8 +24,11 @@ log = logging.getLogger(__name__)
 #: RFC 9113, 9.2.2 forbids the other suites of TLS 1.2. All suites of TLS 1.3 are allowed.
 _CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
 
-#: On one port: connections at once that have sent nothing yet, and handshakes at once. A handshake takes 300 KiB.
-MOST_SILENT, MOST_HANDSHAKES = 64, 64
+#: On one port: handshakes at once, each of which takes 300 KiB; connections that wait for their handshake; and those
+#: that have sent nothing yet, with two descriptors each. The latter two are fewer if the process may open few files: an
+#: eighth and a sixteenth of them. Beyond that the oldest makes room. A handshake also makes room for waiting ones after
+#: `AGED_S` seconds; an honest one takes milliseconds.
+MOST_HANDSHAKES, MOST_WAITING, MOST_SILENT, AGED_S = 64, 1024, 512, 1.0
 
 _Identity = tuple[tuple[int, int, int], ...]
 
@@ -143,8 +147,7 @@ def _no_password() -> str:
 
 class Handshakes:
     """The TLS handshakes of a port's new connections, which asyncio's own servers do not limit. A handshake begins with
-    the client's first byte. Of connections without one there are at most `MOST_SILENT`, of handshakes at most
-    `MOST_HANDSHAKES`, and the oldest makes room."""
+    the client's first byte, and waits for its turn if `MOST_HANDSHAKES` are in progress."""
 
     def __init__(
         self,
@@ -155,10 +158,15 @@ class Handshakes:
         """`connect` gives a connection whose handshake is over its protocol, and returns it; `None` = it was closed.
         `timeout_s`: for the first byte, and for the handshake."""
         self._context, self._timeout_s, self._connect = context, timeout_s, connect
-        #: Oldest first: connections without a byte, each with a descriptor to wait on and its timeout; handshakes.
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most_waiting, self._most_silent = min(MOST_WAITING, files // 8), min(MOST_SILENT, files // 16)
+        #: Oldest first: connections without a byte, each with a descriptor to wait on and its timeout; those that wait
+        #: for their turn; handshakes, each with the clock seconds of its beginning.
         self._silent: dict[asyncio.Transport, tuple[int, asyncio.TimerHandle]] = {}
-        self._open: dict[asyncio.Transport, None] = {}
+        self._waiting: dict[asyncio.Transport, _Handshake] = {}
+        self._open: dict[asyncio.Transport, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._looking: asyncio.TimerHandle | None = None
 
     def accept(self) -> asyncio.Protocol:
         """Return the protocol of a connection that was just accepted, for a server without TLS."""
@@ -168,8 +176,11 @@ class Handshakes:
         """Break off those that are not over."""
         for transport in list(self._silent):
             self._give_up(transport)
-        for transport in list(self._open):
+        for transport in (*self._waiting, *self._open):
             transport.abort()
+        self._waiting.clear()
+        if self._looking is not None:
+            self._looking.cancel()
 
     def _await_byte(self, handshake: "_Handshake", transport: asyncio.Transport) -> None:
         transport.pause_reading()  # what comes first is the handshake's
@@ -183,16 +194,16 @@ class Handshakes:
         poll.register(waiting, select.POLLIN)
         if poll.poll(0):
             os.close(waiting)
-            self._begin(handshake, transport)
+            self._enqueue(handshake, transport)
             return
-        if len(self._silent) >= MOST_SILENT:
+        if len(self._silent) >= self._most_silent:
             self._give_up(next(iter(self._silent)))
         self._silent[transport] = waiting, loop.call_later(self._timeout_s, self._give_up, transport)
         loop.add_reader(waiting, self._on_byte, handshake, transport)
 
     def _on_byte(self, handshake: "_Handshake", transport: asyncio.Transport) -> None:
         self._unwatch(transport)
-        self._begin(handshake, transport)
+        self._enqueue(handshake, transport)
 
     def _unwatch(self, transport: asyncio.Transport) -> None:
         waiting, timer = self._silent.pop(transport)
@@ -204,20 +215,38 @@ class Handshakes:
         self._unwatch(transport)
         transport.abort()
 
-    def _begin(self, handshake: "_Handshake", transport: asyncio.Transport) -> None:
-        if len(self._open) >= MOST_HANDSHAKES:
-            oldest = next(iter(self._open))
-            del self._open[oldest]
+    def _enqueue(self, handshake: "_Handshake", transport: asyncio.Transport) -> None:
+        if len(self._waiting) >= self._most_waiting:
+            oldest = next(iter(self._waiting))
+            del self._waiting[oldest]
             oldest.abort()
-        self._open[transport] = None
-        task = asyncio.get_running_loop().create_task(self._shake(handshake, transport))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._waiting[transport] = handshake
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin the handshakes whose turn it is. If others wait, end those that are aged."""
+        loop = asyncio.get_running_loop()
+        while self._waiting and len(self._open) < MOST_HANDSHAKES:
+            transport = next(iter(self._waiting))
+            handshake = self._waiting.pop(transport)
+            if transport.is_closing():
+                continue
+            self._open[transport] = loop.time()
+            task = loop.create_task(self._shake(handshake, transport))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        if self._waiting and self._looking is None:
+            self._looking = loop.call_later(AGED_S / 4, self._look)
+
+    def _look(self) -> None:
+        self._looking = None
+        aged = asyncio.get_running_loop().time() - AGED_S
+        for transport in [transport for transport, begun in self._open.items() if begun <= aged]:
+            transport.abort()
+        self._begin()
 
     async def _shake(self, handshake: "_Handshake", transport: asyncio.Transport) -> None:
         try:
-            if transport.is_closing():  # more than `MOST_HANDSHAKES` came at the same moment
-                return
             secured = await asyncio.get_running_loop().start_tls(
                 transport, handshake, self._context, server_side=True, ssl_handshake_timeout=self._timeout_s
             )
@@ -226,7 +255,15 @@ class Handshakes:
             return
         finally:
             self._open.pop(transport, None)
-        protocol = None if secured is None or handshake.lost else self._connect(secured)
+            self._begin()
+        if secured is None or handshake.lost:
+            return
+        try:
+            protocol = self._connect(secured)
+        except Exception:
+            secured.abort()
+            log.exception("cannot serve a connection whose handshake is over")
+            return
         if protocol is not None:
             handshake.hand_over(protocol)
 
@@ -245,9 +282,8 @@ class _Handshake(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._data += data
 
-    def eof_received(self) -> bool:
+    def eof_received(self) -> None:
         self._ended = True
-        return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True

@@ -221,12 +221,19 @@ class _Site(web.SockSite):
     ) -> None:
         super().__init__(runner, sock, ssl_context=tls)
         self._connections = connections
+        self._handshakes: Handshakes | None = None
+
+    async def stop(self) -> None:
+        await super().stop()
+        if self._handshakes is not None:
+            self._handshakes.close()
 
     async def start(self) -> None:
         await web.BaseSite.start(self)
         accept: Callable[[], asyncio.Protocol] = partial(_Entry, self._connections)
         if self._ssl_context is not None:
-            accept = Handshakes(self._ssl_context, _HANDSHAKE_S, self._connections.admit).accept
+            self._handshakes = Handshakes(self._ssl_context, _HANDSHAKE_S, self._connections.admit)
+            accept = self._handshakes.accept
         self._server = await asyncio.get_running_loop().create_server(accept, sock=self._sock)
 
 

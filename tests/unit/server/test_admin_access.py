@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import os
+import resource
 import socket
 import ssl
 import subprocess
@@ -192,8 +193,9 @@ async def test_a_token_in_a_malformed_request_is_not_logged(caplog: pytest.LogCa
 
 async def test_handshakes_that_never_begin_are_limited(tmp_path: Path) -> None:
     await certify(tmp_path)
+    most = min(MOST_SILENT, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 16)
     admin = await started(tls=ServerTls.from_directory(tmp_path, protocol="http/1.1"))
-    silent = [await asyncio.open_connection("127.0.0.1", admin.port) for _ in range(MOST_SILENT + 40)]
+    silent = [await asyncio.open_connection("127.0.0.1", admin.port) for _ in range(most + 40)]
     async with aiohttp.ClientSession() as session:
         for _ in range(3):  # its own takes a moment, and many more would have to come in it
             async with session.get(f"https://127.0.0.1:{admin.port}/metrics", ssl=False) as response:
@@ -205,6 +207,24 @@ async def test_handshakes_that_never_begin_are_limited(tmp_path: Path) -> None:
     assert not any(reader.at_eof() for reader, _ in silent[50:])
     for _, writer in silent:
         writer.close()
+    await admin.close()
+
+
+async def test_many_honest_clients_at_once_are_all_served(tmp_path: Path) -> None:
+    """As after a restart, when all gateways connect anew."""
+    await certify(tmp_path)
+    admin = await started(tls=ServerTls.from_directory(tmp_path, protocol="http/1.1"))
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+
+    async def ask() -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", admin.port, ssl=context)
+        writer.write(b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+        line = await reader.readline()
+        writer.close()
+        return line
+
+    assert {line.split()[1] for line in await asyncio.gather(*(ask() for _ in range(200)))} == {b"200"}
     await admin.close()
 
 
