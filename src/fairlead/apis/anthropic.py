@@ -3,12 +3,11 @@
 import re
 from typing import TypeVar
 
-from msgspec import DecodeError, Raw, Struct
-from msgspec.json import Decoder
+from msgspec import Raw
 
 from fairlead.apis.body import ABSENT, Body, Reader, Scalar, count, flag
 from fairlead.apis.openai import messages_of
-from fairlead.apis.parsed import ParsedRequest, effort_of, is_sent, model_bytes, named, reading, scope, sent, short_text
+from fairlead.apis.parsed import ParsedRequest, members_of, model_bytes, named, reading, scope, sent, short_text
 from fairlead.apis.prompt import measured, unbilled
 from fairlead.core.apis import COUNT_TOKENS, MESSAGES
 
@@ -24,17 +23,7 @@ class MessagesBody(Body, gc=False):
     metadata: Raw = ABSENT
 
 
-class _Metadata(Struct, gc=False):
-    user_id: Raw = ABSENT
-
-
-class _Thinking(Struct, gc=False):
-    type: Raw = ABSENT
-
-
 _read = Reader(MessagesBody).read
-_decode_metadata = Decoder(_Metadata).decode
-_decode_thinking = Decoder(_Thinking).decode
 #: The effort that a template gets if thinking is disabled.
 _NO_EFFORT = Raw(b'"none"')
 
@@ -54,9 +43,11 @@ def parse_messages(read: MessagesBody) -> ParsedRequest:
     messages = messages_of(read.messages)
     items, size = measured(messages)
     system, tools = unbilled(bytes(_unmarked(sent(read.system)))), _unmarked(sent(read.tools))
+    effort = members_of(read.output_config).effort
     root = scope(
         b"messages %b" % named(read.model, read.cache_salt),
-        (b"effort", _NO_EFFORT if _is_disabled(read.thinking) else effort_of(read.output_config)),
+        # How thinking is switched on, and its budget, do not change the prompt.
+        (b"effort", _NO_EFFORT if short_text(members_of(read.thinking).type) == "disabled" else effort),
         (b"kwargs", read.chat_template_kwargs),
     )
     if tools:
@@ -72,7 +63,7 @@ def parse_messages(read: MessagesBody) -> ParsedRequest:
         prompt=(system, prompt) if system else (prompt,),
         root=root,
         prompt_bytes=size - len(messages) + len(prompt) + len(system) + len(tools),
-        user=_user(read.metadata),
+        user=short_text(members_of(read.metadata).user_id),
         media=items,
     )
 
@@ -82,7 +73,7 @@ def parse_count(read: MessagesBody) -> ParsedRequest:
     """Parse a body of `count_tokens`, which has the shape of `/v1/messages`. Nothing goes through the model."""
     messages_of(read.messages)
     model_bytes(read.model)
-    return ParsedRequest(COUNT_TOKENS, read.model or "", user=_user(read.metadata))
+    return ParsedRequest(COUNT_TOKENS, read.model or "", user=short_text(members_of(read.metadata).user_id))
 
 
 T = TypeVar("T", bytes, memoryview)
@@ -91,20 +82,3 @@ T = TypeVar("T", bytes, memoryview)
 def _unmarked(text: T) -> T | bytes:
     """The text without cache marks; copied only if it has any."""
     return text if _MARK.search(text) is None else _MARK.sub(rb"\1", bytes(text))
-
-
-def _is_disabled(thinking: Raw) -> bool:
-    """Whether the client switches thinking off. Its budget and the ways of switching it on do not change the prompt."""
-    try:
-        return is_sent(thinking) and short_text(_decode_thinking(thinking).type) == "disabled"
-    except (DecodeError, UnicodeDecodeError, RecursionError):
-        return False
-
-
-def _user(metadata: Raw) -> str:
-    if metadata is ABSENT:
-        return ""
-    try:
-        return short_text(_decode_metadata(metadata).user_id)
-    except (DecodeError, UnicodeDecodeError, RecursionError):
-        return ""

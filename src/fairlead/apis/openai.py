@@ -14,8 +14,8 @@ from fairlead.apis.parsed import (
     ParsedRequest,
     Text,
     choices,
-    effort_of,
     is_sent,
+    members_of,
     model_bytes,
     named,
     reading,
@@ -334,7 +334,7 @@ def parse_responses(read: ResponsesBody) -> ParsedRequest:
     root = scope(
         b"responses %b" % named(read.model, read.cache_salt),
         (b"tools", read.tools),
-        (b"reasoning", effort_of(read.reasoning)),
+        (b"reasoning", members_of(read.reasoning).effort),
         (b"kwargs", read.chat_template_kwargs),
         (b"template", read.prompt),
         (b"previous", read.previous_response_id),

@@ -90,20 +90,23 @@ def sent(raw: Raw) -> bytes:
     return b"" if value == b"null" else value
 
 
-class _Reasoning(Struct, gc=False):
+class _Members(Struct, gc=False):
+    """What is read of `reasoning` and `output_config`, `thinking`, and `metadata`."""
+
     effort: Raw = ABSENT
+    type: Raw = ABSENT
+    user_id: Raw = ABSENT
 
 
-_decode_reasoning = Decoder(_Reasoning).decode
+_decode_members = Decoder(_Members).decode
 
 
-def effort_of(raw: Raw) -> Raw:
-    """The member `effort` of an object; absent if it has none or cannot be read. Chat templates get no other setting of
-    these objects."""
+def members_of(raw: Raw) -> _Members:
+    """The members of a field that is an object; all are absent if it cannot be read."""
     try:
-        return _decode_reasoning(raw).effort if is_sent(raw) else ABSENT
+        return _decode_members(raw) if is_sent(raw) else _Members()
     except (DecodeError, UnicodeDecodeError, RecursionError):
-        return ABSENT
+        return _Members()
 
 
 def is_sent(raw: Raw) -> bool:

@@ -60,7 +60,8 @@ class Lease(Struct, eq=False, gc=False):
     sequences: int = 1
     #: The ledger contains it: charged and not released.
     held: bool = False
-    #: In a pair: the lease at the endpoint that computes the prompt. Released at this lease's first token.
+    #: In a pair: the lease at the endpoint that computes the prompt. Released at this lease's first token, or before,
+    #: when the endpoint's page no longer shows the prompt.
     prefill: "Lease | None" = None
     #: Clock seconds; below 0 = not seen.
     first_token_at: float = -1.0

@@ -191,11 +191,10 @@ class Site:
         try:
             answer = await self.client.get(url + "/", seconds=2.0)
             answers = answer.status == 200 and answer.body.startswith(b"fairlead")
-            asks = answer.status == 401
-            reason = "it asks for a token (http://:TOKEN@HOST:PORT)" if asks else "something else answers there"
-            self._refusal = (
-                "the admin port asks for a token: say where it is with --admin http://:TOKEN@HOST:PORT" * asks
-            )
+            reason = "something else answers there"
+            if answer.status == 401:
+                reason = "it asks for a token (http://:TOKEN@HOST:PORT)"
+                self._refusal = "the admin port asks for a token: say where it is with --admin http://:TOKEN@HOST:PORT"
         except Unreached as error:
             answers, reason = False, str(error)
         if answers:

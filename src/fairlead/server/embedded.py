@@ -105,7 +105,9 @@ def _become_parent(handover: dict[str, Any], file: Path) -> NoReturn:
 
 def scheduler_command(config: Config, file: Path, plan: Plan, worker: int = 0, workers: int = 1) -> list[str]:
     """The command that the parent runs to replace a scheduler that died."""
-    gateway = to_builtins(RunningGateway(plan.admins, plan.directory, worker, workers, config.flags, ENDING, True))
+    gateway = to_builtins(
+        RunningGateway(plan.admins, plan.directory, worker, workers, config.flags, ENDING, restarted=True)
+    )
     flags = worker_flags(config, plan, worker) if workers > 1 else pinned(config)
     fairlead = [sys.executable, "-m", "fairlead", "serve", str(file), "--scheduler-only"]
     return [*fairlead, "--running-gateway", json.dumps(gateway), "--flags", json.dumps(flags)]

@@ -69,8 +69,8 @@ class Tokens:
         self._known: list[bytes] = []
         if required:
             self._look()
-        if required and not self._known:
-            raise ConfigError(f"{file} holds no token", "$.admin.tokenFile")
+            if not self._known:
+                raise ConfigError(f"{file} holds no token", "$.admin.tokenFile")
 
     def accept(self, authorization: str) -> bool:
         """Whether this `Authorization` header has one of the tokens, as bearer token or as password."""
