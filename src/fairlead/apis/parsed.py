@@ -5,6 +5,7 @@ from typing import NamedTuple, TypeVar
 
 from msgspec import DecodeError, Raw, Struct
 from msgspec.json import Decoder
+from msgspec.structs import replace
 
 from fairlead.apis.body import ABSENT, Scalar, count
 from fairlead.core.apis import OTHER, STREAMING
@@ -72,6 +73,13 @@ def named(model: str | None, salt: Raw) -> bytes:
     if value := sent(salt):
         return b"%d:%b salt %d:%b" % (len(name), name, len(value), value)
     return b"%d:%b" % (len(name), name)
+
+
+def scoped(parsed: ParsedRequest, target: str) -> ParsedRequest:
+    """Return the request with the root that it would have if it named `target`."""
+    old, new = (text.encode("utf-8", "surrogatepass") for text in (parsed.model, target))
+    root = parsed.root.replace(b" %d:%b" % (len(old), old), b" %d:%b" % (len(new), new), 1)
+    return replace(parsed, root=root)
 
 
 def scope(root: bytes, *parts: tuple[bytes, Raw]) -> bytes:

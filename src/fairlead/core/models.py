@@ -199,15 +199,15 @@ def unnamed(request: Request, why: Refusal, now: float, policy: str, client: Any
     return [reject, record]
 
 
-def applied(request: Request, resolution: Resolution) -> Request:
-    """Return the request with its resolution. If the target differs from the named model, the prompt gets other hashes,
-    because engines share no cached prefixes between models."""
+def applied(request: Request, resolution: Resolution, expected: str) -> Request:
+    """Return the request with its resolution. `expected`: the model that its prompt was hashed for. For another target
+    the prompt gets other hashes, because engines share no cached prefixes between models."""
     target = resolution.target if resolution.target != request.model else ""
     latency = resolution.latency
     if not target and resolution.priority == request.priority and latency == ANY_LATENCY:
         return request
     prefix = request.prefix
-    if target and prefix.hashes:
+    if target and target != expected and prefix.hashes:
         salt = xxh3_64_intdigest(target.encode("utf-8", "surrogatepass"))
         prefix = PrefixChain(tuple([block_hash ^ salt for block_hash in prefix.hashes]), prefix.ends)
     return replace(
@@ -352,8 +352,7 @@ class Catalogue:
         priority, latency = self._wanted(request, name)
         if not request.model and (request.unread or request.api in _NAMELESS):
             return self._unread(request) or Resolution("", priority, latency=latency)
-        rule = self._exact.get(request.model) or self._generic
-        split = rule.split if rule else name.split if name and not request.rewrite else None
+        rule, split = self._way(request.model, request.rewrite)
         if self.strict and not rule:
             refusal = self._check(request, name)
             if refusal is not None:
@@ -364,6 +363,22 @@ class Catalogue:
             return _gone(request.model)
         session = request.session if self._rules.sticky_sessions else ""
         return Resolution(split.choose(rng, session), priority, rule.origin if rule else "", latency)
+
+    def _way(self, model: str, rewrite: str) -> tuple[_Rule | None, Split | None]:
+        """Return the rule of a request for `model` and the split that decides its target; `None` = nothing does."""
+        rule, name = self._exact.get(model) or self._generic, self._names.get(model)
+        return rule, rule.split if rule else name.split if name and not rewrite else None
+
+    def targets(self, model: str, rewrite: str = "") -> tuple[str, ...]:
+        """Return what requests for `model` may be sent for; `rewrite`: the name in the header, empty = none. Empty if
+        they are refused, unless the name is unknown."""
+        split = self._way(model, rewrite)[1]
+        return (rewrite or model,) if split is None else split.names
+
+    def expected(self, model: str, rewrite: str = "") -> str:
+        """Return the target of requests for `model`, or `model` while its target is drawn for each request."""
+        names = self.targets(model, rewrite)
+        return names[0] if len(names) == 1 else model
 
     def _wanted(self, request: Request, name: _Name | None) -> tuple[int, Latency]:
         """Return the priority and the latency objective."""

@@ -228,7 +228,7 @@ class Pipeline:
             resolution = self.models.resolve(request, self._rng)
             if isinstance(resolution, Refusal):
                 return unnamed(request, resolution, now, self.policy.name, event.client)
-            request = applied(request, resolution)
+            request = applied(request, resolution, self.models.expected(request.model, request.rewrite))
         entry, pick = self.requests.add(request, event.client), None
         flow = self.flow_controller
         if flow is not None:

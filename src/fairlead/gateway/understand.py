@@ -6,7 +6,7 @@ conversation the request continues.
 
 import asyncio
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import count
 from typing import Any, Protocol
@@ -15,11 +15,12 @@ from msgspec import Struct
 from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
-from fairlead.apis.parsed import ParsedRequest, unread
+from fairlead.apis.parsed import ParsedRequest, scoped, unread
 from fairlead.apis.request import Parser, explained, parse_request, parser_of, too_large
 from fairlead.core import headers as names
 from fairlead.core.apis import EXACT, OTHER, STREAMING, api_of, read_path
 from fairlead.core.errors import ClientError
+from fairlead.core.models import Catalogue
 from fairlead.core.prefix import ChainHasher
 from fairlead.core.request import NO_PREFIX, RECOGNISED, PrefixChain, Request
 from fairlead.core.tokens import TokenEstimator
@@ -332,6 +333,8 @@ class Head(Struct, frozen=True, gc=False):
     removed: frozenset[str] = frozenset()
     #: Whether the request ended without a body. False also if the gateway does not show the body.
     empty: bool = False
+    #: Whether the target may differ from the model in the body.
+    renamed: bool = False
 
 
 NO_HEAD = Head({})
@@ -348,8 +351,9 @@ Reading = asyncio.Task[PromptKnown]
 
 
 class PromptReader(Protocol):
-    def read(self, parsed: ParsedRequest, body: bytes, model: str) -> PromptKnown | Reading:
-        """What the prompt shows: at once, or from a task that always ends within one or two seconds."""
+    def read(self, parsed: ParsedRequest, body: bytes, targets: Sequence[str]) -> PromptKnown | Reading:
+        """What the prompt shows: at once, or from a task that always ends within one or two seconds. `targets`: the
+        models that the request may be sent for, at least one."""
         ...
 
     def offer(self, known: PromptKnown) -> Any:
@@ -395,10 +399,16 @@ class Understanding:
         self._conversations = Conversations() if conversations else None
         self._prompts = prompts
         self._trace = trace
+        self._catalogue = Catalogue()
         #: Whether only the parser reads bodies. Computed once because every request needs it.
         self._alone = prompts is None and trace is None
         #: The head of a request that begins like earlier ones: cached per opening.
-        self.known_head: Callable[[Opening], Head] = lru_cache(maxsize=_MAX_HEADS)(self._head_of)
+        self.known_head = lru_cache(maxsize=_MAX_HEADS)(self._head_of)
+
+    def define(self, catalogue: Catalogue) -> None:
+        """Take the definitions of model names. Prompts are hashed and read for the targets of the names."""
+        self._catalogue = catalogue
+        self.known_head.cache_clear()
 
     def api(self, headers: Mapping[str, str]) -> str:
         """The API of a request with these headers, for the error answer when the body cannot be read."""
@@ -412,7 +422,9 @@ class Understanding:
         if hints.selection is not None:
             subset = within(subset, hints.selection)
         removed = names.REMOVED_HEADERS.intersection(headers)
-        return Head(headers, path, headers.get("content-type", ""), encoding, parser, hints, subset, removed)
+        renames = self._catalogue.rewrites or bool(hints.rewrite)
+        content_type = headers.get("content-type", "")
+        return Head(headers, path, content_type, encoding, parser, hints, subset, removed, renamed=renames)
 
     def _head_of(self, opening: Opening) -> Head:
         return self.head(opening.headers, opening.subset)
@@ -433,7 +445,10 @@ class Understanding:
                 parsed = head.parser(body, head.content_type) or too_large(head.path, body)
             except ClientError as error:
                 raise explained(error, head.path, head.content_type) from None
-        api = parsed.api
+        api, model = parsed.api, parsed.model
+        if head.renamed:
+            model = self._catalogue.expected(model, hints.rewrite)
+            parsed = scoped(parsed, model)
         session, prefix, segments = hints.session or parsed.user, NO_PREFIX, parsed.prompt
         if segments:
             text, *more = segments
@@ -456,7 +471,7 @@ class Understanding:
             parsed.stream,
             len(body),
             parsed.prompt_bytes,
-            parsed.prompt_tokens or self._tokens.estimate(parsed.model, parsed.prompt_bytes, api),
+            parsed.prompt_tokens or self._tokens.estimate(model, parsed.prompt_bytes, api),
             parsed.max_tokens,
             prefix,
             parsed.media,
@@ -483,7 +498,8 @@ class Understanding:
         """Add to the request what is known of its prompt, and its trace. Also return the task that reads its prompt."""
         reading = None
         if self._prompts is not None:
-            read = self._prompts.read(parsed, body, head.hints.rewrite or parsed.model)
+            targets = self._catalogue.targets(parsed.model, head.hints.rewrite) or (parsed.model,)
+            read = self._prompts.read(parsed, body, targets)
             request, reading = (self.known(request, read), None) if isinstance(read, PromptKnown) else (request, read)
         if self._trace is not None and (trace := self._trace(request, head.headers)) is not None:
             request = replace(request, trace=trace)

@@ -1082,7 +1082,7 @@ class Reader:
     def __init__(self):
         self.answers, self.offered = [], []
 
-    def read(self, parsed, body, model):
+    def read(self, parsed, body, targets):
         self.answers.append(asyncio.get_running_loop().create_future())
         return asyncio.get_running_loop().create_task(self._answer(self.answers[-1]))
 

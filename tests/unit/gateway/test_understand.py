@@ -1,12 +1,24 @@
 import json
 import tracemalloc
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
 
 from fairlead.core.errors import ClientError
-from fairlead.core.headers import PATH_HEADERS
+from fairlead.core.headers import PATH_HEADERS, REWRITE_HEADERS
+from fairlead.core.models import (
+    Catalogue,
+    InferenceModel,
+    InferenceModelRewrite,
+    ModelSet,
+    Origin,
+    Resolution,
+    RewriteRule,
+    Target,
+    applied,
+)
 from fairlead.core.prefix import ChainHasher
 from fairlead.core.request import NO_PREFIX, Request
 from fairlead.core.tokens import TokenEstimator
@@ -176,3 +188,40 @@ def test_a_path_of_nobody_stays_as_it_is(path: str) -> None:
     understanding = Understanding(TokenEstimator(), HASHER, lambda: 5.0)
     request, _ = understanding.request(understanding.head({":path": path}), b"{}")
     assert (request.api, request.path, request.unread) == ("other", path, "path")
+
+
+def defined() -> Catalogue:
+    """`a` and `b` are names of `base`, `rule` is rewritten to it, and `split` is sent to it or to `new`."""
+    origin = Origin(namespace="n", name="o")
+    names = {"a": ("base",), "b": ("base",), "base": (), "split": ("base", "new")}
+    models = [
+        InferenceModel(origin=origin, model=name, targets=tuple(Target(target, 1) for target in targets))
+        for name, targets in names.items()
+    ]
+    rule = RewriteRule(models=("rule",), targets=(Target("base", 1),))
+    return Catalogue(ModelSet(tuple(models), rewrites=(InferenceModelRewrite(origin=origin, rules=(rule,)),)))
+
+
+@pytest.mark.parametrize(("api", "name"), [("chat", "messages"), ("messages", "messages"), ("responses", "input")])
+def test_names_of_one_target_share_its_prefixes_and_token_ratio(api: str, name: str) -> None:
+    catalogue, tokens, rng = defined(), TokenEstimator(), Random(1)
+    understanding = Understanding(tokens, HASHER, lambda: 5.0)
+    understanding.define(catalogue)
+    tokens.learn("base", 1000, 1000, api)
+
+    def of(model: str, **headers: str) -> Request:
+        body = json.dumps({"model": model, name: messages("a")}).encode()
+        request = understanding.request(understanding.head({":path": PATHS[api], **headers}), body)[0]
+        resolution = catalogue.resolve(request, rng)
+        assert isinstance(resolution, Resolution)
+        expected = catalogue.expected(request.model, request.rewrite)
+        assert request.model == model
+        return applied(request, resolution, expected)
+
+    same = [of("base"), of("a"), of("b"), of("rule"), of("a", **{REWRITE_HEADERS[0]: "base"})]
+    assert {request.target_model for request in same} == {"base"}
+    assert len({request.prefix.hashes for request in same}) == 1
+    assert len({request.prompt_tokens for request in same}) == 1
+    drawn = [of("split") for _ in range(20)]
+    assert {request.target_model for request in drawn} == {"base", "new"}
+    assert len({request.prefix.hashes for request in drawn}) == 2

@@ -261,6 +261,7 @@ class PoolScheduler:
         rules = ModelRules(reject_unmatched=settings.unmatched == "reject", sticky_sessions=sticky)
         self.driver.feed(ModelsChanged(models, rules))
         catalogue = self.pipeline.models
+        self.core.host.understanding.define(catalogue)
         self.watch.on_models(catalogue.known, catalogue.conflicts)
         counts = {"models": len(models.models), "objectives": len(models.objectives), "rewrites": len(models.rewrites)}
         log.info("loaded the model definitions", **counts)

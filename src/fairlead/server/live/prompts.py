@@ -8,13 +8,14 @@ learned prefixes of its bytes are used instead. The same applies while `_MOST_RE
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from fairlead.apis.parsed import ParsedRequest
+from fairlead.apis.splice import splice_model
 from fairlead.apis.tokens import PromptTokeniser, PromptTokens
-from fairlead.apis.tokens.pieces import ENGINE, TOO_LONG, absent
+from fairlead.apis.tokens.pieces import ENGINE, NO_TOKENISER, TOO_LONG, absent
 from fairlead.config.schema import Tokens
 from fairlead.core.exact import ExactKnowledge, Prepared, PromptBlocks
 from fairlead.core.kv.recipe import Recipe
@@ -35,12 +36,18 @@ Asker = Callable[[Prepared], Awaitable[Prepared | None]]
 class PromptReading:
     """`exact` is offered the token ids of each prompt; `None` = tokens are only counted, and no engine is asked.
 
-    `engine` returns an endpoint (`host:port`) to ask; empty = there is none. `asker`: if another process knows the
-    blocks, asks it and adds its answer to the prompt's chains; without an answer the prompt is not offered.
+    `engine` returns an endpoint (`host:port`) to ask; empty = there is none. `is_base`: whether an endpoint has this
+    base model. `asker`: if another process knows the blocks, asks it and adds its answer to the prompt's chains;
+    without an answer the prompt is not offered.
     """
 
     def __init__(
-        self, settings: Tokens, exact: ExactKnowledge | None, engine: Callable[[str], str], asker: Asker | None = None
+        self,
+        settings: Tokens,
+        exact: ExactKnowledge | None,
+        engine: Callable[[str], str],
+        is_base: Callable[[str], bool],
+        asker: Asker | None = None,
     ) -> None:
         self.tokeniser = PromptTokeniser()
         #: Prompts that are being read.
@@ -55,7 +62,7 @@ class PromptReading:
         self._asker = asker
         self._exact = exact
         self._long = exact.recipe.long if exact is not None else Recipe().long
-        self._engine = engine
+        self._engine, self._is_base = engine, is_base
         self._asked = {name for name, model in settings.models.items() if model.render == "engine"}
         self._render: RenderClient | None = None
         self._pool = ThreadPoolExecutor(1, "prompts")
@@ -75,8 +82,12 @@ class PromptReading:
         if self._render is not None:
             await self._render.close()
 
-    def read(self, parsed: ParsedRequest, body: bytes, model: str) -> PromptKnown | Reading:
-        """Read a prompt: the result, or a task that returns it. The result is empty if the prompt cannot be read."""
+    def read(self, parsed: ParsedRequest, body: bytes, targets: Sequence[str]) -> PromptKnown | Reading:
+        """Read a prompt: the result, or a task that returns it. The result is empty if the prompt cannot be read, or if
+        the models that the request may be sent for have different tokenisers."""
+        model = targets[0] if len(targets) == 1 else self._common(targets)
+        if model is None:
+            return self._known(absent(NO_TOKENISER, "the targets of the model's name have different ones"))
         if self._render is not None and not parsed.prompt_tokens and self.asks(model):
             return self._later(model, partial(self._ask, parsed, body, model))
         long = self._long
@@ -93,6 +104,13 @@ class PromptReading:
         """Return the blocks of a prompt that was read; `None` = there are none. Call this when its request is about to
         arrive in the pipeline."""
         return None if self._exact is None else self._exact.offer(*known.blocks)
+
+    def _common(self, targets: Sequence[str]) -> str | None:
+        """The target whose tokeniser reads the prompts of all; `None` = they have different ones. An engine has that of
+        its base model."""
+        entries = {model if model in self._settings.models else _ANY_MODEL for model in targets}
+        bases = [model for model in targets if self._is_base(model)] if entries & self._asked else []
+        return None if len(entries) > 1 or len(bases) > 1 else (bases or targets)[0]
 
     def asks(self, model: str) -> bool:
         """Whether an engine is asked for the token ids of this model's prompts."""
@@ -139,6 +157,8 @@ class PromptReading:
         address = self._engine(model)
         if not address or self._render is None:
             return absent(ENGINE, "there is no engine to ask")
+        if model != parsed.model:
+            body = splice_model(body, model, api=parsed.api) or body
         return await self._render.tokens_of(parsed, body, f"http://{address}")
 
 

@@ -79,7 +79,7 @@ class World:
 
     async def read(self, number: int, body: bytes) -> int:
         parsed = ParsedRequest("chat", prompt_bytes=len(body))
-        read = self.kv.prompts.read(parsed, body, "m")
+        read = self.kv.prompts.read(parsed, body, ("m",))
         known = await read if isinstance(read, asyncio.Task) else read
         if known.blocks is not None:
             self.blocks[number] = self.kv.prompts.offer(known)

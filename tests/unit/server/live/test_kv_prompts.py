@@ -1,6 +1,7 @@
 """Prompts that are read before their requests arrive."""
 
 import asyncio
+import json
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,6 +14,7 @@ from fairlead.apis.tokens.pieces import absent
 from fairlead.config.schema import ModelTokens, Tokens
 from fairlead.core.kv.recipe import Recipe
 from fairlead.gateway.understand import PromptKnown
+from fairlead.pool.render import RenderClient
 from fairlead.server.live import prompts
 from fairlead.server.live.prompts import PromptReading
 
@@ -54,7 +56,7 @@ class Seen:
 @pytest.fixture
 async def reading() -> AsyncIterator[tuple[PromptReading, Seen]]:
     seen = Seen()
-    reading = PromptReading(Tokens(), seen, lambda model: "")  # type: ignore[arg-type]
+    reading = PromptReading(Tokens(), seen, lambda model: "", bool)  # type: ignore[arg-type]
     reading.tokeniser = Tokeniser()  # type: ignore[assignment]
     yield reading, seen
     reading.tokeniser.free.set()  # type: ignore[attr-defined]
@@ -69,13 +71,13 @@ Setting = tuple[PromptReading, Seen]
 
 
 def at_once(read: PromptReading, parsed: ParsedRequest, body: bytes) -> PromptKnown:
-    known = read.read(parsed, body, "m")
+    known = read.read(parsed, body, ("m",))
     assert isinstance(known, PromptKnown)
     return known
 
 
 async def later(read: PromptReading, parsed: ParsedRequest, body: bytes) -> PromptKnown:
-    task = read.read(parsed, body, "m")
+    task = read.read(parsed, body, ("m",))
     assert isinstance(task, asyncio.Task)
     return await task
 
@@ -98,7 +100,7 @@ async def test_long_prompts_are_read_in_a_thread_while_the_loop_goes_on(reading:
     read, seen = reading
     tokeniser: Any = read.tokeniser
     tokeniser.free.clear()
-    task = read.read(long(), b"12345678", "m")
+    task = read.read(long(), b"12345678", ("m",))
     assert isinstance(task, asyncio.Task) and not task.done()
     asyncio.get_running_loop().call_soon(tokeniser.free.set)
     known = await task
@@ -121,7 +123,7 @@ async def test_blocks_of_very_long_prompts_are_named_in_the_thread_too(reading: 
 
 async def test_a_client_that_goes_meanwhile_ends_the_reading(reading: Setting) -> None:
     read, seen = reading
-    task = read.read(long(), b"12345678", "m")
+    task = read.read(long(), b"12345678", ("m",))
     assert isinstance(task, asyncio.Task)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -143,7 +145,7 @@ async def test_only_so_many_wait_for_the_thread(reading: Setting) -> None:
     read, _ = reading
     tokeniser: Any = read.tokeniser
     tokeniser.free.clear()
-    found = [read.read(long(), b"12345678", "m") for _ in range(100)]
+    found = [read.read(long(), b"12345678", ("m",)) for _ in range(100)]
     assert sum(isinstance(one, asyncio.Task) for one in found) == len(read.reading) == 32
     assert found[32:] == [PromptKnown()] * 68
     assert read.without == {"too-long": 68}
@@ -152,8 +154,44 @@ async def test_only_so_many_wait_for_the_thread(reading: Setting) -> None:
 async def test_a_model_that_engines_render() -> None:
     seen = Seen()
     models = Tokens(models={"*": ModelTokens(render="engine")})
-    reading = PromptReading(models, seen, lambda model: "")  # type: ignore[arg-type]
+    reading = PromptReading(models, seen, lambda model: "", bool)  # type: ignore[arg-type]
     await reading.start()
     assert await later(reading, long(), b"{}") == PromptKnown()
     assert reading.without == {"engine": 1}
+    await reading.close()
+
+
+async def test_a_name_with_several_targets() -> None:
+    entries = {"qwen": ModelTokens(), "gemma": ModelTokens(), "*": ModelTokens()}
+    reading = PromptReading(Tokens(models=entries), Seen(), lambda model: "", bool)  # type: ignore[arg-type]
+    tokeniser = Tokeniser()
+    tokeniser.free.set()
+    reading.tokeniser = tokeniser  # type: ignore[assignment]
+    short = ParsedRequest("chat", prompt_bytes=8)
+    assert reading.read(short, b"12345678", ("adapter", "adapter-2")).tokens == 2  # type: ignore[union-attr]
+    assert reading.read(short, b"12345678", ("qwen", "gemma")) == PromptKnown()
+    assert reading.without == {"no-tokeniser": 1}
+    await reading.close()
+
+
+@pytest.mark.parametrize(("targets", "asked"), [(("adapter", "base"), "base"), (("base", "base-2"), "")])
+async def test_an_engine_is_asked_for_the_target(
+    targets: tuple[str, ...], asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bodies = []
+
+    async def tokens_of(self: Any, parsed: Any, body: bytes, url: str) -> PromptTokens:
+        bodies.append(json.loads(body)["model"])
+        return absent("engine", "busy")
+
+    monkeypatch.setattr(RenderClient, "tokens_of", tokens_of)
+    entries = {"*": ModelTokens(render="engine")}
+    is_base = {"base", "base-2"}.__contains__
+    reading = PromptReading(Tokens(models=entries), Seen(), lambda model: "10.0.0.1:80", is_base)  # type: ignore[arg-type]
+    await reading.start()
+    body = b'{"model": "alias", "messages": []}'
+    known = reading.read(ParsedRequest("chat", model="alias", prompt_bytes=8), body, targets)
+    assert (known if isinstance(known, PromptKnown) else await known) == PromptKnown()
+    assert bodies == ([asked] if asked else [])
+    assert reading.without == ({"engine": 1} if asked else {"no-tokeniser": 1})
     await reading.close()

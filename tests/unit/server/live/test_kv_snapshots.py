@@ -138,14 +138,14 @@ async def test_prompts_are_counted_without_events() -> None:
             return PromptTokens(ids=body, total=len(body) // 4)
 
     engine_too = load("endpoints: ['10.0.0.1:80']\ntokens: {models: {m: {modelPath: /x}, e: {render: engine}}}").tokens
-    reading = PromptReading(engine_too, None, lambda model: "10.0.0.1:80")
+    reading = PromptReading(engine_too, None, lambda model: "10.0.0.1:80", bool)
     await reading.start()
     reading.tokeniser = Tokeniser()  # type: ignore[assignment]
-    assert reading.read(ParsedRequest("chat", prompt_bytes=40), bytes(40), "m") == PromptKnown(10)
-    task = reading.read(ParsedRequest("chat", prompt_bytes=4000), bytes(4000), "m")
+    assert reading.read(ParsedRequest("chat", prompt_bytes=40), bytes(40), ("m",)) == PromptKnown(10)
+    task = reading.read(ParsedRequest("chat", prompt_bytes=4000), bytes(4000), ("m",))
     assert isinstance(task, asyncio.Task) and await task == PromptKnown(1000)
     # No engine is asked just to count.
-    assert reading.read(ParsedRequest("chat", prompt_bytes=40), bytes(40), "e") == PromptKnown(10)
+    assert reading.read(ParsedRequest("chat", prompt_bytes=40), bytes(40), ("e",)) == PromptKnown(10)
     await reading.close()
 
 
