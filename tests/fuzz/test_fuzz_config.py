@@ -69,25 +69,25 @@ def attempt(text: str) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(documents)
 def test_structures(document: object) -> None:
     attempt(yaml.dump(document, allow_unicode=True))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(values)
 def test_any_root_as_json(document: object) -> None:
     attempt(json.dumps(document))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.text(alphabet=st.sampled_from("ab:-[]{},&*!|>'\"%#?<~=01.\n\t \x00é\ud800"), max_size=60))
 def test_texts_made_of_yaml_syntax(text: str) -> None:
     attempt(text)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(values)
 def test_endpoint_lists(node: object) -> None:
     attempt(yaml.dump({"endpoints": node}, allow_unicode=True))

@@ -21,7 +21,7 @@ from fairlead.gateway.access_log import AccessLogStream
 from fairlead.gateway.ext_proc import SUBSET_KEY, SUBSET_NAMESPACE, Incoming
 from fairlead.gateway.session import Session
 
-fuzz = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+fuzz = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 sessions = pytest.mark.fuzzer("sessions")
 codec = pytest.mark.fuzzer("ext_proc messages")
 

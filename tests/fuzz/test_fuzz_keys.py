@@ -23,7 +23,7 @@ files = st.tuples(st.lists(lines, max_size=6), st.sampled_from(["\n", "\r\n"])).
 
 
 @given(files)
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_any_text(text: str) -> None:
     problem = ""
     keys: tuple[Key, ...] = ()

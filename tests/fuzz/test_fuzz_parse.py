@@ -17,7 +17,7 @@ from fairlead.apis.usage import UsageScanner, usage_of
 from fairlead.core.errors import ClientError
 from fairlead.core.request import Usage
 
-fuzz = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+fuzz = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 bodies = pytest.mark.fuzzer("request bodies")
 responses = pytest.mark.fuzzer("SSE usage")
 

@@ -171,7 +171,7 @@ HASHER = ChainHasher()
 
 
 @given(st.lists(steps, max_size=12))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_facts(happened: list[Event | str]) -> None:
     site = Site()
     for what in happened:
