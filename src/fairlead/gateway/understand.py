@@ -488,9 +488,7 @@ class Understanding:
             parsed.n,
             parsed.recomputed,
         )
-        if self._alone:
-            return request, None
-        return self._accompanied(request, head, body, parsed)
+        return (request, None) if self._alone else self._accompanied(request, head, body, parsed)
 
     def _accompanied(
         self, request: Request, head: Head, body: bytes, parsed: ParsedRequest
