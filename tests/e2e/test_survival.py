@@ -360,11 +360,18 @@ async def test_a_gateway_that_fails_closed_waits_for_the_next_scheduler(
         note("the kill")
         picker.signal(signal.SIGKILL)
         await picker.wait()
-        await asyncio.sleep(0.3)  # a start takes two seconds more on a busy machine, and requests wait for about four
+        await asyncio.sleep(0.3)
         await asyncio.to_thread(picker.again)
+        note("the start")
         await asyncio.sleep(1.0)
 
-    story = await under_load(f"http://127.0.0.1:{port}", script, RATE)
+    for _ in range(3):
+        story = await under_load(f"http://127.0.0.1:{port}", script, RATE)
+        # Requests wait for about four seconds. A start takes one or two, but more where other tests take the cores.
+        if story.moments["the start"] - story.moments["the kill"] < 3.4:
+            break
+    else:
+        pytest.skip("this machine is too busy: three starts of the scheduler took more than 3.4 s")
     figures.append(told("kill -9, fail-closed, started again", story))
     assert story.failures == {}
     assert len(story.running("the kill")) > 50
