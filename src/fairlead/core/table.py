@@ -244,6 +244,21 @@ class EndpointTable:
 
         return self.mask(("base", model), has)
 
+    def bases(self, model: str) -> frozenset[str]:
+        """Return the base models of the endpoints that have `model`, itself included: as base model or as adapter."""
+
+        def look() -> frozenset[str]:
+            has, listing = self.base(model), self.listing(model)
+            labels = {
+                slot: endpoint.labels.get(MODEL_LABEL)
+                for slot, endpoint in self.slots()
+                if has[slot] or slot in listing
+            }
+            names = [self.based[slot].names if label is None else (label,) for slot, label in labels.items()]
+            return frozenset().union(*names)
+
+        return self.answer(("bases", model), look)
+
     def contexts(self, model: str) -> FloatColumn | None:
         """Return the model's context length in tokens by slot, infinite where unknown; `None` = all known are equal."""
 

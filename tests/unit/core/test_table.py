@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fairlead.core import table as module
-from fairlead.core.endpoint import Endpoint, Sample
+from fairlead.core.endpoint import BaseModels, Endpoint, Sample
 from fairlead.core.table import EndpointTable
 
 
@@ -160,3 +160,15 @@ def test_names_that_endpoints_had_are_remembered_within_bounds(monkeypatch: pyte
         table.set_listed(0, frozenset(name))
     assert table.had("z"), "it may have been among them"
     assert len(table._models) == 3
+
+
+def test_adapters_have_the_base_models_of_their_endpoints() -> None:
+    table = table_of(3)
+    assert table.bases("sql") == table.bases("qwen") == frozenset()
+    table.set_based(0, BaseModels(frozenset({"qwen", "qwen-latest"})))
+    table.set_based(1, BaseModels(frozenset({"gemma"})))
+    table.set_listed(0, frozenset({"sql"}))
+    assert table.bases("sql") == table.bases("qwen") == {"qwen", "qwen-latest"}
+    table.set_listed(1, frozenset({"sql"}))
+    assert table.bases("sql") == {"qwen", "qwen-latest", "gemma"}
+    assert table.bases("gemma") == {"gemma"}

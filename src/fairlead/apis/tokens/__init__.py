@@ -8,8 +8,8 @@ The whole API, for callers:
     tokeniser.knows(model)                       # False: only requests that carry token ids get ids
     tokeniser.in_thread(parsed, model)           # True: too long for the event loop, asyncio.to_thread(tokens_of, …)
 
-`parsed` is the result of `parse_request(body)`, `model` the target model (after rewrites; an adapter's name uses the
-default entry unless it has its own). `tokens_of` never raises and is safe to call from several threads.
+`parsed` is the result of `parse_request(body)`, `model` the target model (after rewrites), of an adapter without an
+entry its base model. `tokens_of` never raises and is safe to call from several threads.
 
     found = tokeniser.tokens_of(parsed, body, model)
     if not found.reason:

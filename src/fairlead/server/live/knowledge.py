@@ -51,7 +51,7 @@ class Knowledge:
         self._settings = config.kv_events
         self._fleet = fleet
         self.exact = exact = fleet.exact
-        self.prompts = PromptReading(config.tokens, exact, self._some_engine, self._is_base, asker)
+        self.prompts = PromptReading(config.tokens, exact, self._some_engine, fleet.table.bases, asker)
         self.token_check = TokenCheck(lambda: self.prompts.tokeniser, self.prompts.asks, self._suspect)
         without = self.prompts.without if exact is None else None  # else `KvMetrics` shows it
         TokenMetrics(registry, lambda: self.prompts.tokeniser, self.token_check.states, without)
@@ -143,9 +143,6 @@ class Knowledge:
         endpoints = [endpoint for slot, endpoint in slots if has[slot]] or [endpoint for _, endpoint in slots]
         self._turn += 1
         return endpoints[self._turn % len(endpoints)].address if endpoints else ""
-
-    def _is_base(self, model: str) -> bool:
-        return bool(self._fleet.table.base(model).any())
 
     def _endpoints(self) -> Iterator[tuple[int, str]]:
         for slot, endpoint in self._fleet.table.slots():

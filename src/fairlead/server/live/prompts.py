@@ -36,8 +36,8 @@ Asker = Callable[[Prepared], Awaitable[Prepared | None]]
 class PromptReading:
     """`exact` is offered the token ids of each prompt; `None` = tokens are only counted, and no engine is asked.
 
-    `engine` returns an endpoint (`host:port`) to ask; empty = there is none. `is_base`: whether an endpoint has this
-    base model. `asker`: if another process knows the blocks, asks it and adds its answer to the prompt's chains;
+    `engine` returns an endpoint (`host:port`) to ask; empty = there is none. `bases`: the base models of the endpoints
+    that have a model. `asker`: if another process knows the blocks, asks it and adds its answer to the prompt's chains;
     without an answer the prompt is not offered.
     """
 
@@ -46,7 +46,7 @@ class PromptReading:
         settings: Tokens,
         exact: ExactKnowledge | None,
         engine: Callable[[str], str],
-        is_base: Callable[[str], bool],
+        bases: Callable[[str], frozenset[str]],
         asker: Asker | None = None,
     ) -> None:
         self.tokeniser = PromptTokeniser()
@@ -62,7 +62,7 @@ class PromptReading:
         self._asker = asker
         self._exact = exact
         self._long = exact.recipe.long if exact is not None else Recipe().long
-        self._engine, self._is_base = engine, is_base
+        self._engine, self._bases = engine, bases
         self._asked = {name for name, model in settings.models.items() if model.render == "engine"}
         self._render: RenderClient | None = None
         self._pool = ThreadPoolExecutor(1, "prompts")
@@ -85,19 +85,19 @@ class PromptReading:
     def read(self, parsed: ParsedRequest, body: bytes, targets: Sequence[str]) -> PromptKnown | Reading:
         """Read a prompt: the result, or a task that returns it. The result is empty if the prompt cannot be read, or if
         the models that the request may be sent for have different tokenisers."""
-        model = targets[0] if len(targets) == 1 else self._common(targets)
-        if model is None:
+        reader = self._reader(targets)
+        if reader is None:
             return self._known(absent(NO_TOKENISER, "the targets of the model's name have different ones"))
-        if self._render is not None and not parsed.prompt_tokens and self.asks(model):
-            return self._later(model, partial(self._ask, parsed, body, model))
+        if self._render is not None and not parsed.prompt_tokens and self.asks(reader):
+            return self._later(targets[0], partial(self._ask, parsed, body, reader))
         long = self._long
-        if parsed.prompt_tokens > long or parsed.prompt_bytes > 4 * long or self.tokeniser.in_thread(parsed, model):
-            return self._later(model, partial(self._in_thread, parsed, body, model))
-        tokens = self.tokeniser.tokens_of(parsed, body, model)
+        if parsed.prompt_tokens > long or parsed.prompt_bytes > 4 * long or self.tokeniser.in_thread(parsed, reader):
+            return self._later(targets[0], partial(self._in_thread, parsed, body, reader))
+        tokens = self.tokeniser.tokens_of(parsed, body, reader)
         if self._asker is None or tokens.reason:
             return self._known(tokens)
         if len(self.reading) < _MOST_READING:
-            return self._later(model, partial(_ready, tokens))
+            return self._later(targets[0], partial(_ready, tokens))
         return PromptKnown(tokens.total)
 
     def offer(self, known: PromptKnown) -> PromptBlocks | None:
@@ -105,12 +105,26 @@ class PromptReading:
         arrive in the pipeline."""
         return None if self._exact is None else self._exact.offer(*known.blocks)
 
-    def _common(self, targets: Sequence[str]) -> str | None:
-        """The target whose tokeniser reads the prompts of all; `None` = they have different ones. An engine has that of
-        its base model."""
-        entries = {model if model in self._settings.models else _ANY_MODEL for model in targets}
-        bases = [model for model in targets if self._is_base(model)] if entries & self._asked else []
-        return None if len(entries) > 1 or len(bases) > 1 else (bases or targets)[0]
+    def _reader(self, targets: Sequence[str]) -> str | None:
+        """The model whose tokeniser reads the prompts of all targets; `None` = they have different ones."""
+        readers = {self._base(target) for target in targets}
+        entries = {model if model in self._settings.models else _ANY_MODEL for model in readers}
+        if len(entries) > 1:
+            return None
+        if len(readers) > 1 and entries & self._asked:  # each engine has a tokeniser of its own
+            readers = {model for model in readers if self._bases(model)} or readers
+            if len({self._bases(model) for model in readers}) > 1:
+                return None
+        return min(readers)
+
+    def _base(self, model: str) -> str:
+        """The base model of an adapter without an entry, else `model`."""
+        bases = frozenset() if model in self._settings.models else self._bases(model)
+        return (
+            model
+            if model in bases
+            else min(bases, key=lambda base: (base not in self._settings.models, base), default=model)
+        )
 
     def asks(self, model: str) -> bool:
         """Whether an engine is asked for the token ids of this model's prompts."""

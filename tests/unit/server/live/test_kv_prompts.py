@@ -56,7 +56,7 @@ class Seen:
 @pytest.fixture
 async def reading() -> AsyncIterator[tuple[PromptReading, Seen]]:
     seen = Seen()
-    reading = PromptReading(Tokens(), seen, lambda model: "", bool)  # type: ignore[arg-type]
+    reading = PromptReading(Tokens(), seen, lambda model: "", lambda model: frozenset())  # type: ignore[arg-type]
     reading.tokeniser = Tokeniser()  # type: ignore[assignment]
     yield reading, seen
     reading.tokeniser.free.set()  # type: ignore[attr-defined]
@@ -154,29 +154,67 @@ async def test_only_so_many_wait_for_the_thread(reading: Setting) -> None:
 async def test_a_model_that_engines_render() -> None:
     seen = Seen()
     models = Tokens(models={"*": ModelTokens(render="engine")})
-    reading = PromptReading(models, seen, lambda model: "", bool)  # type: ignore[arg-type]
+    reading = PromptReading(models, seen, lambda model: "", lambda model: frozenset())  # type: ignore[arg-type]
     await reading.start()
     assert await later(reading, long(), b"{}") == PromptKnown()
     assert reading.without == {"engine": 1}
     await reading.close()
 
 
-async def test_a_name_with_several_targets() -> None:
+#: What the endpoints have, by model: adapters of `qwen` and of `base`, and models with other tokenisers.
+BASES = {
+    "qwen": {"qwen"},
+    "sql": {"qwen"},
+    "base": {"base", "also"},
+    "also": {"base", "also"},
+    "chat": {"base", "also"},
+}
+
+
+def bases(model: str) -> frozenset[str]:
+    return frozenset(BASES.get(model, ()))
+
+
+@pytest.mark.parametrize(
+    ("targets", "by"),
+    [
+        (("qwen",), "qwen"),
+        (("sql",), "qwen"),  # an adapter has the tokenizer of its base model
+        (("sql", "qwen"), "qwen"),
+        (("chat",), "also"),
+        (("unknown",), "unknown"),
+        (("base", "unknown"), "base"),
+        (("qwen", "gemma"), ""),
+        (("sql", "chat"), ""),
+    ],
+)
+async def test_who_reads_the_prompts_of_a_name(targets: tuple[str, ...], by: str) -> None:
     entries = {"qwen": ModelTokens(), "gemma": ModelTokens(), "*": ModelTokens()}
-    reading = PromptReading(Tokens(models=entries), Seen(), lambda model: "", bool)  # type: ignore[arg-type]
+    reading = PromptReading(Tokens(models=entries), Seen(), lambda model: "", bases)  # type: ignore[arg-type]
+    asked = []
     tokeniser = Tokeniser()
-    tokeniser.free.set()
     reading.tokeniser = tokeniser  # type: ignore[assignment]
-    short = ParsedRequest("chat", prompt_bytes=8)
-    assert reading.read(short, b"12345678", ("adapter", "adapter-2")).tokens == 2  # type: ignore[union-attr]
-    assert reading.read(short, b"12345678", ("qwen", "gemma")) == PromptKnown()
-    assert reading.without == {"no-tokeniser": 1}
+    read = tokeniser.tokens_of
+    tokeniser.tokens_of = lambda parsed, body, model: (asked.append(model), read(parsed, body, model))[1]  # type: ignore
+    known = reading.read(ParsedRequest("chat", prompt_bytes=8), b"12345678", targets)
+    assert asked == ([by] if by else [])
+    assert known == (PromptKnown(2, (PromptTokens(ids=b"12345678", total=2), None)) if by else PromptKnown())
+    assert reading.without == ({} if by else {"no-tokeniser": 1})
     await reading.close()
 
 
-@pytest.mark.parametrize(("targets", "asked"), [(("adapter", "base"), "base"), (("base", "base-2"), "")])
+@pytest.mark.parametrize(
+    ("targets", "by"),
+    [
+        (("base",), "base"),
+        (("chat",), "also"),
+        (("chat", "base"), "also"),
+        (("base", "new"), "base"),
+        (("base", "qwen"), ""),
+    ],
+)
 async def test_an_engine_is_asked_for_the_target(
-    targets: tuple[str, ...], asked: str, monkeypatch: pytest.MonkeyPatch
+    targets: tuple[str, ...], by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bodies = []
 
@@ -186,12 +224,11 @@ async def test_an_engine_is_asked_for_the_target(
 
     monkeypatch.setattr(RenderClient, "tokens_of", tokens_of)
     entries = {"*": ModelTokens(render="engine")}
-    is_base = {"base", "base-2"}.__contains__
-    reading = PromptReading(Tokens(models=entries), Seen(), lambda model: "10.0.0.1:80", is_base)  # type: ignore[arg-type]
+    reading = PromptReading(Tokens(models=entries), Seen(), lambda model: "10.0.0.1:80", bases)  # type: ignore[arg-type]
     await reading.start()
     body = b'{"model": "alias", "messages": []}'
     known = reading.read(ParsedRequest("chat", model="alias", prompt_bytes=8), body, targets)
     assert (known if isinstance(known, PromptKnown) else await known) == PromptKnown()
-    assert bodies == ([asked] if asked else [])
-    assert reading.without == ({"engine": 1} if asked else {"no-tokeniser": 1})
+    assert bodies == ([by] if by else [])
+    assert reading.without == ({"engine": 1} if by else {"no-tokeniser": 1})
     await reading.close()

@@ -138,7 +138,7 @@ async def test_prompts_are_counted_without_events() -> None:
             return PromptTokens(ids=body, total=len(body) // 4)
 
     engine_too = load("endpoints: ['10.0.0.1:80']\ntokens: {models: {m: {modelPath: /x}, e: {render: engine}}}").tokens
-    reading = PromptReading(engine_too, None, lambda model: "10.0.0.1:80", bool)
+    reading = PromptReading(engine_too, None, lambda model: "10.0.0.1:80", lambda model: frozenset())
     await reading.start()
     reading.tokeniser = Tokeniser()  # type: ignore[assignment]
     assert reading.read(ParsedRequest("chat", prompt_bytes=40), bytes(40), ("m",)) == PromptKnown(10)
