@@ -124,6 +124,8 @@ def check_workers(config: Config, workers: int) -> None:
         raise ConfigError("every worker decides, none leads: leave leaderElection out", "$.kubernetes.leaderElection")
     if config.als.enabled and config.als.port != config.ext_proc.port:
         raise ConfigError("each worker takes the access log at its own port: leave als.port out", "$.als.port")
+    if config.journal.path and config.journal.max_bytes < workers << 20:
+        raise ConfigError(f"{workers} workers share it and need at least {workers}Mi", "$.journal.maxBytes")
     if config.kv_events.bind:
         raise ConfigError("workers cannot listen at one address: set kvEvents.port or an indexer", "$.kvEvents.bind")
     gateway = config.gateway
@@ -179,8 +181,9 @@ def worker_flags(config: Config, plan: Plan, worker: int) -> dict[str, Any]:
         give("replicas", via=f"file://{Path(plan.directory, FACTS)}")
     if worker and config.autoscaling.port:
         give("autoscaling", port=0)  # all workers would give the same answers
-    if worker and config.journal.path:
-        give("journal", path=f"{config.journal.path}/{WORKER}{worker}")
+    if config.journal.path:
+        path = f"{config.journal.path}/{WORKER}{worker}" if worker else config.journal.path
+        give("journal", path=path, maxBytes=config.journal.max_bytes // plan.schedulers)
     if worker and (state := config.state.path(config.journal)):
         give("state", file=f"{state}{STATE_OF_WORKER}{worker}")
     if worker and config.kv_events.snapshot:

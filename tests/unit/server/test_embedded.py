@@ -106,6 +106,16 @@ def test_files_of_workers_are_beside_those_of_the_first() -> None:
     assert not paths[0].state.file, "the journal's directory says it"
 
 
+def test_workers_share_the_size_of_the_journal() -> None:
+    plan = Plan("/gateway", [], ["/gateway/admin-0.sock"], 0.0, 1.0, schedulers=3)
+    config = load("endpoints: ['127.0.0.1:1']\njournal: {path: /j, maxBytes: 3Mi}\n")
+    check_workers(config, 3)
+    each = [load("endpoints: ['127.0.0.1:1']", flags=worker_flags(config, plan, i)).journal.max_bytes for i in range(3)]
+    assert each == [1 << 20] * 3
+    with pytest.raises(ConfigError, match="4 workers share it and need at least 4Mi"):
+        check_workers(config, 4)
+
+
 def test_a_replacement_knows_the_gateway_and_its_own_number() -> None:
     config = load("endpoints: ['127.0.0.1:1']\n")
     plan = Plan("/gateway", [], ["/gateway/admin-0.sock"], 0.0, 1.0)

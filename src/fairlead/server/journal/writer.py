@@ -13,7 +13,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -35,6 +35,7 @@ from fairlead.server.journal.records import (
     LOST,
     POLICY,
     SEGMENT,
+    WORKER,
     Lost,
     Packer,
     Segment,
@@ -65,6 +66,12 @@ def segments(path: str) -> list[Path] | None:
     return sorted(Path(path).glob(f"*{SUFFIX}")) if path else None
 
 
+def former_workers(path: Path, workers: int) -> list[Path]:
+    """The directories that the first worker's directory has of workers that no longer exist."""
+    numbers = {directory: directory.name.removeprefix(WORKER) for directory in path.glob(f"{WORKER}*")}
+    return [directory for directory, number in numbers.items() if number.isdecimal() and int(number) >= workers]
+
+
 def label(path: Path, run: str, now: float) -> str:
     """The beginning of the file names of a run that starts at `now` (seconds since 1970)."""
     began = datetime.fromtimestamp(int(now), UTC).replace(tzinfo=None)
@@ -80,11 +87,21 @@ class Full(Exception):
 
 class Directory:
     """The directory of segments. Sizes are in bytes. `keep_oldest`: never delete a segment; when the limit is reached,
-    raise `Full`. `label`: the beginning of file names. Raises `OSError` if the directory cannot be used; errors of the
-    disk (`_DISK_FAILS`) are raised only at `begin` and later."""
+    raise `Full`. `label`: the beginning of file names. `former`: directories in which nobody writes any longer; their
+    segments count, and are deleted, like those of former runs. Raises `OSError` if the directory cannot be used; errors
+    of the disk (`_DISK_FAILS`) are raised only at `begin` and later."""
 
-    def __init__(self, path: Path, max_bytes: int, segment_bytes: int, keep_oldest: bool, label: str) -> None:
+    def __init__(
+        self,
+        path: Path,
+        max_bytes: int,
+        segment_bytes: int,
+        keep_oldest: bool,
+        label: str,
+        former: Sequence[Path] = (),
+    ) -> None:
         self.path = path
+        self._former = former
         self._max = max_bytes
         self._segment = min(segment_bytes, max_bytes // _LEAST_SEGMENTS)
         self._keep_oldest = keep_oldest
@@ -108,7 +125,8 @@ class Directory:
         held = "another scheduler writes its journal there; each needs its own directory"
         self._lock = lock(self.path / ".lock", held)
         try:
-            self._sizes = {old: old.stat().st_size for old in segments(str(self.path)) or ()}
+            there = [old for where in (self.path, *self._former) for old in segments(str(where)) or ()]
+            self._sizes = {old: old.stat().st_size for old in sorted(there, key=lambda old: old.name)}
         except OSError:
             os.close(self._lock)
             self._lock = -1

@@ -52,7 +52,7 @@ from fairlead.pool.served_models import ServedModels
 from fairlead.server.files import Held
 from fairlead.server.journal.recorder import RecordedDriver, Recorder, StillClock
 from fairlead.server.journal.records import Segment
-from fairlead.server.journal.writer import Directory, Writer, label
+from fairlead.server.journal.writer import Directory, Writer, former_workers, label
 from fairlead.server.live.choosers import Connections, check_schedulers
 from fairlead.server.live.knowledge import Knowledge, exact_knowledge
 from fairlead.server.live.kv import KvListening
@@ -107,10 +107,12 @@ _CLOCK_SET_S = 1.0
 
 class LiveJournal:
     """The journal of a running scheduler. Call `begin` before the first event, which opens the files, and `close` after
-    the last. `clock` and `rng` are those of the pipeline."""
+    the last. `clock` and `rng` are those of the pipeline. `workers`: how many schedulers the gateway has."""
 
-    def __init__(self, config: Config, clock: Clock, run: str, rng: Random, registry: Registry) -> None:
-        self._config = config
+    def __init__(
+        self, config: Config, clock: Clock, run: str, rng: Random, registry: Registry, workers: int = 1
+    ) -> None:
+        self._config, self._workers = config, workers
         self._outer = clock
         self._run = run
         self._rng = rng
@@ -134,7 +136,8 @@ class LiveJournal:
         stop, path = settings.when_full == "stop", Path(settings.path)
         try:
             named = label(path, self._run, time.time())
-            directory = Directory(path, settings.max_bytes, settings.segment_bytes, stop, named)
+            former = former_workers(path, self._workers)
+            directory = Directory(path, settings.max_bytes, settings.segment_bytes, stop, named, former)
             writer = Writer(
                 self.recorder,
                 directory,
@@ -193,7 +196,9 @@ class Core:
         self.builder = SchedulingBuilder(
             watch.on_plugin_error, on_answer=lambda name: watch.choosers.took(name).observe
         )
-        self.journal = LiveJournal(config, self._clock, self._run, rng, registry) if config.journal.path else None
+        self.journal = None
+        if config.journal.path:
+            self.journal = LiveJournal(config, self._clock, self._run, rng, registry, gateway.workers)
         self.pipeline = build_pipeline(
             config,
             self._clock if self.journal is None else self.journal.clock,

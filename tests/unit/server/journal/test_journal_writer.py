@@ -28,7 +28,7 @@ from fairlead.lab.simulator.journal import Faults, one_run
 from fairlead.server.journal import writer as writer_module
 from fairlead.server.journal.recorder import Recorder
 from fairlead.server.journal.records import LOST, Segment
-from fairlead.server.journal.writer import Directory, Writer, label, segments
+from fairlead.server.journal.writer import Directory, Writer, former_workers, label, segments
 
 
 def made(path: Path, recorder: Recorder, *, keep: bool = False, size: int = 200_000, segment: int = 20_000) -> Writer:
@@ -83,6 +83,21 @@ def test_a_run_is_newer_than_those_before_it_whatever_the_clock_said(tmp_path: P
         "20010911T014642-a-000000.journal",
         "other-name.journal",
     ]
+
+
+def test_segments_of_workers_that_no_longer_exist_count_and_go_like_old_ones(tmp_path: Path) -> None:
+    for number, day in ((1, 3), (2, 1), (3, 2)):
+        (tmp_path / f"worker-{number}").mkdir()
+        (tmp_path / f"worker-{number}" / f"2026010{day}T000000-old-000000.journal").write_bytes(b"x" * 900)
+    (tmp_path / "worker-x").mkdir()
+    former = former_workers(tmp_path, 2)
+    assert {path.name for path in former} == {"worker-2", "worker-3"}
+    directory = Directory(tmp_path, 2000, 500, False, label(tmp_path, "a", 2e9), former)
+    assert directory.size == 1800
+    directory.begin(b"x" * 400)
+    assert directory.size < 2000
+    kept = {path.parent.name for path in tmp_path.glob("*/*.journal")}
+    assert kept == {"worker-1", "worker-3"}, "that of worker 1 is not ours, and that of worker 2 was older"
 
 
 def test_stopping_when_full_keeps_the_beginning(tmp_path: Path) -> None:
