@@ -47,8 +47,9 @@ class Endpoint(Struct, frozen=True):
 
     @property
     def pod(self) -> str:
-        """The name of its pod, which it shares with the endpoints of other ranks; without several ranks its own id."""
-        return self.id.removesuffix(f"-rank-{self.rank}")
+        """The name of its pod, which it shares with the endpoints of other ranks; its own id if it is no pod's. Only
+        pods' ids have a namespace."""
+        return self.id.removesuffix(f"-rank-{self.rank}") if "/" in self.id else self.id
 
     @property
     def promised(self) -> set[str]:

@@ -44,6 +44,14 @@ def test_an_autoscaler_is_told_pods_of_which_each_port_is_an_endpoint(ports: int
     assert Demand().pods(endpoints, known) == endpoints, "nothing is known of pods yet"
 
 
+def test_names_that_only_look_like_those_of_pods_are_endpoints_of_their_own() -> None:
+    demand, known = Demand(), Fleet()
+    for number, name in enumerate(("gpu-a", "gpu-a-rank-0", "gpu-b-rank-0")):
+        known.up(Endpoint(name, f"10.0.0.{number}:8000"))
+    assert known.table.pods == 3
+    assert demand.pods(3, known) == 3
+
+
 def erlang_c(servers: int, load: float) -> float:
     """Exact share of those that wait: the recurrence of Erlang's B."""
     blocked = 1.0
