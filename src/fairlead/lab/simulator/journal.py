@@ -4,7 +4,7 @@ A journal's directory holds the segments of one or more runs (processes). A segm
 `serve --workers`, the segments of the other workers are in its subdirectories.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -208,10 +208,10 @@ def search(path: Path, wanted: str, run: str = "") -> JournaledDecision:
     named, dot, digits = wanted.rpartition(".")
     there, number = runs(path), None
     if wanted == LAST and not run:
-        newest = one_run(path)
-        entries = [entry for candidate in (newest, *newest.beside) if (entry := _in_run(candidate, LAST)) is not None]
+        newest = {candidate.segments[0][0].parent: candidate for candidate in there}.values()  # of each worker
+        entries = [(candidate, entry) for candidate in newest if (entry := _in_run(candidate, LAST)) is not None]
         if entries:
-            return max(entries, key=lambda entry: entry.decision.at)
+            return max(entries, key=lambda pair: pair[0].head.epoch + pair[1].decision.at)[1]
     if dot and any(candidate.id == named for candidate in there):
         run, number = named, _number(digits)
     for candidate in reversed(there):
@@ -227,35 +227,33 @@ def search(path: Path, wanted: str, run: str = "") -> JournaledDecision:
 _DISORDER = 10_000
 
 
-def decisions(run: Run) -> Iterator[JournaledDecision]:
-    """All decisions of a run, with their traces if the journal has them. A decision is yielded when its request has
-    ended, or at the end of the journal; a refusal immediately."""
-    scheduling = run.head.scheduling
-    open_: dict[int, JournaledDecision] = {}
-    requests: dict[int, Request] = {}
-    for kind, time_s, body in run.items():
+class _Decisions:
+    """Puts decisions together, with their traces if the journal has them, from the records of a run in their order."""
+
+    def __init__(self, run: str, scheduling: Any, wanted: str | int = LAST) -> None:
+        """`scheduling`: the configuration in force before the first record. `wanted`: leave out the decisions of
+        requests that this does not name; `LAST` = none."""
+        self._run, self._scheduling, self._wanted = run, scheduling, wanted
+        #: By request: what has arrived and is not decided, and decisions whose request has not ended.
+        self.undecided: dict[int, Request] = {}
+        self.open: dict[int, JournaledDecision] = {}
+        #: The requests that were decided and had arrived before the first record.
+        self.earlier: set[int] = set()
+
+    def add(self, kind: str, time_s: float, body: Any) -> JournaledDecision | None:
+        """Add a record. Returns the decision that it completes: its request has ended, or was refused."""
         if kind == RequestArrived.__name__:
-            requests[body.request.id] = body.request
+            self.undecided[body.request.id] = body.request
         elif kind == POLICY:
-            scheduling = body.document
+            self._scheduling = body.document
         elif kind == DECIDED:
-            request = requests.pop(body.request_id, None) or Request(id=body.request_id, arrived=time_s)
-            # The pipeline sets these fields after the request has arrived.
-            request = replace(
-                request, target=body.target, rewritten_by=body.rewritten_by, priority=body.priority or request.priority
-            )
-            record = DecisionRecord(request=request, at=time_s, **_shared(body, DecisionRecord))
-            entry = JournaledDecision(run.id, record, scheduling)
-            if body.endpoint:
-                open_[body.request_id] = entry
-            else:
-                yield entry
+            return self._decided(time_s, body)
         elif kind == DETAIL:
-            mine = open_.get(body.request.id)
+            mine = self.open.get(body.request.id)
             if mine is not None:
                 mine.decision = replace(mine.decision, request=body.request, trace=body.trace)
         elif kind == ENDED:
-            mine = open_.pop(body.request_id, None)
+            mine = self.open.pop(body.request_id, None)
             if mine is not None:
                 mine.outcome = OutcomeRecord(
                     request=mine.decision.request,
@@ -265,63 +263,107 @@ def decisions(run: Run) -> Iterator[JournaledDecision]:
                     queued_ms=mine.decision.queued_ms + mine.decision.asked_ms,
                     **_shared(body, OutcomeRecord),
                 )
-                yield mine
-    yield from open_.values()
+                return mine
+        return None
+
+    def _decided(self, time_s: float, body: Decided) -> JournaledDecision | None:
+        request = self.undecided.pop(body.request_id, None)
+        if request is None:
+            self.earlier.add(body.request_id)
+            request = Request(id=body.request_id, arrived=time_s)
+        elif not _is_named(request, self._wanted):
+            return None
+        # The pipeline sets these fields after the request has arrived.
+        request = replace(
+            request, target=body.target, rewritten_by=body.rewritten_by, priority=body.priority or request.priority
+        )
+        record = DecisionRecord(request=request, at=time_s, **_shared(body, DecisionRecord))
+        entry = JournaledDecision(self._run, record, self._scheduling)
+        if not body.endpoint:
+            return entry
+        self.open[body.request_id] = entry
+        return None
+
+    def rest(self, segments: Iterable[tuple[Path, Segment]], request_id: int) -> JournaledDecision | None:
+        """Add the records of further segments until the decision of this request is complete, and return it as complete
+        as it is; `None` = there is none."""
+        for path, _ in segments:
+            for item in _items(path.read_bytes(), Faults()):
+                entry = self.add(*item)
+                if entry is not None and entry.decision.request.id == request_id:
+                    return entry
+        return self.open.get(request_id)
+
+
+def decisions(run: Run) -> Iterator[JournaledDecision]:
+    """All decisions of a run, with their traces if the journal has them. A decision is yielded when its request has
+    ended, or at the end of the journal; a refusal immediately."""
+    made = _Decisions(run.id, run.head.scheduling)
+    for item in run.items():
+        entry = made.add(*item)
+        if entry is not None:
+            yield entry
+    yield from made.open.values()
 
 
 def _in_run(run: Run, wanted: str | int) -> JournaledDecision | None:
     """Return the newest decision that `wanted` names; a number is our number for the request. Reads the newest segments
-    first, and no older ones than necessary: journals may have GiB."""
-    if isinstance(wanted, int):
-        return _decision(run, wanted, len(run.segments))
+    first, and no older ones than necessary: journals may have GiB. Each is read once, unless the decision extends over
+    several."""
+    later, lacking = set[int](), None
     for index in reversed(range(len(run.segments))):
-        for request_id in reversed(_named(run.segments[index][0], wanted)):
-            entry = _decision(run, request_id, index + 1)
-            if entry is not None:
+        path, head = run.segments[index]
+        made = _Decisions(run.id, head.scheduling, wanted)
+        entry = _newest(made, path, wanted)
+        # What arrived here and was decided in a later segment was decided after all others here.
+        waited = [
+            number
+            for number, request in made.undecided.items()
+            if _is_named(request, wanted) and (number in later or number == wanted)
+        ]
+        if waited:
+            return made.rest(run.segments[index + 1 :], waited[-1]) or lacking
+        if entry is not None:
+            number = entry.decision.request.id
+            if number in made.open:
+                entry = made.rest(run.segments[index + 1 :], number) or entry
+            if number not in made.earlier or entry.decision.trace is not None:
                 return entry
-    return None
+            wanted, lacking = number, entry  # the request itself is in an older segment, if the journal has it
+        later |= made.earlier
+    return lacking
 
 
-def _named(path: Path, wanted: str) -> list[int]:
-    """The requests in a segment that `wanted` names, the newest last."""
-    number = _number(wanted, 10)
-    newest, named = (-inf, -1), dict[int, None]()
+def _newest(made: _Decisions, path: Path, wanted: str | int) -> JournaledDecision | None:
+    """Add a segment's records, or as many as are needed. Returns the newest of its decisions that `wanted` names."""
+    newest, number = None, wanted if isinstance(wanted, int) else inf
     for kind, time_s, body in _items(path.read_bytes(), Faults()):
-        if kind == DECIDED:
-            newest = max(newest, (time_s, body.request_id))
-            if body.request_id == number:
-                named[number] = None
-        elif kind in (RequestArrived.__name__, DETAIL) and wanted in (body.request.external_id, str(body.request.id)):
-            named[body.request.id] = None
-    return list(named) if wanted != LAST else [newest[1]] if newest[0] > -inf else []
+        entry = made.add(kind, time_s, body)
+        if entry is not None and _is_named(entry.decision.request, wanted):
+            newest = _newer(entry, newest)
+            if number < inf:
+                break
+        # Numbers rise, nearly: prompts that take longer to read arrive later.
+        late = kind == RequestArrived.__name__ and body.request.id > number + _DISORDER
+        if late and number not in made.undecided and number not in made.open:
+            break
+    for entry in made.open.values():
+        if _is_named(entry.decision.request, wanted):
+            newest = _newer(entry, newest)
+    return newest
 
 
-def _decision(run: Run, request_id: int, count: int) -> JournaledDecision | None:
-    """The decision of a request that arrived in one of the first `count` segments."""
-    for first in reversed(range(count)):
-        if first and not _arrived(run.segments[first][0], request_id):
-            continue
-        for entry in decisions(replace(run, segments=run.segments[first:])):
-            if entry.decision.request.id == request_id:
-                return entry
-        return None
-    return None
+def _newer(entry: JournaledDecision, other: JournaledDecision | None) -> JournaledDecision:
+    return max((each for each in (entry, other) if each), key=lambda each: (each.decision.at, each.decision.request.id))
 
 
-def _arrived(path: Path, request_id: int) -> bool:
-    """Whether a request arrived in a segment. Numbers rise, nearly: prompts that take longer to read arrive later."""
-    for kind, _, body in _items(path.read_bytes(), Faults()):
-        if kind == RequestArrived.__name__:
-            if body.request.id == request_id:
-                return True
-            if body.request.id > request_id + _DISORDER:
-                return False
-    return False
+def _is_named(request: Request, wanted: str | int) -> bool:
+    return wanted in (LAST, request.id, request.external_id, str(request.id))
 
 
-def _number(text: str, base: int = 16) -> int:
+def _number(text: str) -> int:
     try:
-        return int(text, base)
+        return int(text, 16)
     except ValueError:
         return -1
 
