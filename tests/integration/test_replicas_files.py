@@ -15,6 +15,7 @@ from tellers import Teller, agree, running, until
 from fairlead.core.events import PeerHeard, PeerLost, StreamLost
 from fairlead.server import replicas
 from fairlead.server import replicas_files as module
+from fairlead.server.replicas import Peer
 from fairlead.server.replicas_files import FACTS, RING, SNAPSHOTS, FileReplicas
 from fairlead.server.running_gateway import RunningGateway
 
@@ -337,3 +338,9 @@ async def test_a_full_disk_is_said(url: str, monkeypatch: pytest.MonkeyPatch) ->
         assert files(url) <= {"a.making"}
     await until(lambda: not one.replicas.trouble())
     await one.replicas.close()
+
+
+def test_a_note_names_few_of_many_replicas() -> None:
+    one = Teller("vm-1", "file:///nowhere").replicas
+    one.peers |= {f"vm-{number}": Peer(0.0, 0.0, ask_at=1.0) for number in range(2, 8)}
+    assert one.note().endswith("facts of vm-2, vm-3, vm-4 and 3 more are missing")

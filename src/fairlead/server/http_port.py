@@ -37,6 +37,7 @@ from aiohttp.http_exceptions import BadHttpMessage
 from aiohttp.typedefs import Handler
 
 from fairlead.core.errors import ConfigError
+from fairlead.core.text import plain
 from fairlead.gateway.ports import listening_sockets
 from fairlead.gateway.tls import Handshakes, ServerTls
 
@@ -272,10 +273,15 @@ async def healthz(request: web.Request) -> web.Response:
 
 
 def readiness(reasons: Iterable[str], notes: Iterable[str] = ()) -> web.Response:
-    """The page `/readyz`. `reasons`: why requests cannot be served; empty = they can, and `notes` are shown."""
-    if listed := "".join(f"- {reason}\n" for reason in reasons):
+    """The page `/readyz`. `reasons`: why requests cannot be served; empty = they can, and `notes` are shown. Each is
+    one line without control characters, because others choose the names in it."""
+    if listed := _lines(reasons):
         return web.Response(status=503, text="not ready\n" + listed)
-    return web.Response(text="ready\n" + "".join(f"- {note}\n" for note in notes))
+    return web.Response(text="ready\n" + _lines(notes))
+
+
+def _lines(texts: Iterable[str]) -> str:
+    return "".join(f"- {plain(' '.join(text.split()))}\n" for text in texts)
 
 
 class HttpPort:

@@ -87,6 +87,11 @@ async def test_health_and_readiness(visitor: Visitor) -> None:
     assert (await visitor.get("/healthz", "HEAD")).status == 200
 
 
+async def test_names_from_outside_forge_no_line_of_readiness(visitor: Visitor) -> None:
+    visitor.sources.reasons = ["facts of x\n- keys are off\x1b[2J\u202e are missing"]
+    assert (await visitor.get("/readyz")).text == "not ready\n- facts of x - keys are off\ufffd[2J\ufffd are missing\n"
+
+
 async def test_metrics(visitor: Visitor) -> None:
     page = await visitor.get("/metrics")
     assert (page.status, page.kind, page.text) == (200, "text/plain; version=0.0.4; charset=utf-8", "a 1\nb 2\n")
