@@ -20,7 +20,7 @@ from fairlead.core.errors import ConfigError
 from fairlead.gateway import ext_proc
 from fairlead.gateway.access_log import AccessLogEntry, read_entries, read_uploads
 from fairlead.gateway.envoy.config import AT_ENTRY
-from fairlead.gateway.envoy.gateway import prepare
+from fairlead.gateway.envoy.gateway import prepare, remove_leftovers
 from fairlead.gateway.envoy.options import Options
 from fairlead.gateway.envoy.process import CONFIG, GatewayProcess
 from fairlead.gateway.envoy.routes import TOWARD_UPSTREAM
@@ -473,6 +473,8 @@ async def test_files_that_were_removed_are_written_again_until_it_stops(tmp_path
         written = {path: path.read_bytes() for path in directory.iterdir()}
         assert directory / CONFIG in written
         assert written.items() <= before.items()
+        remove_leftovers(tmp_path)
+        assert directory.exists(), "it is locked again"
     finally:
         await process.stop(0.0)
     process.write_again()

@@ -23,7 +23,6 @@ from fairlead.gateway.envoy.process import (
     ADMIN_SOCKET,
     BOOTSTRAP,
     ENDPOINTS,
-    FACTS,
     KEYS,
     LISTENERS,
     LISTENERS_LATER,
@@ -106,17 +105,19 @@ def prepare(
 
 
 def remove_leftovers(base: Path) -> None:
-    """Remove directories of gateways that were killed, if their workers left files there: two MiB each."""
-    for path in base.glob(f"{_PREFIX}{'[a-z0-9_]' * 8}/{FACTS}"):  # as `mkdtemp` names them
+    """Remove directories of gateways that were killed. The configuration is in them, perhaps with a password."""
+    for path in base.glob(f"{_PREFIX}{'[a-z0-9_]' * 8}"):  # as `mkdtemp` names them
         with contextlib.suppress(OSError):
-            directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a running gateway holds it
                 about = os.fstat(directory)
                 ours = about.st_uid == os.getuid() and about.st_mode & 0o777 == 0o700
-                ours = ours and any((path.parent / name).is_file() for name in (LISTENERS, ENDPOINTS))
-                if ours and time.time() - about.st_mtime > _STARTS_S:
-                    shutil.rmtree(path.parent, ignore_errors=True)
+                starts = (path / LISTENERS_LATER).exists() or not (path / LISTENERS).exists()
+                if starts and time.time() - about.st_mtime < _STARTS_S:
+                    continue  # not even tried to lock: it is about to
+                if ours and any((path / name).is_file() for name in (LISTENERS, ENDPOINTS)):
+                    fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a running gateway holds it
+                    shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(directory)
 
@@ -128,7 +129,7 @@ def _write(directory: Path, number: int, binary: str, options: Options) -> list[
     listener = {"@type": _LISTENER, **bootstrap["static_resources"]["listeners"].pop(0)}
     source = {"path": str(directory / LISTENERS)}
     bootstrap["dynamic_resources"] = {"lds_config": {"path_config_source": source, "resource_api_version": "V3"}}
-    for name, listeners in ((LISTENERS, []), (LISTENERS_LATER, [listener])):
+    for name, listeners in ((LISTENERS_LATER, [listener]), (LISTENERS, [])):  # in this order: see `remove_leftovers`
         (directory / name).write_text(json.dumps({"resources": listeners}))
     file = directory / BOOTSTRAP.format(number)
     file.write_text(json.dumps(bootstrap))

@@ -83,11 +83,7 @@ class GatewayProcess:
         """Start, and return when requests are served. Raises `GatewayError`."""
         raise_file_limit()  # inherited by Envoy, which needs two descriptors per request
         try:
-            # Envoy is restarted from these files. systemd-tmpfiles removes old files of /tmp, but nothing from a
-            # directory that is locked (tmpfiles.d(5)).
-            self._lock = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            with contextlib.suppress(OSError):  # not every file system has locks
-                fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            self._take_lock()
             await _all(envoy.start() for envoy in self.supervisors)
             if self._scheduler_timeout:
                 await self._wait_for_scheduler()
@@ -108,6 +104,20 @@ class GatewayProcess:
             self.address,
             ", ".join(str(envoy.pid) for envoy in self.supervisors),
         )
+
+    def _take_lock(self) -> None:
+        """Lock the directory: Envoy is restarted from its files. systemd-tmpfiles removes old files of /tmp, but
+        nothing from a locked directory (tmpfiles.d(5)), nor do other gateways that start."""
+        lock = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):  # not every file system has locks
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        self._unlock()
+        self._lock = lock
+
+    def _unlock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     async def _wait_for_scheduler(self) -> None:
         """Wait until Envoy would query it. Until then, model names would not be mapped, and rules would not apply."""
@@ -154,6 +164,7 @@ class GatewayProcess:
                 log.warning("%s was removed, and is written again; keep cleaners away from it", path)
                 with contextlib.suppress(OSError):
                     self._directory.mkdir(mode=0o700, exist_ok=True)
+                    self._take_lock()  # it may be another directory by now
                     path.write_bytes(content)
 
     async def stop(self, grace: float = 30.0) -> None:
@@ -161,9 +172,7 @@ class GatewayProcess:
         self._kept = {}
         await _all(self._stop(envoy, grace) for envoy in self.supervisors)
         shutil.rmtree(self._directory, ignore_errors=True)
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self._unlock()
 
     async def _stop(self, envoy: Supervisor, grace: float) -> None:
         if grace > 0 and envoy.pid:

@@ -6,22 +6,25 @@ import tempfile
 import time
 from pathlib import Path
 
-from fairlead.gateway.envoy.gateway import remove_leftovers
+import pytest
+
+from fairlead.gateway.envoy.gateway import prepare, remove_leftovers
+from fairlead.gateway.envoy.options import Options
 
 
-def gateway(base: Path, age_s: float = 3600.0, workers: bool = True) -> Path:
+def gateway(base: Path, age_s: float = 0.0, listens: bool = True) -> Path:
     directory = Path(tempfile.mkdtemp(prefix="fairlead-", dir=base))
-    (directory / "endpoints.json").write_text("{}")
-    if workers:
-        (directory / "facts" / "default").mkdir(parents=True)
+    for name in ("endpoints.json", "listeners.json", *(() if listens else ("listeners-later.json",))):
+        (directory / name).write_text("{}")
+    (directory / "facts" / "default").mkdir(parents=True)
     made = time.time() - age_s
     os.utime(directory, (made, made))
     return directory
 
 
 def test_only_those_are_removed_that_nobody_runs_in(tmp_path: Path) -> None:
-    killed, running = gateway(tmp_path), gateway(tmp_path)
-    starting, alone = gateway(tmp_path, age_s=1.0), gateway(tmp_path, workers=False)
+    killed, running, begun = gateway(tmp_path), gateway(tmp_path), gateway(tmp_path, 3600.0, listens=False)
+    starting = gateway(tmp_path, listens=False)
     linked, somewhere = tmp_path / "fairlead-abcdefg_", gateway(tmp_path).rename(tmp_path / "somewhere")
     linked.symlink_to(somewhere)
     lock = os.open(running, os.O_RDONLY)
@@ -30,16 +33,27 @@ def test_only_those_are_removed_that_nobody_runs_in(tmp_path: Path) -> None:
         remove_leftovers(tmp_path)
     finally:
         os.close(lock)
-    assert set(tmp_path.iterdir()) == {running, starting, alone, linked, somewhere}
+    assert set(tmp_path.iterdir()) == {running, starting, linked, somewhere}
     assert not killed.exists()
+    assert not begun.exists()
     assert (somewhere / "facts").exists()
 
 
-def test_directories_of_others_stay(tmp_path: Path) -> None:
+def test_directories_of_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named = gateway(tmp_path).rename(tmp_path / "fairlead-pool")
     shared, empty = gateway(tmp_path), gateway(tmp_path)
     shared.chmod(0o755)
-    (empty / "endpoints.json").unlink()
+    for name in ("endpoints.json", "listeners.json"):
+        (empty / name).unlink()
     os.utime(empty, (0, 0))
     remove_leftovers(tmp_path)
     assert set(tmp_path.iterdir()) == {named, shared, empty}
+    theirs, own = gateway(tmp_path), os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: own + 1)
+    remove_leftovers(tmp_path)
+    assert theirs.exists()
+
+
+def test_a_gateway_that_was_only_prepared_stays(tmp_path: Path) -> None:
+    directories = [Path(prepare(Options(port=0), binary="/bin/true", directory=tmp_path).directory) for _ in range(2)]
+    assert set(tmp_path.iterdir()) == set(directories)
