@@ -5,6 +5,7 @@ import contextlib
 import os
 import ssl
 import subprocess
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -103,6 +104,40 @@ def test_tls_files_that_failed_once_are_tried_again(tmp_path: Path, monkeypatch:
     for name in ("tls.crt", "tls.key"):
         os.replace(tmp_path / f"first.{name}", tmp_path / name)
     assert tls.trouble(30.0) == "" and tls.reloads == 2
+
+
+def test_a_certificate_that_expires_is_reported_before_and_after(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    now, day = time.time(), 86400.0
+    certificate(tmp_path, "one.test", days=100)
+    tls = ServerTls(tmp_path / "tls.crt", tmp_path / "tls.key", check_interval=0.0, today=lambda: now)
+    assert tls.trouble(1.0) == ""
+    now += 94 * day
+    assert tls.trouble(2.0) == "", "renewal may still come"
+    now += 2 * day
+    assert "expires on 20" in tls.trouble(3.0)
+    now += 5 * day
+    assert "expired on 20" in tls.trouble(4.0) and "clients that check it refuse it" in tls.trouble(5.0)
+    assert [" expires " in record.message for record in caplog.records] == [True, False], "one line each"
+    certificate(tmp_path, "two.test", days=200)
+    assert tls.trouble(6.0) == "" and tls.reloads == 1
+    now -= 200 * day
+    assert "is not valid before" in tls.trouble(7.0)
+
+
+def test_an_expired_certificate_replaces_none_that_is_valid(tmp_path: Path) -> None:
+    now, day = time.time(), 86400.0
+    first = certificate(tmp_path, "one.test", days=100)
+    tls = ServerTls(tmp_path / "tls.crt", tmp_path / "tls.key", check_interval=0.0, today=lambda: now)
+    second = certificate(tmp_path, "two.test", days=2)
+    now += 3 * day
+    assert "the new certificate expired on" in tls.trouble(1.0) and "stays in use" in tls.trouble(1.0)
+    assert (tls.reloads, tls.pem[1]) == (0, first)
+    now += 100 * day
+    assert tls.reload() and tls.pem[1] == second, "both have expired"
+    again = ServerTls(tmp_path / "tls.crt", tmp_path / "tls.key", today=lambda: now)
+    assert "expired on" in again.expiry(), "it starts all the same"
 
 
 async def test_tls_reload_needs_no_owner(serve: Serve, tmp_path: Path) -> None:

@@ -2,9 +2,9 @@
 
 Kubernetes replaces a mounted secret by moving a symbolic link, so a change is visible in the files' identity (inode,
 modification time, size). A new pair is loaded into a new context. If loading fails, because the pair is half-written,
-cannot be read or does not match, the old pair stays, the problem is logged once, and each check tries again. Handshakes
-take the current context in the SNI callback, which OpenSSL calls for every handshake. Open connections are not
-affected.
+cannot be read, does not match or has expired, the old pair stays unless that has expired too, the problem is logged
+once, and each check tries again. Handshakes take the current context in the SNI callback, which OpenSSL calls for every
+handshake. Open connections are not affected.
 """
 
 import asyncio
@@ -13,16 +13,23 @@ import os
 import resource
 import select
 import ssl
+import time
 from collections.abc import Callable
+from datetime import UTC, datetime
+from math import inf
 from pathlib import Path
 from typing import cast
 
 from fairlead.core.errors import ConfigError
+from fairlead.gateway.certificates import validity
 
 log = logging.getLogger(__name__)
 
 #: RFC 9113, 9.2.2 forbids the other suites of TLS 1.2. All suites of TLS 1.3 are allowed.
 _CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
+
+#: A certificate that expires is reported so many seconds before, or in the last twentieth of its life if that is later.
+_SOON_S = 7 * 86400.0
 
 #: On one port: handshakes at once, each of which takes 300 KiB; connections that wait for their handshake; and those
 #: that have sent nothing yet, with two descriptors each. The latter two are fewer if the process may open few files: an
@@ -44,14 +51,16 @@ class ServerTls:
         check_interval: float = 5.0,
         protocol: str = "h2",
         required: bool = True,
+        today: Callable[[], float] = time.time,
     ) -> None:
-        """The files are PEM. `protocol`: ALPN name. Times are in seconds. If the files cannot be used, raise
-        `ConfigError` if they are `required`; else all handshakes fail until they can be.
+        """The files are PEM. `protocol`: ALPN name. `today`: seconds since 1970. Times are in seconds. If the files
+        cannot be used, raise `ConfigError` if they are `required`; else all handshakes fail until they can be.
         """
         self._certificate = str(certificate)
         self._key = str(key)
         self._interval = check_interval
         self._protocol = protocol
+        self._today = today
         self._checked = float("-inf")
         #: Successful reloads.
         self.reloads = 0
@@ -62,6 +71,8 @@ class ServerTls:
         #: The PEM texts in use, for servers that take no context: key, certificate chain.
         self.pem: tuple[bytes, bytes]
         self._identity: _Identity = ()
+        #: From when to when the certificate in use is valid, and what was last logged about that.
+        self._valid, self._logged = (-inf, inf), ""
         try:
             identity = self._identify()
             self.context = self._current = self._load()
@@ -84,14 +95,28 @@ class ServerTls:
         if now - self._checked < self._interval:
             return False
         self._checked = now
-        return self.reload()
+        changed, expiry = self.reload(), self.expiry()
+        if expiry and expiry != self._logged:
+            log.warning("%s", expiry)
+        self._logged = expiry
+        return changed
 
     def trouble(self, now: float) -> str:
-        """Check the files as `refresh` does. Return why they cannot be used; empty = they are in use."""
+        """Check the files as `refresh` does. Return why they cannot be used, or not for long; empty = nothing."""
         self.refresh(now)
-        problem = self._missing or self._unusable
+        problem, expiry = self._missing or self._unusable, self.expiry()
         now_used = "the certificate read before stays in use" if self._identity else "nobody can connect"
-        return f"{problem}; {now_used}" if problem else ""
+        return "; ".join(([problem, now_used] if problem else []) + ([expiry] if expiry else []))
+
+    def expiry(self) -> str:
+        """Why clients refuse the certificate in use, or soon will, for its age; empty = it is valid for some time."""
+        (begins, ends), now = self._valid, self._today()
+        name = f"TLS certificate {self._certificate}"
+        if now >= ends:
+            return f"{name} expired on {_day(ends)}: clients that check it refuse it"
+        if now < begins:
+            return f"{name} is not valid before {_day(begins)}: clients that check it refuse it"
+        return f"{name} expires on {_day(ends)}" if ends - now < min(_SOON_S, (ends - begins) / 20) else ""
 
     def reload(self) -> bool:
         """Check the files now. Return whether a new pair is in use. Never raises."""
@@ -126,7 +151,11 @@ class ServerTls:
         context = self._empty()
         # Without it OpenSSL would ask at the terminal for the password of an encrypted key.
         context.load_cert_chain(self._certificate, self._key, password=_no_password)
-        self.pem = (Path(self._key).read_bytes(), Path(self._certificate).read_bytes())
+        pem = (Path(self._key).read_bytes(), Path(self._certificate).read_bytes())
+        valid = validity(pem[1])
+        if self._identity and valid[1] <= self._today() < self._valid[1]:
+            raise ValueError(f"the new certificate expired on {_day(valid[1])}")
+        self.pem, self._valid = pem, valid
         return context
 
     def _empty(self) -> ssl.SSLContext:
@@ -139,6 +168,11 @@ class ServerTls:
 
     def _choose(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
         connection.context = self._current
+
+
+def _day(seconds: float) -> str:
+    """A time in seconds since 1970 as a text, in UTC."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _no_password() -> str:

@@ -5,9 +5,11 @@ import gzip
 import resource
 import ssl
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from certificates_made import make_pair
 
 from fairlead.core.endpoint import ROLE_LABEL
 from fairlead.doctor.run import Examination, Severity
@@ -268,6 +270,21 @@ async def test_plaintext_where_the_other_end_speaks_tls_is_named(
 async def test_a_certificate_of_our_own_that_cannot_be_used_is_named(world: Any, pool_of: Listed) -> None:
     config: Json = {"endpoints": pool_of(await world.stubs(1)), "extProc": {"tls": {"certDir": str(world.directory)}}}
     assert codes(await world.examined(config)) == {"tls.files"}
+
+
+@pytest.fixture
+def expired(tmp_path: Path) -> Path:
+    """A directory with a certificate that has expired."""
+    make_pair(tmp_path, "20200101000000Z", "20210101000000Z")
+    return tmp_path
+
+
+@pytest.mark.parametrize("port", ["extProc", "admin"])
+async def test_a_certificate_of_our_own_that_has_expired_is_named(
+    world: Any, pool_of: Listed, expired: Path, port: str
+) -> None:
+    config: Json = {"endpoints": pool_of(await world.stubs(1)), port: {"tls": {"certDir": str(expired)}}}
+    assert codes(await world.examined(config)) == {"tls.expiry"}
 
 
 async def test_limits_that_do_not_fit_are_named(world: Any, pool_of: Listed) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from fairlead.config.builtins import SPLITTING
 from fairlead.config.checks import roles_by_model, unsplit
+from fairlead.config.schema import Config
 from fairlead.core.endpoint import ADAPTERS_LABEL, MODEL_LABEL, ROLE_LABEL, ROLES, STAGES, Endpoint
 from fairlead.core.errors import ConfigError
 from fairlead.core.models import Split, Target
@@ -282,8 +283,12 @@ EXT_PROC = Kind(
     "restart the scheduler and set the gateway to the same, or it cannot reach the scheduler",
 )  # fmt: skip
 FILES = Kind(
-    "tls.files", Severity.CRITICAL, "the certificate for extProc cannot be used",
-    "extProc.tls.certDir must hold tls.crt and tls.key, a matching pair in PEM without a password",
+    "tls.files", Severity.CRITICAL, "the certificate of a port cannot be used",
+    "certDir must hold tls.crt and tls.key, a matching pair in PEM without a password",
+)  # fmt: skip
+EXPIRY = Kind(
+    "tls.expiry", Severity.ERROR, "the certificate of a port has expired, or soon will",
+    "renew it, and put it into certDir: it is read again within seconds",
 )  # fmt: skip
 PLAIN_URL = Kind(
     "tls.http-to-https", Severity.ERROR, "a metrics URL says http, but the server speaks TLS",
@@ -318,13 +323,21 @@ async def _metrics(site: Site, endpoint: Endpoint) -> list[Finding]:
     return []
 
 
+async def _certificates(config: Config) -> list[Finding]:
+    findings = []
+    for name, settings in (("extProc", config.ext_proc.tls), ("admin", config.admin.tls)):
+        if settings is not None:
+            try:
+                certificate = await asyncio.to_thread(ServerTls.from_directory, settings.cert_dir)
+            except ConfigError as error:
+                findings.append(FILES.at(name, str(error)))
+            else:
+                findings += [EXPIRY.at(name, expiry)] if (expiry := certificate.expiry()) else []
+    return findings
+
+
 async def _ext_proc(site: Site) -> list[Finding]:
     settings = site.config.ext_proc
-    if settings.tls is not None:
-        try:
-            await asyncio.to_thread(ServerTls.from_directory, settings.tls.cert_dir)
-        except ConfigError as error:
-            return [FILES.at("extProc", str(error))]
     if not site.has("admin") or not settings.port:
         return []
     host = dialled(settings.host)
@@ -345,4 +358,6 @@ async def _ext_proc(site: Site) -> list[Finding]:
 
 @check("tls", "both ends of each connection agree on TLS")
 async def tls(site: Site) -> list[Finding]:
-    return [*await site.each(lambda endpoint: _metrics(site, endpoint)), *await _ext_proc(site)]
+    own = await _certificates(site.config)
+    both = [] if any(finding.code == FILES.code for finding in own) else await _ext_proc(site)
+    return [*await site.each(lambda endpoint: _metrics(site, endpoint)), *own, *both]
