@@ -42,7 +42,11 @@ Live = Annotated[
     typer.Option(metavar="URL|DIR", help="Plan from the journal of a scheduler: its admin port, or the directory."),
 ]
 Policy = Annotated[
-    str, policy_option("A policy, or a configuration that has one.", show_default="as recorded, or default")
+    str,
+    policy_option(
+        "A policy, or a configuration that has one.",
+        show_default="as recorded, or default; with --split prefill-decode",
+    ),
 ]
 _Rate = Annotated[
     float, typer.Option(metavar="N", min=0, help="Requests per second, of a kind: sessions.", show_default="as it is")
@@ -110,11 +114,11 @@ def plan(
             head=requests,
             preset=_engine(engine),
         )
-        case, now = _case(spec, slo, policy, live, last, warm_up, spare)
+        case, now, decider = _case(spec, slo, policy, live, last, warm_up, spare, split)
     about = {
         "workload": workload or live,
         "engine": engine or ("as learned" if live else "default"),
-        "policy": policy or ("as recorded" if live else "default"),
+        "policy": decider,
         "now": now or None,
     }
     search = {"most": max_replicas, "seeds": seeds, "split": split, "now": now}
@@ -122,22 +126,22 @@ def plan(
 
 
 def _case(
-    spec: "ScenarioSpec", slo: str, policy: str, live: str, last: str, warm_up: str, spare: int
-) -> "tuple[Case, int]":
-    """The case to plan for, and the present number of replicas; 0 = unknown. Raises what the called functions raise."""
+    spec: "ScenarioSpec", slo: str, policy: str, live: str, last: str, warm_up: str, spare: int, split: bool
+) -> "tuple[Case, int, str]":
+    """The case to plan for; the present number of replicas, 0 = unknown; and the name of the policy. Raises what the
+    called functions raise."""
     from msgspec import structs
 
     from fairlead.lab.simulator.build import build
     from fairlead.lab.simulator.objective import objectives
     from fairlead.lab.simulator.plan import Case
-    from fairlead.lab.simulator.run import policy_text
     from fairlead.plugins.params import typed_duration
 
     wanted, now = objectives(slo), 0
-    decides: Any = policy_text(policy or "default")
+    decider, decides = _decider(policy, None, split)
     if live:
         scenario, scheduling, now = _recorded(live, typed_duration(last), spec)
-        decides = decides if policy else scheduling
+        decider, decides = _decider(policy, scheduling, split)
     else:
         scenario = build(spec)
     if not scenario.workload.records:
@@ -146,7 +150,27 @@ def _case(
     if not any(record.arrival_us >= counted_s * 1e6 for record in scenario.workload.records):
         last_s = scenario.workload.duration_s
         raise ValueError(f"--warm-up {warm_up} leaves no request: the last comes after {last_s:,.0f} s")
-    return Case(structs.replace(scenario, counted_from_s=counted_s), wanted, decides, spare), now
+    return Case(structs.replace(scenario, counted_from_s=counted_s), wanted, decides, spare), now, decider
+
+
+def _decider(policy: str, recorded: Any, split: bool) -> tuple[str, Any]:
+    """The name of the policy that decides in simulations, and what `Case` takes for it: the named one, else the
+    recorded one (`None` = none), else the default. With `split`, `prefill-decode` instead of one that splits nothing.
+
+    Raises `ValueError` if the named policy is unknown or never splits requests, `ConfigError`, `PluginError` or
+    `OSError`.
+    """
+    from fairlead.config.builtins import SPLITTING
+    from fairlead.lab.simulator.plan import scheduling_of
+    from fairlead.lab.simulator.run import policy_text
+
+    name = policy or ("default" if recorded is None else "as recorded")
+    decides = policy_text(name) if recorded is None or policy else recorded
+    if not split or scheduling_of(decides)[0].policy.may_split:
+        return name, decides
+    if policy:
+        raise ValueError(f"--split has no effect with {policy}, which never splits a request; {SPLITTING} does")
+    return SPLITTING, policy_text(SPLITTING)
 
 
 def _plan(

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self, cast
 from msgspec import Struct, field
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from fairlead.config.builtins import DEFAULT_POLICY, Kind
+from fairlead.config.builtins import BUILTINS, DEFAULT_POLICY, SPLITTING, Kind
 from fairlead.config.endpoint_list import Listed
 from fairlead.config.problems import Problem
 from fairlead.config.registry import RegisteredPlugin
@@ -988,6 +988,11 @@ class PolicySpec(Struct, frozen=True, kw_only=True):
     def plugins(self) -> tuple[PluginSpec, ...]:
         """All plugins of the policy."""
         return (*self.filters, *self.scorers, *(spec for spec in (self.picker, self.plugin) if spec is not None))
+
+    @property
+    def may_split(self) -> bool:
+        """Whether it may let one endpoint compute the prompt for another. Policies that are not built in may."""
+        return self.plugin is not None and (self.plugin.type == SPLITTING or self.plugin.type not in BUILTINS["policy"])
 
 
 class BandSpec(Struct, frozen=True, kw_only=True):

@@ -24,6 +24,7 @@ def test_the_answer_stands_below_the_table_and_in_files(tmp_path: Path) -> None:
     split = call("plan", "-w", "shared-prefix-10", "--split", *QUICK, "--out", out, "--json")
     figures = json.loads(split.stdout)
     assert 0 < figures["prefill"] < figures["replicas"]
+    assert figures["policy"] == "prefill-decode", "the default would leave servers that only prefill idle"
 
 
 @pytest.mark.simulation
@@ -50,6 +51,7 @@ def test_no_size_is_told_apart_from_an_error(tmp_path: Path) -> None:
         (("-w", "agents", "--slo", "p95=2s"), "'p95=2s' is not an objective"),
         (("-w", "agents", "--traffic", "twice"), "--traffic twice: expected e.g. 2x"),
         (("-w", "agents", "--policy", "no-such"), "neither a policy nor a file"),
+        (("-w", "agents", "--split", "-p", "default"), "--split has no effect with default, which never splits"),
         (("--live", "."), "holds no journal"),
     ],
 )

@@ -21,6 +21,8 @@ from typing import Any
 from msgspec import Struct, structs
 
 from fairlead.compat.recorded import restore
+from fairlead.config.registry import Registry
+from fairlead.config.schema import Config
 from fairlead.lab.simulator.grid import deaf_children, workers
 from fairlead.lab.simulator.objective import FAILED, TPOT, TTFT, Objective, decided_after_s, goodput, hopeless
 from fairlead.lab.simulator.plan_bounds import first_guess, prefill_share
@@ -121,6 +123,12 @@ def sized(case: Case, trial: Trial) -> Scenario:
     return unknowing(parted(made, trial.prefill) if trial.prefill else made, trial.seed)
 
 
+def scheduling_of(policy: Any) -> tuple[Config, Registry | None]:
+    """The configuration of a `Case.policy`, and the plugins that it may name in addition to the installed ones. Raises
+    `ConfigError` or `PluginError`."""
+    return config_from(policy) if isinstance(policy, str) else (restore(policy), None)
+
+
 def attempt(case: Case, trial: Trial) -> Tried:
     """Simulate a trial. Raises `ConfigError` or `PluginError` if the policy cannot be built."""
     begun = process_time()
@@ -131,7 +139,7 @@ def attempt(case: Case, trial: Trial) -> Tried:
         last_s = scenario.workload.duration_s / speedup
         drain_s = min(max(decided_after_s(case.wanted, arrivals) - last_s, 1.0), world.drain_s)
         scenario.world = structs.replace(world, drain_s=drain_s)
-    config, registry = config_from(case.policy) if isinstance(case.policy, str) else (restore(case.policy), None)
+    config, registry = scheduling_of(case.policy)
     simulation = Simulation(scenario, config, trial.seed, registry=registry)
     counted = [job for job in simulation.jobs if job.record.arrival_us >= scenario.counted_from_s * 1e6]
     pause_s = max(scenario.workload.duration_s / speedup / _LOOKS, 0.5)

@@ -181,6 +181,9 @@ def test_plan_from_a_journal(recorded: Any, tmp_path: Path) -> None:
     now = json.loads(done.stdout)
     assert now["now"] == 4
     assert {(row["replicas"], row["dead"]) for row in now["rows"]} >= {(4, 0), (4, 1)}
+    assert now["policy"] == "as recorded"
+    split = json.loads(call("plan", "--live", recorded.path, "--split", *out).stdout)
+    assert split["policy"] == "prefill-decode", "the recorded policy splits nothing"
     slower = json.loads(call("plan", "--live", recorded.path, "--engine", "llama-70b-h100-tp4", *out).stdout)
     more = json.loads(call("plan", "--live", recorded.path, "--traffic", "3x", *out).stdout)
     assert max(slower["replicas"], more["replicas"]) > now["replicas"]
