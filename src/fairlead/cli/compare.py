@@ -116,11 +116,13 @@ def _figures(
 
 
 def _simulated(run: "Run", policy: str, load: float, servers: int, preset: str, head: int) -> dict[str, float]:
-    """Simulate the journal's traffic under `policy`, and return the figures. `servers`: 0 = as many as recorded."""
+    """Simulate the journal's traffic under `policy`, and return the figures. `servers`: 0 = as many as recorded
+    at most."""
     from fairlead.compat.recorded import restore
     from fairlead.lab.engine.presets import DEFAULT_PRESET
     from fairlead.lab.engine.presets import preset as find_preset
     from fairlead.lab.simulator.capture import capture
+    from fairlead.lab.simulator.pool import like, mixed
     from fairlead.lab.simulator.result import of_jobs
     from fairlead.lab.simulator.run import config_from, policy_text
     from fairlead.lab.simulator.scenarios import cut
@@ -131,23 +133,15 @@ def _simulated(run: "Run", policy: str, load: float, servers: int, preset: str, 
     if policy:
         instead, registry = config_from(policy_text(policy))
         config = config.model_copy(update={"policy": instead.policy, "flow_control": instead.flow_control})
-    workload = capture(run, key=b"").workload
-    workload = cut(workload, head) if head else workload
-    count = servers or _servers(run)
+    captured = capture(run, key=b"")
+    workload = cut(captured.workload, head) if head else captured.workload
+    endpoints = mixed(captured.pool.most.values())
     kind = find_preset(preset or DEFAULT_PRESET)
-    fleet = replicas(count, kind, block_size=kind.block_size or 64)
+    fleet = like(replicas(servers or len(endpoints) or 1, kind, block_size=kind.block_size or 64), endpoints)
     scenario = Scenario(name=run.id, workload=workload, replicas=fleet, speedup=load)
     simulation = Simulation(scenario, config, registry=registry)
     simulation.run()
     return of_jobs(simulation.jobs)
-
-
-def _servers(run: "Run") -> int:
-    from fairlead.core.events import EndpointUp
-
-    names = {endpoint.id for _, head in run.segments for endpoint in head.endpoints}
-    names |= {body.endpoint.id for kind, _, body in run.items() if kind == EndpointUp.__name__}
-    return max(len(names), 1)
 
 
 #: Seconds to wait for the Dask scheduler.

@@ -17,13 +17,14 @@ from collections.abc import Iterator
 from hashlib import blake2b
 from statistics import fmean
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import asdict, replace
 
 from fairlead.core.events import RequestArrived, UsageReported
 from fairlead.core.records import DecisionRecord, OutcomeRecord
-from fairlead.core.request import Request
+from fairlead.core.request import Request, Usage
 from fairlead.lab.simulator.journal import Run, decisions
+from fairlead.lab.simulator.pool import Pool
 from fairlead.lab.workload.record import Outcome, Record, Workload, arranged
 
 #: Assumed bytes per token if no request of the model reported token counts: for prompts, English text in JSON; for
@@ -42,6 +43,8 @@ class Captured(Struct):
     #: Requests in the workload whose token counts are estimates.
     estimated_prompts: int = 0
     estimated_answers: int = 0
+    #: The endpoints that served it.
+    pool: Pool = field(default_factory=Pool)
 
 
 class _Rate(Struct):
@@ -104,10 +107,9 @@ def capture(
     """Make a workload from a run and the runs of other workers beside it. `key`: see the rules. `stretch`: a factor on
     all times, for servers that ran faster than real ones. `refused`: also keep refused requests. `model`: only requests
     that were sent for this model; empty = all. Raises `OSError`."""
-    outcomes = [
-        pair for each in (run, *run.beside) for pair in _outcomes(each) if model in ("", pair[0].request.target_model)
-    ]
     made = Captured(Workload(name=name, records=[]))
+    pairs = (pair for each in (*run.beside, run) for pair in _outcomes(each, made.pool))
+    outcomes = [pair for pair in pairs if model in ("", pair[0].request.target_model)]
     begin = min((pair[0].request.arrived for pair in outcomes), default=0.0)
     recorder = _Recorder(made, _rates(outcomes), _Names(key), block_size, stretch, begin)
     records: list[Record] = []
@@ -123,16 +125,23 @@ def capture(
     return made
 
 
-def _outcomes(run: Run) -> Iterator[tuple[DecisionRecord, OutcomeRecord | None]]:
+def _outcomes(run: Run, pool: Pool) -> Iterator[tuple[DecisionRecord, OutcomeRecord | None]]:
     """The decisions with their outcomes, including token counts that were reported late. Decisions whose request is not
-    in the journal are left out."""
-    reported = {body.request_id: body.usage for kind, _, body in run.items() if kind == UsageReported.__name__}
-    chains = {body.request.id: body.request for kind, _, body in run.items() if kind == RequestArrived.__name__}
+    in the journal are left out. `pool` takes the endpoints."""
+    reported: dict[int, Usage] = {}
+    arrived: set[int] = set()
+    pool.begin(run.head)
+    for kind, _, body in run.items():
+        pool.take(kind, body)
+        if kind == UsageReported.__name__:
+            reported[body.request_id] = body.usage
+        elif kind == RequestArrived.__name__:
+            arrived.add(body.request.id)
     for entry in decisions(run):
         outcome, usage = entry.outcome, reported.get(entry.decision.request.id)
         if outcome is not None and usage is not None and outcome.prompt_tokens < 0:
             outcome = replace(outcome, **asdict(usage))
-        if entry.decision.request.id in chains:
+        if entry.decision.request.id in arrived:
             yield entry.decision, outcome
 
 

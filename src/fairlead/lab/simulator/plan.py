@@ -23,6 +23,7 @@ from msgspec import Struct, structs
 from fairlead.compat.recorded import restore
 from fairlead.config.registry import Registry
 from fairlead.config.schema import Config
+from fairlead.core.endpoint import PREFILL_ONLY, ROLE_LABEL
 from fairlead.lab.simulator.grid import deaf_children, workers
 from fairlead.lab.simulator.objective import FAILED, TPOT, TTFT, Objective, decided_after_s, goodput, hopeless
 from fairlead.lab.simulator.plan_bounds import first_guess, prefill_share
@@ -315,7 +316,7 @@ class _Trials:
         ]
         return Row(
             trials[0].replicas,
-            trials[0].prefill,
+            sum(server.labels.get(ROLE_LABEL) in PREFILL_ONLY for server in sized(self._case, trials[0]).replicas),
             fmean(run.goodput for run in tried),
             {o.name: median(run.measured[o.name] for run in tried) for o in self._case.wanted},
             sum(held.values()),

@@ -14,13 +14,14 @@ from msgspec import Struct, structs
 
 from fairlead.compat.recorded import restore
 from fairlead.core.cost import PRIOR
-from fairlead.core.events import EndpointDown, EndpointUp
+from fairlead.core.endpoint import PREFILL_ONLY, ROLE_LABEL, Endpoint
 from fairlead.core.records import Snapshot
 from fairlead.core.snapshot import column
 from fairlead.lab.engine.presets import Preset
 from fairlead.lab.engine.spec import LatencyModel
 from fairlead.lab.simulator.capture import capture
 from fairlead.lab.simulator.journal import JournalError, Run
+from fairlead.lab.simulator.pool import like, mixed
 from fairlead.lab.simulator.simulation import Simulation
 from fairlead.lab.simulator.world import MAX_MODEL_LEN, Replica, Scenario, replicas
 from fairlead.lab.workload.record import Record, Workload
@@ -41,19 +42,25 @@ _ALIKE = 0.1
 
 
 class Recorded(Struct, frozen=True):
-    """`scheduling`: see `compat.recorded`. `preset`: the learned preset; `None` if nothing was learned. `speeds`: one
-    per replica."""
+    """`scheduling`: see `compat.recorded`. `endpoints`: `mixed`. `preset`: the learned preset; `None` if nothing was
+    learned. `speeds`: by the endpoint's id."""
 
     workload: Workload
     scheduling: Any
-    replicas: int
+    endpoints: list[Endpoint]
     preset: Preset | None
-    speeds: tuple[float, ...]
+    speeds: dict[str, float]
+
+    @property
+    def replicas(self) -> int:
+        return max(len(self.endpoints), 1)
 
     def fleet(self, preset: Preset) -> tuple[Replica, ...]:
-        """The replicas with this preset. With the learned one they keep their speeds; otherwise all are equal."""
-        size, speeds = preset.block_size or self.workload.block_size or _BLOCK, self.speeds
-        return replicas(self.replicas, preset, block_size=size, speeds=speeds if preset.name == LEARNED else ())
+        """The replicas with this preset and their labels. With the learned preset they keep their speeds; otherwise all
+        are equal."""
+        size = preset.block_size or self.workload.block_size or _BLOCK
+        speeds = [self.speeds.get(endpoint.id, 1.0) for endpoint in self.endpoints] if preset.name == LEARNED else ()
+        return like(replicas(self.replicas, preset, block_size=size, speeds=speeds), self.endpoints)
 
 
 class Fit(Struct, frozen=True):
@@ -67,22 +74,18 @@ class Fit(Struct, frozen=True):
 def recorded(run: Run, last_s: float, head: int = 0) -> Recorded:
     """The last `last_s` seconds of a run, and of these only the first `head` requests (0 = all). Raises `JournalError`
     if there were no requests then, or `OSError`."""
-    there = {endpoint.id for endpoint in run.head.endpoints}
     scheduling, snapshot = run.head.scheduling, None
     for kind, _, body in run.items():
-        if kind == EndpointUp.__name__:
-            there.add(body.endpoint.id)
-        elif kind == EndpointDown.__name__:
-            there.discard(body.endpoint_id)
-        elif kind == POLICY:
+        if kind == POLICY:
             scheduling = body.document
         elif kind == DETAIL and body.trace.snapshot is not None:
             snapshot = body.trace.snapshot
-    workload = _newest(capture(run, key=b"").workload, last_s, head)
+    captured = capture(run, key=b"")
+    workload = _newest(captured.workload, last_s, head)
     if not workload.records:
         raise JournalError(f"run {run.id} has no request that could be repeated; let it serve some first")
-    preset, speeds = _learned(snapshot) if snapshot is not None else (None, ())
-    return Recorded(workload, scheduling, max(len(there), 1), preset, speeds)
+    preset, speeds = _learned(snapshot) if snapshot is not None else (None, {})
+    return Recorded(workload, scheduling, mixed(captured.pool.last.values()), preset, speeds)
 
 
 def fit(record: Recorded, preset: Preset) -> Fit | None:
@@ -142,13 +145,18 @@ def _newest(workload: Workload, last_s: float, head: int) -> Workload:
     return Workload(name=workload.name, records=records[: head or None], dispatch=workload.dispatch)
 
 
-def _learned(snapshot: Snapshot) -> tuple[Preset, tuple[float, ...]]:
-    """The prior scaled by the median learned factors, and the speed of each endpoint relative to the median."""
-    slots = [slot for slot, endpoint in enumerate(snapshot.endpoints) if endpoint is not None]
+def _learned(snapshot: Snapshot) -> tuple[Preset, dict[str, float]]:
+    """The prior scaled by the median learned factors, and the speed of each endpoint relative to the median. Endpoints
+    that only prefill learn nothing about steps, and those beside them little about prompts: each part is that of its
+    own endpoints."""
+    there = {slot: endpoint for slot, endpoint in enumerate(snapshot.endpoints) if endpoint is not None}
+    prefills = [endpoint.labels.get(ROLE_LABEL) in PREFILL_ONLY for endpoint in there.values()]
+    slots, every = list(there), range(len(there))
     kappa, token_kappa, prefill, step, load = (np.asarray(values)[slots].tolist() for values in snapshot.learned)
-    new = median(a * b for a, b in zip(prefill, kappa, strict=True))
-    fixed = median(a * b for a, b in zip(step, token_kappa, strict=True))
-    more = median(a * b for a, b in zip(load, token_kappa, strict=True))
+    computing, decoding = ([i for i in every if prefills[i] is part] or every for part in (True, False))
+    new = median(prefill[i] * kappa[i] for i in computing)
+    fixed = median(step[i] * token_kappa[i] for i in decoding)
+    more = median(load[i] * token_kappa[i] for i in decoding)
     capacities = [float(value) for value in column(snapshot, "capacity_tokens")[slots] if value > 0]
     sequences = [int(value) for value in column(snapshot, "max_seqs")[slots] if value > 0]
     capacity = int(median(capacities)) // _BLOCK * _BLOCK if capacities else Preset(latency=LatencyModel(1.0)).kv_tokens
@@ -165,6 +173,7 @@ def _learned(snapshot: Snapshot) -> tuple[Preset, tuple[float, ...]]:
         async_scheduling=True,
     )  # fmt: skip
     level = [fmean((log(a), log(b))) for a, b in zip(prefill, step, strict=True)]
-    middle = median(level)
-    speeds = tuple(exp(middle - own) if abs(own - middle) > _ALIKE else 1.0 for own in level)
-    return preset, speeds
+    middle = [median(level[i] for i in part) for part in (decoding, computing)]
+    faster = [middle[prefills[i]] - level[i] for i in every]
+    speeds = (exp(by) if abs(by) > _ALIKE else 1.0 for by in faster)
+    return preset, {endpoint.id: speed for endpoint, speed in zip(there.values(), speeds, strict=True)}

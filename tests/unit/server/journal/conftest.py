@@ -1,6 +1,6 @@
 """Journals of simulated runs: the recorder's and the writer's own code, in virtual time and without the thread."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,7 +14,7 @@ from fairlead.compat.recorded import record
 from fairlead.core.reports import SharedFleet
 from fairlead.lab.simulator.scenarios import headline
 from fairlead.lab.simulator.simulation import Simulation
-from fairlead.lab.simulator.world import replicas
+from fairlead.lab.simulator.world import Replica, replicas
 from fairlead.server.journal.recorder import Recorder
 from fairlead.server.journal.records import Segment
 from fairlead.server.journal.writer import Directory, Writer
@@ -56,10 +56,11 @@ def record_run() -> Callable[..., Recorded]:
         fields: Mapping[str, Any] = {},
         shared: bool = False,
         run: str = "0000cafe",
+        servers: Sequence[Replica] = replicas(4, block_size=80),
         **sizes: Any,
     ) -> Recorded:
         config = load(policy, need_endpoints=False)
-        scenario = headline(rate, seconds, seed=3, servers=replicas(4, block_size=80))
+        scenario = headline(rate, seconds, seed=3, servers=servers)
         scenario.workload.records = [
             msgspec.structs.replace(r, model=model, **fields) for r in scenario.workload.records
         ]

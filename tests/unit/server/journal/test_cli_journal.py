@@ -15,6 +15,8 @@ from fairlead.core.records import DecisionRecord
 from fairlead.lab.simulator import plan_live
 from fairlead.lab.simulator.journal import one_run
 from fairlead.lab.simulator.plan_live import fit
+from fairlead.lab.simulator.scenarios import headline, parted
+from fairlead.lab.simulator.world import replicas
 from fairlead.server.observe.decisions import explained
 
 
@@ -163,6 +165,24 @@ def test_the_gate(recorded: Any) -> None:
     )
     assert same.exit_code == 0, same.output
     assert call("sim", "compare", "--against", recorded.path, "--fail-if", "nonsense").exit_code == 2
+
+
+@pytest.mark.simulation
+def test_the_roles_of_the_pool_are_simulated(record_run: Callable[..., Any], tmp_path: Path) -> None:
+    """Every request was a pair of one of two endpoints that prefill and one of two that decode."""
+    servers = parted(headline(servers=replicas(4, block_size=80)), 2).replicas
+    always = "policy: {type: prefill-decode, parameters: {always: true}}"
+    path = record_run(tmp_path / "journal", always, servers=servers, seconds=5.0).path
+    gate = call("sim", "compare", "--against", path, "--policy", "default", "--fail-if", "ttft_p50 > -5%")
+    assert gate.exit_code == 0, gate.output
+    there = plan_live.recorded(one_run(path), 1e9)
+    assert there.preset is not None
+    fitted = fit(there, there.preset)
+    assert fitted is not None
+    assert fitted.simulated == pytest.approx(fitted.recorded, rel=0.15)
+    out = ("--out", tmp_path / "plan", "--seeds", 1, "--slo", "ttft_p90=4s,tpot_p90=50ms", "--json")
+    rows = json.loads(call("plan", "--live", path, *out).stdout)["rows"]
+    assert {row["replicas"]: row["prefill"] for row in rows}[4] == 2
 
 
 @pytest.mark.simulation
