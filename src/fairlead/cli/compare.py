@@ -122,7 +122,7 @@ def _simulated(run: "Run", policy: str, load: float, servers: int, preset: str, 
     from fairlead.lab.engine.presets import DEFAULT_PRESET
     from fairlead.lab.engine.presets import preset as find_preset
     from fairlead.lab.simulator.capture import capture
-    from fairlead.lab.simulator.pool import like, mixed
+    from fairlead.lab.simulator.pool import mixed
     from fairlead.lab.simulator.result import of_jobs
     from fairlead.lab.simulator.run import config_from, policy_text
     from fairlead.lab.simulator.scenarios import cut
@@ -137,7 +137,8 @@ def _simulated(run: "Run", policy: str, load: float, servers: int, preset: str, 
     workload = cut(captured.workload, head) if head else captured.workload
     endpoints = mixed(captured.pool.most.values())
     kind = find_preset(preset or DEFAULT_PRESET)
-    fleet = like(replicas(servers or len(endpoints) or 1, kind, block_size=kind.block_size or 64), endpoints)
+    alike = replicas(servers or len(endpoints) or 1, kind, block_size=kind.block_size or 64)
+    fleet = captured.pool.like(alike, endpoints)
     scenario = Scenario(name=run.id, workload=workload, replicas=fleet, speedup=load)
     simulation = Simulation(scenario, config, registry=registry)
     simulation.run()

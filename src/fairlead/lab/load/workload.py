@@ -243,7 +243,7 @@ class Replay:
 
     def _body(self, record: Record) -> bytes:
         fields: dict[str, Any] = {
-            "model": self._model or record.lora or record.model or self._fallback,
+            "model": self._model or (record.model if record.target else record.lora or record.model) or self._fallback,
             "messages": [{"role": "user", "content": record.text or self._prompt(record).decode("ascii")}],
             "max_tokens": self._output_tokens or record.out_tokens,
         }

@@ -21,14 +21,11 @@ from fairlead.lab.simulator.scenarios import (
     cut,
     parted,
 )
-from fairlead.lab.simulator.world import Replica, Scenario, replicas
+from fairlead.lab.simulator.world import ADAPTER_SLOTS, Replica, Scenario, replicas
 from fairlead.lab.workload.formats import FORMATS, guess
 from fairlead.lab.workload.generate import KINDS, PACED, Pace, generate
 from fairlead.lab.workload.record import Workload, dispatch_of, from_first
 from fairlead.server.files import write_output
-
-#: Adapters that may be in one batch of a server, for a workload that uses adapters.
-_ADAPTER_SLOTS = 8
 
 
 def read_workload(path: Path, format: str = "") -> Workload:
@@ -185,6 +182,6 @@ def _base(spec: ScenarioSpec) -> Scenario:
     else:
         there = suggestion(spec.source, dict.fromkeys((*listed(), *KINDS)))
         raise ValueError(f"{spec.source!r} is neither a scenario nor a file; {there}")
-    slots = _ADAPTER_SLOTS if any(record.lora for record in workload.records) else 0
+    slots = ADAPTER_SLOTS if any(record.lora for record in workload.records) else 0
     servers = replicas(8, block_size=workload.block_size or 64, max_loras=slots)
     return Scenario(name=spec.name, workload=workload, replicas=servers)

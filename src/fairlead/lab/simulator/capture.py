@@ -3,8 +3,8 @@
 Rules
 * Block ids are keyed hashes (BLAKE2b) of the journal's hashes of prompt beginnings. If the key is thrown away, they
   show which prompts share a beginning and nothing else. Captures with the same key give equal blocks equal ids.
-  The same applies to sessions and tenants. Endpoints become e0, e1, … . Model names stay, because they decide which
-  endpoints can serve.
+  The same applies to sessions and tenants. Endpoints become e0, e1, … . Names of models and adapters stay, because they
+  decide which endpoints can serve.
 * The journal records prompt beginnings in growing steps of bytes (1/32 of the depth). A block of tokens counts as
   shared up to the next step after it: never more than was shared, and at most 1/32 less.
 * Prompt tokens are the reported ones. Without a report, they are estimated from the bytes by the rate of the reported
@@ -192,6 +192,7 @@ class _Recorder(Struct):
             session=names.text("s", request.session),
             model=request.model,
             target=request.target,
+            lora=request.target_model if request.target_model in self.made.pool.adapters else "",
             tenant=names.text("t", request.fairness_id),
             priority=request.priority,
             slo_ttft_ms=request.slo_ttft_ms * stretch,

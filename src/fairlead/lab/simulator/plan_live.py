@@ -21,7 +21,7 @@ from fairlead.lab.engine.presets import Preset
 from fairlead.lab.engine.spec import LatencyModel
 from fairlead.lab.simulator.capture import capture
 from fairlead.lab.simulator.journal import JournalError, Run
-from fairlead.lab.simulator.pool import like, mixed
+from fairlead.lab.simulator.pool import Pool, mixed
 from fairlead.lab.simulator.simulation import Simulation
 from fairlead.lab.simulator.world import MAX_MODEL_LEN, Replica, Scenario, replicas
 from fairlead.lab.workload.record import Record, Workload
@@ -42,11 +42,12 @@ _ALIKE = 0.1
 
 
 class Recorded(Struct, frozen=True):
-    """`scheduling`: see `compat.recorded`. `endpoints`: `mixed`. `preset`: the learned preset; `None` if nothing was
-    learned. `speeds`: by the endpoint's id."""
+    """`scheduling`: see `compat.recorded`. `endpoints`: those at the end, `mixed`. `preset`: the learned preset; `None`
+    if nothing was learned. `speeds`: by the endpoint's id."""
 
     workload: Workload
     scheduling: Any
+    pool: Pool
     endpoints: list[Endpoint]
     preset: Preset | None
     speeds: dict[str, float]
@@ -56,11 +57,11 @@ class Recorded(Struct, frozen=True):
         return max(len(self.endpoints), 1)
 
     def fleet(self, preset: Preset) -> tuple[Replica, ...]:
-        """The replicas with this preset and their labels. With the learned preset they keep their speeds; otherwise all
+        """The replicas with this preset, see `Pool.like`. With the learned one they keep their speeds; otherwise all
         are equal."""
         size = preset.block_size or self.workload.block_size or _BLOCK
         speeds = [self.speeds.get(endpoint.id, 1.0) for endpoint in self.endpoints] if preset.name == LEARNED else ()
-        return like(replicas(self.replicas, preset, block_size=size, speeds=speeds), self.endpoints)
+        return self.pool.like(replicas(self.replicas, preset, block_size=size, speeds=speeds), self.endpoints)
 
 
 class Fit(Struct, frozen=True):
@@ -85,7 +86,7 @@ def recorded(run: Run, last_s: float, head: int = 0) -> Recorded:
     if not workload.records:
         raise JournalError(f"run {run.id} has no request that could be repeated; let it serve some first")
     preset, speeds = _learned(snapshot) if snapshot is not None else (None, {})
-    return Recorded(workload, scheduling, mixed(captured.pool.last.values()), preset, speeds)
+    return Recorded(workload, scheduling, captured.pool, mixed(captured.pool.last.values()), preset, speeds)
 
 
 def fit(record: Recorded, preset: Preset) -> Fit | None:

@@ -65,6 +65,8 @@ class Kernel:
 #: Limit of a prompt and its answer for built-in presets, in tokens: the longest prompt of the Mooncake traces (126,195
 #: tokens) and its answer fit.
 MAX_MODEL_LEN = 200_000
+#: Adapters that may be in one batch of a server, for a workload with adapters, if it is not known.
+ADAPTER_SLOTS = 8
 #: Seconds from a run's start to the start of its workload. By then, the scheduler has scraped every server, like a live
 #: scheduler that is ready.
 WARM_UP = 1.0

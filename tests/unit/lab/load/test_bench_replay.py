@@ -78,6 +78,8 @@ def test_fields_of_a_record_and_what_replaces_them() -> None:
     assert (changed["model"], changed["max_tokens"], changed["ignore_eos"]) == ("x", 3, True)
     (fallback,) = bodies(record("a"), fallback_model="served")
     assert fallback["model"] == "served"
+    (rewritten,) = bodies(record("a", model="asked", target="sql", lora="sql"))
+    assert rewritten["model"] == "asked"
 
 
 def test_recorded_times_count_from_the_first_and_are_sped_up() -> None:

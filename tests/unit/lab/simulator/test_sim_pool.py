@@ -1,8 +1,8 @@
 """The endpoints of a recorded run, and servers like them."""
 
-from fairlead.core.endpoint import ROLE_LABEL, Endpoint
-from fairlead.core.events import EndpointDown, EndpointUp
-from fairlead.lab.simulator.pool import Pool, like, mixed
+from fairlead.core.endpoint import ADAPTERS_LABEL, ROLE_LABEL, Endpoint, Sample
+from fairlead.core.events import AdaptersListed, EndpointDown, EndpointUp, MetricsSampled
+from fairlead.lab.simulator.pool import Pool, mixed
 from fairlead.lab.simulator.world import replicas
 from fairlead.server.journal.records import Segment
 
@@ -25,9 +25,9 @@ def test_the_first_of_them_have_the_roles_of_all() -> None:
 
 
 def test_servers_get_the_labels_in_turn() -> None:
-    made = like(replicas(3, block_size=64), [endpoint("d", "decode"), endpoint("p", "prefill")])
+    made = Pool().like(replicas(3, block_size=64), [endpoint("d", "decode"), endpoint("p", "prefill")])
     assert [server.labels[ROLE_LABEL] for server in made] == ["decode", "prefill", "decode"]
-    assert like(made, []) == made
+    assert Pool().like(made, []) == made
 
 
 def test_a_rollout_does_not_make_the_pool_larger() -> None:
@@ -39,3 +39,20 @@ def test_a_rollout_does_not_make_the_pool_larger() -> None:
     pool.take("EndpointDown", EndpointDown("c"))
     assert list(pool.last) == ["d"]
     assert list(pool.most) == ["b", "c", "d"]
+
+
+def test_servers_have_the_adapter_slots_that_were_reported() -> None:
+    pool, servers = Pool(), replicas(3, block_size=64)
+    listed = (AdaptersListed("a", frozenset({"listed"})), AdaptersListed("b", None))
+    promises = Endpoint("a", "a:1", {ADAPTERS_LABEL: "promised"})
+    pool.begin(Segment(run="r", endpoints=(promises, endpoint("b"), endpoint("c")), listed=listed))
+    assert pool.adapters == {"promised", "listed"}
+    present = list(pool.last.values())
+    assert [server.engine.max_loras for server in pool.like(servers, present)] == [8, 8, 8], "nothing is reported"
+    for name, slots in (("a", 1), ("b", 3)):
+        sample = Sample(adapters=frozenset({"used"}), waiting_adapters=frozenset({"waits"}), max_adapters=slots)
+        pool.take("MetricsSampled", MetricsSampled(name, 0.0, sample))
+    pool.take("MetricsSampled", MetricsSampled("c", 0.0, Sample()))
+    pool.take("AdaptersListed", AdaptersListed("c", frozenset({"loaded"})))
+    assert pool.adapters == {"promised", "listed", "used", "waits", "loaded"}
+    assert [server.engine.max_loras for server in pool.like(servers, present)] == [1, 3, 3]

@@ -165,3 +165,16 @@ def test_what_was_decided_of_the_model_is_kept(sample: float, record_run: Callab
     assert all(structs.replace(found[r.id], prefix=r.prefix) == r for r in requests)
     again = FORMATS["native"].read("w", FORMATS["native"].write(capture(one_run(tmp_path), key=b"k").workload), "w")
     assert [r.target for r in again.records] == [r.target for r in records]
+
+
+def test_adapters_are_told_from_models(record_run: Callable[..., Any], tmp_path: Path) -> None:
+    servers = replicas(4, block_size=80, max_loras=1)
+    path = record_run(tmp_path / "adapters", seconds=2.0, servers=servers, fields={"lora": "sql"}).path
+    made = capture(one_run(path), key=b"k")
+    assert {(record.model, record.lora) for record in made.workload.records} == {("sql", "sql")}
+    alike = made.pool.like(replicas(4, block_size=80), list(made.pool.last.values()))
+    assert [server.engine.max_loras for server in alike] == [1, 1, 1, 1]
+    plain = record_run(tmp_path / "models", seconds=2.0, model="base").path
+    assert {(record.model, record.lora) for record in capture(one_run(plain), key=b"k").workload.records} == {
+        ("base", "")
+    }
