@@ -1446,7 +1446,7 @@ type Pick struct {
 	Reason string `protobuf:"bytes,5,opt,name=reason,proto3" json:"reason,omitempty"`
 	// Other endpoints, the best first: used if `endpoint` has left in the meantime, or cannot be connected to.
 	Alternatives []*Alternative `protobuf:"bytes,6,rep,name=alternatives,proto3" json:"alternatives,omitempty"`
-	// Id of the endpoint that computes the prompt; empty = the same endpoint.
+	// Id of the endpoint that computes the prompt, which need not be a candidate; empty = the same endpoint.
 	Prefill string `protobuf:"bytes,7,opt,name=prefill,proto3" json:"prefill,omitempty"`
 }
 

@@ -16,7 +16,7 @@ from fairlead import __version__
 from fairlead.compat.load import load
 from fairlead.config.plugins import build_policy, make
 from fairlead.config.registry import Registry, declared
-from fairlead.core.endpoint import Endpoint
+from fairlead.core.endpoint import PREFILL_ONLY, ROLE_LABEL, Endpoint
 from fairlead.core.errors import PLUGIN_FAILURES, ConfigError, ProtocolError
 from fairlead.core.events import Outcome, RemotePick
 from fairlead.core.mirror import MirrorFleet
@@ -29,6 +29,7 @@ from fairlead.gateway.h2_server import H2Server
 from fairlead.gateway.health import HealthService
 from fairlead.gateway.stream import ServerStream
 from fairlead.gateway.tls import ServerTls
+from fairlead.plugins.policies.prefill_decode import PrefillDecode
 from fairlead.server.remote.messages import (
     COLUMNS,
     MAX_ALTERNATIVES,
@@ -177,11 +178,11 @@ class Session:
         fleet = self._fleet
         request = asked.request
         if asked.candidates is not None:
-            here = fleet.slots_of(asked.candidates.tolist())
-            allowed = (fleet.table.endpoints[slot] for slot in here.tolist())
-            request = replace(
-                request, subset=frozenset(endpoint.address for endpoint in allowed if endpoint is not None)
-            )
+            table, allowed = fleet.table, fleet.slots_of(asked.candidates.tolist()).tolist()
+            if isinstance(self._policy, PrefillDecode):  # candidates write the answer; who only prefills is none
+                allowed += np.flatnonzero(table.mask(("only prefills",), _only_prefills)).tolist()
+            endpoints = (table.endpoints[slot] for slot in allowed)
+            request = replace(request, subset=frozenset(each.address for each in endpoints if each is not None))
         if len(asked.hit_slots):
             column = np.zeros(len(fleet.table))
             column[fleet.slots_of(asked.hit_slots.tolist())] = asked.hit_shares
@@ -200,16 +201,23 @@ class Session:
             if pick.reason == PASSED:
                 return RemotePick(request.id, Outcome.PASSED)
             return RemotePick(request.id, Outcome.REFUSED, reason=pick.message or pick.reason)
-        hits = fleet.match(request)
-        share = 0.0 if hits is None else float(hits[pick.slot])
-        _, *behind = in_order(pick, runner_up(pick, fleet.table), fleet.table, self._alternatives + 1)
-        fleet.take(request, pick.slot, share, expected_output, self._batch)
         prefiller = fleet.table.endpoints[pick.prefill_slot] if pick.prefill_slot >= 0 else None
+        _, *behind = in_order(pick, runner_up(pick, fleet.table), fleet.table, self._alternatives + 1)
+        hits, computing = fleet.match(request), pick.prefill_slot if prefiller else pick.slot
+        share = 0.0 if hits is None else float(hits[computing])
+        if computing != pick.slot:  # which receives the whole prompt
+            fleet.take(request, computing, share, 0.0, self._batch)
+            share = 1.0
+        fleet.take(request, pick.slot, share, expected_output, self._batch)
         alternatives = tuple((fleet.table.ids[slot], 0.0) for slot in behind)
         prefill = prefiller.id if prefiller else ""
         return RemotePick(
             request.id, Outcome.PICKED, fleet.table.ids[pick.slot], alternatives=alternatives, prefill=prefill
         )
+
+
+def _only_prefills(_: int, endpoint: Endpoint) -> bool:
+    return endpoint.labels.get(ROLE_LABEL) in PREFILL_ONLY
 
 
 # From `my.module:Name`, a configuration file or the name of a built-in policy to a function that makes policies.

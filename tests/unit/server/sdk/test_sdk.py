@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from fairlead.core.endpoint import ROLE_LABEL
 from fairlead.core.errors import ConfigError
 from fairlead.core.events import Outcome
 from fairlead.core.policy import Context, Refused
@@ -49,6 +50,13 @@ class Shortest(Ranked):
     type = "default"
     def cost(self, request, fleet, cycle):
         return fleet.table.waiting
+
+class Pair:
+    name = "pair"
+    def choose(self, request, fleet, context):
+        table = fleet.table
+        slot = min((2, 3), key=lambda slot: table.kv_tokens[slot])
+        return Picked(slot, prefill_slot=min((0, 1), key=lambda slot: table.queued_tokens[slot]))
 
 class Needs:
     def __init__(self, something): ...
@@ -219,6 +227,41 @@ def test_a_class_that_takes_filters_gets_those_of_a_configuration(module: str, a
     one.on_message(encode_ask(Ask(hello=Hello(), state=state, batch=Batch(number=1, requests=requests))))
     picks = decode_answer(stream.sent[-1]).picks
     assert picks is not None and [pick.endpoint for pick in picks.picks] == [f"e{allowed}"]
+
+
+def pool_of_pairs() -> Ask:
+    """The first message of a gateway with two endpoints that only prefill and two that only decode."""
+    roles = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}
+    there = [
+        EndpointState(slot=i, id=name, address=f"10.0.0.{i}:1", labels={ROLE_LABEL: role})
+        for i, (name, role) in enumerate(roles.items())
+    ]
+    return Ask(hello=Hello(), state=Dialogue().state(there))
+
+
+@pytest.mark.parametrize("allowed", [[2], [2, 3]])
+def test_pairs_prefill_where_no_answer_is_written(tmp_path: Path, allowed: list[int]) -> None:
+    """The candidates are for the answer; under flow control often only one."""
+    (always := tmp_path / "pairs.yaml").write_text("policy: {type: prefill-decode, parameters: {always: true}}")
+    one, stream, _ = session(str(always))
+    requests = [Asked(request=builders.request("x " * 4000), candidates=np.array(allowed)) for _ in range(4)]
+    one.on_message(encode_ask(pool_of_pairs()))
+    one.on_message(encode_ask(Ask(batch=Batch(number=1, requests=requests))))
+    picks = decode_answer(stream.sent[-1]).picks
+    assert picks is not None
+    assert {pick.endpoint for pick in picks.picks} == {f"d{slot - 2}" for slot in allowed}
+    assert {pick.prefill for pick in picks.picks} == {"p0", "p1"}
+
+
+def test_a_pair_is_charged_where_its_prompt_is_computed(module: str) -> None:
+    one, stream, _ = session(f"{module}:Pair")
+    one.on_message(encode_ask(pool_of_pairs()))
+    requests = [Asked(request=builders.request("x " * 4000), expected_output=100.0) for _ in range(8)]
+    one.on_message(encode_ask(Ask(batch=Batch(number=1, requests=requests))))
+    picks = decode_answer(stream.sent[-1]).picks
+    assert picks is not None
+    assert [pick.prefill for pick in picks.picks] == ["p0", "p1"] * 4
+    assert [pick.endpoint for pick in picks.picks] == ["d0", "d1"] * 4, "its answers too"
 
 
 @pytest.mark.parametrize(
