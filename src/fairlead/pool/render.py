@@ -4,7 +4,7 @@ There are two ways. They are tried in this order for each engine, and the result
 
 * `POST /v1/…/render` returns ids, and the identifiers and positions of media. A render server (`vllm launch render`)
   has it. `vllm serve` has it only with `--enable-scale-out`, and otherwise answers 403 or 404.
-* `POST /tokenize` returns only ids, so requests with media get none.
+* `POST /tokenize` returns only ids, so requests with media get none, nor do those with fields that it does not take.
 
 Rules
 * If no answer arrives in time, or it is not a list of ids, the result is a `PromptTokens` with the reason `engine`, and
@@ -27,11 +27,12 @@ import msgspec
 import numpy as np
 from msgspec import DecodeError, Raw, Struct, ValidationError
 
-from fairlead.apis.parsed import ParsedRequest
+from fairlead.apis.body import ABSENT
+from fairlead.apis.parsed import ParsedRequest, is_sent
 from fairlead.apis.request import parse_request
 from fairlead.apis.tokens import PromptTokeniser, PromptTokens
 from fairlead.apis.tokens.chats import GenerateFields
-from fairlead.apis.tokens.pieces import API, ENGINE, MEDIA, TOO_LONG, UNREAD, absent, packed
+from fairlead.apis.tokens.pieces import API, ENGINE, FIELDS, MEDIA, TOO_LONG, UNREAD, absent, packed
 from fairlead.core import apis
 from fairlead.pool.aio import read_at_most
 
@@ -60,6 +61,11 @@ _PROMPT_FIELDS = {
     ),
     apis.COMPLETIONS: ("model", "prompt", "add_special_tokens"),
 }  # fmt: skip
+#: Fields that shape the prompt too, and that `/tokenize` does not take, or not from every client.
+_NOT_TAKEN = {
+    apis.CHAT: ("documents", "reasoning_effort", "chat_template", "truncate_prompt_tokens"),
+    apis.COMPLETIONS: ("prompt_embeds", "truncate_prompt_tokens"),
+}
 
 
 class _Tokenized(Struct, gc=False):
@@ -81,7 +87,11 @@ class _NoAnswer(Exception):
 
 
 class _Refused(_NoAnswer):
-    """There is no answer because of the request, and other requests may have one."""
+    """There is no answer because of the request, and other requests may have one. `reason`: see `PromptTokens`."""
+
+    def __init__(self, detail: str, reason: str = ENGINE) -> None:
+        super().__init__(detail)
+        self.reason = reason
 
 
 class _Engine(Struct):
@@ -121,7 +131,7 @@ class RenderClient:
             async with asyncio.timeout(self._timeout_s):
                 tokens = await self._ask(engine, parsed, body, url)
         except _Refused as error:
-            return absent(ENGINE, str(error))
+            return absent(error.reason, str(error))
         except TimeoutError:
             return self._failed(engine, f"no answer within {self._timeout_s:g} s")
         except (_NoAnswer, aiohttp.ClientError, OSError, ValueError, OverflowError) as error:
@@ -233,6 +243,9 @@ def _prompt_only(api: str, body: bytes) -> bytes:
         fields = _decode_fields(body)
     except (DecodeError, ValidationError, UnicodeDecodeError, RecursionError) as error:
         raise _Refused(f"a body that cannot be taken apart: {error}") from None
+    for name in _NOT_TAKEN[api]:
+        if is_sent(fields.get(name, ABSENT)):
+            raise _Refused(f"'{name}' changes the prompt, and /tokenize does not take it", FIELDS)
     kept = {name: fields[name] for name in _PROMPT_FIELDS[api] if name in fields}
     if api == apis.COMPLETIONS and not bytes(kept.get("prompt", b"")).startswith(b'"'):
         raise _Refused("/tokenize takes one text only")

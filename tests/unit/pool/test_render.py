@@ -131,6 +131,34 @@ async def test_an_engine_that_only_tokenises(client: RenderClient, serve: Serve,
     assert len(seen) == 4, "each API is tried once"
 
 
+@pytest.mark.parametrize(
+    ("path", "name", "value"),
+    [
+        (CHAT, "documents", [{"text": "word " * 100}]),
+        (CHAT, "reasoning_effort", "low"),
+        (CHAT, "chat_template", "{{ messages }}"),
+        (CHAT, "truncate_prompt_tokens", 5),
+        (COMPLETIONS, "truncate_prompt_tokens", -1),
+        (COMPLETIONS, "prompt_embeds", "AAAA"),
+    ],
+)
+async def test_a_prompt_that_tokenize_would_make_differently_has_no_ids(
+    client: RenderClient, serve: Serve, path: str, name: str, value: Any
+) -> None:
+    seen: list[tuple[str, Any]] = []
+    answers: dict[str, tuple[int, Any]] = {"/tokenize": (200, captured("tokenize_chat.response"))}
+    url = await serve(answering(answers, seen))
+    prompt = {"prompt": "a"} if path == COMPLETIONS else {}
+    for _ in range(4):
+        found = await ask(client, url, path, **prompt, **{name: value})
+        assert (found.reason, found.ids) == ("fields", b"") and f"'{name}'" in found.detail
+    assert [where for where, _ in seen] == [f"{path}/render"], "it need not be asked"
+    assert ids(await ask(client, url, path, **prompt, **{name: None}))
+    answers[f"{path}/render"] = 200, {"token_ids": [7]}
+    other = await serve(answering(answers))
+    assert ids(await ask(client, other, path, **prompt, **{name: value})) == [7], "an engine that renders knows it"
+
+
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
 async def test_other_apis_are_rendered_or_not_asked_for_again(client: RenderClient, serve: Serve, path: str) -> None:
     seen: list[tuple[str, Any]] = []
