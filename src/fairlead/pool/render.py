@@ -1,6 +1,6 @@
 """Ask engines for the token ids of prompts, and compare them with those that Fairlead makes.
 
-There are two ways. They are tried in this order for each engine, and the result is remembered:
+There are two ways. They are tried in this order for each engine. The result is remembered for `RETRY_AFTER` seconds:
 
 * `POST /v1/…/render` returns ids, and the identifiers and positions of media. A render server (`vllm launch render`)
   has it. `vllm serve` has it only with `--enable-scale-out`, and otherwise answers 403 or 404.
@@ -38,6 +38,8 @@ from fairlead.pool.aio import read_at_most
 
 CONCURRENCY = 32
 FAILURES, PAUSE = 3, 5.0
+#: Seconds after which an engine that does not render is asked again: it may have restarted with other flags.
+RETRY_AFTER = 60.0
 #: A million ids take 8 MB.
 MAX_ANSWER = 16 << 20
 #: Statuses of requests that the engine refuses: bad ones, too long ones, and those for models that it does not have.
@@ -95,8 +97,8 @@ class _Refused(_NoAnswer):
 
 
 class _Engine(Struct):
-    #: APIs whose requests the engine refused to render.
-    unrendered: set[str] = set()
+    #: APIs whose requests the engine refused to render → when it is asked again.
+    unrendered: dict[str, float] = {}
     failures: int = 0
     rest_until: float = 0.0
 
@@ -165,11 +167,11 @@ class RenderClient:
         return absent(ENGINE, why)
 
     async def _ask(self, engine: _Engine, parsed: ParsedRequest, body: bytes, url: str) -> PromptTokens:
-        if parsed.api not in engine.unrendered:
+        if self._now() >= engine.unrendered.get(parsed.api, 0.0):
             status, answer = await self._post(url + _RENDER[parsed.api], body)
             if status not in (403, 404, 405) or (status == 404 and _is_error(answer)):
                 return _rendered(status, answer)
-            engine.unrendered.add(parsed.api)
+            engine.unrendered[parsed.api] = self._now() + RETRY_AFTER
         if parsed.api not in _PROMPT_FIELDS:
             return absent(ENGINE, f"the engine does not render '{parsed.api}', and /tokenize does not take it")
         if parsed.media:

@@ -12,7 +12,7 @@ from aiohttp import web
 from fairlead.apis.request import parse_request, unread
 from fairlead.apis.tokens import MediaItem, PromptTokens
 from fairlead.pool import render
-from fairlead.pool.render import PAUSE, RenderClient
+from fairlead.pool.render import PAUSE, RETRY_AFTER, RenderClient
 
 DATA = Path(__file__).parents[2] / "data" / "vllm-0.32-apis"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -129,6 +129,22 @@ async def test_an_engine_that_only_tokenises(client: RenderClient, serve: Serve,
     for _ in range(2):
         assert (await ask(client, url, COMPLETIONS, prompt=["a", "b"])).reason == "engine"
     assert len(seen) == 4, "each API is tried once"
+
+
+async def test_an_engine_that_restarts_with_other_flags_renders(
+    client: RenderClient, serve: Serve, clock: Clock
+) -> None:
+    seen: list[tuple[str, Any]] = []
+    answers: dict[str, tuple[int, Any]] = {"/tokenize": (200, {"tokens": [1]})}
+    url = await serve(answering(answers, seen))
+    for _ in range(3):
+        assert ids(await ask(client, url)) == [1]
+        clock.time += 0.4 * RETRY_AFTER
+    assert [where for where, _ in seen] == [f"{CHAT}/render", *["/tokenize"] * 3]
+    answers[f"{CHAT}/render"] = 200, {"token_ids": [2]}
+    assert ids(await ask(client, url)) == [2]
+    del answers[f"{CHAT}/render"]
+    assert ids(await ask(client, url)) == [1]
 
 
 @pytest.mark.parametrize(
