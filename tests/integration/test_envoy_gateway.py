@@ -339,6 +339,20 @@ async def test_a_burst_of_changes_ends_with_the_last() -> None:
         await w.until({two})
 
 
+async def test_pages_of_allowed_origins_read_refusals_too() -> None:
+    page = {"origin": "http://a.example"}
+    async with world(allowed_origins=("http://a.example",)) as w:
+        for mode, status in (("refuse", 429), ("pick", 200)):
+            w.picker.mode = mode
+            answer = await w.post(headers=page)
+            assert (answer.status, answer.headers.get("access-control-allow-origin")) == (status, page["origin"])
+        assert answer.headers["vary"] == "origin"
+    async with world(allowed_origins=("*",), fail_open=False) as w:
+        await w.picker.server.close()
+        answer = await w.post(headers=page)
+        assert (answer.status, answer.headers.get("access-control-allow-origin")) == (503, page["origin"])
+
+
 async def test_fail_closed_refuses_what_nobody_scheduled() -> None:
     async with world(fail_open=False) as w:
         assert (await w.post()).status == 200

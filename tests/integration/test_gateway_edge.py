@@ -33,10 +33,12 @@ Answer = Callable[[str, bytes], Awaitable[bytes]]
 
 
 class Upstream:
-    """Decodes paths as uvicorn does, and tells what it was asked. `pause`: seconds before it answers."""
+    """Decodes paths as uvicorn does, and tells what it was asked. `pause`: seconds before it answers. `header`: a line
+    of its answers."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.header = b""
         self.pause = 0.0
 
     async def __aenter__(self) -> "Upstream":
@@ -56,7 +58,7 @@ class Upstream:
                 self.asked.append(unquote(first.split(" ")[1].partition("?")[0]))
                 await asyncio.sleep(self.pause)
                 told = json.dumps({"size": len(body), "headers": headers}).encode()
-                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(told), told))
+                writer.write(b"HTTP/1.1 200 OK\r\n%bcontent-length: %d\r\n\r\n%b" % (self.header, len(told), told))
         writer.close()
 
 
@@ -419,6 +421,50 @@ async def test_keys_of_any_length_are_compared_by_their_sha256(tmp_path: Path) -
         got = {size: (await at.ask(more=f"x-api-key: {keys[size]}\r\n"))[9:12] for size in sizes if size < 513}
         got[513] = (await at.ask(more=f"x-api-key: {'x' * 513}\r\n"))[9:12]
     assert got == {size: b"200" if 16 <= size <= 512 else b"401" for size in sizes}
+
+
+def fields(answer: bytes) -> dict[str, str]:
+    lines = answer.partition(b"\r\n\r\n")[0].decode().split("\r\n")[1:]
+    pairs = [line.split(": ", 1) for line in lines]
+    assert len({name for name, _ in pairs}) == len(pairs), "each header comes once"
+    return {name: value for name, value in pairs if name.startswith("access-control-")}
+
+
+@pytest.mark.parametrize("origins", [("*",), ("https://b.example:8443", "http://a.example")])
+async def test_pages_of_allowed_origins_may_use_a_gateway_that_asks_for_keys(
+    origins: tuple[str, ...], tmp_path: Path
+) -> None:
+    """A browser first asks whether it may send a key, and never sends one with this question."""
+    key, kept = new_key("team-a")
+    write_keys(tmp_path / "keys", [kept], False)
+    question = "access-control-request-method: POST\r\naccess-control-request-headers: authorization,x-api-key\r\n"
+    async with edge(allowed_origins=origins, keys_file=str(tmp_path / "keys")) as at:
+        at.upstream.header = b"access-control-allow-origin: *\r\n"  # as vLLM answers
+        for origin, allowed in (("http://a.example", True), ("http://evil.example", origins == ("*",))):
+            said = {"access-control-allow-origin": origin, "access-control-expose-headers": "*"} if allowed else {}
+            page = f"origin: {origin}\r\n"
+            asked = await at.ask(method="OPTIONS", body=b"", more=page + question)
+            got = fields(asked)
+            assert asked.startswith(b"HTTP/1.1 200") and said.items() <= got.items()
+            assert ("access-control-allow-origin" in got) is allowed
+            assert (got["access-control-allow-methods"], got["access-control-allow-headers"]) == (
+                "GET, POST, DELETE",
+                "authorization, *",
+            )
+            for more, status in ((f"authorization: Bearer {key}\r\n", 200), ("", 401)):
+                answer = await at.ask(more=page + more)
+                assert (int(answer[9:12]), fields(answer)) == (status, said)
+        assert at.upstream.asked == [CHAT] * 2
+        assert fields(await at.ask(more=f"authorization: Bearer {key}\r\n")) == {}, "no page asks"
+
+
+async def test_without_allowed_origins_the_model_server_decides() -> None:
+    async with edge() as at:
+        at.upstream.header = b"access-control-allow-origin: *\r\n"
+        for method in ("OPTIONS", "POST"):
+            answer = await at.ask(method=method, more="origin: http://a\r\naccess-control-request-method: POST\r\n")
+            assert fields(answer) == {"access-control-allow-origin": "*"}
+        assert at.upstream.asked == [CHAT] * 2
 
 
 @pytest.mark.parametrize("broken", ["error('x')", "do return end"])

@@ -93,9 +93,7 @@ def read(
                 report.unknown(where, "field", name, known, (hints or {}).get(name, "") if len(steps) == 1 else "")
             elif fault["type"] == "literal_error" and isinstance(fault["input"], str):
                 report.unknown(where, "value", fault["input"], _choices(fault))
-            elif fault["type"] == "string_pattern_mismatch" and (
-                examples := _examples(_kind(model, steps[:-1]), steps)
-            ):
+            elif fault["type"] == "string_pattern_mismatch" and (examples := _examples(model, steps)):
                 report.add(where, f"expected a value like {examples}, got {describe(fault['input'])}")
             elif fault["type"] not in _EXPECTED:
                 report.add(where, _message(fault, _kind(model, steps)))
@@ -177,8 +175,10 @@ def _mismatches(faults: list[ErrorDetails], deeper: bool) -> list[str]:
     return [f"expected {' or '.join(kinds)}, got {describe(node)}"]
 
 
-def _examples(kind: Any, steps: Place) -> str:
-    """The examples of the last field of the path `steps` inside a value of type `kind`; empty = there are none."""
+def _examples(model: Any, steps: Place) -> str:
+    """The examples of the field at the path `steps`, which may lead into its list; empty = there are none."""
+    steps = steps[:-1] if isinstance(steps[-1], int) else steps
+    kind = _kind(model, steps[:-1])
     field = fields(kind).get(str(steps[-1])) if isinstance(kind, type) and issubclass(kind, BaseModel) else None
     return " or ".join(f"'{example}'" for example in (field and field.examples) or ())
 

@@ -21,6 +21,8 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Percent = Annotated[float, Field(ge=0, le=100)]
 Name = Annotated[str, Field(min_length=1)]
+#: A serialized origin (RFC 6454, 6.2), as browsers send it; `*` = all.
+Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/?#@\sA-Z]+)$")]
 KubeName = Annotated[str, Field(max_length=253)]
 #: A limit in requests.
 Count = Annotated[int, Field(ge=1)]
@@ -119,6 +121,12 @@ class Gateway(Section):
         description="Paths to accept besides those of the inference APIs, e.g. `/cohere/v2/chat`. `*` at the end "
         "stands for anything, so `/*` accepts every path. Where models are defined, bodies for such paths are still "
         "refused.",
+    )
+    allowed_origins: tuple[Origin, ...] = Field(
+        default=(),
+        examples=["*", "https://app.example"],
+        description="Origins of web pages whose scripts may use the gateway (CORS), e.g. `https://app.example`; `*` = "
+        "all. Default: the model servers decide, and `keys` or `jwt` refuse every script.",
     )
     max_heap: Bytes | None = Field(
         default=None,

@@ -247,6 +247,7 @@ def gateway_options(config: Config, http2: bool = False) -> Options:
         upload_share=gateway.upload_share,
         receive_idle=gateway.receive_idle,
         paths=gateway.paths,
+        allowed_origins=gateway.allowed_origins,
         keys_file=KEYS if gateway.keys else "",
         jwt=read_jwt(gateway.jwt) if gateway.jwt else None,
         jwt_file=JWT if gateway.jwt and gateway.jwt.jwks_file else "",

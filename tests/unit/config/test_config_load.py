@@ -424,6 +424,9 @@ def test_a_flood_of_problems_is_counted_not_listed() -> None:
         ("journal: {header: decision}", "'x-fairlead-decision'"),
         ("tracing: {endpoint: 'x:1'}", "'http://localhost:4318/v1/traces'"),
         ("gateway: {jwt: {issuer: a, jwksUri: 'http://x/'}}", "'https://HOST/PATH' or 'http://localhost:PORT/PATH'"),
+        ("gateway: {allowedOrigins: ['*', 'https://a.example/']}", "'*' or 'https://app.example'"),
+        ("gateway: {allowedOrigins: [a.example]}", "'*' or 'https://app.example'"),
+        ("gateway: {allowedOrigins: ['https://A.example']}", "'*' or 'https://app.example'"),
     ],
 )
 def test_a_value_of_the_wrong_form_is_answered_with_examples(text: str, example: str) -> None:

@@ -31,7 +31,7 @@ from fairlead.gateway.envoy.authentication import authentication
 from fairlead.gateway.envoy.clusters import EXT_PROC, OTHER_HOSTS, UPLOADS, als, clusters, seconds
 from fairlead.gateway.envoy.options import Options
 from fairlead.gateway.envoy.process import STAT_PREFIX
-from fairlead.gateway.envoy.routes import CHUNKED, LARGE, RECEIVED, local_replies, route_config
+from fairlead.gateway.envoy.routes import CHUNKED, CORS, LARGE, RECEIVED, local_replies, route_config
 from fairlead.gateway.envoy.uploads import bound
 from fairlead.gateway.ext_proc import LB_NAMESPACE
 
@@ -126,6 +126,7 @@ _FORWARDED = sorted({*READ_HEADERS, GATEWAY_ID, GRPC_STATUS, ":status"})
 _EXT_PROC = "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExternalProcessor"
 _BUFFER = "type.googleapis.com/envoy.extensions.filters.http.buffer.v3.Buffer"
 _FILTER_STATE = "type.googleapis.com/envoy.extensions.filters.http.set_filter_state.v3.Config"
+_CORS = "type.googleapis.com/envoy.extensions.filters.http.cors.v3.Cors"
 _ROUTER = "type.googleapis.com/envoy.extensions.filters.http.router.v3.Router"
 
 #: Response mode -> (headers, body).
@@ -175,6 +176,12 @@ def upgrade_filters(options: Options) -> list[Json]:
     mode = filter_["typed_config"]["processing_mode"]
     mode["response_header_mode"], mode["response_body_mode"] = "SKIP", "NONE"
     return [_received(), filter_, router()]
+
+
+def _cors(options: Options) -> list[Json]:
+    """The filter that answers browsers' questions, and adds to all answers what lets pages read them (`routes`). It
+    comes before the filters for keys: a browser never sends one with its question."""
+    return [{"name": CORS, "typed_config": {"@type": _CORS}}] if options.allowed_origins else []
 
 
 def _received() -> Json:
@@ -369,7 +376,7 @@ def _connection_manager(options: Options, outside: bool = True) -> Json:
         ],
         "local_reply_config": local_replies(),
         "route_config": route_config(options, outside),
-        "http_filters": [*asks, *bound(options, outside), *http_filters(options)],
+        "http_filters": [*(_cors(options) if outside else ()), *asks, *bound(options, outside), *http_filters(options)],
     }
     logs = access_logs(options)
     if logs:

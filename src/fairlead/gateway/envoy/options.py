@@ -122,6 +122,8 @@ class Options(Struct, frozen=True, kw_only=True):
     receive_idle: float = 15.0
     #: Allowed paths in addition to those of inference (`routes`); `*` at the end stands for anything.
     paths: tuple[str, ...] = ()
+    #: Origins whose pages may use the gateway (`config.cors`), `*` = all. Empty: the model servers decide.
+    allowed_origins: tuple[str, ...] = ()
     #: A file written by `authentication.write_keys`, which Envoy follows: clients have to send a key. Empty = none. The
     #: supervisor interprets the path relative to its directory.
     keys_file: str = ""

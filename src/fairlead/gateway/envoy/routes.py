@@ -75,6 +75,8 @@ _NO_BODY = {
     "@type": "type.googleapis.com/envoy.extensions.filters.http.buffer.v3.BufferPerRoute",
     "buffer": {"max_request_bytes": 1},
 }
+#: The name of the filter for browsers (CORS).
+CORS = "envoy.filters.http.cors"
 _FILTER = "type.googleapis.com/envoy.config.route.v3.FilterConfig"
 _OFF, _ON = {"@type": _FILTER, "disabled": True}, {"@type": _FILTER, "config": {}}
 #: Only these routes ask the scheduler. A request that Envoy cannot parse has no route. Envoy would show the body of its
@@ -160,6 +162,8 @@ _TEXTS = {
 def route_config(options: Options, outside: bool = True) -> Json:
     """`outside`: for the listener that clients connect to, not the one for large uploads."""
     host: Json = {"name": "all", "domains": ["*"], "routes": _routes(options, outside)}
+    if outside and options.allowed_origins:
+        host |= _cors(options.allowed_origins)
     if options.request_mode == "buffered":
         # Raises only the limit for bodies; the listener's buffers stay small.
         host["request_body_buffer_limit"] = options.body_limit
@@ -170,6 +174,27 @@ def route_config(options: Options, outside: bool = True) -> Json:
         header = {"key": options.decision_header, "value": value}
         made["response_headers_to_add"] = [{"header": header, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}]
     return made
+
+
+def _cors(origins: tuple[str, ...]) -> Json:
+    """Which pages may use the gateway. What model servers say of that is removed: their default lets all pages in."""
+    policy = {
+        "@type": "type.googleapis.com/envoy.extensions.filters.http.cors.v3.CorsPolicy",
+        "allow_origin_string_match": [{"exact": origin} for origin in origins],
+        "allow_methods": "GET, POST, DELETE",
+        # `*` does not include this one (Fetch standard, 4.8).
+        "allow_headers": "authorization, *",
+        "expose_headers": "*",
+        "max_age": "600",
+        "forward_not_matching_preflights": False,
+    }
+    removed = ["access-control-allow-origin", "access-control-allow-credentials"]
+    vary = {"header": {"key": "vary", "value": "origin"}}
+    return {
+        "typed_per_filter_config": {CORS: policy},
+        "response_headers_to_remove": removed,
+        "response_headers_to_add": [vary],
+    }
 
 
 def _routes(options: Options, outside: bool) -> list[Json]:
