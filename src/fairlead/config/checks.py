@@ -247,15 +247,15 @@ def note_pool(
             note(f"endpoint {name}: the label 'role' has no effect; its name is {ROLE_LABEL}", (*place, i))
     if not entries:
         return
-    if policy.plugin is not None and policy.plugin.type == SPLITTING:
-        labels = [entry.endpoint.labels for entry in entries]
-        by_model = roles_by_model([(own.get(MODEL_LABEL, ""), own.get(ROLE_LABEL, "")) for own in labels])
-        for model, roles in by_model.items():
-            of = f" for {shorten(model)}" if len(by_model) > 1 else ""
-            if not roles & STAGES["decode"]:
-                note(f"every request{of} is refused: no endpoint decodes ({ROLE_LABEL}: decode)")
-            elif unsplit(roles, by_model):
-                note(f"no request{of} is split: no endpoint has the label {ROLE_LABEL}: prefill")
+    labels = [entry.endpoint.labels for entry in entries]
+    by_model = roles_by_model([(own.get(MODEL_LABEL, ""), own.get(ROLE_LABEL, "")) for own in labels])
+    for model, roles in by_model.items():
+        of = f" for {shorten(model)}" if len(by_model) > 1 else ""
+        missing = [stage for stage in stages(policy) if not roles & STAGES[stage]]
+        for stage in missing:
+            note(f"every request{of} is refused: no endpoint {stage}s ({ROLE_LABEL}: {stage})")
+        if policy.plugin is not None and policy.plugin.type == SPLITTING and not missing and unsplit(roles, by_model):
+            note(f"no request{of} is split: no endpoint has the label {ROLE_LABEL}: prefill")
     k = policy.picker.parameters.k if policy.picker is not None and policy.picker.type == "top-k" else 0
     if 1 < len(entries) <= k:
         note(
@@ -289,6 +289,11 @@ def _note_several_models(models: int, settings: Settings, report: Report) -> Non
             ("autoscaling", "port"),
             f"the desired number is of all endpoints, which serve {models} models: give each a scheduler of its own",
         )
+
+
+def stages(policy: PolicySpec) -> list[str]:
+    """The stages that an endpoint must be able to do to get a request from the policy."""
+    return list(dict.fromkeys(spec.parameters.stage for spec in policy.filters if spec.type == "role"))
 
 
 def roles_by_model(endpoints: Sequence[tuple[str, str]]) -> dict[str, set[str]]:

@@ -57,7 +57,22 @@ NEAR = "endpoints: ['127.0.0.1:8000', 'localhost:8000']\n"
         (NEAR + "policy: prefill-decode", ["no request is split"]),
         ("endpoints: [{address: 127.0.0.1, port: 1, labels: {role: prefill}}]", ["the label 'role' has no effect"]),
         ("endpoints: [{address: 127.0.0.1, port: 1, labels: {role: admin}}]", []),
-        ("endpoints: [{address: 127.0.0.1, port: 1, labels: {llm-d.ai/role: decoder}}]", ["to the role 'decoder'"]),
+        (
+            "endpoints: [{address: 127.0.0.1, port: 1, labels: {llm-d.ai/role: decoder}}]",
+            ["to the role 'decoder'", "every request is refused: no endpoint decodes"],
+        ),
+        (
+            "endpoints: [{address: 127.0.0.1, port: 1, labels: {llm-d.ai/role: prefill}}]",
+            ["every request is refused: no endpoint decodes (llm-d.ai/role: decode)"],
+        ),
+        (
+            "filters: [{type: encode-filter}]\nendpoints: [{address: 127.0.0.1, port: 1}]",
+            ["every request is refused: no endpoint encodes (llm-d.ai/role: encode)"],
+        ),
+        (
+            "builtinFilters: false\nendpoints: [{address: 127.0.0.1, port: 1, labels: {llm-d.ai/role: prefill}}]",
+            [],
+        ),
         (
             "policy: prefill-decode\nendpoints: [{address: 127.0.0.1, port: 1, labels: {llm-d.ai/role: prefill}}]",
             ["every request is refused: no endpoint decodes"],
