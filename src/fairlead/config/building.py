@@ -18,6 +18,7 @@ from fairlead.config.schema import (
     FlowSpec,
     PluginSpec,
     PolicyEntry,
+    PolicySpec,
     QueueLimit,
     SchedulerSettings,
 )
@@ -220,11 +221,16 @@ def build_entry(
 ) -> Policy:
     """A policy named in `canary` or `shadows`. Raises `PluginError`, or `ConfigError` if it was never checked."""
     registry = registry or Registry()
+    return build_policy(config.model_copy(update={"policy": named_policy(node, registry)}), on_plugin_error, registry)
+
+
+def named_policy(node: PolicyEntry, registry: Registry) -> PolicySpec:
+    """What `build_entry` builds. Raises the same."""
     problems = Problems(lambda place: 0)
     spec = read_entry(node, ("policy",), problems, registry)
     if spec is None:
         raise ConfigError("; ".join(str(problem) for problem in problems.problems), "$.policy")
-    return build_policy(config.model_copy(update={"policy": spec}), on_plugin_error, registry)
+    return spec
 
 
 # `flowControl` of a configuration → the flow controller.

@@ -1,10 +1,11 @@
 """Checks of the pool: endpoints that answer, their models, roles and TLS, and what the configuration itself notes."""
 
 import asyncio
-from collections.abc import Iterator
 
+from fairlead.config.building import named_policy, schedulers
 from fairlead.config.builtins import SPLITTING
-from fairlead.config.checks import roles_by_model, unsplit
+from fairlead.config.checks import roles_by_model, stages, unsplit
+from fairlead.config.registry import Registry
 from fairlead.config.schema import Config
 from fairlead.core.endpoint import ADAPTERS_LABEL, MODEL_LABEL, ROLE_LABEL, ROLES, STAGES, Endpoint
 from fairlead.core.errors import ConfigError
@@ -14,7 +15,6 @@ from fairlead.doctor.run import Finding, Kind, Severity, check
 from fairlead.doctor.site import Site, tried
 from fairlead.gateway.ports import dialled
 from fairlead.gateway.tls import ServerTls
-from fairlead.plugins.filters.ability import RoleParams
 from fairlead.pool.models_file import check_models
 
 _FAILING = "docs/runbook.md#fairleaderrorshigh"
@@ -247,27 +247,30 @@ IDLE = Kind(
 )  # fmt: skip
 
 
-def _stages(site: Site) -> Iterator[str]:
-    for plugin in site.config.policy.filters:
-        if isinstance(plugin.parameters, RoleParams):
-            yield plugin.parameters.stage
+def _used(config: Config) -> set[str]:
+    """The roles that a policy may choose. A scheduler in another process may choose any endpoint that prefills."""
+    canary = config.canary.policy
+    policies = [config.policy, *([named_policy(canary, Registry())] if canary else [])]
+    pairs = any(policy.may_split for policy in policies) or schedulers(config)
+    used = set(STAGES["prefill"]) if pairs else set()
+    return used.union(*(STAGES[stage] for policy in policies for stage in stages(policy) or STAGES))
 
 
 @check("roles", "every stage of the policy has an endpoint", needs=("endpoints",))
 async def roles(site: Site) -> list[Finding]:
     roles = {endpoint.id: endpoint.labels.get(ROLE_LABEL, "") for endpoint in site.endpoints}
     findings = [UNKNOWN.at(name, f"{ROLE_LABEL}: {role}") for name, role in roles.items() if role and role not in ROLES]
-    stages = dict.fromkeys(_stages(site))
+    needed = stages(site.config.policy)
     plugin = site.config.policy.plugin
     splits = plugin is not None and plugin.type == SPLITTING
     by_model = roles_by_model(await site.each(lambda endpoint: _model_and_role(site, endpoint)))
     for model, own in by_model.items():
         listed = ", ".join(sorted(role or "none" for role in own))
         evidence = f"roles {f'for {model}' if len(by_model) > 1 else 'there are'}: {listed}"
-        findings += [NO_ENDPOINT.at(stage, evidence) for stage in stages if not own & STAGES[stage]]
+        findings += [NO_ENDPOINT.at(stage, evidence) for stage in needed if not own & STAGES[stage]]
         if splits and unsplit(own, by_model):
             findings.append(NO_PREFILL.at("", evidence))
-    used = set[str]().union(*(STAGES[stage] for stage in (*stages, *["prefill"] * splits))) if stages else ROLES
+    used = _used(site.config)
     idle = [name for name, role in roles.items() if role in ROLES - used]
     return findings + [IDLE.at(name, f"{ROLE_LABEL}: {roles[name]}") for name in idle]
 
