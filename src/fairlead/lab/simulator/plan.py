@@ -30,7 +30,7 @@ from fairlead.lab.simulator.plan_bounds import first_guess, prefill_share
 from fairlead.lab.simulator.run import config_from
 from fairlead.lab.simulator.scenarios import parted
 from fairlead.lab.simulator.simulation import START, Simulation
-from fairlead.lab.simulator.world import WARM_UP, Fault, Job, Scenario, unknowing
+from fairlead.lab.simulator.world import WARM_UP, Fault, Job, Replica, Scenario, unknowing
 
 #: How many sizes below and above the least sufficient size the table shows.
 _BELOW, _ABOVE = 2, 2
@@ -112,16 +112,20 @@ class _Hopeless(Exception):
     """Stops a run that is certain to miss the objective."""
 
 
-def sized(case: Case, trial: Trial) -> Scenario:
-    """The scenario with the trial's number of replicas."""
+def sized(case: Case, trial: Trial, role: str = "") -> Scenario:
+    """The scenario with the trial's number of replicas. The last of those with this role die first."""
     scenario, kinds = case.scenario, case.scenario.replicas
-    faults = [fault for fault in scenario.faults if fault.replica < trial.replicas]
+    made = structs.replace(scenario, replicas=tuple(kinds[i % len(kinds)] for i in range(trial.replicas)))
+    made = parted(made, trial.prefill) if trial.prefill else made
+    dying = sorted(range(trial.replicas), key=lambda i: (_role(made.replicas[i]) == role, i), reverse=True)
     third = scenario.workload.duration_s / scenario.speedup / 3.0
-    faults += [Fault(kind="down", replica=trial.replicas - 1 - i, at_s=third) for i in range(trial.dead)]
-    made = structs.replace(
-        scenario, replicas=tuple(kinds[i % len(kinds)] for i in range(trial.replicas)), faults=faults
-    )
-    return unknowing(parted(made, trial.prefill) if trial.prefill else made, trial.seed)
+    faults = [fault for fault in scenario.faults if fault.replica < trial.replicas]
+    faults += [Fault(kind="down", replica=i, at_s=third) for i in dying[: trial.dead]]
+    return unknowing(structs.replace(made, faults=faults), trial.seed)
+
+
+def _role(replica: Replica) -> str:
+    return replica.labels.get(ROLE_LABEL, "")
 
 
 def scheduling_of(policy: Any) -> tuple[Config, Registry | None]:
@@ -131,9 +135,20 @@ def scheduling_of(policy: Any) -> tuple[Config, Registry | None]:
 
 
 def attempt(case: Case, trial: Trial) -> Tried:
-    """Simulate a trial. Raises `ConfigError` or `PluginError` if the policy cannot be built."""
+    """Simulate a trial. If replicas die, replicas of each role do so in turn, and the worst result counts. Raises
+    `ConfigError` or `PluginError` if the policy cannot be built."""
+    roles = dict.fromkeys(map(_role, sized(case, trial).replicas)) if trial.dead else ("",)
+    made: list[Tried] = []
+    for role in roles:
+        made.append(_simulated(case, trial, sized(case, trial, role)))
+        if not made[-1].measured:
+            break  # it was stopped
+    worst = min(made, key=lambda tried: (tried.holds, -max(tried.missed.values())))
+    return structs.replace(worst, cpu_s=sum(tried.cpu_s for tried in made))
+
+
+def _simulated(case: Case, trial: Trial, scenario: Scenario) -> Tried:
     begun = process_time()
-    scenario = sized(case, trial)
     world, speedup = scenario.world, scenario.speedup
     if scenario.workload.dispatch == "timestamp":
         arrivals = ((record.arrival_us * 1e-6 / speedup, record.out_tokens) for record in scenario.workload.records)
@@ -316,7 +331,7 @@ class _Trials:
         ]
         return Row(
             trials[0].replicas,
-            sum(server.labels.get(ROLE_LABEL) in PREFILL_ONLY for server in sized(self._case, trials[0]).replicas),
+            sum(_role(replica) in PREFILL_ONLY for replica in sized(self._case, trials[0]).replicas),
             fmean(run.goodput for run in tried),
             {o.name: median(run.measured[o.name] for run in tried) for o in self._case.wanted},
             sum(held.values()),

@@ -256,6 +256,25 @@ def test_sizes_repeat_the_replicas_and_break_the_last():
     assert [(fault.kind, fault.replica) for fault in made.faults] == [("down", 4)]
 
 
+def test_replicas_of_each_role_die_in_turn():
+    pairs = structs.replace(_case(), policy="policy: {type: prefill-decode, parameters: {always: true}}")
+    trial = Trial(5, prefill=2, dead=1)
+    assert [[f.replica for f in sized(pairs, trial, role).faults] for role in ("prefill", "decode")] == [[1], [4]]
+    assert [f.replica for f in sized(pairs, structs.replace(trial, dead=3), "prefill").faults] == [1, 0, 4]
+
+
+@pytest.mark.simulation
+def test_the_death_of_the_only_replica_that_prefills_counts():
+    """A twenty-fifth of the requests fail with a replica that decodes, a fourth with the one that prefills."""
+    scenario = build(ScenarioSpec(name="rag", source="rag-summaries", rate=3, seconds=60))
+    pairs = "policy: {type: prefill-decode, parameters: {always: true}}"
+    case = Case(scenario, objectives("e2e_p50=1000s,failed=10%"), pairs, dead=1)
+    assert attempt(case, Trial(8, prefill=1, complete=True)).holds
+    tried = attempt(case, Trial(8, prefill=1, complete=True, dead=1))
+    assert not tried.holds
+    assert tried.measured["failed"] > 0.2
+
+
 def test_what_no_number_of_replicas_mends_is_said_at_once():
     assert impossible(SMALL, WANTED) == ""
     assert first_guess(SMALL, WANTED) in range(3, 12)
