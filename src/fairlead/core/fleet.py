@@ -12,7 +12,16 @@ from fairlead.core.adapters import Adapters, Cold
 from fairlead.core.apis import PROMPT_LISTS
 from fairlead.core.columns import FloatColumn
 from fairlead.core.cost import CROWDED, LONG_TOKENS, PRIOR, StepModel, forecast
-from fairlead.core.endpoint import MODEL_LABEL, NOT_LISTED, BaseModels, Endpoint, Sample, Topology
+from fairlead.core.endpoint import (
+    MODEL_LABEL,
+    NOT_LISTED,
+    PREFILL_ONLY,
+    ROLE_LABEL,
+    BaseModels,
+    Endpoint,
+    Sample,
+    Topology,
+)
 from fairlead.core.exact import ExactKnowledge
 from fairlead.core.learned import Common, EndpointLearned, Look, Part, PrefixesLearned
 from fairlead.core.ledger import Lease, Ledger
@@ -406,11 +415,20 @@ class Fleet:
         self.ledger.starts(lease)
 
     def charge_pair(
-        self, request: Request, slot: int, prefill_slot: int, now: float, hit_tokens: int, expected_output: float
+        self,
+        request: Request,
+        slot: int,
+        prefill_slot: int,
+        now: float,
+        hit_tokens: int,
+        expected_output: float,
+        handover_ms: float = -1.0,
     ) -> Lease:
         """Charge a pair: `prefill_slot` computes the prompt, `slot` the answer. `hit_tokens`: prompt tokens cached at
-        `prefill_slot`. The whole prompt counts as cached at `slot`, which receives it. Return the lease at `slot`."""
+        `prefill_slot`. The whole prompt counts as cached at `slot`, which receives it. `handover_ms`: as in `Picked`.
+        Return the lease at `slot`."""
         prefill = self.charge(request, prefill_slot, now, hit_tokens, 0.0, auxiliary=True)
+        prefill.handover_ms = handover_ms
         lease = self.charge(request, slot, now, request.prompt_tokens, expected_output)
         lease.prefill = prefill
         lease.hit_tokens = hit_tokens
@@ -442,8 +460,8 @@ class Fleet:
         if self.exact is not None:
             self.exact.first_token(lease.predicted, now)
         self.stalls.first_token(lease.slot, now)
-        if lease.prefill is not None and lease.prefill.held:
-            self.stalls.first_token(lease.prefill.slot, now)
+        if lease.prefill is not None:
+            self._handed_over(lease, lease.prefill, now)
         if lease.request.stream:
             lease.first_token_at = now
             if lease.prefill is None and not self.stalls.was_out(lease):
@@ -462,6 +480,28 @@ class Fleet:
                 )
                 lease.mark = self.predictor.mark(lease.slot)
         self.ledger.first_token(lease, now)
+
+    def _handed_over(self, lease: Lease, part: Lease, now: float) -> None:
+        """Process the first token of a pair for the endpoint that computed the prompt. Its speed is learned if it does
+        nothing else, so that it has no first tokens of its own, and if the other endpoint had room for the request."""
+        table, slot = self.table, lease.slot
+        if part.held:
+            self.stalls.first_token(part.slot, now)
+        full = table.kv[slot] > CROWDED or 0.0 < table.max_seqs[slot] <= table.active[slot]
+        if full or part.handover_ms < 0.0 or not lease.request.stream or table.ids[part.slot] != part.endpoint_id:
+            return
+        there = table.endpoints[part.slot]
+        if there is not None and there.labels.get(ROLE_LABEL) in PREFILL_ONLY and not self.stalls.was_out(part):
+            self.predictor.handed_over(
+                part.slot,
+                part.forecast,
+                part.uncached_tokens,
+                part.work_us * 1e-3,
+                part.charged_at,
+                now - 1e-3 * part.handover_ms,
+                part.hit_tokens,
+                part.cold is not None or lease.cold is not None,
+            )
 
     def _loaded(self, lease: Lease, cold: Cold, took_ms: float) -> None:
         """Learn how long the adapter took to load. `took_ms`: milliseconds from the charge to the first token."""

@@ -86,6 +86,8 @@ class Lease(Struct, eq=False, gc=False):
     cold: Cold | None = None
     #: The number that identifies the lease in messages to other schedulers (`fairlead.core.reports`); 0 = not reported.
     number: int = 0
+    #: In the prefill part of a pair: `Picked.handover_ms`.
+    handover_ms: float = -1.0
     #: Upper bound for `hit_tokens`: the rest of the shared prefix was sent with a request that the endpoint refused.
     hit_at_most: float = inf
 

@@ -117,6 +117,8 @@ class Picked(Struct):
     fallback_slot: int = -1
     #: Further slots for callers that accept several, the best first.
     alternatives: tuple[int, ...] = ()
+    #: In a pair: milliseconds expected from the computed prompt to the first token at `slot`; below 0 = unknown.
+    handover_ms: float = -1.0
 
 
 class Refused(Struct):
@@ -153,8 +155,8 @@ def checked(answer: Any, fleet: FleetView) -> Answer:
     for slot in (answer.slot, *optional, *answer.alternatives):
         if not 0 <= index(slot) < len(endpoints) or endpoints[slot] is None:
             raise ValueError(f"slot {slot} has no endpoint")
-    if not (isfinite(answer.hit_share) and isfinite(answer.best_share)):
-        raise ValueError("hit_share and best_share must be finite")
+    if not all(map(isfinite, (answer.hit_share, answer.best_share, answer.handover_ms))):
+        raise ValueError("hit_share, best_share and handover_ms must be finite")
     return answer
 
 

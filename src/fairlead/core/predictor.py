@@ -185,6 +185,30 @@ class Predictor:
                 took_ms = (now - sent) * 1e3
                 self.logged(slot, forecast, uncached, work_ms, took_ms, self.mark(slot)[1], now, cached)
 
+    def handed_over(
+        self,
+        slot: int,
+        forecast: Forecast,
+        uncached: float,
+        work_ms: float,
+        sent: float,
+        now: float,
+        cached: float = 0.0,
+        cold: bool = False,
+    ) -> None:
+        """Learn from a prompt that was computed for another endpoint, as in `first_token`. `now`: clock seconds when
+        it was done, reckoned from the first token there. The ledger may have released it before, so what was queued is
+        judged by when prompts were sent. Its forecast is not judged, because the handover is only believed."""
+        if self._table.per_rank is not None and self._table.ranks[slot] > 1.0:
+            self.logged(slot, forecast, uncached, work_ms, (now - sent) * 1e3, self.mark(slot)[1], now, cached)
+            return
+        stretch = self._stretches[slot]
+        if stretch is None or sent > stretch.end:
+            self._stretches[slot] = _Stretch(sent)
+        self._stretch(slot, uncached, cached, work_ms, sent, now, cold)
+        if self._stretches[slot] is None:
+            self._stretches[slot] = _Stretch(now, now)
+
     def judge(self, slot: int, forecast: Forecast, took_ms: float) -> None:
         """Judge a forecast by the milliseconds that its first token took."""
         if not (0.0 < took_ms < 1e8 and forecast.model_ttft_ms > 0.0):

@@ -464,7 +464,7 @@ class Pipeline:
         if prefill is None:
             lease = fleet.charge(request, slot, now, hit, expected)
         else:
-            lease = fleet.charge_pair(request, slot, pick.prefill_slot, now, hit, expected)
+            lease = fleet.charge_pair(request, slot, pick.prefill_slot, now, hit, expected, pick.handover_ms)
         if self._stalls.retried:
             self._stalls.charged(slot, now)
         if fleet.exact is not None:

@@ -100,34 +100,38 @@ class PrefillDecode:
         if fleet.table.keeping(("role", "not prefill only"), _decodes) is None:
             return self._alone.choose(request, fleet, context)
         traced = Context(context.now, context.rng)  # the totals are read from traces
-        alone, prefill, decode = (
-            policy.choose(request, fleet, traced) for policy in (self._alone, self._prefill, self._decode)
-        )
-        if (
-            isinstance(prefill, Picked)
-            and isinstance(decode, Picked)
-            and self._may_split(request, prefill, decode)
-            and self._healthy(prefill.slot, request, fleet, traced)
-        ):
-            pair_ms, alone_ms = _cost(prefill) + self._params.transfer_ms + _cost(decode), _cost(alone)
-            taken = self._params.always or pair_ms < (1.0 - self._params.margin) * alone_ms
-            compared = SplitCosts(_finite(alone_ms), _finite(pair_ms), fleet.table.ids[prefill.slot], taken)
-            if taken:
-                decode.prefill_slot, decode.fallback_slot = prefill.slot, -1
-                decode.hit_share, decode.best_share = prefill.hit_share, prefill.best_share
-                decode.overloaded |= prefill.overloaded
-                alone = decode
-            if alone.trace is not None:
-                alone.trace.split = compared
+        alone = self._alone.choose(request, fleet, traced)
+        if request.api in SPLIT and request.prompt_tokens >= self._params.prompt_tokens:
+            alone = self._compared(request, alone, fleet, traced)
         if not context.trace:
             alone.trace = None
         return alone
 
-    def _may_split(self, request: Request, prefill: Picked, decode: Picked) -> bool:
-        tokens, params = request.prompt_tokens, self._params
-        lacking = tokens * (1.0 - decode.hit_share)
-        long = tokens >= params.prompt_tokens and lacking >= params.non_cached_tokens
-        return long and prefill.slot != decode.slot and request.api in SPLIT
+    def _compared(self, request: Request, alone: Answer, fleet: FleetView, context: Context) -> Answer:
+        """Return the best pair if it is worth it, else `alone`."""
+        terms = estimate(request, fleet, Cycle(context))
+        handover: FloatColumn = self._decode.handover(terms) + self._params.transfer_ms
+        decode = self._decode.choose(request, fleet, context)
+        if not isinstance(decode, Picked):
+            return alone
+        prefill = self._prefill.choose(request, fleet, context)
+        if not isinstance(prefill, Picked) or prefill.slot == decode.slot:
+            return alone
+        lacking = request.prompt_tokens * (1.0 - decode.hit_share)
+        if lacking < self._params.non_cached_tokens or not self._healthy(prefill.slot, request, fleet, context):
+            return alone
+        decode.handover_ms = float(handover[decode.slot])
+        pair_ms, alone_ms = _cost(prefill) + self._params.transfer_ms + _cost(decode), _cost(alone)
+        taken = self._params.always or pair_ms < (1.0 - self._params.margin) * alone_ms
+        compared = SplitCosts(_finite(alone_ms), _finite(pair_ms), fleet.table.ids[prefill.slot], taken)
+        if taken:
+            decode.prefill_slot, decode.fallback_slot = prefill.slot, -1
+            decode.hit_share, decode.best_share = prefill.hit_share, prefill.best_share
+            decode.overloaded |= prefill.overloaded
+            alone = decode
+        if alone.trace is not None:
+            alone.trace.split = compared
+        return alone
 
     def _healthy(self, slot: int, request: Request, fleet: FleetView, context: Context) -> bool:
         """Whether no health filter removes the slot. `choose` ignores a health filter that would leave no endpoint."""
@@ -150,11 +154,16 @@ class DecodePart(CostModel):
         super().__init__(params, name, filters)
         self._per_token = scalar(params.transfer_ms_per_1k_tokens * 1e-3)
 
+    def handover(self, terms: Terms) -> FloatColumn:
+        """Return the milliseconds from the computed prompt to the first token, without the fixed part."""
+        waits = terms.kappa * (terms.slots + terms.loading)
+        handover: FloatColumn = self._per_token * terms.uncached + 1.5 * terms.step + waits
+        return handover
+
     def cost(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn:
         terms, weights = estimate(request, fleet, cycle), self.weights
-        moved = self._per_token * terms.uncached
-        costs: FloatColumn = moved + (1.5 + weights.decode * fleet.predictor.answer_steps) * terms.step
-        costs = costs + terms.kappa * (terms.slots + terms.loading) + weights.decode * terms.pauses
+        answer: FloatColumn = weights.decode * (fleet.predictor.answer_steps * terms.step + terms.pauses)
+        costs: FloatColumn = self.handover(terms) + answer
         memory, table = memory_price(terms, weights, fleet), fleet.table
         for more in memory, table.distance_ms if table.distant else None:
             if more is not None:

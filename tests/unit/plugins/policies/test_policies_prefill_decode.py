@@ -1,5 +1,6 @@
 """Prefill/decode pairs: when a prompt is computed elsewhere, where, and what the ledger makes of it."""
 
+from collections.abc import Mapping
 from random import Random
 
 import pytest
@@ -317,3 +318,41 @@ def test_a_prompt_that_is_computed_goes_on_while_a_newer_one_is_not_shown_yet() 
     known.ledger.reconcile(0, 120.0, 0.0, 1.0)
     assert (first.held, second.held) == (False, True)
     assert (known.table.queue[0], known.table.active[0]) == (0.0, 1.0), "what is left runs"
+
+
+def sent_in_turn(prefill_s: Mapping[str, float], count: int = 40, **params: float) -> tuple[Pipeline, list[str]]:
+    """Send prompts one after the other to two prefill endpoints, which need `prefill_s`; handovers take as long as is
+    expected. Return the pipeline, and which endpoint computed each prompt."""
+    clock = SimClock()
+    policy = PrefillDecode(PrefillDecodeParams(always=True, **params), filters=[Role(RoleParams())])
+    pipeline = Pipeline(clock, Random(1), Fleet(), policy, TokenEstimator())
+    for name, role in (("p0", "prefill"), ("p1", "prefill"), ("d", "decode")):
+        pipeline.handle(ev.EndpointUp(labelled(name, role)))
+    chosen = []
+    for number in range(1, count + 1):
+        asked = request(f"{number} {LONG}", id=number, stream=True)
+        _, decision = pipeline.handle(ev.RequestArrived(asked))
+        assert isinstance(decision, DecisionRecord)
+        (part,) = [lease for lease in pipeline.fleet.ledger if lease.auxiliary]
+        clock.advance(prefill_s[decision.prefill])
+        page = Sample(waiting=0.0, running=0.0)
+        pipeline.handle(ev.MetricsSampled(decision.prefill, clock.time(), page))  # it may end the prefill part
+        clock.advance(part.handover_ms * 1e-3)
+        pipeline.handle(ev.FirstTokenSeen(number))
+        pipeline.handle(ev.ResponseEnded(request_id=number, status=200))
+        pipeline.validate()
+        chosen.append(decision.prefill)
+    return pipeline, chosen
+
+
+def test_a_slow_prefill_endpoint_is_learned_from_the_first_tokens_of_its_pairs() -> None:
+    _, chosen = sent_in_turn({"p0": 6.0, "p1": 1.0})
+    assert chosen[:6].count("p0") > 0
+    assert chosen[20:].count("p0") <= 2, "as a test"
+
+
+@pytest.mark.parametrize("handover_ms", [30.0, 3000.0])
+def test_the_time_of_a_handover_is_not_learned_as_slow_prefill(handover_ms: float) -> None:
+    pipeline, chosen = sent_in_turn({"p0": 0.9, "p1": 0.9}, transfer_ms=handover_ms)
+    assert 8 <= chosen.count("p0") <= 32
+    assert 0.7 < min(pipeline.fleet.predictor.rates.prefill) <= max(pipeline.fleet.predictor.rates.prefill) < 1.2
