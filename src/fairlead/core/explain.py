@@ -202,8 +202,10 @@ def why_split(split: SplitCosts, endpoint: str) -> str:
     """Return in words who computed the prompt, with the costs of both ways."""
     alone, pair = ("infinite" if ms is None else f"{ms:,.1f} ms" for ms in (split.alone_ms, split.pair_ms))
     if split.taken:
-        return f"{split.prefill} computes the prompt and {endpoint} decodes: {pair} together, {alone} at one endpoint"
-    return f"it was not split: {alone} at one endpoint, {pair} if {split.prefill} computed the prompt"
+        text = f"{split.prefill} computes the prompt and {endpoint} decodes: {pair} together, {alone} at one endpoint"
+    else:
+        text = f"it was not split: {alone} at one endpoint, {pair} if {split.prefill} computed the prompt"
+    return text + ("; only this way was expected to keep the latency objective" if split.by_objective else "")
 
 
 def _largest(gains: dict[str, float]) -> list[tuple[str, float]]:

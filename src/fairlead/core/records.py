@@ -86,6 +86,8 @@ class SplitCosts(Struct, frozen=True, gc=False):
     #: Id of the pair's endpoint that computes the prompt, and whether the pair was taken.
     prefill: str
     taken: bool
+    #: Whether only one of both ways was expected to keep the request's latency objective, which decides.
+    by_objective: bool = False
 
 
 #: A numpy array over the endpoints of one decision, in the order of `Trace.endpoints`.

@@ -10,7 +10,8 @@ With J as in `cost-model`, in milliseconds:
                                                                           transfer of what d lacks, then decode at d
 
 The two minima are independent, so finding the best pair takes two passes over columns, not one per pair. A pair is
-taken only if it saves `margin` of the cost, because a transfer can fail.
+taken only if it saves `margin` of the cost, because a transfer can fail. If only one of both ways is expected to keep
+the latency objective of the request, that way is taken.
 
 d must have a role that decodes (or no role), p a role that prefills. An endpoint with both abilities can be d or p; if
 one endpoint is both, that is "alone". In a pool without pure prefill endpoints no request is split, and the plain cost
@@ -22,6 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import numpy as np
+from msgspec.structs import replace
 from pydantic import Field
 
 from fairlead.core.apis import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES
@@ -111,10 +113,11 @@ class PrefillDecode:
         """Return the best pair if it is worth it, else `alone`."""
         terms = estimate(request, fleet, Cycle(context))
         handover: FloatColumn = self._decode.handover(terms) + self._params.transfer_ms
-        decode = self._decode.choose(request, fleet, context)
+        decode = self._decode.choose(replace(request, slo_ttft_ms=0.0), fleet, context)
         if not isinstance(decode, Picked):
             return alone
-        prefill = self._prefill.choose(request, fleet, context)
+        within = request.slo_ttft_ms and max(request.slo_ttft_ms - float(handover[decode.slot]), 1e-9)
+        prefill = self._prefill.choose(replace(request, slo_ttft_ms=within, slo_tpot_ms=0.0), fleet, context)
         if not isinstance(prefill, Picked) or prefill.slot == decode.slot:
             return alone
         lacking = request.prompt_tokens * (1.0 - decode.hit_share)
@@ -122,8 +125,12 @@ class PrefillDecode:
             return alone
         decode.handover_ms = float(handover[decode.slot])
         pair_ms, alone_ms = _cost(prefill) + self._params.transfer_ms + _cost(decode), _cost(alone)
-        taken = self._params.always or pair_ms < (1.0 - self._params.margin) * alone_ms
-        compared = SplitCosts(_finite(alone_ms), _finite(pair_ms), fleet.table.ids[prefill.slot], taken)
+        taken = pair_ms < (1.0 - self._params.margin) * alone_ms
+        kept, alone_kept = (_keeps(request, *ends, terms, fleet) for ends in ((prefill, decode), (alone, alone)))
+        taken = self._params.always or (taken if kept is alone_kept else kept)
+        decisive = kept is not alone_kept and taken is kept
+        name = fleet.table.ids[prefill.slot]
+        compared = SplitCosts(_finite(alone_ms), _finite(pair_ms), name, taken, by_objective=decisive)
         if taken:
             decode.prefill_slot, decode.fallback_slot = prefill.slot, -1
             decode.hit_share, decode.best_share = prefill.hit_share, prefill.best_share
@@ -173,6 +180,18 @@ class DecodePart(CostModel):
 
 def _decodes(_: int, endpoint: Endpoint) -> bool:
     return endpoint.labels.get(ROLE_LABEL, "") not in PREFILL_ONLY
+
+
+def _keeps(request: Request, first: Answer, then: Answer, terms: Terms, fleet: FleetView) -> bool:
+    """Whether the latency objective is expected to be kept if `first` computes the prompt and `then` the answer."""
+    if not (request.slo_ttft_ms or request.slo_tpot_ms):
+        return True
+    if not (isinstance(first, Picked) and isinstance(then, Picked)):
+        return False
+    learned, slot = fleet.predictor, then.slot
+    ttft = float((terms.ttft + learned.memory_wait(terms))[first.slot]) + max(then.handover_ms, 0.0)
+    tpot = float(learned.tpot_kappa[slot] * terms.step[slot])
+    return ttft <= (request.slo_ttft_ms or np.inf) and tpot <= (request.slo_tpot_ms or np.inf)
 
 
 def _cost(pick: Answer) -> float:

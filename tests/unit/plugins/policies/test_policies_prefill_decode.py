@@ -7,7 +7,7 @@ import pytest
 
 from fairlead.core import events as ev
 from fairlead.core.endpoint import Endpoint, Sample
-from fairlead.core.explain import explain
+from fairlead.core.explain import explain, why_split
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import Instruction, Record, Route
 from fairlead.core.policy import Context, Picked
@@ -356,3 +356,25 @@ def test_the_time_of_a_handover_is_not_learned_as_slow_prefill(handover_ms: floa
     pipeline, chosen = sent_in_turn({"p0": 0.9, "p1": 0.9}, transfer_ms=handover_ms)
     assert 8 <= chosen.count("p0") <= 32
     assert 0.7 < min(pipeline.fleet.predictor.rates.prefill) <= max(pipeline.fleet.predictor.rates.prefill) < 1.2
+
+
+@pytest.mark.parametrize(("ttft_ms", "split"), [(0.0, True), (1500.0, False), (800.0, True)])
+def test_an_objective_counts_for_the_pair_as_a_whole(ttft_ms: float, split: bool) -> None:
+    """Only e1 and e2 could begin within 1500 ms, because prompts are queued at e0; nobody could within 800."""
+    known = pool("prefill", "decode", "decode")
+    busy(known, "e0", [request(f"{number} {LONG}", stream=True) for number in range(3)])
+    found = pick(known, request(LONG, slo_ttft_ms=ttft_ms))
+    assert (found.prefill_slot == 0) is split
+    assert found.trace is not None and found.trace.split is not None
+    assert found.trace.split.by_objective is (ttft_ms == 1500.0)
+    assert ("latency objective" in why_split(found.trace.split, "e1")) is (ttft_ms == 1500.0)
+
+
+def test_a_pair_may_keep_an_objective_that_one_endpoint_misses() -> None:
+    known = pool("prefill", "decode", running=0)
+    busy(known, "e1", [request(f"other {LONG}", stream=True)])
+    asked = request(LONG)
+    taken = pick(known, asked, margin=0.99)
+    assert taken.prefill_slot == -1, "it does not save enough"
+    taken = pick(known, request(LONG, slo_ttft_ms=1300.0), margin=0.99)
+    assert (taken.prefill_slot, taken.slot) == (0, 1)
