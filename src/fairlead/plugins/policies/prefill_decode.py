@@ -9,12 +9,13 @@ With J as in `cost-model`, in milliseconds:
               + kappa·(wait for a sequence slot and for the adapter at d) + distance of d
                                                                           transfer of what d lacks, then decode at d
 
-The two minima are independent, so finding the best pair takes two passes over columns, not one per pair. A pair is
-taken only if it saves `margin` of the cost, because a transfer can fail. If only one of both ways is expected to keep
-the latency objective of the request, that way is taken.
+The two minima are independent, so finding the best pair takes two passes over columns, not one per pair. If both are
+at one endpoint, the next best is taken for one of the two stages. A pair is taken only if it saves `margin` of the
+cost, because a transfer can fail. If only one of both ways is expected to keep the latency objective of the request,
+that way is taken.
 
-d must have a role that decodes (or no role), p a role that prefills. An endpoint with both abilities can be d or p; if
-one endpoint is both, that is "alone". In a pool without pure prefill endpoints no request is split, and the plain cost
+d must have a role that decodes (or no role), p a role that prefills. An endpoint with both abilities can be d or p.
+In a pool without pure prefill endpoints no request is split, and the plain cost
 model decides. The same holds while no prefill endpoint is healthy: the decode endpoint would ask one in vain, and the
 request would fail.
 """
@@ -32,7 +33,7 @@ from fairlead.core.cost import Terms, Weights, memory_price
 from fairlead.core.endpoint import PREFILL_ONLY, ROLE_LABEL, Endpoint
 from fairlead.core.errors import PluginError
 from fairlead.core.policy import Answer, Context, Cycle, Filter, Picked, Refused
-from fairlead.core.profile import estimate
+from fairlead.core.profile import estimate, runner_up
 from fairlead.core.records import SplitCosts
 from fairlead.core.request import Request
 from fairlead.core.view import FleetView
@@ -118,7 +119,7 @@ class PrefillDecode:
             return alone
         within = request.slo_ttft_ms and max(request.slo_ttft_ms - float(handover[decode.slot]), 1e-9)
         prefill = self._prefill.choose(replace(request, slo_ttft_ms=within, slo_tpot_ms=0.0), fleet, context)
-        if not isinstance(prefill, Picked) or prefill.slot == decode.slot:
+        if not (isinstance(prefill, Picked) and _apart(prefill, decode, fleet)):
             return alone
         lacking = request.prompt_tokens * (1.0 - decode.hit_share)
         if lacking < self._params.non_cached_tokens or not self._healthy(prefill.slot, request, fleet, context):
@@ -182,6 +183,18 @@ def _decodes(_: int, endpoint: Endpoint) -> bool:
     return endpoint.labels.get(ROLE_LABEL, "") not in PREFILL_ONLY
 
 
+def _apart(prefill: Picked, decode: Picked, fleet: FleetView) -> bool:
+    """If both picks are the same endpoint, move the one that loses less to its second best. Return whether they are
+    two endpoints then."""
+    if prefill.slot == decode.slot:
+        moved = [(pick, slot) for pick in (prefill, decode) if (slot := runner_up(pick, fleet.table)) >= 0]
+        if moved:
+            pick, slot = min(moved, key=lambda each: _cost(each[0], each[1]) - _cost(each[0]))
+            held = pick.trace.held if pick.trace is not None else None
+            pick.slot, pick.hit_share = slot, 0.0 if held is None else float(held[slot])
+    return prefill.slot != decode.slot
+
+
 def _keeps(request: Request, first: Answer, then: Answer, terms: Terms, fleet: FleetView) -> bool:
     """Whether the latency objective is expected to be kept if `first` computes the prompt and `then` the answer."""
     if not (request.slo_ttft_ms or request.slo_tpot_ms):
@@ -194,12 +207,13 @@ def _keeps(request: Request, first: Answer, then: Answer, terms: Terms, fleet: F
     return ttft <= (request.slo_ttft_ms or np.inf) and tpot <= (request.slo_tpot_ms or np.inf)
 
 
-def _cost(pick: Answer) -> float:
-    """Return the cost of a pick from its trace; infinite if it has none (a refusal, or the fallback in overload)."""
+def _cost(pick: Answer, slot: int = -1) -> float:
+    """Return the cost of a pick, or of another slot, from its trace; infinite if it has none (a refusal, or the
+    fallback in overload)."""
     trace = pick.trace
     if isinstance(pick, Refused) or trace is None or trace.total is None:
         return float(np.inf)
-    return -float(trace.total[pick.slot])
+    return -float(trace.total[pick.slot if slot < 0 else slot])
 
 
 def _finite(cost: float) -> float | None:

@@ -378,3 +378,13 @@ def test_a_pair_may_keep_an_objective_that_one_endpoint_misses() -> None:
     assert taken.prefill_slot == -1, "it does not save enough"
     taken = pick(known, request(LONG, slo_ttft_ms=1300.0), margin=0.99)
     assert (taken.prefill_slot, taken.slot) == (0, 1)
+
+
+@pytest.mark.parametrize("roles", [("both", "prefill", "decode"), ("both", "prefill"), ("prefill-decode", "prefill")])
+def test_an_endpoint_that_is_the_best_for_both_stages_gets_one_of_them(roles: tuple[str, ...]) -> None:
+    known, asked = pool(*roles, running=5), request(LONG)
+    known.sampled("e0", 0.0, 0.0, Sample(waiting=0, running=0))
+    holds(known, "e0", asked)
+    found = pick(known, asked, always=True)
+    assert found.prefill_slot not in (-1, found.slot)
+    assert pick(known, asked).prefill_slot == -1, "it has the prompt"
