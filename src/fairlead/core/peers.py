@@ -416,14 +416,17 @@ class Peers:
 
     def joined(self, endpoint_id: str) -> None:
         """An endpoint is in the pool (again): facts that were reported about it before can now be used."""
-        endpoint = endpoint_hash(endpoint_id)
-        if endpoint not in self._ids and len(self._ids) > 2 * len(self._fleet.table) + MOST_UNKNOWN:
-            self._ids = {endpoint_hash(known.id): known.id for _, known in self._fleet.table.slots()}
+        endpoint, table = endpoint_hash(endpoint_id), self._fleet.table
+        again = endpoint in self._ids
+        if not again and len(self._ids) > 2 * len(table) + MOST_UNKNOWN:
+            self._ids = {endpoint_hash(known.id): known.id for _, known in table.slots()}
         self._ids[endpoint] = endpoint_id
-        self._prefer()
+        if table.collisions is not None:  # thousands may join at once: `_spread` deals them within a second
+            table.collisions = np.append(table.collisions, np.zeros(len(table) - len(table.collisions)))
+            table.collisions[table.slot(endpoint_id)] = 0.0
         for view in self.views.values():
             gone = (not lease.held and lease.endpoint_id == endpoint_id for lease in view.leases.values())
-            if endpoint in view.unknown or any(gone):
+            if endpoint in view.unknown or (again and any(gone)):
                 view.unknown.discard(endpoint)
                 view.missed()
             if endpoint in view.avoided:

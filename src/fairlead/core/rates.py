@@ -434,7 +434,7 @@ class Rates:
         self._looks[slot] = look
         self._own[slot] = _Own()
         self._ratios[slot] = 1.0
-        self._publish(alike)
+        self._write(slot, alike)
 
     def observe(
         self,

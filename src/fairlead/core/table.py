@@ -10,7 +10,9 @@ Rules
   vLLM 0.32). Our own ledger alone does not know other clients. If scrapes stop, only our own leases count.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable
+from heapq import heappop, heappush
 from math import inf, nan
 from typing import Any, TypeVar
 
@@ -108,7 +110,8 @@ class EndpointTable:
         #: By slot: the base models in that list.
         self.based: list[BaseModels] = []
         self._models = set[str]()
-        #: Whether the known context lengths differ.
+        #: How many times each context length is known, and whether there are several.
+        self._contexts = Counter[float]()
         self.mixed_contexts = False
         #: Endpoints whose list of models is not known; endpoints that load adapters on demand, whatever the list says.
         self.unlisted: BoolColumn = np.zeros(0, dtype=np.bool_)
@@ -121,8 +124,9 @@ class EndpointTable:
         self.distant = False
         self.samples: list[Sample | None] = []
         self.alive: BoolColumn = np.zeros(0, dtype=np.bool_)
-        #: All float columns as the rows of one array, in the order of `FLOATS`, so that one call copies them.
-        self.floats = np.zeros((len(FLOATS), 0))
+        #: All float columns as the rows of one array, in the order of `FLOATS`, so that one call copies them; and the
+        #: larger array of which it is a part, so that an endpoint that joins does not copy the others.
+        self.floats = self._room = np.zeros((len(FLOATS), 0))
         self._name_rows()
         self.count = 0
         #: Rises when endpoints come, go or change labels, and when adapters or `suspicion` change.
@@ -137,6 +141,9 @@ class EndpointTable:
         #: Slots whose values changed since `cost.renew` last read them. Code that writes a column must add the slot.
         self.stale: set[int] = set()
         self._slots: dict[str, int] = {}
+        #: The ids by slot; a heap of the slots without endpoint.
+        self._names: list[str] = []
+        self._free: list[int] = []
         self._masks: dict[tuple[Hashable, ...], BoolColumn] = {}
         self._keeping: dict[tuple[Hashable, ...], BoolColumn | None] = {}
         self._answers: dict[tuple[Hashable, ...], Any] = {}
@@ -161,9 +168,7 @@ class EndpointTable:
 
     def add(self, endpoint: Endpoint) -> int:
         """Add an endpoint and return its slot."""
-        if self.count == len(self.endpoints):
-            self._grow()
-        slot = self.endpoints.index(None)
+        slot = heappop(self._free) if self._free else self._grow()
         self._slots[endpoint.id] = slot
         self.count += 1
         self._know_labels(endpoint)
@@ -185,6 +190,7 @@ class EndpointTable:
         self.set_listed(slot, None)
         self.set_based(slot, NOT_LISTED)
         self._put(slot, None)
+        heappush(self._free, slot)
 
     def set_adapters(self, slot: int, adapters: frozenset[str] | None) -> None:
         before = self.adapters[slot]
@@ -196,7 +202,8 @@ class EndpointTable:
         self.know(new)
         self.loaded_adapters[slot] = len(new)
         for name in old ^ new:
-            held = self._holders.pop(name, None)
+            held = self.holders(name)
+            self._holders.pop(name, None)
             held = np.zeros(len(self), dtype=np.bool_) if held is None else held.copy()
             held[slot] = name in new
             if np.count_nonzero(held):
@@ -221,9 +228,11 @@ class EndpointTable:
 
     def set_based(self, slot: int, base: BaseModels) -> None:
         if base != self.based[slot]:
+            self._contexts -= Counter(self.based[slot].contexts.values())
+            self._contexts.update(base.contexts.values())
+            self.mixed_contexts = len(self._contexts) > 1
             self.based[slot] = base
             self.know(base.names)
-            self.mixed_contexts = len({tokens for base in self.based for tokens in base.contexts.values()}) > 1
             self._changed()
 
     def know(self, models: Collection[str]) -> None:
@@ -270,7 +279,10 @@ class EndpointTable:
 
     def holders(self, adapter: str) -> BoolColumn | None:
         """Return the slots with the adapter on the metrics page; `None` = there is none."""
-        return self._holders.get(adapter)
+        held = self._holders.get(adapter)
+        if held is not None and len(held) < len(self):
+            held = self._holders[adapter] = np.append(held, np.zeros(len(self) - len(held), dtype=np.bool_))
+        return held
 
     def listing(self, adapter: str) -> Collection[int]:
         """Return the slots with the adapter in the list of models."""
@@ -278,7 +290,7 @@ class EndpointTable:
 
     def loaded(self, adapter: str) -> BoolColumn | None:
         """Return the slots with the adapter on the metrics page or in the list of models; `None` = there is none."""
-        slots, running = self._listing.get(adapter), self._holders.get(adapter)
+        slots, running = self._listing.get(adapter), self.holders(adapter)
         if not slots:
             return running
         loaded = np.zeros(len(self), dtype=np.bool_) if running is None else running.copy()
@@ -390,6 +402,7 @@ class EndpointTable:
     def _put(self, slot: int, endpoint: Endpoint | None) -> None:
         """Put `endpoint`, or `None`, at `slot` and reset the slot's values."""
         self.endpoints[slot] = endpoint
+        self._names[slot] = endpoint.id if endpoint else ""
         self.adapters[slot] = None
         self.samples[slot] = None
         self.alive = self.alive.copy()
@@ -404,19 +417,24 @@ class EndpointTable:
         self.stale.add(slot)
         self._changed()
 
-    def _grow(self) -> None:
+    def _grow(self) -> int:
+        """Add a slot and return it."""
+        slot = len(self)
         self.endpoints.append(None)
+        self._names.append("")
         self.adapters.append(None)
         self.listed.append(None)
         self.based.append(NOT_LISTED)
         self.samples.append(None)
         self.alive = np.append(self.alive, False)
         self.unlisted, self.dynamic = np.append(self.unlisted, False), np.append(self.dynamic, False)
-        self._holders = {name: np.append(held, False) for name, held in self._holders.items()}
-        self.floats = np.hstack((self.floats, np.zeros((len(FLOATS), 1))))
+        if slot == self._room.shape[1]:
+            self._room = np.hstack((self.floats, np.zeros((len(FLOATS), slot + 1))))
+        self.floats = self._room[:, : slot + 1]
         self._name_rows()
         for name, column in self._extra.items():
             self._extra[name] = np.append(column, nan)
+        return slot
 
     def _name_rows(self) -> None:
         for name, row in zip(FLOATS, self.floats, strict=True):
@@ -443,4 +461,4 @@ class EndpointTable:
         self.judge_trouble()
         self._masks.clear()
         self._keeping.clear()
-        self.ids = tuple(e.id if e else "" for e in self.endpoints)
+        self.ids = tuple(self._names)

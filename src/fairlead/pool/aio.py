@@ -1,11 +1,15 @@
 """Helpers for asyncio tasks, events, callbacks and HTTP bodies."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the supervising parent process imports this module and must stay small
     from aiohttp import StreamReader
+
+#: Calls that `Turns` makes in one turn. An endpoint that joins or leaves takes the scheduler 0.1 to 0.3 ms.
+IN_ONE_TURN = 16
 
 
 async def cancelled(*tasks: "asyncio.Future[Any] | None") -> None:
@@ -47,6 +51,48 @@ def call_consumer(call: Callable[[], object], what: str) -> None:
     except Exception as error:
         context = {"message": f"{what} raised", "exception": error}
         asyncio.get_running_loop().call_exception_handler(context)
+
+
+class Turns:
+    """Makes calls in their order, at most `IN_ONE_TURN` in one turn of the event loop, so that thousands delay nothing
+    else. The first calls of a turn are made at once."""
+
+    def __init__(self) -> None:
+        self._left = IN_ONE_TURN
+        self._waiting: deque[Callable[[], object]] = deque()
+        self._next: asyncio.Handle | None = None
+
+    def make(self, call: Callable[[], object]) -> None:
+        """Make the call, now or after those before it. It must not raise."""
+        self._waiting.append(call)
+        if self._next is None:
+            self._go_on()
+        else:
+            self._some()
+
+    async def made(self) -> None:
+        """Wait until all calls so far were made."""
+        while self._waiting:
+            await asyncio.sleep(0)
+
+    def close(self) -> None:
+        """Drop the calls that were not made yet."""
+        self._waiting.clear()
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None
+
+    def _go_on(self) -> None:
+        """Begin a turn."""
+        self._left, self._next = IN_ONE_TURN, None
+        if self._waiting:
+            self._next = asyncio.get_running_loop().call_soon(self._go_on)
+            self._some()
+
+    def _some(self) -> None:
+        while self._waiting and self._left:
+            self._left -= 1
+            self._waiting.popleft()()
 
 
 async def read_at_most(body: "StreamReader", most: int, error: Exception) -> bytes:

@@ -22,7 +22,7 @@ from fairlead.config.yaml import MAX_BYTES
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.errors import ConfigError
 from fairlead.core.events import EndpointDown, EndpointUp
-from fairlead.pool.aio import call_consumer, cancelled, set_within
+from fairlead.pool.aio import Turns, call_consumer, cancelled, set_within
 from fairlead.pool.watched_files import WatchedFiles
 
 # Keeps a set of endpoints as listed: differences become events, and host names become addresses.
@@ -36,6 +36,7 @@ from fairlead.pool.watched_files import WatchedFiles
 # * If the first address is `::1`, an IPv4 loopback address of the name is preferred: hosts files list `::1 localhost`,
 #   but model servers listen on `0.0.0.0` or `127.0.0.1` by default. No connection is tried to find out.
 # * A name that cannot be resolved keeps its last address and is tried again after `RETRY_S`.
+# * If many endpoints change at once, their events are sent in several turns of the event loop (`Turns`).
 
 RETRY_S = 1.0
 RESOLVE_TIMEOUT_S = 5.0
@@ -67,6 +68,7 @@ class EndpointSet:
         self, feed: Feed, report: Report, *, resolver: Resolver = resolve_host, resolve_s: float = 30.0
     ) -> None:
         self._feed = feed
+        self._turns = Turns()
         self._report = report
         self._resolver = resolver
         self._resolve_s = resolve_s
@@ -116,13 +118,16 @@ class EndpointSet:
         return stay
 
     async def start(self) -> None:
-        """Resolve all host names, within `RESOLVE_TIMEOUT_S`, and keep resolving in the background."""
+        """Resolve all host names, within `RESOLVE_TIMEOUT_S`, and keep resolving in the background. Return when the
+        events of all endpoints so far were sent."""
         first = asyncio.create_task(self._resolve_all())
         self._task = asyncio.create_task(self._keep_resolving(first))
         await asyncio.wait((first,), timeout=RESOLVE_TIMEOUT_S)
+        await self._turns.made()
 
     async def close(self) -> None:
         """Stop resolving. The endpoints stay up."""
+        self._turns.close()
         await cancelled(self._task)
         self._task = None
 
@@ -144,7 +149,7 @@ class EndpointSet:
             self._emit(EndpointUp(endpoint))
 
     def _emit(self, event: EndpointUp | EndpointDown) -> None:
-        call_consumer(lambda: self._feed(event), f"the consumer of {event!r}")
+        self._turns.make(lambda: call_consumer(lambda: self._feed(event), f"the consumer of {event!r}"))
 
     def _names(self) -> dict[str, int]:
         return {entry.host: entry.port for entry in self._listed.values() if not entry.literal}
@@ -180,7 +185,8 @@ class EndpointSet:
             addresses, reason = [], "no answer"
         except (OSError, ValueError) as error:  # ValueError: a name that IDNA cannot encode
             addresses, reason = [], str(error)
-        if host not in self._names():
+        entries = [entry for entry in self._listed.values() if entry.host == host and not entry.literal]
+        if not entries:
             return
         if reason:
             if self._failing.get(host) != reason:
@@ -190,9 +196,8 @@ class EndpointSet:
         self._failing.pop(host, None)
         if self._addresses.get(host) not in addresses:
             self._addresses[host] = preferred(addresses)
-        for entry in list(self._listed.values()):
-            if entry.host == host and not entry.literal:
-                self._bring_up(entry)
+        for entry in entries:
+            self._bring_up(entry)
 
     @property
     def problem(self) -> str:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from fairlead.core import peers as module
 from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.events import (
     EndpointDown,
@@ -490,3 +491,20 @@ def test_a_growing_conversation_costs_only_what_is_new(pair):
     assert sum(sizes[1:]) / len(sizes[1:]) < 120
     own, theirs = (scheduler.pipeline.fleet.prefix.newest(0, 10_000) for scheduler in pair)
     assert own == theirs
+
+
+def test_an_endpoint_that_joins_is_nobodys_until_all_are_dealt_again(clock, monkeypatch):
+    """Thousands may join at once, so not all are dealt for each."""
+    one, other = Scheduler(clock), Scheduler(clock)
+    other.send(1, stream=False)
+    one.feed(PeerHeard("b", other.batch(), 0.0, "a"))
+    hashed = []
+    monkeypatch.setattr(module, "endpoint_hash", lambda name: hashed.append(name) or endpoint_hash(name))
+    for number in range(2, 50):
+        one.feed(EndpointUp(Endpoint(f"e{number}", f"10.0.0.{number}:8000")))
+    assert hashed == [f"e{number}" for number in range(2, 50)]
+    assert one.column("collisions")[2:] == [0.0] * 48
+    clock.advance(2.0)
+    other.send(2, stream=False)
+    one.feed(PeerHeard("b", other.batch(), 0.1, "a"))
+    assert any(one.column("collisions")[2:])

@@ -237,3 +237,13 @@ class TestLimits:
         for _ in range(50):
             rates.sampled(0, 0.0, 4.0)
             assert not rates.limit(0)
+
+
+def test_an_endpoint_that_joins_its_class_leaves_the_others_as_they_are() -> None:
+    stale = set[int]()
+    rates = Rates(stale=stale)
+    for slot in range(20):
+        stale.clear()
+        rates.reset(slot, "look")
+        assert stale == {slot}
+    rates.validate()

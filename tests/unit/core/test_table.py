@@ -172,3 +172,41 @@ def test_adapters_have_the_base_models_of_their_endpoints() -> None:
     table.set_listed(1, frozenset({"sql"}))
     assert table.bases("sql") == {"qwen", "qwen-latest", "gemma"}
     assert table.bases("gemma") == {"gemma"}
+
+
+def test_endpoints_that_join_cost_the_others_nothing() -> None:
+    """A file may add thousands at once."""
+    table, rooms = EndpointTable(), []
+    for number in range(100):
+        slot = table.add(Endpoint(f"e{number}", f"10.0.0.{number}:8000"))
+        table.waiting[slot] = number
+        rooms.append(table.floats if table.floats.base is None else table.floats.base)
+        table.set_adapters(0, frozenset({f"poet-{number}"}))
+    assert table.waiting.tolist() == table.by_slot[:, 0].tolist() == list(range(100))
+    assert len({id(room) for room in rooms}) < 10, "the columns are copied now and then only"
+    held = table.holders("poet-99")
+    assert held is not None and held.tolist() == [True] + [False] * 99
+
+
+def test_an_adapter_is_known_everywhere_after_other_endpoints_joined() -> None:
+    table = table_of(2)
+    table.set_adapters(1, frozenset({"poet"}))
+    table.add(endpoint(2))
+    for held in (table.holders("poet"), table.loaded("poet")):
+        assert held is not None and held.tolist() == [False, True, False]
+    table.add(endpoint(3))
+    table.set_adapters(3, frozenset({"poet"}))
+    held = table.holders("poet")
+    assert held is not None and held.tolist() == [False, True, False, True]
+
+
+def test_context_lengths_differ_as_long_as_two_endpoints_say_so() -> None:
+    table = table_of(3)
+    for slot, tokens in enumerate((8192.0, 8192.0, 4096.0)):
+        assert not table.mixed_contexts
+        table.set_based(slot, BaseModels(frozenset({"m"}), {"m": tokens}))
+    assert table.mixed_contexts
+    table.remove(0)
+    assert table.mixed_contexts
+    table.remove(1)
+    assert not table.mixed_contexts

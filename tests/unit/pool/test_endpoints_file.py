@@ -13,6 +13,7 @@ from fairlead.config.problems import Problem
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.events import EndpointDown, EndpointUp
 from fairlead.pool import endpoints_file, watched_files
+from fairlead.pool.aio import IN_ONE_TURN
 from fairlead.pool.endpoints_file import EndpointSet, EndpointsFile, resolve_host
 
 
@@ -450,3 +451,33 @@ async def test_a_consumer_that_raises_does_not_end_the_following(tmp_path: Path,
     path.write_text(text_of(("a", "10.0.0.2")))
     await heard.until(lambda: len(heard.events) == 2)
     assert len(errors) == 2
+
+
+async def test_many_changes_are_fed_in_several_turns_of_the_event_loop_in_their_order(heard: Heard) -> None:
+    """Each takes the scheduler a fraction of a millisecond, and requests must not wait for thousands."""
+    first = listing(*((f"a{number}", f"10.0.0.{number}") for number in range(40)))
+    second = listing(*((f"b{number}", f"10.0.1.{number}") for number in range(40)))
+    known, turns = EndpointSet(heard.feed, heard.report), list[int]()
+    known.apply(first)
+    known.apply(second)
+    assert len(known.endpoints) == 40
+    while len(heard.events) < 120:
+        turns.append(len(heard.events))
+        await asyncio.sleep(0)
+    assert turns == list(range(IN_ONE_TURN, 120, IN_ONE_TURN))
+    ups = [f"up a{number} 10.0.0.{number}:80" for number in range(40)]
+    downs = [f"down a{number}" for number in range(40)]
+    assert heard.take() == [*ups, *downs, *(f"up b{number} 10.0.1.{number}:80" for number in range(40))]
+
+
+async def test_a_start_ends_when_all_endpoints_were_fed_and_nothing_is_fed_after_the_end(heard: Heard) -> None:
+    known = EndpointSet(heard.feed, heard.report)
+    known.apply(listing(*((f"a{number}", f"10.0.0.{number}") for number in range(100))))
+    await known.start()
+    assert len(heard.take()) == 100
+    known.apply(listing(*((f"b{number}", f"10.0.1.{number}") for number in range(100))))
+    await known.close()
+    before = heard.take()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert heard.take() == [] and len(before) < 100

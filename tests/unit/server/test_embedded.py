@@ -10,7 +10,9 @@ import pytest
 from ports import free_ports
 
 from fairlead.compat.load import load
+from fairlead.core.endpoint import Endpoint
 from fairlead.core.errors import ConfigError, Unavailable
+from fairlead.core.events import EndpointUp
 from fairlead.gateway.envoy.clusters import EndpointsFile, PoolWriter, render
 from fairlead.gateway.envoy.gateway import Plan
 from fairlead.gateway.envoy.process import CONFIG
@@ -161,6 +163,10 @@ def test_ctrl_c_waits_until_the_parent_handles_it(tmp_path: Path, monkeypatch: p
     assert blocked[0] >= set(ENDS)
 
 
+def up(address: str) -> EndpointUp:
+    return EndpointUp(Endpoint("e", address))
+
+
 async def test_endpoints_that_cannot_be_written_for_envoy_are_a_problem_until_they_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -171,12 +177,12 @@ async def test_endpoints_that_cannot_be_written_for_envoy_are_a_problem_until_th
     (directory := tmp_path / "gateway").mkdir()
     pool = PoolWriter(directory / "endpoints.json")
     directory.rmdir()
-    pool.set(["127.0.0.1:1"])
+    pool.changed(up("127.0.0.1:1"))
     async with asyncio.timeout(30):
         while not pool.problem:
             await asyncio.sleep(0.01)
         assert "it keeps the old ones" in pool.problem
-        pool.set(["127.0.0.1:2"])
+        pool.changed(up("127.0.0.1:2"))
         while len(tries) < 3:
             await asyncio.sleep(0.01)
         directory.mkdir()
@@ -192,7 +198,7 @@ async def test_a_pool_that_was_removed_is_written_again(tmp_path: Path, monkeypa
     monkeypatch.setattr("fairlead.gateway.envoy.clusters.CHECK_S", 0.01)
     file = tmp_path / "endpoints.json"
     pool = PoolWriter(file)
-    pool.set(["127.0.0.1:2"])
+    pool.changed(up("127.0.0.1:2"))
     async with asyncio.timeout(30):
         while not file.exists():
             await asyncio.sleep(0.01)

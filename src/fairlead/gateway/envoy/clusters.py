@@ -89,34 +89,23 @@ class PoolWriter:
 
     def __init__(self, path: Path) -> None:
         self._file = EndpointsFile(path)
-        self._known: set[str] = set()
         self._by_id: dict[str, str] = {}
-        self._pool: tuple[str, ...] = ()
         self._due: asyncio.TimerHandle | None = None
         #: Why the newest pool could not be written; empty = it was.
         self.problem = ""
 
-    def set(self, addresses: Iterable[str]) -> None:
-        """Set the pool. Cheap, because a burst of changes is written once. Raises `ConfigError` for an address that is
-        not a literal `ip:port`; the old pool then stays in force."""
-        wanted = tuple(addresses)
-        for address in wanted:
-            if address not in self._known:
-                parse_endpoint(address)
-        self._known = set(wanted)
-        self._pool = wanted
+    def changed(self, event: EndpointUp | EndpointDown) -> None:
+        """Follow a change of one endpoint. Cheap, because a burst of changes is written once. Raises `ConfigError` for
+        an address that is not a literal `ip:port`; the old pool then stays in force."""
+        if isinstance(event, EndpointUp):
+            parse_endpoint(event.endpoint.address)
+            self._by_id[event.endpoint.id] = event.endpoint.address
+        else:
+            self._by_id.pop(event.endpoint_id, None)
         loop = asyncio.get_running_loop()
         if self._due is None or self._due.when() > loop.time() + _COALESCE:
             self.close()
             self._due = loop.call_later(_COALESCE, self._write)
-
-    def changed(self, event: EndpointUp | EndpointDown) -> None:
-        """Like `set`, for a change of one endpoint."""
-        if isinstance(event, EndpointUp):
-            self._by_id[event.endpoint.id] = event.endpoint.address
-        else:
-            self._by_id.pop(event.endpoint_id, None)
-        self.set(self._by_id.values())
 
     def close(self) -> None:
         """Stop. Pending changes are not written."""
@@ -127,7 +116,7 @@ class PoolWriter:
     def _write(self) -> None:
         self._due = asyncio.get_running_loop().call_later(CHECK_S, self._write)
         try:
-            self._file.write(self._pool)
+            self._file.write(self._by_id.values())
             self.problem = ""
         except OSError as error:
             if not self.problem:

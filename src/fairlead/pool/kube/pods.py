@@ -21,7 +21,7 @@ from msgspec import Raw, Struct
 from fairlead.config.endpoint_list import MAX_LABELS
 from fairlead.core.endpoint import NODE_LABEL, Endpoint, host_port
 from fairlead.core.events import EndpointDown, EndpointUp
-from fairlead.pool.aio import call_consumer, cancelled
+from fairlead.pool.aio import Turns, call_consumer, cancelled
 from fairlead.pool.kube.client import KubeClient, Resource
 from fairlead.pool.kube.objects import VERSIONS, Meta, Pool, Unreadable, decoded, read_pool, selector_text
 from fairlead.pool.kube.reflector import Reflector
@@ -137,17 +137,18 @@ def _active_ports(annotations: Mapping[str, str]) -> frozenset[int] | None:
 # * If a pool is removed, its endpoints go down. A pool that cannot be read changes nothing.
 # * If a pod is replaced by another pod of the same name, its endpoints go down, then up.
 # * `EndpointUp` is sent only for new or changed endpoints, `EndpointDown` only for removed ones, however often pods are
-#   listed.
+#   listed. If many change at once, their events are sent in several turns of the event loop (`Turns`).
 
 Feed = Callable[[EndpointUp | EndpointDown], object]
 OnTrouble = Callable[[str, str], object]
 
 
 class PodEndpoints:
-    """The endpoints of a set of pods; sends their events by the last two rules above."""
+    """The endpoints of a set of pods; sends their events by the last two rules above, with `turns`."""
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
+        self.turns = Turns()
         self._by_pod: dict[str, tuple[str, dict[str, Endpoint]]] = {}
 
     @property
@@ -177,7 +178,7 @@ class PodEndpoints:
             self._by_pod.pop(key, None)
 
     def _emit(self, event: EndpointUp | EndpointDown) -> None:
-        call_consumer(lambda: self._feed(event), f"the consumer of {event!r}")
+        self.turns.make(lambda: call_consumer(lambda: self._feed(event), f"the consumer of {event!r}"))
 
 
 class PoolEndpoints:
@@ -259,6 +260,7 @@ class PoolEndpoints:
                 await self._pools.run()
         finally:
             task, self._pods_task = self._pods_task, None
+            self._pod_endpoints.turns.close()
             await cancelled(task)
 
     # ---- the pool ----
@@ -267,7 +269,6 @@ class PoolEndpoints:
         old, self.pool = self.pool, pool
         if pool is None:
             self._unfollow()
-            self._listed = False
             for pod in self._pod_endpoints.pods:
                 self._pod_changed(pod, None)
         elif old is None or old.selector != pool.selector:
@@ -275,7 +276,7 @@ class PoolEndpoints:
         if pool is not None and old is not None and old.ports != pool.ports and self._pods is not None:
             for pod, item in self._pods.items.items():
                 self._pod_changed(pod, item)
-        self._changed()
+        self._tell(False if pool is None else None)
 
     def _unfollow(self) -> None:
         if self._pods_task is not None:
@@ -302,8 +303,16 @@ class PoolEndpoints:
     # ---- pods ----
 
     def _pods_listed(self) -> None:
-        self._listed = True
-        self._changed()
+        self._tell(True)
+
+    def _tell(self, listed: bool | None) -> None:
+        """Once the events so far were sent: note whether the pods are listed (`None` = as before), call `changed`."""
+
+        def tell() -> None:
+            self._listed = self._listed if listed is None else listed
+            self._changed()
+
+        self._pod_endpoints.turns.make(lambda: call_consumer(tell, "the follower of a pool"))
 
     def _pod_changed(self, key: str, pod: Pod | None) -> None:
         self._pod_endpoints.take(key, pod, self.pool.ports if self.pool is not None else ())

@@ -1,5 +1,6 @@
 """A pool and its pods become endpoints, and nothing flaps."""
 
+import asyncio
 from random import Random
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 from fake_kube import FakeKube
 
 from fairlead.core.events import EndpointDown, EndpointUp
+from fairlead.pool.aio import IN_ONE_TURN
 from fairlead.pool.kube.client import KubeClient
 from fairlead.pool.kube.objects import GROUP, LEGACY_GROUP, Pool
 from fairlead.pool.kube.pods import PoolEndpoints
@@ -69,6 +71,23 @@ async def test_each_port_of_each_ready_pod_is_an_endpoint(
         "default/e-rank-1": "10.0.0.5:8001",
     }
     assert all(endpoint.id.endswith(f"-rank-{endpoint.rank}") for endpoint in followed.pods.endpoints)
+
+
+async def test_many_pods_come_and_go_in_several_turns_and_are_known_when_all_have_come(
+    kube: FakeKube, followed: Followed, pod: Any, tasks: Any, until: Any
+) -> None:
+    kube.put(V1, "inferencepools", pool())
+    for number in range(3 * IN_ONE_TURN):
+        kube.put("v1", "pods", pod(f"p{number}", f"10.0.0.{number}"))
+    tasks(followed.pods.run())
+    async with asyncio.timeout(20):
+        while not followed.up:
+            await asyncio.sleep(0)
+    assert len(followed.up) <= IN_ONE_TURN and followed.pods.missing
+    await until(lambda: not followed.pods.missing)
+    assert len(followed.up) == 3 * IN_ONE_TURN
+    kube.drop(V1, "inferencepools", "llama")
+    await until(lambda: not followed.up)
 
 
 async def test_unready_and_deleted_pods_go_at_once(
