@@ -258,13 +258,22 @@ class _Name(Struct, frozen=True):
     latency: Latency = ANY_LATENCY
 
 
+class ModelCard(Struct, frozen=True, gc=False):
+    """The entry of one model or adapter in an endpoint's list of models."""
+
+    #: The JSON object, as received.
+    said: Any
+    #: Its `max_model_len`, in tokens; infinite = not given.
+    context: float
+
+
 class Listed(Struct, frozen=True):
     """A model that clients may ask for."""
 
     name: str
     #: Seconds since 1970; 0 = unknown.
     created: int
-    #: The entry in the model list of an endpoint that serves it, as JSON; `None` = it is defined by manifests.
+    #: What an endpoint that serves it says of it, as JSON; `None` = it is defined by manifests.
     said: Any = None
 
 
@@ -329,11 +338,11 @@ class Catalogue:
         names.update({name: Listed(name, 0) for name in self._exact if name not in names})
         return [names[name] for name in sorted(names) if not self.is_reserved(name)]
 
-    def offered(self, served: Mapping[str, Any]) -> list[Listed]:
+    def offered(self, served: Mapping[str, ModelCard]) -> list[Listed]:
         """Return `listed`, and the names that endpoints serve (`served`) unless only defined names pass."""
         if self.strict:
             return self.listed
-        names = {name: Listed(name, 0, said) for name, said in served.items()}
+        names = {name: Listed(name, 0, card.said) for name, card in served.items()}
         names.update({name: Listed(name, 0) for name in self._exact})
         names.update({model.name: model for model in self.listed})
         return [names[name] for name in sorted(names) if not self.is_reserved(name)]

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from math import ceil, log2
+from math import ceil, inf, log2
 from typing import Any
 from urllib.parse import unquote
 
@@ -23,7 +23,7 @@ from fairlead.core.headers import (
     TEST_SERVED,
 )
 from fairlead.core.instructions import Reject
-from fairlead.core.models import MODEL_NOT_FOUND, Catalogue, Listed
+from fairlead.core.models import MODEL_NOT_FOUND, Catalogue, Listed, ModelCard
 from fairlead.gateway import ext_proc
 from fairlead.gateway.ext_proc import CONTINUE, LEASE_KEY, BodyMode, Kind, Modes, rewrite_request
 from fairlead.gateway.protobuf import field, nested_struct, string_struct
@@ -42,10 +42,10 @@ _NOTHING: Mapping[str, bytes] = {}
 
 #: The names that endpoints serve → the entry of each in the list of models. The argument: list them even if all
 #: endpoints serve the same names.
-Served = Callable[[bool], Mapping[str, Any]]
+Served = Callable[[bool], Mapping[str, ModelCard]]
 
 
-def no_names(alike: bool) -> Mapping[str, Any]:
+def no_names(alike: bool) -> Mapping[str, ModelCard]:
     return {}
 
 
@@ -239,7 +239,7 @@ def models_page(catalogue: Catalogue, headers: Mapping[str, str], served: Served
     if not (one_model and wanted):
         if not (listed or catalogue.strict):
             return None
-        body = encode({"object": "list", "data": [_shape(candidate) for candidate in listed]})
+        body = encode({"object": "list", "data": [_shape(candidate, catalogue, names) for candidate in listed]})
     else:
         wanted = unquote(wanted)
         model = next((candidate for candidate in listed if candidate.name == wanted), None)
@@ -249,9 +249,14 @@ def models_page(catalogue: Catalogue, headers: Mapping[str, str], served: Served
                 if catalogue.strict or catalogue.is_reserved(wanted)
                 else None
             )
-        body = encode(_shape(model))
+        body = encode(_shape(model, catalogue, names))
     return ext_proc.immediate(200, _JSON, body, details="fairlead.models")
 
 
-def _shape(model: Listed) -> Any:
-    return model.said or {"id": model.name, "object": "model", "created": model.created, "owned_by": "fairlead"}
+def _shape(model: Listed, catalogue: Catalogue, served: Mapping[str, ModelCard]) -> Any:
+    """The entry of a model. A defined name has the shortest known context of its targets."""
+    if model.said is not None:
+        return model.said
+    shape = {"id": model.name, "object": "model", "created": model.created, "owned_by": "fairlead"}
+    context = min((served[target].context for target in catalogue.targets(model.name) if target in served), default=inf)
+    return {**shape, "max_model_len": int(context)} if context < inf else shape

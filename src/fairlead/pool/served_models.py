@@ -26,6 +26,7 @@ from msgspec.structs import replace
 
 from fairlead.core.endpoint import BaseModels, Endpoint
 from fairlead.core.events import AdaptersListed
+from fairlead.core.models import ModelCard
 from fairlead.pool.scrape import Pace, ScrapeError, ScrapeOptions, SecureFetcher
 
 PATH = "/v1/models"
@@ -56,22 +57,13 @@ class _Page(Struct, gc=False):
     data: list[Raw]
 
 
-class Entry(Struct, frozen=True, gc=False):
-    """The entry of one model or adapter in a list."""
-
-    #: The JSON object, as received.
-    said: Raw
-    #: Its `max_model_len`, in tokens; infinite = not given.
-    context: float
-
-
 class ModelList(Struct, frozen=True):
     """A server's base models, and the names of its adapters; `None` = it refuses to list them."""
 
     base: BaseModels = BaseModels()
     adapters: frozenset[str] | None = None
     #: The entries of base models and adapters, by name.
-    entries: Mapping[str, Entry] = {}
+    entries: Mapping[str, ModelCard] = {}
 
     def names_as(self, newer: "ModelList") -> bool:
         """Whether the names and contexts are equal. Entries are not compared: they have a new date each time."""
@@ -89,7 +81,7 @@ def read_model_list(page: bytes) -> ModelList:
         raise ValueError(f"no list of models: {error}") from None
     cards = [(card, said) for card, said in cards if 0 < len(card.id) <= MOST_LETTERS]
     base = frozenset(card.id for card, _ in cards if not card.parent)
-    entries = {card.id: Entry(said, card.context) for card, said in cards}
+    entries = {card.id: ModelCard(said, card.context) for card, said in cards}
     contexts = {name: int(entries[name].context) for name in base if entries[name].context < inf}
     adapters = frozenset(card.id for card, _ in cards if card.parent)
     return ModelList(BaseModels(base, contexts), adapters, entries)
@@ -134,7 +126,7 @@ class ServedModels:
         self._targets: dict[str, _Target] = {}
         self._free = asyncio.Semaphore(AT_ONCE)
         #: Whether endpoints serve different names, and the union of all names; `None` = to be computed again.
-        self._union: tuple[bool, Mapping[str, Raw]] | None = None
+        self._union: tuple[bool, Mapping[str, ModelCard]] | None = None
 
     def up(self, endpoint: Endpoint) -> None:
         """Query an endpoint from now on, or take note that it changed."""
@@ -171,19 +163,19 @@ class ServedModels:
         for target in self._targets.values():
             yield from target.listed.entries
 
-    def union(self, alike: bool) -> Mapping[str, Raw]:
-        """All names that endpoints serve. Each has the JSON object of the endpoint with the shortest context.
+    def union(self, alike: bool) -> Mapping[str, ModelCard]:
+        """All names that endpoints serve. Each has the entry of the endpoint with the shortest context.
 
         If all endpoints serve the same names, the result is empty unless `alike`: any endpoint can give that list.
         """
         if self._union is None:
             lists = [target.listed.entries for target in self._targets.values() if target.listed.entries]
-            shortest: dict[str, Entry] = {}
+            shortest: dict[str, ModelCard] = {}
             for name, entry in chain.from_iterable(entries.items() for entries in lists):
                 if name not in shortest or entry.context < shortest[name].context:
                     shortest[name] = entry
             unlike = any(entries.keys() != lists[0].keys() for entries in lists)
-            self._union = unlike, {name: entry.said for name, entry in shortest.items()}
+            self._union = unlike, shortest
         unlike, names = self._union
         return names if unlike or alike else {}
 

@@ -12,6 +12,7 @@ from fairlead.core.models import (
     InferenceModel,
     InferenceModelRewrite,
     InferenceObjective,
+    ModelCard,
     ModelRules,
     ModelSet,
     Origin,
@@ -209,7 +210,11 @@ def test_reserved_names_are_not_listed() -> None:
     assert isinstance(unknown, Refusal) and unknown.message.endswith("Known models: a, c.")
     assert isinstance(refused, Refusal) and refused.status == 404
     lenient = Catalogue(ModelSet(models, rewrites=rules), LENIENT)
-    assert [one.name for one in lenient.offered(dict.fromkeys(("reserved", "b", "z")))] == ["a", "c", "z"]
+    assert [one.name for one in lenient.offered(dict.fromkeys(("reserved", "b", "z"), ModelCard(b"{}", inf)))] == [
+        "a",
+        "c",
+        "z",
+    ]
     saved = Catalogue(ModelSet(models, rewrites=(rewrite("r", rule("reserved", "y")),)))
     assert [one.name for one in saved.listed] == ["a", "reserved"], "the rule comes before the name's own targets"
 

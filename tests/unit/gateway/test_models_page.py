@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Mapping
+from math import inf
 from types import ModuleType
 from typing import Any
 
 import pytest
 from msgspec import Raw
 
-from fairlead.core.models import Catalogue, InferenceModel, ModelRules, ModelSet, Origin, Target
+from fairlead.core.models import Catalogue, InferenceModel, ModelCard, ModelRules, ModelSet, Origin, Target
 from fairlead.gateway.answers import Served, models_page, no_names
 
 
@@ -77,14 +78,18 @@ def test_nothing_defined(pb: ModuleType) -> None:
     assert ask(pb, Catalogue(), "/v1/models") is None
 
 
-SAID = {name: Raw(b'{"id":"%b","max_model_len":512}' % name.encode()) for name in ("base", "adapter")}
+def card(name: str, context: int) -> ModelCard:
+    return ModelCard(Raw(b'{"id":"%b","max_model_len":%d}' % (name.encode(), context)), float(context))
 
 
-def unlike(alike: bool) -> Mapping[str, Raw]:
+SAID = {name: card(name, 512) for name in ("base", "adapter")}
+
+
+def unlike(alike: bool) -> Mapping[str, ModelCard]:
     return SAID
 
 
-def same(alike: bool) -> Mapping[str, Raw]:
+def same(alike: bool) -> Mapping[str, ModelCard]:
     return SAID if alike else {}
 
 
@@ -109,8 +114,33 @@ def test_what_endpoints_serve(pb: ModuleType, catalogue: Catalogue, served: Serv
         found = ask(pb, catalogue, f"/v1/models/{name}", served=served)
         assert found is not None
         assert (found[0], found[1]["id"]) == (200, name)
-        said = served(True).get(name) if name not in {model.name for model in catalogue.listed} else None
-        assert found[1].get("max_model_len") == (512 if said else None), "as its server says it"
+        assert found[1].get("max_model_len") == (512 if name in served(True) else None), "as its server says it"
+
+
+@pytest.mark.parametrize("rules", [ModelRules(), PASS])
+@pytest.mark.parametrize(
+    ("targets", "context"),
+    [
+        ({"long": 1}, 4096),
+        ({"long": 9, "short": 1}, 512),
+        ({"long": 1, "short": 0}, 4096),
+        ({"long": 1, "silent": 1}, 4096),
+        ({"long": 1, "down": 1}, 4096),
+        ({"silent": 1}, None),
+        ({"down": 1}, None),
+    ],
+)
+def test_a_defined_name_has_the_shortest_context_of_its_targets(
+    pb: ModuleType, targets: dict[str, int], context: int | None, rules: ModelRules
+) -> None:
+    served = {"long": card("long", 4096), "short": card("short", 512), "silent": ModelCard(Raw(b"{}"), inf)}
+    split = tuple(Target(name, weight) for name, weight in targets.items())
+    model = InferenceModel(origin=Origin(namespace="n", name="o"), model="chat", targets=split)
+    for path in ("/v1/models", "/v1/models/chat"):
+        found = ask(pb, Catalogue(ModelSet((model,)), rules), path, served=lambda alike: served if alike else {})
+        assert found is not None
+        (entry,) = [one for one in found[1].get("data", [found[1]]) if one.get("id") == "chat"]
+        assert entry.get("max_model_len") == context
 
 
 def test_an_unknown_model_of_a_mixed_pool_is_the_servers_to_refuse(pb: ModuleType) -> None:

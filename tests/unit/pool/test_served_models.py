@@ -140,7 +140,7 @@ async def test_a_name_is_listed_as_the_server_with_the_shortest_context_says_it(
             rig.servers[name].body = json.dumps({"data": [card]}).encode()
             reader.up(rig.endpoint(name))
             await rig.heard()
-            assert json.loads(bytes(reader.union(alike=True)["base"])) == card
+            assert json.loads(bytes(reader.union(alike=True)["base"].said)) == card
     finally:
         await reader.close()
 
@@ -157,7 +157,7 @@ async def test_names_of_unlike_endpoints_are_united(rig: Rig) -> None:
         rig.servers["b"].body = page("critic")
         assert await rig.heard() == ("b", frozenset({"critic"}))
         assert reader.union(alike=False).keys() == {"base", "poet", "critic"}
-        assert json.loads(bytes(reader.union(alike=False)["critic"])) == CRITIC, "as its server says it"
+        assert json.loads(bytes(reader.union(alike=False)["critic"].said)) == CRITIC, "as its server says it"
         reader.down("b")
         assert (reader.union(alike=True).keys(), reader.union(alike=False)) == ({"base", "poet"}, {})
     finally:

@@ -5,8 +5,9 @@ from http.client import HTTPConnection, HTTPException
 from urllib.parse import urlsplit
 
 from fairlead.core.errors import ADMIN_PORT, ConfigError, FairleadError
+from fairlead.core.models import ModelCard
 from fairlead.core.text import plain
-from fairlead.pool.served_models import Entry, read_model_list
+from fairlead.pool.served_models import read_model_list
 
 MODELS_PATH = "/v1/models"
 #: Most bytes of a response that are read: metrics pages are the largest.
@@ -68,7 +69,7 @@ def ask_models(target: str, headers: Mapping[str, str]) -> tuple[int, list[str]]
     return status, [*models_of(body)]
 
 
-def models_of(page: bytes) -> Mapping[str, Entry]:
+def models_of(page: bytes) -> Mapping[str, ModelCard]:
     """Model name → its entry in a list of models; empty if the page is not such a list."""
     try:
         return read_model_list(page).entries
