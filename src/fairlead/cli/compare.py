@@ -269,6 +269,8 @@ def compare(
             preset=engine_argument(engine),
         )
         cells = compared_cells(spec, workload or [], policy or [], load, seeds)
+        if unsplit := {cell.policy: None for cell in cells if cell.scenario.prefill < prefill}:
+            typer.echo(f"note: all servers do both where no request is split: {', '.join(unsplit)}", err=True)
         results = results_of(cells, out, fresh, processes, cluster)
     (_print_json if as_json else print_comparison)(results)
     for path in write_report(results, cells, out):
@@ -340,13 +342,14 @@ def _print_json(results: list[CellResult]) -> None:
 def compared_cells(
     spec: "ScenarioSpec", scenarios: list[str], policies: list[str], load: str, seeds: int
 ) -> list[Cell]:
-    """The cells to simulate. `spec`: the settings that all scenarios have in common."""
+    """The cells to simulate. `spec`: the settings that all scenarios have in common. A policy that splits no request
+    keeps servers that do both: those that only prefill would be idle."""
     from msgspec.structs import replace
 
     from fairlead.config.problems import suggestion
     from fairlead.lab.simulator.build import is_name, listed
     from fairlead.lab.simulator.drawn import drawn_names
-    from fairlead.lab.simulator.run import known_policies
+    from fairlead.lab.simulator.run import config_from, known_policies
     from fairlead.lab.simulator.scenarios import QUALITY
 
     sources = [source for name in scenarios for source in (drawn_names(name) or [name])]
@@ -357,10 +360,15 @@ def compared_cells(
     texts = texts_of(policies) or known_policies()
     loads = numbers(load, "--load") or (1.0,)
     labels = _labels(sources or QUALITY)
+    prefill = {name: spec.prefill if config_from(text)[0].policy.may_split else 0 for name, text in texts.items()}
     return [
         Cell(
             scenario=replace(
-                spec, name=f"{label} @{factor:g}" if len(loads) > 1 else label, source=source, speedup=factor
+                spec,
+                name=f"{label} @{factor:g}" if len(loads) > 1 else label,
+                source=source,
+                speedup=factor,
+                prefill=prefill[policy],
             ),
             policy=policy,
             text=text,

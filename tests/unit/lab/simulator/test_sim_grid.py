@@ -148,6 +148,14 @@ def test_names_that_two_have_are_told_apart(tmp_path):
         texts_of(policies)
 
 
+def test_servers_do_both_for_a_policy_that_splits_nothing() -> None:
+    """Otherwise it would be compared on the servers that do not only prefill."""
+    made = compared_cells(
+        ScenarioSpec(name="", source="", prefill=2), ["agents"], ["default", "prefill-decode"], "1", 1
+    )
+    assert {cell.policy: cell.scenario.prefill for cell in made} == {"default": 0, "prefill-decode": 2}
+
+
 def test_servers_keep_what_is_not_given():
     own = build(ScenarioSpec(name="x", source="unlike-memory", head=5)).replicas
     more = build(ScenarioSpec(name="x", source="unlike-memory", head=5, servers=2 * len(own), speeds=(0.5,))).replicas
