@@ -1,8 +1,11 @@
 """`fairlead init`: examines model servers and writes a configuration for them."""
 
+import re
 import sys
+from collections.abc import Callable, Iterable
+from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -12,6 +15,10 @@ from fairlead.core.text import plain
 
 if TYPE_CHECKING:
     from fairlead.doctor.survey import Server
+
+T = TypeVar("T")
+#: A name of an object in Kubernetes (RFC 1123, section 2.1).
+_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 
 _Servers = Annotated[
     list[str] | None, typer.Argument(metavar="HOST:PORT", help="A model server; repeat.", show_default=False)
@@ -63,9 +70,14 @@ def init(
     if out.exists() and not force:
         raise ConfigError("exists already: --force overwrites it, --out writes another", str(out))
     asks = not (servers or prefill or pool) and sys.stdin.isatty()
-    servers, prefill = list(servers or ()), list(prefill or ())
+    servers, prefill = _listed(servers or ()), _listed(prefill or ())
     if asks:
-        servers, prefill, pool, namespace = _ask()
+        servers, prefill, pool, namespace = _interruptible(_ask)
+    for name, option in ((pool, "--pool"), (namespace, "--namespace")):
+        if name and not _NAME.fullmatch(name):
+            raise ConfigError(f"{name!r} is no name of Kubernetes: lower-case letters, digits, '-' and '.'", option)
+    if prefill and not servers:
+        raise ConfigError("these only compute prompts: also name the servers that decode, HOST:PORT", "--prefill")
     if pool and (servers or prefill):
         raise ConfigError("endpoints come from the InferencePool: leave out the servers, or --pool", "--pool")
     if not (servers or prefill or pool):
@@ -75,7 +87,9 @@ def init(
     if kv_events and surveyed and not published:
         raise ConfigError("no server publishes KV events: see docs/kv-events.md#on-the-engine", "--kv-events")
     if kv_events is None:
-        kv_events = published and (not asks or typer.confirm("Use KV events, to know exactly what is cached?", True))
+        kv_events = published and (
+            not asks or _interruptible(lambda: typer.confirm("Use KV events, to know exactly what is cached?", True))
+        )
     silent = [server.address for server in surveyed if not server.kv_events]
     if kv_events and silent:
         typer.echo(f"note: no KV events at {', '.join(silent)}; `fairlead doctor` says how to switch them on")
@@ -86,15 +100,28 @@ def init(
     typer.echo(f"written: {out}\nnext: fairlead doctor{named} && fairlead serve{named}")
 
 
+def _listed(words: Iterable[str]) -> list[str]:
+    """The addresses in words that have one, or several with commas between them."""
+    return [address for word in words for address in word.replace(",", " ").split()]
+
+
+def _interruptible(ask: Callable[[], T]) -> T:
+    """The answer. Ctrl-C ends the command as it does elsewhere; as an error of the prompt it would exit with 1."""
+    try:
+        return ask()
+    except typer.Abort:
+        raise KeyboardInterrupt from None
+
+
 def _ask() -> tuple[list[str], list[str], str, str]:
     """(servers, those that only prefill, pool, namespace)"""
     named = typer.prompt("Model servers, HOST:PORT each (none: pods of Kubernetes)", default="", show_default=False)
-    servers = named.replace(",", " ").split()
+    servers = _listed([named])
     if not servers:
         pool = typer.prompt("Name of the InferencePool")
         return [], [], pool, typer.prompt("Its namespace", default="default")
     named = typer.prompt("Servers that only prefill (none: all do both)", default="", show_default=False)
-    return servers, named.replace(",", " ").split(), "", ""
+    return servers, _listed([named]), "", ""
 
 
 def _surveyed(addresses: list[str], probe: bool) -> "list[Server]":
@@ -146,7 +173,8 @@ def _endpoints(servers: list[str], prefill: list[str], surveyed: "list[Server]")
 def _kubernetes(pool: str, namespace: str) -> list[str]:
     if not pool:
         return []
-    inside = f"pool: {pool}" + (f", namespace: {namespace}" if namespace else "")
+    # A name of digits is a number in YAML.
+    inside = f"pool: {dumps(pool)}" + (f", namespace: {dumps(namespace)}" if namespace else "")
     return ["# Endpoints are the ready pods of this InferencePool.", f"kubernetes: {{{inside}}}", ""]
 
 
@@ -166,8 +194,6 @@ def _settings(pool: str, port: int, admin_port: int) -> list[str]:
 
 
 def _kv(wanted: bool, tokenizer: str) -> list[str]:
-    from json import dumps
-
     model = f"modelPath: {dumps(tokenizer)}" if tokenizer else "render: engine"
     lines = ["kvEvents: {enabled: true}", f'tokens: {{models: {{"*": {{{model}}}}}}}']
     mark = "" if wanted else "# "

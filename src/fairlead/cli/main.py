@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from errno import ENOSPC
 from io import TextIOWrapper
+from typing import NoReturn
 
 from fairlead.cli.commands import overview
 
@@ -19,8 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     given = sys.argv[1:] if arguments is None else [*arguments]
     if given == ["--help"]:
-        sys.stdout.write(overview() + "\n")  # without importing typer, which takes three times as long
-        sys.exit()
+        _show_overview()
     # Otherwise pydantic looks for its plugins in all installed packages, which takes 6 % of the time of `validate`.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     from fairlead.cli.basics import FAILED, INTERRUPTED, WRONG_INPUT
@@ -50,6 +50,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 raise
             sys.stderr.write("terminated\n" if terminated else "interrupted\n")
             sys.exit(128 + signal.SIGTERM if terminated else INTERRUPTED)
+
+
+def _show_overview() -> NoReturn:
+    """Print what commands there are, without importing typer, which takes three times as long."""
+    try:
+        sys.stdout.write(overview() + "\n")
+        sys.stdout.flush()
+    except OSError as error:
+        sys.exit(f"error: {error}")
+    sys.exit()
 
 
 def _run(given: list[str]) -> None:

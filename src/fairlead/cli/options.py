@@ -217,11 +217,24 @@ DEFAULT_ADMIN = "http://localhost:9090"
 
 
 def admin_url(given: str, old: str = "") -> str:
-    """The URL of the admin port, with a scheme. `old`: the URL as an argument, where it was before 0.2."""
+    """The URL of the admin port, with a scheme. `old`: the URL as an argument, where it was before 0.2. Raises
+    `BadParameter` if it is none."""
+    from urllib.parse import urlsplit
+
     if old:
         note_renamed("URL", "--admin URL")
     url = given or old or DEFAULT_ADMIN
-    return (url if "://" in url else f"http://{url}").rstrip("/")
+    url = (url if "://" in url else f"http://{url}").rstrip("/")
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable or any(character <= " " for character in url):
+        raise typer.BadParameter(
+            f"expected HOST:PORT or a URL like {DEFAULT_ADMIN}, got {given or old!r}", param_hint="--admin"
+        )
+    return url
 
 
 Admin = Annotated[
@@ -311,6 +324,7 @@ def fetched(page: str, base: str, ours: str, timeout_s: float = 10.0, option: st
 
     Raises `EngineError` if nothing answers, and `ValueError` for an error response: with its text if that contains
     `ours` (so it is from Fairlead), otherwise saying that something else listens there."""
+    from http.client import HTTPException
     from urllib.error import HTTPError, URLError
     from urllib.request import urlopen
 
@@ -323,5 +337,7 @@ def fetched(page: str, base: str, ours: str, timeout_s: float = 10.0, option: st
         said = error.read(500).decode(errors="replace").strip()
         # The gateway and model servers also answer 404, with texts that do not name Fairlead.
         raise ValueError(said if ours in said or error.code != 404 else f"{masked(base)}: {OTHER_PORT}") from None
+    except HTTPException:
+        raise ValueError(f"{masked(base)}: {OTHER_PORT}") from None
     except URLError as error:
         raise EngineError(masked(base), f"does not answer ({error.reason}); {hint_of(option)}") from None

@@ -7,7 +7,7 @@ import re
 import time
 import urllib.error
 from collections.abc import Callable, Iterable, Iterator
-from http.client import HTTPResponse
+from http.client import HTTPException, HTTPResponse
 from typing import Annotated, Any, cast
 from urllib.request import urlopen
 
@@ -81,6 +81,8 @@ def _open(url: str) -> HTTPResponse:
             ours = words.startswith(ADMIN_PORT)
             words = "it has no dashboard (is admin.debug off?)" if ours else OTHER_PORT
         raise OSError(words or f"status {error.code}") from None
+    except HTTPException:
+        raise OSError(OTHER_PORT) from None
     except urllib.error.URLError as error:
         said = error.reason.strerror if isinstance(error.reason, OSError) else ""
         raise ConnectionError(said or str(error.reason)) from None
@@ -383,6 +385,6 @@ def _live(address: str, sort: str, every: float) -> None:
         for state, problem in follow(address, every):
             console.print(view(state, sort, console.width, problem=problem))
         return
-    with Live(Text(f"asking {address} …"), console=console, screen=True, auto_refresh=False) as live:
+    with Live(Text(f"asking {masked(address)} …"), console=console, screen=True, auto_refresh=False) as live:
         for state, problem in follow(address, every):
             live.update(view(state, sort, console.width, console.height, problem), refresh=True)

@@ -24,8 +24,10 @@ def run_validate(file: Path, as_json: bool) -> int:
     wrong, names = list[str](), ""
     if config is None:
         wrong = [_counted(len(report.problems), "problem")]
-    elif not (wrong := _keys_problems(config)[:1]):
+    else:
         names, wrong = _names(config)
+        wrong = [*_keys_problems(config), *wrong]
+        wrong += [_counted(len(wrong), "problem")] * bool(wrong)
     if config is not None and not wrong:
         lines.append(f"{file}: valid. {_summary(config)}{names}")
     sys.stdout.write("".join(f"{line}\n" for line in (*lines, *wrong)))
@@ -76,7 +78,7 @@ def _names(config: "Config") -> tuple[str, list[str]]:
 
     models, problems = check_models(config.models)
     if problems:
-        return "", [*problems, _counted(len(problems), "problem")]
+        return "", problems
     defined = f"{len(models.models)}, objectives: {len(models.objectives)}, rewrites: {len(models.rewrites)}"
     return f" Models: {defined}.", []
 

@@ -1,5 +1,6 @@
 """The entry point: listing is light, commands load late, errors become a line and an exit code."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Annotated
 
 import pytest
 import typer
+from commands import fairlead
 
 from fairlead import __version__
 from fairlead.cli import commands
@@ -262,3 +264,35 @@ def test_help_fits_80_columns(path: str, monkeypatch: pytest.MonkeyPatch, capsys
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
     assert "<bool>" not in shown and "int range" not in shown
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1 9090", "http://127.0.0.1:abc", "ftp://127.0.0.1", "http://", "[::1"])
+@pytest.mark.parametrize("command", [("top", "--once"), ("explain", "last")])
+def test_what_is_no_address_of_an_admin_port(command: tuple[str, ...], address: str) -> None:
+    done = fairlead(*command, "--admin", address, columns=200)
+    assert done.exit_code == 2
+    assert "expected HOST:PORT or a URL like http://localhost:9090" in done.stderr
+
+
+@pytest.mark.parametrize(("command", "code"), [(("top", "--once"), 1), (("explain", "last"), 2)])
+async def test_a_port_that_speaks_no_http(command: tuple[str, ...], code: int) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"this is not HTTP/2\r\n")
+        await writer.drain()
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        done = await asyncio.to_thread(fairlead, *command, "--admin", address, columns=200)
+    assert done.exit_code == code, done.output
+    assert "this is not Fairlead's admin port" in done.stderr
+
+
+def test_a_full_disk_ends_the_overview_with_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "fairlead", "--help"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (done.returncode, done.stderr) == (1, "error: [Errno 28] No space left on device\n")

@@ -52,3 +52,26 @@ def test_a_server_without_a_list_is_named_and_serves_no_other_models() -> None:
     assert differences([first, Server(address="d:1", models=("o",))]) == [
         "the servers do not serve the same models; each request goes to those that have its model"
     ]
+
+
+def test_names_of_kubernetes_are_texts(tmp_path: Path) -> None:
+    out = tmp_path / "fairlead.yaml"
+    done = fairlead("init", "--pool", "123", "--namespace", "1e3", "--out", out)
+    assert done.exit_code == 0, done.output
+    kubernetes = load(out.read_text()).kubernetes
+    assert (kubernetes.pool, kubernetes.namespace) == ("123", "1e3")
+    refused = fairlead("init", "--pool", "a: b", "--out", tmp_path / "other.yaml")
+    assert refused.exit_code == 2
+    assert "'a: b' is no name of Kubernetes" in refused.stderr
+
+
+def test_addresses_may_have_commas_between_them(tmp_path: Path) -> None:
+    out = tmp_path / "fairlead.yaml"
+    assert fairlead("init", "10.0.0.1:1,10.0.0.2:2", "--no-probe", "--out", out).exit_code == 0
+    assert [entry.endpoint.address for entry in load(out.read_text()).endpoints.static] == ["10.0.0.1:1", "10.0.0.2:2"]
+
+
+def test_a_pool_needs_servers_that_decode(tmp_path: Path) -> None:
+    done = fairlead("init", "--prefill", "10.0.0.1:1", "--no-probe", "--out", tmp_path / "fairlead.yaml")
+    assert "also name the servers that decode" in done.stderr
+    assert not [*tmp_path.iterdir()]

@@ -13,6 +13,7 @@ import json
 import re
 import secrets
 import ssl
+import time
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -63,9 +64,13 @@ class Key(Struct, frozen=True):
 
 
 def new_key(tenant: str, expires: str = "") -> tuple[str, Key]:
-    """(a key of 256 random bits, its entry for the file). Raises `ConfigError` for an invalid name or time."""
+    """(a key of 256 random bits, its entry for the file). Raises `ConfigError` for an invalid name or a time that is
+    invalid or past."""
     text = f"fl-{secrets.token_urlsafe(32)}"
-    return text, _parse([sha256(text.encode()).hexdigest(), tenant, *([f"expires={expires}"] if expires else [])])
+    key = _parse([sha256(text.encode()).hexdigest(), tenant, *([f"expires={expires}"] if expires else [])])
+    if 0 < key.expires <= time.time():
+        raise ConfigError("this time is past", "expires")
+    return text, key
 
 
 def parse_keys(text: str) -> tuple[Key, ...]:

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from socket import gaierror
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -140,7 +141,10 @@ class StubPool:
             self._ports[index] = await server.start(self.host, self._ports[index])
         except OSError as error:
             taken = f"cannot listen on {self.host}:{self._ports[index]}: {error.strerror or error}"
-            raise PortTaken(f"{taken}; {_ANOTHER}") from error
+            cure = (
+                "is this an address of this machine? Choose another --host" if isinstance(error, gaierror) else _ANOTHER
+            )
+            raise PortTaken(f"{taken}; {cure}") from error
         self._servers[index] = server
         events = self._kv_events[index]
         if events is not None:

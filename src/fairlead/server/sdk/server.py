@@ -17,7 +17,7 @@ from fairlead.compat.load import load
 from fairlead.config.plugins import build_policy, make
 from fairlead.config.registry import Registry, declared
 from fairlead.core.endpoint import PREFILL_ONLY, ROLE_LABEL, Endpoint
-from fairlead.core.errors import PLUGIN_FAILURES, ConfigError, ProtocolError
+from fairlead.core.errors import PLUGIN_FAILURES, ConfigError, ProtocolError, cannot_listen
 from fairlead.core.events import Outcome, RemotePick
 from fairlead.core.mirror import MirrorFleet
 from fairlead.core.policy import Context, Picked, Policy, Refused, choose_or_raise
@@ -70,8 +70,10 @@ class SchedulerServer:
             else:
                 host, _, port = address.rpartition(":")
                 bound = f"{host}:{await self._server.listen(host.strip('[]'), int(port))}"
-        except (OSError, ValueError) as error:
+        except ValueError as error:
             raise ConfigError(f"cannot listen on {address!r} (host:port or unix:/path): {error}") from None
+        except OSError as error:
+            raise cannot_listen(address, error) from None
         self._health.set_ready(True)
         return bound
 
