@@ -85,24 +85,24 @@ def _chosen(checks: "tuple[Check, ...]", only: str) -> "tuple[Check, ...]":
 
 
 def _examined(config: "Config", checks: "tuple[Check, ...]", urls: dict[str, str], probe: bool) -> "Examination":
-    import asyncio
 
     from fairlead.doctor.run import examine
     from fairlead.doctor.site import CannotExamine, Site
+    from fairlead.pool.lookups import run
 
     for name, url in urls.items():
         if url and not url.startswith(("http://", "https://")):
             complain(f"--{name.replace('_', '-')}: expected a URL such as http://127.0.0.1:9090, got {url!r}")
             raise typer.Exit(WRONG_INPUT)
 
-    async def run() -> "Examination":
+    async def examined() -> "Examination":
         left = count(len(checks) - 1, -1)
         async with Site(config, urls["admin"], urls["gateway"], urls["gateway_admin"], probe=probe) as site:
             with busy("checking") as say:
                 return await examine(site, checks, lambda done: say(f"{done.check}: {done.state}; {next(left)} to go"))
 
     try:
-        return asyncio.run(run())
+        return run(examined())
     except CannotExamine as error:
         complain(str(error))
         raise typer.Exit(WRONG_INPUT) from None

@@ -153,15 +153,15 @@ def _rendered(options: "Options", validate: bool) -> str:
 
 def _of_file(file: Path) -> "Options":
     """The options of the gateway that `fairlead serve` would start for this configuration. Raises `ConfigError`."""
-    import asyncio
 
     from msgspec.structs import replace
 
     from fairlead.compat.load import load
+    from fairlead.pool.lookups import run
     from fairlead.server.embedded import first_pool, printed_options
 
     config = load(file)
-    pool, http2 = asyncio.run(first_pool(config))
+    pool, http2 = run(first_pool(config))
     return replace(printed_options(config, http2), endpoints=tuple(pool))
 
 

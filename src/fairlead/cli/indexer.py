@@ -39,9 +39,9 @@ def indexer(
     Reads the configuration of `fairlead serve`: endpoints, kubernetes, kvEvents, tokens and log. Logs go to stderr.
     SIGTERM or Ctrl-C stops it.
     """
-    import asyncio
 
     from fairlead.compat.load import load
+    from fairlead.pool.lookups import run
     from fairlead.server.live.indexer import LiveIndexer
     from fairlead.server.observe.log import in_background, setup
 
@@ -53,11 +53,11 @@ def indexer(
     config = config.model_copy(update={"kv_events": events.model_copy(update=listening)})
     setup(config.log.level, config.log.format)
 
-    async def run() -> None:
+    async def serve() -> None:
         await LiveIndexer(config, host, port, accept_snapshots).run()
 
     with in_background():
-        asyncio.run(run())
+        run(serve())
 
 
 def _address(text: str) -> tuple[str, int]:

@@ -128,7 +128,6 @@ def serve_file(
 ) -> None:
     """Serve with the configuration in `file`. `running_gateway`: a `RunningGateway` as JSON. `notes`: (flag, why) for
     flags without effect."""
-    import asyncio
     import signal
 
     for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
@@ -154,6 +153,7 @@ def serve_file(
             raise ConfigError("workers need the embedded gateway; without it, start several processes", "--workers")
         if gateway.workers > 1:
             name_worker(gateway.worker)
+        from fairlead.pool.lookups import run
         from fairlead.server.live import Live
     with in_background():
-        asyncio.run(Live(config, gateway, begun).run())
+        run(Live(config, gateway, begun).run())

@@ -39,7 +39,8 @@ from fairlead.pool.watched_files import WatchedFiles
 # * If many endpoints change at once, their events are sent in several turns of the event loop (`Turns`).
 
 RETRY_S = 1.0
-RESOLVE_TIMEOUT_S = 5.0
+#: A host name is tried for so many seconds; a start waits shorter.
+RESOLVE_TIMEOUT_S, START_S = 5.0, 2.0
 _AT_ONCE = 16
 
 Feed = Callable[[EndpointUp | EndpointDown], object]
@@ -117,12 +118,12 @@ class EndpointSet:
             self._report(Problem("", 0, f"{address} stays with {kept.endpoint.id}: nothing changes for {endpoint_id}"))
         return stay
 
-    async def start(self) -> None:
-        """Resolve all host names, within `RESOLVE_TIMEOUT_S`, and keep resolving in the background. Return when the
-        events of all endpoints so far were sent."""
+    async def start(self, within_s: float = START_S) -> None:
+        """Resolve all host names, and keep resolving in the background. Waits for at most `within_s` seconds, and until
+        the events of all endpoints so far were sent."""
         first = asyncio.create_task(self._resolve_all())
         self._task = asyncio.create_task(self._keep_resolving(first))
-        await asyncio.wait((first,), timeout=RESOLVE_TIMEOUT_S)
+        await asyncio.wait((first,), timeout=within_s)
         await self._turns.made()
 
     async def close(self) -> None:
@@ -234,11 +235,11 @@ class EndpointsFile:
         #: The file was read and parsed at least once.
         self.loaded = False
 
-    async def start(self) -> tuple[Problem, ...]:
-        """Load the file, resolve names once (in bounded time), and start watching. Return the first load's problems."""
+    async def start(self, resolve_s: float = START_S) -> tuple[Problem, ...]:
+        """Load the file, resolve names within `resolve_s`, and start watching. Return the first load's problems."""
         await self._watched.note()
         listing = await self._load()
-        await self._set.start()
+        await self._set.start(resolve_s)
         if self._watch:
             self._watched.start()
         return listing.problems if listing else (Problem("", 0, self._complaint),)
@@ -295,9 +296,14 @@ class EndpointsFile:
 
 
 async def follow_endpoints(
-    stack: AsyncExitStack, source: EndpointSource, feed: Feed, report: Report, required: bool = True
+    stack: AsyncExitStack,
+    source: EndpointSource,
+    feed: Feed,
+    report: Report,
+    required: bool = True,
+    resolve_s: float = START_S,
 ) -> EndpointSet | EndpointsFile:
-    """Feed the present endpoints, and all changes while `stack` is open.
+    """Feed the present endpoints, and all changes while `stack` is open. Waits `resolve_s` seconds for host names.
 
     Returns an `EndpointSet` for a list in the configuration (`apply` replaces the list), or the `EndpointsFile`.
     Raises `ConfigError` if the file cannot be read or parsed at the start and is `required`.
@@ -306,11 +312,11 @@ async def follow_endpoints(
         listed = EndpointSet(feed, report)
         stack.push_async_callback(listed.close)
         listed.apply(Listing(source.static))
-        await listed.start()
+        await listed.start(resolve_s)
         return listed
     files = EndpointsFile(source.file, feed, report, watch=source.watch, allow_empty=source.allow_empty)
     stack.push_async_callback(files.close)
-    problems = await files.start()
+    problems = await files.start(resolve_s)
     if required and not files.loaded:
         raise ConfigError("; ".join(str(problem) for problem in problems), "$.endpoints.file", source.file)
     return files

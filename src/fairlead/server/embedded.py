@@ -15,7 +15,6 @@ imported; the parent becomes `supervise` in a fresh, small interpreter. Envoy st
 and accepts clients once the scheduler answers.
 """
 
-import asyncio
 import contextlib
 import json
 import os
@@ -39,8 +38,9 @@ from fairlead.gateway.envoy.options import Options, Tls
 from fairlead.gateway.envoy.process import CONFIG, FACTS, JWT, KEYS, tie_to_parent
 from fairlead.gateway.memory import memory_limit
 from fairlead.gateway.ports import dialled, listening_sockets
-from fairlead.pool.endpoints_file import follow_endpoints
+from fairlead.pool.endpoints_file import RESOLVE_TIMEOUT_S, START_S, follow_endpoints
 from fairlead.pool.kube.objects import H2C
+from fairlead.pool.lookups import run
 from fairlead.server.journal.records import WORKER
 from fairlead.server.running_gateway import RunningGateway
 from fairlead.server.state import WORKER as STATE_OF_WORKER
@@ -70,7 +70,7 @@ def serve_embedded(config: Config, file: Path, content: bytes, workers: int = 1)
     check_ports(config, workers)
     keys = config.gateway.keys
     known = read_keys(keys.file) if keys else ()
-    pool, http2 = asyncio.run(first_pool(config))
+    pool, http2 = run(first_pool(config, START_S))
     peers = tuple(host_port(dialled(config.ext_proc.host), config.ext_proc.port + i) for i in range(1, workers))
     options = replace(gateway_options(config, http2), peers=peers)
     plan = prepare(options, pool, scheduler_timeout=config.gateway.wait_for_scheduler)
@@ -193,9 +193,9 @@ def worker_flags(config: Config, plan: Plan, worker: int) -> dict[str, Any]:
     return flags
 
 
-async def first_pool(config: Config) -> tuple[list[str], bool]:
-    """The addresses of the present endpoints, with which Envoy starts, and whether they use HTTP/2. Raises
-    `ConfigError`."""
+async def first_pool(config: Config, resolve_s: float = RESOLVE_TIMEOUT_S) -> tuple[list[str], bool]:
+    """The addresses of the present endpoints, with which Envoy starts, and whether they use HTTP/2. Waits `resolve_s`
+    seconds for host names. Raises `ConfigError`."""
     pool: dict[str, str] = {}
 
     def changed(event: EndpointUp | EndpointDown) -> None:
@@ -207,7 +207,7 @@ async def first_pool(config: Config) -> tuple[list[str], bool]:
     http2 = False
     async with contextlib.AsyncExitStack() as stack:
         # Problems are ignored here: the scheduler reads the endpoints too, and reports their problems.
-        await follow_endpoints(stack, config.endpoints, changed, lambda problem: None)
+        await follow_endpoints(stack, config.endpoints, changed, lambda problem: None, resolve_s=resolve_s)
         if config.kubernetes.on:
             from fairlead.server.live.kube import follow_pool
 

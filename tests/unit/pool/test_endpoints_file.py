@@ -422,7 +422,7 @@ async def test_the_start_does_not_wait_for_a_resolver_that_hangs(heard: Heard, m
     endpoints = EndpointSet(heard.feed, heard.report, resolver=hang)
     endpoints.apply(listing(*((f"e{i}", f"host{i}") for i in range(100)), ("b", "10.0.0.1")))
     async with asyncio.timeout(10):
-        await endpoints.start()
+        await endpoints.start(within_s=0.05)
         assert heard.take() == ["up b 10.0.0.1:80"]
         assert len(asked) < 100, "later ones wait for their turn in the background"
         await heard.until(lambda: len(heard.problems) == 100)

@@ -1,0 +1,57 @@
+"""An event loop that waits for no name service. asyncio resolves names in the threads of the default executor: while a
+name service does not answer, these are taken, so no file can be read, and the process waits for them before it ends.
+
+Here each name has a thread of its own that nobody waits for. A name that is asked for again meanwhile shares it.
+"""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+#: Host, port, family, type, protocol and flags of a question, as `socket.getaddrinfo` takes them.
+_Asked = tuple[Any, Any, int, int, int, int]
+
+
+class Loop(asyncio.SelectorEventLoop):
+    """asyncio's loop with another `getaddrinfo`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: What is being resolved, with the future answer: the addresses, or an error.
+        self._asked: dict[_Asked, asyncio.Future[Any]] = {}
+
+    async def getaddrinfo(
+        self, host: Any, port: Any, *, family: int = 0, type: int = 0, proto: int = 0, flags: int = 0
+    ) -> Any:
+        """As `socket.getaddrinfo`. Raises `OSError` also if no thread can be started."""
+        asked = (host, port, family, type, proto, flags)
+        if asked not in self._asked:
+            thread = threading.Thread(target=self._look_up, args=(asked,), name="name lookup", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise OSError(f"cannot resolve {host}: {error}") from None
+            self._asked[asked] = self.create_future()
+        answer = await asyncio.shield(self._asked[asked])
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def _look_up(self, asked: _Asked) -> None:
+        answer: Any
+        try:
+            answer = socket.getaddrinfo(*asked)
+        except Exception as error:
+            answer = error
+        with suppress(RuntimeError):  # the loop is closed
+            self.call_soon_threadsafe(lambda: self._asked.pop(asked).set_result(answer))
+
+
+def run(work: Coroutine[Any, Any, _T]) -> _T:
+    """Do the work on a new `Loop`, like `asyncio.run`."""
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        return runner.run(work)
