@@ -288,11 +288,14 @@ class Site:
         try:
             async with asyncio.timeout(5.0):
                 address = preferred(await resolve_host(entry.host, entry.port))
-        except (OSError, TimeoutError, IndexError, UnicodeError) as error:
-            said = error.strerror if isinstance(error, OSError) else ""
-            self.nameless[entry.endpoint.id] = f"{entry.host}: {said or error or 'no address'}"
-            return None
-        return with_page(entry.resolved(address), self.config.metrics)
+        except (TimeoutError, IndexError) as error:
+            reason = "no answer" if isinstance(error, TimeoutError) else "no address"
+        except (OSError, UnicodeError) as error:
+            reason = (error.strerror if isinstance(error, OSError) else "") or str(error)
+        else:
+            return with_page(entry.resolved(address), self.config.metrics)
+        self.nameless[entry.endpoint.id] = f"{entry.host}: {reason}"
+        return None
 
     def engine(self, endpoint: Endpoint) -> str:
         """The name of the engine whose metric names are used to read the endpoint's metrics page."""

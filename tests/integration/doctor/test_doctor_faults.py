@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import resource
+import socket
 import ssl
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from certificates_made import make_pair
 
 from fairlead.core.endpoint import ROLE_LABEL
+from fairlead.doctor import site
 from fairlead.doctor.run import Examination, Severity
 
 Json = dict[str, Any]
@@ -45,6 +47,28 @@ async def test_a_wrong_port_is_named(world: Any, pool_of: Listed) -> None:
     assert found.findings[0].severity is Severity.CRITICAL
     assert addresses[1] in found.findings[0].evidence and "refused" in found.findings[0].evidence
     assert not found.well
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (TimeoutError(), "no answer"),
+        ([], "no address"),
+        (socket.gaierror(socket.EAI_NONAME, "Name or service not known"), "Name or service not known"),
+    ],
+)
+async def test_why_a_name_has_no_address_is_said(
+    world: Any, pool_of: Listed, monkeypatch: pytest.MonkeyPatch, answer: Any, reason: str
+) -> None:
+    async def resolve(host: str, port: int) -> list[str]:
+        if isinstance(answer, Exception):
+            raise answer
+        return list(answer)
+
+    monkeypatch.setattr(site, "resolve_host", resolve)
+    found = await world.examined({"endpoints": pool_of(["gpu.example:8000"])})
+    assert codes(found) >= {"endpoints.no-address"}
+    assert found.findings[0].evidence == f"gpu.example: {reason}"
 
 
 async def test_a_port_of_something_else_is_named(world: Any, pool_of: Listed) -> None:
