@@ -18,30 +18,30 @@ def validity(pem: bytes) -> tuple[float, float]:
         return -inf, inf
     try:
         der = ssl.PEM_cert_to_DER_cert(block[0].decode())
-        at, _ = _content(der, 0)  # the certificate's first part
-        at, _ = _content(der, at)
-        if der[at] == _VERSION:
-            _, at = _content(der, at)
+        position, _ = _content(der, 0)  # the certificate's first part
+        position, _ = _content(der, position)
+        if der[position] == _VERSION:
+            _, position = _content(der, position)
         for _ in range(3):  # serial number, algorithm, issuer
-            _, at = _content(der, at)
-        at, _ = _content(der, at)
-        return _time(der, at), _time(der, _content(der, at)[1])
+            _, position = _content(der, position)
+        position, _ = _content(der, position)
+        return _time(der, position), _time(der, _content(der, position)[1])
     except (ValueError, IndexError, OverflowError):
         return -inf, inf
 
 
-def _content(der: bytes, at: int) -> tuple[int, int]:
+def _content(der: bytes, position: int) -> tuple[int, int]:
     """The first and the last offset, exclusive, of the content of the value at this offset."""
-    length, start = der[at + 1], at + 2
+    length, start = der[position + 1], position + 2
     if length & 0x80:
         size = length & 0x7F
         length, start = int.from_bytes(der[start : start + size]), start + size
     return start, start + length
 
 
-def _time(der: bytes, at: int) -> float:
-    start, end = _content(der, at)
+def _time(der: bytes, position: int) -> float:
+    start, end = _content(der, position)
     text = der[start:end].decode("ascii")
-    if der[at] == _UTC_TIME:
+    if der[position] == _UTC_TIME:
         text = ("20" if text < "5" else "19") + text
     return datetime.strptime(text, "%Y%m%d%H%M%SZ").replace(tzinfo=UTC).timestamp()

@@ -41,7 +41,7 @@ def _gateway_of(origin: str) -> tuple[str, str]:
     return host, run[:-RUN_DIGITS]
 
 
-def _some(names: list[str]) -> str:
+def _first_few(names: list[str]) -> str:
     """The first names, and how many more there are."""
     more = len(names) - _MOST_NAMED
     return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
@@ -171,7 +171,7 @@ class Replicas:
             return f"only {here} of {self._workers} workers are heard: one does not run or hangs, see the log"
         lacking = [name for name, peer in self.peers.items() if peer.pause_s >= ASK_CAP_S]
         if lacking:
-            return f"facts of {_some(lacking)} stay missing: do they have the same endpoints, and the same pool?"
+            return f"facts of {_first_few(lacking)} stay missing: do they have the same endpoints, and the same pool?"
         return ""
 
     def _workers_here(self) -> int:
@@ -187,7 +187,7 @@ class Replicas:
         """The state of the link, as a text for people, while there is no trouble."""
         count = len(self.peers)
         peers = f"{count} other{'' if count == 1 else 's'}, heard {self.lag_s * 1e3:.0f} ms late"
-        return peers + (f"; facts of {_some(self.missing)} are missing" if self.missing else "")
+        return peers + (f"; facts of {_first_few(self.missing)} are missing" if self.missing else "")
 
     def page(self) -> dict[str, object]:
         """The page `/debug/replicas`."""

@@ -284,7 +284,7 @@ class _Decisions:
         self.open[body.request_id] = entry
         return None
 
-    def rest(self, segments: Iterable[tuple[Path, Segment]], request_id: int) -> JournaledDecision | None:
+    def finish(self, segments: Iterable[tuple[Path, Segment]], request_id: int) -> JournaledDecision | None:
         """Add the records of further segments until the decision of this request is complete, and return it as complete
         as it is; `None` = there is none."""
         for path, _ in segments:
@@ -322,11 +322,11 @@ def _in_run(run: Run, wanted: str | int) -> JournaledDecision | None:
             if _is_named(request, wanted) and (number in later or number == wanted)
         ]
         if waited:
-            return made.rest(run.segments[index + 1 :], waited[-1]) or lacking
+            return made.finish(run.segments[index + 1 :], waited[-1]) or lacking
         if entry is not None:
             number = entry.decision.request.id
             if number in made.open:
-                entry = made.rest(run.segments[index + 1 :], number) or entry
+                entry = made.finish(run.segments[index + 1 :], number) or entry
             if number not in made.earlier or entry.decision.trace is not None:
                 return entry
             wanted, lacking = number, entry  # the request itself is in an older segment, if the journal has it
@@ -340,7 +340,7 @@ def _newest(made: _Decisions, path: Path, wanted: str | int) -> JournaledDecisio
     for kind, time_s, body in _items(path.read_bytes(), Faults()):
         entry = made.add(kind, time_s, body)
         if entry is not None and _is_named(entry.decision.request, wanted):
-            newest = _newer(entry, newest)
+            newest = max(entry, newest or entry, key=_order)
             if number < inf:
                 break
         # Numbers rise, nearly: prompts that take longer to read arrive later.
@@ -349,12 +349,12 @@ def _newest(made: _Decisions, path: Path, wanted: str | int) -> JournaledDecisio
             break
     for entry in made.open.values():
         if _is_named(entry.decision.request, wanted):
-            newest = _newer(entry, newest)
+            newest = max(entry, newest or entry, key=_order)
     return newest
 
 
-def _newer(entry: JournaledDecision, other: JournaledDecision | None) -> JournaledDecision:
-    return max((each for each in (entry, other) if each), key=lambda each: (each.decision.at, each.decision.request.id))
+def _order(entry: JournaledDecision) -> tuple[float, int]:
+    return entry.decision.at, entry.decision.request.id
 
 
 def _is_named(request: Request, wanted: str | int) -> bool:
