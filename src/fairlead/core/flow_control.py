@@ -25,11 +25,12 @@ Rules
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice, takewhile
+from itertools import chain, islice
 from math import ceil, inf
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
+from msgspec import Struct
 
 from fairlead.core.apis import OTHER, WITHOUT_MODEL
 from fairlead.core.binding import LOOKUPS, Bound, PairBinder, WaitingRules, bits
@@ -61,6 +62,8 @@ from fairlead.core.table import EndpointTable
 
 #: Limits of one choice, so that it delays no other events: at most `PAIRS` pairs, but at least `FEWEST` requests.
 PAIRS, FEWEST = 2048, 16
+#: Waiting requests that one pass looks at in search of one for an idle endpoint; each takes 2 µs.
+SEARCHED = 1000
 #: Waiting requests that one call refuses at most; each takes 0.05 ms in total.
 REFUSALS = 16
 
@@ -137,14 +140,17 @@ class Tally:
         return Waited(closed_s * 1e3, kept_s * 1e3, int(sent), compared, passed, kept_by)
 
 
-class _Beside(NamedTuple):
-    """A search for requests that can use one of the open slots `free` (bits)."""
+class _Search(Struct):
+    """A search for requests that can use one of the open slots `free` (bits). It goes on from pass to pass."""
 
     version: tuple[int, int]
     free: int
-    #: Numbers of those found, and of the last request that was looked at; -1 = not all before it were.
-    numbers: list[int]
-    last: int
+    #: The number of the last request that was looked at.
+    at: int
+    #: Another round is needed: for some requests it was not known, or not asked, whether they can use one.
+    again: bool = False
+    #: Numbers of those found.
+    found: list[int] = []
 
 
 class FlowControl:
@@ -193,7 +199,7 @@ class FlowControl:
         #: Priority → number of requests, after those whose turn it is, that an unfinished pass has already considered.
         self._passed: dict[int, int] = {}
         #: Priority → the last search for requests beside those in turn.
-        self._beside: dict[int, _Beside] = {}
+        self._searches: dict[int, _Search] = {}
         #: Whether the pass over the queues is unfinished. Clock seconds of the next pass without an event; inf = none.
         self.more = False
         self.look_again = inf
@@ -484,46 +490,54 @@ class FlowControl:
         if len(remaining) == most:
             self._passed[band.priority] = passed + most
         else:
-            yield self._besides(band, most, table, opened)
+            yield self._besides(band, most, table, opened, passed + len(remaining))
 
-    def _besides(self, band: Band, most: int, table: EndpointTable, opened: BoolColumn) -> list[Waiting]:
-        """Return the first `most` requests that can use an open endpoint which none of those in turn can use, for
-        example because it serves another model. Without them, it would stay idle while thousands wait for others."""
+    def _besides(self, band: Band, most: int, table: EndpointTable, opened: BoolColumn, passed: int) -> list[Waiting]:
+        """Return up to `most` requests that can use an open endpoint which none of those in turn can use, for example
+        because it serves another model. Without them, it would stay idle while thousands wait for others. One pass
+        looks at `SEARCHED` more; if there are more, the next one continues behind those in turn, which are `passed`."""
         able, free = self.binder.able_bits, bits(opened)
         for window in self.queues.turns(band, most):
             for waiting in window:
                 free &= ~able(waiting, table)
                 if not free:
                     return []
-        among, after = self._looked_at(band, free, most, table)
+        search, last = self._search(band, free, table), band.last().number
+        next_ones = range(search.at + 1, min(search.at + SEARCHED, last) + 1)
         besides: list[Waiting] = []
         unknown = LOOKUPS + 1  # more than a choice looks up, so that the next pass continues at once
-        for waiting in chain(among, after):
-            places = able(waiting, table)
-            if places & free and (places > 0 or unknown):
-                unknown -= places < 0
-                besides.append(waiting)
-                if len(besides) == most:
-                    break
-        numbers = [waiting.number for waiting in besides]
-        last = band.last().number if len(besides) < most and unknown else -1
-        self._beside[band.priority] = _Beside(self.binder.version(table), free, numbers, last)
+        for number in dict.fromkeys(chain(search.found, next_ones)):
+            member = band.members.get(number)
+            if member is not None and (places := able(member, table)) & free:
+                if places > 0 or unknown:
+                    unknown -= places < 0
+                    besides.append(member)
+                else:
+                    search.again = True
+            search.at = max(search.at, number)
+            if len(besides) == most:
+                break
+        search.found = [waiting.number for waiting in besides]
+        if len(besides) < most and (search.at < last or search.again):
+            self._passed[band.priority] = max(passed, 1)
         return besides
 
-    def _looked_at(
-        self, band: Band, free: int, most: int, table: EndpointTable
-    ) -> tuple[Iterable[Waiting], Iterable[Waiting]]:
-        """Return those that the last search for `free` found, and those it has not looked at, so that a pass does not
-        look at thousands."""
-        members, before = band.members, self._beside.get(band.priority)
-        if before is not None and before.version == self.binder.version(table) and not free & ~before.free:
-            among = [members[number] for number in before.numbers if number in members]
-            if len(among) == most:
-                return among, ()
-            if before.last >= 0:
-                newer = list(takewhile(lambda waiting: waiting.number > before.last, reversed(members.values())))
-                return among, reversed(newer)
-        return (), members.values()
+    def _search(self, band: Band, free: int, table: EndpointTable) -> _Search:
+        """Return the search that the last pass left, made ready to go on for the slots `free`, or a new one."""
+        version, search = self.binder.version(table), self._searches.get(band.priority)
+        before = band.longest_waiting().number - 1
+        if search is not None and search.version == version:
+            more, search.free = bool(free & ~search.free), free
+            if search.at < band.last().number:
+                search.again |= more
+                search.at = max(search.at, before)
+                return search
+            if not more:
+                if search.again:
+                    search.at, search.again = before, False
+                return search
+        search = self._searches[band.priority] = _Search(version, free, before)
+        return search
 
     def expire(self, fleet: Fleet, now: float) -> list[tuple[Waiting, Refused]]:
         """Take out the first `REFUSALS` requests whose time is over, and return them with their refusals. If `overdue`

@@ -10,7 +10,7 @@ from fairlead.core.endpoint import Endpoint
 from fairlead.core.fairness import Charge, RoundRobin, StartTimeFair, Strict
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import FlowKey, Limit, Limits, Times
-from fairlead.core.flow_control import PAIRS, FlowControl
+from fairlead.core.flow_control import PAIRS, SEARCHED, FlowControl
 from fairlead.core.policy import Refused
 from fairlead.core.queues import Queues
 from fairlead.core.request import Request
@@ -153,9 +153,9 @@ def in_the_subset(request, fleet, now):
     return np.array([request.subset is None or e.address in request.subset for e in fleet.table.endpoints])
 
 
-def controller_with_pairs(waiting: int) -> tuple[FlowController, Counting]:
+def controller_with_pairs(waiting: int, endpoints: int = 2) -> tuple[FlowController, Counting]:
     """Return a controller of two endpoints; one is busy, and the requests wait for it."""
-    controller = FlowController(endpoints=2)
+    controller = FlowController(endpoints)
     controller.flow.binder = binder = Counting(AbleRules(in_the_subset))
     for _ in range(waiting + 1):
         controller.arrive(subset={"10.0.0.0:80"})
@@ -180,6 +180,31 @@ def test_an_idle_endpoint_gets_its_request_after_the_pool_changed():
             break
         controller.now = max(controller.now, controller.flow.look_again)
     assert gone == [(wanted.id, 2)]
+
+
+def test_a_search_for_an_idle_endpoint_goes_on_from_pass_to_pass():
+    """One call looks at a thousand requests, however many wait, and finds the one at the end all the same."""
+    controller, binder = controller_with_pairs(4 * SEARCHED)
+    wanted, _ = controller.arrive(subset={"10.0.0.1:80"})
+    asked = []
+    for _ in range(4):
+        binder.asked = 0
+        gone = controller.dispatch()
+        asked.append(binder.asked)
+    assert gone == [(wanted.id, 1)]
+    assert max(asked) <= SEARCHED + 4 * 256
+
+
+def test_an_endpoint_that_opens_during_a_search_gets_a_request_that_was_passed():
+    controller, _ = controller_with_pairs(SEARCHED, endpoints=3)
+    first, _ = controller.arrive(subset={"10.0.0.2:80"})
+    assert passes(controller) == [(first.id, 2)]
+    second, _ = controller.arrive(subset={"10.0.0.2:80"})
+    for _ in range(3 * SEARCHED):
+        controller.arrive(subset={"10.0.0.0:80"})
+    assert (controller.dispatch(), controller.flow.more) == ([], True)
+    controller.fleet.ledger.release(lease_of(controller.fleet, first.id))
+    assert passes(controller) == [(second.id, 2)]
 
 
 def test_who_waits_for_a_busy_endpoint_is_looked_at_once():
