@@ -263,6 +263,11 @@ class PairBinder:
         #: First block of a prompt → clock seconds when a prompt with it was last sent.
         self._departed: dict[int, float] = {}
         self._refreshes = 0
+        #: Columns that waiting requests share, or each would keep its own: the slots that can serve them, by bits, in
+        #: this version; and the shares of prompts of which nothing is cached.
+        self._version = (-1, -1)
+        self._ables: dict[int, tuple[int, BoolColumn]] = {}
+        self._uncached: FloatColumn = np.zeros(0)
 
     def able(self, waiting: Waiting, fleet: Fleet, now: float) -> BoolColumn:
         """Return the slots that can serve the request."""
@@ -366,14 +371,20 @@ class PairBinder:
         return all_known
 
     def _refresh(self, known: _Known, request: Request, fleet: Fleet, now: float) -> None:
-        known.version = self.version(fleet.table)
+        table, known.version = fleet.table, self.version(fleet.table)
+        if known.version != self._version or len(self._ables) >= _REMEMBERED:
+            self._version, self._ables = known.version, {}
+            if len(self._uncached) != len(table):
+                self._uncached = np.zeros(len(table))
+                self._uncached.setflags(write=False)
         able = self._rules(request, fleet, now)
-        known.able = fleet.table.alive if able is None else able & fleet.table.alive
-        known.able_bits = bits(known.able)
+        able = table.alive if able is None else able & table.alive
+        able_bits = bits(able)
+        known.able_bits, known.able = self._ables.setdefault(able_bits, (able_bits, able))
         known.looked = now
         share = fleet.match(request) if request.prefix.hashes else None
         known.cached = share is not None
-        known.share = np.zeros(len(fleet.table)) if share is None else share
+        known.share = self._uncached if share is None else share
 
     def _bound(
         self,

@@ -294,3 +294,15 @@ def test_no_other_able_endpoint_is_no_fallback_endpoint(fleet, queue):
     pairs = binder(lambda request, fleet, now: np.array([False, True, False]))
     bound = pairs.bind([queue(100)], fleet, ALL, NOW)
     assert (bound.slot, bound.fallback_slot) == (1, -1)
+
+
+def test_waiting_requests_share_the_columns_that_say_the_same(fleet, queue):
+    """Tens of thousands may wait for thousands of endpoints."""
+    binder_of_some = binder(lambda request, fleet, now: np.array([True, request.prompt_tokens < 500, True]))
+    short, other, long = (binder_of_some.look(queue(tokens).request, fleet, NOW)[1] for tokens in (100, 200, 1000))
+    assert short.able is other.able and short.able_bits is other.able_bits
+    assert (short.able.tolist(), long.able.tolist()) == ([True] * 3, [True, False, True])
+    assert short.share is other.share is long.share and not short.share.any()
+    fleet.up(Endpoint("e3", "10.0.0.3:80"))
+    _, later = binder(lambda request, fleet, now: None).look(queue(100).request, fleet, NOW)
+    assert (len(later.share), later.able.tolist()) == (4, [True] * 4)
