@@ -405,3 +405,12 @@ async def test_pages_of_any_bytes_break_no_check(world: Any, pool_of: Listed) ->
             found = await world.examined(config, probe=True)
             assert codes(found) >= {"metrics.engine", "kv-events.off"}
             bodies.pop(0)
+
+
+async def test_more_models_than_have_metrics_are_named(
+    world: Any, pool_of: Listed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fairlead.doctor.checks.metrics.MOST_DECLARED", 0)
+    assert "limits.models" in codes(
+        await world.examined({"endpoints": pool_of(await world.stubs(1))}, only=("limits",))
+    )

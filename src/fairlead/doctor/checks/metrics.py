@@ -13,6 +13,7 @@ from fairlead.doctor.http import Answer, Unreached
 from fairlead.doctor.run import Finding, Kind, Severity, check
 from fairlead.doctor.site import Site, tried
 from fairlead.gateway.memory import FEW_FILES, memory_limit
+from fairlead.server.observe.metrics import MOST_DECLARED
 
 _UNEVEN = "docs/runbook.md#load-is-uneven"
 _SETTINGS = "docs/configuration.md"
@@ -242,6 +243,10 @@ LEASE = Kind(
     "limits.lease", Severity.WARNING, "leases expire before a request may end",
     "raise ledger.leaseTtl: a long answer stops counting while it runs", _SETTINGS,
 )  # fmt: skip
+MODELS = Kind(
+    "limits.models", Severity.WARNING, "there are more models and adapters than have metrics of their own",
+    "split the pool: those that are asked for last count as `other`", "docs/metrics.md",
+)  # fmt: skip
 #: Answers of reasoning models take minutes.
 _SHORT_LEASE = 60.0
 #: Memory that Envoy takes in addition to the limited heap.
@@ -274,6 +279,9 @@ async def limits(site: Site) -> list[Finding]:
         findings.append(SCRAPES.at("", f"{evidence} and metrics.staleness is {config.metrics.staleness:g} s"))
     if config.ledger.lease_ttl < _SHORT_LEASE:
         findings.append(LEASE.at("", f"ledger.leaseTtl is {config.ledger.lease_ttl:g} s"))
+    names = set(await site.each(site.served))
+    if len(names) > MOST_DECLARED:
+        findings.append(MODELS.at("", f"{len(names)} models and adapters are listed, {MOST_DECLARED} have metrics"))
     if site.has("events"):
         readings = [await site.reading(endpoint) for endpoint in site.endpoints]
         blocks = sum(reading.sample.num_blocks for reading in readings if reading is not None)

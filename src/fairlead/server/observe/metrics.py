@@ -8,6 +8,8 @@ Rules
   it was answered 2xx; all other sets are counted as `other`. At most `cap` sets have series only because of an answer
   (they are *earned*), and each is dropped after `idle_s` seconds without a request. So names that clients make up never
   become series, not even briefly.
+* At most `MOST_DECLARED` sets have series because of declared names. While there are as many, those without a request
+  for `idle_s` seconds make room.
 * A request whose label set has no series yet (it is *unproven*) is counted at its end, when it is known whether the set
   earns one. Until then only the gauge of running requests includes it, as `other`.
 * `fairlead_scale_up_wanted` is 1 for `SCALE_UP_HOLD_S` after a decision found every candidate overloaded.
@@ -44,6 +46,8 @@ _MOST_SERVED, _SERVED_S = 10_000, 1.0
 _DEPARTED_KEPT = 256
 _SWEEP_S = 30.0
 _POLICIES = 64
+#: Sets of request labels with declared names that have series: each takes 90 kB of the page, about 700 lines.
+MOST_DECLARED = 200
 
 #: The published `error_code` of an answer that failed, and of refusals by HTTP status. Other statuses: `error_code()`.
 _SERVER_ERROR = "ModelServerError"
@@ -315,9 +319,11 @@ class SchedulerMetrics:
         self.families.failed_duration.child(code).observe_all(list(map(_SECONDS, took)))
 
     def _earn(self, key: RequestLabels, records: Sequence[OutcomeRecord]) -> _Bundle:
-        """The labels' own bundle if one of these answers is 2xx and there is room, else the bundle of `other`."""
+        """The labels' own bundle if one of these answers is 2xx and there is room, else the bundle of `other`. For
+        declared names there was no room before."""
         folded = self._folded(key)
-        if len(self._earned) >= self._cap or not any(200 <= record.status < 300 for record in records):
+        full = self._declared(key) or len(self._earned) >= self._cap
+        if full or not any(200 <= record.status < 300 for record in records):
             self.families.requests.folded += len(records)
             return folded
         bundle = self._bundles.get(key)
@@ -430,9 +436,13 @@ class SchedulerMetrics:
         """The bundle of these labels; `None` = they have no series of their own."""
         key = (model[:_MAX_LABEL], (target or model)[:_MAX_LABEL], fairness_id[:_MAX_LABEL], priority)
         bundle = self._bundles.get(key)
-        if bundle is None and self._declared(key):
+        if bundle is None and self._declared(key) and self._has_room():
             bundle = self._make(key)
         return bundle
+
+    def _has_room(self) -> bool:
+        """Whether another set of declared names may have series."""
+        return len(self._bundles) - len(self._earned) < MOST_DECLARED
 
     def _declared(self, key: RequestLabels) -> bool:
         model, target, fairness_id, _ = key
@@ -452,7 +462,10 @@ class SchedulerMetrics:
 
     def _folded_labels(self, key: RequestLabels) -> RequestLabels:
         model, target, fairness_id, priority = key
-        return self._name(model), self._name(target), fairness_id and OTHER, priority
+        folded = self._name(model), self._name(target), fairness_id and OTHER, priority
+        if folded in self._bundles or self._has_room():
+            return folded
+        return OTHER, OTHER, fairness_id and OTHER, priority
 
     def _make(self, key: RequestLabels) -> _Bundle:
         model, target, fairness_id, priority = key
@@ -463,7 +476,7 @@ class SchedulerMetrics:
     def labels(self, request: Request) -> tuple[str, str, str, int]:
         """The model, target, fairness id and priority that metrics show for a request."""
         key = _key(request.model, request.target_model, request.fairness_id, request.priority)
-        if key not in self._bundles and not self._declared(key):
+        if key not in self._bundles and not (self._declared(key) and self._has_room()):
             key = self._folded_labels(key)
         model, target, fairness_id, priority = key
         return model, target, fairness_id or NO_TENANT, priority
@@ -483,12 +496,12 @@ class SchedulerMetrics:
         self._folds.take({(name,): number for name, number in folded.values()})
 
     def _forget_idle(self) -> None:
-        """Drop label sets that were not used for `idle_s` and are not declared."""
-        until = self._now() - self._idle_s
+        """Drop label sets that were not used for `idle_s` and are not declared, or all of these if there is no room."""
+        until, full = self._now() - self._idle_s, not self._has_room()
         idle = [
             key
             for key, bundle in self._bundles.items()
-            if bundle.used < until and not bundle.running.value and not self._declared(key)
+            if bundle.used < until and not bundle.running.value and (full or not self._declared(key))
         ]
         for key in idle:
             del self._bundles[key]

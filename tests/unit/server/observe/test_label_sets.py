@@ -3,8 +3,11 @@
 import re
 from typing import Any
 
+import pytest
+
 from fairlead.core.records import DecisionRecord, OutcomeRecord
 from fairlead.core.request import Request
+from fairlead.server.observe import metrics
 from fairlead.server.observe.fleet_gauges import FleetStatus
 from fairlead.server.observe.metrics import SchedulerMetrics
 
@@ -137,3 +140,21 @@ def test_requests_that_wait_for_their_place_are_bounded() -> None:
     for request in asked:
         counted.end(request, 404)
     assert (counted.requests("other"), counted.running("other"), counted.metrics.unproven) == (5000, 0, 0)
+
+
+def test_of_very_many_declared_models_some_have_series_and_idle_ones_make_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(metrics, "MOST_DECLARED", 3)
+    counted = Counted()
+    counted.served = [f"lora-{number}" for number in range(10)]
+    for name in counted.served:
+        counted.end(counted.arrive(name))
+    assert [counted.requests(name) for name in counted.served] == [1, 1, 1, *[None] * 7]
+    assert (counted.requests("other"), counted.running("other")) == (7, 0)
+    shown = counted.metrics.labels(Request(id=1, arrived=0.0, model="lora-9"))
+    assert shown[:2] == ("other", "other")
+    counted.now += 1000.0
+    counted.page()
+    counted.end(counted.arrive("lora-9"))
+    assert (counted.requests("lora-0"), counted.requests("lora-9")) == (None, 1)
