@@ -6,7 +6,7 @@ Theory
   knowledge of peers.
 * Batches are numbered. A batch that arrives twice changes nothing. While a batch is missing, ends and first tokens are
   remembered, so that a lease which is charged late does not stay charged forever. A snapshot of the origin fills in
-  batches that never arrive (`View.gap`).
+  batches that never arrive (`View.gap`). It may have thousands of leases, which are charged in several calls.
 
 Rules
 * A peer's lease gives no record, and nothing waits for its end. It ends when its origin reports the end, when the
@@ -20,6 +20,7 @@ Rules
 * An invalid message changes nothing; `View.problem` says what is wrong with it.
 """
 
+from collections import deque
 from collections.abc import Callable
 from math import inf
 from typing import TypeVar
@@ -55,6 +56,8 @@ from fairlead.core.request import NO_PREFIX, PrefixChain, Request
 
 #: Upper bounds: origins; per origin leases, batches after a missing one, and unknown endpoints.
 MOST_ORIGINS, MOST_LEASES, MOST_BEYOND, MOST_UNKNOWN = 256, 262_144, 4096, 1024
+#: Name of the timer for the next part of a snapshot, and the leases of one origin that are charged in one call.
+TIMER, CHARGED_AT_ONCE = "peer-snapshots", 128
 #: Upper bound of a dictionary's `size`: of 16 bytes each. One that is full of the longest prompts has 8 million.
 MOST_BLOCKS = 8 << 20
 #: Stand-ins for the requests of peers, which are not known here. Only whether the first token is seen matters.
@@ -71,6 +74,15 @@ _Message = TypeVar("_Message", Batch, Snapshot)
 _START, _NOT_KNOWN = (NO_PREFIX, 0), (NO_PREFIX, -1)
 
 
+class _Taken(Struct, eq=False):
+    """A snapshot that came at `at` (clock seconds): its leases that are not charged yet, and those `pending` in it."""
+
+    snapshot: Snapshot
+    at: float
+    left: deque[tuple[int, Charged]]
+    pending: set[int]
+
+
 class View(Struct, eq=False):
     """What one origin has reported."""
 
@@ -81,7 +93,9 @@ class View(Struct, eq=False):
     unusable: int = -1
     #: Leases by number. A lease that ended here without a report of its origin stays until the origin reports it.
     leases: dict[int, Lease] = field(default_factory=dict)
-    #: Leases whose first token or end was reported since the first missing batch; True = ended.
+    #: The snapshot of which leases are still to be charged.
+    taken: _Taken | None = None
+    #: Leases whose first token or end was reported since the first missing batch or since `taken`; True = ended.
     early: dict[int, bool] = field(default_factory=dict)
     generation: int = 0
     dictionary: Dictionary = field(default_factory=Dictionary)
@@ -113,6 +127,11 @@ class View(Struct, eq=False):
     def newest(self) -> int:
         """The highest number of a batch that arrived."""
         return max(self.beyond, default=self.sequence)
+
+    @property
+    def waits(self) -> bool:
+        """Whether leases may be charged after their first token or end was reported."""
+        return bool(self.beyond) or self.taken is not None
 
     def missed(self) -> None:
         self.unusable = self.newest
@@ -184,12 +203,12 @@ class Peers:
         self._insert(view, batch, view.dictionary if batch.generation == view.generation else Dictionary())
         for first in batch.first_tokens:
             number = next_number - first.back
-            if view.beyond:
+            if view.waits:
                 view.early.setdefault(number, False)
             self._first_token(view, number, made - first.age * AGE_UNIT)
         for ended in batch.ended:
             number = next_number - ended.back
-            if view.beyond:
+            if view.waits:
                 view.early[number] = True
             self._end(view, number, ended.tokens, now)
         for position in batch.failed:
@@ -203,7 +222,7 @@ class Peers:
 
     def snapshot(self, origin: str, payload: bytes) -> None:
         """Handle a snapshot: all leases that the origin held when it was made. Later facts that have already arrived
-        remain in force."""
+        remain in force. `take_some` charges what this call leaves."""
         view, snapshot = self._read(origin, payload, read_snapshot)
         if view is None or snapshot is None or snapshot.sequence < view.sequence:
             return
@@ -213,17 +232,34 @@ class Peers:
         for number, lease in list(view.leases.items()):
             if not lease.held or (number < snapshot.number and number not in live):
                 self._fleet.ledger.release(view.leases.pop(number))
-        pending, now = set(snapshot.pending), self._clock.time()
-        for number, charged in live.items():
-            self._charge(view, number, charged, snapshot, now)
-            if number not in pending:
-                self._first_token(view, number, now)
-        self._insert(view, snapshot, Dictionary())
+        now = self._clock.time()
         self._hold(origin, view, snapshot, now)
+        view.taken = _Taken(snapshot, now, deque(live.items()), set(snapshot.pending))
         view.sequence = snapshot.sequence
         view.beyond = {sequence for sequence in view.beyond if sequence > snapshot.sequence}
         view.received(set())
-        self._settle(view)
+        self.take_some()
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether leases of a snapshot are still to be charged."""
+        return any(view.taken is not None for view in self.views.values())
+
+    def take_some(self) -> None:
+        """Charge some more leases of each unfinished snapshot, and insert its prompts at the end."""
+        for view in self.views.values():
+            taken = view.taken
+            if taken is None:
+                continue
+            for _ in range(min(CHARGED_AT_ONCE, len(taken.left))):
+                number, charged = taken.left.popleft()
+                self._charge(view, number, charged, taken.snapshot, taken.at)
+                if number not in taken.pending:
+                    self._first_token(view, number, taken.at)
+            if not taken.left:
+                view.taken = None
+                self._insert(view, taken.snapshot, Dictionary())
+                self._settle(view)
 
     def lost(self, origin: str) -> None:
         """The origin ended, or is silent for too long."""
@@ -259,7 +295,7 @@ class Peers:
 
     @staticmethod
     def _settle(view: View) -> None:
-        if not view.beyond:
+        if not view.waits:
             view.early.clear()
 
     # ---- facts ----

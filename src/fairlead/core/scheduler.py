@@ -50,6 +50,7 @@ from fairlead.core.ledger import Lease
 from fairlead.core.models import MODEL_NOT_FOUND, Catalogue, Refusal, applied, unnamed
 from fairlead.core.parking import TIMER as REMOTE_TIMER
 from fairlead.core.parking import Decided, Parking, Question, Reservation
+from fairlead.core.peers import TIMER as PEERS_TIMER
 from fairlead.core.peers import Peers
 from fairlead.core.policy import Answer, Context, Picked, Policy, Refused, choice_of
 from fairlead.core.profile import Profile, in_order, runner_up
@@ -855,7 +856,10 @@ class Pipeline:
             control = self.flow_controller.flow
             if control.only is not None and control.peers.beside(control.only):
                 self._count(control)
-        return []
+        return self._rest_of_snapshots() if isinstance(event, ev.PeerSnapshot) else []
+
+    def _rest_of_snapshots(self) -> list[Instruction]:
+        return [SetTimer(PEERS_TIMER, self._clock.time())] if self.peers.unfinished else []
 
     def _stop_asked(self, event: ev.StopAsked) -> list[Instruction]:
         flow, now = self.flow_controller, self._clock.time()
@@ -867,6 +871,9 @@ class Pipeline:
             return self._decide(self.parking.expired(now), T.TIMED_OUT) + self.parking.timer()
         if event.name == TIMER:
             return self._endings.end_some()
+        if event.name == PEERS_TIMER:
+            self.peers.take_some()
+            return self._rest_of_snapshots()
         if event.name != EXPIRY_TIMER:
             flow = self.flow_controller
             return [] if flow is None else self._sent_away(flow.fired(event.name, self.fleet, now), T.TIMED_OUT, now)

@@ -23,7 +23,9 @@ from fairlead.core.events import (
 )
 from fairlead.core.facts import CHAIN_BLOCKS, Batch, Sent, Snapshot, block_bytes, encode, endpoint_hash, read_batch
 from fairlead.core.fleet import Fleet
-from fairlead.core.peers import MOST_BLOCKS
+from fairlead.core.instructions import SetTimer
+from fairlead.core.peers import CHARGED_AT_ONCE, MOST_BLOCKS
+from fairlead.core.peers import TIMER as PEERS_TIMER
 from fairlead.core.policy import Picked
 from fairlead.core.prefix import ChainHasher
 from fairlead.core.reports import MOST_FACTS, RECENT, SharedFleet
@@ -508,3 +510,47 @@ def test_an_endpoint_that_joins_is_nobodys_until_all_are_dealt_again(clock, monk
     other.send(2, stream=False)
     one.feed(PeerHeard("b", other.batch(), 0.1, "a"))
     assert any(one.column("collisions")[2:])
+
+
+def test_a_large_snapshot_is_taken_in_in_several_calls_while_batches_go_on(clock):
+    one, late = Scheduler(clock), Scheduler(clock)
+    many = 3 * CHARGED_AT_ONCE
+    for number in range(many):
+        one.send(number, prompt=b"")
+    one.feed(FirstTokenSeen(1))
+    one.batch()
+    snapshot = one.pipeline.fleet.reports.snapshot()
+    instructions = late.feed(PeerSnapshot("a", snapshot))
+    assert len(late.pipeline.fleet.ledger) == CHARGED_AT_ONCE
+    for number in (0, many - 1):
+        one.feed(ResponseEnded(request_id=number, status=200))
+    one.feed(FirstTokenSeen(many - 2))
+    one.send(many, prompt=b"")
+    late.feed(PeerHeard("a", one.batch()))
+    calls = 1
+    while instructions:
+        assert instructions == [SetTimer(PEERS_TIMER, clock.time())]
+        instructions = late.feed(TimerFired(PEERS_TIMER))
+        calls += 1
+    assert (calls, late.view().gap) == (3, False)
+    assert len(late.pipeline.fleet.ledger) == many - 1
+    for name in ("inflight", "pending", "pending_tokens", "kv_tokens"):
+        assert late.column(name) == one.column(name)
+    one.feed(ResponseEnded(request_id=1, status=200))
+    late.feed(PeerHeard("a", one.batch()))
+    assert late.column("inflight") == one.column("inflight")
+
+
+def test_who_is_lost_during_its_snapshot_leaves_what_was_charged(clock):
+    one, late = Scheduler(clock), Scheduler(clock)
+    for number in range(2 * CHARGED_AT_ONCE):
+        one.send(number, prompt=b"")
+    one.batch()
+    snapshot = one.pipeline.fleet.reports.snapshot()
+    late.feed(PeerSnapshot("a", snapshot))
+    late.feed(PeerLost("a"))
+    assert late.feed(TimerFired(PEERS_TIMER)) == []
+    assert len(late.pipeline.fleet.ledger) == CHARGED_AT_ONCE
+    late.feed(PeerSnapshot("a", snapshot))
+    late.feed(TimerFired(PEERS_TIMER))
+    assert len(late.pipeline.fleet.ledger) == 2 * CHARGED_AT_ONCE
