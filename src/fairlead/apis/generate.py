@@ -45,6 +45,8 @@ class _Sampling(Struct, gc=False):
     max_new_tokens: Scalar = None
     n: Scalar = None
     prompt_logprobs: Scalar = None
+    #: TGI's adapter.
+    adapter_id: Raw = ABSENT
 
 
 class _Batch(Struct, array_like=True, gc=False):
@@ -109,6 +111,7 @@ def parse_sglang(read: SglangBody) -> ParsedRequest:
         root=scope(
             b"sglang %b" % named(read.model, read.extra_key),
             (b"lora", read.lora_path),
+            (b"adapter", sampling.adapter_id),
             (b"image", read.image_data),
             (b"audio", read.audio_data),
             (b"video", read.video_data),

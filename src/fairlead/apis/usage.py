@@ -141,6 +141,8 @@ class Reply(Struct, gc=False):
     error: Any = None
     #: SGLang's `meta_info`; for a batch, a list of them.
     meta_info: Any = None
+    #: TGI's, if the request asked for them.
+    details: Any = None
     type: Any = None
     message: Raw = _ABSENT
     response: Raw = _ABSENT
@@ -206,6 +208,7 @@ def _reply_of(members: dict[str, Any]) -> Reply:
         members.get("usage"),
         members.get("error"),
         members.get("meta_info"),
+        members.get("details"),
         members.get("type"),
         Raw(json.dumps(members.get("message")).encode()),
         Raw(json.dumps(members.get("response")).encode()),
@@ -273,6 +276,8 @@ def _from_head(head: bytes, key: bytes) -> Any:
 
 #: Only lines that contain one of these are read.
 _USAGE, _ERROR, _META, _DONE, _STOP = b'"usage"', b'"error"', b'"meta_info"', b"[DONE]", b'"message_stop"'
+#: The same for bodies that are no streams.
+_GENERATED = b'"generated_tokens"'
 
 #: Anthropic reports these parts of a usage in two events, cumulatively.
 _PIECES = ("input_tokens", "output_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
@@ -346,7 +351,7 @@ class UsageScanner:
                 self._line(line)
 
     def _line(self, line: bytes) -> None:
-        if _USAGE in line or _ERROR in line or _META in line or (self._pieces and _STOP in line):
+        if _USAGE in line or _ERROR in line or _META in line or _GENERATED in line or (self._pieces and _STOP in line):
             self._take(read_whole(line.removeprefix(b"data:")))
         elif _DONE in line and line.removeprefix(b"data:").strip() == _DONE:
             self._done = True
@@ -379,6 +384,8 @@ class UsageScanner:
                 error = error or kind
         if reply.meta_info is not None and reported is None:
             reported = reply.meta_info
+        if isinstance(reply.details, dict) and reported is None:
+            reported = {"completion_tokens": reply.details.get("generated_tokens")}
         usage = summed(reported) if isinstance(reported, list) else usage_of(reported, self._prompts_only)
         if usage is not None:
             self._usage = usage

@@ -321,11 +321,20 @@ CASES = {
     ),
     "TGI": Case(
         "/generate",
-        b'{"inputs":"hi","parameters":{"max_new_tokens":5,"details":true}}',
-        ParsedRequest("sglang", "", False, 5, True, root=b"sglang 0:", prompt_bytes=2),
+        b'{"inputs":"hi","parameters":{"max_new_tokens":5,"details":true,"adapter_id":"ad"}}',
+        ParsedRequest("sglang", "", False, 5, True, root=b'sglang 0: adapter 4:"ad"', prompt_bytes=2),
         [b"hi"],
         JSON,
-        b'{"generated_text":"a","details":{"finish_reason":"length","generated_tokens":5}}',
+        b'{"generated_text":"a","details":{"finish_reason":"length","generated_tokens":5,"seed":null,"prefill":[]}}',
+        usage(-1, 5),
+    ),
+    "TGI, without details": Case(
+        "/generate",
+        b'{"inputs":"hi","parameters":{"adapter_id":null}}',
+        ParsedRequest("sglang", "", False, 0, True, root=b"sglang 0:", prompt_bytes=2),
+        [b"hi"],
+        JSON,
+        b'{"generated_text":"\\"generated_tokens\\"","details":null}',
         None,
     ),
     "sglang, a batch": Case(
