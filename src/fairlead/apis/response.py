@@ -66,6 +66,10 @@ class GrpcUsageScanner:
                 start = end
         del buffer[:start]
 
+    @property
+    def finished(self) -> bool:
+        return self.done
+
     def _message(self, data: bytes) -> None:
         try:
             fields = {field.number: field for field in walk(data, Budget())}
@@ -80,7 +84,7 @@ class GrpcUsageScanner:
         older = fields.keys() & {3, 4} or len(fields) > 1
         answer = fields.get(3) or fields.get(2) or (None if older else fields.get(1))
         if 4 in fields:
-            self.error_status = self.error_status or _status(data, fields[4])
+            self.error_status, self.done = self.error_status or _status(data, fields[4]), True
         if answer is None or answer.kind != BYTES:
             return
         self.done = self.done or answer.number == (3 if older else 2)

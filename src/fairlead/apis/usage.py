@@ -289,7 +289,17 @@ class UsageScanner:
     """Takes every chunk of one response body and reports its usage. `stream`: the body is `text/event-stream`.
     `prompts_only`: see `usage_of`."""
 
-    __slots__ = ("_document", "_done", "_error", "_fresh", "_partial", "_pieces", "_prompts_only", "_stream", "_usage")
+    __slots__ = (
+        "_document",
+        "_error",
+        "_fresh",
+        "_partial",
+        "_pieces",
+        "_prompts_only",
+        "_stream",
+        "_usage",
+        "finished",
+    )
 
     def __init__(self, stream: bool, prompts_only: bool = False) -> None:
         self._stream = stream
@@ -304,7 +314,8 @@ class UsageScanner:
         #: The parts of Anthropic's usage; empty in streams of other APIs.
         self._pieces: dict[str, Any] = {}
         self._error = 0
-        self._done = False
+        #: As `done`, but a last line without its line end is not read.
+        self.finished = False
 
     def feed(self, chunk: bytes) -> None:
         """Take the next bytes. Amortised linear in their number; never raises."""
@@ -336,7 +347,7 @@ class UsageScanner:
         """Whether the stream's last event was seen: `data: [DONE]`, `message_stop`, `response.completed` and the like.
         Always false for a JSON body."""
         self._pending()
-        return self._done
+        return self.finished
 
     def _lines(self, lines: bytes) -> None:
         """Read complete lines. The first one may have begun in an earlier chunk."""
@@ -354,7 +365,7 @@ class UsageScanner:
         if _USAGE in line or _ERROR in line or _META in line or _GENERATED in line or (self._pieces and _STOP in line):
             self._take(read_whole(line.removeprefix(b"data:")))
         elif _DONE in line and line.removeprefix(b"data:").strip() == _DONE:
-            self._done = True
+            self.finished = True
 
     def _pending(self) -> None:
         """Read the body, or a last line without its line end, unless it was already read."""
@@ -376,10 +387,10 @@ class UsageScanner:
             if kind.startswith("response."):
                 inner = reply.nested("response")
                 reported, error = inner.usage, inner.error
-                self._done |= self._stream and kind in _LAST_EVENTS
+                self.finished |= self._stream and kind in _LAST_EVENTS
             elif kind.startswith("message_"):
                 reported = self._pieced(reply.nested("message").usage if kind == "message_start" else reported)
-                self._done |= self._stream and kind == "message_stop"
+                self.finished |= self._stream and kind == "message_stop"
             elif kind == "error":
                 error = error or kind
         if reply.meta_info is not None and reported is None:

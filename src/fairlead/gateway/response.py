@@ -59,7 +59,7 @@ _KIND = 32
 class _Page:
     """Takes the place of a scanner if the body is an HTML page, for example from a proxy before the model server."""
 
-    usage, done, error_status = None, False, 502
+    usage, done, finished, error_status = None, False, False, 502
 
     def feed(self, chunk: bytes) -> None:
         """Ignore the page: it reports no tokens."""
@@ -158,6 +158,11 @@ class ResponseWatch:
 
     def usage(self) -> Usage | None:
         return report.usage if (report := self._report) is not None else None
+
+    @property
+    def finished(self) -> bool:
+        """Like `complete`, but costs nothing: lines that have no end yet are not read."""
+        return self._scanner is not None and self._scanner.finished
 
     @property
     def complete(self) -> bool:

@@ -547,15 +547,19 @@ class Session:
             self._stream.send(*ext_proc.echo(message))
         else:
             self._stream.send(CONTINUE[Kind.RESPONSE_BODY])
-        if ended or (first and self._may_leave_at_first_chunk()):
+        if ended or self._may_leave_at_chunk(first):
             self._end()
         elif first:
             self._stream.watch_cancel(True)  # the answer may end by trailers, which are not shown
 
-    def _may_leave_at_first_chunk(self) -> bool:
+    def _may_leave_at_chunk(self, first: bool) -> bool:
+        """Whether nothing is left to see. What follows the last event is not waited for: it may be trailers, which are
+        not shown, and the access log, on another connection, may report the end before the stream ends."""
         if self._mode.response is not BodyMode.STREAMED or self._renaming is not None or not self._wired():
             return False
-        return not (self._followed or (self._watch.is_sse and self._host.inspect(self._request, True)))
+        if first and not (self._followed or (self._watch.is_sse and self._host.inspect(self._request, True))):
+            return True
+        return self._watch.finished
 
     def _move(self, first_token: bool = False) -> None:
         """Report that another endpoint answers: with the first token, or at the end if none came."""

@@ -174,6 +174,10 @@ def test_the_last_message_is_known_by_its_kind(layout: str, request: pytest.Fixt
     assert [ended(), ended(chunk, chunk), ended(chunk, complete), ended(complete)] == [False, False, True, True]
 
 
+def test_an_error_of_the_older_layout_is_the_last_message(older: SimpleNamespace) -> None:
+    assert ended(older.Response(request_id="id", error={"message": "busy"}))
+
+
 def test_an_embedding_is_all_there_is(newer: SimpleNamespace) -> None:
     assert ended(newer.EmbedResponse(embedding=[0.5], prompt_tokens=9), embed=True)
     assert not ended(embed=True)

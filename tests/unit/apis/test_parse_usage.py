@@ -99,7 +99,9 @@ def test_line_ends_and_spaces(end: bytes) -> None:
 
 def test_a_last_line_without_its_end_counts() -> None:
     assert result(scan(True, sse({"usage": {"prompt_tokens": 1}})[:-2])) == (usage(1, -1), 0, False)
-    assert scan(True, b"data: [DONE]").done
+    scanner = scan(True, b"data: [DONE]")
+    assert not scanner.finished, "its end may follow"
+    assert scanner.done and scanner.finished
 
 
 def test_the_last_usage_that_reports_wins() -> None:

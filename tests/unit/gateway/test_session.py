@@ -775,12 +775,14 @@ LAST_EVENT = b'data: {"choices": [], "usage": {"prompt_tokens": 9, "completion_t
 LAST_MESSAGE = grpc_frame(field(2, field(2, b"stop") + number(3, 9) + number(4, 5)))
 
 
+@pytest.mark.parametrize("entry_first", [False, True])
 @pytest.mark.parametrize(
     ("chunk", "tokens"),
     [(LAST_EVENT % b"data: [DONE]\n\n", (9, 5)), (LAST_EVENT % b"", (-1, -1)), (LAST_MESSAGE, (9, 5))],
 )
-def test_a_complete_answer_whose_end_is_not_shown_has_its_usage(pb, chunk, tokens):
-    """gRPC's end by trailers, which are not shown, and clients leave with the last event. The log tells both."""
+def test_a_complete_answer_whose_end_is_not_shown_has_its_usage(pb, chunk, tokens, entry_first):
+    """gRPC's end by trailers, which are not shown, and clients leave with the last event. The log tells both. It has a
+    connection of its own, so either end may be read first."""
     rig, is_grpc = Rig(pb, inspect=True), chunk is LAST_MESSAGE
     wire, session = rig.open(STREAMED, STREAMED, eager=True, whole=True)
     path = "/vllm.grpc.engine.VllmEngine/Generate" if is_grpc else "/v1/chat/completions"
@@ -790,20 +792,28 @@ def test_a_complete_answer_whose_end_is_not_shown_has_its_usage(pb, chunk, token
     rig.chunk(session, grpc_frame(field(1, field(1, b"\x05"))) if is_grpc else b"data: {}\n\n", response_code=200)
     assert wire.watching, "it must hear of the end before the log does"
     rig.chunk(session, chunk)
-    session.on_lost("reset")
+    assert rig.leases() == 1
+    if not entry_first and wire.status is None:
+        session.on_lost("reset")
     assert rig.leases() == 1
     log_entry(rig, "ab.0000000000000001 200 9 9 9 10.0.0.0:80 -/ 1 -;")
+    if wire.status is None:
+        session.on_lost("reset")
     assert [(record.prompt_tokens, record.completion_tokens) for record in rig.seen.outcomes] == [tokens]
 
 
-def test_an_error_in_an_answer_whose_end_is_not_shown_is_its_status(pb):
+@pytest.mark.parametrize("entry_first", [False, True])
+def test_an_error_in_an_answer_whose_end_is_not_shown_is_its_status(pb, entry_first):
     rig = Rig(pb, inspect=True)
-    _, session = rig.open(STREAMED, STREAMED, eager=True, whole=True)
+    wire, session = rig.open(STREAMED, STREAMED, eager=True, whole=True)
     rig.request_headers(session, path="/vllm.grpc.engine.VllmEngine/Generate")
     rig.body(session, grpc_frame(field(2, field(2, b"\x01\x02"))))
     older = field(1, b"id") + field(4, field(1, b"busy") + field(2, b"503"))
     rig.chunk(session, grpc_frame(older), response_code=200)
-    session.on_lost("reset")
+    if entry_first:
+        log_entry(rig, "ab.0000000000000001 200 9 9 9 10.0.0.0:80 -/ 1 -;")
+    if wire.status is None:
+        session.on_lost("reset")
     assert [record.status for record in rig.seen.outcomes] == [503]
 
 
