@@ -56,6 +56,12 @@ def test_it_fails_closed_if_that_is_set() -> None:
     assert not gateway_options(load(FILE % "" + "gateway: {failOpen: false}\n")).fail_open
 
 
+def test_pages_that_may_use_it_are_those_of_the_file() -> None:
+    assert gateway_options(load(FILE % "")).allowed_origins == ()
+    origins = gateway_options(load(FILE % "" + "gateway: {allowedOrigins: [https://app.example]}\n")).allowed_origins
+    assert origins == ("https://app.example",)
+
+
 def test_a_replacement_listens_where_the_gateway_dials() -> None:
     """Whatever the file says by then."""
     flags = pinned(load(FILE % "10.0.0.7"))
