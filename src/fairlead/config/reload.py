@@ -7,6 +7,8 @@ Rules
 * What is in force depends on how the scheduler began and on what the file contains now, not on what it contained
   between. So schedulers that start at different times have the same. The exception is flow control that was off at
   the start: until a restart it keeps the settings with which it was turned on.
+* Where the file never mentioned flow control, it stays as it was at the start, but is off while the policy splits
+  requests: those that wait cannot be split.
 * Places in the file are not compared: a file that was only rearranged changes nothing.
 """
 
@@ -16,6 +18,7 @@ from typing import Any, Final
 from msgspec import Struct
 from msgspec.structs import replace
 
+from fairlead.config.builtins import SPLITTING
 from fairlead.config.check import fields
 from fairlead.config.plugins import CUTS, finest_block
 from fairlead.config.problems import Problem
@@ -82,6 +85,8 @@ def plan_reload(old: Config, new: Config, begun: Config | None = None) -> tuple[
     begun = begun or old
     if (begun.als.port, new.als.port) == (begun.ext_proc.port, new.ext_proc.port):  # als.port follows extProc.port
         new = new.model_copy(update={"als": new.als.model_copy(update={"port": begun.als.port})})
+    if not (_mentions(begun.flow_control) or _mentions(new.flow_control)):
+        new = new.model_copy(update={"flow_control": None if _splits(new.policy) else begun.flow_control})
     fixed = dict(_FIXED)
     if begun.kubernetes.on != new.kubernetes.on:  # the other source is not started, so this one stays
         fixed["endpoints"] = _SOURCE
@@ -141,6 +146,16 @@ def _section(name: str, first: Any, before: Any, after: Any, refused: list[Probl
     return after, [path] if meaning(before) != meaning(after) else []
 
 
+def _mentions(flow: FlowSpec | None) -> bool:
+    """Whether the file mentions flow control, of which this was read."""
+    return flow is not None and not flow.implied
+
+
+def _splits(policy: PolicySpec) -> bool:
+    """Whether the policy splits requests over two endpoints, so that none may wait."""
+    return policy.plugin is not None and policy.plugin.type == SPLITTING
+
+
 def _queues(value: Any) -> bool:
     """Whether flow control is on."""
     return isinstance(value, FlowSpec) and value.settings.enabled
@@ -164,9 +179,7 @@ def meaning(value: Any) -> Any:
     if isinstance(value, PluginSpec):
         return value.kind, value.type, value.name, value.weight, value.parameters
     if isinstance(value, FlowSpec):
-        if value.implied:  # the file does not mention flow control, so a reload leaves it unchanged
-            return None
-        return value.settings, *map(meaning, value.plugins()), *map(meaning, value.bands)
+        return value.implied, value.settings, *map(meaning, value.plugins()), *map(meaning, value.bands)
     if isinstance(value, BandSpec):
         return value.settings, meaning(value.fairness), meaning(value.ordering)
     if isinstance(value, tuple):

@@ -179,6 +179,26 @@ def test_flow_control_is_turned_on_and_off_and_its_queues_stay_as_they_were_made
     )
 
 
+def test_implied_flow_control_is_off_while_the_policy_splits_requests() -> None:
+    default, splits, other = ("endpoints: ['10.0.0.1:1']\npolicy: " + name for name in (
+        "default", "prefill-decode", "round-robin",
+    ))  # fmt: skip
+    begun = running = load(default)
+    for new, paths, on in (
+        (splits, ("$.policy", "$.flowControl"), False),
+        (other, ("$.policy", "$.flowControl"), True),
+        (splits, ("$.policy", "$.flowControl"), False),
+        (default, ("$.policy", "$.flowControl"), True),
+        (other, ("$.policy",), True),
+    ):
+        changes, refused = plan_reload(running, load(new), begun)
+        assert (set(changes.paths), refused) == (set(paths), [])
+        running = changes.config
+        assert (running.flow_control is not None) is on
+    changes, _ = plan_reload(load(splits), load(default))
+    assert changes.config.flow_control is None, "who says nothing changes nothing"
+
+
 def test_models_of_the_configuration_apply_and_the_place_of_manifests_does_not() -> None:
     listed = "[{name: chat, targets: {a: 90, b: 10}}]"
     changes, refused = plan(
