@@ -39,7 +39,7 @@ def show(explained: dict[str, Any], top: int) -> None:
     explanation = explained.get("explanation")
     if explanation is None:
         _say(console, f"no costs to show: {explained.get('unexplained') or 'not recorded'}")
-        _say(console, *(explained.get("waiting") or {"why": []})["why"])
+        _say(console, *(line for key in ("split", "waiting") for line in (explained.get(key) or {"why": []})["why"]))
     else:
         _candidates(console, explanation, top)
     _outcome(console, explained)

@@ -51,6 +51,7 @@ class Decision(_Moment):
     overloaded: bool
     forecast: Values | None
     waiting: Values | None
+    split: Values | None
     trace: Values | None
     result: Values | None
 

@@ -20,8 +20,8 @@ import numpy as np
 from msgspec import Struct
 
 from fairlead.core.errors import FairleadError
-from fairlead.core.explain import LAST, Explanation, explain, why_waited
-from fairlead.core.records import DecisionRecord, Forecast, OutcomeRecord, Trace, Waited
+from fairlead.core.explain import LAST, Explanation, explain, why_split, why_waited
+from fairlead.core.records import DecisionRecord, Forecast, OutcomeRecord, SplitCosts, Trace, Waited
 
 #: At most this many candidates are shown per decision: the chosen one first, then the best.
 MAX_SHOWN = 100
@@ -145,6 +145,7 @@ def render(decision: DecisionRecord, outcome: OutcomeRecord | None, max_shown: i
         "overloaded": decision.overloaded,
         "forecast": None if (forecast := _made(decision)) is None else _forecast(forecast),
         "waiting": None if decision.trace is None or decision.trace.waited is None else _waited(decision.trace.waited),
+        "split": None if decision.trace is None else _split(decision.trace.split, decision.endpoint),
         "trace": None if decision.trace is None else _trace(decision.trace, decision.endpoint, max_shown),
         "result": None if outcome is None else _result(outcome),
     }
@@ -181,6 +182,10 @@ def _waited(waited: Waited) -> dict[str, Any]:
     rounded = msgspec.to_builtins(waited)
     rounded["closed_ms"], rounded["kept_ms"] = round(waited.closed_ms, 3), round(waited.kept_ms, 3)
     return {**rounded, "why": why_waited(waited)}
+
+
+def _split(split: SplitCosts | None, endpoint: str) -> dict[str, Any] | None:
+    return None if split is None else {**msgspec.to_builtins(split), "why": [why_split(split, endpoint)]}
 
 
 def _made(decision: DecisionRecord) -> Forecast | None:

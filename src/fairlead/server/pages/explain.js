@@ -32,7 +32,8 @@ function parts(found) {
     }
     made.push(candidates(explanation));
   } else {
-    if (found.waiting) made.push(make("ul", { class: "why" }, ...found.waiting.why.map((line) => make("li", {}, line))));
+    const why = [...(found.split?.why ?? []), ...(found.waiting?.why ?? [])];
+    if (why.length) made.push(make("ul", { class: "why" }, ...why.map((line) => make("li", {}, line))));
     made.push(make("p", { class: "empty" }, `No reasons in numbers: ${found.unexplained ?? "not recorded"}.`));
     if (found.trace) made.push(traced(found.trace));
   }

@@ -11,7 +11,7 @@ import pytest
 from commands import fairlead
 
 from fairlead.cli.explain import show
-from fairlead.core.records import DecisionRecord
+from fairlead.core.records import DecisionRecord, SplitCosts
 from fairlead.lab.simulator import plan_live
 from fairlead.lab.simulator.journal import one_run
 from fairlead.lab.simulator.plan_live import fit
@@ -77,6 +77,19 @@ def test_an_explanation_tells_how_long_another_process_was_asked(
     show(explained(record, None, None), 3)
     output = " ".join(capsys.readouterr().out.split())
     assert "decided after 6.1 ms, 4.0 ms asking another process" in output and "from when it was sent" in output
+
+
+def test_the_costs_of_both_ways_are_shown_where_the_numbers_were_not_kept(
+    recorded: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = next(one for one in recorded.decisions[::-1] if isinstance(one, DecisionRecord) and one.endpoint)
+    assert record.trace is not None
+    trace = msgspec.structs.replace(record.trace, split=SplitCosts(20.5, 12.25, "p", True))
+    page = explained(msgspec.structs.replace(record, trace=trace, prefill="p"), None, None)
+    assert (page["split"]["alone_ms"], page["split"]["pair_ms"], page["explanation"]) == (20.5, 12.25, None)
+    show(page, 3)
+    output = " ".join(capsys.readouterr().out.split())
+    assert f"p computes the prompt and {record.endpoint} decodes: 12.2 ms together, 20.5 ms at one endpoint" in output
 
 
 @pytest.mark.parametrize("columns", [60, 80, 100, 200])
