@@ -227,6 +227,9 @@ class ShadowCase(Struct, frozen=True, gc=False):
     expected_output: float = 0.0
     #: As in `Trace`.
     loading: Any = None
+    #: As in `Picked`: where the prompt was sent, if it was split.
+    prefill_slot: int = -1
+    handover_ms: float = -1.0
 
 
 class ShadowVerdict(Struct, frozen=True, gc=False):
@@ -236,21 +239,24 @@ class ShadowVerdict(Struct, frozen=True, gc=False):
     #: The endpoint that it would have chosen; empty = none.
     endpoint: str = ""
     agrees: bool = False
-    #: Reference cost at that endpoint minus the lowest reference cost of any endpoint.
+    #: Reference cost at that endpoint minus the lowest reference cost of any endpoint; 0 for a pair, which has none.
     regret_ms: float = 0.0
-    #: TTFT forecast at the endpoint that got the request minus the one at the shadow's endpoint.
+    #: TTFT forecast of the decision that was made minus that of the shadow's; 0 if one is a pair whose handover nobody
+    #: forecast.
     gain_ms: float = 0.0
     #: How long the shadow took to decide.
     took_us: float = 0.0
     #: Why the shadow made no choice; empty = it made one.
     error: str = ""
+    #: The endpoint that would have computed the prompt; empty = `endpoint`.
+    prefill: str = ""
 
 
 class ShadowRecord(Struct, frozen=True, gc=False):
     request_id: int
     #: Clock seconds of the decision.
     at: float
-    #: The endpoint that got the request, and its reference cost minus the lowest of any endpoint.
+    #: The endpoint that got the request, and its reference cost minus the lowest of any endpoint; 0 for a pair.
     endpoint: str
     regret_ms: float = 0.0
     verdicts: tuple[ShadowVerdict, ...] = ()

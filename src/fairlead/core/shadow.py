@@ -13,9 +13,11 @@ Rules
 """
 
 from collections.abc import Callable, Sequence
+from math import nan
 from operator import index
 from random import Random
 
+import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -65,7 +67,9 @@ class CaseTaker:
         snapshot = trace.snapshot if trace is not None else None
         bare = replace(request, prefix=NO_PREFIX, blocks=None)
         name = endpoint.id if endpoint is not None else ""
-        return ShadowCase(bare, pick.slot, name, snapshot or self._snapshots(fleet, now), held, expected, loading)
+        snapshot = snapshot or self._snapshots(fleet, now)
+        pair = pick.prefill_slot, pick.handover_ms
+        return ShadowCase(bare, pick.slot, name, snapshot, held, expected, loading, *pair)
 
 
 class Replica:
@@ -142,7 +146,9 @@ class Bench:
             fleet = self._replica.fleet(case)
             context = Context(case.snapshot.at, self._rng, trace=False)
             pick = choose_or_raise(policy, case.request, fleet, context)
-            return self.verdict(name, -1 if isinstance(pick, Refused) else pick.slot)
+            if isinstance(pick, Refused):
+                return self.verdict(name, -1)
+            return self.verdict(name, pick.slot, pick.prefill_slot, pick.handover_ms)
         except PLUGIN_FAILURES as error:
             return ShadowVerdict(name, error=described(error)[:_MAX_ERROR])
 
@@ -160,21 +166,19 @@ class Bench:
             return ShadowVerdict(name, error="passed")
         if pick.outcome != Outcome.PICKED:
             return self.verdict(name, -1)
-        slots = [
-            i
-            for i, endpoint in enumerate(case.snapshot.endpoints)
-            if endpoint is not None and endpoint.id == pick.endpoint
-        ]
-        if not slots:
-            raise ValueError(f"picked {pick.endpoint!r}, which is not an endpoint")
-        return self.verdict(name, slots[0])
+        slots = {endpoint.id: i for i, endpoint in enumerate(case.snapshot.endpoints) if endpoint is not None}
+        for endpoint in filter(None, (pick.endpoint, pick.prefill)):
+            if endpoint not in slots:
+                raise ValueError(f"picked {endpoint!r}, which is not an endpoint")
+        slot, prefill_slot = slots[pick.endpoint], slots.get(pick.prefill, -1)
+        return self.verdict(name, slot, -1 if prefill_slot == slot else prefill_slot)
 
-    def verdict(self, name: str, slot: int) -> ShadowVerdict:
-        """Return the verdict on a choice; -1 = it would have refused the request. Raise `ValueError` or `TypeError` for
-        an invalid choice."""
+    def verdict(self, name: str, slot: int, prefill_slot: int = -1, handover_ms: float = -1.0) -> ShadowVerdict:
+        """Return the verdict on a choice; `slot` -1 = it would have refused the request. The rest is as in `Picked`.
+        Raise `ValueError` or `TypeError` for an invalid choice."""
         case, terms = self._case, self._terms
         assert case is not None and terms is not None
-        slot = index(slot)
+        slot, prefill_slot = index(slot), index(prefill_slot)
         if not -1 <= slot < len(terms.cost):
             raise ValueError(f"picked slot {slot} of {len(terms.cost)}")
         if slot < 0:
@@ -182,15 +186,30 @@ class Bench:
         endpoint = case.snapshot.endpoints[slot]
         if endpoint is None or (terms.able is not None and not terms.able[slot]):
             raise ValueError(f"picked slot {slot}, which cannot serve the request")
+        prefill = case.snapshot.endpoints[prefill_slot] if prefill_slot >= 0 else None
+        made = self._ttft(case.slot, case.prefill_slot, case.handover_ms)
         return ShadowVerdict(
-            name, endpoint.id, slot == case.slot, self._regret(slot), float(terms.ttft[case.slot] - terms.ttft[slot])
+            name,
+            endpoint.id,
+            (slot, prefill_slot) == (case.slot, case.prefill_slot),
+            self._regret(slot, prefill_slot),
+            float(np.nan_to_num(made - self._ttft(slot, prefill_slot, handover_ms))),
+            prefill=prefill.id if prefill is not None else "",
         )
+
+    def _ttft(self, slot: int, prefill_slot: int, handover_ms: float) -> float:
+        """Return the TTFT forecast of a choice in milliseconds; NaN = it is a pair, and its handover is unknown."""
+        assert self._terms is not None
+        if prefill_slot < 0:
+            return float(self._terms.ttft[slot])
+        return float(self._terms.ttft[prefill_slot]) + handover_ms if handover_ms >= 0.0 else nan
 
     def record(self, verdicts: Sequence[ShadowVerdict]) -> ShadowRecord:
         case = self._case
         assert case is not None
-        return ShadowRecord(case.request.id, case.snapshot.at, case.endpoint, self._regret(case.slot), tuple(verdicts))
+        regret = self._regret(case.slot, case.prefill_slot)
+        return ShadowRecord(case.request.id, case.snapshot.at, case.endpoint, regret, tuple(verdicts))
 
-    def _regret(self, slot: int) -> float:
+    def _regret(self, slot: int, prefill_slot: int) -> float:
         assert self._terms is not None
-        return max(float(self._terms.cost[slot]) - self._terms.lowest, 0.0)
+        return max(float(self._terms.cost[slot]) - self._terms.lowest, 0.0) if prefill_slot < 0 else 0.0

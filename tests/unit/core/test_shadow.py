@@ -16,8 +16,10 @@ from fairlead.core.scheduler import Pipeline
 from fairlead.core.shadow import Bench, CaseTaker
 from fairlead.core.tokens import TokenEstimator
 from fairlead.gateway.driver import Driver
+from fairlead.plugins.filters.ability import Role, RoleParams
 from fairlead.plugins.policies.by_load import LeastRequests
 from fairlead.plugins.policies.cost_model import CostModel, CostModelParams
+from fairlead.plugins.policies.prefill_decode import PrefillDecode, PrefillDecodeParams
 from fairlead.testing import SimClock, builders
 
 EXACT = CostModelParams(near_tie=0.0)
@@ -207,3 +209,32 @@ def test_cases_hold_no_prompt() -> None:
     rig = Rig(2)
     rig.arrive("secret " * 100)
     assert rig.cases[0].request.prefix.hashes == ()
+
+
+@pytest.mark.parametrize("always", [True, False], ids=["pairs", "whole"])
+def test_a_pair_is_another_choice_than_one_endpoint(always: bool) -> None:
+    """Either may decide or be the shadow. They differ in who computes the prompt, and in TTFT by the handover."""
+    clock, filters = SimClock(), [Role(RoleParams())]
+    pairs = PrefillDecode(PrefillDecodeParams(always=True), filters=filters)
+    whole = CostModel(EXACT, filters=filters)
+    fleet = builders.fleet(
+        *(builders.endpoint(name, labels={"llm-d.ai/role": role}) for name, role in (("p", "prefill"), ("d", "decode")))
+    )
+    decides, on_trial = (pairs, whole) if always else (whole, pairs)
+    taker = CaseTaker(1.0, Random(2))
+    pipeline = Pipeline(clock, Random(1), fleet, decides, TokenEstimator(), shadows=taker)
+    said = pipeline.handle(RequestArrived(builders.request("long " * 9000, stream=True)))
+    (case,) = [instruction.case for instruction in said if isinstance(instruction, JudgeShadows)]
+    judge = bench()
+    judge.open(case)
+    other, same = judge.decide("other", on_trial), judge.decide("same", decides)
+    assert (other.agrees, same.agrees) == (False, True)
+    assert (other.prefill, same.prefill) == (("", "p") if always else ("p", ""))
+    assert same.gain_ms == 0.0
+    assert other.gain_ms == pytest.approx(157.0 if always else -157.0, rel=0.1)
+    assert judge.record([other]).regret_ms == 0.0
+    pick = RemotePick(1, Outcome.PICKED, "d", prefill="p")
+    answered = judge.answered("s", pick, 5.0)
+    assert (answered.agrees, answered.prefill, answered.gain_ms, answered.error) == (always, "p", 0.0, "")
+    assert judge.answered("s", RemotePick(1, Outcome.PICKED, "d", prefill="nobody"), 5.0).error
+    assert judge.answered("s", RemotePick(1, Outcome.PICKED, "d", prefill="d"), 5.0).agrees is not always
