@@ -4,6 +4,7 @@ Rules
 * A rank is identified by its endpoint's id, since slots change. Its blocks are saved with the sequence number and time
   stamp up to which they are valid, so that its feed can ask the engine for later events.
 * Loaded blocks are provisional until events confirm them.
+* Blocks without such a number are neither saved nor loaded: nothing would ever remove those of a dead engine.
 * Damaged bytes, or those of another version or key space, raise `ValueError` and load nothing. Blocks of endpoints that
   are no longer in the pool are left out.
 * Both directions work in short steps of at most one segment (1,024 blocks). Only decoding the bytes takes 20 ms per
@@ -27,7 +28,7 @@ _STEP = 128
 
 
 class Place(Struct, frozen=True):
-    """The event up to which a rank's blocks are valid: sequence number and time stamp."""
+    """The event up to which a rank's blocks are valid: sequence number (-1 = not known) and time stamp."""
 
     last: int = -1
     last_ts: float = 0.0
@@ -69,6 +70,8 @@ def save(index: KvIndex, endpoints: Mapping[int, str], places: Callable[[RankCac
         if cache.slot not in endpoints:
             continue
         place = places(cache)
+        if place.last < 0:
+            continue
         for shelf in list(cache.shelves.values()):
             for segment in range(shelf.table.segments):
                 part = _part(index, endpoints[cache.slot], shelf, segment, place)
@@ -160,7 +163,7 @@ def _enter(
 ) -> Iterator[int]:
     for part in parts:
         slot = slots.get(part.endpoint)
-        if slot is None:
+        if slot is None or part.last < 0:
             continue
         cache = index.rank(slot, part.rank, part.model)
         cache.provisional = True

@@ -104,7 +104,7 @@ log = get("kv-events")
 #: Seconds between two refreshes.
 _REFRESH = 0.1
 #: Seconds until an engine that did not name its publisher is asked again: at first, and at most.
-_ASK_AGAIN = (1.0, 15.0)
+ASK_AGAIN = (1.0, 15.0)
 #: Seconds between two checks whether an endpoint's publisher has changed.
 STILL_THERE = 10.0
 #: Names in topics instead of a pod's, for blocks in storage that all endpoints share (llm-d's storage back end).
@@ -125,6 +125,8 @@ class KvListening(Knowledge):
         #: The last logged problem with an endpoint's block hashes, by endpoint id; empty = none.
         self._unlike: dict[str, str] = {}
         self._shelved: Shelved | None = None
+        #: By slot and rank: up to where loaded blocks are valid, until their publisher is subscribed to.
+        self._loaded: dict[int, dict[int, Place]] = {}
         self._keeper: Keeper | None = None
         KvMetrics(
             registry, self.exact, self._endpoints, self._feeds, lambda: self._events.rejected, self.prompts.without
@@ -190,6 +192,7 @@ class KvListening(Knowledge):
             task.cancel()
         self._sources.pop(name, None)
         self._unlike.pop(name, None)
+        self._loaded.pop(slot, None)
         self._events.unwatch(slot)
 
     def _allowed(self) -> dict[str, Publisher]:
@@ -217,20 +220,20 @@ class KvListening(Knowledge):
     async def _follow(self, endpoint: Endpoint, slot: int) -> None:
         """Load the endpoint's saved blocks, find its publisher and subscribe to it; then check regularly whether the
         publisher has changed."""
-        places: dict[int, Place] = {}
         if self._shelved is not None:
+            places: dict[int, Place] = {}
             for _ in self._shelved.enter(endpoint.id, slot, lambda cache, place: places.update({cache.rank: place})):
                 await asyncio.sleep(0)
-        wait = _ASK_AGAIN[0]
+            self._loaded[slot] = places
+        wait = ASK_AGAIN[0]
         while True:
             source = await self._source(endpoint)
             if source is None:
                 await asyncio.sleep(wait)
-                wait = min(2 * wait, _ASK_AGAIN[1])
+                wait = min(2 * wait, ASK_AGAIN[1])
                 continue
             if source != self._sources.get(endpoint.id):
-                self._watch(endpoint, slot, source, places)
-                places = {}
+                self._watch(endpoint, slot, source)
             await asyncio.sleep(STILL_THERE)
             self._compare_hashes(endpoint, slot)
 
@@ -255,8 +258,9 @@ class KvListening(Knowledge):
             return discovery.configured(endpoint, *ports, ANY_MODEL, self._curve)
         return await discovery.ask(self._session, endpoint.address, ANY_MODEL, self._curve)
 
-    def _watch(self, endpoint: Endpoint, slot: int, source: KvSource, places: dict[int, Place]) -> None:
+    def _watch(self, endpoint: Endpoint, slot: int, source: KvSource) -> None:
         self._sources[endpoint.id] = source
+        places = self._loaded.pop(slot, None)
         if not places:  # the feed replays its history from the beginning
             self.exact.index.clear(slot)
         self._events.unwatch(slot)
@@ -322,6 +326,8 @@ class KvListening(Knowledge):
             task.cancel()
             self._sources.pop(name, None)
             self._events.unwatch(slot)
+            self._loaded.pop(slot, None)
+            self.exact.index.clear(slot)  # what an earlier snapshot said
             self._begin(endpoint, slot)
             taken += 1
         return taken
@@ -337,7 +343,11 @@ class KvListening(Knowledge):
         return self._keeper.problem if self._keeper is not None else ""
 
     def _saved(self) -> What:
-        return self.exact.index, dict(self._endpoints()), self._events.place_of
+        return self.exact.index, dict(self._endpoints()), self._place_of
+
+    def _place_of(self, cache: RankCache) -> Place:
+        loaded = self._loaded.get(cache.slot, {}).get(cache.rank)
+        return loaded or self._events.place_of(cache)
 
 
 def _host(endpoint: Endpoint) -> str:

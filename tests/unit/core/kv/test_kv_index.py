@@ -341,6 +341,13 @@ def test_snapshot_and_warm_start() -> None:
     two.index.validate()
 
 
+def test_blocks_are_not_saved_if_it_is_unknown_what_came_later() -> None:
+    one = Fixture()
+    one.store(range(10))
+    content = b"".join(save(one.index, {0: "a"}, lambda cache: Place()))
+    assert list(load(Fixture().index, content, {"a": 0}, lambda cache, place: None)) == []
+
+
 def test_damaged_snapshots_load_nothing() -> None:
     one = Fixture()
     one.store(range(100))

@@ -79,5 +79,5 @@ def test_no_piece_of_a_snapshot_is_larger_than_a_segment() -> None:
     for first in range(1, 20_000, 64):
         event = BlocksStored(list(range(first, first + 64)), first - 1, tokens, 16)
         apply_all(index, index.rank(0, 0, "*"), event, 0.0)
-    pieces = [len(piece) for piece in save(index, {0: "a"}, lambda cache: Place())]
+    pieces = [len(piece) for piece in save(index, {0: "a"}, lambda cache: Place(7, 1.5))]
     assert sum(pieces) > 20 * 20_000 > 20 * max(pieces)

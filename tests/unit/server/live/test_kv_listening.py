@@ -264,6 +264,38 @@ async def test_a_warm_start(start: Start, tmp_path: Path) -> None:
     second.publishers.append(aside)
 
 
+async def test_loaded_blocks_stay_of_their_engine_while_it_does_not_answer(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources: list[KvSource | None] = [None]
+
+    async def ask(*_: object) -> KvSource | None:
+        return sources[0]
+
+    monkeypatch.setattr(kv.discovery, "ask", ask)
+    monkeypatch.setattr(kv, "ASK_AGAIN", (0.01, 0.01))
+    world = await start("{enabled: true}")
+    former = world.publisher()
+    store(former, 1, 2, 3)
+    sources[0] = source_of(former, 1)
+    world.up("a", "127.0.0.1:8000")
+    await world.until(lambda: world.index.entries == 3)
+    content = b"".join(world.kv.snapshot())
+    world.down("a")
+    sources[0] = None
+    # It is loaded and saved twice while the engine is away.
+    for _ in range(2):
+        world = await start("{enabled: true}")
+        world.kv.take(content)
+        slot = world.up("a", "127.0.0.1:8000")
+        await world.until(lambda world=world: world.index.entries == 3)
+        content = b"".join(world.kv.snapshot())
+    later = world.publisher()
+    store(later, 4)
+    sources[0] = source_of(later, 1)
+    await world.until(lambda: [(cache.blocks, cache.lives) for cache in world.index.caches_of(slot)] == [(1, 1)])
+
+
 async def test_a_damaged_snapshot_is_left_alone(start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "index.kv"
     file.write_bytes(b"fairlead-kv-1\nnonsense")
