@@ -14,6 +14,7 @@ from msgspec import Struct
 from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.keys import TOKEN_BYTES, prompt_keys
 from fairlead.core.kv.match import BlockChain
+from fairlead.core.kv.snapshot import Place
 from fairlead.lab.stub.plans import render_chat
 from fairlead.pool.kv_events.discovery import KvSource
 from fairlead.pool.kv_events.subscriber import KvSubscriber
@@ -63,7 +64,7 @@ class Run(Struct):
 
     def last(self, slot: int) -> int:
         """The last batch that the index has."""
-        return self.events.place_of(self.index.rank(slot, 0, "tiny")).last
+        return (self.events.place_of(self.index.rank(slot, 0, "tiny")) or Place()).last
 
     async def caught_up(self, slot: int) -> None:
         wanted = (await self.get(slot, "/fault/kv_events"))["next_sequence"] - 1

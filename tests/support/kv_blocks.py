@@ -1,6 +1,7 @@
 """Events of the exact index applied in one go, and what it has of a block."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
@@ -8,6 +9,7 @@ from fairlead.core.kv.cache import RankCache, Shelf
 from fairlead.core.kv.events import KvEvent, apply
 from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.keys import EngineSpace, Keys
+from fairlead.core.kv.snapshot import Place
 
 
 def apply_all(index: KvIndex, cache: RankCache, event: KvEvent, now: float) -> None:
@@ -18,6 +20,11 @@ def apply_all(index: KvIndex, cache: RankCache, event: KvEvent, now: float) -> N
             pass
     while index.tend(now):
         pass
+
+
+def held(place: Place) -> AbstractContextManager[Callable[[], Place | None]]:
+    """What `save` needs of a rank whose events have stopped there."""
+    return nullcontext(lambda: place)
 
 
 def copies_of(shelf: Shelf, digest: int) -> int:

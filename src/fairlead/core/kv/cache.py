@@ -108,8 +108,8 @@ class RankCache:
     """The blocks of one rank, created by `KvIndex.rank`. `model`: the base model, to which its blocks belong."""
 
     __slots__ = (
-        "beginnings", "behind", "block_size", "counts", "heard", "kinds", "linked", "lives", "model", "provisional",
-        "rank", "reports", "rests", "shelves", "slot", "units",
+        "beginnings", "behind", "block_size", "counts", "heard", "holds", "kinds", "linked", "lives", "model",
+        "provisional", "rank", "reports", "rests", "shelves", "slot", "units",
     )  # fmt: skip
 
     def __init__(self, slot: int, rank: int, model: str) -> None:
@@ -138,6 +138,8 @@ class RankCache:
         self.linked = False
         self.behind = False
         self.lives = 0
+        #: How many snapshots are being made of it. Its feed begins no batch meanwhile.
+        self.holds = 0
 
     def stores(self) -> list[Head]:
         """Return recent stores: rests first, then beginnings."""

@@ -11,7 +11,8 @@ Rules
   million blocks at once.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager
 
 import msgspec
 import numpy as np
@@ -32,6 +33,14 @@ class Place(Struct, frozen=True):
 
     last: int = -1
     last_ts: float = 0.0
+
+
+#: Stops a rank's events while its blocks are saved: a replay of events that were already in them would count each copy
+#: twice. Within the context, the callable returns the last event, or `None` while an event is still being applied.
+Hold = Callable[[RankCache], AbstractContextManager[Callable[[], Place | None]]]
+
+#: How often a rank's last event is asked for. A rank that is still busy then is left out.
+_PATIENCE = 10_000
 
 
 class _ShelfPart(Struct, array_like=True):
@@ -58,26 +67,22 @@ class _Snapshot(Struct, array_like=True):
     parts: list[_ShelfPart]
 
 
-def save(index: KvIndex, endpoints: Mapping[int, str], places: Callable[[RankCache], Place]) -> Iterator[bytes]:
-    """Iterate over the pieces of the snapshot, which must be joined. `endpoints`: slot → endpoint id. `places` returns
-    the last event of a rank.
+def save(index: KvIndex, endpoints: Mapping[int, str], hold: Hold) -> Generator[bytes, None, None]:
+    """Iterate over the pieces of the snapshot, which must be joined. `endpoints`: slot → endpoint id.
 
-    If a rank changes meanwhile, some of its blocks are saved in the old and some in the new state. A replay of its
-    events repairs this, since its place is read before its blocks.
+    Close the iterator if it is left early: each rank is held while its blocks are read.
     """
     parts: list[bytes] = []
     for cache in list(index.caches()):
         if cache.slot not in endpoints:
             continue
-        place = places(cache)
-        if place.last < 0:
-            continue
-        for shelf in list(cache.shelves.values()):
-            for segment in range(shelf.table.segments):
-                part = _part(index, endpoints[cache.slot], shelf, segment, place)
-                if part is not None:
-                    parts.append(msgspec.msgpack.encode(part))
-                    yield b""
+        with hold(cache) as place_of:
+            patience = _PATIENCE
+            while (place := place_of()) is None and (patience := patience - 1):
+                yield b""
+            for part in _parts(index, endpoints[cache.slot], cache, place):
+                parts.append(msgspec.msgpack.encode(part))
+                yield b""
     head = b"\x92" + msgspec.msgpack.encode(index.space.name) + b"\xdd" + len(parts).to_bytes(4, "big")
     checksum = xxh3_64(head)
     for content in parts:
@@ -85,6 +90,16 @@ def save(index: KvIndex, endpoints: Mapping[int, str], places: Callable[[RankCac
         yield b""
     yield _MAGIC + checksum.digest() + head
     yield from parts
+
+
+def _parts(index: KvIndex, endpoint: str, cache: RankCache, place: Place | None) -> Iterator[_ShelfPart]:
+    if place is None or place.last < 0:
+        return
+    for shelf in list(cache.shelves.values()):
+        for segment in range(shelf.table.segments):
+            part = _part(index, endpoint, shelf, segment, place)
+            if part is not None:
+                yield part
 
 
 def _part(index: KvIndex, endpoint: str, shelf: Shelf, segment: int, place: Place) -> _ShelfPart | None:

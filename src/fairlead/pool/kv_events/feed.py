@@ -93,8 +93,6 @@ class Feed:
         self._retries = 0
         #: The rest of the current replay is ignored.
         self._spoiled = False
-        #: Sequence and timestamp of the batch before the one being applied.
-        self._before = (-1, 0.0)
         if can_replay:
             self._want(0)
 
@@ -103,12 +101,17 @@ class Feed:
     @property
     def busy(self) -> bool:
         """Whether `step` has work without new input."""
-        return self._events is not None or (self._waiting is not None and self.sync is Sync.LIVE)
+        return self._events is not None or self.held or (self._waiting is not None and self.sync is Sync.LIVE)
+
+    @property
+    def held(self) -> bool:
+        """Whether no batch may begin, because the rank's blocks are being saved."""
+        return self.cache.holds > 0
 
     @property
     def hungry(self) -> bool:
         """Whether `live` may be called now."""
-        return self.sync is Sync.LIVE and self._waiting is None and self._events is None
+        return self.sync is Sync.LIVE and self._waiting is None and self._events is None and not self.held
 
     def resume(self, last: int, ts: float) -> None:
         """Take note that the index was loaded from a snapshot, which is up to date to the batch `last`."""
@@ -119,9 +122,9 @@ class Feed:
             self._want(last)
 
     @property
-    def applied(self) -> tuple[int, float]:
-        """Sequence and timestamp of the last completely applied batch; (-1, 0) = none."""
-        return (self.last, self.last_ts) if self._events is None else self._before
+    def applied(self) -> tuple[int, float] | None:
+        """Sequence and timestamp of the last batch applied; (-1, 0) = none. `None` = a batch is being applied."""
+        return (self.last, self.last_ts) if self._events is None else None
 
     def live(self, frames: Frames, batch: Batch | None = None) -> None:
         """Take a live batch; only if `hungry`. `batch`: the decoded batch, if available."""
@@ -247,7 +250,7 @@ class Feed:
                 self.count.events += 1
                 self._guarded(now, event)
             return True
-        if self._waiting is not None and self.sync is Sync.LIVE:
+        if self._waiting is not None and self.sync is Sync.LIVE and not self.held:
             self._admit()
             return self._events is not None
         return False
@@ -325,7 +328,6 @@ class Feed:
             self.cache.provisional = True
         elif 0 <= self.last < number - 1 and self.sync is Sync.REPLAYING:
             self._missed(number - self.last - 1)
-        self._before = (self.last, self.last_ts)
         self._note(number, batch.ts)
         self._reconnected = False
         self._asked = (-1, -1)

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from math import inf
 from typing import Any
 
@@ -61,6 +61,8 @@ class Subscription:
             return False
         if feed.step(now):
             return True
+        if feed.held:
+            return False
         if feed.sync is Sync.LIVE:
             frames = receive(self._socket)
             if frames is None:
@@ -289,12 +291,23 @@ class KvSubscriber:
         """The counts of an endpoint's `feeds`."""
         return [feed.count for feed in self.feeds(slot)]
 
-    def place_of(self, cache: RankCache) -> Place:
-        """The last batch that the index has of a rank, to be saved with it."""
+    @contextlib.contextmanager
+    def hold(self, cache: RankCache) -> Iterator[Callable[[], Place | None]]:
+        """Begin no batch of a rank meanwhile, so that its blocks can be saved. The callable is `place_of` this rank."""
+        cache.holds += 1
+        try:
+            yield lambda: self.place_of(cache)
+        finally:
+            cache.holds -= 1
+            for subscription in self._watched.get(cache.slot, ()):
+                self.pump.wake(subscription)
+
+    def place_of(self, cache: RankCache) -> Place | None:
+        """The last batch that the index has of a rank, to be saved with it; `None` = it is still being applied."""
         for subscription in self._watched.get(cache.slot, ()):
             feed = subscription.feed
             if feed.cache is cache:
-                return Place(*feed.applied)
+                return Place(*feed.applied) if feed.applied is not None else None
         return Place()
 
     @property

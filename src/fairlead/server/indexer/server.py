@@ -17,7 +17,8 @@ Rules
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -51,7 +52,7 @@ class IndexSources(Struct, frozen=True, kw_only=True):
     #: Why the indexer is not ready; empty = ready.
     unready: Callable[[], Sequence[str]]
     #: The pieces of a new snapshot.
-    snapshot: Callable[[], Iterable[bytes]]
+    snapshot: Callable[[], Generator[bytes, None, None]]
     #: Loads a snapshot and returns how many endpoints get blocks from it; raises `ValueError`. `None` = not allowed.
     take: Callable[[bytes], int] | None = None
     on_error: Callable[[str, Exception], object] = lambda page, error: None
@@ -150,10 +151,11 @@ class IndexServer(HttpPort):
         now = asyncio.get_running_loop().time()
         if not self._snapshots or (len(self._snapshots) == 1 and now - self._snapshots[0].made > SHARED_S):
             pieces: list[bytes] = []
-            for piece in self._sources.snapshot():
-                if piece:
-                    pieces.append(piece)
-                await asyncio.sleep(0)
+            with contextlib.closing(self._sources.snapshot()) as made:
+                for piece in made:
+                    if piece:
+                        pieces.append(piece)
+                    await asyncio.sleep(0)
             self._snapshots.append(_Snapshot(pieces, now))
         return self._snapshots[-1]
 

@@ -11,7 +11,7 @@ Everything else that decisions see changes only through `Pipeline.handle`.
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 
 import aiohttp
@@ -26,7 +26,7 @@ from fairlead.core.fleet import Fleet
 from fairlead.core.kv.cache import EVERYONE, RankCache
 from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.recipe import ANY_MODEL
-from fairlead.core.kv.snapshot import Place, Shelved, save
+from fairlead.core.kv.snapshot import Hold, Place, Shelved, save
 from fairlead.core.trust import wrong_hashes
 from fairlead.pool.aio import cancelled
 from fairlead.pool.kv_events import discovery
@@ -40,9 +40,8 @@ from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.kv_metrics import KvFeedStatus, KvMetrics
 from fairlead.server.observe.log import get
 
-#: What a snapshot is made from: the index, slot → endpoint id, and the place in each rank's feed up to which the index
-#: is complete.
-What = tuple[KvIndex, Mapping[int, str], Callable[[RankCache], Place]]
+#: What a snapshot is made from: the index, slot → endpoint id, and what stops a rank's feed meanwhile.
+What = tuple[KvIndex, Mapping[int, str], Hold]
 
 
 class Keeper:
@@ -78,9 +77,10 @@ class Keeper:
     async def save(self) -> None:
         """Write the current state. Other work runs after each segment (1,024 blocks)."""
         pieces = []
-        for piece in save(*self._what()):
-            pieces.append(piece)
-            await asyncio.sleep(0)
+        with contextlib.closing(save(*self._what())) as made:
+            for piece in made:
+                pieces.append(piece)
+                await asyncio.sleep(0)
         try:
             await asyncio.to_thread(write_whole, self._path, pieces)
         except OSError as error:
@@ -281,7 +281,7 @@ class KvListening(Knowledge):
     def _refresh(self) -> None:
         for slot, _ in self._fleet.table.slots():
             for feed in self._events.feeds(slot):
-                feed.cache.mark_behind(feed.sync is not Sync.LIVE)
+                feed.cache.mark_behind(feed.sync is not Sync.LIVE or feed.held)
         self.exact.refresh(self._scraped_sizes())
         self._timer = self._loop.call_later(_REFRESH, self._refresh)
 
@@ -305,7 +305,7 @@ class KvListening(Knowledge):
         else:
             log.info("warm start from another indexer", url=url)
 
-    def snapshot(self) -> Iterator[bytes]:
+    def snapshot(self) -> Generator[bytes, None, None]:
         """The bytes of a snapshot of the index, one piece per segment."""
         return save(*self._saved())
 
@@ -343,11 +343,13 @@ class KvListening(Knowledge):
         return self._keeper.problem if self._keeper is not None else ""
 
     def _saved(self) -> What:
-        return self.exact.index, dict(self._endpoints()), self._place_of
+        return self.exact.index, dict(self._endpoints()), self._hold
 
-    def _place_of(self, cache: RankCache) -> Place:
+    @contextlib.contextmanager
+    def _hold(self, cache: RankCache) -> Iterator[Callable[[], Place | None]]:
         loaded = self._loaded.get(cache.slot, {}).get(cache.rank)
-        return loaded or self._events.place_of(cache)
+        with self._events.hold(cache) as place_of:
+            yield (lambda: loaded) if loaded is not None else place_of
 
 
 def _host(endpoint: Endpoint) -> str:

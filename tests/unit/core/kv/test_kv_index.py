@@ -4,7 +4,7 @@ import random
 from array import array
 
 import pytest
-from kv_blocks import apply_all, engine_keys
+from kv_blocks import apply_all, engine_keys, held
 
 from fairlead.core.kv.cache import EVERYONE, RankCache
 from fairlead.core.kv.events import STEP, AllCleared, BlocksRemoved, BlocksStored, apply
@@ -312,7 +312,7 @@ def test_engine_space_needs_neither_tokens_nor_parents() -> None:
 
 def snapshot(one: Fixture) -> bytes:
     names = {0: "a", 1: "b", 2: "c"}
-    return b"".join(save(one.index, names, lambda cache: Place(41 + cache.slot, 1.5)))
+    return b"".join(save(one.index, names, lambda cache: held(Place(41 + cache.slot, 1.5))))
 
 
 def test_snapshot_and_warm_start() -> None:
@@ -344,7 +344,7 @@ def test_snapshot_and_warm_start() -> None:
 def test_blocks_are_not_saved_if_it_is_unknown_what_came_later() -> None:
     one = Fixture()
     one.store(range(10))
-    content = b"".join(save(one.index, {0: "a"}, lambda cache: Place()))
+    content = b"".join(save(one.index, {0: "a"}, lambda cache: held(Place())))
     assert list(load(Fixture().index, content, {"a": 0}, lambda cache, place: None)) == []
 
 

@@ -34,7 +34,7 @@ async def caught_up(events: KvSubscriber, publisher: KvPublisher) -> None:
         await asyncio.sleep(0.002)
         while True:
             place = events.place_of(events.index.rank(0, 0, "tiny"))
-            if place.last == publisher.next_sequence - 1 and events.index.idle:
+            if place is not None and place.last == publisher.next_sequence - 1 and events.index.idle:
                 return
             await asyncio.sleep(0.002)
 

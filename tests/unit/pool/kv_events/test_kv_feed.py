@@ -1,15 +1,18 @@
 """Order, gaps and restarts of one publisher, without sockets."""
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import msgspec
 import pytest
 from kv_blocks import copies_of
 
-from fairlead.core.kv.events import AllCleared, BlocksStored
+from fairlead.core.kv.cache import RankCache
+from fairlead.core.kv.events import AllCleared, BlocksRemoved, BlocksStored
 from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.keys import EngineSpace, KeySpace, OwnSpace
+from fairlead.core.kv.snapshot import Place, load, save
 from fairlead.lab.stub.kv_publisher import encode_batch
 from fairlead.pool.kv_events.feed import Feed, Sync
 from fairlead.pool.kv_events.wire import Frames
@@ -254,6 +257,51 @@ def test_resuming_from_a_snapshot() -> None:
     other.feed.resume(1, 1.0)
     other.replay([batch(1, life=1)])
     assert other.feed.count.restarts == 1 and other.feed.wanted == 0
+
+
+@contextmanager
+def hold(case: Case, cache: RankCache) -> Iterator[Callable[[], Place | None]]:
+    cache.holds += 1
+    yield lambda: Place(*case.feed.applied) if case.feed.applied is not None else None
+    cache.holds -= 1
+
+
+def test_a_snapshot_that_is_made_while_events_go_on_counts_no_copy_twice() -> None:
+    case, history = Case(can_replay=False), [batch(number) for number in range(3000)]
+    case.live(*history[:1500])
+    case.feed.live(history[1500])
+    following = iter(history[1501:])
+    pieces = []
+    for piece in save(case.index, {0: "a"}, lambda cache: hold(case, cache)):
+        pieces.append(piece)
+        for _ in range(200):
+            if not case.feed.step(0.0) and case.feed.hungry:
+                case.feed.live(next(following))
+    case.work()
+    case.live(*following)
+    other = Case(can_replay=True)
+    places: list[Place] = []
+    for _ in load(other.index, b"".join(pieces), {"a": 0}, lambda cache, place: places.append(place)):
+        pass
+    other.feed.resume(places[0].last, places[0].last_ts)
+    assert other.replay(history) >= 1500
+    removed = Frames(b"", 3000, encode_batch(3000.0, [BlocksRemoved([digest]) for digest in range(1, 3001)]))
+    for each in (case, other):
+        assert each.index.entries == 3000
+        each.live(removed)
+        assert each.index.entries == 0
+
+
+def test_a_batch_that_waits_for_a_replay_waits_for_a_snapshot_too() -> None:
+    case = Case(can_replay=True)
+    case.replay([])
+    case.live(batch(0), batch(2))
+    case.feed.cache.holds += 1
+    case.replay([])
+    assert case.blocks == [1] and case.feed.busy
+    case.feed.cache.holds -= 1
+    case.work()
+    assert case.blocks == [1, 3]
 
 
 def test_what_is_no_batch_costs_only_itself() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kv_blocks import apply_all
+from kv_blocks import apply_all, held
 
 from fairlead.core.kv.events import BlocksStored
 from fairlead.core.kv.index import KvIndex
@@ -28,7 +28,7 @@ def filled() -> KvIndex:
 
 def keeper_of(path: Path) -> Keeper:
     index = filled()
-    return Keeper(path, 1000.0, lambda: (index, {0: "a", 1: "b"}, lambda cache: Place(7, 1.5)))
+    return Keeper(path, 1000.0, lambda: (index, {0: "a", 1: "b"}, lambda cache: held(Place(7, 1.5))))
 
 
 async def test_endpoints_get_their_own_back_in_whatever_slot(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -79,5 +79,5 @@ def test_no_piece_of_a_snapshot_is_larger_than_a_segment() -> None:
     for first in range(1, 20_000, 64):
         event = BlocksStored(list(range(first, first + 64)), first - 1, tokens, 16)
         apply_all(index, index.rank(0, 0, "*"), event, 0.0)
-    pieces = [len(piece) for piece in save(index, {0: "a"}, lambda cache: Place(7, 1.5))]
+    pieces = [len(piece) for piece in save(index, {0: "a"}, lambda cache: held(Place(7, 1.5)))]
     assert sum(pieces) > 20 * 20_000 > 20 * max(pieces)

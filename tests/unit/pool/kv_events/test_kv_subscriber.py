@@ -300,7 +300,7 @@ async def test_going_on_after_a_warm_start(events: Any, publish: Any) -> None:
     store(publisher, 1)
     events.watch(0, source(publisher))
     await until(lambda: blocks(events) == 1)
-    await until(lambda: events.place_of(events.index.rank(0, 0, "m")).last == 0)
+    await until(lambda: (events.place_of(events.index.rank(0, 0, "m")) or Place()).last == 0)
     place = events.place_of(events.index.rank(0, 0, "m"))
     assert place.last_ts > 0
     store(publisher, 2)
@@ -309,6 +309,22 @@ async def test_going_on_after_a_warm_start(events: Any, publish: Any) -> None:
     events.watch(2, source(publisher), {0: Place(0, place.last_ts - 5)})
     await until(lambda: blocks(events, 2) == 2)  # another life: all
     assert events.counts(2)[0].restarts == 1 and events.place_of(events.index.rank(0, 1, "m")) == Place()
+
+
+async def test_no_batch_begins_while_a_rank_is_saved(events: Any, publish: Any) -> None:
+    publisher = publish()
+    events.watch(0, source(publisher))
+    await joined(events, publisher, 0)
+    cache = events.index.rank(0, 0, "m")
+    await until(lambda: events.place_of(cache) is not None and not events.feeds(0)[0].busy)
+    with events.hold(cache) as place_of:
+        before, blocks_before = place_of(), cache.blocks
+        assert not events.feeds(0)[0].hungry
+        store(publisher, 2)
+        await until(lambda: cache.linked)
+        assert (cache.blocks, place_of()) == (blocks_before, before)
+    await until(lambda: cache.blocks > blocks_before)
+    await until(lambda: place_of() is not None and place_of().last > before.last)
 
 
 async def test_publishers_that_dial(events: Any, publish: Any) -> None:

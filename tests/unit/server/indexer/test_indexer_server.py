@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from kv_blocks import held
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from fairlead.apis.request import parse_request
@@ -96,7 +97,9 @@ async def world() -> AsyncIterator[World]:
     sources = IndexSources(
         metrics=lambda: [b"index_size 1\n"],
         unready=lambda: world.unready,
-        snapshot=lambda: save(world.exact.index, {s: e.id for s, e in world.endpoints}, lambda cache: Place(7, 1.0)),
+        snapshot=lambda: save(
+            world.exact.index, {s: e.id for s, e in world.endpoints}, lambda cache: held(Place(7, 1.0))
+        ),
         take=world.take,
         on_error=lambda page, error: world.errors.append(page),
     )

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
+from kv_blocks import held
 
 from fairlead.apis.tokens import PromptTokens
 from fairlead.compat.load import load
@@ -251,7 +252,7 @@ async def test_a_warm_start(start: Start, tmp_path: Path) -> None:
     feed = first.kv.subscriptions(slot)[0].feed
     gone = first.index.shelf(first.index.rank(slot, 1, ANY_MODEL), 0, Tier.GPU)  # there is one rank now
     first.index.store(gone, [9], [9], 0)
-    file.write_bytes(b"".join(save(first.index, {slot: "a"}, lambda cache: Place(*feed.applied))))
+    file.write_bytes(b"".join(save(first.index, {slot: "a"}, lambda cache: held(Place(*feed.applied)))))
     second = await start(text)
     slot = second.up("a", "127.0.0.1:8000")
     store(aside, 4)
