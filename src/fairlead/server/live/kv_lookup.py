@@ -53,6 +53,8 @@ class KvLookup(Knowledge):
         self._state: StateAnswer | None = None
         #: The indexer's name for each of our endpoints → the endpoint's slot and tenure.
         self._named: dict[str, tuple[int, int]] = {}
+        #: Ids of our endpoints that the indexer does not know.
+        self._unnamed: set[str] = set()
         #: Why the indexer's answers cannot be used; empty = they can.
         self._complaint = ""
         #: The block sizes in tokens that the indexer reports.
@@ -137,15 +139,21 @@ class KvLookup(Knowledge):
     def _take(self, state: StateAnswer) -> None:
         index = self._index
         by_address = {pod.address: name for name, pod in state.pods.items() if pod.address}
-        self._named = {}
+        self._named, unnamed = {}, set[str]()
         for slot, endpoint in self._fleet.table.slots():
             own = state.pods.get(endpoint.id)
             name = by_address.get(endpoint.address)
             if own is not None and (own.address == endpoint.address or (name is None and not own.address)):
                 name = endpoint.id
-            if name is not None:
+            if name is None:
+                index.report(slot, ())  # answers say nothing about it, which is no miss
+                unnamed.add(endpoint.id)
+            else:
                 index.report(slot, state.pods[name].ranks)
                 self._named[name] = slot, index.tenure(slot)
+        for endpoint_id in unnamed - self._unnamed:
+            log.info("the indexer does not know an endpoint; it keeps learned prefixes", endpoint=endpoint_id)
+        self._unnamed = unnamed
         self.exact.know_adapters(state.adapters)
         self._sizes = tuple(size for size in state.block_sizes if size > 0)[:8]
 

@@ -15,7 +15,7 @@ from fairlead.core.endpoint import Endpoint
 from fairlead.core.events import EndpointDown, EndpointUp
 from fairlead.core.fleet import Fleet
 from fairlead.core.kv.answered import RankState
-from fairlead.core.request import Request
+from fairlead.core.request import Request, Usage
 from fairlead.server.indexer.wire import Answer, PodAnswer, PodState, StateAnswer
 from fairlead.server.live.knowledge import Knowledge, exact_knowledge
 from fairlead.server.live.kv import KvListening
@@ -213,6 +213,30 @@ async def test_endpoints_that_come_and_go(world: World) -> None:
     world.kv._on_state(None)
     world.kv.exact.refresh()
     assert world.kv.exact.source(again) == "most"
+
+
+async def test_an_endpoint_that_the_indexer_no_longer_knows_has_learned_prefixes(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "fairlead")
+    slot, other = world.up("a", "10.0.0.7:80"), world.up("b", "10.0.0.8:80")
+    world.told(a="10.0.0.7:80", b="10.0.0.8:80")
+    assert {world.kv.exact.source(known) for known in (slot, other)} == {"either"}
+    for _ in range(2):
+        world.told(b="10.0.0.8:80")
+        assert [world.kv.exact.source(known) for known in (slot, other)] == ["learned", "either"]
+    assert [record.getMessage() for record in caplog.records].count(
+        "the indexer does not know an endpoint; it keeps learned prefixes"
+    ) == 1
+    # Nothing is compared there, because nothing was predicted.
+    await world.read(1, bytes(256))
+    request = Request(id=1, arrived=0.0, model="m", prompt_tokens=64, prompt_bytes=300, blocks=world.blocks[1])
+    world.fleet.match(request)
+    predicted = world.kv.exact.sent(request, slot, -1, 0.0)
+    world.kv.exact.ended(predicted, Usage(prompt_tokens=64, completion_tokens=1, cached_tokens=48), True, 0.0)
+    assert world.kv.exact.check.judged(slot).off == 0
+    world.told(a="10.0.0.7:80", b="10.0.0.8:80")
+    assert world.kv.exact.source(slot) == "either"
 
 
 def test_what_is_made_of_a_configuration() -> None:
