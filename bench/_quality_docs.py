@@ -103,7 +103,7 @@ def _wide(part: Summary, figure: str) -> list[str]:
 def _number(row: Mapping[str, float] | None, figure: str, best: float) -> str:
     if row is None:
         return ""
-    text = f"{row[figure]:,.0f}" + "\\*" * bool(row["shed"] or row["failed"])
+    text = (f"{row[figure]:,.0f}" if served(row) else "–") + "\\*" * bool(row["shed"] or row["failed"])
     return f"**{text}**" if served(row) and row[figure] <= 1.005 * best else text
 
 

@@ -271,7 +271,7 @@ def regrets(summary: Mapping[str, Mapping[str, Figures]]) -> dict[str, Figures]:
 
 def served(figures: Mapping[str, Any] | None) -> bool:
     """Whether any request was served, so that there are latencies."""
-    return figures is not None and figures.get("done", 1.0) > 0
+    return figures is not None and figures.get("done", 0.0) > 0
 
 
 def for_json(figures: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from rich.table import Table
 from fairlead.config.problems import suggestion
 from fairlead.lab.simulator.build import ScenarioSpec
 from fairlead.lab.simulator.drawn import drawn_names, drawn_scenario
-from fairlead.lab.simulator.grid import COMPARED, Cell, CellResult, mean_figures, regrets, version
+from fairlead.lab.simulator.grid import COMPARED, Cell, CellResult, for_json, mean_figures, regrets, served, version
 from fairlead.lab.simulator.run import AT_ONCE, known_policies
 from fairlead.lab.simulator.scenarios import (
     ADVERSARIAL,
@@ -149,8 +149,8 @@ def requests_of_quick(name: str) -> int:
 
 KEPT = (
     "ttft_mean_ms", "ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms", "e2e_mean_ms", "e2e_p99_ms", "tpot_p50_ms",
-    "tpot_p99_ms", "output_tokens_per_s", "goodput", "prefix_hit_rate", "in_band", "shed", "failed", "cancelled",
-    "requests",
+    "tpot_p99_ms", "output_tokens_per_s", "goodput", "prefix_hit_rate", "in_band", "done", "shed", "failed",
+    "cancelled", "requests",
 )  # fmt: skip
 Summary = dict[str, dict[str, dict[str, float]]]
 Regrets = Mapping[str, Mapping[str, float]]
@@ -217,7 +217,13 @@ def write_summary(out: Path, results: Sequence[CellResult]) -> Comparison:
         sets[name] = {"policies": judgement(regret), "code": version(), "cpu_minutes": minutes}
     _write(path, {name: sets[name] for name in SETS if name in sets})
     parts = {"scenarios": compared.scenarios, "known": compared.known, "calm": compared.calm}
-    _write(out / "scenarios.json", parts)
+    _write(
+        out / "scenarios.json",
+        {
+            part: {name: {policy: for_json(row) for policy, row in rows.items()} for name, rows in summary.items()}
+            for part, summary in parts.items()
+        },
+    )
     return compared
 
 
@@ -258,12 +264,12 @@ def _table(title: str, figure: str, summary: Summary, order: Sequence[str]) -> T
     for policy in order:
         table.add_column(policy, justify="right")
     for scenario, policies in summary.items():
-        best = min((row[figure] for row in policies.values()), default=0.0)
+        best = min((row[figure] for row in policies.values() if served(row)), default=0.0)
         cells = []
         for policy in order:
             row = policies.get(policy)
-            if row is None:
-                cells.append("-")
+            if row is None or not served(row):
+                cells.append("-" if row is None else "–*")
                 continue
             text = f"{row[figure]:,.0f}" + ("*" if row["shed"] or row["failed"] else "")
             cells.append(f"[bold]{text}[/bold]" if row[figure] == best else text)

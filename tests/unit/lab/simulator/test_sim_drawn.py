@@ -4,6 +4,7 @@ from collections import Counter
 from contextlib import nullcontext
 from random import Random
 
+import msgspec
 import pytest
 
 from fairlead.lab.simulator.build import ScenarioSpec, build
@@ -18,7 +19,7 @@ from fairlead.lab.simulator.drawn import (
     requests_of,
 )
 from fairlead.lab.simulator.grid import CellResult
-from fairlead.lab.simulator.quality import KEPT, comparison, named, names, print_table
+from fairlead.lab.simulator.quality import KEPT, comparison, named, names, print_table, write_summary
 from fairlead.lab.simulator.scenarios import APART, AZURE_CODE, MOONCAKE, QUALITY, TRACES, usable_traces
 from fairlead.lab.simulator.world import replicas
 from fairlead.lab.workload.arrivals import poisson
@@ -139,3 +140,24 @@ def test_few_documents_are_asked_about_often():
     assert asked.most_common(1)[0][1] > 20 * sorted(asked.values())[len(asked) // 2]
     questions = [record.hash_ids[-1] for record in records]
     assert len({*questions}) == len(questions)
+
+
+def test_who_serves_nothing_is_neither_the_best_nor_part_of_the_regrets(tmp_path, capsys):
+    served = dict.fromkeys(KEPT, 100.0)
+    nothing = {**dict.fromkeys(KEPT, 0.0), "shed": 100.0, "requests": 100.0}
+    results = [
+        CellResult(key="", scenario=scenario, policy=policy, seed=0, figures=row)
+        for scenario in ("agents", "hot-prefix")
+        for policy, row in (
+            ("mine", served),
+            ("refuses", nothing),
+            ("partly", served if scenario == "agents" else nothing),
+        )
+    ]
+    compared = write_summary(tmp_path, results)
+    regret = compared.regrets["development"]
+    assert [*regret] == ["mine"] and regret["mine"]["ttft_mean_ms"] == 1.0
+    row = msgspec.json.decode((tmp_path / "scenarios.json").read_bytes())["scenarios"]["agents"]["refuses"]
+    assert (row["ttft_mean_ms"], row["shed"]) == (None, 100.0)
+    print_table(compared)
+    assert "–*" in capsys.readouterr().out

@@ -307,7 +307,7 @@ def test_the_report_stands_alone(tmp_path, capsys):
 
 
 def test_a_narrow_terminal_gets_more_tables_and_every_figure(monkeypatch, capsys):
-    figures = {key: 10_000.0 + number for number, (_, key, _) in enumerate(COLUMNS)}
+    figures = {key: 10_000.0 + number for number, (_, key, _) in enumerate(COLUMNS)} | {"done": 9}
     row = CellResult(key="", scenario="s", policy="a-policy-with-a-long-name-of-its-own", seed=0, figures=figures)
     shown = {}
     for width in ("80", "200"):
