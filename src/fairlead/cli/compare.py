@@ -35,6 +35,7 @@ from fairlead.lab.simulator.grid import Cell, CellResult, Runner, run_cell, vers
 if TYPE_CHECKING:
     from fairlead.lab.simulator.build import ScenarioSpec
     from fairlead.lab.simulator.journal import Run
+    from fairlead.lab.simulator.simulation import Simulation
 
 Against = Annotated[
     Path | None,
@@ -65,7 +66,7 @@ def _gate(
     engine: str,
     head: int,
 ) -> None:
-    """Print both runs' figures. Exit with 1 if a condition is broken, with 2 on wrong usage."""
+    """Print both runs' figures. Exit with 1 if a condition is broken or a plugin failed, with 2 on wrong usage."""
     from fairlead.cli.options import busy
     from fairlead.lab.simulator.result import FIGURES, condition
 
@@ -74,15 +75,19 @@ def _gate(
         factor, *more = numbers(load, "--load") or (1.0,)
         if more:
             raise ValueError("--against takes one --load")
+        failed: list[str] = []
         with busy(f"simulating {against}" if journal is None else "reading journals"):
-            before, after, names = _figures(against, journal, policies, factor, servers, engine_argument(engine), head)
+            preset = engine_argument(engine)
+            before, after, names = _figures(
+                against, journal, policies, failed, load=factor, servers=servers, preset=preset, head=head
+            )
     typer.echo(f"{'':12} {names[0][-20:]:>20} {names[1][-20:]:>20}  change")
     for name in FIGURES:
         old, new = before.get(name), after.get(name)
         if old is not None or new is not None:
             shown = "" if not old or new is None else f"{new / old - 1.0:+.1%}"
             typer.echo(f"{name:12} {_number(old):>20} {_number(new):>20}  {shown}")
-    broken = [said for threshold in conditions if (said := threshold.broken(before, after))]
+    broken = failed + [said for threshold in conditions if (said := threshold.broken(before, after))]
     for said in broken:
         complain(said)
     if broken:
@@ -96,10 +101,19 @@ def _number(value: float | None) -> str:
 
 
 def _figures(
-    against: Path, journal: Path | None, policies: Sequence[str], load: float, servers: int, preset: str, head: int
+    against: Path,
+    journal: Path | None,
+    policies: Sequence[str],
+    failed: list[str],
+    *,
+    load: float,
+    servers: int,
+    preset: str,
+    head: int,
 ) -> tuple[dict[str, float], dict[str, float], tuple[str, str]]:
+    """Return the figures and names of both runs. Policies whose plugins failed are added to `failed`, in words."""
     from fairlead.lab.simulator.journal import one_run
-    from fairlead.lab.simulator.result import of_journal
+    from fairlead.lab.simulator.result import of_jobs, of_journal
 
     base = one_run(against)
     if journal is not None:
@@ -111,19 +125,23 @@ def _figures(
         return measured
     if len(policies) != 1:
         raise ValueError("--against needs one --policy to simulate, or a --journal to measure")
-    before = _simulated(base, "", load, servers, preset, head)
-    return before, _simulated(base, policies[0], load, servers, preset, head), ("recorded policy", policies[0])
+    names = "recorded policy", policies[0]
+    figures = []
+    for name, policy in zip(names, ("", policies[0]), strict=True):
+        simulation = _simulated(base, policy, load, servers, preset, head)
+        figures.append(of_jobs(simulation.jobs))
+        if errors := simulation.plugin_errors:
+            failed.append(f"{name}: {_not_its_own(len(errors), str(errors[0]))}")
+    return figures[0], figures[1], names
 
 
-def _simulated(run: "Run", policy: str, load: float, servers: int, preset: str, head: int) -> dict[str, float]:
-    """Simulate the journal's traffic under `policy`, and return the figures. `servers`: 0 = as many as recorded
-    at most."""
+def _simulated(run: "Run", policy: str, load: float, servers: int, preset: str, head: int) -> "Simulation":
+    """Simulate the journal's traffic under `policy`. `servers`: 0 = as many as recorded at most."""
     from fairlead.compat.recorded import restore
     from fairlead.lab.engine.presets import DEFAULT_PRESET
     from fairlead.lab.engine.presets import preset as find_preset
     from fairlead.lab.simulator.capture import capture
     from fairlead.lab.simulator.pool import mixed
-    from fairlead.lab.simulator.result import of_jobs
     from fairlead.lab.simulator.run import config_from, policy_text
     from fairlead.lab.simulator.scenarios import cut
     from fairlead.lab.simulator.simulation import Simulation
@@ -142,7 +160,7 @@ def _simulated(run: "Run", policy: str, load: float, servers: int, preset: str, 
     scenario = Scenario(name=run.id, workload=workload, replicas=fleet, speedup=load)
     simulation = Simulation(scenario, config, registry=registry)
     simulation.run()
-    return of_jobs(simulation.jobs)
+    return simulation
 
 
 #: Seconds to wait for the Dask scheduler.
@@ -327,8 +345,12 @@ def _problem(result: CellResult) -> str:
     count = result.figures.get("plugin_errors", 0)
     if result.error or not count:
         return result.error
+    return _not_its_own(count, result.figures["plugin_error"])
+
+
+def _not_its_own(count: int, first: str) -> str:
     times = "once" if count == 1 else f"{count} times"
-    return f"a plugin failed {times}, so these are not its figures; first: {result.figures['plugin_error']}"
+    return f"a plugin failed {times}, so these are not its figures; first: {first}"
 
 
 def _print_json(results: list[CellResult]) -> None:

@@ -180,6 +180,17 @@ def test_the_gate(recorded: Any) -> None:
     assert call("sim", "compare", "--against", recorded.path, "--fail-if", "nonsense").exit_code == 2
 
 
+def test_a_policy_that_fails_does_not_pass_the_gate(recorded: Any, tmp_path: Path) -> None:
+    (broken := tmp_path / "broken.py").write_text(
+        "from fairlead.plugins.policies.ranked import Ranked\n"
+        "class Broken(Ranked):\n    type = 'broken'\n"
+        "    def cost(self, request, fleet, cycle):\n        raise RuntimeError('no idea')\n"
+    )
+    done = call("sim", "compare", "--against", recorded.path, "--policy", broken, "--fail-if", "failed > 0")
+    assert done.exit_code == 1 and "passed" not in done.output, done.output
+    assert "broken.py: a plugin failed" in done.output and "so these are not its figures; first: " in done.output
+
+
 @pytest.mark.simulation
 def test_the_roles_of_the_pool_are_simulated(record_run: Callable[..., Any], tmp_path: Path) -> None:
     """Every request was a pair of one of two endpoints that prefill and one of two that decode."""
