@@ -449,7 +449,7 @@ class Understanding:
         if head.renamed:
             model = self._catalogue.expected(model, hints.rewrite)
             parsed = scoped(parsed, model)
-        session, prefix, segments = hints.session or parsed.user, NO_PREFIX, parsed.prompt
+        session, prefix, segments = hints.session or (parsed.user and parsed.user[:MAX_NAME]), NO_PREFIX, parsed.prompt
         if segments:
             text, *more = segments
             if more:
@@ -476,7 +476,7 @@ class Understanding:
             prefix,
             parsed.media,
             parsed.unread,
-            session[:MAX_NAME],
+            session,
             0,  # priority
             hints.fairness_id,
             head.subset,
