@@ -432,7 +432,8 @@ class Fleet:
         lease = self.charge(request, slot, now, request.prompt_tokens, expected_output)
         lease.prefill = prefill
         lease.hit_tokens = hit_tokens
-        lease.forecast = Forecast()  # how long the transfer takes is not known
+        steps = lease.forecast.tpot_ms, lease.forecast.model_tpot_ms
+        lease.forecast = Forecast(tpot_ms=steps[0], model_tpot_ms=steps[1])  # the transfer's time is only believed
         return lease
 
     def move(self, lease: Lease, slot: int, now: float, first_token: bool) -> Lease:
@@ -482,16 +483,13 @@ class Fleet:
         self.ledger.first_token(lease, now)
 
     def _handed_over(self, lease: Lease, part: Lease, now: float) -> None:
-        """Process the first token of a pair for the endpoint that computed the prompt. Its speed is learned if it does
-        nothing else, so that it has no first tokens of its own, and if the other endpoint had room for the request."""
-        table, slot = self.table, lease.slot
+        """Process the first token of a pair for the endpoint that computed the prompt (`part`)."""
         if part.held:
             self.stalls.first_token(part.slot, now)
-        full = table.kv[slot] > CROWDED or 0.0 < table.max_seqs[slot] <= table.active[slot]
-        if full or part.handover_ms < 0.0 or not lease.request.stream or table.ids[part.slot] != part.endpoint_id:
+        if not lease.request.stream:
             return
-        there = table.endpoints[part.slot]
-        if there is not None and there.labels.get(ROLE_LABEL) in PREFILL_ONLY and not self.stalls.was_out(part):
+        lease.mark = self.predictor.mark(lease.slot)
+        if self._tells_of(part, lease):
             self.predictor.handed_over(
                 part.slot,
                 part.forecast,
@@ -502,6 +500,15 @@ class Fleet:
                 part.hit_tokens,
                 part.cold is not None or lease.cold is not None,
             )
+
+    def _tells_of(self, part: Lease, lease: Lease) -> bool:
+        """Whether a pair's times tell how fast its prompt was computed: the endpoint (of `part`) does nothing else, so
+        that it has no first tokens of its own, and the other had room for the request."""
+        table, slot, there = self.table, lease.slot, self.table.endpoints[part.slot]
+        full = table.kv[slot] > CROWDED or 0.0 < table.max_seqs[slot] <= table.active[slot]
+        if full or part.handover_ms < 0.0 or there is None or there.id != part.endpoint_id:
+            return False
+        return there.labels.get(ROLE_LABEL) in PREFILL_ONLY and not self.stalls.was_out(part)
 
     def _loaded(self, lease: Lease, cold: Cold, took_ms: float) -> None:
         """Learn how long the adapter took to load. `took_ms`: milliseconds from the charge to the first token."""
@@ -551,10 +558,29 @@ class Fleet:
             predictor.judge(slot, lease.forecast, took_ms)
             if mark is not None:
                 predictor.logged(slot, lease.forecast, uncached, lease.work_us * 1e-3, took_ms, mark[1], now)
+        if lease.prefill is not None:
+            self._pair_ended(lease, lease.prefill, complete_ms, tokens, now)
+            return
         if mark is not None and tokens > 0:
             own_ms, blind_ms = lease.work_us * 1e-3, self.ledger.blind_ms(slot)
             predictor.complete(slot, uncached, complete_ms, tokens, mark, blind_ms, now, own_ms)
         lease.first_token_at = lease.charged_at + took_ms * 1e-3
+
+    def _pair_ended(self, lease: Lease, part: Lease, complete_ms: float, tokens: int, now: float) -> None:
+        """Learn from a whole answer of a pair. The time is divided in proportion to what each endpoint was expected to
+        take: which of them was slow shows when they are paired with others."""
+        predictor, mark, first_ms = self.predictor, lease.mark, part.forecast.ttft_ms + part.handover_ms
+        if mark is None or tokens <= 0 or part.handover_ms < 0.0 or first_ms <= 0.0:
+            return
+        answer_ms = (tokens - 1.0) * lease.forecast.tpot_ms
+        scale = complete_ms / (first_ms + answer_ms)
+        blind_ms, own_ms = self.ledger.blind_ms(lease.slot), lease.work_us * 1e-3
+        predictor.complete(lease.slot, 0.0, scale * answer_ms, tokens, mark, blind_ms, now, own_ms)
+        lease.first_token_at = lease.charged_at + 1e-3 * scale * first_ms
+        if self._tells_of(part, lease):
+            took_ms, load_ms = scale * part.forecast.ttft_ms, predictor.mark(part.slot)[1]
+            work_ms, hit = part.work_us * 1e-3, part.hit_tokens
+            predictor.logged(part.slot, part.forecast, part.uncached_tokens, work_ms, took_ms, load_ms, now, hit)
 
     def refused(self, lease: Lease) -> None:
         """Take the prompt of a refused request (4xx) back from the learned index, because the server computed nothing.

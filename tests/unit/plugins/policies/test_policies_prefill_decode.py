@@ -12,7 +12,7 @@ from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import Instruction, Record, Route
 from fairlead.core.policy import Context, Picked
 from fairlead.core.records import DecisionRecord, OutcomeRecord
-from fairlead.core.request import Request
+from fairlead.core.request import Request, Usage
 from fairlead.core.scheduler import Pipeline
 from fairlead.core.snapshot import Snapshots
 from fairlead.core.tokens import TokenEstimator
@@ -320,17 +320,19 @@ def test_a_prompt_that_is_computed_goes_on_while_a_newer_one_is_not_shown_yet() 
     assert (known.table.queue[0], known.table.active[0]) == (0.0, 1.0), "what is left runs"
 
 
-def sent_in_turn(prefill_s: Mapping[str, float], count: int = 40, **params: float) -> tuple[Pipeline, list[str]]:
-    """Send prompts one after the other to two prefill endpoints, which need `prefill_s`; handovers take as long as is
-    expected. Return the pipeline, and which endpoint computed each prompt."""
+def sent_in_turn(
+    prefill_s: Mapping[str, float], step_s: float = 0.0135, tokens: int = 20, stream: bool = True, **params: float
+) -> tuple[Pipeline, list[str]]:
+    """Send 40 prompts one after the other to two prefill endpoints, which need `prefill_s`; handovers take as long as
+    is expected, further tokens `step_s`. Return the pipeline, and which endpoint computed each prompt."""
     clock = SimClock()
     policy = PrefillDecode(PrefillDecodeParams(always=True, **params), filters=[Role(RoleParams())])
     pipeline = Pipeline(clock, Random(1), Fleet(), policy, TokenEstimator())
     for name, role in (("p0", "prefill"), ("p1", "prefill"), ("d", "decode")):
         pipeline.handle(ev.EndpointUp(labelled(name, role)))
     chosen = []
-    for number in range(1, count + 1):
-        asked = request(f"{number} {LONG}", id=number, stream=True)
+    for number in range(1, 41):
+        asked = request(f"{number} {LONG}", id=number, stream=stream)
         _, decision = pipeline.handle(ev.RequestArrived(asked))
         assert isinstance(decision, DecisionRecord)
         (part,) = [lease for lease in pipeline.fleet.ledger if lease.auxiliary]
@@ -338,24 +340,41 @@ def sent_in_turn(prefill_s: Mapping[str, float], count: int = 40, **params: floa
         page = Sample(waiting=0.0, running=0.0)
         pipeline.handle(ev.MetricsSampled(decision.prefill, clock.time(), page))  # it may end the prefill part
         clock.advance(part.handover_ms * 1e-3)
-        pipeline.handle(ev.FirstTokenSeen(number))
-        pipeline.handle(ev.ResponseEnded(request_id=number, status=200))
+        if stream:
+            pipeline.handle(ev.FirstTokenSeen(number))
+        clock.advance(step_s * (tokens - 1))
+        usage = Usage(prompt_tokens=asked.prompt_tokens, completion_tokens=tokens)
+        pipeline.handle(ev.ResponseEnded(request_id=number, status=200, usage=usage))
         pipeline.validate()
         chosen.append(decision.prefill)
+        clock.advance(1.0)  # blind requests teach once a second
     return pipeline, chosen
 
 
-def test_a_slow_prefill_endpoint_is_learned_from_the_first_tokens_of_its_pairs() -> None:
-    _, chosen = sent_in_turn({"p0": 6.0, "p1": 1.0})
-    assert chosen[:6].count("p0") > 0
+@pytest.mark.parametrize(("stream", "tokens"), [(True, 20), (False, 2), (False, 20)])
+def test_a_slow_prefill_endpoint_is_learned_from_its_pairs(stream: bool, tokens: int) -> None:
+    pipeline, chosen = sent_in_turn({"p0": 6.0, "p1": 0.9}, tokens=tokens, stream=stream)
     assert chosen[20:].count("p0") <= 2, "as a test"
+    assert pipeline.fleet.predictor.rates.step[2] < 1.2, "the decoder is not slow"
 
 
 @pytest.mark.parametrize("handover_ms", [30.0, 3000.0])
-def test_the_time_of_a_handover_is_not_learned_as_slow_prefill(handover_ms: float) -> None:
-    pipeline, chosen = sent_in_turn({"p0": 0.9, "p1": 0.9}, transfer_ms=handover_ms)
+@pytest.mark.parametrize("tokens", [2, 20, 200])
+@pytest.mark.parametrize("stream", [True, False])
+def test_neither_end_of_a_pair_is_blamed_for_the_time_of_the_other(
+    handover_ms: float, tokens: int, stream: bool
+) -> None:
+    pipeline, chosen = sent_in_turn({"p0": 0.9, "p1": 0.9}, tokens=tokens, stream=stream, transfer_ms=handover_ms)
     assert 8 <= chosen.count("p0") <= 32
-    assert 0.7 < min(pipeline.fleet.predictor.rates.prefill) <= max(pipeline.fleet.predictor.rates.prefill) < 1.2
+    rates = pipeline.fleet.predictor.rates
+    for factors in rates.prefill, rates.step:
+        assert 0.7 < min(factors) <= max(factors) < 1.3
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_steps_of_a_decoder_are_learned_from_pairs(stream: bool) -> None:
+    pipeline, _ = sent_in_turn({"p0": 0.9, "p1": 0.9}, step_s=0.04, tokens=200, stream=stream)
+    assert pipeline.fleet.predictor.rates.step[2] > 1.8
 
 
 @pytest.mark.parametrize(("ttft_ms", "split"), [(0.0, True), (1500.0, False), (800.0, True)])
