@@ -3,7 +3,7 @@
 Rules
 * A rank is identified by its endpoint's id, since slots change. Its blocks are saved with the sequence number and time
   stamp up to which they are valid, so that its feed can ask the engine for later events.
-* Loaded blocks are provisional until events confirm them.
+* Loaded blocks are provisional until events confirm them, and for longer if they were already when they were saved.
 * Blocks without such a number are neither saved nor loaded: nothing would ever remove those of a dead engine.
 * Damaged bytes, or those of another version or key space, raise `ValueError` and load nothing. Blocks of endpoints that
   are no longer in the pool are left out.
@@ -33,6 +33,8 @@ class Place(Struct, frozen=True):
 
     last: int = -1
     last_ts: float = 0.0
+    #: Events before it are missing.
+    provisional: bool = False
 
 
 #: Stops a rank's events while its blocks are saved: a replay of events that were already in them would count each copy
@@ -60,6 +62,8 @@ class _ShelfPart(Struct, array_like=True):
     depths: bytes
     #: Tokens per block; 0 = not known.
     block_size: int = 0
+    #: Former versions did not save it.
+    provisional: bool = True
 
 
 class _Snapshot(Struct, array_like=True):
@@ -123,6 +127,7 @@ def _part(index: KvIndex, endpoint: str, shelf: Shelf, segment: int, place: Plac
         shelf.table.vectors[1][positions].astype("<u2").tobytes(),
         depths.astype("<u2").tobytes(),
         shelf.cache.block_size,
+        place.provisional,
     )
 
 
@@ -184,7 +189,7 @@ def _enter(
         cache.provisional = True
         cache.indexable(part.group, part.kind)
         cache.block_size = cache.block_size or max(part.block_size, 0)
-        place(cache, Place(part.last, part.last_ts))
+        place(cache, Place(part.last, part.last_ts, part.provisional))
         shelf = index.shelf(cache, part.group, Tier(part.tier))
         hashes = np.frombuffer(part.hashes, "<u8").tolist()
         keys = np.frombuffer(part.keys, "<u8").tolist()

@@ -24,6 +24,7 @@ from msgspec import Struct
 from fairlead.core.kv.cache import RankCache
 from fairlead.core.kv.events import KvEvent, apply
 from fairlead.core.kv.index import KvIndex
+from fairlead.core.kv.snapshot import Place
 from fairlead.pool.kv_events.wire import Batch, BatchDecoder, Frames
 
 #: How often a replay with a gap is requested again.
@@ -85,7 +86,9 @@ class Feed:
         self._events: Iterator[KvEvent | None] | None = None
         self._batch: Batch | None = None
         self._steps: Iterator[int] | None = None
-        self._reconnected = self._resumed = False
+        self._reconnected = False
+        #: The rank is provisional only because its blocks were loaded.
+        self._unconfirmed = False
         #: Another replay is needed after the current one.
         self._replay_again = False
         #: The waiting batch for which a replay was requested, and the batch before the gap. One request is enough.
@@ -113,18 +116,21 @@ class Feed:
         """Whether `live` may be called now."""
         return self.sync is Sync.LIVE and self._waiting is None and self._events is None and not self.held
 
-    def resume(self, last: int, ts: float) -> None:
-        """Take note that the index was loaded from a snapshot, which is up to date to the batch `last`."""
-        self._note(last, ts)
-        self.cache.heard = self._resumed = True
+    def resume(self, place: Place) -> None:
+        """Take note that the index was loaded from a snapshot, which is up to date to that batch."""
+        self._note(place.last, place.last_ts)
+        self.cache.heard = True
+        self._unconfirmed = not place.provisional
         self.connection_lost()
         if self._reconnected and self.can_replay:
-            self._want(last)
+            self._want(place.last)
 
     @property
-    def applied(self) -> tuple[int, float] | None:
-        """Sequence and timestamp of the last batch applied; (-1, 0) = none. `None` = a batch is being applied."""
-        return (self.last, self.last_ts) if self._events is None else None
+    def applied(self) -> Place | None:
+        """The last batch applied; `None` = it is still being applied."""
+        if self._events is not None:
+            return None
+        return Place(self.last, self.last_ts, self.cache.provisional and not self._unconfirmed)
 
     def live(self, frames: Frames, batch: Batch | None = None) -> None:
         """Take a live batch; only if `hungry`. `batch`: the decoded batch, if available."""
@@ -179,8 +185,8 @@ class Feed:
             return
         if number == self.last and batch.ts == self.last_ts:
             self._reconnected = False
-            self.cache.provisional &= not self._resumed  # the engine has not restarted since the snapshot
-            self._resumed = False
+            self.cache.provisional &= not self._unconfirmed  # the engine has not restarted since the snapshot
+            self._unconfirmed = False
             return
         if number <= self.last and batch.ts <= self.last_ts:
             self.count.duplicates += 1
@@ -343,6 +349,7 @@ class Feed:
         self.count.gaps += 1
         self.count.lost += batches
         self.cache.provisional = True
+        self._unconfirmed = False
 
     def _restarted(self) -> None:
         """Start again after a restart that a replay proves. A batch that waits since before the connection was lost is
@@ -360,7 +367,7 @@ class Feed:
         self.cache.provisional = False
         self._note(-1, 0.0)
         self._unread = -1
-        self._reconnected = False
+        self._reconnected = self._unconfirmed = False
         self._retries = 0
         if self.can_replay:
             self._want(0)

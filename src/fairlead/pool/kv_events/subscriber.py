@@ -202,7 +202,7 @@ class KvSubscriber:
                 cache = self.index.rank(slot, rank, source.model)
                 feed = Feed(self.index, cache, bool(addresses[1]))
                 if places is not None and rank in places:
-                    feed.resume(places[rank].last, places[rank].last_ts)
+                    feed.resume(places[rank])
                 subscriptions.append(
                     Subscription(self._context, addresses, source.curve, self.limits, feed, self.pump, self._slots)
                 )
@@ -305,9 +305,8 @@ class KvSubscriber:
     def place_of(self, cache: RankCache) -> Place | None:
         """The last batch that the index has of a rank, to be saved with it; `None` = it is still being applied."""
         for subscription in self._watched.get(cache.slot, ()):
-            feed = subscription.feed
-            if feed.cache is cache:
-                return Place(*feed.applied) if feed.applied is not None else None
+            if subscription.feed.cache is cache:
+                return subscription.feed.applied
         return Place()
 
     @property

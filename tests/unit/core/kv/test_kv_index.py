@@ -3,8 +3,10 @@
 import random
 from array import array
 
+import msgspec
 import pytest
 from kv_blocks import apply_all, engine_keys, held
+from xxhash import xxh3_64_digest
 
 from fairlead.core.kv.cache import EVERYONE, RankCache
 from fairlead.core.kv.events import STEP, AllCleared, BlocksRemoved, BlocksStored, apply
@@ -339,6 +341,18 @@ def test_snapshot_and_warm_start() -> None:
     )
     assert found is not None and found.blocks[7] == 2000  # there were two copies
     two.index.validate()
+
+
+def test_snapshots_of_former_versions_do_not_say_whether_history_is_missing() -> None:
+    one = Fixture()
+    one.store(range(10))
+    head, content = snapshot(one)[:14], snapshot(one)[22:]
+    space, parts = msgspec.msgpack.decode(content)
+    packed = msgspec.msgpack.encode([space, [part[:-1] for part in parts]])
+    places: list[Place] = []
+    former = head + xxh3_64_digest(packed) + packed
+    assert sum(load(Fixture().index, former, {"a": 0}, lambda cache, place: places.append(place))) == 10
+    assert places == [Place(41, 1.5, True)]
 
 
 def test_blocks_are_not_saved_if_it_is_unknown_what_came_later() -> None:

@@ -250,11 +250,11 @@ def test_reconnecting_without_replay() -> None:
 
 def test_resuming_from_a_snapshot() -> None:
     case = Case(can_replay=True)
-    case.feed.resume(1, 1.0)
+    case.feed.resume(Place(1, 1.0))
     assert case.replay([batch(1), batch(2)]) == 1
     assert case.blocks == [3] and case.feed.count.restarts == 0
     other = Case(can_replay=True)
-    other.feed.resume(1, 1.0)
+    other.feed.resume(Place(1, 1.0))
     other.replay([batch(1, life=1)])
     assert other.feed.count.restarts == 1 and other.feed.wanted == 0
 
@@ -262,7 +262,7 @@ def test_resuming_from_a_snapshot() -> None:
 @contextmanager
 def hold(case: Case, cache: RankCache) -> Iterator[Callable[[], Place | None]]:
     cache.holds += 1
-    yield lambda: Place(*case.feed.applied) if case.feed.applied is not None else None
+    yield lambda: case.feed.applied
     cache.holds -= 1
 
 
@@ -283,13 +283,52 @@ def test_a_snapshot_that_is_made_while_events_go_on_counts_no_copy_twice() -> No
     places: list[Place] = []
     for _ in load(other.index, b"".join(pieces), {"a": 0}, lambda cache, place: places.append(place)):
         pass
-    other.feed.resume(places[0].last, places[0].last_ts)
+    other.feed.resume(places[0])
     assert other.replay(history) >= 1500
     removed = Frames(b"", 3000, encode_batch(3000.0, [BlocksRemoved([digest]) for digest in range(1, 3001)]))
     for each in (case, other):
         assert each.index.entries == 3000
         each.live(removed)
         assert each.index.entries == 0
+
+
+def test_a_snapshot_keeps_that_history_is_missing() -> None:
+    case, history = Case(can_replay=True), [batch(number) for number in range(500, 510)]
+    case.replay(history)
+    places = []
+    for _ in range(2):
+        content = b"".join(save(case.index, {0: "a"}, lambda cache, case=case: hold(case, cache)))
+        case = Case(can_replay=True)
+        for _ in load(case.index, content, {"a": 0}, lambda cache, place: places.append(place)):
+            pass
+        case.feed.resume(places[-1])
+    case.replay(history)
+    assert case.feed.cache.provisional and places == [Place(509, 509.0, True)] * 2
+
+
+def test_loaded_blocks_stay_complete_until_they_are_confirmed_or_something_is_lost() -> None:
+    case = Case(can_replay=True)
+    case.feed.cache.provisional = True  # as loading says
+    case.feed.resume(Place(1, 1.0))
+    assert case.feed.applied == Place(1, 1.0)
+    case.feed.give_up()
+    case.live(batch(2))
+    assert case.feed.applied == Place(2, 2.0) and case.feed.cache.provisional
+    case.live(batch(5))
+    case.feed.give_up()
+    case.work()
+    assert case.feed.applied == Place(5, 5.0, True)
+    case.feed.retry()
+    case.replay([batch(5)])
+    assert case.feed.cache.provisional
+    # The next life begins with what is known of it.
+    other = Case(can_replay=True)
+    other.feed.resume(Place(1, 1.0))
+    other.replay([batch(8, life=1)])
+    other.replay([batch(8, life=1)])
+    other.feed.connected()
+    other.replay([batch(8, life=1)])
+    assert other.blocks == [1009] and other.feed.cache.provisional
 
 
 def test_a_batch_that_waits_for_a_replay_waits_for_a_snapshot_too() -> None:

@@ -248,11 +248,11 @@ async def test_a_warm_start(start: Start, tmp_path: Path) -> None:
     first = await start(text)
     slot = first.up("a", "127.0.0.1:8000")
     await first.until(lambda: first.index.entries == 3)
-    await first.until(lambda: first.kv.subscriptions(slot)[0].feed.applied[0] == 2)
+    await first.until(lambda: (first.kv.subscriptions(slot)[0].feed.applied or Place()).last == 2)
     feed = first.kv.subscriptions(slot)[0].feed
     gone = first.index.shelf(first.index.rank(slot, 1, ANY_MODEL), 0, Tier.GPU)  # there is one rank now
     first.index.store(gone, [9], [9], 0)
-    file.write_bytes(b"".join(save(first.index, {slot: "a"}, lambda cache: held(Place(*feed.applied)))))
+    file.write_bytes(b"".join(save(first.index, {slot: "a"}, lambda cache: held(Place(feed.last, feed.last_ts)))))
     second = await start(text)
     slot = second.up("a", "127.0.0.1:8000")
     store(aside, 4)
