@@ -13,10 +13,11 @@ from fairlead.core.errors import PluginError, described
 from fairlead.core.policy import Filter, Picker, Policy, ReportsErrors, Scorer, clamped
 from fairlead.core.prefix import ChainHasher
 from fairlead.core.profile import Profile
-from fairlead.plugins.guarding import Measuring, Parsing
+from fairlead.plugins.guarding import GuardedFilter, GuardedPicker, Measuring, Parsing
 
 #: The type of the scorers by which prompts are cut.
 CUTS = "prefix-aware"
+_GUARDS: dict[str, Callable[[Any], Any]] = {"filter": GuardedFilter, "scorer": clamped, "picker": GuardedPicker}
 
 
 def build_policy(
@@ -58,17 +59,16 @@ def check_made(specs: Iterable[PluginSpec], registry: Registry, report: Report) 
 
 
 def make(spec: PluginSpec, registry: Registry, **more: Any) -> Any:
-    """Build the plugin that a spec describes. A scorer of another distribution is `clamped`. Raises `PluginError`."""
+    """Build the plugin that a spec describes. Filters, scorers and pickers of other distributions are guarded. Raises
+    `PluginError`."""
     registered = registry.find(spec.kind, spec.type)
     if registered is None:
         raise PluginError(spec.type, f"is no longer there as a {spec.kind}")
     try:
         plugin = registered.cls(spec.parameters, name=spec.name, **more)
+        return _GUARDS[spec.kind](plugin) if registered.foreign and spec.kind in _GUARDS else plugin
     except Exception as error:
         raise PluginError(spec.name, f"({spec.path}) could not be made: {described(error)}") from error
-    if registered.foreign and spec.kind == "scorer":
-        return clamped(plugin)
-    return plugin
 
 
 def build_measure(config: Config, on_plugin_error: Callable[[PluginError], None] | None = None) -> Measuring | None:

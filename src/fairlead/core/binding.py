@@ -40,7 +40,7 @@ from fairlead.core.cost import Terms, Weights, cost, memory_wait, shortage, weig
 from fairlead.core.errors import PLUGIN_FAILURES, PluginError, described
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow import Waiting
-from fairlead.core.policy import Context, CostPolicy, Policy
+from fairlead.core.policy import Context, CostPolicy, Policy, guarded, own
 from fairlead.core.profile import Profile
 from fairlead.core.records import ABLE, FLOW_CONTROL, Trace
 from fairlead.core.request import Request
@@ -117,6 +117,7 @@ class WaitingRules:
         self._chain = chain
         self._name = policy.name
         self._policy = policy if isinstance(policy, CostPolicy) else None
+        self._own = own(policy)
         self.weights = Weights() if self._policy is None else self._policy.weights
         self._report = on_plugin_error
         self._rng = Random(0)
@@ -138,7 +139,11 @@ class WaitingRules:
         if policy is None:
             return weighed(terms, self.weights, fleet)
         try:
-            costs = policy.costs(requests, shares, terms, fleet, Context(now, self._rng, trace=False))
+            context = Context(now, self._rng, trace=False)
+            if self._own:
+                costs = policy.costs(requests, shares, terms, fleet, context)
+            else:
+                costs = guarded(fleet, policy.costs, requests, shares, terms, fleet, context)
             if costs.shape != shares.shape:
                 raise ValueError(
                     f"costs of shape {costs.shape} for {shares.shape[0]} requests and {shares.shape[1]} slots"

@@ -275,13 +275,13 @@ class ReportsErrors(Protocol):
     def report_to(self, on_plugin_error: Callable[[PluginError], None] | None) -> None: ...
 
 
-def choice_of(policy: Policy, request: Request, fleet: FleetView, context: Context) -> Answer:
-    """Return the checked answer of a policy that may come from anywhere. Raise what it raises, and `ValueError` if it
-    wrote to a column; the columns are then as they were."""
+def guarded(fleet: FleetView, call: Callable[[*Args], T], *args: *Args) -> T:
+    """Return the answer of a plugin that may come from anywhere. Raise what it raises, and `ValueError` if it wrote to
+    a column; the columns are then as they were."""
     floats = fleet.table.floats
     before = floats.tobytes()
     try:
-        answer = policy.choose(request, fleet, context)
+        answer = call(*args)
     finally:
         changed = floats.tobytes() != before
         if changed:
@@ -292,7 +292,17 @@ def choice_of(policy: Policy, request: Request, fleet: FleetView, context: Conte
             floats[:] = rows
     if changed:
         raise ValueError(f"wrote to {', '.join(names)} of fleet.table, which are read only")
-    return checked(answer, fleet)
+    return answer
+
+
+def own(policy: Policy) -> bool:
+    """Whether the policy's class is Fairlead's, so that its calls need no guard."""
+    return type(policy).__module__.startswith("fairlead.")
+
+
+def choice_of(policy: Policy, request: Request, fleet: FleetView, context: Context) -> Answer:
+    """Return the checked answer of a policy that may come from anywhere. Raise what `guarded` raises."""
+    return checked(guarded(fleet, policy.choose, request, fleet, context), fleet)
 
 
 def choose_or_raise(policy: Policy, request: Request, fleet: FleetView, context: Context) -> Answer:
@@ -307,14 +317,15 @@ def choose_or_raise(policy: Policy, request: Request, fleet: FleetView, context:
 
 
 class Clamped:
-    """Limits the scores of a third-party scorer to [0, 1]; NaN counts as 0. Use `clamped` if it may observe picks."""
+    """Limits the scores of a third-party scorer to [0, 1]; NaN counts as 0. What it writes to columns is undone and
+    raises. Use `clamped` if it may observe picks."""
 
     def __init__(self, scorer: Scorer) -> None:
         self.name = scorer.name
         self._scorer = scorer
 
     def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
-        scores = self._scorer.score(request, fleet, cycle)
+        scores = guarded(fleet, self._scorer.score, request, fleet, cycle)
         if scores is None:
             return None
         column = np.asarray(scores, dtype=np.float64)
@@ -331,7 +342,7 @@ class _ClampedObserver(Clamped):
         self._observer = observer
 
     def chosen(self, request: Request, slot: int, fleet: FleetView, cycle: Cycle) -> None:
-        self._observer.chosen(request, slot, fleet, cycle)
+        guarded(fleet, self._observer.chosen, request, slot, fleet, cycle)
 
 
 def clamped(scorer: Scorer) -> Scorer:

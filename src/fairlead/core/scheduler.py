@@ -52,7 +52,7 @@ from fairlead.core.parking import TIMER as REMOTE_TIMER
 from fairlead.core.parking import Decided, Parking, Question, Reservation
 from fairlead.core.peers import TIMER as PEERS_TIMER
 from fairlead.core.peers import Peers
-from fairlead.core.policy import Answer, Context, Picked, Policy, Refused, choice_of
+from fairlead.core.policy import Answer, Context, Picked, Policy, Refused, choice_of, own
 from fairlead.core.profile import Profile, in_order, runner_up
 from fairlead.core.queues import Queues
 from fairlead.core.records import DecisionRecord, OutcomeRecord, Snapshot
@@ -518,9 +518,8 @@ class Pipeline:
 
     def _decide_by(self, policy: Policy) -> None:
         self.policy = policy
-        own = isinstance(policy, Profile) and type(policy).__module__.startswith("fairlead.")
         #: The policy if it is one of Fairlead's profiles, whose picks need no check; else `None`.
-        self._own_policy = policy if own else None
+        self._own_policy = policy if isinstance(policy, Profile) and own(policy) else None
 
     def _choose(self, policy: Policy, request: Request, now: float) -> Answer:
         try:

@@ -322,6 +322,7 @@ class EndpointTable:
             known = np.fromiter(
                 (e is not None and keep(slot, e) for slot, e in enumerate(self.endpoints)), np.bool_, len(self)
             )
+            known.setflags(write=False)  # a filter that writes to what another left raises
             if all(len(part) <= _MAX_KEY for part in key if isinstance(part, str | frozenset)):
                 if len(self._masks) >= _MAX_MASKS:
                     self._masks.clear()

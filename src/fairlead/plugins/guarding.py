@@ -11,10 +11,23 @@ from typing import Protocol
 from fairlead.apis.parsed import ParsedRequest, unread
 from fairlead.apis.request import parse_request
 from fairlead.core.apis import OTHER
+from fairlead.core.columns import BoolColumn, FloatColumn
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.errors import PLUGIN_FAILURES, ClientError, PluginError, described
 from fairlead.core.fairness import Strict
 from fairlead.core.flow import Ceiling, Fairness, Flow, Ordering, Waiting
+from fairlead.core.policy import (
+    Cycle,
+    Demoter,
+    Filter,
+    Picker,
+    PickObserver,
+    Refused,
+    Refuser,
+    SteadyFilter,
+    guarded,
+)
+from fairlead.core.request import Request
 from fairlead.core.view import FleetView
 
 
@@ -117,6 +130,48 @@ class Parsing:
         except PLUGIN_FAILURES as error:
             _tell(self._report, parser.name, error)
             return unread(OTHER, "path", len(body))
+
+
+# Protects the columns from third-party filters and pickers (for scorers: `core.policy.clamped`). What they write to
+# columns is undone and raises, and the profile leaves them out of that decision. A picker gets a copy of the totals.
+
+
+class GuardedFilter:
+    """Has all optional methods of a filter. Those that `inner` lacks do nothing."""
+
+    def __init__(self, inner: Filter) -> None:
+        self.name = inner.name
+        self.stage = inner.stage
+        self.steady = isinstance(inner, SteadyFilter) and inner.steady
+        self._inner = inner
+
+    def keep(self, request: Request, fleet: FleetView, cycle: Cycle) -> BoolColumn | None:
+        return guarded(fleet, self._inner.keep, request, fleet, cycle)
+
+    def demote(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
+        inner = self._inner
+        return guarded(fleet, inner.demote, request, fleet, cycle) if isinstance(inner, Demoter) else None
+
+    def refusal(self, request: Request, fleet: FleetView, cycle: Cycle) -> Refused | None:
+        inner = self._inner
+        return guarded(fleet, inner.refusal, request, fleet, cycle) if isinstance(inner, Refuser) else None
+
+    def chosen(self, request: Request, slot: int, fleet: FleetView, cycle: Cycle) -> None:
+        if isinstance(self._inner, PickObserver):
+            guarded(fleet, self._inner.chosen, request, slot, fleet, cycle)
+
+
+class GuardedPicker:
+    def __init__(self, inner: Picker) -> None:
+        self.name = inner.name
+        self._inner = inner
+
+    def pick(self, request: Request, fleet: FleetView, totals: FloatColumn, cycle: Cycle) -> int:
+        return guarded(fleet, self._inner.pick, request, fleet, totals.copy(), cycle)
+
+    def chosen(self, request: Request, slot: int, fleet: FleetView, cycle: Cycle) -> None:
+        if isinstance(self._inner, PickObserver):
+            guarded(fleet, self._inner.chosen, request, slot, fleet, cycle)
 
 
 # Protects requests from errors of third-party flow-control plugins. Errors are reported.
@@ -244,7 +299,7 @@ class GuardedSaturation:
 
     def level(self, fleet: FleetView, now: float) -> float:
         try:
-            level = float(self._inner.level(fleet, now))
+            level = float(guarded(fleet, self._inner.level, fleet, now))
             if level == level:
                 return level
             raise ValueError("the saturation is NaN")

@@ -1,0 +1,159 @@
+"""Plugins of other distributions cannot change what a decision reads: columns, totals, masks of other filters."""
+
+from importlib.metadata import EntryPoint
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fairlead.compat.load import load
+from fairlead.config.building import build_pipeline
+from fairlead.config.plugins import build_policy
+from fairlead.config.registry import GROUP, Registry
+from fairlead.core.binding import WaitingRules
+from fairlead.core.cost import cost
+from fairlead.core.errors import PluginError
+from fairlead.core.events import RequestArrived
+from fairlead.core.fleet import Fleet
+from fairlead.core.instructions import Route
+from fairlead.core.policy import Picked, Stage
+from fairlead.plugins.policies.ranked import Ranked
+from fairlead.testing import SimClock, choose, endpoint, fleet, request
+
+
+class Plugin:
+    def __init__(self, params: Any, name: str) -> None:
+        self.name = name
+        self.picks: list[int] = []
+
+
+class WritingScorer(Plugin):
+    type = "writing-scorer"
+
+    def score(self, request: Any, fleet: Any, cycle: Any) -> Any:
+        queue = fleet.table.queue
+        queue += 1.0
+        return 1.0 / (1.0 + queue)
+
+
+class WritingFilter(Plugin):
+    type = "writing-filter"
+    stage = Stage.LOAD
+
+    def keep(self, request: Any, fleet: Any, cycle: Any) -> Any:
+        return fleet.table.alive
+
+    def demote(self, request: Any, fleet: Any, cycle: Any) -> Any:
+        fleet.table.active[:] = 9.0
+        return np.ones(len(fleet.table))
+
+    def chosen(self, request: Any, slot: int, fleet: Any, cycle: Any) -> None:
+        fleet.table.kv[slot] = 1.0
+
+
+class MaskingFilter(Plugin):
+    type = "masking-filter"
+    stage = Stage.LOAD
+
+    def keep(self, request: Any, fleet: Any, cycle: Any) -> Any:
+        left = cycle.left
+        left &= fleet.table.active < 0.0
+        return left
+
+
+class SoftmaxPicker(Plugin):
+    """Works on the totals in place and takes the worst."""
+
+    type = "softmax-picker"
+
+    def pick(self, request: Any, fleet: Any, totals: Any, cycle: Any) -> int:
+        np.nan_to_num(totals, copy=False, neginf=-50.0)
+        return int(totals.argmin())
+
+    def chosen(self, request: Any, slot: int, fleet: Any, cycle: Any) -> None:
+        self.picks.append(slot)
+        fleet.table.kv[slot] = 1.0
+
+
+class WritingRanked(Ranked):
+    type = "writing-ranked"
+
+    def cost(self, request: Any, fleet: Any, cycle: Any) -> Any:
+        queue = fleet.table.queue
+        queue += 1.0
+        return queue
+
+
+PLUGINS = (WritingScorer, WritingFilter, MaskingFilter, SoftmaxPicker, WritingRanked)
+REGISTRY = Registry(lambda: [EntryPoint(cls.type, f"{__name__}:{cls.__name__}", GROUP) for cls in PLUGINS])
+GOOD = "filters: [{type: label-selector, parameters: {matchLabels: {tier: good}}}%s]\n"
+
+
+def pool() -> Fleet:
+    return fleet(*(endpoint(name, labels={"tier": tier}) for name, tier in (("a", "good"), ("b", ""), ("c", ""))))
+
+
+def made(text: str) -> tuple[Any, list[PluginError]]:
+    errors: list[PluginError] = []
+    return build_policy(load(text, need_endpoints=False, registry=REGISTRY), errors.append, REGISTRY), errors
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("scorers: [{type: writing-scorer, weight: 1}]\n", ["writing-scorer"]),
+        ("filters: [{type: writing-filter}]\nscorers: [{type: queue, weight: 1}]\n", ["writing-filter"] * 2),
+    ],
+)
+def test_a_plugin_that_writes_to_columns_is_left_out_and_they_are_as_before(text: str, names: list[str]) -> None:
+    policy, errors = made(text)
+    known = pool()
+    before = known.table.floats.copy()
+    assert isinstance(choose(policy, request(), known), Picked)
+    assert [error.plugin for error in errors] == names
+    assert "of fleet.table, which are read only" in str(errors[0])
+    assert np.array_equal(known.table.floats, before)
+
+
+def test_a_picker_that_changes_the_totals_takes_nothing_that_was_filtered_out() -> None:
+    policy, errors = made(GOOD % "" + "scorers: [{type: queue, weight: 1}]\nselection: {picker: softmax-picker}\n")
+    known = pool()
+    answer = choose(policy, request(), known)
+    assert isinstance(answer, Picked) and answer.slot == 0 and answer.trace is not None
+    assert "picked slot 1, which was filtered out" in str(errors[0])
+    assert np.isneginf(answer.trace.total[1:]).all(), "the trace has what was rated"
+    assert "wrote to kv of fleet.table" in str(errors[1]) and not known.table.kv.any()
+
+
+def test_a_pick_is_a_living_endpoint_also_with_holes_in_the_table() -> None:
+    errors: list[PluginError] = []
+    text = "scorers: [{type: queue, weight: 1}]\nselection: {picker: softmax-picker}\nflowControl: {enabled: false}\n"
+    config, known = load(text, need_endpoints=False, registry=REGISTRY), pool()
+    pipeline = build_pipeline(
+        config, SimClock(), Random(1), fleet=known, on_plugin_error=errors.append, registry=REGISTRY
+    )
+    known.down("b")
+    (route, *_) = pipeline.handle(RequestArrived(request()))
+    assert isinstance(route, Route) and route.endpoint.id != "b"
+    assert "picked slot 1, which was filtered out" in str(errors[0])
+
+
+def test_a_filter_that_writes_to_what_another_left_is_left_out() -> None:
+    policy, errors = made(GOOD % ", {type: masking-filter}" + "scorers: [{type: queue, weight: 1}]\n")
+    known = pool()
+    for _ in range(2):
+        answer = choose(policy, request(), known)
+        assert isinstance(answer, Picked) and (answer.slot, answer.overloaded) == (0, False)
+    assert [error.plugin for error in errors] == ["masking-filter"] * 2
+
+
+def test_costs_of_waiting_requests_do_not_change_columns() -> None:
+    policy, errors = made("policy: writing-ranked\n")
+    known = pool()
+    shares, able = np.zeros((1, 3)), np.ones((1, 3), dtype=np.bool_)
+    terms = cost(np.array([[9.0]]), shares, known, 0.0)
+    rules = WaitingRules(policy, policy, errors.append)
+    costs = rules.costs([request()], shares, able, terms, known, 0.0)
+    assert np.isfinite(costs).all() and not known.table.queue.any()
+    assert "wrote to queue of fleet.table" in str(errors[0])
