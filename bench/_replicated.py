@@ -160,6 +160,6 @@ class ReplicatedSimulation(Simulation):
         fleet = self.pipelines[origin].fleet
         assert isinstance(fleet, SharedFleet)
         self.snapshots += 1
-        payload = fleet.reports.snapshot()
+        payload = b"".join(fleet.reports.snapshot())
         snapshot = ev.PeerSnapshot(f"s{origin}", payload)
         self.kernel.call_at(self.kernel.now + self.exchange.lag_ms * 1e-3, self.fire, number, snapshot)

@@ -245,7 +245,7 @@ def _told_and_heard(requests: list[Request]) -> dict[str, float]:
     plain_s = _timed(lambda: serve(alone, lambda now: None))
     told_s = _timed(lambda: serve(decides, lambda now: payloads.append(reports.batch(now)))) - plain_s
     heard_s = _timed(hear)
-    snapshot_s = _timed(lambda: payloads.append(reports.snapshot()))
+    snapshot_s = _timed(lambda: payloads.append(b"".join(reports.snapshot())))
     joiner = _pipeline(clock, Fleet)
     join_s = _timed(lambda: joiner.handle(PeerSnapshot("peer", payloads[-1])))
     size = len(payloads.pop())

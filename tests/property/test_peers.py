@@ -118,7 +118,7 @@ def step(replicas, clock, random):
     elif kind < 10 and replica.inbox:
         replica.feed(replica.inbox.pop(random.randrange(len(replica.inbox))))
     elif kind == 10:
-        snapshot = replica.fleet.reports.snapshot()
+        snapshot = b"".join(replica.fleet.reports.snapshot())
         random.choice(peers).inbox.append(PeerSnapshot(replica.name, snapshot))
     else:
         disturb(replica, peers, clock, random)
@@ -171,7 +171,7 @@ def catch_up(replicas):
             view = other.pipeline.peers.views.get(replica.name)
             sequence = replica.fleet.reports.sequence
             if other is not replica and sequence and (view is None or view.gap or view.sequence < sequence):
-                other.feed(PeerSnapshot(replica.name, replica.fleet.reports.snapshot()))
+                other.feed(PeerSnapshot(replica.name, b"".join(replica.fleet.reports.snapshot())))
                 missed = True
     return missed
 

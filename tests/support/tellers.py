@@ -70,8 +70,8 @@ class Teller:
         fresh, self._fetched = self.words[self._fetched :], len(self.words)
         return f"{self._fetched - len(fresh)} {' '.join(fresh)}".encode() if fresh else b""
 
-    def snapshot(self) -> bytes:
-        return " ".join(self.words).encode()
+    def snapshot(self) -> tuple[bytes, ...]:
+        return b"", " ".join(self.words).encode()
 
     def gaps(self) -> list[str]:
         behind = [origin for origin, ahead in self._heard.items() if ahead != len(self.known.get(origin, ()))]

@@ -9,7 +9,7 @@ Rules
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from math import inf
 from typing import Any
@@ -44,6 +44,8 @@ MOST_FACTS = 65_536
 DICTIONARY = 32_768
 #: Prompts in a snapshot: the last ones sent.
 RECENT = 512
+#: Prompts and leases in one part of the work on a snapshot; each part takes about a millisecond.
+PART_PROMPTS, PART_LEASES = 64, 512
 #: Forecasts are cut at one day.
 LONGEST_MS = 86_400_000.0
 #: Flows in a batch.
@@ -168,31 +170,42 @@ class Reports:
         self._forget()
         return encode(message)
 
-    def snapshot(self) -> bytes:
-        """Return the encoded snapshot, for a peer that missed some or all batches."""
-        endpoints = _Endpoints()
-        prompts = _Prompts(endpoints, Dictionary(), _never)
-        for endpoint_id, prefix in self._recent:
-            prompts.add(endpoint_id, prefix)
-        leases = [lease for lease in self._ledger if lease.number]
-        charged = tuple([_charge(lease, endpoints, self._now) for lease in leases])
+    def snapshot(self) -> Iterator[bytes]:
+        """Make a snapshot, for a peer that missed some or all batches. Yield nothing (`b""`) after each part of the
+        work, and at the end the encoded message. Facts, and `batch`, may come in between: the message has the leases of
+        the first call, and what happens to them meanwhile is in later batches too."""
+        now, sequence, following, endpoints = self._now, self.sequence, self._next, _Endpoints()
+        leases, recent = [lease for lease in self._ledger if lease.number], list(self._recent)
+        held = self._held(self._flow.queues.active() if self._flow is not None else [], now)
         avoided = self._avoiding(endpoints)
         self._begin_dictionary()
+        prompts = _Prompts(endpoints, Dictionary(), _never)
+        for begin in range(0, len(recent), PART_PROMPTS):
+            for endpoint_id, prefix in recent[begin : begin + PART_PROMPTS]:
+                prompts.add(endpoint_id, prefix)
+            yield b""
+        numbers, charged, pending = list[int](), list[Charged](), list[int]()
+        for begin in range(0, len(leases), PART_LEASES):
+            part = [lease for lease in leases[begin : begin + PART_LEASES] if lease.held]
+            charged += [_charge(lease, endpoints, now) for lease in part]
+            numbers += [lease.number for lease in part]
+            pending += [lease.number for lease in part if lease.pending]
+            yield b""
         message = Snapshot(
             VERSION,
-            self.sequence,
+            sequence,
             tuple(endpoints),
-            self._next,
-            tuple([lease.number for lease in leases]),
-            charged,
-            tuple([lease.number for lease in leases if lease.pending]),
+            following,
+            tuple(numbers),
+            tuple(charged),
+            tuple(pending),
             tuple(prompts.sent),
             block_bytes(prompts.hashes),
             block_sizes(prompts.parts),
-            self._held(self._flow.queues.active() if self._flow is not None else [], self._now),
+            held,
             avoided,
         )
-        return encode(message)
+        yield encode(message)
 
     def _avoiding(self, endpoints: "_Endpoints") -> tuple[Avoided, ...]:
         self._avoided = {name: until for name, until in self._avoided.items() if until > self._now}

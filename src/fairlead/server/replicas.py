@@ -4,6 +4,7 @@ of the link as metrics, notes and troubles.
 `replicas_valkey` carries facts between machines, `replicas_files` between processes of one machine.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable
 from urllib.parse import urlsplit
@@ -52,8 +53,8 @@ class Facts(Struct, frozen=True):
 
     #: A batch of what happened here since the last call; empty = nothing happened.
     batch: Callable[[], bytes]
-    #: Everything that other replicas should know about this one now.
-    snapshot: Callable[[], bytes]
+    #: Everything that other replicas should know about this one now, in parts that are made one after the other.
+    snapshot: Callable[[], Iterable[bytes]]
     #: The names of replicas whose batches are missing.
     gaps: Callable[[], Iterable[str]]
     #: The number of our last batch, and of the last batch received from another replica (0 = none).
@@ -262,6 +263,14 @@ class Replicas:
         for peer in asked.values():
             peer.ask_at, peer.pause_s = now + peer.pause_s, min(peer.pause_s * 2, ASK_CAP_S)
         return " ".join(asked).encode()
+
+    async def _snapshot(self) -> bytes:
+        """Make our snapshot. Requests go on between its parts."""
+        parts = []
+        for part in self._facts.snapshot():
+            parts.append(part)
+            await asyncio.sleep(0)
+        return b"".join(parts)
 
     def _asked(self, name: str, wanted: bytes) -> None:
         """Handle a request for snapshots from the replica `name`. `wanted`: the names of the replicas that it asks,

@@ -64,7 +64,7 @@ class FileReplicas(Replicas):
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        self._look()
+        await self._look()
         self._task = asyncio.create_task(self._keep_looking())
         until = time.monotonic() + JOIN_S
         while self.missing and time.monotonic() < until:
@@ -103,12 +103,12 @@ class FileReplicas(Replicas):
                 async with asyncio.timeout(self._settings.interval if self._facts.waits() else LOOK_S):
                     await self._soon.wait()
             self._soon.clear()
-            self._look()
+            await self._look()
 
     def _look_soon(self) -> None:
         self._soon.set()
 
-    def _look(self) -> None:
+    async def _look(self) -> None:
         """Do everything that is not done for each event: find replicas, read, write, ask for snapshots."""
         try:
             self._follow()
@@ -120,7 +120,7 @@ class FileReplicas(Replicas):
             if wanted:
                 self._write(WANTED, wanted)
             if self._owes_snapshot and time.monotonic() >= self._snapshot_at + SNAPSHOT_PAUSE_S:
-                self._write_snapshot()
+                await self._write_snapshot()
         except Exception as error:
             if not isinstance(error, OSError | ValueError):
                 log.error("could not share facts with other replicas", exc=error)
@@ -205,9 +205,9 @@ class FileReplicas(Replicas):
             self._owes_snapshot = True
         return written
 
-    def _write_snapshot(self) -> None:
+    async def _write_snapshot(self) -> None:
         self._write_facts()  # batches that the snapshot includes must be read before it
-        snapshot = self._facts.snapshot()
+        snapshot = await self._snapshot()
         write_whole(self._directory / f"{self.origin}{SNAPSHOTS}", (snapshot,), on_disk=False)
         self._write(SNAPSHOT, b"")
         self._owes_snapshot, self._snapshot_at = False, time.monotonic()

@@ -336,7 +336,7 @@ class ValkeyReplicas(Replicas):
 
     async def _tell_snapshot(self, client: Client) -> None:
         self._take()  # batches that the snapshot includes are sent before it
-        snapshot = self._facts.snapshot()
+        snapshot = await self._snapshot()
         self._owes_snapshot, self._snapshot_at = False, time.monotonic()
         try:
             await self._tell_batches(client)

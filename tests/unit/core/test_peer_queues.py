@@ -194,7 +194,7 @@ def test_flows_are_told_when_they_change_and_in_a_snapshot(two, clock):
     held = read_batch(a.pipeline.fleet.reports.batch(clock.time())).held
     assert {(flow.tenant, flow.count, flow.wanted) for flow in held} >= {("x", 0, 1), ("y", 1, 1)}
     assert a.pipeline.fleet.reports.batch(clock.time()) == b""
-    b.feed(PeerSnapshot("a", a.pipeline.fleet.reports.snapshot()))
+    b.feed(PeerSnapshot("a", b"".join(a.pipeline.fleet.reports.snapshot())))
     assert b.control.peers.top == 0
     assert b.send(1, priority=-1) == []
 
@@ -244,7 +244,7 @@ def test_a_snapshot_ends_waits_whose_end_was_lost(two, clock):
     b.send(7, tenant="z")
     b.tell(a)
     assert a.pipeline.peers.gaps() == ["b"]
-    a.feed(PeerSnapshot("b", b.pipeline.fleet.reports.snapshot()))
+    a.feed(PeerSnapshot("b", b"".join(b.pipeline.fleet.reports.snapshot())))
     assert not len(b.control)
     assert a.control.peers.top == -inf
     assert a.control.peers.beside(FlowKey(0, "", "")), "what it has running counts as before"

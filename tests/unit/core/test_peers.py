@@ -28,7 +28,7 @@ from fairlead.core.peers import CHARGED_AT_ONCE, MOST_BLOCKS
 from fairlead.core.peers import TIMER as PEERS_TIMER
 from fairlead.core.policy import Picked
 from fairlead.core.prefix import ChainHasher
-from fairlead.core.reports import MOST_FACTS, RECENT, SharedFleet
+from fairlead.core.reports import MOST_FACTS, PART_LEASES, RECENT, SharedFleet
 from fairlead.core.request import Request, Usage
 from fairlead.core.scheduler import EXPIRY_TIMER, Pipeline
 from fairlead.core.tokens import TokenEstimator
@@ -108,7 +108,7 @@ def test_leases_that_a_snapshot_repeats_are_no_new_load(pair, clock):
     for number in range(2):
         other.feed(MetricsSampled(f"e{number}", clock.time(), Sample(waiting=0.0, running=1.0)))
     assert not other.pipeline.peers.leases
-    other.feed(PeerSnapshot("a", one.pipeline.fleet.reports.snapshot()))
+    other.feed(PeerSnapshot("a", b"".join(one.pipeline.fleet.reports.snapshot())))
     assert len(other.pipeline.peers.leases) == 1
     assert (load.requests, load.breaks) == (1, 3)
     one.send(2)
@@ -173,7 +173,7 @@ def test_a_batch_that_is_missing_is_a_gap_until_it_comes_or_a_snapshot_does(pair
     assert other.pipeline.fleet.match(Request(9, 0.0, prefix=HASHER.chain(b"m", SYSTEM))) is None
     other.feed(PeerHeard("a", first))
     assert other.column("inflight") == [1, 0], "the first one's end was known before its charge"
-    other.feed(PeerSnapshot("a", one.pipeline.fleet.reports.snapshot()))
+    other.feed(PeerSnapshot("a", b"".join(one.pipeline.fleet.reports.snapshot())))
     assert not other.view().gap and other.column("inflight") == [1, 0]
     assert other.pipeline.fleet.match(Request(9, 0.0, prefix=HASHER.chain(b"m", SYSTEM)))[0] > 0.2
 
@@ -186,7 +186,7 @@ def test_a_snapshot_is_all_that_a_joiner_needs(pair, clock):
         if number > 5:
             one.feed(ResponseEnded(request_id=number, status=200))
         one.batch()
-    other.feed(PeerSnapshot("a", one.pipeline.fleet.reports.snapshot()))
+    other.feed(PeerSnapshot("a", b"".join(one.pipeline.fleet.reports.snapshot())))
     assert other.column("active") == [5, 0] and other.column("kv_tokens") == one.column("kv_tokens")
     one.send(9999)
     other.feed(PeerHeard("a", one.batch()))
@@ -196,7 +196,7 @@ def test_a_snapshot_is_all_that_a_joiner_needs(pair, clock):
 def test_an_older_snapshot_changes_nothing(pair):
     one, other = pair
     one.send(1)
-    old = one.pipeline.fleet.reports.snapshot()
+    old = b"".join(one.pipeline.fleet.reports.snapshot())
     other.feed(PeerHeard("a", one.batch()))
     one.feed(ResponseEnded(request_id=1, status=200))
     other.feed(PeerHeard("a", one.batch()))
@@ -337,7 +337,7 @@ def test_a_joiner_avoids_what_others_do_until_they_are_lost_or_its_time_is_over(
     one.batch()
     lost, over = Scheduler(clock), Scheduler(clock, endpoints=0)
     for joiner in (lost, over):
-        joiner.feed(PeerSnapshot("a", one.pipeline.fleet.reports.snapshot()))
+        joiner.feed(PeerSnapshot("a", b"".join(one.pipeline.fleet.reports.snapshot())))
     over.feed(EndpointUp(Endpoint("e0", "10.0.0.0:8000")))
     assert avoided(lost, over) == [[True, False], [True]]
     lost.feed(PeerLost("a"))
@@ -401,7 +401,7 @@ def test_a_peer_that_comes_back_is_believed_where_it_stopped(pair, clock):
     one.send(2)
     other.feed(PeerHeard("a", one.batch()))
     assert other.view().gap and other.column("queue") == [2, 0]
-    other.feed(PeerSnapshot("a", one.pipeline.fleet.reports.snapshot()))
+    other.feed(PeerSnapshot("a", b"".join(one.pipeline.fleet.reports.snapshot())))
     assert not other.view().gap and other.column("queue") == [2, 0]
 
 
@@ -431,10 +431,10 @@ def test_an_endpoint_that_is_not_here_yet_is_asked_for_when_it_comes(clock):
     one, other = Scheduler(clock), Scheduler(clock, endpoints=0)
     one.send(1)
     other.feed(PeerHeard("a", one.batch()))
-    other.feed(PeerSnapshot("a", one.pipeline.fleet.reports.snapshot()))
+    other.feed(PeerSnapshot("a", b"".join(one.pipeline.fleet.reports.snapshot())))
     other.feed(EndpointUp(Endpoint("e0", "10.0.0.0:8000")))
     assert other.pipeline.peers.gaps() == ["a"]
-    other.feed(PeerSnapshot("a", one.pipeline.fleet.reports.snapshot()))
+    other.feed(PeerSnapshot("a", b"".join(one.pipeline.fleet.reports.snapshot())))
     assert other.column("queue") == [1] and other.pipeline.peers.gaps() == []
 
 
@@ -519,7 +519,7 @@ def test_a_large_snapshot_is_taken_in_in_several_calls_while_batches_go_on(clock
         one.send(number, prompt=b"")
     one.feed(FirstTokenSeen(1))
     one.batch()
-    snapshot = one.pipeline.fleet.reports.snapshot()
+    snapshot = b"".join(one.pipeline.fleet.reports.snapshot())
     instructions = late.feed(PeerSnapshot("a", snapshot))
     assert len(late.pipeline.fleet.ledger) == CHARGED_AT_ONCE
     for number in (0, many - 1):
@@ -546,7 +546,7 @@ def test_who_is_lost_during_its_snapshot_leaves_what_was_charged(clock):
     for number in range(2 * CHARGED_AT_ONCE):
         one.send(number, prompt=b"")
     one.batch()
-    snapshot = one.pipeline.fleet.reports.snapshot()
+    snapshot = b"".join(one.pipeline.fleet.reports.snapshot())
     late.feed(PeerSnapshot("a", snapshot))
     late.feed(PeerLost("a"))
     assert late.feed(TimerFired(PEERS_TIMER)) == []
@@ -554,3 +554,27 @@ def test_who_is_lost_during_its_snapshot_leaves_what_was_charged(clock):
     late.feed(PeerSnapshot("a", snapshot))
     late.feed(TimerFired(PEERS_TIMER))
     assert len(late.pipeline.fleet.ledger) == 2 * CHARGED_AT_ONCE
+
+
+def test_a_large_snapshot_is_made_in_parts_while_requests_go_on(clock):
+    one, late = Scheduler(clock), Scheduler(clock)
+    many = 2 * PART_LEASES
+    for number in range(many):
+        one.pipeline.handle(RequestArrived(Request(number, 0.0, prompt_tokens=100, stream=True)))
+    one.batch()
+    parts = one.pipeline.fleet.reports.snapshot()
+    assert [next(parts), next(parts)] == [b"", b""], "nothing yet"
+    for number in (0, many - 1):
+        one.feed(ResponseEnded(request_id=number, status=200))
+    one.feed(FirstTokenSeen(1))
+    one.send(many)
+    batch = one.batch()
+    message = b"".join(parts)
+    late.feed(PeerHeard("a", batch))
+    late.pipeline.handle(PeerSnapshot("a", message))
+    while late.pipeline.peers.unfinished:
+        late.pipeline.handle(TimerFired(PEERS_TIMER))
+    late.pipeline.validate()
+    assert len(late.pipeline.fleet.ledger) == many - 1 and not late.view().gap
+    for name in ("inflight", "pending", "pending_tokens", "kv_tokens"):
+        assert late.column(name) == one.column(name)
