@@ -5,6 +5,7 @@ import json
 import signal
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ports import free_ports
@@ -197,6 +198,25 @@ async def test_endpoints_that_cannot_be_written_for_envoy_are_a_problem_until_th
     assert '"port_value": 2' in (directory / "endpoints.json").read_text()
     assert len(caplog.records) == 1
     pool.close()
+
+
+async def test_the_larger_a_pool_the_longer_its_changes_are_collected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of endpoints join in many turns of the event loop, and each write takes longer."""
+    loop, delays = asyncio.get_running_loop(), list[float]()
+    call_later = loop.call_later
+
+    def later(delay: float, call: Any) -> asyncio.TimerHandle:
+        delays.append(delay)
+        return call_later(delay, call)
+
+    monkeypatch.setattr(loop, "call_later", later)
+    pool = PoolWriter(tmp_path / "endpoints.json")
+    for number in range(1000):
+        pool.changed(EndpointUp(Endpoint(f"e{number}", f"10.0.{number // 250}.{number % 250}:80")))
+        pool.close()
+    assert len(delays) == 1000 and delays[-1] > 5.0 * delays[0]
 
 
 async def test_a_pool_that_was_removed_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
