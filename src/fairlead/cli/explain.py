@@ -239,6 +239,7 @@ def _search(path: Path, request: str, run: str, policy: str, settings: list[str]
     from fairlead.cli.options import busy
     from fairlead.compat.recorded import restore
     from fairlead.config.plugins import build_policy
+    from fairlead.core.errors import PLUGIN_FAILURES, PluginError, described
     from fairlead.core.explain import asked_again
     from fairlead.core.explain import explain as why
     from fairlead.lab.simulator.journal import search
@@ -254,7 +255,13 @@ def _search(path: Path, request: str, run: str, policy: str, settings: list[str]
         trace, asked = recorded.decision.trace, apply(config)
         if trace is None or trace.snapshot is None:
             raise ValueError("the journal lacks the numbers of this decision, so no other policy can be asked")
-        endpoint, answer = asked_again(build_policy(asked), recorded.decision.request, trace)
+        errors: list[PluginError] = []
+        try:
+            endpoint, answer = asked_again(build_policy(asked, errors.append), recorded.decision.request, trace)
+        except PLUGIN_FAILURES as error:
+            raise PluginError(asked.policy.name, described(error)) from error
+        if errors:
+            raise errors[0]
         answer.snapshot, answer.held, answer.loading = trace.snapshot, trace.held, trace.loading
         instead = why(lambda: build_policy(asked), recorded.decision.request, answer, endpoint)
         made["instead"] = {"same": endpoint == recorded.decision.endpoint, **plain(instead)}

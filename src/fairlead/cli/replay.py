@@ -25,8 +25,8 @@ Examples:
   fairlead journal replay journal/ --set interference=0.5
   fairlead journal replay journal/ --policy round-robin --changes 50
 
-Exit codes: 0 as recorded (or compared), 1 the decisions differ although nothing is missing, 2 wrong usage or no
-journal.
+Exit codes: 0 as recorded (or compared), 1 the decisions differ although nothing is missing, or a plugin failed, 2 wrong
+usage or no journal.
 """)
 def replay(
     journal: Journal,
@@ -56,6 +56,8 @@ def replay(
                 result = player.replay(there)
     if compared is not None:
         _show_change(compared, changes, as_json)
+        if compared.failed:
+            raise typer.Exit(FAILED)
     if result is None:
         return
     _show(result, as_json)

@@ -16,7 +16,7 @@ from fairlead import __version__
 from fairlead.compat.recorded import restore
 from fairlead.config.building import SchedulingBuilder, build_pipeline
 from fairlead.config.schema import Config
-from fairlead.core.errors import PluginError
+from fairlead.core.errors import PLUGIN_FAILURES, PluginError, described
 from fairlead.core.events import (
     EndpointUp,
     Event,
@@ -27,7 +27,7 @@ from fairlead.core.events import (
     ShadowsJudged,
     StreamLost,
 )
-from fairlead.core.policy import Answer, Context, Picked, Policy, Refused
+from fairlead.core.policy import Answer, Context, Picked, Policy, Refused, choose_or_raise
 from fairlead.core.records import DecisionRecord, Trace
 from fairlead.core.reports import SharedFleet
 from fairlead.core.request import Request
@@ -69,19 +69,25 @@ class Guided(Struct, frozen=True):
 class Beside(Struct, frozen=True):
     """A policy that decides, and another policy (`guide`) that is only queried. Both get the same random numbers.
 
-    `answers`: request id → the endpoint that the queried policy would have chosen, and its trace.
+    `answers`: request id → the endpoint that the queried policy would have chosen, and its trace. `errors`: its
+    failures; these requests have no answer.
     """
 
     name: str
     policy: Policy
     guide: Policy
     answers: dict[int, tuple[str, Trace | None]]
+    errors: list[PluginError]
 
     def choose(self, request: Request, fleet: FleetView, context: Context) -> Answer:
         chance = Random(0)
         chance.setstate(context.rng.getstate())
-        pick = self.guide.choose(request, fleet, Context(context.now, chance))
-        self.answers[request.id] = _name(pick, fleet), pick.trace
+        try:
+            pick = choose_or_raise(self.guide, request, fleet, Context(context.now, chance))
+            self.answers[request.id] = _name(pick, fleet), pick.trace
+        except PLUGIN_FAILURES as error:
+            failed = error if isinstance(error, PluginError) else PluginError(self.guide.name, described(error))
+            self.errors.append(failed)
         return self.policy.choose(request, fleet, context)
 
 
@@ -121,6 +127,7 @@ class Player:
         self._asked = SchedulingBuilder()
         #: The answers of the queried policy, as in `Beside`. The caller removes the entries.
         self.answers: dict[int, tuple[str, Trace | None]] = {}
+        self.asked_errors: list[PluginError] = []
         #: For guided policies: the journal's decisions, and where the policy would have sent the requests.
         self.recorded: dict[int, Decided] = {}
         self.own: dict[int, str] = {}
@@ -193,7 +200,8 @@ class Player:
         built = self._builder(config)
         policy = Guided(built.policy.name, built.policy, self.recorded, self.own) if self._guided else built.policy
         if self._beside is not None:
-            policy = Beside(policy.name, policy, self._asked(self._beside(config)).base, self.answers)
+            asked = self._asked(self._beside(config)).base
+            policy = Beside(policy.name, policy, asked, self.answers, self.asked_errors)
         return structs.replace(built, policy=policy)
 
     def _configured(self, scheduling: Any) -> Config:
@@ -408,6 +416,8 @@ class Compared(Struct, kw_only=True):
     spread: tuple[Counter[str], Counter[str]] = field(default_factory=lambda: (Counter(), Counter()))
     exact: bool = True
     notes: list[str] = field(default_factory=list)
+    #: How often a plugin of the other policy failed.
+    failed: int = 0
 
     @property
     def share(self) -> float:
@@ -429,6 +439,10 @@ def compare(run: Run, change: Change) -> Compared:
     judged = Replayed(run=run.id)
     judge(judged, run, faults, lost, recorded_player.influences)
     result.exact, result.notes = judged.exact, judged.notes
+    errors = recorded_player.asked_errors or changed_player.plugin_errors
+    if errors:
+        result.failed = len(errors)
+        result.notes.append(f"{len(errors)} times a plugin failed, so these are not its decisions: {errors[0]}")
     return result
 
 

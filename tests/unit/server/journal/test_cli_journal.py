@@ -17,6 +17,7 @@ from fairlead.lab.simulator.journal import one_run
 from fairlead.lab.simulator.plan_live import fit
 from fairlead.lab.simulator.scenarios import headline, parted
 from fairlead.lab.simulator.world import replicas
+from fairlead.plugins.policies.by_load import LeastRequests
 from fairlead.server.observe.decisions import explained
 
 
@@ -178,6 +179,29 @@ def test_the_gate(recorded: Any) -> None:
     )
     assert same.exit_code == 0, same.output
     assert call("sim", "compare", "--against", recorded.path, "--fail-if", "nonsense").exit_code == 2
+
+
+@pytest.mark.parametrize("method", ["choose", "cost"])
+def test_a_failure_of_another_policy_is_no_answer(method: str, recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Any, *arguments: Any) -> Any:
+        raise RuntimeError("no idea")
+
+    before = json.loads(call("journal", "replay", recorded.path, "--policy", "round-robin", "--json").output)
+    monkeypatch.setattr(LeastRequests, method, fail)
+    replayed = call("journal", "replay", recorded.path, "--policy", "least-requests", "--json")
+    figures = json.loads(replayed.output)
+    assert (replayed.exit_code, figures["decisions"], figures["changed"]) == (1, 0, 0)
+    assert (figures["hash"]["before"], figures["spread"]["before"]) == (
+        before["hash"]["before"],
+        before["spread"]["before"],
+    ), "the recorded decisions are not touched"
+    (note,) = figures["notes"]
+    why = "plugin least-requests: RuntimeError: no idea"
+    assert f"times a plugin failed, so these are not its decisions: {why}" in note
+    record = next(one for one in recorded.decisions[::-1] if isinstance(one, DecisionRecord))
+    explained = call("explain", record.request.id, recorded.path, "--policy", "least-requests")
+    assert (explained.exit_code, explained.stdout) == (1, "")
+    assert f"error: {why}" in explained.stderr
 
 
 def test_a_policy_that_fails_does_not_pass_the_gate(recorded: Any, tmp_path: Path) -> None:
