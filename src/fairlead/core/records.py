@@ -1,5 +1,6 @@
 """Records: decisions with their forecasts and reasons, outcomes, stalls, and what policies on trial would have done."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from msgspec import Struct, field
@@ -53,6 +54,8 @@ class Snapshot(Struct, frozen=True, gc=False):
     answer_steps: float = 0.0
     #: Base models by slot.
     based: tuple[BaseModels, ...] = ()
+    #: The columns of configured gauges, by name.
+    gauges: Mapping[str, Any] = {}
 
 
 #: Filter names in a trace of late binding: all filters of the policy together, and the gate that removes endpoints

@@ -4,7 +4,7 @@ Rules
 * The columns are one array (`EndpointTable.floats`), so a snapshot is a copy of it and of the learned factors. The
   tuples of endpoints and adapters are only made again when the table's version rises.
 * A restored fleet is only for asking policies. It has no leases. Instead of a prefix index, it has the share of the one
-  prompt that each endpoint had cached. It does not have configured gauges (`Sample.extra`).
+  prompt that each endpoint had cached.
 """
 
 from typing import Any
@@ -45,6 +45,7 @@ class Snapshots:
             predictor.hold_ms,
             predictor.answer_steps,
             self._based,
+            {name: column.copy() for name, column in table.gauges.items()},
         )
 
 
@@ -65,6 +66,7 @@ class Restored(Fleet):
         table, predictor = self.table, self.predictor
         floats = np.asarray(snapshot.floats, dtype=np.float64)
         table.floats[: len(floats)] = floats  # an older journal has fewer columns
+        table.gauges = {name: np.array(column) for name, column in snapshot.gauges.items()}
         table.rewritten()
         predictor.rates.columns[:] = snapshot.learned
         predictor.hold_ms, predictor.answer_steps = snapshot.hold_ms, snapshot.answer_steps

@@ -123,6 +123,8 @@ class EndpointTable:
         #: Whether any `distance_ms` is not 0.
         self.distant = False
         self.samples: list[Sample | None] = []
+        #: The columns of configured gauges by name, as far as an endpoint reported them or a policy asked for them.
+        self.gauges: dict[str, FloatColumn] = {}
         self.alive: BoolColumn = np.zeros(0, dtype=np.bool_)
         #: All float columns as the rows of one array, in the order of `FLOATS`, so that one call copies them; and the
         #: larger array of which it is a part, so that an endpoint that joins does not copy the others.
@@ -149,7 +151,6 @@ class EndpointTable:
         self._answers: dict[tuple[Hashable, ...], Any] = {}
         self._holders: dict[str, BoolColumn] = {}
         self._listing: dict[str, set[int]] = {}
-        self._extra: dict[str, FloatColumn] = {}
 
     def __len__(self) -> int:
         return len(self.endpoints)
@@ -299,20 +300,19 @@ class EndpointTable:
 
     def extra(self, name: str) -> FloatColumn:
         """Return the column of a configured gauge (`Sample.extra`); NaN where an endpoint does not report it."""
-        column = self._extra.get(name)
+        column = self.gauges.get(name)
         if column is None:
             column = np.full(len(self), np.nan)
             for slot, sample in enumerate(self.samples):
                 if sample is not None and name in sample.extra:
                     column[slot] = sample.extra[name]
-            self._extra[name] = column
+            self.gauges[name] = column
         return column
 
     def sampled(self, slot: int, sample: Sample) -> None:
         self.samples[slot] = sample
         for name, value in sample.extra.items():
-            if name in self._extra:
-                self._extra[name][slot] = value
+            self.extra(name)[slot] = value
 
     def mask(self, key: tuple[Hashable, ...], keep: Callable[[int, Endpoint], bool]) -> BoolColumn:
         """Return the slots for which `keep(slot, endpoint)` is true. It may only depend on labels, addresses and base
@@ -412,7 +412,7 @@ class EndpointTable:
         self._judge_unlisted(slot)
         self.floats[:, slot] = 0.0
         self._judge_ranks()
-        for column in self._extra.values():
+        for column in self.gauges.values():
             column[slot] = nan
         self.sampled_at[slot] = self.ejected_until[slot] = -inf
         self.stale.add(slot)
@@ -433,8 +433,8 @@ class EndpointTable:
             self._room = np.hstack((self.floats, np.zeros((len(FLOATS), slot + 1))))
         self.floats = self._room[:, : slot + 1]
         self._name_rows()
-        for name, column in self._extra.items():
-            self._extra[name] = np.append(column, nan)
+        for name, column in self.gauges.items():
+            self.gauges[name] = np.append(column, nan)
         return slot
 
     def _name_rows(self) -> None:

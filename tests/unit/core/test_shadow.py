@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fairlead.core.endpoint import Sample
 from fairlead.core.events import EndpointUp, Outcome, RemotePick, RequestArrived, ShadowsJudged
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import JudgeShadows
@@ -86,6 +87,16 @@ def test_regret_and_gain_are_those_of_the_reference() -> None:
     good, bad = judge.verdict("s", 1), judge.verdict("s", 0)
     assert (good.agrees, good.regret_ms, good.gain_ms) == (True, 0.0, 0.0)
     assert not bad.agrees and bad.regret_ms > 100.0 and bad.gain_ms < -50.0
+
+
+def test_configured_gauges_are_as_they_were() -> None:
+    rig, judge = Rig(2), bench()
+    for heat in (3.0, 4.0):
+        rig.fleet.sampled("e1", rig.clock.time(), rig.clock.time(), Sample(extra={"heat": heat}))
+        rig.arrive("a")
+    for case, heat in zip(rig.cases, (3.0, 4.0), strict=True):
+        column = judge.open(case).table.extra("heat")
+        assert np.isnan(column[0]) and column[1] == heat
 
 
 def test_endpoints_may_come_and_go_between_cases() -> None:

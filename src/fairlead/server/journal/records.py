@@ -225,14 +225,17 @@ class Packer:
         return packed
 
     def _snapshot(self, snapshot: Snapshot) -> dict[str, Any]:
-        numbers = np.concatenate((snapshot.floats, snapshot.learned))
+        gauges = snapshot.gauges
+        numbers = np.concatenate((snapshot.floats, snapshot.learned, *(column[None] for column in gauges.values())))
         packed: dict[str, Any] = {"at": snapshot.at, "hold_ms": snapshot.hold_ms, "steps": snapshot.answer_steps}
-        roster = (snapshot.endpoints, snapshot.adapters, snapshot.listed, snapshot.based)
+        roster = (snapshot.endpoints, snapshot.adapters, snapshot.listed, snapshot.based, *gauges)
         if self._before is None or roster != self._roster:
             packed |= {"endpoints": snapshot.endpoints, "adapters": snapshot.adapters, "listed": snapshot.listed}
             packed |= {"based": snapshot.based, "all": numbers.tobytes(), "rows": len(snapshot.floats)}
+            packed |= {"gauges": [*gauges]} if gauges else {}
         else:
-            slots = np.flatnonzero((numbers != self._before).any(axis=0))
+            # Bits are compared, because NaN differs from itself.
+            slots = np.flatnonzero((numbers.view(np.int64) != self._before.view(np.int64)).any(axis=0))
             packed |= {"slots": slots.tolist(), "values": numbers.take(slots, axis=1).tobytes()}
         self._before, self._roster = numbers, roster
         return packed
@@ -247,6 +250,7 @@ class Unpacker:
     def __init__(self) -> None:
         self._before: Any = None
         self._rows = 0
+        self._gauges: list[str] = []
         self._endpoints: tuple[Endpoint | None, ...] = ()
         self._adapters: _Names = ()
         self._listed: _Names = ()
@@ -283,7 +287,7 @@ class Unpacker:
             self._adapters = msgspec.convert(packed["adapters"], _Names)
             self._listed = msgspec.convert(packed.get("listed") or [None] * len(self._endpoints), _Names)
             self._based = msgspec.convert(packed.get("based", ()), tuple[BaseModels, ...])
-            self._rows = int(packed["rows"])
+            self._rows, self._gauges = int(packed["rows"]), msgspec.convert(packed.get("gauges", ()), list[str])
             self._before = np.frombuffer(packed["all"]).reshape(-1, len(self._endpoints))
         else:
             if self._before is None:
@@ -292,17 +296,18 @@ class Unpacker:
             slots = packed["slots"]
             numbers[:, slots] = np.frombuffer(packed["values"]).reshape(len(numbers), len(slots))
             self._before = numbers
-        numbers = self._before
+        numbers, gauges = self._before, len(self._before) - len(self._gauges)
         return Snapshot(
             at=packed["at"],
             endpoints=self._endpoints,
             adapters=self._adapters,
             listed=self._listed,
             floats=numbers[: self._rows],
-            learned=tuple(numbers[self._rows :]),
+            learned=tuple(numbers[self._rows : gauges]),
             hold_ms=packed["hold_ms"],
             answer_steps=packed["steps"],
             based=self._based,
+            gauges=dict(zip(self._gauges, numbers[gauges:], strict=True)),
         )
 
 

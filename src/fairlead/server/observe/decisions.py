@@ -60,7 +60,7 @@ class Journal:
                 1
                 + len(trace.filters)
                 + len(trace.scorers)
-                + (0 if trace.snapshot is None else len(trace.snapshot.floats) + len(trace.snapshot.learned))
+                + (0 if (s := trace.snapshot) is None else len(s.floats) + len(s.learned) + len(s.gauges))
             )
             if trace is not None
             else 0

@@ -105,6 +105,8 @@ def fleet() -> Fleet:
     made.adapters_listed("e1", frozenset(), BaseModels(frozenset({"m"}), {"m": 512}))
     made.adapters_listed("e3", None, BaseModels(frozenset({"m"}), {"m": 2048}))
     made.predictor.kappa[3] = 1.75
+    for slot in (0, 3):
+        made.table.sampled(slot, Sample(extra={"heat": 7.0 + slot}))
     return made
 
 
@@ -148,8 +150,11 @@ def test_details_come_back_to_the_last_bit_and_say_only_what_changed() -> None:
         assert theirs.snapshot.based == ours.snapshot.based == tuple(there.table.based)
         assert np.array_equal(theirs.snapshot.floats, ours.snapshot.floats)
         assert np.array_equal(theirs.snapshot.learned, ours.snapshot.learned)
+        assert np.array_equal(theirs.snapshot.gauges["heat"], there.table.extra("heat"), equal_nan=True)
         there.table.queue[1] += 1.0
-    assert max(sizes[1:]) < 0.6 * sizes[0]
+        there.table.sampled(0, Sample(extra={"heat": float(number)} | ({"fans": 2.0} if number == 3 else {})))
+    assert np.array_equal(theirs.snapshot.gauges["fans"], [2.0, *[np.nan] * 4], equal_nan=True)
+    assert max(sizes[1:3]) < 0.6 * sizes[0] < sizes[3], "a new gauge is written for all"
 
 
 def test_a_detail_alone_in_the_middle_is_refused_not_made_up() -> None:
@@ -174,7 +179,10 @@ def test_a_restored_fleet_reads_as_the_real_one() -> None:
     assert again.table.holders("a") is not None
     assert again.table.based == there.table.based
     assert np.array_equal(again.table.contexts("m"), there.table.contexts("m"))
-    there.table.queue[0] = 99.0
+    assert again.table.extra("heat")[[0, 1, 3]].tolist() == [7.0, 3.0, 10.0]
+    assert np.isnan(again.table.extra("heat")[4]) and np.isnan(again.table.extra("unknown")).all()
+    there.table.queue[0] = there.table.extra("heat")[0] = 99.0
+    assert np.nanmax(snapshot.gauges["heat"]) < 99.0
     assert snapshot.floats.max() < 99.0, "a snapshot is a copy"
 
 
