@@ -137,7 +137,7 @@ def _figures(
 
 def _simulated(run: "Run", policy: str, load: float, servers: int, preset: str, head: int) -> "Simulation":
     """Simulate the journal's traffic under `policy`. `servers`: 0 = as many as recorded at most."""
-    from fairlead.compat.recorded import restore
+    from fairlead.compat.recorded import restore, with_policy
     from fairlead.lab.engine.presets import DEFAULT_PRESET
     from fairlead.lab.engine.presets import preset as find_preset
     from fairlead.lab.simulator.capture import capture
@@ -150,7 +150,7 @@ def _simulated(run: "Run", policy: str, load: float, servers: int, preset: str, 
     config, registry = restore(run.head.scheduling), None
     if policy:
         instead, registry = config_from(policy_text(policy))
-        config = config.model_copy(update={"policy": instead.policy, "flow_control": instead.flow_control})
+        config = with_policy(config, instead)
     captured = capture(run, key=b"")
     workload = cut(captured.workload, head) if head else captured.workload
     endpoints = mixed(captured.pool.most.values())

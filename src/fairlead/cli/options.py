@@ -259,7 +259,7 @@ def change(policy: str, settings: Sequence[str] | None) -> "Callable[[Config], C
     """A function that changes a recorded configuration as the options say; `None` = no change. Raises `ConfigError` or
     `ValueError`."""
     from fairlead.compat.load import load
-    from fairlead.compat.recorded import changed
+    from fairlead.compat.recorded import changed, with_policy
     from fairlead.lab.simulator.run import policy_text
 
     if not policy and not settings:
@@ -270,7 +270,7 @@ def change(policy: str, settings: Sequence[str] | None) -> "Callable[[Config], C
 
     def apply(config: "Config") -> "Config":
         if loaded is not None:
-            config = config.model_copy(update={"policy": loaded.policy, "flow_control": loaded.flow_control})
+            config = with_policy(config, loaded)
         for setting in settings or ():
             config = changed(config, setting)
         return config

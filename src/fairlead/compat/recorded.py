@@ -10,12 +10,21 @@ from typing import Any
 from msgspec import structs
 
 from fairlead.compat.load import load
-from fairlead.config.builtins import Kind
+from fairlead.config.builtins import SPLITTING, Kind
 from fairlead.config.check import fields, plain, read
 from fairlead.config.plugin_reader import BAND_KINDS, BANDS, FLOW_KINDS
 from fairlead.config.problems import Report
 from fairlead.config.registry import Registry
-from fairlead.config.schema import BandSettings, BandSpec, Config, FlowSettings, FlowSpec, PluginSpec, PolicySpec
+from fairlead.config.schema import (
+    BandSettings,
+    BandSpec,
+    Config,
+    FlowSettings,
+    FlowSpec,
+    PluginSpec,
+    PolicySpec,
+    implied_flow_control,
+)
 from fairlead.config.yaml import Node, scalar
 from fairlead.core.errors import ConfigError, PluginError
 
@@ -24,7 +33,7 @@ def record(config: Config) -> dict[str, Any]:
     """The scheduling part as plain values for msgpack and JSON."""
     return {
         "policy": _policy(config.policy),
-        "flow_control": None if config.flow_control is None else _flow(config.flow_control),
+        "flow_control": _flow_control(config.flow_control),
         "lease_ttl": config.ledger.lease_ttl,
         "staleness": config.metrics.staleness,
         "beside": list(beside(config)),
@@ -57,6 +66,18 @@ def restore(recorded: Any, registry: Registry | None = None) -> Config:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"the recorded configuration cannot be used: {error}", "$") from None
+
+
+def with_policy(config: Config, other: Config) -> Config:
+    """The recorded configuration with the policy of another one, and with its flow control if its text mentions that.
+    Otherwise flow control stays as recorded, unless it was that which the recorded policy implies, or the other policy
+    cannot be combined with it."""
+    flow, plugin = other.flow_control, other.policy.plugin
+    if (flow is None or flow.implied) and not (plugin and plugin.type == SPLITTING):
+        implied = implied_flow_control(config.policy, config)
+        if _flow_control(config.flow_control) != _flow_control(implied):
+            flow = config.flow_control
+    return config.model_copy(update={"policy": other.policy, "flow_control": flow})
 
 
 def changed(config: Config, setting: str) -> Config:
@@ -146,6 +167,10 @@ def _plugin(spec: PluginSpec) -> dict[str, Any]:
         "weight": spec.weight,
         "parameters": plain(spec.parameters),
     }
+
+
+def _flow_control(flow: FlowSpec | None) -> dict[str, Any] | None:
+    return None if flow is None else _flow(flow)
 
 
 def _flow(flow: FlowSpec) -> dict[str, Any]:

@@ -181,6 +181,15 @@ def test_the_gate(recorded: Any) -> None:
     assert call("sim", "compare", "--against", recorded.path, "--fail-if", "nonsense").exit_code == 2
 
 
+def test_a_policy_against_itself_is_the_same_also_with_flow_control(
+    record_run: Callable[..., Any], tmp_path: Path
+) -> None:
+    path = record_run(tmp_path / "journal", "policy: lpwl\nflowControl: {ttl: 5s}", rate=30.0, seconds=3.0).path
+    done = call("sim", "compare", "--against", path, "--policy", "lpwl", "--load", "4")
+    changes = re.findall(r"[+-]\d+\.\d%", done.output)
+    assert changes and {*changes} == {"+0.0%"}, done.output
+
+
 @pytest.mark.parametrize("method", ["choose", "cost"])
 def test_a_failure_of_another_policy_is_no_answer(method: str, recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: Any, *arguments: Any) -> Any:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from fairlead import __version__
 from fairlead.compat.load import load
-from fairlead.compat.recorded import changed, record, restore
+from fairlead.compat.recorded import changed, record, restore, with_policy
 from fairlead.config.building import build_pipeline
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.errors import ConfigError
@@ -321,6 +321,33 @@ def test_verdicts_of_shadows_are_recorded_and_change_nothing(record_run: Callabl
     assert [body for kind, _, body in run.items(Faults()) if kind == "ShadowsJudged"] == [judged]
     result = replay(run)
     assert result.identical and result.exact
+
+
+LIMITED = "flowControl: {ttl: 7s}"
+
+
+@pytest.mark.parametrize(
+    ("before", "other", "ttl"),
+    [
+        (f"policy: lpwl\n{LIMITED}", "policy: lpwl", 7.0),
+        (f"policy: lpwl\n{LIMITED}", "policy: default", 7.0),
+        (f"policy: default\n{LIMITED}", "policy: round-robin", 7.0),
+        (f"policy: lpwl\n{LIMITED}", "policy: round-robin\nflowControl: {ttl: 9s}", 9.0),
+        (f"policy: lpwl\n{LIMITED}", "policy: prefill-decode", None),
+        ("policy: lpwl", "policy: default", 590.0),
+        ("policy: lpwl", "policy: round-robin", None),
+        ("policy: default", "policy: round-robin", None),
+        ("policy: default", "policy: default", 590.0),
+        ("policy: default\ngateway: none", "policy: default", None),
+        (f"policy: lpwl\n{LIMITED}", "policy: lpwl\nflowControl: {enabled: false}", "off"),
+    ],
+)
+def test_another_policy_keeps_the_recorded_flow_control(before: str, other: str, ttl: float | str | None) -> None:
+    recorded = restore(record(load(before, need_endpoints=False)))
+    made = with_policy(recorded, load(other, need_endpoints=False))
+    flow = made.flow_control
+    assert made.policy.name == load(other, need_endpoints=False).policy.name
+    assert (None if flow is None else flow.settings.ttl if flow.settings.enabled else "off") == ttl
 
 
 def test_round_robin_does_not_choose_by_chance(recorded: Any) -> None:
