@@ -81,6 +81,7 @@ def apply(index: KvIndex, cache: RankCache, event: KvEvent, now: float) -> Itera
         return _store(index, cache, event, now)
     if isinstance(event, AllCleared):
         index.clear_rank(cache)
+        cache.provisional = False  # nothing of the time before counts any more
         return None
     shelf = cache.shelves.get((event.group, tier_of(event.medium)))
     if shelf is None:

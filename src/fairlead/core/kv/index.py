@@ -121,6 +121,12 @@ class KvIndex:
         while len(self._dead) > _MOST_DEAD:
             self._take_apart()
 
+    def restarted(self, cache: RankCache) -> None:
+        """Forget all of one rank, because there is a new engine, whose history begins."""
+        self.clear_rank(cache)
+        cache.provisional = False
+        cache.lives += 1
+
     # ---------------------------------------------------------------- blocks
 
     def shelf(self, cache: RankCache, group: int, tier: Tier) -> Shelf:

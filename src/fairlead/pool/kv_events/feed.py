@@ -66,6 +66,7 @@ class Feed:
 
     def __init__(self, index: KvIndex, cache: RankCache, can_replay: bool) -> None:
         self.cache = cache
+        self.cache.heard = False
         self.count = Count()
         self.sync = Sync.LIVE
         #: The batch at which a replay shall start, while `sync` is `WANTED`.
@@ -361,10 +362,8 @@ class Feed:
     def _restart(self) -> None:
         """Start again after a restart of the engine, which has lost all its blocks."""
         self.count.restarts += 1
-        self.cache.lives += 1
         self._events = self._steps = self._batch = None
-        self._index.clear_rank(self.cache)
-        self.cache.provisional = False
+        self._index.restarted(self.cache)
         self._note(-1, 0.0)
         self._unread = -1
         self._reconnected = self._unconfirmed = False

@@ -261,9 +261,10 @@ class KvListening(Knowledge):
     def _watch(self, endpoint: Endpoint, slot: int, source: KvSource) -> None:
         self._sources[endpoint.id] = source
         places = self._loaded.pop(slot, None)
-        if not places:  # the feed replays its history from the beginning
-            self.exact.index.clear(slot)
         self._events.unwatch(slot)
+        if not places:  # the feed replays its history from the beginning
+            for cache in self.exact.index.caches_of(slot):
+                self.exact.index.restarted(cache)
         self.exact.index.keep_ranks(slot, range(source.ranks))  # a snapshot, or the engine before, may have had more
         try:
             self._events.watch(slot, source, places)

@@ -383,6 +383,14 @@ def test_clearing_comes_in_order() -> None:
     assert case.blocks == [3]
 
 
+def test_nothing_is_missing_after_clearing() -> None:
+    case = Case(can_replay=False)
+    case.live(batch(77))
+    assert case.feed.cache.provisional
+    case.live(Frames(b"", 78, encode_batch(78.0, [AllCleared()])))
+    assert not case.feed.cache.provisional
+
+
 def test_a_rank_that_has_left() -> None:
     case = Case(can_replay=False)
     case.feed.live(batch(0))

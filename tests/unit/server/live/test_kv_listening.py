@@ -158,6 +158,31 @@ async def test_a_rank_that_the_engine_no_longer_has_is_forgotten(start: Start, m
     world.index.validate()
 
 
+async def test_an_engine_with_another_publisher_is_a_new_one(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = await start("{enabled: true}")
+    first = world.publisher(buffer_steps=2)
+    store(first, 1, 2, 3, 4)
+    sources = [source_of(first, 1)]
+
+    async def ask(*_: object) -> KvSource:
+        return sources[0]
+
+    monkeypatch.setattr(kv.discovery, "ask", ask)
+    monkeypatch.setattr(kv, "STILL_THERE", 0.02)
+    slot = world.up("a", "127.0.0.1:8000")
+
+    def known() -> list[tuple[int, bool, bool, int]]:
+        caches = world.index.caches_of(slot)
+        return [(cache.blocks, cache.heard, cache.provisional, cache.lives) for cache in caches]
+
+    await world.until(lambda: known() == [(2, True, True, 0)])
+    idle = world.publisher()
+    sources[0] = source_of(idle, 1)
+    await world.until(lambda: known() == [(0, False, False, 1)])
+    store(idle, 7)
+    await world.until(lambda: known() == [(1, True, False, 1)])
+
+
 async def test_publishers_that_dial_in_must_be_of_the_pool(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     with zmq.Context() as context, context.socket(zmq.PUB) as free:
         port = free.bind_to_random_port("tcp://127.0.0.1")
