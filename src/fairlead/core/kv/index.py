@@ -124,6 +124,7 @@ class KvIndex:
     def restarted(self, cache: RankCache) -> None:
         """Forget all of one rank, because there is a new engine, whose history begins."""
         self.clear_rank(cache)
+        cache.kinds = {}
         cache.provisional = False
         cache.lives += 1
 

@@ -165,6 +165,15 @@ def test_restart_by_number_with_replay() -> None:
     assert not case.feed.cache.provisional
 
 
+def test_a_new_engine_may_have_other_groups() -> None:
+    case = Case(can_replay=False)
+    window = BlocksStored([7], 0, array("I", [1]).tobytes(), 1, kind="sliding_window")
+    case.live(Frames(b"", 0, encode_batch(1.0, [window])), batch(1))
+    assert case.blocks == []
+    case.live(batch(0, life=1))
+    assert case.blocks == [1001]
+
+
 def test_restart_by_number_without_replay() -> None:
     case = Case(can_replay=False)
     case.live(batch(0), batch(1), batch(0, life=1), batch(1, life=1))
