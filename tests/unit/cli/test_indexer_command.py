@@ -1,6 +1,7 @@
 """`fairlead indexer`: its flags, and one run from start to end."""
 
 import asyncio
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -87,8 +88,9 @@ async def test_it_runs_until_it_is_told_to_end(tmp_path: Path) -> None:
     file.write_text(FILE)
     kept = tmp_path / "index.kv"
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "fairlead", "indexer", str(file), "--listen", "127.0.0.1:0", "--bind",
-        "tcp://127.0.0.1:*", "--snapshot", str(kept), "--warm-from", "http://127.0.0.1:1",
+        "sh", "-c", 'ulimit -S -n 512 && exec "$@"', "sh", sys.executable,
+        "-m", "fairlead", "indexer", str(file), "--listen", "127.0.0.1:0", "--bind", "tcp://127.0.0.1:*",
+        "--snapshot", str(kept), "--warm-from", "http://127.0.0.1:1",
         stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     assert child.stderr is not None
@@ -101,6 +103,8 @@ async def test_it_runs_until_it_is_told_to_end(tmp_path: Path) -> None:
         url = said.replace(b'": "', b'":"').split(b'"url":"')[1].split(b'"')[0].decode()
         async with aiohttp.ClientSession() as session, session.get(f"{url}readyz") as answer:
             assert answer.status == 200
+        files, allowed = resource.prlimit(child.pid, resource.RLIMIT_NOFILE)
+        assert files > 512 or files == allowed
         child.send_signal(signal.SIGTERM)
         said += await child.stderr.read()
         assert await child.wait() == 0, said.decode()

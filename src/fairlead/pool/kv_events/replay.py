@@ -233,7 +233,10 @@ class Replayer:
         self._complete = False
         self._over = False
         self._received.clear()
-        self._socket = socket = dealer(self._context, self._limits, self._curve)
+        try:
+            self._socket = socket = dealer(self._context, self._limits, self._curve)
+        except zmq.ZMQError:  # too many open files
+            return False
         descriptor = int(socket.get(zmq.FD))
         try:
             socket.connect(self._address)

@@ -14,6 +14,7 @@ from fairlead.config.schema import Config, KvIndexer
 from fairlead.core.errors import cannot_listen
 from fairlead.core.events import EndpointDown, EndpointUp
 from fairlead.core.fleet import Fleet
+from fairlead.gateway.memory import raise_file_limit
 from fairlead.pool.endpoints_file import follow_endpoints
 from fairlead.server.indexer.server import IndexServer, IndexSources
 from fairlead.server.indexer.service import IndexService
@@ -54,6 +55,7 @@ class LiveIndexer:
         """Raises `ConfigError` if something that the configuration names cannot be used, e.g. a taken port."""
         loop = asyncio.get_running_loop()
         keep_heap()
+        raise_file_limit()  # each publisher needs about four
         async with contextlib.AsyncExitStack() as stack:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self.stop)

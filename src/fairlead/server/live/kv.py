@@ -122,6 +122,8 @@ class KvListening(Knowledge):
         self._known: dict[str, tuple[int, str]] = {}
         self._followed: dict[str, asyncio.Task[None]] = {}
         self._sources: dict[str, KvSource] = {}
+        #: Why the last try to subscribe failed, by endpoint id.
+        self._refused: dict[str, str] = {}
         #: The last logged problem with an endpoint's block hashes, by endpoint id; empty = none.
         self._unlike: dict[str, str] = {}
         self._shelved: Shelved | None = None
@@ -191,6 +193,7 @@ class KvListening(Knowledge):
         if task is not None:
             task.cancel()
         self._sources.pop(name, None)
+        self._refused.pop(name, None)
         self._unlike.pop(name, None)
         self._loaded.pop(slot, None)
         self._events.unwatch(slot)
@@ -228,12 +231,10 @@ class KvListening(Knowledge):
         wait = ASK_AGAIN[0]
         while True:
             source = await self._source(endpoint)
-            if source is None:
+            if source is None or not self._watch(endpoint, slot, source):
                 await asyncio.sleep(wait)
                 wait = min(2 * wait, ASK_AGAIN[1])
                 continue
-            if source != self._sources.get(endpoint.id):
-                self._watch(endpoint, slot, source)
             await asyncio.sleep(STILL_THERE)
             self._compare_hashes(endpoint, slot)
 
@@ -258,20 +259,34 @@ class KvListening(Knowledge):
             return discovery.configured(endpoint, *ports, ANY_MODEL, self._curve)
         return await discovery.ask(self._session, endpoint.address, ANY_MODEL, self._curve)
 
-    def _watch(self, endpoint: Endpoint, slot: int, source: KvSource) -> None:
-        self._sources[endpoint.id] = source
-        places = self._loaded.pop(slot, None)
+    def _watch(self, endpoint: Endpoint, slot: int, source: KvSource) -> bool:
+        """Subscribe to the publisher, unless that is done. Return false if it is not possible, e.g. without files."""
+        if source == self._sources.get(endpoint.id):
+            return True
+        places, refused = self._loaded.get(slot), self._refused.get(endpoint.id)
         self._events.unwatch(slot)
-        if not places:  # the feed replays its history from the beginning
+        self._sources.pop(endpoint.id, None)
+        if not places and refused is None:  # the feed replays its history from the beginning
             for cache in self.exact.index.caches_of(slot):
                 self.exact.index.restarted(cache)
         self.exact.index.keep_ranks(slot, range(source.ranks))  # a snapshot, or the engine before, may have had more
         try:
             self._events.watch(slot, source, places)
         except (ConfigError, zmq.ZMQError) as error:
-            log.warning("cannot subscribe to KV events", endpoint=endpoint.id, address=source.events, reason=str(error))
-            return
+            reason = self._refused[endpoint.id] = str(error)
+            if refused != reason:
+                log.warning(
+                    "cannot subscribe to KV events; trying again",
+                    endpoint=endpoint.id,
+                    address=source.events,
+                    reason=reason,
+                )
+            return False
+        self._sources[endpoint.id] = source
+        self._loaded.pop(slot, None)
+        self._refused.pop(endpoint.id, None)
         log.info("subscribed to KV events", endpoint=endpoint.id, address=source.events, replay=source.replay)
+        return True
 
     # ---------------------------------------------------------------- state
 
@@ -288,6 +303,8 @@ class KvListening(Knowledge):
 
     def _feeds(self) -> Iterator[KvFeedStatus]:
         for slot, endpoint in self._endpoints():
+            if endpoint in self._refused:
+                yield KvFeedStatus(endpoint, slot)
             for feed in self._events.feeds(slot):
                 cache, count = feed.cache, feed.count
                 yield KvFeedStatus(

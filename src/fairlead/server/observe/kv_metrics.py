@@ -22,20 +22,20 @@ class KvFeedStatus(Struct, frozen=True):
 
     endpoint: str
     slot: int
-    rank: int
-    linked: bool
-    behind: bool
-    provisional: bool
-    blocks: int
-    batches: int
-    events: int
-    bad: int
-    lost: int
-    gaps: int
-    restarts: int
-    replays: int
-    failed_replays: int
-    reconnections: int
+    rank: int = 0
+    linked: bool = False
+    behind: bool = False
+    provisional: bool = False
+    blocks: int = 0
+    batches: int = 0
+    events: int = 0
+    bad: int = 0
+    lost: int = 0
+    gaps: int = 0
+    restarts: int = 0
+    replays: int = 0
+    failed_replays: int = 0
+    reconnections: int = 0
 
 
 #: Metric, its help text, and the field of `KvFeedStatus` that it shows.

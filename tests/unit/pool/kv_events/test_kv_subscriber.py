@@ -1,6 +1,7 @@
 """Real sockets: stub publishers and a subscriber in one loop."""
 
 import asyncio
+import errno
 import gc
 import random
 import weakref
@@ -15,6 +16,7 @@ from fairlead.core.kv.events import AllCleared, BlocksRemoved, BlocksStored
 from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.snapshot import Place
 from fairlead.lab.stub.kv_publisher import Encoding, KvEventsConfig, KvPublisher
+from fairlead.pool.kv_events import replay as replays
 from fairlead.pool.kv_events.discovery import Curve, KvSource, Limits, rank_address
 from fairlead.pool.kv_events.feed import Sync
 from fairlead.pool.kv_events.subscriber import KvSubscriber, Publisher
@@ -178,6 +180,17 @@ async def test_a_replay_port_that_never_answers(events: Any, publish: Any) -> No
     await until(lambda: blocks(events) == 2)
 
 
+async def test_a_replay_without_a_socket_has_failed(events: Any, publish: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dealer(*_: object) -> None:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    monkeypatch.setattr(replays, "dealer", dealer)
+    publisher = publish()
+    events.watch(0, source(publisher))
+    await until(lambda: events.counts(0)[0].failed_replays >= LIMITS.replay_attempts)
+    await joined(events, publisher, 0)
+
+
 async def test_a_replay_that_works_only_later(events: Any, publish: Any) -> None:
     first = publish()
     replay = first.replay_address
@@ -274,16 +287,16 @@ async def test_leaving(events: Any, publish: Any) -> None:
     await until(lambda: blocks(events) == 2)
 
 
-@pytest.mark.parametrize("replays", [True, False], ids=["live", "in a replay"])
+@pytest.mark.parametrize("answered", [True, False], ids=["live", "in a replay"])
 async def test_nothing_of_an_endpoint_that_left_waits_for_a_collection(
-    events: Any, publish: Any, replays: bool
+    events: Any, publish: Any, answered: bool
 ) -> None:
     publisher = publish()
     store(publisher, 1)
     silent = zmq.Context.instance().socket(zmq.ROUTER)
     nobody = f"tcp://127.0.0.1:{silent.bind_to_random_port('tcp://127.0.0.1')}"
-    events.watch(0, source(publisher) if replays else KvSource(publisher.events_address, nobody, "m"))
-    await until(lambda: blocks(events) == 1 if replays else events.feeds(0)[0].sync is Sync.REPLAYING)
+    events.watch(0, source(publisher) if answered else KvSource(publisher.events_address, nobody, "m"))
+    await until(lambda: blocks(events) == 1 if answered else events.feeds(0)[0].sync is Sync.REPLAYING)
     left = weakref.ref(events.feeds(0)[0])
     gc.collect()
     gc.disable()

@@ -1,6 +1,7 @@
 """KV events of a running scheduler: who is listened to, and what follows from endpoints that come and go."""
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -181,6 +182,36 @@ async def test_an_engine_with_another_publisher_is_a_new_one(start: Start, monke
     await world.until(lambda: known() == [(0, False, False, 1)])
     store(idle, 7)
     await world.until(lambda: known() == [(1, True, False, 1)])
+
+
+async def test_a_subscription_that_fails_is_tried_again(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = await start("{enabled: true}")
+    publisher, tries, free = world.publisher(), 0, False
+    store(publisher, 1)
+    watch = kv.KvSubscriber.watch
+
+    async def ask(*_: object) -> KvSource:
+        return source_of(publisher, 1)
+
+    def limited(self: kv.KvSubscriber, slot: int, source: KvSource, places: Any = None) -> None:
+        nonlocal tries
+        tries += 1
+        if not free:
+            raise zmq.ZMQError(errno.EMFILE)
+        watch(self, slot, source, places)
+
+    monkeypatch.setattr(kv.discovery, "ask", ask)
+    monkeypatch.setattr(kv, "ASK_AGAIN", (0.01, 0.01))
+    monkeypatch.setattr(kv.KvSubscriber, "watch", limited)
+    world.up("a", "127.0.0.1:8000")
+    await world.until(lambda: tries > 2)
+    assert caplog.text.count("cannot subscribe") == 1
+    assert 'fairlead_kv_feed_connected{endpoint="a",rank="0"} 0' in world.page()
+    free = True
+    await world.until(lambda: world.index.entries == 1)
+    await world.until(lambda: 'fairlead_kv_feed_connected{endpoint="a",rank="0"} 1' in world.page())
 
 
 async def test_publishers_that_dial_in_must_be_of_the_pool(start: Start, caplog: pytest.LogCaptureFixture) -> None:
