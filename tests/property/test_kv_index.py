@@ -71,12 +71,13 @@ class Naive:
         self.held.pop(cache, None)
         self.waiting.pop(cache, None)
 
-    def match(self, slot: int, model: str, path: Path) -> tuple[int, list[int]]:
+    def match(self, slot: int, model: str, path: Path, rank: int | None = None) -> tuple[int, list[int]]:
+        """Of one rank, or of the best."""
         best: tuple[int, list[int]] = (0, [0] * 4)
         if MODELS[slot] != model:
             return best
-        for (owner, _), shelves in self.held.items():
-            if owner != slot or not shelves:
+        for (owner, which), shelves in self.held.items():
+            if owner != slot or not shelves or rank not in (None, which):
                 continue
             least: tuple[int, list[int]] | None = None
             for group in {group for group, _ in shelves}:
@@ -180,6 +181,10 @@ class Run:
             for slot in range(SLOTS):
                 depth, tiers = self.naive.match(slot, model, path)
                 assert (found.blocks[slot] if found is not None else 0) == depth, f"step {step}, slot {slot}, {path}"
+                ranks = found.by_rank(slot) if found is not None else []
+                if ranks:
+                    order = [cache.rank for cache in self.index.caches_of(slot)]
+                    assert ranks == [self.naive.match(slot, model, path, rank)[0] for rank in order], f"step {step}"
                 if found is not None and depth and not self.naive.held.get((slot, 1)):
                     held = found.tiers[:, slot].tolist()
                     same = held == tiers[: len(held)]

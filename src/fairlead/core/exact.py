@@ -20,11 +20,11 @@ Rules (`SOURCES`)
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, field
 
 from fairlead.core.columns import FloatColumn
 from fairlead.core.kv.index import KvIndex
@@ -64,10 +64,13 @@ class PromptBlocks(Struct, eq=False, gc=False):
     hits: FloatColumn | None = None
     #: The part of `hits` that does not depend on prompts that were just sent.
     certain: FloatColumn | None = None
+    #: What `hits` is made of, by block size.
+    matches: list[KvMatch] = field(default_factory=list)
 
     def clear(self) -> None:
         """Delete everything about the prompt, because records keep requests."""
         self.chains = self.credit = self.hits = self.certain = None
+        self.matches = []
 
 
 class Predicted(Struct, eq=False, gc=False):
@@ -237,6 +240,7 @@ class ExactKnowledge:
         if not look.chains:
             return None
         look.credit = look.hits = look.certain = None
+        look.matches = []
         for chain in look.chains.values():
             match = self.index.look_up(chain, slots)
             if match is not None:
@@ -249,6 +253,8 @@ class ExactKnowledge:
         return {size: chain for size, chain in chains.items() if chain is not None}
 
     def _add(self, look: PromptBlocks, match: KvMatch, prompt: int, recompute_ms: FloatColumn) -> None:
+        look.matches.append(match)
+        match = match.expected()
         hits = match.hit_tokens(prompt)
         certain = np.minimum(match.tiers.sum(axis=0) * match.block_size, hits)
         credit = hits
@@ -283,7 +289,8 @@ class ExactKnowledge:
         # Otherwise its answer reports the cached tokens of the decoding endpoint, or of sequences that hit one another.
         if prefill_slot < 0 and request.sequences == 1 and not (doubtful and look.model not in self._adapters):
             hits, certain = _number_at(look.hits, slot), _number_at(look.certain, slot)
-            awaited = self.check.expect(slot, tokens, self.adapter(look.model), hits, certain == hits)
+            ranks = _by_rank(look.matches, slot, request.prompt_tokens)
+            awaited = self.check.expect(slot, tokens, self.adapter(look.model), hits, certain == hits, ranks)
         look.clear()
         return Predicted(guess, awaited)
 
@@ -327,4 +334,13 @@ class ExactKnowledge:
 
 
 def _number_at(column: FloatColumn | None, slot: int) -> int:
-    return int(column[slot]) if column is not None else 0
+    return int(column[slot] + _ROUNDING) if column is not None else 0
+
+
+def _by_rank(matches: Sequence[KvMatch], slot: int, prompt: int) -> tuple[int, ...]:
+    """Return the tokens that each rank should report as cached. In blocks of another size an endpoint holds nothing."""
+    best = max(matches, key=lambda match: match.blocks[slot] * match.block_size, default=None)
+    if best is None:
+        return ()
+    usable = max(0, prompt - 1) // best.block_size
+    return tuple(min(blocks, usable) * best.block_size for blocks in best.by_rank(slot))

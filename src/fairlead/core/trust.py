@@ -4,6 +4,8 @@ the engine reports.
 Rules
 * Only informative pairs count: tokens were predicted or reported, and the prediction did not depend on a prompt that
   was still on its way to the endpoint.
+* Of several ranks the engine chooses one, so a report is compared with the rank whose blocks come closest. If that is
+  a rank without any, the pair is not informative.
 * Some error is normal, because blocks are stored and dropped between the decision and the prefill. A pair agrees if it
   differs by at most one block or a tenth of the prompt, whichever is more.
 * `PROOFS` agreements in a row make an endpoint proven. It is distrusted once more than half of the last `WINDOW` pairs,
@@ -267,7 +269,7 @@ class _State(Struct):
 
 
 class Awaited(Struct, eq=False, gc=False):
-    """The prediction that an answer is compared with."""
+    """The prediction that an answer is compared with. `ranks`: see `SelfCheck.expect`."""
 
     slot: int
     tenure: int
@@ -277,6 +279,7 @@ class Awaited(Struct, eq=False, gc=False):
     count: int
     lora: str
     salt: str
+    ranks: tuple[int, ...]
 
 
 class SelfCheck:
@@ -326,16 +329,19 @@ class SelfCheck:
             state.trust.reset()
             state.finding = None
 
-    def expect(self, slot: int, tokens: TokenIds, lora: str, predicted: int, certain: bool) -> Awaited | None:
+    def expect(
+        self, slot: int, tokens: TokenIds, lora: str, predicted: int, certain: bool, ranks: tuple[int, ...] = ()
+    ) -> Awaited | None:
         """Note the prediction for a request that is sent there. `predicted`: cached tokens; not `certain` if they
-        include prompts that were just sent there. Return what `ended` needs; `None` = there is no endpoint."""
+        include prompts that were just sent there. `ranks`: the cached tokens of each rank, if there are several.
+        Return what `ended` needs; `None` = there is no endpoint."""
         state = self._states.get(slot)
         if state is None:
             return None
         # A settled endpoint hardly ever needs a diagnosis; its first disagreement ends that state.
         kept = b"" if state.trust.settled or self._kept >= MOST_AWAITED else bytes(tokens.ids[: 4 * _KEPT])
         self._kept += bool(kept)
-        return Awaited(slot, state.tenure, predicted, certain, kept, tokens.count, lora, tokens.salt)
+        return Awaited(slot, state.tenure, predicted, certain, kept, tokens.count, lora, tokens.salt, ranks)
 
     def ended(self, awaited: Awaited, usage: Usage) -> int:
         """Judge the prediction for an answer that ended. Return the slot that was judged; -1 = none."""
@@ -353,8 +359,9 @@ class SelfCheck:
 
     def _judge(self, awaited: Awaited, state: _State, usage: Usage, block_size: int, missing: bool) -> None:
         """Judge one prediction. `missing`: events are on their way or lost, so predicting too little is expected."""
-        predicted, reported, judged = awaited.predicted, usage.cached_tokens, state.judged
-        judged.predicted_tokens += predicted
+        reported, judged = usage.cached_tokens, state.judged
+        predicted = min(awaited.ranks, key=lambda cached: abs(cached - reported), default=awaited.predicted)
+        judged.predicted_tokens += awaited.predicted
         judged.reported_tokens += reported
         if not awaited.certain or not (predicted or reported) or (missing and predicted < reported):
             judged.idle += 1
@@ -362,7 +369,7 @@ class SelfCheck:
         right = agrees(predicted, reported, awaited.count, max(block_size, 1))
         if not right:
             judged.off += 1
-            self._diagnose(awaited, state, usage)
+            self._diagnose(awaited, state, usage, predicted)
         elif predicted == reported:
             judged.equal += 1
         else:
@@ -374,10 +381,10 @@ class SelfCheck:
                 Verdict(awaited.slot, not state.trust.distrusted, state.trust.level, state.finding, predicted, reported)
             )
 
-    def _diagnose(self, awaited: Awaited, state: _State, usage: Usage) -> None:
+    def _diagnose(self, awaited: Awaited, state: _State, usage: Usage, predicted: int) -> None:
         heads = [head for cache in self._index.caches_of(awaited.slot) for head in cache.stores()]
         case = Case(
-            awaited.tokens, awaited.count, awaited.lora, awaited.salt, awaited.predicted, usage.cached_tokens,
+            awaited.tokens, awaited.count, awaited.lora, awaited.salt, predicted, usage.cached_tokens,
             usage.prompt_tokens,
         )  # fmt: skip
         finding = diagnose(self._recipe, case, heads)

@@ -335,6 +335,38 @@ def test_answers_of_a_departed_endpoint_judge_nobody(world: World) -> None:
     assert world.exact.check.judged(0).off == 0
 
 
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_an_engine_that_chooses_among_ranks_keeps_its_trust(ranks: int) -> None:
+    world, rng = World(1), Random(5)
+    engines = [Engine(world, 0) for _ in range(ranks)]
+    for rank, engine in enumerate(engines):
+        engine.cache = world.exact.index.rank(0, rank, ANY_MODEL)
+        engine.cache.heard = engine.cache.linked = True
+    predicted = reported = 0
+    talks = [prompt(320, seed) for seed in range(8)]
+    for turn in range(400):
+        number = rng.randrange(len(talks))
+        ids = talks[number] = [*talks[number], *prompt(80, 100 + turn)] if turn % 40 else prompt(320, 1000 + turn)
+        held, chosen = depths(world, ids), rng.randrange(ranks)
+        request, decision = world.send(ids)
+        cached = min(held[chosen], (len(ids) - 1) // BLOCK) * BLOCK
+        predicted, reported = predicted + decision.hit_tokens, reported + cached
+        engines[chosen].store(ids, cached // BLOCK)
+        world.end(request, len(ids), cached)
+    judged = world.exact.check.judged(0)
+    assert (judged.off, world.exact.source(0)) == (0, "exact")
+    assert judged.equal > 50
+    assert predicted == pytest.approx(reported, rel=0.15)
+
+
+def depths(world: World, ids: list[int]) -> list[int]:
+    """Blocks that each rank of the first endpoint holds."""
+    index = world.exact.index
+    chain = world.exact.recipe.chain(index.space, PromptTokens(ids=packed(ids), total=len(ids)), BLOCK, "")
+    found = index.look_up(chain, 1) if chain is not None else None
+    return found.by_rank(0) if found is not None else [0] * len(index.caches_of(0))
+
+
 def test_what_rests_on_a_guess_judges_nobody(world: World) -> None:
     world = World(1)
     Engine(world, 0).store(prompt(16, 4))

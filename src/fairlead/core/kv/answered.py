@@ -89,9 +89,14 @@ class AnsweredIndex(KvIndex):
         if not held:
             return None
         tiers = np.zeros((max(len(held_by.tiers) for held_by in held), slots))
+        ranks = self.matcher.ranks(slots, 0.0)
         for held_by in held:
             tiers[: len(held_by.tiers), held_by.slot] = held_by.tiers
-        return KvMatch(tiers.sum(axis=0), chain.block_size, tiers)
+            if ranks is not None:
+                # Without the ranks' blocks, each has those of the endpoint.
+                of_each = held_by.ranks[: len(ranks.blocks)] or (sum(held_by.tiers),)
+                ranks.blocks[: len(held_by.ranks) or None, held_by.slot] = of_each
+        return KvMatch(tiers.sum(axis=0), chain.block_size, tiers, ranks)
 
 
 def bounded(tiers: Sequence[float], total: int) -> tuple[float, ...]:

@@ -4,7 +4,7 @@ Rules
 * A holder is (endpoint, rank, group, tier). A block is *held* while more copies were stored there than removed: engines
   report each physical copy, and with two copies the first removal changes nothing (vLLM 0.32, measured).
 * A match has no gap from the first block on. Within a rank a block may be in any tier, and counts in the fastest. Over
-  groups the shortest match counts, since all groups of a model need the block; over ranks the best match counts.
+  groups the shortest match counts, since all groups of a model need the block. Ranks match one by one.
 * Clearing takes effect immediately and is cheap: the rank's blocks are disowned and removed later, piece by piece
   (`tend`). No call does more than about 0.3 ms of work.
 * Memory is bounded by `max_blocks` copies. To make room, the shelf that has just grown is evicted from if it has more
@@ -52,8 +52,8 @@ class KvIndex:
         self.blocks = BlockTable(max_blocks)
         self.orphans = Orphans(max_orphans, orphan_ttl)
         self.speculation = Speculation()
-        self.matcher = Matcher(self.blocks, self.speculation)
         self._caches: dict[int, dict[int, RankCache]] = {}
+        self.matcher = Matcher(self.blocks, self.speculation, self._caches)
         #: Blocks held, counted per (endpoint, rank, group, tier). Disowned blocks count until they are taken apart.
         self.entries = 0
         #: Copies that were entered, and those that were evicted to stay within bounds.
@@ -72,6 +72,7 @@ class KvIndex:
         """Remove an endpoint and all its ranks."""
         self.clear(slot)
         del self._caches[slot]
+        self.matcher.changed()
         self.speculation.drop_slot(slot)
 
     def rank(self, slot: int, rank: int, model: str) -> RankCache:
@@ -86,6 +87,7 @@ class KvIndex:
             cache = None
         if cache is None:
             cache = caches[rank] = RankCache(slot, rank, model)
+            self.matcher.changed()
         return cache
 
     def keep_ranks(self, slot: int, ranks: Container[int]) -> None:
@@ -93,6 +95,7 @@ class KvIndex:
         caches = self._caches[slot]
         for rank in [rank for rank in caches if rank not in ranks]:
             self.clear_rank(caches.pop(rank))
+            self.matcher.changed()
 
     def caches(self, model: str | None = None) -> Iterator[RankCache]:
         for ranks in self._caches.values():
@@ -262,7 +265,7 @@ class KvIndex:
         holders = self.blocks.holders
         if not holders.wide_enough(shelf.unit, shelf.tier):
             holders.widen(shelf.unit, shelf.tier)
-            self.matcher.widened()
+            self.matcher.changed()
             for shelf_with_bit in (
                 *self._dead,
                 *(cache_shelf for cache in self.caches() for cache_shelf in cache.shelves.values()),

@@ -5,8 +5,11 @@ Theory
   become runs, and only the runs' rows of bits are combined: `and` along the prompt gives the units that still match.
 * Run lengths times that matrix of bits is the matched length of every unit. Masked with the bits of one tier, it is the
   part in that tier.
+* An endpoint may have several ranks, of which its engine chooses one without looking at prefixes. So the best rank says
+  what the endpoint holds, and the mean over its ranks what an answer is expected to find (`KvMatch.expected`).
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -29,11 +32,13 @@ Numbers = NDArray[np.uint32]
 
 
 class Held(NamedTuple):
-    """What an endpoint holds of a prompt, reported by another process. `tiers`: blocks in each tier, fastest first."""
+    """What an endpoint holds of a prompt, reported by another process. `tiers`: blocks in each tier, fastest first.
+    `ranks`: blocks of each rank; empty = there is one, or they are not known."""
 
     slot: int
     tenure: int
     tiers: tuple[float, ...]
+    ranks: tuple[float, ...] = ()
 
 
 class BlockChain(NamedTuple):
@@ -45,14 +50,31 @@ class BlockChain(NamedTuple):
     held: tuple[Held, ...] | None = None
 
 
+class Ranks(NamedTuple):
+    """A match by rank. All columns have one entry per slot."""
+
+    #: Blocks that each rank holds, without speculative ones; shape (most ranks, slots).
+    blocks: NDArray[np.float64]
+    counts: FloatColumn
+    #: Blocks of prompts that were just sent to one of the ranks.
+    sent: FloatColumn
+
+    @property
+    def exist(self) -> NDArray[np.bool_]:
+        """Which ranks exist; shape (most ranks, slots)."""
+        return np.arange(len(self.blocks))[:, None] < self.counts
+
+
 class KvMatch(NamedTuple):
     """The result of a look-up. All columns have one entry per slot."""
 
-    #: Blocks held without a gap from the beginning.
+    #: Blocks held without a gap from the beginning, by the rank that holds most.
     blocks: FloatColumn
     block_size: int
     #: How many of `blocks` are in each tier, fastest first, without speculative ones; shape (tiers, slots).
     tiers: NDArray[np.float64]
+    #: `None` = every endpoint has one rank.
+    ranks: Ranks | None = None
 
     def hit_tokens(self, prompt_tokens: int) -> FloatColumn:
         """Return the tokens that need not be computed. An engine always computes at least one token: of a prompt of
@@ -60,14 +82,34 @@ class KvMatch(NamedTuple):
         usable = max(0, prompt_tokens - 1) // self.block_size
         return np.minimum(self.blocks, usable) * self.block_size
 
+    def expected(self) -> "KvMatch":
+        """Return the mean over each endpoint's ranks."""
+        if self.ranks is None:
+            return self
+        exist, counts = self.ranks.exist, self.ranks.counts
+        mean = np.where(exist, self.ranks.blocks, 0.0).sum(axis=0) / counts
+        # A prompt that was just sent is on one rank; the next one meets it there with that chance.
+        more = np.where(exist, np.maximum(self.ranks.sent - self.ranks.blocks, 0.0), 0.0).sum(axis=0) / counts**2
+        tiers = self.tiers * (mean / np.maximum(self.tiers.sum(axis=0), 1.0))
+        return KvMatch(mean + more, self.block_size, tiers)
+
+    def by_rank(self, slot: int) -> list[int]:
+        """Return the blocks that each rank of an endpoint holds; empty = it has one."""
+        if self.ranks is None or self.ranks.counts[slot] < 2:
+            return []
+        return [int(held) for held in self.ranks.blocks[: int(self.ranks.counts[slot]), slot]]
+
 
 class _Layout(NamedTuple):
     """The slot of each unit. Arrays have one entry per live unit, unless noted."""
 
     units: Positions
     slots: Positions
-    #: Number of the unit's (slot, rank).
+    #: Number of the unit's (slot, rank), and of its rank among those of the slot.
     caches: Positions
+    ranks: Positions
+    #: Slots with several ranks, and how many they have.
+    several: tuple[Positions, Positions]
     #: Whether every slot has exactly one unit.
     plain: bool
     #: Bits of one plane that stand for storage shared by all endpoints; `None` = there is none.
@@ -79,9 +121,13 @@ class _Layout(NamedTuple):
 class Matcher:
     """Looks up prompts in the block table, and manages the numbers of units."""
 
-    def __init__(self, blocks: BlockTable, speculation: Speculation) -> None:
+    def __init__(
+        self, blocks: BlockTable, speculation: Speculation, caches: Mapping[int, Mapping[int, RankCache]]
+    ) -> None:
+        """`caches`: by slot and rank. Call `changed` after changes."""
         self._blocks = blocks
         self._speculation = speculation
+        self._caches = caches
         self._units: list[RankCache | None] = []
         self._shelves_of: list[int] = []
         self._free: list[int] = []
@@ -120,13 +166,15 @@ class Matcher:
         if not self._shelves_of[unit]:
             self._free.append(unit)
 
-    def widened(self) -> None:
-        """Record that the bits of all sets have moved."""
+    def changed(self) -> None:
+        """Record that the bits of all sets have moved, or that an endpoint has other ranks."""
         self._layout = None
 
     def _lay_out(self) -> _Layout:
         numbers: dict[int, int] = {}
-        units, slots, caches = [], [], []
+        units, slots, caches, ranks = [], [], [], []
+        places = {id(cache): rank for held in self._caches.values() for rank, cache in enumerate(held.values())}
+        several = {slot: len(held) for slot, held in self._caches.items() if len(held) > 1 and slot != EVERYONE}
         shared, shared_unit = 0, -1
         for unit, cache in enumerate(self._units):
             if cache is None:
@@ -137,10 +185,13 @@ class Matcher:
             units.append(unit)
             slots.append(cache.slot)
             caches.append(numbers.setdefault(id(cache), len(numbers)))
+            ranks.append(places.get(id(cache), 0))
         self._layout = layout = _Layout(
             np.array(units, np.int64),
             np.array(slots, np.int64),
             np.array(caches, np.int64),
+            np.array(ranks, np.int64),
+            (np.array([*several], np.int64), np.array([*several.values()], np.int64)),
             len(set(slots)) == len(slots),
             self._blocks.holders.words(shared) if shared else None,
             shared_unit,
@@ -205,7 +256,22 @@ class Matcher:
             per_tier.append(_lengths(lengths, unmatched & rows[:, plane]))
             unmatched = unmatched & ~rows[:, plane]
         per_tier.append(_lengths(lengths, unmatched))
-        return _by_slot(np.array(per_tier, np.float64), layout, chain, slots)
+        tiers = np.array(per_tier, np.float64)
+        everywhere = tiers[:, layout.shared_unit, None] if layout.shared is not None else np.zeros((planes, 1))
+        tiers = tiers[:, layout.units]
+        if not (tiers.any() or everywhere.any()):
+            return None
+        return _by_slot(tiers, layout, everywhere, chain, self.ranks(slots, everywhere.sum()), slots)
+
+    def ranks(self, slots: int, blocks: float) -> Ranks | None:
+        """Return `blocks` for each rank; `None` = every endpoint has one rank."""
+        which, numbers = (self._layout or self._lay_out()).several
+        inside = which < slots
+        if not inside.any():
+            return None
+        counts = np.ones(slots)
+        counts[which[inside]] = numbers[inside]
+        return Ranks(np.full((int(counts.max()), slots), blocks), counts, np.zeros(slots))
 
     def guess(self, match: KvMatch | None, chain: BlockChain, slots: int) -> KvMatch | None:
         """Add blocks that endpoints will soon hold, because prompts were just sent there."""
@@ -215,8 +281,10 @@ class Matcher:
             if slot >= slots:
                 continue
             if match is None:
-                match = KvMatch(np.zeros(slots), chain.block_size, np.zeros((1, slots)))
+                match = KvMatch(np.zeros(slots), chain.block_size, np.zeros((1, slots)), self.ranks(slots, 0.0))
             match.blocks[slot] = max(match.blocks[slot], blocks)
+            if match.ranks is not None:
+                match.ranks.sent[slot] = blocks
         return match
 
 
@@ -227,15 +295,18 @@ def _lengths(lengths: Floats, rows: NDArray[np.uint64]) -> Floats:
     return summed
 
 
-def _by_slot(tiers: NDArray[np.float64], layout: _Layout, chain: BlockChain, slots: int) -> KvMatch | None:
-    """Combine units to slots: the minimum over groups, then the maximum over ranks. A slot without units has what is
-    shared. `tiers`: shape (tiers, all units)."""
-    everywhere = tiers[:, layout.shared_unit, None] if layout.shared is not None else np.zeros((len(tiers), 1))
-    tiers = tiers[:, layout.units]
+def _by_slot(
+    tiers: NDArray[np.float64],
+    layout: _Layout,
+    everywhere: NDArray[np.float64],
+    chain: BlockChain,
+    by_rank: Ranks | None,
+    slots: int,
+) -> KvMatch:
+    """Combine units to slots: the minimum over groups, then the maximum over ranks. A slot without units has
+    `everywhere`, shape (tiers, 1). `tiers`: shape (tiers, live units). `by_rank` is filled."""
     blocks = tiers.sum(axis=0)
-    if not (blocks.any() or everywhere.any()):
-        return None
-    owners = layout.slots
+    owners, ranks = layout.slots, layout.ranks
     if not layout.plain:
         order = np.lexsort((blocks, layout.caches))
         caches = layout.caches[order]
@@ -243,11 +314,13 @@ def _by_slot(tiers: NDArray[np.float64], layout: _Layout, chain: BlockChain, slo
         shortest = shortest[np.argsort(blocks[shortest], kind="stable")]
         # Ascending, so that the rank with the most blocks is written last.
         tiers, blocks = tiers[:, shortest], blocks[shortest]
-        owners = owners[shortest]
+        owners, ranks = owners[shortest], ranks[shortest]
     inside = owners < slots
     if not inside.all():
-        tiers, blocks, owners = tiers[:, inside], blocks[inside], owners[inside]
-    result = KvMatch(np.full(slots, everywhere.sum()), chain.block_size, np.repeat(everywhere, slots, axis=1))
+        tiers, blocks, owners, ranks = tiers[:, inside], blocks[inside], owners[inside], ranks[inside]
+    result = KvMatch(np.full(slots, everywhere.sum()), chain.block_size, np.repeat(everywhere, slots, axis=1), by_rank)
+    if by_rank is not None:
+        by_rank.blocks[ranks, owners] = blocks
     result.blocks[owners] = blocks
     result.tiers[:, owners] = tiers
     return result

@@ -52,12 +52,13 @@ class Query(Struct, kw_only=True, forbid_unknown_fields=True):
 
 class PodAnswer(Struct, frozen=True, kw_only=True, gc=False):
     """One endpoint. `matched`: blocks from the prompt's beginning that it holds; `tiers`: these blocks by tier.
-    `hit_rate`: their share of the prompt (0..1). `total`, `block_size`: present only if the endpoint's block size is
-    not that of the answer."""
+    `hit_rate`: their share of the prompt (0..1). `ranks`: the blocks of each rank, if it has several. `total`,
+    `block_size`: present only if the endpoint's block size is not that of the answer."""
 
     matched: int
     hit_rate: float
     tiers: dict[str, int] = {}
+    ranks: list[int] | UnsetType = UNSET
     total: int | UnsetType = UNSET
     block_size: int | UnsetType = UNSET
 

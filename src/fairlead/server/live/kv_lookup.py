@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec import UNSET
 
 from fairlead.config.schema import Config
 from fairlead.core.events import EndpointDown, EndpointUp
@@ -114,7 +115,8 @@ class KvLookup(Knowledge):
             where = self._named.get(name)
             if where is not None and pod.matched > 0:
                 tiers = bounded([pod.tiers.get(tier, 0) for tier in _TIER_NAMES], total)
-                held.append(Held(*where, tiers))
+                ranks = pod.ranks if pod.ranks is not UNSET else []
+                held.append(Held(*where, tiers, tuple(float(min(max(blocks, 0), total)) for blocks in ranks)))
         return tuple(held)
 
     # ---------------------------------------------------------------- state

@@ -65,6 +65,27 @@ def test_prompts_that_were_just_sent_count_beside_the_answer() -> None:
     assert found is not None and found.blocks.tolist() == [1, 4]
 
 
+def test_of_several_ranks_each_has_what_the_answer_says() -> None:
+    index = AnsweredIndex(ANY_MODEL)
+    for slot, ranks in enumerate((2, 1, 3)):
+        index.add_slot(slot)
+        index.report(slot, [RankState(rank=rank, heard=True, linked=True, block_size=16) for rank in range(ranks)])
+    held = (
+        Held(0, index.tenure(0), (4.0,), (4, 0, 9)),
+        Held(1, index.tenure(1), (3.0,)),
+        Held(2, index.tenure(2), (2.0,)),
+    )
+    found = index.look_up(BlockChain(np.arange(4, dtype=np.uint64), 16, held), 3)
+    assert found is not None
+    # An indexer of another version says nothing of ranks.
+    assert [found.by_rank(slot) for slot in range(3)] == [[4, 0], [], [2, 2, 2]]
+    assert found.expected().blocks.tolist() == [2, 3, 2]
+    # A prompt that was just sent counts although nobody holds any of it.
+    index.speculation.add(0, np.arange(4, dtype=np.uint64), 9.0)
+    found = index.look_up(BlockChain(np.arange(4, dtype=np.uint64), 16, ()), 3)
+    assert found is not None and found.expected().blocks.tolist() == [2, 0, 0]
+
+
 def test_the_state_of_ranks_is_taken_over() -> None:
     index = AnsweredIndex(ANY_MODEL)
     index.add_slot(0)

@@ -91,6 +91,42 @@ def test_ranks_count_apart_and_the_best_is_named() -> None:
     assert one.depths(range(6)) == [0, 0, 0] and one.index.entries == 0
 
 
+def test_of_several_ranks_the_mean_is_expected() -> None:
+    one = Fixture()
+    one.store(range(2), rank=0)
+    one.store(range(6), rank=1)
+    one.store(range(4), slot=1)
+    one.cache(0, 2)  # holds nothing yet
+    one.cache(0, 3)
+    found = one.find(range(8))
+    assert found is not None
+    assert [found.by_rank(slot) for slot in range(3)] == [[2, 6, 0, 0], [], []]
+    expected = found.expected()
+    assert (expected.blocks.tolist(), expected.tiers.sum(axis=0).tolist()) == ([2, 4, 0], [2, 4, 0])
+    # A prompt of six blocks that was just sent is on one of the ranks: the four that lack 4, 0, 6 and 6 of its blocks
+    # have it with that chance.
+    keys = prompt_keys(one.index.space.root("m", ""), tokens(*range(8)), BLOCK)
+    one.index.speculation.add(0, keys[:6], 9.0)
+    found = one.find(range(8))
+    assert found is not None and found.expected().blocks.tolist() == [2 + 16 / 4**2, 4, 0]
+    # Ranks that no longer exist do not count.
+    one.index.keep_ranks(0, {1})
+    found = one.find(range(8))
+    assert found is not None and found.expected().blocks.tolist() == [6, 4, 0]
+
+
+def test_shared_storage_counts_for_ranks_that_hold_nothing() -> None:
+    one = Fixture()
+    one.index.add_slot(EVERYONE)
+    event = BlocksStored([100, 101], 0, tokens(0, 1), BLOCK, medium="SHARED_STORAGE")
+    apply_all(one.index, one.index.rank(EVERYONE, 0, "m"), event, 0.0)
+    one.store(range(4), rank=0)
+    one.cache(0, 1)
+    found = one.find(range(4))
+    assert found is not None
+    assert (found.by_rank(0), found.expected().blocks.tolist()) == ([4, 2], [3, 2, 2])
+
+
 def test_tiers() -> None:
     one = Fixture()
     one.store(range(6))

@@ -167,6 +167,18 @@ async def test_each_pod_has_blocks_of_its_own_size(world: World) -> None:
     }
 
 
+async def test_a_pod_of_several_ranks_has_what_each_holds(world: World) -> None:
+    world.exact.index.rank(1, 1, ANY_MODEL)
+    found = await world.post({"token_ids": TOKENS, "hits_only": True})
+    assert found["pods"]["default/pod1"] == {
+        "matched": 2,
+        "hit_rate": 0.5,
+        "tiers": {"gpu": 1, "cpu": 1},
+        "ranks": [2, 0],
+    }
+    assert "ranks" not in found["pods"]["default/pod0"]
+
+
 @pytest.mark.parametrize(
     ("fields", "status", "said"),
     [

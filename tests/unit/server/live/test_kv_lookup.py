@@ -117,6 +117,19 @@ async def test_an_answer_becomes_a_share_of_the_endpoint_that_it_is_about(world:
     assert "sql" in world.kv.exact.adapters
 
 
+async def test_of_several_ranks_the_mean_counts(world: World) -> None:
+    slot = world.up("a", "10.0.0.7:80")
+    ranks = [RankState(rank=rank, heard=True, linked=True, block_size=16) for rank in range(2)]
+    states = {"a": PodState(address="10.0.0.7:80", ranks=ranks)}
+    world.kv._on_state(StateAnswer(space="own-1", index_size=1, pods=states, block_sizes=[16]))
+    world.kv.exact.refresh()
+    pod = PodAnswer(matched=3, hit_rate=0.75, tiers={"gpu": 3}, ranks=[99, -1])
+    world.client.answer = Answer(total=4, pods={"a": pod})
+    await world.read(1, bytes(256))
+    share = world.share(1)
+    assert share is not None and share[slot] == pytest.approx(0.5, abs=1e-3)
+
+
 async def test_a_name_that_the_indexer_has_for_another_address_does_not_count(world: World) -> None:
     other, slot = world.up("a", "10.0.0.8:80"), world.up("b", "10.0.0.7:80")
     world.told(a="10.0.0.7:80", b="10.0.0.8:80")
