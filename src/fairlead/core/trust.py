@@ -96,8 +96,8 @@ def agrees(predicted: int, reported: int, prompt: int, block_size: int) -> bool:
 BLOCK_SIZE, SEED, ALGORITHM = "block-size", "hash-seed", "hash-algorithm"
 LORA, SALT = "lora", "extra-keys"
 TEMPLATE, TOKENISER = "chat-template", "tokeniser"
-EVICTED, MISSING, UNKNOWN = "evicted", "events-missing", "unknown"
-CAUSES = (BLOCK_SIZE, SEED, ALGORITHM, LORA, SALT, TEMPLATE, TOKENISER, EVICTED, MISSING, UNKNOWN)
+EVICTED, FULL, MISSING, UNKNOWN = "evicted", "index-full", "events-missing", "unknown"
+CAUSES = (BLOCK_SIZE, SEED, ALGORITHM, LORA, SALT, TEMPLATE, TOKENISER, EVICTED, FULL, MISSING, UNKNOWN)
 
 #: Commonly used seeds, tried in turn.
 _SEEDS = (None, "0", "1", "42", "123", "1234", "12345")
@@ -115,6 +115,9 @@ class Finding(Struct, frozen=True):
     detail: str = ""
 
 
+_FULL = Finding(FULL, "the index dropped blocks that it still has, to stay within kvEvents.maxBlocks")
+
+
 class Case(Struct, frozen=True):
     """One wrong prediction. All numbers are in tokens."""
 
@@ -127,6 +130,8 @@ class Case(Struct, frozen=True):
     reported: int
     #: The engine's count of the prompt's tokens; -1 = not reported.
     counted: int
+    #: Whether the index dropped blocks that the engine still has.
+    full: bool = False
 
 
 def diagnose(recipe: Recipe, case: Case, heads: Sequence[Head]) -> Finding:
@@ -195,6 +200,8 @@ def _same_tokens(case: Case, head: Head) -> Finding:
         return Finding(SALT, "its extra keys (salt, media) of the first block differ from ours")
     if case.predicted > case.reported:
         return Finding(EVICTED, "blocks cached at the decision were gone when needed, or removed without an event")
+    if case.full:
+        return _FULL
     return Finding(MISSING, "its blocks have our tokens, but more were cached than its events reported")
 
 
@@ -205,6 +212,8 @@ def _strange(case: Case) -> Finding:
         )
     if case.predicted > case.reported:
         return Finding(EVICTED, "blocks cached at the decision were gone when needed, or removed without an event")
+    if case.full:
+        return _FULL
     if case.reported < case.count // 2 and case.tokens:
         return Finding(TOKENISER, "none of the tokens that it stored recently are ours")
     return Finding(UNKNOWN, "the blocks concerned are not among those that it stored recently")
@@ -382,10 +391,11 @@ class SelfCheck:
             )
 
     def _diagnose(self, awaited: Awaited, state: _State, usage: Usage, predicted: int) -> None:
-        heads = [head for cache in self._index.caches_of(awaited.slot) for head in cache.stores()]
+        caches = self._index.caches_of(awaited.slot)
+        heads = [head for cache in caches for head in cache.stores()]
         case = Case(
             awaited.tokens, awaited.count, awaited.lora, awaited.salt, predicted, usage.cached_tokens,
-            usage.prompt_tokens,
+            usage.prompt_tokens, any(cache.provisional and cache.counts.evicted for cache in caches),
         )  # fmt: skip
         finding = diagnose(self._recipe, case, heads)
         if finding.cause == UNKNOWN or not heads:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from fairlead.core.kv.cache import Head
 from fairlead.core.kv.hashing import EngineHasher
@@ -10,6 +11,7 @@ from fairlead.core.trust import (
     ALGORITHM,
     BLOCK_SIZE,
     EVICTED,
+    FULL,
     LORA,
     MISSING,
     SALT,
@@ -107,6 +109,17 @@ def test_what_was_evicted_or_not_told() -> None:
     assert cause(Recipe(), case(), head()) == MISSING
     # The newest store that fits is taken, not the newest of all.
     assert cause(Recipe(), case(predicted=384, reported=0), head(), head([5] * 256)) == EVICTED
+
+
+def test_what_a_full_index_dropped() -> None:
+    other = [1_000_000 + at for at in range(300)]
+    for wrong in (case(), case(reported=32)):
+        full = replace(wrong, full=True)
+        assert cause(Recipe(), full, head()) == cause(Recipe(), full, head(other)) == FULL
+        # It does not hide what else is wrong.
+        assert cause(Recipe(), replace(full, counted=403), head(other)) == TOKENISER
+        assert cause(Recipe(), full, head(lora="poet")) == LORA
+    assert cause(Recipe(), replace(case(predicted=384, reported=0), full=True), head()) == EVICTED
 
 
 def test_nothing_is_kept_of_the_prompt() -> None:

@@ -25,6 +25,7 @@ from fairlead.core.exact import SETTLING, ExactKnowledge
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import Route
 from fairlead.core.kv.events import AllCleared, BlocksRemoved, BlocksStored
+from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.recipe import ANY_MODEL, Recipe
 from fairlead.core.prefix import ChainHasher
 from fairlead.core.records import DecisionRecord, OutcomeRecord
@@ -202,6 +203,27 @@ def test_while_something_is_missing_whoever_says_more_counts(world: World) -> No
     engine.cache.linked = False
     world.exact.refresh()
     assert world.exact.source(0) == "most"
+
+
+def test_what_a_full_index_dropped_is_no_zero() -> None:
+    exact = ExactKnowledge(index=KvIndex(max_blocks=40))
+    exact.add_slot(0)
+    cache = exact.index.rank(0, 0, ANY_MODEL)
+    cache.heard = cache.linked = True
+    blind = Request(id=1, arrived=0.0, prompt_tokens=160, prompt_bytes=640)
+    for number in range(8):
+        event = BlocksStored([100 * number + at for at in range(1, 11)], 0, packed(prompt(160, number)), BLOCK)
+        apply_all(exact.index, cache, event, 0.0)
+    for number in range(8):
+        exact.refresh()
+        tokens = PromptTokens(ids=packed(prompt(160, number)), total=160)
+        request = replace(blind, id=number, blocks=exact.offer(tokens))
+        share = exact.refine(request, np.array([0.9]), 1, np.ones(1))
+        assert share is not None and share[0] == pytest.approx(0.9, abs=0.01)
+        predicted = exact.sent(request, 0, -1, 0.0)
+        exact.ended(predicted, Usage(prompt_tokens=160, completion_tokens=1, cached_tokens=144), True, 0.0)
+    judged = exact.check.judged(0)
+    assert judged.off > 2 and judged.causes == {"index-full": judged.off}
 
 
 def test_a_prompt_that_was_just_sent_counts_until_its_events_come(world: World) -> None:

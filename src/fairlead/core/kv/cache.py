@@ -121,7 +121,8 @@ class RankCache:
         self.units: dict[int, int] = {}
         #: The reported kind of attention of each group.
         self.kinds: dict[int, str] = {}
-        #: History is missing: more blocks may be cached than are known, and some known blocks may be gone.
+        #: History is missing: more blocks may be cached than are known, and some known blocks may be gone. Or the index
+        #: dropped blocks to stay within its bounds.
         self.provisional = False
         #: Whether our requests make the engine report reused blocks again (`kv_cache_report_mode`). Such stores start
         #: at the root and are not additional copies.

@@ -290,6 +290,7 @@ class KvIndex:
                 self.orphans.give_up()
                 continue
             evicted = self.blocks.evict(loser, forced=looks >= _LOOKS)
+            loser.cache.provisional |= evicted > 0  # the engine still has them
             loser.cache.counts.evicted += evicted
             self.evicted += evicted
             self.entries -= evicted

@@ -310,6 +310,7 @@ def test_the_bound_is_kept_and_used_prompts_stay() -> None:
         one.store(contents)
         assert one.index.entries <= 4000
         assert one.depths(range(1000))[1] == 1000  # asked for all the time, and no more than its share
+    assert one.cache().provisional  # the engine still has them
     assert one.cache().counts.evicted == one.index.evicted > 10_000
     assert one.index.admitted == one.index.entries + one.index.evicted == 16_000
     assert one.index.nbytes < 1_500_000
