@@ -189,10 +189,11 @@ class RankCache:
 # * An orphan waits under its parent's hash, within the scope of a model. Equal engine hashes mean equal content, so a
 #   parent that any endpoint reports is accepted.
 # * An orphan counts its own copies; when all are removed it is forgotten.
-# * There are at most `limit` orphans; the oldest are dropped first. After `ttl` seconds an orphan is given up.
+# * There are at most `limit` orphans, and they take at most `most_bytes`: blocks of a thousand tokens take 4 kB. The
+#   oldest are dropped first. After `ttl` seconds an orphan is given up.
 
-#: Estimated bytes per orphan: the struct, its dict entries, two ints, 64 bytes of tokens.
-_SIZE = 500
+#: Estimated bytes per orphan without its tokens and extra keys: the struct, its dict entries, two ints.
+_SIZE = 436
 
 
 class Orphan(Struct, gc=False):
@@ -208,22 +209,25 @@ class Orphan(Struct, gc=False):
     until: float
     copies: int = 1
 
+    @property
+    def nbytes(self) -> int:
+        return _SIZE + len(self.tokens) + sum(map(len, self.extras))
+
 
 class Orphans:
     """The orphans of all models, by (scope, parent hash) and by (shelf number, hash)."""
 
-    def __init__(self, limit: int = 50_000, ttl: float = 600.0) -> None:
+    def __init__(self, limit: int = 50_000, ttl: float = 600.0, most_bytes: int = 64 << 20) -> None:
         self.limit = limit
         self.ttl = ttl
+        self.most_bytes = most_bytes
+        #: The estimated memory in use.
+        self.nbytes = 0
         self._entries: OrderedDict[tuple[int, int], Orphan] = OrderedDict()
         self._children: dict[tuple[str, int], dict[tuple[int, int], Orphan]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    @property
-    def nbytes(self) -> int:
-        return _SIZE * len(self._entries)
 
     def has(self, shelf: Shelf, digest: int) -> bool:
         return (shelf.number, digest) in self._entries
@@ -242,7 +246,8 @@ class Orphans:
         self._entries[name] = orphan
         orphan.shelf.orphans.add(orphan.digest)
         self._children.setdefault((orphan.shelf.cache.model, orphan.parent), {})[name] = orphan
-        while len(self._entries) > self.limit:
+        self.nbytes += orphan.nbytes
+        while len(self._entries) > self.limit or self.nbytes > self.most_bytes:
             self.give_up()
 
     def removed(self, shelf: Shelf, digest: int) -> bool:
@@ -282,6 +287,7 @@ class Orphans:
     def _forget(self, orphan: Orphan) -> None:
         name = (orphan.shelf.number, orphan.digest)
         del self._entries[name]
+        self.nbytes -= orphan.nbytes
         orphan.shelf.orphans.discard(orphan.digest)
         waiting = (orphan.shelf.cache.model, orphan.parent)
         children = self._children[waiting]
@@ -290,7 +296,8 @@ class Orphans:
             del self._children[waiting]
 
     def validate(self) -> None:
-        """Raise `AssertionError` if the two indexes or the shelves disagree."""
+        """Raise `AssertionError` if the two indexes, the shelves or the bytes disagree."""
+        assert self.nbytes == sum(orphan.nbytes for orphan in self._entries.values()) <= self.most_bytes
         assert sum(map(len, self._children.values())) == len(self._entries)
         for (number, digest), orphan in self._entries.items():
             assert digest in orphan.shelf.orphans and orphan.shelf.number == number and orphan.copies > 0

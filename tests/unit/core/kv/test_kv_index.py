@@ -209,6 +209,24 @@ def test_orphans_wait_for_their_parent_even_from_elsewhere() -> None:
     assert one.depths(range(8)) == [7, 3, 0]
 
 
+def test_orphans_of_large_blocks_are_bounded_by_their_bytes() -> None:
+    one = Fixture()
+    one.index.orphans.most_bytes = 100_000
+    size = 1024
+    for number in range(100):
+        event = BlocksStored([200 + number], 7 + 1000 * number, bytes(4 * size), size, extras=[("x" * 100,)])
+        one.apply(event)
+    assert 15 < len(one.index.orphans) < 25
+    assert 90_000 < one.index.orphans.nbytes <= 100_000
+    assert one.index.nbytes > one.index.orphans.nbytes
+    one.apply(BlocksRemoved([299]))
+    one.index.validate()
+    one.index.clear(0)
+    while one.index.tend(0.0):
+        pass
+    assert one.index.orphans.nbytes == 0
+
+
 def test_orphans_are_bounded_and_expire() -> None:
     one = Fixture(max_orphans=10, orphan_ttl=60)
     for first in range(0, 40, 2):
