@@ -179,8 +179,9 @@ def outlasting(metrics: Metrics, report: Report) -> Metrics:
 def _check_metrics(metrics: Metrics, report: Report) -> None:
     name, longest = max(("idleInterval", metrics.idle_interval), ("interval", metrics.interval), key=itemgetter(1))
     if metrics.staleness < longest + REPEAT:
-        hint = f"at least {longest + REPEAT:g}s with this {name}"
-        report.add(("metrics", "staleness"), "endpoints would look stale between two reports", hint)
+        field = "staleness" if "staleness" in metrics.model_fields_set else name
+        hint = f"staleness at least {longest + REPEAT:g}s with {name} {longest:g}s; numbers without a unit are seconds"
+        report.add(("metrics", field), "endpoints would look stale between two reports", hint)
     for name, names in metrics.engines.items():
         for field, value in names:
             if field not in _LABELS and value is not None:

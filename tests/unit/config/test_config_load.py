@@ -222,7 +222,12 @@ BAD: list[tuple[str, list[tuple[str, int, str, str]]]] = [
     (ONE + "extProc: {port: 0}", [("$.extProc.port", 2, "it cannot be 0", "")]),
     (ONE + "extProc: {port: 9090}", [("$.admin.port", 0, "taken by extProc.port", "")]),
     (ONE + "admin: {metricsPort: 8080}", [("$.admin.metricsPort", 2, "taken by gateway.port", "")]),
-    (ONE + "metrics: {interval: 1.5s}", [("$.metrics.staleness", 2, "look stale", "2.5s with this interval")]),
+    (ONE + "metrics: {interval: 1.5s}", [("$.metrics.interval", 2, "look stale", "staleness at least 2.5s")]),
+    (ONE + "metrics: {interval: 200}", [("$.metrics.interval", 2, "look stale", "without a unit are seconds")]),
+    (
+        ONE + "metrics: {staleness: 3s, idleInterval: 200}",
+        [("$.metrics.staleness", 2, "look stale", "at least 201s with idleInterval 200s")],
+    ),
     (
         ONE + "admin: {metricsHost: 10.0.0.5, metricsPort: 9002}",
         [("$.admin.metricsPort", 2, "taken by extProc.port", "")],
