@@ -484,3 +484,16 @@ async def test_a_model_has_a_page_with_its_last_hour(scheduler: Scheduler, brows
     assert await page.run("document.activeElement.textContent") == "chat"
     assert page.messages == []
     await page.close()
+
+
+async def test_the_page_of_a_model_lists_only_its_own_decisions(scheduler: Scheduler, browser: Browser) -> None:
+    scheduler.add(1)
+    for number, model in enumerate(("sql", "sql-long", "", "SQL")):
+        scheduler.serve(number, "default/model-server-000", model)
+    page = await browser.page(scheduler.url + "#model=sql")
+    listed = "[...document.querySelectorAll('#model-decisions tbody tr')].map((row) => row.dataset.key).join()"
+    await page.until(f"{listed} === '0'")
+    await page.run("location.hash = '#model='")
+    await page.until(f"{listed} === '2'")
+    assert await text_of(page, "#model-title") == "(none named)"
+    await page.close()

@@ -254,7 +254,8 @@ Outcome = Literal["", "running", "answered", "failed", "cancelled", "refused"]
 
 
 class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Criteria of a search. A decision must match all of them; empty = any. Case is ignored, except in `endpoint`."""
+    """Criteria of a search. A decision must match all of them; empty = any. Case is ignored, except in `endpoint` and
+    `requested`."""
 
     #: Our request number, the decision id, or a part of the client's x-request-id.
     id: str = ""
@@ -265,6 +266,8 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     #: The whole endpoint id.
     endpoint: str = ""
     outcome: Outcome = ""
+    #: The whole name of the model that the client requested; empty = it named none, `None` = any.
+    requested: str | None = None
 
     def among(self, records: Iterable[Recorded]) -> list[Recorded]:
         """The matching records, in the same order."""
@@ -276,6 +279,7 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             for request in (decision.request,)
             if (not client_id or request.id == number or client_id in request.external_id.lower())
             and (not model or model in request.model.lower() or model in request.target_model.lower())
+            and (self.requested is None or self.requested == request.model)
             and (not tenant or tenant in request.fairness_id.lower())
             and (not self.endpoint or self.endpoint == decision.endpoint)
             and (not self.outcome or self.outcome == outcome_of(decision, outcome))

@@ -11,10 +11,10 @@ const SHOWN = 20;
 const TTFT = { name: "ttft", title: "Time to first token", unit: "time", least: 10, show: milliseconds };
 
 // Settings by kind. `key`: the field that identifies a row; `ask`: the parameter that names it when its history is
-// requested; `facts`: values that are not columns of the table.
+// requested, `sought` the one for its decisions; `facts`: values that are not columns of the table.
 const KINDS = {
   endpoint: {
-    key: "id", ask: "id", facts: (row) => [["Address", row.address], ["Model", row.model || DASH], ["Role", row.role || DASH]],
+    key: "id", ask: "id", sought: "endpoint", facts: (row) => [["Address", row.address], ["Model", row.model || DASH], ["Role", row.role || DASH]],
     charts: [
       { name: "load", title: "Requests there", unit: "requests", least: 4, show: count, lines: [
         { title: "running", color: "blue", dash: "solid", width: 2.5, fill: true, value: (point) => point.active },
@@ -27,7 +27,7 @@ const KINDS = {
     ],
   },
   model: {
-    key: "model", ask: "name", facts: () => [],
+    key: "model", ask: "name", sought: "requested", facts: () => [],
     charts: [
       { name: "traffic", title: "Requests per second", unit: "requests per second", least: 0.2, show: (value) => decimal(value, 2), lines: [
         { title: "decided", color: "blue", dash: "solid", width: 2.5, fill: true, value: (point) => point.per_s },
@@ -116,7 +116,7 @@ export class Page {
   async ask() {
     const { id, kind } = this;
     const name = encodeURIComponent(id);
-    const [past, sent] = await Promise.all([ask(`${kind}?${this.of.ask}=${name}`), ask(`decisions?${kind}=${name}`)]);
+    const [past, sent] = await Promise.all([ask(`${kind}?${this.of.ask}=${name}`), ask(`decisions?${this.of.sought}=${name}`)]);
     if (id !== this.id) return;
     const part = (what) => $(`${kind}-${what}`);
     const problem = past.problem ?? sent.problem ?? (past.points.length ? "" : "Nothing has been recorded yet; a point comes every 15 seconds.");
