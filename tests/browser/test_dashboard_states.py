@@ -12,7 +12,7 @@ from br_chromium import Browser, Page
 from waiting_rules import AbleRules
 
 from fairlead.core.binding import PairBinder
-from fairlead.core.endpoint import MODEL_LABEL, Endpoint, Sample
+from fairlead.core.endpoint import MODEL_LABEL, BaseModels, Endpoint, Sample
 from fairlead.core.fairness import StartTimeFair
 from fairlead.core.fleet import Fleet
 from fairlead.core.flow_control import FlowControl, FlowController
@@ -496,4 +496,20 @@ async def test_the_page_of_a_model_lists_only_its_own_decisions(scheduler: Sched
     await page.run("location.hash = '#model='")
     await page.until(f"{listed} === '2'")
     assert await text_of(page, "#model-title") == "(none named)"
+    await page.close()
+
+
+async def test_endpoints_are_found_by_the_model_that_they_list(scheduler: Scheduler, browser: Browser) -> None:
+    for name in ("a", "b"):
+        scheduler.fleet.up(Endpoint(name, "10.0.0.1:8000"))
+    page = await browser.page(scheduler.url)
+    await page.until("document.querySelectorAll('#endpoint-rows tbody tr').length === 2")
+    scheduler.fleet.table.set_based(1, BaseModels(frozenset({"Qwen/Qwen3-32B"})))
+    await page.run("(() => { const f = document.getElementById('filter'); f.value = 'qwen'; "
+                   "f.dispatchEvent(new Event('input')); })()")  # fmt: skip
+    await page.until("document.getElementById('endpoints-count').textContent.includes('1 found')")
+    cell = "document.querySelector('#endpoint-rows td.name')"
+    await page.until(f"{cell}.title === 'b · 10.0.0.1:8000 · Qwen/Qwen3-32B'")
+    await page.run(f"{cell}.querySelector('a').click()")
+    await page.until("document.getElementById('endpoint-facts').textContent.includes('Qwen/Qwen3-32B')")
     await page.close()

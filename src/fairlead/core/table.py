@@ -245,27 +245,22 @@ class EndpointTable:
         """Whether an endpoint may bring this model back. After very many names, any may have been among them."""
         return model in self._models or len(self._models) >= _MAX_MODELS
 
+    def base_names(self, slot: int, endpoint: Endpoint) -> Collection[str]:
+        """Return the endpoint's base models: by the label, or without it by the list of models; empty = not known."""
+        label = endpoint.labels.get(MODEL_LABEL)
+        return self.based[slot].names if label is None else (label,)
+
     def base(self, model: str) -> BoolColumn:
-        """Return the slots where `model` is a base model: by the label, or without it by the list of models."""
-
-        def has(slot: int, endpoint: Endpoint) -> bool:
-            label = endpoint.labels.get(MODEL_LABEL)
-            return model in self.based[slot].names if label is None else label == model
-
-        return self.mask(("base", model), has)
+        """Return the slots where `model` is a base model."""
+        return self.mask(("base", model), lambda slot, endpoint: model in self.base_names(slot, endpoint))
 
     def bases(self, model: str) -> frozenset[str]:
         """Return the base models of the endpoints that have `model`, itself included: as base model or as adapter."""
 
         def look() -> frozenset[str]:
             has, listing = self.base(model), self.listing(model)
-            labels = {
-                slot: endpoint.labels.get(MODEL_LABEL)
-                for slot, endpoint in self.slots()
-                if has[slot] or slot in listing
-            }
-            names = [self.based[slot].names if label is None else (label,) for slot, label in labels.items()]
-            return frozenset().union(*names)
+            having = [(slot, endpoint) for slot, endpoint in self.slots() if has[slot] or slot in listing]
+            return frozenset().union(*(self.base_names(slot, endpoint) for slot, endpoint in having))
 
         return self.answer(("bases", model), look)
 

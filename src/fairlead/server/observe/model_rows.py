@@ -7,7 +7,6 @@ from math import inf
 from msgspec import Struct
 from msgspec.structs import replace
 
-from fairlead.core.endpoint import MODEL_LABEL
 from fairlead.core.records import OutcomeRecord
 from fairlead.core.table import EndpointTable
 from fairlead.server.observe.endpoint_history import POINTS, STEP
@@ -131,8 +130,7 @@ def served_models(table: EndpointTable) -> Served:
     bases: Counter[str] = Counter()
     lists: Counter[frozenset[str]] = Counter()
     for slot, endpoint in table.slots():
-        label = endpoint.labels.get(MODEL_LABEL)
-        bases.update(table.based[slot].names if label is None else (label,))
+        bases.update(table.base_names(slot, endpoint))
         lists[(table.adapters[slot] or frozenset()) | (table.listed[slot] or frozenset())] += 1
     adapters: Counter[str] = Counter()
     for names, count in lists.items():

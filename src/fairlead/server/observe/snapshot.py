@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from fairlead import __version__
-from fairlead.core.endpoint import MODEL_LABEL, ROLE_LABEL
+from fairlead.core.endpoint import ROLE_LABEL
 from fairlead.core.flow import Limit
 from fairlead.core.queues import Band
 from fairlead.core.records import DecisionRecord, OutcomeRecord
@@ -67,7 +67,7 @@ def endpoint_rows(
             shape.EndpointRow(
                 id=endpoint.id,
                 address=endpoint.address,
-                model=endpoint.labels.get(MODEL_LABEL, ""),
+                model=", ".join(sorted(table.base_names(slot, endpoint))),
                 role=endpoint.labels.get(ROLE_LABEL, ""),
                 state=state,
                 reason=reason,

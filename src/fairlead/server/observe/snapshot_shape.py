@@ -32,6 +32,7 @@ class EndpointRow(Struct, frozen=True, kw_only=True, gc=False):
 
     id: str
     address: str
+    #: Its base models, with commas; empty = not known.
     model: str
     role: str
     #: `serving`; `unread` (its metrics cannot be read) and `suspect` (it may hang) still get requests; `out` gets none

@@ -44,9 +44,8 @@ const ENDPOINTS = [
 ];
 
 function page(cell, row) {
-  if (cell.firstChild) return;
-  cell.append(linkTo("endpoint", row.id));
-  cell.title = [row.id, row.address, row.model, row.role].filter(Boolean).join(" · ");
+  if (!cell.firstChild) cell.append(linkTo("endpoint", row.id));
+  setAttribute(cell, "title", [row.id, row.address, row.model, row.role].filter(Boolean).join(" · "));
 }
 
 function modelPage(cell, row) {

@@ -119,6 +119,14 @@ def test_an_endpoint_says_what_is_known_of_it(pool):
     )
 
 
+def test_the_models_of_an_endpoint_without_label_are_those_that_it_lists(pool):
+    pool.fleet.up(Endpoint("default/c", "10.0.0.99:80", {"model-id": "labelled"}))
+    for slot in (0, 2):
+        pool.fleet.table.set_based(slot, BaseModels(frozenset({"qwen", "Qwen/Qwen3-32B"})))
+    pool.maker.begin()
+    assert [row.model for row in pool.maker.take().endpoints] == ["Qwen/Qwen3-32B, qwen", "", "labelled"]
+
+
 def test_times_of_day_follow_a_clock_that_is_set(pool):
     pool.maker.begin()
     pool.serve(1)
