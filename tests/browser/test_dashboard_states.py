@@ -513,3 +513,27 @@ async def test_endpoints_are_found_by_the_model_that_they_list(scheduler: Schedu
     await page.run(f"{cell}.querySelector('a').click()")
     await page.until("document.getElementById('endpoint-facts').textContent.includes('Qwen/Qwen3-32B')")
     await page.close()
+
+
+async def test_models_that_are_not_listed_are_counted(scheduler: Scheduler, browser: Browser, axe: str) -> None:
+    scheduler.add(1)
+    names = [f"model-{i:02}" for i in range(45)]
+    scheduler.watch.on_models([*names, "m"], [])
+    for number, model in enumerate(names):
+        scheduler.serve(number, "default/model-server-000", model)
+    page = await browser.page(scheduler.url + "#model=m")
+    await page.until("document.getElementById('model-problem').textContent.startsWith('Nothing has been recorded yet')")
+    scheduler.maker.history.look(scheduler.now())
+    await page.run("location.hash = '#model=model-01'")
+    await page.until("document.getElementById('model-charts').checkVisibility()")
+    assert await page.run("document.getElementById('model-problem').hidden")
+    await page.run("location.hash = '#model=m'")
+    await page.until(
+        "document.getElementById('model-problem').textContent.startsWith('It is not in the list of models')"
+    )
+    assert await page.run("document.getElementById('model-facts').hidden")
+    await page.press("Escape")
+    assert await text_of(page, "#served-more") == "And 6 more."
+    assert await text_of(page, "#models-more") == "And 5 more."
+    await accessible(page, axe)
+    await page.close()

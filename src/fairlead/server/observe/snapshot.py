@@ -308,7 +308,8 @@ def outcome_of(decision: DecisionRecord, outcome: OutcomeRecord | None) -> Outco
 #: Seconds between two snapshots.
 TICK = 0.5
 DECISIONS = 30
-TRAFFIC_ROWS = 40
+#: Rows of traffic, and of models, at most.
+MODEL_ROWS = 40
 FLOW_ROWS = 5
 
 
@@ -399,6 +400,7 @@ class SnapshotMaker:
         traffic = traffic_of(watch, recent, now)
         if self._served[0] != watch.fleet.table.version:
             self._served = watch.fleet.table.version, served_models(watch.fleet.table)
+        models = model_rows(watch, traffic, self._served[1], now)
         failures, schedulers = history.failures(), self._schedulers()
         listed = notices(watch, endpoints, failures, queues, self._reasons(), self._happened, now, schedulers)
         return shape.Snapshot(
@@ -408,9 +410,10 @@ class SnapshotMaker:
             notices=listed,
             endpoints=endpoints,
             totals=self._totals(),
-            traffic=traffic[:TRAFFIC_ROWS],
-            traffic_left_out=max(len(traffic) - TRAFFIC_ROWS, 0),
-            models=model_rows(watch, traffic, self._served[1], now)[:TRAFFIC_ROWS],
+            traffic=traffic[:MODEL_ROWS],
+            traffic_left_out=max(len(traffic) - MODEL_ROWS, 0),
+            models=models[:MODEL_ROWS],
+            models_left_out=max(len(models) - MODEL_ROWS, 0),
             latency=history.latency(now),
             queues=queues,
             decisions=[decision(wall, *entry) for entry in watch.journal.newest(DECISIONS)],

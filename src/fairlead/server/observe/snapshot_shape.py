@@ -278,6 +278,8 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     #: How many rows of `traffic` were left out. Their requests are included in `totals`.
     traffic_left_out: int
     models: list[ModelRow]
+    #: How many rows of `models` were left out.
+    models_left_out: int
     latency: Latency
     queues: Queues | None
     decisions: list[DecisionRow]

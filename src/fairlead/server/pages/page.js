@@ -11,7 +11,8 @@ const SHOWN = 20;
 const TTFT = { name: "ttft", title: "Time to first token", unit: "time", least: 10, show: milliseconds };
 
 // Settings by kind. `key`: the field that identifies a row; `ask`: the parameter that names it when its history is
-// requested, `sought` the one for its decisions; `facts`: values that are not columns of the table.
+// requested, `sought` the one for its decisions; `facts`: values that are not columns of the table; `unlisted`: what to say
+// if the table does not have it.
 const KINDS = {
   endpoint: {
     key: "id", ask: "id", sought: "endpoint", facts: (row) => [["Address", row.address], ["Model", row.model || DASH], ["Role", row.role || DASH]],
@@ -27,7 +28,7 @@ const KINDS = {
     ],
   },
   model: {
-    key: "model", ask: "name", sought: "requested", facts: () => [],
+    key: "model", ask: "name", sought: "requested", facts: () => [], unlisted: "It is not in the list of models, so its figures are not shown.",
     charts: [
       { name: "traffic", title: "Requests per second", unit: "requests per second", least: 0.2, show: (value) => decimal(value, 2), lines: [
         { title: "decided", color: "blue", dash: "solid", width: 2.5, fill: true, value: (point) => point.per_s },
@@ -52,9 +53,10 @@ export class Page {
     this.columns = columns;
     this.table = table;
     this.dialog = $(kind);
-    this.rows = [];
+    this.rows = null;
     this.facts = new Map();
     this.id = null;
+    this.problem = "";
     this.charts = this.of.charts.map((one) => this.chart(one));
     this.dialog.addEventListener("close", () => {
       if (location.hash.startsWith(this.prefix)) history.replaceState(null, "", location.pathname);
@@ -87,6 +89,7 @@ export class Page {
     } catch {
       // The address was cut off somewhere. Use it as it is: there will be no endpoint or model of that name.
     }
+    this.problem = "";
     setText($(`${this.kind}-title`), this.id || "(none named)");
     this.describe();
     if (!this.dialog.open) this.dialog.showModal();
@@ -99,7 +102,10 @@ export class Page {
   }
 
   describe() {
-    const row = this.rows.find((one) => one[this.of.key] === this.id);
+    const row = this.rows?.find((one) => one[this.of.key] === this.id);
+    const problem = this.problem || (this.rows && !row && this.of.unlisted) || "";
+    setText($(`${this.kind}-problem`), problem);
+    setHidden($(`${this.kind}-problem`), !problem);
     const list = $(`${this.kind}-facts`);
     setHidden(list, !row);
     if (!row) return;
@@ -119,9 +125,8 @@ export class Page {
     const [past, sent] = await Promise.all([ask(`${kind}?${this.of.ask}=${name}`), ask(`decisions?${this.of.sought}=${name}`)]);
     if (id !== this.id) return;
     const part = (what) => $(`${kind}-${what}`);
-    const problem = past.problem ?? sent.problem ?? (past.points.length ? "" : "Nothing has been recorded yet; a point comes every 15 seconds.");
-    setText(part("problem"), problem);
-    setHidden(part("problem"), !problem);
+    this.problem = past.problem ?? sent.problem ?? (past.points.length ? "" : "Nothing has been recorded yet; a point comes every 15 seconds.");
+    this.describe();
     setHidden(part("charts"), !past.points?.length);
     for (const one of this.charts) one.draw((past.points ?? []).map((point) => ({ ...point, at: point.time })), past.point_s);
     this.table.show((sent.decisions ?? []).slice(0, SHOWN));

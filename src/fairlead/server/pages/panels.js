@@ -198,7 +198,9 @@ export class Panels {
     this.strip(now.endpoints);
     this.models.show(now.models);
     empty("served", now.models.length, "No endpoint says which model it serves, and no request has named one.");
+    more("served", now.models_left_out);
     this.traffic.show(now.traffic);
+    more("models", now.traffic_left_out);
     empty("models", now.traffic.length, "No request has arrived since the start.");
     this.showQueues(now.queues);
     this.shadows.show(now.shadows);
@@ -275,6 +277,12 @@ function shortNames(names) {
   const [first = ""] = names;
   for (let i = 0; i < first.length && names.every((name) => name[i] === first[i]); i++) if ("/:.-".includes(first[i])) cut = i + 1;
   return names.map((name) => name.slice(cut) || name);
+}
+
+function more(name, left) {
+  const place = $(`${name}-more`);
+  setHidden(place, !left);
+  setText(place, `And ${count(left)} more.`);
 }
 
 function empty(name, rows, text) {

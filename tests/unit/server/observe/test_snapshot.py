@@ -12,7 +12,7 @@ from fairlead.core.records import DecisionRecord, Forecast, OutcomeRecord, Shado
 from fairlead.core.request import Request
 from fairlead.server.observe.endpoint_history import POINTS, STEP
 from fairlead.server.observe.model_rows import ModelPoint
-from fairlead.server.observe.snapshot import DECISIONS, MAX_FOUND, TRAFFIC_ROWS, SnapshotMaker
+from fairlead.server.observe.snapshot import DECISIONS, MAX_FOUND, MODEL_ROWS, SnapshotMaker
 from fairlead.server.observe.watch import Watch
 
 
@@ -177,11 +177,12 @@ def test_an_outage_shows_in_rates_and_no_failure_counts_as_a_first_token(pool):
 
 def test_long_tables_end_somewhere(pool):
     pool.maker.begin()
-    for i in range(TRAFFIC_ROWS + 10):
+    for i in range(MODEL_ROWS + 10):
         pool.serve(i, model=f"model-{i}")
     shot = pool.maker.take()
-    assert (len(shot.traffic), shot.traffic_left_out, len(shot.decisions)) == (TRAFFIC_ROWS, 10, DECISIONS)
-    assert [row.id for row in shot.decisions] == [*range(TRAFFIC_ROWS + 9, TRAFFIC_ROWS + 9 - DECISIONS, -1)]
+    assert (len(shot.traffic), shot.traffic_left_out, len(shot.decisions)) == (MODEL_ROWS, 10, DECISIONS)
+    assert (len(shot.models), shot.models_left_out) == (MODEL_ROWS, 10)
+    assert [row.id for row in shot.decisions] == [*range(MODEL_ROWS + 9, MODEL_ROWS + 9 - DECISIONS, -1)]
 
 
 def test_a_model_is_told_with_its_targets_and_where_its_adapter_is(pool):
