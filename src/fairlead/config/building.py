@@ -41,7 +41,7 @@ from fairlead.core.snapshot import Snapshots
 from fairlead.core.tokens import TokenEstimator
 from fairlead.plugins.filters.ability import Role
 from fairlead.plugins.flow_control import LeastWork, StartTimeFairness
-from fairlead.plugins.guarding import GuardedCeiling, GuardedFairness, GuardedOrdering, GuardedSaturation
+from fairlead.plugins.guarding import GuardedCeiling, GuardedFairness, GuardedOrdering, GuardedSaturation, is_a
 from fairlead.plugins.pickers import MaxScore, MaxScoreParams
 
 OnPluginError = Callable[[PluginError], None] | None
@@ -155,7 +155,7 @@ class SchedulingBuilder:
     def _computes(self, config: Config) -> WaitingRules:
         """Return the rules for the endpoint that computes a prompt: the filters of the policy without roles."""
         filters = [cast(Filter, make(spec, self._registry or Registry())) for spec in config.policy.filters]
-        filters = [plugin for plugin in filters if not isinstance(plugin, Role)]
+        filters = [plugin for plugin in filters if not is_a(plugin, Role)]
         chain = Profile(config.policy.name, filters, [], MaxScore(MaxScoreParams()))
         return WaitingRules(chain, chain, self._report)
 

@@ -1,10 +1,20 @@
 """Column types: numpy arrays over slots, one entry per endpoint."""
 
+from typing import Any, TypeVar
+
 import numpy as np
 from numpy.typing import NDArray
 
 FloatColumn = NDArray[np.float64]
 BoolColumn = NDArray[np.bool_]
+Column = TypeVar("Column", bound=NDArray[Any])
+
+
+def read_only(column: Column) -> Column:
+    """Return a view of the column that cannot be written to."""
+    view = column.view()
+    view.setflags(write=False)
+    return view
 
 
 def scalar(value: float) -> FloatColumn:

@@ -18,7 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar, TypeVarTuple, runtime_checka
 import numpy as np
 from msgspec import Struct
 
-from fairlead.core.columns import BoolColumn, FloatColumn
+from fairlead.core.columns import BoolColumn, FloatColumn, read_only
 from fairlead.core.cost import Terms, Weights
 from fairlead.core.errors import PluginError
 from fairlead.core.records import Trace
@@ -75,6 +75,12 @@ class Cycle:
 
     def get(self, key: Key[T]) -> T | None:
         return self._values.get(key)
+
+    def protect(self) -> None:
+        """Make `left` and the columns remembered so far read only: other plugins of the decision read them too."""
+        self.left = None if self.left is None else read_only(self.left)
+        columns = {key: value for key, value in self._values.items() if isinstance(value, np.ndarray)}
+        self._values |= {key: read_only(column) for key, column in columns.items()}
 
 
 #: Slots that can serve the request and are up, before load filters; `None` = all. Written by the profile.
@@ -277,7 +283,10 @@ class ReportsErrors(Protocol):
 
 def guarded(fleet: FleetView, call: Callable[[*Args], T], *args: *Args) -> T:
     """Return the answer of a plugin that may come from anywhere. Raise what it raises, and `ValueError` if it wrote to
-    a column; the columns are then as they were."""
+    a column; the columns are then as they were. What a `Cycle` in `args` has remembered becomes read only."""
+    for cycle in args:
+        if isinstance(cycle, Cycle):
+            cycle.protect()
     floats = fleet.table.floats
     before = floats.tobytes()
     try:
@@ -325,6 +334,7 @@ class Clamped:
         self._scorer = scorer
 
     def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
+        prefix_share(request, fleet, cycle)  # so that it is read only if this scorer is the first to look it up
         scores = guarded(fleet, self._scorer.score, request, fleet, cycle)
         if scores is None:
             return None

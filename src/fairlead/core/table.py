@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from fairlead.core.columns import BoolColumn, FloatColumn
+from fairlead.core.columns import BoolColumn, FloatColumn, read_only
 from fairlead.core.endpoint import MODEL_LABEL, NOT_LISTED, ROLE_LABEL, BaseModels, Endpoint, Sample
 
 FLOATS = (
@@ -294,7 +294,11 @@ class EndpointTable:
         return loaded
 
     def extra(self, name: str) -> FloatColumn:
-        """Return the column of a configured gauge (`Sample.extra`); NaN where an endpoint does not report it."""
+        """Return the column of a configured gauge (`Sample.extra`), read only; NaN where an endpoint does not report
+        it."""
+        return read_only(self._gauge(name))
+
+    def _gauge(self, name: str) -> FloatColumn:
         column = self.gauges.get(name)
         if column is None:
             column = np.full(len(self), np.nan)
@@ -307,7 +311,7 @@ class EndpointTable:
     def sampled(self, slot: int, sample: Sample) -> None:
         self.samples[slot] = sample
         for name, value in sample.extra.items():
-            self.extra(name)[slot] = value
+            self._gauge(name)[slot] = value
 
     def mask(self, key: tuple[Hashable, ...], keep: Callable[[int, Endpoint], bool]) -> BoolColumn:
         """Return the slots for which `keep(slot, endpoint)` is true. It may only depend on labels, addresses and base

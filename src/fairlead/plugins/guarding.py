@@ -143,22 +143,27 @@ class GuardedFilter:
         self.name = inner.name
         self.stage = inner.stage
         self.steady = isinstance(inner, SteadyFilter) and inner.steady
-        self._inner = inner
+        self.inner = inner
 
     def keep(self, request: Request, fleet: FleetView, cycle: Cycle) -> BoolColumn | None:
-        return guarded(fleet, self._inner.keep, request, fleet, cycle)
+        return guarded(fleet, self.inner.keep, request, fleet, cycle)
 
     def demote(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
-        inner = self._inner
+        inner = self.inner
         return guarded(fleet, inner.demote, request, fleet, cycle) if isinstance(inner, Demoter) else None
 
     def refusal(self, request: Request, fleet: FleetView, cycle: Cycle) -> Refused | None:
-        inner = self._inner
+        inner = self.inner
         return guarded(fleet, inner.refusal, request, fleet, cycle) if isinstance(inner, Refuser) else None
 
     def chosen(self, request: Request, slot: int, fleet: FleetView, cycle: Cycle) -> None:
-        if isinstance(self._inner, PickObserver):
-            guarded(fleet, self._inner.chosen, request, slot, fleet, cycle)
+        if isinstance(self.inner, PickObserver):
+            guarded(fleet, self.inner.chosen, request, slot, fleet, cycle)
+
+
+def is_a(plugin: Filter, kind: type) -> bool:
+    """Whether a filter, guarded or not, is one of this class."""
+    return isinstance(plugin.inner if isinstance(plugin, GuardedFilter) else plugin, kind)
 
 
 class GuardedPicker:

@@ -13,11 +13,13 @@ from fairlead.config.plugins import build_policy
 from fairlead.config.registry import GROUP, Registry
 from fairlead.core.binding import WaitingRules
 from fairlead.core.cost import cost
+from fairlead.core.endpoint import ROLE_LABEL, Sample
 from fairlead.core.errors import PluginError
 from fairlead.core.events import RequestArrived
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import Route
-from fairlead.core.policy import Picked, Stage
+from fairlead.core.policy import Picked, Stage, prefix_share
+from fairlead.plugins.filters.ability import Role
 from fairlead.plugins.policies.ranked import Ranked
 from fairlead.testing import SimClock, choose, endpoint, fleet, request
 
@@ -62,6 +64,40 @@ class MaskingFilter(Plugin):
         return left
 
 
+class WideningFilter(Plugin):
+    type = "widening-filter"
+    stage = Stage.LOAD
+
+    def keep(self, request: Any, fleet: Any, cycle: Any) -> Any:
+        left = cycle.left
+        left[:] = True
+        return left
+
+
+class SharingScorer(Plugin):
+    """Works on the share of the prefix in place."""
+
+    type = "sharing-scorer"
+
+    def score(self, request: Any, fleet: Any, cycle: Any) -> Any:
+        share = prefix_share(request, fleet, cycle)
+        share *= 0.0
+        return share
+
+
+class GaugeScorer(Plugin):
+    type = "gauge-scorer"
+
+    def score(self, request: Any, fleet: Any, cycle: Any) -> Any:
+        heat = fleet.table.extra("heat")
+        heat -= 1.0
+        return heat
+
+
+class OwnRole(Role):
+    type = "own-role"
+
+
 class SoftmaxPicker(Plugin):
     """Works on the totals in place and takes the worst."""
 
@@ -85,7 +121,17 @@ class WritingRanked(Ranked):
         return queue
 
 
-PLUGINS = (WritingScorer, WritingFilter, MaskingFilter, SoftmaxPicker, WritingRanked)
+PLUGINS = (
+    WritingScorer,
+    WritingFilter,
+    MaskingFilter,
+    WideningFilter,
+    SharingScorer,
+    GaugeScorer,
+    OwnRole,
+    SoftmaxPicker,
+    WritingRanked,
+)
 REGISTRY = Registry(lambda: [EntryPoint(cls.type, f"{__name__}:{cls.__name__}", GROUP) for cls in PLUGINS])
 GOOD = "filters: [{type: label-selector, parameters: {matchLabels: {tier: good}}}%s]\n"
 
@@ -146,6 +192,52 @@ def test_a_filter_that_writes_to_what_another_left_is_left_out() -> None:
         answer = choose(policy, request(), known)
         assert isinstance(answer, Picked) and (answer.slot, answer.overloaded) == (0, False)
     assert [error.plugin for error in errors] == ["masking-filter"] * 2
+
+
+@pytest.mark.parametrize("gone", ["", "b"])
+def test_a_filter_cannot_bring_back_what_others_removed(gone: str) -> None:
+    text = (
+        GOOD % ", {type: label-selector, name: again, parameters: {matchLabels: {tier: good}}}, {type: widening-filter}"
+    )
+    policy, errors = made(text + "scorers: [{type: queue, weight: 1}]\n")
+    known = pool()
+    known.down(gone or "none")
+    for slot in (1, 2):
+        known.table.queue[0] = 9.0
+        answer = choose(policy, request(), known)
+        assert isinstance(answer, Picked) and answer.slot == 0, slot
+    assert [error.plugin for error in errors] == ["widening-filter"] * 2
+
+
+def test_the_share_of_the_prefix_is_for_all_scorers(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, errors = made(
+        "scorers: [{type: sharing-scorer, weight: 1}, {type: prefix-aware, weight: 1}]\n"
+        "selection: {picker: max-score}\n"
+    )
+    known = pool()
+    monkeypatch.setattr(known, "match", lambda request: np.array([0.0, 0.9, 0.0]))
+    answer = choose(policy, request(), known)
+    assert isinstance(answer, Picked) and answer.slot == 1
+    assert [error.plugin for error in errors] == ["sharing-scorer"]
+
+
+def test_gauges_are_read_only() -> None:
+    policy, errors = made("scorers: [{type: gauge-scorer, weight: 1}]\n")
+    known = pool()
+    for slot in range(3):
+        known.table.sampled(slot, Sample(extra={"heat": 50.0}))
+    assert isinstance(choose(policy, request(), known), Picked)
+    assert [error.plugin for error in errors] == ["gauge-scorer"]
+    assert known.table.extra("heat").tolist() == [50.0] * 3
+
+
+def test_a_role_filter_of_another_distribution_is_one() -> None:
+    text = "policy: {type: prefill-decode, parameters: {always: true}}\nfilters: [{type: own-role}]\n"
+    policy, errors = made(text)
+    known = fleet(endpoint("p", labels={ROLE_LABEL: "prefill"}), endpoint("d", labels={ROLE_LABEL: "decode"}))
+    answer = choose(policy, request(prompt_tokens=8000), known)
+    assert isinstance(answer, Picked) and (answer.slot, answer.prefill_slot) == (1, 0)
+    assert not errors
 
 
 def test_costs_of_waiting_requests_do_not_change_columns() -> None:

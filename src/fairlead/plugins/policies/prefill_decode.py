@@ -39,6 +39,7 @@ from fairlead.core.request import Request
 from fairlead.core.view import FleetView
 from fairlead.plugins.filters.ability import Role, RoleParams
 from fairlead.plugins.filters.availability import Health
+from fairlead.plugins.guarding import is_a
 from fairlead.plugins.policies.cost_model import CostModel, CostModelParams
 
 Millis = Annotated[float, Field(ge=0)]
@@ -82,9 +83,9 @@ class PrefillDecode:
         self._params = params = params or PrefillDecodeParams()
         self._alone = CostModel(params, name, filters)
         self.weights = self._alone.weights
-        shared = [plugin for plugin in filters if not isinstance(plugin, Role)]
+        shared = [plugin for plugin in filters if not is_a(plugin, Role)]
         prefills = [Role(RoleParams(stage="prefill")), *shared]
-        self._health = [plugin for plugin in shared if isinstance(plugin, Health)]
+        self._health = [plugin for plugin in shared if is_a(plugin, Health)]
         self._prefill = PrefillPart(params, name, prefills)
         self._decode = DecodePart(params, name, filters)
 
