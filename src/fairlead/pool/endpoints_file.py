@@ -88,16 +88,22 @@ class EndpointSet:
         if not listing.ok:
             return
         wanted, had = {entry.endpoint.id: entry for entry in listing.entries}, bool(self._listed)
+        gone = dict[str, str]()
         for endpoint_id in list(self._listed):
             if endpoint_id not in wanted and endpoint_id not in listing.broken and not listing.nameless:
                 del self._listed[endpoint_id]
-                if self._up.pop(endpoint_id, None) is not None:
-                    self._emit(EndpointDown(endpoint_id))
+                if (was := self._up.pop(endpoint_id, None)) is not None:
+                    gone[was.address] = endpoint_id
         stay = self._staying(wanted, listing.broken if had else frozenset())
         for endpoint_id, entry in wanted.items():
             if self._listed.get(endpoint_id) != entry and endpoint_id not in stay:
                 self._listed[endpoint_id] = entry
+                if gone:  # in turn with those that come, so that the pool never gets small meanwhile
+                    address = entry.endpoint.address
+                    self._emit(EndpointDown(gone.pop(address if address in gone else next(iter(gone)))))
                 self._bring_up(entry)
+        for endpoint_id in gone.values():
+            self._emit(EndpointDown(endpoint_id))
         names = self._names()
         for table in (self._addresses, self._failing):
             for host in [host for host in table if host not in names]:

@@ -24,9 +24,9 @@ from fairlead.gateway.ext_proc import LB_NAMESPACE
 log = logging.getLogger("fairlead.gateway")
 
 CLUSTER = "all_endpoints"
-#: Seconds in which a burst of changes is collected, so that it is written once: in any pool, and for each endpoint. To
-#: write one endpoint takes 7 µs.
-_COALESCE, _COALESCE_EACH = 0.02, 1e-4
+#: Seconds without a change after which changes are written, at the latest `CHECK_S` after the first. So a burst is
+#: written once.
+_COALESCE = 0.02
 #: Seconds until a file that could not be written is tried again, and one that was written is looked for.
 CHECK_S = 1.0
 
@@ -92,6 +92,8 @@ class PoolWriter:
         self._file = EndpointsFile(path)
         self._by_id: dict[str, str] = {}
         self._due: asyncio.TimerHandle | None = None
+        #: When the changes so far are written at the latest, in the loop's time; 0 = there are none.
+        self._latest = 0.0
         #: Why the newest pool could not be written; empty = it was.
         self.problem = ""
 
@@ -103,10 +105,11 @@ class PoolWriter:
             self._by_id[event.endpoint.id] = event.endpoint.address
         else:
             self._by_id.pop(event.endpoint_id, None)
-        loop, delay = asyncio.get_running_loop(), _COALESCE + _COALESCE_EACH * len(self._by_id)
-        if self._due is None or self._due.when() > loop.time() + delay:
-            self.close()
-            self._due = loop.call_later(delay, self._write)
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        self._latest = self._latest or now + CHECK_S
+        self.close()
+        self._due = loop.call_at(min(now + _COALESCE, max(self._latest, now)), self._write)
 
     def close(self) -> None:
         """Stop. Pending changes are not written."""
@@ -115,6 +118,7 @@ class PoolWriter:
             self._due = None
 
     def _write(self) -> None:
+        self._latest = 0.0
         self._due = asyncio.get_running_loop().call_later(CHECK_S, self._write)
         try:
             self._file.write(self._by_id.values())
