@@ -231,8 +231,10 @@ def admin_url(given: str, old: str = "") -> str:
     except ValueError:
         usable = False
     if not usable or any(character <= " " for character in url):
+        # What comes before an @ may be a token.
+        shown = (given or old).rpartition("@")[2]
         raise typer.BadParameter(
-            f"expected HOST:PORT or a URL like {DEFAULT_ADMIN}, got {given or old!r}", param_hint="--admin"
+            f"expected HOST:PORT or a URL like {DEFAULT_ADMIN}, got {shown!r}", param_hint="--admin"
         )
     return url
 

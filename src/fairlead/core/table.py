@@ -254,13 +254,13 @@ class EndpointTable:
         """Return the slots where `model` is a base model."""
         return self.mask(("base", model), lambda slot, endpoint: model in self.base_names(slot, endpoint))
 
-    def bases(self, model: str) -> frozenset[str]:
-        """Return the base models of the endpoints that have `model`, itself included: as base model or as adapter."""
+    def bases(self, model: str) -> frozenset[frozenset[str]]:
+        """Return the names of the base models of each endpoint that has `model`, as base model or as adapter."""
 
-        def look() -> frozenset[str]:
+        def look() -> frozenset[frozenset[str]]:
             has, listing = self.base(model), self.listing(model)
             having = [(slot, endpoint) for slot, endpoint in self.slots() if has[slot] or slot in listing]
-            return frozenset().union(*(self.base_names(slot, endpoint) for slot, endpoint in having))
+            return frozenset(frozenset(self.base_names(slot, endpoint)) for slot, endpoint in having)
 
         return self.answer(("bases", model), look)
 

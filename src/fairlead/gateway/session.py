@@ -379,7 +379,7 @@ class Session:
         """Reading the prompt ended. If it failed, the request arrives with what its bytes alone showed."""
         if self._state is SessionState.ASKING_KNOWLEDGE:
             if not reading.cancelled() and reading.exception() is None:
-                self._request = self._host.understanding.known(self._request, reading.result())
+                self._request = self._host.understanding.known(self._request, reading.result(), self._head)
             self._state = _WAITING
             self._host.feed(RequestArrived(self._request, self))
 

@@ -333,8 +333,8 @@ class Head(Struct, frozen=True, gc=False):
     removed: frozenset[str] = frozenset()
     #: Whether the request ended without a body. False also if the gateway does not show the body.
     empty: bool = False
-    #: Whether the target may differ from the model in the body.
-    renamed: bool = False
+    #: The definitions that may give the request another target than the model in the body; `None` = there are none.
+    catalogue: Catalogue | None = None
 
 
 NO_HEAD = Head({})
@@ -422,9 +422,9 @@ class Understanding:
         if hints.selection is not None:
             subset = within(subset, hints.selection)
         removed = names.REMOVED_HEADERS.intersection(headers)
-        renames = self._catalogue.rewrites or bool(hints.rewrite)
+        catalogue = self._catalogue if self._catalogue.rewrites or hints.rewrite else None
         content_type = headers.get("content-type", "")
-        return Head(headers, path, content_type, encoding, parser, hints, subset, removed, renamed=renames)
+        return Head(headers, path, content_type, encoding, parser, hints, subset, removed, catalogue=catalogue)
 
     def _head_of(self, opening: Opening) -> Head:
         return self.head(opening.headers, opening.subset)
@@ -446,7 +446,7 @@ class Understanding:
             except ClientError as error:
                 raise explained(error, head.path, head.content_type) from None
         api, model = parsed.api, parsed.model
-        if head.renamed:
+        if head.catalogue is not None:
             model = self._catalogue.expected(model, hints.rewrite)
             parsed = scoped(parsed, model)
         session, prefix, segments = hints.session or (parsed.user and parsed.user[:MAX_NAME]), NO_PREFIX, parsed.prompt
@@ -498,13 +498,18 @@ class Understanding:
         if self._prompts is not None:
             targets = self._catalogue.targets(parsed.model, head.hints.rewrite) or (parsed.model,)
             read = self._prompts.read(parsed, body, targets)
-            request, reading = (self.known(request, read), None) if isinstance(read, PromptKnown) else (request, read)
+            request, reading = (
+                (self.known(request, read, head), None) if isinstance(read, PromptKnown) else (request, read)
+            )
         if self._trace is not None and (trace := self._trace(request, head.headers)) is not None:
             request = replace(request, trace=trace)
         return request, reading
 
-    def known(self, request: Request, read: PromptKnown) -> Request:
-        """The request, completed with what reading its prompt showed."""
+    def known(self, request: Request, read: PromptKnown, head: Head) -> Request:
+        """The request, completed with what reading its prompt showed. Without its prefix if models were defined anew
+        meanwhile: it may go to another target than the one that it was hashed for."""
+        if head.catalogue is not None and head.catalogue is not self._catalogue:
+            request = replace(request, prefix=NO_PREFIX)
         blocks = self._prompts.offer(read) if self._prompts is not None and read.blocks is not None else None
         if not read.tokens and blocks is None:
             return request

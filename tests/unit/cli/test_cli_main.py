@@ -266,12 +266,15 @@ def test_help_fits_80_columns(path: str, monkeypatch: pytest.MonkeyPatch, capsys
     assert "<bool>" not in shown and "int range" not in shown
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1 9090", "http://127.0.0.1:abc", "ftp://127.0.0.1", "http://", "[::1"])
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1 9090", "http://127.0.0.1:abc", "ftp://127.0.0.1", "http://", "[::1", "http://:s3/cret@h:9o"]
+)
 @pytest.mark.parametrize("command", [("top", "--once"), ("explain", "last")])
 def test_what_is_no_address_of_an_admin_port(command: tuple[str, ...], address: str) -> None:
     done = fairlead(*command, "--admin", address, columns=200)
     assert done.exit_code == 2
     assert "expected HOST:PORT or a URL like http://localhost:9090" in done.stderr
+    assert "cret" not in done.output
 
 
 @pytest.mark.parametrize(("command", "code"), [(("top", "--once"), 1), (("explain", "last"), 2)])

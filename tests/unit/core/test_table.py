@@ -164,14 +164,15 @@ def test_names_that_endpoints_had_are_remembered_within_bounds(monkeypatch: pyte
 
 def test_adapters_have_the_base_models_of_their_endpoints() -> None:
     table = table_of(3)
+    qwen, gemma = frozenset({"qwen", "qwen-latest"}), frozenset({"gemma"})
     assert table.bases("sql") == table.bases("qwen") == frozenset()
-    table.set_based(0, BaseModels(frozenset({"qwen", "qwen-latest"})))
-    table.set_based(1, BaseModels(frozenset({"gemma"})))
+    table.set_based(0, BaseModels(qwen))
+    table.set_based(1, BaseModels(gemma))
     table.set_listed(0, frozenset({"sql"}))
-    assert table.bases("sql") == table.bases("qwen") == {"qwen", "qwen-latest"}
+    assert table.bases("sql") == table.bases("qwen") == {qwen}
     table.set_listed(1, frozenset({"sql"}))
-    assert table.bases("sql") == {"qwen", "qwen-latest", "gemma"}
-    assert table.bases("gemma") == {"gemma"}
+    assert table.bases("sql") == {qwen, gemma}
+    assert table.bases("gemma") == {gemma}
 
 
 def test_endpoints_that_join_cost_the_others_nothing() -> None:

@@ -22,7 +22,7 @@ from fairlead.core.models import (
 from fairlead.core.prefix import ChainHasher
 from fairlead.core.request import NO_PREFIX, Request
 from fairlead.core.tokens import TokenEstimator
-from fairlead.gateway.understand import MAX_NAME, Understanding
+from fairlead.gateway.understand import MAX_NAME, PromptKnown, Understanding
 
 PATHS = {
     "chat": "/v1/chat/completions",
@@ -225,3 +225,13 @@ def test_names_of_one_target_share_its_prefixes_and_token_ratio(api: str, name: 
     drawn = [of("split") for _ in range(20)]
     assert {request.target_model for request in drawn} == {"base", "new"}
     assert len({request.prefix.hashes for request in drawn}) == 2
+
+
+def test_models_that_are_defined_anew_while_a_prompt_is_read_leave_it_without_prefix() -> None:
+    understanding = Understanding(TokenEstimator(), HASHER, lambda: 5.0)
+    understanding.define(defined())
+    head = understanding.head({":path": PATHS["chat"]})
+    request = understanding.request(head, json.dumps({"model": "a", "messages": messages("a")}).encode())[0]
+    assert understanding.known(request, PromptKnown(7), head).prefix == request.prefix != NO_PREFIX
+    understanding.define(defined())
+    assert understanding.known(request, PromptKnown(7), head).prefix == NO_PREFIX

@@ -8,7 +8,7 @@ learned prefixes of its bytes are used instead. The same applies while `_MOST_RE
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -36,9 +36,9 @@ Asker = Callable[[Prepared], Awaitable[Prepared | None]]
 class PromptReading:
     """`exact` is offered the token ids of each prompt; `None` = tokens are only counted, and no engine is asked.
 
-    `engine` returns an endpoint (`host:port`) to ask; empty = there is none. `bases`: the base models of the endpoints
-    that have a model. `asker`: if another process knows the blocks, asks it and adds its answer to the prompt's chains;
-    without an answer the prompt is not offered.
+    `engine` returns an endpoint (`host:port`) to ask; empty = there is none. `bases`: the names of the base models of
+    each endpoint that has a model. `asker`: if another process knows the blocks, asks it and adds its answer to the
+    prompt's chains; without an answer the prompt is not offered.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class PromptReading:
         settings: Tokens,
         exact: ExactKnowledge | None,
         engine: Callable[[str], str],
-        bases: Callable[[str], frozenset[str]],
+        bases: Callable[[str], Collection[frozenset[str]]],
         asker: Asker | None = None,
     ) -> None:
         self.tokeniser = PromptTokeniser()
@@ -107,24 +107,25 @@ class PromptReading:
 
     def _reader(self, targets: Sequence[str]) -> str | None:
         """The model whose tokeniser reads the prompts of all targets; `None` = they have different ones."""
-        readers = {self._base(target) for target in targets}
+        groups = {group for target in targets for group in self._bases(target)}
+        readers = {reader for target in targets for reader in self._readers(target)}
         entries = {model if model in self._settings.models else _ANY_MODEL for model in readers}
         if len(entries) > 1:
             return None
-        if len(readers) > 1 and entries & self._asked:  # each engine has a tokeniser of its own
-            readers = {model for model in readers if self._bases(model)} or readers
-            if len({self._bases(model) for model in readers}) > 1:
-                return None
-        return min(readers)
+        if groups and entries & self._asked and not frozenset.intersection(*groups):
+            return None  # each engine has a tokeniser of its own
+        return min(readers, key=lambda reader: (not self._bases(reader), reader))
 
-    def _base(self, model: str) -> str:
-        """The base model of an adapter without an entry, else `model`."""
-        bases = frozenset() if model in self._settings.models else self._bases(model)
-        return (
-            model
-            if model in bases
-            else min(bases, key=lambda base: (base not in self._settings.models, base), default=model)
-        )
+    def _readers(self, model: str) -> set[str]:
+        """The models whose tokenisers read prompts for `model`: itself, or the base models of an adapter without an
+        entry."""
+        if model in self._settings.models:
+            return {model}
+        groups = self._bases(model)
+        return {model if model in group else min(group, key=self._unlisted) for group in groups} or {model}
+
+    def _unlisted(self, model: str) -> tuple[bool, str]:
+        return model not in self._settings.models, model
 
     def asks(self, model: str) -> bool:
         """Whether an engine is asked for the token ids of this model's prompts."""

@@ -166,7 +166,7 @@ class Warming:
         except ClientError:
             return None
         if reading is not None:
-            request = self._understanding.known(request, await reading)
+            request = self._understanding.known(request, await reading, head)
         return replace(request, priority=PRIORITY, fairness_id=TENANT, session="")
 
     async def _send(self, request: Request, kept: Beginning) -> str:

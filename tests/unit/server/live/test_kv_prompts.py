@@ -161,18 +161,13 @@ async def test_a_model_that_engines_render() -> None:
     await reading.close()
 
 
-#: What the endpoints have, by model: adapters of `qwen` and of `base`, and models with other tokenisers.
-BASES = {
-    "qwen": {"qwen"},
-    "sql": {"qwen"},
-    "base": {"base", "also"},
-    "also": {"base", "also"},
-    "chat": {"base", "also"},
-}
+QWEN, BASE = frozenset({"qwen", "qwen-latest"}), frozenset({"base", "also"})
+#: What the endpoints have, by model: adapters of `qwen`, of `base` and of both.
+BASES = {"qwen": [QWEN], "sql": [QWEN], "base": [BASE, {"base"}], "also": [BASE], "chat": [BASE], "both": [QWEN, BASE]}
 
 
-def bases(model: str) -> frozenset[str]:
-    return frozenset(BASES.get(model, ()))
+def bases(model: str) -> frozenset[frozenset[str]]:
+    return frozenset(map(frozenset, BASES.get(model, ())))
 
 
 @pytest.mark.parametrize(
@@ -185,6 +180,7 @@ def bases(model: str) -> frozenset[str]:
         (("unknown",), "unknown"),
         (("base", "unknown"), "base"),
         (("qwen", "gemma"), ""),
+        (("both",), ""),
         (("sql", "chat"), ""),
     ],
 )
@@ -210,6 +206,7 @@ async def test_who_reads_the_prompts_of_a_name(targets: tuple[str, ...], by: str
         (("chat",), "also"),
         (("chat", "base"), "also"),
         (("base", "new"), "base"),
+        (("both",), ""),
         (("base", "qwen"), ""),
     ],
 )
