@@ -82,6 +82,11 @@ def described(error: BaseException) -> str:
 PLUGIN_FAILURES = (Exception, SystemExit)
 
 
+def of_plugin(plugin: str, error: BaseException) -> PluginError:
+    """The error as one of this plugin. A `PluginError` is returned as it is, because it names its own."""
+    return error if isinstance(error, PluginError) else PluginError(plugin, described(error))
+
+
 class ProtocolError(FairleadError):
     """The peer broke a wire protocol (HTTP/2, gRPC, ext_proc). `code` is the HTTP/2 or gRPC error code to answer."""
 

@@ -19,8 +19,8 @@ from zlib import crc32
 from msgspec import Struct, field
 
 from fairlead.core.columns import BoolColumn
-from fairlead.core.errors import PLUGIN_FAILURES, PluginError, described
-from fairlead.core.policy import Answer, Context, Policy, choice_of
+from fairlead.core.errors import PLUGIN_FAILURES, PluginError, of_plugin
+from fairlead.core.policy import Answer, Context, Policy, choose_or_raise
 from fairlead.core.request import Request
 from fairlead.core.view import FleetView
 
@@ -171,7 +171,8 @@ class RemotePolicy(AsksElsewhere):
 # * All requests of a session are decided by the same policy, so that its cached prompts are not lost in the middle of a
 #   conversation. A request without a session is assigned by its number. No randomness is involved, so a replay assigns
 #   requests in the same way.
-# * If a canary raises, the primary decides that request, and the error is reported.
+# * If a canary or one of its plugins raises, the primary decides that request, and the error is reported. Otherwise
+#   random choices would count as the canary's.
 
 _PARTS = 10_000
 
@@ -209,12 +210,12 @@ class Canary(AsksElsewhere):
     def choose(self, request: Request, fleet: FleetView, context: Context) -> Answer:
         if self.takes(request):
             try:
-                pick = choice_of(self.canary, request, fleet, context)
+                pick = choose_or_raise(self.canary, request, fleet, context)
                 pick.by = pick.by or self.canary.name
                 self.decided["canary"] += 1
                 return pick
             except PLUGIN_FAILURES as error:
                 if self._report is not None:
-                    self._report(PluginError(self.canary.name, described(error)))
+                    self._report(of_plugin(self.canary.name, error))
         self.decided["primary"] += 1
         return self.primary.choose(request, fleet, context)

@@ -335,12 +335,19 @@ def test_a_canary_that_fails_is_replaced_by_the_primary() -> None:
         def choose(self, request: Any, fleet: Any, context: Any) -> Any:
             raise RuntimeError("no")
 
-    told: list[Any] = []
-    rig = Rig()
-    rig.pipeline.policy = Canary(LeastRequests(), Broken(), 100.0, told.append)
-    request = rig.arrive()
-    assert request.id in rig.routed and rig.records[-1].policy == "least-requests"
-    assert [error.plugin for error in told] == ["broken"]
+    class Worse(LeastRequests):
+        def cost(self, request: Any, fleet: Any, cycle: Any) -> Any:
+            raise RuntimeError("no")
+
+    for policy in (Broken(), Worse(name="broken")):
+        told: list[Any] = []
+        rig = Rig()
+        rig.pipeline.policy = canary = Canary(LeastRequests(), policy, 100.0, told.append)
+        request = rig.arrive()
+        assert request.id in rig.routed and rig.records[-1].policy == "least-requests"
+        assert canary.decided == {"primary": 1, "canary": 0}
+        assert [error.plugin for error in told] == ["broken"]
+        assert str(told[0]).startswith("plugin broken: RuntimeError: no")
 
 
 def test_with_flow_control_those_that_go_at_once_are_asked_and_those_that_waited_are_bound_late() -> None:

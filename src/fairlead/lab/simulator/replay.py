@@ -16,7 +16,7 @@ from fairlead import __version__
 from fairlead.compat.recorded import restore
 from fairlead.config.building import SchedulingBuilder, build_pipeline
 from fairlead.config.schema import Config
-from fairlead.core.errors import PLUGIN_FAILURES, PluginError, described
+from fairlead.core.errors import PLUGIN_FAILURES, PluginError, of_plugin
 from fairlead.core.events import (
     EndpointUp,
     Event,
@@ -86,8 +86,7 @@ class Beside(Struct, frozen=True):
             pick = choose_or_raise(self.guide, request, fleet, Context(context.now, chance))
             self.answers[request.id] = _name(pick, fleet), pick.trace
         except PLUGIN_FAILURES as error:
-            failed = error if isinstance(error, PluginError) else PluginError(self.guide.name, described(error))
-            self.errors.append(failed)
+            self.errors.append(of_plugin(self.guide.name, error))
         return self.policy.choose(request, fleet, context)
 
 
