@@ -247,7 +247,7 @@ class ShadowVerdict(Struct, frozen=True, gc=False):
     #: TTFT forecast of the decision that was made minus that of the shadow's; 0 if one is a pair whose handover nobody
     #: forecast.
     gain_ms: float = 0.0
-    #: How long the shadow took to decide.
+    #: CPU of the decision; of a scheduler in another process, the time until its answer.
     took_us: float = 0.0
     #: Why the shadow made no choice; empty = it made one.
     error: str = ""

@@ -6,6 +6,8 @@ Rules
 * A shadow that does not return within the limit is cut off: an exception ends its thread at the next line of Python
   that it runs, and a new thread continues without that shadow. A shadow that took longer than the limit, or failed
   `MAX_FAILURES` times in a row, is cut off as well. It stays cut off until the configuration changes.
+* Waits for the interpreter, which the event loop may hold for a large body, do not count: a decision is measured by the
+  CPU of its thread, and one in progress by the clock without the time by which the event loop was late.
 * The thread releases the interpreter lock after every policy, and the switch interval is lowered. So the event loop
   waits for tens of microseconds at most, or for `SWITCH` seconds if a shadow computes without end.
 """
@@ -31,6 +33,8 @@ MAX_FAILURES = 20
 PASSED = "passed"
 #: The interpreter's thread switch interval while there are shadows, in seconds.
 SWITCH = 0.0005
+#: Seconds that the end of a decision may be late without a further look.
+_SLACK = 0.001
 #: Seconds of CPU that may be used in one burst.
 _BURST = 0.05
 
@@ -69,6 +73,11 @@ class ShadowRunner:
         self._failures: dict[str, int] = {}
         self._thread: _Worker | None = None
         self._watch: asyncio.TimerHandle | None = None
+        #: Monotonic seconds when `_look` is due; what the thread was doing then, and by how many seconds `_look` was
+        #: late while it did.
+        self._due = 0.0
+        self._seen: tuple[str, float] | None = None
+        self._late = 0.0
         self._began = self._loop.time()
         self._switch = sys.getswitchinterval()
         sys.setswitchinterval(min(SWITCH, self._switch))
@@ -97,7 +106,7 @@ class ShadowRunner:
                 self._thread = _Worker(self._make_bench(), dict(self._policies), self._cases, self._loop, self._done)
             self._thread.wake()
             if self._watch is None:
-                self._watch = self._loop.call_later(self._limit, self._look)
+                self._look_in(self._limit)
 
     # ---- on the event loop ----
 
@@ -111,25 +120,32 @@ class ShadowRunner:
             failed = bool(verdict.error) and verdict.error != PASSED
             self._failures[name] = self._failures.get(name, 0) + 1 if failed else 0
             if verdict.took_us > self._limit * 1e6:
-                self._cut_off(name, f"took {verdict.took_us / 1e3:.0f} ms for one decision")
+                self._cut_off(name, f"took {verdict.took_us / 1e3:.0f} ms of CPU for one decision")
             elif self._failures[name] >= MAX_FAILURES:
                 self._cut_off(name, f"failed {MAX_FAILURES} times in a row: {verdict.error}")
         self._judged(record)
 
+    def _look_in(self, delay: float) -> None:
+        self._due = time.monotonic() + delay
+        self._watch = self._loop.call_later(delay, self._look)
+
     def _look(self) -> None:
-        """Cut off a shadow that has been deciding for longer than the limit."""
+        """Cut off a shadow that has been deciding for longer than the limit, except while the event loop was busy."""
         self._watch = None
         worker = self._thread
         if worker is None:
             return
-        doing = worker.doing
-        if doing is not None and time.monotonic() - doing[1] > self._limit:
+        now, doing = time.monotonic(), worker.doing
+        self._late = max(now - self._due, 0.0) + (self._late if doing is self._seen else 0.0)
+        self._seen = doing
+        left = self._limit if doing is None else self._limit - (now - doing[1] - self._late)
+        if doing is not None and left < 0.0:
             worker.abandon()
             self._thread = None
-            self._cases = deque()
+            self._cases = deque(self._cases)
             self._cut_off(doing[0], f"did not come back within {self._limit * 1e3:.0f} ms")
         elif doing is not None or self._cases:
-            self._watch = self._loop.call_later(self._limit / 2, self._look)
+            self._look_in(self._limit / 2 if doing is None else left + _SLACK)
 
     def _cut_off(self, name: str, why: str) -> None:
         if self._policies.pop(name, None) is None:
@@ -211,11 +227,11 @@ class _Worker:
                 self._stopped = True  # the loop is closed
 
     def _ask(self, name: str, policy: Any) -> ShadowVerdict:
-        began = time.monotonic()
-        self.doing = (name, began)
+        began = time.thread_time()
+        self.doing = (name, time.monotonic())
         try:
             verdict = self._bench.decide(name, policy)
         finally:
             self.doing = None
         time.sleep(0)
-        return replace(verdict, took_us=(time.monotonic() - began) * 1e6)
+        return replace(verdict, took_us=(time.thread_time() - began) * 1e6)

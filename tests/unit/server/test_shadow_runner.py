@@ -3,6 +3,7 @@
 import asyncio
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from fairlead.core.records import ShadowCase, ShadowRecord, ShadowVerdict, Snapshot
 from fairlead.core.request import Request
+from fairlead.server import shadow_runner
 from fairlead.server.shadow_runner import MAX_FAILURES, MAX_WAITING, ShadowRunner
 
 
@@ -132,6 +134,62 @@ async def test_one_that_takes_longer_than_the_limit_is_cut_off_though_it_came_ba
     one.runner.judge(case(1))
     await one.until(lambda: one.cut)
     assert "slow" in one.runner.stats.cut
+
+
+class Clocks:
+    """The module `time` as the runner sees it, with seconds that did not pass."""
+
+    def __init__(self) -> None:
+        self.waited = 0.0
+        self.asked = 0
+        self.sleep, self.thread_time = time.sleep, time.thread_time
+
+    def monotonic(self) -> float:
+        self.asked += 1
+        return time.monotonic() + self.waited
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+    made = Clocks()
+    monkeypatch.setattr(shadow_runner, "time", made)
+    return made
+
+
+async def test_a_wait_for_the_interpreter_is_not_the_shadows_time(rig: Callable[..., Rig], clocks: Clocks) -> None:
+    def waits(case: ShadowCase) -> str:
+        clocks.waited += 90.0
+        return "e1"
+
+    one = rig({"waits": waits})
+    one.runner.judge(case(1))
+    await one.until(lambda: one.records)
+    assert not one.cut and one.records[0].verdicts[0].took_us < 1e6
+
+
+async def test_a_busy_event_loop_cuts_nobody_off(rig: Callable[..., Rig], clocks: Clocks) -> None:
+    inside, free = threading.Event(), threading.Event()
+
+    def waits(case: ShadowCase) -> str:
+        inside.set()
+        free.wait(30)
+        return "e1"
+
+    one = rig({"waits": waits, "good": picks}, limit=0.05)
+    try:
+        one.runner.judge(case(1))
+        inside.wait(30)
+        one.runner.judge(case(2))
+        clocks.waited += 90.0
+        before = clocks.asked
+        await one.until(lambda: one.cut)
+        assert "did not come back" in one.cut["waits"]
+        assert clocks.asked - before >= 3, "it looked late, and then again"
+        one.runner.judge(case(3))
+        await one.until(lambda: len(one.records) == 2)
+        assert [record.request_id for record in one.records] == [2, 3], "what waited is judged by the next thread"
+    finally:
+        free.set()
 
 
 async def test_failures_in_a_row_cut_off_and_one_success_begins_anew(rig: Callable[..., Rig]) -> None:
