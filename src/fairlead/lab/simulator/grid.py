@@ -10,6 +10,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from hashlib import sha256
@@ -69,6 +70,7 @@ class CellResult(Struct, frozen=True, kw_only=True):
 
 #: Takes (cell, key) pairs and yields their results in any order.
 Runner = Callable[[Sequence[tuple[Cell, str]]], Iterable[CellResult]]
+_DIED = "a process that simulated this policy ended: it was killed, ran out of memory, or the policy ended it"
 #: Paths in the package with code that no simulation runs.
 _ELSEWHERE = ("cli/", "gateway/", "pool/", "lab/demo", "lab/load/", "lab/stub/", "server/observe/")
 
@@ -178,11 +180,32 @@ def _run_all(cells: Sequence[tuple[Cell, str]], processes: int) -> Iterable[Cell
         for cell, key in cells:
             yield run_cell(cell, key)
         return
+    lost: list[tuple[Cell, str]] = []
+    yield from _run_beside(cells, processes, lost)
+    for policy in dict.fromkeys(cell.policy for cell, _ in lost):
+        dead: list[tuple[Cell, str]] = []
+        yield from _run_beside([entry for entry in lost if entry[0].policy == policy], processes, dead)
+        for cell, key in dead:
+            yield CellResult(key=key, scenario=cell.scenario.name, policy=policy, seed=cell.seed, error=_DIED)
+
+
+def _run_beside(
+    cells: Sequence[tuple[Cell, str]], processes: int, lost: list[tuple[Cell, str]]
+) -> Iterator[CellResult]:
+    """Run the cells in processes. If a process dies, the pool ends: cells without a result are added to `lost`."""
     with workers(min(processes, len(cells))) as pool:
+        futures: dict[Future[CellResult], tuple[Cell, str]] = {}
         with deaf_children():
-            futures: list[Future[CellResult]] = [pool.submit(run_cell, cell, key) for cell, key in cells]
+            for cell, key in cells:
+                try:
+                    futures[pool.submit(run_cell, cell, key)] = cell, key
+                except BrokenProcessPool:
+                    lost.append((cell, key))
         for future in as_completed(futures):
-            yield future.result()
+            if isinstance(future.exception(), BrokenProcessPool):
+                lost.append(futures[future])
+            else:
+                yield future.result()
 
 
 @contextmanager

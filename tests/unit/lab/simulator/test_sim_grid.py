@@ -57,6 +57,21 @@ def test_processes_give_the_results_of_one():
     assert decided(2) == decided(1)
 
 
+def test_a_policy_that_ends_its_process_ends_no_comparison(tmp_path, capsys):
+    (file := tmp_path / "dies.py").write_text(
+        "import os\nfrom fairlead.plugins.policies.ranked import Ranked\n"
+        "class Dies(Ranked):\n    type = 'dies'\n    def cost(self, request, fleet, cycle):\n        os._exit(3)\n"
+    )
+    made = cells(2)
+    deadly = [msgspec.structs.replace(cell, policy="dies", text=source_text(file)) for cell in made[:2]]
+    results = run_grid([*deadly, *made], processes=2)
+    assert [result.policy for result in results if result.error] == ["dies", "dies"]
+    assert [result.figures["done"] for result in results[2:]] == [6] * 4
+    with pytest.raises(typer.Exit):
+        end_with_errors(results)
+    assert "dies on paced-prefix: a process that simulated this policy ended" in capsys.readouterr().err
+
+
 def test_other_code_other_policy_other_seed_is_another_cell():
     one, other = cells(2, ("round-robin",))
     assert one.key("a") != one.key("b")
