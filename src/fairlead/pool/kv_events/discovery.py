@@ -95,15 +95,25 @@ class _Source(Struct):
 
 async def ask(session: aiohttp.ClientSession, address: str, model: str, curve: Curve | None) -> KvSource | None:
     """The publisher that the engine at `host:port` reports; `None` = it has no events, or did not answer in time."""
+    return source_of(await _answer(session, address) or {}, address, model, curve)
+
+
+async def without_events(session: aiohttp.ClientSession, address: str) -> bool:
+    """Whether the engine at `host:port` answers that it has no events."""
+    sources = await _answer(session, address)
+    return sources is not None and source_of(sources, address, "", None) is None
+
+
+async def _answer(session: aiohttp.ClientSession, address: str) -> dict[str, _Source] | None:
+    """The engine's answer by rank, empty for 404; `None` = there is no usable one in time."""
     try:
         async with asyncio.timeout(_TIMEOUT), session.get(f"http://{address}{_PATH}", allow_redirects=False) as answer:
             if answer.status != 200:
-                return None
+                return {} if answer.status == 404 else None
             body = await read_at_most(answer.content, _MOST_BYTES, ValueError("no answer is so long"))
-        sources = msgspec.json.decode(body, type=dict[str, _Source])
+        return msgspec.json.decode(body, type=dict[str, _Source])
     except (OSError, aiohttp.ClientError, TimeoutError, msgspec.DecodeError, ValueError, RecursionError):
         return None
-    return source_of(sources, address, model, curve)
 
 
 def source_of(sources: dict[str, _Source], address: str, model: str, curve: Curve | None) -> KvSource | None:

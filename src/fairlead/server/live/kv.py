@@ -230,7 +230,7 @@ class KvListening(Knowledge):
             self._loaded[slot] = places
         wait = ASK_AGAIN[0]
         while True:
-            source = await self._source(endpoint)
+            source = await self._source(endpoint, slot)
             if source is None or not self._watch(endpoint, slot, source):
                 await asyncio.sleep(wait)
                 wait = min(2 * wait, ASK_AGAIN[1])
@@ -252,12 +252,26 @@ class KvListening(Knowledge):
             self.exact.check.suspects(finding)
         self._unlike[endpoint.id] = finding.detail if finding is not None else ""
 
-    async def _source(self, endpoint: Endpoint) -> KvSource | None:
+    async def _source(self, endpoint: Endpoint, slot: int) -> KvSource | None:
         settings = self._settings
         if settings.port:
             ports = settings.port, settings.replay_port, settings.ranks
             return discovery.configured(endpoint, *ports, ANY_MODEL, self._curve)
-        return await discovery.ask(self._session, endpoint.address, ANY_MODEL, self._curve)
+        source = await discovery.ask(self._session, endpoint.address, ANY_MODEL, self._curve)
+        caches = self.exact.index.caches_of(slot)
+        if source is not None or not caches or any(cache.linked for cache in caches):
+            return source
+        if await discovery.without_events(self._session, endpoint.address):
+            self._forget(endpoint.id, slot)
+        return None
+
+    def _forget(self, name: str, slot: int) -> None:
+        """Forget the blocks of an engine in whose place there is one without KV events."""
+        self._sources.pop(name, None)
+        self._loaded.pop(slot, None)
+        self._events.unwatch(slot)
+        self.exact.index.keep_ranks(slot, ())
+        log.warning("an engine no longer has KV events", endpoint=name)
 
     def _watch(self, endpoint: Endpoint, slot: int, source: KvSource) -> bool:
         """Subscribe to the publisher, unless that is done. Return false if it is not possible, e.g. without files."""

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from fairlead.core.endpoint import Endpoint
-from fairlead.pool.kv_events.discovery import KvSource, ask, configured, source_at
+from fairlead.pool.kv_events.discovery import KvSource, ask, configured, source_at, without_events
 
 
 def source(port: int, replay: int | None = None, **more: object) -> dict[str, object]:
@@ -86,6 +86,20 @@ async def test_ranks(serve: Callable[[bytes], Any]) -> None:
 )
 async def test_everything_else_means_none(serve: Callable[[bytes], Any], answer: bytes) -> None:
     assert await asked(await serve(answer)) is None
+
+
+async def test_an_engine_says_that_it_has_no_events(serve: Callable[[bytes], Any]) -> None:
+    answers = {
+        b"HTTP/1.1 404 Not Found\r\ncontent-length: 2\r\n\r\n{}": True,
+        ok(b"{}"): True,
+        ok(json.dumps({"0": source(5557, enable_kv_cache_events=False)}).encode()): True,
+        ok(json.dumps({"0": source(5557)}).encode()): False,
+        ok(b"\xff\xfe"): False,
+        b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\n\r\n": False,
+        b"": False,
+    }
+    async with aiohttp.ClientSession() as session:
+        assert [await without_events(session, await serve(answer)) for answer in answers] == list(answers.values())
 
 
 async def test_nobody_listens() -> None:

@@ -184,6 +184,49 @@ async def test_an_engine_with_another_publisher_is_a_new_one(start: Start, monke
     await world.until(lambda: known() == [(1, True, False, 1)])
 
 
+async def test_blocks_of_an_engine_that_comes_back_without_events_are_forgotten(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = await start("{enabled: true}")
+    publisher = world.publisher()
+    store(publisher, 1)
+    sources: list[KvSource | None] = [source_of(publisher, 1)]
+    asked, answered, denies = 0, 0, True
+
+    async def ask(*_: object) -> KvSource | None:
+        nonlocal asked
+        asked += 1
+        return sources[0]
+
+    async def without_events(*_: object) -> bool:
+        nonlocal answered
+        answered += 1
+        return denies
+
+    monkeypatch.setattr(kv.discovery, "ask", ask)
+    monkeypatch.setattr(kv.discovery, "without_events", without_events)
+    monkeypatch.setattr(kv, "ASK_AGAIN", (0.01, 0.01))
+    monkeypatch.setattr(kv, "STILL_THERE", 0.01)
+    slot = world.up("a", "127.0.0.1:8000")
+    await world.until(lambda: world.index.entries == 1)
+    content = b"".join(world.kv.snapshot())
+    (cache,) = world.index.caches_of(slot)
+    await world.until(lambda: cache.linked)
+    # It is still connected, whatever its HTTP port says.
+    sources[0], asked = None, 0
+    await world.until(lambda: asked > 3)
+    assert (world.index.entries, answered) == (1, 0)
+    await publisher.close()
+    await world.until(lambda: not world.index.caches_of(slot))
+    assert world.kv.subscriptions(slot) == []
+    # So are the blocks of a snapshot.
+    denies = False
+    assert world.kv.take(content) == 1
+    await world.until(lambda: [cache.blocks for cache in world.index.caches_of(slot)] == [1])
+    denies = True
+    await world.until(lambda: not world.index.caches_of(slot))
+
+
 async def test_a_subscription_that_fails_is_tried_again(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
