@@ -63,12 +63,16 @@ KvEvent = BlocksStored | BlocksRemoved | AllCleared
 #
 # Rules
 # * Events of one rank are applied in order, each completely before the next. The caller may do other things between
-#   two steps. A step handles at most `STEP` blocks (about 0.1 ms).
+#   two steps. A step handles at most `STEP` blocks (about 0.1 ms) and, unless its block is larger, `_STEP_TOKENS`
+#   tokens (0.5 ms).
 # * A bad event raises `ValueError` before it changes anything, or after its valid part was applied. The caller counts
 #   it and continues with the next event.
 # * Stores with an unknown parent become orphans, except in a self-contained key space, where the parent is not needed.
 
 STEP = 64
+_STEP_TOKENS = 4096
+#: Tokens of a block, at most. Hybrid models have blocks of some thousands.
+_MOST_TOKENS = 16_384
 
 
 def apply(index: KvIndex, cache: RankCache, event: KvEvent, now: float) -> Iterator[int] | None:
@@ -108,19 +112,23 @@ def _store(index: KvIndex, cache: RankCache, event: BlocksStored, now: float) ->
         return None
     size, tokens = event.block_size, event.tokens
     if not tokens:
+        most = STEP
         steps = _store_nameless(index, index.shelf(cache, event.group, tier_of(event.medium)), event)
     else:
         count = len(tokens) // TOKEN_BYTES if isinstance(tokens, bytes) else len(tokens)
         if size < 1 or count != size * len(hashes):
             raise ValueError(f"{len(hashes)} blocks of {size} tokens cannot have {count} tokens")
+        if size > _MOST_TOKENS:
+            raise ValueError(f"a block of {size} tokens has more than {_MOST_TOKENS}")
         if event.extras is not None and len(event.extras) != len(hashes):
             raise ValueError(f"{len(hashes)} blocks, but extra keys for {len(event.extras)}")
+        most = min(STEP, max(1, _STEP_TOKENS // size))
         store = _Store(index, index.shelf(cache, event.group, tier_of(event.medium)), event, now)
-        if len(hashes) <= STEP:
+        if len(hashes) <= most:
             store.step(hashes, tokens if isinstance(tokens, bytes) else tokens.take(count), event.extras)
             return None
-        steps = store.steps()
-    if len(hashes) > STEP:
+        steps = store.steps(most)
+    if len(hashes) > most:
         return steps
     for _ in steps:
         pass
@@ -154,11 +162,12 @@ class _Store:
             elif index.space.self_contained:
                 self._before = root
 
-    def steps(self) -> Iterator[int]:
+    def steps(self, most: int) -> Iterator[int]:
+        """Store `most` blocks per step."""
         event, tokens = self._event, self._event.tokens
         width = event.block_size * TOKEN_BYTES
-        for start in range(0, len(event.hashes), STEP):
-            hashes = event.hashes[start : start + STEP]
+        for start in range(0, len(event.hashes), most):
+            hashes = event.hashes[start : start + most]
             end = start + len(hashes)
             if isinstance(tokens, bytes):
                 part = tokens[start * width : end * width]

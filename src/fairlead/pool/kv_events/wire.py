@@ -183,10 +183,13 @@ class RawTokens:
 
     def take(self, count: int) -> bytes:
         """The next `count` token ids as little-endian 32-bit integers. Raises `ValueError` for anything else."""
-        while len(self._ready) < 4 * count:
-            self._ready += self._more()
-        taken, self._ready = self._ready[: 4 * count], self._ready[4 * count :]
-        return taken
+        chunks, size = [self._ready], len(self._ready)
+        while size < 4 * count:
+            chunks.append(self._more())
+            size += len(chunks[-1])
+        ready = b"".join(chunks)
+        self._ready = ready[4 * count :]
+        return ready[: 4 * count]
 
     def _more(self) -> bytes:
         match = _CHUNK_PATTERN.match(self._raw, self._offset)
@@ -197,8 +200,8 @@ class RawTokens:
             if match.end() == self._offset or match.end() < len(self._raw):
                 raise ValueError("token_ids: not only 32-bit token ids")
             # Less than a chunk is left. The number of ids is known only after splitting them.
-            self._offset = len(self._raw)
-            return b"".join(_packed(b"\x91" + token) for token in re.findall(_TOKEN, match.group(), re.DOTALL))
+            count = len(re.findall(_TOKEN, match.group(), re.DOTALL))
+            head = b"\xdc" + count.to_bytes(2, "big")
         self._offset = match.end()
         return _packed(head + match.group())
 

@@ -284,6 +284,35 @@ def test_events_that_contradict_themselves(event: BlocksStored) -> None:
     assert one.index.entries == 0
 
 
+class Zeros:
+    """A stream of tokens that are all 0, and how many were taken at a time."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.taken: list[int] = []
+
+    def __len__(self) -> int:
+        return self.count
+
+    def take(self, count: int) -> bytes:
+        self.taken.append(count)
+        return bytes(4 * count)
+
+
+def test_large_blocks_take_a_step_each() -> None:
+    one = Fixture()
+    for size, blocks, of_each in ((1000, 9, [4, 4, 1]), (1056, 4, [3, 1]), (16_384, 2, [1, 1])):
+        stream = Zeros(size * blocks)
+        hashes = [size + number for number in range(blocks)]
+        steps = apply(one.index, one.cache(), BlocksStored(hashes, 0, stream, size), 0.0)
+        assert steps is not None and list(steps) == of_each
+        assert stream.taken == [size * count for count in of_each]
+    stream = Zeros(16_385)
+    with pytest.raises(ValueError, match="a block of 16385 tokens has more than 16384"):
+        apply(one.index, one.cache(), BlocksStored([7], 0, stream, 16_385), 0.0)
+    assert not stream.taken and one.index.entries == 15
+
+
 def test_long_events_take_several_steps() -> None:
     one = Fixture()
     count = 3 * STEP + 5
