@@ -231,6 +231,7 @@ class ExactKnowledge:
         tokens = None if look is None else self._offered.get(look)
         if look is None or tokens is None:
             return None
+        self._settle(request.arrived)
         model = request.target_model
         if look.chains is None or self.adapter(look.model) != self.adapter(model):
             look.chains = self._chains(tokens, model)

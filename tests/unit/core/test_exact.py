@@ -242,6 +242,20 @@ def test_a_prompt_that_was_just_sent_counts_until_its_events_come(world: World) 
     assert len(world.exact.index.speculation) == 2  # the second of the same prompt, and this one
 
 
+def test_a_prompt_that_was_sent_before_a_pause_counts_no_more(world: World) -> None:
+    engine = Engine(world, 0)
+    world.prove(engine)
+    ids = prompt(100)
+    request, decision = world.send(ids)
+    assert decision.endpoint == "e0"
+    world.end(request, 100, 0)
+    engine.store(ids)
+    engine.tell(AllCleared())  # in the pause
+    again, decision = world.send(ids)
+    assert decision.hit_tokens == 0
+    world.end(again, 100, 0)
+
+
 def test_a_request_that_fails_leaves_nothing_behind(world: World) -> None:
     Engine(world, 0).store(prompt(32, 9))
     Engine(world, 1).store(prompt(32, 9))
