@@ -297,7 +297,7 @@ class SelfCheck:
     def __init__(self, index: KvIndex, recipe: Recipe) -> None:
         self._report: Callable[[Verdict], None] = lambda verdict: None
         self._on_cached: Callable[[], None] = lambda: None
-        self._suspect: Finding | None = None
+        self._suspicion: Callable[[int], Finding | None] = lambda slot: None
         self._index = index
         self._recipe = recipe
         self._states: dict[int, _State] = {}
@@ -309,9 +309,10 @@ class SelfCheck:
         """Set callbacks: `report` gets changed verdicts, `on_cached` is called if an answer reported cached tokens."""
         self._report, self._on_cached = report, on_cached
 
-    def suspects(self, finding: Finding) -> None:
-        """Set a known problem with the reading of prompts. It is reported if stored blocks do not show the cause."""
-        self._suspect = finding
+    def suspect(self, suspicion: Callable[[int], Finding | None]) -> None:
+        """Set a callback that returns a known problem with the reading of an endpoint's prompts. It is reported if
+        stored blocks do not show the cause."""
+        self._suspicion = suspicion
 
     def add_slot(self, slot: int) -> None:
         self._tenures += 1
@@ -399,6 +400,6 @@ class SelfCheck:
         )  # fmt: skip
         finding = diagnose(self._recipe, case, heads)
         if finding.cause == UNKNOWN or not heads:
-            finding = self._suspect or (finding if self._index.tells_stores else _ELSEWHERE)
+            finding = self._suspicion(awaited.slot) or (finding if self._index.tells_stores else _ELSEWHERE)
         state.finding = finding
         state.judged.causes[finding.cause] = state.judged.causes.get(finding.cause, 0) + 1

@@ -52,13 +52,14 @@ class Knowledge:
         self._fleet = fleet
         self.exact = exact = fleet.exact
         self.prompts = PromptReading(config.tokens, exact, self._some_engine, fleet.table.bases, asker)
-        self.token_check = TokenCheck(lambda: self.prompts.tokeniser, self.prompts.asks, self._suspect)
+        self.token_check = TokenCheck(lambda: self.prompts.tokeniser, self.prompts.asks)
         without = self.prompts.without if exact is None else None  # else `KvMetrics` shows it
         TokenMetrics(registry, lambda: self.prompts.tokeniser, self.token_check.states, without)
         self._budget = _FOLLOWED
         self._turn = 0
         if exact is not None:
             exact.check.tell(self._verdict, self._follow_longer)
+            exact.check.suspect(self._suspicion)
 
     async def start(self, stack: contextlib.AsyncExitStack) -> None:
         """Raises `ConfigError` if something that is configured cannot be used."""
@@ -129,9 +130,13 @@ class Knowledge:
         """Which tokenisers cannot be used, and why; empty = all can."""
         return "; ".join(f"no tokeniser of {model}: {reason}" for model, reason in self.prompts.unusable.items())
 
-    def _suspect(self, finding: Finding) -> None:
-        if self.exact is not None:
-            self.exact.check.suspects(finding)
+    def _suspicion(self, slot: int) -> Finding | None:
+        """Why prompts of a model that the endpoint serves are read in another way than the engine does."""
+        for model, finding in self.token_check.findings.items():
+            has = self._fleet.table.base(model)
+            if has[slot] or not has.any():  # without lists of models, any endpoint may have it
+                return finding
+        return None
 
     def _follow_longer(self) -> None:
         self._budget = _FOLLOWED
@@ -192,14 +197,14 @@ def recipe_of(settings: KvEvents) -> Recipe:
         raise ConfigError(str(error), "$.kvEvents.hashAlgorithm") from None
 
 
-# Checks once for each model whether engines make the same token ids as this process.
+# Checks for each model whether engines make the same token ids as this process.
 #
 # A different tokeniser or chat template causes no error anywhere: blocks just never match. So the first endpoint that
 # serves a model is asked for the token ids of a few probes (`pool.render`), independently of client requests.
 #
 # Rules
-# * One endpoint at a time is asked, with a limit of `TIMEOUT` seconds per question. A model is compared once. If that
-#   fails, it is tried again with each endpoint that appears, and up to `TRIES` times with the same endpoint.
+# * One endpoint at a time is asked, with a limit of `TIMEOUT` seconds per question. A model is compared with each
+#   endpoint that appears until it agrees. What fails is tried up to `TRIES` times with the same endpoint.
 # * At most `MOST_MODELS` models are compared. Adapters use their base model's tokeniser and are left out.
 
 TIMEOUT, TRIES, LATER = 2.0, 3, 20.0
@@ -210,20 +215,20 @@ UNKNOWN = "unknown"
 class TokenCheck:
     """`asks(model)`: whether the engine itself supplies that model's token ids, so that there is nothing to compare.
 
-    If token ids differ, `on_finding` receives the cause, because predicted blocks will not match. `later`: seconds
-    until a failed comparison is tried again.
+    `later`: seconds until a failed comparison is tried again.
     """
 
     def __init__(
         self,
         tokeniser: Callable[[], PromptTokeniser],
         asks: Callable[[str], bool],
-        on_finding: Callable[[Finding], object],
         later: float = LATER,
     ) -> None:
         #: Results by model name, as engines report it.
         self.results: dict[str, TokenCheckResult] = {}
-        self._tokeniser, self._asks, self._on_finding = tokeniser, asks, on_finding
+        #: Why predicted blocks of a model will not match, because its token ids differ.
+        self.findings: dict[str, Finding] = {}
+        self._tokeniser, self._asks = tokeniser, asks
         self._later = later
         self._waiting: dict[str, tuple[Endpoint, int]] = {}
         self._wake = asyncio.Event()
@@ -272,15 +277,18 @@ class TokenCheck:
         names = await _served(session, url) or {endpoint.labels.get(MODEL_LABEL, "")} - {""}
         for model in sorted(names):
             before = self.results.get(model)
-            if before is not None and not before.state.startswith(UNKNOWN):
+            if before is not None and before.agreed and not before.differing:
                 continue
             if self._asks(model) or not self._tokeniser().knows(model):
                 continue
             if before is None and len(self.results) >= MOST_MODELS:
                 continue
-            result = self.results[model] = await compare(self._tokeniser(), client, url, model)
-            self._tell(model, endpoint, result)
-            settled &= not result.state.startswith(UNKNOWN)
+            result = await compare(self._tokeniser(), client, url, model)
+            known = not result.state.startswith(UNKNOWN)
+            settled &= known
+            if before is None or (before.state != result.state and (known or not before.differing)):
+                self.results[model] = result
+                self._tell(model, endpoint, result)
         return settled and bool(names)
 
     def _tell(self, model: str, endpoint: Endpoint, result: TokenCheckResult) -> None:
@@ -293,8 +301,9 @@ class TokenCheck:
                 cause=finding.cause,
                 detail=result.state,
             )
-            self._on_finding(finding)
+            self.findings[model] = finding
         elif result.agreed:
+            self.findings.pop(model, None)
             log.info("an engine's token ids equal ours", model=model, endpoint=endpoint.id)
         else:
             log.info("token ids could not be compared", model=model, endpoint=endpoint.id, reason=result.state)

@@ -249,7 +249,6 @@ class KvListening(Knowledge):
                 cause=finding.cause,
                 detail=finding.detail,
             )
-            self.exact.check.suspects(finding)
         self._unlike[endpoint.id] = finding.detail if finding is not None else ""
 
     async def _source(self, endpoint: Endpoint, slot: int) -> KvSource | None:

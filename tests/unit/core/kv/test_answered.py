@@ -180,8 +180,7 @@ def test_a_target_that_is_an_adapter_has_other_blocks_than_were_asked_for() -> N
 @pytest.mark.parametrize(("suspect", "cause"), [(None, "unknown"), (Finding("tokeniser", "m differs"), "tokeniser")])
 def test_a_wrong_prediction_is_blamed_on_what_is_known_to_be_wrong(suspect: Finding | None, cause: str) -> None:
     world = World()
-    if suspect is not None:
-        world.exact.check.suspects(suspect)
+    world.exact.check.suspect(lambda slot: suspect if slot == 0 else Finding("chat-template"))
     for number in range(4):
         request = world.request(number, True)
         world.fleet.match(request)

@@ -11,11 +11,12 @@ from fairlead.apis.parsed import ParsedRequest
 from fairlead.apis.tokens import PromptTokens
 from fairlead.apis.tokens.pieces import absent
 from fairlead.compat.load import load
-from fairlead.core.endpoint import Endpoint
+from fairlead.core.endpoint import MODEL_LABEL, Endpoint
 from fairlead.core.events import EndpointDown, EndpointUp
 from fairlead.core.fleet import Fleet
 from fairlead.core.kv.answered import RankState
 from fairlead.core.request import Request, Usage
+from fairlead.core.trust import Finding
 from fairlead.server.indexer.wire import Answer, PodAnswer, PodState, StateAnswer
 from fairlead.server.live.knowledge import Knowledge, exact_knowledge
 from fairlead.server.live.kv import KvListening
@@ -65,9 +66,10 @@ class World:
         self.kv = KvLookup(config, self.fleet, self.registry)
         self.client = Client()
 
-    def up(self, name: str, address: str) -> int:
-        self.fleet.up(Endpoint(name, address))
-        self.kv.endpoint(EndpointUp(Endpoint(name, address)))
+    def up(self, name: str, address: str, model: str = "") -> int:
+        endpoint = Endpoint(name, address, {MODEL_LABEL: model} if model else {})
+        self.fleet.up(endpoint)
+        self.kv.endpoint(EndpointUp(endpoint))
         slot = self.fleet.table.slot(name)
         assert slot is not None
         return slot
@@ -207,6 +209,34 @@ async def test_an_index_of_other_keys_is_not_asked(world: World, caplog: pytest.
     assert len(world.client.asked) == 1
     world.told(x="10.9.9.9:80")
     assert "knows none of our endpoints" in world.kv.page()["indexer"]["complaint"]
+
+
+async def test_a_finding_about_a_model_explains_only_the_endpoints_that_serve_it(world: World) -> None:
+    slots = [world.up(name, f"10.0.0.{port}:80", model) for name, port, model in (("a", 7, "m"), ("b", 8, "n"))]
+    world.told(a="10.0.0.7:80", b="10.0.0.8:80")
+    findings = world.kv.token_check.findings
+    findings["m"] = Finding("chat-template", "m at a differs")
+
+    world.client.answer = Answer(total=4, pods={})
+    numbers = iter(range(1, 9))
+
+    async def blame(slot: int) -> dict[str, int]:
+        number = next(numbers)
+        await world.read(number, bytes([number]) * 256)
+        blocks = world.blocks[number]
+        request = Request(id=number, arrived=0.0, model="m", prompt_tokens=64, prompt_bytes=300, blocks=blocks)
+        world.fleet.match(request)
+        predicted = world.kv.exact.sent(request, slot, -1, 0.0)
+        world.kv.exact.ended(predicted, Usage(prompt_tokens=64, completion_tokens=1, cached_tokens=48), True, 0.0)
+        return world.kv.exact.check.judged(slot).causes
+
+    assert await blame(slots[0]) == {"chat-template": 1}
+    assert await blame(slots[1]) == {"unknown": 1}
+    findings.clear()
+    findings["of nobody's list"] = Finding("tokeniser", "it may be of any endpoint")
+    assert await blame(slots[1]) == {"unknown": 1, "tokeniser": 1}
+    findings.clear()
+    assert await blame(slots[0]) == {"chat-template": 1, "unknown": 1}
 
 
 async def test_endpoints_that_come_and_go(world: World) -> None:

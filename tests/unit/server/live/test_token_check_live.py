@@ -15,7 +15,7 @@ from fairlead.apis.tokens import PromptTokeniser
 from fairlead.apis.tokens.pieces import PieceCache
 from fairlead.apis.tokens.prompt_tokeniser import ModelFiles, build
 from fairlead.core.endpoint import MODEL_LABEL, Endpoint
-from fairlead.core.trust import CAUSES, Finding
+from fairlead.core.trust import CAUSES
 from fairlead.pool import render
 from fairlead.server.live import knowledge as module
 from fairlead.server.live.knowledge import TokenCheck
@@ -61,9 +61,8 @@ class World:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.tokeniser = made()
-        self.found: list[Finding] = []
         self.asks = False
-        self.token_check = TokenCheck(lambda: self.tokeniser, lambda model: self.asks, self.found.append, later=0.05)
+        self.token_check = TokenCheck(lambda: self.tokeniser, lambda model: self.asks, later=0.05)
         self.registry = Registry()
         TokenMetrics(self.registry, lambda: self.tokeniser, self.token_check.states, {"media": 2})
 
@@ -101,7 +100,7 @@ async def test_an_engine_that_agrees_is_asked_once(world: World) -> None:
     await world.until(lambda: not world.token_check._waiting)
     await asyncio.sleep(0.1)
     assert world.engine.tokenized == asked
-    assert world.found == []
+    assert world.token_check.findings == {}
     page = world.registry.render().decode()
     assert 'fairlead_tokens_parity{model="m",state="agrees"} 1' in page
     assert 'fairlead_tokens_parity{model="m",state="differs"} 0' in page
@@ -119,12 +118,34 @@ async def test_one_that_differs_is_told_of(
 ) -> None:
     world.engine.tokeniser = theirs
     world.up("a")
-    await world.until(lambda: world.found)
-    (finding,) = world.found
+    await world.until(lambda: world.token_check.findings)
+    finding = world.token_check.findings["m"]
     assert finding.cause == cause and cause in CAUSES
     assert finding.detail.startswith("m at a differs: ")
     assert world.token_check.states() == {"m": "differs"}
     assert "token ids differ from ours" in caplog.text
+
+
+async def test_a_difference_is_forgotten_when_a_new_endpoint_agrees(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(render, "PAUSE", 0.01)
+    world.engine.tokeniser = made(PLAIN, 7)
+    world.up("a")
+    await world.until(lambda: world.token_check.findings)
+    # Neither another one that differs nor one that cannot be asked changes that.
+    asked = world.engine.tokenized
+    world.up("b")
+    await world.until(lambda: world.engine.tokenized >= 2 * asked)
+    world.engine.broken = True
+    world.up("c")
+    await world.until(lambda: world.engine.tokenized > 2 * asked)
+    assert world.token_check.states() == {"m": "differs"}
+    assert caplog.text.count("token ids differ from ours") == 1
+    world.engine.broken, world.engine.tokeniser = False, made()
+    world.up("d")
+    await world.until(lambda: world.token_check.states() == {"m": "agrees"})
+    assert world.token_check.findings == {}
 
 
 async def test_one_that_cannot_be_asked_is_tried_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
