@@ -115,6 +115,7 @@ class Finding(Struct, frozen=True):
     detail: str = ""
 
 
+_EVICTED = Finding(EVICTED, "blocks cached at the decision were gone when needed, or removed without an event")
 _FULL = Finding(FULL, "the index dropped blocks that it still has, to stay within kvEvents.maxBlocks")
 
 
@@ -178,8 +179,11 @@ def _by_tokens(case: Case, heads: Sequence[Head]) -> Finding:
     if alike < _ALIKE:
         return _strange(case)
     width = 4 * best.block_size
-    if best.first and best.tokens[:width] == case.tokens[:width]:
+    place = case.tokens.find(best.tokens[:width])
+    if place == 0 if best.first else place > 0 and place % width == 0:
         return _same_tokens(case, best)
+    if case.predicted > case.reported:  # keys of another template's prompts never match
+        return _EVICTED
     return Finding(TEMPLATE, f"its prompts have our tokens, but {_divergence(case, heads)}")
 
 
@@ -196,10 +200,10 @@ def _same_tokens(case: Case, head: Head) -> Finding:
     if head.lora != case.lora:
         return Finding(LORA, f"it stores this prompt for the adapter {head.lora!r}, we look for {case.lora!r}")
     extras = head.extras[0] if head.extras else ()
-    if extras != ((case.salt,) if case.salt else ()):
+    if head.first and extras != ((case.salt,) if case.salt else ()):
         return Finding(SALT, "its extra keys (salt, media) of the first block differ from ours")
     if case.predicted > case.reported:
-        return Finding(EVICTED, "blocks cached at the decision were gone when needed, or removed without an event")
+        return _EVICTED
     if case.full:
         return _FULL
     return Finding(MISSING, "its blocks have our tokens, but more were cached than its events reported")
@@ -211,7 +215,7 @@ def _strange(case: Case) -> Finding:
             TOKENISER, f"it counts {case.counted} tokens where we count {case.count}, and stores none of ours"
         )
     if case.predicted > case.reported:
-        return Finding(EVICTED, "blocks cached at the decision were gone when needed, or removed without an event")
+        return _EVICTED
     if case.full:
         return _FULL
     if case.reported < case.count // 2 and case.tokens:

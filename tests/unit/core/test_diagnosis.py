@@ -111,6 +111,15 @@ def test_what_was_evicted_or_not_told() -> None:
     assert cause(Recipe(), case(predicted=384, reported=0), head(), head([5] * 256)) == EVICTED
 
 
+def test_the_rest_of_a_prompt_that_is_in_its_place_shows_no_other_template() -> None:
+    rest = head(IDS[160:], first=False)
+    assert cause(Recipe(), case(predicted=384, reported=160), rest) == EVICTED
+    assert cause(Recipe(), case(), rest) == cause(Recipe(), case(salt="pepper"), rest) == MISSING
+    assert cause(Recipe(), case(), head(IDS[160:], first=False, lora="poet")) == LORA
+    # Nor does too much predicted.
+    assert cause(Recipe(), case(predicted=384, reported=160), head(IDS[163:], first=False)) == EVICTED
+
+
 def test_what_a_full_index_dropped() -> None:
     other = [1_000_000 + at for at in range(300)]
     for wrong in (case(), case(reported=32)):
