@@ -13,6 +13,7 @@ Rules (`SOURCES`)
 * `most`: history is missing, a replay is running, or the connection is lost: the higher of both values.
 * `exact`: proven and up to date.
 * A prompt that was just sent counts as cached there until shortly after its first token, when its events have arrived.
+* Engines whose events only number adapters (vLLM ≤ 0.15) have learned values for prompts of adapters.
 * Answers are compared with the exact prediction even while it is not used (`core.trust`), so an endpoint whose
   predictions agree again is trusted again.
 * Token ids reveal the prompt. So they are not part of a request, and no record or log can show them: the request has
@@ -99,6 +100,9 @@ class ExactKnowledge:
         #: The block sizes of all engines, in tokens.
         self.sizes: tuple[int, ...] = ()
         self._adapters: set[str] = set()
+        #: Slots whose recent events number adapters instead of naming them; and whether an index elsewhere has such.
+        self._numbered: set[int] = set()
+        self._numbers = False
         #: Token ids of prompts that are not sent yet, and their total size in bytes.
         self._offered: OrderedDict[PromptBlocks, TokenIds] = OrderedDict()
         self._waiting = 0
@@ -120,6 +124,7 @@ class ExactKnowledge:
         self.index.drop_slot(slot)
         self.check.drop_slot(slot)
         self._slots.discard(slot)
+        self._numbered.discard(slot)
         self._sources[slot] = _LEARNED
 
     def emptied(self, slot: int) -> None:
@@ -133,12 +138,16 @@ class ExactKnowledge:
         sources."""
         block_sizes = set(sizes)
         self.curious = False
+        self._numbered = set(self._slots) if self._numbers else set()
         for slot in self._slots:
             for cache in self.index.caches_of(slot):
                 if cache.block_size:
                     block_sizes.add(cache.block_size)
+                names = {head.lora for head in cache.beginnings if head.lora}
+                if any(map(_is_number, names)):
+                    self._numbered.add(slot)
                 if len(self._adapters) < _MOST_ADAPTERS:
-                    self._adapters.update(head.lora for head in cache.beginnings if head.lora)
+                    self._adapters |= names
             self._judge(slot)
         self.sizes = (self.recipe.block_size,) if self.recipe.block_size else tuple(sorted(block_sizes))
 
@@ -160,6 +169,7 @@ class ExactKnowledge:
     def know_adapters(self, names: Iterable[str]) -> None:
         """Add names of adapters that are known from other sources than events."""
         for name in names:
+            self._numbers |= _is_number(name)
             if len(self._adapters) < _MOST_ADAPTERS:
                 self._adapters.add(name)
 
@@ -190,6 +200,9 @@ class ExactKnowledge:
         sources = self._sources
         if len(sources) != slots:  # the table grows ahead of its endpoints
             self._sources = sources = np.append(sources[:slots], np.zeros(max(slots - len(sources), 0), np.int8))
+        if self._numbered and self.adapter(request.target_model):
+            sources = sources.copy()
+            sources[[*self._numbered]] = _LEARNED
         if look.credit is None:
             return None if learned is None else np.where(sources == _EXACT, 0.0, learned)
         held = look.credit > 0.0
@@ -288,10 +301,12 @@ class ExactKnowledge:
         if chain is not None:
             guess = self.index.speculation.add(computing, chain.keys, now + LEASE)
         # Otherwise its answer reports the cached tokens of the decoding endpoint, or of sequences that hit one another.
-        if prefill_slot < 0 and request.sequences == 1 and not (doubtful and look.model not in self._adapters):
+        lora = self.adapter(look.model)
+        comparable = slot not in self._numbered if lora else not doubtful
+        if prefill_slot < 0 and request.sequences == 1 and comparable:
             hits, certain = _number_at(look.hits, slot), _number_at(look.certain, slot)
             ranks = _by_rank(look.matches, slot, request.prompt_tokens)
-            awaited = self.check.expect(slot, tokens, self.adapter(look.model), hits, certain == hits, ranks)
+            awaited = self.check.expect(slot, tokens, lora, hits, certain == hits, ranks)
         look.clear()
         return Predicted(guess, awaited)
 
@@ -332,6 +347,10 @@ class ExactKnowledge:
         self.index.validate()
         assert self._waiting == sum(len(tokens.ids) for tokens in self._offered.values()) <= _MOST_WAITING
         assert not any(self._sources[slot] for slot in range(len(self._sources)) if slot not in self._slots)
+
+
+def _is_number(lora: str) -> bool:
+    return lora.startswith("#")
 
 
 def _number_at(column: FloatColumn | None, slot: int) -> int:

@@ -314,6 +314,30 @@ def test_an_adapter_has_blocks_of_its_own(world: World) -> None:
     assert world.shares(prompt(100), model="m") == [0, 0]
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_adapters_that_events_only_number_have_learned_prefixes(elsewhere: bool) -> None:
+    world = World(1)
+    engine = Engine(world, 0)
+    world.prove(engine)
+    ids = prompt(100)
+    engine.store(ids, lora="" if elsewhere else "#1")
+    world.exact.know_adapters(["poet", "#1"] if elsewhere else ["poet"])
+    world.exact.refresh()
+    for _ in range(8):
+        request, _ = world.send(ids, model="poet")
+        world.end(request, 100, 96)
+    judged = world.exact.check.judged(0)
+    assert (judged.off, judged.idle, world.exact.source(0)) == (0, 0, "exact")
+    assert world.shares(ids, model="poet")[0] > 60  # learned by what was sent
+    assert world.shares(ids) == [96 if elsewhere else 0]
+    # Once it names them, they count.
+    if not elsewhere:
+        for number in range(16):
+            engine.store(prompt(32, 10 + number), lora="poet")
+        engine.store(prompt(48, 50), lora="poet")
+        assert world.shares(prompt(50, 50), model="poet") == [48]
+
+
 def test_a_salt_sets_prompts_apart(world: World) -> None:
     engine = Engine(world, 0)
     ids = prompt(48)
