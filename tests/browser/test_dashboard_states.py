@@ -537,3 +537,44 @@ async def test_models_that_are_not_listed_are_counted(scheduler: Scheduler, brow
     assert await text_of(page, "#models-more") == "And 5 more."
     await accessible(page, axe)
     await page.close()
+
+
+async def _hold(page: Page, part: str) -> None:
+    """Hold the next answers to requests whose address has `part`, until the page's `release()` is called."""
+    await page.run(f"""(() => {{ const ask = fetch;
+        const released = new Promise((done) => {{ window.release = done; }});
+        window.fetch = async (url) => {{
+          const answer = await ask(url);
+          if (!url.includes({part!r})) return answer;
+          const content = await answer.json();
+          await released;
+          return {{ ok: true, json: async () => {{ window.read = true; return content; }} }};
+        }}; }})()""")
+
+
+async def test_an_answer_that_comes_late_is_not_shown_as_another(scheduler: Scheduler, browser: Browser) -> None:
+    scheduler.add(1)
+    for number, model in ((1, "alpha"), (2, "beta")):
+        scheduler.serve(number, "default/model-server-000", model)
+    page = await browser.page(scheduler.url)
+    await page.until("document.querySelectorAll('#decision-rows button').length === 2")
+    await _hold(page, "/debug/decisions/2")
+    await page.run("document.querySelector('#decision-rows [data-id=\"2\"]').click()")
+    await page.press("Escape")
+    await page.run("document.querySelector('#decision-rows [data-id=\"1\"]').click()")
+    await page.until("document.querySelector('#why-body dl')")
+    await page.run("release()")
+    await page.until("window.read")
+    await page.run("new Promise((done) => setTimeout(done))")  # what was read would be shown by now
+    assert "alpha" in await text_of(page, "#why-body") and "beta" not in await text_of(page, "#why-body")
+    await page.press("Escape")
+    shown = "document.getElementById('model-decisions').checkVisibility()"
+    await page.run("location.hash = '#model=alpha'")
+    await page.until(shown)
+    await _hold(page, "requested=beta")
+    await page.run("location.hash = '#model=beta'")
+    await page.until("document.getElementById('model-title').textContent === 'beta'")
+    assert not await page.run(shown), "these are the decisions for the other model"
+    await page.run("release()")
+    await page.until(shown)
+    await page.close()

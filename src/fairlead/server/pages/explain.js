@@ -2,22 +2,21 @@
 
 import { count, decimal, DASH, milliseconds, percent } from "./format.js";
 import { $, make, setName } from "./dom.js";
+import { ask } from "./search.js";
 
 const SHOWN = 25;
+let asked = 0;
 
 export async function explain(id) {
   const dialog = $("why");
   const body = $("why-body");
+  const number = ++asked;
   $("why-title").textContent = `Decision ${id}`;
   body.replaceChildren(make("p", { class: "empty" }, "Asking the scheduler …"));
   if (!dialog.open) dialog.showModal();
-  try {
-    const answer = await fetch(`/debug/decisions/${encodeURIComponent(id)}`);
-    if (!answer.ok) throw new Error((await answer.text()).trim() || `status ${answer.status}`);
-    body.replaceChildren(...parts(await answer.json()));
-  } catch (error) {
-    body.replaceChildren(make("p", { class: "empty" }, `This decision cannot be shown: ${error.message}`));
-  }
+  const answer = await ask(`/debug/decisions/${encodeURIComponent(id)}`);
+  if (number !== asked) return; // another decision has been opened
+  body.replaceChildren(...(answer.problem ? [make("p", { class: "empty" }, `This decision cannot be shown: ${answer.problem}`)] : parts(answer)));
 }
 
 function parts(found) {

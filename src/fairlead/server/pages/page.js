@@ -90,6 +90,7 @@ export class Page {
       // The address was cut off somewhere. Use it as it is: there will be no endpoint or model of that name.
     }
     this.problem = "";
+    for (const part of ["charts", "decisions", "empty"]) setHidden($(`${this.kind}-${part}`), true); // those of the page before
     setText($(`${this.kind}-title`), this.id || "(none named)");
     this.describe();
     if (!this.dialog.open) this.dialog.showModal();
@@ -122,7 +123,7 @@ export class Page {
   async ask() {
     const { id, kind } = this;
     const name = encodeURIComponent(id);
-    const [past, sent] = await Promise.all([ask(`${kind}?${this.of.ask}=${name}`), ask(`decisions?${this.of.sought}=${name}`)]);
+    const [past, sent] = await Promise.all([ask(`/dashboard/${kind}?${this.of.ask}=${name}`), ask(`/dashboard/decisions?${this.of.sought}=${name}`)]);
     if (id !== this.id) return;
     const part = (what) => $(`${kind}-${what}`);
     this.problem = past.problem ?? sent.problem ?? (past.points.length ? "" : "Nothing has been recorded yet; a point comes every 15 seconds.");

@@ -32,7 +32,7 @@ export class Search {
   async ask(aloud = false) {
     const number = ++this.asked;
     const { query } = this;
-    const found = query ? await ask(`decisions?${query}`) : null;
+    const found = query ? await ask(`/dashboard/decisions?${query}`) : null;
     if (number !== this.asked) return;
     this.show(found);
     if (aloud) setText($("search-said"), found ? told(found) : "");
@@ -45,8 +45,8 @@ export const told = ({ problem, matches, searched, decisions: shown }) => proble
 // Returns the scheduler's answer, or { problem }.
 export async function ask(path) {
   try {
-    const answer = await fetch(`/dashboard/${path}`);
-    return answer.ok ? await answer.json() : { problem: (await answer.text()).trim() };
+    const answer = await fetch(path);
+    return answer.ok ? await answer.json() : { problem: (await answer.text()).trim() || `status ${answer.status}` };
   } catch {
     return { problem: "The scheduler does not answer." };
   }
