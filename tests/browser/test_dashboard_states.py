@@ -225,14 +225,28 @@ async def _sorts_and_finds(page: Page) -> None:
 
 async def test_a_lost_connection_is_told_and_comes_back(scheduler: Scheduler, browser: Browser, axe: str) -> None:
     scheduler.add(2)
+    scheduler.serve(0, "default/model-server-000")
     page = await browser.page(scheduler.url)
     await live(page)
+    await page.until("document.querySelector('#decision-rows button')")
     await scheduler.admin.close()
     await page.until('document.body.dataset.state === "lost"')
     assert "The connection to the scheduler is lost." in await text_of(page, "#lost")
     await page.until("document.querySelector('#lost').textContent.includes('old. Trying again')")
     await accessible(page, axe)
     await fits(page)
+    await page.run("document.querySelector('#decision-rows button').click()")
+    await page.until(
+        "document.getElementById('why-body').textContent.endsWith('shown: The scheduler does not answer.')"
+    )
+    await page.press("Escape")
+    await page.run("document.querySelector('#endpoint-rows a').click()")
+    await page.until("document.getElementById('endpoint-problem').textContent === 'The scheduler does not answer.'")
+    for part in ("sent", "decisions", "empty"):
+        assert await page.run(f"document.getElementById('endpoint-{part}').hidden"), (
+            "whether there are some is not known"
+        )
+    await page.press("Escape")
     scheduler.add(3)
     await scheduler.start()
     await live(page)

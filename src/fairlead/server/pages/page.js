@@ -90,7 +90,7 @@ export class Page {
       // The address was cut off somewhere. Use it as it is: there will be no endpoint or model of that name.
     }
     this.problem = "";
-    for (const part of ["charts", "decisions", "empty"]) setHidden($(`${this.kind}-${part}`), true); // those of the page before
+    for (const part of ["charts", "sent", "decisions", "empty"]) setHidden($(`${this.kind}-${part}`), true); // those of the page before
     setText($(`${this.kind}-title`), this.id || "(none named)");
     this.describe();
     if (!this.dialog.open) this.dialog.showModal();
@@ -131,7 +131,8 @@ export class Page {
     setHidden(part("charts"), !past.points?.length);
     for (const one of this.charts) one.draw((past.points ?? []).map((point) => ({ ...point, at: point.time })), past.point_s);
     this.table.show((sent.decisions ?? []).slice(0, SHOWN));
+    setHidden(part("sent"), !sent.decisions);
     setHidden(part("decisions"), !sent.decisions?.length);
-    setHidden(part("empty"), Boolean(sent.decisions?.length));
+    setHidden(part("empty"), sent.decisions?.length !== 0);
   }
 }
