@@ -457,6 +457,11 @@ async def test_an_endpoint_has_a_page_with_its_last_hour(scheduler: Scheduler, b
     await page.press("Escape")
     await page.until("!document.getElementById('endpoint').open && !location.hash")
     assert await page.run("document.activeElement.textContent") == "default/model-server-001"
+    await page.run("document.activeElement.click()")
+    await page.until("document.getElementById('endpoint-decisions').checkVisibility()")
+    await page.run("document.querySelector('#endpoint-decisions button').click(); history.back()")
+    await page.until("!document.getElementById('endpoint').open && !location.hash")
+    assert not await page.run("document.getElementById('why').open")
     await page.close()
     named = await browser.page(scheduler.url + "#endpoint=default%2Fmodel-server-009")
     await named.until(

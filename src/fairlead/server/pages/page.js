@@ -79,6 +79,7 @@ export class Page {
   }
 
   follow() {
+    $("why").close(); // it was opened from the page before
     if (!location.hash.startsWith(this.prefix)) {
       this.dialog.close();
       return;
