@@ -486,7 +486,7 @@ def _forecasts(endpoints: Iterable[EndpointRow]) -> Iterable[Notice]:
 def _troubles(watch: Watch) -> Iterable[Notice]:
     for what, reason in watch.troubles.look().items():
         if what not in ("scrapes", "gateway"):  # other notices name these endpoints, and say why it is not ready
-            yield Notice(BAD, f"{reason[0].upper()}{reason[1:]}.")
+            yield Notice(BAD, f"Restricted: {reason}.")
 
 
 def _listed(rows: Sequence[EndpointRow], of: int) -> str:

@@ -189,11 +189,16 @@ def test_kubernetes_and_shadows(scene):
     scene.watch.kube.follow(lambda: followed)
     scene.watch.shadows.cut = lambda: {"slow": "too slow"}
     assert [text for _, text in scene.told()] == [
-        "Changes of inferencepools are not seen: no answer yet; "
+        "Restricted: changes of inferencepools are not seen: no answer yet; "
         "changes of pods are not seen: not allowed to watch pods; "
         "changes of leases, endpointslices are not seen: no route; the last known state stays in force.",
         "The shadow 'slow' is cut off (too slow); traffic is not affected.",
     ]
+
+
+def test_the_path_of_a_file_stays_as_it_is(scene):
+    scene.watch.troubles.watch("state", lambda: "tiny/learned.state cannot be written, and a restart forgets: full")
+    assert scene.told() == [("bad", "Restricted: tiny/learned.state cannot be written, and a restart forgets: full.")]
 
 
 def test_events_that_are_not_believed(scene):
