@@ -335,6 +335,8 @@ class Head(Struct, frozen=True, gc=False):
     empty: bool = False
     #: The definitions that may give the request another target than the model in the body; `None` = there are none.
     catalogue: Catalogue | None = None
+    #: Whether the request is known once its body is parsed.
+    alone: bool = False
 
 
 NO_HEAD = Head({})
@@ -417,14 +419,14 @@ class Understanding:
     def head(self, headers: Mapping[str, str], subset: frozenset[str] | None = None) -> Head:
         """What these headers say; `subset`: addresses that the gateway allows, `None` = any."""
         path, encoding = _path(headers), headers.get("content-encoding", "")
-        parser = parser_of(path, encoding) if self._parse is parse_request else None
         hints = self._hints.read(headers)
+        catalogue = self._catalogue if self._catalogue.rewrites or hints.rewrite else None
+        parser = parser_of(path, encoding) if self._parse is parse_request and catalogue is None else None
         if hints.selection is not None:
             subset = within(subset, hints.selection)
         removed = names.REMOVED_HEADERS.intersection(headers)
-        catalogue = self._catalogue if self._catalogue.rewrites or hints.rewrite else None
-        content_type = headers.get("content-type", "")
-        return Head(headers, path, content_type, encoding, parser, hints, subset, removed, catalogue=catalogue)
+        content_type, alone = headers.get("content-type", ""), self._alone and catalogue is None
+        return Head(headers, path, content_type, encoding, parser, hints, subset, removed, False, catalogue, alone)
 
     def _head_of(self, opening: Opening) -> Head:
         return self.head(opening.headers, opening.subset)
@@ -440,15 +442,14 @@ class Understanding:
             parsed = _without_body(head)
         elif head.parser is None:
             parsed = self._parse(head.path, body, head.content_type, content_encoding=head.encoding)
+            if head.catalogue is not None:
+                parsed = scoped(parsed, self._catalogue.expected(parsed.model, hints.rewrite))
         else:
             try:
                 parsed = head.parser(body, head.content_type) or too_large(head.path, body)
             except ClientError as error:
                 raise explained(error, head.path, head.content_type) from None
-        api, model = parsed.api, parsed.model
-        if head.catalogue is not None:
-            model = self._catalogue.expected(model, hints.rewrite)
-            parsed = scoped(parsed, model)
+        api = parsed.api
         session, prefix, segments = hints.session or (parsed.user and parsed.user[:MAX_NAME]), NO_PREFIX, parsed.prompt
         if segments:
             text, *more = segments
@@ -471,7 +472,7 @@ class Understanding:
             parsed.stream,
             len(body),
             parsed.prompt_bytes,
-            parsed.prompt_tokens or self._tokens.estimate(model, parsed.prompt_bytes, api),
+            parsed.prompt_tokens or self._tokens.estimate(parsed.model, parsed.prompt_bytes, api),
             parsed.max_tokens,
             prefix,
             parsed.media,
@@ -488,13 +489,16 @@ class Understanding:
             parsed.n,
             parsed.recomputed,
         )
-        return (request, None) if self._alone else self._accompanied(request, head, body, parsed)
+        return (request, None) if head.alone else self._accompanied(request, head, body, parsed)
 
     def _accompanied(
         self, request: Request, head: Head, body: bytes, parsed: ParsedRequest
     ) -> tuple[Request, Reading | None]:
         """Add to the request what is known of its prompt, and its trace. Also return the task that reads its prompt."""
         reading = None
+        if head.catalogue is not None and not parsed.prompt_tokens:
+            target = self._catalogue.expected(parsed.model, head.hints.rewrite)
+            request = replace(request, prompt_tokens=self._tokens.estimate(target, parsed.prompt_bytes, parsed.api))
         if self._prompts is not None:
             targets = self._catalogue.targets(parsed.model, head.hints.rewrite) or (parsed.model,)
             read = self._prompts.read(parsed, body, targets)
