@@ -78,10 +78,19 @@ def receive(socket: Socket) -> list[bytes] | None:
         return None
 
 
-class Monitor:
-    """Reports when a socket's connection is up or lost."""
+def receive_from(socket: Socket) -> tuple[list[bytes], int] | None:
+    """The next message, and the descriptor of the connection on which it came; `None` = there is none."""
+    try:
+        frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+    except zmq.Again:
+        return None
+    return [frame.bytes for frame in frames], int(frames[0].get(zmq.SRCFD))
 
-    def __init__(self, socket: Socket, connected: Callable[[], None], lost: Callable[[], None]) -> None:
+
+class Monitor:
+    """Reports when a socket's connection is up or lost, and the descriptor of a lost one."""
+
+    def __init__(self, socket: Socket, connected: Callable[[], None], lost: Callable[[int], None]) -> None:
         self._watched = socket
         self._events: Any = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._connected = connected
@@ -99,7 +108,7 @@ class Monitor:
             except (zmq.Again, zmq.ZMQError):
                 return
             if event["event"] == zmq.EVENT_DISCONNECTED:
-                self._lost()
+                self._lost(int(event["value"]))
             elif event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._connected()
 

@@ -15,7 +15,7 @@ from fairlead.core.kv.snapshot import Place
 from fairlead.pool.kv_events.discovery import Curve, KvSource, Limits
 from fairlead.pool.kv_events.feed import Count, Feed, Sync
 from fairlead.pool.kv_events.pump import Pump
-from fairlead.pool.kv_events.replay import Context, Monitor, Replayer, bound_to, receive, subscriber
+from fairlead.pool.kv_events.replay import Context, Monitor, Replayer, bound_to, receive, receive_from, subscriber
 from fairlead.pool.kv_events.wire import BatchDecoder, live, topic_of
 
 
@@ -43,7 +43,7 @@ class Subscription:
         #: The loop time from which on `sweep` connects again: libzmq no longer does it by itself. Infinite = never.
         self._mend_at = inf
         try:
-            self._monitor = Monitor(self._socket, self._connected, self._lost)
+            self._monitor = Monitor(self._socket, self._connected, lambda descriptor: self._lost())
             self._socket.connect(events)
         except zmq.ZMQError:
             self._socket.close(linger=0)
@@ -372,6 +372,8 @@ class Hub:
         self._loop = asyncio.get_running_loop()
         self._decoders: dict[bytes, BatchDecoder] = {}
         self._feeds: dict[tuple[bytes, int], Feed] = {}
+        #: The connection of each feed's last batch, by its descriptor.
+        self._connections: dict[Feed, int] = {}
         self._current: Feed | None = None
         #: Batches from publishers that are not allowed, and messages that are no batches.
         self.rejected = 0
@@ -394,24 +396,25 @@ class Hub:
         if self._current is not None and self._current.step(now):
             return True
         self._current = None
-        frames = receive(self._socket)
-        if frames is None:
+        message = receive_from(self._socket)
+        if message is None:
             self._monitor.read()  # after the batches that came before
             return False
-        self._take(frames)
+        self._take(*message)
         return True
 
-    def _lost(self) -> None:
-        """A publisher disconnected; ZMQ does not say which. Each one counts as disconnected until its next batch."""
-        for feed in self._feeds.values():
-            feed.cache.linked = False
-            feed.connection_lost()
+    def _lost(self, descriptor: int) -> None:
+        for feed, connection in self._connections.items():
+            if connection == descriptor:
+                feed.cache.linked = False
+                feed.connection_lost()
 
     def forget(self, feed: Feed) -> None:
         """Drop the feed of an endpoint that is gone."""
         feed.gone()
         for name in [name for name, known in self._feeds.items() if known is feed]:
             del self._feeds[name]
+            self._connections.pop(feed, None)
             self._decoders.pop(name[0], None)
 
     def close(self) -> None:
@@ -421,7 +424,7 @@ class Hub:
         self._socket.close(linger=0)
         del self._monitor  # breaks a reference cycle
 
-    def _take(self, frames: list[bytes]) -> None:
+    def _take(self, frames: list[bytes], descriptor: int) -> None:
         if sum(map(len, frames)) > self._limits.max_batch:
             self.rejected += 1
             return
@@ -439,6 +442,9 @@ class Hub:
         # Only allowed topics are remembered: the number of others is unbounded.
         self._decoders[received.topic] = decoder
         self._current = feed
+        if self._connections.get(feed, descriptor) != descriptor:
+            feed.connection_lost()  # not reported yet
+        self._connections[feed] = descriptor
         feed.cache.linked = True
         if feed.cache.slot == EVERYONE:  # several publishers share the feed, each with its own sequence numbers
             received.sequence = feed.last + 1

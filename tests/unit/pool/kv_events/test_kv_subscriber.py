@@ -374,10 +374,19 @@ async def test_publishers_that_dial_and_go_away(events: Any, publish: Any) -> No
             await asyncio.sleep(0.01)
     engine, idle = events.index.rank(0, 0, "m"), events.index.rank(1, 0, "m")
     assert engine.linked and idle.linked
+    # A stranger leaves, then the engine does. An idle one stays connected.
+    rejected = events.rejected
+    with zmq.Context() as context, context.socket(zmq.PUB) as stranger:
+        stranger.connect(dialling["events"])
+        async with asyncio.timeout(15):
+            while events.rejected == rejected:
+                stranger.send_multipart([b"kv@10.0.0.2:8000@m", bytes(8), b"\xc1"])
+                await asyncio.sleep(0.01)
     await first.close()
-    await until(lambda: not engine.linked and not idle.linked)
+    await until(lambda: not engine.linked)
+    assert idle.linked
     store(other, 5)
-    await until(lambda: idle.linked and idle.blocks == 2)
+    await until(lambda: idle.blocks == 2)
     # The next engine's first batches are lost, so its numbers do not continue: nothing is left of the one before.
     second = publish("10.0.0.1:8000", **dialling)
     lost = events.feeds(0)[0].last + 2
