@@ -24,13 +24,14 @@ Rules
   the `ledger` gate is closed. Requests of a heavy flow wait where they would slow down a light one.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from math import ceil, inf
 from typing import Any, Protocol
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, field
 
 from fairlead.core.apis import OTHER, WITHOUT_MODEL
 from fairlead.core.binding import LOOKUPS, Bound, PairBinder, WaitingRules, bits
@@ -143,14 +144,15 @@ class Tally:
 class _Search(Struct):
     """A search for requests that can use one of the open slots `free` (bits). It goes on from pass to pass."""
 
-    version: tuple[int, int]
-    free: int
-    #: The number of the last request that was looked at.
-    at: int
+    version: tuple[int, int] = (-1, -1)
+    free: int = 0
+    #: Numbers of the requests that this round has not looked at, and the number of the last request of the round.
+    remaining: deque[int] = field(default_factory=deque)
+    newest: int = 0
     #: Another round is needed: for some requests it was not known, or not asked, whether they can use one.
-    again: bool = False
-    #: Numbers of those found.
-    found: list[int] = []
+    incomplete: bool = False
+    #: Numbers of those that can use one.
+    candidates: list[int] = []
 
 
 class FlowControl:
@@ -502,41 +504,37 @@ class FlowControl:
                 free &= ~able(waiting, table)
                 if not free:
                     return []
-        search, last = self._search(band, free, table), band.last().number
-        next_ones = range(search.at + 1, min(search.at + SEARCHED, last) + 1)
-        besides: list[Waiting] = []
+        search, besides = self._search(band, free, table), dict[int, Waiting]()
+        left = SEARCHED + len(search.candidates)
+        search.remaining.extendleft(reversed(search.candidates))
         unknown = LOOKUPS + 1  # more than a choice looks up, so that the next pass continues at once
-        for number in dict.fromkeys(chain(search.found, next_ones)):
-            member = band.members.get(number)
-            if member is not None and (places := able(member, table)) & free:
+        while search.remaining and left and len(besides) < most:
+            member = band.members.get(search.remaining.popleft())
+            if member is None:
+                continue
+            left -= 1
+            if (places := able(member, table)) & free:
                 if places > 0 or unknown:
                     unknown -= places < 0
-                    besides.append(member)
+                    besides[member.number] = member
                 else:
-                    search.again = True
-            search.at = max(search.at, number)
-            if len(besides) == most:
-                break
-        search.found = [waiting.number for waiting in besides]
-        if len(besides) < most and (search.at < last or search.again):
+                    search.incomplete = True
+        search.candidates = list(besides)
+        unfinished = search.remaining or search.incomplete or search.newest < band.last().number
+        if len(besides) < most and unfinished:
             self._passed[band.priority] = max(passed, 1)
-        return besides
+        return list(besides.values())
 
     def _search(self, band: Band, free: int, table: EndpointTable) -> _Search:
-        """Return the search that the last pass left, made ready to go on for the slots `free`, or a new one."""
-        version, search = self.binder.version(table), self._searches.get(band.priority)
-        before = band.longest_waiting().number - 1
-        if search is not None and search.version == version:
-            more, search.free = bool(free & ~search.free), free
-            if search.at < band.last().number:
-                search.again |= more
-                search.at = max(search.at, before)
-                return search
-            if not more:
-                if search.again:
-                    search.at, search.again = before, False
-                return search
-        search = self._searches[band.priority] = _Search(version, free, before)
+        """Return the search that the last pass left, made ready to go on for the slots `free`. Only a finished round is
+        followed by another, so that no request is passed over however often the pool changes."""
+        search, version = self._searches.setdefault(band.priority, _Search()), self.binder.version(table)
+        search.incomplete |= search.version != version or bool(free & ~search.free)
+        search.version, search.free = version, free
+        if not search.remaining:
+            newer = takewhile(search.newest.__lt__, reversed(band.members))
+            search.remaining.extend(band.members if search.incomplete else reversed(list(newer)))
+            search.newest, search.incomplete = band.last().number, False
         return search
 
     def expire(self, fleet: Fleet, now: float) -> list[tuple[Waiting, Refused]]:

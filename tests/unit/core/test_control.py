@@ -195,6 +195,20 @@ def test_a_search_for_an_idle_endpoint_goes_on_from_pass_to_pass():
     assert max(asked) <= SEARCHED + 4 * 256
 
 
+@pytest.mark.parametrize("left", [0, 100 * SEARCHED], ids=["all wait", "others have left"])
+def test_a_search_for_an_idle_endpoint_ends_however_often_the_pool_changes(left):
+    controller = FlowController()
+    for _ in range(4 * SEARCHED + 1):
+        controller.arrive(subset={"10.0.0.0:80"})
+    controller.flow.queues.newest += left
+    wanted, _ = controller.arrive(subset={"10.0.0.1:80"})
+    gone: list[tuple[int, int]] = []
+    for _ in range(5):
+        controller.fleet.table.version += 1
+        gone += controller.dispatch()
+    assert gone == [(wanted.id, 1)]
+
+
 def test_an_endpoint_that_opens_during_a_search_gets_a_request_that_was_passed():
     controller, _ = controller_with_pairs(SEARCHED, endpoints=3)
     first, _ = controller.arrive(subset={"10.0.0.2:80"})
