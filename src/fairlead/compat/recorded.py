@@ -68,16 +68,16 @@ def restore(recorded: Any, registry: Registry | None = None) -> Config:
         raise ConfigError(f"the recorded configuration cannot be used: {error}", "$") from None
 
 
-def with_policy(config: Config, other: Config) -> Config:
-    """The recorded configuration with the policy of another one, and with its flow control if its text mentions that.
-    Otherwise flow control stays as recorded, unless it was that which the recorded policy implies, or the other policy
+def with_policy(config: Config, source: Config) -> Config:
+    """The recorded configuration with the policy of `source`, and with its flow control if its text mentions that.
+    Otherwise flow control stays as recorded, unless it was that which the recorded policy implies, or the policy
     cannot be combined with it."""
-    flow, plugin = other.flow_control, other.policy.plugin
+    flow, plugin = source.flow_control, source.policy.plugin
     if (flow is None or flow.implied) and not (plugin and plugin.type == SPLITTING):
         implied = implied_flow_control(config.policy, config)
         if _flow_control(config.flow_control) != _flow_control(implied):
             flow = config.flow_control
-    return config.model_copy(update={"policy": other.policy, "flow_control": flow})
+    return config.model_copy(update={"policy": source.policy, "flow_control": flow})
 
 
 def changed(config: Config, setting: str) -> Config:

@@ -75,10 +75,10 @@ _START, _NOT_KNOWN = (NO_PREFIX, 0), (NO_PREFIX, -1)
 
 
 class _Taken(Struct, eq=False):
-    """A snapshot that came at `at` (clock seconds): its leases that are not charged yet, and those `pending` in it."""
+    """A snapshot that came at `time` (clock seconds): its leases that are not charged yet; those `pending` in it."""
 
     snapshot: Snapshot
-    at: float
+    time: float
     left: deque[tuple[int, Charged]]
     pending: set[int]
 
@@ -253,9 +253,9 @@ class Peers:
                 continue
             for _ in range(min(CHARGED_AT_ONCE, len(taken.left))):
                 number, charged = taken.left.popleft()
-                self._charge(view, number, charged, taken.snapshot, taken.at)
+                self._charge(view, number, charged, taken.snapshot, taken.time)
                 if number not in taken.pending:
-                    self._first_token(view, number, taken.at)
+                    self._first_token(view, number, taken.time)
             if not taken.left:
                 view.taken = None
                 self._insert(view, taken.snapshot, Dictionary())
@@ -453,8 +453,8 @@ class Peers:
     def joined(self, endpoint_id: str) -> None:
         """An endpoint is in the pool (again): facts that were reported about it before can now be used."""
         endpoint, table = endpoint_hash(endpoint_id), self._fleet.table
-        again = endpoint in self._ids
-        if not again and len(self._ids) > 2 * len(table) + MOST_UNKNOWN:
+        returns = endpoint in self._ids
+        if not returns and len(self._ids) > 2 * len(table) + MOST_UNKNOWN:
             self._ids = {endpoint_hash(known.id): known.id for _, known in table.slots()}
         self._ids[endpoint] = endpoint_id
         if table.collisions is not None:  # thousands may join at once: `_spread` deals them within a second
@@ -462,7 +462,7 @@ class Peers:
             table.collisions[table.slot(endpoint_id)] = 0.0
         for view in self.views.values():
             gone = (not lease.held and lease.endpoint_id == endpoint_id for lease in view.leases.values())
-            if endpoint in view.unknown or (again and any(gone)):
+            if endpoint in view.unknown or (returns and any(gone)):
                 view.unknown.discard(endpoint)
                 view.missed()
             if endpoint in view.avoided:

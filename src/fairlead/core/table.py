@@ -128,7 +128,7 @@ class EndpointTable:
         self.alive: BoolColumn = np.zeros(0, dtype=np.bool_)
         #: All float columns as the rows of one array, in the order of `FLOATS`, so that one call copies them; and the
         #: larger array of which it is a part, so that an endpoint that joins does not copy the others.
-        self.floats = self._room = np.zeros((len(FLOATS), 0))
+        self.floats = self._reserved = np.zeros((len(FLOATS), 0))
         self._name_rows()
         self.count = 0
         #: Rises when endpoints come, go or change labels, and when adapters or `suspicion` change.
@@ -428,9 +428,9 @@ class EndpointTable:
         self.samples.append(None)
         self.alive = np.append(self.alive, False)
         self.unlisted, self.dynamic = np.append(self.unlisted, False), np.append(self.dynamic, False)
-        if slot == self._room.shape[1]:
-            self._room = np.hstack((self.floats, np.zeros((len(FLOATS), slot + 1))))
-        self.floats = self._room[:, : slot + 1]
+        if slot == self._reserved.shape[1]:
+            self._reserved = np.hstack((self.floats, np.zeros((len(FLOATS), slot + 1))))
+        self.floats = self._reserved[:, : slot + 1]
         self._name_rows()
         for name, column in self.gauges.items():
             self.gauges[name] = np.append(column, nan)

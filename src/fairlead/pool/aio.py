@@ -68,7 +68,7 @@ class Turns:
         if self._next is None:
             self._go_on()
         else:
-            self._some()
+            self._make_waiting()
 
     async def made(self) -> None:
         """Wait until all calls so far were made."""
@@ -87,9 +87,9 @@ class Turns:
         self._left, self._next = IN_ONE_TURN, None
         if self._waiting:
             self._next = asyncio.get_running_loop().call_soon(self._go_on)
-            self._some()
+            self._make_waiting()
 
-    def _some(self) -> None:
+    def _make_waiting(self) -> None:
         while self._waiting and self._left:
             self._left -= 1
             self._waiting.popleft()()
