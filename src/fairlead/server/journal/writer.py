@@ -67,7 +67,7 @@ def segments(path: str) -> list[Path] | None:
 
 
 def former_workers(path: Path, workers: int) -> list[Path]:
-    """The directories that the first worker's directory has of workers that no longer exist."""
+    """The directories that the first worker's directory has of workers that this scheduler does not have."""
     numbers = {directory: directory.name.removeprefix(WORKER) for directory in path.glob(f"{WORKER}*")}
     return [directory for directory, number in numbers.items() if number.isdecimal() and int(number) >= workers]
 
@@ -87,9 +87,9 @@ class Full(Exception):
 
 class Directory:
     """The directory of segments. Sizes are in bytes. `keep_oldest`: never delete a segment; when the limit is reached,
-    raise `Full`. `label`: the beginning of file names. `former`: directories in which nobody writes any longer; their
-    segments count, and are deleted, like those of former runs. Raises `OSError` if the directory cannot be used; errors
-    of the disk (`_DISK_FAILS`) are raised only at `begin` and later."""
+    raise `Full`. `label`: the beginning of file names. `former`: directories of former workers; segments in those whose
+    lock can be taken count, and are deleted, like those of former runs. Raises `OSError` if the directory cannot be
+    used; errors of the disk (`_DISK_FAILS`) are raised only at `begin` and later."""
 
     def __init__(
         self,
@@ -112,7 +112,8 @@ class Directory:
         self.number = 0
         self._sizes: dict[Path, int] = {}
         self._current: Path | None = None
-        self._lock = -1
+        #: Descriptors that hold the locks: of the directory itself, then of former workers' directories.
+        self._locks: list[int] = []
         try:
             self._open()
         except OSError as error:
@@ -120,16 +121,20 @@ class Directory:
                 raise
 
     def _open(self) -> None:
-        """Make the directory, take its lock, and note the segments of former runs."""
+        """Make the directory, take the locks, and note the segments of former runs."""
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         held = "another scheduler writes its journal there; each needs its own directory"
-        self._lock = lock(self.path / ".lock", held)
+        self._locks.append(lock(self.path / ".lock", held))
+        owned = [self.path]
+        for former in self._former:
+            with suppress(OSError):  # a scheduler with more workers may still write there
+                self._locks.append(lock(former / ".lock", held))
+                owned.append(former)
         try:
-            there = [old for where in (self.path, *self._former) for old in segments(str(where)) or ()]
+            there = [old for where in owned for old in segments(str(where)) or ()]
             self._sizes = {old: old.stat().st_size for old in sorted(there, key=lambda old: old.name)}
         except OSError:
-            os.close(self._lock)
-            self._lock = -1
+            self.release()
             raise
 
     @property
@@ -145,7 +150,7 @@ class Directory:
         """Begin a new segment with the block `head`. Raises `Full` or `OSError`. If the disk fails, the incomplete file
         is removed."""
         self.close()
-        if self._lock < 0:
+        if not self._locks:
             self._open()
         self._make_room(len(MAGIC) + len(head))
         path = self.path / f"{self._label}-{self.number:06d}{SUFFIX}"
@@ -185,11 +190,10 @@ class Directory:
         return gone
 
     def release(self) -> None:
-        """Close the segment and release the lock."""
+        """Close the segment and release the locks."""
         self.close()
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        while self._locks:
+            os.close(self._locks.pop())
 
     def close(self) -> None:
         """Close the present segment."""

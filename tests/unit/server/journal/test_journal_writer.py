@@ -100,6 +100,23 @@ def test_segments_of_workers_that_no_longer_exist_count_and_go_like_old_ones(tmp
     assert kept == {"worker-1", "worker-3"}, "that of worker 1 is not ours, and that of worker 2 was older"
 
 
+def test_segments_of_a_worker_that_another_scheduler_still_has_are_not_ours(tmp_path: Path) -> None:
+    path = tmp_path / "worker-1"
+    other = Directory(path, 2000, 500, False, "b")
+    other.begin(b"x" * 300)
+    directory = Directory(tmp_path, 400, 400, False, "a", former_workers(tmp_path, 1))
+    directory.begin(b"x" * 300)
+    assert segments(str(path))
+    other.release()
+    directory.release()
+    directory.begin(b"x" * 300)
+    assert not segments(str(path)), "it is no longer written"
+    with pytest.raises(OSError, match="another scheduler"):
+        Directory(path, 2000, 500, False, "b")
+    directory.release()
+    Directory(path, 2000, 500, False, "b").release()
+
+
 def test_stopping_when_full_keeps_the_beginning(tmp_path: Path) -> None:
     recorder = Recorder()
     writer = made(tmp_path, recorder, keep=True, size=60_000)
