@@ -8,6 +8,7 @@ import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from hashlib import sha256
+from itertools import product
 from pathlib import Path
 from urllib.parse import unquote
 from urllib.request import urlopen
@@ -82,8 +83,8 @@ class Edge:
         """The whole answer."""
         length = b"transfer-encoding: chunked" if chunked else b"content-length: %d" % len(body)
         sent = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if chunked else body
-        if method == "GET":
-            length = b"accept: */*"
+        if method == "GET" or (not body and method == "OPTIONS"):
+            length = b"accept: */*"  # as browsers send them
         head = f"{method} {path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n{more}".encode("latin-1")
         reader, writer = await self.connect(source)
         async with asyncio.timeout(30):
@@ -456,6 +457,39 @@ async def test_pages_of_allowed_origins_may_use_a_gateway_that_asks_for_keys(
                 assert (int(answer[9:12]), fields(answer)) == (status, said)
         assert at.upstream.asked == [CHAT] * 2
         assert fields(await at.ask(more=f"authorization: Bearer {key}\r\n")) == {}, "no page asks"
+
+
+async def ask_whether(at: Edge, path: str) -> bytes:
+    """The answer to a browser's preflight."""
+    question = "origin: http://a.example\r\naccess-control-request-method: POST\r\n"
+    return await at.ask(path, b"", "OPTIONS", more=question)
+
+
+@pytest.mark.parametrize("fail_open", [True, False])
+@pytest.mark.parametrize("keys", [True, False])
+async def test_pages_read_all_refusals_of_the_gateway(keys: bool, fail_open: bool, tmp_path: Path) -> None:
+    """Also of requests without a body or its length."""
+    key, kept = new_key("team-a")
+    write_keys(tmp_path / "keys", [kept], False)
+    more = {"keys_file": str(tmp_path / "keys")} if keys else {}
+    page = "origin: http://a.example\r\n"
+    with_key = f"{page}authorization: Bearer {key}\r\n"
+    said = {"access-control-allow-origin": "http://a.example", "access-control-expose-headers": "*"}
+    scheduled = 200 if fail_open else 503
+    async with edge(allowed_origins=("http://a.example",), fail_open=fail_open, **more) as at:
+        paths = {CHAT: scheduled, "/v1/models": scheduled}
+        for path, preflight in zip(
+            paths, await asyncio.gather(*(ask_whether(at, path) for path in paths)), strict=True
+        ):
+            assert preflight.startswith(b"HTTP/1.1 200") and said.items() <= fields(preflight).items(), path
+        sent = list(product(paths, ("GET", "POST", "DELETE"), (True, False)))
+        answers = await asyncio.gather(
+            *(at.ask(path, method=method, more=with_key if right else page) for path, method, right in sent)
+        )
+        for (path, method, right), answer in zip(sent, answers, strict=True):
+            status = 401 if keys and not right else paths[path]
+            assert (int(answer[9:12]), fields(answer)) == (status, said), (path, method)
+        assert set(at.upstream.asked) == ({CHAT, "/v1/models"} if fail_open else set())
 
 
 async def test_without_allowed_origins_the_model_server_decides() -> None:

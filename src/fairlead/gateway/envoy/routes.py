@@ -84,12 +84,13 @@ _OFF, _ON = {"@type": _FILTER, "disabled": True}, {"@type": _FILTER, "config": {
 _SCHEDULED = {"envoy.filters.http.ext_proc": _ON}
 
 
-def _before(options: Options, outside: bool, without_body: Json) -> Iterator[Json]:
-    """Routes of requests that are not complete yet. `without_body`: the route if no more data will come."""
+def _before(options: Options, outside: bool) -> Iterator[Json]:
+    """Routes of requests that are not complete yet. The filter for browsers ignores direct responses."""
     allowed = {"safe_regex": {"regex": let_in(options.paths)}}
     unread = dict.fromkeys(RECEIVING, _OFF)
+    limits = _limits(options)
     if outside and options.request_mode == "whole":
-        on = {"cluster": UPLOADS, **_limits(options)}
+        on = {"cluster": UPLOADS, **limits}
         for what in (_length(LARGE, 1 << 62), {"name": CHUNKED, "present_match": True}):
             yield {"match": {**allowed, "headers": [what]}, "route": on, "typed_per_filter_config": unread}
     if outside:
@@ -99,10 +100,10 @@ def _before(options: Options, outside: bool, without_body: Json) -> Iterator[Jso
         if options.asks_for_keys or options.jwt:
             get = {"name": ":method", "string_match": {"exact": "GET"}}
             unasked = {**_SCHEDULED, **dict.fromkeys((JWT, KEYS, NAMED), _OFF), RECEIVING[0]: _NO_BODY}
-            probe = {"match": {"path": _HEALTH, "headers": [get, *none]}, "typed_per_filter_config": unasked}
-            yield {**without_body, **probe}
-        no_body = {"match": {**allowed, "headers": [no_post, *none]}, "typed_per_filter_config": _SCHEDULED}
-        yield {**without_body, **no_body}
+            probe = {"path": _HEALTH, "headers": [get, *none]}
+            yield {"match": probe, "route": {"cluster": POOL, **limits}, "typed_per_filter_config": unasked}
+        no_body = {**allowed, "headers": [no_post, *none]}
+        yield {"match": no_body, "route": {"cluster": POOL, **limits}, "typed_per_filter_config": _SCHEDULED}
     least = 0
     for most, total in TOTAL:
         match = {**allowed, "headers": [_length(least, most)]}
@@ -232,7 +233,7 @@ def _routes(options: Options, outside: bool) -> list[Json]:
     ]
     picks = [repeated(rewritten, EITHER), rewritten, repeated(picked, EITHER), picked]
     made = [refused, _too_much(), *grpc, *picks, unscheduled]
-    return [*made, *_before(options, outside, unscheduled)]
+    return [*made, *_before(options, outside)]
 
 
 def _too_much() -> Json:
