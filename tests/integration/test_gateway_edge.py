@@ -468,7 +468,7 @@ async def ask_whether(at: Edge, path: str) -> bytes:
 @pytest.mark.parametrize("fail_open", [True, False])
 @pytest.mark.parametrize("keys", [True, False])
 async def test_pages_read_all_refusals_of_the_gateway(keys: bool, fail_open: bool, tmp_path: Path) -> None:
-    """Also of requests without a body or its length."""
+    """Also of requests without a body or its length, and of paths that are not forwarded."""
     key, kept = new_key("team-a")
     write_keys(tmp_path / "keys", [kept], False)
     more = {"keys_file": str(tmp_path / "keys")} if keys else {}
@@ -477,11 +477,9 @@ async def test_pages_read_all_refusals_of_the_gateway(keys: bool, fail_open: boo
     said = {"access-control-allow-origin": "http://a.example", "access-control-expose-headers": "*"}
     scheduled = 200 if fail_open else 503
     async with edge(allowed_origins=("http://a.example",), fail_open=fail_open, **more) as at:
-        paths = {CHAT: scheduled, "/v1/models": scheduled}
-        for path, preflight in zip(
-            paths, await asyncio.gather(*(ask_whether(at, path) for path in paths)), strict=True
-        ):
-            assert preflight.startswith(b"HTTP/1.1 200") and said.items() <= fields(preflight).items(), path
+        paths = {CHAT: scheduled, "/v1/models": scheduled, "/sleep": 404}
+        for preflight in await asyncio.gather(*(ask_whether(at, path) for path in paths)):
+            assert preflight.startswith(b"HTTP/1.1 200") and said.items() <= fields(preflight).items()
         sent = list(product(paths, ("GET", "POST", "DELETE"), (True, False)))
         answers = await asyncio.gather(
             *(at.ask(path, method=method, more=with_key if right else page) for path, method, right in sent)
@@ -489,6 +487,8 @@ async def test_pages_read_all_refusals_of_the_gateway(keys: bool, fail_open: boo
         for (path, method, right), answer in zip(sent, answers, strict=True):
             status = 401 if keys and not right else paths[path]
             assert (int(answer[9:12]), fields(answer)) == (status, said), (path, method)
+        elsewhere = await at.ask("/sleep", more=with_key.replace("a.example", "evil.example"))
+        assert (elsewhere[9:12], fields(elsewhere)) == (b"404", {})
         assert set(at.upstream.asked) == ({CHAT, "/v1/models"} if fail_open else set())
 
 

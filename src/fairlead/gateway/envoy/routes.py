@@ -79,13 +79,15 @@ _NO_BODY = {
 CORS = "envoy.filters.http.cors"
 _FILTER = "type.googleapis.com/envoy.config.route.v3.FilterConfig"
 _OFF, _ON = {"@type": _FILTER, "disabled": True}, {"@type": _FILTER, "config": {}}
+#: A cluster that does not exist. Its routes refuse like a direct response, which the filter for browsers would ignore.
+_NOWHERE = "none"
 #: Only these routes ask the scheduler. A request that Envoy cannot parse has no route. Envoy would show the body of its
 #: own answer to the scheduler, and end the connection before the scheduler passes it.
 _SCHEDULED = {"envoy.filters.http.ext_proc": _ON}
 
 
 def _before(options: Options, outside: bool) -> Iterator[Json]:
-    """Routes of requests that are not complete yet. The filter for browsers ignores direct responses."""
+    """Routes of requests that are not complete yet. None is a direct response: see `_NOWHERE`."""
     allowed = {"safe_regex": {"regex": let_in(options.paths)}}
     unread = dict.fromkeys(RECEIVING, _OFF)
     limits = _limits(options)
@@ -111,9 +113,8 @@ def _before(options: Options, outside: bool) -> Iterator[Json]:
         least = most
     filters = {**_SCHEDULED, BOUND: _ON} if outside and bound(options, outside) else _SCHEDULED
     yield {"match": allowed, "route": _receiving(options, TOTAL_REST), "typed_per_filter_config": filters}
-    text = "this gateway does not forward this path; gateway.paths in its configuration can allow it"
-    refused = {"status": 404, "body": {"inline_string": text}}
-    yield {"match": {"prefix": "/"}, "direct_response": refused, "typed_per_filter_config": unread}
+    nowhere = {"cluster": _NOWHERE, "cluster_not_found_response_code": "NOT_FOUND"}
+    yield {"match": {"prefix": "/"}, "route": nowhere, "typed_per_filter_config": unread}
 
 
 def _receiving(options: Options, total: float) -> Json:
@@ -152,6 +153,10 @@ _TEXTS = {
         403,
         "the token names no tenant: its issuer has to add the claim that this gateway is configured to read",
     ),
+    "cluster_not_found": (
+        404,
+        "this gateway does not forward this path; gateway.paths in its configuration can allow it",
+    ),
     "missing_host_header": (400, "the request has no host header"),
     "path_normalization_failed": (400, "the path contains # or %00, or cannot be normalized"),
     # Beyond the limit only together with the headers that the gateway adds itself.
@@ -168,7 +173,7 @@ def route_config(options: Options, outside: bool = True) -> Json:
     if options.request_mode == "buffered":
         # Raises only the limit for bodies; the listener's buffers stay small.
         host["request_body_buffer_limit"] = options.body_limit
-    made: Json = {"name": "gateway", "virtual_hosts": [host]}
+    made: Json = {"name": "gateway", "virtual_hosts": [host], "validate_clusters": False}
     if options.decision_header:
         # Added by the gateway from the metadata of the pick, so that the scheduler need not see the response.
         value = f"%DYNAMIC_METADATA({LB_NAMESPACE}:{LEASE_KEY})%"

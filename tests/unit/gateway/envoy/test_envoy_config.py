@@ -48,7 +48,9 @@ def test_headers_that_name_a_machine_go_before_anything_reads_them() -> None:
     assert {m["remove"] for m in removals} == CONTROL_HEADERS
     assert own_id["append"]["header"] == {"key": GATEWAY_ID, "value": "%UNIQUE_ID%"}
     assert own_id["append"]["append_action"] == "OVERWRITE_IF_EXISTS_OR_ADD", "what a client sends is not believed"
-    routes = config["route_config"]["virtual_hosts"][0]["routes"]
+    *routes, nowhere = config["route_config"]["virtual_hosts"][0]["routes"]
+    clusters = {cluster["name"] for cluster in build(Options())["static_resources"]["clusters"]}
+    assert nowhere["match"] == {"prefix": "/"} and nowhere["route"]["cluster"] not in clusters
     toward_servers = [route for route in routes if "prefix" in route["match"] and "route" in route]
     assert len(toward_servers) == 8
     for route in toward_servers:
