@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from fairlead.core.errors import FairleadError
 from fairlead.core.explain import LAST, Explanation, explain, why_split, why_waited
-from fairlead.core.records import DecisionRecord, Forecast, OutcomeRecord, SplitCosts, Trace, Waited
+from fairlead.core.records import DecisionRecord, Forecast, OutcomeRecord, Snapshot, SplitCosts, Trace, Waited
 
 #: At most this many candidates are shown per decision: the chosen one first, then the best.
 MAX_SHOWN = 100
@@ -56,12 +56,7 @@ class Journal:
     def on_decisions(self, records: Sequence[DecisionRecord]) -> None:
         sizes = [
             len(trace.endpoints)
-            * (
-                1
-                + len(trace.filters)
-                + len(trace.scorers)
-                + (0 if (s := trace.snapshot) is None else len(s.floats) + len(s.learned) + len(s.gauges))
-            )
+            * (1 + len(trace.filters) + len(trace.scorers) + (0 if trace.snapshot is None else _rows(trace.snapshot)))
             if trace is not None
             else 0
             for trace in map(_TRACE, records)
@@ -105,6 +100,10 @@ class Journal:
         self.cells -= entry.cells
         if self._by_id.get(entry.decision.request.id) is entry:
             del self._by_id[entry.decision.request.id]
+
+
+def _rows(snapshot: Snapshot) -> int:
+    return len(snapshot.floats) + len(snapshot.learned) + len(snapshot.gauges)
 
 
 def request_number(wanted: str) -> int:
