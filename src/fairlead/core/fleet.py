@@ -25,7 +25,7 @@ from fairlead.core.endpoint import (
 from fairlead.core.exact import ExactKnowledge
 from fairlead.core.learned import Common, EndpointLearned, Look, Part, PrefixesLearned
 from fairlead.core.ledger import Lease, Ledger
-from fairlead.core.predictor import Predictor
+from fairlead.core.predictor import HANDOVER_MOST, HANDOVER_SHARE, Predictor
 from fairlead.core.prefix import DEFAULT_CAPACITY, PrefixIndex
 from fairlead.core.records import Forecast
 from fairlead.core.request import Request
@@ -496,7 +496,8 @@ class Fleet:
                 part.uncached_tokens,
                 part.work_us * 1e-3,
                 part.charged_at,
-                now - 1e-3 * part.handover_ms,
+                now,
+                part.handover_ms,
                 part.hit_tokens,
                 part.cold is not None or lease.cold is not None,
             )
@@ -568,15 +569,18 @@ class Fleet:
 
     def _pair_ended(self, lease: Lease, part: Lease, complete_ms: float, tokens: int, now: float) -> None:
         """Learn from a whole answer of a pair. The time is divided in proportion to what each endpoint was expected to
-        take: which of them was slow shows when they are paired with others."""
-        predictor, mark, first_ms = self.predictor, lease.mark, part.forecast.ttft_ms + part.handover_ms
-        if mark is None or tokens <= 0 or part.handover_ms < 0.0 or first_ms <= 0.0:
+        take: which of them was slow shows when they are paired with others. If another time of the handover
+        (`HANDOVER_MOST`) explains the whole, neither was."""
+        predictor, mark = self.predictor, lease.mark
+        if mark is None or tokens <= 0 or part.handover_ms < 0.0 or part.forecast.ttft_ms <= 0.0:
             return
         answer_ms = (tokens - 1.0) * lease.forecast.tpot_ms
-        scale = complete_ms / (first_ms + answer_ms)
+        both_ms, share = part.forecast.ttft_ms + answer_ms, HANDOVER_SHARE / (1.0 - HANDOVER_SHARE)
+        fastest = complete_ms / (both_ms + HANDOVER_MOST * part.handover_ms)
+        scale = min(max(1.0, fastest), complete_ms / (both_ms + min(part.handover_ms, share * both_ms)))
         blind_ms, own_ms = self.ledger.blind_ms(lease.slot), lease.work_us * 1e-3
         predictor.complete(lease.slot, 0.0, scale * answer_ms, tokens, mark, blind_ms, now, own_ms)
-        lease.first_token_at = lease.charged_at + 1e-3 * scale * first_ms
+        lease.first_token_at = lease.charged_at + 1e-3 * (complete_ms - scale * answer_ms)
         if self._tells_of(part, lease):
             took_ms, load_ms = scale * part.forecast.ttft_ms, predictor.mark(part.slot)[1]
             work_ms, hit = part.work_us * 1e-3, part.hit_tokens

@@ -61,6 +61,11 @@ SAME_STEP = 0.001
 #: Even with more queued, a stretch ends after `LONG_STRETCH` tokens, or `LONG_STEPS` steps and `LONG_S` seconds.
 LONG_STRETCH, LONG_STEPS, LONG_S = 5 * STEP_TOKENS, 4.0, 1.0
 
+#: How far off the handover that a policy expects may be: it takes up to so many times as long, or less, where more than
+#: this share of the time would be its own. What that explains teaches nothing, and no prompt seems computed in less
+#: than two thirds of the time until its first token.
+HANDOVER_MOST, HANDOVER_SHARE = 3.0, 1.0 / 3.0
+
 
 class _Stretch(Struct):
     """Prefill without a pause at one endpoint (see `core.rates`). Times are clock seconds."""
@@ -78,6 +83,8 @@ class _Stretch(Struct):
     lags: float = 0.0
     #: Uncached tokens of the prompts whose first tokens came last, in one step.
     newest: float = 0.0
+    #: It may have begun so many milliseconds later, as far as is known.
+    unsure_ms: float = 0.0
     #: Nothing is learned from it, because the endpoint waited for memory or an adapter.
     spoiled: bool = False
 
@@ -193,21 +200,27 @@ class Predictor:
         work_ms: float,
         sent: float,
         now: float,
+        handover_ms: float,
         cached: float = 0.0,
         cold: bool = False,
     ) -> None:
-        """Learn from a prompt that was computed for another endpoint, as in `first_token`. `now`: clock seconds when
-        it was done, reckoned from the first token there. The ledger may have released it before, so what was queued is
-        judged by when prompts were sent. Its forecast is not judged, because the handover is only believed."""
+        """Learn from a prompt that was computed for another endpoint, as in `first_token`. `now`: clock seconds of the
+        first token there. `handover_ms`: as in `Picked`. The ledger may have released the prompt before, so what was
+        queued is judged by when prompts were sent. Its forecast is not judged, because the handover is only
+        believed: it can have taken more or less (`HANDOVER_MOST`)."""
+        total_ms = (now - sent) * 1e3
+        least_ms = min(handover_ms, HANDOVER_SHARE * total_ms)
+        took_ms, unsure_ms = total_ms - least_ms, HANDOVER_MOST * handover_ms - least_ms
+        done = sent + took_ms * 1e-3
         if self._table.per_rank is not None and self._table.ranks[slot] > 1.0:
-            self.logged(slot, forecast, uncached, work_ms, (now - sent) * 1e3, self.mark(slot)[1], now, cached)
+            self.logged(slot, forecast, uncached, work_ms, took_ms, self.mark(slot)[1], now, cached, unsure_ms)
             return
         stretch = self._stretches[slot]
         if stretch is None or sent > stretch.end:
-            self._stretches[slot] = _Stretch(sent)
-        self._stretch(slot, uncached, cached, work_ms, sent, now, cold)
+            self._stretches[slot] = _Stretch(sent, unsure_ms=unsure_ms)
+        self._stretch(slot, uncached, cached, work_ms, sent, done, cold)
         if self._stretches[slot] is None:
-            self._stretches[slot] = _Stretch(now, now)
+            self._stretches[slot] = _Stretch(done, done)
 
     def judge(self, slot: int, forecast: Forecast, took_ms: float) -> None:
         """Judge a forecast by the milliseconds that its first token took."""
@@ -264,9 +277,8 @@ class Predictor:
                 # A step reads a shared beginning once per sequence. So the ledger's sum is used, not the memory in use.
                 load_ms = self.rates.prior.load_ms(running, float(table.kv_tokens[slot]))
                 took = (now - stretch.start) * 1e3
-                self.rates.observe(
-                    slot, stretch.work_ms, stretch.steps, load_ms, took, now, stretch.lags, stretch.cached
-                )
+                sums = stretch.work_ms, stretch.steps
+                self.rates.observe(slot, *sums, load_ms, took, now, stretch.lags, stretch.cached, stretch.unsure_ms)
             self._stretches[slot] = _Stretch(now, now, stretch.step_s) if more > 0.0 else None
 
     def logged(
@@ -279,13 +291,16 @@ class Predictor:
         load_ms: float,
         now: float,
         cached: float = 0.0,
+        unsure_ms: float = 0.0,
     ) -> None:
         """Learn from a first token that is in no stretch, because it is reported only after the answer, or because
         several engines share the address. If no request was queued before it, it is a stretch of its own; else it is
-        ignored. `load_ms`: milliseconds that decoding added to a step when the request was charged."""
+        ignored. `load_ms`: milliseconds that decoding added to a step when the request was charged. `unsure_ms`: as in
+        `Rates.observe`."""
         if forecast.kind < 2 * KINDS and forecast.kind % KINDS < 2:
             lags = float(forecast.kind % KINDS)
-            self.rates.observe(slot, work_ms, _steps(uncached) + 0.5 * lags, load_ms, took_ms, now, lags, cached)
+            steps = _steps(uncached) + 0.5 * lags
+            self.rates.observe(slot, work_ms, steps, load_ms, took_ms, now, lags, cached, unsure_ms)
 
     def complete(
         self,

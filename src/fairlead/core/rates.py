@@ -446,10 +446,12 @@ class Rates:
         now: float,
         lags: float = 0.0,
         cached: float = 0.0,
+        unsure_ms: float = 0.0,
     ) -> None:
         """Learn from a stretch that took `took_ms`: prefill of `work_ms` in `steps` steps, each with a decoding load of
         `load_ms`, all at the prior's speed. `lags`: how many of its prompts had arrived in the middle of a step.
-        `cached`: prompt tokens that were believed to be cached."""
+        `cached`: prompt tokens that were believed to be cached. `unsure_ms`: it may have taken up to so much less. If
+        that includes the expected time, nothing is learned."""
         alike = self._classes[self._looks[slot]]
         a, b, c = alike.factors
         lag_ms = lags * (self.prior.c0 + load_ms)
@@ -459,6 +461,10 @@ class Rates:
             return
         own = self._own[slot]
         usual = log(own.ratio(alike, now))
+        if unsure_ms and took_ms > expected * exp(usual):
+            took_ms -= unsure_ms
+            if took_ms < expected * exp(usual):
+                return
         off = min(max(log(took_ms / expected) - usual, -_LOG_OUTLIER), _LOG_OUTLIER)
         own.add(alike.level + usual + off, now, alike)
         alike.noise += NOISE_SHARE * (max(off * off, LEAST_NOISE) - alike.noise)

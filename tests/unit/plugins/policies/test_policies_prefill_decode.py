@@ -321,10 +321,16 @@ def test_a_prompt_that_is_computed_goes_on_while_a_newer_one_is_not_shown_yet() 
 
 
 def sent_in_turn(
-    prefill_s: Mapping[str, float], step_s: float = 0.0135, tokens: int = 20, stream: bool = True, **params: float
+    prefill_s: Mapping[str, float],
+    step_s: float = 0.0135,
+    tokens: int = 20,
+    stream: bool = True,
+    handover: float = 1.0,
+    **params: float,
 ) -> tuple[Pipeline, list[str]]:
-    """Send 40 prompts one after the other to two prefill endpoints, which need `prefill_s`; handovers take as long as
-    is expected, further tokens `step_s`. Return the pipeline, and which endpoint computed each prompt."""
+    """Send 40 prompts one after the other to two prefill endpoints, which need `prefill_s`; handovers take `handover`
+    times as long as is expected, further tokens `step_s`. Return the pipeline, and which endpoint computed each prompt.
+    """
     clock = SimClock()
     policy = PrefillDecode(PrefillDecodeParams(always=True, **params), filters=[Role(RoleParams())])
     pipeline = Pipeline(clock, Random(1), Fleet(), policy, TokenEstimator())
@@ -339,7 +345,7 @@ def sent_in_turn(
         clock.advance(prefill_s[decision.prefill])
         page = Sample(waiting=0.0, running=0.0)
         pipeline.handle(ev.MetricsSampled(decision.prefill, clock.time(), page))  # it may end the prefill part
-        clock.advance(part.handover_ms * 1e-3)
+        clock.advance(handover * part.handover_ms * 1e-3)
         if stream:
             pipeline.handle(ev.FirstTokenSeen(number))
         clock.advance(step_s * (tokens - 1))
@@ -369,6 +375,21 @@ def test_neither_end_of_a_pair_is_blamed_for_the_time_of_the_other(
     rates = pipeline.fleet.predictor.rates
     for factors in rates.prefill, rates.step:
         assert 0.7 < min(factors) <= max(factors) < 1.3
+
+
+@pytest.mark.parametrize(
+    ("transfer_ms", "handover", "prefill_s"),
+    [(30.0, 0.05, 0.9), (30.0, 5.0, 0.9), (30.0, 0.1, 0.27), (3000.0, 0.01, 0.9), (3000.0, 0.01, 0.27)],
+)
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_handover_of_another_length_than_expected_hardly_changes_what_is_learned(
+    transfer_ms: float, handover: float, prefill_s: float, stream: bool
+) -> None:
+    times = {"p0": prefill_s, "p1": prefill_s}
+    step_s = 0.0135 * prefill_s / 0.9
+    pipeline, _ = sent_in_turn(times, step_s, stream=stream, handover=handover, transfer_ms=transfer_ms)
+    factors = pipeline.fleet.predictor.rates.prefill[:2] / (prefill_s / 0.9)
+    assert 1 / 1.6 < min(factors) <= max(factors) < 1.6
 
 
 @pytest.mark.parametrize("stream", [True, False])
