@@ -86,7 +86,9 @@ def plan_reload(old: Config, new: Config, begun: Config | None = None) -> tuple[
     if (begun.als.port, new.als.port) == (begun.ext_proc.port, new.ext_proc.port):  # als.port follows extProc.port
         new = new.model_copy(update={"als": new.als.model_copy(update={"port": begun.als.port})})
     if not (_mentions(begun.flow_control) or _mentions(new.flow_control)):
-        new = new.model_copy(update={"flow_control": None if _splits(new.policy) else begun.flow_control})
+        elsewhere = new.scheduler.address or new.canary.percent
+        kept = None if _splits(new.policy) or elsewhere else begun.flow_control
+        new = new.model_copy(update={"flow_control": kept})
     fixed = dict(_FIXED)
     if begun.kubernetes.on != new.kubernetes.on:  # the other source is not started, so this one stays
         fixed["endpoints"] = _SOURCE

@@ -195,6 +195,14 @@ def test_implied_flow_control_is_off_while_the_policy_splits_requests() -> None:
         assert (set(changes.paths), refused) == (set(paths), [])
         running = changes.config
         assert (running.flow_control is not None) is on
+    for elsewhere, paths in (
+        ("canary: {percent: 5, policy: prefill-decode}", ("$.canary.policy", "$.canary.percent", "$.flowControl")),
+        ("scheduler: {address: 'unix:///tmp/x'}", ("$.scheduler.address", "$.flowControl")),
+    ):
+        changes, _ = plan_reload(begun, load(f"{default}\n{elsewhere}"))
+        assert (set(changes.paths), changes.config.flow_control) == (set(paths), None)
+        back, _ = plan_reload(changes.config, begun, begun)
+        assert (set(back.paths), back.config.flow_control) == (set(paths), begun.flow_control)
     changes, _ = plan_reload(load(splits), load(default))
     assert changes.config.flow_control is None, "who says nothing changes nothing"
 
