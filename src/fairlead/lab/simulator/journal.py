@@ -208,10 +208,13 @@ def search(path: Path, wanted: str, run: str = "") -> JournaledDecision:
     named, dot, digits = wanted.rpartition(".")
     there, number = runs(path), None
     if wanted == LAST and not run:
-        newest = {candidate.segments[0][0].parent: candidate for candidate in there}.values()  # of each worker
-        entries = [(candidate, entry) for candidate in newest if (entry := _in_run(candidate, LAST)) is not None]
-        if entries:
-            return max(entries, key=lambda pair: pair[0].head.epoch + pair[1].decision.at)[1]
+        newest = dict[Path, tuple[float, JournaledDecision]]()  # of each worker
+        for candidate in reversed(there):
+            directory = candidate.segments[0][0].parent
+            if directory not in newest and (entry := _in_run(candidate, LAST)) is not None:
+                newest[directory] = candidate.head.epoch + entry.decision.at, entry
+        if newest:
+            return max(newest.values(), key=lambda pair: pair[0])[1]
     if dot and any(candidate.id == named for candidate in there):
         run, number = named, _number(digits)
     for candidate in reversed(there):
@@ -237,8 +240,8 @@ class _Decisions:
         #: By request: what has arrived and is not decided, and decisions whose request has not ended.
         self.undecided: dict[int, Request] = {}
         self.open: dict[int, JournaledDecision] = {}
-        #: The requests that were decided and had arrived before the first record.
-        self.earlier: set[int] = set()
+        #: The requests that were decided and had arrived before the first record, and when they were decided.
+        self.earlier: dict[int, float] = {}
 
     def add(self, kind: str, time_s: float, body: Any) -> JournaledDecision | None:
         """Add a record. Returns the decision that it completes: its request has ended, or was refused."""
@@ -269,7 +272,7 @@ class _Decisions:
     def _decided(self, time_s: float, body: Decided) -> JournaledDecision | None:
         request = self.undecided.pop(body.request_id, None)
         if request is None:
-            self.earlier.add(body.request_id)
+            self.earlier[body.request_id] = time_s
             request = Request(id=body.request_id, arrived=time_s)
         elif not _is_named(request, self._wanted):
             return None
@@ -310,7 +313,7 @@ def _in_run(run: Run, wanted: str | int) -> JournaledDecision | None:
     """Return the newest decision that `wanted` names; a number is our number for the request. Reads the newest segments
     first, and no older ones than necessary: journals may have GiB. Each is read once, unless the decision extends over
     several."""
-    later, lacking = set[int](), None
+    later, lacking = dict[int, float](), None
     for index in reversed(range(len(run.segments))):
         path, head = run.segments[index]
         made = _Decisions(run.id, head.scheduling, wanted)
@@ -322,7 +325,8 @@ def _in_run(run: Run, wanted: str | int) -> JournaledDecision | None:
             if _is_named(request, wanted) and (number in later or number == wanted)
         ]
         if waited:
-            return made.finish(run.segments[index + 1 :], waited[-1]) or lacking
+            number = max(waited, key=lambda number: (later.get(number, 0.0), number))
+            return made.finish(run.segments[index + 1 :], number) or lacking
         if entry is not None:
             number = entry.decision.request.id
             if number in made.open:
@@ -330,7 +334,7 @@ def _in_run(run: Run, wanted: str | int) -> JournaledDecision | None:
             if number not in made.earlier or entry.decision.trace is not None:
                 return entry
             wanted, lacking = number, entry  # the request itself is in an older segment, if the journal has it
-        later |= made.earlier
+        later = made.earlier | later
     return lacking
 
 

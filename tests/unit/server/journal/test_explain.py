@@ -240,12 +240,13 @@ def decided(at: float, number: int) -> Any:
     return DECIDED, at, Decided(request_id=number, endpoint="a")
 
 
-def write(path: Path, kept: Iterable[Iterable[Any]]) -> None:
-    """Write a journal with the records of some segments."""
+def write(path: Path, kept: Iterable[Iterable[Any]], run: str = "0000cafe", label: str = "t") -> None:
+    """Write a run with the records of some segments."""
+    path.mkdir(exist_ok=True)
     for number, items in enumerate(kept):
-        head = (SEGMENT, 0.0, Segment(run="0000cafe", number=number, epoch=0.0))
+        head = (SEGMENT, 0.0, Segment(run=run, number=number, epoch=0.0))
         encoded = [encode(item) for item in (head, *items)]
-        (path / f"t-{number}.journal").write_bytes(MAGIC + block(joined(encoded, len(encoded))))
+        (path / f"{label}-{number}.journal").write_bytes(MAGIC + block(joined(encoded, len(encoded))))
 
 
 @pytest.fixture
@@ -287,6 +288,21 @@ def test_who_arrived_before_a_lower_number_is_found_over_the_edge_of_a_segment(t
     for number in (100, 101, 102, 103, 105):
         for wanted in (f"0000cafe.{number:016x}", str(number), f"x{number}"):
             assert search(tmp_path, wanted).decision.request.external_id == f"x{number}"
+
+
+def test_of_several_that_waited_over_the_edge_the_one_decided_last_is_the_newest(tmp_path: Path) -> None:
+    later = [(decided(2.1, 2), decided(2.4, 1)), (decided(2.5, 3), arrived(2.6, 5))]
+    write(tmp_path, [(arrived(1.0, 1, "same"), arrived(1.1, 2, "same"), arrived(1.2, 3), arrived(1.3, 4)), *later])
+    assert search(tmp_path, "same").decision.request.id == 1
+    assert search(tmp_path, "last").decision.request.id == 3
+
+
+def test_the_last_decision_may_be_of_a_run_before_the_newest(tmp_path: Path) -> None:
+    """The scheduler or a worker has restarted and has decided nothing yet."""
+    write(tmp_path, [(arrived(1.0, 1), decided(100.0, 1))], "0000aaaa", "20260101-a")
+    write(tmp_path / "worker-1", [(arrived(1.0, 1), decided(200.0, 1))], "0000bbbb", "20260101-b")
+    write(tmp_path / "worker-1", [(arrived(201.0, 9),)], "0000cccc", "20260102-c")
+    assert search(tmp_path, "last").run == "0000bbbb"
 
 
 @pytest.mark.parametrize(("queue", "part"), [("", 0.4), (QUEUE, 0.8)], ids=["at once", "after a long wait"])
