@@ -151,6 +151,8 @@ class Session:
     _watch: ResponseWatch
     # Set if the session reads the whole response to learn its token counts.
     _followed = False
+    # Whether the pipeline knows the token counts, from the last event of a response that goes on.
+    _reported = False
     # Whether the pipeline knows that the response began before its first token.
     _began = False
     # Address of the endpoint that answers instead of the picked one, until reported; empty = none does, or unknown.
@@ -541,13 +543,15 @@ class Session:
         if watch.preceded and not self._began:
             self._began = True
             host.feed(ResponseBegan(self._request.id))
-        if self._renaming is not None:
-            self._stream.send(*self._renaming.chunk(chunk, ended))
-        elif self._mode.response is BodyMode.FULL_DUPLEX:
-            self._stream.send(*ext_proc.echo(message))
+        if self._renaming is not None or self._mode.response is BodyMode.FULL_DUPLEX:
+            renaming = self._renaming
+            self._stream.send(*(ext_proc.echo(message) if renaming is None else renaming.chunk(chunk, ended)))
+            if watch.finished and not ended and self._wired():  # the log's entry may come before what follows
+                self._report()
         else:
             self._stream.send(CONTINUE[Kind.RESPONSE_BODY])
-        if ended or self._may_leave_at_chunk(first):
+            ended = ended or self._may_leave_at_chunk(first)
+        if ended:
             self._end()
         elif first:
             self._stream.watch_cancel(True)  # the answer may end by trailers, which are not shown
@@ -555,7 +559,7 @@ class Session:
     def _may_leave_at_chunk(self, first: bool) -> bool:
         """Whether nothing is left to see. What follows the last event is not waited for: it may be trailers, which are
         not shown, and the access log, on another connection, may report the end before the stream ends."""
-        if self._mode.response is not BodyMode.STREAMED or self._renaming is not None or not self._wired():
+        if self._mode.response is not BodyMode.STREAMED or not self._wired():
             return False
         if first and not (self._followed or (self._watch.is_sse and self._host.inspect(self._request, True))):
             return True
@@ -585,7 +589,8 @@ class Session:
         usage = watch.usage()
         if not self._wired() or watch.error_status:
             host.feed(watch.ended(host.now()))
-        elif usage is not None:
+        elif usage is not None and not self._reported:
+            self._reported = True
             host.feed(UsageReported(request.id, usage))
 
     def _on_local_reply(self, message: Incoming) -> None:

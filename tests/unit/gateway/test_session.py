@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from fairlead.core.endpoint import Endpoint
-from fairlead.core.events import EndpointUp, ModelsChanged
+from fairlead.core.events import EndpointUp, ModelsChanged, UsageReported
 from fairlead.core.fleet import Fleet
 from fairlead.core.headers import ACCESS_LOG_METADATA, RESIZABLE_METADATA, WHOLE_BODY_METADATA
 from fairlead.core.instructions import Reject, Route
@@ -800,6 +800,33 @@ def test_a_complete_answer_whose_end_is_not_shown_has_its_usage(pb, chunk, token
     if wire.status is None:
         session.on_lost("reset")
     assert [(record.prompt_tokens, record.completion_tokens) for record in rig.seen.outcomes] == [tokens]
+
+
+@pytest.mark.parametrize("entry_first", [False, True])
+@pytest.mark.parametrize(("response", "window"), [(STREAMED, 65_536), (FULL_DUPLEX, 65_536), (FULL_DUPLEX, 1)])
+def test_a_session_that_must_stay_reports_usage_with_the_last_event(pb, response, window, entry_first):
+    """Because the model has another name at the endpoint, or because its pick does not fit one write."""
+    rig, events = Rig(pb, inspect=True), []
+    feed = rig.host.feed
+    rig.host.feed = lambda event: events.append(event) or feed(event)
+    if window > 1:
+        model = InferenceModel(origin=Origin(namespace="n", name="o"), model="m", targets=(Target("base"),))
+        rig.driver.feed(ModelsChanged(ModelSet((model,))))
+    wire, session = rig.open(response, response, eager=response == STREAMED, whole=True, resizable=True, window=window)
+    rig.request_headers(session)
+    rig.body(session)
+    rig.chunk(session, b'data: {"model": "base"}\n\n', response_code=200)
+    rig.chunk(session, LAST_EVENT % b"data: [DONE]\n\n")
+    rig.chunk(session, b"\n")
+    assert (wire.status, rig.leases()) == (None, 1)
+    if not entry_first:
+        session.on_lost("reset")
+    log_entry(rig, "ab.0000000000000001 200 9 9 9 10.0.0.0:80 -/ 1 -;")
+    if entry_first:
+        rig.chunk(session, b"", eos=True)
+        assert wire.status == 0
+    assert [(record.prompt_tokens, record.completion_tokens) for record in rig.seen.outcomes] == [(9, 5)]
+    assert [type(event) for event in events].count(UsageReported) == 1
 
 
 @pytest.mark.parametrize("entry_first", [False, True])
