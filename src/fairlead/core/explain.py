@@ -89,9 +89,9 @@ class Explanation(Struct, frozen=True, kw_only=True):
 # The choice in words.
 
 
-def why(candidates: Sequence[Candidate], unit: str) -> list[str]:
+def why(candidates: Sequence[Candidate], unit: str, prefill: str = "") -> list[str]:
     """Return the reasons in words: against the best other endpoint, and against the one with most of the prompt
-    cached."""
+    cached. `prefill`: id of the endpoint that computes the prompt; empty = the chosen one."""
     if not candidates or not candidates[0].chosen:
         return ["no endpoint was chosen"]
     chosen, unchosen = candidates[0], candidates[1:]
@@ -102,7 +102,7 @@ def why(candidates: Sequence[Candidate], unit: str) -> list[str]:
     held_most = max(unchosen, key=lambda candidate: candidate.cached_tokens, default=None)
     if held_most is not None and held_most.cached_tokens > chosen.cached_tokens and held_most not in rivals:
         rivals.append(held_most)
-    lines = [_against(chosen, rival, unit) for rival in rivals]
+    lines = [_against(chosen, rival, unit, prefill) for rival in rivals]
     if chosen.terms.get("reuse", 0.0) > 0.0:
         lines.append(f"{chosen.endpoint} has far fewer requests than the holders; later requests will use its copy too")
     lines += [f"{c.endpoint} made no progress for too long ({c.hung})" for c in candidates if c.hung]
@@ -121,7 +121,7 @@ def _gone(candidate: Candidate) -> bool:
     return bool(candidate.removed_by) and candidate.removed_by != (FLOW_CONTROL,)
 
 
-def _against(chosen: Candidate, rival: Candidate, unit: str) -> str:
+def _against(chosen: Candidate, rival: Candidate, unit: str, prefill: str) -> str:
     if _gone(rival):
         held = f" although it holds {rival.cached_tokens - chosen.cached_tokens:,} more cached tokens"
         return f"{rival.endpoint} was filtered out by {', '.join(rival.removed_by)}{held}"
@@ -132,13 +132,15 @@ def _against(chosen: Candidate, rival: Candidate, unit: str) -> str:
     text += f" {'and' if ahead else 'although it'} holds {more:,} more cached tokens" if more > 0 else ""
     text += f": {detail}" if (detail := _differences(chosen, rival, unit, ahead)) else ""
     if ahead:
-        return f"{text}. It was not chosen because {_passed_over(chosen, rival)}"
+        return f"{text}. It was not chosen because {_passed_over(chosen, rival, prefill)}"
     tie = needed_to_tie(rival)
     return f"{text}. It needed {tie} to tie" if tie else text
 
 
-def _passed_over(chosen: Candidate, rival: Candidate) -> str:
+def _passed_over(chosen: Candidate, rival: Candidate, prefill: str) -> str:
     """Return why an endpoint with a higher rating was not chosen."""
+    if rival.endpoint == prefill:
+        return "it computes the prompt"
     if rival.removed_by:
         return "it was not open"
     if chosen.free_cache - rival.free_cache > AS_FREE and abs(rival.behind or 0.0) <= _NEAR * abs(rival.total or 0.0):
@@ -259,8 +261,10 @@ def explain(make: Callable[[], Policy], request: Request, trace: Trace, endpoint
         if chosen >= 0 and reproduced:
             limits = _Limits(make, request, trace, rated, chosen)
     candidates = _candidates(view, request, trace, totals, terms, chosen, limits)
-    reasons = [] if trace.split is None else [why_split(trace.split, endpoint)]
-    reasons += why(candidates, unit) + ([] if trace.waited is None else why_waited(trace.waited))
+    split = trace.split
+    reasons = [] if split is None else [why_split(split, endpoint)]
+    reasons += why(candidates, unit, split.prefill if split is not None and split.taken else "")
+    reasons += [] if trace.waited is None else why_waited(trace.waited)
     return Explanation(
         policy=policy.name,
         unit=unit,
@@ -269,7 +273,7 @@ def explain(make: Callable[[], Policy], request: Request, trace: Trace, endpoint
         candidates=candidates,
         why=tuple(reasons),
         waited=trace.waited,
-        split=trace.split,
+        split=split,
     )
 
 

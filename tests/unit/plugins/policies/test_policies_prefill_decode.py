@@ -69,6 +69,21 @@ def test_a_prompt_that_the_decoder_holds_stays_there() -> None:
     assert (found.slot, found.prefill_slot) == (2, -1)
 
 
+def test_the_best_decoder_is_not_chosen_if_it_computes_the_prompt() -> None:
+    idle = {"waiting": 0, "running": 0}
+    endpoints = labelled("e0", "prefill"), labelled("e1", "both"), labelled("e2", "decode")
+    known = fleet(*endpoints, samples={"e0": idle, "e1": idle, "e2": BUSY})
+    busy(known, "e0", [request(prompt_tokens=3000, stream=True)])
+    asked = request(LONG)
+    picked = pick(known, asked, always=True)
+    assert picked.trace is not None
+    picked.trace.snapshot = Snapshots()(known, 1.0)
+    filters = [Role(RoleParams())]
+    said = explain(lambda: PrefillDecode(PrefillDecodeParams(always=True), filters=filters), asked, picked.trace, "e2")
+    assert said.why[0].startswith("e1 computes the prompt and e2 decodes")
+    assert said.why[1].endswith("It was not chosen because it computes the prompt")
+
+
 @pytest.mark.parametrize(
     ("asked", "split"), [(request(LONG), True), (request("hello", prompt_tokens=20), False)], ids=["split", "alone"]
 )
