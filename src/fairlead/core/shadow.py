@@ -179,14 +179,17 @@ class Bench:
         case, terms = self._case, self._terms
         assert case is not None and terms is not None
         slot, prefill_slot = index(slot), index(prefill_slot)
-        if not -1 <= slot < len(terms.cost):
-            raise ValueError(f"picked slot {slot} of {len(terms.cost)}")
+        for picked in (slot, prefill_slot):
+            if not -1 <= picked < len(terms.cost):
+                raise ValueError(f"picked slot {picked} of {len(terms.cost)}")
         if slot < 0:
             return ShadowVerdict(name)
         endpoint = case.snapshot.endpoints[slot]
         if endpoint is None or (terms.able is not None and not terms.able[slot]):
             raise ValueError(f"picked slot {slot}, which cannot serve the request")
         prefill = case.snapshot.endpoints[prefill_slot] if prefill_slot >= 0 else None
+        if prefill is None and prefill_slot >= 0:
+            raise ValueError(f"picked slot {prefill_slot} for the prompt, where no endpoint is")
         made = self._ttft(case.slot, case.prefill_slot, case.handover_ms)
         return ShadowVerdict(
             name,

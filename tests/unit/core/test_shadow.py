@@ -249,3 +249,6 @@ def test_a_pair_is_another_choice_than_one_endpoint(always: bool) -> None:
     assert (answered.agrees, answered.prefill, answered.gain_ms, answered.error) == (always, "p", 0.0, "")
     assert judge.answered("s", RemotePick(1, Outcome.PICKED, "d", prefill="nobody"), 5.0).error
     assert judge.answered("s", RemotePick(1, Outcome.PICKED, "d", prefill="d"), 5.0).agrees is not always
+    for unknown in (2, -2):
+        with pytest.raises(ValueError, match=f"picked slot {unknown} of 2"):
+            judge.verdict("s", 1, unknown)
