@@ -51,11 +51,11 @@ keeps both with `--enable-feature=exemplar-storage`. Series are the same in both
 A model, an adapter or a fairness id gets its own series when it is declared (defined in the configuration, or listed
 by an endpoint in `/v1/models`), or when a request with it was answered 2xx. Everything else counts as `other`. At most
 100 label sets that were only answered have their own series; each is removed after 15 minutes without a request. At
-most 200 sets of declared names have them, each of about 700 lines and 90 kB; while there are 200, those without a
-request for 15 minutes make room. Requests for further models count as `other` (`limits.models` of `fairlead doctor`).
-`fairlead_metrics_folded_total` counts what was put under `other`. A request whose labels have no series yet shows as
-running under `other` and is counted when it ends. The series of an endpoint are removed with it. Requests without a
-fairness id have `default-flow`.
+most 200 declared models have them, and 200 more sets of tenants and priorities, each of about 700 lines and 90 kB; at
+either limit, sets idle for 15 minutes make room. Further requests count as `other` (`limits.models` of `fairlead
+doctor`). `fairlead_metrics_folded_total` counts what was put under `other`. A request whose labels have no series yet
+shows as running under `other` and is counted when it ends. The series of an endpoint are removed with it. Requests
+without a fairness id have `default-flow`.
 
 See also the [alerts](runbook.md), the dashboard in `deploy/grafana`, and [what the page costs](benchmarks.md).
 """

@@ -8,8 +8,8 @@ Rules
   it was answered 2xx; all other sets are counted as `other`. At most `cap` sets have series only because of an answer
   (they are *earned*), and each is dropped after `idle_s` seconds without a request. So names that clients make up never
   become series, not even briefly.
-* At most `MOST_DECLARED` sets have series because of declared names. While there are as many, those without a request
-  for `idle_s` seconds make room.
+* At most `MOST_DECLARED` models have series because of declared names, and together as many further sets: those of
+  their tenants, priorities and targets. While there are as many, sets without a request for `idle_s` seconds make room.
 * A request whose label set has no series yet (it is *unproven*) is counted at its end, when it is known whether the set
   earns one. Until then only the gauge of running requests includes it, as `other`.
 * `fairlead_scale_up_wanted` is 1 for `SCALE_UP_HOLD_S` after a decision found every candidate overloaded.
@@ -46,7 +46,7 @@ _MOST_SERVED, _SERVED_S = 10_000, 1.0
 _DEPARTED_KEPT = 256
 _SWEEP_S = 30.0
 _POLICIES = 64
-#: Sets of request labels with declared names that have series: each takes 90 kB of the page, about 700 lines.
+#: Declared models that have series, and their further sets of request labels: each takes 90 kB, about 700 lines.
 MOST_DECLARED = 200
 
 #: The published `error_code` of an answer that failed, and of refusals by HTTP status. Other statuses: `error_code()`.
@@ -436,13 +436,20 @@ class SchedulerMetrics:
         """The bundle of these labels; `None` = they have no series of their own."""
         key = (model[:_MAX_LABEL], (target or model)[:_MAX_LABEL], fairness_id[:_MAX_LABEL], priority)
         bundle = self._bundles.get(key)
-        if bundle is None and self._declared(key) and self._has_room():
+        if bundle is None and self._declared(key) and self._has_room(key[0]):
             bundle = self._make(key)
         return bundle
 
-    def _has_room(self) -> bool:
-        """Whether another set of declared names may have series."""
-        return len(self._bundles) - len(self._earned) < MOST_DECLARED
+    def _has_room(self, model: str) -> bool:
+        """Whether another set of the model may have series because of declared names. Clients choose tenants, so the
+        sets of known models take no room from other models."""
+        models, further = self._sets()
+        return (further if model in models else len(models)) < MOST_DECLARED
+
+    def _sets(self) -> tuple[set[str], int]:
+        """The models that have series because of declared names, and how many sets these have beyond one each."""
+        models = [model for model, *_ in self._bundles.keys() - self._earned if model != OTHER]
+        return set(models), len(models) - len(set(models))
 
     def _declared(self, key: RequestLabels) -> bool:
         model, target, fairness_id, _ = key
@@ -463,7 +470,7 @@ class SchedulerMetrics:
     def _folded_labels(self, key: RequestLabels) -> RequestLabels:
         model, target, fairness_id, priority = key
         folded = self._name(model), self._name(target), fairness_id and OTHER, priority
-        if folded in self._bundles or self._has_room():
+        if folded in self._bundles or self._has_room(folded[0]):
             return folded
         return OTHER, OTHER, fairness_id and OTHER, priority
 
@@ -476,7 +483,7 @@ class SchedulerMetrics:
     def labels(self, request: Request) -> tuple[str, str, str, int]:
         """The model, target, fairness id and priority that metrics show for a request."""
         key = _key(request.model, request.target_model, request.fairness_id, request.priority)
-        if key not in self._bundles and not (self._declared(key) and self._has_room()):
+        if key not in self._bundles and not (self._declared(key) and self._has_room(key[0])):
             key = self._folded_labels(key)
         model, target, fairness_id, priority = key
         return model, target, fairness_id or NO_TENANT, priority
@@ -497,7 +504,8 @@ class SchedulerMetrics:
 
     def _forget_idle(self) -> None:
         """Drop label sets that were not used for `idle_s` and are not declared, or all of these if there is no room."""
-        until, full = self._now() - self._idle_s, not self._has_room()
+        models, further = self._sets()
+        until, full = self._now() - self._idle_s, max(len(models), further) >= MOST_DECLARED
         idle = [
             key
             for key, bundle in self._bundles.items()

@@ -21,9 +21,10 @@ class Counted:
         self.metrics = SchedulerMetrics(lambda: self.now, FleetStatus, served=lambda: self.served, **options)
         self.number = 0
 
-    def arrive(self, model: str = "m", fairness_id: str = "") -> Request:
+    def arrive(self, model: str = "m", fairness_id: str = "", priority: int = 0) -> Request:
         self.number += 1
-        asked = Request(id=self.number, arrived=self.now, model=model, fairness_id=fairness_id, prompt_tokens=10)
+        labels = {"model": model, "fairness_id": fairness_id, "priority": priority}
+        asked = Request(self.number, self.now, prompt_tokens=10, **labels)
         decision = DecisionRecord(request=asked, at=self.now, policy="p", endpoint="n/e", address="x:1")
         self.metrics.on_decisions([decision], [0.001])
         return asked
@@ -140,6 +141,23 @@ def test_requests_that_wait_for_their_place_are_bounded() -> None:
     for request in asked:
         counted.end(request, 404)
     assert (counted.requests("other"), counted.running("other"), counted.metrics.unproven) == (5000, 0, 0)
+
+
+def test_tenants_and_priorities_take_no_room_from_declared_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients choose their fairness ids."""
+    monkeypatch.setattr(metrics, "MOST_DECLARED", 3)
+    counted = Counted()
+    counted.served = ["a", "b", "c"]
+    for name in counted.served:
+        for priority in range(4):
+            counted.end(counted.arrive(name, "tenant", priority), 500)
+            counted.end(counted.arrive(name, "", priority))
+    assert counted.requests("a") == 4, "of its eight sets, four have series"
+    assert [counted.requests(name) for name in ("b", "c", "other")] == [1, 1, 18]
+    counted.now += 1000.0
+    counted.page()
+    counted.end(counted.arrive("b", "", 3))
+    assert (counted.requests("a"), counted.requests("b")) == (None, 1)
 
 
 def test_of_very_many_declared_models_some_have_series_and_idle_ones_make_room(
