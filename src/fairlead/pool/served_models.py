@@ -81,7 +81,9 @@ def read_model_list(page: bytes) -> ModelList:
         raise ValueError(f"no list of models: {error}") from None
     cards = [(card, said) for card, said in cards if 0 < len(card.id) <= MOST_LETTERS]
     base = frozenset(card.id for card, _ in cards if not card.parent)
-    entries = {card.id: ModelCard(said, card.context) for card, said in cards}
+    own = {card.id: card.context for card, _ in cards if card.context < inf}
+    # vLLM gives adapters no context of their own.
+    entries = {card.id: ModelCard(said, own.get(card.id) or own.get(card.parent or "", inf)) for card, said in cards}
     contexts = {name: int(entries[name].context) for name in base if entries[name].context < inf}
     adapters = frozenset(card.id for card, _ in cards if card.parent)
     return ModelList(BaseModels(base, contexts), adapters, entries)

@@ -5,6 +5,8 @@ import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from math import inf
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -18,6 +20,8 @@ from fairlead.core.events import AdaptersListed
 from fairlead.pool import served_models
 from fairlead.pool.scrape import ScrapeOptions
 from fairlead.pool.served_models import MOST_LETTERS, MOST_NAMES, ModelList, ServedModels, read_model_list
+
+DATA = Path(__file__).parents[2] / "data" / "vllm-0.32"
 
 
 def page(*adapters: str) -> bytes:
@@ -44,6 +48,18 @@ def test_the_contexts_of_the_base_models(said: list[object], contexts: dict[str,
     cards = [{"id": f"m{at}", "max_model_len": tokens} for at, tokens in enumerate(said)]
     cards.append({"id": "poet", "parent": "m0", "max_model_len": 1})
     assert read_model_list(json.dumps({"data": cards}).encode()).base.contexts == contexts
+
+
+def test_an_adapter_has_the_context_of_its_parent() -> None:
+    entries = read_model_list((DATA / "models-with-adapters.json").read_bytes()).entries
+    assert {name: entry.context for name, entry in entries.items()} == dict.fromkeys(("tiny", "lora-a", "lora-b"), 1024)
+    cards = [
+        {"id": "base", "max_model_len": 1024},
+        {"id": "own", "parent": "base", "max_model_len": 2048},
+        {"id": "orphan", "parent": "elsewhere"},
+    ]
+    entries = read_model_list(json.dumps({"data": cards}).encode()).entries
+    assert [entry.context for entry in entries.values()] == [1024, 2048, inf]
 
 
 @pytest.mark.parametrize(
