@@ -239,7 +239,7 @@ def _search(path: Path, request: str, run: str, policy: str, settings: list[str]
     from fairlead.cli.options import busy
     from fairlead.compat.recorded import restore
     from fairlead.config.plugins import build_policy
-    from fairlead.core.errors import PLUGIN_FAILURES, PluginError, described
+    from fairlead.core.errors import PLUGIN_FAILURES, PluginError
     from fairlead.core.explain import asked_again
     from fairlead.core.explain import explain as why
     from fairlead.lab.simulator.journal import search
@@ -258,8 +258,10 @@ def _search(path: Path, request: str, run: str, policy: str, settings: list[str]
         errors: list[PluginError] = []
         try:
             endpoint, answer = asked_again(build_policy(asked, errors.append), recorded.decision.request, trace)
+        except ConfigError:
+            raise
         except PLUGIN_FAILURES as error:
-            raise PluginError(asked.policy.name, described(error)) from error
+            raise of_plugin(asked.policy.name, error) from error
         if errors:
             raise errors[0]
         answer.snapshot, answer.held, answer.loading = trace.snapshot, trace.held, trace.loading

@@ -77,10 +77,12 @@ class Cycle:
         return self._values.get(key)
 
     def protect(self) -> None:
-        """Make `left` and the columns remembered so far read only: other plugins of the decision read them too."""
+        """Make `left` and the columns of the keys below read only: other plugins of the decision read them too."""
         self.left = None if self.left is None else read_only(self.left)
-        columns = {key: value for key, value in self._values.items() if isinstance(value, np.ndarray)}
-        self._values |= {key: read_only(column) for key, column in columns.items()}
+        for key in (CANDIDATES, PREFIX_SHARE, LOADING):
+            column: Any = self._values.get(key)
+            if column is not None:
+                self._values[key] = read_only(column)
 
 
 #: Slots that can serve the request and are up, before load filters; `None` = all. Written by the profile.
@@ -283,7 +285,7 @@ class ReportsErrors(Protocol):
 
 def guarded(fleet: FleetView, call: Callable[[*Args], T], *args: *Args) -> T:
     """Return the answer of a plugin that may come from anywhere. Raise what it raises, and `ValueError` if it wrote to
-    a column; the columns are then as they were. What a `Cycle` in `args` has remembered becomes read only."""
+    a column; the columns are then as they were. The columns of a `Cycle` in `args` become read only."""
     for cycle in args:
         if isinstance(cycle, Cycle):
             cycle.protect()

@@ -260,7 +260,8 @@ class EndpointTable:
         def look() -> frozenset[frozenset[str]]:
             has, listing = self.base(model), self.listing(model)
             having = [(slot, endpoint) for slot, endpoint in self.slots() if has[slot] or slot in listing]
-            return frozenset(frozenset(self.base_names(slot, endpoint)) for slot, endpoint in having)
+            groups = {frozenset(self.base_names(slot, endpoint)) for slot, endpoint in having}
+            return frozenset(groups - {frozenset()})
 
         return self.answer(("bases", model), look)
 

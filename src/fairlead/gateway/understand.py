@@ -512,7 +512,7 @@ class Understanding:
     def known(self, request: Request, read: PromptKnown, head: Head) -> Request:
         """The request, completed with what reading its prompt showed. Without its prefix if models were defined anew
         meanwhile: it may go to another target than the one that it was hashed for."""
-        if head.catalogue is not None and head.catalogue is not self._catalogue:
+        if head.catalogue is not self._catalogue and (head.catalogue is not None or self._catalogue.rewrites):
             request = replace(request, prefix=NO_PREFIX)
         blocks = self._prompts.offer(read) if self._prompts is not None and read.blocks is not None else None
         if not read.tokens and blocks is None:

@@ -13,6 +13,7 @@ import socket
 import stat
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from itertools import chain
 from pathlib import Path
 
 from fairlead.config.endpoint_list import Listed, Listing, parse_endpoints_text
@@ -88,22 +89,23 @@ class EndpointSet:
         if not listing.ok:
             return
         wanted, had = {entry.endpoint.id: entry for entry in listing.entries}, bool(self._listed)
-        gone = dict[str, str]()
+        gone = dict[str, list[str]]()
         for endpoint_id in list(self._listed):
             if endpoint_id not in wanted and endpoint_id not in listing.broken and not listing.nameless:
                 del self._listed[endpoint_id]
                 if (was := self._up.pop(endpoint_id, None)) is not None:
-                    gone[was.address] = endpoint_id
+                    gone.setdefault(was.address, []).append(endpoint_id)
         stay = self._staying(wanted, listing.broken if had else frozenset())
         for endpoint_id, entry in wanted.items():
             if self._listed.get(endpoint_id) != entry and endpoint_id not in stay:
                 self._listed[endpoint_id] = entry
                 if gone:  # in turn with those that come, so that the pool never gets small meanwhile
                     address = entry.endpoint.address
-                    self._emit(EndpointDown(gone.pop(address if address in gone else next(iter(gone)))))
+                    for former in gone.pop(address if address in gone else next(iter(gone))):
+                        self._emit(EndpointDown(former))
                 self._bring_up(entry)
-        for endpoint_id in gone.values():
-            self._emit(EndpointDown(endpoint_id))
+        for former in chain.from_iterable(gone.values()):
+            self._emit(EndpointDown(former))
         names = self._names()
         for table in (self._addresses, self._failing):
             for host in [host for host in table if host not in names]:

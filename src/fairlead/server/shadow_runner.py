@@ -102,11 +102,14 @@ class ShadowRunner:
             self.stats.over_budget += 1
         else:
             self._cases.append(case)
-            if self._thread is None:
-                self._thread = _Worker(self._make_bench(), dict(self._policies), self._cases, self._loop, self._done)
-            self._thread.wake()
-            if self._watch is None:
-                self._look_in(self._limit)
+            self._work()
+
+    def _work(self) -> None:
+        if self._thread is None:
+            self._thread = _Worker(self._make_bench(), dict(self._policies), self._cases, self._loop, self._done)
+        self._thread.wake()
+        if self._watch is None:
+            self._look_in(self._limit)
 
     # ---- on the event loop ----
 
@@ -136,7 +139,8 @@ class ShadowRunner:
         if worker is None:
             return
         now, doing = time.monotonic(), worker.doing
-        self._late = max(now - self._due, 0.0) + (self._late if doing is self._seen else 0.0)
+        late = max(now - self._due, 0.0)
+        self._late = self._late + late if doing is self._seen else min(late, now - doing[1]) if doing else 0.0
         self._seen = doing
         left = self._limit if doing is None else self._limit - (now - doing[1] - self._late)
         if doing is not None and left < 0.0:
@@ -144,6 +148,10 @@ class ShadowRunner:
             self._thread = None
             self._cases = deque(self._cases)
             self._cut_off(doing[0], f"did not come back within {self._limit * 1e3:.0f} ms")
+            if not self._policies:
+                self._cases.clear()
+            elif self._cases:
+                self._work()
         elif doing is not None or self._cases:
             self._look_in(self._limit / 2 if doing is None else left + _SLACK)
 

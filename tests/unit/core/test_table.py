@@ -173,6 +173,8 @@ def test_adapters_have_the_base_models_of_their_endpoints() -> None:
     table.set_listed(1, frozenset({"sql"}))
     assert table.bases("sql") == {qwen, gemma}
     assert table.bases("gemma") == {gemma}
+    table.set_listed(2, frozenset({"sql"}))
+    assert table.bases("sql") == {qwen, gemma}, "that of an endpoint whose list names no base model is not known"
 
 
 def test_endpoints_that_join_cost_the_others_nothing() -> None:

@@ -235,3 +235,7 @@ def test_models_that_are_defined_anew_while_a_prompt_is_read_leave_it_without_pr
     assert understanding.known(request, PromptKnown(7), head).prefix == request.prefix != NO_PREFIX
     understanding.define(defined())
     assert understanding.known(request, PromptKnown(7), head).prefix == NO_PREFIX
+    before = Understanding(TokenEstimator(), HASHER, lambda: 5.0)
+    head = before.head({":path": PATHS["chat"]})
+    before.define(defined())
+    assert before.known(request, PromptKnown(7), head).prefix == NO_PREFIX, "there were no definitions yet"

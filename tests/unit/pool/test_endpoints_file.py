@@ -487,3 +487,16 @@ async def test_a_start_ends_when_all_endpoints_were_fed_and_nothing_is_fed_after
     for _ in range(20):
         await asyncio.sleep(0)
     assert heard.take() == [] and len(before) < 100
+
+
+async def test_endpoints_of_one_address_all_leave(heard: Heard) -> None:
+    async def resolver(host: str, port: int) -> list[str]:
+        return ["10.0.0.1"]
+
+    known = EndpointSet(heard.feed, heard.report, resolver=resolver)
+    known.apply(listing(("a", "a.example"), ("b", "b.example")))
+    await known.start()
+    assert len(heard.take()) == 2
+    known.apply(listing(("c", "10.0.0.2")))
+    assert sorted(heard.take()) == ["down a", "down b", "up c 10.0.0.2:80"]
+    await known.close()

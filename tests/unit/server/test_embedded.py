@@ -200,7 +200,7 @@ async def test_endpoints_that_cannot_be_written_for_envoy_are_a_problem_until_th
     pool.close()
 
 
-async def test_a_burst_of_changes_is_written_once_and_at_the_latest_after_a_second(
+async def test_a_burst_of_changes_is_written_once_and_soon_in_any_case(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Thousands of endpoints join in many turns of the event loop, and Envoy must not get a part of them."""
@@ -214,13 +214,13 @@ async def test_a_burst_of_changes_is_written_once_and_at_the_latest_after_a_seco
     monkeypatch.setattr(loop, "time", lambda: now)
     monkeypatch.setattr(loop, "call_at", at)
     pool = PoolWriter(tmp_path / "endpoints.json")
-    for number in range(150):
+    for number in range(60):
         now = 100.0 + number * 0.01
         pool.changed(EndpointUp(Endpoint(f"e{number}", f"10.0.0.{number}:80")))
     pool.close()
-    assert due[:98] == pytest.approx([100.02 + number * 0.01 for number in range(98)])
-    assert due[98:101] == pytest.approx([101.0] * 3)
-    assert due[149] == pytest.approx(101.49), "it is late already"
+    assert due[:23] == pytest.approx([100.02 + number * 0.01 for number in range(23)])
+    assert due[23:26] == pytest.approx([100.25] * 3)
+    assert due[59] == pytest.approx(100.59), "it is late already"
 
 
 async def test_a_pool_that_was_removed_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,9 +24,9 @@ from fairlead.gateway.ext_proc import LB_NAMESPACE
 log = logging.getLogger("fairlead.gateway")
 
 CLUSTER = "all_endpoints"
-#: Seconds without a change after which changes are written, at the latest `CHECK_S` after the first. So a burst is
-#: written once.
-_COALESCE = 0.02
+#: Seconds without a change after which changes are written, and seconds after the first one when they are in any case.
+#: So a burst is written once.
+_COALESCE, _AT_LATEST = 0.02, 0.25
 #: Seconds until a file that could not be written is tried again, and one that was written is looked for.
 CHECK_S = 1.0
 
@@ -107,7 +107,7 @@ class PoolWriter:
             self._by_id.pop(event.endpoint_id, None)
         loop = asyncio.get_running_loop()
         now = loop.time()
-        self._latest = self._latest or now + CHECK_S
+        self._latest = self._latest or now + _AT_LATEST
         self.close()
         self._due = loop.call_at(min(now + _COALESCE, max(self._latest, now)), self._write)
 
