@@ -80,6 +80,8 @@ class AskRemote(Struct, frozen=True):
     able: Column | None
     #: Expected output tokens.
     expected_output: float
+    #: Bool column of the endpoints that may compute the prompt for another one; `None` = all.
+    computes: Column | None = None
 
 
 class JudgeShadows(Struct, frozen=True, gc=False):

@@ -168,7 +168,9 @@ class Parking:
             hit = int(pick.hit_share * request.prompt_tokens)
             reservation.lease = fleet.charge(request, pick.slot, now, hit, output, reserved=True)
         self._parked[question] = None
-        return [AskRemote(remote.name, request, question.hits, question.able, output), *self._by(question.deadline)]
+        computes = remote.computes(request, fleet, now)
+        ask = AskRemote(remote.name, request, question.hits, question.able, output, computes)
+        return [ask, *self._by(question.deadline)]
 
     def missed(self, policy: Policy, request: Request, now: float) -> None:
         """Count the request if a scheduler should have been asked for it and could not be."""

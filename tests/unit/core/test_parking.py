@@ -214,7 +214,9 @@ def test_a_prompt_goes_only_where_the_filters_allow_it() -> None:
     sent = []
     for prefill in ("c", "b", "nobody"):
         request = builders.request("hello")
-        pipeline.handle(RequestArrived(request))
+        asked = pipeline.handle(RequestArrived(request))[0]
+        assert isinstance(asked, AskRemote) and asked.computes is not None
+        assert asked.computes.tolist() == [True, False, True]
         pick = RemotePick(request.id, endpoint="a", prefill=prefill)
         record = pipeline.handle(RemotePicked(remote, (pick,)))[1]
         assert isinstance(record, DecisionRecord)

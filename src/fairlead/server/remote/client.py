@@ -374,6 +374,8 @@ def asked(ask: AskRemote, fleet: Fleet, now: float, forecasts: bool) -> Asked:
         message.hit_shares = ask.hits[message.hit_slots]
     if ask.able is not None:
         message.candidates = np.flatnonzero(ask.able)
+    if ask.computes is not None:
+        message.prefill_candidates = np.flatnonzero(ask.computes)
     if forecasts:
         message.forecast = _forecast(ask, fleet, now)
     return message

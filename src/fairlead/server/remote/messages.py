@@ -125,6 +125,8 @@ class Asked(Struct, kw_only=True):
     #: `None` = every endpoint can serve it.
     candidates: Slots | None = None
     forecast: Forecast | None = None
+    #: Who may compute the prompt for another endpoint; `None` = every endpoint.
+    prefill_candidates: Slots | None = None
 
 
 class Batch(Struct, kw_only=True):
@@ -421,10 +423,12 @@ _OF_REQUEST: dict[str, Form] = {
     "max_tokens": _COUNT, "priority": _SIGNED, "session": _TEXT, "fairness_id": _TEXT, "slo_ttft_ms": _REAL,
     "slo_tpot_ms": _REAL, "media": _COUNT,
 }  # fmt: skip
+_CANDIDATES = _inner(Message(lambda slots=_NO_SLOTS: slots, lambda slots: (slots,), slots=_SLOTS))
 _OF_ASKED: dict[str, Form] = {
     "expected_output": _REAL, "hit_slots": _SLOTS, "hit_shares": _DOUBLES,
-    "candidates": _inner(Message(lambda slots=_NO_SLOTS: slots, lambda slots: (slots,), slots=_SLOTS)),
+    "candidates": _CANDIDATES,
     "forecast": _inner(Message(_forecast, **dict.fromkeys(Forecast.__struct_fields__, _DOUBLES))),
+    "prefill_candidates": _CANDIDATES,
 }  # fmt: skip
 _REQUEST = Message(
     _asked,

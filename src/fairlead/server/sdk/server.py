@@ -39,6 +39,7 @@ from fairlead.server.remote.messages import (
     Asked,
     Batch,
     Picks,
+    Slots,
     State,
     Welcome,
     decode_ask,
@@ -180,11 +181,7 @@ class Session:
         fleet = self._fleet
         request = asked.request
         if asked.candidates is not None:
-            table, allowed = fleet.table, fleet.slots_of(asked.candidates.tolist()).tolist()
-            if isinstance(self._policy, PrefillDecode):  # candidates write the answer; who only prefills is none
-                allowed += np.flatnonzero(table.mask(("only prefills",), _only_prefills)).tolist()
-            endpoints = (table.endpoints[slot] for slot in allowed)
-            request = replace(request, subset=frozenset(each.address for each in endpoints if each is not None))
+            request = replace(request, subset=self._allowed(asked.candidates, asked.prefill_candidates))
         if len(asked.hit_slots):
             column = np.zeros(len(fleet.table))
             column[fleet.slots_of(asked.hit_slots.tolist())] = asked.hit_shares
@@ -196,6 +193,17 @@ class Session:
             self._stats.failures += 1
             log.exception("policy %s failed; the gateway's own policy decides", self._policy.name)
             return RemotePick(request.id, Outcome.PASSED)
+
+    def _allowed(self, candidates: Slots, prefills: Slots | None) -> frozenset[str]:
+        """Return the addresses of the candidates. They write the answer. Who only prefills is none of them, and a
+        policy that splits requests may choose it too, if it is in `prefills` (`None` = all are)."""
+        fleet, table = self._fleet, self._fleet.table
+        allowed = set(fleet.slots_of(candidates.tolist()).tolist())
+        if isinstance(self._policy, PrefillDecode):
+            only = np.flatnonzero(table.mask(("only prefills",), _only_prefills)).tolist()
+            may = only if prefills is None else fleet.slots_of(prefills.tolist()).tolist()
+            allowed.update(slot for slot in only if slot in may)
+        return frozenset(each.address for slot in allowed if (each := table.endpoints[slot]) is not None)
 
     def _answer(self, request: Request, expected_output: float, pick: Picked | Refused) -> RemotePick:
         fleet = self._fleet

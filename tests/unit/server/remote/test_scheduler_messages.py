@@ -84,6 +84,7 @@ def whole_ask() -> Ask:
         hit_shares=np.array([0.25, 1.0]),
         candidates=np.array([0, 1, 200]),
         forecast=Forecast(ttft_ms=column, prefill_ms=column * 2, step_ms=column * 3, used=column * 0),
+        prefill_candidates=np.array([1]),
     )
     bare = Asked(request=Request(id=1, arrived=0.0, api=""), candidates=np.zeros(0, dtype=np.intp))
     batch = Batch(number=9, now=1.5, requests=[asked, bare])
@@ -109,6 +110,7 @@ def test_the_other_side_reads_what_we_ask(pb: Any) -> None:
     assert (one.priority, one.media, one.expected_output, one.slo_tpot_ms) == (-3, 2, 12.5, 2.5)
     assert (list(one.hit_slots), list(one.hit_shares)) == ([0, 200], [0.25, 1.0])
     assert list(one.candidates.slots) == [0, 1, 200] and list(one.forecast.prefill_ms) == [2.0, 4.0]
+    assert list(one.prefill_candidates.slots) == [1] and not bare.HasField("prefill_candidates")
     assert bare.HasField("candidates") and not bare.candidates.slots
 
 

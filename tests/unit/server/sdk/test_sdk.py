@@ -253,6 +253,17 @@ def test_pairs_prefill_where_no_answer_is_written(tmp_path: Path, allowed: list[
     assert {pick.prefill for pick in picks.picks} == {"p0", "p1"}
 
 
+def test_prompts_are_computed_only_where_the_gateway_allows_it(tmp_path: Path) -> None:
+    (always := tmp_path / "pairs.yaml").write_text("policy: {type: prefill-decode, parameters: {always: true}}")
+    one, stream, _ = session(str(always))
+    asked = Asked(request=builders.request("x " * 4000), candidates=np.array([2]), prefill_candidates=np.array([0]))
+    one.on_message(encode_ask(pool_of_pairs()))
+    one.on_message(encode_ask(Ask(batch=Batch(number=1, requests=[asked] * 4))))
+    picks = decode_answer(stream.sent[-1]).picks
+    assert picks is not None
+    assert {(pick.endpoint, pick.prefill) for pick in picks.picks} == {("d0", "p0")}
+
+
 def test_a_pair_is_charged_where_its_prompt_is_computed(module: str) -> None:
     one, stream, _ = session(f"{module}:Pair")
     one.on_message(encode_ask(pool_of_pairs()))
