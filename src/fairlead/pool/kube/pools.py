@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from random import Random
 
+from fairlead.pool.aio import call_consumer
 from fairlead.pool.kube.client import KubeClient, Resource
 from fairlead.pool.kube.objects import VERSIONS, Pool, read_pool, selector_text
 from fairlead.pool.kube.pods import Feed, OnTrouble, Pod, PodEndpoints, read_pod
@@ -33,7 +34,10 @@ class Pools:
     ) -> None:
         """`namespace`: empty = all. Only pools and pods with these labels are seen."""
         self._changed = changed
+        self._synced = synced
         self._served: dict[str, PodEndpoints] = {}
+        #: Pools for which events of known pods were not sent yet.
+        self._unsent: set[str] = set()
         self.pools = Reflector(
             client,
             Resource(group, VERSIONS[group], "inferencepools", namespace),
@@ -52,7 +56,7 @@ class Pools:
             self._pod_changed,
             rng,
             query=_labelled(pod_labels),
-            synced=synced,
+            synced=self._pods_listed,
             on_trouble=lambda trouble: on_trouble("pods", trouble),
             report=report,
         )
@@ -62,7 +66,9 @@ class Pools:
         """What was not listed yet, in words; empty = nothing is missing."""
         if not self.pools.ready.is_set():
             return "the InferencePools were not read yet"
-        return "" if self.pods.ready.is_set() else "the pods were not listed yet"
+        if not self.pods.ready.is_set():
+            return "the pods were not listed yet"
+        return f"endpoints of the pool {min(self._unsent)} are not known yet" if self._unsent else ""
 
     @property
     def refused(self) -> bool:
@@ -70,16 +76,40 @@ class Pools:
         return self.pools.forbidden or self.pods.forbidden
 
     async def run(self) -> None:
-        await asyncio.gather(self.pools.run(), self.pods.run())
+        try:
+            await asyncio.gather(self.pools.run(), self.pods.run())
+        finally:
+            for key in list(self._served):
+                self.leave(key)
 
     def follow(self, key: str, feed: Feed) -> None:
         """Report the endpoints of this pool from now on."""
+        self.leave(key)
         self._served[key] = PodEndpoints(feed)
         self._match(key, self.pools.items[key])
+        self._tell(key)
 
     def leave(self, key: str) -> None:
-        """Stop reporting this pool's endpoints."""
-        self._served.pop(key, None)
+        """Stop reporting this pool's endpoints. Events that were not sent yet are dropped."""
+        endpoints = self._served.pop(key, None)
+        self._unsent.discard(key)
+        if endpoints is not None:
+            endpoints.turns.close()
+
+    def _pods_listed(self) -> None:
+        self._synced()
+        for key in list(self._served):
+            self._tell(key)
+
+    def _tell(self, key: str) -> None:
+        """Call `synced` once the pool's events so far were sent."""
+
+        def tell() -> None:
+            self._unsent.discard(key)
+            call_consumer(self._synced, "the follower of pools")
+
+        self._unsent.add(key)
+        self._served[key].turns.make(tell)
 
     def _pool_changed(self, key: str, pool: Pool | None) -> None:
         if pool is not None and key in self._served:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -13,7 +14,10 @@ from fairlead.config.schema import Kubernetes, LeaderElection
 from fairlead.core.errors import ConfigError
 from fairlead.core.events import EndpointUp
 from fairlead.core.models import ModelSet
+from fairlead.pool.aio import IN_ONE_TURN
 from fairlead.pool.kube.objects import Pool
+from fairlead.pool.kube.pods import Pod
+from fairlead.pool.kube.pools import Pools
 from fairlead.server.live import kube as live_kube
 from fairlead.server.live.kube_pools import KubePools
 from fairlead.server.observe.component_metrics import KubeMetrics
@@ -102,6 +106,38 @@ async def stack(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[AsyncExitStack
 
 def accepted(kube: FakeKube, key: str) -> bool:
     return bool(kube.objects[X, "inferencemodels"][key].get("status", {}).get("conditions"))
+
+
+async def test_a_pool_waits_for_the_events_of_all_its_pods_and_gets_none_once_left() -> None:
+    pools, missing = None, list[str]()
+
+    def synced() -> None:
+        missing.append(pools.missing)
+
+    labels: dict[str, Any] = {"pool_labels": {}, "pod_labels": {}}
+    reports: dict[str, Any] = {"on_trouble": print, "report": print, "synced": synced}
+    client, group = object(), "inference.networking.k8s.io"
+    pools = Pools(client, "a", group, lambda key, pool: None, Random(1), **labels, **reports)  # type: ignore[arg-type]
+    pools.pools.items["a/one"] = Pool("a", "one", {"app": "x"}, (8000,))
+    many = 3 * IN_ONE_TURN
+    for number in range(many):
+        seen = Pod("a", f"p{number}", f"u{number}", True, "10.0.0.1", {"app": "x"}, {"app": "x"}, None)
+        pools.pods.items[f"a/p{number}"] = seen
+    pools.pools.ready.set()
+    pools.pods.ready.set()
+    first, second = list[Any](), list[Any]()
+    pools.follow("a/one", first.append)
+    assert (len(first), pools.missing) == (IN_ONE_TURN, "endpoints of the pool a/one are not known yet")
+    pools.follow("a/one", second.append)
+    while pools.missing:
+        await asyncio.sleep(0)
+    assert (len(first), len(second), missing) == (IN_ONE_TURN, many, [""])
+    last = list[Any]()
+    pools.follow("a/one", last.append)
+    pools.leave("a/one")
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert (len(last), pools.missing) == (IN_ONE_TURN, "")
 
 
 @pytest.mark.parametrize("namespaces", [("*",), ("a", "b")])
