@@ -56,7 +56,7 @@ from fairlead.core.request import NO_PREFIX, PrefixChain, Request
 
 #: Upper bounds: origins; per origin leases, batches after a missing one, and unknown endpoints.
 MOST_ORIGINS, MOST_LEASES, MOST_BEYOND, MOST_UNKNOWN = 256, 262_144, 4096, 1024
-#: Name of the timer for the next part of a snapshot, and the leases of one origin that are charged in one call.
+#: Name of the timer for the next part of a snapshot, and the leases that are charged in one call.
 TIMER, CHARGED_AT_ONCE = "peer-snapshots", 128
 #: Upper bound of a dictionary's `size`: of 16 bytes each. One that is full of the longest prompts has 8 million.
 MOST_BLOCKS = 8 << 20
@@ -238,7 +238,7 @@ class Peers:
         view.sequence = snapshot.sequence
         view.beyond = {sequence for sequence in view.beyond if sequence > snapshot.sequence}
         view.received(set())
-        self.take_some()
+        self._take_some(view, view.taken)
 
     @property
     def unfinished(self) -> bool:
@@ -246,20 +246,24 @@ class Peers:
         return any(view.taken is not None for view in self.views.values())
 
     def take_some(self) -> None:
-        """Charge some more leases of each unfinished snapshot, and insert its prompts at the end."""
-        for view in self.views.values():
-            taken = view.taken
-            if taken is None:
-                continue
-            for _ in range(min(CHARGED_AT_ONCE, len(taken.left))):
-                number, charged = taken.left.popleft()
-                self._charge(view, number, charged, taken.snapshot, taken.time)
-                if number not in taken.pending:
-                    self._first_token(view, number, taken.time)
-            if not taken.left:
-                view.taken = None
-                self._insert(view, taken.snapshot, Dictionary())
-                self._settle(view)
+        """Charge some more leases of one unfinished snapshot, of each in turn."""
+        for origin, view in self.views.items():
+            if view.taken is not None:
+                self._take_some(view, view.taken)
+                self.views[origin] = self.views.pop(origin)  # the next call begins with others
+                return
+
+    def _take_some(self, view: View, taken: _Taken) -> None:
+        """Charge some more leases of the snapshot, and insert its prompts at the end."""
+        for _ in range(min(CHARGED_AT_ONCE, len(taken.left))):
+            number, charged = taken.left.popleft()
+            self._charge(view, number, charged, taken.snapshot, taken.time)
+            if number not in taken.pending:
+                self._first_token(view, number, taken.time)
+        if not taken.left:
+            view.taken = None
+            self._insert(view, taken.snapshot, Dictionary())
+            self._settle(view)
 
     def lost(self, origin: str) -> None:
         """The origin ended, or is silent for too long."""

@@ -541,6 +541,27 @@ def test_a_large_snapshot_is_taken_in_in_several_calls_while_batches_go_on(clock
     assert late.column("inflight") == one.column("inflight")
 
 
+def test_snapshots_of_many_peers_are_taken_in_in_turn(clock):
+    one, late = Scheduler(clock), Scheduler(clock)
+    for number in range(3 * CHARGED_AT_ONCE):
+        one.send(number, prompt=b"")
+    one.batch()
+    snapshot = b"".join(one.pipeline.fleet.reports.snapshot())
+    charged = 0
+    for origin in "abc":
+        instructions = late.feed(PeerSnapshot(origin, snapshot))
+        charged += CHARGED_AT_ONCE
+        assert len(late.pipeline.fleet.ledger) == charged
+    views = late.pipeline.peers.views
+    while instructions:
+        instructions = late.feed(TimerFired(PEERS_TIMER))
+        charged += CHARGED_AT_ONCE
+        assert len(late.pipeline.fleet.ledger) == charged
+        counts = [len(view.leases) for view in views.values()]
+        assert max(counts) - min(counts) <= CHARGED_AT_ONCE
+    assert charged == 9 * CHARGED_AT_ONCE
+
+
 def test_who_is_lost_during_its_snapshot_leaves_what_was_charged(clock):
     one, late = Scheduler(clock), Scheduler(clock)
     for number in range(2 * CHARGED_AT_ONCE):
