@@ -29,10 +29,12 @@ _HEAD = 5
 class GrpcUsageScanner:
     """Takes every chunk of one response body and reports its usage. Has the interface of `usage.UsageScanner`."""
 
-    __slots__ = ("_buffer", "_embed", "_skip", "done", "error_status", "usage")
+    __slots__ = ("_buffer", "_embed", "_left", "_skip", "done", "error_status", "usage")
 
-    def __init__(self, embed: bool = False) -> None:
+    def __init__(self, embed: bool = False, sequences: int = 1) -> None:
+        """`sequences`: the completions that the request asks for. Each has a `complete` of its own."""
         self._embed = embed
+        self._left = sequences
         self._buffer = bytearray()
         #: Bytes of the current frame that are still to be skipped.
         self._skip = 0
@@ -87,7 +89,9 @@ class GrpcUsageScanner:
             self.error_status, self.done = self.error_status or _status(data, fields[4]), True
         if answer is None or answer.kind != BYTES:
             return
-        self.done = self.done or answer.number == (3 if older else 2)
+        if answer.number == (3 if older else 2):
+            self._left -= 1
+            self.done = self.done or self._left == 0
         parts = {field.number: field for field in walk(data, Budget(), answer.start, answer.end)}
         second = parts.get(2)
         # A whole answer has its finish reason, a string, in field 2, and the counts after it.
@@ -131,10 +135,10 @@ Scanner = UsageScanner | GrpcUsageScanner
 _PROMPTS_ONLY = frozenset((EMBEDDINGS, SCORE, RERANK, POOLING))
 
 
-def scanner_for(content_type: str, content_encoding: str = "", api: str = "") -> Scanner | None:
+def scanner_for(content_type: str, content_encoding: str = "", api: str = "", sequences: int = 1) -> Scanner | None:
     """A scanner for a response of a content type; `None` if the type reports no token counts, or it is compressed.
 
-    `api`: the request's API, see `core.apis`.
+    `api`: the request's API, see `core.apis`. `sequences`: see `core.request`.
     """
     if content_encoding and content_encoding.strip().lower() != "identity":
         return None
@@ -142,12 +146,12 @@ def scanner_for(content_type: str, content_encoding: str = "", api: str = "") ->
     if kind.startswith("text/event-stream"):
         return UsageScanner(stream=True)
     if kind.startswith("application/grpc"):
-        return GrpcUsageScanner(embed=api == GRPC_EMBED)
+        return GrpcUsageScanner(api == GRPC_EMBED, sequences)
     return UsageScanner(False, api in _PROMPTS_ONLY) if "json" in kind else None
 
 
-def scanner_unseen(api: str, streaming: bool) -> Scanner:
+def scanner_unseen(api: str, streaming: bool, sequences: int = 1) -> Scanner:
     """A scanner for a response whose headers are not shown. `streaming`: the request asked for a stream."""
     if api in (GRPC, GRPC_EMBED):
-        return GrpcUsageScanner(embed=api == GRPC_EMBED)
+        return GrpcUsageScanner(api == GRPC_EMBED, sequences)
     return UsageScanner(streaming, api in _PROMPTS_ONLY)

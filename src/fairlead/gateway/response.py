@@ -100,7 +100,8 @@ class ResponseWatch:
         self.is_sse = kind.startswith("text/event-stream")
         if kind.startswith(("text/html", "application/xhtml")):
             self._is_page = _is_markup
-        self._scanner = scanner_for(kind, headers.get("content-encoding", ""), self._request.api)
+        request, encoding = self._request, headers.get("content-encoding", "")
+        self._scanner = scanner_for(kind, encoding, request.api, request.sequences)
         self.trailers(headers)
 
     def trailers(self, trailers: Mapping[str, str]) -> None:
@@ -116,7 +117,7 @@ class ResponseWatch:
         status, attempts = attributes.get("response.code"), attributes.get(ATTEMPTS)
         self._status = int(status) if isinstance(status, float | int) and 0 <= status < 1000 else 0
         self.is_sse = request.stream
-        self._scanner = scanner_unseen(request.api, request.stream)
+        self._scanner = scanner_unseen(request.api, request.stream, request.sequences)
         return str(attributes.get(ANSWERED_BY) or "") if isinstance(attempts, float | int) and attempts > 1 else None
 
     def chunk(self, chunk: bytes, now: Callable[[], float]) -> bool:

@@ -158,8 +158,8 @@ def scanned(*chunks: bytes, embed: bool = False) -> tuple[Usage | None, int]:
     return scanner.usage, scanner.error_status
 
 
-def ended(*messages: bytes, embed: bool = False) -> bool:
-    scanner = GrpcUsageScanner(embed)
+def ended(*messages: bytes, embed: bool = False, sequences: int = 1) -> bool:
+    scanner = GrpcUsageScanner(embed, sequences)
     for message in messages:
         scanner.feed(frame(message))
     return scanner.done
@@ -172,6 +172,8 @@ def test_the_last_message_is_known_by_its_kind(layout: str, request: pytest.Fixt
     chunk = pb.Response(**named, chunk={"token_ids": [5], "prompt_tokens": 9, "completion_tokens": 1})
     complete = pb.Response(**named, complete={"finish_reason": "stop", "prompt_tokens": 9, "completion_tokens": 1})
     assert [ended(), ended(chunk, chunk), ended(chunk, complete), ended(complete)] == [False, False, True, True]
+    several = (chunk, complete), (complete, chunk, complete), (complete, complete, complete)
+    assert [ended(*messages, sequences=2) for messages in several] == [False, True, True]
 
 
 def test_an_error_of_the_older_layout_is_the_last_message(older: SimpleNamespace) -> None:
@@ -265,6 +267,13 @@ def test_which_scanner_when_the_headers_are_not_shown(api: str, kind: str) -> No
     for streaming in (True, False):
         assert type(scanner_unseen(api, streaming)).__name__.startswith(kind)
     embedding = frame(b"\x0a\x04\0\0\0\0\x10\x09")
+    complete = frame(b"\x12\x06\x12\x04stop")
+    for scanner in (scanner_unseen("grpc", True, 2), scanner_for("application/grpc", "", "grpc", 2)):
+        assert scanner is not None
+        scanner.feed(complete)
+        assert not scanner.done
+        scanner.feed(complete)
+        assert scanner.done
     scanner = scanner_unseen("grpc_embed", False)
     scanner.feed(embedding)
     assert scanner.usage == Usage(prompt_tokens=9)
