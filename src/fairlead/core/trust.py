@@ -400,7 +400,7 @@ class SelfCheck:
         heads = [head for cache in caches for head in cache.stores()]
         case = Case(
             awaited.tokens, awaited.count, awaited.lora, awaited.salt, predicted, usage.cached_tokens,
-            usage.prompt_tokens, any(cache.provisional and cache.counts.evicted for cache in caches),
+            usage.prompt_tokens, any(cache.dropped for cache in caches),
         )  # fmt: skip
         finding = diagnose(self._recipe, case, heads)
         if finding.cause == UNKNOWN or not heads:

@@ -211,10 +211,8 @@ def test_what_a_full_index_dropped_is_no_zero() -> None:
     cache = exact.index.rank(0, 0, ANY_MODEL)
     cache.heard = cache.linked = True
     blind = Request(id=1, arrived=0.0, prompt_tokens=160, prompt_bytes=640)
-    for number in range(8):
-        event = BlocksStored([100 * number + at for at in range(1, 11)], 0, packed(prompt(160, number)), BLOCK)
-        apply_all(exact.index, cache, event, 0.0)
-    for number in range(8):
+
+    def ask(number: int) -> None:
         exact.refresh()
         tokens = PromptTokens(ids=packed(prompt(160, number)), total=160)
         request = replace(blind, id=number, blocks=exact.offer(tokens))
@@ -222,8 +220,20 @@ def test_what_a_full_index_dropped_is_no_zero() -> None:
         assert share is not None and share[0] == pytest.approx(0.9, abs=0.01)
         predicted = exact.sent(request, 0, -1, 0.0)
         exact.ended(predicted, Usage(prompt_tokens=160, completion_tokens=1, cached_tokens=144), True, 0.0)
+
+    for number in range(8):
+        event = BlocksStored([100 * number + at for at in range(1, 11)], 0, packed(prompt(160, number)), BLOCK)
+        apply_all(exact.index, cache, event, 0.0)
+    for number in range(8):
+        ask(number)
     judged = exact.check.judged(0)
     assert judged.off > 2 and judged.causes == {"index-full": judged.off}
+    # What is missing of the next engine was not dropped.
+    exact.index.restarted(cache)
+    cache.provisional = True
+    apply_all(exact.index, cache, BlocksStored([1], 0, packed(prompt(16, 9)), BLOCK), 0.0)
+    ask(10)
+    assert judged.causes.pop("index-full") == judged.off - 1 and judged.causes == {"unknown": 1}
 
 
 def test_a_prompt_that_was_just_sent_counts_until_its_events_come(world: World) -> None:

@@ -108,8 +108,8 @@ class RankCache:
     """The blocks of one rank, created by `KvIndex.rank`. `model`: the base model, to which its blocks belong."""
 
     __slots__ = (
-        "beginnings", "behind", "block_size", "counts", "heard", "holds", "kinds", "linked", "lives", "model",
-        "provisional", "rank", "reports", "rests", "shelves", "slot", "units",
+        "beginnings", "behind", "block_size", "counts", "dropped", "heard", "holds", "kinds", "linked", "lives",
+        "model", "provisional", "rank", "reports", "rests", "shelves", "slot", "units",
     )  # fmt: skip
 
     def __init__(self, slot: int, rank: int, model: str) -> None:
@@ -121,9 +121,10 @@ class RankCache:
         self.units: dict[int, int] = {}
         #: The reported kind of attention of each group.
         self.kinds: dict[int, str] = {}
-        #: History is missing: more blocks may be cached than are known, and some known blocks may be gone. Or the index
-        #: dropped blocks to stay within its bounds.
+        #: History is missing, so unknown blocks may be cached, and some known blocks may be gone. Or see `dropped`.
         self.provisional = False
+        #: The index dropped blocks to stay within its bounds. Only a cleared or new cache is complete again.
+        self.dropped = False
         #: Whether our requests make the engine report reused blocks again (`kv_cache_report_mode`). Such stores start
         #: at the root and are not additional copies.
         self.reports = False

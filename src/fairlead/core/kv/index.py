@@ -118,6 +118,7 @@ class KvIndex:
             shelf.dead = True
             self._dead.append(shelf)
         cache.shelves = {}
+        cache.dropped = False
         for unit in cache.units.values():
             self.matcher.disown(unit)
         cache.units = {}
@@ -290,7 +291,8 @@ class KvIndex:
                 self.orphans.give_up()
                 continue
             evicted = self.blocks.evict(loser, forced=looks >= _LOOKS)
-            loser.cache.provisional |= evicted > 0  # the engine still has them
+            if evicted:  # the engine still has them
+                loser.cache.provisional = loser.cache.dropped = True
             loser.cache.counts.evicted += evicted
             self.evicted += evicted
             self.entries -= evicted

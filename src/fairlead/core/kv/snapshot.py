@@ -127,7 +127,7 @@ def _part(index: KvIndex, endpoint: str, shelf: Shelf, segment: int, place: Plac
         shelf.table.vectors[1][positions].astype("<u2").tobytes(),
         depths.astype("<u2").tobytes(),
         shelf.cache.block_size,
-        place.provisional,
+        place.provisional or cache.dropped,
     )
 
 

@@ -186,7 +186,8 @@ class Feed:
             return
         if number == self.last and batch.ts == self.last_ts:
             self._reconnected = False
-            self.cache.provisional &= not self._unconfirmed  # the engine has not restarted since the snapshot
+            if self._unconfirmed:  # the engine has not restarted since the snapshot
+                self.cache.provisional = self.cache.dropped
             self._unconfirmed = False
             return
         if number <= self.last and batch.ts <= self.last_ts:

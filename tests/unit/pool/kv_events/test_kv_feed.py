@@ -28,8 +28,8 @@ def batch(number: int, ts: float | None = None, life: int = 0) -> Frames:
 class Case:
     """A feed and what its index holds."""
 
-    def __init__(self, can_replay: bool, space: KeySpace | None = None) -> None:
-        self.index = KvIndex(space=space)
+    def __init__(self, can_replay: bool, space: KeySpace | None = None, max_blocks: int = 10_000) -> None:
+        self.index = KvIndex(max_blocks, space)
         self.index.add_slot(0)
         self.feed = Feed(self.index, self.index.rank(0, 0, "m"), can_replay)
 
@@ -313,6 +313,23 @@ def test_a_snapshot_keeps_that_history_is_missing() -> None:
         case.feed.resume(places[-1])
     case.replay(history)
     assert case.feed.cache.provisional and places == [Place(509, 509.0, True)] * 2
+
+
+def test_confirming_a_snapshot_does_not_bring_back_what_a_full_index_dropped() -> None:
+    case, history = Case(can_replay=True), [batch(number) for number in range(6000)]
+    case.replay(history)
+    places: list[Place] = []
+    for missing in (False, True):
+        content = b"".join(save(case.index, {0: "a"}, lambda cache, case=case: hold(case, cache)))
+        case = Case(can_replay=True, max_blocks=4000)
+        for _ in load(case.index, content, {"a": 0}, lambda cache, place: places.append(place)):
+            pass
+        case.feed.resume(places[-1])
+        assert places[-1].provisional is missing
+    case.replay(history[-1:])
+    assert case.feed.cache.provisional
+    case.live(Frames(b"", 6000, encode_batch(6000.0, [AllCleared()])))
+    assert not case.feed.cache.provisional
 
 
 def test_loaded_blocks_stay_complete_until_they_are_confirmed_or_something_is_lost() -> None:
