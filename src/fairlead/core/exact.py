@@ -154,7 +154,7 @@ class ExactKnowledge:
     def _judge(self, slot: int) -> None:
         """Update the source that is used for the endpoint."""
         caches = self.index.caches_of(slot)
-        self.check.lived(slot, sum(cache.lives for cache in caches))
+        self.check.lived(slot, self.index.lives[slot])
         trust = self.check.trust(slot)
         received = any(cache.heard for cache in caches)
         self.curious |= received and not trust.settled

@@ -387,10 +387,34 @@ def test_a_new_life_of_the_engine_must_prove_itself(world: World) -> None:
     engine = Engine(world, 0)
     world.prove(engine, 20)
     assert not world.exact.curious
-    engine.cache.lives += 1
+    world.exact.index.restarted(engine.cache)
     world.exact.refresh()
     assert world.exact.source(0) == "either"
     assert world.exact.curious
+
+
+def test_an_engine_with_fewer_ranks_does_not_inherit_trust(world: World) -> None:
+    world = World(1)
+    engine, index = Engine(world, 0), world.exact.index
+    caches = [engine.cache, index.rank(0, 1, ANY_MODEL)]
+    for cache in caches:
+        cache.heard = cache.linked = True
+        index.restarted(cache)
+    world.exact.refresh()
+    for _ in range(3):
+        world.exact.check.trust(0).judge(True)
+    world.exact.refresh()
+    assert world.exact.source(0) == "exact"
+    # A rank whose first events arrive later is of the same engine.
+    late = index.rank(0, 2, ANY_MODEL)
+    late.heard = late.linked = True
+    world.exact.refresh()
+    assert world.exact.source(0) == "exact"
+    for cache in index.caches_of(0):
+        index.restarted(cache)
+    index.keep_ranks(0, {0})
+    world.exact.refresh()
+    assert world.exact.source(0) == "either"
 
 
 def test_answers_of_a_departed_endpoint_judge_nobody(world: World) -> None:

@@ -24,7 +24,7 @@ MOST_RANKS = 256
 
 
 class RankState(Struct, frozen=True, kw_only=True):
-    """The other process's state of a rank; see `RankCache`. `lives`: how often a new engine was found there."""
+    """The other process's state of a rank; see `RankCache`."""
 
     rank: int = 0
     heard: bool = False
@@ -45,6 +45,8 @@ class AnsweredIndex(KvIndex):
         super().__init__(10_000, space)
         self._model = model
         self._tenures: dict[int, int] = {}
+        #: By slot and rank: the last reported `lives`.
+        self._reported: dict[int, dict[int, int]] = {}
         self._tenants = 0
 
     def add_slot(self, slot: int) -> None:
@@ -55,6 +57,7 @@ class AnsweredIndex(KvIndex):
     def drop_slot(self, slot: int) -> None:
         super().drop_slot(slot)
         del self._tenures[slot]
+        self._reported.pop(slot, None)
 
     def tenure(self, slot: int) -> int:
         """Return a number that distinguishes successive endpoints in the same slot; 0 = the slot is empty."""
@@ -62,6 +65,9 @@ class AnsweredIndex(KvIndex):
 
     def report(self, slot: int, states: Sequence[RankState]) -> None:
         """Take the new states of an endpoint's ranks. Ranks that are not listed no longer exist."""
+        before, reported = self._reported.get(slot, {}), {state.rank: state.lives for state in states[:MOST_RANKS]}
+        self.lives[slot] += any(before.get(rank, lives) != lives for rank, lives in reported.items())
+        self._reported[slot] = reported or before  # an indexer that restarts has no ranks at first
         for state in states[:MOST_RANKS]:
             cache = self.rank(slot, state.rank, self._model)
             cache.heard, cache.linked, cache.behind = state.heard, state.linked, state.behind

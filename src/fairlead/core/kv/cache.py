@@ -105,17 +105,19 @@ class Head(Struct, frozen=True, gc=False):
 
 
 class RankCache:
-    """The blocks of one rank, created by `KvIndex.rank`. `model`: the base model, to which its blocks belong."""
+    """The blocks of one rank, created by `KvIndex.rank`. `model`: the base model, to which its blocks belong. `lives`:
+    how often a new engine had been found at its endpoint when this one was."""
 
     __slots__ = (
         "beginnings", "behind", "block_size", "counts", "dropped", "heard", "holds", "kinds", "linked", "lives",
         "model", "provisional", "rank", "reports", "rests", "shelves", "slot", "units",
     )  # fmt: skip
 
-    def __init__(self, slot: int, rank: int, model: str) -> None:
+    def __init__(self, slot: int, rank: int, model: str, lives: int = 0) -> None:
         self.slot = slot
         self.rank = rank
         self.model = model
+        self.lives = lives
         self.shelves: dict[tuple[int, Tier], Shelf] = {}
         #: Unit of each group that has been seen.
         self.units: dict[int, int] = {}
@@ -135,11 +137,10 @@ class RankCache:
         self.beginnings: deque[Head] = deque(maxlen=_HEADS // 2)
         self.rests: deque[Head] = deque(maxlen=_HEADS // 2)
         #: Set by the rank's feed: events have arrived since the engine started; it is connected; missing events are
-        #: being fetched; how often a new engine was found there.
+        #: being fetched.
         self.heard = False
         self.linked = False
         self.behind = False
-        self.lives = 0
         #: How many snapshots are being made of it. Its feed begins no batch meanwhile.
         self.holds = 0
 

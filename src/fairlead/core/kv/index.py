@@ -12,7 +12,7 @@ Rules
 * The caller passes the time, in seconds.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Container, Iterator, Sequence
 
 import numpy as np
@@ -52,6 +52,8 @@ class KvIndex:
         self.blocks = BlockTable(max_blocks)
         self.orphans = Orphans(max_orphans, orphan_ttl)
         self.speculation = Speculation()
+        #: By slot: how often a new engine was found there. It only grows.
+        self.lives: Counter[int] = Counter()
         self._caches: dict[int, dict[int, RankCache]] = {}
         self.matcher = Matcher(self.blocks, self.speculation, self._caches)
         #: Blocks held, counted per (endpoint, rank, group, tier). Disowned blocks count until they are taken apart.
@@ -86,7 +88,7 @@ class KvIndex:
             self.clear_rank(cache)
             cache = None
         if cache is None:
-            cache = caches[rank] = RankCache(slot, rank, model)
+            cache = caches[rank] = RankCache(slot, rank, model, self.lives[slot])
             self.matcher.changed()
         return cache
 
@@ -130,7 +132,8 @@ class KvIndex:
         self.clear_rank(cache)
         cache.kinds = {}
         cache.provisional = False
-        cache.lives += 1
+        self.lives[cache.slot] += 1
+        cache.lives = self.lives[cache.slot]
 
     # ---------------------------------------------------------------- blocks
 

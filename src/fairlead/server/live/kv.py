@@ -269,6 +269,8 @@ class KvListening(Knowledge):
         self._sources.pop(name, None)
         self._loaded.pop(slot, None)
         self._events.unwatch(slot)
+        for cache in self.exact.index.caches_of(slot):
+            self.exact.index.restarted(cache)
         self.exact.index.keep_ranks(slot, ())
         log.warning("an engine no longer has KV events", endpoint=name)
 

@@ -99,6 +99,17 @@ def test_the_state_of_ranks_is_taken_over() -> None:
     index.validate()
 
 
+def test_a_new_engine_is_noticed_rank_by_rank() -> None:
+    index = AnsweredIndex(ANY_MODEL)
+    index.add_slot(0)
+    lives = []
+    for reported in ((1, 1), (1, 1), (), (1, 1), (2,), (2, 0), (), (3, 3)):
+        index.report(0, [RankState(rank=rank, lives=number) for rank, number in enumerate(reported)])
+        lives.append(index.lives[0])
+    # Neither an indexer that restarts nor a rank whose events arrive later is a new engine.
+    assert lives == [0, 0, 0, 0, 1, 1, 1, 2]
+
+
 @pytest.mark.parametrize(
     ("tiers", "total", "found"),
     [((3, 2), 5, (3, 2)), ((9, 2), 5, (5, 0)), ((-1, 2), 5, (0, 2)), ((1, 1, 1, 1, 1), 9, (1, 1, 1, 1)), ((), 3, ())],

@@ -209,16 +209,21 @@ async def test_blocks_of_an_engine_that_comes_back_without_events_are_forgotten(
     monkeypatch.setattr(kv, "STILL_THERE", 0.01)
     slot = world.up("a", "127.0.0.1:8000")
     await world.until(lambda: world.index.entries == 1)
-    content = b"".join(world.kv.snapshot())
     (cache,) = world.index.caches_of(slot)
-    await world.until(lambda: cache.linked)
+    await world.until(lambda: cache.linked and world.kv.subscriptions(slot)[0].feed.applied)
+    content = b"".join(world.kv.snapshot())
     # It is still connected, whatever its HTTP port says.
     sources[0], asked = None, 0
     await world.until(lambda: asked > 3)
     assert (world.index.entries, answered) == (1, 0)
+    trust = world.kv.exact.check.trust(slot)
+    for _ in range(3):
+        trust.judge(False)
+    assert trust.distrusted
     await publisher.close()
     await world.until(lambda: not world.index.caches_of(slot))
     assert world.kv.subscriptions(slot) == []
+    await world.until(lambda: not trust.distrusted)
     # So are the blocks of a snapshot.
     denies = False
     assert world.kv.take(content) == 1
