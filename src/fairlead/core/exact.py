@@ -244,7 +244,7 @@ class ExactKnowledge:
         tokens = None if look is None else self._offered.get(look)
         if look is None or tokens is None:
             return None
-        self._settle(request.arrived)
+        self.settle(request.arrived)
         model = request.target_model
         if look.chains is None or self.adapter(look.model) != self.adapter(model):
             look.chains = self._chains(tokens, model)
@@ -294,7 +294,7 @@ class ExactKnowledge:
         if tokens is None or not chains:
             look.clear()
             return None
-        self._settle(now)
+        self.settle(now)
         guess = awaited = None
         computing = prefill_slot if prefill_slot >= 0 else slot
         chain = self._chain_at(chains, computing)
@@ -323,7 +323,7 @@ class ExactKnowledge:
         """The prompt is computed, so the engine will report its blocks soon. `predicted`: as `sent` returned it."""
         if predicted is not None and predicted.guess is not None:
             self._settling.append((now + SETTLING, predicted.guess))
-        self._settle(now)
+        self.settle(now)
 
     def ended(self, predicted: Any, usage: Usage, served: bool, now: float) -> None:
         """The request has ended. `served` = False: it is not known how much of it was computed."""
@@ -337,7 +337,8 @@ class ExactKnowledge:
         if slot >= 0:
             self._judge(slot)
 
-    def _settle(self, now: float) -> None:
+    def settle(self, now: float) -> None:
+        """Stop counting prompts as cached whose events must have arrived by now."""
         settling = self._settling
         while settling and settling[0][0] <= now:
             self.index.speculation.release(settling.popleft()[1])

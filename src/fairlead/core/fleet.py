@@ -682,6 +682,11 @@ class Fleet:
         self._answered.clear()
         self.table.free_cache[slot] = 1.0
 
+    def settle(self, now: float) -> None:
+        """Call this before `match` for a request that did not arrive just now; see `ExactKnowledge.settle`."""
+        if self.exact is not None:
+            self.exact.settle(now)
+
     def match(self, request: Request) -> FloatColumn | None:
         """Return the share of the prompt (0..1) that each endpoint can probably use from its cache; `None` = 0 for all.
 

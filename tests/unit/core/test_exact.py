@@ -9,8 +9,10 @@ import pytest
 from kv_blocks import apply_all
 from leases import lease_of
 from msgspec.structs import replace
+from waiting_rules import AbleRules
 
 from fairlead.apis.tokens import PromptTokens
+from fairlead.core.binding import PairBinder
 from fairlead.core.endpoint import BaseModels, Endpoint, Sample
 from fairlead.core.events import (
     AdaptersListed,
@@ -250,6 +252,19 @@ def test_a_prompt_that_was_just_sent_counts_until_its_events_come(world: World) 
     world.send(prompt(20, 5))
     world.exact.index.speculation.validate()
     assert len(world.exact.index.speculation) == 2  # the second of the same prompt, and this one
+
+
+def test_a_request_that_waited_is_looked_up_at_the_time_of_its_decision() -> None:
+    world = World(1)
+    world.prove(Engine(world, 0))
+    ids = prompt(100)
+    waiting = world.request(ids)
+    first, _ = world.send(ids)
+    world.pipeline.handle(FirstTokenSeen(first.id))
+    world.clock.advance(2 * SETTLING)
+    binder = PairBinder(AbleRules(lambda request, fleet, now: None))
+    _, known = binder.look(waiting, world.fleet, world.clock.time())
+    assert known.share.max() == 0.0
 
 
 def test_a_prompt_that_was_sent_before_a_pause_counts_no_more(world: World) -> None:
