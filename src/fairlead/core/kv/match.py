@@ -97,7 +97,8 @@ class KvMatch(NamedTuple):
         """Return the blocks that each rank of an endpoint holds; empty = it has one."""
         if self.ranks is None or self.ranks.counts[slot] < 2:
             return []
-        return [int(held) for held in self.ranks.blocks[: int(self.ranks.counts[slot]), slot]]
+        held: list[int] = self.ranks.blocks[: int(self.ranks.counts[slot]), slot].astype(int).tolist()
+        return held
 
 
 class _Layout(NamedTuple):

@@ -185,20 +185,19 @@ def _wanted(pods: Sequence[str] | None, endpoints: Sequence[tuple[int, Endpoint]
 
 
 class _Columns(NamedTuple):
-    """The matches of one chain, one entry per slot. `ranks`: see `KvMatch.by_rank`. `total`: blocks of the prompt.
-    `size`: tokens per block; 1 = unknown."""
+    """The match of one chain, and its columns as lists, one entry per slot. `total`: blocks of the prompt. `size`:
+    tokens per block; 1 = unknown."""
 
+    match: KvMatch
     blocks: list[float]
     tiers: list[list[float]]
-    ranks: list[list[int]]
     total: int
     size: int
 
 
 def _columns(match: KvMatch, chain: BlockChain, given_blocks: int) -> _Columns:
     total = max(given_blocks, len(chain.keys))
-    ranks = [match.by_rank(slot) for slot in range(len(match.blocks))]
-    return _Columns(match.blocks.tolist(), match.tiers.T.tolist(), ranks, total, max(chain.block_size, 1))
+    return _Columns(match, match.blocks.tolist(), match.tiers.T.tolist(), total, max(chain.block_size, 1))
 
 
 def _best(matches: Sequence[_Columns], slot: int, size: int) -> PodAnswer:
@@ -214,7 +213,7 @@ def _best(matches: Sequence[_Columns], slot: int, size: int) -> PodAnswer:
                 matched=int(blocks),
                 hit_rate=round(blocks / columns.total, 4),
                 tiers=tiers,
-                ranks=columns.ranks[slot] or UNSET,
+                ranks=columns.match.by_rank(slot) or UNSET,
                 total=UNSET if columns.size == size else columns.total,
                 block_size=UNSET if columns.size == size else columns.size,
             )

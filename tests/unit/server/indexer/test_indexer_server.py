@@ -23,6 +23,7 @@ from fairlead.apis.tokens.prompt_tokeniser import ModelFiles, build
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.exact import ExactKnowledge
 from fairlead.core.kv.keys import prompt_keys
+from fairlead.core.kv.match import KvMatch
 from fairlead.core.kv.recipe import ANY_MODEL
 from fairlead.core.kv.snapshot import Place, Shelved, save
 from fairlead.core.kv.tiers import Tier
@@ -177,6 +178,13 @@ async def test_a_pod_of_several_ranks_has_what_each_holds(world: World) -> None:
         "ranks": [2, 0],
     }
     assert "ranks" not in found["pods"]["default/pod0"]
+
+
+async def test_ranks_are_looked_at_only_where_blocks_are(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual, slots = KvMatch.by_rank, list[int]()
+    monkeypatch.setattr(KvMatch, "by_rank", lambda match, slot: slots.append(slot) or usual(match, slot))
+    await world.post({"token_ids": TOKENS})
+    assert slots == [0, 1]
 
 
 @pytest.mark.parametrize(
