@@ -100,9 +100,8 @@ class ExactKnowledge:
         #: The block sizes of all engines, in tokens.
         self.sizes: tuple[int, ...] = ()
         self._adapters: set[str] = set()
-        #: Slots whose recent events number adapters instead of naming them; and whether an index elsewhere has such.
+        #: Slots whose events number adapters instead of naming them.
         self._numbered: set[int] = set()
-        self._numbers = False
         #: Token ids of prompts that are not sent yet, and their total size in bytes.
         self._offered: OrderedDict[PromptBlocks, TokenIds] = OrderedDict()
         self._waiting = 0
@@ -138,16 +137,15 @@ class ExactKnowledge:
         sources."""
         block_sizes = set(sizes)
         self.curious = False
-        self._numbered = set(self._slots) if self._numbers else set()
+        self._numbered = set()
         for slot in self._slots:
             for cache in self.index.caches_of(slot):
                 if cache.block_size:
                     block_sizes.add(cache.block_size)
-                names = {head.lora for head in cache.beginnings if head.lora}
-                if any(map(_is_number, names)):
+                if cache.numbered:
                     self._numbered.add(slot)
                 if len(self._adapters) < _MOST_ADAPTERS:
-                    self._adapters |= names
+                    self._adapters |= {head.lora for head in cache.beginnings if head.lora}
             self._judge(slot)
         self.sizes = (self.recipe.block_size,) if self.recipe.block_size else tuple(sorted(block_sizes))
 
@@ -169,7 +167,6 @@ class ExactKnowledge:
     def know_adapters(self, names: Iterable[str]) -> None:
         """Add names of adapters that are known from other sources than events."""
         for name in names:
-            self._numbers |= _is_number(name)
             if len(self._adapters) < _MOST_ADAPTERS:
                 self._adapters.add(name)
 
@@ -348,10 +345,6 @@ class ExactKnowledge:
         self.index.validate()
         assert self._waiting == sum(len(tokens.ids) for tokens in self._offered.values()) <= _MOST_WAITING
         assert not any(self._sources[slot] for slot in range(len(self._sources)) if slot not in self._slots)
-
-
-def _is_number(lora: str) -> bool:
-    return lora.startswith("#")
 
 
 def _number_at(column: FloatColumn | None, slot: int) -> int:

@@ -339,28 +339,36 @@ def test_an_adapter_has_blocks_of_its_own(world: World) -> None:
     assert world.shares(prompt(100), model="m") == [0, 0]
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_adapters_that_events_only_number_have_learned_prefixes(elsewhere: bool) -> None:
+def test_adapters_that_events_only_number_have_learned_prefixes() -> None:
     world = World(1)
     engine = Engine(world, 0)
     world.prove(engine)
     ids = prompt(100)
-    engine.store(ids, lora="" if elsewhere else "#1")
-    world.exact.know_adapters(["poet", "#1"] if elsewhere else ["poet"])
-    world.exact.refresh()
+    engine.store(ids, lora="#1")
+    world.exact.know_adapters(["poet"])
+    for number in range(40):
+        engine.store(prompt(32, 100 + number))
     for _ in range(8):
         request, _ = world.send(ids, model="poet")
         world.end(request, 100, 96)
     judged = world.exact.check.judged(0)
     assert (judged.off, judged.idle, world.exact.source(0)) == (0, 0, "exact")
     assert world.shares(ids, model="poet")[0] > 60  # learned by what was sent
-    assert world.shares(ids) == [96 if elsewhere else 0]
+    assert world.shares(ids) == [0]
     # Once it names them, they count.
-    if not elsewhere:
-        for number in range(16):
-            engine.store(prompt(32, 10 + number), lora="poet")
-        engine.store(prompt(48, 50), lora="poet")
-        assert world.shares(prompt(50, 50), model="poet") == [48]
+    engine.store(prompt(48, 50), lora="poet")
+    assert world.shares(prompt(50, 50), model="poet") == [48]
+
+
+def test_adapters_are_numbered_in_large_blocks_too_until_a_new_engine_comes() -> None:
+    world = World(1)
+    engine = Engine(world, 0, block=528)
+    engine.store(prompt(1056), lora="#1")
+    assert engine.cache.numbered
+    engine.store(prompt(1056, 1))
+    assert engine.cache.numbered
+    world.exact.index.restarted(engine.cache)
+    assert not engine.cache.numbered
 
 
 def test_a_salt_sets_prompts_apart(world: World) -> None:

@@ -33,6 +33,7 @@ class RankState(Struct, frozen=True, kw_only=True):
     provisional: bool = False
     block_size: int = 0
     lives: int = 0
+    numbered: bool = False
     blocks: int = 0
 
 
@@ -72,7 +73,7 @@ class AnsweredIndex(KvIndex):
             cache = self.rank(slot, state.rank, self._model)
             cache.heard, cache.linked, cache.behind = state.heard, state.linked, state.behind
             cache.provisional, cache.lives = state.provisional, state.lives
-            cache.block_size = state.block_size
+            cache.block_size, cache.numbered = state.block_size, state.numbered
         self.keep_ranks(slot, {state.rank for state in states})
 
     def silent(self) -> None:

@@ -110,7 +110,7 @@ class RankCache:
 
     __slots__ = (
         "beginnings", "behind", "block_size", "counts", "dropped", "heard", "holds", "kinds", "linked", "lives",
-        "model", "provisional", "rank", "reports", "rests", "shelves", "slot", "units",
+        "model", "numbered", "provisional", "rank", "reports", "rests", "shelves", "slot", "units",
     )  # fmt: skip
 
     def __init__(self, slot: int, rank: int, model: str, lives: int = 0) -> None:
@@ -133,6 +133,8 @@ class RankCache:
         self.counts = Counts()
         #: Tokens per block, from the last store; 0 = not reported yet.
         self.block_size = 0
+        #: Whether the last store of an adapter's blocks had its number instead of its name.
+        self.numbered = False
         #: The last stores of prompts: beginnings, and the rest; see `stores`.
         self.beginnings: deque[Head] = deque(maxlen=_HEADS // 2)
         self.rests: deque[Head] = deque(maxlen=_HEADS // 2)

@@ -148,6 +148,8 @@ class _Store:
         self._now = now
         self._copies = not (cache.reports and not event.parent)
         cache.block_size = event.block_size
+        if event.lora:
+            cache.numbered = event.lora.startswith("#")
         #: Whether these are the blocks of a prompt, and none was stored yet. (During decode, blocks arrive singly.)
         self._fresh = not event.parent or len(event.hashes) > 1
         self._root = root = index.space.root(cache.model, event.lora)

@@ -131,7 +131,7 @@ class KvIndex:
         """Forget all of one rank, because there is a new engine, whose history begins."""
         self.clear_rank(cache)
         cache.kinds = {}
-        cache.provisional = False
+        cache.numbered = cache.provisional = False
         self.lives[cache.slot] += 1
         cache.lives = self.lives[cache.slot]
 

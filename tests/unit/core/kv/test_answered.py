@@ -89,9 +89,10 @@ def test_of_several_ranks_each_has_what_the_answer_says() -> None:
 def test_the_state_of_ranks_is_taken_over() -> None:
     index = AnsweredIndex(ANY_MODEL)
     index.add_slot(0)
-    index.report(0, [CURRENT, RankState(rank=1, heard=True, linked=True, block_size=32, lives=2)])
+    index.report(0, [CURRENT, RankState(rank=1, heard=True, linked=True, block_size=32, lives=2, numbered=True)])
     assert [cache.current for cache in index.caches_of(0)] == [True, True]
     assert [cache.block_size for cache in index.caches_of(0)] == [16, 32]
+    assert [cache.numbered for cache in index.caches_of(0)] == [False, True]
     index.report(0, [CURRENT])
     assert [cache.current for cache in index.caches_of(0)] == [True]
     index.silent()
