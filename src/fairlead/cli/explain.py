@@ -239,7 +239,7 @@ def _search(path: Path, request: str, run: str, policy: str, settings: list[str]
     from fairlead.cli.options import busy
     from fairlead.compat.recorded import restore
     from fairlead.config.plugins import build_policy
-    from fairlead.core.errors import PLUGIN_FAILURES, PluginError
+    from fairlead.core.errors import PLUGIN_FAILURES, ConfigError, PluginError, of_plugin
     from fairlead.core.explain import asked_again
     from fairlead.core.explain import explain as why
     from fairlead.lab.simulator.journal import search

@@ -387,7 +387,7 @@ class PairBinder:
         able_bits = bits(able)
         known.able_bits, known.able = self._ables.setdefault(able_bits, (able_bits, able))
         known.looked = now
-        fleet.settle(now)
+        fleet.settle_prompts(now)
         share = fleet.match(request) if request.prefix.hashes else None
         known.cached = share is not None
         known.share = self._uncached if share is None else share

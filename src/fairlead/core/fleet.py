@@ -682,7 +682,7 @@ class Fleet:
         self._answered.clear()
         self.table.free_cache[slot] = 1.0
 
-    def settle(self, now: float) -> None:
+    def settle_prompts(self, now: float) -> None:
         """Call this before `match` for a request that did not arrive just now; see `ExactKnowledge.settle`."""
         if self.exact is not None:
             self.exact.settle(now)

@@ -150,7 +150,7 @@ class Parking:
             able = reservation.opened if able is None else able & reservation.opened
         if able is not None and not able.any():
             return None  # the built-in policy will refuse it with its reason, or the request has to wait
-        fleet.settle(now)
+        fleet.settle_prompts(now)
         hits = fleet.match(request)
         if reservation is not None and not reservation.keep(request, fleet, hits, able, remote.fallback.name):
             return None

@@ -404,7 +404,7 @@ class Pipeline:
         kept = reservation.kept(self.fleet) if reservation is not None else None
         if kept is not None and reservation is not None and reservation.waited:
             return kept
-        self.fleet.settle(now)
+        self.fleet.settle_prompts(now)
         pick = self._choose(question.policy or self.policy, question.request, now)
         flow = self.flow_controller
         opened = flow.opened(self.fleet, now) if flow is not None and kept is not None else None
