@@ -1,12 +1,15 @@
 """The index in a file."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 from kv_blocks import apply_all, held
 
-from fairlead.core.kv.events import BlocksStored
+from fairlead.core.kv.cache import RankCache
+from fairlead.core.kv.events import BlocksRemoved, BlocksStored
 from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.keys import prompt_keys
 from fairlead.core.kv.match import BlockChain
@@ -72,12 +75,42 @@ async def test_a_place_that_cannot_be_written_is_a_problem_until_it_can(
     ]
 
 
-def test_no_piece_of_a_snapshot_is_larger_than_a_segment() -> None:
+def large() -> KvIndex:
     index = KvIndex()
     index.add_slot(0)
     tokens = np.arange(16 * 64, dtype="<u4").tobytes()
     for first in range(1, 20_000, 64):
         event = BlocksStored(list(range(first, first + 64)), first - 1, tokens, 16)
         apply_all(index, index.rank(0, 0, "*"), event, 0.0)
+    return index
+
+
+def test_a_rank_is_held_only_while_its_blocks_are_copied() -> None:
+    index = large()
+    cache, pieces = index.rank(0, 0, "*"), list[bytes]()
+    blocks, steps = cache.blocks, list[int]()
+
+    @contextmanager
+    def hold(cache: RankCache) -> Iterator[Callable[[], Place | None]]:
+        yield lambda: Place(7, 1.5)
+        steps.append(len(pieces))
+
+    for piece in save(index, {0: "a"}, hold):
+        if steps and cache.blocks == blocks:
+            apply_all(index, cache, BlocksRemoved(list(range(10_001, 20_001))), 0.0)
+        pieces.append(piece)
+    (held_for,) = steps
+    assert held_for <= 2 < 20 < len(pieces) and cache.blocks == blocks - 10_000
+    # The snapshot has what there was at its place in the events.
+    other = KvIndex()
+    other.add_slot(0)
+    for _ in Shelved(other, b"".join(pieces)).enter("a", 0, lambda cache, place: None):
+        pass
+    assert other.rank(0, 0, "*").blocks == blocks
+    other.validate()
+
+
+def test_no_piece_of_a_snapshot_is_larger_than_a_segment() -> None:
+    index = large()
     pieces = [len(piece) for piece in save(index, {0: "a"}, lambda cache: held(Place(7, 1.5)))]
     assert sum(pieces) > 20 * 20_000 > 20 * max(pieces)
