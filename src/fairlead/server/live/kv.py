@@ -192,9 +192,12 @@ class KvListening(Knowledge):
         task = self._followed.pop(name, None)
         if task is not None:
             task.cancel()
+        self._unlike.pop(name, None)
+        self._end_feeds(name, slot)
+
+    def _end_feeds(self, name: str, slot: int) -> None:
         self._sources.pop(name, None)
         self._refused.pop(name, None)
-        self._unlike.pop(name, None)
         self._loaded.pop(slot, None)
         self._events.unwatch(slot)
 
@@ -258,7 +261,8 @@ class KvListening(Knowledge):
             return discovery.configured(endpoint, *ports, ANY_MODEL, self._curve)
         source = await discovery.ask(self._session, endpoint.address, ANY_MODEL, self._curve)
         caches = self.exact.index.caches_of(slot)
-        if source is not None or not caches or any(cache.linked for cache in caches):
+        known = caches or endpoint.id in self._refused
+        if source is not None or not known or any(cache.linked for cache in caches):
             return source
         if await discovery.without_events(self._session, endpoint.address):
             self._forget(endpoint.id, slot)
@@ -266,9 +270,7 @@ class KvListening(Knowledge):
 
     def _forget(self, name: str, slot: int) -> None:
         """Forget the blocks of an engine in whose place there is one without KV events."""
-        self._sources.pop(name, None)
-        self._loaded.pop(slot, None)
-        self._events.unwatch(slot)
+        self._end_feeds(name, slot)
         for cache in self.exact.index.caches_of(slot):
             self.exact.index.restarted(cache)
         self.exact.index.keep_ranks(slot, ())
@@ -357,9 +359,7 @@ class KvListening(Knowledge):
             if task is None or endpoint is None or any(cache.heard for cache in self.exact.index.caches_of(slot)):
                 continue
             task.cancel()
-            self._sources.pop(name, None)
-            self._events.unwatch(slot)
-            self._loaded.pop(slot, None)
+            self._end_feeds(name, slot)
             self.exact.index.clear(slot)  # what an earlier snapshot said
             self._begin(endpoint, slot)
             taken += 1

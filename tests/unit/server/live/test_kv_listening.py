@@ -240,8 +240,13 @@ async def test_a_subscription_that_fails_is_tried_again(
     store(publisher, 1)
     watch = kv.KvSubscriber.watch
 
-    async def ask(*_: object) -> KvSource:
-        return source_of(publisher, 1)
+    sources: list[KvSource | None] = [source_of(publisher, 1)]
+
+    async def ask(*_: object) -> KvSource | None:
+        return sources[0]
+
+    async def without_events(*_: object) -> bool:
+        return True
 
     def limited(self: kv.KvSubscriber, slot: int, source: KvSource, places: Any = None) -> None:
         nonlocal tries
@@ -251,12 +256,17 @@ async def test_a_subscription_that_fails_is_tried_again(
         watch(self, slot, source, places)
 
     monkeypatch.setattr(kv.discovery, "ask", ask)
+    monkeypatch.setattr(kv.discovery, "without_events", without_events)
     monkeypatch.setattr(kv, "ASK_AGAIN", (0.01, 0.01))
     monkeypatch.setattr(kv.KvSubscriber, "watch", limited)
     world.up("a", "127.0.0.1:8000")
     await world.until(lambda: tries > 2)
     assert caplog.text.count("cannot subscribe") == 1
     assert 'fairlead_kv_feed_connected{endpoint="a",rank="0"} 0' in world.page()
+    # In its place there is an engine without events, and then one with events.
+    sources[0] = None
+    await world.until(lambda: 'fairlead_kv_feed_connected{endpoint="a"' not in world.page())
+    sources[0] = source_of(publisher, 1)
     free = True
     await world.until(lambda: world.index.entries == 1)
     await world.until(lambda: 'fairlead_kv_feed_connected{endpoint="a",rank="0"} 1' in world.page())
