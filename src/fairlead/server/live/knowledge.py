@@ -76,7 +76,9 @@ class Knowledge:
     def endpoint(self, event: EndpointUp | EndpointDown) -> None:
         """Handle an endpoint that appeared, changed or was removed. Call this right after the pipeline has handled the
         same event."""
-        if isinstance(event, EndpointUp) and self.prompts.configured:
+        if isinstance(event, EndpointDown):
+            self.token_check.down(event.endpoint_id)
+        elif self.prompts.configured:
             self.token_check.up(event.endpoint)
 
     def inspecting(self, usual: Inspect) -> Inspect:
@@ -131,12 +133,8 @@ class Knowledge:
         return "; ".join(f"no tokeniser of {model}: {reason}" for model, reason in self.prompts.unusable.items())
 
     def _suspicion(self, slot: int) -> Finding | None:
-        """Why prompts of a model that the endpoint serves are read in another way than the engine does."""
-        for model, finding in self.token_check.findings.items():
-            has = self._fleet.table.base(model)
-            if has[slot] or not has.any():  # without lists of models, any endpoint may have it
-                return finding
-        return None
+        endpoint = self._fleet.table.endpoints[slot]
+        return self.token_check.finding(endpoint.id) if endpoint is not None else None
 
     def _follow_longer(self) -> None:
         self._budget = _FOLLOWED
@@ -199,16 +197,17 @@ def recipe_of(settings: KvEvents) -> Recipe:
 
 # Checks for each model whether engines make the same token ids as this process.
 #
-# A different tokeniser or chat template causes no error anywhere: blocks just never match. So the first endpoint that
-# serves a model is asked for the token ids of a few probes (`pool.render`), independently of client requests.
+# A different tokeniser or chat template causes no error anywhere: blocks just never match. So each endpoint is asked
+# for the token ids of a few probes (`pool.render`), independently of client requests.
 #
 # Rules
-# * One endpoint at a time is asked, with a limit of `TIMEOUT` seconds per question. A model is compared with each
-#   endpoint that appears until it agrees. What fails is tried up to `TRIES` times with the same endpoint.
+# * One endpoint at a time is asked, with a limit of `TIMEOUT` seconds per question. What fails is tried up to `TRIES`
+#   times with the same endpoint. A result lasts as long as its endpoint.
+# * A model differs while it does at any endpoint.
 # * At most `MOST_MODELS` models are compared. Adapters use their base model's tokeniser and are left out.
 
 TIMEOUT, TRIES, LATER = 2.0, 3, 20.0
-MOST_MODELS, _MOST_QUEUED, _MOST_BYTES = 64, 256, 1 << 20
+MOST_MODELS, _MOST_BYTES = 64, 1 << 20
 UNKNOWN = "unknown"
 
 
@@ -224,10 +223,8 @@ class TokenCheck:
         asks: Callable[[str], bool],
         later: float = LATER,
     ) -> None:
-        #: Results by model name, as engines report it.
-        self.results: dict[str, TokenCheckResult] = {}
-        #: Why predicted blocks of a model will not match, because its token ids differ.
-        self.findings: dict[str, Finding] = {}
+        #: By endpoint: its address, and its results by model name, as the engine reports it.
+        self._compared: dict[str, tuple[str, dict[str, TokenCheckResult]]] = {}
         self._tokeniser, self._asks = tokeniser, asks
         self._later = later
         self._waiting: dict[str, tuple[Endpoint, int]] = {}
@@ -243,9 +240,34 @@ class TokenCheck:
 
     def up(self, endpoint: Endpoint) -> None:
         """Queue an endpoint that appeared or changed for the check."""
-        if len(self._waiting) < _MOST_QUEUED:
-            self._waiting[endpoint.id] = endpoint, TRIES
-            self._wake.set()
+        address, _ = self._compared.get(endpoint.id, ("", None))
+        if address != endpoint.address:
+            self._compared[endpoint.id] = endpoint.address, {}
+        self._waiting[endpoint.id] = endpoint, TRIES
+        self._wake.set()
+
+    def down(self, endpoint_id: str) -> None:
+        """Forget an endpoint."""
+        self._compared.pop(endpoint_id, None)
+        self._waiting.pop(endpoint_id, None)
+
+    @property
+    def results(self) -> dict[str, TokenCheckResult]:
+        """The result by model: of an endpoint that differs, else of one that agrees, else of any."""
+        results: dict[str, TokenCheckResult] = {}
+        for _, compared in self._compared.values():
+            for model, result in compared.items():
+                if model not in results or _weight(result) > _weight(results[model]):
+                    results[model] = result
+        return results
+
+    def finding(self, endpoint_id: str) -> Finding | None:
+        """Why predicted blocks of a model will not match at the endpoint, because its token ids differ."""
+        _, compared = self._compared.get(endpoint_id, ("", dict[str, TokenCheckResult]()))
+        for model, result in compared.items():
+            if result.differing:
+                return Finding(cause_of(result), f"{model} at {endpoint_id} {result.state}")
+        return None
 
     def states(self) -> Mapping[str, str]:
         """The result by model: `agrees`, `differs` or `unknown`."""
@@ -267,17 +289,19 @@ class TokenCheck:
             await client.close()
 
     def _retry(self, endpoint: Endpoint, tries: int) -> None:
-        self._waiting.setdefault(endpoint.id, (endpoint, tries))
-        self._wake.set()
+        if self._compared.get(endpoint.id, ("",))[0] == endpoint.address:
+            self._waiting.setdefault(endpoint.id, (endpoint, tries))
+            self._wake.set()
 
     async def _check(self, session: aiohttp.ClientSession, client: RenderClient, endpoint: Endpoint) -> bool:
         """Check the models of the endpoint. True = no retry is needed: it lists models, and none is `unknown`."""
         url = f"http://{endpoint.address}"
+        _, compared = self._compared[endpoint.id]
         settled = True
         names = await _served(session, url) or {endpoint.labels.get(MODEL_LABEL, "")} - {""}
         for model in sorted(names):
-            before = self.results.get(model)
-            if before is not None and before.agreed and not before.differing:
+            own, before = compared.get(model), self.results.get(model)
+            if own is not None and own.agreed and not own.differing:
                 continue
             if self._asks(model) or not self._tokeniser().knows(model):
                 continue
@@ -286,27 +310,29 @@ class TokenCheck:
             result = await compare(self._tokeniser(), client, url, model)
             known = not result.state.startswith(UNKNOWN)
             settled &= known
-            if before is None or (before.state != result.state and (known or not before.differing)):
-                self.results[model] = result
+            if known or own is None:
+                compared[model] = result
+            if before is None or self.results.get(model, before).state != before.state:
                 self._tell(model, endpoint, result)
         return settled and bool(names)
 
     def _tell(self, model: str, endpoint: Endpoint, result: TokenCheckResult) -> None:
         if result.differing:
-            finding = Finding(cause_of(result), f"{model} at {endpoint.id} {result.state}")
             log.warning(
                 "an engine's token ids differ from ours; its KV blocks will not match",
                 model=model,
                 endpoint=endpoint.id,
-                cause=finding.cause,
+                cause=cause_of(result),
                 detail=result.state,
             )
-            self.findings[model] = finding
         elif result.agreed:
-            self.findings.pop(model, None)
             log.info("an engine's token ids equal ours", model=model, endpoint=endpoint.id)
         else:
             log.info("token ids could not be compared", model=model, endpoint=endpoint.id, reason=result.state)
+
+
+def _weight(result: TokenCheckResult) -> int:
+    return 2 if result.differing else bool(result.agreed)
 
 
 def cause_of(result: TokenCheckResult) -> str:

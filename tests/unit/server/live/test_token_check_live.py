@@ -92,15 +92,15 @@ async def world() -> AsyncIterator[World]:
     await runner.cleanup()
 
 
-async def test_an_engine_that_agrees_is_asked_once(world: World) -> None:
+async def test_each_engine_is_asked_once(world: World) -> None:
     world.up("a")
     await world.until(lambda: world.token_check.states() == {"m": "agrees"})
     asked = world.engine.tokenized
+    world.up("a")
     world.up("b")
-    await world.until(lambda: not world.token_check._waiting)
-    await asyncio.sleep(0.1)
-    assert world.engine.tokenized == asked
-    assert world.token_check.findings == {}
+    await world.until(lambda: world.engine.tokenized >= 2 * asked)
+    assert world.engine.tokenized == 2 * asked
+    assert world.token_check.finding("a") is None
     page = world.registry.render().decode()
     assert 'fairlead_tokens_parity{model="m",state="agrees"} 1' in page
     assert 'fairlead_tokens_parity{model="m",state="differs"} 0' in page
@@ -118,21 +118,22 @@ async def test_one_that_differs_is_told_of(
 ) -> None:
     world.engine.tokeniser = theirs
     world.up("a")
-    await world.until(lambda: world.token_check.findings)
-    finding = world.token_check.findings["m"]
+    await world.until(lambda: world.token_check.results)
+    finding = world.token_check.finding("a")
+    assert finding is not None
     assert finding.cause == cause and cause in CAUSES
     assert finding.detail.startswith("m at a differs: ")
     assert world.token_check.states() == {"m": "differs"}
     assert "token ids differ from ours" in caplog.text
 
 
-async def test_a_difference_is_forgotten_when_a_new_endpoint_agrees(
+async def test_a_difference_lasts_as_long_as_its_endpoint(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(render, "PAUSE", 0.01)
     world.engine.tokeniser = made(PLAIN, 7)
     world.up("a")
-    await world.until(lambda: world.token_check.findings)
+    await world.until(lambda: world.token_check.finding("a"))
     # Neither another one that differs nor one that cannot be asked changes that.
     asked = world.engine.tokenized
     world.up("b")
@@ -143,9 +144,15 @@ async def test_a_difference_is_forgotten_when_a_new_endpoint_agrees(
     assert world.token_check.states() == {"m": "differs"}
     assert caplog.text.count("token ids differ from ours") == 1
     world.engine.broken, world.engine.tokeniser = False, made()
+    asked = world.engine.tokenized
     world.up("d")
+    await world.until(lambda: world.engine.tokenized >= asked + 6)
+    world.token_check.down("b")
+    assert (world.token_check.states(), world.token_check.finding("d")) == ({"m": "differs"}, None)
+    assert world.token_check.finding("a")
+    world.token_check.down("a")
     await world.until(lambda: world.token_check.states() == {"m": "agrees"})
-    assert world.token_check.findings == {}
+    assert world.token_check.finding("a") is None
 
 
 async def test_one_that_cannot_be_asked_is_tried_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
