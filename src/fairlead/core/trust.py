@@ -179,8 +179,8 @@ def _by_tokens(case: Case, heads: Sequence[Head]) -> Finding:
     if alike < _ALIKE:
         return _strange(case)
     width = 4 * best.block_size
-    place = case.tokens.find(best.tokens[:width])
-    if place == 0 if best.first else place > 0 and place % width == 0:
+    places = (0,) if best.first else range(width, len(case.tokens), width)
+    if any(case.tokens.startswith(best.tokens[:width], place) for place in places):
         return _same_tokens(case, best)
     if case.predicted > case.reported:  # keys of another template's prompts never match
         return _EVICTED

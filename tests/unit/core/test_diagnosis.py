@@ -120,6 +120,15 @@ def test_the_rest_of_a_prompt_that_is_in_its_place_shows_no_other_template() -> 
     assert cause(Recipe(), case(predicted=384, reported=160), head(IDS[163:], first=False)) == EVICTED
 
 
+def test_a_rest_is_in_its_place_although_its_text_comes_before_elsewhere_too() -> None:
+    text = IDS[:160]
+    ids = [1, 2, 3, 4, *text, *range(200_000, 200_012), *text]
+    assert ids.index(text[0], 5) % BLOCK == 0
+    assert cause(Recipe(), case(ids), head(text, first=False)) == MISSING
+    same = [7] * 400
+    assert cause(Recipe(), case(same), head(same[160:320], first=False)) == MISSING
+
+
 def test_what_a_full_index_dropped() -> None:
     other = [1_000_000 + at for at in range(300)]
     for wrong in (case(), case(reported=32)):
