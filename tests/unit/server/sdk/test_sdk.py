@@ -244,7 +244,7 @@ def test_pairs_prefill_where_no_answer_is_written(tmp_path: Path, allowed: list[
     """The candidates are for the answer; under flow control often only one."""
     (always := tmp_path / "pairs.yaml").write_text("policy: {type: prefill-decode, parameters: {always: true}}")
     one, stream, _ = session(str(always))
-    requests = [Asked(request=builders.request("x " * 4000), candidates=np.array(allowed)) for _ in range(4)]
+    requests = [Asked(request=builders.request("x " * 4000), candidates=np.array(allowed)) for _ in range(40)]
     one.on_message(encode_ask(pool_of_pairs()))
     one.on_message(encode_ask(Ask(batch=Batch(number=1, requests=requests))))
     picks = decode_answer(stream.sent[-1]).picks
