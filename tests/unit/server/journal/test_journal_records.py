@@ -181,7 +181,8 @@ def test_a_restored_fleet_reads_as_the_real_one() -> None:
     assert np.array_equal(again.table.contexts("m"), there.table.contexts("m"))
     assert again.table.extra("heat")[[0, 1, 3]].tolist() == [7.0, 3.0, 10.0]
     assert np.isnan(again.table.extra("heat")[4]) and np.isnan(again.table.extra("unknown")).all()
-    there.table.queue[0] = there.table.extra("heat")[0] = 99.0
+    there.table.queue[0] = 99.0
+    there.table.sampled(0, Sample(extra={"heat": 99.0}))
     assert np.nanmax(snapshot.gauges["heat"]) < 99.0
     assert snapshot.floats.max() < 99.0, "a snapshot is a copy"
 
