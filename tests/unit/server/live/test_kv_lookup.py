@@ -237,13 +237,16 @@ async def test_a_difference_of_token_ids_explains_only_its_endpoint(
     assert await blame(slots[0]) == {"chat-template": 1, "unknown": 1}
 
 
-async def test_endpoints_that_come_and_go(world: World) -> None:
+async def test_endpoints_that_come_and_go(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone: list[str] = []
+    monkeypatch.setattr(world.kv.token_check, "down", gone.append)
     world.told(a="10.0.0.7:80", b="10.0.0.8:80")
     slot = world.up("a", "10.0.0.7:80")
     world.kv.exact.refresh()
     assert world.kv.exact.source(slot) == "either"
     world.fleet.down("a")
     world.kv.endpoint(EndpointDown("a"))
+    assert gone == ["a"]
     again = world.up("b", "10.0.0.8:80")
     assert again == slot
     await world.read(1, bytes(256))
