@@ -10,6 +10,8 @@ from pathlib import Path
 
 from msgspec import structs
 
+from fairlead.core.endpoint import Endpoint
+from fairlead.core.events import EndpointDown, EndpointUp
 from fairlead.gateway.envoy.admin import EnvoyAdmin, GatewayError
 from fairlead.gateway.envoy.clusters import PoolWriter
 from fairlead.gateway.envoy.gateway import prepare
@@ -87,11 +89,13 @@ class Gateway:
         Raises `ConfigError` for an address that is not a literal `ip:port`; the old pool then stays in force.
         """
         wanted = tuple(addresses)
+        for address in wanted:
+            parse_endpoint(address)
         if self._pool is not None:
-            self._pool.set(wanted)
-        else:
             for address in wanted:
-                parse_endpoint(address)
+                self._pool.changed(EndpointUp(Endpoint(address, address)))
+            for address in {*self._endpoints} - {*wanted}:
+                self._pool.changed(EndpointDown(address))
         self._endpoints = wanted
 
     async def stop(self, grace: float = 30.0) -> None:
