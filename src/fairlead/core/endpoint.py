@@ -42,6 +42,11 @@ class Endpoint(Struct, frozen=True):
     rank: int = 0
 
     @property
+    def only_prefills(self) -> bool:
+        """Whether it computes prompts for others only, by its role."""
+        return self.labels.get(ROLE_LABEL) in PREFILL_ONLY
+
+    @property
     def scrape_url(self) -> str:
         return self.metrics_url or f"http://{self.address}/metrics"
 

@@ -12,16 +12,7 @@ from fairlead.core.adapters import Adapters, Cold
 from fairlead.core.apis import PROMPT_LISTS
 from fairlead.core.columns import FloatColumn
 from fairlead.core.cost import CROWDED, LONG_TOKENS, PRIOR, StepModel, forecast
-from fairlead.core.endpoint import (
-    MODEL_LABEL,
-    NOT_LISTED,
-    PREFILL_ONLY,
-    ROLE_LABEL,
-    BaseModels,
-    Endpoint,
-    Sample,
-    Topology,
-)
+from fairlead.core.endpoint import MODEL_LABEL, NOT_LISTED, BaseModels, Endpoint, Sample, Topology
 from fairlead.core.exact import ExactKnowledge
 from fairlead.core.learned import Common, EndpointLearned, Look, Part, PrefixesLearned
 from fairlead.core.ledger import Lease, Ledger
@@ -509,7 +500,7 @@ class Fleet:
         full = table.kv[slot] > CROWDED or 0.0 < table.max_seqs[slot] <= table.active[slot]
         if full or part.handover_ms < 0.0 or there is None or there.id != part.endpoint_id:
             return False
-        return there.labels.get(ROLE_LABEL) in PREFILL_ONLY and not self.stalls.was_out(part)
+        return there.only_prefills and not self.stalls.was_out(part)
 
     def _loaded(self, lease: Lease, cold: Cold, took_ms: float) -> None:
         """Learn how long the adapter took to load. `took_ms`: milliseconds from the charge to the first token."""

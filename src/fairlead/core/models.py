@@ -349,8 +349,8 @@ class Catalogue:
 
     def is_reserved(self, name: str) -> bool:
         """Whether the name is defined, and has no target with a weight: requests for it are refused."""
-        entry = self._exact.get(name) or self._generic or self._names.get(name)
-        return entry is not None and not entry.split.names
+        split = self._way(name, "")[1]
+        return split is not None and not split.names
 
     def resolve(self, request: Request, rng: Random) -> Resolution | Refusal:
         """Return the resolution of a request, or why it is refused. Draws from `rng` only if a target must be drawn and

@@ -14,7 +14,7 @@ from msgspec import Struct, structs
 
 from fairlead.compat.recorded import restore
 from fairlead.core.cost import PRIOR
-from fairlead.core.endpoint import PREFILL_ONLY, ROLE_LABEL, Endpoint
+from fairlead.core.endpoint import Endpoint
 from fairlead.core.records import Snapshot
 from fairlead.core.snapshot import column
 from fairlead.lab.engine.presets import Preset
@@ -151,7 +151,7 @@ def _learned(snapshot: Snapshot) -> tuple[Preset, dict[str, float]]:
     that only prefill learn nothing about steps, and those beside them little about prompts: each part is that of its
     own endpoints."""
     there = {slot: endpoint for slot, endpoint in enumerate(snapshot.endpoints) if endpoint is not None}
-    prefills = [endpoint.labels.get(ROLE_LABEL) in PREFILL_ONLY for endpoint in there.values()]
+    prefills = [endpoint.only_prefills for endpoint in there.values()]
     slots, every = list(there), range(len(there))
     kappa, token_kappa, prefill, step, load = (np.asarray(values)[slots].tolist() for values in snapshot.learned)
     computing, decoding = ([i for i in every if prefills[i] is part] or every for part in (True, False))

@@ -30,7 +30,7 @@ from pydantic import Field
 from fairlead.core.apis import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES
 from fairlead.core.columns import FloatColumn, scalar
 from fairlead.core.cost import Terms, Weights, memory_price
-from fairlead.core.endpoint import PREFILL_ONLY, ROLE_LABEL, Endpoint
+from fairlead.core.endpoint import Endpoint
 from fairlead.core.errors import PluginError
 from fairlead.core.policy import Answer, Context, Cycle, Filter, Picked, Refused
 from fairlead.core.profile import estimate, runner_up
@@ -181,7 +181,7 @@ class DecodePart(CostModel):
 
 
 def _decodes(_: int, endpoint: Endpoint) -> bool:
-    return endpoint.labels.get(ROLE_LABEL, "") not in PREFILL_ONLY
+    return not endpoint.only_prefills
 
 
 def _apart(prefill: Picked, decode: Picked, fleet: FleetView) -> bool:

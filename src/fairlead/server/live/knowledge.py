@@ -300,12 +300,13 @@ class TokenCheck:
         settled = True
         names = await _served(session, url) or {endpoint.labels.get(MODEL_LABEL, "")} - {""}
         for model in sorted(names):
-            own, before = compared.get(model), self.results.get(model)
+            results = self.results
+            own, before = compared.get(model), results.get(model)
             if own is not None and own.agreed and not own.differing:
                 continue
             if self._asks(model) or not self._tokeniser().knows(model):
                 continue
-            if before is None and len(self.results) >= MOST_MODELS:
+            if before is None and len(results) >= MOST_MODELS:
                 continue
             result = await compare(self._tokeniser(), client, url, model)
             known = not result.state.startswith(UNKNOWN)

@@ -16,7 +16,7 @@ from fairlead import __version__
 from fairlead.compat.load import load
 from fairlead.config.plugins import build_policy, make
 from fairlead.config.registry import Registry, declared
-from fairlead.core.endpoint import PREFILL_ONLY, ROLE_LABEL, Endpoint
+from fairlead.core.endpoint import Endpoint
 from fairlead.core.errors import PLUGIN_FAILURES, ConfigError, ProtocolError, cannot_listen
 from fairlead.core.events import Outcome, RemotePick
 from fairlead.core.mirror import MirrorFleet
@@ -227,7 +227,7 @@ class Session:
 
 
 def _only_prefills(_: int, endpoint: Endpoint) -> bool:
-    return endpoint.labels.get(ROLE_LABEL) in PREFILL_ONLY
+    return endpoint.only_prefills
 
 
 # From `my.module:Name`, a configuration file or the name of a built-in policy to a function that makes policies.
