@@ -8,7 +8,7 @@ from certificates_made import make_pair
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fairlead.gateway.certificates import validity
+from fairlead.gateway.tls import validity
 
 
 @pytest.fixture(scope="module")
