@@ -257,8 +257,7 @@ class _Assembly(Struct, eq=False):
             check_made(named, self.registry, self.report)
 
     def _check_splitting(self, policy: PolicySpec | None, flow_control: FlowSpec | None) -> None:
-        plugin = policy.plugin if policy else None
-        if flow_control and flow_control.settings.enabled and plugin and plugin.type == SPLITTING:
+        if flow_control and flow_control.settings.enabled and policy and policy.splits:
             hint = "take another policy, or leave flowControl out"
             self.report.add((FLOW_CONTROL,), f"requests that wait cannot be split as '{SPLITTING}' does it", hint)
 

@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import structs
 
 from fairlead.compat.load import load
-from fairlead.config.builtins import SPLITTING, Kind
+from fairlead.config.builtins import Kind
 from fairlead.config.check import fields, plain, read
 from fairlead.config.plugin_reader import BAND_KINDS, BANDS, FLOW_KINDS
 from fairlead.config.problems import Report
@@ -72,8 +72,8 @@ def with_policy(config: Config, source: Config) -> Config:
     """The recorded configuration with the policy of `source`, and with its flow control if its text mentions that.
     Otherwise flow control stays as recorded, unless it was that which the recorded policy implies, or the policy
     cannot be combined with it."""
-    flow, plugin = source.flow_control, source.policy.plugin
-    if (flow is None or flow.implied) and not (plugin and plugin.type == SPLITTING):
+    flow = source.flow_control
+    if (flow is None or flow.implied) and not source.policy.splits:
         implied = implied_flow_control(config.policy, config)
         if _flow_control(config.flow_control) != _flow_control(implied):
             flow = config.flow_control

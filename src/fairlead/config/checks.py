@@ -17,7 +17,6 @@ from fairlead.apis.engine_metrics import (
     parse_spec,
     unknown_engine,
 )
-from fairlead.config.builtins import SPLITTING
 from fairlead.config.endpoint_list import Listed, port_number
 from fairlead.config.problems import Place, Report, shorten
 from fairlead.config.schema import (
@@ -255,7 +254,7 @@ def note_pool(
         missing = [stage for stage in stages(policy) if not roles & STAGES[stage]]
         for stage in missing:
             note(f"every request{of} is refused: no endpoint {stage}s ({ROLE_LABEL}: {stage})")
-        if policy.plugin is not None and policy.plugin.type == SPLITTING and not missing and unsplit(roles, by_model):
+        if policy.splits and not missing and unsplit(roles, by_model):
             note(f"no request{of} is split: no endpoint has the label {ROLE_LABEL}: prefill")
     k = policy.picker.parameters.k if policy.picker is not None and policy.picker.type == "top-k" else 0
     if 1 < len(entries) <= k:

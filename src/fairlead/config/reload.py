@@ -18,7 +18,6 @@ from typing import Any, Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from fairlead.config.builtins import SPLITTING
 from fairlead.config.check import fields
 from fairlead.config.plugins import CUTS, finest_block
 from fairlead.config.problems import Problem
@@ -87,7 +86,7 @@ def plan_reload(old: Config, new: Config, begun: Config | None = None) -> tuple[
         new = new.model_copy(update={"als": new.als.model_copy(update={"port": begun.als.port})})
     if not (_mentions(begun.flow_control) or _mentions(new.flow_control)):
         elsewhere = new.scheduler.address or new.canary.percent
-        kept = None if _splits(new.policy) or elsewhere else begun.flow_control
+        kept = None if new.policy.splits or elsewhere else begun.flow_control
         new = new.model_copy(update={"flow_control": kept})
     fixed = dict(_FIXED)
     if begun.kubernetes.on != new.kubernetes.on:  # the other source is not started, so this one stays
@@ -151,11 +150,6 @@ def _section(name: str, first: Any, before: Any, after: Any, refused: list[Probl
 def _mentions(flow: FlowSpec | None) -> bool:
     """Whether the file mentions flow control, of which this was read."""
     return flow is not None and not flow.implied
-
-
-def _splits(policy: PolicySpec) -> bool:
-    """Whether the policy splits requests over two endpoints, so that none may wait."""
-    return policy.plugin is not None and policy.plugin.type == SPLITTING
 
 
 def _queues(value: Any) -> bool:

@@ -998,9 +998,14 @@ class PolicySpec(Struct, frozen=True, kw_only=True):
         return (*self.filters, *self.scorers, *(spec for spec in (self.picker, self.plugin) if spec is not None))
 
     @property
+    def splits(self) -> bool:
+        """Whether it is the built-in policy that lets one endpoint compute the prompt for another."""
+        return self.plugin is not None and self.plugin.type == SPLITTING
+
+    @property
     def may_split(self) -> bool:
         """Whether it may let one endpoint compute the prompt for another. Policies that are not built in may."""
-        return self.plugin is not None and (self.plugin.type == SPLITTING or self.plugin.type not in BUILTINS["policy"])
+        return self.splits or (self.plugin is not None and self.plugin.type not in BUILTINS["policy"])
 
 
 class BandSpec(Struct, frozen=True, kw_only=True):

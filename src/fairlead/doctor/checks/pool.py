@@ -261,8 +261,7 @@ async def roles(site: Site) -> list[Finding]:
     roles = {endpoint.id: endpoint.labels.get(ROLE_LABEL, "") for endpoint in site.endpoints}
     findings = [UNKNOWN.at(name, f"{ROLE_LABEL}: {role}") for name, role in roles.items() if role and role not in ROLES]
     needed = stages(site.config.policy)
-    plugin = site.config.policy.plugin
-    splits = plugin is not None and plugin.type == SPLITTING
+    splits = site.config.policy.splits
     by_model = roles_by_model(await site.each(lambda endpoint: _model_and_role(site, endpoint)))
     for model, own in by_model.items():
         listed = ", ".join(sorted(role or "none" for role in own))
