@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from gw_clients import LARGE, MINTED, ask, bearer, tenant
 from gw_processes import Serve, Upstream
+from tcp import TcpServer
 
 from fairlead.gateway.envoy.authentication import new_key
 
@@ -148,12 +149,10 @@ async def test_the_issuers_keys_are_fetched(
         asked.append(await reader.readuntil(b"\r\n\r\n"))
         jwks = issuer.jwks.encode()
         writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(jwks), jwks))
-        writer.close()
 
     tls = issuer.tls(tmp_path / "ca.pem") if scheme == "https" else None
-    async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=tls) as server:
-        port = server.sockets[0].getsockname()[1]
-        there = {"jwksFile": "", "jwksUri": f"{scheme}://127.0.0.1:{port}/certs", "caFile": "ca.pem" if tls else ""}
+    async with TcpServer(answer, ssl=tls) as server:
+        there = {"jwksFile": "", "jwksUri": f"{scheme}://{server.address}/certs", "caFile": "ca.pem" if tls else ""}
         at = await asyncio.to_thread(serve, {"endpoints": upstream.addresses, "gateway": settings(**there)})
         assert await tenant(at, bearer(issuer.token()), *MINTED) == "team-j"
         assert (await ask(at)).status == 401

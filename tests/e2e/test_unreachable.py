@@ -25,6 +25,7 @@ from gw_processes import Envoy, Serve, Stub, Upstream, sees_the_scheduler, stat
 from gw_site import EMBEDDED, post, site
 from gw_traffic import Tally, exchanges, run
 from ports import free_ports
+from tcp import TcpServer
 
 from fairlead.core import stalls
 from fairlead.core.endpoint import Endpoint
@@ -149,21 +150,14 @@ class Mute:
         self.how = how
         self.address = ""
         self.heads: list[str] = []
-        self._writers: list[asyncio.StreamWriter] = []
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator["Mute"]:
-        server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=1 << 22)
-        self.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        try:
+        async with TcpServer(self._serve, limit=1 << 22) as server:
+            self.address = server.address
             yield self
-        finally:
-            server.close()
-            for writer in self._writers:
-                writer.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.append(writer)
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
         if "get /metrics" in head:
             writer.write(b"HTTP/1.1 404 No\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
@@ -175,8 +169,9 @@ class Mute:
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
             await writer.drain()
             await asyncio.sleep(0.05)
-        if self.how != "hangs":
-            writer.transport.abort()
+        if self.how == "hangs":
+            await asyncio.Event().wait()
+        writer.transport.abort()
 
 
 @pytest.mark.parametrize("how", ["dies", "begins", "hangs"])
@@ -298,7 +293,7 @@ async def test_over_http2_and_to_any_kind_of_address(tmp_path: Path, host: str) 
         site(EMBEDDED, tmp_path, hosts=(host, host), builtinFilters=False) as at,
         Http2(at.gateway.port) as client,
     ):
-        at.mirrors[0].vanish()
+        await at.mirrors[0].vanish()
         for number in range(8):
             body = bytes(40_000 * number)
             got = await client.ask(post(body, path="/upload"))
@@ -318,7 +313,7 @@ async def test_a_request_with_trailers_is_sent_once(tmp_path: Path, pair: Pair) 
             got = await client.ask(post(bytes(size), path="/upload", trailers=trailers))
             assert (got.status, json.loads(got.body)["bytes"]) == (200, size)
         assert sorted(told["bytes"] for mirror in at.mirrors for told in mirror.told) == [10] * 4 + [150_000] * 4
-        at.mirrors[0].vanish()
+        await at.mirrors[0].vanish()
         statuses = [
             (await client.ask(post(bytes(150_000), path="/upload", trailers=trailers))).status for _ in range(4)
         ]

@@ -15,6 +15,7 @@ import pytest
 from embedded_gateway import Gateway
 from msgspec import structs
 from ports import free_port
+from tcp import TcpServer
 
 from fairlead.core.errors import ConfigError
 from fairlead.gateway import ext_proc
@@ -41,23 +42,16 @@ class Upstream:
     """A model server: answers with what it got. `/stream` sends `n` chunks, an upgrade is echoed."""
 
     async def __aenter__(self) -> "Upstream":
-        self.connections: list[asyncio.StreamWriter] = []
-        self.server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
-        self.address = f"127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+        self.server = await TcpServer(self.serve).start()
+        self.address = self.server.address
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.server.close()
-        for writer in self.connections:
-            writer.close()
-        await asyncio.gather(*(writer.wait_closed() for writer in self.connections), return_exceptions=True)
+        await self.server.close()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections.append(writer)
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-            while True:
-                await self.answer(reader, writer)
-        writer.close()
+        while True:
+            await self.answer(reader, writer)
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")

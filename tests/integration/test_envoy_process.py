@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 from embedded_gateway import Gateway
 from ports import free_ports
+from tcp import TcpServer
 
 from fairlead.gateway.envoy.admin import GatewayError
 from fairlead.gateway.envoy.options import Options
@@ -27,16 +28,11 @@ async def slow_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
         writer.write(b"7\r\nchunk %d\r\n" % i)
         await asyncio.sleep(0.05)
     writer.write(b"0\r\n\r\n")
-    writer.close()
-    with contextlib.suppress(ConnectionError):
-        await writer.wait_closed()
 
 
 async def test_stop_lets_streams_finish_and_leaves_nothing(tmp_path: Path) -> None:
-    server = await asyncio.start_server(slow_stream, "127.0.0.1", 0)
-    endpoint = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    async with server, aiohttp.ClientSession() as http:
-        gateway = Gateway(Options(port=0, ext_proc="127.0.0.1:1"), [endpoint], directory=tmp_path)
+    async with TcpServer(slow_stream) as server, aiohttp.ClientSession() as http:
+        gateway = Gateway(Options(port=0, ext_proc="127.0.0.1:1"), [server.address], directory=tmp_path)
         await gateway.start()
         pid, address = gateway.pid, gateway.address
         (files,) = tmp_path.iterdir()

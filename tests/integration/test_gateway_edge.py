@@ -17,6 +17,7 @@ import pytest
 from embedded_gateway import Gateway
 from h2.connection import H2Connection
 from h2.events import ResponseReceived
+from tcp import TcpServer
 
 from fairlead.gateway.envoy import routes
 from fairlead.gateway.envoy.authentication import Key, new_key, write_keys
@@ -43,24 +44,22 @@ class Upstream:
         self.pause = 0.0
 
     async def __aenter__(self) -> "Upstream":
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        self._server = await TcpServer(self._serve).start()
+        self.address = self._server.address
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._server.close()
+        await self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
-            while True:
-                first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-                headers = dict(line.split(": ", 1) for line in lines if line)
-                body = await reader.readexactly(int(headers.get("content-length", 0)))
-                self.asked.append(unquote(first.split(" ")[1].partition("?")[0]))
-                await asyncio.sleep(self.pause)
-                told = json.dumps({"size": len(body), "headers": headers}).encode()
-                writer.write(b"HTTP/1.1 200 OK\r\n%bcontent-length: %d\r\n\r\n%b" % (self.header, len(told), told))
-        writer.close()
+        while True:
+            first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+            headers = dict(line.split(": ", 1) for line in lines if line)
+            body = await reader.readexactly(int(headers.get("content-length", 0)))
+            self.asked.append(unquote(first.split(" ")[1].partition("?")[0]))
+            await asyncio.sleep(self.pause)
+            told = json.dumps({"size": len(body), "headers": headers}).encode()
+            writer.write(b"HTTP/1.1 200 OK\r\n%bcontent-length: %d\r\n\r\n%b" % (self.header, len(told), told))
 
 
 class Edge:

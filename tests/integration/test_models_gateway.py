@@ -19,6 +19,7 @@ from gw_live import running
 from gw_messages import JSON, Ask, Got
 from gw_modes import FULL_DUPLEX, Pair, bootstrap
 from gw_processes import Envoy, require_envoy, sees_the_scheduler
+from tcp import TcpServer
 
 from fairlead.core.headers import CONTROL_HEADERS, STEERING_HEADERS
 from fairlead.gateway.envoy.routes import LARGE
@@ -78,27 +79,19 @@ class Server:
         self.heads: list[dict[str, str]] = []
 
     async def __aenter__(self) -> "Server":
-        self._writers: set[asyncio.StreamWriter] = set()
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=1 << 24)
-        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        self._server = await TcpServer(self._serve, limit=1 << 24).start()
+        self.address = self._server.address
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        for writer in self._writers:
-            writer.transport.abort()
+        await self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.add(writer)
-        try:
-            while True:
-                lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-                head = dict(line.lower().split(": ", 1) for line in lines[1:] if line)
-                body = await _body(reader, head)
-                self._answer(lines[0], head, body, writer)
-        except (OSError, EOFError):
-            self._writers.discard(writer)
-            writer.close()
+        while True:
+            lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+            head = dict(line.lower().split(": ", 1) for line in lines[1:] if line)
+            body = await _body(reader, head)
+            self._answer(lines[0], head, body, writer)
 
     def _answer(self, first: str, head: dict[str, str], body: bytes, writer: asyncio.StreamWriter) -> None:
         if first.startswith("GET"):

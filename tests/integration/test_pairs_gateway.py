@@ -19,6 +19,7 @@ from gw_live import running
 from gw_messages import JSON, Ask
 from gw_modes import Pair, bootstrap
 from gw_processes import Envoy, require_envoy, sees_the_scheduler
+from tcp import TcpServer
 
 from fairlead.core.endpoint import ROLE_LABEL
 from fairlead.core.headers import PREFILLER
@@ -36,26 +37,17 @@ class Server:
         self.told: Counter[str] = Counter()
 
     async def start(self, stack: AsyncExitStack) -> str:
-        self._writers: set[asyncio.StreamWriter] = set()
-        server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=1 << 22)
-        stack.callback(server.close)
-        stack.callback(lambda: [writer.transport.abort() for writer in self._writers])
-        return f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        return (await stack.enter_async_context(TcpServer(self._serve, limit=1 << 22))).address
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.add(writer)
-        try:
-            while True:
-                first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-                fields = [line.lower().split(": ", 1) for line in lines if line]
-                await reader.readexactly(int(dict(fields).get("content-length", 0)))
-                if first.startswith("POST"):
-                    self.told.update([",".join(value for name, value in fields if name == PREFILLER)])
-                head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-                writer.write(head % len(ANSWER) + ANSWER)
-        except (OSError, EOFError):
-            self._writers.discard(writer)
-            writer.close()
+        while True:
+            first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+            fields = [line.lower().split(": ", 1) for line in lines if line]
+            await reader.readexactly(int(dict(fields).get("content-length", 0)))
+            if first.startswith("POST"):
+                self.told.update([",".join(value for name, value in fields if name == PREFILLER)])
+            head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+            writer.write(head % len(ANSWER) + ANSWER)
 
 
 NATIVE = {"policy": {"type": "prefill-decode", "parameters": {"always": True}}}

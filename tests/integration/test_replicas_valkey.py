@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from tcp import TcpServer
 from tellers import PATIENCE, Teller, agree, running, until
 from valkey.asyncio import Valkey
 from valkey_server import ValkeyServer
@@ -99,28 +100,21 @@ class Cable:
         self._context = context
         self.port = 0
         self.cut = False
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._writers: list[asyncio.StreamWriter] = []
 
     async def __aenter__(self) -> "Cable":
-        self._listener = await asyncio.start_server(self._connected, "127.0.0.1", 0, ssl=self._context)
-        self.port = self._listener.sockets[0].getsockname()[1]
+        self._listener = await TcpServer(self._connected, ssl=self._context).start()
+        self.port = self._listener.port
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._listener.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for writer in self._writers:
-            writer.transport.abort()
+        await self._listener.close()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there = await asyncio.open_connection("127.0.0.1", self._server.port)
-        self._writers += (writer, there[1])
-        for source, sink in ((reader, there[1]), (there[0], writer)):
-            task = asyncio.create_task(self._carry(source, sink))
-            self._tasks.add(task)
+        try:
+            await asyncio.gather(self._carry(reader, there[1]), self._carry(there[0], writer))
+        finally:
+            there[1].transport.abort()
 
     async def _carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
         with suppress(OSError):

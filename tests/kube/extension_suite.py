@@ -86,24 +86,21 @@ class Echo(Server):
         self._pod = pod
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while True:
-                first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-                fields = [line.split(": ", 1) for line in lines if line]
-                await body_of(reader, {name.lower(): value for name, value in fields})
-                method, path, proto = first.split(" ")
-                headers: dict[str, list[str]] = {}
-                for name, value in fields:
-                    headers.setdefault(name.title(), []).append(value)
-                told = {"path": path, "method": method, "proto": proto, "headers": headers, "namespace": APP}
-                told |= {"host": headers.get("Host", [""])[0], "pod": self._pod, "httpPort": str(self.port)}
-                answer = json.dumps(told).encode() if path != "/metrics" else b"vllm:num_requests_running 0\n"
-                writer.write(
-                    b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(answer)
-                )
-                writer.write(answer)
-        except (OSError, EOFError, asyncio.CancelledError):
-            writer.close()
+        while True:
+            first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+            fields = [line.split(": ", 1) for line in lines if line]
+            await body_of(reader, {name.lower(): value for name, value in fields})
+            method, path, proto = first.split(" ")
+            headers: dict[str, list[str]] = {}
+            for name, value in fields:
+                headers.setdefault(name.title(), []).append(value)
+            told = {"path": path, "method": method, "proto": proto, "headers": headers, "namespace": APP}
+            told |= {"host": headers.get("Host", [""])[0], "pod": self._pod, "httpPort": str(self.port)}
+            answer = json.dumps(told).encode() if path != "/metrics" else b"vllm:num_requests_running 0\n"
+            writer.write(
+                b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(answer)
+            )
+            writer.write(answer)
 
 
 def true(*kinds: str, generation: int) -> list[Object]:

@@ -1,13 +1,13 @@
 """A model server that tells what reached it."""
 
 import asyncio
-import contextlib
 import hashlib
 import json
 from types import TracebackType
 from typing import Any, Self
 
 import httptools
+from tcp import TcpServer
 
 Told = dict[str, Any]
 
@@ -27,8 +27,6 @@ class Mirror:
 
     def __init__(self, host: str = "127.0.0.1") -> None:
         self._host = host
-        self._server: asyncio.Server | None = None
-        self._connections: set[asyncio.StreamWriter] = set()
         self.address = ""
         #: What it told, but to the scheduler.
         self.told: list[Told] = []
@@ -36,41 +34,28 @@ class Mirror:
         self.malformed: list[str] = []
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._serve, self._host, 0)
-        port = self._server.sockets[0].getsockname()[1]
-        self.address = f"[{self._host}]:{port}" if ":" in self._host else f"{self._host}:{port}"
+        self._server = await TcpServer(self._serve, self._host).start()
+        self.address = self._server.address
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.vanish()
-        assert self._server is not None
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._server.wait_closed(), 5)
+        await self.vanish()
 
-    def vanish(self) -> None:
+    async def vanish(self) -> None:
         """Hang up, and refuse whoever comes."""
-        assert self._server is not None
-        self._server.close()
-        for writer in list(self._connections):
-            writer.transport.abort()
+        await self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._connections.add(writer)
         try:
             requests = _Requests()
             while data := await reader.read(262_144):
                 requests.feed(data)
                 for request in requests.taken():
                     await self._answer(request, writer)
-        except OSError:
-            pass
         except httptools.HttpParserError as error:
             self.malformed.append(str(error))
-        finally:
-            self._connections.discard(writer)
-            writer.close()
 
     async def _answer(self, request: "_Request", writer: asyncio.StreamWriter) -> None:
         path = request.path

@@ -15,6 +15,7 @@ from gw_mirror import Mirror, Told
 from gw_modes import FULL_DUPLEX, Pair, bootstrap
 from gw_processes import Envoy, sees_the_scheduler, stat
 from ports import free_ports
+from tcp import TcpServer
 
 from fairlead.server.live import Live
 
@@ -47,28 +48,24 @@ class Cable:
 
     def __init__(self, port: int) -> None:
         self._behind = port
-        self._ends: set[asyncio.StreamWriter] = set()
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._carry, "127.0.0.1", 0)
-        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        self._server = await TcpServer(self._carry).start()
+        self.address = self._server.address
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.cut()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._server.wait_closed(), 5)
+        await self.cut()
 
-    def cut(self) -> None:
-        self._server.close()
-        for end in list(self._ends):
-            end.transport.abort()
+    async def cut(self) -> None:
+        await self._server.close()
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         behind_reader, behind_writer = await asyncio.open_connection("127.0.0.1", self._behind)
-        self._ends |= {writer, behind_writer}
-        await asyncio.gather(_pump(reader, behind_writer), _pump(behind_reader, writer))
-        self._ends -= {writer, behind_writer}
+        try:
+            await asyncio.gather(_pump(reader, behind_writer), _pump(behind_reader, writer))
+        finally:
+            behind_writer.transport.abort()
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from certificates_made import make_pair
+from tcp import TcpServer
 
 from fairlead.core.endpoint import ROLE_LABEL
 from fairlead.doctor import site
@@ -77,11 +78,9 @@ async def test_a_port_of_something_else_is_named(world: Any, pool_of: Listed) ->
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"\xff\0\0\0\0\0\0\0\1\x7f")  # how ZMQ begins
         await asyncio.sleep(0.05)
-        writer.close()
 
-    async with await asyncio.start_server(talk, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
-        found = await world.examined({"endpoints": pool_of([*addresses, f"127.0.0.1:{port}"])})
+    async with TcpServer(talk) as server:
+        found = await world.examined({"endpoints": pool_of([*addresses, server.address])})
     assert codes(found) == {"endpoints.no-model-server"}
     assert places(found, "endpoints.no-model-server") == ("default/e1",)
 
@@ -93,13 +92,11 @@ async def test_an_engine_with_a_key_behind_a_gateway_that_removes_keys_is_named(
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         status = b"401 No" if (await reader.readline()).startswith(b"GET /v1/") else b"200 OK"
         writer.write(b"HTTP/1.1 %b\r\ncontent-length: 28\r\n\r\nvllm:num_requests_waiting 0\n" % status)
-        writer.close()
 
     (world.directory / "keys.txt").write_text(f"{'0' * 64} a\n")
     gateway = {"keys": {"file": "keys.txt", "forward": forward}}
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        found = await world.examined({"endpoints": [address], "gateway": gateway}, only=("endpoints",))
+    async with TcpServer(answer) as server:
+        found = await world.examined({"endpoints": [server.address], "gateway": gateway}, only=("endpoints",))
     assert codes(found) == locked
 
 
@@ -132,11 +129,10 @@ async def test_a_compressed_page_is_named(world: Any, pool_of: Listed) -> None:
         await reader.readuntil(b"\r\n\r\n")
         head = b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\nconnection: close\r\n\r\n"
         writer.write(head + gzip.compress(b"vllm:num_requests_waiting 0\n"))
-        writer.close()
 
-    async with await asyncio.start_server(talk, "127.0.0.1", 0) as server:
+    async with TcpServer(talk) as server:
         (entry,) = pool_of(await world.stubs(1))
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/metrics"
+        url = f"http://{server.address}/metrics"
         found = await world.examined({"endpoints": [entry | {"metricsUrl": url}]})
     assert codes(found) == {"metrics.refused"}
     assert found.findings[0].evidence == f"{url}: compressed (gzip), which was not asked for"
@@ -396,11 +392,9 @@ async def test_pages_of_any_bytes_break_no_check(world: Any, pool_of: Listed) ->
         await reader.readuntil(b"\r\n\r\n")
         body = bodies[0]
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b" % (len(body), body))
-        writer.close()
 
-    async with await asyncio.start_server(talk, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
-        config = {"endpoints": pool_of([*addresses, f"127.0.0.1:{port}"]), "kvEvents": {"enabled": True}}
+    async with TcpServer(talk) as server:
+        config = {"endpoints": pool_of([*addresses, server.address]), "kvEvents": {"enabled": True}}
         while bodies:
             found = await world.examined(config, probe=True)
             assert codes(found) >= {"metrics.engine", "kv-events.off"}

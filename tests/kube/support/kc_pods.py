@@ -10,6 +10,7 @@ from h2.connection import H2Connection
 from h2.events import DataReceived, StreamEnded
 from h2.exceptions import ProtocolError
 from ports import free_port
+from tcp import TcpServer
 
 from fairlead.core.headers import PREFILLER
 
@@ -22,22 +23,17 @@ class Server:
     def __init__(self, address: str, port: int = 0) -> None:
         self.address = address
         self.port = port
-        self._writers: set[asyncio.StreamWriter] = set()
 
     async def start(self) -> Self:
-        self._server = await asyncio.start_server(self._serve, self.address, self.port, limit=1 << 22)
-        self.port = self._server.sockets[0].getsockname()[1]
+        self._server = await TcpServer(self._serve, self.address, self.port, limit=1 << 22).start()
+        self.port = self._server.port
         return self
 
     async def stop(self) -> None:
-        self._server.close()
-        for writer in list(self._writers):
-            writer.transport.abort()
-        while self._writers:
-            await asyncio.sleep(0.01)
+        await self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection; its writer is among `_writers` for as long."""
+        """One connection."""
 
 
 class PodServer(Server):
@@ -64,16 +60,15 @@ class PodServer(Server):
 
     async def drain(self) -> None:
         """As an engine that is told to end: nobody new, idle connections are closed, what runs is answered."""
-        self._server.close()
+        await self._server.refuse()
         self._draining = True
-        for writer in self._writers - self._busy:
+        for writer in self._server.writers - self._busy:
             writer.close()
         while self._busy:
             await asyncio.sleep(0.01)
         await self.stop()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.add(writer)
         try:
             while not self._draining:
                 lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
@@ -86,12 +81,8 @@ class PodServer(Server):
                     kind, answer = b"application/json", await self._complete(body)
                 writer.write(_ANSWER % (kind, len(answer), answer))
                 self._busy.discard(writer)
-        except (OSError, EOFError):
-            pass
         finally:
             self._busy.discard(writer)
-            self._writers.discard(writer)
-            writer.close()
 
     async def _complete(self, body: bytes) -> bytes:
         request = json.loads(body)
@@ -145,7 +136,6 @@ class H2Pod(Server):
         self.served = 0
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.add(writer)
         connection = H2Connection(H2Configuration(client_side=False, header_encoding="utf-8"))
         connection.initiate_connection()
         try:
@@ -158,8 +148,5 @@ class H2Pod(Server):
                         connection.send_headers(event.stream_id, [(":status", "200"), ("content-type", "text/plain")])
                         connection.send_data(event.stream_id, b"by HTTP/2", end_stream=True)
                 writer.write(connection.data_to_send())
-        except (OSError, ProtocolError):
+        except ProtocolError:
             pass  # somebody asked by HTTP/1.1
-        finally:
-            self._writers.discard(writer)
-            writer.close()

@@ -12,6 +12,7 @@ from typing import Annotated
 import pytest
 import typer
 from commands import fairlead
+from tcp import TcpServer
 
 from fairlead import __version__
 from fairlead.cli import commands
@@ -283,12 +284,9 @@ async def test_a_port_that_speaks_no_http(command: tuple[str, ...], code: int) -
         writer.write(b"this is not HTTP/2\r\n")
         await writer.drain()
         await reader.read()
-        writer.close()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    async with server:
-        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        done = await asyncio.to_thread(fairlead, *command, "--admin", address, columns=200)
+    async with TcpServer(answer) as server:
+        done = await asyncio.to_thread(fairlead, *command, "--admin", server.address, columns=200)
     assert done.exit_code == code, done.output
     assert "this is not Fairlead's admin port" in done.stderr
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from tcp import TcpServer
 
 from fairlead.gateway.envoy import supervisor
 from fairlead.gateway.envoy.admin import EnvoyAdmin, GatewayError
@@ -44,11 +45,9 @@ async def test_another_server_at_the_admin_port_is_no_envoy_of_ours(body: bytes)
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + body)
-        writer.close()
 
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
-        assert not await EnvoyAdmin(port=port).ready(["envoy", "-c", "bootstrap.json"])
+    async with TcpServer(answer) as server:
+        assert not await EnvoyAdmin(port=server.port).ready(["envoy", "-c", "bootstrap.json"])
 
 
 async def test_starts_when_ready_and_ends_when_told() -> None:

@@ -3,10 +3,12 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import aiohttp
 import pytest
+from tcp import TcpServer
 
 from fairlead.core.endpoint import Endpoint
 from fairlead.pool.kv_events.discovery import KvSource, ask, configured, source_at, without_events
@@ -21,22 +23,17 @@ def source(port: int, replay: int | None = None, **more: object) -> dict[str, ob
 @pytest.fixture
 async def serve() -> AsyncIterator[Callable[[bytes], Any]]:
     """`await serve(answer)` answers each connection with these bytes, and gives its address."""
-    servers: list[asyncio.Server] = []
+    async with AsyncExitStack() as stack:
 
-    async def start(answer: bytes) -> str:
-        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(answer)
-            await writer.drain()
-            writer.close()
+        async def start(answer: bytes) -> str:
+            async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                await reader.readuntil(b"\r\n\r\n")
+                writer.write(answer)
+                await writer.drain()
 
-        server = await asyncio.start_server(handle, "127.0.0.1", 0)
-        servers.append(server)
-        return f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            return (await stack.enter_async_context(TcpServer(handle))).address
 
-    yield start
-    for server in servers:
-        server.close()
+        yield start
 
 
 def ok(body: bytes) -> bytes:
