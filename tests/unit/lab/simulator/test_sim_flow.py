@@ -36,7 +36,7 @@ def test_forecasts_of_those_that_waited_hold_what_they_promise() -> None:
         if isinstance(record, OutcomeRecord) and record.queued_ms and record.ttft_ms >= 0.0:
             ended.append(record)
 
-    simulate(structs.replace(crowded, workload=cut(crowded.workload, 6000)), FLOW, watch=watch, validate=False)
+    simulate(structs.replace(crowded, workload=cut(crowded.workload, 5000)), FLOW, watch=watch, validate=False)
     judged = [(one.forecast, one.sent_ttft_ms) for one in ended[len(ended) // 10 :]]
     inside = sum(f is not None and f.low_ms <= came <= f.high_ms for f, came in judged)
     assert len(judged) > 300
