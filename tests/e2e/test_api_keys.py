@@ -16,6 +16,7 @@ from gw_clients import LARGE, MINTED, ask, bearer, request, tenant
 from gw_http1 import Http1
 from gw_http2 import Http2
 from gw_messages import Ask
+from gw_mirror import Mirror
 from gw_processes import Serve, Upstream, get_page, sees_the_scheduler
 
 from fairlead.gateway.envoy.authentication import Key, new_key
@@ -149,6 +150,35 @@ async def test_keys_come_and_go_while_it_runs(start: Start, keys: Keys) -> None:
     keys.kept.clear()
     keys.write()
     await becomes(401, at, bearer(second))
+
+
+async def test_model_servers_get_a_key_of_their_own(serve: Start, keys: Keys, tmp_path: Path) -> None:
+    key, token = keys.add("team-a"), tmp_path / "engine-key.txt"
+    token.write_text("engine-1\n")
+    gateway = {"paths": [], "keys": {"file": str(keys.path)}, "upstreamTokenFile": "engine-key.txt"}
+
+    async def sent(size: int) -> str:
+        told = json.loads((await ask(at, bearer(key), size=size)).body)
+        return dict(told["headers"])["authorization"]
+
+    async def becomes_sent(value: str) -> None:
+        until = time.monotonic() + 20
+        while await sent(5) != value:
+            assert time.monotonic() < until
+
+    async with Mirror() as mirror:
+        at = await asyncio.to_thread(serve, {"endpoints": [mirror.address], "gateway": gateway})
+        assert [await sent(size) for size in (5, LARGE)] == ["bearer engine-1"] * 2
+        token.write_text("")
+        until = time.monotonic() + 20
+        while "the keys of model servers cannot be used" not in await at.page("/readyz"):
+            assert time.monotonic() < until
+            await asyncio.sleep(0.05)
+        assert await sent(5) == "bearer engine-1"
+        token.write_text("engine-2")
+        await becomes_sent("bearer engine-2")
+        assert "engine-1" not in at.said() and "engine-2" not in at.said()
+        assert (await ask(at)).status == 401
 
 
 async def test_a_key_expires(start: Start, keys: Keys) -> None:

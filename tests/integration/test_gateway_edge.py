@@ -20,7 +20,7 @@ from h2.events import ResponseReceived
 from tcp import TcpServer
 
 from fairlead.gateway.envoy import routes
-from fairlead.gateway.envoy.authentication import Key, new_key, write_keys
+from fairlead.gateway.envoy.authentication import Key, new_key, write_keys, write_upstream_token
 from fairlead.gateway.envoy.options import Options
 
 pytestmark = pytest.mark.envoy
@@ -410,6 +410,29 @@ async def test_model_servers_get_the_key_only_if_told(forward: bool, tmp_path: P
                 told = json.loads(answer.partition(b"\r\n\r\n")[2])["headers"]
                 assert told.get(name) == (value if forward else None)
                 assert not [value for value in told.values() if "team-a" in value]
+
+
+@pytest.mark.parametrize("asks", [True, False])
+async def test_model_servers_get_their_own_token(asks: bool, tmp_path: Path) -> None:
+    key, kept = new_key("team-a")
+    write_keys(tmp_path / "keys.json", [kept], False)
+    write_upstream_token(tmp_path / "token.json", "first%20%REQ(x)%")
+    more = {"keys_file": str(tmp_path / "keys.json")} if asks else {}
+
+    async def sent(size: int, *, name: str = "authorization", value: str = f"Bearer {key}") -> dict[str, str]:
+        answer = await at.ask(body=bytes(size), more=f"{name}: {value}\r\n")
+        return dict(json.loads(answer.partition(b"\r\n\r\n")[2])["headers"])
+
+    async with edge(upstream_token_file=str(tmp_path / "token.json"), **more) as at:
+        for size in (5, MB):
+            for told in (await sent(size), await sent(size, name="x-api-key", value=key)):
+                assert told["authorization"] == "Bearer first%20%REQ(x)%"
+                assert not [value for value in told.values() if key in value]
+        write_upstream_token(tmp_path / "token.json", "second")
+        async with asyncio.timeout(20):
+            while (await sent(5))["authorization"] != "Bearer second":
+                await asyncio.sleep(0.02)
+        assert at.upstream.asked and (await at.ask("/v1/models", method="GET"))[9:12] == (b"401" if asks else b"200")
 
 
 async def test_keys_of_any_length_are_compared_by_their_sha256(tmp_path: Path) -> None:

@@ -131,9 +131,20 @@ def envoy_config(
         source = ctx.get_parameter_source(name)
         if file is None or (source is not None and source.name == "COMMANDLINE"):
             options = replace(options, **fields)
-    if options.asks_for_keys or (options.jwt and options.jwt.jwks):
-        typer.echo(f"# Keys are those of {file} when this was printed. Print it again to add or revoke some.")
+    typer.echo(_comments(options, file), nl=False)
     typer.echo(_rendered(options, validate), nl=False)
+
+
+def _comments(options: "Options", file: Path | None) -> str:
+    """Lines above the configuration that say what is not in it, or will not be followed."""
+    from fairlead.gateway.envoy.authentication import UPSTREAM_VARIABLE
+
+    lines = ""
+    if options.asks_for_keys or (options.jwt and options.jwt.jwks):
+        lines += f"# Keys are those of {file} when this was printed. Print it again to add or revoke some.\n"
+    if options.upstream_token:
+        lines += f"# Envoy's environment needs {UPSTREAM_VARIABLE}, the token of gateway.upstreamTokenFile in {file}.\n"
+    return lines
 
 
 def _rendered(options: "Options", validate: bool) -> str:

@@ -156,6 +156,11 @@ class Gateway(Section):
     receive_idle: PositiveSeconds = Field(
         default=15.0, description="How long a request body may pause; a tenth of this when memory is short."
     )
+    upstream_token_file: RelativePath = Field(
+        default="",
+        description="File with the bearer token that model servers require (`vllm serve --api-key`). They get it in "
+        "place of the client's, also with Fairlead's own questions. Followed while running.",
+    )
     keys: ApiKeys | None = Field(default=None, description="Clients must send an API key, which names their tenant.")
     jwt: JwtSettings | None = Field(
         default=None, description="Clients must send a JSON Web Token, or an API key if `keys` is set too."
@@ -165,6 +170,12 @@ class Gateway(Section):
     def asks(self) -> bool:
         """Whether clients have to authenticate."""
         return self.keys is not None or self.jwt is not None
+
+    @model_validator(mode="after")
+    def _one_token(self) -> Self:
+        if self.upstream_token_file and any(each and each.forward for each in (self.keys, self.jwt)):
+            raise ValueError("upstreamTokenFile and forward exclude each other: model servers get one token")
+        return self
 
 
 class Tls(Section):

@@ -25,7 +25,7 @@ from fairlead.gateway.ports import dialled
 from fairlead.pool.aio import cancelled
 from fairlead.pool.endpoints_file import preferred, resolve_host
 from fairlead.pool.model_files import load_tokeniser
-from fairlead.pool.scrape import page_address
+from fairlead.pool.scrape import TokenFile, page_address
 from fairlead.pool.served_models import read_model_list
 from fairlead.server.observe.fleet_gauges import EndpointStatus
 
@@ -308,9 +308,16 @@ class Site:
         """A page of the model server itself. Raises `Unreached`; with trouble `tls` if it only speaks TLS."""
         return await self.once((endpoint.address, path), lambda: self._ask(endpoint, path))
 
+    async def upstream_headers(self) -> dict[str, str]:
+        """The token that model servers require; empty if none is configured, or it cannot be read."""
+        try:
+            return await TokenFile(self.config.gateway.upstream_token_file).headers()
+        except (OSError, ValueError):
+            return {}
+
     async def _ask(self, endpoint: Endpoint, path: str) -> Answer:
         try:
-            return await self.client.get(f"http://{endpoint.address}{path}")
+            return await self.client.get(f"http://{endpoint.address}{path}", await self.upstream_headers())
         except Unreached as error:
             if error.trouble == "not-http" and await self.is_tls(f"https://{endpoint.address}/"):
                 raise Unreached("tls", "it answers with TLS where plain HTTP was expected") from None

@@ -35,6 +35,7 @@ from fairlead.apis.tokens.chats import GenerateFields
 from fairlead.apis.tokens.pieces import API, ENGINE, FIELDS, MEDIA, TOO_LONG, UNREAD, absent, packed
 from fairlead.core import apis
 from fairlead.pool.aio import read_at_most
+from fairlead.pool.scrape import NO_TOKEN, TokenFile
 
 CONCURRENCY = 32
 FAILURES, PAUSE = 3, 5.0
@@ -104,9 +105,17 @@ class _Engine(Struct):
 
 
 class RenderClient:
-    """Asks engines for token ids. `now`: a monotonic clock in seconds. `timeout_s`: limit of a whole request."""
+    """Asks engines for token ids. `now`: a monotonic clock in seconds. `timeout_s`: limit of a whole request.
+    `token`: what engines require."""
 
-    def __init__(self, timeout_s: float, now: Callable[[], float], concurrency: int = CONCURRENCY) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        now: Callable[[], float],
+        concurrency: int = CONCURRENCY,
+        token: TokenFile = NO_TOKEN,
+    ) -> None:
+        self._token = token
         self._timeout_s = timeout_s
         self._now = now
         self._concurrency = concurrency
@@ -181,7 +190,8 @@ class RenderClient:
 
     async def _post(self, url: str, body: bytes) -> tuple[int, bytes]:
         session = self._session or self._open()
-        async with session.post(url, data=body, allow_redirects=False) as response:
+        headers = await self._token.headers()
+        async with session.post(url, data=body, headers=headers, allow_redirects=False) as response:
             large = _NoAnswer(f"an answer of more than {MAX_ANSWER} bytes")
             return response.status, await read_at_most(response.content, MAX_ANSWER, large)
 

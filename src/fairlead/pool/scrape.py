@@ -50,6 +50,8 @@ class ScrapeOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     #: The file with the token that is sent as `Authorization: Bearer`; empty = none. It is read again when it changes.
     #: The token is sent over plain http too, if the URL is http.
     token_file: str = ""
+    #: The file with the token that model servers require, for `/v1/models`; empty = `token_file` where that fits.
+    upstream_token_file: str = ""
     #: PEM bundle for https; empty = the system's authorities.
     ca_file: str = ""
     #: False = accept any certificate, for test beds.
@@ -189,6 +191,34 @@ class ScrapeError(Exception):
         self.answered = answered
 
 
+class TokenFile:
+    """A file with a bearer token, which is read again when it changes. `path`: empty = no token is sent."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._token = ""
+        self._stamp: tuple[int, int] | None = None
+
+    async def headers(self) -> dict[str, str]:
+        """The header that sends the token. Raises `OSError`, or `ValueError` with the reason."""
+        return {"Authorization": f"Bearer {await asyncio.to_thread(self.read)}"} if self._path else {}
+
+    def read(self) -> str:
+        """The token. Raises `OSError`, or `ValueError` with the reason."""
+        status = os.stat(self._path)
+        stamp = (status.st_mtime_ns, status.st_ino)
+        if stamp != self._stamp:
+            with open(self._path, encoding="ascii") as file:
+                token = file.read(_MAX_TOKEN).strip()
+            if not token.isprintable() or not token:
+                raise ValueError(f"no usable token in {self._path}")
+            self._token, self._stamp = token, stamp
+        return self._token
+
+
+NO_TOKEN = TokenFile("")
+
+
 class SecureFetcher:
     """Fetches pages with one aiohttp session for all endpoints. `keep`: keep connections open between fetches."""
 
@@ -198,13 +228,17 @@ class SecureFetcher:
         self._keep = keep
         self._session: aiohttp.ClientSession | None = None
         self._ssl: ssl.SSLContext | bool = True
-        self._token = ""
-        self._token_stamp: tuple[int, int] | None = None
+        self._token = TokenFile(options.token_file)
 
     async def fetch(self, url: str) -> bytes:
         """Fetch a page. Raises `ScrapeError`. There is no timeout; the caller sets one."""
         try:
-            headers = await asyncio.to_thread(self._headers) if self._options.token_file else {}
+            headers = await self._token.headers()
+        except ValueError as error:
+            raise ScrapeError(str(error)) from None
+        except OSError as error:
+            raise ScrapeError(f"{type(error).__name__}: {error}") from error
+        try:
             session = self._session or self._open()
             async with session.get(url, headers=headers, ssl=self._ssl, allow_redirects=False) as response:
                 if response.status != 200:
@@ -232,18 +266,6 @@ class SecureFetcher:
             connector=connector, headers=agent, timeout=aiohttp.ClientTimeout(), cookie_jar=aiohttp.DummyCookieJar()
         )
         return self._session
-
-    def _headers(self) -> dict[str, str]:
-        path = self._options.token_file
-        status = os.stat(path)
-        stamp = (status.st_mtime_ns, status.st_ino)
-        if stamp != self._token_stamp:
-            with open(path, encoding="ascii") as file:
-                token = file.read(_MAX_TOKEN).strip()
-            if not token.isprintable() or not token:
-                raise ScrapeError(f"no usable token in {path}")
-            self._token, self._token_stamp = token, stamp
-        return {"Authorization": f"Bearer {self._token}"}
 
 
 # Rules of the scraper

@@ -123,8 +123,10 @@ class ServedModels:
         self._loop, self._feed, self._period_s = loop, feed, options.models_s
         self._rng = rng or random.Random()
         options = replace(options, max_page=MAX_PAGE)
-        self._trusted = SecureFetcher(options, accept="application/json", keep=False)
-        self._plain = SecureFetcher(replace(options, token_file=""), accept="application/json", keep=False)
+        own = replace(options, token_file=options.upstream_token_file)
+        trusted = own if options.upstream_token_file else options
+        self._trusted = SecureFetcher(trusted, accept="application/json", keep=False)
+        self._plain = SecureFetcher(own, accept="application/json", keep=False)
         self._targets: dict[str, _Target] = {}
         self._free = asyncio.Semaphore(AT_ONCE)
         #: Whether endpoints serve different names, and the union of all names; `None` = to be computed again.

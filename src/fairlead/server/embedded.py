@@ -32,15 +32,23 @@ from fairlead.config.schema import Config
 from fairlead.core.endpoint import host_port
 from fairlead.core.errors import ConfigError, cannot_listen
 from fairlead.core.events import EndpointDown, EndpointUp
-from fairlead.gateway.envoy.authentication import read_jwt, read_keys, script, write_keys
+from fairlead.gateway.envoy.authentication import (
+    UPSTREAM_VARIABLE,
+    read_jwt,
+    read_keys,
+    script,
+    write_keys,
+    write_upstream_token,
+)
 from fairlead.gateway.envoy.gateway import Plan, prepare
 from fairlead.gateway.envoy.options import Options, Tls
-from fairlead.gateway.envoy.process import CONFIG, FACTS, JWT, KEYS, tie_to_parent
+from fairlead.gateway.envoy.process import CONFIG, FACTS, JWT, KEYS, UPSTREAM, tie_to_parent
 from fairlead.gateway.memory import memory_limit
 from fairlead.gateway.ports import dialled, listening_sockets
 from fairlead.pool.endpoints_file import RESOLVE_TIMEOUT_S, START_S, follow_endpoints
 from fairlead.pool.kube.objects import H2C
 from fairlead.pool.lookups import run
+from fairlead.server.followed_files import read_upstream_token
 from fairlead.server.journal.records import WORKER
 from fairlead.server.running_gateway import RunningGateway
 from fairlead.server.state import WORKER as STATE_OF_WORKER
@@ -70,12 +78,16 @@ def serve_embedded(config: Config, file: Path, content: bytes, workers: int = 1)
     check_ports(config, workers)
     keys = config.gateway.keys
     known = read_keys(keys.file) if keys else ()
+    token_file = config.gateway.upstream_token_file
+    token = read_upstream_token(token_file) if token_file else ""
     pool, http2 = run(first_pool(config, START_S))
     peers = tuple(host_port(dialled(config.ext_proc.host), config.ext_proc.port + i) for i in range(1, workers))
     options = replace(gateway_options(config, http2), peers=peers)
     plan = prepare(options, pool, scheduler_timeout=config.gateway.wait_for_scheduler)
     if keys:
         write_keys(plan.keys_file, known, keys.forward)
+    if token:
+        write_upstream_token(plan.upstream_token_file, token)
     Path(plan.directory, CONFIG).write_bytes(content)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -251,6 +263,7 @@ def gateway_options(config: Config, http2: bool = False) -> Options:
         keys_file=KEYS if gateway.keys else "",
         jwt=read_jwt(gateway.jwt) if gateway.jwt else None,
         jwt_file=JWT if gateway.jwt and gateway.jwt.jwks_file else "",
+        upstream_token_file=UPSTREAM if gateway.upstream_token_file else "",
         concurrency=gateway.concurrency or os.cpu_count() or 1,
         envoys=gateway.envoys,
         decision_header=config.journal.header,
@@ -260,7 +273,10 @@ def gateway_options(config: Config, http2: bool = False) -> Options:
 
 def printed_options(config: Config, http2: bool = False) -> Options:
     """Like `gateway_options`, for an Envoy whose files Fairlead does not update: the present keys and tokens are part
-    of the options. Raises `ConfigError` if a file of keys cannot be used."""
+    of the options, and Envoy's environment has the token of model servers. Raises `ConfigError` if a file of keys
+    cannot be used."""
     keys = config.gateway.keys
     lua = script(read_keys(keys.file), keys.forward) if keys else ""
-    return replace(gateway_options(config, http2), keys_file="", keys_script=lua, jwt_file="")
+    token = f"%ENVIRONMENT({UPSTREAM_VARIABLE})%" if config.gateway.upstream_token_file else ""
+    options = replace(gateway_options(config, http2), keys_file="", keys_script=lua, jwt_file="")
+    return replace(options, upstream_token_file="", upstream_token=token)

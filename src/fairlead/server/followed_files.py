@@ -1,4 +1,5 @@
-"""Files that are followed while a scheduler runs: its configuration, and the keys that Envoy requires of clients.
+"""Files that are followed while a scheduler runs: its configuration, and the keys that Envoy requires of clients and
+sends to model servers.
 
 Rules
 * `pool.watched_files` detects changes; loading also happens in a thread. The same content again is no change.
@@ -16,8 +17,15 @@ from typing import Any
 from fairlead.compat.load import load, read_bytes
 from fairlead.config.schema import Config, Gateway
 from fairlead.core.errors import ConfigError, FairleadError
-from fairlead.gateway.envoy.authentication import read_jwt, read_keys, write_jwt, write_keys
-from fairlead.gateway.envoy.process import JWT, KEYS
+from fairlead.gateway.envoy.authentication import (
+    read_jwt,
+    read_keys,
+    write_jwt,
+    write_keys,
+    write_upstream_token,
+)
+from fairlead.gateway.envoy.process import JWT, KEYS, UPSTREAM
+from fairlead.pool.scrape import TokenFile
 from fairlead.pool.watched_files import WatchedFiles
 from fairlead.server.files import write_whole
 from fairlead.server.observe.log import get
@@ -114,6 +122,15 @@ class FollowedKeys(WatchedFiles):
         self.unusable = problem
 
 
+def read_upstream_token(file: str) -> str:
+    """Read the token that model servers require. Raises `ConfigError` if the file has none."""
+    try:
+        return TokenFile(file).read()
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"cannot use {file}: {why}", "$.gateway.upstreamTokenFile") from None
+
+
 def followed_keys(gateway: Gateway, directory: Path) -> list[FollowedKeys]:
     """The files of keys to follow for the gateway whose files are in `directory`."""
     keys, jwt = gateway.keys, gateway.jwt
@@ -125,4 +142,7 @@ def followed_keys(gateway: Gateway, directory: Path) -> list[FollowedKeys]:
         write_tokens = partial(write_jwt, optional=bool(keys))
         read = partial(read_jwt, jwt)
         followed.append(FollowedKeys("issuer's keys", jwt.jwks_file, read, directory / JWT, write_tokens))
+    if file := gateway.upstream_token_file:
+        read_token, into = partial(read_upstream_token, file), directory / UPSTREAM
+        followed.append(FollowedKeys("keys of model servers", file, read_token, into, write_upstream_token))
     return followed

@@ -85,19 +85,25 @@ async def test_a_port_of_something_else_is_named(world: Any, pool_of: Listed) ->
     assert places(found, "endpoints.no-model-server") == ("default/e1",)
 
 
-@pytest.mark.parametrize(("forward", "locked"), [(False, {"endpoints.locked"}), (True, set())])
-async def test_an_engine_with_a_key_behind_a_gateway_that_removes_keys_is_named(
-    world: Any, forward: bool, locked: set[str]
-) -> None:
+@pytest.mark.parametrize(
+    ("more", "locked"),
+    [({"keys": {"file": "keys.txt"}}, True), ({"keys": {"file": "keys.txt", "forward": True}}, False),
+     ({"keys": {"file": "keys.txt"}, "upstreamTokenFile": "right.txt"}, False),
+     ({"upstreamTokenFile": "right.txt"}, False),
+     ({"upstreamTokenFile": "wrong.txt"}, True), ({}, False)],
+)  # fmt: skip
+async def test_an_engine_that_requires_another_key_is_named(world: Any, more: Json, locked: bool) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        status = b"401 No" if (await reader.readline()).startswith(b"GET /v1/") else b"200 OK"
+        head = await reader.readuntil(b"\r\n\r\n")
+        status = b"401 No" if head.startswith(b"GET /v1/") and b"Bearer right" not in head else b"200 OK"
         writer.write(b"HTTP/1.1 %b\r\ncontent-length: 28\r\n\r\nvllm:num_requests_waiting 0\n" % status)
 
     (world.directory / "keys.txt").write_text(f"{'0' * 64} a\n")
-    gateway = {"keys": {"file": "keys.txt", "forward": forward}}
+    for name in ("right", "wrong"):
+        (world.directory / f"{name}.txt").write_text(f"{name}\n")
     async with TcpServer(answer) as server:
-        found = await world.examined({"endpoints": [server.address], "gateway": gateway}, only=("endpoints",))
-    assert codes(found) == locked
+        found = await world.examined({"endpoints": [server.address], "gateway": more}, only=("endpoints",))
+    assert codes(found) == ({"endpoints.locked"} if locked else set())
 
 
 async def test_an_engine_that_died_is_named(world: Any, pool_of: Listed) -> None:

@@ -13,6 +13,7 @@ from fairlead.apis.request import parse_request, unread
 from fairlead.apis.tokens import MediaItem, PromptTokens
 from fairlead.pool import render
 from fairlead.pool.render import PAUSE, RETRY_AFTER, RenderClient
+from fairlead.pool.scrape import TokenFile
 
 DATA = Path(__file__).parents[2] / "data" / "vllm-0.32-apis"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -69,6 +70,28 @@ def answering(answers: dict[str, tuple[int, Any]], seen: list[tuple[str, Any]] |
         return web.Response(status=status, body=body if isinstance(body, bytes) else json.dumps(body).encode())
 
     return handle
+
+
+async def test_an_engine_gets_the_token_that_it_requires(clock: Clock, serve: Serve, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    client = RenderClient(5.0, clock, token=TokenFile(str(token)))
+
+    async def guarded(request: web.Request) -> web.Response:
+        known = request.headers.get("Authorization") == "Bearer engine's"
+        return web.json_response({"token_ids": [1, 2]} if known else {}, status=200 if known else 401)
+
+    url = await serve(guarded)
+    body = b'{"model": "m", "messages": [{"role": "user", "content": "a"}]}'
+    parsed = parse_request("/v1/chat/completions", body)
+    for content in (None, "", "client's"):
+        if content is not None:
+            token.write_text(content)
+        clock.time += PAUSE
+        assert (await client.tokens_of(parsed, body, url)).reason
+    clock.time += PAUSE
+    token.write_text("engine's\n")
+    assert not (await client.tokens_of(parsed, body, url)).reason
+    await client.close()
 
 
 def captured(name: str) -> bytes:

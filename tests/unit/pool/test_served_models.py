@@ -252,6 +252,20 @@ async def test_the_token_goes_only_where_the_metrics_page_is(
         await reader.close()
 
 
+@pytest.mark.parametrize("metrics", ["", "http://127.0.0.1:9/metrics"])
+async def test_model_servers_get_the_token_that_they_require(rig: Rig, tmp_path, metrics: str) -> None:
+    for name in ("pages", "own"):
+        (tmp_path / name).write_text(f"{name}\n")
+    options = replace(ScrapeOptions(), token_file=str(tmp_path / "pages"), upstream_token_file=str(tmp_path / "own"))
+    reader = rig.reader(options)
+    try:
+        reader.up(rig.endpoint("a", metrics_url=metrics))
+        assert await rig.heard() == ("a", frozenset({"poet"}))
+        assert rig.servers["a"].tokens[-1] == "Bearer own"
+    finally:
+        await reader.close()
+
+
 async def test_with_a_period_of_0_nobody_is_asked(rig: Rig) -> None:
     reader = rig.reader(ScrapeOptions(models_s=0.0))
     reader.up(rig.endpoint("a"))

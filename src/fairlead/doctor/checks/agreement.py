@@ -18,6 +18,7 @@ from fairlead.doctor.requests import CHAT, COMPLETIONS, ReportedUsage, chat, com
 from fairlead.doctor.run import Finding, Kind, Severity, Skipped, check
 from fairlead.doctor.site import Site, tried
 from fairlead.pool.render import PROBES, RenderClient, compare
+from fairlead.pool.scrape import TokenFile
 
 _TOKENS = "docs/tokens.md"
 _SELF_CHECK = "docs/kv-events.md#the-self-check"
@@ -76,9 +77,14 @@ async def _rendered(client: RenderClient, endpoint: Endpoint, model: str) -> lis
     return [NO_TOKENS.at(endpoint.id, f"{model}: {tokens.detail}")] if tokens.reason else []
 
 
+def _render_client(site: Site) -> RenderClient:
+    token = TokenFile(site.config.gateway.upstream_token_file)
+    return RenderClient(5.0, asyncio.get_running_loop().time, token=token)
+
+
 @check("tokens", "prompts become the same tokens here as in the engines", needs=("endpoints", "tokens"), budget=60.0)
 async def tokens(site: Site) -> list[Finding]:
-    client = RenderClient(5.0, asyncio.get_running_loop().time)
+    client = _render_client(site)
     asked: dict[str, int] = {}
     findings: list[Finding] = []
     try:
@@ -182,7 +188,7 @@ async def _prompt(site: Site, model: str, address: str, size: int) -> _Prompt:
     body = chat(model, words)
     parsed = parse_request(CHAT, body)
     if settings is not None and settings.render == "engine":
-        client = RenderClient(5.0, asyncio.get_running_loop().time)
+        client = _render_client(site)
         try:
             return _Prompt(CHAT, body, await client.tokens_of(parsed, body, f"http://{address}"))
         finally:
@@ -208,7 +214,9 @@ def _predicted(kv: KvListening, slot: int, tokens: PromptTokens) -> int:
 
 async def _sent(site: Site, address: str, prompt: _Prompt) -> ReportedUsage | str:
     """Send a prompt. Return the usage in the answer, or why there is none."""
-    answer = await tried(site.client.post(f"http://{address}{prompt.path}", prompt.body, seconds=_PATIENCE))
+    answer = await tried(
+        site.client.post(f"http://{address}{prompt.path}", prompt.body, await site.upstream_headers(), _PATIENCE)
+    )
     if isinstance(answer, Unreached):
         return str(answer)
     return usage(answer) if answer.status == 200 else shown(answer)

@@ -248,7 +248,12 @@ def _outgoing(site: Site) -> Iterator[Finding]:
 def _files(config: Config) -> Iterator[tuple[Kind, int, str]]:
     """Yield (kind of finding, mode bits that are unsafe, file) for each configured file with secrets or records."""
     curve, gateway = config.kv_events.curve, config.gateway
-    secrets = [config.metrics.token_file, config.admin.token_file, config.replicas.password_file]
+    secrets = [
+        config.metrics.token_file,
+        config.admin.token_file,
+        config.replicas.password_file,
+        gateway.upstream_token_file,
+    ]
     secrets += [curve.secret_key_file] if curve else []
     pairs = [config.ext_proc.tls, config.admin.tls, *(scheduler.tls for _, scheduler in _schedulers(config))]
     secrets += [str(Path(tls.cert_dir, "tls.key")) for tls in pairs if tls and tls.cert_dir]

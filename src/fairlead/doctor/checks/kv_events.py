@@ -235,7 +235,7 @@ async def _listened(site: Site, look: _Look, seconds: Sequence[float]) -> _Liste
 async def _asked(site: Site, endpoint: Endpoint) -> None:
     """Send the engine a request, so that it has something to report."""
     body = completion(await site.model(endpoint), 4 * 64)
-    await tried(site.client.post(f"http://{endpoint.address}{COMPLETIONS}", body))
+    await tried(site.client.post(f"http://{endpoint.address}{COMPLETIONS}", body, await site.upstream_headers()))
 
 
 async def _by_scheduler(site: Site) -> list[Finding]:

@@ -47,16 +47,16 @@ SICK = Kind(
     "read its log and restart it; requests to it fail", _FAILING,
 )  # fmt: skip
 LOCKED = Kind(
-    "endpoints.locked", Severity.CRITICAL, "a model server requires a key, and the gateway removes the keys of clients",
-    "start it without a key and let only the gateway reach it; or set forward beside gateway.keys or gateway.jwt, if "
-    "it accepts every client's", "docs/gateway.md#keys-and-tokens",
+    "endpoints.locked", Severity.CRITICAL, "a model server requires another key than the gateway sends, or any at all",
+    "write the key into a file and name it in gateway.upstreamTokenFile", "docs/gateway.md#keys-and-tokens",
 )  # fmt: skip
 
 
 async def _locked(site: Site, endpoint: Endpoint) -> bool:
-    """Whether a model server refuses requests without a key, although the gateway removes the keys of clients."""
+    """Whether a model server refuses what the gateway sends in place of clients' keys: its own token, or none."""
     asks = [each for each in (site.config.gateway.keys, site.config.gateway.jwt) if each is not None]
-    if not asks or any(each.forward for each in asks):
+    token = site.config.gateway.upstream_token_file
+    if not (asks or token) or any(each.forward for each in asks):
         return False
     listed = await tried(site.ask(endpoint, "/v1/models"))
     return not isinstance(listed, Unreached) and listed.status in (401, 403)

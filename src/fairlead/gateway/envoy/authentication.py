@@ -35,6 +35,10 @@ Json = dict[str, Any]
 TENANT = FAIRNESS_HEADERS[0]
 #: The names of the filters.
 KEYS, JWT, NAMED = "fairlead.keys", "envoy.filters.http.jwt_authn", "envoy.filters.http.rbac"
+#: The name of the filter that sends the model servers' own token.
+UPSTREAM = "fairlead.upstream_token"
+#: The variable of an Envoy that Fairlead does not run, with the token of model servers.
+UPSTREAM_VARIABLE = "FAIRLEAD_UPSTREAM_TOKEN"
 #: The cluster from which the issuer's keys are fetched.
 JWKS = "jwks"
 #: Size limit of the keys file; enough for 10,000 keys with lines of 100 bytes.
@@ -43,6 +47,7 @@ MAX_BYTES = 1 << 20
 _LUA = "type.googleapis.com/envoy.extensions.filters.http.lua.v3.Lua"
 _JWT = "type.googleapis.com/envoy.extensions.filters.http.jwt_authn.v3.JwtAuthentication"
 _RBAC = "type.googleapis.com/envoy.extensions.filters.http.rbac.v3.RBAC"
+_HEADERS = "type.googleapis.com/envoy.extensions.filters.http.header_mutation.v3.HeaderMutation"
 _RESOURCE = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig"
 _DIGEST = re.compile("[0-9a-f]{64}", re.IGNORECASE)
 _NAME = re.compile("[A-Za-z0-9._:@/+-]{1,128}")
@@ -152,6 +157,20 @@ def read_jwt(settings: "JwtSettings") -> Jwt:
 
 
 # ---- Envoy's filters ----
+
+
+def upstream_token(options: Options) -> list[Json]:
+    """The filter that gives model servers their own token instead of the client's; none if they require none."""
+    if options.upstream_token_file:
+        return [_followed(UPSTREAM, options.upstream_token_file, _bearer(""))]
+    return [_filter(UPSTREAM, _bearer(options.upstream_token))] if options.upstream_token else []
+
+
+def _bearer(value: str) -> Json:
+    """`value`: the token in Envoy's format, in which `%` begins a command."""
+    header = {"key": "authorization", "value": f"Bearer {value}"}
+    append = {"header": header, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}
+    return {"@type": _HEADERS, "mutations": {"request_mutations": [{"remove": "x-api-key"}, {"append": append}]}}
 
 
 def authentication(options: Options) -> list[Json]:
@@ -296,6 +315,12 @@ def write_jwt(path: Path, jwt: Jwt, optional: bool) -> None:
     """Write the filter for tokens, for `Options.jwt_file`. `optional`: a client without a valid token may use a key
     instead. Raises `OSError` on disk errors."""
     _write(path, JWT, _jwt(jwt, optional))
+
+
+def write_upstream_token(path: Path, token: str) -> None:
+    """Write the filter with the model servers' token, for `Options.upstream_token_file`. Raises `OSError` on disk
+    errors."""
+    _write(path, UPSTREAM, _bearer(token.replace("%", "%%")))
 
 
 def write_keys(path: Path, keys: Iterable[Key], forward: bool) -> None:

@@ -27,7 +27,7 @@ from fairlead.gateway.access_log import (
     UPLOAD_TAG,
 )
 from fairlead.gateway.envoy.admin import LISTENER
-from fairlead.gateway.envoy.authentication import authentication
+from fairlead.gateway.envoy.authentication import authentication, upstream_token
 from fairlead.gateway.envoy.clusters import EXT_PROC, OTHER_HOSTS, UPLOADS, als, clusters, seconds
 from fairlead.gateway.envoy.options import Options
 from fairlead.gateway.envoy.process import STAT_PREFIX
@@ -331,7 +331,8 @@ def _connection_manager(options: Options, outside: bool = True) -> Json:
     """`outside`: for the listener that clients connect to."""
     idle = seconds(options.stream_idle_timeout)
     # The other listener has already authenticated the requests that it passes on.
-    asks = authentication(options) if outside else []
+    own = (_cors(options), authentication(options), upstream_token(options))
+    cors, asks, token = own if outside else ([], [], [])
     at_entry: list[Json] = [{"remove": name} for name in (*AT_ENTRY, *(FAIRNESS_HEADERS if asks else ()))]
     own_id = {"key": GATEWAY_ID, "value": "%UNIQUE_ID%"}
     chunked = {"key": CHUNKED, "value": "%REQ(transfer-encoding)%"}
@@ -370,13 +371,13 @@ def _connection_manager(options: Options, outside: bool = True) -> Json:
             }
         ],
         "upgrade_configs": [
-            {"upgrade_type": "websocket", "filters": [*asks, *upgrade_filters(options)]},
+            {"upgrade_type": "websocket", "filters": [*asks, *token, *upgrade_filters(options)]},
             # A tunnel would wait in the buffer filter for a body without end. Its own chain refuses it immediately.
             {"upgrade_type": "CONNECT", "filters": [router()]},
         ],
         "local_reply_config": local_replies(),
         "route_config": route_config(options, outside),
-        "http_filters": [*(_cors(options) if outside else ()), *asks, *bound(options, outside), *http_filters(options)],
+        "http_filters": [*cors, *asks, *token, *bound(options, outside), *http_filters(options)],
     }
     logs = access_logs(options)
     if logs:

@@ -26,6 +26,7 @@ from fairlead.gateway.envoy.process import (
     KEYS,
     LISTENERS,
     LISTENERS_LATER,
+    UPSTREAM,
 )
 from fairlead.gateway.ports import bindable, obstacle
 
@@ -57,6 +58,10 @@ class Plan(Struct, frozen=True):
     def keys_file(self) -> Path:
         return Path(self.directory, KEYS)
 
+    @property
+    def upstream_token_file(self) -> Path:
+        return Path(self.directory, UPSTREAM)
+
 
 def prepare(
     options: Options,
@@ -85,7 +90,10 @@ def prepare(
         pool.write(tuple(endpoints) or options.endpoints)
         keys = str(own / options.keys_file) if options.keys_file else ""
         tokens = str(own / options.jwt_file) if options.jwt_file else ""
-        options = structs.replace(options, endpoints_file=str(pool.path), keys_file=keys, jwt_file=tokens)
+        upstream = str(own / options.upstream_token_file) if options.upstream_token_file else ""
+        options = structs.replace(
+            options, endpoints_file=str(pool.path), keys_file=keys, jwt_file=tokens, upstream_token_file=upstream
+        )
         if options.jwt and tokens:
             write_jwt(Path(tokens), options.jwt, options.asks_for_keys)
         each = [options.each(number, str(own / ADMIN_SOCKET.format(number))) for number in range(options.envoys)]

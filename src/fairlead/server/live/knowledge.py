@@ -29,6 +29,7 @@ from fairlead.core.trust import TEMPLATE, TOKENISER, Finding, Verdict
 from fairlead.gateway.host import Inspect
 from fairlead.pool.aio import cancelled, read_at_most
 from fairlead.pool.render import PROBES, RenderClient, TokenCheckResult, compare
+from fairlead.pool.scrape import NO_TOKEN, TokenFile
 from fairlead.pool.served_models import read_model_list
 from fairlead.server.live.prompts import Asker, PromptReading
 from fairlead.server.observe.component_metrics import TokenMetrics
@@ -51,8 +52,9 @@ class Knowledge:
         self._settings = config.kv_events
         self._fleet = fleet
         self.exact = exact = fleet.exact
-        self.prompts = PromptReading(config.tokens, exact, self._some_engine, fleet.table.bases, asker)
-        self.token_check = TokenCheck(lambda: self.prompts.tokeniser, self.prompts.asks)
+        token = TokenFile(config.gateway.upstream_token_file)
+        self.prompts = PromptReading(config.tokens, exact, self._some_engine, fleet.table.bases, asker, token)
+        self.token_check = TokenCheck(lambda: self.prompts.tokeniser, self.prompts.asks, token=token)
         without = self.prompts.without if exact is None else None  # else `KvMetrics` shows it
         TokenMetrics(registry, lambda: self.prompts.tokeniser, self.token_check.states, without)
         self._budget = _FOLLOWED
@@ -214,7 +216,7 @@ UNKNOWN = "unknown"
 class TokenCheck:
     """`asks(model)`: whether the engine itself supplies that model's token ids, so that there is nothing to compare.
 
-    `later`: seconds until a failed comparison is tried again.
+    `later`: seconds until a failed comparison is tried again. `token`: what engines require.
     """
 
     def __init__(
@@ -222,11 +224,12 @@ class TokenCheck:
         tokeniser: Callable[[], PromptTokeniser],
         asks: Callable[[str], bool],
         later: float = LATER,
+        token: TokenFile = NO_TOKEN,
     ) -> None:
         #: By endpoint: its address, and its results by model name, as the engine reports it.
         self._compared: dict[str, tuple[str, dict[str, TokenCheckResult]]] = {}
         self._tokeniser, self._asks = tokeniser, asks
-        self._later = later
+        self._later, self._token = later, token
         self._waiting: dict[str, tuple[Endpoint, int]] = {}
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -275,7 +278,7 @@ class TokenCheck:
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
-        client = RenderClient(TIMEOUT, loop.time, 4)
+        client = RenderClient(TIMEOUT, loop.time, 4, self._token)
         try:
             async with aiohttp.ClientSession() as session:
                 while True:
@@ -298,7 +301,7 @@ class TokenCheck:
         url = f"http://{endpoint.address}"
         _, compared = self._compared[endpoint.id]
         settled = True
-        names = await _served(session, url) or {endpoint.labels.get(MODEL_LABEL, "")} - {""}
+        names = await self._served(session, url) or {endpoint.labels.get(MODEL_LABEL, "")} - {""}
         for model in sorted(names):
             results = self.results
             own, before = compared.get(model), results.get(model)
@@ -316,6 +319,19 @@ class TokenCheck:
             if before is None or self.results.get(model, before).state != before.state:
                 self._tell(model, endpoint, result)
         return settled and bool(names)
+
+    async def _served(self, session: aiohttp.ClientSession, url: str) -> set[str]:
+        """The names of the base models that the engine lists; empty if it has no usable list."""
+        url += "/v1/models"
+        try:
+            headers = await self._token.headers()
+            async with asyncio.timeout(TIMEOUT), session.get(url, headers=headers, allow_redirects=False) as response:
+                if response.status != 200:
+                    return set()
+                body = await read_at_most(response.content, _MOST_BYTES, ValueError("no list of models is so long"))
+            return set(read_model_list(body).base.names)
+        except (OSError, aiohttp.ClientError, TimeoutError, ValueError):
+            return set()
 
     def _tell(self, model: str, endpoint: Endpoint, result: TokenCheckResult) -> None:
         if result.differing:
@@ -340,15 +356,3 @@ def cause_of(result: TokenCheckResult) -> str:
     """The cause of a difference: the template if chats differ and plain texts agree, else the tokeniser."""
     plain = {name for name, (path, _) in PROBES.items() if path == "/v1/completions"}
     return TEMPLATE if plain & {*result.agreed} and not plain & {*result.differing} else TOKENISER
-
-
-async def _served(session: aiohttp.ClientSession, url: str) -> set[str]:
-    """The names of the base models that the engine lists; empty if it has no usable list."""
-    try:
-        async with asyncio.timeout(TIMEOUT), session.get(f"{url}/v1/models", allow_redirects=False) as response:
-            if response.status != 200:
-                return set()
-            body = await read_at_most(response.content, _MOST_BYTES, ValueError("no list of models is so long"))
-        return set(read_model_list(body).base.names)
-    except (OSError, aiohttp.ClientError, TimeoutError, ValueError):
-        return set()

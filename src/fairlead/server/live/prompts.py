@@ -23,6 +23,7 @@ from fairlead.gateway.understand import PromptKnown, Reading
 from fairlead.pool.aio import cancelled
 from fairlead.pool.model_files import load_tokeniser
 from fairlead.pool.render import RenderClient
+from fairlead.pool.scrape import NO_TOKEN, TokenFile
 
 PATIENCE = 1.0
 #: How many prompts may be read at the same time, in the thread and by engines.
@@ -38,7 +39,7 @@ class PromptReading:
 
     `engine` returns an endpoint (`host:port`) to ask; empty = there is none. `bases`: the names of the base models of
     each endpoint that has a model. `asker`: if another process knows the blocks, asks it and adds its answer to the
-    prompt's chains; without an answer the prompt is not offered.
+    prompt's chains; without an answer the prompt is not offered. `token`: what engines require.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class PromptReading:
         engine: Callable[[str], str],
         bases: Callable[[str], Collection[frozenset[str]]],
         asker: Asker | None = None,
+        token: TokenFile = NO_TOKEN,
     ) -> None:
         self.tokeniser = PromptTokeniser()
         #: Prompts that are being read.
@@ -60,6 +62,7 @@ class PromptReading:
         self.configured = bool(settings.models)
         self._settings = settings
         self._asker = asker
+        self._token = token
         self._exact = exact
         self._long = exact.recipe.long if exact is not None else Recipe().long
         self._engine, self._bases = engine, bases
@@ -74,7 +77,7 @@ class PromptReading:
         models = {name: model for name, model in self.tokeniser.states().items() if name not in self._asked}
         self.unusable = {name: model.state for name, model in models.items() if model.tokeniser is None}
         if self._asked and self._exact is not None:
-            self._render = RenderClient(self._settings.engine_timeout, loop.time)
+            self._render = RenderClient(self._settings.engine_timeout, loop.time, token=self._token)
 
     async def close(self) -> None:
         await cancelled(*self.reading)

@@ -383,6 +383,7 @@ def scrape_options(config: Config) -> ScrapeOptions:
         max_rate=metrics.max_rate,
         max_page=metrics.max_page_bytes,
         token_file=metrics.token_file,
+        upstream_token_file=config.gateway.upstream_token_file,
         ca_file=metrics.tls.ca_file,
         verify=metrics.tls.verify,
     )
