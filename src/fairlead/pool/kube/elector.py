@@ -302,7 +302,7 @@ class Elector:
             client,
             self._resource,
             read_lease,
-            lambda key, lease: self._seen(lease),
+            lambda leases: self._seen(*leases.values()),
             rng,
             query={"fieldSelector": f"metadata.name={settings.name}"},
             synced=self._synced,

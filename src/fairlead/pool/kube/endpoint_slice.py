@@ -271,7 +271,7 @@ class EndpointSlicePublisher:
             client,
             self._slices,
             read_slice,
-            lambda key, listed: self.see(listed),
+            lambda slices: self.see(*slices.values()),
             rng,
             query={"fieldSelector": f"metadata.name={slice_name(service, place)}"},
             synced=self._woken.set,

@@ -171,7 +171,7 @@ class PoolModels:
             self._client,
             resource,
             read,
-            lambda key, value: self._changed(),
+            lambda changes: self._changed(),
             self._rng,
             synced=self._changed,
             on_trouble=troubled,

@@ -136,6 +136,7 @@ def _active_ports(annotations: Mapping[str, str]) -> frozenset[int] | None:
 #   selectors select stay up. If its ports change, they are applied to the known pods.
 # * If a pool is removed, its endpoints go down. A pool that cannot be read changes nothing.
 # * If a pod is replaced by another pod of the same name, its endpoints go down, then up.
+# * Of pods that change together, endpoints that come are sent before those that go: the pool is never empty meanwhile.
 # * `EndpointUp` is sent only for new or changed endpoints, `EndpointDown` only for removed ones, however often pods are
 #   listed. If many change at once, their events are sent in several turns of the event loop (`Turns`).
 
@@ -144,7 +145,7 @@ OnTrouble = Callable[[str, str], object]
 
 
 class PodEndpoints:
-    """The endpoints of a set of pods; sends their events by the last two rules above, with `turns`."""
+    """The endpoints of a set of pods; sends their events by the last three rules above, with `turns`."""
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
@@ -161,24 +162,29 @@ class PodEndpoints:
         """The endpoints that are up."""
         return [endpoint for _, by_id in self._by_pod.values() for endpoint in by_id.values()]
 
-    def take(self, key: str, pod: Pod | None, ports: tuple[int, ...]) -> None:
-        """Take note of a pod's present state; `None` = it is gone."""
-        wanted = {candidate.id: candidate for candidate in endpoints_of(pod, ports)} if pod is not None else {}
-        uid, known = self._by_pod.get(key, ("", {}))
-        replaced = pod is not None and uid != pod.uid
-        for endpoint_id in [candidate for candidate in known if candidate not in wanted or replaced]:
-            del known[endpoint_id]
-            self._emit(EndpointDown(endpoint_id))
-        for endpoint in wanted.values():
-            if known.get(endpoint.id) != endpoint:
-                self._emit(EndpointUp(endpoint))
-        if wanted and pod is not None:
-            self._by_pod[key] = (pod.uid, wanted)
-        else:
-            self._by_pod.pop(key, None)
+    def take(self, pods: Mapping[str, Pod | None], ports: tuple[int, ...]) -> None:
+        """Take note of the present state of pods by key; `None` = it is gone."""
+        gone: list[EndpointDown] = []
+        for key, pod in pods.items():
+            uid, known = self._by_pod.pop(key, ("", {}))
+            wanted = {endpoint.id: endpoint for endpoint in endpoints_of(pod, ports)} if pod is not None else {}
+            for endpoint in wanted.values():
+                if pod is not None and uid != pod.uid and endpoint.id in known:
+                    self._emit(EndpointDown(endpoint.id), EndpointUp(endpoint))
+                elif known.get(endpoint.id) != endpoint:
+                    self._emit(EndpointUp(endpoint))
+            gone += [EndpointDown(endpoint_id) for endpoint_id in known if endpoint_id not in wanted]
+            if wanted and pod is not None:
+                self._by_pod[key] = (pod.uid, wanted)
+        for event in gone:
+            self._emit(event)
 
-    def _emit(self, event: EndpointUp | EndpointDown) -> None:
-        self.turns.make(lambda: call_consumer(lambda: self._feed(event), f"the consumer of {event!r}"))
+    def _emit(self, *events: EndpointUp | EndpointDown) -> None:
+        def send() -> None:
+            for event in events:
+                call_consumer(lambda event=event: self._feed(event), f"the consumer of {event!r}")  # type: ignore[misc]
+
+        self.turns.make(send)
 
 
 class PoolEndpoints:
@@ -217,7 +223,7 @@ class PoolEndpoints:
                 client,
                 Resource(group, VERSIONS[group], "inferencepools", pool.namespace),
                 read_pool,
-                self._pool_changed,
+                lambda pools: self._pool_changed(*pools.values()),
                 rng,
                 query={"fieldSelector": f"metadata.name={pool.name}"},
                 synced=changed,
@@ -265,17 +271,15 @@ class PoolEndpoints:
 
     # ---- the pool ----
 
-    def _pool_changed(self, key: str, pool: Pool | None) -> None:
+    def _pool_changed(self, pool: Pool | None) -> None:
         old, self.pool = self.pool, pool
         if pool is None:
             self._unfollow()
-            for pod in self._pod_endpoints.pods:
-                self._pod_changed(pod, None)
+            self._pods_changed(dict.fromkeys(self._pod_endpoints.pods))
         elif old is None or old.selector != pool.selector:
             self._follow_pods(pool)
         if pool is not None and old is not None and old.ports != pool.ports and self._pods is not None:
-            for pod, item in self._pods.items.items():
-                self._pod_changed(pod, item)
+            self._pods_changed(self._pods.items)
         self._tell(False if pool is None else None)
 
     def _unfollow(self) -> None:
@@ -290,7 +294,7 @@ class PoolEndpoints:
             self._client,
             Resource("", "v1", "pods", pool.namespace),
             read_pod,
-            self._pod_changed,
+            self._pods_changed,
             self._rng,
             query={"labelSelector": selector_text(pool.selector)},
             synced=self._pods_listed,
@@ -314,5 +318,5 @@ class PoolEndpoints:
 
         self._pod_endpoints.turns.make(lambda: call_consumer(tell, "the follower of a pool"))
 
-    def _pod_changed(self, key: str, pod: Pod | None) -> None:
-        self._pod_endpoints.take(key, pod, self.pool.ports if self.pool is not None else ())
+    def _pods_changed(self, pods: Mapping[str, Pod | None]) -> None:
+        self._pod_endpoints.take(pods, self.pool.ports if self.pool is not None else ())

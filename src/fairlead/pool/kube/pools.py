@@ -42,7 +42,7 @@ class Pools:
             client,
             Resource(group, VERSIONS[group], "inferencepools", namespace),
             read_pool,
-            self._pool_changed,
+            self._pools_changed,
             rng,
             query=_labelled(pool_labels),
             synced=synced,
@@ -53,7 +53,7 @@ class Pools:
             client,
             Resource("", "v1", "pods", namespace),
             read_pod,
-            self._pod_changed,
+            self._pods_changed,
             rng,
             query=_labelled(pod_labels),
             synced=self._pods_listed,
@@ -111,28 +111,31 @@ class Pools:
         self._unsent.add(key)
         self._served[key].turns.make(tell)
 
-    def _pool_changed(self, key: str, pool: Pool | None) -> None:
-        if pool is not None and key in self._served:
-            self._match(key, pool)
-        self._changed(key, pool)
+    def _pools_changed(self, pools: Mapping[str, Pool | None]) -> None:
+        for key, pool in pools.items():
+            if pool is not None and key in self._served:
+                self._match(key, pool)
+            call_consumer(lambda key=key, pool=pool: self._changed(key, pool), "the follower of pools")  # type: ignore[misc]
 
     def _match(self, key: str, pool: Pool) -> None:
         endpoints = self._served[key]
-        for pod_key in dict.fromkeys((*endpoints.pods, *self.pods.items)):
-            if pod_key.startswith(f"{pool.namespace}/"):
-                _take(endpoints, pool, pod_key, self.pods.items.get(pod_key))
+        _take(endpoints, pool, {**dict.fromkeys(endpoints.pods), **self.pods.items})
 
-    def _pod_changed(self, key: str, pod: Pod | None) -> None:
-        namespace = key.partition("/")[0]
-        for pool_key, endpoints in self._served.items():
-            pool = self.pools.items.get(pool_key)
-            if pool is not None and pool.namespace == namespace:
-                _take(endpoints, pool, key, pod)
+    def _pods_changed(self, pods: Mapping[str, Pod | None]) -> None:
+        for key, endpoints in self._served.items():
+            if (pool := self.pools.items.get(key)) is not None:
+                _take(endpoints, pool, pods)
 
 
-def _take(endpoints: PodEndpoints, pool: Pool, key: str, pod: Pod | None) -> None:
-    selected = pod is not None and pool.selector.items() <= pod.own_labels.items()
-    endpoints.take(key, pod if selected else None, pool.ports)
+def _take(endpoints: PodEndpoints, pool: Pool, pods: Mapping[str, Pod | None]) -> None:
+    """Take note of pods of any namespace by key; `None` = it is gone."""
+    selector, prefix = pool.selector.items(), f"{pool.namespace}/"
+    selected = {
+        key: pod if pod is not None and selector <= pod.own_labels.items() else None
+        for key, pod in pods.items()
+        if key.startswith(prefix)
+    }
+    endpoints.take(selected, pool.ports)
 
 
 def _labelled(labels: Mapping[str, str]) -> dict[str, str]:

@@ -74,15 +74,15 @@ class Backoff:
 
 
 class Reflector(Generic[T]):
-    """Keeps `items` by `namespace/name`. Calls `changed(key, value)` for each new, changed or (`None`) removed object,
-    and `synced()` after the changes of each list. `await run()` never returns."""
+    """Keeps `items` by `namespace/name`. Calls `changed(changes)` with the new, changed and (`None`) removed objects of
+    a list or an event by key, and `synced()` after each list. `await run()` never returns."""
 
     def __init__(
         self,
         client: KubeClient,
         resource: Resource,
         read: Callable[[Raw], T],
-        changed: Callable[[str, T | None], object],
+        changed: Callable[[Mapping[str, T | None]], object],
         rng: Random,
         *,
         query: Mapping[str, str] | None = None,
@@ -161,11 +161,8 @@ class Reflector(Generic[T]):
             page = await self._page(page.metadata.continue_)
         self.stats.lists += 1
         self._in_touch()
-        for key in [key for key in self.items if key not in listed] if not nameless else ():
-            del self.items[key]
-            self._tell(key, None)
-        for key, value in listed.items():
-            self._put(key, value)
+        gone = [key for key in self.items if key not in listed and not nameless]
+        self._apply({**listed, **dict.fromkeys(gone)})
         self.ready.set()
         self._guard(self._synced)
         return page.metadata.resource_version
@@ -245,23 +242,24 @@ class Reflector(Generic[T]):
             key = key_of(meta)
             value = self._value(key, event.object)
             if value is not None:
-                self._put(key, value)
+                self._apply({key: value})
         elif event.type == "DELETED":
-            key = key_of(meta)
-            if self.items.pop(key, None) is not None:
-                self._tell(key, None)
+            self._apply({key_of(meta): None})
         if meta.resource_version:
             self._version = meta.resource_version
 
-    def _put(self, key: str, value: T) -> None:
-        if self.items.get(key) != value:
-            self.items[key] = value
-            self._tell(key, value)
+    def _apply(self, present: Mapping[str, T | None]) -> None:
+        """Take over the present objects (`None` = it is gone), and report those that differ."""
+        changes = {key: value for key, value in present.items() if self.items.get(key) != value}
+        for key, value in changes.items():
+            if value is None:
+                del self.items[key]
+            else:
+                self.items[key] = value
+        if changes:
+            self._guard(lambda: self._changed(changes))
 
     # ---- callbacks ----
-
-    def _tell(self, key: str, value: T | None) -> None:
-        self._guard(lambda: self._changed(key, value))
 
     def _guard(self, call: Callable[[], object]) -> None:
         call_consumer(call, f"a consumer of {self.resource.plural}")

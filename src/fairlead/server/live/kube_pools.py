@@ -121,7 +121,7 @@ class KubePools(KubeLink):
                 self.client,
                 Resource(GROUP, VERSION, "endpointslices", namespace),
                 read_slice,
-                self._slice_changed,
+                self._slices_changed,
                 self._rng,
                 query={"labelSelector": f"{KEEPER_LABEL}={KEEPER}"},
                 on_trouble=lambda why: on_trouble("endpointslices", why),
@@ -251,10 +251,10 @@ class KubePools(KubeLink):
             self._tasks.add(closing)
             closing.add_done_callback(self._tasks.discard)
 
-    def _slice_changed(self, key: str, listed: Slice | None) -> None:
+    def _slices_changed(self, slices: Mapping[str, Slice | None]) -> None:
         for (namespace, service), publisher in self.publishers.items():
-            if self._place is not None and key == f"{namespace}/{slice_name(service, self._place)}":
-                publisher.see(listed)
+            if self._place is not None and (key := f"{namespace}/{slice_name(service, self._place)}") in slices:
+                publisher.see(slices[key])
 
 
 def _named(what: str, namespace: str) -> str:

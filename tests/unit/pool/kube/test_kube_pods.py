@@ -28,6 +28,8 @@ class Followed:
         self.up: dict[str, str] = {}
         self.events: list[str] = []
         self.problems: list[str] = []
+        #: How few endpoints were up after any event since the last `news`.
+        self.fewest = 1_000
         self.pods = PoolEndpoints(client, wanted, group, self.feed, rng, report=self.problems.append)
 
     def feed(self, event: EndpointUp | EndpointDown) -> None:
@@ -37,8 +39,10 @@ class Followed:
         else:
             del self.up[event.endpoint_id]
             self.events.append(f"-{event.endpoint_id}")
+        self.fewest = min(self.fewest, len(self.up))
 
     def news(self) -> list[str]:
+        self.fewest = 1_000
         told, self.events = self.events, []
         return sorted(told)
 
@@ -121,6 +125,32 @@ async def test_a_pod_that_was_replaced_under_its_name_is_new(
     await kube.start()
     await until(lambda: len(followed.events) == 2)
     assert followed.events == ["-default/a-rank-0", "+default/a-rank-0"]
+
+
+async def test_the_pool_is_never_empty_while_all_its_pods_are_replaced(
+    kube: FakeKube, followed: Followed, pod: Any, tasks: Any, until: Any
+) -> None:
+    """A rollout behind the reflector's back: of the old pods some are gone, some still end."""
+    many = 2 * IN_ONE_TURN
+    kube.put(V1, "inferencepools", pool((8000, 8001)))
+    for number in range(many):
+        kube.put("v1", "pods", pod(f"old-{number}", f"10.0.0.{number}"))
+    kube.put("v1", "pods", pod("both", "10.0.2.1"))
+    tasks(followed.pods.run())
+    await until(lambda: len(followed.up) == 2 * many + 2)
+    followed.news()
+    await kube.stop()
+    for number in range(many):
+        kube.put("v1", "pods", pod(f"put-{number}", f"10.0.1.{number}"))
+        if number % 2:
+            kube.drop("v1", "pods", f"old-{number}")
+        else:
+            kube.put("v1", "pods", pod(f"old-{number}", f"10.0.0.{number}", ready=False))
+    kube.compact()
+    await kube.start()
+    await until(lambda: len(followed.events) == 4 * many)
+    assert followed.fewest >= 2 * many and len(followed.up) == 2 * many + 2
+    assert not [event for event in followed.events if "both" in event]
 
 
 async def test_another_selector_moves_only_what_differs(

@@ -51,12 +51,15 @@ class Opened:
         self.up: dict[str, str] = {}
         self.models: ModelSet | None = None
         self.closed = ""
+        #: How few endpoints were up after any event.
+        self.fewest = 1_000
 
     def endpoint(self, event: Any) -> None:
         if isinstance(event, EndpointUp):
             self.up[event.endpoint.id] = event.endpoint.address
         else:
             del self.up[event.endpoint_id]
+        self.fewest = min(self.fewest, len(self.up))
 
     def defined(self, where: str, models: ModelSet) -> None:
         self.models = models
@@ -138,6 +141,23 @@ async def test_a_pool_waits_for_the_events_of_all_its_pods_and_gets_none_once_le
     for _ in range(5):
         await asyncio.sleep(0)
     assert (len(last), pools.missing) == (IN_ONE_TURN, "")
+
+
+async def test_a_pool_whose_selector_changes_is_never_empty(
+    kube: FakeKube, tmp_path: Path, stack: AsyncExitStack, until: Any
+) -> None:
+    for number in range(2 * IN_ONE_TURN):
+        kube.put("v1", "pods", pod(f"old-{number}", "a", app="old"))
+        kube.put("v1", "pods", pod(f"put-{number}", "a", app="new"))
+    kube.put(V1, "inferencepools", pool("llama", "a", app="old"))
+    followed = Followed(kube, tmp_path, namespaces=("*",))
+    await followed.kube.start(stack)
+    opened = followed.opened["a/llama"]
+    assert len(opened.up) == 2 * IN_ONE_TURN
+    opened.fewest = 1_000
+    kube.put(V1, "inferencepools", pool("llama", "a", app="new"))
+    await until(lambda: "a/put-0-rank-0" in opened.up and len(opened.up) == 2 * IN_ONE_TURN)
+    assert opened.fewest >= 2 * IN_ONE_TURN
 
 
 @pytest.mark.parametrize("namespaces", [("*",), ("a", "b")])

@@ -24,7 +24,7 @@ class Seen:
             client,
             PODS,
             read_pod,
-            lambda key, pod: self.on_trouble.append((key, pod)),
+            lambda pods: self.on_trouble.extend(pods.items()),
             rng,
             on_trouble=self.troubles.append,
             report=self.problems.append,
@@ -200,8 +200,8 @@ async def test_a_broken_consumer_stops_nothing(
     complaints: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
 
-    def broken(key: str, value: Any) -> None:
-        raise RuntimeError(key)
+    def broken(changes: Any) -> None:
+        raise RuntimeError
 
     reflector = Reflector(client, PODS, read_pod, broken, rng)
     kube.put("v1", "pods", pod("a"))

@@ -56,7 +56,7 @@ async def client(storm: Stormy) -> AsyncIterator[KubeClient]:
 @pytest.fixture
 def followed(storm: Stormy, client: KubeClient, rng: Random, pod: Any) -> Reflector[Pod]:
     storm.put("v1", "pods", pod("a"))
-    return Reflector(client, PODS, read_pod, lambda key, value: None, rng)
+    return Reflector(client, PODS, read_pod, lambda changes: None, rng)
 
 
 STREAMS = [
