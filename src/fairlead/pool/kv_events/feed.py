@@ -145,9 +145,13 @@ class Feed:
         self.count.bad_batches += 1
 
     def connection_lost(self) -> None:
-        """Take note that the connection was lost: the next batch may come from a restarted engine."""
+        """Take note that the connection was lost: the next batch may come from a restarted engine. Replies to a replay
+        may still be the former engine's, so a current replay is asked for again."""
         self._reconnected = self.last >= 0
         self._waited = self._waiting
+        if self.sync is Sync.REPLAYING:
+            self._want(self.last)
+            self._spoiled = True
 
     def connected(self) -> None:
         """Request the batches that were sent before the connection was up, if replays are possible."""

@@ -213,6 +213,41 @@ def test_reconnecting_asks_whether_it_is_the_same_life() -> None:
     assert case.blocks == [1001]
 
 
+@pytest.mark.parametrize("known", [0, 1, 2])
+def test_a_connection_lost_during_a_replay_is_no_restart(known: int) -> None:
+    """`known`: batches that the replay has sent before."""
+    case, history = Case(can_replay=True), [batch(0), batch(1), batch(2)]
+    case.replay(history[:1])
+    case.feed.connected()
+    case.feed.replay_begins()
+    for reply in history[:known]:
+        case.feed.replayed(reply)
+        case.work()
+    case.feed.connection_lost()
+    for reply in history[known:]:
+        case.feed.replayed(reply)
+        case.work()
+    case.feed.replay_ends(complete=True)
+    case.feed.connected()
+    while case.feed.sync is Sync.WANTED:
+        case.replay(history)
+    assert case.blocks == [1, 2, 3] and case.feed.count.restarts == 0
+
+
+def test_an_engine_that_restarts_during_a_replay_is_seen() -> None:
+    case = Case(can_replay=True)
+    case.replay([batch(0)])
+    case.feed.connected()
+    case.feed.replay_begins()
+    case.feed.replayed(batch(0))
+    case.feed.connection_lost()
+    case.feed.replay_ends(complete=False)
+    case.feed.connected()
+    while case.feed.sync is Sync.WANTED:
+        case.replay([batch(0, life=1), batch(1, life=1)])
+    assert case.blocks == [1001, 1002] and case.feed.count.restarts == 1
+
+
 def test_a_batch_that_waits_when_its_engine_dies_is_not_the_next_engines() -> None:
     case = Case(can_replay=True)
     case.replay([batch(0), batch(1)])
