@@ -46,8 +46,6 @@ SETTLING = 0.05
 LEASE = 120.0
 #: Bytes of token ids of prompts that wait to be sent. The oldest are dropped; the learned index serves these prompts.
 _MOST_WAITING = 64 << 20
-#: Names of adapters that are remembered.
-_MOST_ADAPTERS = 10_000
 #: Added before tokens are converted to a share, so that converting back and rounding down gives the same tokens.
 _ROUNDING = 1e-6
 
@@ -99,7 +97,6 @@ class ExactKnowledge:
         self._sources = np.zeros(0, np.int8)
         #: The block sizes of all engines, in tokens.
         self.sizes: tuple[int, ...] = ()
-        self._adapters: set[str] = set()
         #: Slots whose events number adapters instead of naming them.
         self._numbered: set[int] = set()
         #: Token ids of prompts that are not sent yet, and their total size in bytes.
@@ -144,8 +141,6 @@ class ExactKnowledge:
                     block_sizes.add(cache.block_size)
                 if cache.numbered:
                     self._numbered.add(slot)
-                if len(self._adapters) < _MOST_ADAPTERS:
-                    self._adapters |= {head.lora for head in cache.beginnings if head.lora}
             self._judge(slot)
         self.sizes = (self.recipe.block_size,) if self.recipe.block_size else tuple(sorted(block_sizes))
 
@@ -166,17 +161,15 @@ class ExactKnowledge:
 
     def know_adapters(self, names: Iterable[str]) -> None:
         """Add names of adapters that are known from other sources than events."""
-        for name in names:
-            if len(self._adapters) < _MOST_ADAPTERS:
-                self._adapters.add(name)
+        self.index.know_adapters(names)
 
     @property
     def adapters(self) -> frozenset[str]:
-        return frozenset(self._adapters)
+        return frozenset(self.index.adapters)
 
     def adapter(self, model: str) -> str:
         """Return the name if it is a known adapter, else an empty string."""
-        return model if model in self._adapters else ""
+        return model if model in self.index.adapters else ""
 
     def source(self, slot: int) -> str:
         """Return the source that is used for the slot, one of `SOURCES`."""

@@ -339,6 +339,12 @@ def test_an_adapter_has_blocks_of_its_own(world: World) -> None:
     assert world.shares(prompt(100), model="m") == [0, 0]
 
 
+def test_an_adapter_is_known_by_an_event_that_continues_a_prompt() -> None:
+    world = World(1)
+    Engine(world, 0).store(prompt(100), start=2, lora="poet")
+    assert world.exact.adapters == {"poet"}
+
+
 def test_adapters_that_events_only_number_have_learned_prefixes() -> None:
     world = World(1)
     engine = Engine(world, 0)

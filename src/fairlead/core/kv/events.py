@@ -150,6 +150,8 @@ class _Store:
         cache.block_size = event.block_size
         if event.lora:
             cache.numbered = event.lora.startswith("#")
+            if not cache.numbered:
+                index.know_adapters((event.lora,))
         #: Whether these are the blocks of a prompt, and none was stored yet. (During decode, blocks arrive singly.)
         self._fresh = not event.parent or len(event.hashes) > 1
         self._root = root = index.space.root(cache.model, event.lora)

@@ -13,7 +13,7 @@ Rules
 """
 
 from collections import Counter, deque
-from collections.abc import Collection, Container, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -30,6 +30,8 @@ from fairlead.core.kv.tiers import Tier
 _MOST_DEAD = 1024
 #: Segments of address space reserved for a shelf: 64 k blocks, 2 MB that cost nothing until used.
 _SHELF_RESERVE = 128
+#: Names of adapters that are remembered.
+_MOST_ADAPTERS = 10_000
 #: Segments in which used blocks are spared, per search for blocks to evict.
 _LOOKS = 3
 
@@ -52,6 +54,8 @@ class KvIndex:
         self.blocks = BlockTable(max_blocks)
         self.orphans = Orphans(max_orphans, orphan_ttl)
         self.speculation = Speculation()
+        #: Names of adapters, from events, snapshots and lists of models.
+        self.adapters: set[str] = set()
         #: By slot: how often a new engine was found there. It only grows.
         self.lives: Counter[int] = Counter()
         self._caches: dict[int, dict[int, RankCache]] = {}
@@ -134,6 +138,12 @@ class KvIndex:
         cache.numbered = cache.provisional = False
         self.lives[cache.slot] += 1
         cache.lives = self.lives[cache.slot]
+
+    def know_adapters(self, names: Iterable[str]) -> None:
+        """Add names of adapters."""
+        for name in names:
+            if len(self.adapters) < _MOST_ADAPTERS:
+                self.adapters.add(name)
 
     # ---------------------------------------------------------------- blocks
 

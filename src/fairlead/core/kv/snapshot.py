@@ -66,11 +66,14 @@ class _ShelfPart(Struct, array_like=True):
     block_size: int = 0
     #: Former versions did not save it.
     provisional: bool = True
+    #: Whether the rank's events number adapters instead of naming them.
+    numbered: bool = False
 
 
 class _Snapshot(Struct, array_like=True):
     space: str
     parts: list[_ShelfPart]
+    adapters: list[str] = []
 
 
 def save(index: KvIndex, endpoints: Mapping[int, str], hold: Hold) -> Generator[bytes, None, None]:
@@ -97,7 +100,8 @@ def save(index: KvIndex, endpoints: Mapping[int, str], hold: Hold) -> Generator[
             part.provisional |= dropped
             parts.append(msgspec.msgpack.encode(part))
             yield b""
-    head = b"\x92" + msgspec.msgpack.encode(index.space.name) + b"\xdd" + len(parts).to_bytes(4, "big")
+    parts.append(msgspec.msgpack.encode(sorted(index.adapters)))
+    head = b"\x93" + msgspec.msgpack.encode(index.space.name) + b"\xdd" + (len(parts) - 1).to_bytes(4, "big")
     checksum = xxh3_64(head)
     for content in parts:
         checksum.update(content)
@@ -139,6 +143,7 @@ def _copy(endpoint: str, shelf: Shelf, segment: int, place: Place) -> _ShelfPart
         b"",
         cache.block_size,
         place.provisional,
+        cache.numbered,
     )
 
 
@@ -194,6 +199,7 @@ def _read(index: KvIndex, content: bytes) -> list[_ShelfPart]:
         sizes = (len(part.hashes), len(part.keys), len(part.copies) * 4, len(part.depths) * 4)
         if set(sizes) != {blocks * 8} or part.tier not in list(Tier):
             raise ValueError("the snapshot of the KV index is damaged: columns of unequal length")
+    index.know_adapters(snapshot.adapters)
     return snapshot.parts
 
 
@@ -207,6 +213,7 @@ def _enter(
         cache = index.rank(slot, part.rank, part.model)
         cache.provisional = True
         cache.indexable(part.group, part.kind)
+        cache.numbered |= part.numbered
         cache.block_size = cache.block_size or max(part.block_size, 0)
         place(cache, Place(part.last, part.last_ts, part.provisional))
         shelf = index.shelf(cache, part.group, Tier(part.tier))

@@ -57,6 +57,20 @@ async def test_endpoints_get_their_own_back_in_whatever_slot(tmp_path: Path, cap
     assert not caplog.records
 
 
+@pytest.mark.parametrize("lora", ["poet", "#1", ""])
+def test_what_is_known_of_adapters_is_kept(lora: str) -> None:
+    index = KvIndex()
+    index.add_slot(0)
+    apply_all(index, index.rank(0, 0, "*"), BlocksStored([1, 2], 0, TOKENS[: 4 * 32], 16, lora), 0.0)
+    other = KvIndex()
+    other.add_slot(5)
+    pieces = save(index, {0: "a"}, lambda cache: held(Place(7, 1.5)))
+    for _ in Shelved(other, b"".join(pieces)).enter("a", 5, lambda cache, place: None):
+        pass
+    assert other.adapters == ({"poet"} if lora == "poet" else set())
+    assert other.rank(5, 0, "*").numbered is (lora == "#1")
+
+
 async def test_a_place_that_cannot_be_written_is_a_problem_until_it_can(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
