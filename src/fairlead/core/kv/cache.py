@@ -59,6 +59,8 @@ WHOLE_PREFIX_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_at
 
 #: The slot of storage that all endpoints of a model share: its blocks count for each of them.
 EVERYONE = -1
+#: The group of events that name none, as older engines and some stores outside of the GPU send them.
+UNNAMED = -1
 #: Groups per rank, at most (real models have a handful).
 MOST_GROUPS = 64
 
@@ -158,6 +160,10 @@ class RankCache:
     def mark_behind(self, behind: bool) -> None:
         """Set whether events that the engine has already sent are still missing."""
         self.behind = behind
+
+    def group_of(self, group: int) -> int:
+        """Return the group of an event: for `UNNAMED`, the first one whose blocks are indexed."""
+        return min(self.units, default=0) if group == UNNAMED else group
 
     def indexable(self, group: int, kind: str) -> bool:
         """Remember a group's kind, and return whether its blocks can be indexed. An empty kind means the last reported

@@ -9,10 +9,10 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from fairlead.core.kv.cache import HEAD_TOKENS, Head, Orphan, RankCache, Shelf
+from fairlead.core.kv.cache import HEAD_TOKENS, UNNAMED, Head, Orphan, RankCache, Shelf
 from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.keys import TOKEN_BYTES
-from fairlead.core.kv.tiers import tier_of
+from fairlead.core.kv.tiers import Tier, tier_of
 
 
 class TokenStream(Protocol):
@@ -38,7 +38,7 @@ class BlocksStored(Struct, gc=False):
     #: Name of the LoRA adapter; `#3` for older engines that report only its number. Empty = base model.
     lora: str = ""
     medium: str = ""
-    group: int = 0
+    group: int = UNNAMED
     #: Kind of the group's attention; empty = not reported.
     kind: str = ""
     #: What else identifies each block (multimodal items, cache salt), without the adapter; `None` = nothing.
@@ -50,7 +50,7 @@ class BlocksRemoved(Struct, gc=False):
 
     hashes: list[int]
     medium: str = ""
-    group: int = 0
+    group: int = UNNAMED
 
 
 class AllCleared(Struct, gc=False):
@@ -87,7 +87,7 @@ def apply(index: KvIndex, cache: RankCache, event: KvEvent, now: float) -> Itera
         index.clear_rank(cache)
         cache.provisional = False  # nothing of the time before counts any more
         return None
-    shelf = cache.shelves.get((event.group, tier_of(event.medium)))
+    shelf = cache.shelves.get((cache.group_of(event.group), tier_of(event.medium)))
     if shelf is None:
         cache.counts.removed_unknown += len(event.hashes)
         return None
@@ -107,13 +107,16 @@ def _remove_many(index: KvIndex, shelf: Shelf, event: BlocksRemoved) -> Iterator
 
 
 def _store(index: KvIndex, cache: RankCache, event: BlocksStored, now: float) -> Iterator[int] | None:
-    hashes = event.hashes
-    if not cache.indexable(event.group, event.kind) or not hashes:
+    hashes, group, tier = event.hashes, cache.group_of(event.group), tier_of(event.medium)
+    if not cache.indexable(group, event.kind):
+        index.clear_group(cache, group)  # its first events may have come without its kind
+        return None
+    if not hashes:
         return None
     size, tokens = event.block_size, event.tokens
     if not tokens:
         most = STEP
-        steps = _store_nameless(index, index.shelf(cache, event.group, tier_of(event.medium)), event)
+        steps = _store_nameless(index, cache, group, tier, event)
     else:
         count = len(tokens) // TOKEN_BYTES if isinstance(tokens, bytes) else len(tokens)
         if size < 1 or count != size * len(hashes):
@@ -123,7 +126,7 @@ def _store(index: KvIndex, cache: RankCache, event: BlocksStored, now: float) ->
         if event.extras is not None and len(event.extras) != len(hashes):
             raise ValueError(f"{len(hashes)} blocks, but extra keys for {len(event.extras)}")
         most = min(STEP, max(1, _STEP_TOKENS // size))
-        store = _Store(index, index.shelf(cache, event.group, tier_of(event.medium)), event, now)
+        store = _Store(index, index.shelf(cache, group, tier), event, now)
         if len(hashes) <= most:
             store.step(hashes, tokens if isinstance(tokens, bytes) else tokens.take(count), event.extras)
             return None
@@ -217,11 +220,10 @@ class _Store:
             self._parent = digest
 
 
-def _store_nameless(index: KvIndex, shelf: Shelf, event: BlocksStored) -> Iterator[int]:
+def _store_nameless(index: KvIndex, cache: RankCache, group: int, tier: Tier, event: BlocksStored) -> Iterator[int]:
     """Store blocks that are identified only by their hashes, because they were put into another tier. Raise
     `ValueError` at the end if no tier is named and a block is not known: our own keys can only be made from tokens."""
-    cache, space = shelf.cache, index.space
-    before = cache.counts.nameless
+    space, before, shelf = index.space, cache.counts.nameless, cache.shelves.get((group, tier))
     root = space.root(cache.model, event.lora)
     hashes = event.hashes
     for start in range(0, len(hashes), STEP):
@@ -233,6 +235,7 @@ def _store_nameless(index: KvIndex, shelf: Shelf, event: BlocksStored) -> Iterat
             if key is None:
                 cache.counts.nameless += 1
             else:
+                shelf = shelf or index.shelf(cache, group, tier)
                 index.store(shelf, [digest], [key], max(0, index.blocks.depth_of(key) - 1))
         yield len(step)
     if not event.medium and cache.counts.nameless > before:

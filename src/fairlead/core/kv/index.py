@@ -120,14 +120,20 @@ class KvIndex:
 
     def clear_rank(self, cache: RankCache) -> None:
         """Forget all blocks of one rank: immediately for matches; the O(blocks) work is done later, in `tend`."""
-        for shelf in cache.shelves.values():
+        for group in list(cache.units):
+            self.clear_group(cache, group)
+        cache.dropped = False
+
+    def clear_group(self, cache: RankCache, group: int) -> None:
+        """Forget all blocks of one group of a rank, like `clear_rank`."""
+        unit = cache.units.pop(group, None)
+        if unit is None:
+            return
+        self.matcher.disown(unit)
+        for place in [place for place in cache.shelves if place[0] == group]:
+            shelf = cache.shelves.pop(place)
             shelf.dead = True
             self._dead.append(shelf)
-        cache.shelves = {}
-        cache.dropped = False
-        for unit in cache.units.values():
-            self.matcher.disown(unit)
-        cache.units = {}
         while len(self._dead) > _MOST_DEAD:
             self._take_apart()
 

@@ -78,7 +78,7 @@ def _event(event: KvEvent, encoding: Encoding) -> Any:
         tag, names, values = "BlockStored", _STORED, _stored(event, encoding)
     elif isinstance(event, BlocksRemoved):
         tag, names = "BlockRemoved", _REMOVED
-        values = [_hashes(event.hashes, encoding), event.medium or None, event.group]
+        values = [_hashes(event.hashes, encoding), event.medium or None, max(event.group, 0)]
     else:
         tag, names, values = "AllBlocksCleared", (), []
     if encoding.events == "array":
@@ -104,7 +104,7 @@ def _stored(event: BlocksStored, encoding: Encoding) -> list[Any]:
         event.medium or None,
         event.lora if named else None,
         extras,
-        event.group,
+        max(event.group, 0),
         event.kind or None,
         None,
     ]

@@ -15,6 +15,7 @@ from typing import Annotated, Any, overload
 import msgspec
 from msgspec import Meta, Raw, Struct
 
+from fairlead.core.kv.cache import UNNAMED
 from fairlead.core.kv.events import AllCleared, BlocksRemoved, BlocksStored, KvEvent
 
 _END = b"\xff" * 8
@@ -495,7 +496,7 @@ def _event(raw: _RawEvent) -> KvEvent:
     if isinstance(raw, _MapStored):
         return _stored(raw)
     if isinstance(raw, _MapRemoved):
-        return BlocksRemoved(hashes_of(raw.block_hashes), raw.medium or "", raw.group_idx or 0)
+        return BlocksRemoved(hashes_of(raw.block_hashes), raw.medium or "", _group(raw.group_idx))
     return AllCleared()
 
 
@@ -509,10 +510,14 @@ def _stored(raw: _MapStored) -> BlocksStored:
         raw.block_size,
         lora,
         raw.medium or "",
-        raw.group_idx or 0,
+        _group(raw.group_idx),
         raw.kv_cache_spec_kind or "",
         extras_of(bytes(raw.extra_keys), raw.lora_name, len(hashes)) if tokens else None,
     )
+
+
+def _group(number: int | None) -> int:
+    return UNNAMED if number is None else number
 
 
 def _loose(content: bytes, depth: int) -> KvEvent:

@@ -8,7 +8,7 @@ import pytest
 from kv_blocks import apply_all, engine_keys, held
 from xxhash import xxh3_64_digest
 
-from fairlead.core.kv.cache import EVERYONE, RankCache
+from fairlead.core.kv.cache import EVERYONE, UNNAMED, RankCache
 from fairlead.core.kv.events import STEP, AllCleared, BlocksRemoved, BlocksStored, apply
 from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.keys import EngineSpace, prompt_keys
@@ -61,6 +61,34 @@ def test_groups_that_do_not_keep_whole_prefixes_are_skipped() -> None:
     assert one.depths(range(3)) == [0, 0, 0]
     one.store(range(3), kind="mla_attention", group=0)
     assert one.depths(range(4)) == [3, 0, 0]
+
+
+def test_a_group_whose_kind_is_reported_late_is_no_longer_counted() -> None:
+    one = Fixture()
+    one.store(range(2), group=0)
+    one.store(range(3), kind="full_attention", group=1)
+    assert one.depths(range(3)) == [2, 0, 0]
+    one.store(range(2, 3), 101, kind="sliding_window", group=0)
+    assert one.depths(range(3)) == [3, 0, 0] and one.index.entries == 3
+
+
+def test_unknown_blocks_of_another_tier_do_not_hide_the_known_ones() -> None:
+    one = Fixture()
+    one.apply(BlocksStored([7, 8], medium="CPU", group=0))
+    one.store(range(3), kind="full_attention", group=1)
+    assert one.depths(range(3)) == [3, 0, 0]
+
+
+@pytest.mark.parametrize("content", [b"", tokens(0, 1)])
+def test_events_without_a_group_are_of_the_first_one_that_is_indexed(content: bytes) -> None:
+    one = Fixture()
+    one.store(range(3), kind="sliding_window", group=0)
+    one.store(range(3), kind="full_attention", group=1)
+    one.apply(BlocksStored([100, 101], 0, content, BLOCK, medium="CPU", group=UNNAMED))
+    one.apply(BlocksRemoved([100, 101, 102], "GPU", 1))
+    assert one.depths(range(3)) == [2, 0, 0]
+    one.apply(BlocksRemoved([101], "CPU", UNNAMED))
+    assert one.depths(range(3)) == [1, 0, 0]
 
 
 def test_endless_groups_are_refused() -> None:
