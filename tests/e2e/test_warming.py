@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -19,10 +20,11 @@ Start = Callable[..., Awaitable[tuple[Live, asyncio.Task[None]]]]
 SYSTEM = "You answer questions about ships and harbours, briefly. " * 200
 
 
-async def asked(port: int, question: str) -> None:
+async def asked(port: int, question: str, key: str) -> None:
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
     body = json.dumps({"model": "tiny", "messages": messages, "max_tokens": 4}).encode()
     url, headers = f"http://127.0.0.1:{port}/v1/chat/completions", {"content-type": "application/json"}
+    headers["authorization"] = f"Bearer {key}"
     async with aiohttp.ClientSession() as session, session.post(url, data=body, headers=headers) as answer:
         assert answer.status == 200, await answer.text()
 
@@ -38,18 +40,21 @@ async def until(happened: Callable[[], object]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize(("enabled", "key"), [(True, ""), (True, "engine-key"), (False, "")])
 async def test_a_restarted_replica_has_the_shared_beginning(
-    enabled: bool, live: Start, envoy: Callable[..., Envoy]
+    enabled: bool, key: str, live: Start, envoy: Callable[..., Envoy], tmp_path: Path
 ) -> None:
     (port,) = free_ports(1)
-    async with StubPool(StubConfig(model="tiny", time_ratio=20.0), replicas=2) as pool:
+    async with StubPool(StubConfig(model="tiny", time_ratio=20.0, api_key=key), replicas=2) as pool:
         endpoints = [{"name": f"e{at}", "address": address} for at, address in enumerate(pool.addresses)]
         settings: dict[str, Any] = {"endpoints": endpoints, "seed": 1, "warming": {"enabled": enabled}}
+        if key:
+            (tmp_path / "key").write_text(key)
+            settings["gateway"] = {"upstreamTokenFile": str(tmp_path / "key")}
         scheduler, _ = await live(settings)
         gateway = await asyncio.to_thread(envoy, embedded(scheduler.config, port, pool.addresses))
         await sees_the_scheduler(gateway.admin)
-        await asyncio.gather(*(asked(port, f"Question {number}?") for number in range(12)))
+        await asyncio.gather(*(asked(port, f"Question {number}?", key) for number in range(12)))
         table = scheduler.fleet.table
         await until(lambda: all((one.prefix_queries or 0.0) > 0.0 for one in table.samples if one is not None))
         await pool.restart(0)
@@ -60,7 +65,7 @@ async def test_a_restarted_replica_has_the_shared_beginning(
             await until(lambda: 'warming_requests_total{result="sent"} 1' in page(scheduler))
             assert engine.stats.prefix_hits == 0
         before = engine.stats.prefix_hits, engine.stats.prefix_queries
-        await asked(int(pool.addresses[0].rpartition(":")[2]), "And the next one?")
+        await asked(int(pool.addresses[0].rpartition(":")[2]), "And the next one?", key)
         hits, queries = engine.stats.prefix_hits - before[0], engine.stats.prefix_queries - before[1]
         assert (hits > 0.9 * queries) is enabled
         assert SYSTEM[:20] not in page(scheduler)

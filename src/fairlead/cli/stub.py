@@ -154,6 +154,7 @@ def stub(
         bool, typer.Option("--identity-headers", help="Send x-inference-pod and x-inference-port.")
     ] = False,
     request_id_headers: Annotated[bool, typer.Option("--request-id-headers", help="Send x-request-id.")] = False,
+    api_key: Annotated[str, typer.Option(metavar="KEY", help="Refuse clients that do not send it.")] = "",
     kv_events: _KvEvents = False,
     kv_events_port: _KvPort = _KV_PORT,
     kv_events_connect: _KvConnect = "",

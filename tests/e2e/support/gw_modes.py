@@ -118,8 +118,9 @@ def bootstrap(pair: Pair, port: int, ext_proc: str, endpoints: list[str], **opti
 
 
 def embedded(config: Config, port: int, endpoints: list[str]) -> Json:
-    """What `fairlead serve` gives its Envoy, but for the port and a list of endpoints that never changes."""
-    return build(structs.replace(gateway_options(config), port=port, endpoints=tuple(endpoints), paths=("/*",)))
+    """What `fairlead serve` gives its Envoy, but for the port, and for files that Envoy follows."""
+    own = structs.replace(gateway_options(config), port=port, paths=("/*",), upstream_token_file="")
+    return build(structs.replace(own, endpoints=tuple(endpoints)))
 
 
 def foreign(bootstrap: Json) -> Json:

@@ -116,6 +116,8 @@ class StubConfig(Struct, frozen=True, kw_only=True):
     #: free ones (`*`) are those of the first replica, see `kv_events_of`.
     kv_events: "KvEventsConfig | None" = None
 
+    #: The key that clients must send for paths that begin with `/v1` (`--api-key`); empty = none.
+    api_key: str = ""
     seed: int = 0
     max_head: int = MAX_HEAD
     max_body: int = MAX_BODY

@@ -130,6 +130,10 @@ class ReplicaServer:
             connection.request_id = (
                 request.headers.get("x-request-id") or uuid.UUID(int=self.replica.rng.getrandbits(128)).hex
             )
+        key = self.replica.config.api_key
+        if key and request.path.startswith("/v1") and request.headers.get("authorization") != f"Bearer {key}":
+            connection.reply(401, b'{"error":"Unauthorized"}')
+            return
         entry = self._routes.get(request.path)
         if entry is None:
             connection.reply(404, b'{"detail":"Not Found"}')

@@ -26,6 +26,7 @@ from fairlead.core.instructions import Reject, Route, WarmUp
 from fairlead.core.request import Request
 from fairlead.gateway.understand import Head, Reading, Understanding
 from fairlead.pool.aio import cancelled
+from fairlead.pool.scrape import TokenFile
 from fairlead.server.observe.component_metrics import WarmingCounts
 from fairlead.server.observe.log import get
 
@@ -89,18 +90,20 @@ class _Client:
 
 
 class Warming:
-    """Warms endpoints. `tokens`: at most this many prompt tokens are sent to one endpoint."""
+    """Warms endpoints. `tokens`: at most this many prompt tokens are sent to one endpoint.
+    `token`: what they require."""
 
     def __init__(
         self,
         tokens: int,
+        token: TokenFile,
         fleet: Fleet,
         understanding: Noticing,
         feed: Callable[[Event], None],
         now: Callable[[], float],
     ) -> None:
         self._most, self._fleet, self._understanding = tokens, fleet, understanding
-        self._feed, self._now = feed, now
+        self._feed, self._now, self._token = feed, now, token
         self.counts = WarmingCounts(understanding.beginnings)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._session: aiohttp.ClientSession | None = None
@@ -182,8 +185,10 @@ class Warming:
             body = splice_model(kept.body, route.target) if route.target else kept.body
             url = f"http://{route.endpoint.address}{kept.path}"
             client.send(asyncio.current_task())
+            own = await self._token.headers()
             began = self._now()
-            async with asyncio.timeout(TIMEOUT_S), self._http().post(url, data=body, allow_redirects=False) as answer:
+            post = self._http().post(url, data=body, headers=own, allow_redirects=False)
+            async with asyncio.timeout(TIMEOUT_S), post as answer:
                 await answer.content.readany()
                 self._feed(FirstTokenSeen(request.id))
                 ttft_ms = (self._now() - began) * 1e3
@@ -194,7 +199,7 @@ class Warming:
                 request_id=request.id, status=answer.status, ttft_ms=ttft_ms, duration_ms=took_ms, response_bytes=0
             )
             return "" if answer.status == 200 else f"status {answer.status}"
-        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
             return str(error) or type(error).__name__
         finally:
             client.send(None)

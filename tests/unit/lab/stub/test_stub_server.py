@@ -3,6 +3,8 @@
 import asyncio
 import json
 
+import aiohttp
+
 from fairlead.apis.response import UsageScanner
 from fairlead.lab.stub.config import StubConfig
 from fairlead.lab.stub.pool import StubPool
@@ -18,6 +20,20 @@ async def test_a_handler_that_fails_is_a_500_and_the_server_goes_on(http, quick,
     assert json.loads(body)["error"]["type"] == "InternalServerError"
     assert "on purpose" in caplog.text
     assert (await http.get(quick.addresses[0], "/health"))[0] == 200
+
+
+async def test_a_server_with_a_key_refuses_who_does_not_send_it(quick_config):
+    config = StubConfig(engine=quick_config.engine, model="tiny", api_key="secret")
+    async with StubPool(config) as pool, aiohttp.ClientSession(f"http://{pool.addresses[0]}") as session:
+
+        async def get(path: str, sent: str) -> tuple[int, bytes]:
+            async with session.get(path, headers={"Authorization": sent}) as answer:
+                return answer.status, await answer.read()
+
+        for sent in ("", "Bearer", "Bearer secret2", "Basic secret"):
+            assert await get("/v1/models", sent) == (401, b'{"error":"Unauthorized"}')
+            assert (await get("/metrics", sent))[0] == 200
+        assert (await get("/v1/models", "Bearer secret"))[0] == 200
 
 
 async def test_connections_that_stop_in_a_request_are_closed(http, quick_config):
