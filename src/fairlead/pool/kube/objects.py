@@ -149,6 +149,7 @@ class Pool(Struct, frozen=True):
     ports: tuple[int, ...]
     app_protocol: str = "http"
     picker: PickerRef | None = None
+    uid: str = ""
 
 
 class _Port(Struct, frozen=True):
@@ -192,6 +193,7 @@ def read_pool(text: bytes | Raw) -> Pool:
         _ports(spec),
         spec.app_protocol or "http",
         _picker(ref) if ref else None,
+        pool.metadata.uid,
     )
 
 

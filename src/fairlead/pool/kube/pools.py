@@ -16,7 +16,8 @@ from fairlead.pool.kube.reflector import Reflector
 
 
 class Pools:
-    """Calls `changed(key, pool)` for each new, changed or (`None`) removed pool. `await run()` never returns."""
+    """Calls `changed(key, pool)` for each new, changed or (`None`) removed pool. A pool that was made again under its
+    name counts as removed, then new. `await run()` never returns."""
 
     def __init__(
         self,
@@ -36,6 +37,8 @@ class Pools:
         self._changed = changed
         self._synced = synced
         self._served: dict[str, PodEndpoints] = {}
+        #: The uids of the pools that were reported.
+        self._uids: dict[str, str] = {}
         #: Pools for which events of known pods were not sent yet.
         self._unsent: set[str] = set()
         self.pools = Reflector(
@@ -113,9 +116,18 @@ class Pools:
 
     def _pools_changed(self, pools: Mapping[str, Pool | None]) -> None:
         for key, pool in pools.items():
-            if pool is not None and key in self._served:
-                self._match(key, pool)
-            call_consumer(lambda key=key, pool=pool: self._changed(key, pool), "the follower of pools")  # type: ignore[misc]
+            uid = self._uids.pop(key, None)
+            if uid is not None and (pool is None or pool.uid != uid):
+                self.leave(key)
+                self._report(key, None)
+            if pool is not None:
+                self._uids[key] = pool.uid
+                if key in self._served:
+                    self._match(key, pool)
+                self._report(key, pool)
+
+    def _report(self, key: str, pool: Pool | None) -> None:
+        call_consumer(lambda: self._changed(key, pool), "the follower of pools")
 
     def _match(self, key: str, pool: Pool) -> None:
         endpoints = self._served[key]

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
+from weakref import WeakValueDictionary
 
 from msgspec import Struct
 
@@ -83,6 +84,8 @@ class KubePools(KubeLink):
         super().__init__(settings, set_ready, metrics, "pools", health_port)
         self._open = open_pool
         self._entries: dict[str, _Entry] = {}
+        #: By key: held while a pool is opened, so that a former pool of that name is first.
+        self._opening = WeakValueDictionary[str, asyncio.Lock]()
         self._place = own_place(self.namespace) if self.elector is not None else None
         #: The tasks that maintain the EndpointSlice of each service, by namespace and service.
         self._keeping: dict[tuple[str, str], asyncio.Task[None]] = {}
@@ -176,6 +179,9 @@ class KubePools(KubeLink):
             if entry is not None:
                 del self._entries[key]
                 entry.gone.set()
+                models = self._of(entry.pool.namespace).models
+                if models is not None:
+                    models.leave(entry.pool.namespace, entry.pool.name)
         elif entry is None:
             entry = self._entries[key] = _Entry(pool)
             serving = asyncio.create_task(self._serve(key, entry), name=f"pool {key}")
@@ -183,13 +189,17 @@ class KubePools(KubeLink):
             serving.add_done_callback(self._tasks.discard)
         else:
             entry.changed(pool)
-        self._publish()
+        asyncio.get_running_loop().call_soon(self._publish)  # a pool made again keeps its Service
         self._judge()
 
     async def _serve(self, key: str, entry: _Entry) -> None:
         watched, namespace, name = self._of(entry.pool.namespace), entry.pool.namespace, entry.pool.name
+        opening = self._opening.setdefault(key, asyncio.Lock())
         try:
-            served = await self._open(key, entry.pool)
+            async with opening:
+                if entry.gone.is_set():
+                    return
+                served = await self._open(key, entry.pool)
         except Exception as error:
             log.error("cannot serve a pool; correct its configuration, then update the pool", exc=error, pool=key)
             if self._entries.get(key) is entry:
@@ -204,10 +214,6 @@ class KubePools(KubeLink):
                     watched.models.follow(namespace, name, lambda models: self._defined(served, models))
                 self._judge()
                 await entry.gone.wait()
-                if self._entries.get(key) is None:
-                    watched.pools.leave(key)
-                    if watched.models is not None:
-                        watched.models.leave(namespace, name)
             await served.close()
         except asyncio.CancelledError:
             await served.close(at_once=True)

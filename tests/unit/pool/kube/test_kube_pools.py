@@ -1,6 +1,7 @@
 """Pools of several namespaces, on a fake API server: opened, told their own, closed."""
 
 import asyncio
+import copy
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -77,6 +78,10 @@ class Followed:
         self.was_unready: list[str] = []
         self.opened: dict[str, Opened] = {}
         self.broken: set[str] = set()
+        #: Keys of pools that are being opened, which takes until this is set.
+        self.opening: list[str] = []
+        self.may_open = asyncio.Event()
+        self.may_open.set()
         self.registry = Registry()
         self.kube = KubePools(
             Kubernetes(namespace="default", kubeconfig=str(kube.write_kubeconfig(tmp_path)), **settings),
@@ -86,7 +91,9 @@ class Followed:
         )
 
     async def open(self, key: str, pool: Pool) -> Opened:
-        await asyncio.sleep(0)
+        self.opening.append(key)
+        await self.may_open.wait()
+        self.opening.remove(key)
         if key in self.broken:
             raise ConfigError("no such directory", "$.journal.path")
         self.opened[key] = Opened(pool)
@@ -219,6 +226,63 @@ async def test_a_pool_selects_by_the_labels_that_pods_have_themselves(
     followed = Followed(kube, tmp_path, namespaces=("a",))
     await followed.kube.start(stack)
     assert [set(followed.opened[f"a/{name}"].up) for name in names] == [{"a/labelled-rank-0"}] * 2
+
+
+async def test_a_pool_that_was_made_again_is_another_pool(
+    kube: FakeKube, tmp_path: Path, stack: AsyncExitStack, until: Any
+) -> None:
+    """Seen by a list: only the uid tells. The former one hears nothing from then on. Its Service stays."""
+    ports = [{"name": "grpc", "port": 9002, "targetPort": 9002}]
+    kube.put("v1", "services", {"metadata": {"name": "llama-epp", "namespace": "a"}, "spec": {"ports": ports}})
+    kube.put("v1", "pods", pod("one", "a", app="vllm"))
+    kube.put(V1, "inferencepools", pool("llama", "a", app="vllm"))
+    followed = Followed(kube, tmp_path, namespaces=("*",), leader_election=LeaderElection(enabled=True))
+    await followed.kube.start(stack)
+    await until(lambda: kube.objects.get(SLICES))
+    former, published = followed.opened["a/llama"], copy.deepcopy(kube.objects[SLICES])
+    await kube.stop()
+    kube.drop(V1, "inferencepools", "llama", "a")
+    kube.put(V1, "inferencepools", pool("llama", "a", app="vllm"))
+    kube.put("v1", "pods", pod("two", "a", app="vllm"))
+    kube.compact()
+    await kube.start()
+    await until(lambda: followed.opened["a/llama"] is not former)
+    await until(lambda: set(followed.opened["a/llama"].up) == {"a/one-rank-0", "a/two-rank-0"})
+    await until(lambda: former.closed == "drained" and followed.opened["a/llama"].models is not None)
+    assert kube.objects[SLICES] == published
+
+
+@pytest.mark.parametrize("opening", [False, True])
+async def test_a_pool_that_is_made_again_at_once_is_opened_after_the_former_one(
+    kube: FakeKube, tmp_path: Path, stack: AsyncExitStack, until: Any, opening: bool
+) -> None:
+    """Deleted while it is open, or still opens."""
+    kube.put("v1", "pods", pod("one", "a", app="vllm"))
+    followed = Followed(kube, tmp_path, namespaces=("*",))
+    await followed.kube.start(stack)
+    followed.may_open.clear()
+    kube.put(V1, "inferencepools", pool("llama", "a", app="vllm"))
+    await until(lambda: followed.opening)
+    if not opening:
+        followed.may_open.set()
+        await until(lambda: followed.opened and followed.opened["a/llama"].up)
+        former = followed.opened["a/llama"]
+        former.fewest = 1_000
+        followed.may_open.clear()
+    kube.drop(V1, "inferencepools", "llama", "a")
+    kube.put(V1, "inferencepools", pool("llama", "a", (9000,), app="vllm"))
+    seen = {name: reflector.items for name, reflector in followed.kube.reflectors.items()}
+    await until(lambda: seen["inferencepools"]["a/llama"].ports == (9000,))
+    kube.put("v1", "pods", pod("two", "a", app="vllm"))
+    await until(lambda: "a/two" in seen["pods"])
+    assert followed.opening == ["a/llama"], "the former one must have been opened before"
+    followed.may_open.set()
+    await until(lambda: followed.opened and followed.opened["a/llama"].pool.ports == (9000,))
+    current = followed.opened["a/llama"]
+    await until(lambda: current.up == {f"a/{name}-rank-0": "10.0.0.1:9000" for name in ("one", "two")})
+    if not opening:
+        await until(lambda: former.closed == "drained")
+        assert former.fewest == 1_000 and former.pool.ports == (8000,), "it got events of the later one"
 
 
 async def test_labels_limit_what_is_read(kube: FakeKube, tmp_path: Path, stack: AsyncExitStack, until: Any) -> None:
