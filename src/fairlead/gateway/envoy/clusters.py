@@ -35,24 +35,18 @@ _ASSIGNMENT = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignmen
 
 def assignment(addresses: Iterable[str]) -> dict[str, Any]:
     """A ClusterLoadAssignment. Raises `ConfigError` for an address that is not `ip:port`."""
-    parsed = [parse_endpoint(address) for address in addresses]
-    return {
-        "cluster_name": CLUSTER,
-        "endpoints": [
-            {
-                "lb_endpoints": [
-                    {"endpoint": {"address": {"socket_address": {"address": a.host, "port_value": a.port}}}}
-                    for a in parsed
-                ]
-            }
-        ],
-    }
+    return {"cluster_name": CLUSTER, "endpoints": [{"lb_endpoints": [_lb_endpoint(address) for address in addresses]}]}
 
 
-def render(addresses: Iterable[str], version: int) -> str:
-    """The content of the file."""
-    resource = {"@type": _ASSIGNMENT, **assignment(addresses)}
-    return json.dumps({"version_info": str(version), "resources": [resource]})
+def _lb_endpoint(address: str) -> dict[str, Any]:
+    parsed = parse_endpoint(address)
+    return {"endpoint": {"address": {"socket_address": {"address": parsed.host, "port_value": parsed.port}}}}
+
+
+def render(lb_endpoints: Iterable[str], version: int) -> str:
+    """The content of the file. `lb_endpoints`: each as JSON."""
+    begin = f'{{"version_info": "{version}", "resources": [{{"@type": "{_ASSIGNMENT}", "cluster_name": "{CLUSTER}"'
+    return f'{begin}, "endpoints": [{{"lb_endpoints": [{", ".join(lb_endpoints)}]}}]}}]}}'
 
 
 class EndpointsFile:
@@ -62,6 +56,14 @@ class EndpointsFile:
         self.path = path
         self._version = 0
         self._written: tuple[tuple[str, ...], tuple[int, int] | None] | None = None
+        #: The JSON of each address of the last version, and of those prepared since.
+        self._lb_endpoints: dict[str, str] = {}
+
+    def prepare(self, address: str) -> str:
+        """The JSON of an address. For thousands, it is too slow to be made while writing. Raises `ConfigError`."""
+        if address not in self._lb_endpoints:
+            self._lb_endpoints[address] = json.dumps(_lb_endpoint(address))
+        return self._lb_endpoints[address]
 
     def write(self, addresses: Iterable[str]) -> bool:
         """Make `addresses` the pool; order and repetitions do not matter. True if that changed anything. A file that
@@ -72,7 +74,9 @@ class EndpointsFile:
         wanted = tuple(sorted(set(addresses)))
         if (wanted, self._stamp()) == self._written:
             return False
-        replace_watched(self.path, render(wanted, self._version + 1))
+        lb_endpoints = {address: self.prepare(address) for address in wanted}
+        replace_watched(self.path, render(lb_endpoints.values(), self._version + 1))
+        self._lb_endpoints = lb_endpoints
         self._version += 1
         self._written = wanted, self._stamp()
         return True
@@ -101,7 +105,7 @@ class PoolWriter:
         """Follow a change of one endpoint. Cheap, because a burst of changes is written once. Raises `ConfigError` for
         an address that is not a literal `ip:port`; the old pool then stays in force."""
         if isinstance(event, EndpointUp):
-            parse_endpoint(event.endpoint.address)
+            self._file.prepare(event.endpoint.address)
             self._by_id[event.endpoint.id] = event.endpoint.address
         else:
             self._by_id.pop(event.endpoint_id, None)

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from fairlead.core.errors import ConfigError
-from fairlead.gateway.envoy.clusters import EndpointsFile, render
+from fairlead.gateway.envoy import clusters
+from fairlead.gateway.envoy.clusters import EndpointsFile, assignment
+from fairlead.gateway.envoy.options import parse_endpoint
 
 
 def addresses(path: Path) -> list[tuple[str, int]]:
@@ -42,7 +44,22 @@ def test_a_wrong_address_leaves_the_file_alone(tmp_path: Path) -> None:
     assert file.write(["10.0.0.3:1"])
 
 
-def test_text() -> None:
-    document = json.loads(render(["10.0.0.1:1"], 7))
-    assert document["version_info"] == "7"
-    assert document["resources"][0]["cluster_name"] == "all_endpoints"
+def test_text(tmp_path: Path) -> None:
+    file = EndpointsFile(tmp_path / "pool.json")
+    file.write(["10.0.0.1:1", "[fd00::1]:2"])
+    (resource,) = json.loads(file.path.read_text())["resources"]
+    kind = resource.pop("@type")
+    assert kind == "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
+    assert resource == assignment(["10.0.0.1:1", "[fd00::1]:2"])
+
+
+def test_only_new_addresses_are_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parsing those of 2,000 endpoints for each change took the event loop 15 ms."""
+    parsed: list[str] = []
+    monkeypatch.setattr(clusters, "parse_endpoint", lambda text: parsed.append(text) or parse_endpoint(text))
+    file = EndpointsFile(tmp_path / "pool.json")
+    file.prepare("10.0.0.3:1")
+    for there in (["10.0.0.1:1", "10.0.0.2:1"], ["10.0.0.1:1", "10.0.0.3:1"], ["10.0.0.1:1", "10.0.0.2:1"]):
+        file.write(there)
+        assert [f"{host}:{port}" for host, port in addresses(file.path)] == there
+    assert parsed == ["10.0.0.3:1", "10.0.0.1:1", "10.0.0.2:1", "10.0.0.3:1", "10.0.0.2:1"]
