@@ -139,6 +139,8 @@ def diagnose(recipe: Recipe, case: Case, heads: Sequence[Head]) -> Finding:
     """Return the likely cause. `heads`: what the endpoint stored recently, rests and beginnings of prompts, each with
     the newest last."""
     if not heads:
+        if case.full and case.predicted < case.reported:
+            return _FULL
         return Finding(MISSING, "its answers report cached tokens, but no event reported stored blocks")
     newest = heads[-1]
     if recipe.block_size and recipe.block_size != newest.block_size:
@@ -404,6 +406,7 @@ class SelfCheck:
         )  # fmt: skip
         finding = diagnose(self._recipe, case, heads)
         if finding.cause == UNKNOWN or not heads:
-            finding = self._suspicion(awaited.slot) or (finding if self._index.tells_stores else _ELSEWHERE)
+            known = self._index.tells_stores or finding.cause == FULL
+            finding = self._suspicion(awaited.slot) or (finding if known else _ELSEWHERE)
         state.finding = finding
         state.judged.causes[finding.cause] = state.judged.causes.get(finding.cause, 0) + 1

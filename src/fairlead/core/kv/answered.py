@@ -31,6 +31,7 @@ class RankState(Struct, frozen=True, kw_only=True):
     linked: bool = False
     behind: bool = False
     provisional: bool = False
+    dropped: bool = False
     block_size: int = 0
     lives: int = 0
     numbered: bool = False
@@ -72,7 +73,7 @@ class AnsweredIndex(KvIndex):
         for state in states[:MOST_RANKS]:
             cache = self.rank(slot, state.rank, self._model)
             cache.heard, cache.linked, cache.behind = state.heard, state.linked, state.behind
-            cache.provisional, cache.lives = state.provisional, state.lives
+            cache.provisional, cache.dropped, cache.lives = state.provisional, state.dropped, state.lives
             cache.block_size, cache.numbered = state.block_size, state.numbered
         self.keep_ranks(slot, {state.rank for state in states})
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_blocks import engine_keys
+from msgspec.structs import replace
 
 from fairlead.apis.tokens import PromptTokens
 from fairlead.core.endpoint import Endpoint
@@ -200,6 +201,17 @@ def test_a_wrong_prediction_is_blamed_on_what_is_known_to_be_wrong(suspect: Find
         world.exact.ended(predicted, Usage(prompt_tokens=64, completion_tokens=1, cached_tokens=48), True, 0.0)
     assert world.exact.check.judged(0).causes == {cause: 4}
     assert world.exact.source(0) == "learned"
+
+
+def test_an_indexer_that_is_full_is_named_as_the_cause() -> None:
+    world = World()
+    for dropped in (True, False):
+        world.index.report(0, [replace(CURRENT, dropped=dropped)])
+        request = world.request(dropped, True)
+        world.fleet.match(request)
+        predicted = world.exact.sent(request, 0, -1, 0.0)
+        world.exact.ended(predicted, Usage(prompt_tokens=64, completion_tokens=1, cached_tokens=48), True, 0.0)
+    assert world.exact.check.judged(0).causes == {"index-full": 1, "unknown": 1}
 
 
 # ---------------------------------------------------------------- engines' hashes

@@ -235,11 +235,13 @@ async def test_pages_and_methods(world: World) -> None:
     world.unready = ["no endpoints"]
     assert await world.call("GET", "/readyz") == (503, b"not ready\n- no endpoints\n")
     assert b"POST /query" in (await world.call("GET", "/"))[1]
-    world.exact.index.rank(0, 0, ANY_MODEL).numbered = True
+    cache = world.exact.index.rank(0, 0, ANY_MODEL)
+    cache.numbered = cache.dropped = True
     status, body = await world.call("GET", "/state")
     state = json.loads(body)
     assert (state["space"], state["index_size"], state["block_sizes"]) == ("own-1", 12, [16])
-    assert [pod["ranks"][0]["numbered"] for pod in state["pods"].values()] == [True, False, False]
+    for field in ("numbered", "dropped"):
+        assert [pod["ranks"][0][field] for pod in state["pods"].values()] == [True, False, False]
     assert state["pods"]["default/pod1"]["address"] == "10.0.0.1:8000"
     assert state["pods"]["default/pod1"]["ranks"][0]["blocks"] == 4
 
