@@ -295,7 +295,7 @@ class ExactKnowledge:
         comparable = slot not in self._numbered if lora else not doubtful
         if prefill_slot < 0 and request.sequences == 1 and comparable:
             hits, certain = _number_at(look.hits, slot), _number_at(look.certain, slot)
-            ranks = _by_rank(look.matches, slot, request.prompt_tokens)
+            ranks = hits_by_rank(look.matches, slot, request.prompt_tokens)
             awaited = self.check.expect(slot, tokens, lora, hits, certain == hits, ranks)
         look.clear()
         return Predicted(guess, awaited)
@@ -344,8 +344,9 @@ def _number_at(column: FloatColumn | None, slot: int) -> int:
     return int(column[slot] + _ROUNDING) if column is not None else 0
 
 
-def _by_rank(matches: Sequence[KvMatch], slot: int, prompt: int) -> tuple[int, ...]:
-    """Return the tokens that each rank should report as cached. In blocks of another size an endpoint holds nothing."""
+def hits_by_rank(matches: Sequence[KvMatch], slot: int, prompt: int) -> tuple[int, ...]:
+    """Return the tokens that each rank should report as cached; empty = there is one. In blocks of another size an
+    endpoint holds nothing."""
     best = max(matches, key=lambda match: match.blocks[slot] * match.block_size, default=None)
     if best is None:
         return ()

@@ -113,6 +113,10 @@ class KvListening:
         """The number of events of an endpoint so far."""
         return sum(subscription.feed.count.events for subscription in self.subscriptions(slot))
 
+    def has_more_events(self, slot: int, count: int) -> bool:
+        """Whether there were more events of an endpoint than that."""
+        return self.event_count(slot) > count
+
     async def until(self, happened: Callable[[], bool], seconds: float) -> bool:
         """Wait until `happened()`. Returns whether it happened in time."""
         loop = asyncio.get_running_loop()

@@ -3,14 +3,18 @@
 import asyncio
 import re
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
+import aiohttp
 import pytest
 import zmq
 import zmq.asyncio
+from aiohttp import web
 from ports import free_ports
 
 from fairlead.doctor.checks import kv_events as kv_dialled
+from fairlead.doctor.requests import CHAT
 from fairlead.doctor.run import Examination
 from fairlead.lab.stub.kv_publisher import KvEventsConfig, encode_batch
 from fairlead.pool.kv_events.wire import replay_reply
@@ -53,6 +57,33 @@ async def test_events_that_flow_and_agree_give_no_finding(world: Any, pool_of: L
     assert (found.findings, found.well) == ((), True)
     ran = {one.check: one.state for one in found.outcomes}
     assert [ran[name] for name in ("kv-events", "kv-agreement", "tokens")] == ["well"] * 3
+
+
+async def test_an_engine_that_takes_another_rank_each_time_gives_no_finding(world: Any) -> None:
+    ports, replays = free_ports(3), free_ports(3)
+    ranks = []
+    for rank, (port, replay) in enumerate(zip(ports, replays, strict=True)):
+        events = KvEventsConfig(events=f"tcp://127.0.0.1:{port}", replay=f"tcp://127.0.0.1:{replay}", rank=rank)
+        ranks += await world.stubs(1, events)
+    turns = cycle(ranks)
+
+    async def engine(request: web.Request) -> web.Response:
+        url = f"http://{next(turns) if request.path == CHAT else ranks[0]}{request.path_qs}"
+        kind = {"Content-Type": request.content_type}
+        async with session.request(request.method, url, data=await request.read(), headers=kind) as sent:
+            return web.Response(body=await sent.read(), status=sent.status, content_type=sent.content_type)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", engine)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    world.stack.push_async_callback(runner.cleanup)
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    settings = {"enabled": True, "port": ports[0], "replayPort": replays[0], "ranks": 3}
+    config = {"endpoints": [f"127.0.0.1:{runner.addresses[0][1]}"], "kvEvents": settings, **BY_ENGINE}
+    async with aiohttp.ClientSession() as session:
+        found = await world.examined(config, ("kv-agreement",), probe=True)
+    assert (found.findings, found.outcomes[0].state) == ((), "well")
 
 
 async def test_events_that_are_off_are_named(world: Any, pool_of: Listed) -> None:

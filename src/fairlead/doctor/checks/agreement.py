@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from functools import partial
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -11,6 +12,7 @@ from fairlead.apis.tokens import PromptTokeniser, PromptTokens
 from fairlead.config.schema import ModelTokens
 from fairlead.core import trust as diagnosis
 from fairlead.core.endpoint import Endpoint
+from fairlead.core.exact import hits_by_rank
 from fairlead.core.trust import Case, agrees, diagnose
 from fairlead.doctor.http import Unreached
 from fairlead.doctor.kv_listening import KvListening, listening
@@ -107,6 +109,8 @@ async def tokens(site: Site) -> list[Finding]:
 #
 # Each endpoint gets a new prompt, one output token long, and then the same prompt again. After the first request the
 # events should report its blocks; the prediction from them is compared with the `cached_tokens` of the second answer.
+# Of several ranks the engine chooses one, which may not have the prompt yet. So the second request is repeated, at most
+# once per rank, and the answer is compared with the rank that comes closest.
 
 
 FAILED = Kind(
@@ -175,10 +179,12 @@ class _Prompt(Struct, frozen=True):
 
 
 class _Pair(NamedTuple):
-    """Cached tokens of a prompt: predicted from KV events, and reported by the engine."""
+    """Cached tokens of a prompt: predicted from KV events for each rank, and reported by the engine. `received`:
+    whether there were events."""
 
-    predicted: int
+    predicted: tuple[int, ...]
     reported: ReportedUsage
+    received: bool
 
 
 async def _prompt(site: Site, model: str, address: str, size: int) -> _Prompt:
@@ -201,15 +207,14 @@ async def _prompt(site: Site, model: str, address: str, size: int) -> _Prompt:
     return _Prompt(COMPLETIONS, body, ids)
 
 
-def _predicted(kv: KvListening, slot: int, tokens: PromptTokens) -> int:
+def _predicted(kv: KvListening, slot: int, tokens: PromptTokens) -> tuple[int, ...]:
+    """The cached tokens that each of the endpoint's ranks should report."""
     kv.exact.refresh()
-    best = 0
-    for size in kv.exact.sizes:
-        chain = kv.recipe.chain(kv.exact.index.space, tokens, size, "")
-        match = kv.exact.index.look_up(chain, len(kv.endpoints)) if chain is not None else None
-        if match is not None:
-            best = max(best, int(match.hit_tokens(tokens.count)[slot]))
-    return best
+    chains = [kv.recipe.chain(kv.exact.index.space, tokens, size, "") for size in kv.exact.sizes]
+    looked_up = [kv.exact.index.look_up(chain, len(kv.endpoints)) for chain in chains if chain is not None]
+    matches = [match for match in looked_up if match is not None]
+    hits = [int(match.hit_tokens(tokens.count)[slot]) for match in matches]
+    return hits_by_rank(matches, slot, tokens.count) or (max(hits, default=0),)
 
 
 async def _sent(site: Site, address: str, prompt: _Prompt) -> ReportedUsage | str:
@@ -229,32 +234,48 @@ async def _kv_agreement_of(site: Site, kv: KvListening, slot: int) -> list[Findi
     prompt = await _prompt(site, model, endpoint.address, size)
     if prompt.tokens.reason:
         return []  # the check `tokens` reports why
-    before = kv.event_count(slot)
+    known = kv.event_count(slot)
     first = await _sent(site, endpoint.address, prompt)
     if isinstance(first, str):
         kind = NOT_ALLOWED if first.startswith(("401 ", "403 ")) else FAILED
         return [kind.at(endpoint.id, first)]
-    received = await kv.until(lambda: kv.event_count(slot) > before, _TELLING)
-    predicted = _predicted(kv, slot, prompt.tokens)
-    second = await _sent(site, endpoint.address, prompt)
-    if isinstance(second, str):
-        return [FAILED.at(endpoint.id, second)]
+    pair = await _asked_again(site, kv, slot, prompt, known)
+    if isinstance(pair, str):
+        return [FAILED.at(endpoint.id, pair)]
     missing = [UNTOKENISED.at("", "")] if prompt.path == COMPLETIONS else []
-    return missing + _judged(kv, slot, prompt.tokens, received, _Pair(predicted, second))
+    return missing + _judged(kv, slot, prompt.tokens, pair)
 
 
-def _judged(kv: KvListening, slot: int, tokens: PromptTokens, received: bool, pair: _Pair) -> list[Finding]:
-    name, (predicted, usage) = kv.endpoints[slot].id, pair
+async def _asked_again(site: Site, kv: KvListening, slot: int, prompt: _Prompt, known: int) -> _Pair | str:
+    """Send a prompt that one of the ranks has just computed until some of it is cached. `known`: the number of the
+    endpoint's events before. Return why an answer has no usage, if so."""
+    pair = _Pair((0,), ReportedUsage(), received=False)
+    for _ in kv.caches(slot):
+        received = await kv.until(partial(kv.has_more_events, slot, known), _TELLING)
+        predicted, known = _predicted(kv, slot, prompt.tokens), kv.event_count(slot)
+        reported = await _sent(site, kv.endpoints[slot].address, prompt)
+        if isinstance(reported, str):
+            return reported
+        pair = _Pair(predicted, reported, received)
+        if reported.cached or not received:
+            break
+    return pair
+
+
+def _judged(kv: KvListening, slot: int, tokens: PromptTokens, pair: _Pair) -> list[Finding]:
+    name, (of_each, usage, received) = kv.endpoints[slot].id, pair
+    predicted = min(of_each, key=lambda cached: abs(cached - usage.cached))
     if not received:
         evidence = f"nothing within {_TELLING:g} s of a prompt of {usage.prompt} tokens"
         return [SILENT.at(name, evidence)]
     if usage.cached < 0:
+        predicted = max(of_each)
         wrong = diagnose(kv.recipe, _case(tokens, predicted, tokens.count, usage), kv.heads(slot))
         blind = [NOT_TOLD.at(name, "its usage has no prompt_tokens_details.cached_tokens")]
         return blind + (
             [_CAUSES[wrong.cause].at(name, wrong.detail)] if not predicted and wrong.cause in _CAUSES else []
         )
-    if not usage.cached and predicted:
+    if not usage.cached and any(of_each):
         return [NO_CACHE.at(name, f"0 of {usage.prompt} tokens were cached the second time")]
     block = max((cache.block_size for cache in kv.caches(slot)), default=1)
     if agrees(predicted, usage.cached, tokens.count, max(block, 1)):
