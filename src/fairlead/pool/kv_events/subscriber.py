@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
+from errno import EMFILE
 from math import inf
+from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit
 from typing import Any
 
 import zmq
@@ -149,6 +151,9 @@ _SWEEP_S = 0.5
 
 #: Each rank needs three sockets (events, monitor, replay), so libzmq's default of 1,023 is soon reached.
 _MOST_SOCKETS = 30_000
+#: Open files of a subscription, with its connection, and the share of the limit that all of them may have. The rest is
+#: for the process's own port and for connections to endpoints.
+_FILES, _SHARE = 4, 0.75
 
 
 class Publisher(Struct, frozen=True):
@@ -192,9 +197,13 @@ class KvSubscriber:
         """Receive the events of an endpoint whose slot the index has. A second call replaces the first.
 
         `places`: per rank, the last batch that the index was loaded with from a snapshot. Later batches are requested.
-        Raises `ConfigError` or `zmq.ZMQError` for a bad address; then no events are received.
+        Raises `ConfigError` or `zmq.ZMQError` for a bad address, and `zmq.ZMQError` if too few open files are allowed;
+        then no events are received.
         """
         self.unwatch(slot)
+        limit, watched = getrlimit(RLIMIT_NOFILE)[0], sum(map(len, self._watched.values()))
+        if limit != RLIM_INFINITY and _FILES * (watched + source.ranks) > _SHARE * limit:
+            raise zmq.ZMQError(EMFILE)
         subscriptions = self._watched[slot] = []
         try:
             for rank in range(source.ranks):

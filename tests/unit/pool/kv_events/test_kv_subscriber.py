@@ -17,6 +17,7 @@ from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.snapshot import Place
 from fairlead.lab.stub.kv_publisher import Encoding, KvEventsConfig, KvPublisher
 from fairlead.pool.kv_events import replay as replays
+from fairlead.pool.kv_events import subscriber as module
 from fairlead.pool.kv_events.discovery import Curve, KvSource, Limits, rank_address
 from fairlead.pool.kv_events.feed import Sync
 from fairlead.pool.kv_events.subscriber import KvSubscriber, Publisher
@@ -204,6 +205,21 @@ async def test_a_replay_that_works_only_later(events: Any, publish: Any) -> None
         late = publish(replay=replay)
         store(late, 1, 2, 3)
         await until(lambda: blocks(impatient) == 3)
+
+
+@pytest.mark.parametrize(("limit", "most"), [(-1, 3), (16, 3), (15, 2)])
+async def test_subscriptions_leave_open_files_to_the_rest_of_the_process(
+    events: Any, publish: Any, monkeypatch: pytest.MonkeyPatch, limit: int, most: int
+) -> None:
+    publisher = publish()
+    monkeypatch.setattr(module, "getrlimit", lambda kind: (limit, limit))
+    for slot in range(most):
+        events.watch(slot, source(publisher))
+        events.watch(slot, source(publisher))
+    if most < 3:
+        with pytest.raises(zmq.ZMQError, match="Too many open files"):
+            events.watch(most, source(publisher))
+    assert [len(events.subscriptions(slot)) for slot in range(3)] == [1] * most + [0] * (3 - most)
 
 
 async def test_ranks_have_ports_of_their_own(events: Any, publish: Any) -> None:
