@@ -5,9 +5,10 @@ from typing import Any
 
 from msgspec import DecodeError, Raw, Struct
 from msgspec.json import Decoder
+from msgspec.structs import replace
 
 from fairlead.apis.body import ABSENT, SALVAGE_LIMIT, Body, Reader, Scalar, StreamOptions, count, flag
-from fairlead.apis.parsed import MAX_N, ParsedRequest, Text, choices, is_sent, named, reading, scope, short_text
+from fairlead.apis.parsed import MAX_N, Parsed, ParsedRequest, Text, choices, is_sent, named, reading, scope, short_text
 from fairlead.apis.prompt import MEDIA_BYTES, items, list_prefix, prompts_in, text_or_list, token_ids
 from fairlead.core.apis import GENERATE, SGLANG
 from fairlead.core.errors import ClientError
@@ -121,6 +122,12 @@ def parse_sglang(read: SglangBody) -> ParsedRequest:
         prompt_tokens=text.tokens,
         media=media,
     )
+
+
+def parse_sglang_stream(body: bytes, content_type: str) -> Parsed:
+    """Parse a body of TGI's `/generate_stream`, which has no field that asks for the stream."""
+    parsed = parse_sglang(body, content_type)
+    return None if parsed is None else replace(parsed, stream=True)
 
 
 def _sglang_prompt(read: SglangBody) -> tuple[Text, int]:

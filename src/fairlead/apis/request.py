@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 
 from fairlead.apis.anthropic import parse_count, parse_messages
 from fairlead.apis.engine_grpc import parse_grpc_embed, parse_grpc_generate
-from fairlead.apis.generate import parse_generate, parse_sglang
+from fairlead.apis.generate import parse_generate, parse_sglang, parse_sglang_stream
 from fairlead.apis.multipart import parse_audio, parse_images
 from fairlead.apis.openai import (
     parse_chat,
@@ -43,6 +43,9 @@ from fairlead.core.errors import ClientError
 #: APIs whose bodies are not JSON, or may also be of another type.
 _OTHER_TYPES = frozenset((apis.AUDIO, apis.IMAGES, apis.GRPC, apis.GRPC_EMBED))
 
+#: APIs whose paths have bodies of different forms.
+_BY_PATH = frozenset((apis.CONVERSATIONS, apis.SGLANG))
+
 #: Takes a body and its content type. Returns `None` for a body that is too large to read a second time. Raises
 #: `ClientError`.
 Parser = Callable[[bytes, str], Parsed]
@@ -52,7 +55,6 @@ _PARSERS: Mapping[str, Parser] = {
     apis.COMPLETIONS: parse_completion,
     apis.EMBEDDINGS: parse_embeddings,
     apis.RESPONSES: parse_responses,
-    apis.CONVERSATIONS: parse_conversation,
     apis.MESSAGES: parse_messages,
     apis.COUNT_TOKENS: parse_count,
     apis.SCORE: parse_score,
@@ -61,7 +63,6 @@ _PARSERS: Mapping[str, Parser] = {
     apis.AUDIO: parse_audio,
     apis.IMAGES: parse_images,
     apis.GENERATE: parse_generate,
-    apis.SGLANG: parse_sglang,
     apis.GRPC: parse_grpc_generate,
     apis.GRPC_EMBED: parse_grpc_embed,
     apis.TOKENIZE: parse_tokenize,
@@ -103,7 +104,13 @@ def parser_of(path: str, content_encoding: str = "") -> Parser | None:
 
 
 def _parser(api: str, path: str) -> Parser | None:
-    return None if api == apis.CONVERSATIONS and apis.names_stored(path) else _PARSERS.get(api)
+    return _PARSERS.get(api) if api not in _BY_PATH else _parser_by_path(api, path)
+
+
+def _parser_by_path(api: str, path: str) -> Parser | None:
+    if api == apis.SGLANG:
+        return parse_sglang_stream if path.startswith("/generate_stream") else parse_sglang
+    return None if apis.names_stored(path) else parse_conversation
 
 
 def explained(error: ClientError, path: str, content_type: str) -> ClientError:

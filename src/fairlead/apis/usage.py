@@ -357,7 +357,14 @@ class UsageScanner:
             self._read()
             self._document.clear()
             self._partial = self._fresh = False
-        if _USAGE in lines or _ERROR in lines or _DONE in lines or _META in lines or (self._pieces and _STOP in lines):
+        if (
+            _USAGE in lines
+            or _ERROR in lines
+            or _DONE in lines
+            or _META in lines
+            or _GENERATED in lines
+            or (self._pieces and _STOP in lines)
+        ):
             for line in lines.split(b"\n"):
                 self._line(line)
 
@@ -396,7 +403,11 @@ class UsageScanner:
         if reply.meta_info is not None and reported is None:
             reported = reply.meta_info
         if isinstance(reply.details, dict) and reported is None:
-            reported = {"completion_tokens": reply.details.get("generated_tokens")}
+            details = reply.details
+            reported = {
+                "prompt_tokens": details.get("input_length"),
+                "completion_tokens": details.get("generated_tokens"),
+            }
         usage = summed(reported) if isinstance(reported, list) else usage_of(reported, self._prompts_only)
         if usage is not None:
             self._usage = usage

@@ -75,6 +75,7 @@ ANYWHERE = {
 #: Recognised only as the whole path, because other paths end in the same words.
 _BARE = {
     "/generate": SGLANG,
+    "/generate_stream": SGLANG,
     "/score": SCORE,
     "/rerank": RERANK,
     "/pooling": POOLING,

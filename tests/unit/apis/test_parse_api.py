@@ -63,6 +63,7 @@ PATHS = {
     "/v1/images/variations": "images",
     "/inference/v1/generate": "generate",
     "/generate": "sglang",
+    "/generate_stream": "sglang",
     "/vllm.grpc.engine.VllmEngine/Generate": "grpc",
     "/vllm.grpc.engine.VllmEngine/Embed": "grpc_embed",
     "/tokenize": "tokenize",

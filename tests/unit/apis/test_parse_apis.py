@@ -328,6 +328,19 @@ CASES = {
         b'{"generated_text":"a","details":{"finish_reason":"length","generated_tokens":5,"seed":null,"prefill":[]}}',
         usage(-1, 5),
     ),
+    "TGI, streamed": Case(
+        "/generate_stream",
+        b'{"inputs":"hi","parameters":{"max_new_tokens":5,"details":true}}',
+        ParsedRequest("sglang", "", True, 5, True, root=b"sglang 0:", prompt_bytes=2),
+        [b"hi"],
+        SSE,
+        events(
+            {"index": 1, "token": {"id": 7, "text": "a"}, "generated_text": None, "details": None},
+            {"index": 2, "generated_text": "ab", "details": {"generated_tokens": 2, "input_length": 9}},
+            done=False,
+        ),
+        usage(9, 2),
+    ),
     "TGI, without details": Case(
         "/generate",
         b'{"inputs":"hi","parameters":{"adapter_id":null}}',
