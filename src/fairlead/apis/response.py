@@ -1,6 +1,6 @@
 """Chooses the reader of a response's token counts and errors, and reads those of gRPC. `usage` reads JSON."""
 
-from fairlead.apis.engine_grpc import BYTES, VARINT, Budget, Field, Malformed, walk
+from fairlead.apis.engine_grpc import BYTES, VARINT, Budget, Field, Malformed, packed, walk
 from fairlead.apis.usage import MAX_TOKENS, UsageScanner
 from fairlead.core.apis import EMBEDDINGS, GRPC, GRPC_EMBED, POOLING, RERANK, SCORE
 from fairlead.core.request import Usage
@@ -20,7 +20,8 @@ from fairlead.core.request import Usage
 # service, and of gRPC itself, are in the trailers (`grpc-status`), which `gateway` reads.
 #
 # Memory is bounded: a frame longer than `MAX_FRAME` (log probabilities) is skipped, and its counts stay unknown.
-# Streams repeat the counts in every message.
+# Streams repeat the prompt's counts in every message. Their `completion_tokens` are those of one completion, and depend
+# on the version: of the message alone, or of all so far. `token_ids` are always those of the message.
 
 MAX_FRAME = 262144
 _HEAD = 5
@@ -29,16 +30,18 @@ _HEAD = 5
 class GrpcUsageScanner:
     """Takes every chunk of one response body and reports its usage. Has the interface of `usage.UsageScanner`."""
 
-    __slots__ = ("_buffer", "_embed", "_left", "_skip", "done", "error_status", "usage")
+    __slots__ = ("_buffer", "_completed", "_embed", "_left", "_skip", "_streamed", "done", "error_status", "usage")
 
     def __init__(self, embed: bool = False, sequences: int = 1) -> None:
         """`sequences`: the completions that the request asks for. Each has a `complete` of its own."""
         self._embed = embed
         self._left = sequences
+        #: Tokens of the chunks so far, and the counts of the whole completions.
+        self._streamed = self._completed = 0
         self._buffer = bytearray()
         #: Bytes of the current frame that are still to be skipped.
         self._skip = 0
-        #: The last usage reported; `None` = none so far.
+        #: The usage of all completions so far; `None` = none was reported.
         self.usage: Usage | None = None
         #: Status of an error inside the body; 0 = no error. The first one counts.
         self.error_status = 0
@@ -89,16 +92,20 @@ class GrpcUsageScanner:
             self.error_status, self.done = self.error_status or _status(data, fields[4]), True
         if answer is None or answer.kind != BYTES:
             return
-        if answer.number == (3 if older else 2):
-            self._left -= 1
-            self.done = self.done or self._left == 0
         parts = {field.number: field for field in walk(data, Budget(), answer.start, answer.end)}
         second = parts.get(2)
         # A whole answer has its finish reason, a string, in field 2, and the counts after it.
         first = 3 if second is not None and second.kind == BYTES else 2
-        counts = [_count(parts.get(first + i)) for i in range(3)]
-        if counts[0] or counts[1]:
-            self.usage = Usage(prompt_tokens=counts[0], completion_tokens=counts[1], cached_tokens=counts[2])
+        prompt, completion, cached = (_count(parts.get(first + i)) for i in range(3))
+        if answer.number == (3 if older else 2):
+            self._left -= 1
+            self.done = self.done or self._left == 0
+            self._completed += completion
+        elif (ids := parts.get(1)) is not None and ids.kind == BYTES:
+            self._streamed += packed(data, ids.start, ids.end)
+        if prompt or completion:
+            completion = min(max(self._streamed, self._completed, completion), MAX_TOKENS)
+            self.usage = Usage(prompt_tokens=prompt, completion_tokens=completion, cached_tokens=cached)
 
     def _embedded(self, data: bytes, fields: dict[int, Field]) -> None:
         tokens = fields.get(2)

@@ -202,6 +202,27 @@ def test_streams_cut_at_every_byte(layout: str, request: pytest.FixtureRequest) 
     assert scanned(nothing_cached) == (usage(1000, 3), 0)
 
 
+@pytest.mark.parametrize("cumulative", [False, True])
+@pytest.mark.parametrize("last", [1, 5])
+def test_tokens_of_a_stream_are_added(cumulative: bool, last: int, newer: SimpleNamespace) -> None:
+    """Chunks count their own tokens or all so far; the end repeats the last ones or counts all."""
+    messages = [
+        newer.Response(chunk={"token_ids": [300] * n, "prompt_tokens": 9, "completion_tokens": so_far})
+        for n, so_far in ((2, 2), (2, 4 if cumulative else 2), (1, 5 if cumulative else 1))
+    ]
+    complete = newer.Response(complete={"finish_reason": "stop", "prompt_tokens": 9, "completion_tokens": last})
+    assert scanned(*map(frame, messages)) == (usage(9, 5), 0)
+    assert scanned(*map(frame, [*messages, complete])) == (usage(9, 5), 0)
+
+
+def test_several_completions_are_added(newer: SimpleNamespace) -> None:
+    complete = [
+        frame(newer.Response(complete={"finish_reason": "stop", "prompt_tokens": 9, "completion_tokens": n}))
+        for n in (7, 3, 4)
+    ]
+    assert scanned(*complete) == (usage(9, 14), 0)
+
+
 @pytest.mark.parametrize(("code", "status"), [("429", 429), ("503", 503), ("200", 500), ("x", 500), ("", 500)])
 def test_errors_in_the_older_layout(code: str, status: int, older: SimpleNamespace) -> None:
     body = frame(older.Response(request_id="id", error={"message": "no", "http_status_code": code}))

@@ -802,7 +802,7 @@ def test_a_complete_answer_whose_end_is_not_shown_has_its_usage(pb, chunk, token
     assert [(record.prompt_tokens, record.completion_tokens) for record in rig.seen.outcomes] == [tokens]
 
 
-def test_of_several_grpc_completions_the_session_reads_the_last(pb):
+def test_of_several_grpc_completions_the_session_reads_all(pb):
     rig = Rig(pb, inspect=True)
     wire, session = rig.open(STREAMED, STREAMED, eager=True, whole=True)
     rig.request_headers(session, path="/vllm.grpc.engine.VllmEngine/Generate")
@@ -812,7 +812,7 @@ def test_of_several_grpc_completions_the_session_reads_the_last(pb):
     rig.chunk(session, grpc_frame(field(2, field(2, b"stop") + number(3, 9) + number(4, 50))))
     assert wire.status == 0
     log_entry(rig, "ab.0000000000000001 200 9 9 9 10.0.0.0:80 -/ 1 -;")
-    assert [(record.prompt_tokens, record.completion_tokens) for record in rig.seen.outcomes] == [(9, 50)]
+    assert [(record.prompt_tokens, record.completion_tokens) for record in rig.seen.outcomes] == [(9, 55)]
 
 
 @pytest.mark.parametrize("entry_first", [False, True])
