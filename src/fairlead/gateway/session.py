@@ -561,7 +561,7 @@ class Session:
         not shown, and the access log, on another connection, may report the end before the stream ends."""
         if self._mode.response is not BodyMode.STREAMED or not self._wired():
             return False
-        if first and not (self._followed or (self._watch.is_sse and self._host.inspect(self._request, True))):
+        if first and not (self._followed or (self._request.stream and self._host.inspect(self._request, True))):
             return True
         return self._watch.finished
 

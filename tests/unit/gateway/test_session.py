@@ -815,6 +815,20 @@ def test_of_several_grpc_completions_the_session_reads_all(pb):
     assert [(record.prompt_tokens, record.completion_tokens) for record in rig.seen.outcomes] == [(9, 55)]
 
 
+def test_a_grpc_stream_whose_headers_are_shown_is_followed_too(pb):
+    rig = Rig(pb, inspect=True)
+    wire, session = rig.open(STREAMED, STREAMED, eager=True, whole=True)
+    rig.request_headers(session, path="/vllm.grpc.engine.VllmEngine/Generate")
+    rig.body(session, grpc_frame(field(2, field(2, b"\x01\x02")) + number(5, 1)))
+    rig.response_headers(session, kind="application/grpc")
+    rig.chunk(session, grpc_frame(field(1, field(1, b"\x05"))))
+    assert wire.status is None
+    rig.chunk(session, LAST_MESSAGE)
+    assert wire.status == 0
+    log_entry(rig, "ab.0000000000000001 200 9 9 9 10.0.0.0:80 -/ 1 -;")
+    assert [(record.prompt_tokens, record.completion_tokens) for record in rig.seen.outcomes] == [(9, 5)]
+
+
 @pytest.mark.parametrize("entry_first", [False, True])
 @pytest.mark.parametrize(("response", "window"), [(STREAMED, 65_536), (FULL_DUPLEX, 65_536), (FULL_DUPLEX, 1)])
 def test_a_session_that_must_stay_reports_usage_with_the_last_event(pb, response, window, entry_first):
