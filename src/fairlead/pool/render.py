@@ -43,8 +43,8 @@ FAILURES, PAUSE = 3, 5.0
 RETRY_AFTER = 60.0
 #: A million ids take 8 MB.
 MAX_ANSWER = 16 << 20
-#: Statuses of requests that the engine refuses: bad ones, too long ones, and those for models that it does not have.
-_REFUSALS = (400, 404, 413, 422)
+#: Statuses of requests that the engine refuses: bad ones, and too long ones.
+_REFUSALS = (400, 413, 422)
 #: Longer bodies are not sent to be rendered.
 MAX_BODY = 4 << 20
 #: With more engines, the least recently used is forgotten.
@@ -178,7 +178,7 @@ class RenderClient:
     async def _ask(self, engine: _Engine, parsed: ParsedRequest, body: bytes, url: str) -> PromptTokens:
         if self._now() >= engine.unrendered.get(parsed.api, 0.0):
             status, answer = await self._post(url + _RENDER[parsed.api], body)
-            if status not in (403, 404, 405) or (status == 404 and _is_error(answer)):
+            if status not in (403, 404, 405) or (status == 404 and _is_of_model(answer)):
                 return _rendered(status, answer)
             engine.unrendered[parsed.api] = self._now() + RETRY_AFTER
         if parsed.api not in _PROMPT_FIELDS:
@@ -205,17 +205,16 @@ class RenderClient:
         return self._session
 
 
-def _is_error(answer: bytes) -> bool:
-    """Whether an answer is an error of the API, such as an unknown model. That of an unknown path is none."""
-    try:
-        return isinstance(_decode_fields(answer).get("error"), Raw)
-    except (DecodeError, ValidationError, UnicodeDecodeError, RecursionError):
-        return False
+def _is_of_model(answer: bytes) -> bool:
+    """Whether an answer with status 404 is about an unknown model. About an unknown path, vLLM and others say
+    `{"detail": "Not Found"}`, and llama.cpp `{"error": {"message": "File Not Found", …}}`."""
+    return b'"error"' in answer and b"model" in answer
 
 
 def _other_status(status: int, answer: bytes, what: str = "") -> _NoAnswer:
     """What is raised for an answer that is not 200."""
-    return (_Refused if status in _REFUSALS else _NoAnswer)(f"{what}status {status}: {answer[:100]!r}")
+    refused = _is_of_model(answer) if status == 404 else status in _REFUSALS
+    return (_Refused if refused else _NoAnswer)(f"{what}status {status}: {answer[:100]!r}")
 
 
 def _rendered(status: int, answer: bytes) -> PromptTokens:
@@ -246,6 +245,8 @@ def _tokenized(status: int, answer: bytes, body: bytes) -> PromptTokens:
         salt = _decode_salt(body).cache_salt
     except (DecodeError, ValidationError, UnicodeDecodeError, RecursionError) as error:
         raise _NoAnswer(f"/tokenize: an answer without tokens: {error}") from None
+    if not ids:  # that of llama.cpp, which expects other fields
+        raise _NoAnswer("/tokenize: no tokens")
     return PromptTokens(packed(ids), len(ids), salt=salt or "")
 
 
@@ -259,7 +260,8 @@ def _prompt_only(api: str, body: bytes) -> bytes:
         if is_sent(fields.get(name, ABSENT)):
             raise _Refused(f"'{name}' changes the prompt, and /tokenize does not take it", FIELDS)
     kept = {name: fields[name] for name in _PROMPT_FIELDS[api] if name in fields}
-    if api == apis.COMPLETIONS and not bytes(kept.get("prompt", b"")).startswith(b'"'):
+    prompt = bytes(kept.get("prompt", b""))
+    if api == apis.COMPLETIONS and (prompt == b'""' or not prompt.startswith(b'"')):
         raise _Refused("/tokenize takes one text only")
     return msgspec.json.encode(kept)
 

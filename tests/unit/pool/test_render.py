@@ -12,7 +12,7 @@ from aiohttp import web
 from fairlead.apis.request import parse_request, unread
 from fairlead.apis.tokens import MediaItem, PromptTokens
 from fairlead.pool import render
-from fairlead.pool.render import PAUSE, RETRY_AFTER, RenderClient
+from fairlead.pool.render import FAILURES, PAUSE, RETRY_AFTER, RenderClient
 from fairlead.pool.scrape import TokenFile
 
 DATA = Path(__file__).parents[2] / "data" / "vllm-0.32-apis"
@@ -269,6 +269,34 @@ async def test_what_one_client_asks_wrongly_silences_no_engine(client: RenderCli
         found = await ask(client, url, COMPLETIONS, prompt=["a", "b"])
         assert (found.reason, found.detail) == ("engine", "/tokenize takes one text only")
     assert ids(await ask(client, url)) == [7]
+
+
+async def test_an_engine_with_another_tokenize_is_left_alone(client: RenderClient, serve: Serve) -> None:
+    """llama.cpp knows no `…/render`. Its `/tokenize` reads `content`, and answers all else without tokens."""
+    seen: list[tuple[str, Any]] = []
+    unknown = {"error": {"code": 404, "message": "File Not Found", "type": "not_found_error"}}
+    answers: dict[str, tuple[int, Any]] = {f"{CHAT}/render": (404, unknown), "/tokenize": (200, {"tokens": []})}
+    url = await serve(answering(answers, seen))
+    for _ in range(9):
+        assert (await ask(client, url)).reason == "engine"
+    assert [path for path, _ in seen] == [f"{CHAT}/render", *["/tokenize"] * FAILURES]
+
+
+async def test_an_engine_without_tokenize_is_left_alone(client: RenderClient, serve: Serve) -> None:
+    seen: list[tuple[str, Any]] = []
+    url = await serve(answering({}, seen))
+    for _ in range(9):
+        assert (await ask(client, url)).reason == "engine"
+    assert len(seen) == 1 + FAILURES
+
+
+async def test_an_empty_prompt_is_not_sent_to_tokenize(client: RenderClient, serve: Serve) -> None:
+    seen: list[tuple[str, Any]] = []
+    url = await serve(answering({"/tokenize": (200, {"tokens": [7]})}, seen))
+    for _ in range(4):
+        assert (await ask(client, url, COMPLETIONS, prompt="")).reason == "engine"
+    assert len(seen) == 1
+    assert ids(await ask(client, url, COMPLETIONS, prompt="a")) == [7]
 
 
 async def test_nobody_listens(client: RenderClient) -> None:
