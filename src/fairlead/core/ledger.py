@@ -63,7 +63,7 @@ class Lease(Struct, eq=False, gc=False):
     #: In a pair: the lease at the endpoint that computes the prompt. Released at this lease's first token, or before,
     #: when the endpoint's page no longer shows the prompt.
     prefill: "Lease | None" = None
-    #: Clock seconds; below 0 = not seen.
+    #: Clock seconds; below 0 = not seen. In the prefill part of a pair: when a scrape showed its prompt computed.
     first_token_at: float = -1.0
     #: Whether other bytes of the response passed before the first token, such as SSE comments.
     preceded: bool = False
@@ -95,6 +95,14 @@ class Lease(Struct, eq=False, gc=False):
     def computed(self) -> float:
         """Tokens of the prompt that are computed for the request, in a pair at the other endpoint."""
         return self.uncached_tokens if self.prefill is None else self.prefill.uncached_tokens
+
+    @property
+    def there_since(self) -> float:
+        """Clock seconds since when the endpoint has the request; infinite while another computes its prompt."""
+        part = self.prefill
+        if part is None:
+            return self.charged_at
+        return inf if part.held else max(self.charged_at, part.first_token_at)
 
     def sent_after(self, queued_ms: float) -> None:
         self.queued_ms = queued_ms
@@ -312,7 +320,7 @@ class Account(Struct, eq=False):
         self.lost = min(self._surpluses) if len(self._surpluses) == PATIENCE_SCRAPES else 0.0
 
     def _dropped(self, started: float, seen: float) -> list[Lease]:
-        if seen or not self.leases:
+        if seen or all(lease.there_since == inf for lease in self.leases):
             self._idle_scrapes = 0
             return []
         if not self._idle_scrapes:
@@ -324,7 +332,7 @@ class Account(Struct, eq=False):
         return [
             lease
             for lease in self.leases
-            if lease.charged_at < (min(self._idle_since, old) if lease.pending else self._idle_since)
+            if lease.there_since < (min(self._idle_since, old) if lease.pending else self._idle_since)
         ]
 
     def validate(self) -> None:
@@ -513,6 +521,7 @@ class Ledger:
         account = self.account(slot)
         if slot in self.prefilling:
             for lease in account.handed_over(started, waiting + running, self.reserved):
+                lease.first_token_at = started
                 self.release(lease)
         dropped = account.reconcile(started, waiting, running)
         for lease in account.begun(started):

@@ -219,7 +219,7 @@ class Stalls:
             watched.since = begun
             self._judge(slot, watched, now)
         else:
-            self._idle(slot, watched, begun, now)
+            self._idle(slot, watched, min(begun, now), now)
 
     def _idle(self, slot: int, watched: _Watched, since: float, now: float) -> None:
         """Record that the endpoint had no work before `since` that could have shown progress."""
@@ -235,12 +235,12 @@ class Stalls:
                 self._judged(slot, WELL, 0.0, now)
 
     def _begun(self, slot: int) -> float:
-        """Return the clock seconds of the oldest lease, if the page shows no requests; else -inf. Requests that a
-        server refuses come and go without progress: they are short, and no sign that it hangs."""
+        """Return the clock seconds since which the endpoint has the oldest lease, if the page shows no requests; else
+        -inf. Requests that a server refuses come and go without progress: they are short, and no sign that it hangs."""
         table = self._table
         if table.waiting[slot] + table.running[slot] > 0.0:
             return -inf
-        return min((lease.charged_at for lease in self._ledger.of_slot(slot)), default=-inf)
+        return min((lease.there_since for lease in self._ledger.of_slot(slot)), default=-inf)
 
     def _only_told(self, slot: int) -> bool:
         """Whether only peers reported the endpoint's work, and a later page shows none. A peer that died cannot report

@@ -161,9 +161,9 @@ def test_a_prefill_endpoint_that_failed_is_not_asked(
 class Run:
     """A pipeline over a prefill and a decode endpoint."""
 
-    def __init__(self, stream: bool = True) -> None:
+    def __init__(self, stream: bool = True, always: bool = False) -> None:
         self.clock, self.stream = SimClock(), stream
-        policy = PrefillDecode(filters=[Role(RoleParams())])
+        policy = PrefillDecode(PrefillDecodeParams(always=always), filters=[Role(RoleParams())])
         self.pipeline = Pipeline(self.clock, Random(1), Fleet(lease_ttl=100.0), policy, TokenEstimator())
         for name, role in (("p", "prefill"), ("d", "decode")):
             self.pipeline.handle(ev.EndpointUp(labelled(name, role)))
@@ -261,6 +261,28 @@ def test_a_prompt_that_the_page_no_longer_shows_is_computed(stream: bool) -> Non
     run.send(8)
     assert run.table.suspicion[0] == 0.0, "it has nothing to do"
     run.pipeline.handle(ev.ResponseEnded(request_id=7, status=200))
+    run.pipeline.validate()
+
+
+def test_a_decoder_neither_hangs_nor_loses_requests_while_their_prompts_are_computed_elsewhere() -> None:
+    run = Run(always=True)
+    idle = Sample(waiting=0.0, running=0.0, generation_tokens=0.0)
+    for second in range(45):
+        run.clock.advance(1.0)
+        run.scraped("p", Sample(waiting=1.0, running=1.0, prefix_queries=float(second)))
+        run.scraped("d", idle)
+        if not second:
+            run.send(8)
+    assert run.table.suspicion.tolist()[:2] == [0.0, 0.0]
+    assert run.table.inflight.tolist()[:2] == [2.0, 2.0]
+    run.scraped("p", idle)
+    run.clock.advance(1.0)
+    run.scraped("d", idle)
+    assert run.table.inflight.tolist()[:2] == [0.0, 2.0], "the caches may be on the way"
+    for _ in range(40):
+        run.clock.advance(1.0)
+        run.scraped("d", idle)
+    assert run.table.inflight.tolist()[:2] == [0.0, 0.0]
     run.pipeline.validate()
 
 
