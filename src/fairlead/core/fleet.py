@@ -190,16 +190,7 @@ class Fleet:
             table.kv[slot] = min(_gauge(sample.kv_usage, table.kv[slot]), 1.0)
         if sample.waiting is None and sample.running is None:
             return []
-        # The limit of sequences is learned only while memory has room for about two more requests and the queued work,
-        # or one whole step of it, is overdue. Overdue by the prior's speed if that is faster than the learned one:
-        # while the limit is unknown, waits for a sequence slot are learned as slow prefill.
-        engines = max(table.ranks[slot], 1.0)
-        due_ms = min(self.predictor.rates.prefill[slot], 1.0) * min(
-            table.queued_ms[slot] / engines, self._prior.whole_step_ms
-        )
-        overdue = now * 1e3 - table.prefill_since_ms[slot] > due_ms
-        if overdue and table.kv[slot] * (1.0 + 2.0 / max(running / engines, 1.0)) < CROWDED:
-            self.predictor.rates.sampled(slot, waiting, running)
+        self._learn_limit(slot, waiting, running, now)
         # The limit is that of the endpoint's class, so it may have been learned at other endpoints.
         table.max_seqs[slot] = self.predictor.rates.limit(slot)
         dropped = self.ledger.reconcile(slot, started, waiting, running)
@@ -207,6 +198,21 @@ class Fleet:
             if lease.auxiliary:
                 self.ledger.release(lease)
         return [lease for lease in dropped if not lease.auxiliary]
+
+    def _learn_limit(self, slot: int, waiting: float, running: float, now: float) -> None:
+        """Learn from a scrape how many sequences the engine runs at once: only where answers run, while memory has room
+        for about two more requests and the queued work, or one whole step of it, is overdue. Overdue by the prior's
+        speed if that is faster than the learned one: while the limit is unknown, waits for a sequence slot are learned
+        as slow prefill."""
+        table = self.table
+        engines, endpoint = max(table.ranks[slot], 1.0), table.endpoints[slot]
+        due_ms = min(self.predictor.rates.prefill[slot], 1.0) * min(
+            table.queued_ms[slot] / engines, self._prior.whole_step_ms
+        )
+        overdue = now * 1e3 - table.prefill_since_ms[slot] > due_ms
+        roomy = table.kv[slot] * (1.0 + 2.0 / max(running / engines, 1.0)) < CROWDED
+        if overdue and roomy and endpoint is not None and not endpoint.only_prefills:
+            self.predictor.rates.sampled(slot, waiting, running)
 
     def _sized(self, slot: int, sample: Sample) -> None:
         """Store how many engines share the address, and the capacity of their KV caches in tokens."""
@@ -418,7 +424,8 @@ class Fleet:
         """Charge a pair: `prefill_slot` computes the prompt, `slot` the answer. `hit_tokens`: prompt tokens cached at
         `prefill_slot`. The whole prompt counts as cached at `slot`, which receives it. `handover_ms`: as in `Picked`.
         Return the lease at `slot`."""
-        prefill = self.charge(request, prefill_slot, now, hit_tokens, 0.0, auxiliary=True)
+        none_kept = -2.0 * request.prompt_tokens  # no step there decodes, so queued prompts make none longer
+        prefill = self.charge(request, prefill_slot, now, hit_tokens, none_kept, auxiliary=True)
         prefill.handover_ms = handover_ms
         lease = self.charge(request, slot, now, request.prompt_tokens, expected_output)
         lease.prefill = prefill

@@ -286,6 +286,24 @@ def test_a_decoder_neither_hangs_nor_loses_requests_while_their_prompts_are_comp
     run.pipeline.validate()
 
 
+def test_a_prefill_endpoint_with_a_queue_has_no_limit_of_sequences() -> None:
+    """It runs one prompt at a time, because a step has a limit of tokens."""
+    run = Run(always=True)
+    for number in range(8, 28):
+        run.send(number)
+        run.clock.advance(5.0)
+        run.scraped("p", Sample(waiting=float(number), running=1.0))
+        run.scraped("d", Sample(waiting=float(number), running=1.0))
+    assert run.table.max_seqs.tolist()[:2] == [0.0, 1.0]
+
+
+def test_prompts_that_wait_for_a_prefill_endpoint_make_no_step_longer_there() -> None:
+    run = Run(always=True)
+    for number in range(8, 28):
+        run.send(number)
+    assert run.table.kv_tokens[0] < 100.0 < run.table.kv_tokens[1]
+
+
 def test_a_decoder_that_runs_a_whole_answer_has_its_prompt() -> None:
     run = Run(stream=False)
     run.clock.advance(60.0)
