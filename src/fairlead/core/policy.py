@@ -317,14 +317,15 @@ def choice_of(policy: Policy, request: Request, fleet: FleetView, context: Conte
 
 
 def choose_or_raise(policy: Policy, request: Request, fleet: FleetView, context: Context) -> Answer:
-    """As `choice_of`; also raise what the policy reports of its plugins."""
-    errors: list[PluginError] = []
+    """As `choice_of`; also raise what the policy reports of its plugins, at once: its observers are not shown a choice
+    that nobody makes."""
     if isinstance(policy, ReportsErrors):
-        policy.report_to(errors.append)
-    answer = choice_of(policy, request, fleet, context)
-    if errors:
-        raise errors[0]
-    return answer
+        policy.report_to(_raise)
+    return choice_of(policy, request, fleet, context)
+
+
+def _raise(error: PluginError) -> None:
+    raise error
 
 
 class Clamped:

@@ -19,7 +19,7 @@ import numpy as np
 
 from fairlead.core.columns import BoolColumn, FloatColumn, scalar
 from fairlead.core.cost import Terms, cost
-from fairlead.core.errors import PLUGIN_FAILURES, PluginError, described
+from fairlead.core.errors import PLUGIN_FAILURES, PluginError, of_plugin
 from fairlead.core.flow import NO_ENDPOINTS
 from fairlead.core.policy import (
     CANDIDATES,
@@ -271,7 +271,7 @@ class Profile:
 
     def _failed(self, plugin: str, error: BaseException) -> None:
         if self._report is not None:
-            self._report(PluginError(plugin, described(error)))
+            self._report(of_plugin(plugin, error))
 
 
 def _check(mask: BoolColumn, slots: int) -> None:

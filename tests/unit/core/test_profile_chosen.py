@@ -10,9 +10,11 @@ from fairlead.core.errors import PluginError
 from fairlead.core.fleet import Fleet
 from fairlead.core.policy import Context, Cycle, Filter, Picked, Scorer, Stage, clamped
 from fairlead.core.profile import Profile
+from fairlead.core.remote import Canary
 from fairlead.core.request import Request
 from fairlead.plugins.params import NoParams
 from fairlead.plugins.pickers import RoundRobin
+from fairlead.plugins.policies.by_load import LeastRequests
 from fairlead.server.observe.watch import Watch
 from fairlead.testing import fleet, request
 
@@ -73,6 +75,29 @@ def test_one_that_raises_is_reported_and_the_others_still_hear() -> None:
     assert choose([], [(broken, 1.0), (told, 1.0)], errors) == [0, 1, 0]
     assert told.slots == [0, 1, 0]
     assert [error.plugin for error in errors] == ["broken"] * 3
+
+
+class Raises(Told):
+    def score(self, request: Request, fleet: Fleet, cycle: Cycle) -> FloatColumn | None:
+        raise RuntimeError("oops")
+
+
+class Strays(RoundRobin):
+    def pick(self, request: Request, fleet: Fleet, totals: FloatColumn, cycle: Cycle) -> int:
+        return 7
+
+
+@pytest.mark.parametrize("where", ["scorer", "picker"])
+def test_a_choice_that_is_discarded_for_a_failed_plugin_is_shown_to_none(where: str) -> None:
+    errors: list[PluginError] = []
+    shown, failing = Told(), Raises(name="failing")
+    scorers: list[tuple[Scorer, float]] = [(shown, 1.0), *([(failing, 1.0)] if where == "scorer" else [])]
+    profile = Profile("p", [], scorers, RoundRobin(NoParams()) if where == "scorer" else Strays(NoParams()))
+    canary = Canary(LeastRequests(), profile, 100.0, errors.append)
+    assert isinstance(canary.choose(request(), fleet("e0", "e1"), Context(0.0, Random(1))), Picked)
+    assert canary.decided == {"primary": 1, "canary": 0}
+    assert [error.plugin for error in errors] == ["failing" if where == "scorer" else profile.picker.name]
+    assert shown.slots == failing.slots == []
 
 
 def test_failures_are_counted_by_plugin(caplog: pytest.LogCaptureFixture) -> None:
