@@ -37,6 +37,20 @@ def test_no_size_is_told_apart_from_an_error(tmp_path: Path) -> None:
     assert "cannot be held by any number of replicas" in impossible.stderr and "prompt alone" in impossible.stderr
 
 
+@pytest.mark.simulation
+def test_a_process_that_is_killed_is_no_traceback(tmp_path: Path) -> None:
+    """A simulation that runs out of memory is killed by the system."""
+    policy = tmp_path / "ends.py"
+    policy.write_text(
+        "import os\nfrom fairlead.plugins.policies.ranked import Ranked\n\n\nclass Ends(Ranked):\n    type = 'ends'\n\n"
+        "    def cost(self, request, fleet, cycle):\n        os._exit(9)\n"
+    )
+    done = call("plan", "-w", "agents", *QUICK, "-p", policy, "--processes", "2", "--out", tmp_path / "out")
+    assert done.exit_code == 1
+    assert "ran out of memory" in done.stderr and "fewer than 2 --processes" in done.stderr
+    assert "Traceback" not in done.stderr and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -29,6 +29,7 @@ from msgspec import Struct
 
 import fairlead
 from fairlead.config.registry import GROUP
+from fairlead.core.errors import FairleadError
 from fairlead.lab.simulator.build import ScenarioSpec, build
 from fairlead.lab.simulator.run import modules_beside, simulate
 from fairlead.lab.simulator.world import unknowing
@@ -211,18 +212,22 @@ def _run_beside(
 @contextmanager
 def workers(processes: int, begin: Callable[..., object] | None = None, *given: Any) -> Iterator[ProcessPoolExecutor]:
     """A pool of processes that are killed immediately if the body ends with an error or is interrupted. Each process
-    first calls `begin(*given)`. Submit work within `deaf_children`."""
+    first calls `begin(*given)`. Submit work within `deaf_children`. A process that dies and is not handled in the body
+    raises `FairleadError`."""
     strangers = active_children()
     with ProcessPoolExecutor(processes, get_context("spawn"), initializer=begin, initargs=given) as pool:
         try:
             yield pool
-        except BaseException:
+        except BaseException as error:
             # A simulation takes up to minutes. Ending the run must not wait for the simulations that have begun.
             for child in active_children():
                 if child not in strangers:
                     child.kill()
             # The pool's thread must end before Python does, or it may find its pipes closed and print a traceback.
             pool.shutdown(cancel_futures=True)
+            if isinstance(error, BrokenProcessPool):
+                least = "a shorter workload (-n)" if processes == 1 else f"fewer than {processes} --processes"
+                raise FairleadError(f"{_DIED}; if memory is short, use {least}") from None
             raise
 
 
