@@ -125,6 +125,8 @@ class FakeKube:
         self.tokens: set[str] = set()
         #: (verb, plural or plural/part) that are not allowed; lists also by namespace/plural.
         self.forbidden: set[tuple[str, str]] = set()
+        #: The message of a 403; empty = that of missing rights.
+        self.why_forbidden = ""
         #: (method, path) of every request.
         self.requests: list[tuple[str, str]] = []
         self.port = 0
@@ -278,7 +280,8 @@ class FakeKube:
         plural = f"{resource[1]}/{part}" if part else resource[1]
         names = plural, f"{namespace}/{plural}", f"{plural}.{resource[0].partition('/')[0]}"
         if any((verb, name) in self.forbidden for name in names):
-            raise Refused(403, "Forbidden", f"{plural} is forbidden: cannot {verb}")
+            message = f'{plural} is forbidden: User "somebody" cannot {verb} resource "{plural}"'
+            raise Refused(403, "Forbidden", self.why_forbidden or message)
 
     async def _collection(self, request: web.Request, resource: _Resource, namespace: str) -> web.StreamResponse:
         if request.method == "POST":

@@ -278,7 +278,7 @@ def _refusal(status: int, answer: bytes, resource: Resource | None, verb: str, p
     said = failure.message or answer[:200].decode(errors="replace") or f"HTTP {status}"
     if status == 429 or status >= 500:
         return Unreachable(f"HTTP {status}: {said}")
-    if status == 403 and resource is not None:
+    if status == 403 and resource is not None and f"cannot {verb}" in said:  # else a webhook or a quota refuses
         plural = f"{resource.plural}/{part}" if part else resource.plural
         where = (
             f"namespace {resource.namespace}; add to the role"

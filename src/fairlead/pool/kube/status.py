@@ -97,7 +97,8 @@ def _time(wall: float) -> str:
 # Rules
 # * A 404 or a conflict is ignored, because the next event of the watch brings the present object.
 # * If another writer keeps changing a condition back, the pauses between writes to that object double.
-# * Without permission nothing is written, and the missing rule is reported once. Routing never depends on it.
+# * Without permission an object is left for a minute, and the missing rule is reported once. Routing never depends on
+#   it, nor does the status of other objects: a role may allow one kind, and a webhook may refuse one object.
 
 #: From this many writes to one object within a minute on, each write doubles the pause.
 _FREE = 3
@@ -135,13 +136,14 @@ class StatusWriter:
         self._desired: dict[Target, DesiredCondition] = {}
         #: By object: writes within the window, start of the window, and when the object may be written again.
         self._pace: dict[Target, tuple[int, float, float]] = {}
+        #: Why the last write failed, by object.
+        self._troubles: dict[Target, str] = {}
         self._woken = asyncio.Event()
-        self._trouble = ""
 
     def want(self, desired: Mapping[Target, DesiredCondition]) -> None:
         self._desired = dict(desired)
-        for target in [target for target in self._pace if target not in self._desired]:
-            del self._pace[target]
+        self._pace = {target: pace for target, pace in self._pace.items() if target in desired}
+        self._troubles = {target: trouble for target, trouble in self._troubles.items() if target in desired}
         self._woken.set()
 
     def wake(self) -> None:
@@ -165,15 +167,18 @@ class StatusWriter:
             if wait > 0:
                 waits.append(wait)
                 continue
-            trouble, pause = await self._write(target, desired)
-            self._say(trouble)
-            if pause:
-                return pause
-            waits.append(self._after(target))
+            try:
+                trouble, least = await self._write(target, desired)
+            except Unreachable as error:
+                self._say(target, f"no status is written: {error}")
+                return _RETRY_S
+            self._say(target, trouble)
+            waits.append(self._after(target, least))
         return min(waits) if waits else None
 
     async def _write(self, target: Target, desired: DesiredCondition) -> tuple[str, float]:
-        """Write a condition. Return what went wrong (empty = nothing), and the seconds to pause all writes."""
+        """Write a condition. Return what went wrong (empty = nothing), and for how many seconds to leave the object at
+        least. Raises `Unreachable`."""
         resource, name = target
         body = status_patch(desired.condition, desired.item, self._wall())
         query = {"fieldManager": FIELD_MANAGER, "force": "true"}
@@ -183,28 +188,25 @@ class StatusWriter:
             if error.code == 403:
                 return f"no status is written: {error}", _REFUSED_PAUSE_S
             return "" if error.code in (404, 409) else f"status of {resource.plural} {name}: {error}", 0.0
-        except Unreachable as error:
-            return f"no status is written: {error}", _RETRY_S
         self.writes += 1
         if self._desired.get(target) is desired:
             with contextlib.suppress(Unreadable):  # otherwise the watch brings the object
                 self._desired[target] = DesiredCondition(desired.condition, read_plain(answer))
         return "", 0.0
 
-    def _after(self, target: Target) -> float:
-        """Note a write. Return the seconds until the next write to this object."""
+    def _after(self, target: Target, least: float) -> float:
+        """Note a write. Return the seconds until the next write to this object, `least` or more."""
         now = asyncio.get_running_loop().time()
         count, since, _ = self._pace.get(target, (0, now, now))
         if now - since > _WINDOW_S:
             count, since = 0, now
         count += 1
         # Even the first write causes a pause, until the watch has brought the written object.
-        pause = 0.5 if count < _FREE else min(2.0 ** (count - _FREE), _LONGEST_PAUSE_S)
+        pause = max(0.5 if count < _FREE else min(2.0 ** (count - _FREE), _LONGEST_PAUSE_S), least)
         self._pace[target] = (count, since, now + pause)
         return pause
 
-    def _say(self, trouble: str) -> None:
-        if trouble != self._trouble:
-            self._trouble = trouble
-            if trouble:
-                self._on_trouble(trouble)
+    def _say(self, target: Target, trouble: str) -> None:
+        if trouble and trouble not in self._troubles.values():
+            self._on_trouble(trouble)
+        self._troubles[target] = trouble

@@ -197,6 +197,29 @@ async def test_missing_permission_is_told_and_routing_goes_on(kube: FakeKube, fo
     assert followed.sets[-1].models
 
 
+async def test_a_webhook_that_refuses_is_quoted(kube: FakeKube, followed: Followed, until: Any) -> None:
+    """Another rule in the role would not help."""
+    kube.why_forbidden = 'admission webhook "policy" denied the request: not on Fridays'
+    kube.forbidden.add(("patch", "inferencemodels/status"))
+    kube.put(X, "inferencemodels", model("chat", "chat"))
+    await until(lambda: followed.troubles)
+    assert followed.troubles == [f"no status is written: {kube.why_forbidden}"]
+
+
+async def test_what_may_not_be_written_does_not_hold_up_others(kube: FakeKube, followed: Followed, until: Any) -> None:
+    """A role may allow one kind, and an admission webhook may refuse one object."""
+    kube.forbidden.add(("patch", "inferenceobjectives/status"))
+    for number in range(3):
+        kube.put(LLMD, "inferenceobjectives", objective(f"o{number}", number))
+    kube.put(X, "inferencemodels", model("chat", "chat"))
+    kube.put(LLMD, "inferencemodelrewrites", rewrite("all", "llama-3"))
+    await until(lambda: condition(kube, X, "inferencemodels", "chat"))
+    await until(lambda: condition(kube, LLMD, "inferencemodelrewrites", "all"))
+    await until(lambda: followed.troubles)
+    assert len(followed.troubles) == 1, "it is reported once"
+    assert sum(path.endswith("/status") for _, path in kube.requests) <= 3 + 2
+
+
 async def test_of_one_name_in_both_groups_the_newer_counts(kube: FakeKube, followed: Followed, until: Any) -> None:
     kube.put(X, "inferenceobjectives", objective("urgent", 1))
     kube.put(X, "inferenceobjectives", objective("older", 3))
