@@ -29,6 +29,8 @@ MAX_ANSWER = 256 << 20
 MAX_LINE = 16 << 20
 _TIMEOUT_S = 30.0
 _CONNECT_S = 3.0
+#: The most seconds of a `Retry-After` that are respected.
+_AFTER_MAX_S = 10.0
 #: Seconds of silence in a watch before the server is asked for its health, and seconds to wait for that answer.
 QUIET_S, ANSWER_S = 10.0, 8.0
 
@@ -48,7 +50,12 @@ class KubeError(FairleadError):
 
 
 class Unreachable(FairleadError):
-    """The API server gave no answer, or reported a failure of its own. A later attempt may succeed."""
+    """The API server gave no answer, or reported a failure of its own. A later attempt may succeed, but not within the
+    next `after` seconds, if the server said so."""
+
+    def __init__(self, message: str, after: float = 0.0) -> None:
+        self.after = after
+        super().__init__(message)
 
 
 class Resource(msgspec.Struct, frozen=True):
@@ -157,7 +164,7 @@ class KubeClient:
         try:
             async with self._open("GET", resource.path, query, None, "", None, idle_s) as response:
                 if response.status != 200:
-                    raise _refusal(response.status, await _body(response), resource, "watch", "")
+                    raise _refusal(response, await _body(response), resource, "watch", "")
                 try:
                     yield []
                     pieces: list[bytes] = []
@@ -205,14 +212,13 @@ class KubeClient:
             try:
                 async with self._open(method, path, query, data, kind, _TIMEOUT_S, None) as response:
                     answer = await _body(response)
-                    status = response.status
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 raise self._unreachable(error) from None
-            if status == 401 and may_retry:
+            if response.status == 401 and may_retry:
                 self._access.refused()
                 continue
-            if status >= 300:
-                raise _refusal(status, answer, resource, verb, part)
+            if response.status >= 300:
+                raise _refusal(response, answer, resource, verb, part)
             return answer
         raise AssertionError("unreachable")
 
@@ -273,11 +279,14 @@ async def _body(response: aiohttp.ClientResponse) -> bytes:
     return await read_at_most(response.content, MAX_ANSWER, large)
 
 
-def _refusal(status: int, answer: bytes, resource: Resource | None, verb: str, part: str) -> FairleadError:
-    failure = read_failure(answer)
+def _refusal(
+    response: aiohttp.ClientResponse, answer: bytes, resource: Resource | None, verb: str, part: str
+) -> FairleadError:
+    status, failure = response.status, read_failure(answer)
     said = failure.message or answer[:200].decode(errors="replace") or f"HTTP {status}"
     if status == 429 or status >= 500:
-        return Unreachable(f"HTTP {status}: {said}")
+        after = response.headers.get("Retry-After", "")
+        return Unreachable(f"HTTP {status}: {said}", min(float(after), _AFTER_MAX_S) if after.isdecimal() else 0.0)
     if status == 403 and resource is not None and f"cannot {verb}" in said:  # else a webhook or a quota refuses
         plural = f"{resource.plural}/{part}" if part else resource.plural
         where = (

@@ -106,7 +106,7 @@ class PoolModels:
                     pause = self._rediscover_s
                 except (KubeError, Unreachable) as error:
                     self._on_trouble("discovery", str(error))
-                    pause = backoff.pause()
+                    pause = backoff.pause(error.after if isinstance(error, Unreachable) else 0.0)
                 await asyncio.sleep(pause)
         finally:
             if self._timer is not None:

@@ -58,7 +58,7 @@ class Stats(Struct):
 
 
 class Backoff:
-    """Pauses that double. Each is shortened at random by up to half."""
+    """Pauses that double. Each is shortened at random by up to half, and added to what the server asks for."""
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng
@@ -67,10 +67,11 @@ class Backoff:
     def reset(self) -> None:
         self._next = FIRST_PAUSE_S
 
-    def pause(self) -> float:
+    def pause(self, after: float = 0.0) -> float:
+        """The next pause in seconds. `after`: what the server asked for."""
         pause = self._next * self._rng.uniform(0.5, 1.0)
         self._next = min(self._next * 2, LONGEST_PAUSE_S)
-        return pause
+        return after + pause
 
 
 class Reflector(Generic[T]):
@@ -141,7 +142,7 @@ class Reflector(Generic[T]):
                 if "Too large resource version" in str(error):  # etcd was restored from an older state
                     self._version = ""
                 self._lost(str(error))
-                pause = self._backoff.pause()
+                pause = self._backoff.pause(error.after)
             await asyncio.sleep(pause)
 
     # ---- the state ----

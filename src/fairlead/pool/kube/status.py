@@ -171,7 +171,7 @@ class StatusWriter:
                 trouble, least = await self._write(target, desired)
             except Unreachable as error:
                 self._say(target, f"no status is written: {error}")
-                return _RETRY_S
+                return _RETRY_S + error.after
             self._say(target, trouble)
             waits.append(self._after(target, least))
         return min(waits) if waits else None

@@ -10,6 +10,7 @@ from aiohttp import web
 from fake_kube import FakeKube
 
 from fairlead.pool.kube import client as kube_client
+from fairlead.pool.kube import reflector
 from fairlead.pool.kube.auth import Access, FixedSecret, Secret, Where
 from fairlead.pool.kube.client import KubeClient, Resource, Unreachable
 from fairlead.pool.kube.pods import Pod, read_pod
@@ -126,3 +127,30 @@ async def test_a_long_object_in_many_pieces_is_read_once(storm: Stormy, client: 
         async for batch in client.watch(PODS, {"resourceVersion": "1"}, 5.0):
             lines += [line for line in batch if line]
     assert [len(line) for line in lines] == [1_500_000, 1]
+
+
+@pytest.mark.parametrize(("said", "at_least"), [("7", 7.0), ("3600", 10.0), ("Fri, 31 Dec 1999 23:59:59 GMT", 0.0)])
+@pytest.mark.parametrize("watch", [False, True])
+async def test_a_busy_server_is_left_alone_for_as_long_as_it_says(
+    storm: Stormy, followed: Reflector[Pod], monkeypatch: pytest.MonkeyPatch, said: str, at_least: float, watch: bool
+) -> None:
+    """It does so for 429 (priority and fairness) and while it ends."""
+
+    async def busy(request: web.Request, *more: Any) -> web.StreamResponse:
+        if watch and "watch" not in request.query:
+            return await Stormy._collection(storm, request, *more)
+        return web.Response(status=429, headers={"Retry-After": said}, text="busy")
+
+    paused: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        if seconds:
+            paused.append(seconds)
+            raise asyncio.CancelledError
+
+    monkeypatch.setattr(storm, "_collection", busy)
+    monkeypatch.setattr("fairlead.pool.kube.reflector.asyncio.sleep", pause)
+    with pytest.raises(asyncio.CancelledError):
+        await followed.run()
+    assert at_least < paused[0] <= at_least + reflector.FIRST_PAUSE_S
+    assert followed.stats.trouble == "HTTP 429: busy"
