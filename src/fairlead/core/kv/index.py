@@ -22,7 +22,7 @@ from fairlead.core.kv.cache import EVERYONE, MOST_GROUPS, Orphans, RankCache, Sh
 from fairlead.core.kv.keys import KeySpace, OwnSpace
 from fairlead.core.kv.match import BlockChain, KvMatch, Matcher
 from fairlead.core.kv.speculation import Speculation
-from fairlead.core.kv.table import SEGMENT, Keys
+from fairlead.core.kv.table import SEGMENT, Keys, spread_many
 from fairlead.core.kv.tiers import Tier
 
 #: Dead shelves beyond this number are taken apart immediately, so that a rank which clears all the time cannot make the
@@ -325,7 +325,7 @@ class KvIndex:
         for shelf in (*shelves, *self._dead):
             for segment in range(shelf.reclaimed, shelf.table.segments):
                 _, positions = shelf.table.of_segment(segment)
-                for key in shelf.table.vectors[0][positions].tolist():
+                for key in spread_many(shelf.table.vectors[0][positions]).tolist():
                     marks[key] = marks.get(key, 0) | shelf.bit
                     copies += 1
         held: dict[int, int] = {}

@@ -204,6 +204,12 @@ def test_shared_storage_counts_for_endpoints_that_hold_nothing() -> None:
     one.index.validate()
 
 
+def test_small_keys_are_valid() -> None:
+    one = Fixture()
+    one.index.store(one.index.shelf(one.cache(), 0, tier_of("GPU")), [7], [5], 0)
+    one.index.validate()
+
+
 def test_a_tier_update_of_unknown_blocks_is_ignored() -> None:
     one = Fixture()
     one.apply(BlocksStored([1, 2], medium="CPU"))
