@@ -299,10 +299,9 @@ class Feed:
         frames, batch = self._waiting
         number = frames.sequence
         if self.last < 0:
-            # vLLM's first number is 0, that of llm-d's simulator is 1.
-            if number > 1 and self._ask(number):
+            if number > 0 and self._ask(number):
                 return
-            if number > 1:
+            if number > 1:  # vLLM's first number is 0, that of llm-d's simulator is 1
                 self.cache.provisional = True
         elif number <= self.last:
             if batch.ts <= self.last_ts:

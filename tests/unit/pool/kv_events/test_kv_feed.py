@@ -106,6 +106,17 @@ def test_a_gap_is_filled_before_what_comes_after() -> None:
     assert case.feed.count.lost == case.feed.count.restarts == 0
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_first_batch_is_asked_for_if_it_may_be_lost(first: int) -> None:
+    case = Case(can_replay=True)
+    case.replay([])
+    case.live(batch(1))
+    case.replay([batch(number) for number in range(first, 2)])
+    case.live(batch(2))
+    assert case.blocks == list(range(first + 1, 4))
+    assert not case.feed.cache.provisional and case.feed.sync is Sync.LIVE
+
+
 def test_a_gap_without_replay_is_counted() -> None:
     case = Case(can_replay=False)
     case.live(batch(0), batch(4))
