@@ -35,7 +35,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from fairlead.core.columns import BoolColumn, FloatColumn, top
+from fairlead.core.columns import BoolColumn, FloatColumn, read_only, top
 from fairlead.core.cost import Terms, Weights, cost, memory_wait, shortage, weighed
 from fairlead.core.errors import PLUGIN_FAILURES, PluginError, described
 from fairlead.core.fleet import Fleet
@@ -143,7 +143,8 @@ class WaitingRules:
             if self._own:
                 costs = policy.costs(requests, shares, terms, fleet, context)
             else:
-                costs = guarded(fleet, policy.costs, requests, shares, terms, fleet, context)
+                kept = read_only(shares), terms.read_only()
+                costs = guarded(fleet, policy.costs, requests, *kept, fleet, context)
             if costs.shape != shares.shape:
                 raise ValueError(
                     f"costs of shape {costs.shape} for {shares.shape[0]} requests and {shares.shape[1]} slots"

@@ -74,9 +74,9 @@ from typing import Any, Protocol
 
 import numpy as np
 from msgspec import Struct
-from msgspec.structs import astuple
+from msgspec.structs import astuple, replace
 
-from fairlead.core.columns import FloatColumn, scalar
+from fairlead.core.columns import FloatColumn, read_only, scalar
 from fairlead.core.records import Forecast
 from fairlead.core.table import FLOATS, EndpointTable
 
@@ -222,7 +222,7 @@ class Weights:
         self.memory = memory
 
 
-class Terms(Struct):
+class Terms(Struct, frozen=True):
     """The terms of the cost by slot, in milliseconds unless said otherwise, without weights (see `weighed`)."""
 
     #: Prompt tokens that are not cached there, at least 1.
@@ -245,6 +245,10 @@ class Terms(Struct):
     #: How long the answer may pause for long prompts that come later; not multiplied with `kappa`.
     pauses: FloatColumn = _ZERO
 
+    def read_only(self) -> "Terms":
+        """Return the same terms for code that may come from anywhere."""
+        return Terms(*(read_only(term) if isinstance(term, np.ndarray) else term for term in astuple(self)))
+
 
 def cost(
     prompts: Any, cached: FloatColumn | None, fleet: Known, now: float, loading: FloatColumn | None = None
@@ -263,10 +267,10 @@ def cost(
     model_ttft, kappa = prefill + steps + queue + slots, learned.kappa
     terms = Terms(uncached, prefill, queue, steps, step, used, model_ttft, kappa * model_ttft, kappa, slots)
     if table.long_until > now * 1e3:
-        terms.pauses = pauses(step, fleet, now * 1e3)
+        terms = replace(terms, pauses=pauses(step, fleet, now * 1e3))
     if loading is not None:
-        terms.loading, terms.model_ttft = loading, model_ttft + loading
-        terms.ttft = kappa * terms.model_ttft
+        model_ttft = model_ttft + loading
+        terms = replace(terms, loading=loading, model_ttft=model_ttft, ttft=kappa * model_ttft)
     return terms
 
 

@@ -77,12 +77,8 @@ class Cycle:
         return self._values.get(key)
 
     def protect(self) -> None:
-        """Make `left` and the columns of the keys below read only: other plugins of the decision read them too."""
+        """Make `left` read only, as the columns of the keys below are: other plugins of the decision read them too."""
         self.left = None if self.left is None else read_only(self.left)
-        for key in (CANDIDATES, PREFIX_SHARE, LOADING):
-            column: Any = self._values.get(key)
-            if column is not None:
-                self._values[key] = read_only(column)
 
 
 #: Slots that can serve the request and are up, before load filters; `None` = all. Written by the profile.
@@ -97,12 +93,18 @@ LOADING: Key[FloatColumn | None] = Key("loading")
 
 def loading(request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
     """Return the column of `LOADING`, computed once per decision."""
-    return cycle.once(LOADING, fleet.loading, request) if fleet.table.lora else None
+    return cycle.once(LOADING, _shared, fleet.loading, request) if fleet.table.lora else None
 
 
 def prefix_share(request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
     """Return the column of `PREFIX_SHARE`, looked up once per decision."""
-    return cycle.once(PREFIX_SHARE, fleet.match, request)
+    return cycle.once(PREFIX_SHARE, _shared, fleet.match, request)
+
+
+def _shared(ask: Callable[[Request], FloatColumn | None], request: Request) -> FloatColumn | None:
+    """Return an answer of the fleet for all plugins of a decision, and for its trace."""
+    column = ask(request)
+    return None if column is None else read_only(column)
 
 
 class Picked(Struct):
@@ -285,7 +287,7 @@ class ReportsErrors(Protocol):
 
 def guarded(fleet: FleetView, call: Callable[[*Args], T], *args: *Args) -> T:
     """Return the answer of a plugin that may come from anywhere. Raise what it raises, and `ValueError` if it wrote to
-    a column; the columns are then as they were. The columns of a `Cycle` in `args` become read only."""
+    a column; the columns are then as they were. The columns of a `Cycle` in `args` are read only."""
     for cycle in args:
         if isinstance(cycle, Cycle):
             cycle.protect()
@@ -337,7 +339,6 @@ class Clamped:
         self._scorer = scorer
 
     def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
-        prefix_share(request, fleet, cycle)  # so that it is read only if this scorer is the first to look it up
         scores = guarded(fleet, self._scorer.score, request, fleet, cycle)
         if scores is None:
             return None

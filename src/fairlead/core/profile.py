@@ -17,7 +17,7 @@ from math import inf
 
 import numpy as np
 
-from fairlead.core.columns import BoolColumn, FloatColumn, scalar
+from fairlead.core.columns import BoolColumn, FloatColumn, read_only, scalar
 from fairlead.core.cost import Terms, cost
 from fairlead.core.errors import PLUGIN_FAILURES, PluginError, of_plugin
 from fairlead.core.flow import NO_ENDPOINTS
@@ -52,7 +52,7 @@ ESTIMATE: Key[Terms] = Key("estimate")
 
 
 def estimate(request: Request, fleet: FleetView, cycle: Cycle) -> Terms:
-    """Return the columns of `ESTIMATE`, in milliseconds."""
+    """Return the columns of `ESTIMATE`, in milliseconds and read only."""
     return cycle.once(ESTIMATE, _estimate, request, fleet, cycle)
 
 
@@ -60,7 +60,7 @@ def _estimate(request: Request, fleet: FleetView, cycle: Cycle) -> Terms:
     share = prefix_share(request, fleet, cycle)
     prompt = float(request.prompt_tokens)
     cached = None if share is None else share * scalar(prompt)
-    return cost(prompt, cached, fleet, cycle.now, loading(request, fleet, cycle))
+    return cost(prompt, cached, fleet, cycle.now, loading(request, fleet, cycle)).read_only()
 
 
 #: Models remembered in `Profile._passed`. The bound is needed because clients choose the names.
@@ -118,7 +118,7 @@ class Profile:
             slot = self._overflow(available, request, fleet, cycle)
             return self._picked(slot, request, fleet, cycle, trace, overloaded=True)
         if available is not None:
-            cycle.once(CANDIDATES, lambda: available)
+            cycle.once(CANDIDATES, read_only, available)
         slot = self._best(kept, request, fleet, cycle, trace)
         return self._picked(slot, request, fleet, cycle, trace)
 

@@ -19,6 +19,7 @@ from fairlead.core.events import RequestArrived
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import Route
 from fairlead.core.policy import Picked, Stage, prefix_share
+from fairlead.core.profile import estimate
 from fairlead.plugins.filters.ability import Role
 from fairlead.plugins.policies.ranked import Ranked
 from fairlead.testing import SimClock, choose, endpoint, fleet, request
@@ -121,6 +122,39 @@ class WritingRanked(Ranked):
         return queue
 
 
+class EstimatingScorer(Plugin):
+    """Works on the estimate in place."""
+
+    type = "estimating-scorer"
+
+    def score(self, request: Any, fleet: Any, cycle: Any) -> Any:
+        kappa = estimate(request, fleet, cycle).kappa
+        kappa *= 3.0
+        return 1.0 / kappa
+
+
+class SharingRanked(Ranked):
+    type = "sharing-ranked"
+
+    def cost(self, request: Any, fleet: Any, cycle: Any) -> Any:
+        share = prefix_share(request, fleet, cycle)
+        assert share is not None
+        share -= 1.0
+        return share
+
+
+class TermsRanked(Ranked):
+    type = "terms-ranked"
+
+    def cost(self, request: Any, fleet: Any, cycle: Any) -> Any:
+        raise AssertionError("late binding asks for `costs`")
+
+    def costs(self, requests: Any, shares: Any, terms: Any, fleet: Any, context: Any) -> Any:
+        ttft = terms.ttft
+        ttft += 1e3
+        return ttft
+
+
 PLUGINS = (
     WritingScorer,
     WritingFilter,
@@ -131,6 +165,9 @@ PLUGINS = (
     OwnRole,
     SoftmaxPicker,
     WritingRanked,
+    EstimatingScorer,
+    SharingRanked,
+    TermsRanked,
 )
 REGISTRY = Registry(lambda: [EntryPoint(cls.type, f"{__name__}:{cls.__name__}", GROUP) for cls in PLUGINS])
 GOOD = "filters: [{type: label-selector, parameters: {matchLabels: {tier: good}}}%s]\n"
@@ -221,6 +258,29 @@ def test_the_share_of_the_prefix_is_for_all_scorers(monkeypatch: pytest.MonkeyPa
     assert [error.plugin for error in errors] == ["sharing-scorer"]
 
 
+def test_an_estimate_is_for_all_plugins_and_what_was_learned_stays() -> None:
+    text = "scorers: [%s{type: predicted-latency, weight: 1}]\nselection: {picker: max-score}\n"
+    answers, known = [], pool()
+    before = known.predictor.kappa.copy()
+    for more in ("", "{type: estimating-scorer, weight: 1}, "):
+        policy, errors = made(text % more)
+        answer = choose(policy, request(), known)
+        assert isinstance(answer, Picked) and answer.trace is not None
+        answers.append(answer.trace.total)
+    assert [error.plugin for error in errors] == ["estimating-scorer"]
+    assert np.array_equal(*answers) and np.array_equal(known.predictor.kappa, before)
+
+
+def test_a_policy_does_not_change_the_share_that_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, errors = made("policy: sharing-ranked\n")
+    known = pool()
+    monkeypatch.setattr(known, "match", lambda request: np.array([0.0, 0.9, 0.0]))
+    answer = choose(policy, request(), known)
+    assert isinstance(answer, Picked) and answer.trace is not None
+    assert answer.trace.held.tolist() == [0.0, 0.9, 0.0] and answer.best_share == 0.9
+    assert "read-only" in str(errors[0])
+
+
 def test_gauges_are_read_only() -> None:
     policy, errors = made("scorers: [{type: gauge-scorer, weight: 1}]\n")
     known = pool()
@@ -240,12 +300,16 @@ def test_a_role_filter_of_another_distribution_is_one() -> None:
     assert not errors
 
 
-def test_costs_of_waiting_requests_do_not_change_columns() -> None:
-    policy, errors = made("policy: writing-ranked\n")
+@pytest.mark.parametrize(
+    ("name", "said"), [("writing-ranked", "wrote to queue of fleet.table"), ("terms-ranked", "read-only")]
+)
+def test_costs_of_waiting_requests_do_not_change_columns(name: str, said: str) -> None:
+    policy, errors = made(f"policy: {name}\n")
     known = pool()
     shares, able = np.zeros((1, 3)), np.ones((1, 3), dtype=np.bool_)
     terms = cost(np.array([[9.0]]), shares, known, 0.0)
     rules = WaitingRules(policy, policy, errors.append)
+    before = terms.ttft.copy()
     costs = rules.costs([request()], shares, able, terms, known, 0.0)
-    assert np.isfinite(costs).all() and not known.table.queue.any()
-    assert "wrote to queue of fleet.table" in str(errors[0])
+    assert np.isfinite(costs).all() and not known.table.queue.any() and np.array_equal(terms.ttft, before)
+    assert said in str(errors[0])
