@@ -56,6 +56,8 @@ class Snapshot(Struct, frozen=True, gc=False):
     based: tuple[BaseModels, ...] = ()
     #: The columns of configured gauges, by name.
     gauges: Mapping[str, Any] = {}
+    #: Adapters that requests in the engine's queue wait for, by slot; empty = none anywhere.
+    waiting_adapters: tuple[frozenset[str], ...] = ()
 
 
 #: Filter names in a trace of late binding: all filters of the policy together, and the gate that removes endpoints

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fairlead.core.columns import FloatColumn
+from fairlead.core.columns import FloatColumn, read_only
 from fairlead.core.endpoint import BaseModels, Endpoint
 from fairlead.core.fleet import Fleet
 from fairlead.core.records import Snapshot
@@ -46,6 +46,7 @@ class Snapshots:
             predictor.answer_steps,
             self._based,
             {name: column.copy() for name, column in table.gauges.items()},
+            table.waiting_adapters if table.lora else (),
         )
 
 
@@ -67,15 +68,16 @@ class Restored(Fleet):
         floats = np.asarray(snapshot.floats, dtype=np.float64)
         table.floats[: len(floats)] = floats  # an older journal has fewer columns
         table.gauges = {name: np.array(column) for name, column in snapshot.gauges.items()}
+        table.waiting_adapters = snapshot.waiting_adapters or (frozenset(),) * len(table)
         table.rewritten()
         predictor.rates.columns[:] = snapshot.learned
         predictor.hold_ms, predictor.answer_steps = snapshot.hold_ms, snapshot.answer_steps
 
     def match(self, request: Request) -> FloatColumn | None:
-        return None if self.held is None else self.held.copy()
+        return None if self.held is None else read_only(self.held)
 
     def loading(self, request: Request) -> FloatColumn | None:
-        return None if self.wait is None else self.wait.copy()
+        return None if self.wait is None else read_only(self.wait)
 
 
 def _join(table: EndpointTable, snapshot: Snapshot) -> None:

@@ -123,6 +123,8 @@ class EndpointTable:
         #: Whether any `distance_ms` is not 0.
         self.distant = False
         self.samples: list[Sample | None] = []
+        #: By slot: adapters for which requests in the engine wait. Replaced as a whole, so that snapshots can keep it.
+        self.waiting_adapters: tuple[frozenset[str], ...] = ()
         #: The columns of configured gauges by name, as far as an endpoint reported them or a policy asked for them.
         self.gauges: dict[str, FloatColumn] = {}
         self.alive: BoolColumn = np.zeros(0, dtype=np.bool_)
@@ -311,8 +313,14 @@ class EndpointTable:
 
     def sampled(self, slot: int, sample: Sample) -> None:
         self.samples[slot] = sample
+        self._wait_for(slot, sample.waiting_adapters)
         for name, value in sample.extra.items():
             self._gauge(name)[slot] = value
+
+    def _wait_for(self, slot: int, adapters: frozenset[str]) -> None:
+        before = self.waiting_adapters
+        if adapters != before[slot]:
+            self.waiting_adapters = (*before[:slot], adapters, *before[slot + 1 :])
 
     def mask(self, key: tuple[Hashable, ...], keep: Callable[[int, Endpoint], bool]) -> BoolColumn:
         """Return the slots for which `keep(slot, endpoint)` is true. It may only depend on labels, addresses and base
@@ -406,6 +414,7 @@ class EndpointTable:
         self._names[slot] = endpoint.id if endpoint else ""
         self.adapters[slot] = None
         self.samples[slot] = None
+        self._wait_for(slot, frozenset())
         self.alive = self.alive.copy()
         self.alive[slot] = endpoint is not None
         self.alive.setflags(write=False)  # a policy that writes to it raises
@@ -427,6 +436,7 @@ class EndpointTable:
         self.listed.append(None)
         self.based.append(NOT_LISTED)
         self.samples.append(None)
+        self.waiting_adapters = (*self.waiting_adapters, frozenset())
         self.alive = np.append(self.alive, False)
         self.unlisted, self.dynamic = np.append(self.unlisted, False), np.append(self.dynamic, False)
         if slot == self._reserved.shape[1]:

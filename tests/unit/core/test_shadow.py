@@ -18,9 +18,11 @@ from fairlead.core.shadow import Bench, CaseTaker
 from fairlead.core.tokens import TokenEstimator
 from fairlead.gateway.driver import Driver
 from fairlead.plugins.filters.ability import Role, RoleParams
+from fairlead.plugins.params import NoParams
 from fairlead.plugins.policies.by_load import LeastRequests
 from fairlead.plugins.policies.cost_model import CostModel, CostModelParams
 from fairlead.plugins.policies.prefill_decode import PrefillDecode, PrefillDecodeParams
+from fairlead.plugins.scorers.lora import LoraAffinity
 from fairlead.testing import SimClock, builders
 
 EXACT = CostModelParams(near_tie=0.0)
@@ -97,6 +99,18 @@ def test_configured_gauges_are_as_they_were() -> None:
     for case, heat in zip(rig.cases, (3.0, 4.0), strict=True):
         column = judge.open(case).table.extra("heat")
         assert np.isnan(column[0]) and column[1] == heat
+
+
+def test_adapters_for_which_requests_wait_are_as_they_were() -> None:
+    rig, judge = Rig(2), bench()
+    for waiting in ({"sql"}, set()):
+        sample = Sample(adapters=frozenset({"x"}), waiting_adapters=frozenset(waiting), max_adapters=1)
+        rig.fleet.sampled("e1", rig.clock.time(), rig.clock.time(), sample)
+        rig.arrive("a")
+    scorer, request = LoraAffinity(NoParams()), builders.request("a", model="sql")
+    for case, score in zip(rig.cases, (0.6, 0.0), strict=True):
+        column = scorer.score(request, judge.open(case), builders.cycle())
+        assert column is not None and column[1] == score
 
 
 def test_endpoints_may_come_and_go_between_cases() -> None:

@@ -49,7 +49,7 @@ class LoraAffinity(Plain):
         table, model = fleet.table, request.target_model
         if not _is_adapter(model, table):
             return None
-        queued = [frozenset[str]() if sample is None else sample.waiting_adapters for sample in table.samples]
+        queued = table.waiting_adapters
         waiting = np.fromiter((model in names for names in queued), np.bool_, len(queued))
         taken = table.loaded_adapters + np.fromiter(map(len, queued), np.float64, len(queued))
         score = np.where(waiting, WAITING, 0.0)

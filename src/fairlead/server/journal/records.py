@@ -196,6 +196,7 @@ class Packer:
     def __init__(self) -> None:
         self._before: Any = None
         self._roster: Any = None
+        self._waiting: tuple[frozenset[str], ...] = ()
 
     def pack(self, record: DecisionRecord) -> dict[str, Any]:
         trace = record.trace
@@ -237,6 +238,8 @@ class Packer:
             # Bits are compared, because NaN differs from itself.
             slots = np.flatnonzero((numbers.view(np.int64) != self._before.view(np.int64)).any(axis=0))
             packed |= {"slots": slots.tolist(), "values": numbers.take(slots, axis=1).tobytes()}
+        if snapshot.waiting_adapters != self._waiting:
+            packed["waiting_adapters"] = self._waiting = snapshot.waiting_adapters
         self._before, self._roster = numbers, roster
         return packed
 
@@ -255,6 +258,7 @@ class Unpacker:
         self._adapters: _Names = ()
         self._listed: _Names = ()
         self._based: tuple[BaseModels, ...] = ()
+        self._waiting: tuple[frozenset[str], ...] = ()
 
     def unpack(self, packed: dict[str, Any]) -> Detail:
         """Raises `ValueError` if `packed` is not a detail."""
@@ -296,6 +300,8 @@ class Unpacker:
             slots = packed["slots"]
             numbers[:, slots] = np.frombuffer(packed["values"]).reshape(len(numbers), len(slots))
             self._before = numbers
+        if "waiting_adapters" in packed:
+            self._waiting = msgspec.convert(packed["waiting_adapters"], tuple[frozenset[str], ...])
         numbers, gauges = self._before, len(self._before) - len(self._gauges)
         return Snapshot(
             at=packed["at"],
@@ -308,6 +314,7 @@ class Unpacker:
             answer_steps=packed["steps"],
             based=self._based,
             gauges=dict(zip(self._gauges, numbers[gauges:], strict=True)),
+            waiting_adapters=self._waiting,
         )
 
 

@@ -24,7 +24,7 @@ REQUEST = Request(
     subset=frozenset({"10.0.0.1"}),
     session="s",
 )
-SAMPLE = Sample(waiting=1.0, adapters=frozenset({"a"}), extra={"heat": 3.0})
+SAMPLE = Sample(waiting=1.0, adapters=frozenset({"a"}), max_adapters=1, extra={"heat": 3.0})
 MODEL = InferenceModel(origin=Origin(namespace="n", name="o"), model="m")
 
 
@@ -151,8 +151,17 @@ def test_details_come_back_to_the_last_bit_and_say_only_what_changed() -> None:
         assert np.array_equal(theirs.snapshot.floats, ours.snapshot.floats)
         assert np.array_equal(theirs.snapshot.learned, ours.snapshot.learned)
         assert np.array_equal(theirs.snapshot.gauges["heat"], there.table.extra("heat"), equal_nan=True)
+        waiting = theirs.snapshot.waiting_adapters
+        assert waiting == ours.snapshot.waiting_adapters == there.table.waiting_adapters
+        assert waiting[0] == ({"sql"} if number == 2 else set())
         there.table.queue[1] += 1.0
-        there.table.sampled(0, Sample(extra={"heat": float(number)} | ({"fans": 2.0} if number == 3 else {})))
+        there.table.sampled(
+            0,
+            Sample(
+                extra={"heat": float(number)} | ({"fans": 2.0} if number == 3 else {}),
+                waiting_adapters=frozenset({"sql"} if number == 1 else ()),
+            ),
+        )
     assert np.array_equal(theirs.snapshot.gauges["fans"], [2.0, *[np.nan] * 4], equal_nan=True)
     assert max(sizes[1:3]) < 0.6 * sizes[0] < sizes[3], "a new gauge is written for all"
 
