@@ -146,18 +146,11 @@ class SchedulingBuilder:
         settings = schedulers(config)[name]
         if last is not None and schedulers(last.config).get(name) == settings:
             before = last.scheduling.remotes[name]
-            computes = self._computes(config)
+            computes = computes_by(config, self._registry, self._report)
             return before if before.fallback is built.base else before.behind(built.base, built.able, computes)
         rules = BreakerRules(failures=settings.breaker.failures, cooldown=settings.breaker.cooldown)
-        answered, computes = self._on_answer(name), self._computes(config)
+        answered, computes = self._on_answer(name), computes_by(config, self._registry, self._report)
         return RemotePolicy(name, built.base, built.able, settings.budget, rules, answered, computes)
-
-    def _computes(self, config: Config) -> WaitingRules:
-        """Return the rules for the endpoint that computes a prompt: the filters of the policy without roles."""
-        filters = [cast(Filter, make(spec, self._registry or Registry())) for spec in config.policy.filters]
-        filters = [plugin for plugin in filters if not is_a(plugin, Role)]
-        chain = Profile(config.policy.name, filters, [], MaxScore(MaxScoreParams()))
-        return WaitingRules(chain, chain, self._report)
 
     def _shadows(self, config: Config) -> tuple[CaseTaker | None, dict[str, Policy]]:
         settings = config.shadows
@@ -300,6 +293,16 @@ def able_by(
         filters = [cast(Filter, make(spec, registry or Registry())) for spec in config.policy.filters]
         chain = Profile(policy.name, filters, [], MaxScore(MaxScoreParams()))
     return WaitingRules(policy, chain, on_plugin_error)
+
+
+def computes_by(
+    config: Config, registry: Registry | None = None, on_plugin_error: OnPluginError = None
+) -> WaitingRules:
+    """The rules for the endpoint that computes a prompt for another one: the filters of the policy without roles."""
+    filters = [cast(Filter, make(spec, registry or Registry())) for spec in config.policy.filters]
+    filters = [plugin for plugin in filters if not is_a(plugin, Role)]
+    chain = Profile(config.policy.name, filters, [], MaxScore(MaxScoreParams()))
+    return WaitingRules(chain, chain, on_plugin_error)
 
 
 def _bands(flow: FlowSpec, registry: Registry, report: OnPluginError) -> Callable[[int], tuple[Fairness, Ordering]]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from random import Random
 
-from fairlead.config.building import able_by
+from fairlead.config.building import able_by, computes_by
 from fairlead.config.plugins import build_policy
 from fairlead.config.schema import Config, SchedulerSettings
 from fairlead.core.events import Event, RemotePicked, ShadowsJudged
@@ -131,6 +131,7 @@ class RemoteShadow:
         self.cut = ""
         self._failures = 0
         self._bench = bench
+        self._computes = computes_by(config)
         self._judged = judged
         self._cpu, self._used, self._began = cpu, 0.0, time.monotonic()
         #: Unanswered cases by request id, oldest first, each with when it was asked (`time.monotonic`).
@@ -158,8 +159,8 @@ class RemoteShadow:
             return
         fleet = self._bench.open(case)
         opened = self._bench.opened
-        able = opened[1].able
-        question = AskRemote(self.name, case.request, case.held, able, case.expected_output)
+        computes = self._computes(case.request, fleet, case.snapshot.at)
+        question = AskRemote(self.name, case.request, case.held, opened[1].able, case.expected_output, computes)
         if not self.client.ask_as_of(question, fleet, case.snapshot):
             self.skipped["down"] += 1
             return

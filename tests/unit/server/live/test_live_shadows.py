@@ -8,8 +8,9 @@ import pytest
 
 from fairlead.compat.load import load
 from fairlead.config.schema import SchedulerSettings
+from fairlead.core.endpoint import ROLE_LABEL, Endpoint
 from fairlead.core.events import Event, RemoteDown, RequestArrived
-from fairlead.core.instructions import JudgeShadows
+from fairlead.core.instructions import AskRemote, JudgeShadows
 from fairlead.core.records import ShadowCase
 from fairlead.core.scheduler import Pipeline
 from fairlead.core.shadow import CaseTaker
@@ -30,19 +31,21 @@ class Silent:
 
     def __init__(self, name: str, settings: Any, fleet: Any, feed: Callable[[Event], None], *rest: Any, **more: Any):
         self.feed = feed
+        self.asked: list[AskRemote] = []
 
     def start(self) -> None: ...
 
-    def ask_as_of(self, *question: Any) -> bool:
+    def ask_as_of(self, question: AskRemote, *rest: Any) -> bool:
+        self.asked.append(question)
         return True
 
     async def close(self) -> None: ...
 
 
-def taken(count: int) -> list[ShadowCase]:
+def taken(count: int, *endpoints: Endpoint) -> list[ShadowCase]:
     """The cases of so many decisions."""
     found: list[ShadowCase] = []
-    fleet, clock = builders.fleet("a", "b"), SimClock()
+    fleet, clock = builders.fleet(*(endpoints or ("a", "b"))), SimClock()
     policy, taker = CostModel(CostModelParams()), CaseTaker(1.0, Random(2))
     pipeline = Pipeline(clock, Random(1), fleet, policy, TokenEstimator(), shadows=taker)
     driver = Driver(pipeline, clock, Host(), {JudgeShadows: lambda judge: found.append(judge.case)})
@@ -71,3 +74,15 @@ async def test_questions_without_an_answer_are_counted_and_forgotten(monkeypatch
     assert 585 < shadow.skipped["unanswered"] < 600 and shadow.skipped["lost"] == 0
     shadow.client.feed(RemoteDown("silent"))  # type: ignore[attr-defined]
     assert shadow.skipped["unanswered"] + shadow.skipped["lost"] == 600
+
+
+async def test_it_learns_which_endpoints_may_compute_a_prompt_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shadows, "RemoteClient", Silent)
+    config = load("{endpoints: ['10.0.0.1:1'], filters: [{type: role}, {type: label-selector, matchLabels: {p: x}}]}")
+    roles = (("a", "decode", "x"), ("b", "prefill", "other"), ("c", "prefill", "x"))
+    pool = [builders.endpoint(name, labels={ROLE_LABEL: role, "p": where}) for name, role, where in roles]
+    settings, fleet = SchedulerSettings(address="127.0.0.1:1"), builders.fleet(*pool)
+    shadow = RemoteShadow("silent", settings, config, fleet, make_bench(config), lambda record: None, 1e9)
+    shadow.ask(taken(1, *pool)[0])
+    (question,) = shadow.client.asked  # type: ignore[attr-defined]
+    assert (question.able.tolist(), question.computes.tolist()) == ([True, False, False], [True, False, True])
