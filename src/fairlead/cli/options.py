@@ -33,7 +33,7 @@ def complain(problem: str | Exception) -> None:
     if isinstance(problem, OSError) and problem.filename and problem.strerror:
         message = f"{problem.filename}: {problem.strerror}"
     for line in message.splitlines():
-        typer.echo(f"error: {plain(line)}", err=True)
+        typer.echo(f"error: {plain(masked(line))}", err=True)
 
 
 def note_renamed(old: str, new: str) -> None:
@@ -227,12 +227,12 @@ def admin_url(given: str, old: str = "") -> str:
     url = (url if "://" in url else f"http://{url}").rstrip("/")
     try:
         parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and "?" not in url
     except ValueError:
         usable = False
     if not usable or any(character <= " " for character in url):
         # What comes before an @ may be a token.
-        shown = (given or old).rpartition("@")[2]
+        shown = masked(given or old).rpartition("@")[2]
         raise typer.BadParameter(
             f"expected HOST:PORT or a URL like {DEFAULT_ADMIN}, got {shown!r}", param_hint="--admin"
         )

@@ -5,7 +5,9 @@ from typing import Any
 
 #: DEL, C1 control characters, and invisible Unicode characters.
 _UNSEEN = re.compile("[\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
-_PASSWORD = re.compile(r"(?<=://)([^@/?#\s:]*):[^@/?#\s]*(?=@)")
+#: A password before the @ of a URL, or with HTTP a token in place of the user's name; and a secret in a query.
+_PASSWORD = re.compile(r"(?<=://)([^@/?#\s:]*:)[^/?#\s]*(?=@)|(?:(?<=http://)|(?<=https://))[^@/?#\s:]+(?=@)")
+_QUERY = re.compile(r"([?&][\w-]*(?:key|password|secret|token)=)[^&#\s'\"]+", re.IGNORECASE)
 
 
 def plain(value: Any) -> Any:
@@ -26,5 +28,6 @@ def escaped(document: bytes) -> str:
 
 
 def masked(text: str) -> str:
-    """Return the text with the passwords in its URLs masked."""
-    return _PASSWORD.sub(r"\1:***", text) if "@" in text else text
+    """Return the text with the passwords and tokens in its URLs masked."""
+    text = _QUERY.sub(r"\1***", text) if "?" in text else text
+    return _PASSWORD.sub(r"\1***", text) if "@" in text else text

@@ -268,7 +268,16 @@ def test_help_fits_80_columns(path: str, monkeypatch: pytest.MonkeyPatch, capsys
 
 
 @pytest.mark.parametrize(
-    "address", ["127.0.0.1 9090", "http://127.0.0.1:abc", "ftp://127.0.0.1", "http://", "[::1", "http://:s3/cret@h:9o"]
+    "address",
+    [
+        "127.0.0.1 9090",
+        "http://127.0.0.1:abc",
+        "ftp://127.0.0.1",
+        "http://",
+        "[::1",
+        "http://:s3/cret@h:9o",
+        "http://127.0.0.1:1?token=s3cret",
+    ],
 )
 @pytest.mark.parametrize("command", [("top", "--once"), ("explain", "last")])
 def test_what_is_no_address_of_an_admin_port(command: tuple[str, ...], address: str) -> None:

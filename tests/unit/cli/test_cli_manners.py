@@ -13,6 +13,7 @@ import pytest
 from fairlead.cli import main as cli
 from fairlead.cli.app import load_command
 from fairlead.cli.commands import COMMANDS
+from fairlead.cli.options import complain
 
 #: A command line that names a file which is not there. `None`: the command reads no file.
 UNKNOWN_FILE: dict[str, list[str] | None] = {
@@ -214,3 +215,8 @@ def test_a_terminal_without_utf8_shows_what_it_can(monkeypatch: pytest.MonkeyPat
     stream.write("✓ all is well")
     stream.seek(0)
     assert stream.read() == "? all is well"
+
+
+def test_errors_show_no_password_of_a_url(capsys: pytest.CaptureFixture[str]) -> None:
+    complain("URL: 'http://me:s3cret@host/v1?token=s3cret' is not http://HOST:PORT")
+    assert capsys.readouterr().err == "error: URL: 'http://me:***@host/v1?token=***' is not http://HOST:PORT\n"

@@ -27,7 +27,12 @@ def test_json_stays_the_same_and_has_escapes() -> None:
     [
         ("http://me:s3cret@host:1/v1: cannot connect", "http://me:***@host:1/v1: cannot connect"),
         ("a valkeys://:s3cret@h, b http://u:s3cret@i", "a valkeys://:***@h, b http://u:***@i"),
-        ("http://host:1/a@b", "http://host:1/a@b"),
+        ("http://u:a@b@host, https://t0ken@host/x", "http://u:***@host, https://***@host/x"),
+        ("valkey://me@host", "valkey://me@host"),
+        (
+            "http://h?Token=t0ken&x=1&api_key=k#f 'http://h/?a=1&key=k'",
+            "http://h?Token=***&x=1&api_key=***#f 'http://h/?a=1&key=***'",
+        ),
         ("me@host", "me@host"),
     ],
 )
