@@ -380,8 +380,7 @@ class Elector:
         try:
             await self._put(claimed(lease, settings.identity, settings.duration_s, self._wall(), settings.address))
         except KubeError as error:
-            if error.code in (_CONFLICT, _NOT_FOUND):
-                await self._look()
+            if error.code in (_CONFLICT, _NOT_FOUND) and await self._look():
                 return 0.0 if self.leading else self._rng.uniform(0.0, 0.05)
             self._say(str(error))
             if self.leading and loop.time() - self._renewed_at > settings.renew_s:
@@ -406,8 +405,8 @@ class Elector:
             raise Unreachable("no answer in time") from None
         self._note(read_lease(answer))
 
-    async def _look(self) -> None:
-        """Read the present lease."""
+    async def _look(self) -> bool:
+        """Read the present lease. Return whether it is known."""
         try:
             self._note(read_lease(await self._client.read(self._resource, self._settings.name)))
         except (KubeError, Unreachable, Unreadable) as error:
@@ -415,6 +414,8 @@ class Elector:
                 self._note(None)
             else:
                 self._say(str(error))
+                return False
+        return True
 
     # ---- what is seen ----
 

@@ -9,7 +9,7 @@ import pytest
 from fake_kube import FakeKube
 
 from fairlead.pool.kube.auth import Access, FixedSecret, Secret, Where
-from fairlead.pool.kube.client import KubeClient
+from fairlead.pool.kube.client import KubeClient, KubeError, Unreachable
 from fairlead.pool.kube.elector import ElectionSettings, Elector
 
 LEASES = ("coordination.k8s.io/v1", "leases")
@@ -225,6 +225,32 @@ async def test_an_outage_changes_no_leader(kube: FakeKube, replica: Any, until: 
     renewed = lease(kube)["renewTime"]
     await until(lambda: lease(kube)["renewTime"] > renewed)
     assert (a.history, b.history) == ([True], [False])
+
+
+async def test_a_conflict_that_cannot_be_looked_into_is_no_reason_to_hurry(
+    kube: FakeKube, replica: Any, until: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of the API server answers, from an old state. It was asked without a pause."""
+    pauses: list[float] = []
+
+    async def note(woken: asyncio.Event, seconds: float) -> None:
+        pauses.append(seconds)
+        await asyncio.sleep(0)
+
+    async def conflict(*arguments: Any) -> bytes:
+        raise KubeError(409, "Conflict", "the object has been modified")
+
+    async def silent(*arguments: Any) -> bytes:
+        raise Unreachable("HTTP 503")
+
+    monkeypatch.setattr("fairlead.pool.kube.elector.set_within", note)
+    a = replica("a")
+    await until(lambda: a.leads)
+    monkeypatch.setattr(a.client, "put", conflict)
+    monkeypatch.setattr(a.client, "read", silent)
+    pauses.clear()
+    await until(lambda: len(pauses) >= 3)
+    assert min(pauses[1:]) > 1.0 and a.leads
 
 
 async def test_who_sees_another_holder_steps_down(kube: FakeKube, replica: Any, until: Any) -> None:
