@@ -7,8 +7,6 @@ Rules
 * What is in force depends on how the scheduler began and on what the file contains now, not on what it contained
   between. So schedulers that start at different times have the same. The exception is flow control that was off at
   the start: until a restart it keeps the settings with which it was turned on.
-* Where the file never mentioned flow control, it stays as it was at the start, but is off while the policy splits
-  requests: those that wait cannot be split.
 * Places in the file are not compared: a file that was only rearranged changes nothing.
 """
 
@@ -32,6 +30,7 @@ from fairlead.config.schema import (
     PolicySpec,
     Section,
     Settings,
+    implied_flow_control,
 )
 from fairlead.plugins.params import camel
 
@@ -84,10 +83,9 @@ def plan_reload(old: Config, new: Config, begun: Config | None = None) -> tuple[
     begun = begun or old
     if (begun.als.port, new.als.port) == (begun.ext_proc.port, new.ext_proc.port):  # als.port follows extProc.port
         new = new.model_copy(update={"als": new.als.model_copy(update={"port": begun.als.port})})
-    if not (_mentions(begun.flow_control) or _mentions(new.flow_control)):
-        elsewhere = new.scheduler.address or new.canary.percent
-        kept = None if new.policy.splits or elsewhere else begun.flow_control
-        new = new.model_copy(update={"flow_control": kept})
+    if begun.gateway.mode != new.gateway.mode and (new.flow_control is None or new.flow_control.implied):
+        implied = implied_flow_control(new.policy, new.model_copy(update={"gateway": begun.gateway}))
+        new = new.model_copy(update={"flow_control": implied})
     fixed = dict(_FIXED)
     if begun.kubernetes.on != new.kubernetes.on:  # the other source is not started, so this one stays
         fixed["endpoints"] = _SOURCE
@@ -145,11 +143,6 @@ def _section(name: str, first: Any, before: Any, after: Any, refused: list[Probl
     if isinstance(before, Section):
         return after, _differences(before, after, path)
     return after, [path] if meaning(before) != meaning(after) else []
-
-
-def _mentions(flow: FlowSpec | None) -> bool:
-    """Whether the file mentions flow control, of which this was read."""
-    return flow is not None and not flow.implied
 
 
 def _queues(value: Any) -> bool:

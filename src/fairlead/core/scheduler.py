@@ -806,10 +806,9 @@ class Pipeline:
         self._turn(scheduling.flow)
         if self.flow_controller is not None:
             self.flow_controller.follow(scheduling.base.name, scheduling.able)
-        if self.parking is not None:
-            self.parking.remotes = scheduling.remotes
-        elif scheduling.remotes:
-            self.parking = Parking(scheduling.remotes)
+        parking = Parking() if self.parking is None else self.parking
+        parking.remotes = scheduling.remotes
+        self.parking = parking if parking.remotes or len(parking) else None
         return [AdoptConfiguration(event.document, scheduling)]
 
     def _put_in_control(self, flow: FlowController | None) -> None:

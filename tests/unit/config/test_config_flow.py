@@ -54,11 +54,7 @@ def test_off_if_said_so_or_where_the_default_does_not_decide_alone(text: str) ->
     assert flow_controller(text) is None
 
 
-def test_a_reload_that_says_nothing_of_it_leaves_it_as_it_is() -> None:
-    for before, after in ("", "policy: round-robin\n"), ("policy: round-robin\n", ""):
-        changes, refused = plan_reload(load(before + ONE), load(after + ONE))
-        assert refused == [] and changes.paths == ("$.policy",)
-        assert (changes.config.flow_control is None) == (before != "")
+def test_a_reload_turns_it_off() -> None:
     changes, refused = plan_reload(load(ONE), load("flowControl: {enabled: false}\n" + ONE))
     assert (changes.paths, refused) == (("$.flowControl",), [])
 

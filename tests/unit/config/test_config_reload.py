@@ -78,7 +78,7 @@ LISTED, FROM_POOL = "endpoints: ['10.0.0.1:80']", "kubernetes: {pool: a}"
 def test_endpoints_stay_while_another_source_of_them_needs_a_restart(contents: tuple[str, str]) -> None:
     old, new = contents
     changes, refused = plan(old, new + "\npolicy: round-robin")
-    assert (changes.endpoints, changes.paths) == (False, ("$.policy",))
+    assert not changes.endpoints and {*changes.paths} == {"$.policy", "$.flowControl"}
     assert changes.config.endpoints == load(old).endpoints
     assert {"$.endpoints", "$.kubernetes.pool"} <= set(refused)
 
@@ -174,22 +174,18 @@ def test_flow_control_is_turned_on_and_off_and_its_queues_stay_as_they_were_made
     for before, after in ((on, other), ("", on), (on, "")):
         changes, refused = plan(endpoints + before, endpoints + after)
         assert (changes.paths, refused) == ((), ["$.flowControl"])
-    assert plan(endpoints, endpoints + "policy: round-robin")[0].paths == ("$.policy",), (
-        "who says nothing changes nothing"
-    )
 
 
-def test_implied_flow_control_is_off_while_the_policy_splits_requests() -> None:
+def test_implied_flow_control_follows_the_file() -> None:
     default, splits, other = ("endpoints: ['10.0.0.1:1']\npolicy: " + name for name in (
         "default", "prefill-decode", "round-robin",
     ))  # fmt: skip
     begun = running = load(default)
     for new, paths, on in (
         (splits, ("$.policy", "$.flowControl"), False),
-        (other, ("$.policy", "$.flowControl"), True),
-        (splits, ("$.policy", "$.flowControl"), False),
+        (other, ("$.policy",), False),
         (default, ("$.policy", "$.flowControl"), True),
-        (other, ("$.policy",), True),
+        (other, ("$.policy", "$.flowControl"), False),
     ):
         changes, refused = plan_reload(running, load(new), begun)
         assert (set(changes.paths), refused) == (set(paths), [])
@@ -204,7 +200,10 @@ def test_implied_flow_control_is_off_while_the_policy_splits_requests() -> None:
         back, _ = plan_reload(changes.config, begun, begun)
         assert (set(back.paths), back.config.flow_control) == (set(paths), begun.flow_control)
     changes, _ = plan_reload(load(splits), load(default))
-    assert changes.config.flow_control is None, "who says nothing changes nothing"
+    assert changes.config.flow_control == begun.flow_control
+    for before, after in ((default, f"{default}\ngateway: none"), (f"{default}\ngateway: none", default)):
+        changes, _ = plan_reload(load(before), load(after))
+        assert changes.paths == (), "which gateway runs does not change"
 
 
 def test_models_of_the_configuration_apply_and_the_place_of_manifests_does_not() -> None:
