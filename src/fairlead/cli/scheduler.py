@@ -34,6 +34,7 @@ def serve(
 
     from fairlead.gateway.tls import ServerTls
     from fairlead.server.observe.log import in_background, setup
+    from fairlead.server.plugin_watch import PluginWatch
     from fairlead.server.sdk.server import SchedulerServer, policy_maker
 
     setup("info", "logfmt")
@@ -45,11 +46,13 @@ def serve(
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
+        watch = PluginWatch(loop)
         server = SchedulerServer(make, tls)
         address = await server.start(listen)
         typer.echo(f"serving {policy} on {address}")
         await stop.wait()
         await server.close()
+        watch.close()
         stats = server.stats
         typer.echo(f"{stats.requests} requests in {stats.batches} batches on {stats.streams} streams")
 

@@ -78,8 +78,15 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{where}"
 
 
+class NeverReturned(BaseException):
+    """Raised in a call of a plugin to end it. Not an `Exception`, which plugins may catch in their loops."""
+
+    def __init__(self) -> None:
+        super().__init__("did not return and was interrupted")
+
+
 #: What a plugin may raise when it is called. `sys.exit` in a plugin must not end the scheduler.
-PLUGIN_FAILURES = (Exception, SystemExit)
+PLUGIN_FAILURES = (Exception, SystemExit, NeverReturned)
 
 
 def of_plugin(plugin: str, error: BaseException) -> PluginError:

@@ -19,7 +19,7 @@ from zlib import crc32
 from msgspec import Struct, field
 
 from fairlead.core.columns import BoolColumn
-from fairlead.core.errors import PLUGIN_FAILURES, PluginError, of_plugin
+from fairlead.core.errors import PLUGIN_FAILURES, NeverReturned, PluginError, of_plugin
 from fairlead.core.policy import Answer, Context, Policy, choose_or_raise
 from fairlead.core.request import Request
 from fairlead.core.view import FleetView
@@ -173,6 +173,7 @@ class RemotePolicy(AsksElsewhere):
 #   requests in the same way.
 # * If a canary or one of its plugins raises, the primary decides that request, and the error is reported. Otherwise
 #   random choices would count as the canary's.
+# * A canary that did not return decides nothing any more, until it is configured differently.
 
 _PARTS = 10_000
 
@@ -215,6 +216,8 @@ class Canary(AsksElsewhere):
                 self.decided["canary"] += 1
                 return pick
             except PLUGIN_FAILURES as error:
+                if isinstance(error, NeverReturned) or isinstance(error.__context__, NeverReturned):
+                    self._below = 0
                 if self._report is not None:
                     self._report(of_plugin(self.canary.name, error))
         self.decided["primary"] += 1

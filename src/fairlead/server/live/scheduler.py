@@ -44,6 +44,7 @@ from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.log import get
 from fairlead.server.observe.log import setup as setup_log
 from fairlead.server.observe.troubles import Troubles, children_descriptors
+from fairlead.server.plugin_watch import PluginWatch
 from fairlead.server.running_gateway import NONE_RUNS, RunningGateway
 from fairlead.server.supervise import DRAIN_SECONDS, ENDING, Ending
 
@@ -146,6 +147,10 @@ class Live:
         config, serving = self.config, self.serving
         stack.callback(LoopLag(loop, serving.turned).close)
         stack.callback(HeapTrim(loop).close)
+        watch = PluginWatch(loop)
+        stack.callback(watch.close)
+        why = "a plugin did not return and held up all requests; the log names it"
+        serving.troubles.lately("plugins", lambda: watch.count, why)
         if isinstance(serving, LivePools):
             settle_memory()  # before any pool exists: pools come and go, and the collector must be able to free them
             stack.push_async_callback(serving.close)

@@ -1,0 +1,99 @@
+"""Interrupts a plugin that does not return and so holds up the event loop.
+
+Rules
+* A thread waits for the event loop's next turn. If none comes within the limit, it sends a signal to the main thread,
+  again and again. Python handles signals between two instructions of that thread, so nothing else runs meanwhile.
+* The same call of a plugin at two signals is interrupted: `NeverReturned` is raised in it, and whoever called it goes
+  on as with any failure of a plugin. Code of this package is never interrupted, so its state stays whole.
+* What goes on in spite of it is logged with its place. C code that keeps the interpreter lock, such as a long search of
+  `re`, stops this thread too.
+"""
+
+import asyncio
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import CodeType, FrameType
+
+import fairlead
+from fairlead.core.errors import NeverReturned
+from fairlead.core.policy import guarded
+from fairlead.server.observe.log import get
+
+log = get("plugins")
+
+#: Seconds without a turn of the event loop until the first signal; half of it between two signals.
+LIMIT_S = 1.0
+_SIGNAL = int(signal.SIGRTMIN) + 1
+#: Signals without effect until the place is logged.
+_LOGGED_AFTER = 4
+_OWN = f"{Path(fairlead.__file__).parent}/"
+
+
+class PluginWatch:
+    """Make it on the main thread, with its event loop; `close()` it there."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, limit_s: float = LIMIT_S) -> None:
+        #: Interrupted calls, and times that the loop was held up by what could not be interrupted.
+        self.count = 0
+        self._loop, self._limit = loop, limit_s
+        self._main = threading.get_ident()
+        self._call: FrameType | None = None
+        self._turned, self._closed = threading.Event(), threading.Event()
+        self._before = signal.signal(_SIGNAL, self._interrupt)
+        self._thread = threading.Thread(target=self._run, name="plugin-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._turned.set()
+        self._thread.join()
+        signal.signal(_SIGNAL, self._before)
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._limit):
+            self._turned.clear()
+            try:
+                self._loop.call_soon_threadsafe(self._turned.set)
+            except RuntimeError:  # the loop is closed
+                return
+            signals, wait = 0, self._limit
+            while not self._turned.wait(wait):
+                signal.pthread_kill(self._main, _SIGNAL)
+                signals, wait = signals + 1, self._limit / 2
+                if signals == _LOGGED_AFTER:
+                    self._log()
+            self._call = None
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        call, _ = _plugin_call(frame)
+        known, self._call = self._call, call
+        if call is not None and call is known and frame is not None and not _own(frame.f_code):
+            self.count += 1
+            self._call = None
+            raise NeverReturned
+
+    def _log(self) -> None:
+        frame = sys._current_frames().get(self._main)
+        call, code = _plugin_call(frame)
+        code = code or (frame.f_code if frame is not None else None)
+        if call is not None:
+            self.count += 1
+        where = (
+            "" if code is None else f"{code.co_qualname} ({Path(code.co_filename).name}, line {code.co_firstlineno})"
+        )
+        log.error("the event loop is held up", by="a plugin" if call is not None else "Fairlead", where=where)
+
+
+def _plugin_call(frame: FrameType | None) -> tuple[FrameType | None, CodeType | None]:
+    """Return the frame of `guarded` that runs, and the code of the plugin that it called; `None` = none, unknown."""
+    code = None
+    while frame is not None and frame.f_code is not guarded.__code__:
+        code = code if _own(frame.f_code) else frame.f_code
+        frame = frame.f_back
+    return frame, code
+
+
+def _own(code: CodeType) -> bool:
+    return code.co_filename.startswith(_OWN)

@@ -1,0 +1,92 @@
+"""A plugin that never returns is interrupted, and the event loop goes on."""
+
+import asyncio
+from random import Random
+from typing import Any
+
+import pytest
+
+from fairlead.core.errors import PluginError
+from fairlead.core.policy import Context, Picked, clamped
+from fairlead.core.profile import Profile
+from fairlead.core.remote import Canary
+from fairlead.plugins.params import NoParams
+from fairlead.plugins.pickers import RoundRobin
+from fairlead.plugins.policies.by_load import LeastRequests
+from fairlead.server.observe.log import LogfmtFormatter
+from fairlead.server.plugin_watch import PluginWatch
+from fairlead.testing import fleet, request
+
+
+class Endless:
+    """As a policy or scorer; catches what it can."""
+
+    name = "endless"
+
+    def choose(self, request: Any, fleet: Any, context: Any) -> Any:
+        while True:
+            try:
+                sum(range(10))
+            except Exception:
+                continue
+
+    def score(self, request: Any, fleet: Any, cycle: Any) -> Any:
+        return self.choose(request, fleet, cycle)
+
+
+class Stubborn(Endless):
+    """Ends once this many exceptions came."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def choose(self, request: Any, fleet: Any, context: Any) -> Any:
+        while self.count:
+            try:
+                super().choose(request, fleet, context)
+            except BaseException:
+                self.count -= 1
+        return Picked(1)
+
+
+@pytest.fixture
+async def watch() -> Any:
+    made = PluginWatch(asyncio.get_running_loop(), limit_s=0.02)
+    yield made
+    made.close()
+
+
+def scoring() -> Profile:
+    return Profile("profile", [], [(clamped(Endless()), 1.0)], RoundRobin(NoParams()))
+
+
+def context() -> Context:
+    return Context(0.0, Random(1))
+
+
+@pytest.mark.parametrize("canary", [Endless(), scoring()], ids=["policy", "scorer"])
+async def test_the_primary_goes_on_and_a_canary_that_did_not_return_decides_no_more(watch: Any, canary: Any) -> None:
+    errors: list[PluginError] = []
+    policy = Canary(LeastRequests(), canary, 100.0, errors.append)
+    for _ in range(2):
+        assert isinstance(policy.choose(request(), fleet("e0", "e1"), context()), Picked)
+        await asyncio.sleep(0)
+    assert policy.decided == {"primary": 2, "canary": 0} and watch.count == 1
+    (error,) = errors
+    assert error.plugin == "endless" and "did not return and was interrupted" in str(error)
+    assert "(test_plugin_watch.py, line " in str(error)
+
+
+async def test_a_scorer_is_left_out_of_that_decision(watch: Any) -> None:
+    errors: list[PluginError] = []
+    profile = scoring()
+    profile.report_to(errors.append)
+    assert isinstance(profile.choose(request(), fleet("e0", "e1"), context()), Picked)
+    assert [error.plugin for error in errors] == ["endless"] and watch.count == 1
+
+
+async def test_one_that_goes_on_is_named(watch: Any, caplog: pytest.LogCaptureFixture) -> None:
+    policy = Canary(LeastRequests(), Stubborn(9), 100.0)
+    policy.choose(request(), fleet("e0", "e1"), context())
+    (record,) = [record for record in caplog.records if "held up" in record.getMessage()]
+    assert "Stubborn.choose (test_plugin_watch.py" in LogfmtFormatter().format(record)
