@@ -410,7 +410,8 @@ async def test_pages_of_any_bytes_break_no_check(world: Any, pool_of: Listed) ->
 async def test_more_models_than_have_metrics_are_named(
     world: Any, pool_of: Listed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fairlead.doctor.checks.metrics.MOST_DECLARED", 0)
-    assert "limits.models" in codes(
-        await world.examined({"endpoints": pool_of(await world.stubs(1))}, only=("limits",))
-    )
+    monkeypatch.setattr("fairlead.doctor.checks.metrics.MOST_DECLARED", 1)
+    pool = {"endpoints": pool_of(await world.stubs(1))}
+    assert "limits.models" not in codes(await world.examined(pool, only=("limits",)))
+    alias = {"models": {"list": [{"name": "alias", "targets": {"tiny": 1}}]}}
+    assert "limits.models" in codes(await world.examined(pool | alias, only=("limits",)))

@@ -9,10 +9,12 @@ from fairlead.apis.prometheus import Reading, find_family, read_page
 from fairlead.config.problems import shorten
 from fairlead.config.schema import Config
 from fairlead.core.endpoint import Endpoint
+from fairlead.core.models import Catalogue
 from fairlead.doctor.http import Answer, Unreached
 from fairlead.doctor.run import Finding, Kind, Severity, check
 from fairlead.doctor.site import Site, tried
 from fairlead.gateway.memory import FEW_FILES, memory_limit
+from fairlead.pool.models_file import check_models
 from fairlead.server.observe.metrics import MOST_DECLARED
 
 _UNEVEN = "docs/runbook.md#load-is-uneven"
@@ -244,7 +246,7 @@ LEASE = Kind(
     "raise ledger.leaseTtl: a long answer stops counting while it runs", _SETTINGS,
 )  # fmt: skip
 MODELS = Kind(
-    "limits.models", Severity.WARNING, "there are more models and adapters than have metrics of their own",
+    "limits.models", Severity.WARNING, "there are more models, adapters and defined names than have metrics",
     "split the pool: those that are asked for last count as `other`", "docs/metrics.md",
 )  # fmt: skip
 #: Answers of reasoning models take minutes.
@@ -279,9 +281,10 @@ async def limits(site: Site) -> list[Finding]:
         findings.append(SCRAPES.at("", f"{evidence} and metrics.staleness is {config.metrics.staleness:g} s"))
     if config.ledger.lease_ttl < _SHORT_LEASE:
         findings.append(LEASE.at("", f"ledger.leaseTtl is {config.ledger.lease_ttl:g} s"))
-    names = set(await site.each(site.served))
+    names = {*await site.each(site.served), *Catalogue(check_models(config.models)[0]).known}
     if len(names) > MOST_DECLARED:
-        findings.append(MODELS.at("", f"{len(names)} models and adapters are listed, {MOST_DECLARED} have metrics"))
+        evidence = f"{len(names)} models and adapters are listed or defined, {MOST_DECLARED} have metrics"
+        findings.append(MODELS.at("", evidence))
     if site.has("events"):
         readings = [await site.reading(endpoint) for endpoint in site.endpoints]
         blocks = sum(reading.sample.num_blocks for reading in readings if reading is not None)

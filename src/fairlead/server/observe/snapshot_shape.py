@@ -483,10 +483,19 @@ def _forecasts(endpoints: Iterable[EndpointRow]) -> Iterable[Notice]:
         yield Notice(WATCH, text, runbook="FairleadForecastsOff")
 
 
+#: Sections of the runbook for restrictions whose names begin so; the others share one.
+_SECTIONS = {
+    "gateway-uploads": "FairleadUploadsEnded",
+    "journal": "FairleadJournalLoses",
+    "kubernetes": "FairleadKubeLost",
+}
+
+
 def _troubles(watch: Watch) -> Iterable[Notice]:
     for what, reason in watch.troubles.look().items():
         if what not in ("scrapes", "gateway"):  # other notices name these endpoints, and say why it is not ready
-            yield Notice(BAD, f"Restricted: {reason}.")
+            section = next((section for name, section in _SECTIONS.items() if what.startswith(name)), "FairleadTrouble")
+            yield Notice(BAD, f"Restricted: {reason}.", runbook=section)
 
 
 def _listed(rows: Sequence[EndpointRow], of: int) -> str:

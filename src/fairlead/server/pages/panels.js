@@ -82,7 +82,7 @@ function servedBy({ name, endpoints, adapter }, row) {
 }
 
 const TRAFFIC = [
-  { id: "model", title: "Model", text: true, name: true, value: (row) => (row.target ? `${row.model} → ${row.target}` : row.model || "(none named)") },
+  { id: "model", title: "Model", text: true, name: true, value: (row) => (row.target ? `${row.model} → ${row.target}` : row.model === "other" ? "(names without metrics of their own)" : row.model || "(none named)") },
   { id: "band", title: "Band", value: (row) => row.priority, hint: "Priority; higher goes first" },
   { id: "rate", title: "Requests /s", value: (row) => rate(row.per_s) },
   { id: "running", title: "In flight", value: (row) => count(row.running) },

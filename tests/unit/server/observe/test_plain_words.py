@@ -201,6 +201,21 @@ def test_the_path_of_a_file_stays_as_it_is(scene):
     assert scene.told() == [("bad", "Restricted: tiny/learned.state cannot be written, and a restart forgets: full.")]
 
 
+def test_the_runbook_says_what_to_do_about_restrictions(scene):
+    sections = {
+        "state": "FairleadTrouble",
+        "gateway-uploads": "FairleadUploadsEnded",
+        "journal": "FairleadJournalLoses",
+        "journal-size": "FairleadJournalLoses",
+        "kubernetes": "FairleadKubeLost",
+    }
+    for what in sections:
+        scene.watch.troubles.watch(what, lambda what=what: what)
+    assert {notice.text: notice.runbook for notice in scene.notices()} == {
+        f"Restricted: {what}.": section for what, section in sections.items()
+    }
+
+
 def test_events_that_are_not_believed(scene):
     recipe = Recipe()
     scene.fleet.exact = ExactKnowledge(recipe, new_index(recipe, 1000))
