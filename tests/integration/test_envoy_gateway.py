@@ -352,6 +352,10 @@ async def test_fail_closed_refuses_what_nobody_scheduled() -> None:
         assert (await w.post()).status == 200
         w.picker.mode = "leave"
         assert (await w.post()).status == 503
+        w.picker.mode = "hang"
+        answer = await w.post()
+        assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+        assert answer.json()["error"]["message"].startswith("the gateway's scheduler does not answer")  # type: ignore[index]
         await w.picker.server.close()
         answer = await w.post()
         assert answer.status == 503 and "error" in answer.json()

@@ -466,10 +466,12 @@ async def test_pages_of_allowed_origins_may_use_a_gateway_that_asks_for_keys(
         for origin, allowed in (("http://a.example", True), ("http://evil.example", origins == ("*",))):
             said = {"access-control-allow-origin": origin, "access-control-expose-headers": "*"} if allowed else {}
             page = f"origin: {origin}\r\n"
-            asked = await at.ask(method="OPTIONS", body=b"", more=page + question)
+            private = "access-control-request-private-network: true\r\n"
+            asked = await at.ask(method="OPTIONS", body=b"", more=page + question + private)
             got = fields(asked)
             assert asked.startswith(b"HTTP/1.1 200") and said.items() <= got.items()
             assert ("access-control-allow-origin" in got) is allowed
+            assert got["access-control-allow-private-network"] == "true"
             assert (got["access-control-allow-methods"], got["access-control-allow-headers"]) == (
                 "GET, POST, DELETE",
                 "authorization, *",

@@ -162,6 +162,11 @@ _TEXTS = {
     # Beyond the limit only together with the headers that the gateway adds itself.
     "header_mutation_result_exceeds_limit": (431, "the request has too many headers"),
     "upgrade_failed": (403, "this gateway upgrades connections to WebSocket only"),
+    # Of a scheduler that hangs, Envoy itself says 504, as if the model server had the request.
+    "ext_proc_error": (503, "the gateway's scheduler does not answer, and nothing else may choose an endpoint"),
+}
+_RETRY_SOON: Json = {
+    "headers_to_add": [{"header": {"key": "retry-after", "value": "1"}}],
 }
 
 
@@ -191,6 +196,8 @@ def _cors(origins: tuple[str, ...]) -> Json:
         # `*` does not include this one (Fetch standard, 4.8).
         "allow_headers": "authorization, *",
         "expose_headers": "*",
+        # Some browsers ask this before a public page may use a gateway in a private network.
+        "allow_private_network_access": True,
         "max_age": "600",
         "forward_not_matching_preflights": False,
     }
@@ -294,13 +301,12 @@ def _replies(body: Callable[[str], Json], types: Mapping[int, str], fallback_typ
     for reason, (status, text) in _TEXTS.items():
         denied: Json = {"filter": _all_of(*where, _details(f"startsWith('{reason}')")), "status_code": status}
         form = body(types.get(status, fallback_type))
-        yield {**denied, "body": {"inline_string": text}, "body_format_override": form}
+        later = _RETRY_SOON if status == 503 else {}
+        yield {**denied, "body": {"inline_string": text}, "body_format_override": form, **later}
     for status in (401, 403, 404, 408, 413, 429, 503, 504):
         mapper: Json = {"filter": _all_of(_status(status), *where, _not_ours())}
         mapper["body_format_override"] = body(types.get(status, fallback_type))
-        if status in (429, 503):
-            mapper["headers_to_add"] = [{"header": {"key": "retry-after", "value": "1"}}]
-        yield mapper
+        yield {**mapper, **(_RETRY_SOON if status in (429, 503) else {})}
     yield {"filter": _all_of(*where, _not_ours()), "body_format_override": body(fallback_type)}
 
 
