@@ -135,12 +135,15 @@ def _run(spec: object, text: str, policy: str, seed: int, validate: bool, as_jso
     from fairlead.lab.simulator.simulation import Simulation
 
     assert isinstance(spec, ScenarioSpec)
+    config, registry = config_from(text)
+    if spec.prefill and not config.policy.may_split:
+        spec = msgspec.structs.replace(spec, prefill=0)
+        typer.echo("note: all servers do both, because no request is split", err=True)
     scenario = build(spec)
     if (days := scenario.workload.duration_s / scenario.speedup / 86_400) > _MANY_DAYS:
-        note = f"the traffic lasts {days:,.0f} days, and a day without requests takes a minute; --requests cuts it"
+        note = f"the traffic lasts {days:,.0f} days, and a day may take a minute; --requests cuts it"
         typer.echo(f"note: {note}", err=True)
     begun = perf_counter()
-    config, registry = config_from(text)
     ended = count(1)
     with bar(scenario.name, len(scenario.workload.records)) as update:
 

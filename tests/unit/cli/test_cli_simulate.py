@@ -119,6 +119,14 @@ def test_traffic_that_lasts_for_days_is_noted_before_it_is_simulated(tmp_path, m
     assert "note: the traffic" not in call("sim", "run", file, "--speedup", 9).stderr
 
 
+def test_a_policy_that_splits_nothing_is_simulated_on_servers_that_do_both():
+    common = ("sim", "run", "agents", "--requests", 20)
+    done, plain = call(*common, "--prefill", 2), call(*common)
+    assert "note: all servers do both, because no request is split" in done.stderr
+    assert done.stdout.splitlines()[1:] == plain.stdout.splitlines()[1:]
+    assert "note" not in call(*common, "--prefill", 2, "--policy", "prefill-decode").stderr
+
+
 def test_what_there_is_can_be_listed():
     listed = call("sim", "run", "--list").output
     assert "shared-prefix-20" in listed
