@@ -14,8 +14,10 @@ Rules
 * Nothing here knows the policy, and nothing in the pipeline knows that time is virtual.
 * Everything that happens is an event on the kernel's heap, in the order of (time, order of setting). No sets are
   iterated, and nothing depends on Python's hashes: two runs with one seed are equal on every version of Python.
+* Nobody scrapes in a long pause of the workload (`QUIET_S`): a day of it would take a minute.
 """
 
+import heapq
 from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
@@ -44,6 +46,8 @@ from fairlead.lab.simulator.world import WARM_UP, Fault, Job, Kernel, Scenario, 
 #: Kernel seconds at which a run begins; the workload begins `WARM_UP` later. Not 0, so that no code can confuse it with
 #: "never" or a wall clock.
 START = 1_000.0
+#: Seconds after the last request and before the next one in which servers are scraped, if there is more time between.
+QUIET_S = 300.0
 #: The failure reason of a request that was still in progress when the run ended.
 NOT_OVER = "not over at the end"
 #: The configuration around a policy that is passed as an object.
@@ -73,8 +77,7 @@ class Simulation:
         snapshots: bool = False,
     ) -> None:
         self.scenario = scenario
-        world = scenario.world
-        self.world = world
+        self.world = world = scenario.world
         self.kernel = kernel or Kernel(START)
         self.plugin_errors: list[PluginError] = []
         self._events: LateEvents | None = None
@@ -97,8 +100,7 @@ class Simulation:
         self.pipeline, self.number = self.build(Random(f"pipeline/{seed}"), fleet=self.make_fleet()), 0
         self._chance, self._scrape_chance = Random(f"world/{seed}"), Random(f"scrapes/{seed}")
         self.prompts = Prompts(scenario.workload, world.bytes_per_token, world.lengths_told, world.watched)
-        self._watch = watch
-        self._validate = validate
+        self._watch, self._validate = watch, validate
         self.network = world.network_ms * 1e-3
         self.servers = [
             Server(i, replica, self.kernel, self._stepped, self._hooks(i), seed)
@@ -112,6 +114,8 @@ class Simulation:
         self.jobs = self._make_jobs()
         self._adapters = frozenset(job.record.lora for job in self.jobs) - {""}
         self.open = len(self.jobs)
+        #: Requests in progress, when the last one ended, and a heap of the times of those that will arrive.
+        self._going, self._calm_since, self._coming = 0, START, list[float]()
         self._decided = xxh3_64()
         self._timers: dict[tuple[int, str], Timer] = {}
         #: For each streamed first token: whether it came within the band of its forecast.
@@ -191,10 +195,16 @@ class Simulation:
             if waits and job.record.parent in known:
                 self._children.setdefault(job.record.parent, []).append(job)
             else:
-                self.kernel.call_at(job.arrived, self._arrive, job)
+                self._arrive_at(job.arrived, job)
+
+    def _arrive_at(self, when: float, job: Job) -> None:
+        heapq.heappush(self._coming, when)
+        self.kernel.call_at(when, self._arrive, job)
 
     def _arrive(self, job: Job) -> None:
         world = self.world
+        heapq.heappop(self._coming)
+        self._going += 1
         job.arrived = self.kernel.now
         record = job.record
         patience = record.cancel_after_ms * 1e-3 or world.patience_s
@@ -241,9 +251,11 @@ class Simulation:
         job.reason = reason
         job.ended_at = max(job.ended_at, self.kernel.now) if status != "done" else job.ended_at
         self.open -= 1
+        self._going -= 1
+        self._calm_since = self.kernel.now
         for child in self._children.pop(job.record.id, ()):
             pause_s = child.record.think_ms * 1e-3 / self.scenario.speedup
-            self.kernel.call_at(job.ended_at + pause_s, self._arrive, child)
+            self._arrive_at(job.ended_at + pause_s, child)
 
     # ---- the pipeline's driver ----
 
@@ -544,13 +556,20 @@ class Simulation:
             if jitter:
                 self.kernel.call_at(self.kernel.now + interval_s * self._scrape_chance.random(), self._scrape_on, index)
         if not jitter:
-            self.kernel.call_at(self.kernel.now + interval_s, self._scrape_all)
+            self.kernel.call_at(self._after(interval_s), self._scrape_all)
+
+    def _after(self, pause_s: float) -> float:
+        """Return the time of the next scrape, if it is due in `pause_s`: later in a long pause of the workload."""
+        now, coming = self.kernel.now, self._coming
+        if self._going or not coming or self.scenario.faults or now < self._calm_since + QUIET_S:
+            return now + pause_s
+        return max(now + pause_s, coming[0] - QUIET_S)
 
     def _scrape_on(self, index: int) -> None:
         self._scrape(index)
         jitter = self._scrape_chance.uniform(-self.world.scrape_jitter, self.world.scrape_jitter)
         pause_s = self.world.scrape_interval_ms * 1e-3 * (1.0 + jitter)
-        self.kernel.call_at(self.kernel.now + pause_s, self._scrape_on, index)
+        self.kernel.call_at(self._after(pause_s), self._scrape_on, index)
 
     def _scrape(self, index: int) -> None:
         """Read a server's page now; the scheduler receives it `scrape_age_ms` later."""

@@ -15,7 +15,7 @@ from fairlead.core.records import DecisionRecord, OutcomeRecord, StallRecord
 from fairlead.lab.simulator.prompts import Prompts
 from fairlead.lab.simulator.run import simulate
 from fairlead.lab.simulator.scenarios import parted
-from fairlead.lab.simulator.simulation import START, Simulation
+from fairlead.lab.simulator.simulation import QUIET_S, START, Simulation
 from fairlead.lab.simulator.world import WARM_UP, Fault, World, replicas, unknowing
 from fairlead.lab.workload.conversation import Conversation, conversation
 from fairlead.lab.workload.record import arranged
@@ -96,6 +96,19 @@ def test_an_idle_server_repeats_an_unchanged_page_once_a_second(scenario, worklo
     _, told = run(scenario(made, servers=1, world=World(scrape_interval_ms=100.0)), always())
     quiet = [at for at, _ in of(told, ev.MetricsSampled) if BEGIN + 2 < at < BEGIN + 19]
     assert 16 <= len(quiet) <= 18
+
+
+@pytest.mark.parametrize("jitter", [0.0, 0.2])
+def test_a_long_pause_of_the_workload_is_skipped(scenario, workload, always, jitter):
+    first, second = workload(2).records
+    records = [first, structs.replace(second, arrival_us=86_400_000_000)]
+    world = World(scrape_jitter=jitter)
+    simulation, told = run(scenario(arranged("pause", records), servers=1, world=world), always())
+    assert [job.status for job in simulation.jobs] == ["done", "done"]
+    began = [event.started - BEGIN for _, event in of(told, ev.MetricsSampled)]
+    assert max(at for at in began if at < 1000.0) == pytest.approx(QUIET_S, abs=2.0)
+    assert min(at for at in began if at > 1000.0) == pytest.approx(86_400.0 - QUIET_S, abs=2.0)
+    assert max(b - a for a, b in pairwise(at for at in began if at > 1000.0)) < 1.5, "as before"
 
 
 def test_shared_beginnings_are_hit_in_the_engine_and_known_to_the_scheduler(scenario, workload, always):
