@@ -123,7 +123,7 @@ class Monitor:
 # Rules
 # * A replay has limits for its total time and for silence. A failed replay is tried again after a pause, and given up
 #   after some attempts without a new batch. Then the feed continues with live batches, and no replay is requested until
-#   a cool-down has passed.
+#   a cool-down has passed or the publisher has connected again.
 # * Each replay has a new socket, so that late replies are dropped.
 
 
@@ -167,6 +167,10 @@ class Replayer:
             return True
         self._task = self._loop.create_task(self._run())
         return False
+
+    def connected(self) -> None:
+        """The publisher has just come up, so a replay is likely to succeed: end the cool-down."""
+        self._cool_until, self._cooldown = 0.0, self._limits.replay_cooldown
 
     @property
     def under_way(self) -> bool:

@@ -131,6 +131,8 @@ class Subscription:
 
     def _connected(self) -> None:
         self.feed.cache.linked = True
+        if self._replayer is not None:
+            self._replayer.connected()
         self.feed.connected()
         self._wake()
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import zmq
+from ports import free_ports
 
 from fairlead.core.errors import ConfigError
 from fairlead.core.kv.events import AllCleared, BlocksRemoved, BlocksStored
@@ -220,6 +221,17 @@ async def test_subscriptions_leave_open_files_to_the_rest_of_the_process(
         with pytest.raises(zmq.ZMQError, match="Too many open files"):
             events.watch(most, source(publisher))
     assert [len(events.subscriptions(slot)) for slot in range(3)] == [1] * most + [0] * (3 - most)
+
+
+async def test_an_engine_that_comes_up_during_a_cool_down_is_asked_for_its_history(events: Any, publish: Any) -> None:
+    ports = free_ports(2)
+    addresses = [f"tcp://127.0.0.1:{port}" for port in ports]
+    limits = Limits(replay_silence=0.02, replay_backoff=0.01, reconnect_min=0.01, reconnect_max=0.05)
+    async with KvSubscriber(events.index, limits) as early:
+        early.watch(0, KvSource(*addresses, "m"))
+        await until(lambda: early.feeds(0)[0].unsure)
+        store(publish(events=addresses[0], replay=addresses[1]), 1, 2, 3)
+        await until(lambda: blocks(early) == 3)
 
 
 async def test_ranks_have_ports_of_their_own(events: Any, publish: Any) -> None:
