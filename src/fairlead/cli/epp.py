@@ -1,5 +1,6 @@
 """`fairlead epp`: serve with the reference picker's command line."""
 
+import os
 import subprocess
 import tempfile
 from collections.abc import Mapping
@@ -102,9 +103,10 @@ def configured(given: Mapping[str, str], directory: Path) -> dict[str, Any]:
     values["gateway"] = {"mode": "none"}
     values["admin"]["metricsHost"] = "::"
     if given.get("metrics-cert-dir"):
-        values["admin"]["tls"] = {"certDir": given["metrics-cert-dir"]}
+        values["admin"]["tls"] = {"certDir": os.path.abspath(given["metrics-cert-dir"])}
     if given.get("secure-serving") != "false":
-        values["extProc"]["tls"] = {"certDir": given.get("cert-path") or self_signed(directory)}
+        own = given.get("cert-path")
+        values["extProc"]["tls"] = {"certDir": os.path.abspath(own) if own else self_signed(directory)}
     values["log"] = _log(given)
     if given.get("tracing") == "false":
         values["tracing"] = {"endpoint": ""}

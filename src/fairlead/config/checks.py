@@ -88,6 +88,8 @@ def located(section: Section, base: Path) -> Any:
             changes[name] = {
                 key: located(item, base) if isinstance(item, Section) else item for key, item in value.items()
             }
+        elif isinstance(value, tuple):
+            changes[name] = tuple(located(item, base) if isinstance(item, Section) else item for item in value)
         elif value and RELATIVE in type(section).model_fields[name].metadata:
             changes[name] = str(base / value)
     return section.model_copy(update=changes)
@@ -98,7 +100,7 @@ def note_missing_files(section: Section, report: Report, place: Place = ()) -> N
     for name, value in section:
         field = type(section).model_fields[name]
         here = (*place, field.alias or name)
-        nested = value if isinstance(value, dict) else {}
+        nested = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, tuple) else {}
         for key, item in [(here, value), *(((*here, key), item) for key, item in nested.items())]:
             if isinstance(item, Section):
                 note_missing_files(item, report, key)

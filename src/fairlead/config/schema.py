@@ -179,7 +179,7 @@ class Gateway(Section):
 
 
 class Tls(Section):
-    cert_dir: Name = Field(description="Directory with `tls.crt` and `tls.key`.")
+    cert_dir: Annotated[Name, RELATIVE] = Field(description="Directory with `tls.crt` and `tls.key`.")
 
 
 class ExtProc(Section):
@@ -224,7 +224,7 @@ class Admin(Section):
         description="Host names that clients may use for this port, besides IP addresses, `localhost` and the "
         "machine's own name. `.example.com` covers all names with this ending.",
     )
-    token_file: str = Field(
+    token_file: RelativePath = Field(
         default="",
         description="File of bearer tokens, one per line. One of them is required for everything but `/healthz` and "
         "`/readyz`; browsers send it as the password. Read again when the file changes. Empty = no token is required.",
@@ -242,7 +242,7 @@ class FileSource(Section):
 
 
 class ScrapeTls(Section):
-    ca_file: str = Field(default="", description="PEM bundle; empty = the system's.")
+    ca_file: RelativePath = Field(default="", description="PEM bundle; empty = the system's.")
     verify: bool = Field(default=True, description="False accepts any certificate.")
 
 
@@ -302,7 +302,7 @@ class Metrics(Section):
     models_interval: Seconds = Field(
         default=30.0, description="How often `/v1/models` is read for models and loaded adapters; 0 = never."
     )
-    token_file: str = Field(
+    token_file: RelativePath = Field(
         default="",
         description="File with a bearer token for metrics pages, read again when it changes. Also sent to `/v1/models` "
         "if that is at the same address.",
@@ -557,7 +557,7 @@ class Models(Section):
     file: Annotated[str, RELATIVE, CHECKED_ELSEWHERE] = Field(
         default="",
         description="A file of manifests (InferenceModel, InferenceObjective, InferenceModelRewrite), or a directory "
-        "of `.yaml`, `.yml` and `.json` files, relative to the configuration.",
+        "of `.yaml`, `.yml` and `.json` files.",
     )
     watch: bool = Field(default=True, description="Read `file` again when it changes.")
     pool: str = Field(default="", description="Only objects for this pool count; empty = all.")
@@ -701,10 +701,10 @@ class FlowSettings(Section):
 class SchedulerTls(Section):
     """TLS to a scheduler, with PEM files. Empty = the system's authorities, and no client certificate."""
 
-    ca_file: str = Field(default="", description="PEM bundle; empty = the system's.")
+    ca_file: RelativePath = Field(default="", description="PEM bundle; empty = the system's.")
     verify: bool = Field(default=True, description="False accepts any certificate.")
     server_name: str = Field(default="", description="Name in its certificate; empty = the host of `address`.")
-    cert_dir: str = Field(default="", description="Directory with Fairlead's own `tls.crt` and `tls.key`.")
+    cert_dir: RelativePath = Field(default="", description="Directory with Fairlead's own `tls.crt` and `tls.key`.")
 
 
 class BreakerSettings(Section):
@@ -816,7 +816,7 @@ class Log(Section):
 class JournalSettings(Section):
     """Decisions and events on disk, see docs/journal.md."""
 
-    path: str = Field(default="", description="Directory; empty = off.")
+    path: Annotated[str, RELATIVE, CHECKED_ELSEWHERE] = Field(default="", description="Directory; empty = off.")
     max_bytes: Annotated[int, Field(ge=1 << 20), SIZE] = Field(
         default=1 << 30, description="Largest size of all files of the journal together. Never exceeded."
     )
@@ -853,7 +853,9 @@ class StateSettings(Section):
     """Learned state on disk, for a restarted scheduler: see docs/operations.md."""
 
     enabled: bool = Field(default=True, description="Write the state file, and read it at the start.")
-    file: str = Field(default="", description="Empty = `learned.state` in `journal.path`; none if that is empty too.")
+    file: Annotated[str, RELATIVE, CHECKED_ELSEWHERE] = Field(
+        default="", description="Empty = `learned.state` in `journal.path`; none if that is empty too."
+    )
     interval: PositiveSeconds = Field(
         default=10.0, description="How often it is written. A killed process loses what it learned since."
     )

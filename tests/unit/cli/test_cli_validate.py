@@ -48,14 +48,16 @@ def test_files_that_are_not_here_are_noted(tmp_path: Path, capsys: pytest.Captur
     there.mkdir()
     file.write_text(
         "endpoints: ['10.0.0.1:1']\ntokens:\n  models:\n    m: {modelPath: there, tokenizerFile: gone.json}\n"
-        "kvEvents: {port: 5557, snapshot: later.bin}\n"
+        "kvEvents: {port: 5557, snapshot: later.bin}\njournal: {path: later}\nmetrics: {tokenFile: gone}\n"
+        "shadows: {policies: [{name: a, scheduler: {address: '127.0.0.1:1', tls: {caFile: gone}}}]}\n"
     )
     assert validate(file) == 0
     *notes, _ = capsys.readouterr().out.splitlines()
-    gone = f"there is no {tmp_path / 'gone.json'} on this machine"
-    assert [note for note in notes if "there is no" in note] == [
-        f"note: {file}:4: $.tokens.models.m.tokenizerFile: {gone}"
-    ]
+    assert {note for note in notes if "there is no" in note} == {
+        f"note: {file}:4: $.tokens.models.m.tokenizerFile: there is no {tmp_path / 'gone.json'} on this machine",
+        f"note: {file}:7: $.metrics.tokenFile: there is no {tmp_path / 'gone'} on this machine",
+        f"note: {file}:8: $.shadows.policies[0].scheduler.tls.caFile: there is no {tmp_path / 'gone'} on this machine",
+    }
 
 
 def test_one_of_a_kind_is_counted_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -185,6 +185,26 @@ seed: 7
     assert load(f"gateway: none\n{ONE}").gateway.mode == "none"
 
 
+def test_relative_paths_begin_at_the_file(tmp_path: Path) -> None:
+    tls = "tls: {caFile: PATH/7, certDir: PATH/8}"
+    text = f"""
+extProc: {{tls: {{certDir: PATH/1}}}}
+admin: {{tls: {{certDir: PATH/2}}, tokenFile: PATH/3}}
+metrics: {{tokenFile: PATH/4, tls: {{caFile: PATH/5}}}}
+gateway: {{upstreamTokenFile: PATH/6}}
+canary: {{percent: 1, scheduler: {{address: "127.0.0.1:1", {tls}}}}}
+shadows: {{policies: [{{name: a, scheduler: {{address: "127.0.0.1:2", {tls}}}}}]}}
+journal: {{path: PATH/9}}
+state: {{file: PATH/10}}
+"""
+    config = tmp_path / "fairlead.yaml"
+    loaded = []
+    for path in ("x", f"{tmp_path}/x"):
+        config.write_text(ONE + text.replace("PATH", path))
+        loaded.append(load(config))
+    assert loaded[0] == loaded[1] and loaded[0].journal.path == f"{tmp_path}/x/9"
+
+
 def test_json_is_accepted() -> None:
     config = load('{"endpoints": ["127.0.0.1:8000"],\n\t"filters": [{"type": "queue-depth", "maxQueueLength": 9}]}')
     assert config.policy.filters[4].parameters.max_queue_length == 9
