@@ -13,7 +13,7 @@ Rules
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from math import inf
 from typing import Annotated, Any, Literal
@@ -393,6 +393,12 @@ class ModelObject(Struct, frozen=True):
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
+    @property
+    def pools(self) -> Sequence[str]:
+        """The pools that it names; empty = it may be for any."""
+        pools: Sequence[str] = self.item["spec"]["pools"] if self.noun is None else self.noun.origin.pools
+        return pools
+
 
 def read_model_object(value: Mapping[str, Any], kind: str, version: str) -> ModelObject:
     """Read an object of an API server. `version`: `group/version`. Never raises."""
@@ -428,7 +434,7 @@ def conditions(
         for key, item in table.items():
             if item.noun is not None and not item.noun.origin.is_for(pool, namespace):
                 continue
-            if item.noun is None and pool not in item.item["spec"]["pools"]:
+            if item.noun is None and pool not in item.pools:
                 continue
             result[plural, key] = _condition(item, owners.get(key) if plural == "inferencemodels" else None)
     return result

@@ -12,6 +12,7 @@ Rules
 import asyncio
 from collections.abc import Callable, Mapping
 from random import Random
+from time import perf_counter
 
 import msgspec
 from msgspec import Raw, Struct
@@ -26,8 +27,9 @@ from fairlead.pool.kube.status import Condition, DesiredCondition, StatusWriter,
 from fairlead.pool.model_kinds import KINDS, SERVED, ModelObject, conditions, model_set, read_model_object
 
 REDISCOVER_S = 30.0
-#: Changes within this many seconds are reported together.
-_GATHER_S = 0.01
+#: Changes within this many seconds are reported together, and within this many times what the last report took: each
+#: condition that is written is a change, too, and a report of thousands of objects takes long.
+_GATHER_S, _GATHER_TIMES = 0.01, 10.0
 
 
 class _Names(msgspec.Struct):
@@ -70,6 +72,8 @@ class PoolModels:
         self._rediscover_s = rediscover_s
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
+        #: Seconds that the last report took.
+        self._took = 0.0
         self._discovered = False
 
     @property
@@ -186,23 +190,20 @@ class PoolModels:
 
     def _changed(self) -> None:
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_GATHER_S, self._gather)
+            pause = max(_GATHER_S, _GATHER_TIMES * self._took)
+            self._timer = asyncio.get_running_loop().call_later(pause, self._gather)
 
     def _gather(self) -> None:
         self._timer = None
         if not self._known:
             return
+        began = perf_counter()
         desired: dict[Target, DesiredCondition] = {}
         changed: list[tuple[_Followed, ModelSet]] = []
+        of = self._by_name()
+        by_pool = self._by_pool(of)
         for (namespace, pool), followed in self._pools.items():
-            objects: dict[str, dict[str, ModelObject]] = {}
-            of: dict[tuple[str, str], list[tuple[Resource, ModelObject]]] = {}
-            for _, reflector in sorted(self._reflectors.items(), reverse=True):  # the first group's come last
-                resource = replace(reflector.resource, namespace=namespace)
-                for key, item in reflector.items.items():
-                    if key.startswith(f"{namespace}/"):
-                        objects.setdefault(resource.plural, {})[key] = item
-                        of.setdefault((resource.plural, key), []).append((resource, item))
+            objects = by_pool[namespace, pool]
             for target, condition in conditions(objects, pool, namespace).items():
                 *replaced, (resource, item) = of[target]
                 name = target[1].partition("/")[2]
@@ -218,6 +219,32 @@ class PoolModels:
         for followed, models in changed:
             followed.models = models
             followed.feed(models)
+        self._took = perf_counter() - began
+
+    def _by_name(self) -> dict[tuple[str, str], list[tuple[Resource, ModelObject]]]:
+        """The objects by plural and key; that of the first group, which counts, is the last."""
+        of: dict[tuple[str, str], list[tuple[Resource, ModelObject]]] = {}
+        namespaces = {namespace for namespace, _ in self._pools}
+        for _, reflector in sorted(self._reflectors.items(), reverse=True):
+            plural = reflector.resource.plural
+            resources = {namespace: replace(reflector.resource, namespace=namespace) for namespace in namespaces}
+            for key, item in reflector.items.items():
+                resource = resources.get(key.partition("/")[0])
+                if resource is not None:
+                    of.setdefault((plural, key), []).append((resource, item))
+        return of
+
+    def _by_pool(
+        self, of: Mapping[tuple[str, str], list[tuple[Resource, ModelObject]]]
+    ) -> dict[tuple[str, str], dict[str, dict[str, ModelObject]]]:
+        """The objects that may be for a followed pool, by the pool's namespace and name, plural and key."""
+        by_pool: dict[tuple[str, str], dict[str, dict[str, ModelObject]]] = {pool: {} for pool in self._pools}
+        for (plural, key), versions in of.items():
+            resource, item = versions[-1]
+            for pool in item.pools or [name for namespace, name in by_pool if namespace == resource.namespace]:
+                if (resource.namespace, pool) in by_pool:
+                    by_pool[resource.namespace, pool].setdefault(plural, {})[key] = item
+        return by_pool
 
 
 def _left_out(name: str, reflector: Reflector[ModelObject]) -> bool:
