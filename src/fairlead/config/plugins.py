@@ -68,7 +68,12 @@ def make(spec: PluginSpec, registry: Registry, **more: Any) -> Any:
         plugin = registered.cls(spec.parameters, name=spec.name, **more)
         return _GUARDS[spec.kind](plugin) if registered.foreign and spec.kind in _GUARDS else plugin
     except Exception as error:
-        raise PluginError(spec.name, f"({spec.path}) could not be made: {described(error)}") from error
+        why = described(error)
+        if (
+            isinstance(error, TypeError) and error.__traceback__ and error.__traceback__.tb_next is None
+        ):  # not from inside
+            why += f"; it is called with (parameters, {', '.join(f'{key}=…' for key in ('name', *more))})"
+        raise PluginError(spec.name, f"({spec.path}) could not be made: {why}") from error
 
 
 def build_measure(config: Config, on_plugin_error: Callable[[PluginError], None] | None = None) -> Measuring | None:

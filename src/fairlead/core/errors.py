@@ -59,7 +59,11 @@ class PluginError(FairleadError):
 
     def __init__(self, plugin: str, message: str) -> None:
         self.plugin = plugin
+        self._message = message
         super().__init__(f"plugin {plugin}: {message}")
+
+    def __reduce__(self) -> tuple[type["PluginError"], tuple[str, str]]:  # from processes of simulations
+        return PluginError, (self.plugin, self._message)
 
 
 #: Parts of paths of files whose lines say nothing about a plugin: this package, the import machinery, numpy.

@@ -51,6 +51,23 @@ def test_a_process_that_is_killed_is_no_traceback(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr and not (tmp_path / "out").exists()
 
 
+@pytest.mark.simulation
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("    def cost(self, request, fleet, cycle):\n        return 1 / 0\n", "division by zero (wrong.py, line 8)"),
+        ("    def __init__(self): ...\n    cost = None\n", "it is called with (parameters, name=…, filters=…)"),
+    ],
+)
+def test_a_policy_that_fails_has_no_plan(body: str, said: str, tmp_path: Path) -> None:
+    policy = tmp_path / "wrong.py"
+    head = "from fairlead.plugins.policies.ranked import Ranked\n\n\nclass Wrong(Ranked):\n    type = 'wrong'\n\n"
+    policy.write_text(head + body)
+    done = call("plan", "-w", "agents", *QUICK, "-p", policy, "--processes", "1", "--out", tmp_path / "out")
+    assert done.exit_code == 2, done.output
+    assert said in done.stderr and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -136,7 +136,7 @@ def scheduling_of(policy: Any) -> tuple[Config, Registry | None]:
 
 def attempt(case: Case, trial: Trial) -> Tried:
     """Simulate a trial. If replicas die, replicas of each role do so in turn, and the worst result counts. Raises
-    `ConfigError` or `PluginError` if the policy cannot be built."""
+    `ConfigError` or `PluginError` if the policy cannot be built, or fails."""
     roles = dict.fromkeys(map(_role, sized(case, trial).replicas)) if trial.dead else ("",)
     made: list[Tried] = []
     for role in roles:
@@ -167,9 +167,14 @@ def _simulated(case: Case, trial: Trial, scenario: Scenario) -> Tried:
 
     if not trial.complete:
         simulation.kernel.call_at(START + WARM_UP + pause_s, look)
+    stopped = False
     try:
         simulation.run()
     except _Hopeless:
+        stopped = True
+    if simulation.plugin_errors:
+        raise simulation.plugin_errors[0]
+    if stopped:
         return Tried(trial, False, _missed(case.wanted, counted, simulation.kernel.now), cpu_s=process_time() - begun)
     measured = {objective.name: objective.measured(counted) for objective in case.wanted}
     done = [job for job in counted if job.status == "done"]
