@@ -62,6 +62,9 @@ class PluginError(FairleadError):
         self._message = message
         super().__init__(f"plugin {plugin}: {message}")
 
+    def with_note(self, note: str) -> "PluginError":
+        return PluginError(self.plugin, f"{self._message}; {note}")
+
     def __reduce__(self) -> tuple[type["PluginError"], tuple[str, str]]:  # from processes of simulations
         return PluginError, (self.plugin, self._message)
 

@@ -327,7 +327,7 @@ def choose_or_raise(policy: Policy, request: Request, fleet: FleetView, context:
 
 
 def _raise(error: PluginError) -> None:
-    raise error
+    raise error from None
 
 
 class Clamped:

@@ -216,9 +216,11 @@ class Canary(AsksElsewhere):
                 self.decided["canary"] += 1
                 return pick
             except PLUGIN_FAILURES as error:
+                reported = of_plugin(self.canary.name, error)
                 if isinstance(error, NeverReturned) or isinstance(error.__context__, NeverReturned):
                     self._below = 0
+                    reported = reported.with_note("this canary decides nothing more until its settings change")
                 if self._report is not None:
-                    self._report(of_plugin(self.canary.name, error))
+                    self._report(reported)
         self.decided["primary"] += 1
         return self.primary.choose(request, fleet, context)

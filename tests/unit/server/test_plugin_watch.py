@@ -74,7 +74,7 @@ async def test_the_primary_goes_on_and_a_canary_that_did_not_return_decides_no_m
     assert policy.decided == {"primary": 2, "canary": 0} and watch.count == 1
     (error,) = errors
     assert error.plugin == "endless" and "did not return and was interrupted" in str(error)
-    assert "(test_plugin_watch.py, line " in str(error)
+    assert "(test_plugin_watch.py, line " in str(error) and "this canary decides nothing more" in str(error)
 
 
 async def test_a_scorer_is_left_out_of_that_decision(watch: Any) -> None:
