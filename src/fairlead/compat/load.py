@@ -28,6 +28,7 @@ from fairlead.config.checks import (
     note_missing_files,
     note_pool,
     note_unknown_engines,
+    note_unranked,
     outlasting,
     resolve,
 )
@@ -178,6 +179,8 @@ class _Assembly(Struct, eq=False):
         self.report.notes[:] = [note for note in self.report.notes if not note.message.endswith(moot)]
         if self.root.get(FLOW_CONTROL) is None and self.translation is None:
             flow_control = implied_flow_control(policy, settings)
+        if flow_control is None:
+            note_unranked(settings.models, self.report)
         if policy is not None:
             check_metric_names(policy, extras.provided(sources), settings.metrics, self.report)
         endpoints = self._endpoints(need_endpoints and not settings.kubernetes.on)

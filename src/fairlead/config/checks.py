@@ -26,6 +26,7 @@ from fairlead.config.schema import (
     Kubernetes,
     KvEvents,
     Metrics,
+    Models,
     PolicySpec,
     Section,
     Settings,
@@ -229,6 +230,14 @@ def note_unknown_engines(
             f"metrics are read as those of {metrics.default_engine} "
             f"(known: {', '.join(sorted(known))}; describe others under metrics.engines)",
         )
+
+
+def note_unranked(models: Models, report: Report) -> None:
+    """Add a note if criticalities have no effect because there is no flow control."""
+    ranked = [entry for entry in models.list if entry.criticality != "Standard"]
+    if ranked:
+        said = f"{shorten(ranked[0].name)} is {ranked[0].criticality}"
+        report.note(("models",), f"{said}, but without flow control nothing waits or is shed: set flowControl: {{}}")
 
 
 def note_pool(
@@ -464,6 +473,7 @@ def _check_several(settings: Settings, report: Report) -> None:
         (("replicas", "via"), bool(settings.replicas.via), "schedulers of several pools do not share what they know"),
         (("autoscaling", "port"), bool(settings.autoscaling.port), "KEDA asks for one pool; the metrics have each"),
         (("kvEvents", "bind"), bool(settings.kv_events.bind), "engines that connect do not name their pool"),
+        (("als", "port"), settings.als.port != settings.ext_proc.port, "an access log does not name its pool"),
     ]
     for place, wrong, why in refused:
         if wrong:

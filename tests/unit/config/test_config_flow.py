@@ -240,3 +240,18 @@ def test_a_time_without_endpoints_beyond_that_to_live_is_noted(settings: str, no
     assert (
         any("$.flowControl.noEndpointTtl: requests wait for ttl at most, 60s" in str(note) for note in notes) == noted
     )
+
+
+@pytest.mark.parametrize(
+    ("beside", "noted"),
+    [
+        ("gateway: none", True),
+        ("gateway: none\nflowControl: {}", False),
+        ("", False),
+    ],
+)
+def test_a_criticality_without_flow_control_is_noted(beside: str, noted: bool) -> None:
+    models = "models: [{name: batch, criticality: Sheddable}, {name: usual}]"
+    notes = [str(note) for note in load(f"{ONE}{models}\n{beside}").notes]
+    assert any("batch is Sheddable, but without flow control" in note for note in notes) is noted
+    assert not any("flow control" in str(note) for note in load(f"{ONE}models: [{{name: a}}]\n{beside}").notes)

@@ -33,6 +33,7 @@ def test_a_pool_stands_for_endpoints() -> None:
             "do not share what they know",
         ),
         ("gateway: none\nkubernetes: {namespaces: [a]}\nautoscaling: {port: 1}", "KEDA asks for one pool"),
+        ("gateway: none\nkubernetes: {namespaces: [a]}\nals: {port: 9}", "an access log does not name its pool"),
         ("gateway: none\nkubernetes: {namespaces: [a]}\npools: {llama: {}}", "'llama' names no pool"),
         ("gateway: none\nkubernetes: {namespaces: [a]}\npools: {a/b: {log: {}}}", "all pools share it"),
         (
