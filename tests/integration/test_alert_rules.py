@@ -133,7 +133,9 @@ def by_two(series: str, *values: str) -> dict[str, str]:
 HITS = {
     'kv_cache_lookup_total{instance="0"}': "0+600x20",
     'kv_cache_lookup_total{model_name="m"}': "0+600x20",
+    'kv_cache_lookup_total{model_name="other"}': "0+600x20",
     'kv_cache_hit_total{model_name="m"}': "0+300x20",
+    'kv_cache_hit_total{model_name="other"}': "0x20",
 }
 TTFT = {
     f'llm_d_epp_request_ttft_seconds_bucket{{streaming="{streaming}",le="{le}"}}': values
@@ -151,7 +153,8 @@ PANELS: list[tuple[str, dict[str, str], float]] = [
     (BYPASS, {FALLBACKS: "0+60x20"}, 1.0),
     # An unstreamed answer's first byte comes when all of it is done.
     ("Time to first token", TTFT, 0.5),
-    # `fairlead indexer` counts blocks under the same names.
+    ("Queue limits in use", {'llm_d_epp_flow_control_capacity_utilization_requests{priority="0"}': "0.5x20"}, 0.5),
+    # `fairlead indexer` counts blocks under the same names, and `other` are names that clients make up.
     ("Prefix cache hit rate", by_two("kv_cache_hit_total{", "0x20") | HITS, 0.5),
     # What several schedulers say of the pool is said once; a feed counts if it is connected to all of them.
     ("Endpoints with fresh metrics", by_two('llm_d_epp_ready_endpoints{name="p"', "3x20", "2x20"), 3.0),
