@@ -37,6 +37,7 @@ from fairlead.core.flow import FlowKey
 from fairlead.core.flow_control import FlowControl
 from fairlead.core.ledger import Lease, Ledger
 from fairlead.core.request import PrefixChain
+from fairlead.core.table import EndpointTable
 
 #: Facts that may wait to be fetched.
 MOST_FACTS = 65_536
@@ -55,8 +56,8 @@ MOST_FLOWS = 256
 class Reports:
     """Collects facts. The transport calls `batch` and `snapshot`; neither affects decisions."""
 
-    def __init__(self, ledger: "ReportingLedger") -> None:
-        self._ledger = ledger
+    def __init__(self, ledger: "ReportingLedger", table: EndpointTable) -> None:
+        self._ledger, self._table = ledger, table
         #: Number of the last batch.
         self.sequence = 0
         self._next = 1
@@ -175,7 +176,9 @@ class Reports:
         work, and at the end the encoded message. Facts, and `batch`, may come in between: the message has the leases of
         the first call, and what happens to them meanwhile is in later batches too."""
         now, sequence, following, endpoints = self._now, self.sequence, self._next, _Endpoints()
-        leases, recent = [lease for lease in self._ledger if lease.number], list(self._recent)
+        leases = [lease for lease in self._ledger if lease.number]
+        # Peers that have lost an endpoint, too, could not use its prompts, and would ask again and again.
+        recent = [(name, prefix) for name, prefix in self._recent if self._table.slot(name) is not None]
         held = self._held(self._flow.queues.active() if self._flow is not None else [], now)
         avoided = self._avoiding(endpoints)
         self._begin_dictionary()
@@ -328,7 +331,7 @@ class SharedFleet(Fleet):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **{**settings, "ledger": ReportingLedger})
-        self.reports = self.ledger.reports = Reports(self.ledger)
+        self.reports = self.ledger.reports = Reports(self.ledger, self.table)
 
     def charge(self, *charge: Any, reserved: bool = False, **marks: Any) -> Lease:
         lease = super().charge(*charge, reserved=reserved, **marks)

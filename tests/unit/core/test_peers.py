@@ -438,6 +438,17 @@ def test_an_endpoint_that_is_not_here_yet_is_asked_for_when_it_comes(clock):
     assert other.column("queue") == [1] and other.pipeline.peers.gaps() == []
 
 
+def test_a_joiner_misses_nothing_of_an_endpoint_that_left_before(pair):
+    one, joiner = pair
+    one.send(1)
+    one.batch()
+    one.feed(EndpointDown("e0"))
+    one.batch()
+    joiner.feed(EndpointDown("e0"))
+    joiner.feed(PeerSnapshot("a", b"".join(one.pipeline.fleet.reports.snapshot())))
+    assert joiner.pipeline.peers.gaps() == []
+
+
 def test_an_endpoint_that_leaves_takes_what_peers_have_there(pair):
     one, other = pair
     one.send(1)
