@@ -135,7 +135,6 @@ class Run:
             hashes = [digest(model, path[: end + 1]) for end in range(len(path))]
             known = [self.naive.knows(model, path[: end + 1]) for end in range(len(path))]
             apply_all(self.index, ours, BlocksStored(hashes, medium=MEDIA[tier], group=group), 0.0)
-            self.naive.held.setdefault(cache, {}).setdefault((group, tier), Counter())
             for end, there in enumerate(known):
                 if there:
                     self.naive.store(cache, (group, tier), path[: end + 1], True)
