@@ -24,8 +24,8 @@ METHOD = "/vllm.grpc.engine.VllmEngine/Generate"
 #: GenerateRequest: tokenized.input_ids (packed), sampling_params.max_tokens, stream.
 ASK = field(2, field(2, bytes(range(1, 101)))) + field(4, number(8, 16)) + number(5, 1)
 ANSWERS = [field(1, field(1, bytes([i]) * 1000)) for i in range(5)]
-#: GenerateComplete: finish reason, prompt and completion tokens.
-LAST = field(2, field(2, b"stop") + number(3, 100) + number(4, 5))
+#: GenerateComplete: finish reason, tokens of the prompt and of the last chunk.
+LAST = field(2, field(2, b"stop") + number(3, 100) + number(4, 1000))
 
 
 class Engine:
@@ -106,7 +106,7 @@ async def test_a_generation_is_scheduled_and_streams_back(tmp_path: Path) -> Non
         ("grpc", 100, "routed")
     }
     results = [decision["result"] for decision in decisions]
-    assert [(result["prompt_tokens"], result["completion_tokens"]) for result in results] == [(100, 5)] * 6
+    assert [(result["prompt_tokens"], result["completion_tokens"]) for result in results] == [(100, 5000)] * 6
 
 
 async def test_without_the_scheduler_it_still_goes_through(tmp_path: Path) -> None:
