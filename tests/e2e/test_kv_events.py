@@ -262,7 +262,7 @@ async def test_wrong_recipes_are_found_and_cost_nothing(world: World, figures: l
 
 
 async def test_prompts_that_the_engines_themselves_tokenise(world: World) -> None:
-    await world.schedule(tokens={"models": {"*": {"render": "engine"}}, "engineTimeout": "1s"})
+    await world.schedule(tokens={"models": {"*": {"render": "engine"}}, "engineTimeout": "400ms"})
     await sees_the_scheduler(world.gateway.admin)
     talk = Conversations(world.port, 4)
     await talk.run(100)

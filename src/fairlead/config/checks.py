@@ -21,6 +21,7 @@ from fairlead.config.endpoint_list import Listed, port_number
 from fairlead.config.problems import Place, Report, shorten
 from fairlead.config.schema import (
     CHECKED_ELSEWHERE,
+    LONGEST_QUESTION,
     RELATIVE,
     EngineNames,
     Kubernetes,
@@ -70,6 +71,8 @@ def resolve(settings: Settings, base: Path | None, report: Report) -> Settings:
     if settings.gateway.mode == "embedded" and ext_proc.max_endpoints > 1:
         hint = "leave it out: answers name a fallback endpoint for it in any case"
         report.add(("extProc", "maxEndpoints"), "the embedded gateway takes one endpoint", hint)
+    if settings.gateway.mode == "embedded":
+        _check_budgets(settings, report)
     _check_metrics(settings.metrics, report)
     _check_tokens(settings.tokens, report)
     _check_kv_events(settings.kv_events, report)
@@ -77,6 +80,15 @@ def resolve(settings: Settings, base: Path | None, report: Report) -> Settings:
     if settings.kubernetes.namespaces:
         _check_several(settings, report)
     return settings if base is None else located(settings, base)
+
+
+def _check_budgets(settings: Settings, report: Report) -> None:
+    canary = settings.canary.scheduler
+    budgets = {("scheduler",): settings.scheduler.budget, ("canary", "scheduler"): canary.budget if canary else 0.0}
+    for place, budget in budgets.items():
+        if budget > LONGEST_QUESTION:
+            problem = f"is above {LONGEST_QUESTION:g}s: the embedded gateway gives up requests after a second"
+            report.add((*place, "budget"), problem)
 
 
 def located(section: Section, base: Path) -> Any:

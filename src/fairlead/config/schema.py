@@ -30,6 +30,9 @@ Count = Annotated[int, Field(ge=1)]
 #: limit it would not wait at all.
 LONGEST_WAIT = 590.0
 Wait = Annotated[float, Field(gt=0, le=LONGEST_WAIT), DURATION]
+#: The longest time that an engine or a scheduler is asked about a request, in seconds. The embedded gateway gives up a
+#: request after a second without an answer, and waiting for tokens may take half of it.
+LONGEST_QUESTION = 0.4
 #: The name of a policy, or `{type: …, parameters: {…}}`, as under `policy`.
 PolicyEntry = str | dict[str, Any]
 Trust = Literal["objective", "fairness", "slo", "session", "model-rewrite", "test-selection"]
@@ -500,8 +503,9 @@ class Tokens(Section):
 
     models: dict[str, ModelTokens] = Field(default={}, description="Tokenizers by model name; `*` = every other model.")
     cache_bytes: Bytes = Field(default=256 << 20, description="Cache for encoded pieces of prompts, over all models.")
-    engine_timeout: PositiveSeconds = Field(
-        default=0.2, description="With `render: engine`: the longest wait for token ids, then none are used."
+    engine_timeout: Annotated[float, Field(gt=0, le=LONGEST_QUESTION), DURATION] = Field(
+        default=0.2,
+        description="With `render: engine`: the longest wait for token ids, then none are used. At most 400 ms.",
     )
 
 

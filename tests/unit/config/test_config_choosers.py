@@ -48,6 +48,8 @@ def test_by_default_there_is_none_of_it() -> None:
         ("scheduler: {address: somewhere}", "$.scheduler", "neither host:port nor unix:/path"),
         ("scheduler: {address: 'h:99999'}", "$.scheduler", "neither"),
         ("scheduler: {address: 'h:1', budget: 20s}", "$.scheduler", "above 10s"),
+        ("scheduler: {address: 'h:1', budget: 1s}", "$.scheduler.budget", "above 0.4s: the embedded gateway"),
+        ("canary: {scheduler: {address: 'h:1', budget: 1s}, percent: 5}", "$.canary.scheduler.budget", "above 0.4s"),
         ("scheduler: {adress: 'h:1'}", "$.scheduler.adress", "address"),
         ("scheduler: {address: 'h:1', breaker: {failures: 0}}", "$.scheduler.breaker.failures", "1"),
         ("canary: {percent: 5}", "$.canary", "give policy: or scheduler:"),
@@ -65,6 +67,11 @@ def test_by_default_there_is_none_of_it() -> None:
 def test_what_is_wrong_is_said_with_its_place(text: str, where: str, said: str) -> None:
     found = problems(f"endpoints: [10.0.0.1:80]\n{text}\n")
     assert any(problem.path.startswith(where) and said in str(problem) for problem in found), [*map(str, found)]
+
+
+def test_a_gateway_of_your_own_may_wait_longer() -> None:
+    text = "endpoints: [10.0.0.1:80]\ngateway: none\nscheduler: {address: 'h:1', budget: 1s}\n"
+    assert load(text).scheduler.budget == 1.0
 
 
 def test_editors_know_it() -> None:

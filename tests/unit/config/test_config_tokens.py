@@ -6,6 +6,8 @@ import pytest
 
 from fairlead.compat.load import load, problems
 from fairlead.config.reload import plan_reload
+from fairlead.gateway.envoy.options import Options
+from fairlead.server.live.prompts import PATIENCE
 
 BASE = "endpoints: ['10.0.0.1:8000']\n"
 
@@ -43,6 +45,14 @@ def test_problems(model: str, path: str, message: str) -> None:
     (problem,) = problems(f"{BASE}tokens: {{models: {{m: {model}}}}}")
     assert problem.path == path
     assert problem.message.startswith(message)
+
+
+def test_the_gateway_does_not_give_up_a_request_that_waits_for_tokens() -> None:
+    """Whatever waits for an engine ends before the wait for tokens, and that well before the gateway's patience."""
+    (problem,) = problems(f"{BASE}tokens: {{engineTimeout: 1s}}")
+    assert problem.path == "$.tokens.engineTimeout" and "<= 0.4" in str(problem)
+    assert load(f"{BASE}tokens: {{engineTimeout: 400ms}}").tokens.engine_timeout < PATIENCE
+    assert Options().message_timeout >= 2 * PATIENCE
 
 
 def test_it_does_not_apply_while_running() -> None:

@@ -3,8 +3,9 @@
 Short prompts are read immediately. Prompts that would hold the event loop are read in a thread. An engine reads the
 prompts of models that are configured with `render: engine`.
 
-A request waits for the reading of its prompt at most `PATIENCE` seconds. Then it continues without token ids, and the
-learned prefixes of its bytes are used instead. The same applies while `_MOST_READING` prompts are being read.
+A request waits for the reading of its prompt at most `PATIENCE` seconds, well below the time after which the gateway
+gives up the scheduler (`message_timeout`). Then it continues without token ids, and the learned prefixes of its bytes
+are used instead. The same applies while `_MOST_READING` prompts are being read.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ from fairlead.pool.model_files import load_tokeniser
 from fairlead.pool.render import RenderClient
 from fairlead.pool.scrape import NO_TOKEN, TokenFile
 
-PATIENCE = 1.0
+PATIENCE = 0.5
 #: How many prompts may be read at the same time, in the thread and by engines.
 _MOST_READING = 32
 _ANY_MODEL = "*"

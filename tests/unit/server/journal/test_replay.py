@@ -248,7 +248,7 @@ def test_a_canary_that_comes_by_a_reload_is_said_and_its_decisions_are_followed(
 
 def test_the_decisions_of_a_scheduler_in_another_process_are_followed(tmp_path: Path) -> None:
     """Three answers, a refusal, and a request whose client leaves: the replay charges what was charged."""
-    config = load("policy: cost-model\nscheduler: {address: '127.0.0.1:1', budget: 1s}\n", need_endpoints=False)
+    config = load("policy: cost-model\nscheduler: {address: '127.0.0.1:1', budget: 400ms}\n", need_endpoints=False)
     clock = SimClock()
     pipeline = build_pipeline(config, clock, Random(1))
     items = [encode((SEGMENT, 0.0, Segment(run="r", program=__version__, scheduling=record(config))))]
