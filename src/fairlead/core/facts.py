@@ -191,6 +191,8 @@ class Dictionary:
         self.blocks: dict[int, tuple[PrefixChain, int]] = {}
         #: Blocks of all the chains. A chain that shares its beginning with another has that beginning, too.
         self.size = 0
+        #: Bytes of the first block of each chain, which differ where another `hashBlockSize` is set; 0 = not known yet.
+        self.cut = 0
         self._before: dict[int, tuple[PrefixChain, int]] = {}
 
     def begin(self) -> None:
@@ -199,7 +201,8 @@ class Dictionary:
 
     def add(self, chain: PrefixChain, depth: int) -> None:
         """Add the blocks of a chain from `depth` on; those before it are already known."""
-        self.size += len(chain.hashes) if depth < len(chain.hashes) else 0
+        if depth < len(chain.hashes):
+            self.size, self.cut = self.size + len(chain.hashes), chain.ends[0]
         for position in range(depth, len(chain.hashes)):
             self.blocks[chain.hashes[position]] = chain, position + 1
 

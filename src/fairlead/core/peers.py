@@ -180,6 +180,21 @@ class Peers:
         """Return origins that should be asked for a snapshot, unless the missing batches are still on their way."""
         return [origin for origin, view in self.views.items() if view.gap]
 
+    def problem(self, origin: str) -> str:
+        """Return why facts of the origin cannot be used; empty = they can."""
+        view = self.views.get(origin)
+        if view is None:
+            return ""
+        ours, theirs = self._cut, view.dictionary.cut
+        if view.problem or not ours or theirs in (0, ours):
+            return view.problem
+        return f"it cuts prompts into blocks of {theirs} bytes, this one of {ours}: set one hashBlockSize everywhere"
+
+    @property
+    def _cut(self) -> int:
+        """`Dictionary.cut` of our own prompts; 0 = we have sent none."""
+        return self._own[0].cut if self._own else 0
+
     # ---- messages ----
 
     def batch(self, origin: str, payload: bytes, lag_s: float = 0.0, to: str = "", at_once: bool = False) -> None:
@@ -382,7 +397,7 @@ class Peers:
                 fleet.completed(lease, now, tokens)
 
     def _insert(self, view: View, message: Batch | Snapshot, dictionary: Dictionary) -> None:
-        hashes = block_hashes(message.blocks)
+        hashes, cut = block_hashes(message.blocks), self._cut
         begin = 0
         for sent in message.sent:
             fresh = slice(begin, begin + sent.blocks)
@@ -403,7 +418,7 @@ class Peers:
             dictionary.add(base, depth)
             if slot is None:
                 self._unknown(view, message.endpoints[sent.endpoint])
-            elif base.hashes:
+            elif base.hashes and cut in (0, base.ends[0]):
                 self._fleet.table.free_cache[slot] = self._fleet.prefix.insert(slot, base)
 
     def _known(self, block: int) -> bool:

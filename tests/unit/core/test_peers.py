@@ -282,6 +282,23 @@ def test_where_blocks_end_is_told_as_it_is(pair, cut):
     assert own.sizes(0, blocks) == theirs.sizes(0, blocks)
 
 
+def test_prompts_that_a_peer_cuts_in_another_way_are_not_taken_over(pair, clock):
+    one, other = pair
+    chain = ChainHasher(finest=20).chain(b"m", SYSTEM)
+    one.feed(RequestArrived(Request(1, 0.0, prompt_tokens=4000, prefix=chain)))
+    other.feed(PeerHeard("a", one.batch()))
+    peers = other.pipeline.peers
+    assert not peers.problem("a"), "it has cut none itself"
+    other.send(1)
+    other.batch()
+    before = other.pipeline.fleet.prefix.entries
+    one.feed(RequestArrived(Request(2, 0.0, prompt_tokens=4000, prefix=ChainHasher(finest=20).chain(b"x", SYSTEM))))
+    other.feed(PeerHeard("a", one.batch()))
+    assert "blocks of 20 bytes, this one of 256" in peers.problem("a") and not peers.problem("b")
+    assert other.pipeline.fleet.prefix.entries == before and peers.gaps() == []
+    assert other.column("queue") == [3, 0], "its leases count"
+
+
 def test_what_is_heard_late_counts_from_its_charge(pair, clock):
     one, other = pair
     one.send(1)

@@ -284,7 +284,7 @@ class Core:
             lambda: reports.sequence,
             lambda name: peers.views[name].newest if name in peers.views else 0,
             lambda: bool(pipeline.flow_controller),
-            lambda name: peers.views[name].problem if name in peers.views else "",
+            peers.problem,
         )
         pool = settings.pool or "/".join(filter(None, (kubernetes.namespace, kubernetes.pool))) or POOL
         origin = f"{gethostname()}-{gateway.mark}{self._run}"
