@@ -70,6 +70,8 @@ class BaseModels(Struct, frozen=True):
     names: frozenset[str] = frozenset()
     #: Context length by model name, if known: most tokens of prompt and answer together.
     contexts: Mapping[str, int] = field(default_factory=dict)
+    #: The list was not read yet, and is about to be.
+    unread: bool = False
 
     def context(self, model: str) -> float:
         """Return the context length for a model name in tokens; infinite = not known. For an adapter or an empty name:
@@ -80,7 +82,7 @@ class BaseModels(Struct, frozen=True):
         return known.pop() if len(known) == 1 else inf
 
 
-NOT_LISTED = BaseModels()
+NOT_LISTED, NOT_READ = BaseModels(), BaseModels(unread=True)
 
 
 class Topology(Struct, frozen=True):

@@ -108,6 +108,8 @@ class EndpointUp(Struct, frozen=True):
     """An endpoint joined the pool, or its address or labels changed."""
 
     endpoint: Endpoint
+    #: Whether `AdaptersListed` will follow, with a list or without.
+    listing: bool = False
 
 
 class EndpointDown(Struct, frozen=True, gc=False):
@@ -130,7 +132,7 @@ class MetricsFailed(Struct, frozen=True, gc=False):
 
 
 class AdaptersListed(Struct, frozen=True):
-    """An endpoint's list of models was read: all that it has loaded, in use or not."""
+    """An endpoint's list of models was read: all that it has loaded, in use or not. Or the first attempt failed."""
 
     endpoint_id: str
     #: `None` = the server does not provide a list.

@@ -12,7 +12,7 @@ from fairlead.core.adapters import Adapters, Cold
 from fairlead.core.apis import PROMPT_LISTS
 from fairlead.core.columns import FloatColumn
 from fairlead.core.cost import CROWDED, LONG_TOKENS, PRIOR, StepModel, forecast
-from fairlead.core.endpoint import MODEL_LABEL, NOT_LISTED, BaseModels, Endpoint, Sample, Topology
+from fairlead.core.endpoint import MODEL_LABEL, NOT_LISTED, NOT_READ, BaseModels, Endpoint, Sample, Topology
 from fairlead.core.exact import ExactKnowledge
 from fairlead.core.learned import Common, EndpointLearned, Look, Part, PrefixesLearned
 from fairlead.core.ledger import Lease, Ledger
@@ -89,11 +89,13 @@ class Fleet:
         #: By slot: clock seconds until which the endpoint is avoided, reported by other schedulers and found by us.
         self._avoided: dict[int, list[float]] = {}
 
-    def up(self, endpoint: Endpoint) -> list[Lease]:
-        """Add or change an endpoint. If its address changed, release the leases at the old one and return them."""
+    def up(self, endpoint: Endpoint, listing: bool = False) -> list[Lease]:
+        """Add or change an endpoint. If its address changed, release the leases at the old one and return them.
+        `listing`: the list of models of a new endpoint is about to be read."""
         slot = self.table.slot(endpoint.id)
         if slot is None:
             slot = self.table.add(endpoint)
+            self.table.set_based(slot, NOT_READ if listing else NOT_LISTED)
             self.table.set_distance(slot, self.topology.ms(endpoint.labels))
             self.prefix.add_slot(slot)
             self.table.free_cache[slot] = 1.0
@@ -105,7 +107,7 @@ class Fleet:
         old = self.table.endpoints[slot]
         if old is not None and old.address != endpoint.address:
             leases = self.down(endpoint.id)
-            self.up(endpoint)
+            self.up(endpoint, listing)
             return leases
         self.table.replace(slot, endpoint)
         self.table.set_distance(slot, self.topology.ms(endpoint.labels))

@@ -747,7 +747,7 @@ class Pipeline:
     # ---- the fleet ----
 
     def _endpoint_up(self, event: ev.EndpointUp) -> list[Instruction]:
-        abandoned = self._abandoned(self.fleet.up(event.endpoint))
+        abandoned = self._abandoned(self.fleet.up(event.endpoint, event.listing))
         self.peers.joined(event.endpoint.id)
         return abandoned
 

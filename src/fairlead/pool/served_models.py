@@ -7,7 +7,7 @@ Rules
   have been loaded at one of them. Clients choose the names, so no endpoint is queried twice within `SOON` seconds.
 * A list is reported if it changed, or was queried because of a 404. A server that refuses (4xx) has no list: `None`. A
   server that cannot be reached, or answers with a broken page, is tried again after `RETRY` seconds, then twice that,
-  …; its last list stays in force.
+  …; its last list stays in force. If that was the first attempt, `None` is reported, and requests need not wait for it.
 * The bearer token is sent only if the metrics page is at the same address.
 """
 
@@ -24,7 +24,7 @@ import msgspec
 from msgspec import Raw, Struct
 from msgspec.structs import replace
 
-from fairlead.core.endpoint import BaseModels, Endpoint
+from fairlead.core.endpoint import NOT_READ, BaseModels, Endpoint
 from fairlead.core.events import AdaptersListed
 from fairlead.core.models import ModelCard
 from fairlead.pool.scrape import Pace, ScrapeError, ScrapeOptions, SecureFetcher
@@ -102,7 +102,7 @@ class _Target:
         self.read_at = -SOON
         self.fails = 0
         #: The list reported last.
-        self.listed = ModelList()
+        self.listed = ModelList(NOT_READ)
         #: Report the next list even if it is unchanged.
         self.looked = False
 
@@ -120,7 +120,9 @@ class ServedModels:
     ) -> None:
         """`pace`: shared with everything that queries endpoints; `None` = nothing else does."""
         self._pace = pace
-        self._loop, self._feed, self._period_s = loop, feed, options.models_s
+        #: Seconds between two queries of an endpoint; 0 = none is queried.
+        self.period_s = options.models_s
+        self._loop, self._feed = loop, feed
         self._rng = rng or random.Random()
         options = replace(options, max_page=MAX_PAGE)
         own = replace(options, token_file=options.upstream_token_file)
@@ -137,7 +139,7 @@ class ServedModels:
         old = self._targets.get(endpoint.id)
         if old is not None and old.endpoint.address == endpoint.address:
             old.endpoint = endpoint
-        elif self._period_s:
+        elif self.period_s:
             self.down(endpoint.id)
             target = self._targets[endpoint.id] = _Target(endpoint)
             self._schedule(target, 0.0)
@@ -219,7 +221,8 @@ class ServedModels:
         if problem:
             target.looked |= looked
             log.debug("%s: %s", url, problem)
-            return
+            if not target.listed.base.unread:
+                return
         news, target.listed = looked or not listed.names_as(target.listed), listed
         if news:
             self._feed(AdaptersListed(target.endpoint.id, listed.adapters, listed.base))
@@ -227,7 +230,7 @@ class ServedModels:
     def _pause(self, target: _Target, problem: str) -> float:
         """The seconds until the endpoint is queried again."""
         among = self._pace.targets if self._pace is not None else len(self._targets)
-        period = max(self._period_s, among / MOST_RATE) * self._rng.uniform(0.8, 1.2)
+        period = max(self.period_s, among / MOST_RATE) * self._rng.uniform(0.8, 1.2)
         if problem:
             target.fails += 1
             return min(RETRY * 2.0 ** min(target.fails - 1, 16), period)

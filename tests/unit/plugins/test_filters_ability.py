@@ -239,6 +239,46 @@ def test_without_a_label_the_list_says_which_model_it_is(model: str, expected: l
     assert kept(plugin, fleet, request) == expected, why
 
 
+def awaited(lists: int, of: int) -> Fleet:
+    """Endpoints whose lists are about to be read, except for the first ones, which list `tiny` and an adapter."""
+    fleet = Fleet()
+    for number in range(of):
+        fleet.up(Endpoint(f"e{number}", f"10.0.0.{number}:8000"), listing=True)
+    for number in range(lists):
+        fleet.adapters_listed(f"e{number}", frozenset({"poet"}), TINY)
+    return fleet
+
+
+@pytest.mark.parametrize("model", ["tiny", "poet"])
+def test_an_endpoint_whose_list_is_about_to_be_read_does_not_get_what_others_have(model: str) -> None:
+    fleet, plugin, asked = awaited(2, 3), ModelCompatibility(NoParams()), Request(id=1, arrived=0.0, model=model)
+    assert kept(plugin, fleet, asked) == [0, 1]
+    assert kept(plugin, fleet, replace(asked, model="nobody's")) == [0, 1, 2]
+    fleet.adapters_listed("e2", None)
+    assert kept(plugin, fleet, asked) == [0, 1, 2], "it has no list"
+    fleet.adapters_listed("e2", frozenset({"poet"}), TINY)
+    assert kept(plugin, fleet, asked) == [0, 1, 2]
+    fleet.up(Endpoint("e2", "10.0.0.2:8001"), listing=True)
+    assert kept(plugin, fleet, asked) == [0, 1], "another address, another server"
+
+
+@pytest.mark.parametrize("model", ["tiny", "poet"])
+def test_at_the_start_the_first_list_does_not_draw_all_requests(model: str) -> None:
+    asked = Request(id=1, arrived=0.0, model=model)
+    fleet, plugin = awaited(0, 5), ModelCompatibility(NoParams())
+    assert kept(plugin, fleet, asked) == [0, 1, 2, 3, 4]
+    for number, expected in ((0, [0, 1, 2, 3, 4]), (1, [0, 1, 2, 3, 4]), (2, [0, 1, 2]), (3, [0, 1, 2, 3])):
+        fleet.adapters_listed(f"e{number}", frozenset({"poet"}), TINY)
+        assert kept(plugin, fleet, asked) == expected
+
+
+@pytest.mark.parametrize("model", ["tiny", "poet"])
+def test_at_the_start_of_a_mixed_pool_no_list_is_guessed(model: str) -> None:
+    fleet, plugin = awaited(1, 5), ModelCompatibility(NoParams())
+    fleet.adapters_listed("e1", frozenset(), LARGE)
+    assert kept(plugin, fleet, Request(id=1, arrived=0.0, model=model)) == [0]
+
+
 def test_the_list_of_a_departed_endpoint_does_not_count() -> None:
     fleet, plugin = listed(fleet_of({}, {}), TINY, LARGE), ModelCompatibility(NoParams())
     asked = Request(id=1, arrived=0.0, model="tiny")

@@ -180,6 +180,19 @@ async def test_names_of_unlike_endpoints_are_united(rig: Rig) -> None:
         await reader.close()
 
 
+async def test_a_server_that_refuses_to_list_its_models_is_told_once(rig: Rig) -> None:
+    reader = rig.reader(ScrapeOptions(models_s=0.05))
+    rig.servers["a"].status = 401
+    try:
+        reader.up(rig.endpoint("a"))
+        assert await rig.heard() == ("a", None)
+        while rig.servers["a"].asked < 4:
+            await asyncio.sleep(0.01)
+        assert rig.told.empty()
+    finally:
+        await reader.close()
+
+
 @pytest.mark.parametrize(("status", "body"), [(200, b"<html>"), (200, b"x" * (2 << 20)), (503, b""), (200, page()[:9])])
 async def test_a_broken_answer_changes_nothing_and_is_asked_again(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, status: int, body: bytes
@@ -225,6 +238,7 @@ async def test_a_server_that_is_not_there_is_tried_again(rig: Rig, monkeypatch: 
     reader = rig.reader()
     try:
         reader.up(Endpoint("a", "127.0.0.1:9"))
+        assert await rig.heard() == ("a", None), "nobody need wait for its list any more"
         await asyncio.sleep(0.05)
         assert rig.told.empty()
         reader.up(rig.endpoint("a"))

@@ -7,7 +7,7 @@ import numpy as np
 from pydantic import Field
 
 from fairlead.core.columns import BoolColumn
-from fairlead.core.endpoint import MODEL_LABEL, ROLE_LABEL, STAGES, BaseModels, Endpoint
+from fairlead.core.endpoint import MODEL_LABEL, ROLE_LABEL, STAGES
 from fairlead.core.models import MODEL_NOT_FOUND
 from fairlead.core.policy import Cycle, Refused, Stage
 from fairlead.core.request import Request
@@ -178,6 +178,9 @@ def _named(address: str, subset: frozenset[str]) -> bool:
 # * no endpoint has the name as an adapter or as `model-id` or in its list of models, and this one has no label
 #   `model-id`, or has adapter slots (it may load it on demand).
 #
+# "Not known" does not include a list that is about to be read for the first time, if the endpoints that are known
+# differ, or as many have the name as are about to be read. At the start, when little is known, these get requests too.
+#
 # Without a label, the model's name in the endpoint's list of models counts like the label. If endpoints serve the model
 # with different context lengths, those too short for the prompt and the longest answer are left out, unless all are.
 
@@ -218,16 +221,20 @@ def _compatible(table: EndpointTable, model: str) -> BoolColumn | None:
         return unless_all(able if loaded is None else able | loaded)
     if loaded is not None:
         could_load = table.dynamic & (table.max_adapters > 0)
-        return unless_all(loaded | table.unlisted | could_load | table.base(model))
+        return unless_all(loaded | _unknown(table, table.unlisted, loaded) | could_load | table.base(model))
     has = table.base(model)
     if np.count_nonzero(has):
-        return unless_all(has | table.mask(("unknown",), lambda slot, e: _unknown(e, table.based[slot])))
+        silent = table.mask(("silent",), lambda slot, endpoint: not table.base_names(slot, endpoint))
+        return unless_all(has | _unknown(table, silent, has))
     plain = table.keeping(("serves", model), lambda _, e: e.labels.get(MODEL_LABEL, model) == model)
     return None if plain is None else unless_all(plain | (table.max_adapters > 0))
 
 
-def _unknown(endpoint: Endpoint, base: BaseModels) -> bool:
-    return MODEL_LABEL not in endpoint.labels and not base.names
+def _unknown(table: EndpointTable, silent: BoolColumn, has: BoolColumn) -> BoolColumn:
+    """The endpoints among the `silent` ones, whose models are not known, that may serve a name like those of `has`."""
+    unread = silent & table.mask(("unread",), lambda slot, _: table.based[slot].unread)
+    differ = np.count_nonzero(has | silent) < table.count
+    return silent & ~unread if differ or np.count_nonzero(unread) <= np.count_nonzero(has) else silent
 
 
 def _long_enough(able: BoolColumn, long: BoolColumn, left: BoolColumn) -> BoolColumn:

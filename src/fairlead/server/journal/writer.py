@@ -22,6 +22,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from fairlead.compat.recorded import record
+from fairlead.core.endpoint import NOT_READ
 from fairlead.core.events import AdaptersListed, EndpointDown, EndpointUp, ModelsChanged, Reconfigured
 from fairlead.core.instructions import AdoptConfiguration
 from fairlead.core.records import DecisionRecord, OutcomeRecord
@@ -333,7 +334,10 @@ class Writer:
     def _note(self, event: Any) -> None:
         """Update the endpoints and models for the head of the next segment."""
         if isinstance(event, EndpointUp):
-            self._endpoints[event.endpoint.id] = event.endpoint
+            endpoint, before = event.endpoint, self._endpoints.get(event.endpoint.id)
+            if event.listing and (before is None or before.address != endpoint.address):
+                self._listed[endpoint.id] = AdaptersListed(endpoint.id, None, NOT_READ)
+            self._endpoints[endpoint.id] = endpoint
         elif isinstance(event, EndpointDown):
             self._endpoints.pop(event.endpoint_id, None)
             self._listed.pop(event.endpoint_id, None)

@@ -222,7 +222,7 @@ class PoolScheduler:
     def endpoint(self, event: EndpointUp | EndpointDown) -> None:
         """Report an endpoint that appeared, changed or was removed to every part that follows endpoints."""
         if isinstance(event, EndpointUp):
-            event = EndpointUp(with_page(event.endpoint, self.config.metrics))
+            event = EndpointUp(with_page(event.endpoint, self.config.metrics), self.core.served.period_s > 0.0)
             self.watch.on_endpoint(event.endpoint)
             if waited := self.watch.queue.on_endpoint():
                 log.info(

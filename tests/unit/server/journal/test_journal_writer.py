@@ -19,8 +19,8 @@ import pytest
 
 from fairlead.compat.load import load
 from fairlead.compat.recorded import record
-from fairlead.core.endpoint import Endpoint
-from fairlead.core.events import EndpointDown, EndpointUp, Reconfigured, RequestArrived, StreamLost
+from fairlead.core.endpoint import NOT_READ, BaseModels, Endpoint
+from fairlead.core.events import AdaptersListed, EndpointDown, EndpointUp, Reconfigured, RequestArrived, StreamLost
 from fairlead.core.instructions import AdoptConfiguration
 from fairlead.core.records import DecisionRecord
 from fairlead.core.request import PrefixChain, Request
@@ -155,6 +155,11 @@ def test_a_later_segment_knows_who_was_there(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         recorder.take(0.0, EndpointUp(Endpoint(name, f"10.0.0.{ord(name)}:80")))
     recorder.take(0.0, EndpointDown("b"))
+    recorder.take(0.0, EndpointUp(Endpoint("d", "10.0.0.9:80"), listing=True))
+    listed = AdaptersListed("c", frozenset(), BaseModels(frozenset({"m"})))
+    recorder.take(0.0, EndpointUp(Endpoint("c", "10.0.0.9:81"), listing=True))
+    recorder.take(0.0, listed)
+    recorder.take(0.0, EndpointUp(Endpoint("c", "10.0.0.9:81", {"a": "b"}), listing=True))
     today = load("policy: round-robin", need_endpoints=False)
     recorder.take(0.0, Reconfigured(load("policy: least-requests", need_endpoints=False)))  # and refused
     recorder.take(0.0, Reconfigured(today))
@@ -164,7 +169,8 @@ def test_a_later_segment_knows_who_was_there(tmp_path: Path) -> None:
         writer.turn(False)
     heads = [head for _, head in one_run(tmp_path).segments]
     assert len(heads) > 3
-    assert [endpoint.id for endpoint in heads[-1].endpoints] == ["a", "c"]
+    assert [endpoint.id for endpoint in heads[-1].endpoints] == ["a", "c", "d"]
+    assert [*heads[-1].listed] == [AdaptersListed("d", None, NOT_READ), listed]
     assert heads[-1].scheduling == record(today)
 
 
