@@ -597,8 +597,8 @@ class Headers(Section):
 class Inspect(Section):
     usage_sampling: Share = Field(
         default=0.01,
-        description="Share of responses that are read to their end, for their token counts. Unless this is 0, the "
-        "first 20 responses of each model and API are read too.",
+        description="Share of responses that are read to their end, for their token counts. Below 1, at most one "
+        "stream a minute is read. Unless this is 0, the first 20 responses of each model and API are read too.",
     )
 
 

@@ -655,8 +655,8 @@ class Inspection:
     """Decides which responses are followed to their end to learn token counts: a `share` of them, 0 = none.
 
     The first responses of each model and API are all followed, so that their token counts are known soon. Following a
-    stream costs work for every chunk, so later at most one stream in `STREAM_GAP` seconds is followed. Call it with a
-    request and whether its response is a stream.
+    stream costs work for every chunk, so later at most one stream in `STREAM_GAP` seconds is followed, unless the share
+    is 1. Call it with a request and whether its response is a stream.
     """
 
     def __init__(self, share: float, rng: Random, now: Callable[[], float]) -> None:
@@ -678,7 +678,7 @@ class Inspection:
             if left == 1:
                 shares[kind] = shares.usual
             return True
-        if not stream:
+        if not stream or shares.usual >= 1.0:
             return True
         if self._now() < self._next_at:
             return False

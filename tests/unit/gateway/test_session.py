@@ -912,6 +912,12 @@ def test_the_first_answers_of_each_model_and_api_are_followed_and_later_a_share(
     assert followed(100, model="new") == followed(100, True, model="a") == 0
 
 
+def test_with_a_share_of_1_every_answer_is_followed():
+    """Not only one stream a minute: what tenants use would be counted without most of their streams."""
+    inspection = Inspection(1.0, random.Random(1), Clock().time)
+    assert all(inspection(builders.request("x"), stream) for stream in (True, False) for _ in range(100))
+
+
 def test_an_error_inside_a_200_stream_counts_as_a_failure(rig):
     _, session = rig.open(BUFFERED, STREAMED)
     rig.request_headers(session)
