@@ -3,7 +3,7 @@ the engine reports.
 
 Rules
 * Only informative pairs count: tokens were predicted or reported, and the prediction did not depend on a prompt that
-  was still on its way to the endpoint.
+  was still on its way to the endpoint, nor on the blocks of an unfinished replay, whose removals may still follow.
 * Of several ranks the engine chooses one, so a report is compared with the rank whose blocks come closest. If that is
   a rank without any, the pair is not informative.
 * Some error is normal, because blocks are stored and dropped between the decision and the prefill. A pair agrees if it
@@ -267,7 +267,7 @@ class Judged(Struct):
     close: int = 0
     off: int = 0
     #: Not informative: nothing was cached and nothing predicted, the prompt was just being computed for another
-    #: request, or events were known to be missing.
+    #: request, or events were known to be missing or on their way.
     idle: int = 0
     predicted_tokens: int = 0
     reported_tokens: int = 0
@@ -354,6 +354,7 @@ class SelfCheck:
         state = self._states.get(slot)
         if state is None:
             return None
+        certain = certain and not any(cache.behind for cache in self._index.caches_of(slot))
         # A settled endpoint hardly ever needs a diagnosis; its first disagreement ends that state.
         kept = b"" if state.trust.settled or self._kept >= MOST_AWAITED else bytes(tokens.ids[: 4 * _KEPT])
         self._kept += bool(kept)
@@ -369,7 +370,7 @@ class SelfCheck:
         caches = self._index.caches_of(awaited.slot)
         if state is None or state.tenure != awaited.tenure or not any(cache.heard for cache in caches):
             return -1
-        missing = not all(cache.linked and not cache.behind for cache in caches)
+        missing = not all(cache.linked and not cache.behind and not cache.holds for cache in caches)
         self._judge(awaited, state, usage, max(cache.block_size for cache in caches), missing)
         return awaited.slot
 

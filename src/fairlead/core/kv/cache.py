@@ -155,11 +155,7 @@ class RankCache:
     @property
     def current(self) -> bool:
         """Whether its blocks are completely known and up to date."""
-        return self.heard and self.linked and not self.behind and not self.provisional
-
-    def mark_behind(self, behind: bool) -> None:
-        """Set whether events that the engine has already sent are still missing."""
-        self.behind = behind
+        return self.heard and self.linked and not self.behind and not self.holds and not self.provisional
 
     def group_of(self, group: int) -> int:
         """Return the group of an event: for `UNNAMED`, the first one whose blocks are indexed."""

@@ -66,7 +66,7 @@ class Feed:
 
     def __init__(self, index: KvIndex, cache: RankCache, can_replay: bool) -> None:
         self.cache = cache
-        self.cache.heard = False
+        self.cache.heard = self.cache.behind = False
         self.count = Count()
         self.sync = Sync.LIVE
         #: The batch at which a replay shall start, while `sync` is `WANTED`.
@@ -226,7 +226,7 @@ class Feed:
             # The engine does not have the known batch: it was restarted, and its first batches are missing.
             self._restarted()
             return
-        self.sync = Sync.LIVE
+        self._live()
         self.unsure = False
         self._retries = 0
         if self._replay_again:
@@ -235,7 +235,7 @@ class Feed:
 
     def give_up(self) -> None:
         """Continue without the missing batches, because no replay is available, until `retry`."""
-        self.sync = Sync.LIVE
+        self._live()
         self.unsure = True
 
     def retry(self) -> None:
@@ -243,8 +243,13 @@ class Feed:
         if self.unsure and self.sync is Sync.LIVE:
             self._want(self.last)
 
+    def _live(self) -> None:
+        self.sync = Sync.LIVE
+        self.cache.behind = False
+
     def _want(self, start: int) -> None:
         self.sync = Sync.WANTED
+        self.cache.behind = True
         self.wanted = max(0, start)
 
     # ---------------------------------------------------------------- work

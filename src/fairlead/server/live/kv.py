@@ -312,9 +312,6 @@ class KvListening(Knowledge):
         return self._events.subscriptions(slot)
 
     def _refresh(self) -> None:
-        for slot, _ in self._fleet.table.slots():
-            for feed in self._events.feeds(slot):
-                feed.cache.mark_behind(feed.sync is not Sync.LIVE or feed.held)
         self.exact.refresh(self._scraped_sizes())
         self._timer = self._loop.call_later(_REFRESH, self._refresh)
 

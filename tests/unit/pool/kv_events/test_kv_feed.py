@@ -76,10 +76,11 @@ def test_batches_in_order(first: int) -> None:
 
 def test_history_is_fetched_first() -> None:
     case = Case(can_replay=True)
+    assert case.feed.cache.behind
     assert case.replay([batch(0), batch(1), batch(2)]) == 0
     case.live(batch(2), batch(3))
     assert case.blocks == [1, 2, 3, 4] and case.feed.count.duplicates == 1
-    assert not case.feed.cache.provisional
+    assert not case.feed.cache.provisional and not case.feed.cache.behind
 
 
 def test_history_that_is_cut_off_is_provisional() -> None:
@@ -100,7 +101,7 @@ def test_a_gap_is_filled_before_what_comes_after() -> None:
     case = Case(can_replay=True)
     case.replay([])
     case.live(batch(0), batch(1), batch(5))
-    assert case.blocks == [1, 2] and not case.feed.hungry
+    assert case.blocks == [1, 2] and not case.feed.hungry and case.feed.cache.behind
     assert case.replay([batch(number) for number in range(6)]) == 1
     assert case.blocks == [1, 2, 3, 4, 5, 6]
     assert case.feed.count.lost == case.feed.count.restarts == 0

@@ -28,6 +28,7 @@ from fairlead.core.kv.tiers import Tier
 from fairlead.core.request import Usage
 from fairlead.lab.stub.kv_publisher import KvEventsConfig, KvPublisher
 from fairlead.pool.kv_events.discovery import KvSource
+from fairlead.pool.kv_events.feed import Sync
 from fairlead.server.live import kv
 from fairlead.server.live.knowledge import exact_knowledge
 from fairlead.server.live.kv import KvListening
@@ -452,6 +453,30 @@ async def test_answers_are_followed_while_that_brings_something(start: Start) ->
         world.kv.exact.ended(Predicted(None, awaited), Usage(prompt_tokens=100, cached_tokens=96), True, 0.0)
     world.kv.exact.refresh()
     assert not inspect(request, False)
+
+
+async def test_blocks_of_an_unfinished_replay_judge_nobody(start: Start) -> None:
+    publisher = KvPublisher(KvEventsConfig(buffer_steps=10_000), "pod", "m")
+    events, replay = (int(a.rpartition(":")[2]) for a in (publisher.events_address, publisher.replay_address))
+    world = await start(f"{{enabled: true, port: {events}, replayPort: {replay}}}")
+    world.publishers.append(publisher)
+    store(publisher, 1)
+    for _ in range(2000):
+        store(publisher, 2)
+    publisher.add(BlocksRemoved([1], "GPU"))
+    publisher.flush()
+    slot = world.up("a", "127.0.0.1:8000")
+    check = world.kv.exact.check
+    prompt = PromptTokens(ids=bytes(400), total=100)
+    await world.until(lambda: world.index.entries)
+    early = check.expect(slot, prompt, "", 96, True)
+    (feed,) = world.kv.subscriptions(slot)
+    assert feed.feed.sync is Sync.REPLAYING
+    await world.until(lambda: not any(cache.behind for cache in world.index.caches_of(slot)))
+    late = check.expect(slot, prompt, "", 96, True)
+    for awaited in (early, late):
+        world.kv.exact.ended(Predicted(None, awaited), Usage(prompt_tokens=100, cached_tokens=0), True, 0.0)
+    assert (check.judged(slot).idle, check.judged(slot).off) == (1, 1)
 
 
 @pytest.mark.parametrize(("seed", "said"), [("7", ""), ("0", "PYTHONHASHSEED=0"), ("unheard-of", "or a common one")])
