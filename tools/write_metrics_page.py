@@ -54,8 +54,9 @@ by an endpoint in `/v1/models`), or when a request with it was answered 2xx. Eve
 most 200 declared models have them, and 200 more sets of tenants and priorities, each of about 700 lines and 90 kB; at
 either limit, sets idle for 15 minutes make room. Further requests count as `other` (`limits.models` of `fairlead
 doctor`). `fairlead_metrics_folded_total` counts what was put under `other`. A request whose labels have no series yet
-shows as running under `other` and is counted when it ends. The series of an endpoint are removed with it. Requests
-without a fairness id have `default-flow`.
+shows as running under `other` and is counted when it ends. The series of an endpoint are removed with it, its
+counters up to a minute later, so that a scrape sees the last values. Requests without a fairness id have
+`default-flow`.
 
 See also the [alerts](runbook.md), the dashboard in `deploy/grafana`, and [what the page costs](benchmarks.md).
 """

@@ -42,8 +42,7 @@ _FAMILY_ROOM = 10
 _MOST_UNPROVEN = 4096
 #: At most this many names of served models are read from endpoints; seconds between two readings.
 _MOST_SERVED, _SERVED_S = 10_000, 1.0
-#: At most about this many removed endpoints keep their counters; seconds between two sweeps.
-_DEPARTED_KEPT = 256
+#: Seconds between two sweeps, at least.
 _SWEEP_S = 30.0
 _POLICIES = 64
 #: Declared models that have series, and their further sets of request labels: each takes 90 kB, about 700 lines.
@@ -187,8 +186,12 @@ class SchedulerMetrics:
         self.answered = self.client_errors = self.server_errors = 0
         #: Since the start: routed requests, their prompt tokens, and those of them that were predicted to be cached.
         self.routed = self.prompt_tokens = self.cached_tokens = 0
+        #: Since the start: requests that the gateway sent without asking.
+        self.bypassed = 0
         self._overloaded_at: float | None = None
         self._swept_at = -inf
+        #: Names and addresses of endpoints that have counters but were gone at the last sweep.
+        self._departed: set[str] = set()
         self._splitting: set[str] = set()
         self._scale_up, self._desired, self._desired_now = gauges(), gauges(), desired
         families = self.families
@@ -391,6 +394,7 @@ class SchedulerMetrics:
 
     def on_fallback(self, address: str) -> None:
         """Count a request that the gateway sent to this address without asking the scheduler."""
+        self.bypassed += 1
         self.families.fallbacks.child(address).value += 1
 
     # ---------------- rare events ----------------
@@ -524,16 +528,18 @@ class SchedulerMetrics:
         return since is not None and self._now() - since < SCALE_UP_HOLD_S
 
     def _forget_departed(self) -> None:
-        """Drop counters of removed endpoints. Endpoints come and go under new names, so counters would pile up."""
-        attempts = self.families.attempts
-        if len(attempts.children) <= _DEPARTED_KEPT:
-            return
-        names = {key[2] for key in attempts.children}
-        if len(names) <= _DEPARTED_KEPT:
-            return
-        present = {endpoint.id.rpartition("/")[2] for endpoint in self._status().endpoints}
-        if len(names) > 2 * len(present) + _DEPARTED_KEPT:
-            attempts.keep(["endpoint_name"], {(name,) for name in present | {"", OTHER}})
+        """Drop the counters of endpoints that are gone and were gone at the last sweep, after which a page showed their
+        last values. Endpoints come and go under new names, so counters would pile up."""
+        present = {"", OTHER}
+        for endpoint in self._status().endpoints:
+            present.update((endpoint.id, endpoint.id.rpartition("/")[2], endpoint.address))
+        stale, self._departed = self._departed - present, set()
+        for family, label in self.families.by_endpoint():
+            place = family.labels.index(label)
+            names = {key[place] for key in family.children} - stale
+            family.keep([label], {(name,) for name in names})
+            self._departed |= names - present
+        if stale:
             for bundle in self._bundles.values():
                 bundle.attempts.clear()
 

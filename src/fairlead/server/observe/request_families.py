@@ -91,6 +91,11 @@ class RequestFamilies:
             self.rejected.child(reason)
         self.forecast_ratio = histograms(bounds=buckets.RATIO)
 
+    def by_endpoint(self) -> tuple[tuple[Family[Counter], str], ...]:
+        """Return the families that count by endpoint, with the label that has its name, id or address."""
+        others = self.fallbacks, self.repeated, self.stalls
+        return (self.attempts, "endpoint_name"), *((family, "endpoint") for family in others)
+
     def forget(self, kept: Collection[tuple[str, ...]]) -> None:
         """Drop the counts of all request labels (in the order of `REQUEST_LABELS`) except `kept`."""
         for family in vars(self).values():

@@ -515,7 +515,7 @@ def _seconds(value: float) -> str:
 def _failing(watch: Watch, happened: Happened, now: float) -> Iterable[Notice]:
     """Notices about counters that should not grow."""
     families = watch.metrics.families
-    bypassed, expired = sum(c.value for c in families.fallbacks.children.values()), families.expired.child().value
+    bypassed, expired = watch.metrics.bypassed, families.expired.child().value
     if happened.lately("bypassed", bypassed, now):
         text = f"The gateway serves requests without asking us ({bypassed:,.0f} since the start); it could not reach "
         yield Notice(BAD, text + "the scheduler, or not in time.", runbook="FairleadBypassed")

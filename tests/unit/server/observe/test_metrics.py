@@ -312,8 +312,44 @@ def test_departed_endpoints_are_forgotten(watched: Watched) -> None:
             watched.now += 60.0
             watched.metrics.render()
     attempts = [key for key in watched.samples() if key.startswith("llm_d_epp_scheduler_attempts_total{")]
-    assert len(attempts) <= 300
+    assert len(attempts) == 101, "those that are there, and those that left since the last sweep"
     assert any("vllm-1999" in key for key in attempts)
+
+
+def test_counters_of_an_endpoint_are_shown_once_more_after_it_has_left(watched: Watched) -> None:
+    families = watched.metrics.families
+    stays, leaves = (EndpointStatus(id=f"ns/{name}", address=f"10.0.0.{n}:8000") for n, name in enumerate("ab"))
+    watched.status = FleetStatus(endpoints=[stays, leaves])
+
+    def count() -> None:
+        for endpoint in (stays, leaves):
+            watched.metrics.on_decisions([routed(endpoint=endpoint.id)], [0.001])
+            watched.metrics.on_fallback(endpoint.address)
+            families.repeated.child(endpoint.id).inc()
+            families.stalls.child(endpoint.id, "suspect").inc()
+
+    def shown(endpoint: EndpointStatus) -> list[float]:
+        watched.now += 31.0
+        samples = watched.samples()
+        name = endpoint.id.removeprefix("ns/")
+        labels = (
+            f"llm_d_epp_scheduler_attempts_total{{endpoint_name={name},",
+            f"fairlead_fallback_requests_total{{endpoint={endpoint.address}}}",
+            f"fairlead_repeated_total{{endpoint={endpoint.id}}}",
+            f"fairlead_stalls_total{{endpoint={endpoint.id},",
+        )
+        return [value for label in labels for key, value in samples.items() if key.startswith(label)]
+
+    count()
+    watched.status = FleetStatus(endpoints=[stays])
+    assert shown(leaves) == [1, 1, 1, 1]
+    assert shown(leaves) == []
+    assert shown(stays) == [1, 1, 1, 1]
+    count()
+    watched.status = FleetStatus(endpoints=[stays, leaves])
+    assert shown(leaves) == shown(leaves) == [1, 1, 1, 1], "it came back"
+    assert shown(stays) == [2, 2, 2, 2]
+    assert watched.metrics.bypassed == 4
 
 
 def test_fallbacks_plugins_lag_and_info(watched: Watched) -> None:
