@@ -10,15 +10,20 @@ import time
 from collections.abc import Callable, Mapping
 from random import Random
 
+import numpy as np
+
 from fairlead.config.building import able_by, computes_by
 from fairlead.config.plugins import build_policy
 from fairlead.config.schema import Config, SchedulerSettings
+from fairlead.core.columns import FloatColumn
 from fairlead.core.events import Event, RemotePicked, ShadowsJudged
 from fairlead.core.fleet import Fleet
 from fairlead.core.instructions import AskRemote, JudgeShadows
-from fairlead.core.policy import Policy
+from fairlead.core.policy import Cycle, Policy
 from fairlead.core.records import ShadowCase, ShadowRecord
+from fairlead.core.request import Request
 from fairlead.core.shadow import Bench, Opened
+from fairlead.core.view import FleetView
 from fairlead.plugins.policies.cost_model import CostModel
 from fairlead.server.live.choosers import of_gateway
 from fairlead.server.observe.log import get
@@ -207,6 +212,13 @@ class RemoteShadow:
 
 
 def make_bench(config: Config) -> Bench:
-    """Make a bench for use in one thread: it shares no state. It compares choices by the default policy's cost."""
-    reference = CostModel()
-    return Bench(reference.cost, able_by(config, build_policy(config)), Random())
+    """Make a bench for use in one thread: it shares no state. It compares choices by the default policy's cost, without
+    `patience`: as that grows with the square of the wait, a few decisions would outweigh all others."""
+    model = CostModel()
+
+    def reference(request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn:
+        terms = [column for name, column in model.terms(request, fleet, cycle) if name != "patience"]
+        total: FloatColumn = np.sum(terms, axis=0)
+        return total
+
+    return Bench(reference, able_by(config, build_policy(config)), Random())

@@ -123,9 +123,9 @@ class ShadowMetrics:
         show = registry.show
         text = "What shadows would have done: agree, differ, refuse, error."
         show("fairlead_shadow_decisions_total", text, self._decisions)
-        text = "Reference cost of a shadow's choices above the lowest possible."
+        text = "Reference cost of a shadow's choices above the lowest possible, without patience."
         show("fairlead_shadow_regret_milliseconds_total", text, self._regret)
-        text = "Reference cost of the choices that were made above the lowest possible."
+        text = "Reference cost of the choices that were made above the lowest possible, without patience."
         show("fairlead_shadow_primary_regret_milliseconds_total", text, self._primary)
         text = "Forecast TTFT where requests went, less that of the shadow's choice, by sign."
         show("fairlead_shadow_predicted_gain_milliseconds_total", text, self._gain)

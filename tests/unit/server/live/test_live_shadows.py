@@ -11,6 +11,7 @@ from fairlead.config.schema import SchedulerSettings
 from fairlead.core.endpoint import ROLE_LABEL, Endpoint
 from fairlead.core.events import Event, RemoteDown, RequestArrived
 from fairlead.core.instructions import AskRemote, JudgeShadows
+from fairlead.core.policy import Picked
 from fairlead.core.records import ShadowCase
 from fairlead.core.scheduler import Pipeline
 from fairlead.core.shadow import CaseTaker
@@ -59,6 +60,17 @@ class Host:
     def on_decision(self, record: Any, duration_s: float) -> None: ...
 
     def on_outcome(self, record: Any) -> None: ...
+
+
+@pytest.mark.parametrize("queued", [1, 10])
+def test_regret_is_the_time_that_is_lost_not_its_square(queued: int) -> None:
+    bench, fleet = make_bench(CONFIG), builders.fleet("a", "b")
+    builders.busy(fleet, "a", [builders.request("x" * 100_000) for _ in range(queued)])
+    (judge,) = CaseTaker(1.0, Random(2)).take(builders.request("hello"), Picked(1), fleet, 0.0, 0.0)
+    assert isinstance(judge, JudgeShadows)
+    bench.open(judge.case)
+    verdict = bench.verdict("s", 0)
+    assert 0.0 < -verdict.gain_ms <= verdict.regret_ms < -1.1 * verdict.gain_ms
 
 
 async def test_questions_without_an_answer_are_counted_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
