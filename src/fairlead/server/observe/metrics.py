@@ -184,10 +184,8 @@ class SchedulerMetrics:
         self._unproven: dict[int, tuple[DecisionRecord, Gauge]] = {}
         #: Since the start: answers that are no error, 4xx, and all other failures.
         self.answered = self.client_errors = self.server_errors = 0
-        #: Since the start: routed requests, their prompt tokens, and those of them that were predicted to be cached.
-        self.routed = self.prompt_tokens = self.cached_tokens = 0
-        #: Since the start: requests that the gateway sent without asking.
-        self.bypassed = 0
+        #: Since the start: routed requests, their prompt tokens, those predicted to be cached; requests sent unasked.
+        self.routed = self.prompt_tokens = self.cached_tokens = self.bypassed = 0
         self._overloaded_at: float | None = None
         self._swept_at = -inf
         #: Names and addresses of endpoints that have counters but were gone at the last sweep.
