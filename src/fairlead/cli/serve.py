@@ -149,6 +149,8 @@ def serve_file(
             from fairlead.server.embedded import serve_embedded
 
             config, gateway = serve_embedded(config, file, content, workers)
+        elif content is not None and flags.get("gateway", {}).get("port"):
+            raise ConfigError("no gateway listens there: the configuration says gateway: none", "--port")
         elif workers > 1:
             raise ConfigError("workers need the embedded gateway; without it, start several processes", "--workers")
         if gateway.workers > 1:

@@ -146,6 +146,8 @@ def _read(
         return None, report
     base = source.absolute().parent if isinstance(source, Path) else None
     name = str(source) if isinstance(source, Path) else ""
+    if "gateway" in flags and isinstance(root.get("gateway"), str):
+        root = {**root, "gateway": {"mode": root["gateway"]}}  # the short form, to be merged with the flags
     root = overlaid(root, flags)
     assembly = _Assembly(root, document.tree, report, base, registry or Registry(), thorough)
     config = assembly.config(name, need_endpoints)

@@ -300,6 +300,18 @@ async def test_a_port_that_speaks_no_http(command: tuple[str, ...], code: int) -
     assert "this is not Fairlead's admin port" in done.stderr
 
 
+@pytest.mark.parametrize("mode", ["none", "{mode: none}"])
+def test_the_port_of_a_gateway_that_is_off_is_refused(mode: str, tmp_path: Path) -> None:
+    file = tmp_path / "f.yaml"
+    file.write_text(f"endpoints: ['127.0.0.1:1']\ngateway: {mode}\n")
+    command = [sys.executable, "-m", "fairlead", "serve", str(file), "--port", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: --port: no gateway listens there: the configuration says gateway: none\n",
+    )
+
+
 def test_a_full_disk_ends_the_overview_with_one_line() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(

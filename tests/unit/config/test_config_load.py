@@ -205,6 +205,12 @@ state: {{file: PATH/10}}
     assert loaded[0] == loaded[1] and loaded[0].journal.path == f"{tmp_path}/x/9"
 
 
+@pytest.mark.parametrize("mode", ["none", "{mode: none}"])
+def test_a_flag_for_the_gateway_keeps_its_mode(mode: str) -> None:
+    gateway = load(f"gateway: {mode}\n{ONE}", flags={"gateway": {"port": 8081}}).gateway
+    assert (gateway.mode, gateway.port) == ("none", 8081)
+
+
 def test_json_is_accepted() -> None:
     config = load('{"endpoints": ["127.0.0.1:8000"],\n\t"filters": [{"type": "queue-depth", "maxQueueLength": 9}]}')
     assert config.policy.filters[4].parameters.max_queue_length == 9
