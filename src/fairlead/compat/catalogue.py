@@ -39,14 +39,16 @@ class Use(Struct, frozen=True):
 
 
 class Settings(Struct):
-    """Values of the reference's plugins that are fields of Fairlead's sections: section → field → value."""
+    """Parameters of one plugin of the reference that are fields of Fairlead's sections."""
 
-    values: dict[str, dict[str, Any]] = field(default_factory=dict)
-    #: By JSON path of a value in Fairlead's configuration: its JSON path and line in the document, for problems.
-    said_at: dict[str, tuple[str, int]] = field(default_factory=dict)
+    #: (section, field, value, dotted name of the parameter).
+    values: list[tuple[str, str, Any, str]] = field(default_factory=list)
+    #: Names of parameters that have no effect.
+    unused: list[str] = field(default_factory=list)
 
-    def set(self, section: str, key: str, value: Any) -> None:
-        self.values.setdefault(section, {})[key] = value
+    def set(self, section: str, key: str, value: Any, parameter: str = "") -> None:
+        """`parameter`: its name, if it is not `key`."""
+        self.values.append((section, key, value, parameter or key))
 
 
 class Entry(Struct, frozen=True):
@@ -167,7 +169,33 @@ def _names_more(params: ref.Picker) -> str:
 
 def _more_endpoints(params: ref.Picker, settings: Settings) -> None:
     if params.max_num_of_endpoints > 1:
-        settings.set("extProc", "maxEndpoints", params.max_num_of_endpoints)
+        settings.set("extProc", "maxEndpoints", params.max_num_of_endpoints, "maxNumOfEndpoints")
+
+
+#: Ports of `kvEvents`, and their names in `podDiscoveryConfig`.
+_PORTS = {"port": "socketPort", "replayPort": "replaySocketPort"}
+#: Of the index of KV blocks, parameters that only show what it does.
+_SHOWN = ("enableMetrics", "metricsLoggingInterval")
+
+
+def _events(params: ref.PrecisePrefix, settings: Settings) -> None:
+    """Set `kvEvents`: engines connect to `zmqEndpoint`, or are dialled at `socketPort`. One of both counts."""
+    events, indexer = params.kv_events_config or {}, params.indexer_config or {}
+    pods = events.get("podDiscoveryConfig") if events.get("discoverPods", True) else None
+    pods = pods if isinstance(pods, dict) else {}
+    unused = ["topicFilter"] if events.get("topicFilter", "kv@") != "kv@" else []
+    unused += [name for name in ("podLabelSelector", "podNamespace") if pods.get(name)]
+    if events.get("zmqEndpoint"):
+        settings.set("kvEvents", "bind", events["zmqEndpoint"], "kvEventsConfig.zmqEndpoint")
+        unused += [name for name in _PORTS.values() if name in pods]
+    elif any(name in pods for name in _PORTS.values()):
+        for key, name in _PORTS.items():
+            if key == "port" or name in pods:
+                settings.set("kvEvents", key, pods.get(name, 5557), f"kvEventsConfig.podDiscoveryConfig.{name}")
+    index = indexer.get("kvBlockIndexConfig")
+    unused += [name for name in indexer if name != "kvBlockIndexConfig"]
+    unused += [name for name in (index if isinstance(index, dict) else ()) if name not in _SHOWN]
+    settings.unused += unused + (["speculativeTTL"] if "speculative_ttl" in params.model_fields_set else [])
 
 
 def _session_note(params: ref.SessionAffinity) -> str:
@@ -178,6 +206,7 @@ def _session_note(params: ref.SessionAffinity) -> str:
     )
 
 
+_STALE = "metricsStalenessThreshold has no effect: metrics.staleness says how old metrics may be"
 _PREDICTED = "no prediction service: the latency model in this process predicts and learns"
 _LEVELS = "zone and node are a cost here: set topology; or pin pods with label-selector-filter"
 
@@ -192,7 +221,12 @@ FILTERS: Table = {
     "slo-headroom-tier-filter": _same("filter", "slo-tier", SloTierParams, note=_PREDICTED),
     "context-length-aware": Entry("profile", "context-length", ref.ContextLength, use=_context_length),
     "utilization-detector": _same(
-        "filter", "utilization", UtilizationParams, ref.UtilizationDetector, also="saturation"
+        "filter",
+        "utilization",
+        UtilizationParams,
+        ref.UtilizationDetector,
+        also="saturation",
+        note=lambda p: _STALE if "metrics_staleness_threshold" in p.model_fields_set else "",
     ),
     "concurrency-detector": _same(
         "filter",
@@ -250,6 +284,7 @@ SCORERS: Table = {
         status="deprecated",
         use=_prefix_aware,
         note=LEARNED,
+        settings=_events,
     ),
     "session-affinity-scorer": _same(
         "scorer", "session-affinity", params=ref.SessionAffinity, status="alpha", note=_session_note
@@ -301,7 +336,7 @@ HANDLERS: Table = {
 
 def _tokens(params: ref.TokenProducer) -> str:
     if params.vllm is None and params.uds_tokenizer_config is None:
-        return ""
+        return "estimate has no effect: each image, video or sound counts as 1,000 tokens" if params.estimate else ""
     return ESTIMATED
 
 
@@ -332,18 +367,18 @@ def _metrics_source(params: ref.MetricsSource) -> str:
 def _scrape(params: ref.MetricsSource, settings: Settings) -> None:
     if params.interval is not None:
         settings.set("metrics", "interval", params.interval)
-        settings.set("metrics", "idleInterval", params.interval)
+        settings.set("metrics", "idleInterval", params.interval, "interval")
     if params.ca_cert_path:
-        settings.set("metrics", "tls", {"caFile": params.ca_cert_path})
+        settings.set("metrics", "tls", {"caFile": params.ca_cert_path}, "caCertPath")
     elif params.insecure_skip_verify and "insecure_skip_verify" in params.model_fields_set:
-        settings.set("metrics", "tls", {"verify": False})
+        settings.set("metrics", "tls", {"verify": False}, "insecureSkipVerify")
     for key, value in params.model_dump(include={"scheme", "path", "port"}, exclude_defaults=True).items():
         settings.set("metrics", key, value)
 
 
 def _models(params: ref.MetricsSource, settings: Settings) -> None:
     if params.interval is not None:
-        settings.set("metrics", "modelsInterval", params.interval)
+        settings.set("metrics", "modelsInterval", params.interval, "interval")
 
 
 def _core_metrics(params: ref.CoreMetrics) -> str:
@@ -370,7 +405,7 @@ def _engines(params: ref.CoreMetrics, settings: Settings) -> None:
         for name in {*ENGINES, *engines}:
             engines.setdefault(name, {})["extra"] = extra
     if engines:
-        settings.set("metrics", "engines", engines)
+        settings.set("metrics", "engines", engines, "engineConfigs")
     if params.default_engine != "vllm":
         settings.set("metrics", "defaultEngine", params.default_engine)
 
@@ -387,6 +422,7 @@ PRODUCERS: Table = {
         ref.PrecisePrefix,
         also="extractor",
         note=LEARNED,
+        settings=_events,
     ),
     "inflight-load-producer": Entry(
         "producer",

@@ -72,6 +72,8 @@ FIELDS = (*KEYS, *EXTRA_KEYS, *SECTIONS, "endpoints", "seed", POOLS, EXTENSION)
 
 #: Defaults for documents of the reference picker, which has no gateway of its own and a health port.
 _LISTENS: Mapping[str, Mapping[str, object]] = {"gateway": {"mode": "none"}, "extProc": {"healthPort": 9003}}
+#: Fields of `kvEvents` that say where events come from. With one of them, a document does not.
+_KV_SOURCES = ("port", "bind", "indexer")
 #: Fields that may be next to those of another picker's configuration.
 BESIDE = (*SECTIONS, METRIC_SOURCES, PARSERS, "endpoints", "seed", POOLS)
 BY_DISCOVERY = "endpoints come from here: kubernetes.pool (--pool-name) and kubernetes.selector have no effect"
@@ -363,8 +365,10 @@ class _Assembly(Struct, eq=False):
             sections["metrics"] = outlasting(sections["metrics"], self.report)
         settings = Settings.model_construct(**sections)  # each is validated: building a validator of all takes 20 ms
         settings = resolve(settings, self.base, self.report)
-        if self.translation is not None and "maxEndpoints" not in (self.root.get("extProc") or ()):
-            self.report.move(self.translation.settings.said_at)
+        if self.translation is not None:
+            own = {f"$.{key}.{name}" for key in SECTIONS for name in self._own(key)}
+            places = self.translation.said_at
+            self.report.move({path: places[path] for path in places if path not in own})
         scorers = policy.scorers if policy else ()
         urls = [spec.parameters.cache_indexer_url for spec in scorers if spec.type == "prefix-aware"]
         kv_events = asked_elsewhere(settings.kv_events, urls, self.report)
@@ -380,14 +384,26 @@ class _Assembly(Struct, eq=False):
             node, places = {"mode": node}, {"mode": (key,)}  # `gateway: none` is short for `gateway: {mode: none}`
         if key == "models" and isinstance(node, list):
             node, places = {"list": node}, {"list": (key,)}
-        said: dict[str, object] = {}
-        if self.translation is not None and not (key == "gateway" and node):
-            said = {**_LISTENS.get(key, {}), **self.translation.settings.values.get(key, {})}
+        said = self._said(key)
         if said and (node is None or isinstance(node, dict)):
             node = {**said, **(node or {})}
         if node is None or node == {}:
             return None
         return read(model, node, (key,), self.report, places)
+
+    def _said(self, key: str) -> dict[str, object]:
+        """What a document of the reference sets in a section."""
+        own = self._own(key)
+        if self.translation is None or (key == "gateway" and own):
+            return {}
+        if key == "kvEvents" and not (own.get("enabled") is True and own.keys().isdisjoint(_KV_SOURCES)):
+            return {}
+        return {**_LISTENS.get(key, {}), **self.translation.settings.get(key, {})}
+
+    def _own(self, key: str) -> dict[str, Any]:
+        """A section of the file itself, if it is a mapping."""
+        node = self.root.get(key)
+        return node if isinstance(node, dict) else {}
 
     def _endpoints(self, needed: bool) -> EndpointSource:
         value = self.root.get("endpoints")

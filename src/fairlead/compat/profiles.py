@@ -1,6 +1,6 @@
 """Maps the plugins that a document declares, its scheduling profiles and their handler to the one policy that runs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -77,7 +77,10 @@ class Instances:
         self._report = report
         self._registry = registry
         self.by_name: dict[str, Instance] = {}
-        self.settings = Settings()
+        #: Values of plugins that are fields of Fairlead's sections: section → field → value.
+        self.settings: dict[str, dict[str, Any]] = {}
+        #: By JSON path of such a value in Fairlead's configuration: its JSON path and line in the document.
+        self.said_at: dict[str, tuple[str, int]] = {}
         #: Whether the declaration of a profile handler is wrong.
         self.broken_handler = False
         #: Names whose declaration is wrong. References to them are not reported again.
@@ -183,10 +186,19 @@ class Instances:
                 continue
             if picks:
                 self._remark(instance, entry)
-                where = (*instance.place, "parameters", "maxNumOfEndpoints")
-                self.settings.said_at["$.extProc.maxEndpoints"] = self._report.path(where), self._report.line(where)
             if picks or instance in listed or instance.type not in types:
-                entry.settings(instance.parameters, self.settings)
+                self._take(instance, entry.settings)
+
+    def _take(self, instance: Instance, settings: Callable[[Any, Settings], None]) -> None:
+        taken = Settings()
+        settings(instance.parameters, taken)
+        place = (*instance.place, "parameters")
+        for section, key, value, parameter in taken.values:
+            self.settings.setdefault(section, {})[key] = value
+            where = (*place, *parameter.split("."))
+            self.said_at[f"$.{section}.{key}"] = self._report.path(where), self._report.line(where)
+        if taken.unused:
+            self._report.note(place, f"{instance.type}: no effect here: {', '.join(map(shorten, taken.unused))}")
 
     def _ours(self, name: str, plugin: Plugin, place: Place) -> Instance | None:
         """A plugin of a type that the reference does not have."""

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from fairlead.compat import parameters as ref
-from fairlead.compat.catalogue import Settings, narrowed
+from fairlead.compat.catalogue import narrowed
 from fairlead.compat.document import (
     API_VERSIONS,
     GATES,
@@ -85,6 +85,7 @@ MOVED_DETECTOR = (
     "thresholds are now parameters of a utilization-detector: declare it under plugins, and name it in flowControl"
 )
 UNSHED = "not used: without the feature gate flowControl nothing is shed, whatever the saturation and the priority are"
+OTHER_PATHS = "requests to other paths are scheduled too, not answered with 400"
 #: How long requests wait, in seconds, if the document does not say.
 _TTL = 60.0
 #: By the reference's type: Fairlead's kind and type.
@@ -255,7 +256,9 @@ _LISTS = ("plugins", "schedulingProfiles")
 
 class Translation(Struct):
     policy: PolicySpec | None = None
-    settings: Settings = field(default_factory=Settings)
+    #: As in `Instances`.
+    settings: dict[str, dict[str, Any]] = {}
+    said_at: dict[str, tuple[str, int]] = {}
     #: `None` = the document names no discovery.
     endpoints: EndpointSource | None = None
     #: `None` = the document's flow control is off.
@@ -292,10 +295,12 @@ class _Translator:
         for i, parser in enumerate((handler.parsers or ()) if handler else ()):
             self._instances.ref(parser.plugin_ref, ("requestHandler", "parsers", i, "pluginRef"), "parser")
         self._top_level_ref(parts.parser, "parser", "parser")
+        self._note_other_paths()
         endpoints = self._data_layer()
         self._instances.settle(self._picker, self._listed)
         failed = len(self._report.problems) > before
-        return Translation(None if failed else policy, self._instances.settings, endpoints, control)
+        made = self._instances
+        return Translation(None if failed else policy, made.settings, made.said_at, endpoints, control)
 
     def _read(self) -> Parts:
         """The valid parts. An invalid part is reported and then counts as absent."""
@@ -350,6 +355,14 @@ class _Translator:
         if policy is not None and policy.picker and not policy.scorers and policy.picker.type == MaxScore.type:
             self._report.note(("schedulingProfiles",) if nodes else ("plugins",), NO_SCORER)
         return policy
+
+    def _note_other_paths(self) -> None:
+        """Add a note if the document lists parsers and no `passthrough-parser`."""
+        handler, single = self._parts.request_handler, self._parts.parser
+        refs = [*((handler.parsers or ()) if handler else ()), *((single,) if single else ())]
+        named = [self._instances.by_name.get(ref.plugin_ref) for ref in refs]
+        if refs and not any(instance is None or instance.type == "passthrough-parser" for instance in named):
+            self._report.note(("requestHandler", "parsers") if handler else ("parser",), OTHER_PATHS)
 
     def _top_level_ref(self, ref: Ref | None, key: str, role: str) -> Instance | None:
         return None if ref is None else self._instances.ref(ref.plugin_ref, (key, "pluginRef"), role)
@@ -411,6 +424,8 @@ class _Translator:
         if layer.peer_discovery is not None or layer.cross_replica_syncer_plugin_ref:
             key = "peerDiscovery" if layer.peer_discovery is not None else "crossReplicaSyncerPluginRef"
             self._report.add((*layer_place, key), "state is not shared between replicas", "leave it out")
+        if not layer.inject_defaults and not any(each.type == "metrics-data-source" for each in self._listed):
+            self._report.note((*layer_place, "injectDefaults"), "metrics of endpoints are read all the same")
         if layer.discovery is None:
             return None
         return self._discovery(layer)

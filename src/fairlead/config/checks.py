@@ -183,15 +183,22 @@ def _given(names: EngineNames) -> dict[str, Any]:
 
 def outlasting(metrics: Metrics, report: Report) -> Metrics:
     """The section with a staleness, unless it is given, that outlasts the intervals. A longer one is noted."""
-    longest = max(metrics.idle_interval, metrics.interval) + REPEAT
+    name, interval = _longest_interval(metrics)
+    longest = interval + REPEAT
     if "staleness" in metrics.model_fields_set or metrics.staleness >= longest:
         return metrics
-    report.note((), f"metrics.staleness is {longest:g}s here, so that it outlasts the interval between two scrapes")
+    why = f"metrics.staleness is {longest:g}s here, so that it outlasts the interval between two scrapes"
+    report.note(("metrics", name), why)
     return metrics.model_copy(update={"staleness": longest})
 
 
+def _longest_interval(metrics: Metrics) -> tuple[str, float]:
+    """The longer of the two intervals between scrapes, in seconds, with the name of its field."""
+    return max(("idleInterval", metrics.idle_interval), ("interval", metrics.interval), key=itemgetter(1))
+
+
 def _check_metrics(metrics: Metrics, report: Report) -> None:
-    name, longest = max(("idleInterval", metrics.idle_interval), ("interval", metrics.interval), key=itemgetter(1))
+    name, longest = _longest_interval(metrics)
     if metrics.staleness < longest + REPEAT:
         field = "staleness" if "staleness" in metrics.model_fields_set else name
         hint = f"staleness at least {longest + REPEAT:g}s with {name} {longest:g}s; numbers without a unit are seconds"

@@ -79,6 +79,14 @@ class InvalidConfig(ConfigError):
         return "\n".join(problem.render(self.source) for problem in self.problems)
 
 
+def moved(problem: Problem, places: Mapping[str, tuple[str, int]]) -> Problem:
+    """The problem at another place, if `places` has its JSON path, or that of a value around it."""
+    for path, (where, line) in places.items():
+        if problem.path == path or problem.path.startswith((f"{path}.", f"{path}[")):
+            return replace(problem, path=where, line=line)
+    return problem
+
+
 class Report:
     """Collects problems and notes while a document is checked, and finds their lines, so that checks need only places.
 
@@ -111,11 +119,9 @@ class Report:
         self.extend([self._problem(place, message, hint)])
 
     def move(self, places: Mapping[str, tuple[str, int]]) -> None:
-        """Move problems to other places. `places`: by JSON path, the path and line where the file has the value."""
-        for index, problem in enumerate(self.problems):
-            if problem.path in places:
-                path, line = places[problem.path]
-                self.problems[index] = replace(problem, path=path, line=line)
+        """Move problems and notes. `places`: by JSON path, the path and line where the file has the value."""
+        for problems in (self.problems, self.notes):
+            problems[:] = [moved(problem, places) for problem in problems]
 
     def extend(self, problems: Sequence[Problem]) -> None:
         left = MAX_PROBLEMS - len(self.problems)

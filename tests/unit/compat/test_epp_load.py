@@ -402,3 +402,96 @@ def test_a_wrong_handler_is_no_missing_one() -> None:
         need_endpoints=False,
     )
     assert [fault.path for fault in faults] == ["$.plugins[0].parameters.odd"]
+
+
+PRECISE = "plugins:\n- type: queue-scorer\n- type: precise-prefix-cache-producer\n  parameters:\n    kvEventsConfig: "
+
+
+@pytest.mark.parametrize(
+    ("said", "beside", "events"),
+    [
+        ("{zmqEndpoint: 'tcp://*:5557'}", "enabled: true", ("tcp://*:5557", 0, 0)),
+        ("{zmqEndpoint: 'tcp://*:5557', podDiscoveryConfig: {socketPort: 7}}", "enabled: true", ("tcp://*:5557", 0, 0)),
+        ("{podDiscoveryConfig: {socketPort: 7, replaySocketPort: 8}}", "enabled: true", ("", 7, 8)),
+        ("{podDiscoveryConfig: {replaySocketPort: 8}}", "enabled: true", ("", 5557, 8)),
+        ("{discoverPods: false, podDiscoveryConfig: {socketPort: 7}}", "enabled: true", ("", 0, 0)),
+        ("{zmqEndpoint: 'tcp://*:5557'}", "enabled: true, port: 9", ("", 9, 0)),
+        ("{zmqEndpoint: 'tcp://*:5557'}", "enabled: true, indexer: {url: 'http://i:9090'}", ("", 0, 0)),
+        ("{zmqEndpoint: 'tcp://*:5557'}", "enabled: false", ("", 0, 0)),
+    ],
+)
+def test_engines_are_dialled_or_connect_as_the_producer_says(
+    said: str, beside: str, events: tuple[str, int, int]
+) -> None:
+    kv = read(f"{HEAD}{PRECISE}{said}\nkvEvents: {{{beside}}}\n").kv_events
+    assert (kv.bind, kv.port, kv.replay_port) == events
+
+
+@pytest.mark.parametrize(
+    ("said", "note"),
+    [
+        (f"{PRECISE}{{topicFilter: 'kv@'}}\n", ""),
+        (f"{PRECISE}{{topicFilter: x}}\n", "no effect here: topicFilter"),
+        (
+            f"{PRECISE}{{zmqEndpoint: 'tcp://*:1', podDiscoveryConfig: {{socketPort: 7, podNamespace: n}}}}\n",
+            "no effect here: podNamespace, socketPort",
+        ),
+        (
+            f"{PRECISE}{{}}\n    indexerConfig: {{kvBlockIndexConfig: {{enableMetrics: true, redis: {{}}}}}}\n"
+            "    speculativeTTL: 1s\n",
+            "no effect here: redis, speculativeTTL",
+        ),
+        (
+            "plugins: [{type: queue-scorer}, {type: token-producer, parameters: {estimate: {image: {}}}}]\n",
+            "estimate has no effect",
+        ),
+        (
+            "plugins: [{type: queue-scorer}, "
+            "{type: utilization-detector, parameters: {metricsStalenessThreshold: 5s}}]",
+            "metricsStalenessThreshold has no effect",
+        ),
+        (
+            "plugins: [{type: queue-scorer}]\nrequestHandler: {parsers: [{pluginRef: openai-parser}]}\n",
+            "requests to other paths are scheduled too",
+        ),
+        (
+            "plugins: [{type: queue-scorer}]\n"
+            "requestHandler: {parsers: [{pluginRef: openai-parser}, {pluginRef: passthrough-parser}]}\n",
+            "",
+        ),
+        ("plugins: [{type: queue-scorer}]\ndataLayer: {injectDefaults: false}\n", "metrics of endpoints are read"),
+        (
+            "plugins: [{type: queue-scorer}]\n"
+            "dataLayer: {injectDefaults: false, sources: [{pluginRef: metrics-data-source}]}\n",
+            "",
+        ),
+    ],
+)
+def test_what_has_no_effect_is_noted(said: str, note: str) -> None:
+    beside = "kvEvents: {enabled: true}\n"
+    notes = [each.message for each in read(f"{HEAD}{said}\n{beside}").notes]
+    assert len(notes) == bool(note) and all(note in each for each in notes), notes
+
+
+@pytest.mark.parametrize(
+    ("plugin", "place"),
+    [
+        ("{type: core-metrics-extractor, parameters: {defaultEngine: foo}}", "defaultEngine"),
+        (
+            "{type: precise-prefix-cache-producer, parameters: {kvEventsConfig: {zmqEndpoint: 5}}}",
+            "kvEventsConfig.zmqEndpoint",
+        ),
+    ],
+)
+def test_problems_of_settings_name_the_parameter(plugin: str, place: str) -> None:
+    text = f"{HEAD}plugins:\n- type: queue-scorer\n- {plugin}\n"
+    (problem,) = problems(f"{text}kvEvents: {{enabled: true}}\n", need_endpoints=False)
+    assert (problem.path, problem.line) == (f"$.plugins[1].parameters.{place}", 5)
+    own = f"{text}kvEvents: {{enabled: true, bind: ''}}\nmetrics: {{defaultEngine: vllm}}\n"
+    assert problems(own, need_endpoints=False) == []
+
+
+def test_a_note_on_staleness_names_the_interval() -> None:
+    text = f"{HEAD}plugins:\n- type: queue-scorer\n- {{type: metrics-data-source, parameters: {{interval: 5s}}}}\n"
+    (note,) = read(text).notes
+    assert (note.path, note.line) == ("$.plugins[1].parameters.interval", 5)
