@@ -112,6 +112,7 @@ class Site:
         self.config = config
         self.gateway = gateway.rstrip("/")
         own = config.gateway.admin_port if config.gateway.mode == "embedded" else 0
+        self._gateway_admin_given = bool(gateway_admin)
         self.gateway_admin = gateway_admin.rstrip("/") or (f"http://127.0.0.1:{own}" if own else "")
         self.probe = probe
         self.endpoints: list[Endpoint] = []
@@ -142,6 +143,8 @@ class Site:
             await self._look_for_scheduler()
             if self._admin:
                 await self._look_for_workers()
+            if self._gateway_admin_given:
+                await self._look_for_envoy()
             await self._find_endpoints()
         except BaseException:
             await self._stack.aclose()
@@ -228,6 +231,25 @@ class Site:
             access = "".join(parts.netloc.rpartition("@")[:2])
             self.workers = [f"{parts.scheme}://{access}{host_port(parts.hostname or '', port)}" for port in ports]
         self.elsewhere = len(page.get("replicas", ())) > workers - 1
+
+    async def _look_for_envoy(self) -> None:
+        try:
+            await self.envoy_configuration()
+        except (Unreached, ValueError) as error:
+            why = f"no Envoy at {masked(self.gateway_admin)}: {masked(str(error))}"
+            raise CannotExamine(f"{why}; --gateway-admin is the URL of its admin page") from None
+
+    async def envoy_configuration(self) -> Any:
+        """What Envoy's admin page says that its configuration is. Raises `Unreached`, or `ValueError` for another
+        page."""
+        answer = await self.once("envoy", lambda: self.client.get(f"{self.gateway_admin}/config_dump"))
+        try:
+            document = answer.json() if answer.status == 200 else None
+        except ValueError:
+            document = None
+        if document is None:
+            raise ValueError("something else answers there")
+        return document
 
     async def each_worker(self, path: str) -> list[Answer | Unreached]:
         """A page from each worker's admin port, in the order of workers, or why there is none."""

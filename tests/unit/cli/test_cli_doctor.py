@@ -61,6 +61,11 @@ def test_the_list_needs_no_configuration(capsys: pytest.CaptureFixture[str]) -> 
         (("CONFIG", "--gateway", "127.0.0.1:80"), "--gateway: expected a URL"),
         (("CONFIG", "--gateway-admin", "ftp://x"), "--gateway-admin: expected a URL"),
         (("CONFIG", "--admin", "http://127.0.0.1:9"), "--admin is the URL of its admin port"),
+        (("CONFIG", "--gateway-admin", "http://127.0.0.1:9"), "--gateway-admin is the URL of its admin page"),
+        (
+            ("CONFIG", "--gateway", "http://127.0.0.1:9", "--gateway-admin", "http://127.0.0.1:9"),
+            "no Envoy at http://127.0.0.1:9",
+        ),
         (("missing.yaml",), "missing.yaml"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 from fairlead.compat.load import load
 from fairlead.core.headers import CONTROL_HEADERS
 from fairlead.doctor.checks.gateway import headers
-from fairlead.doctor.site import Site
+from fairlead.doctor.site import CannotExamine, Site
 from fairlead.gateway.envoy.config import build
 from fairlead.gateway.envoy.options import Options
 
@@ -58,6 +58,17 @@ async def test_what_takes_nothing_off_requests_does_not_count(server: Start, els
 
 async def test_our_own_configuration_takes_off_all(server: Start) -> None:
     assert await kept(server, build(Options())) == ""
+
+
+@pytest.mark.parametrize(
+    "answer", [b"200 OK\r\ncontent-length: 9\r\n\r\nfairlead\n", b"404 Not Found\r\ncontent-length: 2\r\n\r\n{}"]
+)
+async def test_a_page_that_is_not_of_an_envoy(server: Start, answer: bytes) -> None:
+    port = await server(b"HTTP/1.1 " + answer)
+    config = load("endpoints: ['127.0.0.1:1']\nadmin: {port: 0}\ngateway: none\n")
+    with pytest.raises(CannotExamine, match="something else answers there; --gateway-admin is the URL"):
+        async with Site(config, gateway_admin=f"http://127.0.0.1:{port}"):
+            pass
 
 
 def test_the_check_needs_a_gateway() -> None:

@@ -179,8 +179,7 @@ async def _configured(site: Site) -> list[Finding]:
     if not site.gateway_admin:
         return []
     try:
-        answer = await site.client.get(f"{site.gateway_admin}/config_dump")
-        document = answer.json()
+        document = await site.envoy_configuration()
     except (Unreached, ValueError) as error:
         if not site.gateway:
             raise Skipped(f"Envoy's admin page cannot be read: {site.gateway_admin}: {error}") from None
