@@ -65,7 +65,7 @@ async def test_without_the_scheduler_requests_are_served_and_counted_and_clients
 async def test_a_full_duplex_gateway_without_a_scheduler_answers_503(tmp_path: Path) -> None:
     """Not 500, which Envoy would say by itself."""
     async with site(FOREIGN, tmp_path) as at:
-        at.cable.cut()
+        await at.cable.cut()
         for _ in range(4):
             assert (await at.ask(post())).status == 503
 
@@ -81,7 +81,7 @@ async def test_leaving_at_the_pick_makes_full_duplex_streams_outlive_the_schedul
             while not await at.stat("cluster.dst.upstream_rq_active"):
                 await asyncio.sleep(0.02)
         await asyncio.sleep(0.2)  # some chunks are on their way
-        at.cable.cut()
+        await at.cable.cut()
         if pair.log:
             assert (await reading).body.endswith(b"data: [DONE]\n\n")
         else:
@@ -96,7 +96,7 @@ async def test_our_own_gateways_outlive_the_scheduler_at_any_moment(pair: Pair, 
         async with asyncio.timeout(20):
             while not await at.stat("cluster.dst.upstream_rq_active"):
                 await asyncio.sleep(0.02)
-        at.cable.cut()
+        await at.cable.cut()
         assert (await reading).body.endswith(b"data: [DONE]\n\n")
         for _ in range(4):
             assert (await at.ask(post())).status == 200
