@@ -44,7 +44,7 @@ _COUNTERS = (
     ("events", "KV events that were applied.", "events"),
     ("bad_events", "KV events that could not be read.", "bad"),
     ("lost_batches", "Batches that were missed for good.", "lost"),
-    ("gaps", "Times that batches were missing.", "gaps"),
+    ("gaps", "Times that batches were missed for good.", "gaps"),
     ("restarts", "Restarts of engines that were detected.", "restarts"),
     ("replays", "Replays that were started.", "replays"),
     ("failed_replays", "Replays that brought nothing, or not all.", "failed_replays"),

@@ -104,7 +104,7 @@ def test_a_gap_is_filled_before_what_comes_after() -> None:
     assert case.blocks == [1, 2] and not case.feed.hungry and case.feed.cache.behind
     assert case.replay([batch(number) for number in range(6)]) == 1
     assert case.blocks == [1, 2, 3, 4, 5, 6]
-    assert case.feed.count.lost == case.feed.count.restarts == 0
+    assert case.feed.count.lost == case.feed.count.gaps == case.feed.count.restarts == 0
 
 
 @pytest.mark.parametrize("first", [0, 1])
