@@ -222,7 +222,8 @@ class RequestFamilies:
         show("fairlead_rejected_total", "Requests refused, by reason.", self.rejected)
         text = (
             "Ends of routed requests, by cause: natural, client-disconnect, upstream-reset, endpoint-gone, evicted, "
-            "stream-lost (the gateway died or showed no answer), expired or reconciled (the end was never reported)."
+            "stream-lost (the client left early, or the gateway died, gave up or showed no answer), expired or "
+            "reconciled (the end was never reported)."
         )
         show("fairlead_request_end_total", text, self.ends)
         text = "Time from the first byte of a routed request to its failure. Such requests have no time to first token."
