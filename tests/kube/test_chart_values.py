@@ -626,3 +626,19 @@ def test_keda_reaches_the_external_scaler_of_who_decides(helm: Helm, leading: st
     (policy,) = of_kind(objects, "NetworkPolicy")
     assert [{"port": 9004, "protocol": "TCP"}] in [rule["ports"] for rule in policy["spec"]["ingress"]]
     assert not [thing for thing in of_kind(helm.render(*LABELS), "Service") if port in thing["spec"]["ports"]]
+
+
+@pytest.mark.parametrize(("replicas", "service"), [(1, "one-epp"), (2, "one-epp-leader")])
+def test_gateways_reach_the_port_of_the_access_log(helm: Helm, replicas: int, service: str) -> None:
+    asked = (*LABELS, "--set", f"config.als.port=9005,inferenceExtension.replicas={replicas}")
+    objects = helm.render(*asked)
+    having = [
+        thing["metadata"]["name"]
+        for thing in of_kind(objects, "Service")
+        if 9005 in [port["targetPort"] for port in thing["spec"]["ports"]]
+    ]
+    assert having == [service]
+    (policy,) = of_kind(objects, "NetworkPolicy")
+    assert {"port": 9005, "protocol": "TCP"} in policy["spec"]["ingress"][0]["ports"]
+    for unheard in ("config.als.enabled=false", "config.als.port=9002"):
+        assert "grpc-als" not in str(helm.render(*asked, "--set", unheard))

@@ -126,6 +126,14 @@ with three of them 42 instead of 74 % of prompt tokens were found in caches, and
 {{- if not (include "fairlead.ownIndexer" .) -}}{{- include "fairlead.zmqPort" . -}}{{- end -}}
 {{- end }}
 
+{{/* The port that gateways send their access log to, where it is not that of ext_proc, or nothing */}}
+{{- define "fairlead.alsPort" -}}
+{{- $config := include "fairlead.config" . | fromYaml -}}
+{{- $port := dig "als" "port" 0 $config | int -}}
+{{- $none := or .Values.standalone.enabled .Values.inferencePool.namespaces -}}
+{{- if and $port (dig "als" "enabled" true $config) (not $none) (ne $port (int $config.extProc.port)) -}}{{- $port -}}{{- end -}}
+{{- end }}
+
 {{- define "fairlead.image" -}}
 {{- with .Values.image -}}
 image: "{{ .repository }}{{ if .digest }}@{{ .digest }}{{ else }}:{{ .tag | default $.Chart.AppVersion }}{{ end }}"
@@ -271,6 +279,7 @@ matchLabels: {{- toYaml . | nindent 2 }}
 {{- $named := dict "config.admin.port" $config.admin.port "config.admin.metricsPort" $config.admin.metricsPort "config.extProc.port" (dig "extProc" "port" 9002 $config) -}}
 {{- $named = merge $named (dict "config.extProc.healthPort" (dig "extProc" "healthPort" 0 $config) "config.autoscaling.port" (dig "autoscaling" "port" 0 $config)) -}}
 {{- $_ := set $named "inferenceExtension.kvcacheIndexer.zmqSubscriberURL" (include "fairlead.kvPort" .) -}}
+{{- $_ := set $named "config.als.port" (include "fairlead.alsPort" .) -}}
 {{- if .Values.standalone.enabled -}}{{- $_ := set $named "standalone.port" $config.gateway.port -}}{{- end -}}
 {{- $taken := dict -}}
 {{- range $value, $port := $named -}}
