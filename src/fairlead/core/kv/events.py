@@ -9,7 +9,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from fairlead.core.kv.cache import HEAD_TOKENS, UNNAMED, Head, Orphan, RankCache, Shelf
+from fairlead.core.kv.cache import HEAD_TOKENS, UNNAMED, WHOLE_PREFIX_KINDS, Head, Orphan, RankCache, Shelf
 from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.keys import TOKEN_BYTES
 from fairlead.core.kv.tiers import Tier, tier_of
@@ -108,8 +108,11 @@ def _remove_many(index: KvIndex, shelf: Shelf, event: BlocksRemoved) -> Iterator
 
 def _store(index: KvIndex, cache: RankCache, event: BlocksStored, now: float) -> Iterator[int] | None:
     hashes, group, tier = event.hashes, cache.group_of(event.group), tier_of(event.medium)
+    if event.group == UNNAMED and event.kind and event.kind not in WHOLE_PREFIX_KINDS:
+        return None
     if not cache.indexable(group, event.kind):
-        index.clear_group(cache, group)  # its first events may have come without its kind
+        if event.group != UNNAMED:
+            index.clear_group(cache, group)  # its first events may have come without its kind
         return None
     if not hashes:
         return None
