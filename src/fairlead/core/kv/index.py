@@ -30,7 +30,7 @@ from fairlead.core.kv.tiers import Tier
 _MOST_DEAD = 1024
 #: Segments of address space reserved for a shelf: 64 k blocks, 2 MB that cost nothing until used.
 _SHELF_RESERVE = 128
-#: Names of adapters that are remembered.
+#: Names of adapters that are remembered, those that were named last.
 _MOST_ADAPTERS = 10_000
 #: Segments in which used blocks are spared, per search for blocks to evict.
 _LOOKS = 3
@@ -54,8 +54,8 @@ class KvIndex:
         self.blocks = BlockTable(max_blocks)
         self.orphans = Orphans(max_orphans, orphan_ttl)
         self.speculation = Speculation()
-        #: Names of adapters, from events, snapshots and lists of models.
-        self.adapters: set[str] = set()
+        #: Names of adapters, from events, snapshots and lists of models; those that were named last are last.
+        self.adapters: dict[str, None] = {}
         #: By slot: how often a new engine was found there. It only grows.
         self.lives: Counter[int] = Counter()
         self._caches: dict[int, dict[int, RankCache]] = {}
@@ -148,8 +148,10 @@ class KvIndex:
     def know_adapters(self, names: Iterable[str]) -> None:
         """Add names of adapters."""
         for name in names:
-            if len(self.adapters) < _MOST_ADAPTERS:
-                self.adapters.add(name)
+            self.adapters.pop(name, None)
+            self.adapters[name] = None
+        while len(self.adapters) > _MOST_ADAPTERS:
+            del self.adapters[next(iter(self.adapters))]
 
     # ---------------------------------------------------------------- blocks
 

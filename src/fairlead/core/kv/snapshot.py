@@ -100,7 +100,7 @@ def save(index: KvIndex, endpoints: Mapping[int, str], hold: Hold) -> Generator[
             part.provisional |= dropped
             parts.append(msgspec.msgpack.encode(part))
             yield b""
-    parts.append(msgspec.msgpack.encode(sorted(index.adapters)))
+    parts.append(msgspec.msgpack.encode(list(index.adapters)))
     head = b"\x93" + msgspec.msgpack.encode(index.space.name) + b"\xdd" + (len(parts) - 1).to_bytes(4, "big")
     checksum = xxh3_64(head)
     for content in parts:

@@ -91,6 +91,26 @@ def test_events_without_a_group_are_of_the_first_one_that_is_indexed(content: by
     assert one.depths(range(3)) == [1, 0, 0]
 
 
+def test_events_without_a_group_neither_rename_nor_clear_another_group() -> None:
+    one = Fixture()
+    one.store(range(3), kind="full_attention", group=UNNAMED)
+    one.store(range(3), kind="sliding_window", group=UNNAMED)
+    assert one.depths(range(3)) == [3, 0, 0]
+    one.store(range(1), kind="sliding_window", group=0)
+    one.store(range(3), kind="full_attention", group=1)
+    one.apply(BlocksStored([100], 0, tokens(0, 1), BLOCK, medium="CPU", group=UNNAMED, kind="sliding_window"))
+    one.store(range(3, 4), 102, group=1)
+    assert one.depths(range(4)) == [4, 0, 0]
+
+
+def test_adapters_that_were_named_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fairlead.core.kv.index._MOST_ADAPTERS", 2)
+    one = Fixture()
+    for name in ("a", "b", "a", "c"):
+        one.index.know_adapters([name])
+    assert [*one.index.adapters] == ["a", "c"]
+
+
 def test_endless_groups_are_refused() -> None:
     one = Fixture()
     for group in range(64):
