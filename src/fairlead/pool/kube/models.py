@@ -29,7 +29,7 @@ from fairlead.pool.model_kinds import KINDS, SERVED, ModelObject, conditions, mo
 REDISCOVER_S = 30.0
 #: Changes within this many seconds are reported together, and within this many times what the last report took: each
 #: condition that is written is a change, too, and a report of thousands of objects takes long.
-_GATHER_S, _GATHER_TIMES = 0.01, 10.0
+_GATHER_S, _GATHER_TIMES, _LONGEST_GATHER_S = 0.01, 10.0, 5.0
 
 
 class _Names(msgspec.Struct):
@@ -190,7 +190,7 @@ class PoolModels:
 
     def _changed(self) -> None:
         if self._timer is None:
-            pause = max(_GATHER_S, _GATHER_TIMES * self._took)
+            pause = min(max(_GATHER_S, _GATHER_TIMES * self._took), _LONGEST_GATHER_S)
             self._timer = asyncio.get_running_loop().call_later(pause, self._gather)
 
     def _gather(self) -> None:

@@ -161,8 +161,9 @@ async def test_each_pool_is_given_its_own_objects_only(
     await until(lambda: [item.priority for item in followed.sets[-1].objectives] == [3])
 
 
+@pytest.mark.parametrize(("seconds", "pause"), [(0.25, 2.5), (60.0, 5.0)])
 async def test_reports_that_take_long_are_few(
-    kube: FakeKube, followed: Followed, until: Any, monkeypatch: pytest.MonkeyPatch
+    kube: FakeKube, followed: Followed, until: Any, monkeypatch: pytest.MonkeyPatch, seconds: float, pause: float
 ) -> None:
     """Each condition that is written is a change."""
     loop, pauses = asyncio.get_running_loop(), list[float]()
@@ -172,9 +173,9 @@ async def test_reports_that_take_long_are_few(
         pauses.append(seconds)
         return call_later(0.0, call, *arguments)
 
-    monkeypatch.setattr("fairlead.pool.kube.models.perf_counter", count(0.0, 0.5).__next__)
+    monkeypatch.setattr("fairlead.pool.kube.models.perf_counter", count(0.0, seconds).__next__)
     monkeypatch.setattr(loop, "call_later", later)
-    await until(lambda: 5.0 in pauses)
+    await until(lambda: pause in pauses)
 
 
 async def test_conditions_say_who_has_the_name(kube: FakeKube, followed: Followed, until: Any) -> None:
