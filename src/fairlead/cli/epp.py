@@ -88,7 +88,7 @@ def configured(given: Mapping[str, str], directory: Path) -> dict[str, Any]:
             "kubernetes.pool": given.get("pool-name"),
             "kubernetes.namespace": given.get("pool-namespace"),
             "kubernetes.group": given.get("pool-group"),
-            "kubernetes.kubeconfig": given.get("kubeconfig"),
+            "kubernetes.kubeconfig": os.path.abspath(given["kubeconfig"]) if given.get("kubeconfig") else None,
             "kubernetes.selector": labels(given.get("endpoint-selector", "")),
             "kubernetes.targetPorts": port_numbers(given.get("endpoint-target-ports", "")),
             "kubernetes.leaderElection": {"enabled": True}

@@ -1,5 +1,6 @@
 """`fairlead serve`. Its flags, some of them known from the reference picker, become values of the configuration."""
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -102,7 +103,7 @@ def serve(
                 "kubernetes.pool": pool_name,
                 "kubernetes.namespace": pool_namespace,
                 "kubernetes.group": pool_group,
-                "kubernetes.kubeconfig": kubeconfig,
+                "kubernetes.kubeconfig": kubeconfig and os.path.abspath(kubeconfig),
                 "kubernetes.selector": labels(endpoint_selector),
                 "kubernetes.targetPorts": port_numbers(endpoint_target_ports),
                 "kubernetes.leaderElection": {"enabled": True} if ha_enable_leader_election else None,

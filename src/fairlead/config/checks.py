@@ -1,5 +1,6 @@
 """Checks that involve several fields of a configuration, and values that are derived from other values."""
 
+import os
 from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
 from operator import itemgetter
@@ -104,7 +105,7 @@ def located(section: Section, base: Path) -> Any:
         elif isinstance(value, tuple):
             changes[name] = tuple(located(item, base) if isinstance(item, Section) else item for item in value)
         elif value and RELATIVE in type(section).model_fields[name].metadata:
-            changes[name] = str(base / value)
+            changes[name] = str(base / os.path.expanduser(value))
     return section.model_copy(update=changes)
 
 

@@ -394,7 +394,7 @@ class Kubernetes(Section):
         default=True, description="Follow InferenceModels, InferenceObjectives and InferenceModelRewrites."
     )
     status: bool = Field(default=True, description="Write `Accepted` to their status; only the leader does.")
-    kubeconfig: str = Field(
+    kubeconfig: RelativePath = Field(
         default="", description="Path. Empty = the service account in a pod, else $KUBECONFIG, else ~/.kube/config."
     )
     context: str = Field(default="", description="Context in the kubeconfig; empty = the current one.")

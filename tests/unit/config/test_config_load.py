@@ -192,6 +192,7 @@ extProc: {{tls: {{certDir: PATH/1}}}}
 admin: {{tls: {{certDir: PATH/2}}, tokenFile: PATH/3}}
 metrics: {{tokenFile: PATH/4, tls: {{caFile: PATH/5}}}}
 gateway: {{upstreamTokenFile: PATH/6}}
+kubernetes: {{kubeconfig: PATH/11}}
 canary: {{percent: 1, scheduler: {{address: "127.0.0.1:1", {tls}}}}}
 shadows: {{policies: [{{name: a, scheduler: {{address: "127.0.0.1:2", {tls}}}}}]}}
 journal: {{path: PATH/9}}
