@@ -19,7 +19,9 @@ from gw_messages import Ask
 from gw_mirror import Mirror
 from gw_processes import Serve, Upstream, get_page, sees_the_scheduler
 
+from fairlead.core.errors import ConfigError
 from fairlead.gateway.envoy.authentication import Key, new_key
+from fairlead.server.followed_files import read_upstream_token
 from fairlead.server.journal.blocks import Damage, blocks
 
 Start = Callable[..., Serve]
@@ -169,6 +171,9 @@ async def test_model_servers_get_a_key_of_their_own(serve: Start, keys: Keys, tm
     async with Mirror() as mirror:
         at = await asyncio.to_thread(serve, {"endpoints": [mirror.address], "gateway": gateway})
         assert [await sent(size) for size in (5, LARGE)] == ["bearer engine-1"] * 2
+        token.write_text("x" * 99_999)
+        with pytest.raises(ConfigError, match="no usable token"):
+            read_upstream_token(str(token))
         token.write_text("")
         until = time.monotonic() + 20
         while "the keys of model servers cannot be used" not in await at.page("/readyz"):
@@ -177,6 +182,10 @@ async def test_model_servers_get_a_key_of_their_own(serve: Start, keys: Keys, tm
         assert await sent(5) == "bearer engine-1"
         token.write_text("engine-2")
         await becomes_sent("bearer engine-2")
+        dump = await asyncio.to_thread(
+            get_page, f"http://127.0.0.1:{at.config['gateway']['adminPort']}/config_dump?include_eds"
+        )
+        assert "credential_injector" in dump[1] and "engine-2" not in dump[1]
         assert "engine-1" not in at.said() and "engine-2" not in at.said()
         assert (await ask(at)).status == 401
 

@@ -142,7 +142,7 @@ def _comments(options: "Options", file: Path | None) -> str:
     lines = ""
     if options.asks_for_keys or (options.jwt and options.jwt.jwks):
         lines += f"# Keys are those of {file} when this was printed. Print it again to add or revoke some.\n"
-    if options.upstream_token:
+    if options.upstream_token_variable:
         lines += f"# Envoy's environment needs {UPSTREAM_VARIABLE}, the token of gateway.upstreamTokenFile in {file}.\n"
     return lines
 

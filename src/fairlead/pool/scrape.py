@@ -209,8 +209,8 @@ class TokenFile:
         stamp = (status.st_mtime_ns, status.st_ino)
         if stamp != self._stamp:
             with open(self._path, encoding="ascii") as file:
-                token = file.read(_MAX_TOKEN).strip()
-            if not token.isprintable() or not token:
+                token = file.read(_MAX_TOKEN + 1).strip()
+            if not token.isprintable() or not 0 < len(token) <= _MAX_TOKEN:
                 raise ValueError(f"no usable token in {self._path}")
             self._token, self._stamp = token, stamp
         return self._token

@@ -277,6 +277,6 @@ def printed_options(config: Config, http2: bool = False) -> Options:
     cannot be used."""
     keys = config.gateway.keys
     lua = script(read_keys(keys.file), keys.forward) if keys else ""
-    token = f"%ENVIRONMENT({UPSTREAM_VARIABLE})%" if config.gateway.upstream_token_file else ""
+    variable = UPSTREAM_VARIABLE if config.gateway.upstream_token_file else ""
     options = replace(gateway_options(config, http2), keys_file="", keys_script=lua, jwt_file="")
-    return replace(options, upstream_token_file="", upstream_token=token)
+    return replace(options, upstream_token_file="", upstream_token_variable=variable)

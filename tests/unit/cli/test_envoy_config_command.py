@@ -86,19 +86,23 @@ def test_a_file_says_what_its_gateway_would_use(tmp_path: Path) -> None:
 
 
 @pytest.mark.envoy
-def test_the_token_of_model_servers_comes_from_the_environment(tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("secret")
+def test_the_token_of_model_servers_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "token").write_text("never shown")
+    monkeypatch.setenv("FAIRLEAD_UPSTREAM_TOKEN", "anything")
     file = tmp_path / "fairlead.yaml"
     file.write_text('{endpoints: ["127.0.0.1:1"], gateway: {upstreamTokenFile: token}}')
-    done = CliRunner().invoke(app, [str(file)])
-    assert "Bearer %ENVIRONMENT(FAIRLEAD_UPSTREAM_TOKEN)%" in done.stdout and "secret" not in done.stdout
+    done = CliRunner().invoke(app, [str(file), "--validate"])
+    assert done.exit_code == 0, done.output
+    assert "environment_variable: FAIRLEAD_UPSTREAM_TOKEN" in done.stdout and "never shown" not in done.stdout
     assert "# Envoy's environment needs FAIRLEAD_UPSTREAM_TOKEN" in done.stdout
-    for keys in ("keys: {file: keys.txt, forward: true}", "jwt: {issuer: i, jwksFile: jwks.json, forward: true}"):
-        file.write_text(f'{{endpoints: ["127.0.0.1:1"], gateway: {{upstreamTokenFile: token, {keys}}}}}')
+    jwt = "jwt: {issuer: i, jwksFile: jwks.json, forward: true}"
+    for more in ("keys: {file: keys.txt, forward: true}", jwt):
+        file.write_text(f'{{endpoints: ["127.0.0.1:1"], gateway: {{upstreamTokenFile: token, {more}}}}}')
         refused = CliRunner().invoke(app, [str(file)]).exception
         assert "upstreamTokenFile and forward exclude each other" in str(refused)
 
 
+@pytest.mark.envoy
 def test_keys_and_tokens_are_asked_for_as_by_the_embedded_gateway(tmp_path: Path) -> None:
     """Whose Envoy reads these filters from files."""
     file, (_, kept) = tmp_path / "f.yaml", new_key("team-a")

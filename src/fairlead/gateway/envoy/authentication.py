@@ -35,7 +35,7 @@ Json = dict[str, Any]
 TENANT = FAIRNESS_HEADERS[0]
 #: The names of the filters.
 KEYS, JWT, NAMED = "fairlead.keys", "envoy.filters.http.jwt_authn", "envoy.filters.http.rbac"
-#: The name of the filter that sends the model servers' own token.
+#: The name of the filter that sends the model servers' own token, and of its secret.
 UPSTREAM = "fairlead.upstream_token"
 #: The variable of an Envoy that Fairlead does not run, with the token of model servers.
 UPSTREAM_VARIABLE = "FAIRLEAD_UPSTREAM_TOKEN"
@@ -47,7 +47,9 @@ MAX_BYTES = 1 << 20
 _LUA = "type.googleapis.com/envoy.extensions.filters.http.lua.v3.Lua"
 _JWT = "type.googleapis.com/envoy.extensions.filters.http.jwt_authn.v3.JwtAuthentication"
 _RBAC = "type.googleapis.com/envoy.extensions.filters.http.rbac.v3.RBAC"
-_HEADERS = "type.googleapis.com/envoy.extensions.filters.http.header_mutation.v3.HeaderMutation"
+_INJECTOR = "type.googleapis.com/envoy.extensions.filters.http.credential_injector.v3.CredentialInjector"
+_GENERIC = "type.googleapis.com/envoy.extensions.http.injected_credentials.generic.v3.Generic"
+_SECRET = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.Secret"
 _RESOURCE = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig"
 _DIGEST = re.compile("[0-9a-f]{64}", re.IGNORECASE)
 _NAME = re.compile("[A-Za-z0-9._:@/+-]{1,128}")
@@ -161,16 +163,25 @@ def read_jwt(settings: "JwtSettings") -> Jwt:
 
 def upstream_token(options: Options) -> list[Json]:
     """The filter that gives model servers their own token instead of the client's; none if they require none."""
+    if not (options.upstream_token_file or options.upstream_token_variable):
+        return []
+    secret: Json = {"name": UPSTREAM}
     if options.upstream_token_file:
-        return [_followed(UPSTREAM, options.upstream_token_file, _bearer(""))]
-    return [_filter(UPSTREAM, _bearer(options.upstream_token))] if options.upstream_token else []
+        source = {"path_config_source": {"path": options.upstream_token_file}, "resource_api_version": "V3"}
+        secret["sds_config"] = source
+    generic = {"@type": _GENERIC, "credential": secret, "header": "authorization", "header_value_prefix": "Bearer "}
+    credential = {"name": "envoy.http.injected_credentials.generic", "typed_config": generic}
+    return [_filter(UPSTREAM, {"@type": _INJECTOR, "overwrite": True, "credential": credential})]
 
 
-def _bearer(value: str) -> Json:
-    """`value`: the token in Envoy's format, in which `%` begins a command."""
-    header = {"key": "authorization", "value": f"Bearer {value}"}
-    append = {"header": header, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}
-    return {"@type": _HEADERS, "mutations": {"request_mutations": [{"remove": "x-api-key"}, {"append": append}]}}
+def static_secrets(options: Options) -> list[Json]:
+    """What the filter above reads from Envoy's environment."""
+    variable = options.upstream_token_variable
+    return [_secret({"environment_variable": variable})] if variable else []
+
+
+def _secret(source: Json) -> Json:
+    return {"name": UPSTREAM, "generic_secret": {"secret": source}}
 
 
 def authentication(options: Options) -> list[Json]:
@@ -318,9 +329,9 @@ def write_jwt(path: Path, jwt: Jwt, optional: bool) -> None:
 
 
 def write_upstream_token(path: Path, token: str) -> None:
-    """Write the filter with the model servers' token, for `Options.upstream_token_file`. Raises `OSError` on disk
-    errors."""
-    _write(path, UPSTREAM, _bearer(token.replace("%", "%%")))
+    """Write the model servers' token, for `Options.upstream_token_file`: as a secret, which Envoy's admin page hides.
+    Raises `OSError` on disk errors."""
+    replace_watched(path, json.dumps({"resources": [{"@type": _SECRET, **_secret({"inline_string": token})}]}))
 
 
 def write_keys(path: Path, keys: Iterable[Key], forward: bool) -> None:

@@ -27,7 +27,7 @@ from fairlead.gateway.access_log import (
     UPLOAD_TAG,
 )
 from fairlead.gateway.envoy.admin import LISTENER
-from fairlead.gateway.envoy.authentication import authentication, upstream_token
+from fairlead.gateway.envoy.authentication import authentication, static_secrets, upstream_token
 from fairlead.gateway.envoy.clusters import EXT_PROC, OTHER_HOSTS, UPLOADS, als, clusters, seconds
 from fairlead.gateway.envoy.options import Options
 from fairlead.gateway.envoy.process import STAT_PREFIX
@@ -284,6 +284,8 @@ def build(options: Options) -> Json:
         "overload_manager": _overload(options),
         "memory_allocator_manager": _MEMORY,
     }
+    if secrets := static_secrets(options):
+        bootstrap["static_resources"]["secrets"] = secrets
     admin = _admin(options)
     if admin is not None:
         bootstrap["admin"] = {"address": admin}

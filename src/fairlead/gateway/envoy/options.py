@@ -136,8 +136,8 @@ class Options(Struct, frozen=True, kw_only=True):
     #: A file written by `authentication.write_upstream_token`, which Envoy follows, like `keys_file`: model servers get
     #: this token instead of the client's. Empty = they get what the client sent, unless clients have to authenticate.
     upstream_token_file: str = ""
-    #: The token itself instead of a file, in Envoy's format of header values.
-    upstream_token: str = ""
+    #: The variable in Envoy's environment that has the token, instead of a file.
+    upstream_token_variable: str = ""
     #: Seconds between messages of the access log service.
     als_interval: float = 0.05
     #: A JSON line per request into this file; `-` = stdout; empty = none.
