@@ -253,6 +253,7 @@ async def test_events_that_are_not_relied_on_are_named_with_their_cause(world: A
         ("kv_cache_lookup_total 1000000\nkv_cache_hit_total 100000\n", {"hits.low"}),
         ("kv_cache_lookup_total 1000000\nkv_cache_hit_total 400000\n", set()),
         ("kv_cache_lookup_total 1000\nkv_cache_hit_total 0\n", set()),
+        ('kv_cache_lookup_total{model_name="other"} 1000000\nkv_cache_hit_total{model_name="other"} 0\n', set()),
         (
             "fairlead_predicted_hit_tokens_total 200000\nfairlead_reported_cached_tokens_total 9000\n",
             {"hits.not-real"},

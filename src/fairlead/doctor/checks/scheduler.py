@@ -392,8 +392,9 @@ _REQUESTS, _TOKENS = 200, 100_000
 _LOW, _HALF = 0.3, 0.5
 
 
-async def _total(site: Site, name: str) -> float:
-    return sum(value for _, value in await site.metric(name))
+async def _total(site: Site, name: str, without: str = "") -> float:
+    """The sum of a metric over its label sets. `without`: a model that does not count."""
+    return sum(value for labels, value in await site.metric(name) if not without or labels.get("model_name") != without)
 
 
 async def _trust(site: Site) -> list[Finding]:
@@ -411,7 +412,8 @@ async def _trust(site: Site) -> list[Finding]:
 
 
 async def _rate(site: Site) -> list[Finding]:
-    looked_up, hit = await _total(site, "kv_cache_lookup_total"), await _total(site, "kv_cache_hit_total")
+    # `other`: names that clients make up, with prompts that nobody computes.
+    looked_up, hit = [await _total(site, f"kv_cache_{name}_total", without="other") for name in ("lookup", "hit")]
     if looked_up < _TOKENS or hit >= _LOW * looked_up:
         return []
     queries = hits = 0.0
