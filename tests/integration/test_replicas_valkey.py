@@ -227,18 +227,22 @@ async def test_a_full_server_is_said_and_reading_goes_on_afterwards(server: Valk
         await until(lambda: agree(one, other))
 
 
-async def test_who_may_not_write_does_not_join(server: ValkeyServer) -> None:
+@pytest.mark.parametrize("right", ["xread", "xadd"])
+async def test_who_may_not_read_or_write_loses_the_others(server: ValkeyServer, right: str) -> None:
     one, other = Teller("a", server.url), Teller("b", server.url)
     async with Valkey.from_url(server.url) as client, running(one, other):
         await until(lambda: agree(one, other) and "b" in one.replicas.peers)
-        await client.execute_command("ACL", "SETUSER", "default", "-xadd")
+        await client.execute_command("ACL", "SETUSER", "default", f"-{right}")
         one.say("word")
-        await until(lambda: "xadd" in one.replicas.trouble())
+        await until(lambda: one.lost)
+        before = (await client.info("commandstats"))[f"cmdstat_{right}"]["rejected_calls"]
         async with asyncio.timeout(PATIENCE):
-            while (await client.info("commandstats"))["cmdstat_xadd"]["rejected_calls"] < 8:
+            while (await client.info("commandstats"))[f"cmdstat_{right}"]["rejected_calls"] < before + 4:
                 await asyncio.sleep(0.02)
-        assert "xadd" in one.replicas.trouble() and one.replicas.counts.outages == 1
-        await client.execute_command("ACL", "SETUSER", "default", "+xadd")
+        assert right in one.replicas.trouble() and one.replicas.counts.outages == 1
+        assert one.lost == ["b"], "once"
+        await client.execute_command("ACL", "SETUSER", "default", f"+{right}")
+        one.say("word")
         await until(lambda: agree(one, other) and bool(other.known) and not one.replicas.trouble())
 
 

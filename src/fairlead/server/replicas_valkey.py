@@ -157,18 +157,20 @@ class ValkeyReplicas(Replicas):
     async def _run(self, tried: asyncio.Event) -> None:
         pause_s = _AGAIN_FIRST_S
         while True:
+            began = time.monotonic()
             try:
                 async with self._client() as client:
                     async with asyncio.timeout(_BACK_S if self.counts.outages else TIMEOUT_S):
                         await self._join(client)
                     tried.set()
-                    pause_s = _AGAIN_FIRST_S
                     await self._together(client)
             except Exception as error:
                 if not isinstance(error, self._failures):
                     log.error("could not send to the other replicas", error=f"{type(error).__name__}: {error}")
                 self._alone(error)
             tried.set()
+            if time.monotonic() - began > self._settings.lease:
+                pause_s = _AGAIN_FIRST_S
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, _AGAIN_CAP_S)
 
@@ -189,11 +191,13 @@ class ValkeyReplicas(Replicas):
 
     def _alone(self, error: Exception) -> None:
         now = time.monotonic()
+        silent = "no answer in time" if isinstance(error, TimeoutError) else type(error).__name__
+        problem = f"{self.where}: {str(error) or silent}"
         if not self.problem:
             self.counts.outages += 1
             self._alone_since = now
-        silent = "no answer in time" if isinstance(error, TimeoutError) else type(error).__name__
-        self.problem = f"{self.where}: {str(error) or silent}"
+            log.warning("lost the connection to the other replicas", error=problem)
+        self.problem = problem
         if now - self._alone_since > self._settings.lease:
             for name in list(self.peers):
                 self._lose(name)
@@ -201,9 +205,8 @@ class ValkeyReplicas(Replicas):
     # ---- while the server is available ----
 
     async def _join(self, client: Client) -> None:
-        """Announce this replica, and find its position in the stream."""
+        """Find our position in the stream, and announce this replica. Fails if it is not allowed to read or write."""
         self._joined_at = time.monotonic()
-        await self._renew(client)
         if self.counts.outages and self._joined_at - self._alone_since > self._settings.lease:
             self._take()
             self._drop()
@@ -214,8 +217,10 @@ class ValkeyReplicas(Replicas):
             for name in self.peers:
                 self._want(name)
         self._written = b""
+        await client.xread({self._stream: b"$"})
+        await self._write(client, WANTED, b"")
+        await self._renew(client)
         self._something.set()
-        await self._write(client, WANTED, self._to_ask())  # fails here if this replica is not allowed to write
         self.problem = ""
         log.info("connected to the other replicas", server=self.where, replica=self.origin, others=len(self.peers))
 
