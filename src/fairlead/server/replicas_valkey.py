@@ -10,9 +10,12 @@ Rules
   any, and the entries of other replicas are read and fed to the pipeline as events. Both happen in one round trip,
   because each round trip wakes this process. While nothing happens, the read waits at the server. The core defines the
   payloads.
-* It is a stream, not pub/sub: a reader that was away for a moment continues where it stopped, the stream's memory is
-  bounded (MAXLEN), and a reader that hangs costs the server nothing. All replicas use one stream, so one read receives
-  from all others, and our own entries that come back show the lag by our own clock.
+* It is a stream, not pub/sub: a reader that was away for a moment continues where it stopped, and a reader that hangs
+  costs the server nothing. The stream keeps a few leases' time (MINID); a replica that was away for longer needs
+  snapshots anyway. All replicas use one stream, so one read receives from all others, and our own entries that come
+  back show the lag by our own clock.
+* A full server refuses the entries that would trim the stream, so whoever is refused deletes the stream. The others
+  notice the missing batches.
 * A new replica asks all others for a snapshot and reads the stream meanwhile. A replica that finds a gap does the same.
   A snapshot is written after the batches that it includes and before all later ones.
 * A replica that does not renew its lease is lost. All other replicas are lost when the server has been away for longer
@@ -46,8 +49,8 @@ Client = Any
 
 BATCH, SNAPSHOT, WANTED, GONE = b"batch", b"snapshot", b"wanted", b"gone"
 ORIGIN = b"from"
-#: The stream keeps about this many entries: ten seconds of eight busy replicas.
-_MOST_ENTRIES = 16_384
+#: For how many leases the stream keeps an entry, at least.
+LEASES_KEPT = 3
 #: At most this many bytes of batches wait for a server that is away.
 MOST_UNSENT = 1 << 20
 #: The most entries that are read together, and that are fed before other work gets a turn.
@@ -72,11 +75,11 @@ class ValkeyReplicas(Replicas):
         """Raises `ConfigError` if the client is not installed."""
         super().__init__(own)
         try:
-            from valkey.exceptions import ValkeyError
+            from valkey.exceptions import OutOfMemoryError, ValkeyError
         except ImportError as error:
             why = f"replicas need a client of Valkey ({error}): pip install 'fairlead[replicas]'"
             raise ConfigError(why, "$.replicas.via") from None
-        self._failures = (ValkeyError, OSError, TimeoutError, UnicodeError)
+        self._failures, self._full = (ValkeyError, OSError, TimeoutError, UnicodeError), OutOfMemoryError
         self._alone_since = time.monotonic()
         self._untold: deque[bytes] = deque()
         self._untold_bytes = 0
@@ -168,6 +171,8 @@ class ValkeyReplicas(Replicas):
                 if not isinstance(error, self._failures):
                     log.error("could not send to the other replicas", error=f"{type(error).__name__}: {error}")
                 self._alone(error)
+                if isinstance(error, self._full):
+                    await self._make_room()
             tried.set()
             if time.monotonic() - began > self._settings.lease:
                 pause_s = _AGAIN_FIRST_S
@@ -188,6 +193,11 @@ class ValkeyReplicas(Replicas):
             options["ssl_check_hostname"] = True
             options["ssl_ca_certs"] = settings.ca_file or None
         return Valkey.from_url(settings.via, **options)
+
+    async def _make_room(self) -> None:
+        with suppress(*self._failures):
+            async with asyncio.timeout(TIMEOUT_S), self._client() as client:
+                await client.delete(self._stream)
 
     def _alone(self, error: Exception) -> None:
         now = time.monotonic()
@@ -355,7 +365,9 @@ class ValkeyReplicas(Replicas):
         self.counts.sent_bytes += len(snapshot)
 
     def _addition(self, kind: bytes, payload: bytes) -> tuple[bytes | int, ...]:
-        return b"XADD", self._stream, b"MAXLEN", b"~", _MOST_ENTRIES, b"*", ORIGIN, self._name, kind, payload
+        # Positions are times of the server's clock, and ours is not newer than the stream's last entry.
+        oldest = max(_place(self._position)[0] - int(LEASES_KEPT * self._settings.lease * 1000), 0)
+        return b"XADD", self._stream, b"MINID", b"~", oldest, b"*", ORIGIN, self._name, kind, payload
 
     async def _write(self, client: Client, kind: bytes, payload: bytes) -> bytes:
         """Write an entry. Returns its position in the stream."""
