@@ -137,6 +137,17 @@ async def test_why_facts_cannot_be_used_is_said_at_once(url: str) -> None:
         assert "'problem': 'it has version 3'" in str(one.replicas.page()["replicas"])
 
 
+async def test_a_lag_of_the_past_is_no_trouble(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "SLOW_S", 0.0)
+    one, other = Teller("a", url), Teller("b", url)
+    async with running(one, other):
+        one.say("word")
+        await until(lambda: "late" in other.replicas.trouble())
+        monkeypatch.setattr(replicas, "LAG_KEPT_S", 0.2)
+        await until(lambda: not other.replicas.trouble())
+        assert other.replicas.lag_s == 0.0
+
+
 async def test_nothing_is_written_while_nothing_happens(url: str) -> None:
     one, other = Teller("a", url), Teller("b", url)
     async with running(one, other):

@@ -30,7 +30,9 @@ SNAPSHOT_PAUSE_S = 0.25
 #: Seconds that a start waits for the snapshots of other replicas.
 JOIN_S = 2.0
 #: A lag of more seconds is reported as a trouble.
-_SLOW_S = 1.0
+SLOW_S = 1.0
+#: Seconds beyond its own length for which a lag counts, because nothing measures it while nothing happens.
+LAG_KEPT_S = 5.0
 #: How many replicas a text names at most.
 _MOST_NAMED = 3
 
@@ -126,9 +128,9 @@ class Replicas:
         self.counts = Counts()
         #: Why there is no link to other replicas; empty = there is one.
         self.problem = "not connected yet"
-        #: Seconds from writing facts to reading them, as last measured.
-        self.lag_s = 0.0
         self._unheard_since = time.monotonic()
+        #: The lag as last measured, and when.
+        self._lag = 0.0, self._unheard_since
         #: When all workers were last known (`time.monotonic`).
         self._complete_at = self._unheard_since
         #: Whether to write a snapshot: a replica asked for one, or batches were dropped.
@@ -144,6 +146,15 @@ class Replicas:
     def count(self) -> int:
         """The number of schedulers of the pool, including workers that are not known at the moment."""
         return max(self._workers, 1 + len(self.peers))
+
+    @property
+    def lag_s(self) -> float:
+        """Seconds from writing facts to reading them, as last measured; 0 = not for a while."""
+        lag_s, measured_at = self._lag
+        return lag_s if time.monotonic() - measured_at < LAG_KEPT_S + lag_s else 0.0
+
+    def _delayed(self, lag_s: float) -> None:
+        self._lag = lag_s, time.monotonic()
 
     @property
     def unheard_s(self) -> float:
@@ -163,7 +174,7 @@ class Replicas:
         for name in sorted(self.peers):
             if problem := self._facts.problem(name):
                 return f"the facts of {name} cannot be used: {problem}"
-        if self.lag_s > _SLOW_S:
+        if self.lag_s > SLOW_S:
             return (
                 f"messages of the other replicas arrive {self.lag_s:.1f} s late: {self.where} or this process is slow"
             )

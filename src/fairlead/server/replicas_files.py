@@ -232,9 +232,10 @@ class FileReplicas(Replicas):
         if peer is None:
             return
         for kind, payload, written_at in ring.read():
-            self.lag_s = max(time.monotonic() - written_at, 0.0)
+            lag_s = max(time.monotonic() - written_at, 0.0)
+            self._delayed(lag_s)
             if kind == BATCH:
-                self._received(name, peer, payload, self.lag_s, at_once=True)
+                self._received(name, peer, payload, lag_s, at_once=True)
             elif kind == WANTED:
                 self._asked(name, payload)
             elif kind == GONE:

@@ -379,7 +379,8 @@ class ValkeyReplicas(Replicas):
         origin = entry.pop(ORIGIN, b"")
         if origin == self._name:
             if position == self._written:
-                self.lag_s, self._written = 0.5 * (time.monotonic() - self._written_at), b""
+                self._delayed(0.5 * (time.monotonic() - self._written_at))
+                self._written = b""
             return
         name = origin.decode(errors="replace")
         for kind, payload in entry.items():
