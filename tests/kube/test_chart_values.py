@@ -273,6 +273,8 @@ def test_the_same_values_render_the_same_objects(helm: Helm, values: str) -> Non
 
 
 INDEXER = "inferenceExtension.kvcacheIndexer"
+DIALS_IN = f"{INDEXER}.enabled=true,{INDEXER}.zmqSubscriberURL=tcp://*:5557"
+CUSTOM = "inferenceExtension.pluginsCustomConfig"
 EMPTY = ("config", "commonLabels", "service", "monitoring.rules", f"{INDEXER}.config", f"{INDEXER}.podLabels")
 EXTENSION = ("pluginsCustomConfig", "podLabels", "leaderElection", "valkey.enabled", "valkey.podLabels")
 SECTIONS = ("admin", "extProc", "kubernetes", "kvEvents", "journal", "autoscaling", "replicas", "tracing", "scorers")
@@ -395,6 +397,31 @@ def test_custom_plugins_are_checked_as_well(helm: Helm, entries: str) -> None:
             [*LABELS, "--set", f"{INDEXER}.enabled=true,{INDEXER}.zmqSubscriberURL=tcp://*:9002"],
             "zmqSubscriberURL: port 9002 is that of config.extProc.port",
         ),
+        *(
+            (
+                [*LABELS, "--set", f"{INDEXER}.mode={mode},config.kvEvents.port=5557,{DIALS_IN}"],
+                "config.kvEvents.port: engines dial in",
+            )
+            for mode in ("embedded", "service")
+        ),
+        ([*LABELS, "--set", "standalone.enabled=true,config.gateway=none"], "standalone.enabled starts a gateway"),
+        ([*LABELS, "--set", "standalone.enabled=true,config.gateway.mode=none"], "standalone.enabled starts a gateway"),
+        ([*LABELS, "--set", "config.endpoints={10.0.0.1:8000}"], "endpoints come from Kubernetes here"),
+        (
+            [*LABELS, "--set", "config.policy=random", "--set-json", f'{CUSTOM}.scorers=[{{"type":"queue"}}]'],
+            'config.policy: "random" brings its own filters',
+        ),
+        (
+            [*LABELS, *(f'--set-json={place}.filters=[{{"type":"role"}}]' for place in ("config", CUSTOM))],
+            "config.filters: inferenceExtension.pluginsCustomConfig says how to choose",
+        ),
+        (
+            [*LABELS, "--set", f"{CUSTOM}.x=text,inferenceExtension.pluginsConfigFile=y"],
+            'pluginsConfigFile: "y" is none of the files under pluginsCustomConfig: x',
+        ),
+        ([*LABELS, "--set", f"{CUSTOM}.x=text,{CUSTOM}.y=text"], 'pluginsConfigFile: "" is none of the files'),
+        ([*LABELS, "--set", "config.als.port=9090"], "config.als.port: port 9090 is that of config.admin.port"),
+        ([*LABELS, "--set", "inferenceObjectives[0].name=A_b"], "/inferenceObjectives/0/name"),
         ([*LABELS, "--set", "provider.name=nginx"], "value must be one of"),
         ([*LABELS, "--set", "inferencePool.targetPorts[0].number=70000"], "maximum"),
         ([*LABELS, "--set", "inferencePool.failureMode=Open"], "value must be one of"),

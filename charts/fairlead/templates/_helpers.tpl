@@ -141,10 +141,13 @@ imagePullPolicy: {{ .pullPolicy }}
 {{- end -}}
 {{- end }}
 
-{{/* (a configuration, or nothing): its sections, without those that are empty */}}
+{{/* (a configuration, or nothing): its sections, without those that are empty, and with `gateway: none` in its long form */}}
 {{- define "fairlead.sections" -}}
 {{- $sections := dict -}}
-{{- range $name, $section := . -}}{{- if not (kindIs "invalid" $section) -}}{{- $_ := set $sections $name $section -}}{{- end -}}{{- end -}}
+{{- range $name, $section := . -}}
+{{- if and (eq $name "gateway") (kindIs "string" $section) -}}{{- $section = dict "mode" $section -}}{{- end -}}
+{{- if not (kindIs "invalid" $section) -}}{{- $_ := set $sections $name $section -}}{{- end -}}
+{{- end -}}
 {{- toYaml $sections -}}
 {{- end }}
 
@@ -289,6 +292,40 @@ matchLabels: {{- toYaml . | nindent 2 }}
 {{- end -}}
 {{- end }}
 
+{{/* Values under config that contradict others, with which the scheduler or the indexer would not start */}}
+{{- define "fairlead.checkConfig" -}}
+{{- $own := include "fairlead.sections" .Values.config | fromYaml -}}
+{{- if $own.endpoints -}}
+{{- fail "config.endpoints: endpoints come from Kubernetes here; leave it out" -}}
+{{- end -}}
+{{- if and .Values.standalone.enabled (eq (dig "gateway" "mode" "" $own) "none") -}}
+{{- fail "config.gateway.mode: standalone.enabled starts a gateway; leave one of them out" -}}
+{{- end -}}
+{{- $configs := list (include "fairlead.config" . | fromYaml) -}}
+{{- if include "fairlead.ownIndexer" . -}}{{- $configs = append $configs (include "fairlead.indexerConfig" . | fromYaml) -}}{{- end -}}
+{{- range $configs -}}
+{{- if and (dig "kvEvents" "bind" "" .) (dig "kvEvents" "port" 0 .) -}}
+{{- fail "config.kvEvents.port: engines dial in at inferenceExtension.kvcacheIndexer.zmqSubscriberURL or kvEvents.bind, or are dialled at this port; leave one of them out" -}}
+{{- end -}}
+{{- end -}}
+{{- $custom := .Values.inferenceExtension.pluginsCustomConfig | default dict -}}
+{{- $file := .Values.inferenceExtension.pluginsConfigFile -}}
+{{- $texts := ne (len $custom) 0 -}}
+{{- range $custom -}}{{- if not (kindIs "string" .) -}}{{- $texts = false -}}{{- end -}}{{- end -}}
+{{- if and $texts (or $file (gt (len $custom) 1)) (not (hasKey $custom $file)) -}}
+{{- fail (printf "inferenceExtension.pluginsConfigFile: %q is none of the files under pluginsCustomConfig: %s" $file (keys $custom | sortAlpha | join ", ")) -}}
+{{- end -}}
+{{- range list "policy" "filters" "scorers" "selection" "builtinFilters" -}}
+{{- if and (hasKey $own .) (or $texts (hasKey $custom .)) -}}
+{{- fail (printf "config.%s: inferenceExtension.pluginsCustomConfig says how to choose; leave one of them out" .) -}}
+{{- end -}}
+{{- end -}}
+{{- $all := merge dict $own $custom -}}
+{{- if and (kindIs "string" $all.policy) (ne $all.policy "default") (or (hasKey $all "filters") (hasKey $all "scorers") $all.selection) -}}
+{{- fail (printf "config.policy: %q brings its own filters, scorers and selection; leave one or the other out" $all.policy) -}}
+{{- end -}}
+{{- end -}}
+
 {{/* What cannot work is refused here */}}
 {{- define "fairlead.check" -}}
 {{- if contains "." (include "fairlead.fullname" .) -}}
@@ -350,6 +387,7 @@ matchLabels: {{- toYaml . | nindent 2 }}
 {{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}
 {{- fail "httpRoute.parentRefs: name the gateway, e.g. [{name: inference-gateway}]" -}}
 {{- end -}}
+{{- include "fairlead.checkConfig" . -}}
 {{- include "fairlead.checkPorts" . -}}
 {{- include "fairlead.checkAdmin" . -}}
 {{- include "fairlead.checkIndexer" . -}}
