@@ -42,7 +42,7 @@ Examples:
 """)
 def epp(
     flags: Annotated[
-        list[str] | None, typer.Argument(metavar="FLAG", help="A flag of the reference; docs/cli.md lists them.")
+        list[str] | None, typer.Argument(metavar="FLAG", help="A flag of the reference, see below.")
     ] = None,
 ) -> None:
     """Serve with the reference endpoint picker's flags: no gateway, ext_proc on port 9002 with TLS, health on 9003,

@@ -42,7 +42,8 @@ class PlainCommand(TyperCommand):
         return usage(self)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        for title, rows in (("Arguments", arguments(self)), ("Options", options(self))):
+        flags = reference_flags() if self.name == "epp" else []
+        for title, rows in (("Arguments", arguments(self)), ("Options", options(self)), ("Flags", flags)):
             if rows:
                 with formatter.section(title):
                     formatter.write_dl(
@@ -84,6 +85,18 @@ def arguments(command: Any) -> list[tuple[str, str, str]]:
 def options(command: Any) -> list[tuple[str, str, str]]:
     """Names and value, default and help of each option."""
     return [(_names(item), _default(item), item.help or "") for item in _visible(command, "option")]
+
+
+def reference_flags() -> list[tuple[str, str, str]]:
+    """Name, nothing, and the meaning here of each flag of the reference picker."""
+    from fairlead.compat.command_line import FLAGS
+
+    rows = []
+    for name, flag in FLAGS.items():
+        said = f"No effect: {flag.meaning}" if flag.ignored else flag.meaning
+        there = f" [default there: {flag.default}]" if flag.default else ""
+        rows.append((f"--{name}", "", said.replace("`", "") + there))
+    return rows
 
 
 def _visible(command: Any, kind: str) -> list[Any]:

@@ -9,12 +9,14 @@ import yaml
 from fairlead.cli import epp as command
 from fairlead.cli.epp import configured
 from fairlead.cli.main import main
+from fairlead.compat.command_line import FLAGS
 from fairlead.compat.load import load
 from fairlead.config.schema import Config
 from fairlead.core.errors import ConfigError
 from fairlead.gateway.tls import ServerTls
 
 ENTRYPOINT = Path(__file__).parents[3] / "deploy" / "entrypoint.sh"
+CHOSEN = ["--config-text", "{endpoints: [10.0.0.1:80]}", "--secure-serving=false"]
 DOCUMENT = "{kind: EndpointPickerConfig, apiVersion: llm-d.ai/v1alpha1}"
 ENDPOINTS = "{kind: EndpointPickerConfig, apiVersion: llm-d.ai/v1alpha1, endpoints: [10.0.0.1:80]}"
 #: As the reference's chart 0.10 renders them.
@@ -165,3 +167,10 @@ def test_a_configuration_of_the_reference_starts_no_gateway() -> None:
     told = load(yaml.safe_dump(wanted))
     assert (told.gateway.mode, told.gateway.port) == ("embedded", 8081)
     assert (told.ext_proc.port, told.ext_proc.health_port) == (1, 9003)
+
+
+def test_its_help_lists_the_flags_of_the_reference(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["epp", "--help"])
+    shown = capsys.readouterr().out
+    assert [name for name in FLAGS if f"--{name} " not in shown and f"--{name}\n" not in shown] == []
