@@ -31,6 +31,16 @@ schedulingProfiles:
   - {pluginRef: kv-cache-utilization-scorer, weight: 2}
   - {pluginRef: prefix-cache-scorer, weight: 3}
 """
+#: Fields of the configuration that flags set which `fairlead serve` does not have, or which it names otherwise.
+_FLAGS = {
+    "admin.port": "--metrics-port",
+    "admin.metricsPort": "--metrics-port",
+    "metrics.interval": "--refresh-metrics-interval",
+    "metrics.idleInterval": "--refresh-metrics-interval",
+    "metrics.staleness": "--metrics-staleness-threshold",
+    **{f"metrics.{key}": f"--model-server-metrics-{key}" for key in ("scheme", "path", "port")},
+    **{f"metrics.engines.vllm.{key}": f"--{name}" for name, key in _METRICS.items()},
+}
 _LEVELS = {"debug": "debug", "info": "info", "warn": "warning", "error": "error", "panic": "error"}
 
 
@@ -51,15 +61,22 @@ def epp(
     The image runs this when its first argument is a flag. The log names flags that have no effect. Flags override the
     configuration.
     """
-    from fairlead.cli.serve import serve_file
+    from fairlead.cli.serve import FLAGS, serve_file
     from fairlead.compat.command_line import parse, without_effect
+    from fairlead.config.problems import InvalidConfig
 
     stray: list[tuple[str, str]] = []
     given = parse(flags or (), stray)
     with tempfile.TemporaryDirectory(prefix="fairlead-epp-") as directory:
         base = Path(directory)
         values = configured(given, base)
-        serve_file(_configuration(given, base), values, notes=[*stray, *without_effect(given)])
+        try:
+            notes = [*stray, *without_effect(given)]
+            serve_file(_configuration(given, base), values, notes=notes, names={**FLAGS, **_FLAGS})
+        except InvalidConfig as error:
+            if given.get("config-file"):
+                raise
+            raise InvalidConfig(error.problems, "--config-text" if given.get("config-text") else "") from None
 
 
 def _configuration(given: Mapping[str, str], directory: Path) -> Path:

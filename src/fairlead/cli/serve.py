@@ -12,6 +12,21 @@ from fairlead.cli.basics import DEFAULT_FILE, without_collection
 from fairlead.cli.options import ConfigFile, examples
 from fairlead.core.errors import ConfigError
 
+#: Fields of the configuration, and the flags that set them; also those of the reference picker.
+FLAGS = {
+    "kubernetes.pool": "--pool-name",
+    "kubernetes.namespace": "--pool-namespace",
+    "kubernetes.group": "--pool-group",
+    "kubernetes.kubeconfig": "--kubeconfig",
+    "kubernetes.selector": "--endpoint-selector",
+    "kubernetes.targetPorts": "--endpoint-target-ports",
+    "kubernetes.leaderElection": "--ha-enable-leader-election",
+    "gateway.port": "--port",
+    "extProc.port": "--grpc-port",
+    "extProc.healthPort": "--grpc-health-port",
+    "admin.port": "--admin-port",
+}
+
 
 def overlay(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Convert flags, by the paths of their fields, to the structure of the file, without flags that were not given."""
@@ -21,6 +36,13 @@ def overlay(flags: Mapping[str, Any]) -> dict[str, Any]:
             section, _, field = path.partition(".")
             given.setdefault(section, {})[field] = value
     return given
+
+
+def _is_set(flags: Mapping[str, Any], path: str) -> bool:
+    value: Any = flags
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value is not None
 
 
 def labels(text: str) -> dict[str, str]:
@@ -126,9 +148,10 @@ def serve_file(
     running_gateway: str = "{}",
     notes: Sequence[tuple[str, str]] = (),
     workers: int = 1,
+    names: Mapping[str, str] = FLAGS,
 ) -> None:
     """Serve with the configuration in `file`. `running_gateway`: a `RunningGateway` as JSON. `notes`: (flag, why) for
-    flags without effect."""
+    flags without effect. `names`: the flags of fields, for errors."""
     import signal
 
     for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
@@ -137,12 +160,18 @@ def serve_file(
         from msgspec.json import decode
 
         from fairlead.compat.load import read_bytes
+        from fairlead.config.problems import InvalidConfig, moved
         from fairlead.server.observe.log import get, in_background, name_worker, setup
         from fairlead.server.running_gateway import RunningGateway
 
         gateway = decode(running_gateway, type=RunningGateway)
         content = None if scheduler_only else read_bytes(file)
-        config, begun = gateway.configurations(file, flags, content)
+        try:
+            config, begun = gateway.configurations(file, flags, content)
+        except InvalidConfig as error:
+            places = {f"$.{path}": (name, 0) for path, name in names.items() if _is_set(flags, path)}
+            problems = dict.fromkeys(moved(problem, places) for problem in error.problems)
+            raise InvalidConfig([*problems], error.source) from None
         setup(config.log.level, config.log.format)
         for flag, why in notes:
             get("serve").warning("a flag has no effect here", flag=flag, why=why)

@@ -193,7 +193,7 @@ class _Assembly(Struct, eq=False):
             off = settings.kubernetes.model_copy(update={"pool": "", "selector": {}, "namespaces": ()})
             settings = settings.model_copy(update={"kubernetes": off})
         elif settings.kubernetes.on and (endpoints.static or endpoints.file):
-            hint = "leave out endpoints: or kubernetes:"
+            hint = "leave out endpoints:, or kubernetes: and --pool-name"
             self.report.add(("endpoints",), "endpoints come from Kubernetes already", hint)
         if not self.report.problems:  # with problems, the indices of entries may differ from those in the file
             note_unknown_engines(endpoints.static, settings.metrics, ("endpoints",), self.report)

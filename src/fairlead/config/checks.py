@@ -455,8 +455,8 @@ def _check_kubernetes(section: Kubernetes, report: Report) -> None:
         if labels and not section.namespaces:
             report.add((key, field), "it is for several pools", "set namespaces:, or leave it out")
     if bool(section.selector) != bool(section.target_ports):
-        lacks = "targetPorts" if section.selector else "selector"
-        report.add((key,), f"field '{lacks}' is missing", "pods without an InferencePool need both")
+        has, lacks = ("selector", "targetPorts") if section.selector else ("targetPorts", "selector")
+        report.add((key, has), f"field '{lacks}' is missing", "pods without an InferencePool need both")
     if len({*section.target_ports}) < len(section.target_ports):
         report.add((key, "targetPorts"), "port numbers must be unique")
     if len(section.target_ports) > MAX_PORTS:

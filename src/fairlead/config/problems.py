@@ -28,7 +28,9 @@ class Problem(Struct, frozen=True):
     warning: bool = False
 
     def render(self, source: str = "") -> str:
-        """`file:line: path: message (hint)`, on one line."""
+        """`file:line: path: message (hint)`, on one line. Without the file if the path names a flag."""
+        if self.path.startswith("--"):
+            return self._said()
         where = f"{source}:{self.line}: " if source and self.line else f"{source}: " if source else ""
         return f"{where}{self._said()}"
 

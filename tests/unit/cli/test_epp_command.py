@@ -105,7 +105,17 @@ def test_without_openssl_the_error_says_what_to_do(tmp_path: Path, monkeypatch: 
         (["--config-file", "nope.yaml", "--secure-serving=false"], "nope.yaml"),
         (["--config-file", "a", "--config-text", "b"], "not together with --config-file"),
         (["--no-such-flag"], "unknown flag"),
-        (["--secure-serving=false"], "no endpoints"),
+        (["--secure-serving=false"], "error: no endpoints"),
+        (["--secure-serving=false", "--config-text", "endpoints: 3"], "error: --config-text:1: $.endpoints: expected"),
+        ([*CHOSEN, "--refresh-metrics-interval", "50"], "error: --refresh-metrics-interval: expected a duration"),
+        ([*CHOSEN, "--grpc-port=99999"], "error: --grpc-port: expected an integer <= 65535"),
+        ([*CHOSEN, "--lora-info-metric", "}{"], "error: --lora-info-metric: expected a metric name"),
+        ([*CHOSEN, "--ha-enable-leader-election"], "error: --ha-enable-leader-election: there is no pool to lead"),
+        (
+            ["--secure-serving=false", "--endpoint-selector=app=vllm"],
+            "error: --endpoint-selector: field 'targetPorts' is missing",
+        ),
+        ([*CHOSEN, "--pool-name", "llama"], "(leave out endpoints:, or kubernetes: and --pool-name)"),
     ],
 )
 def test_errors_are_one_line_and_exit_code_2(
@@ -121,7 +131,7 @@ def test_errors_are_one_line_and_exit_code_2(
 def test_a_configuration_as_text_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     served = []
 
-    def remember(file: Path, flags: dict[str, object], notes: list[tuple[str, str]]) -> None:
+    def remember(file: Path, flags: dict[str, object], notes: list[tuple[str, str]], names: object) -> None:
         served.append((load(file, flags=flags), [flag for flag, _ in notes]))
 
     monkeypatch.setattr("fairlead.cli.serve.serve_file", remember)
