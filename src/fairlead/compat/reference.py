@@ -14,10 +14,10 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from fairlead.compat.json_schema import json_schema
-from fairlead.config.builtins import ALIASES, BUILTINS, POLICIES, Kind
+from fairlead.config.builtins import ALIASES, BUILTINS, METHODS, POLICIES
 from fairlead.config.check import fields
 from fairlead.config.plugin_reader import BAND_KINDS, FLOW_KINDS
-from fairlead.config.registry import Registry
+from fairlead.config.registry import RegisteredPlugin, Registry, declared
 from fairlead.config.schema import SECTIONS, BandSettings, FlowSettings
 from fairlead.plugins.params import Quantity
 
@@ -93,17 +93,20 @@ def bands() -> Entry:
 
 def plugins() -> list[Entry]:
     registry = Registry(list)
-    registered = ((kind, name, registry.find(kind, name)) for kind, known in BUILTINS.items() for name in known)
-    return [
-        Entry(name, _plugin(kind, name), tuple(_fields(plugin.params, "")), kind)
-        for kind, name, plugin in registered
-        if plugin is not None
-    ]
+    registered = (registry.find(kind, name) for kind, known in BUILTINS.items() for name in known)
+    return [_plugin(plugin) for plugin in registered if plugin is not None]
+
+
+def _registered(wanted: str) -> list[Entry]:
+    """The plugins with this type or other name, also `KIND.TYPE`, and also installed ones. Raises `PluginError`."""
+    registry, (only, _, name) = Registry(), wanted.rpartition(".")
+    plugins = [registry.find(kind, name) for kind in METHODS if only in ("", kind)]
+    return [_plugin(plugin) for plugin in plugins if plugin is not None]
 
 
 def look_up(wanted: str) -> list[Entry]:
     """The description of a field (`gateway.port`, also with `$.` before it and an index), a section or a plugin. A
-    field is an entry with one row. Empty if the name is unknown."""
+    field is an entry with one row. Empty if the name is unknown. Raises `PluginError`."""
     name = re.sub(r"\[[0-9]*\]", "[]", wanted.removeprefix("$."))
     for form in _FORMS:
         name = name.removeprefix(form)
@@ -116,7 +119,7 @@ def look_up(wanted: str) -> list[Entry]:
         for entry in everything
         if not entry.kind and entry not in entries
     ]
-    return entries + [part for part in parts if part.rows]
+    return entries + [part for part in parts if part.rows] or _registered(name)
 
 
 def choices(field: str) -> list[str]:
@@ -129,14 +132,16 @@ def names() -> list[str]:
     """All names that `look_up` knows."""
     entries = [top(), *sections(), bands(), *plugins()]
     rows = (row[0] for entry in entries if not entry.kind for row in entry.rows)
-    return [*filter(None, (entry.name for entry in entries)), *rows]
+    installed = Registry().types("filter") - {*BUILTINS["filter"], *ALIASES["filter"]}
+    return [*filter(None, (entry.name for entry in entries)), *rows, *installed]
 
 
-def _plugin(kind: Kind, name: str) -> str:
-    cls = BUILTINS[kind][name]
+def _plugin(plugin: RegisteredPlugin) -> Entry:
+    kind, name, cls = plugin.kind, plugin.type, plugin.cls
     aliases = ", ".join(f"`{alias}`" for alias, (target, _) in ALIASES[kind].items() if target == name)
-    weight = f"Default weight {cls.weight:g}." if kind == "scorer" else ""
-    return " ".join(filter(None, (_about(cls), weight, f"Also called {aliases}." if aliases else "")))
+    weight = f"Default weight {declared(cls, 'weight', 1.0):g}." if kind == "scorer" else ""
+    about = " ".join(filter(None, (_about(cls), weight, f"Also called {aliases}." if aliases else "")))
+    return Entry(name, about, tuple(_fields(plugin.params, "")), kind)
 
 
 def _about(cls: type) -> str:

@@ -48,6 +48,15 @@ def test_a_configuration_may_name_it(site: Path) -> None:
     assert "valid. Policy custom: 5 filters, 3 scorers, picker top-k. Endpoints: 2." in done.stdout
 
 
+def test_it_is_explained(site: Path) -> None:
+    for name in ("free-tokens", "scorer.free-tokens"):
+        done = run(site, "-m", "fairlead", "config", "explain", name)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith("free-tokens (Scorers, in scorers): 1 where the whole request fits")
+        assert "expectedOutput: whole number (default 500)" in done.stdout
+    assert "did you mean 'free-tokens'?" in run(site, "-m", "fairlead", "config", "explain", "free-token").stderr
+
+
 def test_without_it_the_configuration_does_not_load(tmp_path: Path) -> None:
     done = run(tmp_path, "-m", "fairlead", "validate", str(EXAMPLE / "fairlead.yaml"))
     assert done.returncode == 2
