@@ -193,7 +193,7 @@ class Fleet:
         if sample.waiting is None and sample.running is None:
             return []
         self._learn_limit(slot, waiting, running, now)
-        # It may have been learned at other endpoints of its class.
+        # The limit is that of the endpoint's class, so it may have been learned at other endpoints.
         table.max_seqs[slot] = self.predictor.rates.limit(slot)
         dropped = self.ledger.reconcile(slot, started, waiting, running)
         for lease in dropped:

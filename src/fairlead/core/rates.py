@@ -190,7 +190,7 @@ _Five = tuple[float, float, float, float, float]
 
 
 class _Limit(Struct):
-    """The limit of sequences that an engine, or those of a class, run at once, found from scrapes with memory to spare.
+    """The limit of sequences that engines of a class run at once, found from scrapes with memory to spare.
 
     The limit is reached if requests wait and, in several scrapes, the highest number ever seen runs (or one less, if
     one has just ended). Requests that wait for the token budget of a step run soon after instead, and the number of
@@ -344,13 +344,12 @@ def _level(factors: _Three) -> float:
 
 class _Own:
     """How much longer an endpoint takes than by the prior: the mean of logarithms, the weight of the evidence, and the
-    clock seconds when it was renewed. `limit`: of its own sequences."""
+    clock seconds when it was renewed."""
 
-    __slots__ = ("limit", "mean", "renewed", "weight")
+    __slots__ = ("mean", "renewed", "weight")
 
     def __init__(self) -> None:
         self.mean = self.weight = self.renewed = 0.0
-        self.limit = _Limit()
 
     def add(self, x: float, now: float, alike: _Class) -> None:
         self.count(alike, -1.0)
@@ -492,14 +491,11 @@ class Rates:
 
     def sampled(self, slot: int, waiting: float, running: float) -> None:
         """Learn the limit of sequences from a scrape of an endpoint with memory to spare."""
-        for limit in self._own[slot].limit, self._classes[self._looks[slot]].limit:
-            limit.sampled(waiting, running)
+        self._classes[self._looks[slot]].limit.sampled(waiting, running)
 
     def limit(self, slot: int) -> float:
-        """Return how many sequences the endpoint runs at once; 0 = unknown. Engines that look alike may be configured
-        with unlike limits, so that of the class only counts if the endpoint has shown neither its own nor more."""
-        own, alike = self._own[slot].limit, self._classes[self._looks[slot]].limit
-        return own.known or (alike.known if own.peak <= alike.known else 0.0)
+        """Return how many sequences the endpoint runs at once; 0 = unknown."""
+        return self._classes[self._looks[slot]].limit.known
 
     def _publish(self, alike: _Class) -> None:
         """Write the factors of a class to the columns of all its members."""

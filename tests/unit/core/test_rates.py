@@ -226,15 +226,6 @@ class TestLimits:
         rates.sampled(0, 0.0, 6.0)
         assert rates.limit(0) == 0.0
 
-    def test_engines_that_look_alike_have_unlike_limits(self) -> None:
-        rates = pool(3)
-        for running in (5.0, 12.0, 30.0):
-            rates.sampled(0, 1.0, 4.0)
-            rates.sampled(1, 0.0, running)
-        assert [rates.limit(slot) for slot in range(3)] == [4.0, 0.0, 0.0]
-        rates.reset(0, look=None)
-        assert rates.limit(0) == 0.0, "a restarted engine may have another one"
-
     def test_numbers_that_go_up_and_down_are_no_limit(self) -> None:
         rates, rng = pool(1), Random(9)
         for _ in range(500):
