@@ -20,6 +20,7 @@ Rules
 import heapq
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import ceil
 from random import Random
 
 from msgspec.structs import replace
@@ -563,7 +564,7 @@ class Simulation:
         now, coming = self.kernel.now, self._coming
         if self._going or not coming or self.scenario.faults or now < self._calm_since + QUIET_S:
             return now + pause_s
-        return max(now + pause_s, coming[0] - QUIET_S)
+        return now + max(ceil((coming[0] - QUIET_S - now) / pause_s), 1) * pause_s
 
     def _scrape_on(self, index: int) -> None:
         self._scrape(index)
