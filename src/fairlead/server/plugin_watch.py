@@ -5,7 +5,8 @@ Rules
   again and again. Python handles signals between two instructions of that thread, so nothing else runs meanwhile.
 * The same call of a plugin at two signals is interrupted: `NeverReturned` is raised in it, and whoever called it goes
   on as with any failure of a plugin. Code of this package is never interrupted, so its state stays whole.
-* What goes on in spite of it is logged with its place. C code that keeps the interpreter lock, such as a long search of
+* Policies, filters, scorers and pickers are called so that this works. What else holds up the loop, and what goes on in
+  spite of it, is logged with its place. C code that keeps the interpreter lock, such as a long search of
   `re`, stops this thread too.
 """
 
@@ -13,6 +14,7 @@ import asyncio
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -26,6 +28,8 @@ log = get("plugins")
 #: Seconds without a turn of the event loop until the first signal; half of it between two signals.
 LIMIT_S = 1.0
 _SIGNAL = int(signal.SIGRTMIN) + 1
+#: If the thread itself wakes so much later, no call is blamed.
+_LATE_S = 0.05
 #: Signals without effect until the place is logged.
 _LOGGED_AFTER = 4
 _OWN = f"{Path(fairlead.__file__).parent}/"
@@ -58,10 +62,14 @@ class PluginWatch:
                 self._loop.call_soon_threadsafe(self._turned.set)
             except RuntimeError:  # the loop is closed
                 return
-            signals, wait = 0, self._limit
-            while not self._turned.wait(wait):
-                signal.pthread_kill(self._main, _SIGNAL)
-                signals, wait = signals + 1, self._limit / 2
+            signals, wait, began = 0, self._limit, time.monotonic()
+            while not self._turned.wait(wait) and not self._closed.is_set():
+                if time.monotonic() - began > 1.25 * wait + _LATE_S:  # the whole machine stalls
+                    self._call = None
+                else:
+                    signal.pthread_kill(self._main, _SIGNAL)
+                    signals, wait = signals + 1, self._limit / 2
+                began = time.monotonic()
                 if signals == _LOGGED_AFTER:
                     self._log()
             self._call = None
@@ -83,7 +91,7 @@ class PluginWatch:
         where = (
             "" if code is None else f"{code.co_qualname} ({Path(code.co_filename).name}, line {code.co_firstlineno})"
         )
-        log.error("the event loop is held up", by="a plugin" if call is not None else "Fairlead", where=where)
+        log.error("the event loop is held up", plugin=call is not None, where=where)
 
 
 def _plugin_call(frame: FrameType | None) -> tuple[FrameType | None, CodeType | None]:

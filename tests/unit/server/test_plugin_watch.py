@@ -85,6 +85,14 @@ async def test_a_scorer_is_left_out_of_that_decision(watch: Any) -> None:
     assert [error.plugin for error in errors] == ["endless"] and watch.count == 1
 
 
+async def test_it_can_be_closed_at_any_moment() -> None:
+    for _ in range(20):
+        watch = PluginWatch(asyncio.get_running_loop(), limit_s=0.002)
+        for number in range(100_000):
+            str(number)
+        watch.close()
+
+
 async def test_one_that_goes_on_is_named(watch: Any, caplog: pytest.LogCaptureFixture) -> None:
     policy = Canary(LeastRequests(), Stubborn(9), 100.0)
     policy.choose(request(), fleet("e0", "e1"), context())
