@@ -6,7 +6,8 @@ Rules
   a lower band may.
 * Within a band, the scheduler with the oldest request goes first. Each next one goes `TURN` times the delay later: by
   then a charge that closes the endpoint has been reported to it. If all went at the same time, they would choose the
-  same endpoint.
+  same endpoint. The age says nothing of fairness: of two flows that wait at different schedulers, the one with the
+  deeper queue gets more.
 * Work is counted across all schedulers: what a peer gave to a flow moves the flow's turn here, too.
 """
 
