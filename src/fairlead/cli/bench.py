@@ -28,27 +28,32 @@ _Workload = Annotated[
         autocompletion=completion("fairlead.cli.bench_load", "KINDS"),
     ),
 ]
-_Rate = Annotated[float, typer.Option(min=0, help="Requests per second.", show_default="5, or the file's own times")]
+_Rate = Annotated[
+    float | None, typer.Option(min=0.001, help="Requests per second.", show_default="5, or the file's own times")
+]
 _Arrivals = Annotated[
     str,
     typer.Option(metavar="KIND", help="poisson, constant, bursty (--cv) or ramp (--to-rate).", show_default="poisson"),
 ]
 _Closed = Annotated[
-    int, typer.Option(metavar="N", min=0, help="Closed loop: N clients wait for their answers.", show_default=False)
+    int | None,
+    typer.Option(metavar="N", min=1, help="Closed loop: N clients wait for their answers.", show_default=False),
 ]
 _Requests = Annotated[
-    int,
+    int | None,
     typer.Option(
-        "--requests", "-n", metavar="N", min=0, help="Number of requests.", show_default="200, or all of the file"
+        "--requests", "-n", metavar="N", min=1, help="Number of requests.", show_default="200, or all of the file"
     ),
 ]
-_Seconds = Annotated[float, typer.Option(min=0, help="Send for this long.", show_default=False)]
-_Speedup = Annotated[float, typer.Option(metavar="N", min=0, help="Replay a file N times as fast.", show_default="1")]
+_Seconds = Annotated[float | None, typer.Option(min=0.001, help="Send for this long.", show_default=False)]
+_Speedup = Annotated[
+    float | None, typer.Option(metavar="N", min=0.001, help="Replay a file N times as fast.", show_default="1")
+]
 _Model = Annotated[
     str, typer.Option(metavar="NAME", help="Model to ask for.", show_default="the file's, or the first of /v1/models")
 ]
 _Output = Annotated[
-    int, typer.Option(metavar="N", min=0, help="max_tokens of each request.", show_default="the workload's")
+    int | None, typer.Option(metavar="N", min=1, help="max_tokens of each request.", show_default="the workload's")
 ]
 _Set = Annotated[
     list[str] | None, typer.Option(help="A parameter of the workload; a wrong name lists them.", metavar="NAME=VALUE")
@@ -88,18 +93,18 @@ def bench(
     ctx: typer.Context,
     url: _Url,
     workload: _Workload = "shared-prefix",
-    rate: _Rate = 0.0,
+    rate: _Rate = None,
     arrivals: _Arrivals = "",
-    closed: _Closed = 0,
-    requests: _Requests = 0,
-    seconds: _Seconds = 0.0,
-    speedup: _Speedup = 0.0,
+    closed: _Closed = None,
+    requests: _Requests = None,
+    seconds: _Seconds = None,
+    speedup: _Speedup = None,
     cv: Annotated[float, typer.Option(min=0.01, help="Bursty arrivals: 1 is Poisson, more is burstier.")] = 3.0,
     to_rate: Annotated[
-        float, typer.Option(metavar="RATE", min=0, help="Ramp: the last rate.", show_default=False)
-    ] = 0.0,
+        float | None, typer.Option(metavar="RATE", min=0.001, help="Ramp: the last rate.", show_default=False)
+    ] = None,
     model: _Model = "",
-    output_tokens: _Output = 0,
+    output_tokens: _Output = None,
     set: _Set = None,
     extra: _Extra = "",
     header: Header = None,

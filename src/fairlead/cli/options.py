@@ -123,8 +123,8 @@ def wrapped(text: str, indent: int) -> str:
 
 
 def given(ctx: typer.Context, kind: type[S], **more: Any) -> S:
-    """A struct of this kind with the command's options of the same names, and with `more`."""
-    named = {name: value for name, value in ctx.params.items() if name in kind.__struct_fields__}
+    """A struct of this kind with the command's options of the same names that are not `None`, and with `more`."""
+    named = {name: value for name, value in ctx.params.items() if name in kind.__struct_fields__ and value is not None}
     return kind(**named | more)
 
 

@@ -115,6 +115,15 @@ def test_bad_options_are_wrong_usage(arguments: list[str]) -> None:
     assert isinstance(done.exception, ConfigError)
 
 
+@pytest.mark.parametrize(
+    "option", ["-n", "--rate", "--to-rate", "--closed", "--seconds", "--output-tokens", "--speedup"]
+)
+def test_a_zero_is_refused_and_not_taken_as_absent(option: str) -> None:
+    done = fairlead("bench", "127.0.0.1:1", option, "0")
+    assert done.exit_code == 2
+    assert f"Invalid value for '{'--requests' if option == '-n' else option}'" in done.output
+
+
 def test_a_bad_file_is_wrong_usage(tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_bytes(b'{"id":"a","in_tokens":0,"out_tokens":1}\n\xff')
