@@ -93,8 +93,8 @@ class RequestFamilies:
 
     def by_endpoint(self) -> tuple[tuple[Family[Counter], str], ...]:
         """Return the families that count by endpoint, with the label that has its name, id or address."""
-        others = self.fallbacks, self.repeated, self.stalls
-        return (self.attempts, "endpoint_name"), *((family, "endpoint") for family in others)
+        unnamed = self.fallbacks, self.repeated, self.stalls
+        return (self.attempts, "endpoint_name"), *((family, "endpoint") for family in unnamed)
 
     def forget(self, kept: Collection[tuple[str, ...]]) -> None:
         """Drop the counts of all request labels (in the order of `REQUEST_LABELS`) except `kept`."""

@@ -103,12 +103,12 @@ def test_events_without_a_group_neither_rename_nor_clear_another_group() -> None
     assert one.depths(range(4)) == [4, 0, 0]
 
 
-def test_adapters_that_were_named_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fairlead.core.kv.index._MOST_ADAPTERS", 2)
+def test_adapters_that_were_named_last_are_remembered() -> None:
     one = Fixture()
-    for name in ("a", "b", "a", "c"):
-        one.index.know_adapters([name])
-    assert [*one.index.adapters] == ["a", "c"]
+    names = [f"a{number}" for number in range(10_000)]
+    for named in (names, names[:1], ["new"]):
+        one.index.know_adapters(named)
+    assert [*one.index.adapters] == [*names[2:], "a0", "new"]
 
 
 def test_endless_groups_are_refused() -> None:
