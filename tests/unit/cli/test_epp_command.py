@@ -54,7 +54,7 @@ def test_each_flag_that_acts_does(tmp_path: Path) -> None:
     config = read(given, tmp_path, "{tracing: {endpoint: 'http://c:4318/v1/traces'}}")
     kubernetes = config.kubernetes
     assert (kubernetes.pool, kubernetes.namespace, kubernetes.group) == ("llama", "prod", given["pool-group"])
-    assert (kubernetes.kubeconfig, kubernetes.leader_election.enabled) == ("k", True)
+    assert (kubernetes.kubeconfig, kubernetes.leader_election.enabled) == (str(Path("k").absolute()), True)
     assert (config.ext_proc.port, config.ext_proc.health_port, config.ext_proc.tls) == (1, 2, None)
     assert (config.admin.metrics_port, config.admin.port) == (3, 4)
     assert config.admin.tls is not None and config.admin.tls.cert_dir == "/m"
