@@ -69,9 +69,9 @@ class PluginWatch:
                 else:
                     signal.pthread_kill(self._main, _SIGNAL)
                     signals, wait = signals + 1, self._limit / 2
+                    if signals == _LOGGED_AFTER:
+                        self._log()
                 began = time.monotonic()
-                if signals == _LOGGED_AFTER:
-                    self._log()
             self._call = None
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
