@@ -69,9 +69,8 @@ def make(spec: PluginSpec, registry: Registry, **more: Any) -> Any:
         return _GUARDS[spec.kind](plugin) if registered.foreign and spec.kind in _GUARDS else plugin
     except Exception as error:
         why = described(error)
-        if (
-            isinstance(error, TypeError) and error.__traceback__ and error.__traceback__.tb_next is None
-        ):  # not from inside
+        called_here = error.__traceback__ is not None and error.__traceback__.tb_next is None  # not from inside
+        if isinstance(error, TypeError) and called_here:
             why += f"; it is called with (parameters, {', '.join(f'{key}=…' for key in ('name', *more))})"
         raise PluginError(spec.name, f"({spec.path}) could not be made: {why}") from error
 

@@ -113,6 +113,7 @@ class Site:
         self.gateway = gateway.rstrip("/")
         own = config.gateway.admin_port if config.gateway.mode == "embedded" else 0
         self._gateway_admin_given = bool(gateway_admin)
+        self.upstream_token = TokenFile(config.gateway.upstream_token_file)
         self.gateway_admin = gateway_admin.rstrip("/") or (f"http://127.0.0.1:{own}" if own else "")
         self.probe = probe
         self.endpoints: list[Endpoint] = []
@@ -333,7 +334,7 @@ class Site:
     async def upstream_headers(self) -> dict[str, str]:
         """The token that model servers require; empty if none is configured, or it cannot be read."""
         try:
-            return await TokenFile(self.config.gateway.upstream_token_file).headers()
+            return await self.upstream_token.headers()
         except (OSError, ValueError):
             return {}
 

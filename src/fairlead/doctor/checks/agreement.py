@@ -20,7 +20,6 @@ from fairlead.doctor.requests import CHAT, COMPLETIONS, ReportedUsage, chat, com
 from fairlead.doctor.run import Finding, Kind, Severity, Skipped, check
 from fairlead.doctor.site import Site, tried
 from fairlead.pool.render import PROBES, RenderClient, compare
-from fairlead.pool.scrape import TokenFile
 
 _TOKENS = "docs/tokens.md"
 _SELF_CHECK = "docs/kv-events.md#the-self-check"
@@ -80,8 +79,7 @@ async def _rendered(client: RenderClient, endpoint: Endpoint, model: str) -> lis
 
 
 def _render_client(site: Site) -> RenderClient:
-    token = TokenFile(site.config.gateway.upstream_token_file)
-    return RenderClient(5.0, asyncio.get_running_loop().time, token=token)
+    return RenderClient(5.0, asyncio.get_running_loop().time, token=site.upstream_token)
 
 
 @check("tokens", "prompts become the same tokens here as in the engines", needs=("endpoints", "tokens"), budget=60.0)
