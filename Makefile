@@ -5,6 +5,8 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3 python; do \
 VENV := .venv
 BIN := $(VENV)/bin
 TOOLS := $(VENV)/tools
+# Byte code is kept whatever the environment says: each process would compile the tests anew, for some twenty seconds.
+export PYTHONDONTWRITEBYTECODE :=
 FUZZ_SECONDS ?= 600
 QUEUE_STEPS ?= 100000
 # How many tests run at once. A file's tests stay together, the long ones of real processes first.
@@ -46,8 +48,7 @@ ifdef LOCKED
 else
 	@$(BIN)/python -m pip install --disable-pip-version-check --no-compile --only-binary :all: -e '.[dev]'
 endif
-# Where PYTHONDONTWRITEBYTECODE is set, each of the hundreds of processes that tests start would compile it anew. On all
-# cores at once: pip takes one. Files that no Python can read are templates.
+# On all cores at once: pip takes one. Files that no Python can read are templates.
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@$(BIN)/python -m compileall -q src
 	@touch $@ $(VENV)/.run
