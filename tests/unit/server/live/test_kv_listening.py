@@ -29,6 +29,7 @@ from fairlead.core.request import Usage
 from fairlead.lab.stub.kv_publisher import KvEventsConfig, KvPublisher
 from fairlead.pool.kv_events.discovery import KvSource
 from fairlead.pool.kv_events.feed import Sync
+from fairlead.pool.kv_events.subscriber import KvSubscriber
 from fairlead.server.live import kv
 from fairlead.server.live.knowledge import exact_knowledge
 from fairlead.server.live.kv import KvListening
@@ -322,6 +323,24 @@ async def test_ranks_of_a_pod_that_are_endpoints(start: Start) -> None:
             digest += 1
             await asyncio.sleep(0.02)
     assert held() == [[0], [1], [0], [1]]
+
+
+async def test_publishers_are_renewed_once_for_all_endpoints_of_a_turn(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renewed: list[int] = []
+    monkeypatch.setattr(KvSubscriber, "allow", lambda _, publishers: renewed.append(len(publishers)))
+    with zmq.Context() as context, context.socket(zmq.PUB) as free:
+        port = free.bind_to_random_port("tcp://127.0.0.1")
+    world = await start(f"{{enabled: true, bind: 'tcp://127.0.0.1:{port}'}}")
+    before = len(renewed)
+    for host in range(50):
+        world.up(f"ns/pod-{host}", f"10.0.1.{host}:8000")
+    await world.until(lambda: renewed[before:])
+    world.down("ns/pod-0")
+    await world.until(lambda: len(renewed) > before + 1)
+    # By id, by its last part, and by address.
+    assert [renewed[before] - renewed[before + 1], len(renewed) - before] == [3, 2]
 
 
 async def test_storage_that_all_share(start: Start) -> None:
