@@ -122,13 +122,15 @@ class Demand:
         return ceil(endpoints * pods / of)
 
     def endpoints(self, fleet: Known) -> int | None:
-        """Return the number of endpoints needed by the load, 0 if there are no requests; `None` = it was not observed
-        for long enough."""
+        """Return the number of endpoints needed by the load, 0 if no requests come or run, of whatever client; `None` =
+        it was not observed for long enough."""
         recent = self._since(RECENT_S)
         if recent is None or recent.time < 0.5 * RECENT_S:
             return None
         if not recent.requests:
-            return 0
+            table = fleet.table
+            running = np.any((table.queue + table.active)[table.alive] > 0.0)
+            return max(self._for_memory(1.0, fleet), 1) if running else 0
         rate = recent.requests / recent.time
         expected = rate + max(self._slope() * self.objective.startup_s, 0.0)
         expected = min(expected, AHEAD * rate)

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fairlead.core.demand import AHEAD, APART_S, LATE_SHARE, MOST, Demand, Objective, Totals, in_time
-from fairlead.core.endpoint import Endpoint
+from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.fleet import Fleet
+from fairlead.core.request import Request
 
 
 def fleet(count: int = 4) -> Fleet:
@@ -70,6 +71,29 @@ def test_nothing_is_known_at_first_and_nothing_is_asked_for_where_nothing_comes(
     for step in range(20):
         quiet.observe(Totals(5.0 * step, 7, 70, 0))
     assert quiet.endpoints(fleet()) == 0
+
+
+def test_what_still_runs_keeps_endpoints_although_nothing_new_comes() -> None:
+    demand, known = Demand(), fleet(2)
+    for step in range(20):
+        demand.observe(Totals(5.0 * step, 7, 70, 0))
+    leases = [known.charge(Request(id=n, arrived=0.0, prompt_tokens=20_000), 0, 0.0, 0, 9000.0) for n in range(20)]
+    assert demand.endpoints(known) == 1
+    known.table.kv[:2] = 0.99
+    assert demand.endpoints(known) == 3, "the answers' memory grows"
+    for lease in leases:
+        known.ledger.release(lease)
+    assert demand.endpoints(known) == 0, "nobody uses what the engines still report"
+
+
+def test_answers_that_other_clients_or_an_earlier_process_asked_for_keep_an_endpoint() -> None:
+    demand, known = Demand(), fleet(2)
+    for step in range(20):
+        demand.observe(Totals(5.0 * step, 0, 0, 0))
+    known.sampled("e1", 90.0, 90.1, Sample(running=1, kv_usage=0.2))
+    assert demand.endpoints(known) == 1
+    known.sampled("e1", 95.0, 95.1, Sample(running=0, kv_usage=0.0))
+    assert demand.endpoints(known) == 0
 
 
 @given(st.floats(0.1, 200.0), st.floats(1.0, 4.0), st.floats(100.0, 20_000.0), st.floats(0.0, 0.9))
