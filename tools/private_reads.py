@@ -25,9 +25,9 @@ def private(name: str) -> bool:
 def reads(source: str) -> list[tuple[int, str]]:
     """Line and text of each place."""
     tree = ast.parse(source)
-    own = set(_defined(tree))
-    found = [(line, text) for line, name, text in _used(tree) if private(name) and name not in own]
-    return sorted(set(found))
+    used = [place for place in _used(tree) if private(place[1])]
+    own = set(_defined(tree)) if used else set()
+    return sorted({(node.lineno, text or ast.unparse(node)) for node, name, text in used if name not in own})
 
 
 def _defined(tree: ast.AST) -> Iterator[str]:
@@ -41,17 +41,18 @@ def _defined(tree: ast.AST) -> Iterator[str]:
             yield node.attr
 
 
-def _used(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
+def _used(tree: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str, str]]:
+    """Each place, the name that it uses, and how it is shown; empty = as it is written."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and not _is_own(node.value):
-            yield node.lineno, node.attr, ast.unparse(node)
+            yield node, node.attr, ""
         elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("_"):
             for name in node.names:
-                yield node.lineno, name.name, f"from {node.module} import {name.name}"
+                yield node, name.name, f"from {node.module} import {name.name}"
         elif isinstance(node, ast.Call) and _name(node.func) in _BY_TEXT:
             for argument in node.args:
                 if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
-                    yield node.lineno, argument.value.rpartition(".")[2], ast.unparse(node)
+                    yield node, argument.value.rpartition(".")[2], ""
 
 
 def _is_own(value: ast.expr) -> bool:

@@ -6,6 +6,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from statements import statements
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -13,7 +14,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 def imports(source: str, module: str, modules: set[str]) -> set[str]:
     """Modules among `modules` that this one names in any import, also inside functions and `TYPE_CHECKING` blocks."""
     names = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in statements(source):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

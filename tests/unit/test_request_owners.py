@@ -37,7 +37,7 @@ def kept_by_id(source: str) -> list[str]:
         uses = [use.group() for use in USE.finditer(plain) if not CALL.fullmatch(use.group())]
         if uses:
             found.append(f"{number}: {line.strip()}")
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(ast.parse(source)) if NAMES.search(source) else ():
         if isinstance(node, ast.AnnAssign) and NAMES.search(ast.unparse(node.target)):
             kind = ast.unparse(node.annotation)
             if re.search(r"[dD]ict\[int,", kind):
