@@ -143,33 +143,27 @@ TALKATIVE = [
 @pytest.mark.parametrize("arguments", TALKATIVE, ids=" ".join)
 def test_no_color_means_no_escape_codes(arguments: list[str], tmp_path: Path) -> None:
     out = ["--out", str(tmp_path)] if arguments[:2] == ["sim", "compare"] else []
-    plain = in_a_terminal([*arguments, *out], NO_COLOR="1")
+    plain = in_a_terminal([*arguments, *out], NO_COLOR="1", FORCE_COLOR="1")
     assert plain and b"\x1b" not in plain
-    assert b"\x1b" not in in_a_terminal([*arguments, *out], NO_COLOR="1", FORCE_COLOR="1")
+
+
+def test_no_color_alone_is_enough() -> None:
+    assert b"\x1b" not in in_a_terminal(["sim", "run", "agents", "--requests", "20"], NO_COLOR="1")
 
 
 def test_a_terminal_gets_a_bar() -> None:
     """So the test before this one can fail."""
-    assert b"\x1b[" in in_a_terminal(["sim", "run", "agents", "--requests", "200"])
+    assert b"\x1b[" in in_a_terminal(["sim", "run", "agents", "--requests", "20"])
 
 
-def complete(words: str) -> list[str]:
-    """What bash would offer for the last word."""
-    environment = {"_FAIRLEAD_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
-    done = subprocess.run(
-        [sys.executable, "-c", "from fairlead.cli.main import main; main()"],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.stdout.split()
+def asked_by_bash(words: str) -> dict[str, str]:
+    """The environment in which bash asks what it may offer for the last word."""
+    return {"_FAIRLEAD_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
 
 
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        ("fairlead s", "sim"),
         ("fairlead sim workload ge", "generate"),
         ("fairlead sim run --kv", "--kv-lag-ms"),
         ("fairlead sim run ag", "agents"),
@@ -184,8 +178,19 @@ def complete(words: str) -> list[str]:
         ("fairlead envoy config --retry he", "hedge"),
     ],
 )
-def test_completion(typed: str, offered: str) -> None:
-    assert offered in complete(typed)
+def test_completion(
+    typed: str, offered: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in asked_by_bash(typed).items():
+        monkeypatch.setenv(name, value)
+    assert run([]) == 0
+    assert offered in capsys.readouterr().out.split()
+
+
+def test_completion_in_a_process() -> None:
+    command = [sys.executable, "-c", "from fairlead.cli.main import main; main()"]
+    done = subprocess.run(command, env=os.environ | asked_by_bash("fairlead s"), capture_output=True, text=True)
+    assert "sim" in done.stdout.split()
 
 
 def test_completion_can_be_installed(capsys: pytest.CaptureFixture[str]) -> None:
