@@ -8,6 +8,7 @@ tidal. The load is 0.3 to 1.1 of the pool's roughly estimated capacity. One of f
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from math import exp, log
 from random import Random
 from statistics import fmean
@@ -53,6 +54,7 @@ class Drawn(Struct, frozen=True):
     words: str
 
 
+@lru_cache(maxsize=2)
 def draw(seed: int, number: int, requests: int = REQUESTS) -> Drawn:
     """Draw scenario `number` of a seed, with about `requests` requests."""
     chance = Random(f"drawn/{seed}/{number}")

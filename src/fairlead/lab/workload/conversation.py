@@ -1,5 +1,6 @@
 """Workloads of conversations, and of shared prefixes."""
 
+from functools import lru_cache
 from math import exp, log, sqrt
 from random import Random
 
@@ -127,10 +128,14 @@ def _session(spec: Conversation, session: int, start: float, rng: Random, ids: _
 
 def _around(mean: float, spread: float, rng: Random) -> float:
     """A log-normal value with this mean and coefficient of variation."""
-    if spread == 0:
-        return mean
+    return exp(rng.gauss(*_log_normal(mean, spread))) if spread else mean
+
+
+@lru_cache(maxsize=64)
+def _log_normal(mean: float, spread: float) -> tuple[float, float]:
+    """Mean and standard deviation of the logarithm."""
     variance = log(1.0 + spread * spread)
-    return exp(rng.gauss(log(mean) - variance / 2, sqrt(variance)))
+    return log(mean) - variance / 2, sqrt(variance)
 
 
 def _length(mean: float, spread: float, rng: Random) -> int:

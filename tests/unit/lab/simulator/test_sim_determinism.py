@@ -65,7 +65,9 @@ def test_checking_invariants_changes_nothing(mooncake_head):
 def test_every_scenario_of_what_happens_to_pools_runs_to_its_end():
     for name in (*ADVERSARIAL, *SITUATIONS, *HELD_OUT):
         spec = ScenarioSpec(name=name, source=name, head=60)
-        summary = simulate(build(spec), "policy: default")
+        made = build(spec)
+        assert made.name == name
+        summary = simulate(made, "policy: default")
         assert summary.requests == 60
         assert summary.done + summary.shed + summary.failed + summary.cancelled == 60
         assert summary.done > 40

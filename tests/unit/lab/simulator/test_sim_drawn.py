@@ -55,6 +55,7 @@ def test_the_same_name_draws_the_same():
     for number in range(6):
         name = f"drawn-5-{number}"
         made = build(ScenarioSpec(name=name, source=name))
+        draw.cache_clear()
         again = drawn_scenario(name)
         assert again is not None
         assert (made.workload, made.replicas, made.faults) == (
