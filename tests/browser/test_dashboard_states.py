@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from br_checks import accessible, figure, fits, picture, rows, text_of
 from br_chromium import Browser, Page
+from br_relay import Relay
 from waiting_rules import AbleRules
 
 from fairlead.core.binding import PairBinder
@@ -253,6 +254,24 @@ async def test_a_lost_connection_is_told_and_comes_back(scheduler: Scheduler, br
     await page.until("document.querySelectorAll('#endpoint-rows tbody tr').length === 3")
     assert await page.run("document.getElementById('lost').hidden")
     await page.close()
+
+
+async def _pass(page: Page, seconds: int) -> None:
+    """The page's clock jumps."""
+    await page.run(f"(() => {{ const now = performance.now.bind(performance); "
+                   f"performance.now = () => now() + {1000 * seconds}; }})()")  # fmt: skip
+
+
+async def test_a_connection_that_is_lost_without_a_word_is_made_anew(scheduler: Scheduler, browser: Browser) -> None:
+    scheduler.add(1)
+    async with Relay(scheduler.port) as relay:
+        page = await browser.page(relay.url)
+        await live(page)
+        relay.silence()
+        await _pass(page, 20)
+        await page.until('document.body.dataset.state === "lost"')
+        await live(page)
+        await page.close()
 
 
 async def test_a_decision_that_is_no_longer_known(scheduler: Scheduler, browser: Browser) -> None:

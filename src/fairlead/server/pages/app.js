@@ -5,8 +5,10 @@ import { $, make, setAttribute, setClass, setHidden, setText } from "./dom.js";
 import { Chart } from "./charts.js";
 import { Panels } from "./panels.js";
 
-// Milliseconds after which a silent stream counts as lost; milliseconds that a notice stays at least.
+// Milliseconds after which a silent stream counts as lost, and after which it is closed and opened anew; milliseconds that
+// a notice stays at least.
 const SILENCE = 4000;
+const PATIENCE = 10000;
 const NOTICE = 4000;
 const RETRY = [1000, 2000, 5000];
 const KEPT_S = 3600;
@@ -17,6 +19,7 @@ let about = null;
 let now = null;
 let stream = null;
 let heard = 0;
+let spoke = 0; // when the stream was opened, or said something
 let failures = 0;
 let retry = 0;
 let problem = "";
@@ -180,37 +183,53 @@ function lost() {
 }
 
 function connect() {
-  clearTimeout(retry);
-  if (stream) stream.close();
+  rest();
   stream = new EventSource("/dashboard/stream");
-  stream.addEventListener("beginning", (event) => begin(JSON.parse(event.data)));
-  stream.addEventListener("now", (event) => { problem = ""; take(JSON.parse(event.data)); });
-  stream.addEventListener("broken", () => { problem = "The scheduler could not make this page; its log says why."; lost(); });
-  stream.addEventListener("error", () => {
-    stream.close();
-    lost();
-    retry = setTimeout(again, RETRY[Math.min(failures++, RETRY.length - 1)]);
-  });
+  const listen = (name, action) => stream.addEventListener(name, (event) => { spoke = performance.now(); action(event); });
+  spoke = performance.now();
+  listen("beginning", (event) => begin(JSON.parse(event.data)));
+  listen("now", (event) => { problem = ""; take(JSON.parse(event.data)); });
+  listen("broken", () => { problem = "The scheduler could not make this page; its log says why."; lost(); });
+  stream.addEventListener("error", tryAgain);
+}
+
+function rest() {
+  clearTimeout(retry);
+  stream?.close();
+  stream = null;
+}
+
+function tryAgain() {
+  rest();
+  lost();
+  retry = setTimeout(again, RETRY[Math.min(failures++, RETRY.length - 1)]);
 }
 
 // An EventSource does not say why it failed, so send a plain request to the same address: its answer says why.
 async function again() {
+  const leave = new AbortController();
+  const late = setTimeout(() => leave.abort(), SILENCE);
   try {
-    const leave = new AbortController();
     const answer = await fetch("/dashboard/stream", { signal: leave.signal });
     problem = answer.ok ? "" : `The scheduler refuses: ${(await answer.text()).trim()}.`;
-    leave.abort();
   } catch {
-    problem = "";
+    problem = heard ? "" : "The scheduler does not answer.";
+    lost();
   }
+  clearTimeout(late);
+  leave.abort();
   connect();
 }
 
+// A connection that a network dropped without a word stays open here, and only its silence shows that it is gone.
 setInterval(() => {
-  if (heard && performance.now() - heard > SILENCE) lost();
+  const silent = performance.now() - spoke;
+  if (stream && silent > PATIENCE) tryAgain();
+  else if (heard && (silent > SILENCE || document.body.dataset.state === "lost")) lost();
 }, 500);
+addEventListener("online", connect);
 document.addEventListener("visibilitychange", () => { if (!document.hidden && now) show(); });
-addEventListener("pagehide", () => stream?.close());
+addEventListener("pagehide", rest);
 addEventListener("pageshow", (event) => { if (event.persisted) connect(); });
 
 // ---- choices ----
