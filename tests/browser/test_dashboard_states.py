@@ -97,7 +97,7 @@ class Scheduler:
 
     def serve(
         self, number: int, endpoint: str, model: str = "m", status: int = 200, tenant: str = "", client_id: str = "",
-        target: str = "", at: float | None = None, ttft_ms: float = 110.0,
+        target: str = "", at: float | None = None, ttft_ms: float = 110.0, answered_by: str = "",
     ) -> None:  # fmt: skip
         request = Request(id=number, arrived=self.now(), model=model, target=target, prompt_tokens=900,
                           stream=True, fairness_id=tenant, external_id=client_id)  # fmt: skip
@@ -109,7 +109,7 @@ class Scheduler:
         )
         self.watch.on_outcome(
             OutcomeRecord(
-                request=request, at=at, endpoint=endpoint, status=status, duration_ms=900.0,
+                request=request, at=at, endpoint=answered_by or endpoint, status=status, duration_ms=900.0,
                 ttft_ms=ttft_ms if status < 300 else -1.0,
                 forecast=forecast,
             )
@@ -288,7 +288,24 @@ async def test_a_decision_that_is_no_longer_known(scheduler: Scheduler, browser:
                    "b.dataset.id = '12345'; b.click(); })()")  # fmt: skip
     await page.until("document.querySelector('#why-body').textContent.includes('This decision cannot be shown')")
     assert "no decision '12345' among the last ones" in await text_of(page, "#why-body")
+    await page.press("Escape")
+    await _names_the_endpoint_that_answered(scheduler, page)
     await page.close()
+
+
+async def _names_the_endpoint_that_answered(scheduler: Scheduler, page: Page) -> None:
+    scheduler.add(2)
+    scheduler.serve(8, "default/model-server-000", answered_by="default/model-server-001")
+    both = "default/model-server-000 → default/model-server-001"
+    cell = 'tr[data-key="8"] [data-column=endpoint]'
+    await page.until(f"document.querySelector('#decision-rows {cell}')?.textContent === '{both}'")
+    await page.run("document.querySelector('#decision-rows [data-id=\"8\"]').click()")
+    await page.until("document.querySelector('#why-body dl')")
+    facts = await text_of(page, "#why-body dl")
+    assert "Went todefault/model-server-000Answered bydefault/model-server-001, because " in facts
+    await page.press("Escape")
+    await page.run("location.hash = '#endpoint=default%2Fmodel-server-001'")
+    await page.until(f"document.querySelector('#endpoint-decisions {cell}')?.textContent === '{both}'")
 
 
 async def test_an_outage_is_red_and_says_since_when_and_what_to_do(

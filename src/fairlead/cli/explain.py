@@ -30,7 +30,8 @@ def show(explained: dict[str, Any], top: int) -> None:
     where = explained["endpoint"] or f"nowhere ({explained['outcome']})"
     name = f"request {explained['request_id']}" + (f" ({explained['external_id']})" if explained["external_id"] else "")
     first = f" (prompt: {prefill})" if (prefill := explained.get("prefill_endpoint")) else ""
-    console.print(Text.assemble(name, " → ", (where, "bold"), first, f" by {explained['policy']}"))
+    by = f" by {explained['policy']}" + (", answered by " if (answered := explained.get("answered_by")) else "")
+    console.print(Text.assemble(name, " → ", (where, "bold"), first, by, (answered or "", "bold")))
     _say(
         console,
         f"{explained['target_model'] or 'no model'}, {explained['api']}{', streamed' if explained['stream'] else ''}, "
@@ -151,6 +152,8 @@ def _tie(candidate: "Candidate") -> str:
 
 def _outcome(console: Console, explained: dict[str, Any]) -> None:
     prediction, result = explained.get("prediction"), explained.get("result")
+    if answered := explained.get("answered_by"):
+        _say(console, f"measured at {answered}: {explained['endpoint']} could not be reached, broke off or was overdue")
     if prediction is not None:
         ttft, tpot, cached = prediction["ttft_ms"], prediction["tpot_ms"], prediction["cached_tokens"]
         low, high = ttft["band"]

@@ -46,6 +46,7 @@ class Decision(_Moment):
     endpoint: str | None
     address: str | None
     prefill_endpoint: str | None
+    answered_by: str | None
     predicted_hit_tokens: int
     best_hit_tokens: int
     overloaded: bool

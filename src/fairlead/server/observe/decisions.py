@@ -139,6 +139,7 @@ def render(decision: DecisionRecord, outcome: OutcomeRecord | None, max_shown: i
         "endpoint": decision.endpoint or None,
         "address": decision.address or None,
         "prefill_endpoint": decision.prefill or None,
+        "answered_by": answered_by(decision, outcome) or None,
         "predicted_hit_tokens": decision.hit_tokens,
         "best_hit_tokens": decision.best_hit_tokens,
         "overloaded": decision.overloaded,
@@ -148,6 +149,11 @@ def render(decision: DecisionRecord, outcome: OutcomeRecord | None, max_shown: i
         "trace": None if decision.trace is None else _trace(decision.trace, decision.endpoint, max_shown),
         "result": None if outcome is None else _result(outcome),
     }
+
+
+def answered_by(decision: DecisionRecord, outcome: OutcomeRecord | None) -> str:
+    """The endpoint that answered instead of the chosen one; empty = that did, or nobody has."""
+    return "" if outcome is None or outcome.endpoint == decision.endpoint else outcome.endpoint
 
 
 def _trace(trace: Trace, chosen: str, max_shown: int) -> dict[str, Any]:
@@ -280,13 +286,14 @@ def plain(explanation: Explanation) -> dict[str, Any]:
 
 def prediction(decision: DecisionRecord, outcome: OutcomeRecord | None) -> dict[str, Any] | None:
     """How good the forecast was; `None` = there was no forecast. Times to first token begin when the request was sent,
-    after `queued_ms` and `asked_ms`. Ratios are actual / predicted; `None` = unknown."""
+    after `queued_ms` and `asked_ms`. Ratios are actual / predicted; `None` = unknown, or another endpoint answered."""
     forecast = _made(decision)
     if forecast is None:
         return None
     ttft = round(outcome.sent_ttft_ms, 6) if outcome is not None and outcome.ttft_ms >= 0 else None
     cached = outcome.cached_tokens if outcome is not None and outcome.cached_tokens >= 0 else None
     tpot, streamed = None, decision.request.stream
+    judged = streamed and not answered_by(decision, outcome)
     if (
         streamed
         and outcome is not None
@@ -299,8 +306,8 @@ def prediction(decision: DecisionRecord, outcome: OutcomeRecord | None) -> dict[
             "predicted": round(forecast.ttft_ms, 3),
             "band": [round(forecast.low_ms, 3), round(forecast.high_ms, 3)],
             "actual": ttft,
-            "ratio": round(ttft / forecast.ttft_ms, 4) if streamed and ttft and forecast.ttft_ms > 0 else None,
-            "within": forecast.low_ms <= ttft <= forecast.high_ms if streamed and ttft is not None else None,
+            "ratio": round(ttft / forecast.ttft_ms, 4) if judged and ttft and forecast.ttft_ms > 0 else None,
+            "within": forecast.low_ms <= ttft <= forecast.high_ms if judged and ttft is not None else None,
         },
         "tpot_ms": {"predicted": round(forecast.tpot_ms, 3), "actual": None if tpot is None else round(tpot, 3)},
         "cached_tokens": {"predicted": decision.hit_tokens, "actual": cached},

@@ -23,7 +23,7 @@ from fairlead.core.queues import Band
 from fairlead.core.records import DecisionRecord, OutcomeRecord
 from fairlead.core.stalls import LEVELS, level_name
 from fairlead.server.observe import snapshot_shape as shape
-from fairlead.server.observe.decisions import request_number
+from fairlead.server.observe.decisions import answered_by, request_number
 from fairlead.server.observe.endpoint_history import STEP, EndpointPoint
 from fairlead.server.observe.history import POINT, History, Out
 from fairlead.server.observe.instruments import Counter, Family, Gauge
@@ -191,6 +191,7 @@ def decision(wall: float, decision: DecisionRecord, outcome: OutcomeRecord | Non
         tenant=request.fairness_id,
         priority=request.priority,
         endpoint=decision.endpoint,
+        answered_by=answered_by(decision, outcome),
         outcome=decision.outcome,
         status=decision.status,
         stream=request.stream,
@@ -263,7 +264,7 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str = ""
     #: A part of the fairness id.
     tenant: str = ""
-    #: The whole endpoint id.
+    #: The whole id of the endpoint that was chosen, or that answered.
     endpoint: str = ""
     outcome: Outcome = ""
     #: The whole name of the model that the client requested; empty = it named none, `None` = any.
@@ -281,7 +282,7 @@ class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             and (not model or model in request.model.lower() or model in request.target_model.lower())
             and (self.requested is None or self.requested == request.model)
             and (not tenant or tenant in request.fairness_id.lower())
-            and (not self.endpoint or self.endpoint == decision.endpoint)
+            and (not self.endpoint or self.endpoint in (decision.endpoint, answered_by(decision, outcome)))
             and (not self.outcome or self.outcome == outcome_of(decision, outcome))
         ]
 

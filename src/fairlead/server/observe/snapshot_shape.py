@@ -183,6 +183,8 @@ class DecisionRow(Struct, frozen=True, kw_only=True):
     tenant: str
     priority: int
     endpoint: str
+    #: The endpoint that answered instead; empty = `endpoint` did, or nobody has.
+    answered_by: str
     outcome: str
     status: int
     stream: bool

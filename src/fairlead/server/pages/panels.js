@@ -121,7 +121,7 @@ const DECISIONS = [
   { id: "model", title: "Model", text: true, wide: true, long: true, value: (row) => row.model || DASH },
   { id: "tenant", title: "Tenant", text: true, wide: true, long: true, value: (row) => row.tenant || DASH },
   { id: "band", title: "Band", value: (row) => String(row.priority) },
-  { id: "endpoint", title: "Went to", text: true, wide: true, long: true, value: (row) => (row.endpoint ? row.endpoint : { text: row.outcome, kind: "bad" }) },
+  { id: "endpoint", title: "Went to", text: true, wide: true, long: true, value: (row) => (row.endpoint ? [row.endpoint, row.answered_by].filter(Boolean).join(" → ") : { text: row.outcome, kind: "bad" }) },
   { id: "prompt", title: "Prompt", value: (row) => `${count(row.prompt_tokens)} tok` },
   { id: "cached", title: "Cached", value: (row) => percent(row.prompt_tokens ? row.hit_tokens / row.prompt_tokens : null), hint: "Share of the prompt predicted to be cached there" },
   { id: "queued", title: "Queued", value: (row) => (row.queued_ms ? milliseconds(row.queued_ms) : DASH) },
@@ -159,7 +159,7 @@ export class Panels {
     this.shadows = new Table($("shadow-rows"), { caption: "Shadow policies", columns: SHADOWS, key: (row) => row.name });
     this.decisions = new Table($("decision-rows"), { caption: "Last decisions", columns: DECISIONS, key: (row) => row.id });
     this.pages = [["endpoint", ENDPOINTS], ["model", MODELS]].map(([kind, columns]) => new Page(kind, columns,
-      new Table($(`${kind}-decisions`), { caption: `Last decisions for this ${kind}`, columns: DECISIONS.filter(({ id }) => id !== kind), key: (row) => row.id })));
+      new Table($(`${kind}-decisions`), { caption: `Last decisions for this ${kind}`, columns: DECISIONS.filter(({ id }) => id !== "model" || kind !== id), key: (row) => row.id })));
     this.search = new Search((found) => this.showDecisions(found));
     this.newest = [];
     this.found = null;

@@ -11,7 +11,7 @@ import pytest
 from commands import fairlead
 
 from fairlead.cli.explain import show
-from fairlead.core.records import DecisionRecord, SplitCosts
+from fairlead.core.records import DecisionRecord, OutcomeRecord, SplitCosts
 from fairlead.lab.simulator import plan_live
 from fairlead.lab.simulator.journal import one_run
 from fairlead.lab.simulator.plan_live import fit
@@ -78,6 +78,23 @@ def test_an_explanation_tells_how_long_another_process_was_asked(
     show(explained(record, None, None), 3)
     output = " ".join(capsys.readouterr().out.split())
     assert "decided after 6.1 ms, 4.0 ms asking another process" in output and "from when it was sent" in output
+
+
+def test_an_explanation_names_the_endpoint_that_answered_instead(
+    recorded: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = next(one for one in recorded.decisions[::-1] if isinstance(one, DecisionRecord) and one.forecast)
+    request = msgspec.structs.replace(record.request, stream=True)
+    record = msgspec.structs.replace(record, request=request)
+    outcome = OutcomeRecord(request=request, at=record.at, endpoint="the-other", status=200, ttft_ms=7.4)
+    page = explained(record, outcome, None)
+    assert (page["answered_by"], page["prediction"]["ttft_ms"]["actual"]) == ("the-other", 7.4)
+    assert page["prediction"]["ttft_ms"]["within"] is page["prediction"]["ttft_ms"]["ratio"] is None
+    show(page, 3)
+    output = " ".join(capsys.readouterr().out.split())
+    assert f" → {record.endpoint} by {record.policy}, answered by the-other" in output
+    assert f"measured at the-other: {record.endpoint} could not be reached, broke off or was overdue" in output
+    assert explained(record, msgspec.structs.replace(outcome, endpoint=record.endpoint), None)["answered_by"] is None
 
 
 def test_the_costs_of_both_ways_are_shown_where_the_numbers_were_not_kept(

@@ -8,10 +8,10 @@ from fairlead.core.request import Request
 from fairlead.server.observe.snapshot import Search
 
 
-def recorded(number, status=200, cause="natural", endpoint="default/a", ended=True, **fields):
+def recorded(number, status=200, cause="natural", endpoint="default/a", ended=True, answered_by="", **fields):
     request = Request(id=number, arrived=0.0, **fields)
     decision = DecisionRecord(request=request, at=1.0, policy="p", endpoint=endpoint)
-    outcome = OutcomeRecord(request=request, at=2.0, endpoint=endpoint, status=status, cause=cause)
+    outcome = OutcomeRecord(request=request, at=2.0, endpoint=answered_by or endpoint, status=status, cause=cause)
     return decision, outcome if ended and endpoint else None
 
 
@@ -24,28 +24,30 @@ RECORDS = [
     recorded(15, endpoint=""),
     recorded(16, ended=False),
     recorded(17, cause="stream-lost"),
+    recorded(18, endpoint="default/c", answered_by="default/b", model="chat", cause="client-disconnect"),
 ]
 
 
 @pytest.mark.parametrize(
     ("query", "ids"),
     [
-        ({}, [10, 11, 12, 13, 14, 15, 16, 17]),
+        ({}, [10, 11, 12, 13, 14, 15, 16, 17, 18]),
         ({"id": "12"}, [12]),
         ({"id": "run.d"}, [13]),
         ({"id": "ABC"}, [10]),
         ({"model": "llama"}, [10]),
         ({"model": "SQL"}, [11]),
-        ({"requested": "chat"}, [11]),
+        ({"requested": "chat"}, [11, 18]),
         ({"requested": "sql-adapter"}, []),
         ({"requested": "llama-8b"}, []),
         ({"requested": ""}, [12, 13, 14, 15, 16, 17]),
         ({"tenant": "team"}, [10, 11]),
-        ({"endpoint": "default/b"}, [12]),
+        ({"endpoint": "default/b"}, [12, 18]),
+        ({"endpoint": "default/c"}, [18]),
         ({"endpoint": "default"}, []),
         ({"outcome": "answered"}, [10, 11]),
         ({"outcome": "failed"}, [12, 13]),
-        ({"outcome": "cancelled"}, [14, 17]),
+        ({"outcome": "cancelled"}, [14, 17, 18]),
         ({"outcome": "refused"}, [15]),
         ({"outcome": "running"}, [16]),
         ({"outcome": "answered", "tenant": "b"}, [11]),
