@@ -209,6 +209,11 @@ class FlowControl:
     def __len__(self) -> int:
         return len(self.queues)
 
+    @property
+    def holds(self) -> bool:
+        """Whether requests may wait while the pool has no endpoints."""
+        return self._times.no_endpoints > 0.0
+
     # ---- one flow alone ----
 
     def count(self, leases: Iterable[tuple[Lease, float]], fleet: Fleet) -> list[Charge]:

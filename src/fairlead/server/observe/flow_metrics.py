@@ -104,6 +104,10 @@ class FlowMetrics:
         for family in (*flows, *bands, *self._used.values()):
             family.children.clear()
         flow_controller = self.flow_controller
+        if flow_controller is None or not flow_controller.flow.holds:
+            self._cold_starts.children.clear()
+        else:  # an alert tells by these series whether the pool may be empty
+            self._cold_starts.child()
         if flow_controller is None:
             return
         now = self._now()
@@ -176,7 +180,7 @@ class FlowMetrics:
         follow("gauge", "fairlead_flow_delay_seconds", text, of(lambda controller: controller.drain_s()))
         text = "How long the queue of a band and the bands above will take: the Retry-After."
         show("fairlead_flow_band_delay_seconds", text, self._delays)
-        text = "How long requests had waited when a pool without endpoints got its first."
+        text = "How long requests had waited for a pool's first endpoint; absent if none may wait for it."
         show("fairlead_cold_start_seconds", text, self._cold_starts)
         waiting = of(lambda controller: len(controller.flow.queues))
         follow("gauge", "fairlead_flow_waiting_requests", "Requests that wait, in all.", waiting)

@@ -9,7 +9,7 @@ from fairlead.core.binding import PairBinder
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.fairness import StartTimeFair
 from fairlead.core.fleet import Fleet
-from fairlead.core.flow import Limit, Limits
+from fairlead.core.flow import Limit, Limits, Times
 from fairlead.core.flow_control import FlowControl, FlowController
 from fairlead.core.gates import LedgerGate
 from fairlead.core.queues import Queues
@@ -24,13 +24,15 @@ from fairlead.server.observe.watch import Watch
 class Shop:
     """One endpoint that is full from the start, and a watch."""
 
-    def __init__(self, **limits: Limit) -> None:
+    def __init__(self, no_endpoints: float = 60.0, **limits: Limit) -> None:
         self.now = 100.0
         self.fleet = Fleet()
         self.fleet.up(Endpoint("e0", "10.0.0.1:80"))
         queues = Queues(lambda priority: (StartTimeFair(), Fcfs()), Limits(**limits))
         self.flow_controller = FlowController(
-            FlowControl(queues, LedgerGate(requests=8), PairBinder(AbleRules())), "p", 1.0
+            FlowControl(queues, LedgerGate(requests=8), PairBinder(AbleRules()), Times(no_endpoints=no_endpoints)),
+            "p",
+            1.0,
         )
         self.watch = Watch(self.fleet, lambda: self.now, served=lambda: ["m", "n"])
         self.watch.watch_queue(self.flow_controller)
@@ -203,3 +205,12 @@ def test_a_cold_start_takes_what_the_first_request_waited_for_any_endpoint() -> 
     page = shop.page()
     assert page["fairlead_cold_start_seconds_count"] == 1.0 and page["fairlead_cold_start_seconds_sum"] == 42.0
     assert page['fairlead_cold_start_seconds_bucket{le="30"}'] == 0.0
+
+
+def test_cold_starts_are_shown_where_requests_may_wait_for_the_first_endpoint() -> None:
+    name = "fairlead_cold_start_seconds_count"
+    holding = Shop()
+    assert holding.page()[name] == 0.0
+    assert name not in Shop(no_endpoints=0.0).page()
+    holding.watch.watch_queue(None)
+    assert name not in holding.page(), "flow control is off"
