@@ -903,7 +903,7 @@ class ReplicaSettings(Section):
 
 
 class Autoscaling(Section):
-    """The targets of `fairlead_desired_replicas`: see docs/kubernetes.md."""
+    """The targets of `fairlead_desired_replicas`: see docs/autoscaling.md."""
 
     ttft: PositiveSeconds = Field(default=2.0, description="95 % of requests get their first token within this.")
     tpot: PositiveSeconds = Field(default=0.05, description="Target: time per further token of an answer.")
