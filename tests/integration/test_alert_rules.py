@@ -164,7 +164,7 @@ TTFT = {
     f'llm_d_epp_request_ttft_seconds_bucket{{streaming="{streaming}",le="{le}"}}': values
     for streaming, le, values in (("true", 1, "0+60x20"), ("true", "+Inf", "0+60x20"), ("false", "+Inf", "0+60x20"))
 }
-PANELS: list[tuple[str, dict[str, str], float]] = [
+PANELS: list[tuple[str, dict[str, str], float | dict[str, float]]] = [
     ("Errors", {}, 0.0),
     ("Errors", {"llm_d_epp_request_total": "0x20", "llm_d_epp_request_error_total": "0x20"}, 0.0),
     ("Errors", QUIET, 0.0),
@@ -183,6 +183,13 @@ PANELS: list[tuple[str, dict[str, str], float]] = [
     ("Endpoints with fresh metrics", by_two('llm_d_epp_ready_endpoints{name="p"', "3x20", "2x20"), 3.0),
     ("Feeds connected", by_two('fairlead_kv_feed_connected{endpoint="a",rank="0"', "1x20", "1x20"), 1.0),
     ("Feeds connected", by_two('fairlead_kv_feed_connected{endpoint="a",rank="0"', "1x20", "0x20"), 0.0),
+    ("Desired replicas", by_two("fairlead_desired_replicas{", "3x20", "2x20"), 3.0),
+    (
+        "Desired replicas",
+        by_two('fairlead_desired_replicas{inference_pool="a"', "3x20", "2x20")
+        | {'fairlead_desired_replicas{inference_pool="b"}': "7x20"},
+        {'{inference_pool="a"}': 3.0, '{inference_pool="b"}': 7.0},
+    ),
     ("Queue by endpoint", by_two('llm_d_epp_per_endpoint_queue_size{name="p"', "4x20", "5x20"), 5.0),
     ("Requests in flight by endpoint", by_two("fairlead_endpoint_leases{", "4x20", "5x20"), 5.0),
 ]  # fmt: skip
@@ -190,11 +197,13 @@ PANELS: list[tuple[str, dict[str, str], float]] = [
 
 @pytest.mark.parametrize(("title", "series", "value"), PANELS, ids=lambda one: str(one)[:40])
 def test_panels_show_what_happened(
-    promtool: str, title: str, series: dict[str, str], value: float, tmp_path: Path
+    promtool: str, title: str, series: dict[str, str], value: float | dict[str, float], tmp_path: Path
 ) -> None:
     dashboard = json.loads(DASHBOARDS[0].read_text())
     panel = next(panel for panel in dashboard["panels"] if panel["title"] == title)
-    samples = [{"labels": '{priority="0"}' if "priority" in str(series) else "{}", "value": value}]
+    if not isinstance(value, dict):
+        value = {'{priority="0"}' if "priority" in str(series) else "{}": value}
+    samples = [{"labels": labels, "value": each} for labels, each in value.items()]
     check = {"expr": f"({panel['targets'][0]['expr']}) + 0", "eval_time": "8m", "exp_samples": samples}
     given = [{"series": name, "values": values} for name, values in series.items()]
     tests = [{"interval": "1m", "input_series": given, "promql_expr_test": [check]}]
