@@ -8,8 +8,7 @@ from msgspec import UNSET, DecodeError, Raw, Struct, UnsetType, ValidationError
 from msgspec.json import Decoder
 
 from fairlead.apis.body import FALSE
-from fairlead.apis.tokens.pieces import FIELDS, MEDIA, STORED, TEMPLATE, UNREAD, Absent, MediaItem
-from fairlead.apis.tokens.template import PARTS
+from fairlead.apis.tokens.pieces import FIELDS, MEDIA, PARTS, STORED, TEMPLATE, UNREAD, Absent, MediaItem
 
 # The fields of request bodies that make up the prompt. All other fields are skipped and build no objects.
 

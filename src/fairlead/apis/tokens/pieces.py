@@ -57,6 +57,8 @@ TOO_LONG = "too-long"
 ENGINE = "engine"
 REASONS = (NO_TOKENISER, UNREAD, API, MEDIA, TEMPLATE, STORED, FIELDS, TOO_LONG, ENGINE)
 _MAX_DETAIL = 200
+#: The content that a chat template takes, by the names of vLLM: one text, or a list of parts.
+STRING, PARTS = "string", "openai"
 
 
 class MediaItem(Struct, frozen=True, gc=False):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import DecodeError, Struct, ValidationError
 from msgspec.json import Decoder
@@ -39,9 +39,11 @@ from fairlead.apis.tokens.pieces import (
     ids_of,
     packed,
 )
-from fairlead.apis.tokens.template import ChatTemplate
 from fairlead.apis.tokens.tokeniser import Tokeniser, load
 from fairlead.core import apis
+
+if TYPE_CHECKING:
+    from fairlead.apis.tokens.template import ChatTemplate
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 #: If a model has several templates: the names of the template for requests with tools, and of the default.
@@ -73,14 +75,14 @@ class ModelTokens(Struct, frozen=True):
 
     tokeniser: Tokeniser | None
     #: Templates by name: `default`, and possibly `tool_use`.
-    templates: Mapping[str, ChatTemplate]
+    templates: "Mapping[str, ChatTemplate]"
     state: str
     #: `ok`, or `none (…)`.
     template_state: str
     #: Renders the prompts of a model that needs no template.
     harmony: Harmony | None = None
 
-    def template(self, tools: bool) -> ChatTemplate | None:
+    def template(self, tools: bool) -> "ChatTemplate | None":
         tool_template = self.templates.get(_TOOL_USE) if tools else None
         return tool_template or self.templates.get(_DEFAULT)
 
@@ -100,6 +102,8 @@ def build(
     given = {**_special_tokens(_object(files.special_tokens)), **_special_tokens(config), **(variables or {})}
     if files.template_problem:
         return ModelTokens(tokeniser, {}, state, f"none ({files.template_problem})")
+    from fairlead.apis.tokens.template import ChatTemplate  # it imports jinja2
+
     try:
         sources = _sources(files, config)
         templates = {name: ChatTemplate(source, now, given) for name, source in sources.items()}

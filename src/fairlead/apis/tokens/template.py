@@ -12,7 +12,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from fairlead.apis.tokens.pieces import TEMPLATE, TOO_LONG, Absent
+from fairlead.apis.tokens.pieces import PARTS, STRING, TEMPLATE, TOO_LONG, Absent
 
 # Finds out whether a chat template takes a message's content as a text or as a list of parts, as vLLM does.
 #
@@ -20,8 +20,6 @@ from fairlead.apis.tokens.pieces import TEMPLATE, TOO_LONG, Absent
 # otherwise it joins the texts of the parts with line feeds (`string`). Message variables are the targets of loops over
 # `messages`, or over a variable assigned from it, filtered or sliced. Since 0.22, a loop over a variable named
 # `content` counts too, as in macros.
-
-STRING, PARTS = "string", "openai"
 
 
 def content_format(program: nodes.Template) -> str:
