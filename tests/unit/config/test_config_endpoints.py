@@ -35,6 +35,7 @@ TWO = (
     "endpoints:\n- {address: '127.0.0.1:1', labels: {model-id: a}}\n- {address: '127.0.0.1:2', labels: {model-id: b}}\n"
 )
 FAR = "endpoints: ['10.0.0.1:8000', '10.0.0.2:8000']\n"
+ROLES = "endpoints:\n- {address: '127.0.0.1:1'}\n- {address: '127.0.0.1:2', labels: {llm-d.ai/role: prefill}}\n"
 NEAR = "endpoints: ['127.0.0.1:8000', 'localhost:8000']\n"
 
 
@@ -55,6 +56,9 @@ NEAR = "endpoints: ['127.0.0.1:8000', 'localhost:8000']\n"
         (NEAR + "scorers: [{type: queue}]\nselection: {topK: 2}", ["topK is 2, and there are 2 endpoints"]),
         (NEAR + "scorers: [{type: queue}]\nselection: {topK: 1}", []),
         (NEAR + "policy: prefill-decode", ["no request is split"]),
+        (ROLES + "policy: prefill-decode", []),
+        (ROLES + "policy: prefill-decode\nautoscaling: {ttft: 1s}", ["is of prefill and decode servers together"]),
+        (NEAR + "autoscaling: {ttft: 1s}", []),
         ("endpoints: [{address: 127.0.0.1, port: 1, labels: {role: prefill}}]", ["the label 'role' has no effect"]),
         ("endpoints: [{address: 127.0.0.1, port: 1, labels: {role: admin}}]", []),
         (
