@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from commands import fairlead as call
 
-QUICK = ("-n", "60", "--seeds", "1", "--slo", "ttft_p90=2s,tpot_p90=50ms")
+QUICK = ("-n", "60", "--seeds", "1", "--processes", "1", "--slo", "ttft_p90=2s,tpot_p90=50ms")
 
 
 @pytest.mark.simulation
@@ -19,7 +19,8 @@ def test_the_answer_stands_below_the_table_and_in_files(tmp_path: Path) -> None:
     assert f"{found['replicas']} replicas hold ttft_p90 2s, tpot_p90 50ms, failed 1%" in done.stdout
     assert f"cost: {2.5 * found['replicas']:,.2f} per hour" in done.stdout
     assert max(map(len, done.stdout.splitlines()[1:5])) <= 80
-    faster = call("plan", "-w", "shared-prefix-10", "--traffic", "0.2x", *QUICK, "--out", out, "--json")
+    less = ("--traffic", "0.2x", *QUICK, "--processes", 2)
+    faster = call("plan", "-w", "shared-prefix-10", *less, "--out", out, "--json")
     assert json.loads(faster.stdout)["replicas"] < found["replicas"]
     split = call("plan", "-w", "shared-prefix-10", "--split", *QUICK, "--out", out, "--json")
     figures = json.loads(split.stdout)
@@ -63,7 +64,7 @@ def test_a_policy_that_fails_has_no_plan(body: str, said: str, tmp_path: Path) -
     policy = tmp_path / "wrong.py"
     head = "from fairlead.plugins.policies.ranked import Ranked\n\n\nclass Wrong(Ranked):\n    type = 'wrong'\n\n"
     policy.write_text(head + body)
-    done = call("plan", "-w", "agents", *QUICK, "-p", policy, "--processes", "1", "--out", tmp_path / "out")
+    done = call("plan", "-w", "agents", *QUICK, "-p", policy, "--out", tmp_path / "out")
     assert done.exit_code == 2, done.output
     assert said in done.stderr and not (tmp_path / "out").exists()
 

@@ -20,6 +20,8 @@ from fairlead.lab.simulator.world import replicas
 from fairlead.plugins.policies.by_load import LeastRequests
 from fairlead.server.observe.decisions import explained
 
+QUICK = ("--seeds", 1, "--processes", 1)
+
 
 def call(*arguments: object, columns: int = 200) -> Any:
     return fairlead(*arguments, columns=columns)
@@ -254,7 +256,7 @@ def test_the_roles_of_the_pool_are_simulated(record_run: Callable[..., Any], tmp
     fitted = fit(there, there.preset)
     assert fitted is not None
     assert fitted.simulated == pytest.approx(fitted.recorded, rel=0.15)
-    out = ("--out", tmp_path / "plan", "--seeds", 1, "--slo", "ttft_p90=4s,tpot_p90=50ms", "--json")
+    out = ("--out", tmp_path / "plan", *QUICK, "--slo", "ttft_p90=4s,tpot_p90=50ms", "--json")
     rows = json.loads(call("plan", "--live", path, *out).stdout)["rows"]
     assert {row["replicas"]: row["prefill"] for row in rows}[4] == 2
 
@@ -269,7 +271,7 @@ def test_plan_from_a_journal(recorded: Any, tmp_path: Path) -> None:
     assert fitted is not None
     assert fitted.simulated == pytest.approx(fitted.recorded, rel=0.15)
     assert plan_live.recorded(one_run(recorded.path), 3.0).workload.duration_s <= 3.0
-    out = ("--out", tmp_path / "plan", "--seeds", 1, "--slo", "ttft_p90=2s,tpot_p90=50ms", "--json")
+    out = ("--out", tmp_path / "plan", "-n", 40, *QUICK, "--slo", "ttft_p90=2s,tpot_p90=50ms", "--json")
     done = call("plan", "--live", recorded.path, *out)
     assert done.exit_code == 0, done.output
     now = json.loads(done.stdout)

@@ -50,7 +50,7 @@ QUEUE = "\nflowControl: {ttl: 300s, saturation: {type: concurrency-detector, max
 def test_a_request_that_waited_is_explained_to_the_last_digit(
     policy: str, record_run: Callable[..., Any], tmp_path: Path
 ) -> None:
-    made = record_run(tmp_path, policy + QUEUE, rate=25.0, seconds=6.0)
+    made = record_run(tmp_path, policy + QUEUE, rate=25.0, seconds=4.0)
     assert replay(one_run(tmp_path)).identical
     waited = [record for record in records(made) if record.queued_ms > 0.0 and record.endpoint]
     assert len(waited) > 30
@@ -81,7 +81,7 @@ def test_who_was_refused_in_the_queue_is_told_why_it_waited(record_run: Callable
 
 @pytest.mark.parametrize("policy", ["policy: default", PROFILE], ids=["cost model", "profile"])
 def test_terms_add_up_on_every_record_of_a_run(policy: str, record_run: Callable[..., Any], tmp_path: Path) -> None:
-    record_run(tmp_path, policy, rate=25.0, seconds=8.0)
+    record_run(tmp_path, policy, rate=25.0, seconds=5.0)
     seen = set[str]()
     count = 0
     for found in decisions(one_run(tmp_path)):
@@ -171,7 +171,7 @@ def crowded(record_run: Callable[..., Any], tmp_path_factory: pytest.TempPathFac
 
 def test_who_held_more_and_lost_is_named(crowded: list[DecisionRecord]) -> None:
     fresh = maker()
-    for record in crowded:
+    for record in reversed(crowded):
         assert record.trace is not None
         found = explain(fresh, record.request, record.trace, record.endpoint)
         chosen = found.candidates[0]
@@ -186,7 +186,7 @@ def test_who_held_more_and_lost_is_named(crowded: list[DecisionRecord]) -> None:
 
 def test_who_cost_less_and_has_less_free_cache_is_named(crowded: list[DecisionRecord]) -> None:
     told, fresh = 0, maker()
-    for record in crowded:
+    for record in crowded[-80:]:
         assert record.trace is not None
         found = explain(fresh, record.request, record.trace, record.endpoint)
         chosen, *others = found.candidates
@@ -310,7 +310,7 @@ def test_only_the_segments_that_can_have_the_decision_are_searched(
     queue: str, part: float, record_run: Callable[..., Any], tmp_path: Path, read: list[str]
 ) -> None:
     """A journal may have GiB; and the newest decision is asked for most often."""
-    made = record_run(tmp_path, "policy: default" + queue, rate=25.0, turns=20, segment_bytes=50_000)
+    made = record_run(tmp_path, "policy: default" + queue, rate=25.0, seconds=5.0, turns=10, segment_bytes=25_000)
     (run,) = runs(tmp_path)
     assert len(run.segments) > 8
     all_of = {entry.decision.request.id: entry for entry in decisions(run)}
