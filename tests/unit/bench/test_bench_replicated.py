@@ -28,7 +28,7 @@ def ran(bench: Any, made: Scenario, **exchange: float) -> tuple[Any, Summary]:
 
 @pytest.fixture(scope="module")
 def busy() -> Scenario:
-    return agents(sessions=14, rate=1.0)
+    return agents(sessions=8, rate=1.0)
 
 
 def test_one_of_one_decides_as_ever(bench: Any, busy: Scenario) -> None:

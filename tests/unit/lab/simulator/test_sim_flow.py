@@ -29,14 +29,14 @@ def test_a_configuration_with_flow_control_is_simulated_with_it(mooncake_head) -
 
 def test_forecasts_of_those_that_waited_hold_what_they_promise() -> None:
     """From when they were sent: what they waited before was known."""
-    crowded = conversation_like(2.2)
+    crowded = conversation_like(3.5)
     ended: list[OutcomeRecord] = []
 
     def watch(record: object) -> None:
         if isinstance(record, OutcomeRecord) and record.queued_ms and record.ttft_ms >= 0.0:
             ended.append(record)
 
-    simulate(structs.replace(crowded, workload=cut(crowded.workload, 5000)), FLOW, watch=watch, validate=False)
+    simulate(structs.replace(crowded, workload=cut(crowded.workload, 1500)), FLOW, watch=watch, validate=False)
     judged = [(one.forecast, one.sent_ttft_ms) for one in ended[len(ended) // 10 :]]
     inside = sum(f is not None and f.low_ms <= came <= f.high_ms for f, came in judged)
     assert len(judged) > 300

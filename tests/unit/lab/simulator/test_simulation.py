@@ -384,7 +384,7 @@ def test_adapters_take_slots_and_are_shown(scenario, workload, always):
 
 def test_an_adapter_that_all_have_loaded_is_served_by_all(scenario):
     """The page of a simulated server names it only while it runs there, as vLLM's does."""
-    plain = conversation(Conversation(), rate=2.0, seconds=60.0, seed=3)
+    plain = conversation(Conversation(), rate=2.0, seconds=25.0, seed=3)
     lora = arranged("w", [structs.replace(record, lora="poet") for record in plain.records])
     config = load("policy: cost-model\n", need_endpoints=False)
     means = []
