@@ -4,7 +4,7 @@ from random import Random
 
 import hypothesis.strategies as st
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 
 from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.events import (
@@ -204,6 +204,7 @@ def test_all_believe_the_same_after_quiet(seed, count, steps):
 
 
 @given(seed=st.integers(0, 1 << 32))
+@settings(max_examples=40)
 def test_prompts_that_one_sent_are_known_to_all(seed):
     """Without endpoints that go: each scheduler learns by itself that a cache is empty."""
     random, clock = Random(seed), SimClock()
