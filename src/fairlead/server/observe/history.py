@@ -23,7 +23,8 @@ from fairlead.server.observe.endpoint_history import EndpointHistory
 from fairlead.server.observe.log import get
 from fairlead.server.observe.model_rows import ModelHistory
 from fairlead.server.observe.recent import SHORT, percentiles
-from fairlead.server.observe.snapshot_shape import FAILS, HANGS, REFUSED, Failures, Latency, Point, Quantiles
+from fairlead.server.observe.snapshot_shape import FAILS, HANGS, REFUSED, Failures, Latency, Point, Quantiles, momentary
+from fairlead.server.observe.troubles import HOLD_S, Happened
 from fairlead.server.observe.watch import Watch
 
 log = get("schedule")
@@ -95,6 +96,8 @@ class History:
         show("gauge", "fairlead_endpoint_out", text, self._shown, "endpoint", "why")
         self.endpoints = EndpointHistory()
         self.models = ModelHistory()
+        #: Which of the counters that should not grow have grown within the last minute.
+        self.happened = Happened(HOLD_S)
 
     def look(self, now: float) -> None:
         self._watch.count()
@@ -106,6 +109,8 @@ class History:
             self._judge(before, counts)
             self.rates = _rates(self._counts[0], counts)
         self._look_at_endpoints(now)
+        for name, count in momentary(self._watch).items():
+            self.happened.lately(name, count, now)
         self.endpoints.keep(self._watch.fleet.table, self._watch.newest, now)
         self.models.keep(self._watch, now)
         if now >= self._next_point:

@@ -30,7 +30,6 @@ from fairlead.server.observe.instruments import Counter, Family, Gauge
 from fairlead.server.observe.model_rows import ModelPoint, model_rows, served_models
 from fairlead.server.observe.recent import Recent
 from fairlead.server.observe.snapshot_shape import notices
-from fairlead.server.observe.troubles import Happened
 from fairlead.server.observe.watch import Watch
 
 
@@ -355,7 +354,6 @@ class SnapshotMaker:
         self._policy = policy
         self._reasons = reasons
         self._replicas, self._schedulers = replicas, schedulers
-        self._happened = Happened()
         #: The version of the fleet's table, and the models that it served at that version.
         self._served = -1, served_models(watch.fleet.table)
         self._began = now()
@@ -403,7 +401,7 @@ class SnapshotMaker:
             self._served = watch.fleet.table.version, served_models(watch.fleet.table)
         models = model_rows(watch, traffic, self._served[1], now)
         failures, schedulers = history.failures(), self._schedulers()
-        listed = notices(watch, endpoints, failures, queues, self._reasons(), self._happened, now, schedulers)
+        listed = notices(watch, endpoints, failures, queues, self._reasons(), history.happened, now, schedulers)
         return shape.Snapshot(
             at=now + wall,
             running_s=now - self._began,

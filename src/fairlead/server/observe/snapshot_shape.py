@@ -514,19 +514,26 @@ def _seconds(value: float) -> str:
     return f"{value / 60.0:.0f} min" if value < 7200.0 else f"{value / 3600.0:.0f} h"
 
 
+def momentary(watch: Watch) -> dict[str, float]:
+    """The counters that should not grow, by name."""
+    plugins = watch.metrics.families.plugin_errors.children.items()
+    return {
+        "bypassed": watch.metrics.bypassed,
+        "expired": watch.metrics.families.expired.child().value,
+        **{f"plugin {name}": counter.value for (name,), counter in plugins},
+    }
+
+
 def _failing(watch: Watch, happened: Happened, now: float) -> Iterable[Notice]:
-    """Notices about counters that should not grow."""
-    families = watch.metrics.families
-    bypassed, expired = watch.metrics.bypassed, families.expired.child().value
-    if happened.lately("bypassed", bypassed, now):
-        text = f"The gateway serves requests without asking us ({bypassed:,.0f} since the start); it could not reach "
-        yield Notice(BAD, text + "the scheduler, or not in time.", runbook="FairleadBypassed")
-    if happened.lately("expired", expired, now):
-        text = (
-            f"Some requests' ends are never reported ({expired:,.0f} since the start); check the gateway's access log."
-        )
-        yield Notice(WATCH, text, runbook="FairleadLeasesExpire")
-    for (plugin,), counter in families.plugin_errors.children.items():
-        if happened.lately(f"plugin {plugin}", counter.value, now):
-            text = f"The plugin '{plugin}' fails ({counter.value:,.0f} times since the start) and is left out."
+    for name, count in momentary(watch).items():
+        if not happened.lately(name, count, now):
+            continue
+        if name == "bypassed":
+            text = f"The gateway serves requests without asking us ({count:,.0f} since the start); it could not reach "
+            yield Notice(BAD, text + "the scheduler, or not in time.", runbook="FairleadBypassed")
+        elif name == "expired":
+            text = f"Some requests' ends are never reported ({count:,.0f} since the start)"
+            yield Notice(WATCH, f"{text}; check the gateway's access log.", runbook="FairleadLeasesExpire")
+        else:
+            text = f"The plugin '{name.partition(' ')[2]}' fails ({count:,.0f} times since the start) and is left out."
             yield Notice(BAD, text, runbook="FairleadPluginFails")

@@ -26,16 +26,20 @@ Check = Callable[[], str]
 
 
 class Happened:
-    """Says which counters have grown within the last `minute` seconds. The counters never fall."""
+    """Says which counters have grown within the last `minute` seconds. The counters never fall. They begin at 0, or
+    where `begin` says."""
 
     def __init__(self, minute: float = 60.0) -> None:
         self._minute = minute
         #: Counter's name → its last value, and when it last grew (clock seconds).
         self._seen: dict[str, tuple[float, float]] = {}
 
+    def begin(self, name: str, count: float) -> None:
+        self._seen[name] = count, -inf
+
     def lately(self, name: str, count: float, now: float) -> bool:
-        """Whether `count` grew within the last minute. The first call for a name returns False."""
-        before, grew = self._seen.get(name, (count, -inf))
+        """Whether `count` grew within the last minute, as far as one saw it: call this all the time."""
+        before, grew = self._seen.get(name, (0.0, -inf))
         if count > before:
             grew = now
         self._seen[name] = count, grew
@@ -61,7 +65,7 @@ class Troubles:
 
     def lately(self, what: str, count: Callable[[], float], reason: str) -> None:
         """Report `reason` while `count` grows, and for `HOLD_S` after that."""
-        self._happened.lately(what, count(), self._now())
+        self._happened.begin(what, count())
         self._checks[what] = lambda: reason if self._happened.lately(what, count(), self._now()) else ""
 
     def look(self) -> dict[str, str]:

@@ -20,7 +20,6 @@ from fairlead.server.observe.history import History
 from fairlead.server.observe.recent import Recent
 from fairlead.server.observe.snapshot import endpoint_rows as endpoints
 from fairlead.server.observe.snapshot_shape import BandRow, Notice, Queues, notices
-from fairlead.server.observe.troubles import Happened
 from fairlead.server.observe.watch import Watch
 
 
@@ -32,7 +31,6 @@ class Scene:
             self.fleet.up(Endpoint(name, f"10.0.0.{ord(name)}:80"))
         self.watch = Watch(self.fleet, lambda: self.now)
         self.watch.troubles.watch("log", lambda: "")  # what other tests left of it is not ours
-        self.happened = Happened()
         self.recent = Recent()
         self.history = History(self.watch, self.now, lambda: 1000.0)
         self.queues: Queues | None = None
@@ -60,8 +58,8 @@ class Scene:
     def notices(self, *reasons) -> list[Notice]:
         self.history.look(self.now)
         rows = endpoints(self.watch, self.recent, self.history.out, self.now, 1000.0)
-        failures = self.history.failures()
-        return notices(self.watch, rows, failures, self.queues, reasons, self.happened, self.now, self.schedulers)
+        failures, happened = self.history.failures(), self.history.happened
+        return notices(self.watch, rows, failures, self.queues, reasons, happened, self.now, self.schedulers)
 
     def told(self, *reasons) -> list[tuple[str, str]]:
         return [(notice.level, notice.text) for notice in self.notices(*reasons)]
@@ -170,7 +168,7 @@ def test_a_queue_that_is_nearly_full(scene):
 def test_what_keeps_failing_is_told_for_a_minute(scene, caplog):
     assert scene.told() == []
     scene.watch.on_plugin_error(PluginError("p", "no"))
-    assert scene.told() == [], "it may have been long ago: only growth is news"
+    assert len(scene.told()) == 1
     scene.watch.on_plugin_error(PluginError("p", "no"))
     scene.watch.on_fallback("10.0.0.1:80", 200)
     texts = [text for _, text in scene.told()]
@@ -179,6 +177,20 @@ def test_what_keeps_failing_is_told_for_a_minute(scene, caplog):
     scene.now += 61.0
     scene.answer("a", "b")
     assert scene.told() == []
+
+
+def test_what_failed_while_nobody_looked_is_told_when_it_happened_not_when_it_is_seen(scene):
+    scene.watch.on_fallback("10.0.0.1:80", 200)
+    scene.history.look(scene.now)
+    scene.now += 3.0
+    scene.answer("a", "b")
+    assert len(scene.told()) == 1, "the first look, three seconds after it"
+    scene.now += 60.0
+    scene.watch.on_fallback("10.0.0.1:80", 200)
+    scene.history.look(scene.now)
+    scene.now += 200.0
+    scene.answer("a", "b")
+    assert scene.told() == [], "the next look, minutes after it"
 
 
 def test_kubernetes_and_shadows(scene):
