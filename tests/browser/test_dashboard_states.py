@@ -63,11 +63,11 @@ class Scheduler:
         await self.admin.start()
         self.port = self.admin.port
 
-    def refuse(self, count: int) -> None:
-        """Nobody listens any more at the first so many endpoints."""
-        for i in range(count):
+    def refuse(self, count: int, first: int = 0, reason: str = "cannot connect: Connection refused") -> None:
+        """So many endpoints cannot be scraped any more: nobody listens there."""
+        for i in range(first, first + count):
             name = f"default/model-server-{i:03}"
-            self.watch.on_silence(name, "cannot connect: Connection refused")
+            self.watch.on_silence(name, reason)
             for _ in range(3):
                 self.fleet.scrape_failed(name, self.now())
 
@@ -348,6 +348,35 @@ async def test_an_outage_is_red_and_says_since_when_and_what_to_do(
         await fits(page)
         await accessible(page, axe)
     await _leads_to_the_runbook(scheduler, page, browser)
+    assert page.messages == []
+    await page.close()
+
+
+NOTICES = "[...document.querySelectorAll('#notices li span')].map((one) => one.textContent)"
+
+
+async def test_two_dead_endpoints_are_two_notices_though_their_names_differ_in_a_digit(
+    scheduler: Scheduler, browser: Browser
+) -> None:
+    scheduler.add(5)
+    page = await browser.page(scheduler.url)
+    await live(page)
+    await page.run(
+        """(() => { window.said = []; const place = document.getElementById("announce");
+        new MutationObserver(() => window.said.push(place.textContent)).observe(place, { childList: true }); })()"""
+    )
+    scheduler.refuse(1)
+    await page.until(f"{NOTICES}[0].includes('model-server-000')")
+    scheduler.refuse(1, first=1, reason="status 500")
+    await page.until(f"{NOTICES}.length === 2")
+    scheduler.refuse(1, first=2)
+    await page.until(
+        f"{NOTICES}[0].startsWith('2 of 5 endpoints (default/model-server-000, default/model-server-002)')"
+    )
+    notices = await page.run(NOTICES)
+    assert len(notices) == 2 and notices[1].startswith("Endpoint default/model-server-001 has been out of use since")
+    said = await page.run("window.said")
+    assert [len(re.findall(r"since \d\d:\d\d", words)) for words in said] == [1, 1, 1], "each change is read out once"
     assert page.messages == []
     await page.close()
 

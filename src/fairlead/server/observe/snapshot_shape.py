@@ -17,9 +17,11 @@ from fairlead.server.observe.watch import Watch
 
 class Notice(Struct, frozen=True):
     """A problem in one sentence: `text`, then `since` (a time of day; `None` = not shown), then `detail`. `level`:
-    `bad` (requests fail or are slower) or `watch`."""
+    `bad` (requests fail or are slower) or `watch`. `key`: the same as long as the problem lasts. A new `text` is read
+    out, so figures that keep changing are in `detail`."""
 
     level: str
+    key: str
     text: str
     since: float | None = None
     detail: str = ""
@@ -314,8 +316,8 @@ class Beginning(Struct, frozen=True, kw_only=True):
 # * Only problems that exist now or existed within the last minute.
 
 BAD, WATCH = "bad", "watch"
-#: One sentence lists at most this many names.
-_NAMED = 3
+#: There are at most so many notices, and one sentence lists at most so many names.
+_MOST, _NAMED = 6, 3
 #: Forecasts per minute that are enough to judge them, and the least share of them that must be within the 90 % band.
 _ENOUGH, _LEAST_INSIDE = 50, 0.6
 #: With at least this share of failed requests, the notice is `bad`.
@@ -352,19 +354,24 @@ def notices(
     now: float,
     schedulers: int = 1,
 ) -> list[Notice]:
-    """All present notices, `bad` ones first; empty = there are no problems. `reasons`: why this scheduler is not ready.
-    `schedulers`: how many schedulers the pool has."""
+    """All present notices, `bad` ones first, beyond `_MOST` only their number; empty = there are no problems.
+    `reasons`: why this scheduler is not ready. `schedulers`: how many schedulers the pool has."""
     listed = [*_outage(endpoints, failures)]
-    listed += [Notice(BAD, f"Not ready: {reason}.") for reason in reasons]
+    if reasons:
+        listed.append(Notice(BAD, "ready", "Not ready", detail=f": {'; '.join(reasons)}."))
     listed += _unread(endpoints)
     listed += _suspect(endpoints)
     listed += _pressure(watch, queues, schedulers)
     listed += _choosers(watch)
     listed += _failing(watch, happened, now)
-    listed += _events(watch)
+    listed += _events(watch, endpoints)
     listed += _forecasts(endpoints)
     listed += _troubles(watch)
-    return sorted(listed, key=lambda notice: notice.level != BAD)
+    listed.sort(key=lambda notice: notice.level != BAD)
+    if len(listed) > _MOST:
+        first, left = listed[: _MOST - 1], listed[_MOST - 1 :]
+        return [*first, Notice(left[0].level, "more", f"And {len(left)} more problems.")]
+    return listed
 
 
 def _outage(endpoints: Sequence[EndpointRow], failures: Failures) -> Iterable[Notice]:
@@ -380,19 +387,20 @@ def _outage(endpoints: Sequence[EndpointRow], failures: Failures) -> Iterable[No
             "the answers are errors, though endpoints are in use" if all_of else "no endpoint is known"
         )
         section = "FairleadNoEndpoints" if out == all_of else "FairleadErrorsHigh"
-        yield Notice(BAD, "Every request has failed", failures.since, f": {why}.", section)
+        yield Notice(BAD, "every", "Every request has failed", failures.since, f": {why}.", section)
         return
     if failures.rate > 0.0:
         level = BAD if failures.rate >= _MANY_FAIL else WATCH
-        text = f"{failures.rate:.1%} of the requests of the last 10 seconds failed."
-        yield Notice(level, text, runbook="FairleadErrorsHigh")
+        what = f": {failures.rate:.1%} of those of the last 10 seconds."
+        yield Notice(level, "some", "Requests fail", detail=what, runbook="FairleadErrorsHigh")
     for reason, rows in by_reason.items():
         subject, verb = ("it", "has") if len(rows) == 1 else ("they", "have")
         elsewhere = f"Requests go to the other {all_of - out}." if out < all_of else "Requests will fail."
         since = min(row.since or inf for row in rows)
         section = _RUNBOOK.get(reason, "FairleadEndpointStale") if out < all_of else "FairleadNoEndpoints"
         what = f": {subject} {_does(reason, rows)}. {elsewhere}"
-        yield Notice(BAD, f"{_listed(rows, all_of)} {verb} been out of use", since, what, section)
+        text = f"{_listed(rows, all_of, 'Endpoint')} {verb} been out of use"
+        yield Notice(BAD, f"out {reason}", text, since, what, section)
 
 
 def _does(reason: str, rows: Sequence[EndpointRow]) -> str:
@@ -408,34 +416,34 @@ def _unread(endpoints: Sequence[EndpointRow]) -> Iterable[Notice]:
     rows = [row for row in endpoints if row.state == "unread"]
     if rows:
         level = BAD if len(rows) == len(endpoints) else WATCH
-        whose, why = _listed(rows, len(endpoints)), f" ({rows[0].reason})" if rows[0].reason else ""
-        text = f"The metrics of {whose[0].lower()}{whose[1:]} cannot be read{why}; load is estimated."
-        yield Notice(level, text, runbook="FairleadEndpointStale")
+        reasons = [*dict.fromkeys(row.reason for row in rows if row.reason)][:_NAMED]
+        why = f" ({', '.join(reasons)})" if reasons else ""
+        text = f"The metrics of {_listed(rows, len(endpoints))} cannot be read{why}; load is estimated."
+        yield Notice(level, "unread", text, runbook="FairleadEndpointStale")
 
 
 def _suspect(endpoints: Sequence[EndpointRow]) -> Iterable[Notice]:
     rows = [row for row in endpoints if row.state == "suspect"]
     if rows:
         verb = "seems" if len(rows) == 1 else "seem"
-        text = f"{_listed(rows, len(endpoints))} {verb} to hang: nothing moves while there is work."
-        yield Notice(BAD, text, runbook="FairleadEndpointHangs")
+        text = f"{_listed(rows, len(endpoints), 'Endpoint')} {verb} to hang: nothing moves while there is work."
+        yield Notice(BAD, "suspect", text, runbook="FairleadEndpointHangs")
 
 
 def _pressure(watch: Watch, queues: Queues | None, schedulers: int) -> Iterable[Notice]:
     if watch.metrics.scale_up_wanted():
         text = "Within the last minute, all endpoints that could serve a request were overloaded: add replicas."
-        yield Notice(BAD, text, runbook="FairleadScaleUp")
+        yield Notice(BAD, "scale-up", text, runbook="FairleadScaleUp")
     full = max((band.used for band in queues.bands), default=0.0) if queues is not None else 0.0
     if full > _FULL:
-        text = f"The queue is {full:.0%} full; beyond its limit requests are refused."
-        yield Notice(BAD, text, runbook="FairleadQueueFull")
+        what = f": {full:.0%} of its limit; beyond it requests are refused."
+        yield Notice(BAD, "full", "The queue is nearly full", detail=what, runbook="FairleadQueueFull")
     if queues is not None and queues.waiting:
         oldest = max(band.oldest_s for band in queues.bands)
         if oldest >= _LONG_WAIT:
             whose = "the" if schedulers == 1 else "this scheduler's"
-            wait = "1 request waits" if queues.waiting == 1 else f"{queues.waiting:,} requests wait"
-            text = f"{wait} in {whose} queue, the longest for {_seconds(oldest)}; no endpoint has room for more."
-            yield Notice(WATCH, text, runbook="FairleadSaturated")
+            what = f": {queues.waiting:,}, the longest for {_seconds(oldest)}; no endpoint has room for more."
+            yield Notice(WATCH, "waiting", f"Requests wait in {whose} queue", detail=what, runbook="FairleadSaturated")
 
 
 def _choosers(watch: Watch) -> Iterable[Notice]:
@@ -446,29 +454,40 @@ def _choosers(watch: Watch) -> Iterable[Notice]:
         elif policy.breaker.state != CLOSED:
             text = f"The external scheduler '{name}' failed too often; the built-in policy decides for now."
         if text:
-            yield Notice(BAD, text, runbook="FairleadSchedulerFallback")
+            yield Notice(BAD, f"external {name}", text, runbook="FairleadSchedulerFallback")
     for name, reason in watch.shadows.cut().items():
         text = f"The shadow '{name}' is cut off ({reason}); traffic is not affected."
-        yield Notice(WATCH, text, runbook="FairleadShadowCutOff")
+        yield Notice(WATCH, f"shadow {name}", text, runbook="FairleadShadowCutOff")
 
 
-def _events(watch: Watch) -> Iterable[Notice]:
-    fleet = watch.fleet
-    exact = fleet.exact
+def _events(watch: Watch, endpoints: Sequence[EndpointRow]) -> Iterable[Notice]:
+    """Notices about KV events of endpoints that are in use: one per cause of distrust, one about lost connections."""
+    exact = watch.fleet.exact
     if exact is None:
         return
-    for slot, endpoint in fleet.table.slots():
-        trust, finding = exact.check.trust(slot), exact.check.finding(slot)
-        if trust.distrusted:
-            cause = f" Likely cause: {finding.detail or finding.cause}." if finding else ""
-            text = (
-                f"KV events of endpoint {endpoint.id} are not trusted: predictions came true in "
-                f"{trust.level or 0.0:.0%} of the last answers; learned knowledge is used instead.{cause}"
-            )
-            yield Notice(WATCH, text, runbook="FairleadIndexNotTrusted")
+    stopped: list[EndpointRow] = []
+    distrusted: dict[str, tuple[str, list[EndpointRow]]] = {}
+    for (slot, _), row in zip(watch.fleet.table.slots(), endpoints, strict=True):
+        if row.state == "out":
+            continue
+        if exact.check.trust(slot).distrusted:
+            finding = exact.check.finding(slot)
+            cause, why = (finding.cause, f" Likely cause: {finding.detail or finding.cause}.") if finding else ("", "")
+            distrusted.setdefault(cause, (why, []))[1].append(row)
         elif any(cache.heard and not cache.linked for cache in exact.index.caches_of(slot)):
-            text = f"KV events of endpoint {endpoint.id} have stopped; later changes of its cache are unknown."
-            yield Notice(WATCH, text, runbook="FairleadKvFeedDown")
+            stopped.append(row)
+    for cause, (why, rows) in distrusted.items():
+        at_most = "at most " if len(rows) > 1 else ""
+        what = (
+            f": predictions came true in {at_most}{max(row.trust or 0.0 for row in rows):.0%} of the last answers; "
+            f"learned knowledge is used instead.{why}"
+        )
+        text = f"KV events of {_listed(rows, len(endpoints))} are not trusted"
+        yield Notice(WATCH, f"distrusted {cause}", text, detail=what, runbook="FairleadIndexNotTrusted")
+    if stopped:
+        caches = "its cache" if len(stopped) == 1 else "their caches"
+        text = f"KV events of {_listed(stopped, len(endpoints))} have stopped; later changes of {caches} are unknown."
+        yield Notice(WATCH, "stopped", text, runbook="FairleadKvFeedDown")
 
 
 def _forecasts(endpoints: Iterable[EndpointRow]) -> Iterable[Notice]:
@@ -478,11 +497,9 @@ def _forecasts(endpoints: Iterable[EndpointRow]) -> Iterable[Notice]:
         return
     inside = sum(row.judged * (row.inside or 0.0) for row in rows) / judged
     if inside < _LEAST_INSIDE:
-        text = (
-            f"Only {inside:.0%} of the last minute's first tokens came within their forecast's 90 % band; "
-            "decisions rest on forecasts that are off."
-        )
-        yield Notice(WATCH, text, runbook="FairleadForecastsOff")
+        text = "Few first tokens come within their forecast's 90 % band"
+        what = f": {inside:.0%} of the last minute's; decisions rest on forecasts that are off."
+        yield Notice(WATCH, "forecasts", text, detail=what, runbook="FairleadForecastsOff")
 
 
 #: Sections of the runbook for restrictions whose names begin so; the others share one.
@@ -497,13 +514,13 @@ def _troubles(watch: Watch) -> Iterable[Notice]:
     for what, reason in watch.troubles.look().items():
         if what not in ("scrapes", "gateway"):  # other notices name these endpoints, and say why it is not ready
             section = next((section for name, section in _SECTIONS.items() if what.startswith(name)), "FairleadTrouble")
-            yield Notice(BAD, f"Restricted: {reason}.", runbook=section)
+            yield Notice(BAD, f"trouble {what}", "Restricted", detail=f": {reason}.", runbook=section)
 
 
-def _listed(rows: Sequence[EndpointRow], of: int) -> str:
+def _listed(rows: Sequence[EndpointRow], of: int, single: str = "endpoint") -> str:
     names = ", ".join(row.id for row in rows[:_NAMED])
     if len(rows) == 1:
-        return f"Endpoint {names}"
+        return f"{single} {names}"
     more = f" and {len(rows) - _NAMED} more" if len(rows) > _NAMED else ""
     return f"{len(rows)} of {of} endpoints ({names}{more})"
 
@@ -528,12 +545,15 @@ def _failing(watch: Watch, happened: Happened, now: float) -> Iterable[Notice]:
     for name, count in momentary(watch).items():
         if not happened.lately(name, count, now):
             continue
+        so_often = f" ({count:,.0f} since the start)"
         if name == "bypassed":
-            text = f"The gateway serves requests without asking us ({count:,.0f} since the start); it could not reach "
-            yield Notice(BAD, text + "the scheduler, or not in time.", runbook="FairleadBypassed")
+            what = f"{so_often}; it could not reach the scheduler, or not in time."
+            text = "The gateway serves requests without asking us"
+            yield Notice(BAD, name, text, detail=what, runbook="FairleadBypassed")
         elif name == "expired":
-            text = f"Some requests' ends are never reported ({count:,.0f} since the start)"
-            yield Notice(WATCH, f"{text}; check the gateway's access log.", runbook="FairleadLeasesExpire")
+            what = f"{so_often}; check the gateway's access log."
+            text = "Some requests' ends are never reported"
+            yield Notice(WATCH, name, text, detail=what, runbook="FairleadLeasesExpire")
         else:
-            text = f"The plugin '{name.partition(' ')[2]}' fails ({count:,.0f} times since the start) and is left out."
-            yield Notice(BAD, text, runbook="FairleadPluginFails")
+            text, what = f"The plugin '{name.partition(' ')[2]}' fails", f"{so_often} and is left out."
+            yield Notice(BAD, name, text, detail=what, runbook="FairleadPluginFails")

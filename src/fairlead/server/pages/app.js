@@ -102,12 +102,13 @@ function figures() {
 const noticed = new Map();
 function notices() {
   const time = performance.now();
-  now.notices.forEach(({ level, text, since, detail, runbook }, place) => {
+  const fresh = [];
+  now.notices.forEach(({ level, key, text, since, detail, runbook }, place) => {
     const words = `${text}${since ? ` since ${hourOf(since)}` : ""}${detail}`;
-    const key = text.replace(/\d[\d.,]*/g, "#");
-    if (!noticed.has(key)) announce(words, level);
-    noticed.set(key, { level, words, runbook, place, time });
+    if (noticed.get(key)?.text !== text) fresh.push({ level, words });
+    noticed.set(key, { level, text, words, runbook, place, time });
   });
+  if (fresh.length) announce(fresh.map(({ words }) => words).join(" "), fresh[0].level); // the gravest comes first
   for (const [key, { time: seen }] of noticed) if (time - seen > NOTICE) noticed.delete(key);
   const wanted = [...noticed.values()].sort((a, b) => (a.level > b.level) - (a.level < b.level) || a.place - b.place);
   if (!wanted.length) wanted.push({ level: "calm", words: calm(), runbook: "" });
@@ -124,7 +125,7 @@ function notices() {
   });
 }
 
-// Screen readers read out only new notices. Otherwise they would talk every second, because ages in notices grow.
+// Screen readers read out only new notices and new texts. Otherwise they would talk every second, because details change.
 function announce(text, level = "") {
   setAttribute($("announce"), "role", level === "bad" ? "alert" : "status");
   setText($("announce"), text);

@@ -59,10 +59,12 @@ class Scene:
         self.history.look(self.now)
         rows = endpoints(self.watch, self.recent, self.history.out, self.now, 1000.0)
         failures, happened = self.history.failures(), self.history.happened
-        return notices(self.watch, rows, failures, self.queues, reasons, happened, self.now, self.schedulers)
+        listed = notices(self.watch, rows, failures, self.queues, reasons, happened, self.now, self.schedulers)
+        assert len({notice.key for notice in listed}) == len(listed), "the page shows one sentence per key"
+        return listed
 
     def told(self, *reasons) -> list[tuple[str, str]]:
-        return [(notice.level, notice.text) for notice in self.notices(*reasons)]
+        return [(notice.level, notice.text + notice.detail) for notice in self.notices(*reasons)]
 
 
 @pytest.fixture
@@ -116,7 +118,7 @@ def test_when_all_endpoints_are_out_every_request_fails(scene):
     assert notice.detail == ": 2 of 2 endpoints refuse connections."
     assert notice.runbook == "FairleadNoEndpoints"
     scene.ends(503, 200)
-    assert scene.notices()[0].text.endswith("of the requests of the last 10 seconds failed.")
+    assert scene.told()[0][1].endswith("% of those of the last 10 seconds.")
 
 
 def test_every_request_fails_though_endpoints_are_in_use(scene):
@@ -146,20 +148,22 @@ def test_an_endpoint_that_fails_is_out_and_the_gravest_comes_first(scene):
 
 def test_why_we_are_not_ready(scene):
     assert scene.told("shutting down") == [("bad", "Not ready: shutting down.")]
+    assert scene.told("starting", "no endpoints") == [("bad", "Not ready: starting; no endpoints.")]
 
 
 def test_a_long_queue(scene):
     band = BandRow(priority=0, waiting=3, bytes=9, flows=1, oldest_s=7.4, delay_s=2.0, used=0.1)
     scene.queues = Queues(waiting=3, saturation=1.0, delay_s=2.0, wanted_endpoints=4, bands=[band])
     assert scene.told() == [
-        ("watch", "3 requests wait in the queue, the longest for 7 s; no endpoint has room for more.")
+        ("watch", "Requests wait in the queue: 3, the longest for 7 s; no endpoint has room for more.")
     ]
     scene.schedulers = 2
-    assert scene.told()[0][1].startswith("3 requests wait in this scheduler's queue, the longest")
+    assert scene.told()[0][1].startswith("Requests wait in this scheduler's queue: 3, the longest")
 
 
 def test_a_queue_that_is_nearly_full(scene):
-    for used, told in ((0.9, []), (0.95, [("bad", "The queue is 95% full; beyond its limit requests are refused.")])):
+    text = "The queue is nearly full: 95% of its limit; beyond it requests are refused."
+    for used, told in ((0.9, []), (0.95, [("bad", text)])):
         band = BandRow(priority=0, waiting=3, bytes=9, flows=1, oldest_s=1.0, delay_s=2.0, used=used)
         scene.queues = Queues(waiting=3, saturation=1.0, delay_s=2.0, wanted_endpoints=4, bands=[band])
         assert scene.told() == told
@@ -168,12 +172,18 @@ def test_a_queue_that_is_nearly_full(scene):
 def test_what_keeps_failing_is_told_for_a_minute(scene, caplog):
     assert scene.told() == []
     scene.watch.on_plugin_error(PluginError("p", "no"))
-    assert len(scene.told()) == 1
+    scene.watch.on_plugin_error(PluginError("q", "no"))
     scene.watch.on_plugin_error(PluginError("p", "no"))
     scene.watch.on_fallback("10.0.0.1:80", 200)
-    texts = [text for _, text in scene.told()]
-    assert any("The plugin 'p' fails (2 times since the start)" in text for text in texts)
-    assert any("serves requests without asking us (1 since the start)" in text for text in texts)
+    assert scene.told() == [
+        (
+            "bad",
+            "The gateway serves requests without asking us (1 since the start); "
+            "it could not reach the scheduler, or not in time.",
+        ),
+        ("bad", "The plugin 'p' fails (2 since the start) and is left out."),
+        ("bad", "The plugin 'q' fails (1 since the start) and is left out."),
+    ]
     scene.now += 61.0
     scene.answer("a", "b")
     assert scene.told() == []
@@ -223,22 +233,115 @@ def test_the_runbook_says_what_to_do_about_restrictions(scene):
     }
     for what in sections:
         scene.watch.troubles.watch(what, lambda what=what: what)
-    assert {notice.text: notice.runbook for notice in scene.notices()} == {
-        f"Restricted: {what}.": section for what, section in sections.items()
+    assert {notice.detail: notice.runbook for notice in scene.notices()} == {
+        f": {what}.": section for what, section in sections.items()
     }
 
 
-def test_events_that_are_not_believed(scene):
-    recipe = Recipe()
-    scene.fleet.exact = ExactKnowledge(recipe, new_index(recipe, 1000))
-    for slot in (0, 1):
-        scene.fleet.exact.add_slot(slot)
+def test_endpoints_whose_names_differ_in_a_digit_are_out_for_two_reasons():
+    scene = Scene()
+    for name in ("vllm-0", "vllm-1", "vllm-2"):
+        scene.fleet.up(Endpoint(name, "10.0.0.1:80"))
+    scene.answer("a", "b", "vllm-2")
+    scene.refuse("vllm-0")
+    first = scene.notices()
+    scene.watch.on_silence("vllm-1", "status 500")
+    for _ in range(3):
+        scene.fleet.scrape_failed("vllm-1", scene.now)
+    listed = scene.notices()
+    assert [notice.text for notice in listed] == [f"Endpoint vllm-{i} has been out of use" for i in (0, 1)]
+    assert listed[0].key == first[0].key
+    scene.refuse("vllm-2")
+    assert [(notice.key, notice.text) for notice in scene.notices()] == [
+        (listed[0].key, "2 of 5 endpoints (vllm-0, vllm-2) have been out of use"),
+        (listed[1].key, listed[1].text),
+    ]
+
+
+def test_figures_that_keep_changing_are_no_news(scene):
+    texts = set()
+    scene.ends(200)
+    scene.ends(200)
+    for waiting in (3, 4):
+        band = BandRow(
+            priority=0, waiting=waiting, bytes=9, flows=1, oldest_s=waiting + 3.0, delay_s=2.0, used=0.9 + waiting / 50
+        )
+        scene.queues = Queues(waiting=waiting, saturation=1.0, delay_s=2.0, wanted_endpoints=4, bands=[band])
+        scene.watch.on_fallback("10.0.0.1:80", 200)
+        scene.watch.on_plugin_error(PluginError("p", "no"))
+        scene.ends(200, 503)
+        scene.answer("a", "b")
+        texts.add(tuple((notice.key, notice.text) for notice in scene.notices()))
+    assert len(texts) == 1 and len(texts.pop()) == 5
+
+
+def test_the_list_ends_somewhere(scene):
+    for i in range(9):
+        scene.watch.troubles.watch(f"t{i}", lambda: "no")
+    scene.watch.shadows.cut = lambda: {"slow": "too slow"}
+    listed = scene.told()
+    assert len(listed) == 6 and listed[-1] == ("bad", "And 5 more problems.")
+
+
+class EventScene(Scene):
+    """With KV events of each endpoint."""
+
+    def __init__(self, names: str) -> None:
+        super().__init__(names)
+        recipe = Recipe()
+        self.exact = self.fleet.exact = ExactKnowledge(recipe, new_index(recipe, 1000))
+        for slot in range(len(names)):
+            self.exact.add_slot(slot)
+
+    def disagree(self, *slots: int) -> None:
+        for slot in slots:
+            for _ in range(4):
+                self.exact.check.trust(slot).judge(False)
+
+    def stop(self, *slots: int) -> None:
+        """Their feeds were received, and end."""
+        for slot in slots:
+            cache = self.exact.index.rank(slot, 0, "m")
+            cache.heard, cache.linked = True, False
+
+
+def test_events_that_are_not_believed():
+    scene = EventScene("ab")
+    scene.answer("a", "b")
     assert scene.told() == []
-    for _ in range(4):
-        scene.fleet.exact.check.trust(1).judge(False)
+    scene.disagree(1)
     ((level, text),) = scene.told()
     assert level == "watch"
     assert text.startswith("KV events of endpoint b are not trusted: predictions came true in 0% of the last answers")
+
+
+def test_events_of_many_endpoints_are_one_sentence_per_cause():
+    scene = EventScene("abcdefgh")
+    scene.answer(*"abcdefgh")
+    scene.disagree(0, 1)
+    scene.stop(*range(2, 7))
+    assert scene.told() == [
+        (
+            "watch",
+            "KV events of 2 of 8 endpoints (a, b) are not trusted: predictions came true in at most 0% of the last "
+            "answers; learned knowledge is used instead.",
+        ),
+        (
+            "watch",
+            "KV events of 5 of 8 endpoints (c, d, e and 2 more) have stopped; later changes of their caches are "
+            "unknown.",
+        ),
+    ]
+
+
+def test_nothing_is_said_of_the_events_of_an_endpoint_that_is_out():
+    scene = EventScene("ab")
+    scene.answer("a", "b")
+    scene.disagree(0)
+    scene.stop(1)
+    assert len(scene.told()) == 2
+    scene.refuse("a", "b")
+    assert [notice.text for notice in scene.notices()] == ["2 of 2 endpoints (a, b) have been out of use"]
 
 
 def test_the_runbook_has_every_section_that_is_named():
