@@ -1,6 +1,7 @@
 """The dashboard's page in states that a good run does not show: nothing there, a hundred endpoints, nobody answers."""
 
 import asyncio
+import json
 import re
 from collections.abc import AsyncIterator
 from math import inf, sin
@@ -262,15 +263,33 @@ async def _pass(page: Page, seconds: int) -> None:
                    f"performance.now = () => now() + {1000 * seconds}; }})()")  # fmt: skip
 
 
-async def test_a_connection_that_is_lost_without_a_word_is_made_anew(scheduler: Scheduler, browser: Browser) -> None:
+async def _hide(page: Page, hidden: bool) -> None:
+    await page.run(f"""Object.defineProperty(document, "hidden", {{configurable: true, value: {json.dumps(hidden)}}});
+        document.dispatchEvent(new Event("visibilitychange"))""")
+
+
+async def test_connections_are_made_anew_and_hidden_pages_have_none(scheduler: Scheduler, browser: Browser) -> None:
     scheduler.add(1)
     async with Relay(scheduler.port) as relay:
         page = await browser.page(relay.url)
+        await live(page)
+        await _hide(page, True)
+        await _pass(page, 6)
+        await page.until('document.body.dataset.state === "connecting"')
+        async with asyncio.timeout(20.0):
+            while scheduler.watch.recent is not None:  # somebody looks
+                await asyncio.sleep(0.05)
+        await _hide(page, False)
         await live(page)
         relay.silence()
         await _pass(page, 20)
         await page.until('document.body.dataset.state === "lost"')
         await live(page)
+        await page.run("AbortSignal.timeout = () => AbortSignal.abort(new DOMException('', 'TimeoutError'))")
+        await page.run("location.hash = '#endpoint=x'")
+        await page.until(
+            "document.getElementById('endpoint-problem').textContent.includes('has not answered within 10 s')"
+        )
         await page.close()
 
 

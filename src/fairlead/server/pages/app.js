@@ -9,6 +9,8 @@ import { Panels } from "./panels.js";
 // a notice stays at least.
 const SILENCE = 4000;
 const PATIENCE = 10000;
+// Milliseconds after which a hidden page closes its stream. Browsers allow six connections to a host, for all its pages.
+const HIDDEN = 5000;
 const NOTICE = 4000;
 const RETRY = [1000, 2000, 5000];
 const KEPT_S = 3600;
@@ -20,6 +22,7 @@ let now = null;
 let stream = null;
 let heard = 0;
 let spoke = 0; // when the stream was opened, or said something
+let seen = -Infinity; // when this page was last visible
 let failures = 0;
 let retry = 0;
 let problem = "";
@@ -168,7 +171,7 @@ function take(told) {
 }
 
 function state(name) {
-  if (document.body.dataset.state === "live" && name === "lost") announce("The connection to the scheduler is lost.");
+  if (document.body.dataset.state !== "lost" && name === "lost") announce("The connection to the scheduler is lost.");
   if (document.body.dataset.state === "lost" && name === "live") announce("The scheduler answers again.");
   setAttribute(document.body, "data-state", name);
   setText($("connection-text"), { live: "live", lost: "connection lost", connecting: "connecting" }[name]);
@@ -224,12 +227,21 @@ async function again() {
 
 // A connection that a network dropped without a word stays open here, and only its silence shows that it is gone.
 setInterval(() => {
-  const silent = performance.now() - spoke;
-  if (stream && silent > PATIENCE) tryAgain();
+  const time = performance.now();
+  const silent = time - spoke;
+  if (!document.hidden) seen = time;
+  if (time - seen > HIDDEN) {
+    rest();
+    state("connecting");
+  } else if (stream && silent > PATIENCE) tryAgain();
   else if (heard && (silent > SILENCE || document.body.dataset.state === "lost")) lost();
 }, 500);
 addEventListener("online", connect);
-document.addEventListener("visibilitychange", () => { if (!document.hidden && now) show(); });
+document.addEventListener("visibilitychange", () => {
+  if (document.hidden) return;
+  if (!stream) connect();
+  else if (now) show();
+});
 addEventListener("pagehide", rest);
 addEventListener("pageshow", (event) => { if (event.persisted) connect(); });
 
@@ -259,4 +271,4 @@ theme.addEventListener("change", () => {
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => dress(theme.value));
 
-connect();
+if (!document.hidden) connect();

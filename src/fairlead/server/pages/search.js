@@ -3,9 +3,12 @@
 import { count } from "./format.js";
 import { $, setText } from "./dom.js";
 
-// Milliseconds between two searches, and from the last key to a search.
+// Milliseconds between two searches, from the last key to a search, and until an answer.
 const EVERY = 2000;
 const TYPING = 200;
+const PATIENCE = 10000;
+
+const LATE = "The scheduler has not answered within 10 s. If more than five windows show this page, close one: browsers allow no more connections.";
 
 export class Search {
   // Calls `show({ decisions, matches, searched })`, or `show({ problem })`, or `show(null)` if nothing is searched.
@@ -13,6 +16,7 @@ export class Search {
     this.show = show;
     this.form = $("search");
     this.asked = 0;
+    this.answered = 0;
     this.paused = false;
     this.typing = 0;
     const soon = () => {
@@ -21,7 +25,7 @@ export class Search {
     };
     this.form.addEventListener("submit", (event) => event.preventDefault());
     for (const event of ["input", "reset"]) this.form.addEventListener(event, soon);
-    setInterval(() => { if (this.query && !this.paused && !document.hidden) this.ask(); }, EVERY);
+    setInterval(() => { if (this.query && !this.paused && !document.hidden && this.answered === this.asked) this.ask(); }, EVERY);
   }
 
   get query() {
@@ -34,6 +38,7 @@ export class Search {
     const { query } = this;
     const found = query ? await ask(`/dashboard/decisions?${query}`) : null;
     if (number !== this.asked) return;
+    this.answered = number;
     this.show(found);
     if (aloud) setText($("search-said"), found ? told(found) : "");
   }
@@ -45,9 +50,9 @@ export const told = ({ problem, matches, searched, decisions: shown }) => proble
 // Returns the scheduler's answer, or { problem }.
 export async function ask(path) {
   try {
-    const answer = await fetch(path);
+    const answer = await fetch(path, { signal: AbortSignal.timeout(PATIENCE) });
     return answer.ok ? await answer.json() : { problem: (await answer.text()).trim() || `status ${answer.status}` };
-  } catch {
-    return { problem: "The scheduler does not answer." };
+  } catch (error) {
+    return { problem: error.name === "TimeoutError" ? LATE : "The scheduler does not answer." };
   }
 }
