@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import AsyncIterator
 from math import inf, sin
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +25,7 @@ from fairlead.core.records import DecisionRecord, Forecast, OutcomeRecord
 from fairlead.core.request import Request
 from fairlead.plugins.flow_control import Fcfs
 from fairlead.server.admin import Admin, AdminSources
+from fairlead.server.http_port import Access, Tokens
 from fairlead.server.observe.snapshot import SnapshotMaker
 from fairlead.server.observe.watch import Watch
 
@@ -45,6 +47,7 @@ class Scheduler:
         self.reasons: list[str] = []
         self.schedulers = 1
         self.port = 0
+        self.tokens: Tokens | None = None
 
     async def start(self) -> None:
         maker = self.maker
@@ -60,7 +63,7 @@ class Scheduler:
             decision=self.watch.decision,
             dashboard=source,
         )
-        self.admin = Admin(sources, port=self.port)
+        self.admin = Admin(sources, port=self.port, access=Access(tokens=self.tokens))
         await self.admin.start()
         self.port = self.admin.port
 
@@ -290,6 +293,30 @@ async def test_connections_are_made_anew_and_hidden_pages_have_none(scheduler: S
         await page.until(
             "document.getElementById('endpoint-problem').textContent.includes('has not answered within 10 s')"
         )
+        await page.close()
+
+
+async def test_it_works_below_a_prefix_and_with_a_token_in_the_address(
+    scheduler: Scheduler, browser: Browser, tmp_path: Path
+) -> None:
+    file = tmp_path / "tokens"
+    file.write_text("one\n")
+    await scheduler.admin.close()
+    scheduler.tokens = Tokens(str(file))
+    await scheduler.start()
+    scheduler.add(1)
+    scheduler.serve(7, "default/model-server-000")
+    async with Relay(scheduler.port, "/ops/fairlead/") as relay:
+        page = await browser.page(relay.url.replace("//", "//:one@"))
+        await live(page)
+        await page.run("location.hash = '#endpoint=default%2Fmodel-server-000'")
+        await page.until("document.getElementById('endpoint-decisions').checkVisibility()")
+        await page.run("document.querySelector('#endpoint-decisions button').click()")
+        await page.until("document.querySelector('#why-body dl')")
+        assert page.messages == []
+        assert [address for address in page.requested if "/ops/fairlead/" not in address] == []
+        file.write_text("another\n")
+        await page.until("document.getElementById('lost').textContent.startsWith('The scheduler refuses: a token')")
         await page.close()
 
 

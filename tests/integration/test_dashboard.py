@@ -91,6 +91,11 @@ async def serve() -> AsyncIterator[Serve]:
         )
         app = aiohttp.web.Application()
         dashboard.add_to(app)
+
+        async def page(request: aiohttp.web.Request) -> aiohttp.web.Response:
+            return dashboard.page(request)
+
+        app.router.add_get("/", page)
         runner = aiohttp.web.AppRunner(app, shutdown_timeout=5.0)
         await runner.setup()
         await aiohttp.web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -288,23 +293,24 @@ async def test_viewers_end_with_the_server(serve: Serve) -> None:
 async def test_files_are_strict_and_complete(serve: Serve) -> None:
     served = await serve()
     async with aiohttp.ClientSession() as session:
-        async with session.get(f"{served.url}/dashboard/index.html") as response:
+        async with session.get(f"{served.url}/") as response:
             page = await response.text()
             policy = response.headers["Content-Security-Policy"]
         assert "unsafe" not in policy and policy.startswith("default-src 'none'; script-src 'self';")
-        named = re.findall(r'(?:src|href)="(/dashboard/[^"]+\.\w+)"', page)
+        named = re.findall(r'(?:src|href)="(dashboard/[^"]+\.\w+)"', page)
         scripts = {name for name in named if name.endswith(".js")}
+        assert len(scripts) == 2
         for name in {*named}:
-            async with session.get(f"{served.url}{name}") as response:
+            async with session.get(f"{served.url}/{name}") as response:
                 assert response.status == 200, name
                 text, tag = await response.text(), response.headers["ETag"]
-            scripts |= {f"/dashboard/{one}" for one in re.findall(r'from "\./([\w.]+)"', text)}
-            async with session.get(f"{served.url}{name}", headers={"If-None-Match": tag}) as response:
+            scripts |= {f"dashboard/{one}" for one in re.findall(r'from "\./([\w.]+)"', text)}
+            async with session.get(f"{served.url}/{name}", headers={"If-None-Match": tag}) as response:
                 assert response.status == 304
         for name in scripts:
-            async with session.get(f"{served.url}{name}") as response:
+            async with session.get(f"{served.url}/{name}") as response:
                 assert (response.status, response.content_type) == (200, "text/javascript"), name
-        for name in ("nothing.js", "__init__.py", "..%2Fio%2Fadmin.py"):
+        for name in ("nothing.js", "index.html", "__init__.py", "..%2Fio%2Fadmin.py"):
             async with session.get(f"{served.url}/dashboard/{name}") as response:
                 assert response.status == 404
     assert "<script>" not in page and " style=" not in page and " onclick=" not in page

@@ -124,7 +124,7 @@ class Dashboard:
         name = request.match_info["name"]
         if name in self._sources.answers:
             return self._answer(request, name)
-        if name not in self._files:
+        if name not in self._files or name == PAGE:  # its addresses are relative to `/`
             raise web.HTTPNotFound(text=f"there is no {name[:80]!r} here\n")
         return self._send(request, name)
 

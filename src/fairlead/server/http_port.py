@@ -141,7 +141,9 @@ class Access:
         if origin is not None and _host_of(origin) != host:
             return self._refuse(403, "requests from pages of other origins are refused\n")
         if self._tokens is not None and not self._tokens.accept(request.headers.get("Authorization", "")):
-            return self._refuse(401, "a token is needed\n", {"WWW-Authenticate": 'Basic realm="fairlead"'})
+            # For Basic, browsers ask the user, for scripts too. Those of the dashboard name what they accept.
+            scheme = "Basic" if "*/*" in request.headers.get("Accept", "*/*") else "Bearer"
+            return self._refuse(401, "a token is needed\n", {"WWW-Authenticate": f'{scheme} realm="fairlead"'})
         return None
 
     def problem(self) -> str:

@@ -9,16 +9,17 @@ _Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Relay:
-    """`async with Relay(port)`, then its `url`."""
+    """`async with Relay(port)`, then its `url`. It removes the `prefix` from the paths of requests."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, prefix: str = "/") -> None:
         self._port = port
+        self._prefix = prefix
         self._open: dict[asyncio.Task[None], asyncio.Event] = {}
         self._streams: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/"
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}{self._prefix}"
         return self
 
     async def __aexit__(
@@ -57,6 +58,8 @@ class Relay:
         reader, writer = ends
         with contextlib.suppress(ConnectionError):
             while data := await reader.read(65536):
+                if data.startswith(b"GET "):
+                    data = data.replace(b"GET %b" % self._prefix.encode(), b"GET /", 1)
                 if data.startswith(b"GET /dashboard/stream "):
                     self._streams.add(task)
                 await passes.wait()

@@ -40,6 +40,19 @@ async def started(**options: Any) -> Admin:
 
 
 @pytest.mark.parametrize(
+    ("accept", "scheme"), [("text/html,*/*;q=0.8", "Basic"), ("*/*", "Basic"), ("text/event-stream", "Bearer")]
+)
+async def test_browsers_ask_the_user_for_a_page_not_for_its_scripts(accept: str, scheme: str, tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text("first\n")
+    admin = await started(access=admin_access([], str(file)))
+    url = f"http://127.0.0.1:{admin.port}/metrics"
+    async with aiohttp.ClientSession() as session, session.get(url, headers={"Accept": accept}) as response:
+        assert (response.status, response.headers["WWW-Authenticate"].split()[0]) == (401, scheme)
+    await admin.close()
+
+
+@pytest.mark.parametrize(
     ("host", "ours"),
     [
         ("127.0.0.1:9090", True),

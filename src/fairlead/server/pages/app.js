@@ -4,6 +4,7 @@ import { count, decimal, DASH, hourOf, milliseconds, percent, rate, seconds } fr
 import { $, make, setAttribute, setClass, setHidden, setText } from "./dom.js";
 import { Chart } from "./charts.js";
 import { Panels } from "./panels.js";
+import { locate } from "./search.js";
 
 // Milliseconds after which a silent stream counts as lost, and after which it is closed and opened anew; milliseconds that
 // a notice stays at least.
@@ -188,7 +189,7 @@ function lost() {
 
 function connect() {
   rest();
-  stream = new EventSource("/dashboard/stream");
+  stream = new EventSource(locate("stream"));
   const listen = (name, action) => stream.addEventListener(name, (event) => { spoke = performance.now(); action(event); });
   spoke = performance.now();
   listen("beginning", (event) => begin(JSON.parse(event.data)));
@@ -214,8 +215,9 @@ async function again() {
   const leave = new AbortController();
   const late = setTimeout(() => leave.abort(), SILENCE);
   try {
-    const answer = await fetch("/dashboard/stream", { signal: leave.signal });
+    const answer = await fetch(locate("stream"), { signal: leave.signal, headers: { Accept: "text/event-stream" } });
     problem = answer.ok ? "" : `The scheduler refuses: ${(await answer.text()).trim()}.`;
+    if (answer.status === 401) problem += " Reload this page to give one.";
   } catch {
     problem = heard ? "" : "The scheduler does not answer.";
     lost();

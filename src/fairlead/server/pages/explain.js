@@ -14,7 +14,7 @@ export async function explain(id) {
   $("why-title").textContent = `Decision ${id}`;
   body.replaceChildren(make("p", { class: "empty" }, "Asking the scheduler …"));
   if (!dialog.open) dialog.showModal();
-  const answer = await ask(`/debug/decisions/${encodeURIComponent(id)}`);
+  const answer = await ask(`../debug/decisions/${encodeURIComponent(id)}`);
   if (number !== asked) return; // another decision has been opened
   body.replaceChildren(...(answer.problem ? [make("p", { class: "empty" }, `This decision cannot be shown: ${answer.problem}`)] : parts(answer)));
 }

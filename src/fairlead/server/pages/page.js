@@ -124,7 +124,7 @@ export class Page {
   async ask() {
     const { id, kind } = this;
     const name = encodeURIComponent(id);
-    const [past, sent] = await Promise.all([ask(`/dashboard/${kind}?${this.of.ask}=${name}`), ask(`/dashboard/decisions?${this.of.sought}=${name}`)]);
+    const [past, sent] = await Promise.all([ask(`${kind}?${this.of.ask}=${name}`), ask(`decisions?${this.of.sought}=${name}`)]);
     if (id !== this.id) return;
     const part = (what) => $(`${kind}-${what}`);
     this.problem = past.problem ?? sent.problem ?? (past.points.length ? "" : "Nothing has been recorded yet; a point comes every 15 seconds.");

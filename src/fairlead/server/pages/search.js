@@ -36,7 +36,7 @@ export class Search {
   async ask(aloud = false) {
     const number = ++this.asked;
     const { query } = this;
-    const found = query ? await ask(`/dashboard/decisions?${query}`) : null;
+    const found = query ? await ask(`decisions?${query}`) : null;
     if (number !== this.asked) return;
     this.answered = number;
     this.show(found);
@@ -47,10 +47,18 @@ export class Search {
 export const told = ({ problem, matches, searched, decisions: shown }) => problem
   ?? `${count(matches)} of the last ${count(searched)} match${matches > shown.length ? `; the newest ${count(shown.length)} are shown` : ""}`;
 
+// The address of a path that is relative to this file. It has no user and password: `fetch` refuses an address with them,
+// and the browser sends those that the page was opened with.
+export function locate(path) {
+  const address = new URL(path, import.meta.url);
+  address.username = address.password = "";
+  return address;
+}
+
 // Returns the scheduler's answer, or { problem }.
 export async function ask(path) {
   try {
-    const answer = await fetch(path, { signal: AbortSignal.timeout(PATIENCE) });
+    const answer = await fetch(locate(path), { signal: AbortSignal.timeout(PATIENCE), headers: { Accept: "application/json" } });
     return answer.ok ? await answer.json() : { problem: (await answer.text()).trim() || `status ${answer.status}` };
   } catch (error) {
     return { problem: error.name === "TimeoutError" ? LATE : "The scheduler does not answer." };
