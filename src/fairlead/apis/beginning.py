@@ -3,6 +3,8 @@
 from msgspec import DecodeError, Raw, ValidationError
 from msgspec.json import Decoder, encode
 
+from fairlead.apis.body import ABSENT
+from fairlead.apis.parsed import is_sent
 from fairlead.core.apis import CHAT, COMPLETIONS
 
 #: Fields that shape the prompt in addition to its text. Sampling, user and all other fields are dropped.
@@ -26,6 +28,8 @@ def beginning(api: str, body: bytes, end: int) -> bytes:
     parts."""
     try:
         given = _fields(body)
+        if is_sent(given.get("truncate_prompt_tokens", ABSENT)):  # the engine may read only the prompt's end
+            return b""
         if api == CHAT:
             name, prompt = "messages", _messages(bytes(given["messages"]), end)
         elif api == COMPLETIONS:

@@ -23,7 +23,7 @@ from fairlead.apis.parsed import (
     sent,
     short_text,
 )
-from fairlead.apis.prompt import anything, billed, list_prefix, measured, prompts_in, text_or_list, unbilled
+from fairlead.apis.prompt import anything, billed, list_prefix, measured, prompts_in, text_or_list, truncated, unbilled
 from fairlead.core.apis import (
     CHAT,
     COMPLETIONS,
@@ -55,6 +55,7 @@ class ChatBody(Body, gc=False):
     chat_template_kwargs: Raw = ABSENT
     reasoning_effort: Raw = ABSENT
     mm_processor_kwargs: Raw = ABSENT
+    truncate_prompt_tokens: Scalar = None
     user: Raw = ABSENT
     prompt_cache_key: Raw = ABSENT
 
@@ -84,8 +85,9 @@ _scoping = attrgetter(
     "chat_template_kwargs",
     "reasoning_effort",
     "mm_processor_kwargs",
+    "truncate_prompt_tokens",
 )
-_UNSCOPED = (ABSENT,) * 7
+_UNSCOPED = (*[ABSENT] * 7, None)
 
 
 def parse_chat(body: bytes, content_type: str = "") -> Parsed:
@@ -107,8 +109,7 @@ def parse_chat(body: bytes, content_type: str = "") -> Parsed:
     if _scoping(read) == _UNSCOPED:
         root, size = _named_root(read.model), len(messages)
     else:
-        root, scope_bytes = _root(read)
-        size = len(messages) + scope_bytes
+        root, size, messages = _scoped(read, messages)
     items = 0
     # A single bracket in the body means that every content is a string. This costs 0.3 µs at 24 kB, the search for
     # parts 20 µs.
@@ -173,8 +174,9 @@ def _named_root(model: str | None) -> bytes:
     return b"chat %b" % named(model, ABSENT)
 
 
-def _root(read: ChatBody) -> tuple[bytes, int]:
-    """The root of a request, and the number of its bytes that the chat template renders into the prompt.
+def _scoped(read: ChatBody, messages: memoryview) -> tuple[bytes, int, memoryview]:
+    """The root of a request, the number of bytes that the chat template renders into the prompt, and the messages that
+    the engine keeps. Raises `ClientError`.
 
     `add_generation_prompt`, `continue_final_message` and `tool_choice` are left out: they change only the prompt's end.
     """
@@ -183,7 +185,13 @@ def _root(read: ChatBody) -> tuple[bytes, int]:
     rendered = len(sent(read.tools)) + len(sent(read.documents))
     template, kwargs = (b"template", read.chat_template), (b"kwargs", read.chat_template_kwargs)
     effort, media = (b"effort", read.reasoning_effort), (b"media", read.mm_processor_kwargs)
-    return scope(root, template, kwargs, effort, media), rendered
+    root = scope(root, template, kwargs, effort, media)
+    if limit := count(read.truncate_prompt_tokens, "truncate_prompt_tokens"):
+        full = Text(messages, measured(messages)[1] + rendered, 0)
+        root, text = truncated(root, full, limit)
+        if text is not full:
+            return root, len(text.view), text.view
+    return root, len(messages) + rendered, messages
 
 
 # `/v1/completions`.
@@ -198,6 +206,7 @@ class CompletionBody(Body, gc=False):
     echo: Scalar = None
     stream_options: StreamOptions | None = None
     prompt_embeds: Raw = ABSENT
+    truncate_prompt_tokens: Scalar = None
     user: Raw = ABSENT
     prompt_cache_key: Raw = ABSENT
 
@@ -207,17 +216,19 @@ read_completion = Reader(CompletionBody).read
 
 @reading(read_completion)
 def parse_completion(read: CompletionBody) -> ParsedRequest:
-    text = _prompt(read)
-    options = read.stream_options
+    prompts, options = prompts_in(read.prompt), read.stream_options
+    limit = count(read.truncate_prompt_tokens, "truncate_prompt_tokens")
+    root = b"completions %b" % named(read.model, read.cache_salt)
+    root, text = truncated(root, _prompt(read), limit * prompts)
     return ParsedRequest(
         COMPLETIONS,
         read.model or "",
         flag(read.stream, "stream"),
         count(read.max_tokens, "max_tokens"),
         options is not None and flag(options.include_usage, "stream_options"),
-        choices(read.n, prompts_in(read.prompt)),
+        choices(read.n, prompts),
         (text.view,),
-        b"completions %b" % named(read.model, read.cache_salt),
+        root,
         text.size,
         text.tokens,
         short_text(read.prompt_cache_key, read.user),

@@ -12,6 +12,7 @@ from msgspec.structs import astuple
 
 from fairlead.apis.body import ABSENT
 from fairlead.apis.parsed import MAX_N, QUOTE, Text, is_sent
+from fairlead.core.tokens import DEFAULT_BYTES_PER_TOKEN
 
 _SPACE = b" \t\r\n"
 
@@ -85,6 +86,20 @@ def items(raw: Raw) -> int:
     except (DecodeError, UnicodeDecodeError, RecursionError):
         return 1
     return MAX_N if read[-1] is not ABSENT else read.index(ABSENT)
+
+
+def truncated(root: bytes, text: Text, limit: int) -> tuple[bytes, Text]:
+    """The root and the part of a prompt of which the engine keeps only the last `limit` tokens; 0 = all.
+
+    Each turn of a conversation then begins elsewhere, so only prompts of equal length share the root. Whether a text is
+    longer is a guess.
+    """
+    tokens = text.tokens or int(text.size / DEFAULT_BYTES_PER_TOKEN)
+    if not 0 < limit < tokens:
+        return root, text
+    root += b" last %d of %d" % (limit, len(text.view))
+    size = text.size * limit // tokens
+    return root, Text(text.view[-size:], size, text.tokens and limit)
 
 
 def anything(raw: Raw) -> Text:

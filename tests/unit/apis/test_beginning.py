@@ -57,6 +57,12 @@ def test_a_role_behind_the_content_stays() -> None:
     assert first["role"] == "system" and SYSTEM.startswith(first["content"]) and first["content"]
 
 
+@pytest.mark.parametrize("limit", [None, 400])
+def test_a_prompt_of_which_the_engine_reads_the_end_has_no_beginning(limit: int | None) -> None:
+    body = json.dumps(CHAT | {"truncate_prompt_tokens": limit}).encode()
+    assert bool(beginning("chat", body, 1000)) == (limit is None)
+
+
 def test_completions_are_cut_too() -> None:
     body = json.dumps({"model": "m", "prompt": SYSTEM, "echo": True}).encode()
     cut = beginning("completions", body, 3000)

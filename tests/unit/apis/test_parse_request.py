@@ -165,6 +165,45 @@ def test_what_scopes_the_prefix(change: dict[str, Any]) -> None:
         assert chat(**{name: None}).root == chat().root
 
 
+@pytest.mark.parametrize("ids", [True, False])
+def test_of_a_truncated_prompt_only_the_end_counts(ids: bool) -> None:
+    def turn(count: int, limit: object = 400) -> ParsedRequest:
+        prompt: object = list(range(10_000, 10_000 + count)) if ids else "words of some letters " * (count // 5)
+        return completion(prompt=prompt, truncate_prompt_tokens=limit)
+
+    whole, cut = turn(2000, None), turn(2000)
+    assert cut.root == turn(2000).root
+    assert joined(cut) == joined(turn(2000))
+    assert joined(whole).endswith(joined(cut))
+    assert len(joined(cut)) == cut.prompt_bytes
+    assert 4.0 <= cut.prompt_bytes / 400 <= 7.1
+    assert cut.prompt_tokens == (400 if ids else 0)
+    assert len({whole.root, cut.root, turn(2100).root, turn(2000, 500).root}) == 4
+    for kept in (turn(2000, -1), turn(2000, 2100), turn(2000, 10**12)):
+        assert (kept.root, joined(kept), kept.prompt_tokens) == (whole.root, joined(whole), whole.prompt_tokens)
+
+
+def test_each_prompt_of_a_list_is_truncated() -> None:
+    prompts = [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert completion(prompt=prompts, truncate_prompt_tokens=3).prompt_tokens == 6
+    assert completion(prompt=prompts, truncate_prompt_tokens=4) == completion(prompt=prompts)
+
+
+def test_a_truncated_chat_ends_with_its_messages() -> None:
+    def said(count: int, **members: Any) -> ParsedRequest:
+        turns = [{"role": "user", "content": "question " * 100}, {"role": "assistant", "content": "answer " * 100}]
+        return chat(messages=turns * count, tools=[{"type": "function"}], **members)
+
+    whole, cut = said(3), said(3, truncate_prompt_tokens=200)
+    assert joined(whole).endswith(joined(cut))
+    assert cut.prompt_bytes == len(joined(cut)) == 840
+    assert len({whole.root, cut.root, said(4, truncate_prompt_tokens=200).root}) == 3
+    assert said(3, truncate_prompt_tokens="2000") == whole
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "iVBORw0K" * 10_000}}
+    shown = {"messages": [{"role": "user", "content": [picture]}]}
+    assert chat(**shown, truncate_prompt_tokens=2000) == chat(**shown)
+
+
 HEADER = "x-anthropic-billing-header: cc_version=2.1.77.a1b; cc_entrypoint=cli; cch=%05x;"
 
 
@@ -286,6 +325,8 @@ def test_what_the_engine_answers_itself_passes() -> None:
         (COMPLETIONS, b'{"prompt":null}', "prompt"),
         (COMPLETIONS, b'{"prompt":null,"prompt_embeds":null}', "prompt"),
         (COMPLETIONS, b'{"prompt":5}', "prompt"),
+        (COMPLETIONS, b'{"prompt":"","truncate_prompt_tokens":"x"}', "truncate_prompt_tokens"),
+        (CHAT, b'{"messages":[1],"truncate_prompt_tokens":1.5}', "truncate_prompt_tokens"),
         (COMPLETIONS, b'{"prompt":NaN}', "prompt"),
         (COMPLETIONS, b'{"prompt":true}', "prompt"),
         (COMPLETIONS, b'{"prompt":{}}', "prompt"),
