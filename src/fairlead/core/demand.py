@@ -3,7 +3,9 @@
 Theory. The cost kernel knows how much of an engine's time a request takes: its uncached prompt tokens, and what each
 token of its answer adds to a step. The rest of a step (`c0`) is the same for any number of requests. If tokens may take
 T ms on average (`tpot_ms` / `SPREAD`), an endpoint makes at least 1000 / T steps per second, and 1 - c0 / T of its time
-is left for requests. This gives the first lower bound on the number of endpoints. The second bound comes from waiting.
+is left for requests. This gives the first lower bound on the number of endpoints. If that share is below `LEAST_LEFT`,
+more endpoints hardly make a step shorter, so the lower it is, the less T counts: at least that share, and at most twice
+it, counts as left. The second bound comes from waiting.
 Requests go to free endpoints, so N endpoints behave much like a queue with N servers. With s = the time that a prompt
 takes there and a = the load in endpoints (rate times s), the wait is longer than t with probability
 
@@ -38,6 +40,8 @@ RECENT_S, TREND_S, APART_S = 60.0, 300.0, 5.0
 LATE_SHARE, MEMORY = 0.05, 0.85
 #: In 95 % of answers the time per token is at most this many times the mean: its standard deviation is usually a fifth.
 SPREAD = 1.4
+#: The share of an endpoint's time that must be left for requests, or the time per token is out of reach.
+LEAST_LEFT = 0.25
 #: Upper bounds: of the forecast load as a multiple of the present load, and of endpoints.
 AHEAD, MOST = 2.0, 10_000
 
@@ -83,6 +87,8 @@ class Demand:
     def __init__(self, objective: Objective | None = None) -> None:
         self.objective = objective or Objective()
         self._totals: deque[Totals] = deque(maxlen=ceil(TREND_S / APART_S) + 2)
+        #: Milliseconds of a step that only decodes, if no number of endpoints keeps `tpot_ms`; else 0.
+        self.out_of_reach_ms = 0.0
         self._last = 1, 1  # pods and endpoints of the pool when it last had any
 
     def __len__(self) -> int:
@@ -169,7 +175,9 @@ class Demand:
         prompt_ms = prefill * rates.prior.prefill_ms(prompt, uncached)
         token_ms = load * rates.prior.load_ms(1.0, prompt + 0.5 * answer)
         fixed_ms = step * rates.prior.c0
-        own = max(1.0 - fixed_ms * SPREAD / self.objective.tpot_ms, 0.1)
+        left = 1.0 - fixed_ms * SPREAD / self.objective.tpot_ms
+        self.out_of_reach_ms = fixed_ms if left < LEAST_LEFT else 0.0
+        own = max(left, min(2.0 * LEAST_LEFT - left, 2.0 * LEAST_LEFT))
         answer_ms = answer * token_ms
         engines = float(np.maximum(fleet.table.ranks[alive], 1.0).mean()) if alive.any() else 1.0
         enough = ceil(rate * (prompt_ms + answer_ms) * 1e-3 / own / engines)

@@ -124,10 +124,19 @@ def test_what_is_cached_need_not_be_computed() -> None:
 
 def test_a_tighter_objective_asks_for_more() -> None:
     ttft = [asked(0.5, 20_000.0, ttft_ms=ms) for ms in (20_000.0, 4_000.0, 1_500.0)]
-    tpot = [asked(20.0, 4000.0, tpot_ms=ms) for ms in (100.0, 30.0, 15.0)]
+    tpot = [asked(20.0, 4000.0, tpot_ms=ms) for ms in (100.0, 40.0, 25.0)]
     for answers in ttft, tpot:
         assert all(loose is not None and tight is not None and loose <= tight for loose, tight in pairwise(answers))
         assert answers[0] != answers[-1]
+
+
+def test_a_time_per_token_that_no_number_of_endpoints_keeps_counts_no_more() -> None:
+    """A step takes 13 ms, and the mean may be `tpot` / 1.4. Up to four times the load is asked for, not ten times."""
+    needs = {ms: asked(20.0, 4000.0, tpot_ms=ms) for ms in (100.0, 24.0, 18.0, 10.0, 1.0)}
+    loose, hardly, none, less, least = needs.values()
+    assert loose is not None and hardly is not None and none is not None
+    assert loose < none < hardly <= 4 * loose
+    assert none == less == least
 
 
 def test_engines_that_are_slower_are_more() -> None:

@@ -82,7 +82,7 @@ class Watch:
             desired=self.desired_replicas,
             constant={"inference_pool": pool} if one_of_several else None,
         )
-        self._demand = Demand(objective)
+        self._demand, self._out_of_reach_logged = Demand(objective), False
         self.queue = FlowMetrics(self.metrics.registry, pool, fleet, now, self.metrics.labels)
         self.metrics.on_forget = self.queue.forget
         self.choosers = ChooserMetrics(self.metrics.registry)
@@ -210,7 +210,15 @@ class Watch:
         if self._measured != before or any(self._measured[:2]):
             self._demand.forget()
         self._demand.observe(totals)
-        return self._demand.desired(self.fleet, self.queue.flow_controller, now)
+        desired = self._demand.desired(self.fleet, self.queue.flow_controller, now)
+        if self._demand.out_of_reach_ms and not self._out_of_reach_logged:
+            self._out_of_reach_logged = True
+            log.warning(
+                "the objective autoscaling.tpot is out of reach: more replicas hardly make a step shorter; raise it",
+                tpot_ms=self._demand.objective.tpot_ms,
+                step_ms=round(self._demand.out_of_reach_ms, 1),
+            )
+        return desired
 
     def desired_replicas(self) -> int | None:
         """How many pods that are; `None` as there."""

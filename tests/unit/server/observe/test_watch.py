@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from fairlead.core.demand import PeersLoad
+from fairlead.core.demand import Objective, PeersLoad
 from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.fleet import Fleet
 from fairlead.core.records import DecisionRecord, OutcomeRecord
@@ -182,6 +182,19 @@ def test_pods_with_several_ports_are_desired_as_pods() -> None:
         endpoints = watch.desired_endpoints()
     assert endpoints is not None and endpoints > 4
     assert watch.desired_replicas() == value(watch, "fairlead_desired_replicas") == ceil(endpoints / 4)
+
+
+@pytest.mark.parametrize(("tpot_ms", "said"), [(50.0, 0), (15.0, 1)])
+def test_an_objective_that_no_number_of_replicas_keeps_is_logged_once(caplog, tpot_ms, said):
+    clock = [0.0]
+    watch = Watch(Fleet(), lambda: clock[0], objective=Objective(tpot_ms=tpot_ms))
+    for step in range(20):
+        clock[0] = 5.0 * step
+        watch.metrics.routed, watch.metrics.prompt_tokens = 100 * step, 400_000 * step
+        watch.desired_endpoints()
+    assert [record.getMessage() for record in caplog.records if "out of reach" in record.getMessage()] == [
+        "the objective autoscaling.tpot is out of reach: more replicas hardly make a step shorter; raise it"
+    ] * said
 
 
 def test_the_load_is_measured_anew_when_a_peer_comes_or_is_lost_and_after_the_link_was_down():
