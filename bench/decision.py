@@ -14,7 +14,6 @@ in which the subjects take turns, so a noisy neighbour hits all of them alike; `
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterator
 from itertools import cycle
@@ -23,6 +22,7 @@ from random import Random
 from statistics import median
 from typing import Any
 
+from _output import tell
 from fairlead.compat.load import load
 from fairlead.config.plugins import build_policy
 from fairlead.core.endpoint import Endpoint, Sample
@@ -314,9 +314,10 @@ def main() -> None:
             key = f"endpoints_{size}_{name}_us" if name else f"endpoints_{size}_us"
             figures[key] = round(median(batches), 2)
             figures[key.replace("_us", "_min_us")] = round(min(batches), 2)
-    if options.json:
-        print(json.dumps(figures))
-        return
+    tell(figures, options.json, show)
+
+
+def show(figures: dict[str, float]) -> None:
     print("microseconds per decision, median (best batch)")
     labels = {
         "": "default policy, with trace",

@@ -61,8 +61,8 @@ def added(batches: int, size: int) -> float:
 def measure(quick: bool, passes: int) -> dict[str, Any]:
     keep_heap()
     logging.disable()  # a line for each refusal would be the terminal's time
-    added_us = added(5 if quick else 31, 200 if quick else 1000)
-    size = Size(queue=500, leases=250) if quick else Size()
+    added_us = added(2 if quick else 31, 100 if quick else 1000)
+    size = Size(queue=200, leases=100) if quick else Size()
     found = holds(1 if quick else passes, size)
     drains = found["drain"], found["drain_scarce"]
     return {

@@ -9,12 +9,12 @@ whole is made anew each time from a table of endpoints that changes in between.
 """
 
 import argparse
-import json
 import statistics
 import time
 from itertools import count
 from random import Random
 
+from _output import tell
 from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.exact import ExactKnowledge
 from fairlead.core.fleet import Fleet
@@ -120,9 +120,10 @@ def main() -> None:
     found = {"plain": measure(watch, options.rounds)}
     with_kv_events(watch)
     found["kv_events"] = measure(watch, options.rounds)
-    if options.json:
-        print(json.dumps(found))
-        return
+    tell(found, options.json, show)
+
+
+def show(found: dict[str, dict[str, float]]) -> None:
     names = list(found["plain"])
     print(f"{'':<12}" + "".join(f"{name:>12}" for name in names))
     for what, row in found.items():

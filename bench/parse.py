@@ -131,13 +131,13 @@ def measure_routed(size: int, second: bool, booked: bool, batches: int) -> list[
     return results
 
 
-def measure_requests() -> dict[str, tuple[int, float, float, float]]:
+def measure_requests(batches: int) -> dict[str, tuple[int, float, float, float]]:
     """Label → (bytes, Fairlead, json.loads, msgspec decoding everything)."""
     rows = {}
     for kind, text in (("chat", ASCII), ("chat_utf8", MIXED)):
         for name, size in SIZES.items():
             body = chat_body(size, text)
-            number = max(5, 3_000_000 // len(body))
+            number = max(5, 30_000 * min(batches, 100) // len(body))
             rows[f"{kind}_{name}"] = (
                 len(body),
                 microseconds(lambda: parse_request("/v1/chat/completions", body), number),  # noqa: B023
@@ -147,17 +147,17 @@ def measure_requests() -> dict[str, tuple[int, float, float, float]]:
     return rows
 
 
-def measure_responses() -> dict[str, float]:
+def measure_responses(batches: int) -> dict[str, float]:
     """Microseconds per chunk of a stream: without and with usage in it."""
     chunk = {"id": "chatcmpl-8a09a5988c4f3f87", "object": "chat.completion.chunk", "created": 1795145995, "model": "m"}
     chunk["choices"] = [{"index": 0, "delta": {"content": " word"}, "logprobs": None, "finish_reason": None}]
     plain = b"data: " + msgspec.json.encode(chunk) + b"\n\n"
     chunk["usage"] = {"prompt_tokens": 125, "total_tokens": 130, "completion_tokens": 5}
     last = b"data: " + msgspec.json.encode(chunk) + b"\n\n"
-    scanner = UsageScanner(stream=True)
+    scanner, number = UsageScanner(stream=True), 100 * min(batches, 100)
     return {
-        "chunk_us": microseconds(lambda: scanner.feed(plain), 10_000),
-        "usage_chunk_us": microseconds(lambda: scanner.feed(last), 10_000),
+        "chunk_us": microseconds(lambda: scanner.feed(plain), number),
+        "usage_chunk_us": microseconds(lambda: scanner.feed(last), number),
     }
 
 
@@ -172,7 +172,7 @@ def main() -> None:
         for turn, second in (("", False), ("_turn", True))
         for all_, booked in (("", False), ("_booked", True))
     }
-    requests, responses = measure_requests(), measure_responses()
+    requests, responses = measure_requests(options.batches), measure_responses(options.batches)
     if options.json:
         figures = {f"{name}_us": round(median(batches), 2) for name, batches in routed.items()}
         figures |= {f"{name}_min_us": round(min(batches), 2) for name, batches in routed.items()}

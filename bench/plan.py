@@ -27,7 +27,7 @@ WORKLOADS = (
     ("agents", "ttft_p95=1s,tpot_p95=30ms", 2500),
     ("azure-code", "ttft_p99=500ms,e2e_p99=3s", 5000),
 )
-QUICK, QUICK_REQUESTS = "agents", 60
+QUICK, QUICK_REQUESTS = "agents", 30
 
 
 def main() -> None:

@@ -31,6 +31,7 @@ from pathlib import Path
 
 import msgspec
 
+from _output import tell
 from _quality_docs import Run, write_section
 from fairlead.lab.simulator.grid import CellResult, run_grid
 from fairlead.lab.simulator.quality import SETS, cells, entries, named, names, print_table, write_summary
@@ -57,11 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     print(f"\n{len(results)} simulations in {time.monotonic() - begun:.0f} s", file=sys.stderr)
     compared = write_summary(out, results)
-    if options.json:
-        found, parts = (msgspec.json.decode((out / f"{name}.json").read_bytes()) for name in ("summary", "scenarios"))
-        print(msgspec.json.encode({**parts, "summary": found}).decode())
-    else:
-        print_table(compared)
+    found, parts = (msgspec.json.decode((out / f"{name}.json").read_bytes()) for name in ("summary", "scenarios"))
+    tell({**parts, "summary": found}, options.json, lambda _: print_table(compared))
     print(f"written: {out / 'summary.json'}, {out / 'scenarios.json'}", file=sys.stderr)
     # The pages show the two sets that stay the same.
     if options.docs and options.set != "drawn":

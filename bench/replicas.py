@@ -314,9 +314,9 @@ def main() -> None:
         tell(asyncio.run(measure(arguments.times, arguments.rate or rate)), arguments.json, show_live)
         return
     quick = arguments.quick
-    runs = Runs(1 if quick else arguments.seeds, 40 if quick else arguments.head, arguments.processes)
+    runs = Runs(1 if quick else arguments.seeds, 10 if quick else arguments.head, arguments.processes)
     names = arguments.scenario or (["agents"] if quick else list(QUALITY))
-    found = costs(300 if quick else 4000, 1 if quick else 5)
+    found = costs(120 if quick else 4000, 1 if quick else 5)
     found |= {"scenarios": compare(names, runs), **curves(runs, (4,) if quick else (4, 8), quick)}
     found["bands"] = bands(1 if quick else arguments.seeds, arguments.processes, 6.0 if quick else 60.0)
     tell(found, arguments.json, show)

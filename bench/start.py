@@ -146,7 +146,7 @@ def measure(sides: dict[str, Path], rounds: int) -> dict[str, Any]:
             "als": {"port": ALS},
         }
         config.write_text(json.dumps(document))
-        for place in sides.values():
+        for place in sides.values() if rounds > 1 else ():
             start(place, config)  # files are read from disk, byte code is written
         for number in range(rounds):
             for side in sorted(sides, reverse=number % 2 == 1):

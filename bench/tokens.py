@@ -47,10 +47,10 @@ TEMPLATE = (
 )
 
 
-def own_text() -> list[str]:
-    """Lines of this repository's documents and sources."""
-    files = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "src").rglob("*.py"))]
-    return [line for file in files for line in file.read_text().splitlines(keepends=True)]
+def own_text(files: int) -> list[str]:
+    """Lines of this repository's documents and sources. `files`: of so many of them; 0 = all."""
+    found = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "src").rglob("*.py"))]
+    return [line for file in found[: files or None] for line in file.read_text().splitlines(keepends=True)]
 
 
 def trained(lines: list[str]) -> bytes:
@@ -184,9 +184,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("--tokenizer", help="a tokenizer.json")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--files", type=int, default=0, help="learn from so many files only; 0 = all")
     parser.add_argument("--json", action="store_true", help="print JSON on one line")
     given = parser.parse_args()
-    lines = own_text()
+    lines = own_text(given.files)
     document = Path(given.tokenizer).read_bytes() if given.tokenizer else trained(lines)
     found = measure(document, lines, given.rounds)
     if given.json:

@@ -60,13 +60,14 @@ def main() -> None:
     parser.add_argument("--head", type=int, default=0, help="only the first so many requests of each workload")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--lengths", type=int, default=200, help="lengths of what two prompts have in common")
+    parser.add_argument("--processes", type=int, default=0, help="0 = one per processor")
     options = parser.parse_args()
-    settings = {table[0]: figures(table, options.head, options.seeds) for table in TABLES}
+    settings = {table[0]: figures(table, options.head, options.seeds, options.processes) for table in TABLES}
     found = {"settings": settings, "recognised": recognised(options.lengths)}
     tell(found, options.json, lambda figures: print("\n".join(lines(figures))))
 
 
-def figures(table: Table, head: int, seeds: int) -> dict[str, dict[str, dict[str, float]]]:
+def figures(table: Table, head: int, seeds: int, processes: int) -> dict[str, dict[str, dict[str, float]]]:
     """By value and scenario: mean TTFT in ms, its p99, the share of prompt tokens that were cached, and of requests
     that were not served. Means of all seeds."""
     title, scenarios, texts = table
@@ -76,7 +77,7 @@ def figures(table: Table, head: int, seeds: int) -> dict[str, dict[str, dict[str
         for name, text in texts.items()
         for seed in range(seeds)
     ]
-    found = run_grid(cells, progress=_progress(title))
+    found = run_grid(cells, processes=processes, progress=_progress(title))
     rows: dict[str, dict[str, dict[str, float]]] = {name: {} for name in texts}
     for name in texts:
         for source in scenarios:
