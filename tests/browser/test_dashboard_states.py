@@ -315,6 +315,7 @@ async def test_it_works_below_a_prefix_and_with_a_token_in_the_address(
         await page.until("document.querySelector('#why-body dl')")
         assert page.messages == []
         assert [address for address in page.requested if "/ops/fairlead/" not in address] == []
+        assert await page.run("[...document.links].filter((link) => !link.href.includes('/ops/fairlead/')).length") == 0
         file.write_text("another\n")
         await page.until("document.getElementById('lost').textContent.startsWith('The scheduler refuses: a token')")
         await page.close()

@@ -125,7 +125,7 @@ function notices() {
     setText(sentence, words);
     setHidden(link, !runbook);
     setText(link, `What to do: ${runbook}`);
-    setAttribute(link, "href", `/dashboard/runbook.md#:~:text=${encodeURIComponent(`## ${runbook}`)}`);
+    setAttribute(link, "href", `dashboard/runbook.md#:~:text=${encodeURIComponent(`## ${runbook}`)}`);
   });
 }
 
