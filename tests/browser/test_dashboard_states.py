@@ -193,15 +193,21 @@ async def test_long_names_can_be_told_apart(scheduler: Scheduler, browser: Brows
     shown = await page.run(
         f"""[...document.querySelectorAll([{cells}])].map((cell) => {{
           const range = document.createRange();
-          range.setStart(cell.querySelector(".cut").nextSibling, 0);
-          range.setEndAfter(cell.querySelector(".cut").nextSibling);
+          const cut = cell.querySelector(".cut");
+          range.setStart(cut.nextSibling, 0);
+          range.setEndAfter(cut.nextSibling);
           const right = range.getBoundingClientRect().right;
-          return [cell.textContent, cell.title, `${{range}}`, right <= cell.getBoundingClientRect().right];
+          const within = right <= cell.getBoundingClientRect().right && cut.getBoundingClientRect().width < 30;
+          return [cell.textContent, cell.title, `${{range}}`, within];
         }})"""
     )
     assert len(shown) == 10
     for text, title, end, fits_in in shown:
         assert title.startswith(text) and text.endswith(end) and len(end) == 12 and fits_in, text
+    tree = await page.call("Accessibility.getFullAXTree")
+    read = {node["name"]["value"] for node in tree["nodes"] if node.get("role", {}).get("value") in ("link", "cell")}
+    assert read >= {names[0], names[1], "meta-llama/Llama-3.3-70B-Instruct-FP8-dynamic"}
+    assert await page.run("window.find('Instruct-FP8-dynamic') && window.find('decode-7d9f8c6b5d-x2x7k')")
     await page.until(
         "document.querySelector('#decision-rows').scrollWidth <= document.querySelector('#decision-rows').clientWidth"
     )

@@ -17,16 +17,17 @@ export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-// Characters at the end of a long name that are always shown; characters up to which a name is not long.
+// Characters at the end of a long name that are always shown.
 const END = 12;
-const FITS = 24;
 
-// Sets a name. One that does not fit is cut in the middle, because names of pods differ at their ends.
-export function setName(element, text) {
+// Sets a name. One of more than `fits` characters is cut in the middle, because names of pods differ at their ends. The
+// style sheet shrinks the middle to nothing. So screen readers, searches and copies have the name in one piece.
+export function setName(element, text, fits = 32) {
   if (element.textContent === text) return;
   const signs = [...text];
-  const start = signs.length > FITS ? signs.splice(0, signs.length - END).join("") : "";
-  element.replaceChildren(make("span", {}, ...(start ? [make("span", { class: "cut" }, start)] : []), signs.join("")));
+  const end = signs.splice(signs.length > fits ? -END : 0).join("");
+  const middle = signs.splice(fits - END).join("");
+  element.replaceChildren(make("span", {}, signs.join(""), ...(middle ? [make("span", { class: "cut" }, middle)] : []), end));
 }
 
 export function setClass(element, name) {

@@ -123,7 +123,8 @@ export class Table {
       const value = column.value(row);
       const { text, kind = "", title = "" } = typeof value === "string" ? { text: value } : value;
       const cut = column.name || column.long;
-      (cut ? setName : setText)(cell, text);
+      if (cut) setName(cell, text, column.long ? 22 : undefined);
+      else setText(cell, text);
       setClass(cell, kind ? `${cell.dataset.base} ${kind}` : cell.dataset.base);
       if (title || cut) setAttribute(cell, "title", title || text);
     });
