@@ -15,7 +15,7 @@ from typing import Annotated, Any, overload
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from fairlead.core.kv.cache import UNNAMED
+from fairlead.core.kv.cache import MOST_GROUPS, UNNAMED
 from fairlead.core.kv.events import AllCleared, BlocksRemoved, BlocksStored, KvEvent
 
 _END = b"\xff" * 8
@@ -517,7 +517,11 @@ def _stored(raw: _MapStored) -> BlocksStored:
 
 
 def _group(number: int | None) -> int:
-    return UNNAMED if number is None else number
+    if number is None:
+        return UNNAMED
+    if not 0 <= number < MOST_GROUPS:  # a prompt's shortest match over groups counts, so one such group would hide all
+        raise ValueError(f"group_idx {number} is not between 0 and {MOST_GROUPS - 1}")
+    return number
 
 
 def _loose(content: bytes, depth: int) -> KvEvent:

@@ -222,6 +222,8 @@ BAD = [
     {"type": "BlockStored", "block_hashes": [1], "token_ids": ["a"], "block_size": 1},
     {"type": "BlockStored", "block_hashes": [1], "token_ids": [1], "block_size": 1, "extra_keys": "x"},
     {"type": "BlockStored", "block_hashes": [1], "token_ids": [1], "block_size": 1, "extra_keys": [[{}]]},
+    {"type": "BlockStored", "block_hashes": [1], "token_ids": [1], "block_size": 1, "group_idx": -5},
+    {"type": "BlockRemoved", "block_hashes": [1], "group_idx": 64},
     ["BlockStored"],
     ["Nothing", 1],
     {"no": "type"},
