@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from child_environment import environment
+
 from fairlead.config.endpoint_list import parse_endpoints_text
 
 FAIRLEAD = (sys.executable, "-m", "fairlead")
@@ -20,6 +22,7 @@ def run(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [*FAIRLEAD, *arguments],
         cwd=folder,
+        env=environment(),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -31,7 +34,7 @@ def run(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
 @contextmanager
 def running(folder: Path, *arguments: str) -> "Iterator[subprocess.Popen[bytes]]":
     with (folder / f"{arguments[0]}.log").open("wb") as log:
-        process = subprocess.Popen([*FAIRLEAD, *arguments], cwd=folder, stdout=log, stderr=log)
+        process = subprocess.Popen([*FAIRLEAD, *arguments], cwd=folder, env=environment(), stdout=log, stderr=log)
         try:
             yield process
         finally:

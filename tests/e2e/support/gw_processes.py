@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
+from child_environment import environment
 from ports import free_ports
 
 from fairlead.gateway.envoy.admin import EnvoyAdmin, GatewayError
@@ -67,7 +68,7 @@ class Child:
     def spawn(self, *arguments: str) -> Self:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=environment()
             )
         return self
 
@@ -108,7 +109,7 @@ class Child:
                 found = ready()
                 if found:
                     return found
-            time.sleep(0.02)
+            time.sleep(0.05)
         raise AssertionError(f"{self.name} did not start (exit code {self.code}):\n{self.said()[-3000:]}")
 
 
@@ -321,10 +322,11 @@ async def sees_the_scheduler(admin: EnvoyAdmin, seconds: float = 20.0) -> None:
 
 def children_of(parent: int) -> list[int]:
     found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError):
-            if entry.name.isdigit() and int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1]) == parent:
-                found.append(int(entry.name))
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{entry}/stat", "rb") as file:
+                if int(file.read().rpartition(b")")[2].split()[1]) == parent:
+                    found.append(int(entry))
     return found
 
 

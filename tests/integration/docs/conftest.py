@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from child_environment import environment
 from msgspec import Struct
 from ports import free_ports
 
@@ -62,7 +63,7 @@ class Page:
         self._ports = dict(zip(_PORTS, free_ports(len(_PORTS)), strict=True))
         self._left: list[subprocess.Popen[bytes]] = []
         self._env = {
-            **os.environ,
+            **environment(),
             "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}",
             "HOME": str(folder),
             "NO_COLOR": "1",
