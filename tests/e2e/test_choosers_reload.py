@@ -53,6 +53,6 @@ async def test_promotion_applies_while_it_runs(
 
         await until(gone, "the built-in policy alone")
 
-    story = await under_load(f"http://127.0.0.1:{gateway.port}", script, 150.0)
+    story = await under_load(f"http://127.0.0.1:{gateway.port}", script, 80.0)
     assert story.failures == {}
     assert await gateway.settled(60.0) == {}

@@ -12,7 +12,7 @@ from gw_schedulers import KINDS, SchedulerProcess, build
 
 from fairlead.server.sdk.check import CHECKS, Checker
 
-RATE = 150.0
+RATE = 80.0
 Note = Callable[[str], None]
 
 

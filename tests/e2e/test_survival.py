@@ -1,4 +1,4 @@
-"""What clients see when a part of Fairlead dies, hangs or ends: the embedded gateway under 200 requests a second.
+"""What clients see when a part of Fairlead dies, hangs or ends: the embedded gateway under 100 requests a second.
 
 `fairlead serve` is three processes: a parent, and as its children Envoy and the scheduler. Killed or stopped is the
 scheduler, then Envoy, then the parent.
@@ -26,7 +26,7 @@ from fairlead.gateway.envoy.options import Options
 
 #: For what must happen at some time. Times are measured and printed, not judged.
 PATIENCE = 30.0
-RATE = 200.0
+RATE = 100.0
 #: The gateway must use a scheduler again this long after it is back. Told in requests that went past it.
 RETURN_SECONDS = 2.0
 #: Requests that went past the scheduler: as Envoy counts them, and as the scheduler learns of them.
@@ -45,7 +45,7 @@ Note = Callable[[str], None]
 async def until(happened: Callable[[], Awaitable[object]], what: str) -> None:
     async with asyncio.timeout(PATIENCE):
         while not await happened():
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.05)
 
 
 def told(name: str, story: Story, **more: object) -> str:
@@ -148,8 +148,8 @@ async def test_a_killed_scheduler_costs_no_request_and_cuts_no_stream(survivor: 
     figures.append(line)
     assert story.failures == {}
     assert missed <= RETURN_SECONDS * RATE, "requests went past a scheduler that was back"
-    assert len(story.running("the kill")) > 50
-    assert unscheduled > 100, "the pool was served meanwhile"
+    assert len(story.running("the kill")) > 0.25 * RATE
+    assert unscheduled > 0.5 * RATE, "the pool was served meanwhile"
     assert await serve.settled(60.0) == {}
     assert await serve.metric(OWN_COUNT) - counted_before == await stat(serve.gateway, UNSCHEDULED) - before, (
         "all are counted"
@@ -200,8 +200,8 @@ async def test_a_scheduler_that_hangs_costs_no_request_and_is_missed_visibly(
     figures.append(line)
     assert story.failures == {}
     assert missed <= RETURN_SECONDS * RATE, "requests went past a scheduler that was back"
-    assert len(story.running("the stop")) > 50
-    assert unscheduled > 100
+    assert len(story.running("the stop")) > 0.25 * RATE
+    assert unscheduled > 0.5 * RATE
     assert 0 < counted <= unscheduled
     assert "the gateway routed requests without asking the scheduler" in serve.said()
     assert held == {}, held
@@ -258,7 +258,7 @@ async def test_sigterm_under_load_finishes_what_runs(mortal: Serve, figures: lis
     refused = [record for record in later if not record.status]
     counts = {"in_flight": len(in_flight), "later": len(later), "of_them_refused": len(refused)}
     figures.append(told("SIGTERM", story, **counts, ended_after=f"{took:.2f} s"))
-    assert len(in_flight) > 80
+    assert len(in_flight) > 0.4 * RATE
     assert [record.error for record in in_flight if record.error] == []
     assert [r.error for r in later if r.status and r.error] == [], "what got an answer got all of it"
     soon = [record for record in later if record.sent < story.moments["SIGTERM"] + 0.1]
@@ -374,7 +374,7 @@ async def test_a_gateway_that_fails_closed_waits_for_the_next_scheduler(
         pytest.skip("this machine is too busy: three starts of the scheduler took more than 3.4 s")
     figures.append(told("kill -9, fail-closed, started again", story))
     assert story.failures == {}
-    assert len(story.running("the kill")) > 50
+    assert len(story.running("the kill")) > 0.25 * RATE
     assert await stat(gateway.admin, UNSCHEDULED) == 0
 
 

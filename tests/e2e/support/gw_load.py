@@ -57,7 +57,7 @@ Script = Callable[[Callable[[str], None]], Awaitable[None]]
 
 
 async def under_load(
-    target: str, script: Script, rate: float = 200.0, before_s: float = 1.3, workload: Mixed | None = None
+    target: str, script: Script, rate: float = 100.0, before_s: float = 1.3, workload: Mixed | None = None
 ) -> Story:
     """Send `rate` requests a second from `before_s` before the script starts until it is over, and wait for their ends.
 
