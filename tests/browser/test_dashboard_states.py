@@ -672,6 +672,12 @@ async def test_models_that_are_not_listed_are_counted(scheduler: Scheduler, brow
     await page.press("Escape")
     assert await text_of(page, "#served-more") == "And 6 more."
     assert await text_of(page, "#models-more") == "And 5 more."
+    row = "#model-rows tr[data-key=model-20]"
+    await page.run(f"document.querySelector('{row} a').focus()")
+    for number in range(50, 70):
+        scheduler.serve(number, "default/model-server-000", "model-20")
+    await page.until(f"document.querySelector('{row}').rowIndex === 1")
+    assert await page.run("document.activeElement.textContent") == "model-20"
     await accessible(page, axe)
     await page.close()
 

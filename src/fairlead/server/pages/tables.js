@@ -69,6 +69,7 @@ export class Table {
   draw() {
     const shown = this.sorted().slice(0, this.limit);
     const left = new Set(this.rows.keys());
+    const focused = this.body.contains(document.activeElement) ? document.activeElement : null;
     let before = null;
     for (const row of shown) {
       const key = this.key(row);
@@ -87,6 +88,7 @@ export class Table {
       this.rows.get(key).remove();
       this.rows.delete(key);
     }
+    focused?.focus({ preventScroll: true }); // a row that moves loses the focus
   }
 
   sorted() {
