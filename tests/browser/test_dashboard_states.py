@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import time
 from collections.abc import AsyncIterator
 from math import inf, sin
 from pathlib import Path
@@ -29,6 +30,8 @@ from fairlead.server.http_port import Access, Tokens
 from fairlead.server.observe.snapshot import SnapshotMaker
 from fairlead.server.observe.watch import Watch
 
+#: Seconds from the scheduler's clock to the time of day.
+WALL = 1.8e9
 EVIL = "<img src=x onerror=document.title='gotcha'>"
 
 
@@ -41,7 +44,7 @@ class Scheduler:
         self.fleet = Fleet(staleness=inf)
         self.watch = Watch(self.fleet, self.now, served=lambda: ["m", "llama"])
         self.maker = SnapshotMaker(
-            self.watch, self.now, lambda: 1.8e9, pool="default", policy=lambda: "cost-model",
+            self.watch, self.now, lambda: WALL, pool="default", policy=lambda: "cost-model",
             reasons=lambda: self.reasons, schedulers=lambda: self.schedulers,
         )  # fmt: skip
         self.reasons: list[str] = []
@@ -342,6 +345,15 @@ async def test_a_decision_that_is_no_longer_known(scheduler: Scheduler, browser:
     await page.until("document.querySelector('#why-body').textContent.includes('This decision cannot be shown')")
     assert "no decision '12345' among the last ones" in await text_of(page, "#why-body")
     await page.press("Escape")
+    at = time.time() - 200_000.0
+    scheduler.serve(6, "default/model-server-000", at=at - WALL)
+    await page.until("document.querySelectorAll('#decision-rows tbody tr').length === 2")
+    shown = (await rows(page, "decision-rows"))["6"]["at"]
+    assert re.fullmatch(r"\d+ \w{3,4}, \d\d:\d\d", shown), "it is older than a day"
+    title = await page.run("document.querySelector('tr[data-key=\"6\"] [data-column=at]').title")
+    assert title.endswith(
+        await page.run(f"new Intl.DateTimeFormat('en-GB', {{timeStyle: 'long'}}).format({at} * 1000)")
+    )
     await _names_the_endpoint_that_answered(scheduler, page)
     await page.close()
 

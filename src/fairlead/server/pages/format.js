@@ -50,5 +50,9 @@ const clock = new Intl.DateTimeFormat("en-GB", {
 });
 const minute = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit" });
 const day = new Intl.DateTimeFormat("en-GB", { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit" });
-export const hourOf = (value) => (Date.now() / 1000 - value < 43200 ? minute : day).format(new Date(value * 1000));
-export const timeOfDay = (value) => (known(value) ? clock.format(new Date(value * 1000)) : DASH);
+const dated = new Intl.DateTimeFormat("en-GB", { dateStyle: "full", timeStyle: "long" });
+// Seconds since 1970 as a time; of one that is half a day ago, also the day.
+const timed = (value, today) => (Date.now() / 1000 - value < 43200 ? today : day).format(new Date(value * 1000));
+export const hourOf = (value) => timed(value, minute);
+export const timeOfDay = (value) => timed(value, clock);
+export const date = (value) => dated.format(new Date(value * 1000));

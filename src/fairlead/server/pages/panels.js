@@ -1,6 +1,6 @@
 // The page's tables, with their columns and cells, and the strip of bars.
 
-import { bytes, count, DASH, decimal, hourOf, milliseconds, percent, rate, seconds, timeOfDay } from "./format.js";
+import { bytes, count, DASH, date, decimal, hourOf, milliseconds, percent, rate, seconds, timeOfDay } from "./format.js";
 import { $, make, setAttribute, setClass, setHidden, setName, setText } from "./dom.js";
 import { addressOf, Page } from "./page.js";
 import { explain } from "./explain.js";
@@ -117,7 +117,7 @@ const share = (row) => (total(row) ? row.agree / total(row) : null);
 
 const DECISIONS = [
   { id: "why", title: "Decision", text: true, name: true, fill: link },
-  { id: "at", title: "Time", text: true, wide: true, value: (row) => timeOfDay(row.at) },
+  { id: "at", title: "Time", text: true, wide: true, value: (row) => ({ text: timeOfDay(row.at), title: date(row.at) }) },
   { id: "model", title: "Model", text: true, wide: true, long: true, value: (row) => row.model || DASH },
   { id: "tenant", title: "Tenant", text: true, wide: true, long: true, value: (row) => row.tenant || DASH },
   { id: "band", title: "Band", value: (row) => String(row.priority) },
