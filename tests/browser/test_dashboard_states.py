@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import shutil
 import time
 from collections.abc import AsyncIterator
 from math import inf, sin
@@ -15,6 +16,7 @@ from br_chromium import Browser, Page
 from br_relay import Relay
 from waiting_rules import AbleRules
 
+import fairlead.server.pages
 from fairlead.core.binding import PairBinder
 from fairlead.core.endpoint import MODEL_LABEL, BaseModels, Endpoint, Sample
 from fairlead.core.fairness import StartTimeFair
@@ -237,7 +239,9 @@ async def _sorts_and_finds(page: Page) -> None:
     assert "1 found" in await text_of(page, "#endpoints-count")
 
 
-async def test_a_lost_connection_is_told_and_comes_back(scheduler: Scheduler, browser: Browser, axe: str) -> None:
+async def test_a_lost_connection_is_told_and_comes_back(
+    scheduler: Scheduler, browser: Browser, axe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scheduler.add(2)
     scheduler.serve(0, "default/model-server-000")
     page = await browser.page(scheduler.url)
@@ -265,7 +269,18 @@ async def test_a_lost_connection_is_told_and_comes_back(scheduler: Scheduler, br
     await scheduler.start()
     await live(page)
     await page.until("document.querySelectorAll('#endpoint-rows tbody tr').length === 3")
-    assert await page.run("document.getElementById('lost').hidden")
+    assert await page.run("document.getElementById('lost').hidden && document.getElementById('changed').hidden")
+    await scheduler.admin.close()
+    changed = tmp_path / "pages"
+    shutil.copytree(Path(fairlead.server.pages.__path__[0]), changed)
+    (changed / "icon.svg").write_text("<svg/>")
+    monkeypatch.setattr("fairlead.server.dashboard.files", lambda package: changed)
+    await scheduler.start()
+    await page.until("!document.getElementById('changed').hidden")
+    await accessible(page, axe)
+    await page.run("window.old = true; document.getElementById('reload').click()")
+    await page.until("!window.old && document.body?.dataset.state === 'live'")
+    assert await page.run("document.getElementById('changed').hidden")
     await page.close()
 
 

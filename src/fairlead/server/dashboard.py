@@ -93,6 +93,8 @@ class Dashboard:
         self._viewers: set[_Viewer] = set()
         self._ticking: asyncio.Task[None] | None = None
         self._files = _read_files()
+        #: Changes with the page's files. A page is out of date if this is no longer what it was.
+        self._tag = _tag(b"".join(tag.encode() for _, (_, tag) in sorted(self._files.items())))
         self._shot: tuple[float, bytes] | None = None
         self._closed = False
         #: How many viewers were dropped because they read nothing.
@@ -186,7 +188,8 @@ class Dashboard:
         try:
             response = web.StreamResponse(headers=_STREAM_HEADERS)
             await response.prepare(request)
-            await self._write(response, b"retry: 1000\n" + frame("beginning", self._sources.beginning()))
+            start = b"retry: 1000\nid: %b\n" % self._tag.encode()
+            await self._write(response, start + frame("beginning", self._sources.beginning()))
             viewer.offer(frame("now", self._sources.take()))
             while await viewer.wake.wait() and not viewer.closed:
                 viewer.wake.clear()
@@ -261,5 +264,9 @@ def _read_files() -> dict[str, tuple[bytes, str]]:
     for path in files("fairlead.server.pages").iterdir():
         if path.name.rpartition(".")[2] in (*_TYPES, "txt", "md"):
             body = path.read_bytes()
-            by_name[path.name] = body, f'"{blake2s(body, digest_size=12).hexdigest()}"'
+            by_name[path.name] = body, f'"{_tag(body)}"'
     return by_name
+
+
+def _tag(content: bytes) -> str:
+    return blake2s(content, digest_size=12).hexdigest()

@@ -18,6 +18,7 @@ const KEPT_S = 3600;
 
 const panels = new Panels();
 let points = [];
+let files = ""; // the tag of the page's files, when they were loaded
 let about = null;
 let now = null;
 let stream = null;
@@ -192,7 +193,11 @@ function connect() {
   stream = new EventSource(locate("stream"));
   const listen = (name, action) => stream.addEventListener(name, (event) => { spoke = performance.now(); action(event); });
   spoke = performance.now();
-  listen("beginning", (event) => begin(JSON.parse(event.data)));
+  listen("beginning", (event) => {
+    files ||= event.lastEventId;
+    setHidden($("changed"), files === event.lastEventId);
+    begin(JSON.parse(event.data));
+  });
   listen("now", (event) => { problem = ""; take(JSON.parse(event.data)); });
   listen("broken", () => { problem = "The scheduler could not make this page; its log says why."; lost(); });
   stream.addEventListener("error", tryAgain);
@@ -238,6 +243,7 @@ setInterval(() => {
   } else if (stream && silent > PATIENCE) tryAgain();
   else if (heard && (silent > SILENCE || document.body.dataset.state === "lost")) lost();
 }, 500);
+$("reload").addEventListener("click", () => location.reload());
 addEventListener("online", connect);
 document.addEventListener("visibilitychange", () => {
   if (document.hidden) return;
