@@ -10,7 +10,7 @@ from fairlead.core.apis import CHAT, COMPLETIONS
 #: Fields that shape the prompt in addition to its text. Sampling, user and all other fields are dropped.
 _KEPT = (
     "model", "tools", "tool_choice", "documents", "cache_salt", "chat_template", "chat_template_kwargs",
-    "reasoning_effort", "mm_processor_kwargs", "add_special_tokens",
+    "reasoning_effort", "mm_processor_kwargs", "media_io_kwargs", "add_special_tokens",
 )  # fmt: skip
 #: Appended because chat templates expect the last message to be a user's.
 _TURN = b'{"role":"user","content":"."}'

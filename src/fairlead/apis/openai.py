@@ -55,6 +55,7 @@ class ChatBody(Body, gc=False):
     chat_template_kwargs: Raw = ABSENT
     reasoning_effort: Raw = ABSENT
     mm_processor_kwargs: Raw = ABSENT
+    media_io_kwargs: Raw = ABSENT
     truncate_prompt_tokens: Scalar = None
     user: Raw = ABSENT
     prompt_cache_key: Raw = ABSENT
@@ -85,9 +86,10 @@ _scoping = attrgetter(
     "chat_template_kwargs",
     "reasoning_effort",
     "mm_processor_kwargs",
+    "media_io_kwargs",
     "truncate_prompt_tokens",
 )
-_UNSCOPED = (*[ABSENT] * 7, None)
+_UNSCOPED = (*[ABSENT] * 8, None)
 
 
 def parse_chat(body: bytes, content_type: str = "") -> Parsed:
@@ -185,7 +187,7 @@ def _scoped(read: ChatBody, messages: memoryview) -> tuple[bytes, int, memoryvie
     rendered = len(sent(read.tools)) + len(sent(read.documents))
     template, kwargs = (b"template", read.chat_template), (b"kwargs", read.chat_template_kwargs)
     effort, media = (b"effort", read.reasoning_effort), (b"media", read.mm_processor_kwargs)
-    root = scope(root, template, kwargs, effort, media)
+    root = scope(root, template, kwargs, effort, media, (b"reading", read.media_io_kwargs))
     if limit := count(read.truncate_prompt_tokens, "truncate_prompt_tokens"):
         full = Text(messages, measured(messages)[1] + rendered, 0)
         root, text = truncated(root, full, limit)

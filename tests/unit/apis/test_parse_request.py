@@ -156,6 +156,7 @@ def test_output_limits() -> None:
         {"chat_template_kwargs": {"enable_thinking": False}},
         {"reasoning_effort": "high"},
         {"mm_processor_kwargs": {"fps": 1}},
+        {"media_io_kwargs": {"video": {"num_frames": 4}}},
     ],
 )
 def test_what_scopes_the_prefix(change: dict[str, Any]) -> None:
