@@ -99,7 +99,7 @@ SORTS: dict[str, Callable[[Row], Any]] = {
     "waiting": lambda row: -row["queue"],
     "running": lambda row: -row["active"],
     "kv": lambda row: -(row["kv"] or 0.0),
-    "sent": lambda row: -row["sent"],
+    "sent": lambda row: -(row["sent"] or 0),
     "hits": lambda row: -(row["hit_rate"] or 0.0),
     "ttft": lambda row: -(row["actual_ms"] or 0.0),
 }
@@ -227,7 +227,7 @@ _COLUMNS: tuple[_Column, ...] = (
     ("running", 0, lambda row: f"{_near(row)}{row['active']:,.0f}"),
     ("KV", 0, lambda row: f"{_near(row)}{_percent(row['kv'])}"),
     ("in flight", 120, lambda row: f"{row['leases']:,}"),
-    ("sent/min", 90, lambda row: f"{row['sent']:,}"),
+    ("sent/min", 90, lambda row: _number(row["sent"], 0)),
     ("hits", 80, lambda row: _percent(row["hit_rate"])),
     ("TTFT predicted", 105, lambda row: _ms(row["predicted_ms"])),
     ("TTFT actual", 80, lambda row: _ms(row["actual_ms"])),

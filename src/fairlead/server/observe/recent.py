@@ -152,6 +152,11 @@ class Recent:
 
 
 def percentiles(values: Iterable[float], shares: Sequence[float]) -> list[float | None]:
+    def per_minute(self, count: float, now: float) -> int | None:
+        """The sum per `LONG` seconds of one in `endpoint`, from what is covered; `None` = less than a second is."""
+        span = min(LONG, now - self.covered_since)
+        return round(count * LONG / span) if span >= 1.0 else None
+
     """Percentiles by nearest rank, one per share (0..1); all `None` if there are no values."""
     ordered = sorted(values)
     return [ordered[max(ceil(share * len(ordered)) - 1, 0)] if ordered else None for share in shares]

@@ -81,7 +81,7 @@ def endpoint_rows(
                 leases=int(leases[slot]),
                 avoided_s=_left(ejected[slot] - now),
                 suspicion=level,
-                sent=int(sums.routed),
+                sent=recent.per_minute(sums.routed, now),
                 hit_rate=_share(sums.hit_tokens, sums.prompt_tokens),
                 predicted_ms=_share(sums.predicted_ms, sums.judged),
                 actual_ms=_share(sums.actual_ms, sums.judged),

@@ -60,8 +60,10 @@ class EndpointRow(Struct, frozen=True, kw_only=True, gc=False):
     avoided_s: float
     #: Whether it hangs: `well`, `suspect`, `out`.
     suspicion: str
-    #: In the last minute: requests sent, and the share of their prompt tokens that was predicted to be cached.
-    sent: int
+    #: In the last minute: requests sent, and the share of their prompt tokens that was predicted to be cached. If the
+    #: journal held less than the minute when somebody began to look, `sent` is estimated from that for a minute;
+    #: `None` = it held less than a second.
+    sent: int | None
     hit_rate: float | None
     #: Streamed answers of the last minute: the mean times from sending to the first token, predicted and actual; their
     #: number; the share within the forecast's 90 % band.

@@ -172,6 +172,29 @@ def test_an_outage_shows_in_rates_and_no_failure_counts_as_a_first_token(pool):
     shot = pool.maker.take()
     assert (shot.totals.error_rate, shot.totals.client_errors_per_s, shot.totals.server_errors_per_s) == (1.0, 1.5, 0.5)
     assert (shot.latency.ttft.n, shot.latency.answer.n) == (0, 0)
+def test_the_last_minute_is_estimated_from_what_the_journal_reaches_back(pool):
+    for i in range(3000):
+        pool.now += 0.02
+        pool.serve(i, "default/a" if i % 4 else "default/b")
+    pool.maker.begin()
+    sent = [row.sent for row in pool.maker.take().endpoints]
+    assert sent == [pytest.approx(2250, rel=0.01), pytest.approx(750, rel=0.01)]
+    for i in range(3000):
+        pool.now += 0.02
+        pool.serve(i, "default/a" if i % 4 else "default/b")
+    sent = [row.sent for row in pool.maker.take().endpoints]
+    assert 2750 <= sum(sent) <= 3000, "all of it, but for a part of the oldest bin of five seconds"
+
+
+def test_the_last_minute_is_not_known_if_the_journal_reaches_back_no_second(pool):
+    for i in range(1100):
+        pool.serve(i)
+    pool.now += 0.9
+    pool.maker.begin()
+    shot = pool.maker.take()
+    assert [row.sent for row in shot.endpoints] == [None, None]
+
+
     assert shot.point.server_errors_per_s == 0.5
 
 
