@@ -618,13 +618,13 @@ async def test_an_endpoint_has_a_page_with_its_last_hour(scheduler: Scheduler, b
 
 async def test_a_model_has_a_page_with_its_last_hour(scheduler: Scheduler, browser: Browser, axe: str) -> None:
     scheduler.add(2)
-    scheduler.watch.on_models(["chat", "other", "m"], [])
+    scheduler.watch.on_models(["chat", "code", "m"], [])
     history, now = scheduler.maker.history, scheduler.now()
     for i in range(240):
         for number in (2 * i, 2 * i + 1):
             failed = number % 10 == 9
             scheduler.serve(
-                number, f"default/model-server-00{number % 2}", "chat" if i % 3 else "other", at=now + 15.0 * i,
+                number, f"default/model-server-00{number % 2}", "chat" if i % 3 else "code", at=now + 15.0 * i,
                 status=503 if failed else 200, ttft_ms=90 + 60 * sin(i / 20) + number % 7,
             )  # fmt: skip
         history.look(now + 15.0 * i)

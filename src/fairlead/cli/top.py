@@ -23,6 +23,7 @@ from fairlead.cli.basics import FAILED
 from fairlead.cli.options import OTHER_PORT, Admin, admin_url, complain, completion, examples, hint_of, with_token
 from fairlead.core.errors import ADMIN_PORT
 from fairlead.core.text import escaped, masked, plain
+from fairlead.server.observe.instruments import OTHER
 
 #: Seconds of silence after which a connection counts as lost, and seconds between two attempts.
 _SILENCE, _RETRY = 5.0, 1.0
@@ -256,7 +257,8 @@ def _traffic(rows: list[Row], unknown: int, most: int | None) -> RenderableType:
     more = f"and {left} more{f', {failing} of them with errors' if failing else ''}" if left else None
     table = _table(("model", "band", "requests/s", "in flight", "requests", "errors", "hits"), 1, more)
     for row in shown:
-        model = f"{row['model']} → {row['target']}" if row["target"] else row["model"] or "(none named)"
+        model = "(names without metrics of their own)" if row["model"] == OTHER else row["model"] or "(none named)"
+        model += f" → {row['target']}" if row["target"] else ""
         table.add_row(
             model,
             row["priority"],

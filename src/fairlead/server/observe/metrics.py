@@ -465,6 +465,10 @@ class SchedulerMetrics:
             self._served = frozenset(islice(self._list_served(), _MOST_SERVED))
         return model if model in self._served else OTHER
 
+    def folded(self, model: str, target: str) -> tuple[str, str]:
+        """The model and target that metrics show for a request without series of its own."""
+        return self._name(model), self._name(target)
+
     def _folded(self, key: RequestLabels) -> _Bundle:
         folded = self._folded_labels(key)
         return self._bundles.get(folded) or self._make(folded)

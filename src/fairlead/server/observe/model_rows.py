@@ -10,7 +10,8 @@ from msgspec.structs import replace
 from fairlead.core.records import OutcomeRecord
 from fairlead.core.table import EndpointTable
 from fairlead.server.observe.endpoint_history import POINTS, STEP
-from fairlead.server.observe.recent import SHORT, percentiles
+from fairlead.server.observe.instruments import OTHER
+from fairlead.server.observe.recent import COVERED, percentiles
 from fairlead.server.observe.snapshot_shape import ModelRow, TargetRow, TrafficRow
 from fairlead.server.observe.watch import Watch
 
@@ -76,26 +77,33 @@ def model_rows(watch: Watch, traffic: Iterable[TrafficRow], served: Served, now:
     by_model: dict[str, list[TrafficRow]] = defaultdict(list)
     for row in traffic:
         by_model[row.model].append(row)
-    ends: dict[str, list[OutcomeRecord]] = defaultdict(list)
-    for record in watch.newest:
-        if record.at > now - SHORT:
-            ends[record.request.model].append(record)
     bases, adapters = served
     sent_to = {row.target for rows in by_model.values() for row in rows}
     for name in (*bases, *adapters):
         if name not in sent_to:
             by_model.setdefault(name, [])
-    return [_row(model, rows, ends[model], bases, adapters, watch) for model, rows in by_model.items()]
+    # With many ends, the newest of them reach back less far.
+    newest = watch.newest
+    span = min(COVERED, now - newest[0].at) if len(newest) == newest.maxlen else COVERED
+    ends: dict[str, list[OutcomeRecord]] = defaultdict(list)
+    for record in newest:
+        if record.at > now - COVERED:
+            ends[record.request.model].append(record)
+    for name in ends.keys() - by_model.keys():
+        ends[OTHER] += ends[name]
+    return [_row(model, rows, ends[model], span, bases, adapters, watch) for model, rows in by_model.items()]
 
 
 def _row(
     model: str,
     rows: list[TrafficRow],
     ends: list[OutcomeRecord],
+    span: float,
     bases: Counter[str],
     adapters: Counter[str],
     watch: Watch,
 ) -> ModelRow:
+    """`ends`: those of the last `span` seconds."""
     by_target: Counter[str] = Counter()
     for row in rows:
         by_target[row.target or model] += row.requests
@@ -106,6 +114,8 @@ def _row(
         for family in (families.lookups, families.hits)
     )
     requests, rates = by_target.total(), [row.per_s for row in rows if row.per_s is not None]
+    refused = span * sum(row.refused_per_s or 0.0 for row in rows)
+    failed = refused + sum(end.status >= 400 or end.failed for end in ends)
     ttft = [end.ttft_ms for end in ends if end.status < 400 and end.request.stream and end.ttft_ms >= 0.0]
     p50, p95 = percentiles(ttft, (0.5, 0.95))
     return ModelRow(
@@ -118,7 +128,7 @@ def _row(
         errors=sum(row.errors for row in rows),
         running=sum(row.running for row in rows),
         per_s=sum(rates) if rates else None,
-        error_rate=sum(end.status >= 400 or end.failed for end in ends) / len(ends) if ends else None,
+        error_rate=failed / (refused + len(ends)) if rates and refused + len(ends) else None,
         ttft_p50_ms=p50,
         ttft_p95_ms=p95,
         hit_rate=hit / looked_up if looked_up else None,

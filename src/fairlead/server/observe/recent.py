@@ -14,12 +14,15 @@ from typing import Generic, TypeVar
 
 from msgspec import Struct
 
+from fairlead.core.flow import LEFT
 from fairlead.core.models import MODEL_NOT_FOUND
 from fairlead.core.records import DecisionRecord, OutcomeRecord
 from fairlead.server.observe.instruments import OTHER
 
 #: Seconds that rates and percentiles cover, and that sums per endpoint cover.
 SHORT, LONG = 10.0, 60.0
+#: Seconds that the sums of traffic cover in the mean: their newest bin is not over.
+COVERED = SHORT - 0.5
 MAX_KEYS = 1000
 _MAX_LABEL = 200
 
@@ -117,7 +120,7 @@ class Recent:
     def on_decision(self, record: DecisionRecord) -> None:
         request, now = record.request, record.at
         refused = not record.endpoint
-        self.traffic.add(_traffic(record), now, (1.0, float(refused)))
+        self.traffic.add(_traffic(record), now, (1.0, float(refused and record.outcome != LEFT.reason)))
         if not refused:
             decided = (1.0, 1.0, request.prompt_tokens, record.hit_tokens)
             self._endpoints.add(record.endpoint, now, decided + _OUTCOME_ZEROS)
@@ -146,24 +149,23 @@ class Recent:
 
     def per_second(self, count: float, now: float) -> float | None:
         """The rate per second of a sum in `traffic`; `None` = less than a second is covered."""
-        # The newest bin is not over: on average the window covers half a bin less than its span.
-        span = min(SHORT - 0.5, now - self.covered_since)
+        span = min(COVERED, now - self.covered_since)
         return count / span if span >= 1.0 else None
 
-
-def percentiles(values: Iterable[float], shares: Sequence[float]) -> list[float | None]:
     def per_minute(self, count: float, now: float) -> int | None:
         """The sum per `LONG` seconds of one in `endpoint`, from what is covered; `None` = less than a second is."""
         span = min(LONG, now - self.covered_since)
         return round(count * LONG / span) if span >= 1.0 else None
 
+
+def percentiles(values: Iterable[float], shares: Sequence[float]) -> list[float | None]:
     """Percentiles by nearest rank, one per share (0..1); all `None` if there are no values."""
     ordered = sorted(values)
     return [ordered[max(ceil(share * len(ordered)) - 1, 0)] if ordered else None for share in shares]
 
 
 def _traffic(record: DecisionRecord) -> Traffic:
-    """The labels, as in `SchedulerMetrics`."""
+    """Model, target and band. The name of a model that is not defined may be made up."""
     request = record.request
     if record.outcome == MODEL_NOT_FOUND:
         return OTHER, OTHER, 0

@@ -9,6 +9,7 @@ Rules
 * Time per `take` is linear in endpoints and label sets. Measured: 0.15 ms for 8 endpoints, 0.6 ms for 100.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import nlargest
 from math import inf, isfinite
@@ -26,7 +27,7 @@ from fairlead.server.observe import snapshot_shape as shape
 from fairlead.server.observe.decisions import answered_by, request_number
 from fairlead.server.observe.endpoint_history import STEP, EndpointPoint
 from fairlead.server.observe.history import POINT, History, Out
-from fairlead.server.observe.instruments import Counter, Family, Gauge
+from fairlead.server.observe.instruments import OTHER, Counter, Family, Gauge
 from fairlead.server.observe.model_rows import ModelPoint, model_rows, served_models
 from fairlead.server.observe.recent import Recent
 from fairlead.server.observe.snapshot_shape import notices
@@ -110,15 +111,20 @@ def traffic_of(watch: Watch, recent: Recent, now: float) -> list[shape.TrafficRo
     for family, column in families_of:
         for (model, target, _, priority, *_), child in family.children.items():
             sums.setdefault((model, target, priority), [0.0] * 3)[column] += child.value
-    rates: dict[tuple[str, str, str], list[float]] = {}
-    for (model, target, band), row in recent.traffic.sums.items():
-        rates[model, target, str(band)] = row
+    rates: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for (model, target, band), (asked, refused) in recent.traffic.sums.items():
+        key = model, target, str(band)
+        if key not in sums:
+            key = *watch.metrics.folded(model, target), str(band)
+        rate = rates[key if key in sums else (OTHER, OTHER, str(band))]
+        rate[0] += asked
+        rate[1] += refused
     rows = []
     for key, (requests, errors, running) in sums.items():
         if not (requests or errors or running):
             continue
         model, target, priority = key
-        asked, refused = rates.get(key, (0.0, 0.0))
+        asked, refused = rates[key]
         looked_up, hit = families.lookups.children.get(key[:2]), families.hits.children.get(key[:2])
         rows.append(
             shape.TrafficRow(

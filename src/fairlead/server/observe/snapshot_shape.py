@@ -80,7 +80,7 @@ class EndpointRow(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class TrafficRow(Struct, frozen=True, kw_only=True):
-    """Requests for one model in one band."""
+    """Requests for one model in one band. The model `other` has those without series of their own."""
 
     model: str
     #: The name of the target model; empty = the same as `model`.
@@ -90,6 +90,7 @@ class TrafficRow(Struct, frozen=True, kw_only=True):
     errors: int
     running: int
     per_s: float | None
+    #: Without those whose clients left.
     refused_per_s: float | None
     hit_rate: float | None
 
@@ -114,7 +115,7 @@ class ModelRow(Struct, frozen=True, kw_only=True):
     errors: int
     running: int
     per_s: float | None
-    #: Share of the answers that ended with 4xx or 5xx, or were lost.
+    #: Share of the requests that were refused, ended with 4xx or 5xx, or were lost.
     error_rate: float | None
     #: Times to first token of streamed answers.
     ttft_p50_ms: float | None

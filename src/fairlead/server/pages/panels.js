@@ -49,9 +49,12 @@ function page(cell, row) {
   setAttribute(cell, "title", [row.id, row.address, row.model, row.role].filter(Boolean).join(" · "));
 }
 
+const OTHER = "other";
+const nameOf = (model) => (model === OTHER ? "(names without metrics of their own)" : model || "(none named)");
+
 function modelPage(cell, row) {
   if (cell.firstChild) return;
-  cell.append(linkTo("model", row.model, row.model || "(none named)"));
+  cell.append(row.model === OTHER ? nameOf(row.model) : linkTo("model", row.model, nameOf(row.model)));
   cell.title = row.model;
 }
 
@@ -83,7 +86,7 @@ function servedBy({ name, endpoints, adapter }, row) {
 }
 
 const TRAFFIC = [
-  { id: "model", title: "Model", text: true, name: true, value: (row) => (row.target ? `${row.model} → ${row.target}` : row.model === "other" ? "(names without metrics of their own)" : row.model || "(none named)") },
+  { id: "model", title: "Model", text: true, name: true, value: (row) => nameOf(row.model) + (row.target && ` → ${row.target}`) },
   { id: "band", title: "Band", value: (row) => row.priority, hint: "Priority; higher goes first" },
   { id: "rate", title: "Requests /s", value: (row) => rate(row.per_s) },
   { id: "running", title: "In flight", value: (row) => count(row.running) },

@@ -8,12 +8,15 @@ import pytest
 
 from fairlead.core.endpoint import BaseModels, Endpoint, Sample
 from fairlead.core.fleet import Fleet
+from fairlead.core.flow import LEFT, Refused
 from fairlead.core.records import DecisionRecord, Forecast, OutcomeRecord, ShadowRecord, ShadowVerdict
 from fairlead.core.request import Request
 from fairlead.server.observe.endpoint_history import POINTS, STEP
 from fairlead.server.observe.model_rows import ModelPoint
 from fairlead.server.observe.snapshot import DECISIONS, MAX_FOUND, MODEL_ROWS, SnapshotMaker
 from fairlead.server.observe.watch import Watch
+
+REFUSED = Refused("rejected-no-endpoints", "no endpoint is available")
 
 
 class Pool:
@@ -36,8 +39,16 @@ class Pool:
             reasons=lambda: self.reasons,
         )
 
-    def serve(self, number: int, endpoint: str = "default/a", ends: bool = True, **fields) -> None:
-        """Decide about a request, and end it 50 ms later."""
+    def serve(
+        self,
+        number: int,
+        endpoint: str = "default/a",
+        ends: bool = True,
+        status: int = 200,
+        refused: Refused = REFUSED,
+        **fields,
+    ) -> None:
+        """Decide about a request, and end it 50 ms later. Without an endpoint it is `refused`."""
         shown = {"model": "m", "prompt_tokens": 200, "stream": True} | fields
         request = Request(id=number, arrived=self.now, **shown)
         forecast = Forecast(ttft_ms=20.0, low_ms=10.0, high_ms=40.0)
@@ -48,16 +59,17 @@ class Pool:
             endpoint=endpoint,
             address="x:1" if endpoint else "",
             hit_tokens=50 if endpoint else 0,
-            outcome="routed" if endpoint else "rejected-no-endpoints",
-            status=200 if endpoint else 503,
+            outcome="routed" if endpoint else refused.reason,
+            status=200 if endpoint else refused.status,
             forecast=forecast if endpoint else None,
         )
         self.watch.on_decision(record, 2e-4)
         if endpoint and ends:
             self.watch.on_outcome(
                 OutcomeRecord(
-                    request=request, at=self.now + 0.05, endpoint=endpoint, status=200, ttft_ms=30.0, duration_ms=50.0,
-                    prompt_tokens=200, completion_tokens=5, cached_tokens=40, hit_tokens=50, forecast=forecast,
+                    request=request, at=self.now + 0.05, endpoint=endpoint, status=status, ttft_ms=30.0,
+                    duration_ms=50.0, prompt_tokens=200, completion_tokens=5, cached_tokens=40, hit_tokens=50,
+                    forecast=forecast,
                 )
             )  # fmt: skip
 
@@ -160,18 +172,6 @@ def test_who_comes_later_sees_what_was_before(pool):
     assert history[-1].ttft == (30.0, 30.0, 30.0)
 
 
-def test_an_outage_shows_in_rates_and_no_failure_counts_as_a_first_token(pool):
-    for i in range(20):
-        pool.now += 0.5
-        request = Request(id=i, arrived=pool.now, model="m", stream=True)
-        outcome = OutcomeRecord(request=request, at=pool.now, endpoint="default/a", status=404 if i % 4 else 503,
-                                duration_ms=2.0)  # fmt: skip
-        pool.watch.on_outcome(outcome)
-        pool.maker.history.look(pool.now)
-    pool.maker.begin()
-    shot = pool.maker.take()
-    assert (shot.totals.error_rate, shot.totals.client_errors_per_s, shot.totals.server_errors_per_s) == (1.0, 1.5, 0.5)
-    assert (shot.latency.ttft.n, shot.latency.answer.n) == (0, 0)
 def test_the_last_minute_is_estimated_from_what_the_journal_reaches_back(pool):
     for i in range(3000):
         pool.now += 0.02
@@ -193,8 +193,51 @@ def test_the_last_minute_is_not_known_if_the_journal_reaches_back_no_second(pool
     pool.maker.begin()
     shot = pool.maker.take()
     assert [row.sent for row in shot.endpoints] == [None, None]
+    assert (shot.models[0].per_s, shot.models[0].error_rate) == (None, None)
 
 
+def test_the_error_rate_of_a_model_includes_refusals(pool):
+    pool.maker.begin()
+    for i in range(8):
+        pool.serve(i, endpoint="" if i < 6 else "default/a")
+    pool.serve(8, endpoint="", refused=LEFT)
+    pool.serve(9, model="n")
+    m, n = pool.maker.take().models
+    assert (m.model, m.errors, m.requests, m.error_rate) == ("m", 6, 9, pytest.approx(0.75))
+    assert n.error_rate == 0.0
+
+
+def test_requests_without_series_of_their_own_are_counted_and_measured_as_other(pool):
+    pool.maker.begin()
+    for i in range(95):
+        pool.serve(i, model=f"made-up-{i}", status=404, priority=i % 2)
+        pool.serve(1000 + i, model=f"made-up-{i}", target="m", status=404)
+    pool.serve(2000)
+    shot = pool.maker.take()
+    rows = {(row.model, row.target, row.priority): (row.requests, row.per_s) for row in shot.traffic}
+    assert rows == {
+        ("other", "", "0"): (48, 48 / 9.5),
+        ("other", "", "1"): (47, 47 / 9.5),
+        ("other", "m", "0"): (95, 10.0),
+        ("m", "", "0"): (1, 1 / 9.5),
+    }
+    other, m = shot.models
+    assert (other.model, other.per_s, other.error_rate) == ("other", pytest.approx(20.0), 1.0)
+    assert (m.model, m.error_rate) == ("m", 0.0)
+
+
+def test_an_outage_shows_in_rates_and_no_failure_counts_as_a_first_token(pool):
+    for i in range(20):
+        pool.now += 0.5
+        request = Request(id=i, arrived=pool.now, model="m", stream=True)
+        outcome = OutcomeRecord(request=request, at=pool.now, endpoint="default/a", status=404 if i % 4 else 503,
+                                duration_ms=2.0)  # fmt: skip
+        pool.watch.on_outcome(outcome)
+        pool.maker.history.look(pool.now)
+    pool.maker.begin()
+    shot = pool.maker.take()
+    assert (shot.totals.error_rate, shot.totals.client_errors_per_s, shot.totals.server_errors_per_s) == (1.0, 1.5, 0.5)
+    assert (shot.latency.ttft.n, shot.latency.answer.n) == (0, 0)
     assert shot.point.server_errors_per_s == 0.5
 
 
