@@ -461,6 +461,26 @@ async def test_two_dead_endpoints_are_two_notices_though_their_names_differ_in_a
     await page.close()
 
 
+async def test_while_requests_get_4xx_not_all_is_well(scheduler: Scheduler, browser: Browser, axe: str) -> None:
+    scheduler.add(2)
+    page = await browser.page(scheduler.url)
+    await live(page)
+    for number in range(20):
+        scheduler.serve(number, "default/model-server-000", model="misspelt", status=404)
+        await asyncio.sleep(0.1)
+    await page.until(
+        "document.querySelector('#notices .calm').textContent.startsWith('Every endpoint answers, but 100.0 %')"
+    )
+    name = "(names without metrics of their own)"
+    await page.until(f"document.querySelector('#traffic-rows td').textContent === '{name}'")
+    models = await rows(page, "model-rows")
+    assert models["other"]["model"] == name and models["other"]["error_rate"] == "100.0 %"
+    assert await page.run("!document.querySelector('#model-rows tr[data-key=other] a')"), "no search finds them"
+    await accessible(page, axe)
+    assert page.messages == []
+    await page.close()
+
+
 async def _leads_to_the_runbook(scheduler: Scheduler, page: Page, browser: Browser) -> None:
     """With the keyboard: the link is the first thing to reach after the choice of a theme."""
     await page.run("document.getElementById('theme').focus()")

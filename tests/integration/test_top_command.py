@@ -90,6 +90,22 @@ async def test_one_moment_as_text(port: Port) -> None:
     assert "\x1b" not in done.output and "replicas" not in done.output and "numbers of" not in done.output
 
 
+async def test_not_all_is_well_while_requests_get_4xx(port: Port) -> None:
+    port.fleet.sampled("server-1", port.now(), port.now(), Sample(waiting=1, running=1, kv_usage=0.5))
+    state, _ = await asyncio.to_thread(lambda: next(follow(f"http://127.0.0.1:{port.number}", 0.2)))
+    assert state["now"]["notices"] == []
+    row = state["now"]["traffic"][0] | {"model": "other"}
+    state["now"]["traffic"] = [row, row | {"target": "llama"}]
+    for rate, words in ((0.0, "✓ all is well"), (0.9, "✓ every endpoint answers, but 90% of the requests get 4xx")):
+        state["now"]["totals"]["error_rate"] = rate
+        console = Console(file=io.StringIO(), width=150)
+        console.print(view(state, "name", 150))
+        text = console.file.getvalue()  # type: ignore[attr-defined]
+        assert words in text
+        assert "(names without metrics of their own) " in text
+        assert "(names without metrics of their own) → llama" in text
+
+
 @pytest.mark.parametrize("option", [(), ("--json",)])
 async def test_names_from_outside_are_neither_obeyed_nor_markup(port: Port, option: tuple[str, ...]) -> None:
     name = "\x1b]0;PWNED\x07\x9b2J\u202e[/b][red]x"

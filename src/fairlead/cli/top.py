@@ -121,7 +121,7 @@ def view(state: dict[str, Any], sort: str, width: int, height: int | None = None
     parts: list[RenderableType] = [_title(about, now)]
     if problem:
         parts.append(Text(f"! {problem}; these numbers are old", "bold red"))
-    parts += _notices(now["notices"])
+    parts += _notices(now["notices"], now["totals"]["error_rate"])
     parts.append(_figures(now))
     if now["schedulers"] > 1:
         parts.append(Text(f"numbers of this scheduler, one of {now['schedulers']}; in flight and at endpoints: all"))
@@ -147,13 +147,16 @@ def _title(about: Row, now: Row) -> Text:
     return title
 
 
-def _notices(notices: Iterable[Row]) -> list[RenderableType]:
+def _notices(notices: Iterable[Row], error_rate: float | None) -> list[RenderableType]:
     lines: list[RenderableType] = []
     for notice in notices:
         sign, color = ("!", "bold red") if notice["level"] == "bad" else ("△", "yellow")
         since = f" since {_hour(notice['since'])}" if notice["since"] else ""
         runbook = f" (docs/runbook.md#{notice['runbook'].lower()})" if notice["runbook"] else ""
         lines.append(Text(f"{sign} {notice['text']}{since}{notice['detail']}{runbook}", color))
+    if not lines and error_rate:
+        why = "of the requests get 4xx: mistakes of clients, or refused here"
+        lines.append(Text(f"✓ every endpoint answers, but {_percent(error_rate)} {why}", "yellow"))
     return lines or [Text("✓ all is well", "green")]
 
 

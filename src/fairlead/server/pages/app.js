@@ -138,6 +138,8 @@ function announce(text, level = "") {
 
 function calm() {
   if (!now.totals.requests) return "Ready and waiting: no request has arrived yet.";
+  const failing = percent(now.totals.error_rate, 1);
+  if (now.totals.error_rate) return `Every endpoint answers, but ${failing} of the requests get 4xx: mistakes of clients, or refused here.`;
   return "All is well: every endpoint answers, and nothing fails.";
 }
 
