@@ -52,7 +52,7 @@ export const told = ({ problem, matches, searched, decisions: shown }) => proble
 export function locate(path) {
   const address = new URL(path, import.meta.url);
   address.username = address.password = "";
-  return address;
+  return address.href;
 }
 
 // Returns the scheduler's answer, or { problem }.
