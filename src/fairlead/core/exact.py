@@ -129,20 +129,27 @@ class ExactKnowledge:
             if not cache.linked:
                 self.index.clear_rank(cache)
 
-    def refresh(self, sizes: tuple[int, ...] = ()) -> None:
+    def refresh(self, sizes: tuple[int, ...] = ()) -> list[int]:
         """Take over the state of all feeds; O(endpoints), a few times a second. `sizes`: block sizes known from other
-        sources."""
+        sources. Return the slots whose engines emptied their caches since the last call."""
         block_sizes = set(sizes)
         self.curious = False
         self._numbered = set()
+        emptied: list[int] = []
         for slot in self._slots:
-            for cache in self.index.caches_of(slot):
+            caches = self.index.caches_of(slot)
+            if caches and all(cache.emptied for cache in caches):
+                emptied.append(slot)
+                for cache in caches:
+                    cache.emptied = False
+            for cache in caches:
                 if cache.block_size:
                     block_sizes.add(cache.block_size)
                 if cache.numbered:
                     self._numbered.add(slot)
             self._judge(slot)
         self.sizes = (self.recipe.block_size,) if self.recipe.block_size else tuple(sorted(block_sizes))
+        return emptied
 
     def _judge(self, slot: int) -> None:
         """Update the source that is used for the endpoint."""

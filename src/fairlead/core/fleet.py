@@ -674,13 +674,23 @@ class Fleet:
 
     def _emptied(self, slot: int) -> None:
         """Forget the cached prefixes of an engine that restarted."""
+        self._unlearn(slot)
+        if self.exact is not None:
+            self.exact.emptied(slot)
+
+    def _unlearn(self, slot: int) -> None:
+        """Forget the learned prefixes of an engine that emptied its cache."""
         capacity = self.prefix.capacity(slot)
         self.prefix.drop_slot(slot)
         self.prefix.add_slot(slot, capacity)
-        if self.exact is not None:
-            self.exact.emptied(slot)
         self._answered.clear()
         self.table.free_cache[slot] = 1.0
+
+    def refresh_exact(self, sizes: tuple[int, ...]) -> None:
+        """Take over what KV events said, see `ExactKnowledge.refresh`; learned prefixes end with the cache, too."""
+        if self.exact is not None:
+            for slot in self.exact.refresh(sizes):
+                self._unlearn(slot)
 
     def settle_prompts(self, now: float) -> None:
         """Call this before `match` for a request that did not arrive just now; see `ExactKnowledge.settle`."""

@@ -69,7 +69,7 @@ class Engine:
 
     def tell(self, event: BlocksStored | BlocksRemoved | AllCleared) -> None:
         apply_all(self.world.exact.index, self.cache, event, self.world.clock.time())
-        self.world.exact.refresh()
+        self.world.fleet.refresh_exact(())
 
 
 class World:
@@ -311,6 +311,49 @@ def test_removed_and_cleared_blocks_count_no_more(world: World) -> None:
     assert world.shares(prompt(100)) == [48, 0]
     engine.tell(AllCleared())
     assert world.shares(prompt(100)) == [0, 0]
+
+
+def learned(world: World, ids: list[int], slot: int) -> float:
+    """The share of a prompt without token ids that an endpoint is believed to hold."""
+    column = world.fleet.match(replace(world.request(ids), blocks=None))
+    return 0.0 if column is None else float(column[slot])
+
+
+def test_what_was_learned_ends_with_the_cache_of_the_engine(world: World) -> None:
+    engine, ids = Engine(world, 0), prompt(100)
+    second = world.exact.index.rank(0, 1, ANY_MODEL)
+    world.fleet.refresh_exact(())
+    world.fleet.prefix.insert(0, world.request(ids).prefix)
+    world.fleet.prefix.insert(1, world.request(ids).prefix)
+    engine.cache.behind = True
+    engine.tell(AllCleared())  # of a replay: long ago
+    engine.cache.behind = False
+    engine.tell(AllCleared())  # the other rank still has its blocks
+    assert learned(world, ids, 0) > 0.9
+    apply_all(world.exact.index, second, AllCleared(), 0.0)
+    world.fleet.refresh_exact(())
+    assert (learned(world, ids, 0), learned(world, ids, 1) > 0.9) == (0.0, True)
+    world.fleet.prefix.insert(0, world.request(ids).prefix)
+    world.fleet.refresh_exact(())
+    assert learned(world, ids, 0) > 0.9
+    for cache in (engine.cache, second):
+        world.exact.index.restarted(cache)
+    world.fleet.refresh_exact(())
+    assert learned(world, ids, 0) == 0.0
+    world.pipeline.validate()
+
+
+def test_another_rank_is_no_cleared_cache(world: World) -> None:
+    engine, ids = Engine(world, 0), prompt(100)
+    engine.tell(AllCleared())
+    world.fleet.prefix.insert(0, world.request(ids).prefix)
+    world.exact.index.rank(0, 1, ANY_MODEL)
+    world.fleet.refresh_exact(())
+    world.exact.index.keep_ranks(0, {0})
+    world.fleet.refresh_exact(())
+    assert learned(world, ids, 0) > 0.9
+    engine.tell(AllCleared())
+    assert learned(world, ids, 0) == 0.0
 
 
 def test_slower_tiers_count_by_what_fetching_costs(world: World) -> None:

@@ -111,8 +111,8 @@ class RankCache:
     how often a new engine had been found at its endpoint when this one was."""
 
     __slots__ = (
-        "beginnings", "behind", "block_size", "counts", "dropped", "heard", "holds", "kinds", "linked", "lives",
-        "model", "numbered", "provisional", "rank", "reports", "rests", "shelves", "slot", "units",
+        "beginnings", "behind", "block_size", "clears", "counts", "dropped", "emptied", "heard", "holds", "kinds",
+        "linked", "lives", "model", "numbered", "provisional", "rank", "reports", "rests", "shelves", "slot", "units",
     )  # fmt: skip
 
     def __init__(self, slot: int, rank: int, model: str, lives: int = 0) -> None:
@@ -133,6 +133,9 @@ class RankCache:
         #: at the root and are not additional copies.
         self.reports = False
         self.counts = Counts()
+        #: How often its engine emptied it, restarts included; and whether since the last `ExactKnowledge.refresh`.
+        self.clears = 0
+        self.emptied = False
         #: Tokens per block, from the last store; 0 = not reported yet.
         self.block_size = 0
         #: Whether the last store of an adapter's blocks had its number instead of its name.
@@ -169,6 +172,11 @@ class RankCache:
         else:
             kind = self.kinds.get(group, "")
         return not kind or kind in WHOLE_PREFIX_KINDS
+
+    def note_emptied(self) -> None:
+        """Its engine has just emptied it."""
+        self.clears += 1
+        self.emptied = True
 
     @property
     def blocks(self) -> int:

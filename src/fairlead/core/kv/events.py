@@ -86,6 +86,8 @@ def apply(index: KvIndex, cache: RankCache, event: KvEvent, now: float) -> Itera
     if isinstance(event, AllCleared):
         index.clear_rank(cache)
         cache.provisional = False  # nothing of the time before counts any more
+        if not cache.behind:  # a replay tells what happened long ago
+            cache.note_emptied()
         return None
     shelf = cache.shelves.get((cache.group_of(event.group), tier_of(event.medium)))
     if shelf is None:

@@ -320,7 +320,7 @@ class KvListening(Knowledge):
         return self._events.subscriptions(slot)
 
     def _refresh(self) -> None:
-        self.exact.refresh(self._scraped_sizes())
+        self._fleet.refresh_exact(self._scraped_sizes())
         self._timer = self._loop.call_later(_REFRESH, self._refresh)
 
     def _feeds(self) -> Iterator[KvFeedStatus]:

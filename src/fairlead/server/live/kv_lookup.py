@@ -87,7 +87,7 @@ class KvLookup(Knowledge):
         return super().page() | {"indexer": indexer}
 
     def _refresh(self) -> None:
-        self.exact.refresh((*self._scraped_sizes(), *self._sizes))
+        self._fleet.refresh_exact((*self._scraped_sizes(), *self._sizes))
         self._timer = self._loop.call_later(_REFRESH, self._refresh)
 
     # ---------------------------------------------------------------- one prompt
