@@ -202,7 +202,7 @@ function connect() {
   });
   listen("now", (event) => { problem = ""; take(JSON.parse(event.data)); });
   listen("broken", () => { problem = "The scheduler could not make this page; its log says why."; lost(); });
-  stream.addEventListener("error", tryAgain);
+  stream.addEventListener("error", () => tryAgain(1));
 }
 
 function rest() {
@@ -211,18 +211,20 @@ function rest() {
   stream = null;
 }
 
-function tryAgain() {
+function tryAgain(requests) {
   rest();
   lost();
-  retry = setTimeout(again, RETRY[Math.min(failures++, RETRY.length - 1)]);
+  retry = setTimeout(() => again(requests), RETRY[Math.min(failures++, RETRY.length - 1)]);
 }
 
 // An EventSource does not say why it failed, so send a plain request to the same address: its answer says why.
-async function again() {
+// After a silence the idle connections may be dead too. So send one request for each that a browser has, and close them all.
+async function again(requests) {
   const leave = new AbortController();
   const late = setTimeout(() => leave.abort(), SILENCE);
   try {
-    const answer = await fetch(locate("stream"), { signal: leave.signal, headers: { Accept: "text/event-stream" } });
+    const asked = { signal: leave.signal, cache: "no-store", headers: { Accept: "text/event-stream" } }; // a cache sends one at a time
+    const answer = await Promise.any(Array.from({ length: requests }, () => fetch(locate("stream"), asked)));
     problem = answer.ok ? "" : `The scheduler refuses: ${(await answer.text()).trim()}.`;
     if (answer.status === 401) problem += " Reload this page to give one.";
   } catch {
@@ -242,7 +244,7 @@ setInterval(() => {
   if (time - seen > HIDDEN) {
     rest();
     state("connecting");
-  } else if (stream && silent > PATIENCE) tryAgain();
+  } else if (stream && silent > PATIENCE) tryAgain(6);
   else if (heard && (silent > SILENCE || document.body.dataset.state === "lost")) lost();
 }, 500);
 $("reload").addEventListener("click", () => location.reload());
