@@ -144,7 +144,7 @@ class ExactKnowledge:
                     cache.emptied = False
             for cache in caches:
                 if cache.block_size:
-                    block_sizes.add(cache.block_size)
+                    block_sizes.update((cache.block_size, *cache.sizes))
                 if cache.numbered:
                     self._numbered.add(slot)
             self._judge(slot)
@@ -352,8 +352,8 @@ def _number_at(column: FloatColumn | None, slot: int) -> int:
 
 
 def hits_by_rank(matches: Sequence[KvMatch], slot: int, prompt: int) -> tuple[int, ...]:
-    """Return the tokens that each rank should report as cached; empty = there is one. In blocks of another size an
-    endpoint holds nothing."""
+    """Return the tokens that each rank should report as cached; empty = there is one. Of several block sizes the one
+    that holds most counts."""
     best = max(matches, key=lambda match: match.blocks[slot] * match.block_size, default=None)
     if best is None:
         return ()

@@ -375,6 +375,42 @@ def test_blocks_of_different_sizes_live_side_by_side(world: World) -> None:
     assert world.shares(prompt(64)) == [48, 32]
 
 
+def chunk(ids: list[int]) -> BlocksStored:
+    """What a connector tells of its copies in the host's memory, in chunks of 64 tokens."""
+    chunks = len(ids) // 64
+    return BlocksStored([9000 + ids[0] + at for at in range(chunks)], 0, packed(ids[: 64 * chunks]), 64, medium="CPU")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_chunks_of_a_connector_hide_no_blocks(first: bool) -> None:
+    world = World(1)
+    ids, other = prompt(160), prompt(160, 1)
+    engine = Engine(world, 0)
+    if first:
+        engine.tell(chunk(ids))
+    engine.store(ids)
+    if not first:
+        engine.tell(chunk(ids))
+    engine.tell(chunk(other))
+    assert (engine.cache.block_size, world.exact.sizes) == (16, (16, 64))
+    assert {head.block_size for head in engine.cache.stores()[-1:]} == {16}
+    assert world.shares(ids) == [144]
+    assert 110 < world.shares(other)[0] <= 128  # two chunks, in the host's memory
+    world.send(prompt(60, 2))
+    assert world.shares(prompt(60, 2)) == [48]  # it counts at once, in the GPU's blocks
+    engine.tell(AllCleared())
+    assert (engine.cache.block_size, world.exact.sizes) == (16, (16,))
+
+
+def test_endless_block_sizes_are_forgotten(world: World) -> None:
+    engine = Engine(world, 0)
+    engine.store(prompt(100))
+    for size in range(20, 60):
+        engine.tell(BlocksStored([size], 0, packed(prompt(size, size)), size, medium="cpu"))
+    assert world.exact.sizes == (16, 57, 58, 59)
+    assert engine.cache.block_size == 16
+
+
 def test_an_adapter_has_blocks_of_its_own(world: World) -> None:
     engine = Engine(world, 0)
     engine.store(prompt(100), lora="poet")

@@ -63,6 +63,8 @@ EVERYONE = -1
 UNNAMED = -1
 #: Groups per rank, at most (real models have a handful).
 MOST_GROUPS = 64
+#: Block sizes per rank, at most. Each costs one look-up per prompt.
+MOST_SIZES = 4
 
 
 class Counts(Struct):
@@ -112,7 +114,8 @@ class RankCache:
 
     __slots__ = (
         "beginnings", "behind", "block_size", "clears", "counts", "dropped", "emptied", "heard", "holds", "kinds",
-        "linked", "lives", "model", "numbered", "provisional", "rank", "reports", "rests", "shelves", "slot", "units",
+        "linked", "lives", "model", "numbered", "provisional", "rank", "reports", "rests", "shelves", "sizes", "slot",
+        "units",
     )  # fmt: skip
 
     def __init__(self, slot: int, rank: int, model: str, lives: int = 0) -> None:
@@ -136,8 +139,10 @@ class RankCache:
         #: How often its engine emptied it, restarts included; and whether since the last `ExactKnowledge.refresh`.
         self.clears = 0
         self.emptied = False
-        #: Tokens per block, from the last store; 0 = not reported yet.
+        #: Tokens per block, from the last store in the fastest tier that has any; 0 = not reported yet.
         self.block_size = 0
+        #: All block sizes of its blocks, and the fastest tier of each. A connector's chunks may be larger than blocks.
+        self.sizes: dict[int, Tier] = {}
         #: Whether the last store of an adapter's blocks had its number instead of its name.
         self.numbered = False
         #: The last stores of prompts: beginnings, and the rest; see `stores`.
@@ -172,6 +177,14 @@ class RankCache:
         else:
             kind = self.kinds.get(group, "")
         return not kind or kind in WHOLE_PREFIX_KINDS
+
+    def note_size(self, size: int, tier: Tier) -> None:
+        """Blocks of `size` tokens are stored in a tier. With too many sizes, the one known longest is forgotten."""
+        self.sizes[size] = min(tier, self.sizes.get(size, tier))
+        if tier <= self.sizes.get(self.block_size, tier):
+            self.block_size = size
+        if len(self.sizes) > MOST_SIZES:
+            del self.sizes[next(known for known in self.sizes if known not in (size, self.block_size))]
 
     def note_emptied(self) -> None:
         """Its engine has just emptied it."""

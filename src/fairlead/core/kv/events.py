@@ -155,7 +155,7 @@ class _Store:
         self._event = event
         self._now = now
         self._copies = not (cache.reports and not event.parent)
-        cache.block_size = event.block_size
+        cache.note_size(event.block_size, shelf.tier)
         if event.lora:
             cache.numbered = event.lora.startswith("#")
             if not cache.numbered:
@@ -204,7 +204,7 @@ class _Store:
         self._fresh = False
         size = event.block_size
         count = min(len(hashes), max(1, HEAD_TOKENS // size))
-        if size <= HEAD_TOKENS:
+        if size == cache.block_size <= HEAD_TOKENS:  # a connector's chunks have other hashes
             more = tuple(extras[:count]) if extras is not None else ()
             content = tokens[: count * size * TOKEN_BYTES]
             first = not event.parent

@@ -123,6 +123,7 @@ class KvIndex:
         for group in list(cache.units):
             self.clear_group(cache, group)
         cache.dropped = False
+        cache.sizes = {}
 
     def clear_group(self, cache: RankCache, group: int) -> None:
         """Forget all blocks of one group of a rank, like `clear_rank`."""

@@ -68,6 +68,8 @@ class _ShelfPart(Struct, array_like=True):
     provisional: bool = True
     #: Whether the rank's events number adapters instead of naming them.
     numbered: bool = False
+    #: All block sizes of the rank, and the fastest tier of each.
+    sizes: dict[int, int] = {}
 
 
 class _Snapshot(Struct, array_like=True):
@@ -144,6 +146,7 @@ def _copy(endpoint: str, shelf: Shelf, segment: int, place: Place) -> _ShelfPart
         cache.block_size,
         place.provisional,
         cache.numbered,
+        {size: int(tier) for size, tier in cache.sizes.items()},
     )
 
 
@@ -214,7 +217,11 @@ def _enter(
         cache.provisional = True
         cache.indexable(part.group, part.kind)
         cache.numbered |= part.numbered
-        cache.block_size = cache.block_size or max(part.block_size, 0)
+        block_size = cache.block_size or max(part.block_size, 0)
+        for size, tier in part.sizes.items():
+            if size > 0 and tier in list(Tier):
+                cache.note_size(size, Tier(tier))
+        cache.block_size = block_size
         place(cache, Place(part.last, part.last_ts, part.provisional))
         shelf = index.shelf(cache, part.group, Tier(part.tier))
         hashes = np.frombuffer(part.hashes, "<u8").tolist()

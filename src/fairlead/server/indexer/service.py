@@ -201,7 +201,7 @@ def _columns(match: KvMatch, chain: BlockChain, given_blocks: int) -> _Columns:
 
 
 def _best(matches: Sequence[_Columns], slot: int, size: int) -> PodAnswer:
-    """The best match of an endpoint, in blocks of its own size: chains with other block sizes match nothing there.
+    """The match of an endpoint that holds most tokens, in blocks of its own size; few endpoints have several.
     `size`: the block size of the answer as a whole."""
     best, most = _NOTHING, 0.0
     for columns in matches:

@@ -8,13 +8,13 @@ import pytest
 from kv_blocks import apply_all, engine_keys, held
 from xxhash import xxh3_64_digest
 
-from fairlead.core.kv.cache import EVERYONE, UNNAMED, RankCache
+from fairlead.core.kv.cache import EVERYONE, MOST_SIZES, UNNAMED, RankCache
 from fairlead.core.kv.events import STEP, AllCleared, BlocksRemoved, BlocksStored, apply
 from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.keys import EngineSpace, prompt_keys
 from fairlead.core.kv.match import BlockChain, KvMatch
 from fairlead.core.kv.snapshot import Place, load, save
-from fairlead.core.kv.tiers import tier_of
+from fairlead.core.kv.tiers import Tier, tier_of
 
 BLOCK = 4
 
@@ -461,18 +461,20 @@ def test_snapshot_and_warm_start() -> None:
     one.store(range(1999, 2000), parent=2098)
     one.store(range(10), slot=1, kind="full_attention")
     one.apply(BlocksStored([105], medium="CPU"))
+    one.apply(BlocksStored([4000], 0, tokens(*range(8)), 8 * BLOCK, medium="CPU"))
     content = snapshot(one)
     two = Fixture()
     two.index.drop_slot(2)
     two.index.add_slot(7)
     places = {}
     entered = sum(load(two.index, content, {"a": 7, "b": 0}, lambda cache, at: places.update({cache.slot: at})))
-    assert entered == 2011 == two.index.entries and places == {7: Place(41, 1.5), 0: Place(42, 1.5)}
+    assert entered == 2012 == two.index.entries and places == {7: Place(41, 1.5), 0: Place(42, 1.5)}
     found = two.index.look_up(
         BlockChain(prompt_keys(two.index.space.root("m", ""), tokens(*range(2000)), BLOCK), BLOCK), 8
     )
     assert found is not None and found.blocks.tolist() == [10, 0, 0, 0, 0, 0, 0, 2000]
     assert two.index.rank(7, 0, "m").provisional
+    assert (two.cache(7).block_size, two.cache(7).sizes) == (BLOCK, {BLOCK: Tier.GPU, 8 * BLOCK: Tier.HOST})
     apply_all(two.index, two.index.rank(7, 0, "m"), BlocksRemoved([2099]), 0.0)
     found = two.index.look_up(
         BlockChain(prompt_keys(two.index.space.root("m", ""), tokens(*range(2000)), BLOCK), BLOCK), 8
@@ -486,11 +488,24 @@ def test_snapshots_of_former_versions_do_not_say_whether_history_is_missing() ->
     one.store(range(10))
     head, content = snapshot(one)[:14], snapshot(one)[22:]
     space, parts, _ = msgspec.msgpack.decode(content)
-    packed = msgspec.msgpack.encode([space, [part[:-2] for part in parts]])
+    packed = msgspec.msgpack.encode([space, [part[:13] for part in parts]])
     places: list[Place] = []
     former = head + xxh3_64_digest(packed) + packed
     assert sum(load(Fixture().index, former, {"a": 0}, lambda cache, place: places.append(place))) == 10
     assert places == [Place(41, 1.5, True)]
+
+
+def test_a_snapshot_with_sizes_that_cannot_be_is_loaded_without_them() -> None:
+    one = Fixture()
+    one.store(range(10))
+    head, content = snapshot(one)[:14], snapshot(one)[22:]
+    space, parts, adapters = msgspec.msgpack.decode(content, strict=False)
+    sizes = {-1: 0, 8: 99, 32: 1} | dict.fromkeys(range(100, 110), 3)
+    packed = msgspec.msgpack.encode([space, [[*part[:-1], sizes] for part in parts], adapters])
+    two = Fixture()
+    assert sum(load(two.index, head + xxh3_64_digest(packed) + packed, {"a": 0}, lambda cache, place: None)) == 10
+    assert two.cache().block_size == BLOCK
+    assert len(two.cache().sizes) == MOST_SIZES and not {-1, 8} & two.cache().sizes.keys()
 
 
 def test_blocks_are_not_saved_if_it_is_unknown_what_came_later() -> None:
