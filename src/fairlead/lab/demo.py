@@ -28,6 +28,7 @@ from fairlead.lab.load.process import run_in_process
 from fairlead.lab.load.spec import Options, RunSpec
 from fairlead.lab.load.spec import Progress as LoadProgress
 from fairlead.lab.load.workload import Poisson, SharedPrefix
+from fairlead.server.python import python_module
 
 #: The headline workload of the documentation: 150 groups × 5 prompts share a 6,000-token system prompt.
 WORKLOAD = SharedPrefix(groups=150, prompts=5, system_tokens=6000, question_tokens=1200, output_tokens=1000)
@@ -256,7 +257,7 @@ class Child:
 
     async def __aenter__(self) -> "Child":
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "fairlead", *self._arguments, stdout=PIPE, stderr=asyncio.subprocess.STDOUT
+            *python_module("fairlead"), *self._arguments, stdout=PIPE, stderr=asyncio.subprocess.STDOUT
         )
         self._reader = asyncio.create_task(self._read())
         return self

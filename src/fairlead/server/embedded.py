@@ -50,6 +50,7 @@ from fairlead.pool.kube.objects import H2C
 from fairlead.pool.lookups import run
 from fairlead.server.followed_files import read_upstream_token
 from fairlead.server.journal.records import WORKER
+from fairlead.server.python import python_module
 from fairlead.server.running_gateway import RunningGateway
 from fairlead.server.state import WORKER as STATE_OF_WORKER
 from fairlead.server.supervise import ENDING, ENDS
@@ -121,7 +122,7 @@ def scheduler_command(config: Config, file: Path, plan: Plan, worker: int = 0, w
         RunningGateway(plan.admins, plan.directory, worker, workers, config.flags, ENDING, restarted=True)
     )
     flags = worker_flags(config, plan, worker) if workers > 1 else pinned(config)
-    fairlead = [sys.executable, "-m", "fairlead", "serve", str(file), "--scheduler-only"]
+    fairlead = [*python_module("fairlead"), "serve", str(file), "--scheduler-only"]
     return [*fairlead, "--running-gateway", json.dumps(gateway), "--flags", json.dumps(flags)]
 
 

@@ -19,6 +19,7 @@ import msgspec
 from fairlead.core.errors import ConfigError, FairleadError
 from fairlead.lab.load.runner import OnProgress, run
 from fairlead.lab.load.spec import Progress, RunResult, RunSpec
+from fairlead.server.python import python_module
 
 #: Exit code for a spec that cannot be run; the reason is on standard error.
 EXIT_CONFIG = 2
@@ -65,7 +66,7 @@ async def run_in_process(spec: RunSpec, on_progress: OnProgress | None = None) -
     """
     with tempfile.TemporaryDirectory(prefix="fairlead-load-") as folder:
         path = Path(folder, "result")
-        arguments = (sys.executable, "-m", "fairlead.lab.load.process", str(path))
+        arguments = (*python_module("fairlead.lab.load.process"), str(path))
         child = await asyncio.create_subprocess_exec(*arguments, stdin=PIPE, stdout=PIPE, stderr=PIPE)
         try:
             complaint = await _follow(child, spec, on_progress)
