@@ -181,6 +181,8 @@ class KvSubscriber:
         self._watched: dict[int, list[Subscription]] = {}
         self._hub: Hub | None = None
         self._allowed: dict[str, Publisher] = {}
+        #: Slots whose endpoints left since `_allowed` was made. Others may have them by now.
+        self._left: set[int] = set()
         #: Feeds of the bound socket, by slot and rank.
         self._hub_feeds: dict[int, dict[int, Feed]] = {}
         self._authenticator: Any = None
@@ -222,7 +224,9 @@ class KvSubscriber:
             raise
 
     def unwatch(self, slot: int) -> None:
-        """Stop receiving. The index keeps its knowledge until the slot is dropped there."""
+        """Stop receiving, on the bound socket until the next `allow`. The index keeps its knowledge until the slot is
+        dropped there."""
+        self._left.add(slot)
         for subscription in self._watched.pop(slot, ()):
             subscription.stop()
             task = self._loop.create_task(subscription.close())
@@ -253,12 +257,15 @@ class KvSubscriber:
             if publishers.get(pod) != publisher:
                 self.unwatch(publisher.slot)
         self._allowed = dict(publishers)
+        self._left.clear()
 
     def _admit(self, pod: str, model: str, rank: int) -> Feed | None:
         publisher = self._allowed.get(pod)
         if publisher is None:
             return None
         slot = publisher.ranks.get(rank, publisher.slot)
+        if slot in self._left:
+            return None
         if slot == EVERYONE:  # all ranks share one feed: one rank may remove the blocks that another stored
             rank = 0
         cache = self.index.rank(slot, rank, publisher.model or model)

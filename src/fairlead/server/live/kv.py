@@ -187,7 +187,8 @@ class KvListening(Knowledge):
             if not self._settings.bind:
                 self._begin(event.endpoint, slot)
         if self._settings.bind and not self._renewing:
-            # Once for all endpoints of a turn: with 1,000 at once, the list after each of them took three seconds.
+            # Once for all endpoints of a turn: with 1,000 at once, the list after each of them took three seconds. What
+            # leaves is not read from now on (`unwatch`).
             self._renewing = True
             self._loop.call_soon(self._renew_allowed)
 
