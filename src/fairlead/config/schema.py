@@ -448,7 +448,7 @@ class KvEvents(Section):
     bind: str = Field(
         default="",
         description="Instead of `port`: the address on which publishers connect to Fairlead, e.g. "
-        "`tcp://*:5555`. Events are accepted only from the pool's endpoints.",
+        "`tcp://*:5555`, rank n to the port n higher. Events are accepted only from the pool's endpoints.",
     )
     curve: KvCurve | None = Field(default=None, description="Encrypt and authenticate by CurveZMQ.")
     snapshot: Annotated[str, RELATIVE, CHECKED_ELSEWHERE] = Field(

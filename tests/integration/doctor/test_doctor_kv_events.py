@@ -86,6 +86,24 @@ async def test_an_engine_that_takes_another_rank_each_time_gives_no_finding(worl
     assert (found.findings, found.outcomes[0].state) == ((), "well")
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_ranks_that_dial_where_nobody_listens_are_named(world: Any, ranks: int) -> None:
+    async def metrics(request: web.Request) -> web.Response:
+        lines = (f'vllm:num_requests_{name}{{engine="{rank}"}} 0' for name in ("running", "waiting") for rank in (0, 1))
+        return web.Response(text="\n".join(lines) + "\n")
+
+    app = web.Application()
+    app.router.add_get("/metrics", metrics)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    world.stack.push_async_callback(runner.cleanup)
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    settings = {"enabled": True, "bind": f"tcp://127.0.0.1:{free_ports(1)[0]}", "ranks": ranks}
+    config = {"endpoints": [f"127.0.0.1:{runner.addresses[0][1]}"], "kvEvents": settings, **BY_ENGINE}
+    found = await world.examined(config, admin=await world.serve(config), only=("kv-dialled",))
+    assert codes(found) == ({"kv-dialled.ranks"} if ranks == 1 else set())
+
+
 async def test_events_that_are_off_are_named(world: Any, pool_of: Listed) -> None:
     config = {"endpoints": pool_of(await world.stubs()), **ON, **BY_ENGINE}
     found = await world.examined(config, probe=True)

@@ -8,6 +8,7 @@ import zmq
 from msgspec import Struct
 
 from fairlead.core.endpoint import Endpoint
+from fairlead.core.errors import ConfigError
 from fairlead.core.kv.recipe import ANY_MODEL
 from fairlead.core.trust import ALGORITHM as WRONG_ALGORITHM
 from fairlead.core.trust import BLOCK_SIZE as WRONG_SIZE
@@ -18,7 +19,7 @@ from fairlead.doctor.requests import COMPLETIONS, completion
 from fairlead.doctor.run import Finding, Kind, Severity, Skipped, check
 from fairlead.doctor.site import Site, series, tried
 from fairlead.pool.kv_events import discovery
-from fairlead.pool.kv_events.discovery import Limits
+from fairlead.pool.kv_events.discovery import Limits, rank_address
 from fairlead.pool.kv_events.replay import Context, Socket, receive, subscriber
 from fairlead.pool.kv_events.wire import live, topic_of
 
@@ -180,6 +181,11 @@ NO_EVENTS = Kind(
     _BELIEVED,
 )  # fmt: skip
 
+RANKS = Kind(
+    "kv-dialled.ranks", Severity.ERROR, "an engine has more data-parallel ranks than kvEvents.bind listens for",
+    "set kvEvents.ranks to their number: rank n connects to the port n higher", _ENGINES,
+)  # fmt: skip
+
 #: Seconds of each round. A publisher loses the events that it sends before it has reconnected, so the endpoints that
 #: are still silent get another request in every round. The rounds grow longer to spare the engines.
 ROUNDS = (0.5, 1.0, 2.0, 4.0, 4.0)
@@ -259,8 +265,9 @@ async def _by_ourselves(site: Site) -> list[Finding]:
     try:
         socket = subscriber(context, Limits(), curve)
         try:
-            socket.bind(bind)
-        except zmq.ZMQError as error:
+            for rank in range(_listened_for(site)):
+                socket.bind(rank_address(bind, rank))
+        except (ConfigError, zmq.ZMQError) as error:
             return [TAKEN.at("", f"{bind}: {error}")]
         listened = await _listened(site, _own_ear(site, socket), ROUNDS if site.probe else (_WITHOUT_PROBE,))
     finally:
@@ -268,6 +275,19 @@ async def _by_ourselves(site: Site) -> list[Finding]:
     if listened.received.strange:
         return [TOPIC.at("", f"received: {listened.received.topic or 'an empty topic'}")]
     return listened.without_events()
+
+
+def _listened_for(site: Site) -> int:
+    """The number of ranks for which the scheduler listens."""
+    return max(site.config.kv_events.ranks, 1 + max((endpoint.rank for endpoint in site.endpoints), default=0))
+
+
+async def _unheard_ranks(site: Site, endpoint: Endpoint) -> list[Finding]:
+    reading, most = await site.reading(endpoint), _listened_for(site)
+    ranks = int(reading.sample.ranks or 1) if reading is not None else 1
+    if ranks <= most:
+        return []
+    return [RANKS.at(endpoint.id, f"its metrics page shows {ranks} ranks, Fairlead listens for {most}")]
 
 
 def _own_ear(site: Site, socket: Socket) -> _Look:
@@ -301,4 +321,5 @@ def _names(endpoint: Endpoint) -> set[str]:
 async def kv_dialled(site: Site) -> list[Finding]:
     if not site.config.kv_events.bind:
         raise Skipped("kvEvents.bind is not set: publishers are connected to, see kv-events")
-    return await (_by_scheduler(site) if site.has("admin") else _by_ourselves(site))
+    findings = await (_by_scheduler(site) if site.has("admin") else _by_ourselves(site))
+    return [*findings, *await site.each(lambda endpoint: _unheard_ranks(site, endpoint))]

@@ -14,7 +14,7 @@ from msgspec import Struct
 from fairlead.core.kv.cache import EVERYONE, RankCache
 from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.snapshot import Place
-from fairlead.pool.kv_events.discovery import Curve, KvSource, Limits
+from fairlead.pool.kv_events.discovery import Curve, KvSource, Limits, rank_address
 from fairlead.pool.kv_events.feed import Count, Feed, Sync
 from fairlead.pool.kv_events.pump import Pump
 from fairlead.pool.kv_events.replay import Context, Monitor, Replayer, bound_to, receive, receive_from, subscriber
@@ -240,7 +240,8 @@ class KvSubscriber:
     def bind(self, address: str, curve: Curve | None = None, clients: Collection[str] | None = None) -> str:
         """Let publishers connect. `clients`: the allowed public CURVE keys, which need `curve`, the server's own keys.
 
-        Returns the address, with its port. Only allowed publishers (`allow`) are read. Raises `zmq.ZMQError`.
+        Returns the address, with its port, to which rank 0 connects; see `widen`. Only allowed publishers (`allow`) are
+        read. Raises `zmq.ZMQError`.
         """
         if self._hub is not None:
             raise RuntimeError(f"already bound to {self._hub.address}")
@@ -250,6 +251,12 @@ class KvSubscriber:
             self._authenticate(clients)
         self._hub = Hub(self._context, address, curve, self.limits, self.pump, self._admit)
         return self._hub.address
+
+    def widen(self, ranks: int) -> None:
+        """Listen for so many ranks at least: rank n connects to the port n higher. Raises `zmq.ZMQError` if a port is
+        not free, and `ConfigError` if the address has none."""
+        if self._hub is not None:
+            self._hub.widen(min(ranks, _MOST_RANKS))
 
     def allow(self, publishers: Mapping[str, Publisher]) -> None:
         """Replace the publishers that are allowed on the bound socket, by the pod in their topic (`ip:port`)."""
@@ -402,11 +409,17 @@ class Hub:
             self._socket.close(linger=0)
             raise
         self.address = bound_to(self._socket)
+        self._ranks = 1
         self._monitor = Monitor(self._socket, lambda: None, self._lost)
         self._descriptors = (int(self._socket.get(zmq.FD)), self._monitor.descriptor)
         for descriptor in self._descriptors:
             self._loop.add_reader(descriptor, self._wake)
         self._wake()
+
+    def widen(self, ranks: int) -> None:
+        while self._ranks < ranks:
+            self._socket.bind(rank_address(self.address, self._ranks))
+            self._ranks += 1
 
     def step(self, now: float) -> bool:
         if self._socket.closed:

@@ -132,6 +132,8 @@ class KvListening(Knowledge):
         self._keeper: Keeper | None = None
         #: The publishers of the bound socket are about to be renewed.
         self._renewing = False
+        #: The last logged reason why some of their ports cannot be listened to.
+        self._narrow = ""
         KvMetrics(
             registry, self.exact, self._endpoints, self._feeds, lambda: self._events.rejected, self.prompts.without
         )
@@ -157,10 +159,11 @@ class KvListening(Knowledge):
             self.exact.index.add_slot(EVERYONE)
             try:
                 bound = self._events.bind(settings.bind, self._curve, clients)
+                self._events.widen(settings.ranks)
             except zmq.ZMQError as error:
                 refused = OSError(error.errno, str(error))
                 raise cannot_listen(settings.bind, refused, "$.kvEvents.bind") from None
-            log.info("accepting connections from publishers of KV events", address=bound)
+            log.info("accepting connections from publishers of KV events", address=bound, ranks=settings.ranks)
         stack.push_async_callback(self._end)
         self._timer = self._loop.call_later(_REFRESH, self._refresh)
         stack.callback(lambda: self._timer.cancel())
@@ -209,6 +212,14 @@ class KvListening(Knowledge):
     def _renew_allowed(self) -> None:
         self._renewing = False
         self._events.allow(self._allowed())
+        ranks = 1 + max((endpoint.rank for _, endpoint in self._fleet.table.slots()), default=0)
+        try:
+            self._events.widen(ranks)
+        except (ConfigError, zmq.ZMQError) as error:
+            reason = str(error)
+            if self._narrow != reason:
+                log.warning("cannot listen to KV events of all ranks", ranks=ranks, reason=reason)
+            self._narrow = reason
 
     def _allowed(self) -> dict[str, Publisher]:
         """The publishers that may send, by the names that topics may use for a pod: the endpoint's address, its id, or

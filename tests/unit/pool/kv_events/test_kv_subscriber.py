@@ -401,6 +401,25 @@ async def test_publishers_that_dial(events: Any, publish: Any) -> None:
         events.bind("tcp://127.0.0.1:*")
 
 
+async def test_ranks_dial_one_port_each(events: Any, publish: Any) -> None:
+    address = events.bind(f"tcp://127.0.0.1:{free_ports(3)[0]}")
+    events.allow({"10.0.0.1:8000": Publisher(0, "m")})
+    events.widen(2)
+    events.widen(1)
+    first = publish(events=address, connect=True, replay="")
+    second = publish(events=rank_address(address, 1), connect=True, replay="", rank=1)
+    async with asyncio.timeout(15):
+        while not (blocks(events, 0) and blocks(events, 0, 1)):
+            store(first, 1)
+            store(second, 2)
+            await asyncio.sleep(0.01)
+    assert [cache.linked for cache in events.index.caches_of(0)] == [True, True]
+    with zmq.Context() as context, context.socket(zmq.PUB) as other:
+        other.bind(rank_address(address, 2))
+        with pytest.raises(zmq.ZMQError):
+            events.widen(3)
+
+
 async def test_publishers_that_dial_and_go_away(events: Any, publish: Any) -> None:
     dialling = {"events": events.bind("tcp://127.0.0.1:*"), "connect": True, "replay": ""}
     events.allow({"10.0.0.1:8000": Publisher(0, "m"), "10.0.0.2:8000": Publisher(1, "m")})

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import zmq
 from kv_blocks import held
+from ports import free_ports
 
 from fairlead.apis.tokens import PromptTokens
 from fairlead.compat.load import load
@@ -301,16 +302,16 @@ async def test_publishers_that_dial_in_must_be_of_the_pool(start: Start, caplog:
 
 
 async def test_ranks_of_a_pod_that_are_endpoints(start: Start) -> None:
-    """All may dial in under the name of the first. The name counts more than the number in batches."""
-    with zmq.Context() as context, context.socket(zmq.PUB) as free:
-        port = free.bind_to_random_port("tcp://127.0.0.1")
+    """All may dial in under the name of the first, each on its own port. The name counts more than the number in
+    batches."""
+    port = free_ports(3)[0]
     world = await start(f"{{enabled: true, bind: 'tcp://127.0.0.1:{port}'}}")
     slots = [world.up(f"pool/a-rank-{rank}", f"10.0.0.1:{8000 + rank}", rank) for rank in (0, 1, 2)]
     slots.append(world.up("pool/b-rank-1", "10.0.0.2:8001", 1))
-    dial = {"events": f"tcp://127.0.0.1:{port}", "replay": "", "connect": True}
-    made = [world.publisher("10.0.0.1:8000", **dial, rank=rank) for rank in (0, 1)]
-    made.append(world.publisher("10.0.0.1:8002", **dial))
-    made.append(world.publisher("10.0.0.2:8001", **dial, rank=1))
+    dial = [{"events": f"tcp://127.0.0.1:{port + rank}", "replay": "", "connect": True} for rank in (0, 1, 2)]
+    made = [world.publisher("10.0.0.1:8000", **dial[rank], rank=rank) for rank in (0, 1)]
+    made.append(world.publisher("10.0.0.1:8002", **dial[2]))
+    made.append(world.publisher("10.0.0.2:8001", **dial[1], rank=1))
 
     def held() -> list[list[int]]:
         return [[cache.rank for cache in world.index.caches_of(slot) if cache.blocks] for slot in slots]
