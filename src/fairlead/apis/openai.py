@@ -57,6 +57,7 @@ class ChatBody(Body, gc=False):
     mm_processor_kwargs: Raw = ABSENT
     media_io_kwargs: Raw = ABSENT
     truncate_prompt_tokens: Scalar = None
+    truncation_side: Scalar = None
     user: Raw = ABSENT
     prompt_cache_key: Raw = ABSENT
 
@@ -190,9 +191,9 @@ def _scoped(read: ChatBody, messages: memoryview) -> tuple[bytes, int, memoryvie
     root = scope(root, template, kwargs, effort, media, (b"reading", read.media_io_kwargs))
     if limit := count(read.truncate_prompt_tokens, "truncate_prompt_tokens"):
         full = Text(messages, measured(messages)[1] + rendered, 0)
-        root, text = truncated(root, full, limit)
+        root, text = truncated(root, full, limit, read.truncation_side)
         if text is not full:
-            return root, len(text.view), text.view
+            return root, text.size, text.view
     return root, len(messages) + rendered, messages
 
 
@@ -209,6 +210,7 @@ class CompletionBody(Body, gc=False):
     stream_options: StreamOptions | None = None
     prompt_embeds: Raw = ABSENT
     truncate_prompt_tokens: Scalar = None
+    truncation_side: Scalar = None
     user: Raw = ABSENT
     prompt_cache_key: Raw = ABSENT
 
@@ -221,7 +223,7 @@ def parse_completion(read: CompletionBody) -> ParsedRequest:
     prompts, options = prompts_in(read.prompt), read.stream_options
     limit = count(read.truncate_prompt_tokens, "truncate_prompt_tokens")
     root = b"completions %b" % named(read.model, read.cache_salt)
-    root, text = truncated(root, _prompt(read), limit * prompts)
+    root, text = truncated(root, _prompt(read), limit * prompts, read.truncation_side)
     return ParsedRequest(
         COMPLETIONS,
         read.model or "",

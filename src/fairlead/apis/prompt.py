@@ -88,18 +88,20 @@ def items(raw: Raw) -> int:
     return MAX_N if read[-1] is not ABSENT else read.index(ABSENT)
 
 
-def truncated(root: bytes, text: Text, limit: int) -> tuple[bytes, Text]:
-    """The root and the part of a prompt of which the engine keeps only the last `limit` tokens; 0 = all.
+def truncated(root: bytes, text: Text, limit: int, side: object) -> tuple[bytes, Text]:
+    """The root and the part of a prompt of which the engine keeps `limit` tokens; 0 = all. `side`: "right" = it drops
+    the end, anything else = it drops the beginning.
 
-    Each turn of a conversation then begins elsewhere, so only prompts of equal length share the root. Whether a text is
-    longer is a guess.
+    Without the beginning each turn of a conversation begins elsewhere, so only prompts of equal length share the root.
+    Whether a text is longer is a guess.
     """
     tokens = text.tokens or int(text.size / DEFAULT_BYTES_PER_TOKEN)
     if not 0 < limit < tokens:
         return root, text
-    root += b" last %d of %d" % (limit, len(text.view))
-    size = text.size * limit // tokens
-    return root, Text(text.view[-size:], size, text.tokens and limit)
+    size, tokens = text.size * limit // tokens, text.tokens and limit
+    if side == "right":
+        return root, Text(text.view[:size], size, tokens)
+    return root + b" last %d of %d" % (limit, len(text.view)), Text(text.view[-size:], size, tokens)
 
 
 def anything(raw: Raw) -> Text:

@@ -87,7 +87,7 @@ class Demand:
     def __init__(self, objective: Objective | None = None) -> None:
         self.objective = objective or Objective()
         self._totals: deque[Totals] = deque(maxlen=ceil(TREND_S / APART_S) + 2)
-        #: Milliseconds of a step that only decodes, if no number of endpoints keeps `tpot_ms`; else 0.
+        #: Milliseconds of a step that only decodes, if more endpoints hardly keep `tpot_ms`; else 0.
         self.out_of_reach_ms = 0.0
         self._last = 1, 1  # pods and endpoints of the pool when it last had any
 

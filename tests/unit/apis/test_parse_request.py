@@ -184,6 +184,27 @@ def test_of_a_truncated_prompt_only_the_end_counts(ids: bool) -> None:
         assert (kept.root, joined(kept), kept.prompt_tokens) == (whole.root, joined(whole), whole.prompt_tokens)
 
 
+@pytest.mark.parametrize("ids", [True, False])
+def test_a_prompt_whose_end_is_dropped_begins_like_the_whole_one(ids: bool) -> None:
+    def turn(count: int, **members: object) -> ParsedRequest:
+        prompt: object = list(range(10_000, 10_000 + count)) if ids else "words of some letters " * (count // 5)
+        return completion(prompt=prompt, **members)
+
+    whole, cut = turn(2000), turn(2000, truncate_prompt_tokens=400, truncation_side="right")
+    longer = turn(2500, truncate_prompt_tokens=400, truncation_side="right")
+    assert whole.root == cut.root == longer.root
+    assert joined(whole).startswith(joined(cut))
+    assert joined(cut) == joined(longer)
+    assert (cut.prompt_bytes, cut.prompt_tokens) == (len(joined(cut)), 400 if ids else 0)
+
+
+def test_tools_count_of_a_truncated_chat() -> None:
+    tools = [{"type": "function", "function": {"description": "x" * 20_000}}]
+    whole, cut = chat(tools=tools), chat(tools=tools, truncate_prompt_tokens=4000)
+    assert joined(cut) == joined(whole)
+    assert cut.prompt_bytes == pytest.approx(4000 * whole.prompt_bytes / int(whole.prompt_bytes / 4.2), rel=0.01)
+
+
 def test_each_prompt_of_a_list_is_truncated() -> None:
     prompts = [[1, 2, 3, 4], [5, 6, 7, 8]]
     assert completion(prompt=prompts, truncate_prompt_tokens=3).prompt_tokens == 6

@@ -214,7 +214,7 @@ class Watch:
         if self._demand.out_of_reach_ms and not self._out_of_reach_logged:
             self._out_of_reach_logged = True
             log.warning(
-                "the objective autoscaling.tpot is out of reach: more replicas hardly make a step shorter; raise it",
+                "the objective autoscaling.tpot is hardly within reach: more replicas do not make steps shorter",
                 tpot_ms=self._demand.objective.tpot_ms,
                 step_ms=round(self._demand.out_of_reach_ms, 1),
             )

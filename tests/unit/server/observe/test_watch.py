@@ -192,8 +192,8 @@ def test_an_objective_that_no_number_of_replicas_keeps_is_logged_once(caplog, tp
         clock[0] = 5.0 * step
         watch.metrics.routed, watch.metrics.prompt_tokens = 100 * step, 400_000 * step
         watch.desired_endpoints()
-    assert [record.getMessage() for record in caplog.records if "out of reach" in record.getMessage()] == [
-        "the objective autoscaling.tpot is out of reach: more replicas hardly make a step shorter; raise it"
+    assert [record.getMessage() for record in caplog.records if "within reach" in record.getMessage()] == [
+        "the objective autoscaling.tpot is hardly within reach: more replicas do not make steps shorter"
     ] * said
 
 
