@@ -16,6 +16,8 @@ def test_the_systemd_unit_fits_the_program() -> None:
     unit.read_string((ROOT / "deploy" / "fairlead.service").read_text())
     assert unit.sections() == ["Unit", "Service", "Install"]
     service = unit["Service"]
+    assert unit["Unit"]["StartLimitIntervalSec"] == "0", "systemd gives up after five quick failures otherwise"
+    assert service["OOMPolicy"] == "continue", "systemd ends Envoy with the scheduler otherwise"
     program, command, file = service["ExecStart"].split()
     assert (Path(program).name, command in COMMANDS, Path(file).name) == ("fairlead", True, "fairlead.yaml")
     assert int(service["RestartPreventExitStatus"]) == WRONG_INPUT
