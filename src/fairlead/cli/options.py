@@ -246,6 +246,7 @@ Admin = Annotated[
 # Options that replace a recorded policy: `--policy NAME|FILE` and `--set NAME=VALUE`.
 
 if TYPE_CHECKING:
+    from http.client import HTTPResponse
     from urllib.request import Request
 
     from fairlead.config.schema import Config
@@ -321,6 +322,14 @@ def with_token(url: str) -> "Request":
     return request
 
 
+def opened(url: str, timeout_s: float) -> "HTTPResponse":
+    """Open a page of an admin port, without a proxy. Raises what `urlopen` raises."""
+    from urllib.request import ProxyHandler, build_opener
+
+    answer: HTTPResponse = build_opener(ProxyHandler({})).open(with_token(url), timeout=timeout_s)
+    return answer
+
+
 def fetched(page: str, base: str, ours: str, timeout_s: float = 10.0, option: str = "--admin") -> bytes:
     """A page of the admin port at `base`, which `option` gave.
 
@@ -328,12 +337,11 @@ def fetched(page: str, base: str, ours: str, timeout_s: float = 10.0, option: st
     `ours` (so it is from Fairlead), otherwise saying that something else listens there."""
     from http.client import HTTPException
     from urllib.error import HTTPError, URLError
-    from urllib.request import urlopen
 
     from fairlead.core.errors import EngineError
 
     try:
-        with urlopen(with_token(page), timeout=timeout_s) as answer:
+        with opened(page, timeout_s) as answer:
             return bytes(answer.read())
     except HTTPError as error:
         said = error.read(500).decode(errors="replace").strip()

@@ -8,8 +8,7 @@ import time
 import urllib.error
 from collections.abc import Callable, Iterable, Iterator
 from http.client import HTTPException, HTTPResponse
-from typing import Annotated, Any, cast
-from urllib.request import urlopen
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -20,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fairlead.cli.basics import FAILED
-from fairlead.cli.options import OTHER_PORT, Admin, admin_url, complain, completion, examples, hint_of, with_token
+from fairlead.cli.options import OTHER_PORT, Admin, admin_url, complain, completion, examples, hint_of, opened
 from fairlead.core.errors import ADMIN_PORT
 from fairlead.core.text import escaped, masked, plain
 from fairlead.server.observe.instruments import OTHER
@@ -75,7 +74,7 @@ def _stream(base: str, every: float) -> Iterator[Page]:
 def _open(url: str) -> HTTPResponse:
     """Open a page. Raises `OSError`, with the server's text if it refuses."""
     try:
-        return cast(HTTPResponse, urlopen(with_token(url), timeout=_SILENCE))
+        return opened(url, _SILENCE)
     except urllib.error.HTTPError as error:
         words = error.read(300).decode(errors="replace").strip()
         if error.code == 404:

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from fairlead.cli.options import with_token
+from fairlead.cli.options import opened, with_token
 from fairlead.core.errors import ConfigError
 from fairlead.gateway.tls import MOST_SILENT, ServerTls
 from fairlead.server.admin import Admin, AdminSources, admin_access
@@ -269,3 +269,15 @@ def test_the_command_line_gives_the_token_of_an_address() -> None:
     request = with_token("http://:to%20ken@127.0.0.1:9091/debug")
     assert (request.full_url, request.get_header("Authorization")) == ("http://127.0.0.1:9091/debug", "Bearer to ken")
     assert with_token("http://127.0.0.1:9091").get_header("Authorization") is None
+
+
+async def test_the_command_line_asks_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The admin port is mostly on this machine, and the proxy would get the token."""
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    admin = await started()
+    with await asyncio.to_thread(opened, f"http://127.0.0.1:{admin.port}/metrics", 5.0) as answer:
+        assert answer.status == 200
+    await admin.close()
