@@ -293,6 +293,25 @@ def test_empty_sections_say_nothing(helm: Helm, empty: list[str]) -> None:
     assert objects[0] == objects[1]
 
 
+@pytest.mark.parametrize("mode", ["embedded", "service"])
+def test_each_rank_dials_in_at_a_port_of_its_own(helm: Helm, mode: str) -> None:
+    more = f"{INDEXER}.mode={mode},config.kvEvents.ranks=3,networkPolicy.enabled=true,{DIALS_IN}"
+    names = {"kv-events": 5557, "kv-events-1": 5558, "kv-events-2": 5559}
+    listening, reached, allowed = [], [], []
+    for thing in helm.render(*LABELS, "--set", more):
+        if thing["kind"] == "Deployment":
+            ports = thing["spec"]["template"]["spec"]["containers"][0]["ports"]
+            listening.append({port["name"]: port["containerPort"] for port in ports if port["name"] in names})
+        elif thing["kind"] == "Service":
+            ports = [port for port in thing["spec"]["ports"] if port["name"].startswith("tcp-kv-events")]
+            reached.append({port["targetPort"]: port["port"] for port in ports})
+        elif thing["kind"] == "NetworkPolicy":
+            rules = [{port["port"] for port in rule["ports"]} for rule in thing["spec"]["ingress"]]
+            allowed.append(set(names) in rules)
+    assert [ports for ports in listening if ports] == [ports for ports in reached if ports] == [names]
+    assert sum(allowed) == 1
+
+
 @pytest.mark.parametrize("section", ["tls", "monitoring", "networkPolicy", "inferenceExtension.valkey"])
 def test_sections_that_cannot_be_empty_are_named(helm: Helm, section: str) -> None:
     assert f"missing property '{section.rpartition('.')[2]}'" in helm.refused(*LABELS, "--set-json", f"{section}=null")

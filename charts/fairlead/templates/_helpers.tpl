@@ -126,6 +126,17 @@ with three of them 42 instead of 74 % of prompt tokens were found in caches, and
 {{- if not (include "fairlead.ownIndexer" .) -}}{{- include "fairlead.zmqPort" . -}}{{- end -}}
 {{- end }}
 
+{{/* The ports of all data-parallel ranks by name, where that of the first is the second item of the list, or nothing */}}
+{{- define "fairlead.rankPorts" -}}
+{{- $ports := dict -}}
+{{- with index . 1 -}}
+{{- range $rank := until (dig "kvEvents" "ranks" 1 (include "fairlead.sections" (index $ 0).Values.config | fromYaml) | int) -}}
+{{- $_ := set $ports (ternary (printf "kv-events-%d" $rank) "kv-events" (gt $rank 0)) (add (index $ 1) $rank) -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $ports -}}
+{{- end }}
+
 {{/* The port that gateways send their access log to, where it is not that of ext_proc, or nothing */}}
 {{- define "fairlead.alsPort" -}}
 {{- $config := include "fairlead.config" . | fromYaml -}}
