@@ -18,6 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     With NO_COLOR in the environment nothing is drawn: neither colours nor bars, no escape codes at all.
     """
+    _open_closed()
     given = sys.argv[1:] if arguments is None else [*arguments]
     if given == ["--help"]:
         _show_overview()
@@ -50,6 +51,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 raise
             sys.stderr.write("terminated\n" if terminated else "interrupted\n")
             sys.exit(128 + signal.SIGTERM if terminated else INTERRUPTED)
+
+
+def _open_closed() -> None:
+    """Open /dev/null for standard files that are closed. Otherwise sockets would get their numbers, and this process
+    and its children would write into those."""
+    streams = vars(sys)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if streams[name] is None:
+            number = os.open(os.devnull, os.O_RDWR)  # the lowest one that is free
+            os.set_inheritable(number, True)
+            streams[name] = os.fdopen(number, mode)
 
 
 def _show_overview() -> NoReturn:

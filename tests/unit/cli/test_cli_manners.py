@@ -205,6 +205,9 @@ def test_completion_can_be_installed(capsys: pytest.CaptureFixture[str]) -> None
         ("sim workload kinds > /dev/full", 1, "error: [Errno 28] No space left on device\n"),
         ("sim run cold-bursts --requests 1 | true; exit ${PIPESTATUS[0]}", 1, ""),
         ("sim run cold-bursts --requests 1 --csv /dev/null > /dev/null", 0, ""),
+        ("--help >&-", 0, ""),
+        ("sim run cold-bursts --requests 1 <&- >&-", 0, ""),
+        ("validate nowhere.yaml <&- >&- 2>&-", 2, ""),
     ],
 )
 def test_where_the_output_goes(shell: str, code: int, said: str) -> None:
