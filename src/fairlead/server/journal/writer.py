@@ -178,12 +178,13 @@ class Directory:
             os.fsync(self._file)
 
     def removed(self) -> bool:
-        """Whether somebody has removed or moved the present segment, for example to free the disk. If so, release the
-        lock: the next `begin` makes the directory again, in case that was removed too."""
+        """Whether somebody has removed, moved or cut the present segment, for example to free the disk. If so, release
+        the lock: the next `begin` makes the directory again, in case that was removed too."""
         if self._current is None:
             return False
         try:
-            gone = not os.path.samestat(os.stat(self._current), os.fstat(self._file))
+            there = os.stat(self._current)
+            gone = there.st_size < self._size or not os.path.samestat(there, os.fstat(self._file))
         except OSError as error:  # of others, a write tells
             gone = error.errno in (errno.ENOENT, errno.ENOTDIR)
         if gone:
@@ -362,7 +363,7 @@ class Writer:
         encoded, self._encoded, self._bytes = self._encoded, [], 0
         self._packer = Packer()
         if self._directory.removed():
-            self._trouble("its segment was removed or moved; a new one begins", self._newest)
+            self._trouble("its segment was removed, moved or cut; a new one begins", self._newest)
         if self._missing:
             encoded.insert(0, encode((LOST, 0.0, Lost(self._missing))))
         data = block(joined(encoded, len(encoded)))

@@ -221,8 +221,20 @@ def _move(path: Path) -> None:
         segment.rename(path.with_name(segment.name))
 
 
-@pytest.mark.parametrize("take_away", [_remove, shutil.rmtree, _move, lambda path: path.rename(path.with_name("old"))])
-def test_segments_may_be_removed_or_moved_while_it_runs(tmp_path: Path, take_away: Callable[[Path], object]) -> None:
+def _cut(path: Path) -> None:
+    for segment in segments(str(path)) or ():
+        os.truncate(segment, 0)  # as `copytruncate` of logrotate does
+
+
+def _cut_in_part(path: Path) -> None:
+    for segment in segments(str(path)) or ():
+        os.truncate(segment, 20)
+
+
+@pytest.mark.parametrize(
+    "take_away", [_remove, shutil.rmtree, _move, lambda path: path.rename(path.with_name("old")), _cut, _cut_in_part]
+)
+def test_segments_may_be_taken_away_or_cut_while_it_runs(tmp_path: Path, take_away: Callable[[Path], object]) -> None:
     path, recorder = tmp_path / "j", Recorder()
     writer = made(path, recorder)
     for number in (1, 2):
@@ -236,7 +248,7 @@ def test_segments_may_be_removed_or_moved_while_it_runs(tmp_path: Path, take_awa
     assert [body.request_id for kind, _, body in items if kind != LOST] == [3, 4]
     assert sum(body.records for kind, _, body in items if kind == LOST) == recorder.counts.unwritten == 1
     assert recorder.counts.size == sum(file.stat().st_size for file in path.glob("*.journal"))
-    assert writer.troubles == ["its segment was removed or moved; a new one begins"]  # type: ignore[attr-defined]
+    assert writer.troubles == ["its segment was removed, moved or cut; a new one begins"]  # type: ignore[attr-defined]
     recorder.close()
 
 
