@@ -127,8 +127,8 @@ class PoolScheduler:
 
     @property
     def leases(self) -> int:
-        """The number of running requests."""
-        return len(self.fleet.ledger)
+        """The number of running requests that this scheduler answers; those of peers have negative ids."""
+        return len({lease.request.id for lease in self.fleet.ledger if lease.request.id >= 0})
 
     @property
     def endpoints(self) -> int:

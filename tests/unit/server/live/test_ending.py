@@ -17,8 +17,10 @@ from aiohttp import ClientSession
 from msgspec.structs import replace
 
 from fairlead.compat.load import load
-from fairlead.core.events import RequestArrived, ResponseEnded
+from fairlead.core.events import PeerHeard, RequestArrived, ResponseEnded
+from fairlead.core.reports import SharedFleet
 from fairlead.gateway.health import EXT_PROC, LIVENESS, READINESS, ServingStatus
+from fairlead.server.live.pool_scheduler import PoolScheduler
 from fairlead.server.live.scheduler import Live
 from fairlead.server.supervise import ENDING, IGNORED
 from fairlead.testing import request
@@ -104,6 +106,22 @@ async def test_while_the_gateway_ends_it_is_not_ready_and_asked_all_the_same(bus
     busy.live.driver.feed(ResponseEnded(request_id=1, status=200))
     busy.live.stop()
     await busy.run
+
+
+async def test_requests_of_other_schedulers_are_not_waited_for(busy: Busy) -> None:
+    """Otherwise workers that are restarted one after the other would all end together."""
+    peer, serving = SharedFleet(), busy.live.serving
+    assert isinstance(serving, PoolScheduler)
+    ((_, endpoint),) = serving.fleet.table.slots()
+    peer.up(endpoint)
+    peer.charge(request(), 0, 0.0, 0, 8.0)
+    serving.driver.feed(PeerHeard("p", peer.reports.batch(0.0)))
+    assert (len(serving.fleet.ledger), serving.leases) == (2, 1)
+    serving.driver.feed(ResponseEnded(request_id=1, status=200))
+    assert len(serving.fleet.ledger) == 1
+    busy.live.stop()
+    async with asyncio.timeout(20):
+        await busy.run
 
 
 async def test_signals_of_other_servers_end_nothing(busy: Busy, caplog: pytest.LogCaptureFixture) -> None:

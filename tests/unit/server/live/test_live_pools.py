@@ -193,3 +193,14 @@ async def test_a_pool_that_comes_back_does_not_wait_for_its_old_requests(pools: 
     await closing
     assert pools.pools == {"a/llama": again}
     assert pools.leases == 0
+
+
+async def test_a_request_with_a_pair_of_leases_counts_as_one(pools: LivePools) -> None:
+    opened = await pools.open("a/llama", pool("llama", "a"))
+    for name in ("a/one-rank-0", "a/two-rank-0"):
+        opened.endpoint(up(name))
+    fleet = opened.scheduler.fleet
+    lease = fleet.charge_pair(Request(0, 0.0), 0, 1, 0.0, 0, 8.0)
+    assert (len(fleet.ledger), pools.leases) == (2, 1)
+    fleet.ledger.release(lease)
+    assert pools.leases == 0
