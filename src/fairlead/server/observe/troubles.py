@@ -5,6 +5,7 @@ as a trouble itself, and the other checks still run.
 """
 
 import os
+import re
 import resource
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,6 +20,9 @@ log = get("troubles")
 
 #: Seconds that a momentary event is shown.
 HOLD_S = 60.0
+#: Seconds that a reason that replaces another must last before it is logged.
+LASTS_S = 5.0
+_NUMBERS = re.compile(r"\d+")
 #: There is a trouble if at least this share of the file descriptors is in use.
 _FEW_LEFT = 0.9
 
@@ -55,6 +59,8 @@ class Troubles:
         self._happened = Happened(HOLD_S)
         #: Present troubles: name → reason.
         self.present: dict[str, str] = {}
+        #: Of each present trouble, without numbers: the logged reason, the present one, and its beginning.
+        self._reasons: dict[str, tuple[str, str, float]] = {}
         self._shown = Readings("gauge", "what")
         registry.before(self._refresh)
         registry.show("fairlead_trouble", "1 for what this process cannot do now; see the log.", self._shown)
@@ -70,7 +76,7 @@ class Troubles:
 
     def look(self) -> dict[str, str]:
         """Run all checks and log changes; returns the present troubles."""
-        before, self.present = self.present, {}
+        self.present = {}
         for what, check in self._checks.items():
             try:
                 reason = check()
@@ -78,11 +84,23 @@ class Troubles:
                 reason = f"the check failed: {type(error).__name__}: {error}"
             if reason:
                 self.present[what] = reason
-        for what in self.present.keys() - before.keys():
-            log.warning(f"working with restrictions: {what}", reason=self.present[what])
-        for what in before.keys() - self.present.keys():
-            log.info(f"restriction lifted: {what}")
+        self._log()
         return self.present
+
+    def _log(self) -> None:
+        """A trouble may last for another reason than it began with: a server that ends, and then refuses us."""
+        now = self._now()
+        for what, reason in self.present.items():
+            words = _NUMBERS.sub("", reason)
+            logged, before, since = self._reasons.get(what, ("", "", now))
+            since = since if words == before else now
+            if not logged or (words != logged and now - since >= LASTS_S):
+                log.warning(f"working with restrictions: {what}", reason=reason)
+                logged = words
+            self._reasons[what] = logged, words, since
+        for what in self._reasons.keys() - self.present.keys():
+            del self._reasons[what]
+            log.info(f"restriction lifted: {what}")
 
     def _refresh(self) -> None:
         self._shown.take({(what,): 1 if what in self.present else 0 for what in self._checks})

@@ -39,6 +39,24 @@ def test_it_is_told_once_when_it_begins_and_once_when_it_ends(caplog: pytest.Log
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
 
 
+def test_another_reason_is_logged_once_it_lasts(caplog: pytest.LogCaptureFixture) -> None:
+    """A server that restarts closes connections and refuses new ones; what remains is why it cannot be used."""
+    shop, state = Shop(), {"reason": ""}
+    shop.troubles.watch("replicas", lambda: state["reason"])
+
+    def look(reason: str) -> None:
+        state["reason"] = reason
+        shop.now += 1.0
+        shop.troubles.look()
+
+    for reason in ("closed", "port 80 refuses", *(f"its certificate expired {ago} s ago" for ago in range(20))):
+        look(reason)
+    for _ in range(20):  # a reason that does not last
+        look("its certificate expired")
+        look("no answer")
+    assert [record.fields["reason"] for record in caplog.records] == ["closed", "its certificate expired 5 s ago"]
+
+
 def test_what_happened_is_told_for_a_while() -> None:
     shop, counts = Shop(), [5]
     shop.troubles.lately("log", lambda: counts[0], "lines are lost")
