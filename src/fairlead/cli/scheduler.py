@@ -105,7 +105,9 @@ def contract() -> str:
     """The text of the .proto file."""
     import fairlead
 
-    return (Path(fairlead.__file__).parent / "server/remote/proto/fairlead/scheduler/v1/scheduler.proto").read_text()
+    return (Path(fairlead.__file__).parent / "server/remote/proto/fairlead/scheduler/v1/scheduler.proto").read_text(
+        encoding="utf-8"
+    )
 
 
 def _tls(ca_file: str) -> "SchedulerTls | None":

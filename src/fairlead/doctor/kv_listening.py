@@ -140,7 +140,8 @@ def own_keys(site: Site) -> Curve | None:
         return None
     try:
         public, secret = (
-            Path(file).read_text().strip() for file in (settings.public_key_file, settings.secret_key_file)
+            Path(file).read_text(encoding="utf-8").strip()
+            for file in (settings.public_key_file, settings.secret_key_file)
         )
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(str(error), "$.kvEvents.curve") from None

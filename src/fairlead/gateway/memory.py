@@ -12,7 +12,7 @@ def memory_limit(root: Path = Path("/")) -> int:
     raises."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     with suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
+        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
             if not controllers:
                 limits += _along(root / "sys/fs/cgroup", path, "memory.max")
@@ -26,7 +26,7 @@ def _along(mount: Path, path: str, name: str) -> list[int]:
     limits = []
     for directory in (PurePosixPath(path), *PurePosixPath(path).parents):
         with suppress(OSError, ValueError):  # `max` is not a number
-            limits.append(int((mount / directory.relative_to("/") / name).read_text()))
+            limits.append(int((mount / directory.relative_to("/") / name).read_text(encoding="utf-8")))
     return [limit for limit in limits if limit > 0]
 
 

@@ -358,7 +358,7 @@ async def run(plan: Plan, console: Console, check: bool = False) -> dict[str, di
 async def _run_policy(plan: Plan, policy: str, look: Callable[[LoadProgress], None]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="fairlead-demo-") as folder:
         endpoints, config = Path(folder, "endpoints.yaml"), Path(folder, "fairlead.yaml")
-        config.write_text(plan.config(policy, endpoints))
+        config.write_text(plan.config(policy, endpoints), encoding="utf-8")
         ports = plan.replica_ports
         stub = Child(
             "stub",
@@ -384,7 +384,7 @@ def _look(progress: LoadProgress, ratio: float) -> str:
 
 
 def _write(plan: Plan, summaries: dict[str, dict[str, Any]]) -> None:
-    (plan.out / "summary.json").write_text(json.dumps(summaries, indent=2) + "\n")
+    (plan.out / "summary.json").write_text(json.dumps(summaries, indent=2) + "\n", encoding="utf-8")
     if find_spec("matplotlib") is not None:
         from fairlead.lab.load.plots import plot
 

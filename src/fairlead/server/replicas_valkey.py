@@ -188,7 +188,7 @@ class ValkeyReplicas(Replicas):
         # No `socket_timeout`: with it, the client would start a task for each command.
         options: dict[str, Any] = {"socket_connect_timeout": TIMEOUT_S}
         if settings.password_file:
-            options["password"] = Path(settings.password_file).read_text().strip()
+            options["password"] = Path(settings.password_file).read_text(encoding="utf-8").strip()
         if urlsplit(settings.via).scheme in ("valkeys", "rediss"):
             options["ssl_check_hostname"] = True
             options["ssl_ca_certs"] = settings.ca_file or None

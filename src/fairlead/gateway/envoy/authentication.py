@@ -136,7 +136,7 @@ def read_jwt(settings: "JwtSettings") -> Jwt:
     jwks, ca_file = "", settings.ca_file
     if settings.jwks_file:
         try:
-            jwks = Path(settings.jwks_file).read_text()
+            jwks = Path(settings.jwks_file).read_text(encoding="utf-8")
             if not json.loads(jwks)["keys"]:
                 raise ValueError
         except OSError as error:

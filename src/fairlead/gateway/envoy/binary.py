@@ -124,7 +124,7 @@ def validate(text: str, binary: str = "") -> None:
     binary = binary or find_envoy()
     with tempfile.TemporaryDirectory(prefix="fairlead-validate-") as directory:
         file = Path(directory) / "bootstrap.yaml"
-        file.write_text(text)
+        file.write_text(text, encoding="utf-8")
         command = [binary, "--mode", "validate", "-c", str(file), "--disable-hot-restart", "--log-level", "error"]
         try:
             done = subprocess.run(command, capture_output=True, timeout=_VALIDATE_SECONDS, check=False)

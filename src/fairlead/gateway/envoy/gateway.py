@@ -138,9 +138,9 @@ def _write(directory: Path, number: int, binary: str, options: Options) -> list[
     source = {"path": str(directory / LISTENERS)}
     bootstrap["dynamic_resources"] = {"lds_config": {"path_config_source": source, "resource_api_version": "V3"}}
     for name, listeners in ((LISTENERS_LATER, [listener]), (LISTENERS, [])):  # in this order: see `remove_leftovers`
-        (directory / name).write_text(json.dumps({"resources": listeners}))
+        (directory / name).write_text(json.dumps({"resources": listeners}), encoding="utf-8")
     file = directory / BOOTSTRAP.format(number)
-    file.write_text(json.dumps(bootstrap))
+    file.write_text(json.dumps(bootstrap), encoding="utf-8")
     return command(binary, file, options.concurrency)
 
 

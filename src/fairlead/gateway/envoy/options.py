@@ -253,5 +253,5 @@ def replace_watched(path: Path, text: str) -> None:
     """Write a new version of a file that Envoy watches, by moving a file there, which is all that Envoy notices.
     Several processes may do so. Raises `OSError` on disk errors; the old version then stays."""
     aside = path.with_suffix(f".{os.getpid()}.new")
-    aside.write_text(text)
+    aside.write_text(text, encoding="utf-8")
     os.replace(aside, path)

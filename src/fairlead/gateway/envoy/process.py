@@ -146,11 +146,11 @@ class GatewayProcess:
         """Keep the port for restarts, even if any free port was requested. Envoy only notices files that are moved, so
         this change has no effect yet."""
         path = self._directory / LISTENERS
-        listeners: Any = json.loads(path.read_text())
+        listeners: Any = json.loads(path.read_text(encoding="utf-8"))
         where = listeners["resources"][0]["address"]["socket_address"]
         if where["port_value"] != port:
             where["port_value"] = port
-            path.write_text(json.dumps(listeners))
+            path.write_text(json.dumps(listeners), encoding="utf-8")
 
     def _before_restart(self, number: int) -> None:
         (self._directory / ADMIN_SOCKET.format(number)).unlink(missing_ok=True)

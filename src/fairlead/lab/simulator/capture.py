@@ -23,6 +23,7 @@ from msgspec.structs import asdict, replace
 from fairlead.core.events import RequestArrived, UsageReported
 from fairlead.core.records import DecisionRecord, OutcomeRecord
 from fairlead.core.request import Request, Usage
+from fairlead.core.text import plain
 from fairlead.lab.simulator.journal import Run, decisions
 from fairlead.lab.simulator.pool import Pool
 from fairlead.lab.workload.record import Outcome, Record, Workload, arranged
@@ -121,7 +122,7 @@ def capture(
         else:
             record = recorder.record(len(records), decision, outcome)
             records.append(recorder.following(record, outcome, decision.request))
-    made.workload = arranged(name, records)
+    made.workload = arranged(plain(name), records)
     return made
 
 

@@ -215,7 +215,7 @@ def policy_text(name: str) -> str:
     if path.suffix == ".py":
         return source_text(path)
     policy_from(path)
-    return path.read_text()
+    return path.read_text(encoding="utf-8")
 
 
 def _works(text: str) -> bool:

@@ -324,7 +324,7 @@ def _text(name: str, data: str, path: Path) -> str:
     try:
         if data:
             return base64.b64decode(data, validate=True).decode()
-        return Path(os.path.join(path.parent, name)).read_text() if name else ""
+        return Path(os.path.join(path.parent, name)).read_text(encoding="utf-8") if name else ""
     except (OSError, binascii.Error, UnicodeDecodeError) as error:
         raise ConfigError(f"{name or 'certificate data'}: {error}", "$.kubernetes.kubeconfig", str(path)) from None
 
@@ -394,7 +394,7 @@ def _use_certificate(context: ssl.SSLContext, secret: Secret) -> None:
     """Load a client certificate. `ssl` accepts only files, so a file of mode 600 is written and soon deleted."""
     handle, name = tempfile.mkstemp(prefix="fairlead-")
     try:
-        with os.fdopen(handle, "w") as file:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(f"{secret.certificate}\n{secret.key}\n")
         context.load_cert_chain(name)
     finally:
@@ -423,8 +423,10 @@ def in_cluster(account: Path = SERVICE_ACCOUNT) -> Access:
     if ":" in host:
         host = f"[{host}]"
     try:
-        authority = (account / "ca.crt").read_text()
-        namespace = (account / "namespace").read_text().strip() if (account / "namespace").exists() else ""
+        authority = (account / "ca.crt").read_text(encoding="utf-8")
+        namespace = (
+            (account / "namespace").read_text(encoding="utf-8").strip() if (account / "namespace").exists() else ""
+        )
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the service account cannot be used: {error}", "$.kubernetes") from None
     where = Where(f"https://{host}:{port}", authority, namespace=namespace)

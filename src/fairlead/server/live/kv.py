@@ -428,6 +428,6 @@ def _keys(settings: KvCurve | None) -> tuple[Curve | None, list[str] | None]:
 
 def _words(path: str, field: str) -> list[str]:
     try:
-        return Path(path).read_text().split()
+        return Path(path).read_text(encoding="utf-8").split()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}", f"$.kvEvents.curve.{field}") from None

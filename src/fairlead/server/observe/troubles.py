@@ -133,11 +133,11 @@ def children_descriptors(parent: int, mark: str) -> str:
     for path in paths:
         children: list[str] = []
         with suppress(OSError):  # the thread has ended, or this kernel has no such file
-            children = path.read_text().split()
+            children = path.read_text(encoding="utf-8").split()
         for child in (Path("/proc", pid) for pid in children):
             with suppress(OSError, StopIteration):  # the child has ended, or belongs to another user
                 if mark.encode() in (child / "cmdline").read_bytes():
-                    limits = (child / "limits").read_text().splitlines()
+                    limits = (child / "limits").read_text(encoding="utf-8").splitlines()
                     most = next(line for line in limits if line.startswith("Max open files")).split()[3]
                     count = (child / "fd").stat().st_size or len(os.listdir(child / "fd"))  # 0 until Linux 6.2
                     if most.isdigit() and count >= _FEW_LEFT * int(most):

@@ -1,6 +1,7 @@
 """`explain`, `replay`, `capture` and the gate of `compare`, as a user calls them."""
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -148,6 +149,13 @@ def test_what_goes_wrong_is_said(arguments: tuple[str, ...], words: str, recorde
     assert done.exit_code != 0
     said = done.output
     assert words in said
+
+
+def test_a_capture_may_have_a_name_that_is_not_unicode(recorded: Any, tmp_path: Path) -> None:
+    """Or that the locale cannot express."""
+    file = Path(os.fsdecode(bytes(tmp_path) + b"/\xff.jsonl"))
+    assert call("journal", "capture", recorded.path, "--out", file).exit_code == 0
+    assert file.stat().st_size
 
 
 def test_capture_and_simulate(recorded: Any, tmp_path: Path) -> None:
