@@ -161,6 +161,17 @@ async def test_tls_is_verified(server: ValkeyServer, tmp_path: Path) -> None:
             assert "certificate" in doubting.replicas.problem.lower()
 
 
+@pytest.mark.parametrize("text", [None, "no PEM"])
+async def test_a_bundle_of_authorities_that_cannot_be_used_is_named(tmp_path: Path, text: str | None) -> None:
+    """The client's own error reads as if the server were the problem."""
+    bundle = tmp_path / "ca.crt"
+    if text is not None:
+        bundle.write_text(text)
+    one = Teller("a", "valkeys://localhost:1", ca_file=str(bundle))
+    async with running(one):
+        assert f"certificate authorities in {bundle}" in one.replicas.trouble()
+
+
 @pytest.mark.parametrize("how", ["killed", "hung"])
 async def test_each_goes_on_alone_and_catches_up(
     server: ValkeyServer, how: str, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ from msgspec import Struct
 from fairlead.config.schema import Metrics
 from fairlead.gateway import h2
 from fairlead.pool.aio import read_at_most
+from fairlead.pool.authorities import trusting
 
 Trouble = Literal["refused", "silent", "not-http", "tls", "untrusted", "other"]
 TIMEOUT = 3.0
@@ -80,7 +81,7 @@ class Client:
         if not tls.verify:
             self._ssl = False
         elif tls.ca_file:
-            self._ssl = await asyncio.to_thread(ssl.create_default_context, cafile=tls.ca_file)
+            self._ssl = await asyncio.to_thread(trusting, tls.ca_file)
         self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             headers={"User-Agent": "fairlead-doctor", "Accept-Encoding": "identity"},

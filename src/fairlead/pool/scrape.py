@@ -22,6 +22,7 @@ from fairlead.apis.prometheus import PageReader, Reading
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.events import MetricsFailed, MetricsSampled
 from fairlead.pool.aio import read_at_most
+from fairlead.pool.authorities import trusting
 from fairlead.pool.scrape_http import RECEIVE_BYTES, PageConnection, answers, request_bytes
 
 USER_AGENT = f"fairlead/{__version__}"
@@ -258,7 +259,7 @@ class SecureFetcher:
         if not self._options.verify:
             self._ssl = False
         elif self._options.ca_file:
-            self._ssl = ssl.create_default_context(cafile=self._options.ca_file)
+            self._ssl = trusting(self._options.ca_file)
         kept = 30 if self._keep else None
         connector = aiohttp.TCPConnector(limit=0, limit_per_host=1, keepalive_timeout=kept, force_close=not self._keep)
         agent = {"User-Agent": USER_AGENT, "Accept": self._accept, "Accept-Encoding": "identity"}

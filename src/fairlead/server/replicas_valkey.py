@@ -42,6 +42,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fairlead.core.errors import ConfigError
+from fairlead.pool.authorities import trusting
 from fairlead.server.replicas import JOIN_S, SNAPSHOT_PAUSE_S, Own, Peer, Replicas, log
 
 #: `valkey.asyncio.Valkey`, whose type hints do not allow bytes as keys.
@@ -191,6 +192,7 @@ class ValkeyReplicas(Replicas):
             options["password"] = Path(settings.password_file).read_text(encoding="utf-8").strip()
         if urlsplit(settings.via).scheme in ("valkeys", "rediss"):
             options["ssl_check_hostname"] = True
+            trusting(settings.ca_file)  # else the client's error would be one of the connection
             options["ssl_ca_certs"] = settings.ca_file or None
         return Valkey.from_url(settings.via, **options)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fairlead.config.schema import SchedulerTls
 from fairlead.core.errors import ConfigError
+from fairlead.pool.authorities import trusting
 
 if TYPE_CHECKING:
     import grpc.aio
@@ -145,7 +146,7 @@ _OPTIONS = (
 def check_tls(tls: SchedulerTls) -> None:
     """Raises `ConfigError` if a file cannot be used."""
     try:
-        context = ssl.create_default_context(cafile=tls.ca_file or None)
+        context = trusting(tls.ca_file)
         if tls.cert_dir:
             base = Path(tls.cert_dir)
             context.load_cert_chain(base / "tls.crt", base / "tls.key")
