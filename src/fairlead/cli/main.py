@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Otherwise pydantic looks for its plugins in all installed packages, which takes 6 % of the time of `validate`.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     from fairlead.cli.basics import FAILED, INTERRUPTED, WRONG_INPUT
-    from fairlead.core.errors import ConfigError, FairleadError, PluginError, Unavailable
+    from fairlead.core.errors import PROCESS_LIMIT, ConfigError, FairleadError, PluginError, Unavailable
 
     if os.environ.get("NO_COLOR"):
         os.environ["TERM"] = "dumb"  # Rich and click look at TERM; NO_COLOR alone leaves bold, dim and cursor codes.
@@ -45,6 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if error.errno != ENOSPC:
                 raise
             _complain(error)
+            sys.exit(FAILED)
+        except RuntimeError as error:
+            if "can't start new thread" not in str(error):
+                raise
+            _complain(FairleadError(PROCESS_LIMIT))
             sys.exit(FAILED)
         except (KeyboardInterrupt, SystemExit) as ended:
             if isinstance(ended, SystemExit) and ended.code != INTERRUPTED:

@@ -20,6 +20,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,7 +31,7 @@ import fairlead
 from fairlead.compat.load import load
 from fairlead.config.schema import Config
 from fairlead.core.endpoint import host_port
-from fairlead.core.errors import ConfigError, cannot_listen
+from fairlead.core.errors import ConfigError, FairleadError, cannot_listen
 from fairlead.core.events import EndpointDown, EndpointUp
 from fairlead.gateway.envoy.authentication import (
     UPSTREAM_VARIABLE,
@@ -84,12 +85,16 @@ def serve_embedded(config: Config, file: Path, content: bytes, workers: int = 1)
     pool, http2 = run(first_pool(config, START_S))
     peers = tuple(host_port(dialled(config.ext_proc.host), config.ext_proc.port + i) for i in range(1, workers))
     options = replace(gateway_options(config, http2), peers=peers)
-    plan = prepare(options, pool, scheduler_timeout=config.gateway.wait_for_scheduler)
-    if keys:
-        write_keys(plan.keys_file, known, keys.forward)
-    if token:
-        write_upstream_token(plan.upstream_token_file, token)
-    Path(plan.directory, CONFIG).write_bytes(content)
+    try:
+        plan = prepare(options, pool, scheduler_timeout=config.gateway.wait_for_scheduler)
+        if keys:
+            write_keys(plan.keys_file, known, keys.forward)
+        if token:
+            write_upstream_token(plan.upstream_token_file, token)
+        Path(plan.directory, CONFIG).write_bytes(content)
+    except OSError as error:
+        where = f"{tempfile.tempdir or 'any directory'}: {error.strerror}; set TMPDIR to one with 1 MiB of room"
+        raise FairleadError(f"the gateway's files cannot be written to {where}") from None
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()

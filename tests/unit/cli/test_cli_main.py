@@ -18,7 +18,7 @@ from fairlead import __version__
 from fairlead.cli import commands
 from fairlead.cli import main as cli
 from fairlead.cli.help import RENAMED_OPTIONS, with_new_names
-from fairlead.core.errors import ConfigError, EngineError
+from fairlead.core.errors import PROCESS_LIMIT, ConfigError, EngineError
 
 
 def run(*arguments: str) -> int:
@@ -122,6 +122,7 @@ def test_a_command_gets_its_arguments(
     [
         (ConfigError("wrong", "$.a", "f.yaml"), 2, "error: f.yaml: $.a: wrong\n"),
         (EngineError("vllm-0", "gone"), 1, "error: vllm-0: gone\n"),
+        (RuntimeError("can't start new thread"), 1, f"error: {PROCESS_LIMIT}\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
         (typer.Exit(7), 7, ""),
     ],

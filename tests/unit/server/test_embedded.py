@@ -1,9 +1,11 @@
 """The embedded gateway asks the scheduler where it listens."""
 
 import asyncio
+import errno
 import json
 import signal
 import socket
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from ports import free_ports
 
 from fairlead.compat.load import load
 from fairlead.core.endpoint import Endpoint
-from fairlead.core.errors import ConfigError, Unavailable
+from fairlead.core.errors import ConfigError, FairleadError, Unavailable
 from fairlead.core.events import EndpointUp
 from fairlead.gateway.envoy.clusters import EndpointsFile, PoolWriter
 from fairlead.gateway.envoy.gateway import Plan
@@ -154,6 +156,19 @@ def test_a_file_that_changes_meanwhile_does_not_change_the_start(
     monkeypatch.setattr(embedded.os, "setsid", lambda: None)
     config, _ = serve_embedded(load(first.decode()), file, first, 2)
     assert (config.seed, (directory / CONFIG).read_bytes()) == (None, first)
+
+
+def test_a_directory_without_room_for_the_gateways_files_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> Plan:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(embedded, "prepare", full)
+    monkeypatch.setattr(embedded, "check_ports", lambda *given: None)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(FairleadError, match=f"to {tmp_path}: No space left on device; set TMPDIR"):
+        serve_embedded(load("endpoints: ['127.0.0.1:1']"), tmp_path / "f.yaml", b"", 1)
 
 
 def test_ctrl_c_waits_until_the_parent_handles_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from fairlead.core.errors import PROCESS_LIMIT
 from fairlead.gateway.envoy.admin import GatewayError
 
 # Envoy's log lines: their level in our log, and their meaning when Envoy does not start.
@@ -50,6 +51,8 @@ def explain(lines: Iterable[str], code: int | None = None) -> str:
         if "in use" in taken[2]:
             return f"{taken[1]} is taken: stop what listens there, or choose another port for the gateway"
         return f"the gateway cannot listen on {taken[1]}: {taken[2]}"
+    if re.search(r"Unable to create a thread|Check failed: Start\(\)", text):
+        return f"Envoy cannot start a thread: {PROCESS_LIMIT}"
     if code is not None and code < 0:
         name = _signal_name(-code)
         return f"Envoy was ended by {name}" + (f" after saying:\n{text[-_MAX_WORDS:]}" if text else "")

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from fairlead.core.errors import PROCESS_LIMIT
 from fairlead.gateway.envoy import launcher
 from fairlead.gateway.envoy.admin import EnvoyAdmin, GatewayError
 from fairlead.gateway.envoy.binary import explain, parse
@@ -114,6 +115,8 @@ class Supervisor:
             self._process = process = await asyncio.create_subprocess_exec(
                 *start, *self.command, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, start_new_session=True
             )
+        except (BlockingIOError, RuntimeError) as error:  # no process, or no thread that waits for it
+            raise GatewayError(f"Envoy cannot be started: {PROCESS_LIMIT}") from error
         except OSError as error:
             raise GatewayError(f"Envoy cannot be started: {error}") from error
         assert process.stdout is not None and process.stderr is not None

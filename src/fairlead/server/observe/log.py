@@ -174,11 +174,11 @@ def in_background() -> Iterator[None]:
     context after forking."""
     try:
         sys.stderr.flush()
-        descriptor = sys.stderr.fileno()
-    except (AttributeError, OSError, ValueError):  # stderr is closed, or is no file
+        background = _Background(sys.stderr.fileno())
+    except (AttributeError, OSError, ValueError, RuntimeError):  # stderr is closed or no file, or no thread starts
         yield
         return
-    _Background.running = background = _Background(descriptor)
+    _Background.running = background
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 
+from fairlead.core.errors import PROCESS_LIMIT
 from fairlead.gateway.envoy.binary import explain, parse
 
 # Printed by Envoy 1.40.0.
@@ -41,6 +42,17 @@ def test_a_refused_configuration_is_said_in_envoys_words() -> None:
     assert explain(["[info][main] hello", FIELD, "detail"], 1).startswith(
         "Envoy refuses the configuration: Protobuf message (type"
     )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[error][assert] assert failure: false. Details: Unable to create a thread with return code: 11",
+        "# Check failed: Start().",
+    ],
+)
+def test_a_limit_of_processes_is_named(line: str) -> None:
+    assert explain([line, "Backtrace", "#0: [0x7fb3371c8050]"], -6) == f"Envoy cannot start a thread: {PROCESS_LIMIT}"
 
 
 def test_ends_without_words() -> None:

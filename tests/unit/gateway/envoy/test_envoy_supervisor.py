@@ -67,6 +67,16 @@ async def test_a_start_that_ends_is_explained() -> None:
         await make(script, Ready(*[False] * 1000)).start()
 
 
+@pytest.mark.parametrize("error", [BlockingIOError(11, "no process"), RuntimeError("can't start new thread")])
+async def test_a_limit_of_processes_is_named(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refused(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", refused)
+    with pytest.raises(GatewayError, match="limit of processes"):
+        await make("").start()
+
+
 async def test_a_start_that_is_never_ready_is_given_up() -> None:
     child = make("import time; print('hm', flush=True); time.sleep(60)", Ready(*[False] * 1000), start_timeout=0.2)
     with pytest.raises(GatewayError, match=r"not ready after 0\.2 s"):

@@ -5,6 +5,7 @@ import json
 import logging
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from subprocess import PIPE
 
@@ -220,6 +221,19 @@ def test_without_stderr_nothing_is_written_in_the_background(
     monkeypatch.setattr(sys, "stderr", None)
     with log.in_background():
         log.get("x").info("nowhere")
+
+
+def test_without_a_thread_lines_are_written_at_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def start(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    log.setup()
+    with log.in_background():
+        log.get("x").info("here")
+        assert "msg=here" in capfd.readouterr().err
 
 
 def test_lines_of_a_worker_say_which_it_is(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
