@@ -259,15 +259,37 @@ async def test_a_server_that_the_stream_has_filled_is_emptied(server: ValkeyServ
         await until(lambda: agree(one, other) and other.known and not one.replicas.problem)
 
 
-async def test_the_stream_keeps_a_few_leases(server: ValkeyServer) -> None:
+#: Milliseconds since 1970 in the year 2100: positions of a stream after the server's clock was set back.
+AHEAD = 4_102_444_800_000
+
+
+@pytest.mark.parametrize("ms", [1, AHEAD])
+async def test_the_stream_keeps_a_few_leases(server: ValkeyServer, ms: int) -> None:
+    """Also while all new positions have the same time, because the server's clock was set back."""
     one = Teller("a", server.url)
     async with Valkey.from_url(server.url) as client:
         for number in range(1, 500):
-            await client.xadd("{fairlead:pool}:told", {b"x": b""}, id=f"1-{number}")
+            await client.xadd("{fairlead:pool}:told", {b"x": b""}, id=f"{ms}-{number}")
         async with running(one), asyncio.timeout(PATIENCE):
             while await client.xlen("{fairlead:pool}:told") > 400:
                 one.say("word")
                 await asyncio.sleep(0.01)
+
+
+async def test_a_stream_that_begins_again_at_earlier_times_is_read(server: ValkeyServer) -> None:
+    """The server's clock was set back, and then the stream was deleted."""
+    one, other = Teller("a", server.url), Teller("b", server.url)
+    async with running(one, other), Valkey.from_url(server.url) as client:
+        await client.xadd("{fairlead:pool}:told", {b"x": b""}, id=f"{AHEAD}-0")
+        one.say("before")
+        await until(lambda: agree(one, other) and other.known)
+        await client.flushall()
+        for number in range(3):
+            received = other.replicas.counts.received
+            one.say(f"after{number}")
+            await until(lambda: agree(one, other))
+        assert other.replicas.counts.received > received, "not by a snapshot"
+        assert not one.replicas.counts.outages and not other.replicas.counts.outages
 
 
 @pytest.mark.parametrize("right", ["xread", "xadd"])

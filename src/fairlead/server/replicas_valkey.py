@@ -11,11 +11,14 @@ Rules
   because each round trip wakes this process. While nothing happens, the read waits at the server. The core defines the
   payloads.
 * It is a stream, not pub/sub: a reader that was away for a moment continues where it stopped, and a reader that hangs
-  costs the server nothing. The stream keeps a few leases' time (MINID); a replica that was away for longer needs
-  snapshots anyway. All replicas use one stream, so one read receives from all others, and our own entries that come
-  back show the lag by our own clock.
+  costs the server nothing. The stream keeps a few leases' time; a replica that was away for longer needs snapshots
+  anyway. All replicas use one stream, so one read receives from all others, and our own entries that come back show the
+  lag by our own clock.
+* Positions in the stream are times of the server's clock, which may be set. So the stream is trimmed up to a position
+  (MINID) that we read long enough ago by our own clock.
 * A full server refuses the entries that would trim the stream, so whoever is refused deletes the stream. The others
-  notice the missing batches.
+  notice the missing batches. If the clock was set back before that, new positions are below those read before. A writer
+  notices that, reads on from its own entry, and asks all others for snapshots.
 * A new replica asks all others for a snapshot and reads the stream meanwhile. A replica that finds a gap does the same.
   A snapshot is written after the batches that it includes and before all later ones.
 * A replica that does not renew its lease is lost. All other replicas are lost when the server has been away for longer
@@ -37,6 +40,7 @@ import time
 from collections import deque
 from contextlib import nullcontext, suppress
 from itertools import islice
+from math import inf
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -92,8 +96,12 @@ class ValkeyReplicas(Replicas):
         self._waits = False
         #: Held while batches or a snapshot are written, to keep them in order.
         self._writing = asyncio.Lock()
-        #: The position of the last entry of the stream that was read; empty = not known yet.
-        self._position = b""
+        #: The position of the last entry of the stream that was read; 0-0 = none yet.
+        self._position = b"0-0"
+        #: Positions that were read, a lease apart, oldest first; the stream is trimmed up to the first. The last is of
+        #: `_marked_at`.
+        self._marks: deque[bytes] = deque(maxlen=LEASES_KEPT + 1)
+        self._marked_at = -inf
         self._joined_at = 0.0
         #: An entry of ours that has not been read back yet, and when it was written.
         self._written, self._written_at = b"", 0.0
@@ -223,11 +231,9 @@ class ValkeyReplicas(Replicas):
             self._take()
             self._drop()
         position = self._position
-        if not position or not await client.xrange(self._stream, position, position):
+        if not await client.xrange(self._stream, position, position):
             newest = await client.xrevrange(self._stream, count=1)
-            self._position = newest[0][0] if newest else b"0-0"
-            for name in self.peers:
-                self._want(name)
+            self._read_from(newest[0][0] if newest else b"0-0")
         self._written = b""
         await client.xread({self._stream: b"$"})
         await self._write(client, WANTED, b"")
@@ -235,6 +241,13 @@ class ValkeyReplicas(Replicas):
         self._something.set()
         self.problem = ""
         log.info("connected to the other replicas", server=self.where, replica=self.origin, others=len(self.peers))
+
+    def _read_from(self, position: bytes) -> None:
+        """Read the stream from this position, and ask all others for what was before it."""
+        self._position, self._written = position, b""
+        self._marks.clear()
+        for name in self.peers:
+            self._want(name)
 
     async def _together(self, client: Client) -> None:
         """Exchange entries, send what is urgent, and renew the lease, until one of these fails."""
@@ -313,11 +326,13 @@ class ValkeyReplicas(Replicas):
         commands = [(b"XREAD", b"COUNT", _AT_ONCE, *block, b"STREAMS", self._stream, self._position)]
         commands += [self._addition(BATCH, batch) for batch in batches]
         async with asyncio.timeout(TIMEOUT_S), self._writing if batches else nullcontext():
-            began = time.monotonic()
+            began, before = time.monotonic(), self._position
             await connection.send_packed_command(connection.pack_commands(commands), check_health=False)
             read = await connection.read_response()
             for batch in batches:
-                self._stored(batch, await connection.read_response(), began)
+                position = await connection.read_response()
+                self._added(position, before)
+                self._stored(batch, position, began)
         self._waits = False
         return read[0][1] if read else []
 
@@ -367,15 +382,25 @@ class ValkeyReplicas(Replicas):
         self.counts.sent_bytes += len(snapshot)
 
     def _addition(self, kind: bytes, payload: bytes) -> tuple[bytes | int, ...]:
-        # Positions are times of the server's clock, and ours is not newer than the stream's last entry.
-        oldest = max(_place(self._position)[0] - int(LEASES_KEPT * self._settings.lease * 1000), 0)
+        now = time.monotonic()
+        if now - self._marked_at >= self._settings.lease:
+            self._marks.append(self._position)
+            self._marked_at = now
+        oldest = self._marks[0] if len(self._marks) > LEASES_KEPT else b"0-0"
         return b"XADD", self._stream, b"MINID", b"~", oldest, b"*", ORIGIN, self._name, kind, payload
 
     async def _write(self, client: Client, kind: bytes, payload: bytes) -> bytes:
         """Write an entry. Returns its position in the stream."""
         async with asyncio.timeout(TIMEOUT_S):
+            before = self._position
             position: bytes = await client.execute_command(*self._addition(kind, payload))
+        self._added(position, before)
         return position
+
+    def _added(self, position: bytes, before: bytes) -> None:
+        """Notice a new stream by the position of an entry that we added. `before`: where we had read to before that."""
+        if _place(position) <= _place(before):
+            self._read_from(position)
 
     async def _entry(self, client: Client, position: bytes, entry: dict[bytes, bytes]) -> None:
         origin = entry.pop(ORIGIN, b"")
