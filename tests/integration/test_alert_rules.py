@@ -50,8 +50,8 @@ def test_promtool_accepts_the_rules(promtool: str) -> None:
 
 
 def minutes(text: str) -> int:
-    assert re.fullmatch(r"\d+m", text), text
-    return int(text[:-1])
+    assert re.fullmatch(r"\d+[mh]", text), text
+    return int(text[:-1]) * {"m": 1, "h": 60}[text[-1]]
 
 
 def at_every_minute(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -75,6 +75,21 @@ def test_rules_fire_and_keep_silent_as_written(promtool: str, path: Path, tmp_pa
     expanded = tmp_path / path.name
     expanded.write_text(yaml.safe_dump(written))
     run(promtool, "test", "rules", str(expanded))
+
+
+#: Alerts as published, those about damage that lasts, and one that says that something has not happened.
+OTHERS = {"HighTTFT", "LowCacheHitRate", "EPPHighLatency", "FairleadJournalLoses", "FairleadKvEventsLost"}
+OTHERS |= {"FairleadKvFeedSilent"}
+
+
+def test_windows_outlast_rare_events_and_missed_scrapes_and_end_before_the_alert_fires() -> None:
+    windows = {rule["alert"]: {*map(int, re.findall(r"\[(\d+)m\]", rule["expr"]))} for rule in alerts()}
+    assert not {alert for alert, lengths in windows.items() if lengths and min(lengths) < 5}
+    assert not {
+        rule["alert"]
+        for rule in alerts()
+        if rule["alert"] not in OTHERS and max(windows[rule["alert"]], default=0) >= minutes(rule.get("for", "0m"))
+    }
 
 
 def test_each_trouble_has_its_line_in_the_runbook() -> None:
