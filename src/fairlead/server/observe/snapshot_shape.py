@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from fairlead.core.fleet import ERRORS_TO_EJECT
 from fairlead.core.remote import CLOSED
+from fairlead.core.trust import Finding
 from fairlead.server.observe.troubles import Happened
 from fairlead.server.observe.watch import Watch
 
@@ -469,17 +470,19 @@ def _events(watch: Watch, endpoints: Sequence[EndpointRow]) -> Iterable[Notice]:
     if exact is None:
         return
     stopped: list[EndpointRow] = []
-    distrusted: dict[str, tuple[str, list[EndpointRow]]] = {}
+    distrusted: dict[str, tuple[dict[str, None], list[EndpointRow]]] = {}
     for (slot, _), row in zip(watch.fleet.table.slots(), endpoints, strict=True):
         if row.state == "out":
             continue
         if exact.check.trust(slot).distrusted:
-            finding = exact.check.finding(slot)
-            cause, why = (finding.cause, f" Likely cause: {finding.detail or finding.cause}.") if finding else ("", "")
-            distrusted.setdefault(cause, (why, []))[1].append(row)
+            finding = exact.check.finding(slot) or Finding("")
+            details, rows = distrusted.setdefault(finding.cause, ({}, []))
+            details[finding.detail or finding.cause] = None
+            rows.append(row)
         elif any(cache.heard and not cache.linked for cache in exact.index.caches_of(slot)):
             stopped.append(row)
-    for cause, (why, rows) in distrusted.items():
+    for cause, (details, rows) in distrusted.items():
+        why = f" Likely cause: {'; '.join([*details][:_NAMED])}." if cause else ""
         at_most = "at most " if len(rows) > 1 else ""
         what = (
             f": predictions came true in {at_most}{max(row.trust or 0.0 for row in rows):.0%} of the last answers; "

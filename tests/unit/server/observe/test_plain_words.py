@@ -14,6 +14,7 @@ from fairlead.core.fleet import Fleet
 from fairlead.core.kv.recipe import Recipe, new_index
 from fairlead.core.records import OutcomeRecord
 from fairlead.core.request import Request
+from fairlead.core.trust import ALGORITHM, BLOCK_SIZE, Finding
 from fairlead.pool.kube.reflector import Stats
 from fairlead.server.observe import snapshot_shape
 from fairlead.server.observe.history import History
@@ -331,6 +332,20 @@ def test_events_of_many_endpoints_are_one_sentence_per_cause():
             "KV events of 5 of 8 endpoints (c, d, e and 2 more) have stopped; later changes of their caches are "
             "unknown.",
         ),
+    ]
+
+
+def test_endpoints_that_are_not_trusted_for_one_cause_keep_what_is_known_of_each():
+    scene = EventScene("abcdefg")
+    scene.answer(*"abcdefg")
+    scene.disagree(*range(7))
+    sizes = (16, 32, 16, 64, 128)
+    findings = [*(Finding(BLOCK_SIZE, f"its events report {size}") for size in sizes), Finding(ALGORITHM), None]
+    scene.exact.check.finding = findings.__getitem__
+    assert [text.partition("instead.")[2] for _, text in scene.told()] == [
+        " Likely cause: its events report 16; its events report 32; its events report 64.",
+        f" Likely cause: {ALGORITHM}.",
+        "",
     ]
 
 
