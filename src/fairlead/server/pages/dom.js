@@ -20,14 +20,18 @@ export function setText(element, text) {
 // Characters at the end of a long name that are always shown.
 const END = 12;
 
-// Sets a name. One of more than `fits` characters is cut in the middle, because names of pods differ at their ends. The
-// style sheet shrinks the middle to nothing. So screen readers, searches and copies have the name in one piece.
-export function setName(element, text, fits = 32) {
-  if (element.textContent === text) return;
-  const signs = [...text];
-  const end = signs.splice(signs.length > fits ? -END : 0).join("");
-  const middle = signs.splice(fits - END).join("");
-  element.replaceChildren(make("span", {}, signs.join(""), ...(middle ? [make("span", { class: "cut" }, middle)] : []), end));
+// Sets a name, or several with what separates them. One of more than `fits` characters is cut in the middle, because names
+// of pods differ at their ends. The style sheet shrinks the middle to nothing. So screen readers, searches and copies have
+// the name in one piece.
+export function setName(element, names, fits = 32) {
+  const parts = [names].flat();
+  if (element.textContent === parts.join("")) return;
+  element.replaceChildren(make("span", {}, ...parts.flatMap((name) => {
+    const signs = [...name];
+    const end = signs.splice(signs.length > fits ? -END : 0).join("");
+    const middle = signs.splice(fits - END).join("");
+    return [signs.join(""), ...(middle ? [make("span", { class: "cut" }, middle)] : []), end];
+  })));
 }
 
 export function setClass(element, name) {

@@ -86,7 +86,7 @@ function servedBy({ name, endpoints, adapter }, row) {
 }
 
 const TRAFFIC = [
-  { id: "model", title: "Model", text: true, name: true, value: (row) => nameOf(row.model) + (row.target && ` → ${row.target}`) },
+  { id: "model", title: "Model", text: true, name: true, value: (row) => ({ text: row.target ? [nameOf(row.model), " → ", row.target] : nameOf(row.model) }) },
   { id: "band", title: "Band", value: (row) => row.priority, hint: "Priority; higher goes first" },
   { id: "rate", title: "Requests /s", value: (row) => rate(row.per_s) },
   { id: "running", title: "In flight", value: (row) => count(row.running) },
@@ -97,7 +97,7 @@ const TRAFFIC = [
 
 const QUEUES = [
   { id: "band", title: "Band, tenant", text: true, name: true,
-    value: (row) => (row.flow ? { text: `${row.tenant || "no tenant"} · ${row.model || "no model"}`, kind: "inner" } : `band ${row.priority}`) },
+    value: (row) => (row.flow ? { text: [row.tenant || "no tenant", " · ", row.model || "no model"], kind: "inner" } : `band ${row.priority}`) },
   { id: "waiting", title: "Waiting", value: (row) => count(row.waiting) },
   { id: "flows", title: "Flows", value: (row) => (row.flow ? "" : count(row.flows)), hint: "Tenants and models that wait; the five with the most are listed" },
   { id: "oldest", title: "Longest wait", value: (row) => (row.waiting ? seconds(row.oldest_s) : DASH) },
@@ -125,7 +125,7 @@ const DECISIONS = [
   { id: "model", title: "Model", text: true, wide: true, long: true, value: (row) => row.model || DASH },
   { id: "tenant", title: "Tenant", text: true, wide: true, long: true, value: (row) => row.tenant || DASH },
   { id: "band", title: "Band", value: (row) => String(row.priority) },
-  { id: "endpoint", title: "Went to", text: true, wide: true, long: true, value: (row) => (row.endpoint ? [row.endpoint, row.answered_by].filter(Boolean).join(" → ") : { text: row.outcome, kind: "bad" }) },
+  { id: "endpoint", title: "Went to", text: true, wide: true, long: true, value: wentTo },
   { id: "prompt", title: "Prompt", value: (row) => `${count(row.prompt_tokens)} tok` },
   { id: "cached", title: "Cached", value: (row) => percent(row.prompt_tokens ? row.hit_tokens / row.prompt_tokens : null), hint: "Share of the prompt predicted to be cached there" },
   { id: "queued", title: "Queued", value: (row) => (row.queued_ms ? milliseconds(row.queued_ms) : DASH) },
@@ -133,6 +133,10 @@ const DECISIONS = [
   { id: "actual", title: "TTFT actual", value: (row) => milliseconds(row.ttft_ms) },
   { id: "ended", title: "Answer", text: true, wide: true, value: ended },
 ];
+
+function wentTo({ endpoint, answered_by: by, outcome }) {
+  return endpoint ? { text: by ? [endpoint, " → ", by] : endpoint } : { text: outcome, kind: "bad" };
+}
 
 function ended(row) {
   if (!row.endpoint) return { text: `refused ${row.status}`, kind: "bad" };

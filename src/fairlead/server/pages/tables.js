@@ -2,7 +2,8 @@
 //
 // A column: { id, title, hint, text, value(row), sort(row), fill(cell, row) }. `value` returns a text, or { text, kind }
 // with a class of the style sheet as kind. `fill` fills the cell itself. `sort` makes the column sortable. The texts of
-// columns with `name` or `long` are cut in the middle. The column with `name` is the title of a card.
+// columns with `name` or `long` are cut in the middle, each by itself if `text` is a list. The column with `name` is the
+// title of a card.
 
 import { make, setAttribute, setClass, setName, setText } from "./dom.js";
 
@@ -125,10 +126,10 @@ export class Table {
       const value = column.value(row);
       const { text, kind = "", title = "" } = typeof value === "string" ? { text: value } : value;
       const cut = column.name || column.long;
-      if (cut) setName(cell, text, column.long ? 22 : undefined);
+      if (cut) setName(cell, text, Array.isArray(text) ? 16 : column.long ? 22 : undefined);
       else setText(cell, text);
       setClass(cell, kind ? `${cell.dataset.base} ${kind}` : cell.dataset.base);
-      if (title || cut) setAttribute(cell, "title", title || text);
+      if (title || cut) setAttribute(cell, "title", title || cell.textContent);
     });
   }
 }
