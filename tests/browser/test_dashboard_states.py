@@ -471,8 +471,24 @@ async def test_two_dead_endpoints_are_two_notices_though_their_names_differ_in_a
     assert len(notices) == 2 and notices[1].startswith("Endpoint default/model-server-001 has been out of use since")
     said = await page.run("window.said")
     assert [len(re.findall(r"since \d\d:\d\d", words)) for words in said] == [1, 1, 1], "each change is read out once"
+    await _are_at_most_six(scheduler, page)
     assert page.messages == []
     await page.close()
+
+
+async def _are_at_most_six(scheduler: Scheduler, page: Page) -> None:
+    """Also while notices of problems that have ended stay, as they do while the page's clock stands."""
+    await page.run("(() => { const time = performance.now(); performance.now = () => time; })()")
+    scheduler.add(9)
+    for i in range(9):
+        scheduler.refuse(1, first=i, reason=f"status {500 + i}")
+    last = f"{NOTICES}.at(-1)"
+    await page.until(f"{NOTICES}.length === 6 && {last} === 'And 4 more problems.'")
+    scheduler.add(4)
+    await page.until(f"{last}.includes('model-server-008')")
+    notices = await page.run(NOTICES)
+    assert len(notices) == 6 and "And 4 more problems." not in notices
+    assert sum(f"model-server-00{i} " in " ".join(notices) for i in range(4, 9)) == 5
 
 
 async def test_while_requests_get_4xx_not_all_is_well(scheduler: Scheduler, browser: Browser, axe: str) -> None:

@@ -103,19 +103,24 @@ function figures() {
   setText($("uptime"), seconds(now.running_s));
 }
 
-// Notices stay at least `NOTICE` milliseconds, so that they do not flicker while numbers change.
+// Notices stay at least `NOTICE` milliseconds, so that they do not flicker while numbers change. But all that are sent are
+// shown, at most `MOST` in all, and `more` counts only what is left out now.
+const MOST = 6;
 const noticed = new Map();
 function notices() {
   const time = performance.now();
   const fresh = [];
-  now.notices.forEach(({ level, key, text, since, detail, runbook }, place) => {
+  const wanted = now.notices.map(({ level, key, text, since, detail, runbook }, place) => {
     const words = `${text}${since ? ` since ${hourOf(since)}` : ""}${detail}`;
     if (noticed.get(key)?.text !== text) fresh.push({ level, words });
-    noticed.set(key, { level, text, words, runbook, place, time });
+    return { level, key, text, words, runbook, place, time };
   });
+  for (const notice of wanted) noticed.set(notice.key, notice);
   if (fresh.length) announce(fresh.map(({ words }) => words).join(" "), fresh[0].level); // the gravest comes first
   for (const [key, { time: seen }] of noticed) if (time - seen > NOTICE) noticed.delete(key);
-  const wanted = [...noticed.values()].sort((a, b) => (a.level > b.level) - (a.level < b.level) || a.place - b.place);
+  const ended = [...noticed.values()].filter((notice) => notice.key !== "more" && !wanted.includes(notice));
+  wanted.push(...ended.slice(0, MOST - wanted.length));
+  wanted.sort((a, b) => (a.level > b.level) - (a.level < b.level) || a.place - b.place);
   if (!wanted.length) wanted.push({ level: "calm", words: calm(), runbook: "" });
   const list = $("notices");
   while (list.children.length > wanted.length) list.lastChild.remove();
