@@ -280,8 +280,11 @@ async def test_a_lost_connection_is_told_and_comes_back(
         )
     await page.press("Escape")
     scheduler.add(3)
+    scheduler.reasons = ["it drains"]
+    await _listen(page)
     await scheduler.start()
     await live(page)
+    assert await page.run("window.said") == ["The scheduler answers again. Not ready: it drains."]
     await page.until("document.querySelectorAll('#endpoint-rows tbody tr').length === 3")
     assert await page.run("document.getElementById('lost').hidden && document.getElementById('changed').hidden")
     await scheduler.admin.close()
@@ -446,6 +449,14 @@ async def test_an_outage_is_red_and_says_since_when_and_what_to_do(
     await page.close()
 
 
+async def _listen(page: Page) -> None:
+    """Keep what screen readers read out in `said`."""
+    await page.run(
+        """(() => { window.said = []; const place = document.getElementById("announce");
+        new MutationObserver(() => window.said.push(place.textContent)).observe(place, { childList: true }); })()"""
+    )
+
+
 NOTICES = "[...document.querySelectorAll('#notices li span')].map((one) => one.textContent)"
 
 
@@ -455,10 +466,7 @@ async def test_two_dead_endpoints_are_two_notices_though_their_names_differ_in_a
     scheduler.add(5)
     page = await browser.page(scheduler.url)
     await live(page)
-    await page.run(
-        """(() => { window.said = []; const place = document.getElementById("announce");
-        new MutationObserver(() => window.said.push(place.textContent)).observe(place, { childList: true }); })()"""
-    )
+    await _listen(page)
     scheduler.refuse(1)
     await page.until(f"{NOTICES}[0].includes('model-server-000')")
     scheduler.refuse(1, first=1, reason="status 500")

@@ -109,14 +109,12 @@ const MOST = 6;
 const noticed = new Map();
 function notices() {
   const time = performance.now();
-  const fresh = [];
   const wanted = now.notices.map(({ level, key, text, since, detail, runbook }, place) => {
     const words = `${text}${since ? ` since ${hourOf(since)}` : ""}${detail}`;
-    if (noticed.get(key)?.text !== text) fresh.push({ level, words });
+    if (noticed.get(key)?.text !== text) announce(words, level);
     return { level, key, text, words, runbook, place, time };
   });
   for (const notice of wanted) noticed.set(notice.key, notice);
-  if (fresh.length) announce(fresh.map(({ words }) => words).join(" "), fresh[0].level); // the gravest comes first
   for (const [key, { time: seen }] of noticed) if (time - seen > NOTICE) noticed.delete(key);
   const ended = [...noticed.values()].filter((notice) => notice.key !== "more" && !wanted.includes(notice));
   wanted.push(...ended.slice(0, MOST - wanted.length));
@@ -136,9 +134,14 @@ function notices() {
 }
 
 // Screen readers read out only new notices and new texts. Otherwise they would talk every second, because details change.
+// What is announced at one moment is one text, because a text replaces the one before.
+const unsaid = [];
 function announce(text, level = "") {
-  setAttribute($("announce"), "role", level === "bad" ? "alert" : "status");
-  setText($("announce"), text);
+  if (unsaid.push({ text, level }) > 1) return;
+  queueMicrotask(() => {
+    setAttribute($("announce"), "role", unsaid.some((one) => one.level === "bad") ? "alert" : "status");
+    setText($("announce"), unsaid.splice(0).map((one) => one.text).join(" "));
+  });
 }
 
 function calm() {
