@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -64,11 +63,11 @@ def epp(
     from fairlead.cli.serve import FLAGS, serve_file
     from fairlead.compat.command_line import parse, without_effect
     from fairlead.config.problems import InvalidConfig
+    from fairlead.gateway.directories import temporary_directory
 
     stray: list[tuple[str, str]] = []
     given = parse(flags or (), stray)
-    with tempfile.TemporaryDirectory(prefix="fairlead-epp-") as directory:
-        base = Path(directory)
+    with temporary_directory("fairlead-epp-") as base:
         values = configured(given, base)
         try:
             notes = [*stray, *without_effect(given)]

@@ -1,7 +1,6 @@
 """Writes the files of the embedded gateway: configuration, endpoints, listeners. `process` starts it from them."""
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -13,6 +12,7 @@ from pathlib import Path
 from msgspec import Struct, structs
 
 from fairlead.core.endpoint import host_port
+from fairlead.gateway.directories import MADE, remove_unlocked
 from fairlead.gateway.envoy.admin import GatewayError
 from fairlead.gateway.envoy.authentication import write_jwt
 from fairlead.gateway.envoy.binary import FORMAT, find_envoy
@@ -114,20 +114,13 @@ def prepare(
 
 def remove_leftovers(base: Path) -> None:
     """Remove directories of gateways that were killed. The configuration is in them, perhaps with a password."""
-    for path in base.glob(f"{_PREFIX}{'[a-z0-9_]' * 8}"):  # as `mkdtemp` names them
+    for path in base.glob(_PREFIX + MADE):
         with contextlib.suppress(OSError):
-            directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                about = os.fstat(directory)
-                ours = about.st_uid == os.getuid() and about.st_mode & 0o777 == 0o700
-                starts = (path / LISTENERS_LATER).exists() or not (path / LISTENERS).exists()
-                if starts and time.time() - about.st_mtime < _STARTS_S:
-                    continue  # not even tried to lock: it is about to
-                if ours and any((path / name).is_file() for name in (LISTENERS, ENDPOINTS)):
-                    fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a running gateway holds it
-                    shutil.rmtree(path, ignore_errors=True)
-            finally:
-                os.close(directory)
+            starts = (path / LISTENERS_LATER).exists() or not (path / LISTENERS).exists()
+            if starts and time.time() - path.stat().st_mtime < _STARTS_S:
+                continue  # not even tried to lock: it is about to
+            if any((path / name).is_file() for name in (LISTENERS, ENDPOINTS)):
+                remove_unlocked(path)
 
 
 def _write(directory: Path, number: int, binary: str, options: Options) -> list[str]:
