@@ -154,6 +154,9 @@ async def test_nothing_is_there_yet(scheduler: Scheduler, browser: Browser, axe:
     scheduler.add(1)
     await page.until("document.querySelectorAll('#endpoint-rows tbody tr').length === 1")
     await page.until("document.querySelector('#notices').textContent.includes('no request has arrived yet')")
+    await _listen(page)
+    scheduler.reasons = ["no endpoints"]
+    await page.until("window.said.join() === 'Not ready: no endpoints.'")
     assert page.messages == []
     await page.close()
 

@@ -140,7 +140,7 @@ function announce(text, level = "") {
   if (unsaid.push({ text, level }) > 1) return;
   queueMicrotask(() => {
     setAttribute($("announce"), "role", unsaid.some((one) => one.level === "bad") ? "alert" : "status");
-    setText($("announce"), unsaid.splice(0).map((one) => one.text).join(" "));
+    $("announce").replaceChildren(unsaid.splice(0).map((one) => one.text).join(" ")); // also the same text again
   });
 }
 
