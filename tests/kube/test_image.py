@@ -139,7 +139,7 @@ def test_the_composed_gateway_serves_as_another_user(image: Path, short_director
     place: Path = short_directories()
     place.chmod(0o755)
     collector = Collector()
-    hosts = yaml.safe_load((ROOT / "deploy" / "compose-fairlead.yaml").read_text())
+    hosts = yaml.safe_load((ROOT / "deploy" / "compose" / "fairlead.yaml").read_text())
     models = as_user(image, *COMPOSE["services"]["models"]["command"][:1], "--port", "0", "--replicas", "3",
                      "--time-ratio", "20", stdout=subprocess.PIPE)  # fmt: skip
     gateway: subprocess.Popen[str] | None = None
@@ -255,8 +255,8 @@ def test_compose_describes_what_the_image_can_do() -> None:
         assert (service["read_only"], service["cap_drop"]) == (True, ["ALL"])
     gateway = COMPOSE["services"]["gateway"]
     source, target, _ = gateway["volumes"][0].split(":")
-    config = load(ROOT / "deploy" / source)
-    assert gateway["command"][1] == target
+    assert gateway["command"][1] == f"{target}/fairlead.yaml"
+    config = load(ROOT / "deploy" / source / "fairlead.yaml")
     models = COMPOSE["services"]["models"]["command"]
     first, count = int(models[models.index("--port") + 1]), int(models[models.index("--replicas") + 1])
     assert [endpoint.port for endpoint in config.endpoints.static] == [*range(first, first + count)]
