@@ -69,6 +69,8 @@ SEEN_S = 0.3
 TELLS_S = 10.0
 #: Seconds between two looks at all endpoints.
 LOOK_S = 0.2
+#: A look this many seconds late judges no silence: signs of progress may have waited while this process did not run.
+LATE_S = 1.0
 #: Silent endpoints that are judged in one call, at most.
 SILENT = 64
 
@@ -116,6 +118,8 @@ class Stalls:
         self.due = -inf
         #: The slot at which the next `look` begins; above 0 = the last one was not finished.
         self._next = 0
+        #: Whether the last look was late. Then the next one judges, however late it is.
+        self._late = False
         #: Changed levels that `take_changes` has not returned yet. Always the same list object.
         self.changes: list[StallRecord] = []
         #: Factor on the time until a request is overdue, 1 to `MOST`.
@@ -192,6 +196,7 @@ class Stalls:
         """Judge the silence of all endpoints. Call it before a decision and after a scrape, once `due` has passed. If
         more than `SILENT` are silent, `due` stays in the past, and the next call continues."""
         table, left = self._table, SILENT
+        self._late = late = not self._late and not self._next and now - self.due > LATE_S
         for slot, work in enumerate((table.queue + table.active).tolist()):
             if slot < self._next:
                 continue
@@ -199,7 +204,7 @@ class Stalls:
             silent = now - watched.since
             if work <= 0.0 or silent == inf:
                 self._idle(slot, watched, now, now)
-            elif silent > PLAUSIBLE_S:
+            elif silent > PLAUSIBLE_S and not late:
                 if not left:
                     self._next = slot
                     return

@@ -133,6 +133,26 @@ def test_a_hung_engine_is_suspect_within_two_seconds_out_within_five_and_spared(
     assert rig.told[0].silent_s > rig.told[0].plausible_s
 
 
+def test_silence_while_this_process_was_suspended_is_none() -> None:
+    rig = Rig()
+    rig.warm()
+    for _ in range(3):
+        rig.clock.now += 10.0
+        rig.send()  # is read before what the engines did meanwhile
+        rig.step()
+        rig.step()
+    assert not rig.told
+
+
+def test_looks_that_are_always_late_judge_every_other_time() -> None:
+    rig = Rig(1)
+    rig.warm()
+    for _ in range(4):
+        rig.clock.now += 5.0
+        rig.send()
+    assert [record.level for record in rig.told] == ["suspect", "out"]
+
+
 def test_it_recovers_with_the_first_progress() -> None:
     rig = Rig()
     rig.warm()
@@ -485,6 +505,7 @@ def test_a_look_at_a_silent_pool_is_split() -> None:
         fleet.charge(Request(id=number, arrived=now, prompt_tokens=10, stream=True), number, now, 0, 10.0)
         fleet.stalls.moved(number, now)
     now += 60.0
+    fleet.stalls.look(now - 2 * LOOK_S)
     levels = []
     for _ in range(3):
         assert fleet.stalls.due < now
