@@ -159,6 +159,12 @@ async def test_tls_is_verified(server: ValkeyServer, tmp_path: Path) -> None:
         async with running(trusting, doubting):
             assert not trusting.replicas.problem
             assert "certificate" in doubting.replicas.problem.lower()
+    context.load_verify_locations(certificate)
+    context.verify_mode = ssl.CERT_REQUIRED
+    async with Cable(server, context) as cable:
+        unproven = Teller("a", f"valkeys://localhost:{cable.port}", ca_file=str(certificate))
+        async with running(unproven):
+            await until(lambda: "set tls-auth-clients no" in unproven.replicas.trouble())
 
 
 @pytest.mark.parametrize("text", [None, "no PEM"])

@@ -36,6 +36,7 @@ of 5 %.
 """
 
 import asyncio
+import re
 import time
 from collections import deque
 from contextlib import nullcontext, suppress
@@ -54,6 +55,9 @@ Client = Any
 
 BATCH, SNAPSHOT, WANTED, GONE = b"batch", b"snapshot", b"wanted", b"gone"
 ORIGIN = b"from"
+#: Schemes of URLs.
+TLS = ("valkeys", "rediss")
+_CLOSED = re.compile("Connection (closed|lost|reset)")
 #: For how many leases the stream keeps an entry, at least.
 LEASES_KEPT = 3
 #: At most this many bytes of batches wait for a server that is away.
@@ -198,7 +202,7 @@ class ValkeyReplicas(Replicas):
         options: dict[str, Any] = {"socket_connect_timeout": TIMEOUT_S}
         if settings.password_file:
             options["password"] = Path(settings.password_file).read_text(encoding="utf-8").strip()
-        if urlsplit(settings.via).scheme in ("valkeys", "rediss"):
+        if urlsplit(settings.via).scheme in TLS:
             options["ssl_check_hostname"] = True
             trusting(settings.ca_file)  # else the client's error would be one of the connection
             options["ssl_ca_certs"] = settings.ca_file or None
@@ -213,6 +217,10 @@ class ValkeyReplicas(Replicas):
         now = time.monotonic()
         silent = "no answer in time" if isinstance(error, TimeoutError) else type(error).__name__
         problem = f"{self.where}: {str(error) or silent}"
+        secure = urlsplit(self._settings.via).scheme in TLS
+        if self.problem and secure and _CLOSED.search(problem):  # again, so it is no restart
+            why = "the server closes each connection; if it demands client certificates, set tls-auth-clients no"
+            problem = f"{self.where}: {why}"
         if not self.problem:
             self.counts.outages += 1
             self._alone_since = now
