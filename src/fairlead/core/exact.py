@@ -141,8 +141,9 @@ class ExactKnowledge:
             if caches and all(cache.emptied for cache in caches):
                 emptied.append(slot)
                 for cache in caches:
-                    cache.emptied = False
+                    cache.emptied = 0
             for cache in caches:
+                cache.emptied = max(cache.emptied - 1, 0)
                 if cache.block_size:
                     block_sizes.update((cache.block_size, *cache.sizes))
                 if cache.numbered:

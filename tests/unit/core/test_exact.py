@@ -336,9 +336,17 @@ def test_what_was_learned_ends_with_the_cache_of_the_engine(world: World) -> Non
     world.fleet.prefix.insert(0, world.request(ids).prefix)
     world.fleet.refresh_exact(())
     assert learned(world, ids, 0) > 0.9
-    for cache in (engine.cache, second):
+    for cache in (engine.cache, second):  # perhaps only the connection was lost
         world.exact.index.restarted(cache)
     world.fleet.refresh_exact(())
+    assert learned(world, ids, 0) > 0.9
+    engine.tell(AllCleared())
+    for _ in range(200):
+        world.fleet.refresh_exact(())
+    apply_all(world.exact.index, second, AllCleared(), 0.0)  # long after the first one
+    world.fleet.refresh_exact(())
+    assert learned(world, ids, 0) > 0.9
+    engine.tell(AllCleared())
     assert learned(world, ids, 0) == 0.0
     world.pipeline.validate()
 

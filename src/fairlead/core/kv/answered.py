@@ -34,7 +34,6 @@ class RankState(Struct, frozen=True, kw_only=True):
     dropped: bool = False
     block_size: int = 0
     lives: int = 0
-    clears: int = 0
     numbered: bool = False
     blocks: int = 0
 
@@ -48,8 +47,8 @@ class AnsweredIndex(KvIndex):
         super().__init__(10_000, space)
         self._model = model
         self._tenures: dict[int, int] = {}
-        #: By slot and rank: the last reported state.
-        self._reported: dict[int, dict[int, RankState]] = {}
+        #: By slot and rank: the last reported `lives`.
+        self._reported: dict[int, dict[int, int]] = {}
         self._tenants = 0
 
     def add_slot(self, slot: int) -> None:
@@ -68,15 +67,14 @@ class AnsweredIndex(KvIndex):
 
     def report(self, slot: int, states: Sequence[RankState]) -> None:
         """Take the new states of an endpoint's ranks. Ranks that are not listed no longer exist."""
-        before, reported = self._reported.get(slot, {}), {state.rank: state for state in states[:MOST_RANKS]}
-        self.lives[slot] += any(before.get(rank, state).lives != state.lives for rank, state in reported.items())
+        before, reported = self._reported.get(slot, {}), {state.rank: state.lives for state in states[:MOST_RANKS]}
+        self.lives[slot] += any(before.get(rank, lives) != lives for rank, lives in reported.items())
         self._reported[slot] = reported or before  # an indexer that restarts has no ranks at first
-        for state in reported.values():
+        for state in states[:MOST_RANKS]:
             cache = self.rank(slot, state.rank, self._model)
             cache.heard, cache.linked, cache.behind = state.heard, state.linked, state.behind
             cache.provisional, cache.dropped, cache.lives = state.provisional, state.dropped, state.lives
             cache.block_size, cache.numbered = state.block_size, state.numbered
-            cache.emptied |= before.get(state.rank, state).clears < state.clears
         self.keep_ranks(slot, {state.rank for state in states})
 
     def silent(self) -> None:

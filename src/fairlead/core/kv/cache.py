@@ -92,6 +92,8 @@ class Counts(Struct):
 
 #: Stores that are remembered per rank, to find out why predictions fail, and the tokens kept of each.
 _HEADS = 32
+#: Calls of `ExactKnowledge.refresh`, ten a second, within which all ranks of an engine empty their caches.
+_EMPTIED_FOR = 100
 HEAD_TOKENS = 256
 
 
@@ -113,7 +115,7 @@ class RankCache:
     how often a new engine had been found at its endpoint when this one was."""
 
     __slots__ = (
-        "beginnings", "behind", "block_size", "clears", "counts", "dropped", "emptied", "heard", "holds", "kinds",
+        "beginnings", "behind", "block_size", "counts", "dropped", "emptied", "heard", "holds", "kinds",
         "linked", "lives", "model", "numbered", "provisional", "rank", "reports", "rests", "shelves", "sizes", "slot",
         "units",
     )  # fmt: skip
@@ -136,9 +138,8 @@ class RankCache:
         #: at the root and are not additional copies.
         self.reports = False
         self.counts = Counts()
-        #: How often its engine emptied it, restarts included; and whether since the last `ExactKnowledge.refresh`.
-        self.clears = 0
-        self.emptied = False
+        #: Its engine emptied it a moment ago: the calls of `ExactKnowledge.refresh` until that is forgotten.
+        self.emptied = 0
         #: Tokens per block, from the last store in the fastest tier that has any; 0 = not reported yet.
         self.block_size = 0
         #: All block sizes of its blocks, and the fastest tier of each. A connector's chunks may be larger than blocks.
@@ -188,8 +189,7 @@ class RankCache:
 
     def note_emptied(self) -> None:
         """Its engine has just emptied it."""
-        self.clears += 1
-        self.emptied = True
+        self.emptied = _EMPTIED_FOR
 
     @property
     def blocks(self) -> int:

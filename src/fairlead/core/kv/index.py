@@ -145,7 +145,6 @@ class KvIndex:
         cache.numbered = cache.provisional = False
         self.lives[cache.slot] += 1
         cache.lives = self.lives[cache.slot]
-        cache.note_emptied()
 
     def know_adapters(self, names: Iterable[str]) -> None:
         """Add names of adapters."""

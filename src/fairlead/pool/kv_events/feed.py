@@ -199,7 +199,10 @@ class Feed:
             return
         if number <= self.last or (self.last >= 0 and self._reconnected):
             # Not the known batch: the engine was restarted. Its first batches are requested after this replay.
+            begun_again = number <= self.last
             self._restarted()
+            if begun_again:
+                self.cache.note_emptied()
             self._spoiled = True
             return
         if self._waiting is not None and number >= self._waiting[0].sequence:
@@ -314,6 +317,7 @@ class Feed:
                 self._waiting = None
                 return
             self._restart()
+            self.cache.note_emptied()
             if self.sync is Sync.LIVE:
                 self._admit()
             return

@@ -101,16 +101,6 @@ def test_the_state_of_ranks_is_taken_over() -> None:
     index.validate()
 
 
-def test_a_cache_that_the_other_process_saw_emptied_is_reported_once() -> None:
-    exact = ExactKnowledge(index=AnsweredIndex("m"))
-    exact.add_slot(0)
-    emptied = []
-    for reported in ((2, 5), (2, 6), (3, 6), (3, 6), (), (3, 6), (4, 7), (0, 0)):
-        exact.index.report(0, [RankState(rank=rank, clears=number) for rank, number in enumerate(reported)])
-        emptied.append(exact.refresh())
-    assert emptied == [[], [], [0], [], [], [], [0], []]
-
-
 def test_a_new_engine_is_noticed_rank_by_rank() -> None:
     index = AnsweredIndex(ANY_MODEL)
     index.add_slot(0)

@@ -190,6 +190,7 @@ def test_restart_by_number_without_replay() -> None:
     case = Case(can_replay=False)
     case.live(batch(0), batch(1), batch(0, life=1), batch(1, life=1))
     assert case.blocks == [1001, 1002] and case.feed.count.restarts == 1
+    assert case.feed.cache.emptied
 
 
 def test_a_repeated_batch_is_no_restart() -> None:
@@ -206,6 +207,7 @@ def test_a_restarted_engine_that_is_further_on_is_found_by_its_time_stamps() -> 
     history = [batch(number, life=1) for number in range(7)]
     assert case.replay(history) == 1
     assert case.feed.count.restarts == 1 and case.blocks == []
+    assert case.feed.cache.emptied
     assert case.replay(history) == 0
     assert case.blocks == [1000 + number for number in range(1, 8)]
 
@@ -221,6 +223,7 @@ def test_reconnecting_asks_whether_it_is_the_same_life() -> None:
     case.feed.connected()
     case.replay([])  # not even the batch that we know: another life
     assert case.blocks == [] and case.feed.count.restarts == 1
+    assert not case.feed.cache.emptied, "nor is it sure that the engine lost its blocks"
     case.replay([batch(0, life=1)])
     assert case.blocks == [1001]
 
