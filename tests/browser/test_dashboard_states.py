@@ -510,7 +510,7 @@ async def test_while_requests_get_4xx_not_all_is_well(scheduler: Scheduler, brow
         scheduler.serve(number, "default/model-server-000", model="misspelt", status=404)
         await asyncio.sleep(0.1)
     await page.until(
-        "document.querySelector('#notices .calm').textContent.startsWith('Every endpoint answers, but 100.0 %')"
+        "document.querySelector('#notices .watch').textContent.startsWith('Every endpoint answers, but 100.0 %')"
     )
     name = "(names without metrics of their own)"
     await page.until(f"document.querySelector('#traffic-rows td').textContent === '{name}'")

@@ -96,7 +96,7 @@ async def test_not_all_is_well_while_requests_get_4xx(port: Port) -> None:
     assert state["now"]["notices"] == []
     row = state["now"]["traffic"][0] | {"model": "other"}
     state["now"]["traffic"] = [row, row | {"target": "llama"}]
-    for rate, words in ((0.0, "✓ all is well"), (0.9, "✓ every endpoint answers, but 90% of the requests get 4xx")):
+    for rate, words in ((0.0, "✓ all is well"), (0.9, "△ every endpoint answers, but 90.0% of the requests get 4xx")):
         state["now"]["totals"]["error_rate"] = rate
         console = Console(file=io.StringIO(), width=150)
         console.print(view(state, "name", 150))

@@ -154,8 +154,9 @@ def _notices(notices: Iterable[Row], error_rate: float | None) -> list[Renderabl
         runbook = f" (docs/runbook.md#{notice['runbook'].lower()})" if notice["runbook"] else ""
         lines.append(Text(f"{sign} {notice['text']}{since}{notice['detail']}{runbook}", color))
     if not lines and error_rate:
+        failing = "less than 0.1%" if error_rate < 0.0005 else f"{error_rate:.1%}"
         why = "of the requests get 4xx: mistakes of clients, or refused here"
-        lines.append(Text(f"✓ every endpoint answers, but {_percent(error_rate)} {why}", "yellow"))
+        lines.append(Text(f"△ every endpoint answers, but {failing} {why}", "yellow"))
     return lines or [Text("✓ all is well", "green")]
 
 

@@ -11,7 +11,7 @@ from fairlead.core.records import OutcomeRecord
 from fairlead.core.table import EndpointTable
 from fairlead.server.observe.endpoint_history import POINTS, STEP
 from fairlead.server.observe.instruments import OTHER
-from fairlead.server.observe.recent import COVERED, percentiles
+from fairlead.server.observe.recent import COVERED, MAX_LABEL, percentiles
 from fairlead.server.observe.snapshot_shape import ModelRow, TargetRow, TrafficRow
 from fairlead.server.observe.watch import Watch
 
@@ -88,7 +88,7 @@ def model_rows(watch: Watch, traffic: Iterable[TrafficRow], served: Served, now:
     ends: dict[str, list[OutcomeRecord]] = defaultdict(list)
     for record in newest:
         if record.at > now - COVERED:
-            ends[record.request.model].append(record)
+            ends[record.request.model[:MAX_LABEL]].append(record)
     for name in ends.keys() - by_model.keys():
         ends[OTHER] += ends[name]
     return [_row(model, rows, ends[model], span, bases, adapters, watch) for model, rows in by_model.items()]

@@ -24,7 +24,7 @@ SHORT, LONG = 10.0, 60.0
 #: Seconds that the sums of traffic cover in the mean: their newest bin is not over.
 COVERED = SHORT - 0.5
 MAX_KEYS = 1000
-_MAX_LABEL = 200
+MAX_LABEL = 200
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -169,4 +169,4 @@ def _traffic(record: DecisionRecord) -> Traffic:
     request = record.request
     if record.outcome == MODEL_NOT_FOUND:
         return OTHER, OTHER, 0
-    return request.model[:_MAX_LABEL], request.target_model[:_MAX_LABEL], request.priority
+    return request.model[:MAX_LABEL], request.target_model[:MAX_LABEL], request.priority

@@ -119,7 +119,7 @@ function notices() {
   const ended = [...noticed.values()].filter((notice) => notice.key !== "more" && !wanted.includes(notice));
   wanted.push(...ended.slice(0, MOST - wanted.length));
   wanted.sort((a, b) => (a.level > b.level) - (a.level < b.level) || a.place - b.place);
-  if (!wanted.length) wanted.push({ level: "calm", words: calm(), runbook: "" });
+  if (!wanted.length) wanted.push({ level: now.totals.error_rate ? "watch" : "calm", words: calm(), runbook: "" });
   const list = $("notices");
   while (list.children.length > wanted.length) list.lastChild.remove();
   while (list.children.length < wanted.length) list.append(make("li", {}, make("span"), " ", make("a", { target: "runbook" })));
@@ -146,8 +146,9 @@ function announce(text, level = "") {
 
 function calm() {
   if (!now.totals.requests) return "Ready and waiting: no request has arrived yet.";
-  const failing = percent(now.totals.error_rate, 1);
-  if (now.totals.error_rate) return `Every endpoint answers, but ${failing} of the requests get 4xx: mistakes of clients, or refused here.`;
+  const rate = now.totals.error_rate;
+  const failing = rate < 0.0005 ? "less than 0.1 %" : percent(rate, 1);
+  if (rate) return `Every endpoint answers, but ${failing} of the requests get 4xx: mistakes of clients, or refused here.`;
   return "All is well: every endpoint answers, and nothing fails.";
 }
 

@@ -113,7 +113,7 @@ def test_a_child_that_ends_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> No
     limits = "Limit  Soft Limit  Hard Limit  Units\nMax open files  30  30  files\n"
     pages = {"self/children": "8 9 ", "9/cmdline": "envoy", "9/limits": limits}
 
-    def read(path: Path) -> str:
+    def read(path: Path, encoding: str = "utf-8") -> str:
         try:
             return pages["/".join(path.parts[-2:])]
         except KeyError:
