@@ -1,5 +1,6 @@
 """Every program under bench/, with as little to do as it can have: a table, and with --json one JSON object."""
 
+import ast
 import json
 import subprocess
 import sys
@@ -120,6 +121,14 @@ def test_real_engines_say_what_is_missing(tmp_path: Path) -> None:
 
 def test_none_is_forgotten() -> None:
     assert {path.stem for path in FOLDER.glob("[a-z]*.py")} == {*PROGRAMS, *LONG}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_option_decides_between_object_and_table(name: str) -> None:
+    """Programs are run with `--json` only, see `BOTH`."""
+    calls = [node for node in ast.walk(ast.parse((FOLDER / f"{name}.py").read_text())) if isinstance(node, ast.Call)]
+    asked = [ast.unparse(call.args[1]) for call in calls if ast.unparse(call.func) == "tell" and len(call.args) == 3]
+    assert asked and all(option in ("options.json", "arguments.json") for option in asked)
 
 
 @pytest.mark.slow
