@@ -199,10 +199,7 @@ class Feed:
             return
         if number <= self.last or (self.last >= 0 and self._reconnected):
             # Not the known batch: the engine was restarted. Its first batches are requested after this replay.
-            begun_again = number <= self.last
-            self._restarted()
-            if begun_again:
-                self.cache.note_emptied()
+            self._restarted(emptied=number <= self.last)
             self._spoiled = True
             return
         if self._waiting is not None and number >= self._waiting[0].sequence:
@@ -316,8 +313,7 @@ class Feed:
                 self.count.duplicates += 1
                 self._waiting = None
                 return
-            self._restart()
-            self.cache.note_emptied()
+            self._restart(emptied=True)
             if self.sync is Sync.LIVE:
                 self._admit()
             return
@@ -365,18 +361,21 @@ class Feed:
         self.cache.provisional = True
         self._unconfirmed = False
 
-    def _restarted(self) -> None:
-        """Start again after a restart that a replay proves. A batch that waits since before the connection was lost is
-        the former engine's."""
+    def _restarted(self, emptied: bool = False) -> None:
+        """Start again after a replay that shows another engine, as in `_restart`. A batch that waits since before the
+        connection was lost is the former engine's."""
         if self._waiting is self._waited:
             self._waiting = None
-        self._restart()
+        self._restart(emptied)
 
-    def _restart(self) -> None:
-        """Start again after a restart of the engine, which has lost all its blocks."""
+    def _restart(self, emptied: bool = False) -> None:
+        """Start again, because the engine was restarted. `emptied`: that is certain, so it has lost all its blocks;
+        otherwise perhaps only the connection was lost."""
         self.count.restarts += 1
         self._events = self._steps = self._batch = None
         self._index.restarted(self.cache)
+        if emptied:
+            self.cache.note_emptied()
         self._note(-1, 0.0)
         self._unread = -1
         self._reconnected = self._unconfirmed = False
