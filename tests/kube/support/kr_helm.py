@@ -71,7 +71,8 @@ class Helm:
     def __init__(self, binary: Path, home: Path) -> None:
         self._binary = binary
         self._rendered: dict[tuple[str, ...], str] = {}
-        self._environment = {**os.environ, "HELM_CACHE_HOME": f"{home}", "HELM_CONFIG_HOME": f"{home}"}
+        # A run lives for a third of a second; a fifth of it would be Go's collector.
+        self._environment = {**os.environ, "HELM_CACHE_HOME": f"{home}", "HELM_CONFIG_HOME": f"{home}", "GOGC": "400"}
 
     def run(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
         return subprocess.run([str(self._binary), *arguments], env=self._environment, capture_output=True, text=True)
