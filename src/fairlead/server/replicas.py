@@ -4,7 +4,6 @@ of the link as metrics, notes and troubles.
 `replicas_valkey` carries facts between machines, `replicas_files` between processes of one machine.
 """
 
-import asyncio
 import time
 from collections.abc import Callable, Iterable
 from urllib.parse import urlsplit
@@ -14,6 +13,7 @@ from msgspec.structs import asdict
 
 from fairlead.config.schema import ReplicaSettings
 from fairlead.core.events import Event, PeerHeard, PeerLost, PeerSnapshot
+from fairlead.pool.aio import in_turns
 from fairlead.server.observe.log import get
 
 log = get("replicas")
@@ -277,11 +277,7 @@ class Replicas:
 
     async def _snapshot(self) -> bytes:
         """Make our snapshot. Requests go on between its parts."""
-        parts = []
-        for part in self._facts.snapshot():
-            parts.append(part)
-            await asyncio.sleep(0)
-        return b"".join(parts)
+        return b"".join(await in_turns(self._facts.snapshot()))
 
     def _asked(self, name: str, wanted: bytes) -> None:
         """Handle a request for snapshots from the replica `name`. `wanted`: the names of the replicas that it asks,

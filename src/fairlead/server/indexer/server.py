@@ -26,7 +26,7 @@ from aiohttp import web
 from msgspec import Struct
 
 from fairlead.gateway.accept import TEXT_TYPE
-from fairlead.pool.aio import read_at_most
+from fairlead.pool.aio import in_turns, read_at_most
 from fairlead.server.http_port import HttpPort, healthz, readiness, send
 from fairlead.server.indexer.service import IndexService
 from fairlead.server.indexer.wire import JSON, MSGPACK, QueryError, read_query, write
@@ -150,13 +150,8 @@ class IndexServer(HttpPort):
     async def _newest(self) -> _Snapshot:
         now = asyncio.get_running_loop().time()
         if not self._snapshots or (len(self._snapshots) == 1 and now - self._snapshots[0].made > SHARED_S):
-            pieces: list[bytes] = []
             with contextlib.closing(self._sources.snapshot()) as made:
-                for piece in made:
-                    if piece:
-                        pieces.append(piece)
-                    await asyncio.sleep(0)
-            self._snapshots.append(_Snapshot(pieces, now))
+                self._snapshots.append(_Snapshot(await in_turns(made), now))
         return self._snapshots[-1]
 
     async def _take(self, request: web.Request) -> web.Response:
@@ -176,10 +171,7 @@ class IndexServer(HttpPort):
         return readiness(self._sources.unready())
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        parts = []
-        for part in self._sources.metrics():
-            parts.append(part)
-            await asyncio.sleep(0)
+        parts = await in_turns(self._sources.metrics())
         return web.Response(body=b"".join(parts), headers={"Content-Type": TEXT_TYPE})
 
 

@@ -28,7 +28,7 @@ from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.recipe import ANY_MODEL
 from fairlead.core.kv.snapshot import Hold, Place, Shelved, save
 from fairlead.core.trust import wrong_hashes
-from fairlead.pool.aio import cancelled
+from fairlead.pool.aio import cancelled, in_turns
 from fairlead.pool.kv_events import discovery
 from fairlead.pool.kv_events.discovery import Curve, KvSource
 from fairlead.pool.kv_events.feed import Sync
@@ -76,11 +76,8 @@ class Keeper:
 
     async def save(self) -> None:
         """Write the current state. Other work runs after each segment (1,024 blocks)."""
-        pieces = []
         with contextlib.closing(save(*self._what())) as made:
-            for piece in made:
-                pieces.append(piece)
-                await asyncio.sleep(0)
+            pieces = await in_turns(made)
         try:
             await asyncio.to_thread(write_whole, self._path, pieces)
         except OSError as error:
@@ -248,8 +245,8 @@ class KvListening(Knowledge):
         publisher has changed."""
         if self._shelved is not None:
             places: dict[int, Place] = {}
-            for _ in self._shelved.enter(endpoint.id, slot, lambda cache, place: places.update({cache.rank: place})):
-                await asyncio.sleep(0)
+            entering = self._shelved.enter(endpoint.id, slot, lambda cache, place: places.update({cache.rank: place}))
+            await in_turns(entering)
             self._loaded[slot] = places
         wait = ASK_AGAIN[0]
         while True:
