@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from msgspec import Struct
 
 from fairlead.core.errors import ADMIN_PORT
@@ -28,7 +29,7 @@ from fairlead.gateway.accept import OPENMETRICS_TYPE, TEXT_TYPE, wants_openmetri
 from fairlead.gateway.tls import ServerTls
 from fairlead.server import openapi
 from fairlead.server.dashboard import Dashboard
-from fairlead.server.http_port import Access, HttpPort, Tokens, healthz, readiness, send
+from fairlead.server.http_port import Access, HttpPort, OnError, Tokens, healthz, readiness, reported, send
 from fairlead.server.observe.snapshot import SnapshotMaker
 
 #: The most decisions that one request gets.
@@ -69,8 +70,6 @@ _DEBUG_PAGES = {
     "/debug/journal": "the segments of the decision journal, oldest first: name and bytes (JSON)",
     "/debug/journal/{name}": "one of them",
 }
-
-Handler = Callable[[web.Request], Any]
 
 
 class AdminSources(Struct, frozen=True, kw_only=True):
@@ -133,8 +132,7 @@ async def _elsewhere(request: web.Request, handler: Handler) -> web.StreamRespon
     if isinstance(request.match_info.http_exception, web.HTTPNotFound):
         where = "Send model requests to the gateway (gateway.port, default 8080)"
         return web.Response(status=404, text=f"{ADMIN_PORT}: it has no {request.path}. {where}\n")
-    response: web.StreamResponse = await handler(request)
-    return response
+    return await handler(request)
 
 
 class SharedPage:
@@ -194,12 +192,11 @@ class Admin(HttpPort):
         access: Access | None = None,
         tls: ServerTls | None = None,
         metrics: tuple[str, int] | None = None,
-        on_error: Callable[[str, Exception], object] | None = None,
+        on_error: OnError = lambda path, error: None,
         pools: Callable[[], Mapping[str, AdminSources]] | None = None,
     ) -> None:
         """`metrics`: host and port of a second port for health and metrics only; `None` = no second port. `pools`
-        returns the sources of each pool's debug pages by name (`?pool=`); `None` = all pages come from `sources`.
-        `on_error` receives a page's path and its exception."""
+        returns the sources of each pool's debug pages by name (`?pool=`); `None` = all pages come from `sources`."""
         super().__init__(host, port, 1.0, tls)
         self._sources, self._pools = sources, pools
         self._debug = debug
@@ -264,18 +261,7 @@ class Admin(HttpPort):
         return app
 
     def _add(self, app: web.Application, path: str, handler: Handler) -> None:
-        async def guarded(request: web.Request) -> web.StreamResponse:
-            try:
-                response: web.StreamResponse = await handler(request)
-            except (web.HTTPException, asyncio.CancelledError):
-                raise
-            except Exception as error:
-                if self._on_error is not None:
-                    self._on_error(path, error)
-                return web.Response(status=500, text=f"{path} failed: {type(error).__name__}\n")
-            return response
-
-        app.router.add_get(path, guarded)
+        app.router.add_get(path, reported(handler, self._on_error))
 
     def _heavy(self, pieces: Callable[[web.Request], Iterable[bytes]]) -> Handler:
         """Return a handler for a JSON page. Only one such page is made at a time."""

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from fairlead.server.http_port import OnError, reported
 from fairlead.server.journal.records import writable
 from fairlead.server.observe.snapshot import SnapshotMaker
 
@@ -82,7 +83,7 @@ class Dashboard:
         *,
         viewers: int = VIEWERS,
         patience: float = PATIENCE,
-        on_error: Callable[[str, Exception], object] | None = None,
+        on_error: OnError = lambda path, error: None,
         allows: Callable[[web.Request], bool] = lambda request: True,
     ) -> None:
         """`allows`: whether a viewer may still look."""
@@ -102,8 +103,8 @@ class Dashboard:
 
     def add_to(self, app: web.Application) -> None:
         app.router.add_get(STREAM, self._stream, allow_head=False)
-        app.router.add_get(SNAPSHOT, self._snapshot)
-        app.router.add_get(PREFIX + "{name}", self._file)
+        app.router.add_get(SNAPSHOT, reported(self._snapshot, self._on_error))
+        app.router.add_get(PREFIX + "{name}", reported(self._file, self._on_error))
         app.on_shutdown.append(self._shut)
 
     def __len__(self) -> int:
@@ -143,9 +144,6 @@ class Dashboard:
             answer = self._sources.answers[name](dict(request.query))
         except msgspec.ValidationError as error:
             return web.Response(status=400, text=f"{error}\n")
-        except Exception as error:
-            self._failed(request.path, error)
-            return web.Response(status=500, text=f"{request.path} failed: {type(error).__name__}\n")
         if answer is None:
             return web.Response(status=404, text=_GONE)
         return web.Response(body=encode(answer), content_type="application/json", headers={"Cache-Control": "no-store"})
@@ -156,11 +154,7 @@ class Dashboard:
         """Answer with one snapshot as JSON. At most one per tick is made, however often clients ask."""
         now = asyncio.get_running_loop().time()
         if self._shot is None or now - self._shot[0] >= self._sources.tick:
-            try:
-                self._shot = now, self._take_once()
-            except Exception as error:
-                self._failed(SNAPSHOT, error)
-                return web.Response(status=500, text=f"{SNAPSHOT} failed: {type(error).__name__}\n")
+            self._shot = now, self._take_once()
         return web.Response(body=self._shot[1], content_type="application/json", headers={"Cache-Control": "no-store"})
 
     def _take_once(self) -> bytes:
@@ -205,7 +199,7 @@ class Dashboard:
         except ConnectionError:
             pass  # the viewer left
         except Exception as error:
-            self._failed(STREAM, error)
+            self._on_error(STREAM, error)
         finally:
             self._leave(viewer)
         return response
@@ -222,10 +216,6 @@ class Dashboard:
             with contextlib.suppress(Exception):
                 self._sources.end()
 
-    def _failed(self, path: str, error: Exception) -> None:
-        if self._on_error is not None:
-            self._on_error(path, error)
-
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()
         due = loop.time()
@@ -237,7 +227,7 @@ class Dashboard:
                 made = frame("now", self._sources.take())
             except Exception as error:
                 made = b"event: broken\ndata: {}\n\n"
-                self._failed(STREAM, error)
+                self._on_error(STREAM, error)
             # If this snapshot took long, extend the pause so that snapshots take no more than `SHARE` of the time.
             due += max(min((time.thread_time() - began) / SHARE, SLOWEST) - self._sources.tick, 0.0)
             for viewer in self._viewers:

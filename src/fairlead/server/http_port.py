@@ -240,6 +240,25 @@ class _Site(web.SockSite):
         self._server = await asyncio.get_running_loop().create_server(accept, sock=self._sock)
 
 
+#: Receives a page's path and its exception.
+OnError = Callable[[str, Exception], object]
+
+
+def reported(handler: Handler, on_error: OnError) -> Handler:
+    """A handler that reports the exceptions of `handler` and answers 500."""
+
+    async def guarded(request: web.Request) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except (web.HTTPException, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            on_error(request.path, error)
+            return web.Response(status=500, text=f"{request.path} failed: {type(error).__name__}\n")
+
+    return guarded
+
+
 async def send(
     request: web.Request,
     pieces: Collection[bytes],
