@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from itertools import count
 from math import floor
 from time import thread_time
-from typing import Protocol
 from urllib.parse import quote, urlsplit
 
 import aiohttp
@@ -17,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from fairlead import __version__
-from fairlead.apis.engine_metrics import DEFAULT_ENGINE, ENGINES, EngineMetrics, EngineSpecs, compile_engine, engine_of
+from fairlead.apis.engine_metrics import DEFAULT_ENGINE, ENGINES, EngineMetrics, compile_engine, engine_of
 from fairlead.apis.prometheus import PageReader, Reading
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.events import MetricsFailed, MetricsSampled
@@ -92,19 +91,16 @@ def page_address(url: str) -> PageAddress:
 # The state of scraping one endpoint, and the scraper's totals.
 
 
-class ScrapeStats:
+class ScrapeStats(Struct):
     """Counts of scrapes since the start."""
 
-    __slots__ = ("bytes", "failed", "ok", "seconds", "suppressed")
-
-    def __init__(self) -> None:
-        self.ok = 0
-        self.failed = 0
-        #: The scrapes in `ok` that fed no event because the sample had not changed.
-        self.suppressed = 0
-        self.bytes = 0
-        #: Seconds from request to page, summed over the scrapes in `ok`.
-        self.seconds = 0.0
+    ok: int = 0
+    failed: int = 0
+    #: The scrapes in `ok` that fed no event because the sample had not changed.
+    suppressed: int = 0
+    bytes: int = 0
+    #: Seconds from request to page, summed over the scrapes in `ok`.
+    seconds: float = 0.0
 
 
 class Pace:
@@ -116,56 +112,41 @@ class Pace:
         self.received = memoryview(bytearray(RECEIVE_BYTES))
 
 
-class Owner(Protocol):
-    """What schedules targets and receives their pages and failures: the `Scraper`."""
-
-    def page(self, target: "Target", page: bytes) -> None: ...
-
-    def lost(self, target: "Target", reason: str, retry: bool, answered: bool = False) -> None: ...
-
-
-class Target:
+class Target(Struct, eq=False):
     """One endpoint and the state of its scraping."""
 
-    __slots__ = (
-        "address", "awake_until", "connection", "cost_s", "due", "endpoint", "engine", "fails", "fast", "fed_at",
-        "full_at", "in_flight", "more", "owner", "problems", "reader", "reading", "rests_until", "retried", "silent",
-        "started", "task",
-    )  # fmt: skip
-
-    def __init__(self, owner: Owner, endpoint: Endpoint, address: PageAddress, engine: str, specs: EngineSpecs) -> None:
-        self.owner = owner
-        self.endpoint = endpoint
-        self.address = address
-        self.engine = engine
-        self.reader = PageReader(specs)
-        self.reading: Reading | None = None
-        self.problems: tuple[str, ...] = ()
-        #: The gauges that `Measure` read from the last page.
-        self.more: Mapping[str, float] = {}
-        self.connection: PageConnection | None = None
-        self.task: asyncio.Task[None] | None = None
-        #: When the next scrape starts or, while a scrape is in flight, times out (loop time); negative = none.
-        self.due = -1.0
-        self.started = 0.0
-        self.in_flight = False
-        self.retried = False
-        self.fast = False
-        self.fails = 0
-        #: The last reason passed to `Silence` for this endpoint; empty = its scrapes do not fail.
-        self.silent = ""
-        self.awake_until = -1.0
-        #: CPU seconds to read one page, as a moving average, and the loop time before which no scrape may start.
-        self.cost_s = 0.0
-        self.rests_until = -1.0
-        self.fed_at = -1e9
-        self.full_at = -1e9
+    scraper: "Scraper"
+    endpoint: Endpoint
+    address: PageAddress
+    engine: str
+    reader: PageReader
+    reading: Reading | None = None
+    problems: tuple[str, ...] = ()
+    #: The gauges that `Measure` read from the last page.
+    more: Mapping[str, float] = {}
+    connection: PageConnection | None = None
+    task: asyncio.Task[None] | None = None
+    #: When the next scrape starts or, while a scrape is in flight, times out (loop time); negative = none.
+    due: float = -1.0
+    started: float = 0.0
+    in_flight: bool = False
+    retried: bool = False
+    fast: bool = False
+    fails: int = 0
+    #: The last reason passed to `Silence` for this endpoint; empty = its scrapes do not fail.
+    silent: str = ""
+    awake_until: float = -1.0
+    #: CPU seconds to read one page, as a moving average, and the loop time before which no scrape may start.
+    cost_s: float = 0.0
+    rests_until: float = -1.0
+    fed_at: float = -1e9
+    full_at: float = -1e9
 
     def on_page(self, page: bytes) -> None:
-        self.owner.page(self, page)
+        self.scraper.page(self, page)
 
     def on_failure(self, reason: str, *, retry: bool, answered: bool = False) -> None:
-        self.owner.lost(self, reason, retry, answered)
+        self.scraper.lost(self, reason, retry, answered)
 
     def drop(self) -> None:
         """Abort the scrape in flight, if any, and close the connection."""
@@ -368,7 +349,7 @@ class Scraper:
         except ValueError as error:
             self._emit(MetricsFailed(endpoint.id, str(error)))
             return
-        target = Target(self, endpoint, address, engine, self.specs[engine])
+        target = Target(self, endpoint, address, engine, PageReader(self.specs[engine]))
         target.silent = old.silent if old is not None else ""  # a reported failure must be reported as over later
         self._targets[endpoint.id] = target
         self._pace.targets += 1

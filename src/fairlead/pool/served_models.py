@@ -89,22 +89,19 @@ def read_model_list(page: bytes) -> ModelList:
     return ModelList(BaseModels(base, contexts), adapters, entries)
 
 
-class _Target:
+class _Target(Struct, eq=False):
     """An endpoint, and when it is queried."""
 
-    __slots__ = ("due", "endpoint", "fails", "listed", "looked", "read_at", "task", "timer")
-
-    def __init__(self, endpoint: Endpoint) -> None:
-        self.endpoint = endpoint
-        self.timer: asyncio.TimerHandle | None = None
-        self.due = 0.0
-        self.task: asyncio.Task[None] | None = None
-        self.read_at = -SOON
-        self.fails = 0
-        #: The list reported last.
-        self.listed = ModelList(NOT_READ)
-        #: Report the next list even if it is unchanged.
-        self.looked = False
+    endpoint: Endpoint
+    timer: asyncio.TimerHandle | None = None
+    due: float = 0.0
+    task: asyncio.Task[None] | None = None
+    read_at: float = -SOON
+    fails: int = 0
+    #: The list reported last.
+    listed: ModelList = ModelList(NOT_READ)
+    #: Report the next list even if it is unchanged.
+    looked: bool = False
 
 
 class ServedModels:
