@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from fairlead import __version__
 from fairlead.config.schema import SchedulerSettings
@@ -343,16 +344,7 @@ class StateFeed:
         near = abs(hold - before.hold_ms) <= _SAME * hold and abs(steps - before.answer_steps) <= _SAME * steps
         if near and before.c0:
             return
-        prior = predictor.rates.prior
-        state.speeds = self._speeds = Speeds(
-            c0=prior.c0,
-            c_pf=prior.c_pf,
-            c_attn=prior.c_attn,
-            c_seq=prior.c_seq,
-            c_kv=prior.c_kv,
-            hold_ms=hold,
-            answer_steps=steps,
-        )
+        state.speeds = self._speeds = Speeds(**asdict(predictor.rates.prior), hold_ms=hold, answer_steps=steps)
 
 
 def _endpoint(slot: int, endpoint: Endpoint, adapters: frozenset[str] | None) -> EndpointState:

@@ -45,9 +45,8 @@ from fairlead.server.remote.messages import (
     decode_ask,
     encode_answer,
 )
+from fairlead.server.remote.stream import UNIX
 from fairlead.server.sdk.simple import PASSED, Scheduler, SimplePolicy
-
-UNIX = "unix:"
 
 
 class SchedulerServer:
