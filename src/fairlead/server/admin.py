@@ -230,11 +230,6 @@ class Admin(HttpPort):
         """The port of the metrics page, once started."""
         return self.port if self._public is None else self._public.port
 
-    @property
-    def refused(self) -> int:
-        """How many requests were refused for their host name, origin or token."""
-        return self._access.refused
-
     def _public_app(self) -> web.Application:
         app = web.Application(client_max_size=1024, middlewares=[self._access.guard])
         self._add(app, "/healthz", healthz)

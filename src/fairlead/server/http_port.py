@@ -127,8 +127,6 @@ class Access:
         self._endings = (".localhost", *(name for name in names if name.startswith(".")))
         self._tokens = tokens
         self._free = free
-        #: How many requests were refused.
-        self.refused = 0
 
     def refusal(self, request: web.Request) -> web.Response | None:
         """The answer that refuses a request; `None` = it is allowed."""
@@ -136,14 +134,15 @@ class Access:
             return None
         host = request.headers.get("Host")
         if host is not None and not self.ours(host):
-            return self._refuse(403, f"{host[:80]!r} is not a name of this server; see admin.hosts\n")
+            return web.Response(status=403, text=f"{host[:80]!r} is not a name of this server; see admin.hosts\n")
         origin = request.headers.get("Origin")
         if origin is not None and _host_of(origin) != host:
-            return self._refuse(403, "requests from pages of other origins are refused\n")
+            return web.Response(status=403, text="requests from pages of other origins are refused\n")
         if self._tokens is not None and not self._tokens.accept(request.headers.get("Authorization", "")):
             # For Basic, browsers ask the user, for scripts too. Those of the dashboard name what they accept.
             scheme = "Basic" if "*/*" in request.headers.get("Accept", "*/*") else "Bearer"
-            return self._refuse(401, "a token is needed\n", {"WWW-Authenticate": f'{scheme} realm="fairlead"'})
+            challenge = {"WWW-Authenticate": f'{scheme} realm="fairlead"'}
+            return web.Response(status=401, text="a token is needed\n", headers=challenge)
         return None
 
     def problem(self) -> str:
@@ -164,10 +163,6 @@ class Access:
         except ValueError:
             return name in self._names or name.endswith(self._endings)
         return True
-
-    def _refuse(self, status: int, text: str, headers: dict[str, str] | None = None) -> web.Response:
-        self.refused += 1
-        return web.Response(status=status, text=text, headers=headers)
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:

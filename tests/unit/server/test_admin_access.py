@@ -85,7 +85,6 @@ async def test_a_foreign_name_reads_nothing() -> None:
     admin = await started()
     for path in ("/debug/decisions", "/metrics", "/", "/debug/endpoints", "/nothing"):
         assert await ask(admin.port, path, Host="evil.example") == 403
-    assert admin.refused == 5
     assert await ask(admin.port, "/healthz", Host="evil.example") == 200
     assert await ask(admin.port, "/metrics", Host="10.1.2.3:9090") == 200, "as Prometheus scrapes a pod"
     await admin.close()
