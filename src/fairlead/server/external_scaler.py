@@ -8,7 +8,7 @@ a request that waits in an empty pool is reported within `LOOK_S`.
 
 import asyncio
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from fairlead.core.errors import cannot_listen
 from fairlead.gateway.grpc_frames import Status
@@ -58,20 +58,12 @@ class ExternalScaler:
         return self.wanted() != 0
 
     def _routes(self) -> Routes:
-        spec = field(1, field(1, METRIC) + number(2, 1) + b"\x19" + struct.pack("<d", 1.0))
         return {
             SERVICE + "IsActive": lambda stream, _: _Unary(stream, lambda: number(1, self.active())),
-            SERVICE + "GetMetricSpec": lambda stream, _: _Unary(stream, lambda: spec),
-            SERVICE + "GetMetrics": lambda stream, _: _Unary(stream, self._value),
-            SERVICE + "StreamIsActive": self._stream,
+            SERVICE + "GetMetricSpec": lambda stream, _: _Unary(stream, lambda: _metric(1)),
+            SERVICE + "GetMetrics": lambda stream, _: _Unary(stream, lambda: _metric(self.wanted())),
+            SERVICE + "StreamIsActive": lambda stream, _: _Activity(self, stream),
         }
-
-    def _value(self) -> bytes:
-        wanted = self.wanted()
-        return field(1, field(1, METRIC) + number(2, wanted) + b"\x19" + struct.pack("<d", float(wanted)))
-
-    def _stream(self, stream: ServerStream, headers: Mapping[str, str]) -> "_Activity":
-        return _Activity(self, stream)
 
     def watch(self, watcher: "_Activity") -> None:
         self._watchers.add(watcher)
@@ -86,6 +78,10 @@ class ExternalScaler:
         for watcher in list(self._watchers):
             watcher.tell(active)
         self._ticker = asyncio.get_running_loop().call_later(LOOK_S, self._tick) if self._watchers else None
+
+
+def _metric(value: int) -> bytes:
+    return field(1, field(1, METRIC) + number(2, value) + b"\x19" + struct.pack("<d", float(value)))
 
 
 class _Unary:
