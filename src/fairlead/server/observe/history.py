@@ -54,12 +54,12 @@ class _Counts(NamedTuple):
 class Rates(Struct, frozen=True):
     """Rates per second over the last ten seconds; `None` = less than a second is covered."""
 
-    arrived: float | None = None
+    arrived_per_s: float | None = None
     #: Requests that were sent to an endpoint or refused.
-    requests: float | None = None
-    refused: float | None = None
-    client_errors: float | None = None
-    server_errors: float | None = None
+    per_s: float | None = None
+    refused_per_s: float | None = None
+    client_errors_per_s: float | None = None
+    server_errors_per_s: float | None = None
     #: Share of the ended requests that failed.
     error_rate: float | None = None
 
@@ -123,8 +123,8 @@ class History:
     def failures(self) -> Failures:
         """The failures that the notices mention."""
         since, rates = self.failing_since, self.rates
-        errors = (rates.client_errors or 0.0) + (rates.server_errors or 0.0)
-        share = (rates.server_errors or 0.0) / errors * (rates.error_rate or 0.0) if errors else 0.0
+        errors = (rates.client_errors_per_s or 0.0) + (rates.server_errors_per_s or 0.0)
+        share = (rates.server_errors_per_s or 0.0) / errors * (rates.error_rate or 0.0) if errors else 0.0
         return Failures(None if since is None else since + self._wall(), share)
 
     def point(self, now: float) -> Point:
@@ -135,10 +135,10 @@ class History:
             ttft=(latency.ttft.p50, latency.ttft.p95, latency.ttft.p99),
             predicted=latency.predicted.p50,
             answer=(latency.answer.p50, latency.answer.p95, latency.answer.p99),
-            arrived_per_s=rates.arrived,
-            per_s=rates.requests,
-            client_errors_per_s=rates.client_errors,
-            server_errors_per_s=rates.server_errors,
+            arrived_per_s=rates.arrived_per_s,
+            per_s=rates.per_s,
+            client_errors_per_s=rates.client_errors_per_s,
+            server_errors_per_s=rates.server_errors_per_s,
             waiting=self._waiting(),
             engines_waiting=float(table.queue[table.alive].sum()),
             engines_running=float(table.active[table.alive].sum()),

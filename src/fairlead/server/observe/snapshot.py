@@ -16,6 +16,7 @@ from math import inf, isfinite
 from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import asdict
 
 from fairlead import __version__
 from fairlead.core.endpoint import ROLE_LABEL
@@ -454,19 +455,14 @@ class SnapshotMaker:
         return ModelPast(STEP, self.history.models.of(query.get("name", ""), self._wall()))
 
     def _totals(self) -> shape.Totals:
-        families, rates = self._watch.metrics.families, self.history.rates
+        families = self._watch.metrics.families
         places = {key[0]: counter.value for key, counter in families.forecasts.children.items()}
         return shape.Totals(
             requests=int(_sum(families.requests)) + self._watch.metrics.unproven,
             errors=int(_sum(families.errors)),
             refused=int(_sum(families.rejected)),
             running=int(_sum(families.running)),
-            arrived_per_s=rates.arrived,
-            per_s=rates.requests,
-            refused_per_s=rates.refused,
-            client_errors_per_s=rates.client_errors,
-            server_errors_per_s=rates.server_errors,
-            error_rate=rates.error_rate,
+            **asdict(self.history.rates),
             prompt_tokens=_sum(families.lookups),
             hit_tokens=_sum(families.hits),
             forecasts=int(sum(places.values())),

@@ -58,7 +58,7 @@ def test_rates_are_of_the_last_ten_seconds_however_often_somebody_looks() -> Non
     for _ in range(9):
         pool.history.look(pool.now)
     rates = pool.history.rates
-    assert (rates.client_errors, rates.server_errors, rates.error_rate) == (0.5, 1.0, 0.75)
+    assert (rates.client_errors_per_s, rates.server_errors_per_s, rates.error_rate) == (0.5, 1.0, 0.75)
     pool.passes(20.0)
     assert pool.history.rates.error_rate is None
 
@@ -171,5 +171,5 @@ def test_what_waits_has_arrived() -> None:
         flow.arrived(Request(id=number, arrived=pool.now, model="m", prompt_tokens=10), pool.fleet, pool.now)
         pool.passes(0.5)
     rates = pool.history.rates
-    assert (rates.arrived, rates.requests) == (2.0, 0.0)
+    assert (rates.arrived_per_s, rates.per_s) == (2.0, 0.0)
     assert (pool.history.points[-1].arrived_per_s, pool.history.points[-1].waiting) == (2.0, 30)
