@@ -4,6 +4,7 @@ of the link as metrics, notes and troubles.
 `replicas_valkey` carries facts between machines, `replicas_files` between processes of one machine.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable
 from urllib.parse import urlsplit
@@ -230,6 +231,12 @@ class Replicas:
         """Connect. Returns once the facts of all other replicas are known, when the first attempt has failed, or after
         `JOIN_S`."""
         raise NotImplementedError
+
+    async def _joined(self) -> None:
+        """Wait until the facts of all other replicas are known, at most `JOIN_S`."""
+        until = time.monotonic() + JOIN_S
+        while self.missing and time.monotonic() < until:
+            await asyncio.sleep(self._settings.interval)
 
     async def close(self) -> None:
         """Send the remaining facts and leave."""

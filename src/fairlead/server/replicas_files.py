@@ -28,8 +28,9 @@ from urllib.parse import quote, urlsplit
 from zlib import crc32
 
 from fairlead.core.events import Event
+from fairlead.pool.aio import set_within
 from fairlead.server.files import lock, unfinished, write_whole
-from fairlead.server.replicas import JOIN_S, SNAPSHOT_PAUSE_S, Own, Replicas, log
+from fairlead.server.replicas import SNAPSHOT_PAUSE_S, Own, Replicas, log
 
 FACTS, SNAPSHOTS = ".facts", ".snapshot"
 #: The first and second number of a file. Files of another version are not read.
@@ -66,9 +67,7 @@ class FileReplicas(Replicas):
     async def start(self) -> None:
         await self._look()
         self._task = asyncio.create_task(self._keep_looking())
-        until = time.monotonic() + JOIN_S
-        while self.missing and time.monotonic() < until:
-            await asyncio.sleep(self._settings.interval)
+        await self._joined()
 
     async def close(self) -> None:
         if self._task is None:
@@ -99,9 +98,7 @@ class FileReplicas(Replicas):
 
     async def _keep_looking(self) -> None:
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._settings.interval if self._facts.waits() else LOOK_S):
-                    await self._soon.wait()
+            await set_within(self._soon, self._settings.interval if self._facts.waits() else LOOK_S)
             self._soon.clear()
             await self._look()
 

@@ -48,7 +48,7 @@ from urllib.parse import urlsplit
 
 from fairlead.core.errors import ConfigError
 from fairlead.pool.authorities import trusting
-from fairlead.server.replicas import JOIN_S, SNAPSHOT_PAUSE_S, Own, Peer, Replicas, log
+from fairlead.server.replicas import SNAPSHOT_PAUSE_S, Own, Peer, Replicas, log
 
 #: `valkey.asyncio.Valkey`, whose type hints do not allow bytes as keys.
 Client = Any
@@ -124,9 +124,7 @@ class ValkeyReplicas(Replicas):
         tried = asyncio.Event()
         self._tasks = {asyncio.create_task(self._collect()), asyncio.create_task(self._run(tried))}
         await tried.wait()
-        until = time.monotonic() + JOIN_S
-        while self.missing and time.monotonic() < until:
-            await asyncio.sleep(self._settings.interval)
+        await self._joined()
 
     async def close(self) -> None:
         """Send the remaining batches and leave, if the server answers within `_FAREWELL_S`."""
