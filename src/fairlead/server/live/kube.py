@@ -11,7 +11,6 @@ control plane. So both replicas are ready for `overlap`, and the last leader ans
 """
 
 import asyncio
-import contextlib
 import os
 import secrets
 import socket
@@ -25,7 +24,7 @@ from fairlead.config.schema import Kubernetes
 from fairlead.core.endpoint import host_port
 from fairlead.core.errors import ConfigError
 from fairlead.core.models import ModelSet
-from fairlead.pool.aio import cancelled
+from fairlead.pool.aio import cancelled, set_within
 from fairlead.pool.kube.auth import find_access
 from fairlead.pool.kube.client import KubeClient
 from fairlead.pool.kube.elector import ElectionSettings, Elector
@@ -116,10 +115,7 @@ class KubeLink:
             self._metrics.leader.child(self._lease).set(False)
             self._run(stack, self.elector.run, "kubernetes lease")
         self._metrics.follow(self._followed)
-        try:
-            async with asyncio.timeout(START_S):
-                await self._synced.wait()
-        except TimeoutError:
+        if not await set_within(self._synced, START_S):
             log.warning("not ready: no state from Kubernetes yet", reason="; ".join(self._troubles.values()) or "")
 
     async def hand_over(self) -> None:
@@ -211,7 +207,7 @@ class KubeLink:
         if self.elector is not None:
             reflectors["leases"] = self.elector.reflector
         for name, writer in self.writers.items():
-            self._metrics.wrote(name, writer.writes)
+            self._metrics.writes.child(name).value = writer.writes
         return reflectors
 
 
@@ -339,29 +335,22 @@ async def follow_pool(stack: AsyncExitStack, settings: Kubernetes, feed: Feed) -
     client = KubeClient(find_access(settings.kubeconfig, settings.context))
     stack.push_async_callback(client.close)
     pool = wanted_pool(settings, namespace_of(settings, client))
-    protocols: list[str] = []
+    protocol = ""
     read = asyncio.Event()
 
     def changed() -> None:
+        nonlocal protocol
         if endpoints.pool is None:
             return
-        protocol = endpoints.pool.app_protocol
-        if protocols and protocol != protocols[-1]:
-            log.error(
-                "the pool's appProtocol changed; restart the gateway to apply it",
-                app_protocol=protocol,
-                before=protocols[-1],
-            )
-        if not protocols or protocol != protocols[-1]:
-            protocols.append(protocol)
+        before, protocol = protocol, endpoints.pool.app_protocol
+        if before and protocol != before:
+            text = "the pool's appProtocol changed; restart the gateway to apply it"
+            log.error(text, app_protocol=protocol, before=before)
         read.set()
 
     endpoints = PoolEndpoints(client, pool, settings.group, feed, Random(), changed=changed)
     task = asyncio.create_task(endpoints.run(), name="pool")
     stack.callback(task.cancel)
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(START_S):
-            await read.wait()
-    if not protocols:
-        protocols.append(pool.app_protocol)
-    return protocols[0]
+    await set_within(read, START_S)
+    protocol = protocol or pool.app_protocol  # which gateways begin with, so `changed` compares with it
+    return protocol

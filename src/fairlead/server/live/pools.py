@@ -17,7 +17,6 @@ from fairlead.server.admin import AdminSources
 from fairlead.server.live.pool_scheduler import PoolScheduler, log_unusable
 from fairlead.server.observe.component_metrics import KubeMetrics
 from fairlead.server.observe.exposition import Registry, page_of
-from fairlead.server.observe.instruments import gauges
 from fairlead.server.observe.log import get
 from fairlead.server.observe.tracing import Tracing
 from fairlead.server.observe.troubles import Troubles, watch_process
@@ -67,9 +66,7 @@ class LivePools:
         self.troubles.watch("configuration", lambda: self._unusable)
         unknown = "gateways ask for pools that are not served here, or cannot be told apart; the log names the last one"
         self.troubles.lately("pools", lambda: self.host.refused, unknown)
-        served = gauges()
-        self.registry.before(lambda: served.child().set(len(self.pools)))
-        self.registry.show("fairlead_pools", "InferencePools that are served.", served)
+        self.registry.follow("gauge", "fairlead_pools", "InferencePools that are served.", lambda: len(self.pools))
 
     # ---- pools ----
 
@@ -178,7 +175,7 @@ class OpenedPool:
         self.scheduler = PoolScheduler(
             config, pools._tracing, one_of=pools._pace, unready=pools._unready, begun=self.begun
         )
-        self.scheduler.watch.watch_lead(lambda: pools.kube.standby)
+        self.scheduler.watch.standby = lambda: pools.kube.standby
         self.sources = self.scheduler.sources()
 
     async def start(self) -> None:

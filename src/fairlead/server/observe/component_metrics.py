@@ -118,7 +118,6 @@ class ShadowMetrics:
         self._primary = counters()
         self._took = histograms("shadow", bounds=REGRET_BOUNDS)
         self._skipped = counters("shadow", "reason")
-        self._cut = gauges("shadow")
         registry.before(self._refresh)
         show = registry.show
         text = "What shadows would have done: agree, differ, refuse, error."
@@ -132,7 +131,8 @@ class ShadowMetrics:
         show("fairlead_shadow_seconds", "Time that a shadow took for a decision.", self._took)
         text = "Decisions without a shadow's verdict, by reason; without a name: all built-in shadows."
         show("fairlead_shadow_skipped_total", text, self._skipped)
-        show("fairlead_shadow_cut_off", "1 for a shadow that was cut off.", self._cut)
+        text = "1 for a shadow that was cut off."
+        registry.follow("gauge", "fairlead_shadow_cut_off", text, lambda: dict.fromkeys(self.cut(), 1), "shadow")
 
     def on_shadow(self, record: ShadowRecord) -> None:
         self.judged += 1
@@ -147,14 +147,12 @@ class ShadowMetrics:
                 self._gain.child(name, sign).value += abs(verdict.gain_ms)
 
     def totals(self) -> dict[str, dict[str, float]]:
-        """By shadow: decisions by verdict, and milliseconds of regret, predicted gain and predicted loss."""
+        """By shadow: decisions by verdict, and milliseconds of regret."""
         by_shadow: dict[str, dict[str, float]] = {}
         for (name, verdict), counter in self._decisions.children.items():
             by_shadow.setdefault(name, {})[verdict] = counter.value
         for (name,), counter in self._regret.children.items():
             by_shadow.setdefault(name, {})["regret_ms"] = counter.value
-        for (name, sign), counter in self._gain.children.items():
-            by_shadow.setdefault(name, {})[f"{sign}_ms"] = counter.value
         return by_shadow
 
     @property
@@ -165,9 +163,6 @@ class ShadowMetrics:
     def _refresh(self) -> None:
         for (shadow, reason), count in self.skipped().items():
             self._skipped.child(shadow, reason).value = count
-        self._cut.children.clear()
-        for name in self.cut():
-            self._cut.child(name).set(1)
 
 
 def _kind(verdict: ShadowVerdict) -> str:
@@ -324,14 +319,15 @@ class KubeMetrics:
         #: Returns the reflectors by resource (plural name).
         self._followed: Callable[[], Mapping[str, Reflector[Any]]] = dict
         self.leader = gauges("lease")
-        self._writes = counters("pool")
+        #: Status conditions that were written since the start.
+        self.writes = counters("pool")
         text = "1 while the API server answers for this resource."
         registry.follow("gauge", "fairlead_kube_connected", text, lambda: self._each("connected"), "resource")
         registry.follow("gauge", "fairlead_kube_objects", "Objects currently known.", self._objects, "resource")
         for name, text in _KUBE_COUNTS.items():
             registry.follow("counter", f"fairlead_kube_{name}_total", text, partial(self._each, name), "resource")
         registry.show("fairlead_kube_leader", "1 while this replica leads.", self.leader)
-        registry.show("fairlead_kube_status_writes_total", "Status conditions written.", self._writes)
+        registry.show("fairlead_kube_status_writes_total", "Status conditions written.", self.writes)
 
     @property
     def standby(self) -> bool:
@@ -350,10 +346,6 @@ class KubeMetrics:
                 lost.setdefault(stats.trouble or "no answer yet", []).append(resource)
         what = "; ".join(f"changes of {', '.join(resources)} are not seen: {why}" for why, resources in lost.items())
         return f"{what}; the last known state stays in force" if lost else ""
-
-    def wrote(self, pool: str, conditions: int) -> None:
-        """Set how many status conditions were written since the start."""
-        self._writes.child(pool).value = conditions
 
     def _objects(self) -> dict[str, int]:
         return {name: len(reflector.items) for name, reflector in self._followed().items()}

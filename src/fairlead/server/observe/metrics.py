@@ -29,7 +29,7 @@ from fairlead.core.records import LOST, DecisionRecord, Forecast, OutcomeRecord
 from fairlead.core.request import Request
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.fleet_gauges import FleetGauges, FleetStatus
-from fairlead.server.observe.instruments import OTHER, Counter, Gauge, Histogram, Readings, gauges
+from fairlead.server.observe.instruments import OTHER, Counter, Gauge, Histogram, gauges
 from fairlead.server.observe.request_families import RequestFamilies
 
 SCALE_UP_HOLD_S = 60.0
@@ -191,22 +191,20 @@ class SchedulerMetrics:
         #: Names and addresses of endpoints that have counters but were gone at the last sweep.
         self._departed: set[str] = set()
         self._splitting: set[str] = set()
-        self._scale_up, self._desired, self._desired_now = gauges(), gauges(), desired
         families = self.families
         self._scheduling = families.scheduling.child()
         self._overloaded = families.overloaded.child()
         self._hit_ratio = families.hit_ratio.child()
         families.show(self.registry)
-        self.registry.before(self._refresh)
-        self.registry.show("fairlead_scale_up_wanted", "1 while more replicas are wanted.", self._scale_up)
+        self.registry.before(self._sweep)
+        follow = self.registry.follow
+        follow("gauge", "fairlead_scale_up_wanted", "1 while more replicas are wanted.", self.scale_up_wanted)
         text = "Pods that the load asks for; absent while too little is known of it."
-        self.registry.show("fairlead_desired_replicas", text, self._desired)
+        follow("gauge", "fairlead_desired_replicas", text, desired)
         text = "Sets of request labels with their own series because a request with them was answered 2xx."
-        self._label_sets = gauges()
-        self.registry.show("fairlead_metrics_label_sets", text, self._label_sets)
-        self._folds = Readings("counter", "metric")
+        follow("gauge", "fairlead_metrics_label_sets", text, lambda: len(self._earned))
         text = "Counted as `other`: the labels had earned no series of their own, or there was no room for more."
-        self.registry.show("fairlead_metrics_folded_total", text, self._folds)
+        follow("counter", "fairlead_metrics_folded_total", text, self._folds, "metric")
         FleetGauges(self.registry, pool, status)
         info = gauges("commit", "build_ref")
         info.child("", __version__).set(1)
@@ -494,19 +492,15 @@ class SchedulerMetrics:
         model, target, fairness_id, priority = key
         return model, target, fairness_id or NO_TENANT, priority
 
-    def _refresh(self) -> None:
-        self._scale_up.child().set(1 if self.scale_up_wanted() else 0)
-        self._desired.children.clear()
-        if (desired := self._desired_now()) is not None:
-            self._desired.child().set(desired)
+    def _sweep(self) -> None:
         if self._now() - self._swept_at >= _SWEEP_S:
             self._swept_at = self._now()
             self._forget_departed()
             self._forget_idle()
-        self._label_sets.child().set(len(self._earned))
+
+    def _folds(self) -> dict[str, int]:
         views = reversed(self.registry.views)  # of several names of a family, the first one shown is kept
-        folded = {id(view.family): (view.name, view.family.folded) for view in views if view.family.folded}
-        self._folds.take({(name,): number for name, number in folded.values()})
+        return dict({id(view.family): (view.name, view.family.folded) for view in views if view.family.folded}.values())
 
     def _forget_idle(self) -> None:
         """Drop label sets that were not used for `idle_s` and are not declared, or all of these if there is no room."""

@@ -62,9 +62,6 @@ class RequestTrace:
         #: The value of the header `traceparent` for the model server.
         self.traceparent = w3c.render(context.trace_id, context.span_id, True)
 
-    def __repr__(self) -> str:
-        return f"<trace {self.trace_id:032x}>"
-
 
 class Tracing:
     """Call `arrived` when a request is understood, and keep its result in `Request.trace`. Then pass the request's

@@ -13,7 +13,6 @@ from math import inf
 from pathlib import Path
 
 from fairlead.server.observe.exposition import Registry
-from fairlead.server.observe.instruments import Readings
 from fairlead.server.observe.log import Written, get
 
 log = get("troubles")
@@ -61,9 +60,8 @@ class Troubles:
         self.present: dict[str, str] = {}
         #: Of each present trouble, without numbers: the logged reason, the present one, and its beginning.
         self._reasons: dict[str, tuple[str, str, float]] = {}
-        self._shown = Readings("gauge", "what")
-        registry.before(self._refresh)
-        registry.show("fairlead_trouble", "1 for what this process cannot do now; see the log.", self._shown)
+        text = "1 for what this process cannot do now; see the log."
+        registry.follow("gauge", "fairlead_trouble", text, self._shown, "what")
 
     def watch(self, what: str, check: Check) -> None:
         """Add a check under the name `what`. It returns a reason while there is a trouble, else an empty text."""
@@ -102,8 +100,8 @@ class Troubles:
             del self._reasons[what]
             log.info(f"restriction lifted: {what}")
 
-    def _refresh(self) -> None:
-        self._shown.take({(what,): 1 if what in self.present else 0 for what in self._checks})
+    def _shown(self) -> dict[str, int]:
+        return {what: int(what in self.present) for what in self._checks}
 
 
 def watch_process(troubles: Troubles) -> None:
