@@ -23,6 +23,7 @@ from fairlead.config.schema import (
     FlowSpec,
     PluginSpec,
     PolicySpec,
+    Section,
     implied_flow_control,
 )
 from fairlead.config.yaml import Node, scalar
@@ -32,8 +33,8 @@ from fairlead.core.errors import ConfigError, PluginError
 def record(config: Config) -> dict[str, Any]:
     """The scheduling part as plain values for msgpack and JSON."""
     return {
-        "policy": _policy(config.policy),
-        "flow_control": _flow_control(config.flow_control),
+        "policy": _plain(config.policy),
+        "flow_control": _plain(config.flow_control),
         "lease_ttl": config.ledger.lease_ttl,
         "staleness": config.metrics.staleness,
         "beside": list(beside(config)),
@@ -75,7 +76,7 @@ def with_policy(config: Config, source: Config) -> Config:
     flow = source.flow_control
     if (flow is None or flow.implied) and not source.policy.splits:
         implied = implied_flow_control(config.policy, config)
-        if _flow_control(config.flow_control) != _flow_control(implied):
+        if _plain(config.flow_control) != _plain(implied):
             flow = config.flow_control
     return config.model_copy(update={"policy": source.policy, "flow_control": flow})
 
@@ -149,41 +150,21 @@ def _number(text: str) -> float:
 # ---- to plain values ----
 
 
-def _policy(policy: PolicySpec) -> dict[str, Any]:
-    return {
-        "name": policy.name,
-        "filters": [_plugin(spec) for spec in policy.filters],
-        "scorers": [_plugin(spec) for spec in policy.scorers],
-        "picker": None if policy.picker is None else _plugin(policy.picker),
-        "plugin": None if policy.plugin is None else _plugin(policy.plugin),
-    }
-
-
-def _plugin(spec: PluginSpec) -> dict[str, Any]:
-    return {
-        "kind": spec.kind,
-        "type": spec.type,
-        "name": spec.name,
-        "weight": spec.weight,
-        "parameters": plain(spec.parameters),
-    }
-
-
-def _flow_control(flow: FlowSpec | None) -> dict[str, Any] | None:
-    return None if flow is None else _flow(flow)
-
-
-def _flow(flow: FlowSpec) -> dict[str, Any]:
-    return {"settings": plain(flow.settings), **_named(flow, FLOW_KINDS), BANDS: _bands(flow)}
-
-
-def _bands(flow: FlowSpec) -> list[dict[str, Any]]:
-    return [{"settings": plain(band.settings), **_named(band, BAND_KINDS)} for band in flow.bands]
-
-
-def _named(of: FlowSpec | BandSpec, kinds: tuple[Kind, ...]) -> dict[str, Any]:
-    given = structs.asdict(of)
-    return {kind: None if given[kind] is None else _plugin(given[kind]) for kind in kinds}
+def _plain(value: Any) -> Any:
+    """A spec with all of its parts as plain values. Whether flow control is implied is left out."""
+    if isinstance(value, PluginSpec):
+        return {
+            "kind": value.kind,
+            "type": value.type,
+            "name": value.name,
+            "weight": value.weight,
+            "parameters": plain(value.parameters),
+        }
+    if isinstance(value, PolicySpec | FlowSpec | BandSpec):
+        return {key: _plain(part) for key, part in structs.asdict(value).items() if key != "implied"}
+    if isinstance(value, tuple):
+        return [_plain(part) for part in value]
+    return plain(value) if isinstance(value, Section) else value
 
 
 # ---- and back ----
