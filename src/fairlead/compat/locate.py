@@ -7,7 +7,7 @@ from msgspec import Struct
 from fairlead.config import yaml
 from fairlead.config.check import fields
 from fairlead.config.problems import Place, Report, describe, shorten
-from fairlead.config.yaml import Node, Tree
+from fairlead.config.yaml import Tree
 
 KIND = "EndpointPickerConfig"
 #: The values of the reference's charts: `router.epp`, in older ones `inferenceExtension`.
@@ -85,7 +85,9 @@ def _text(place: Place, text: str, tree: Tree, report: Report) -> Located | None
     """The document in the text at `place`. Its lines are found by the rule that a block scalar's text begins a line
     below its key."""
     document = yaml.parse(text)
-    before = _node(tree.root, place).line - (0 if "\n" in text else 1)
+    node = tree.node(place)
+    assert node is not None
+    before = node.line - (0 if "\n" in text else 1)
     inner = Report(lambda path: before + document.tree.line(path), place)
     for fault in document.problems:
         report.add(place, f"line {before + fault.line}: {fault.message}", fault.hint)
@@ -95,10 +97,3 @@ def _text(place: Place, text: str, tree: Tree, report: Report) -> Located | None
         report.add(place, f"expected an {KIND}, got {describe(document.value)}")
         return None
     return Located(document.value, inner, place)
-
-
-def _node(node: Node, place: Place) -> Node:
-    for step in place:
-        assert isinstance(node.value, dict) and isinstance(step, str)
-        node = node.value[step]
-    return node

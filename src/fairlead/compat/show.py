@@ -11,7 +11,7 @@ from fairlead.config.check import fields, plain
 from fairlead.config.endpoint_list import Listed
 from fairlead.config.problems import Place, show
 from fairlead.config.schema import Config, PluginSpec, Section
-from fairlead.config.yaml import Node, Tree
+from fairlead.config.yaml import Tree
 from fairlead.core.text import masked
 from fairlead.plugins.params import camel
 
@@ -145,15 +145,7 @@ class _Show:
         return DEFAULT
 
     def _stands(self, place: Place) -> bool:
-        node: Node | None = self._tree.root
-        for step in place:
-            inner = node.value if node else None
-            if isinstance(inner, dict) and isinstance(step, str):
-                node = inner.get(step)
-            elif isinstance(inner, list) and isinstance(step, int) and step < len(inner):
-                node = inner[step]
-            else:
-                return False
+        node = self._tree.node(place)
         return node is not None and not node.missing
 
 

@@ -83,7 +83,17 @@ class Tree(Struct):
 
     def line(self, place: Place) -> int:
         """The line of `place`, or of the nearest enclosing value in the text; 0 = none."""
-        node, line = self.root, self.root.line
+        return [line for line, _ in self._way(place)][-1]
+
+    def node(self, place: Place) -> Node | None:
+        """The value at `place`; `None` = there is none."""
+        nodes = [node for _, node in self._way(place)]
+        return nodes[-1] if len(nodes) > len(place) else None
+
+    def _way(self, place: Place) -> Iterator[tuple[int, Node]]:
+        """Yield line and value of the root and of each step towards `place`, as far as there are values."""
+        node = self.root
+        yield node.line, node
         for step in place:
             inner = node.value
             if isinstance(inner, dict) and isinstance(step, str) and step in inner:
@@ -92,8 +102,8 @@ class Tree(Struct):
                 node = inner[step]
                 line = node.line
             else:
-                break
-        return line
+                return
+            yield line, node
 
 
 def parse_yaml(text: bytes | str) -> Tree:
@@ -231,7 +241,7 @@ class _Builder:
             around.merges += sources
         elif key in inner:
             first = f"first in line {lines[key]}"
-            self._fault(self._place(), around.key_line, f"'{shorten(key)}' is given twice", first)
+            self._fault(around.key_line, f"'{shorten(key)}' is given twice", first)
         else:
             inner[key] = node
             lines[key] = around.key_line
@@ -241,7 +251,7 @@ class _Builder:
         inner = into.node.value
         assert isinstance(inner, dict)
         if not isinstance(source.value, dict):
-            self._fault(self._place(), source.line, "<< needs a mapping, or a list of mappings")
+            self._fault(source.line, "<< needs a mapping, or a list of mappings")
             return
         self._count(len(source.value), into.node.line)
         for key, node in source.value.items():
@@ -249,19 +259,11 @@ class _Builder:
                 inner[key] = node
                 into.node.key_lines[key] = source.key_lines[key]
 
-    def _place(self) -> Place:
-        """The place of the innermost open collection."""
-        return tuple(self._steps())
-
-    def _steps(self) -> Iterator[str | int]:
-        for entry in self._stack:
-            if isinstance(entry.node.value, list):
-                yield len(entry.node.value)
-            else:
-                yield entry.key or ""
-
-    def _fault(self, place: Place, line: int, message: str, hint: str = "") -> None:
+    def _fault(self, line: int, message: str, hint: str = "") -> None:
+        """Record a fault in the innermost open collection."""
         if len(self.faults) < MAX_FAULTS:
+            levels = ((level.node.value, level.key or "") for level in self._stack)
+            place = tuple(len(inner) if isinstance(inner, list) else key for inner, key in levels)
             self.faults.append(Problem(show(place), line, message, hint))
 
     def _count(self, values: int, line: int) -> None:
