@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from fairlead.cli.basics import WRONG_INPUT, echo_json, without_collection
 
 if TYPE_CHECKING:
-    from fairlead.config.problems import Report
     from fairlead.config.schema import Config
 
 
@@ -17,42 +16,25 @@ def run_validate(file: Path, as_json: bool) -> int:
         from fairlead.compat.load import examine
 
         config, report = examine(file)
+    names, wrong = _names(config) if config is not None else ("", [])
+    keys = _keys_problems(config) if config is not None else []
+    summary = _summary(config) if config is not None and not (keys or wrong) else ""
     if as_json:
-        return _as_json(file, config, report)
+        named = [{"message": line} for line in (*wrong, *keys)]
+        document = {"file": str(file), "valid": bool(summary), "problems": [*report.problems, *named]}
+        echo_json(document | {"notes": report.notes, "summary": summary})
+        return 0 if summary else WRONG_INPUT
     lines = [problem.render(str(file)) for problem in report.problems]
     lines += [f"note: {note.render(str(file))}" for note in report.notes]
-    wrong, names = list[str](), ""
-    if config is None:
-        wrong = [_counted(len(report.problems), "problem")]
-    else:
-        names, wrong = _names(config)
-        wrong = [*_keys_problems(config), *wrong]
-        wrong += [_counted(len(wrong), "problem")] * bool(wrong)
-    if config is not None and not wrong:
-        lines.append(f"{file}: valid. {_summary(config)}{names}")
-    sys.stdout.write("".join(f"{line}\n" for line in (*lines, *wrong)))
-    return WRONG_INPUT if wrong else 0
+    lines += [*keys, *wrong]
+    problems = _counted(len(report.problems) + len(keys) + len(wrong), "problem")
+    lines.append(f"{file}: valid. {summary}{names}" if summary else problems)
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    return 0 if summary else WRONG_INPUT
 
 
 def _counted(count: int, what: str) -> str:
     return f"{count} {what}{'s' * (count != 1)}"
-
-
-def _as_json(file: Path, config: "Config | None", report: "Report") -> int:
-    from fairlead.pool.models_file import check_models
-
-    named = check_models(config.models)[1] if config is not None and config.models.given else []
-    named += _keys_problems(config) if config is not None else []
-    valid = config is not None and not named
-    document = {
-        "file": str(file),
-        "valid": valid,
-        "problems": [*report.problems, *({"message": line} for line in named)],
-        "notes": report.notes,
-        "summary": _summary(config) if config is not None and valid else "",
-    }
-    echo_json(document)
-    return 0 if valid else WRONG_INPUT
 
 
 def _keys_problems(config: "Config") -> list[str]:
