@@ -92,30 +92,20 @@ def _configuration(given: Mapping[str, str], directory: Path) -> Path:
 def configured(given: Mapping[str, str], directory: Path) -> dict[str, Any]:
     """Convert flags to values of the configuration, in the structure of the file. `directory`: where a certificate is
     created if needed. Raises `ConfigError`."""
-    from fairlead.cli.serve import labels, overlay, port_numbers
+    from fairlead.cli.serve import flag_values, overlay
 
     if given.get("pool-name") and given.get("endpoint-selector"):
         raise ConfigError("not together with --pool-name; leave out one of them", "--endpoint-selector")
     if given.get("metrics-client-ca-file"):
         raise ConfigError("client certificates are not supported; use admin.tokenFile", "--metrics-client-ca-file")
     metrics_port = int(given.get("metrics-port", "9090"))
-    values = overlay(
-        {
-            "kubernetes.pool": given.get("pool-name"),
-            "kubernetes.namespace": given.get("pool-namespace"),
-            "kubernetes.group": given.get("pool-group"),
-            "kubernetes.kubeconfig": os.path.abspath(given["kubeconfig"]) if given.get("kubeconfig") else None,
-            "kubernetes.selector": labels(given.get("endpoint-selector", "")),
-            "kubernetes.targetPorts": port_numbers(given.get("endpoint-target-ports", "")),
-            "kubernetes.leaderElection": {"enabled": True}
-            if given.get("ha-enable-leader-election") == "true"
-            else None,
-            "extProc.port": int(given.get("grpc-port", "9002")),
-            "extProc.healthPort": int(given.get("grpc-health-port", "9003")),
-            "admin.port": metrics_port + 1,
-            "admin.metricsPort": metrics_port,
-        }
-    )
+    converted = {
+        "grpc-port": int(given.get("grpc-port", "9002")),
+        "grpc-health-port": int(given.get("grpc-health-port", "9003")),
+        "admin-port": metrics_port + 1,
+        "ha-enable-leader-election": given.get("ha-enable-leader-election") == "true",
+    }
+    values = overlay({**flag_values({**given, **converted}), "admin.metricsPort": metrics_port})
     values["gateway"] = {"mode": "none"}
     values["admin"]["metricsHost"] = "::"
     if given.get("metrics-cert-dir"):

@@ -38,6 +38,19 @@ def overlay(flags: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
+def flag_values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert values of `FLAGS`, by the names of the flags without dashes, to values by the paths of their fields.
+    Raises `ConfigError`."""
+    values = {path: given.get(flag.removeprefix("--")) for path, flag in FLAGS.items()}
+    kubeconfig, elects = values["kubernetes.kubeconfig"], values["kubernetes.leaderElection"]
+    return values | {
+        "kubernetes.kubeconfig": kubeconfig and os.path.abspath(kubeconfig),
+        "kubernetes.selector": labels(values["kubernetes.selector"] or ""),
+        "kubernetes.targetPorts": port_numbers(values["kubernetes.targetPorts"] or ""),
+        "kubernetes.leaderElection": {"enabled": True} if elects else None,
+    }
+
+
 def _is_set(flags: Mapping[str, Any], path: str) -> bool:
     value: Any = flags
     for key in path.split("."):
@@ -86,6 +99,7 @@ Examples:
   curl localhost:9090/readyz            is it ready?
 """)
 def serve(
+    ctx: typer.Context,
     file: ConfigFile = DEFAULT_FILE,
     scheduler_only: _SchedulerOnly = False,
     running_gateway: _RunningGateway = "{}",
@@ -117,24 +131,8 @@ def serve(
     """
     import json
 
-    if inherited:
-        flags = json.loads(inherited)
-    else:
-        flags = overlay(
-            {
-                "kubernetes.pool": pool_name,
-                "kubernetes.namespace": pool_namespace,
-                "kubernetes.group": pool_group,
-                "kubernetes.kubeconfig": kubeconfig and os.path.abspath(kubeconfig),
-                "kubernetes.selector": labels(endpoint_selector),
-                "kubernetes.targetPorts": port_numbers(endpoint_target_ports),
-                "kubernetes.leaderElection": {"enabled": True} if ha_enable_leader_election else None,
-                "gateway.port": port,
-                "extProc.port": grpc_port,
-                "extProc.healthPort": grpc_health_port,
-                "admin.port": admin_port,
-            }
-        )
+    given = {name.replace("_", "-"): value for name, value in ctx.params.items()}
+    flags = json.loads(inherited) if inherited else overlay(flag_values(given))
     if gateway_admin:
         directory = str(Path(gateway_pool).parent) if gateway_pool else ""  # older parents gave it to the first worker
         running_gateway = json.dumps({"admins": gateway_admin, "directory": directory})
