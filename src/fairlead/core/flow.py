@@ -76,36 +76,29 @@ class Waiting(Struct, eq=False):
         return self.request.body_bytes
 
 
-class Flow:
+class Flow(Struct, eq=False):
     """The waiting requests of one flow, ordered by key. Only `Queues` adds and removes them."""
 
-    __slots__ = (
-        "bytes", "dispatched", "in_flight", "key", "limit", "number", "seen", "served", "tag", "waiting", "wanted",
-        "wanted_ms", "weight",
-    )  # fmt: skip
-
-    def __init__(
-        self, key: FlowKey, number: int, now: float, limit: "Limit | None" = None, weight: float = 1.0
-    ) -> None:
-        self.key = key
-        self.limit = limit or Limit()
-        #: Its share of the band's work is `weight` / sum of the weights of the flows that wait; at least 1.
-        self.weight = weight
-        #: Unique among all flows, past and present.
-        self.number = number
-        #: (key, number, waiting), sorted.
-        self.waiting: list[tuple[float, int, Waiting]] = []
-        self.bytes = 0
-        #: Clock seconds of its last arrival or dispatch.
-        self.seen = now
-        #: For the fairness policy: the tag that decides its turn, and the milliseconds of work that it got.
-        self.tag = 0.0
-        self.served = 0.0
-        #: Number of requests sent from the queue to an endpoint.
-        self.dispatched = 0
-        #: `in_flight`: requests at endpoints. `wanted`: these and the waiting ones; `wanted_ms`: their work.
-        self.in_flight = self.wanted = 0
-        self.wanted_ms = 0.0
+    key: FlowKey
+    #: Unique among all flows, past and present.
+    number: int
+    #: Clock seconds of its last arrival or dispatch.
+    seen: float
+    limit: Limit = Limit()
+    #: Its share of the band's work is `weight` / sum of the weights of the flows that wait; at least 1.
+    weight: float = 1.0
+    #: (key, number, waiting), sorted.
+    waiting: list[tuple[float, int, Waiting]] = []
+    bytes: int = 0
+    #: For the fairness policy: the tag that decides its turn, and the milliseconds of work that it got.
+    tag: float = 0.0
+    served: float = 0.0
+    #: Number of requests sent from the queue to an endpoint.
+    dispatched: int = 0
+    #: `in_flight`: requests at endpoints. `wanted`: these and the waiting ones; `wanted_ms`: their work.
+    in_flight: int = 0
+    wanted: int = 0
+    wanted_ms: float = 0.0
 
     def __len__(self) -> int:
         return len(self.waiting)

@@ -342,14 +342,13 @@ def _level(factors: _Three) -> float:
     return log(sum(factor * share for factor, share in zip(factors, TYPICAL, strict=True)))
 
 
-class _Own:
+class _Own(Struct, eq=False):
     """How much longer an endpoint takes than by the prior: the mean of logarithms, the weight of the evidence, and the
     clock seconds when it was renewed."""
 
-    __slots__ = ("mean", "renewed", "weight")
-
-    def __init__(self) -> None:
-        self.mean = self.weight = self.renewed = 0.0
+    mean: float = 0.0
+    weight: float = 0.0
+    renewed: float = 0.0
 
     def add(self, x: float, now: float, alike: _Class) -> None:
         self.count(alike, -1.0)

@@ -41,19 +41,16 @@ class BreakerRules(Struct, frozen=True, kw_only=True):
     cooldown: float = 1.0
 
 
-class Breaker:
+class Breaker(Struct, eq=False):
     """A circuit breaker. Times are clock seconds and are passed in."""
 
-    __slots__ = ("_failed", "_opened_at", "_probing", "opened", "rules", "state")
-
-    def __init__(self, rules: BreakerRules | None = None) -> None:
-        self.rules = rules or BreakerRules()
-        self.state = CLOSED
-        #: How often it opened.
-        self.opened = 0
-        self._failed = 0
-        self._opened_at = 0.0
-        self._probing = False
+    rules: BreakerRules = BreakerRules()
+    state: str = CLOSED
+    #: How often it opened.
+    opened: int = 0
+    _failed: int = 0
+    _opened_at: float = 0.0
+    _probing: bool = False
 
     def ready(self, now: float) -> bool:
         """Whether another request may be tried now; if half-open, only one at a time."""
@@ -134,7 +131,7 @@ class RemotePolicy(AsksElsewhere):
         fallback: Policy,
         able: Able,
         budget: float = 0.005,
-        breaker: BreakerRules | None = None,
+        breaker: BreakerRules = BreakerRules(),  # noqa: B008 frozen
         on_answer: Callable[[float], object] = lambda seconds: None,
         computes: Able = lambda request, fleet, now: None,
     ) -> None:

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser, HttpResponseParser
+from msgspec import Struct
 
 #: Limit of a message's head, and of its trailers, in bytes.
 MAX_HEAD = 64 * 1024
@@ -40,23 +41,20 @@ def _head_too_large() -> HttpError:
     return HttpError(431, "Request header fields too large.")
 
 
-class HttpRequest:
+class HttpRequest(Struct, eq=False):
     """A request. It is complete unless it is its parser's `current` request."""
 
-    __slots__ = ("body", "headers", "keep_alive", "method", "path", "size", "version11")
-
-    def __init__(self, method: str, path: str, headers: dict[str, str], keep_alive: bool, version11: bool) -> None:
-        self.method = method
-        #: The path without the query string.
-        self.path = path
-        #: Values by lower-case name; repeated fields are joined by commas. Bytes beyond ASCII are read as Latin-1.
-        self.headers = headers
-        self.keep_alive = keep_alive
-        #: False for HTTP/1.0, which has no chunked coding.
-        self.version11 = version11
-        self.body = b""
-        #: Bytes of target, header fields and body.
-        self.size = 0
+    method: str
+    #: The path without the query string.
+    path: str
+    #: Values by lower-case name; repeated fields are joined by commas. Bytes beyond ASCII are read as Latin-1.
+    headers: dict[str, str]
+    keep_alive: bool
+    #: False for HTTP/1.0, which has no chunked coding.
+    version11: bool
+    #: Bytes of target, header fields and body.
+    size: int
+    body: bytes = b""
 
 
 class RequestParser:
@@ -166,8 +164,8 @@ class RequestParser:
         if len(length) > 15 or int(length) > self._max_body:
             raise HttpError(413, "Request body too large.")
         keep_alive = parser.should_keep_alive()
-        self.current = HttpRequest(parser.get_method().decode(), _path(self._target), headers, keep_alive, version11)
-        self.current.size = self._head_bytes
+        method, path, size = parser.get_method().decode(), _path(self._target), self._head_bytes
+        self.current = HttpRequest(method, path, headers, keep_alive, version11, size)
         self.buffered += self._head_bytes
         self._head_bytes = 0
         self.wants_continue = version11 and headers.get("expect", "").lower() == "100-continue"

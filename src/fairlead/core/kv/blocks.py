@@ -76,14 +76,15 @@ class HolderSets:
         """Remove `bit` from a block's set, which must have it. Return the number of its new set."""
         return self._moved(number, self._masks[number] ^ bit)
 
-    def _moved(self, number: int, mask: int) -> int:
+    def _moved(self, number: int, mask: int, count: int = 1) -> int:
+        """Move `count` blocks from a set to another. Return the number of the latter."""
         new = self._numbers.get(mask)
         if new is None:
             new = self._intern(mask)
         if new != number:
             blocks = self._blocks
-            blocks[new] += 1
-            blocks[number] -= 1
+            blocks[new] += count
+            blocks[number] -= count
             if not blocks[number] and number:
                 self._drop(number)
         return new
@@ -91,17 +92,8 @@ class HolderSets:
     def leave_many(self, numbers: Positions, bit: int) -> Positions:
         """Return the result of `left` for many blocks."""
         distinct, inverse, counts = np.unique(numbers, return_inverse=True, return_counts=True)
-        new = []
-        for number, count in zip(distinct.tolist(), counts.tolist(), strict=True):
-            mask = self._masks[number] ^ bit
-            target = self._numbers.get(mask)
-            if target is None:
-                target = self._intern(mask)
-            self._blocks[target] += count
-            self._blocks[number] -= count
-            if not self._blocks[number] and number:
-                self._drop(number)
-            new.append(target)
+        sets = zip(distinct.tolist(), counts.tolist(), strict=True)
+        new = [self._moved(number, self._masks[number] ^ bit, count) for number, count in sets]
         result: Positions = np.array(new, np.int64)[inverse]
         return result
 

@@ -5,7 +5,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from itertools import islice
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from fairlead.core.kv.table import Table
 from fairlead.core.kv.tiers import Tier
@@ -13,35 +13,29 @@ from fairlead.core.kv.tiers import Tier
 MOST_COPIES = 0xFFFF
 
 
-class Shelf:
+class Shelf(Struct, eq=False):
     """The blocks of one (endpoint, rank, group) in one tier. Only the index changes them."""
 
-    __slots__ = ("bit", "cache", "dead", "doubles", "group", "hand", "number", "orphans", "reclaimed", "table", "tier",
-                 "unit")  # fmt: skip
-
-    def __init__(
-        self, cache: "RankCache", group: int, tier: Tier, unit: int, number: int, reserve: int, limit: int
-    ) -> None:
-        self.cache = cache
-        self.group = group
-        self.tier = tier
-        #: The number of (endpoint, rank, group) in holder sets.
-        self.unit = unit
-        #: The bit of unit and tier in holder sets.
-        self.bit = 0
-        #: Unique, never reused.
-        self.number = number
-        #: Columns: key, copies.
-        self.table = Table(("u8", "u2"), reserve, limit)
-        #: Keys that several hashes of this shelf map to, and how many additional hashes; e.g. if an adapter was loaded
-        #: from another path.
-        self.doubles: dict[int, int] = {}
-        #: Hashes of blocks that wait for their parent.
-        self.orphans: set[int] = set()
-        self.dead = False
-        #: The segment where the next eviction begins; and how many segments of a dead shelf are taken apart.
-        self.hand = 0
-        self.reclaimed = 0
+    cache: "RankCache"
+    group: int
+    tier: Tier
+    #: The number of (endpoint, rank, group) in holder sets.
+    unit: int
+    #: Unique, never reused.
+    number: int
+    #: Columns: key, copies.
+    table: Table
+    #: The bit of unit and tier in holder sets.
+    bit: int = 0
+    #: Keys that several hashes of this shelf map to, and how many additional hashes; e.g. if an adapter was loaded from
+    #: another path.
+    doubles: dict[int, int] = {}
+    #: Hashes of blocks that wait for their parent.
+    orphans: set[int] = set()
+    dead: bool = False
+    #: The segment where the next eviction begins; and how many segments of a dead shelf are taken apart.
+    hand: int = 0
+    reclaimed: int = 0
 
     def key_of(self, digest: int) -> int | None:
         """Return the key of a block on this shelf; `None` = it is not here."""
@@ -110,52 +104,49 @@ class Head(Struct, frozen=True, gc=False):
     extras: tuple[tuple[str, ...], ...] = ()
 
 
-class RankCache:
+def _heads() -> deque[Head]:
+    return deque(maxlen=_HEADS // 2)
+
+
+class RankCache(Struct, eq=False):
     """The blocks of one rank, created by `KvIndex.rank`. `model`: the base model, to which its blocks belong. `lives`:
     how often a new engine had been found at its endpoint when this one was."""
 
-    __slots__ = (
-        "beginnings", "behind", "block_size", "counts", "dropped", "emptied", "heard", "holds", "kinds",
-        "linked", "lives", "model", "numbered", "provisional", "rank", "reports", "rests", "shelves", "sizes", "slot",
-        "units",
-    )  # fmt: skip
-
-    def __init__(self, slot: int, rank: int, model: str, lives: int = 0) -> None:
-        self.slot = slot
-        self.rank = rank
-        self.model = model
-        self.lives = lives
-        self.shelves: dict[tuple[int, Tier], Shelf] = {}
-        #: Unit of each group that has been seen.
-        self.units: dict[int, int] = {}
-        #: The reported kind of attention of each group.
-        self.kinds: dict[int, str] = {}
-        #: History is missing, so unknown blocks may be cached, and some known blocks may be gone. Or see `dropped`.
-        self.provisional = False
-        #: The index dropped blocks to stay within its bounds. Only a cleared or new cache is complete again.
-        self.dropped = False
-        #: Whether our requests make the engine report reused blocks again (`kv_cache_report_mode`). Such stores start
-        #: at the root and are not additional copies.
-        self.reports = False
-        self.counts = Counts()
-        #: Its engine emptied it a moment ago: the calls of `ExactKnowledge.refresh` until that is forgotten.
-        self.emptied = 0
-        #: Tokens per block, from the last store in the fastest tier that has any; 0 = not reported yet.
-        self.block_size = 0
-        #: All block sizes of its blocks, and the fastest tier of each. A connector's chunks may be larger than blocks.
-        self.sizes: dict[int, Tier] = {}
-        #: Whether the last store of an adapter's blocks had its number instead of its name.
-        self.numbered = False
-        #: The last stores of prompts: beginnings, and the rest; see `stores`.
-        self.beginnings: deque[Head] = deque(maxlen=_HEADS // 2)
-        self.rests: deque[Head] = deque(maxlen=_HEADS // 2)
-        #: Set by the rank's feed: events have arrived since the engine started; it is connected; missing events are
-        #: being fetched.
-        self.heard = False
-        self.linked = False
-        self.behind = False
-        #: How many snapshots are being made of it. Its feed begins no batch meanwhile.
-        self.holds = 0
+    slot: int
+    rank: int
+    model: str
+    lives: int = 0
+    shelves: dict[tuple[int, Tier], Shelf] = {}
+    #: Unit of each group that has been seen.
+    units: dict[int, int] = {}
+    #: The reported kind of attention of each group.
+    kinds: dict[int, str] = {}
+    #: History is missing, so unknown blocks may be cached, and some known blocks may be gone. Or see `dropped`.
+    provisional: bool = False
+    #: The index dropped blocks to stay within its bounds. Only a cleared or new cache is complete again.
+    dropped: bool = False
+    #: Whether our requests make the engine report reused blocks again (`kv_cache_report_mode`). Such stores start at
+    #: the root and are not additional copies.
+    reports: bool = False
+    counts: Counts = field(default_factory=Counts)
+    #: Its engine emptied it a moment ago: the calls of `ExactKnowledge.refresh` until that is forgotten.
+    emptied: int = 0
+    #: Tokens per block, from the last store in the fastest tier that has any; 0 = not reported yet.
+    block_size: int = 0
+    #: All block sizes of its blocks, and the fastest tier of each. A connector's chunks may be larger than blocks.
+    sizes: dict[int, Tier] = {}
+    #: Whether the last store of an adapter's blocks had its number instead of its name.
+    numbered: bool = False
+    #: The last stores of prompts: beginnings, and the rest; see `stores`.
+    beginnings: deque[Head] = field(default_factory=_heads)
+    rests: deque[Head] = field(default_factory=_heads)
+    #: Set by the rank's feed: events have arrived since the engine started; it is connected; missing events are being
+    #: fetched.
+    heard: bool = False
+    linked: bool = False
+    behind: bool = False
+    #: How many snapshots are being made of it. Its feed begins no batch meanwhile.
+    holds: int = 0
 
     def stores(self) -> list[Head]:
         """Return recent stores: rests first, then beginnings."""

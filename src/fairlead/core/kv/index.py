@@ -22,7 +22,7 @@ from fairlead.core.kv.cache import EVERYONE, MOST_GROUPS, Orphans, RankCache, Sh
 from fairlead.core.kv.keys import KeySpace, OwnSpace
 from fairlead.core.kv.match import BlockChain, KvMatch, Matcher
 from fairlead.core.kv.speculation import Speculation
-from fairlead.core.kv.table import SEGMENT, Keys, spread_many
+from fairlead.core.kv.table import SEGMENT, Keys, Table, spread_many
 from fairlead.core.kv.tiers import Tier
 
 #: Dead shelves beyond this number are taken apart immediately, so that a rank which clears all the time cannot make the
@@ -166,8 +166,8 @@ class KvIndex:
                     raise ValueError(f"group {group} is one more than {MOST_GROUPS}")
                 unit = cache.units[group] = self.matcher.new_unit(cache)
             self._shelf_numbers += 1
-            limit = self.max_blocks // (SEGMENT // 4) + 2
-            shelf = Shelf(cache, group, tier, unit, self._shelf_numbers, _SHELF_RESERVE, limit)
+            table = Table(("u8", "u2"), _SHELF_RESERVE, self.max_blocks // (SEGMENT // 4) + 2)
+            shelf = Shelf(cache, group, tier, unit, self._shelf_numbers, table)
             cache.shelves[group, tier] = shelf
             self._give_bit(shelf)
         return shelf

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field
 from pydantic import Field
 
 from fairlead.core.columns import FloatColumn
@@ -146,16 +147,13 @@ class DynamoLinearParams(Params):
     active_request_weight: float = Field(default=0.0, ge=0, description="Blocks that a request in flight counts.")
 
 
-class _ActiveBlocks:
+class _ActiveBlocks(Struct, eq=False):
     """The prompts in flight at one endpoint, by the hashes of their blocks."""
 
-    __slots__ = ("_counts", "_sent", "tokens")
-
-    def __init__(self) -> None:
-        self._counts: dict[int, int] = {}
-        self._sent = deque[tuple[tuple[int, ...], list[float]]]()
-        #: Tokens in blocks in use; shared blocks count once.
-        self.tokens = 0.0
+    _counts: dict[int, int] = {}
+    _sent: deque[tuple[tuple[int, ...], list[float]]] = field(default_factory=deque)
+    #: Tokens in blocks in use; shared blocks count once.
+    tokens: float = 0.0
 
     def keep(self, count: int) -> None:
         """Forget the oldest prompts until `count` are left, the number of requests in flight."""

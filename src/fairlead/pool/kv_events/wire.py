@@ -420,20 +420,18 @@ _ONE_PLAIN = msgspec.msgpack.Decoder(_Plain)
 _BYTES = msgspec.msgpack.Decoder(bytes)
 
 
-class Batch:
+class Batch(Struct, eq=False):
     """A batch whose events are decoded during iteration, which is possible only once.
 
     `ts`: the engine's clock at sending, Unix seconds. `rank`: data-parallel rank, 0 if missing. `bad`: events skipped
     so far. `bad_reason`: why the last of them was skipped.
     """
 
-    __slots__ = ("_raw", "bad", "bad_reason", "rank", "ts")
-
-    def __init__(self, ts: float, rank: int, raw: list[_RawEvent]) -> None:
-        self.ts = ts
-        self.rank = rank
-        self.bad, self.bad_reason = 0, ""
-        self._raw = raw
+    ts: float
+    rank: int
+    _raw: list[_RawEvent]
+    bad: int = 0
+    bad_reason: str = ""
 
     def __len__(self) -> int:
         """The number of events, including bad events."""
