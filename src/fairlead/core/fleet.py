@@ -466,19 +466,9 @@ class Fleet:
         if lease.request.stream:
             lease.first_token_at = now
             if lease.prefill is None and not self.stalls.was_out(lease):
-                cold = lease.cold is not None
                 if lease.cold is not None:
                     self._loaded(lease, lease.cold, (now - lease.charged_at) * 1e3)
-                self.predictor.first_token(
-                    lease.slot,
-                    lease.forecast,
-                    lease.uncached_tokens,
-                    lease.work_us * 1e-3,
-                    lease.charged_at,
-                    now,
-                    lease.hit_tokens,
-                    cold,
-                )
+                self.predictor.first_token(lease, now)
                 lease.mark = self.predictor.mark(lease.slot)
         self.ledger.first_token(lease, now)
 
@@ -490,17 +480,7 @@ class Fleet:
             return
         lease.mark = self.predictor.mark(lease.slot)
         if self._tells_of(part, lease):
-            self.predictor.handed_over(
-                part.slot,
-                part.forecast,
-                part.uncached_tokens,
-                part.work_us * 1e-3,
-                part.charged_at,
-                now,
-                part.handover_ms,
-                part.hit_tokens,
-                part.cold is not None or lease.cold is not None,
-            )
+            self.predictor.handed_over(part, now, cold=part.cold is not None or lease.cold is not None)
 
     def _tells_of(self, part: Lease, lease: Lease) -> bool:
         """Whether a pair's times tell how fast its prompt was computed: the endpoint (of `part`) does nothing else, so
@@ -540,14 +520,14 @@ class Fleet:
             if lease.first_token_at >= 0.0:
                 held_ms = (now - lease.first_token_at) * 1e3
                 tokens = -1 if lease.blind else completion_tokens
-                self.predictor.ended(lease.slot, lease.forecast, held_ms, tokens, lease.mark or (0.0, 0.0), now)
+                self.predictor.ended(lease, held_ms, tokens, now)
         if output > 0.0:
             self.prefix.occupy(lease.slot, int(min(output, MOST) * self._budgeted_with))
 
     def _unseen(self, lease: Lease, now: float, tokens: int, ttft_ms: float, duration_ms: float) -> None:
         """Learn from a response whose first token was not seen. If it was streamed, the gateway's log tells when the
         first token came (`ttft_ms`). Otherwise the forecast TTFT is used instead."""
-        predictor, slot, uncached, mark = self.predictor, lease.slot, lease.uncached_tokens, lease.mark
+        predictor, slot, mark = self.predictor, lease.slot, lease.mark
         complete_ms = (now - lease.charged_at) * 1e3
         if duration_ms > 0.0:
             complete_ms = min(duration_ms - lease.queued_ms, complete_ms)
@@ -558,13 +538,13 @@ class Fleet:
                 return
             predictor.judge(slot, lease.forecast, took_ms)
             if mark is not None:
-                predictor.logged(slot, lease.forecast, uncached, lease.work_us * 1e-3, took_ms, mark[1], now)
+                predictor.logged(lease, took_ms, mark[1], now)
         if lease.prefill is not None:
             self._pair_ended(lease, lease.prefill, complete_ms, tokens, now)
             return
         if mark is not None and tokens > 0:
-            own_ms, blind_ms = lease.work_us * 1e-3, self.ledger.blind_ms(slot)
-            predictor.complete(slot, uncached, complete_ms, tokens, mark, blind_ms, now, own_ms)
+            blind_ms = self.ledger.blind_ms(slot)
+            predictor.complete(lease, lease.uncached_tokens, complete_ms, tokens, mark, blind_ms, now)
         lease.first_token_at = lease.charged_at + took_ms * 1e-3
 
     def _pair_ended(self, lease: Lease, part: Lease, complete_ms: float, tokens: int, now: float) -> None:
@@ -578,13 +558,11 @@ class Fleet:
         both_ms, share = part.forecast.ttft_ms + answer_ms, HANDOVER_SHARE / (1.0 - HANDOVER_SHARE)
         fastest = complete_ms / (both_ms + HANDOVER_MOST * part.handover_ms)
         scale = min(max(1.0, fastest), complete_ms / (both_ms + min(part.handover_ms, share * both_ms)))
-        blind_ms, own_ms = self.ledger.blind_ms(lease.slot), lease.work_us * 1e-3
-        predictor.complete(lease.slot, 0.0, scale * answer_ms, tokens, mark, blind_ms, now, own_ms)
+        predictor.complete(lease, 0.0, scale * answer_ms, tokens, mark, self.ledger.blind_ms(lease.slot), now)
         lease.first_token_at = lease.charged_at + 1e-3 * (complete_ms - scale * answer_ms)
         if self._tells_of(part, lease):
             took_ms, load_ms = scale * part.forecast.ttft_ms, predictor.mark(part.slot)[1]
-            work_ms, hit = part.work_us * 1e-3, part.hit_tokens
-            predictor.logged(part.slot, part.forecast, part.uncached_tokens, work_ms, took_ms, load_ms, now, hit)
+            predictor.logged(part, took_ms, load_ms, now, part.hit_tokens)
 
     def refused(self, lease: Lease) -> None:
         """Take the prompt of a refused request (4xx) back from the learned index, because the server computed nothing.

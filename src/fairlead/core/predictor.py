@@ -38,6 +38,7 @@ from fairlead.core.cost import (
     renew,
 )
 from fairlead.core.learned import ForecastsLearned, OwnLearned
+from fairlead.core.ledger import Lease
 from fairlead.core.rates import Band, Rates
 from fairlead.core.records import Forecast
 from fairlead.core.table import EndpointTable
@@ -168,57 +169,36 @@ class Predictor:
 
     # ---- learning ----
 
-    def first_token(
-        self,
-        slot: int,
-        forecast: Forecast,
-        uncached: float,
-        work_ms: float,
-        sent: float,
-        now: float,
-        cached: float = 0.0,
-        cold: bool = False,
-    ) -> None:
-        """Learn from the first token of a request that was charged at `sent` (clock seconds). Call it before the ledger
-        releases the prefill part. `work_ms`: prefill at the prior's speed. `cold`: it waited for its adapter, too."""
-        self.judge(slot, forecast, (now - sent) * 1e3)
+    def first_token(self, lease: Lease, now: float) -> None:
+        """Learn from the first token of a request. Call it before the ledger releases the prefill part."""
+        slot, took_ms, cold = lease.slot, (now - lease.charged_at) * 1e3, lease.cold is not None
+        self.judge(slot, lease.forecast, took_ms)
         if self._table.per_rank is None or self._table.ranks[slot] <= 1.0:
-            self._computed_ms[slot] += work_ms
-            self._stretch(slot, uncached, cached, work_ms, sent, now, cold)
+            self._computed_ms[slot] += lease.work_us * 1e-3
+            self._stretch(lease, now, cold)
         else:
             self._stretches[slot] = None
-            self._computed_ms[slot] += work_ms * float(self._table.per_rank[slot])
+            self._computed_ms[slot] += lease.work_us * 1e-3 * float(self._table.per_rank[slot])
             if not cold and self._table.kv[slot] <= CROWDED:
-                took_ms = (now - sent) * 1e3
-                self.logged(slot, forecast, uncached, work_ms, took_ms, self.mark(slot)[1], now, cached)
+                self.logged(lease, took_ms, self.mark(slot)[1], now, lease.hit_tokens)
 
-    def handed_over(
-        self,
-        slot: int,
-        forecast: Forecast,
-        uncached: float,
-        work_ms: float,
-        sent: float,
-        now: float,
-        handover_ms: float,
-        cached: float = 0.0,
-        cold: bool = False,
-    ) -> None:
-        """Learn from a prompt that was computed for another endpoint, as in `first_token`. `now`: clock seconds of the
-        first token there. `handover_ms`: as in `Picked`. The ledger may have released the prompt before, so what was
-        queued is judged by when prompts were sent. Its forecast is not judged, because the handover is only
-        believed: it can have taken more or less (`HANDOVER_MOST`)."""
+    def handed_over(self, part: Lease, now: float, cold: bool) -> None:
+        """Learn from a prompt that was computed for another endpoint (`part`), as in `first_token`. `now`: clock
+        seconds of the first token there. `cold`: one of the two waited for its adapter. The ledger may have released
+        the prompt before, so what was queued is judged by when prompts were sent. Its forecast is not judged, because
+        the handover is only believed: it can have taken more or less (`HANDOVER_MOST`)."""
+        slot, sent, handover_ms = part.slot, part.charged_at, part.handover_ms
         total_ms = (now - sent) * 1e3
         least_ms = min(handover_ms, HANDOVER_SHARE * total_ms)
         took_ms, unsure_ms = total_ms - least_ms, HANDOVER_MOST * handover_ms - least_ms
         done = sent + took_ms * 1e-3
         if self._table.per_rank is not None and self._table.ranks[slot] > 1.0:
-            self.logged(slot, forecast, uncached, work_ms, took_ms, self.mark(slot)[1], now, cached, unsure_ms)
+            self.logged(part, took_ms, self.mark(slot)[1], now, part.hit_tokens, unsure_ms)
             return
         stretch = self._stretches[slot]
         if stretch is None or sent > stretch.end:
             self._stretches[slot] = _Stretch(sent, unsure_ms=unsure_ms)
-        self._stretch(slot, uncached, cached, work_ms, sent, done, cold)
+        self._stretch(part, done, cold)
         if self._stretches[slot] is None:
             self._stretches[slot] = _Stretch(done, done)
 
@@ -240,11 +220,10 @@ class Predictor:
         self._table.stale.add(slot)
         self.kappa[slot] = min(max(kappa * exp(KAPPA_SHARE * bounded - KAPPA_LEAK * log(kappa)), low), high)
 
-    def _stretch(
-        self, slot: int, uncached: float, cached: float, work_ms: float, sent: float, now: float, cold: bool
-    ) -> None:
-        """Add a first token to the slot's open stretch. Learn from the stretch if it ends or is long enough."""
-        table = self._table
+    def _stretch(self, lease: Lease, now: float, cold: bool) -> None:
+        """Add a first token to the slot's open stretch. Learn from the stretch if it ends or is long enough. `cold`:
+        it waited for an adapter, too."""
+        table, slot, uncached = self._table, lease.slot, lease.uncached_tokens
         stretch = self._stretches[slot]
         running, usage, slots = float(table.active[slot]), float(table.kv[slot]), float(table.max_seqs[slot])
         if stretch is None:
@@ -255,7 +234,7 @@ class Predictor:
         else:
             begun = stretch.end
             if begun:
-                lag = float(sent > begun - stretch.step_s)
+                lag = float(lease.charged_at > begun - stretch.step_s)
             else:
                 begun, lag = stretch.start, min(running, 1.0)
                 stretch.steps = 0.5 * lag
@@ -265,8 +244,8 @@ class Predictor:
         stretch.steps += _steps(stretch.newest)
         stretch.end = now
         stretch.tokens += uncached
-        stretch.cached += cached
-        stretch.work_ms += work_ms
+        stretch.cached += lease.hit_tokens
+        stretch.work_ms += lease.work_us * 1e-3
         stretch.spoiled |= cold or usage > CROWDED
         more = float(table.queued_tokens[slot]) - uncached
         if 0.0 < slots <= running + 1.0:  # the other requests wait for a sequence slot
@@ -282,41 +261,34 @@ class Predictor:
             self._stretches[slot] = _Stretch(now, now, stretch.step_s) if more > 0.0 else None
 
     def logged(
-        self,
-        slot: int,
-        forecast: Forecast,
-        uncached: float,
-        work_ms: float,
-        took_ms: float,
-        load_ms: float,
-        now: float,
-        cached: float = 0.0,
-        unsure_ms: float = 0.0,
+        self, lease: Lease, took_ms: float, load_ms: float, now: float, cached: float = 0.0, unsure_ms: float = 0.0
     ) -> None:
         """Learn from a first token that is in no stretch, because it is reported only after the answer, or because
         several engines share the address. If no request was queued before it, it is a stretch of its own; else it is
         ignored. `load_ms`: milliseconds that decoding added to a step when the request was charged. `unsure_ms`: as in
         `Rates.observe`."""
-        if forecast.kind < 2 * KINDS and forecast.kind % KINDS < 2:
-            lags = float(forecast.kind % KINDS)
-            steps = _steps(uncached) + 0.5 * lags
-            self.rates.observe(slot, work_ms, steps, load_ms, took_ms, now, lags, cached, unsure_ms)
+        kind, work_ms = lease.forecast.kind, lease.work_us * 1e-3
+        if kind < 2 * KINDS and kind % KINDS < 2:
+            lags = float(kind % KINDS)
+            steps = _steps(lease.uncached_tokens) + 0.5 * lags
+            self.rates.observe(lease.slot, work_ms, steps, load_ms, took_ms, now, lags, cached, unsure_ms)
 
     def complete(
         self,
-        slot: int,
+        lease: Lease,
         uncached: float,
         took_ms: float,
         completion_tokens: int,
         mark: tuple[float, float],
         blind_ms: float,
         now: float,
-        work_ms: float = 0.0,
     ) -> None:
-        """Learn from a whole answer whose first token was not seen. `took_ms`: from its charge to its end. `mark`: the
-        mark at its charge. `blind_ms`: as for `blind_mark`, now. `work_ms`: its own part of `blind_ms`."""
+        """Learn from a whole answer whose first token was not seen. `uncached`: prompt tokens that its endpoint had to
+        compute. `took_ms`: from its charge to its end. `mark`: the mark at its charge. `blind_ms`: as for `blind_mark`,
+        now."""
+        slot = lease.slot
         (before_ms, load_then), (computed_ms, load_ms) = mark, self.blind_mark(slot, blind_ms, now)
-        computed_ms += work_ms * (1.0 - self._share(slot))
+        computed_ms += lease.work_us * 1e-3 * (1.0 - self._share(slot))
         steps, load_ms = _steps(uncached) + completion_tokens - 1.0, 0.5 * (load_then + load_ms)
         self.rates.observe(slot, max(computed_ms - before_ms, 0.0), steps, load_ms, took_ms, now)
 
@@ -341,29 +313,21 @@ class Predictor:
         per_rank = self._table.per_rank
         return 1.0 if per_rank is None else float(per_rank[slot])
 
-    def ended(
-        self,
-        slot: int,
-        forecast: Forecast,
-        held_ms: float,
-        completion_tokens: int,
-        mark: tuple[float, float],
-        now: float,
-    ) -> None:
-        """Learn from an answer that ended `held_ms` after its first token. `completion_tokens`: -1 = unknown. `mark`:
-        the mark at its first token."""
+    def ended(self, lease: Lease, held_ms: float, completion_tokens: int, now: float) -> None:
+        """Learn from an answer that ended `held_ms` after its first token. `completion_tokens`: -1 = unknown."""
         if not 0.0 < held_ms < 1e8:
             return
         self._answers += 1
         share = max(HOLD_SHARE, 1.0 / (10.0 + self._answers))
         self.hold_ms += share * (held_ms - self.hold_ms)
-        kappa, model = float(self.tpot_kappa[slot]), forecast.model_tpot_ms
+        slot, model = lease.slot, lease.forecast.model_tpot_ms
+        kappa = float(self.tpot_kappa[slot])
         if model <= 0.0:
             return
         steps = min(max(held_ms / (kappa * model), 1.0), 1e6)
         self.answer_steps += share * (steps - self.answer_steps)
         if completion_tokens > 1:
-            (before_ms, load_then), (computed_ms, load_ms) = mark, self.mark(slot)
+            (before_ms, load_then), (computed_ms, load_ms) = lease.mark or (0.0, 0.0), self.mark(slot)
             steps = completion_tokens - 1.0
             self.rates.observe(slot, computed_ms - before_ms, steps, 0.5 * (load_then + load_ms), held_ms, now)
             ratio = held_ms / (completion_tokens - 1) / (kappa * model)

@@ -201,7 +201,7 @@ def test_impossible_ends_are_ignored(held_ms: float) -> None:
     fleet = pool(1)
     before = fleet.predictor.hold_ms
     lease = fleet.charge(sent(1, 10), 0, 0.0, 0, 1.0)
-    fleet.predictor.ended(0, lease.forecast, held_ms, 5, (0.0, 0.0), 1.0)
+    fleet.predictor.ended(lease, held_ms, 5, 1.0)
     assert fleet.predictor.hold_ms == before
 
 
