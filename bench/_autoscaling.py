@@ -15,13 +15,30 @@ from fairlead.core.endpoint import Sample
 from fairlead.core.events import EndpointDown
 from fairlead.core.records import DecisionRecord, OutcomeRecord, StallRecord
 from fairlead.lab.simulator.simulation import START, Simulation
-from fairlead.lab.simulator.world import WARM_UP, Scenario
+from fairlead.lab.simulator.world import WARM_UP, Scenario, replicas
+from fairlead.lab.workload.arrivals import tides
+from fairlead.lab.workload.conversation import SharedPrefix, conversation, shared_prefix
+from fairlead.lab.workload.generate import CATALOGUE
 
 SYNC_S, STABLE_S = 15.0, 300.0
 #: A metric within this share of its target changes nothing (the autoscaler's tolerance).
 TOLERANCE = 0.1
 #: How many servers there should be; the present number where it cannot be told.
 Signal = Callable[["Autoscaler"], int]
+
+
+def day(workload: str, seconds: float, servers: int, seed: int = 0) -> Scenario:
+    """A day for an autoscaler, with ten times as much load at noon as at night. `groups`: 60 groups that each share a
+    prompt of 6,000 tokens, 20 requests per second at noon. `chat`: conversations with nothing in common, of which 3
+    begin per second at noon."""
+    if workload == "groups":
+        spec, arrivals = SharedPrefix(groups=60, output_tokens=300), tides(2.0, 20.0, seconds)
+        made = shared_prefix(spec, arrivals=arrivals, seconds=seconds, seed=seed)
+    else:
+        chat = CATALOGUE["interactive-chat"].spec
+        made = conversation(chat, arrivals=tides(0.3, 3.0, seconds), seconds=seconds, seed=seed)
+    pool = replicas(servers, block_size=80 if workload == "groups" else 64)
+    return Scenario(name=f"day of {workload}", workload=made, replicas=pool)
 
 
 class Autoscaler:

@@ -15,10 +15,9 @@ import argparse
 from statistics import fmean
 from typing import Any
 
-from _autoscaling import Autoscaler, Signal, by_demand, by_memory, by_queue
+from _autoscaling import Autoscaler, Signal, by_demand, by_memory, by_queue, day
 from _output import tell
 from fairlead.lab.simulator.result import summarise
-from fairlead.lab.simulator.scenarios import day
 
 QUEUE_TARGETS, MEMORY_TARGETS = (0.2, 0.5, 1.0, 2.0, 5.0), (0.4, 0.6, 0.8)
 SERVERS, FIRST = 12, 3

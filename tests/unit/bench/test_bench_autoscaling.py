@@ -9,7 +9,6 @@ import pytest
 
 from fairlead.core.demand import Objective
 from fairlead.lab.simulator.result import Summary, summarise
-from fairlead.lab.simulator.scenarios import day
 
 SECONDS, SHORT, SERVERS, FIRST = 300.0, 60.0, 6, 2
 OBJECTIVE = Objective(startup_s=20.0)
@@ -22,9 +21,8 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def ran(bench: Any, signal: Callable[[Any], int], seconds: float = SECONDS) -> tuple[Any, Summary]:
-    pool = bench.Autoscaler(
-        day("groups", seconds, SERVERS), "policy: default\n", signal, first=FIRST, least=2, objective=OBJECTIVE
-    )
+    scenario = bench.day("groups", seconds, SERVERS)
+    pool = bench.Autoscaler(scenario, "policy: default\n", signal, first=FIRST, least=2, objective=OBJECTIVE)
     return pool, summarise(pool.run())
 
 

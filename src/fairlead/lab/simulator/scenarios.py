@@ -27,15 +27,17 @@ HEADLINE_SECONDS = {10.0: 180.0, 14.0: 180.0, 20.0: 90.0}
 _LIKE_SECONDS = 3537.0
 
 
+def _plain(workload: Workload, block_size: int = made.BLOCK, servers: Sequence[Replica] = ()) -> Scenario:
+    """The workload under its own name, on 8 servers with KV blocks of `block_size` tokens unless others are given."""
+    servers = servers or replicas(8, block_size=block_size)
+    return Scenario(name=workload.name, workload=workload, replicas=servers)
+
+
 def headline(rate: float = 20.0, seconds: float = 0.0, seed: int = 0, servers: Sequence[Replica] = ()) -> Scenario:
     """150 groups of 5 users, with prompts of 6000 + 1200 tokens and answers of 1000, on 8 servers."""
     spec = SharedPrefix()
-    seconds = seconds or HEADLINE_SECONDS.get(rate, 120.0)
-    return Scenario(
-        name=f"shared-prefix-{rate:g}rps",
-        workload=shared_prefix(spec, rate=rate, seconds=seconds, seed=seed),
-        replicas=servers or replicas(8, block_size=spec.block_size),
-    )
+    workload = shared_prefix(spec, rate=rate, seconds=seconds or HEADLINE_SECONDS.get(rate, 120.0), seed=seed)
+    return _plain(workload, spec.block_size, servers)
 
 
 def mooncake(path: Path, speedup: float = 1.0, servers: Sequence[Replica] = (), head: int = 0) -> Scenario:
@@ -66,8 +68,7 @@ def agents(sessions: int = 320, rate: float = 0.8, servers: Sequence[Replica] = 
         gap_s=6.0,
         spread=0.7,
     )
-    workload = conversation(spec, sessions=sessions, rate=rate, name="agents")
-    return Scenario(name="agents", workload=workload, replicas=servers or replicas(8, block_size=64))
+    return _plain(conversation(spec, sessions=sessions, rate=rate, name="agents"), 64, servers)
 
 
 def conversation_like(speedup: float) -> Scenario:
@@ -127,8 +128,7 @@ def _code(traces: Path | None) -> Scenario:
     spec = Conversation(
         systems=1, system_tokens=0, turns=1, first_tokens=2048, output_tokens=28, spread=0.9, block_size=64
     )
-    made = conversation(spec, sessions=8800, rate=26.0, dispatch="timestamp", name="code-like")
-    return Scenario(name="code-like", workload=made, replicas=replicas(8, block_size=64))
+    return _plain(conversation(spec, sessions=8800, rate=26.0, dispatch="timestamp", name="code-like"), 64)
 
 
 def _apart(traces: Path | None, name: str) -> Scenario:
@@ -139,8 +139,7 @@ def _apart(traces: Path | None, name: str) -> Scenario:
 
 def _chat() -> Scenario:
     spec = CATALOGUE["interactive-chat"].spec
-    made = conversation(spec, seconds=120.0, rate=9.0, dispatch="timestamp", name="chat")
-    return Scenario(name="chat", workload=made, replicas=replicas(8, block_size=spec.block_size))
+    return _plain(conversation(spec, seconds=120.0, rate=9.0, dispatch="timestamp", name="chat"), spec.block_size)
 
 
 #: Each function takes the directory with the published traces, or `None`. Generated workloads replace missing traces.
@@ -246,10 +245,6 @@ PUBLISHED: dict[str, Callable[[], Scenario]] = {
 # Scenarios that break routers: the adversarial workloads, and server faults under the shared-prefix workload.
 
 
-def _plain(workload: Workload, block_size: int = made.BLOCK) -> Scenario:
-    return Scenario(name=workload.name, workload=workload, replicas=replicas(8, block_size=block_size))
-
-
 def _faulty(name: str, *faults: Fault, seconds: float = 120.0) -> Scenario:
     scenario = headline(9.0, seconds)
     scenario.name = name
@@ -291,7 +286,7 @@ def _chat_at(rate: float, seconds: float, servers: Sequence[Replica]) -> Scenari
         for record in made.records
         if settled * 1e6 <= record.arrival_us < (settled + seconds) * 1e6
     ]
-    return Scenario(name="chat", workload=Workload(name="chat", records=records), replicas=servers)
+    return _plain(Workload(name="chat", records=records), servers=servers)
 
 
 def _groups(arrivals: Arrivals, seconds: float, servers: Sequence[Replica], spec: SharedPrefix) -> Scenario:
@@ -303,10 +298,8 @@ def _groups(arrivals: Arrivals, seconds: float, servers: Sequence[Replica], spec
 def think_time() -> Scenario:
     """Chat with turns 45 s after the previous answer, on servers with too little memory for all conversations."""
     spec = CATALOGUE["interactive-chat"].spec
-    made = conversation(spec, seconds=150.0, rate=4.0, name="think-time")
-    return Scenario(
-        name="think-time", workload=made, replicas=replicas(4, block_size=spec.block_size, kv_tokens=150_000)
-    )
+    servers = replicas(4, block_size=spec.block_size, kv_tokens=150_000)
+    return _plain(conversation(spec, seconds=150.0, rate=4.0, name="think-time"), servers=servers)
 
 
 def lora(dynamic: bool) -> Scenario:
@@ -363,23 +356,6 @@ def diurnal() -> Scenario:
     return made
 
 
-def day(workload: str, seconds: float, servers: int, seed: int = 0) -> Scenario:
-    """A day for an autoscaler, with ten times as much load at noon as at night. `groups`: 60 groups that each share a
-    prompt of 6,000 tokens, 20 requests per second at noon. `chat`: conversations with nothing in common, of which 3
-    begin per second at noon."""
-    if workload == "groups":
-        spec, arrivals = SharedPrefix(groups=60, output_tokens=300), tides(2.0, 20.0, seconds)
-        made = shared_prefix(spec, arrivals=arrivals, seconds=seconds, seed=seed)
-    else:
-        chat = CATALOGUE["interactive-chat"].spec
-        made = conversation(chat, arrivals=tides(0.3, 3.0, seconds), seconds=seconds, seed=seed)
-    return Scenario(
-        name=f"day of {workload}",
-        workload=made,
-        replicas=replicas(servers, block_size=80 if workload == "groups" else 64),
-    )
-
-
 def silently_slow() -> Scenario:
     """One of eight servers takes three times as long for every step from the start and does not report it."""
     return _chat_at(6.0, 75.0, replicas(8, block_size=64, speeds=(1, 1, 1, 1 / 3, 1, 1, 1, 1)))
@@ -401,15 +377,13 @@ def many(count: int) -> Scenario:
 
 def _catalogued(name: str, count: int, rate: float) -> Scenario:
     spec = CATALOGUE[name].spec
-    made = conversation(spec, sessions=count, rate=rate, name=name)
-    return Scenario(name=name, workload=made, replicas=replicas(8, block_size=spec.block_size))
+    return _plain(conversation(spec, sessions=count, rate=rate, name=name), spec.block_size)
 
 
 def short_chat() -> Scenario:
     """The lengths of Azure's conversation trace at about 18 times its pace: no shared prefixes, near saturation."""
     spec = Conversation(systems=1, system_tokens=0, turns=1, first_tokens=1155, output_tokens=211, spread=1.0)
-    workload = conversation(spec, seconds=40.0, rate=100.0, dispatch="timestamp", name="short-chat")
-    return Scenario(name="short-chat", workload=workload, replicas=replicas(8, block_size=64))
+    return _plain(conversation(spec, seconds=40.0, rate=100.0, dispatch="timestamp", name="short-chat"), 64)
 
 
 #: Rules and parameters may be tuned on these scenarios and on the ones above.
