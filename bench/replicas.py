@@ -234,12 +234,12 @@ def _told_and_heard(requests: list[Request]) -> dict[str, float]:
             pipeline.handle(FirstTokenSeen(request.id - 20))
             end = ResponseEnded(request_id=request.id - 100, status=200, usage=Usage(completion_tokens=100))
             pipeline.handle(end)
-            clock.move_to(clock.now + 0.004)
+            clock.now += 0.004
             tell(clock.now)
 
     def hear() -> None:
         for payload in payloads:
-            clock.move_to(clock.now + 0.004)
+            clock.now += 0.004
             hears.handle(PeerHeard("peer", payload))
 
     plain_s = _timed(lambda: serve(alone, lambda now: None))

@@ -31,8 +31,6 @@ from fairlead.lab.engine.request import EngineRequest, Phase, StepResult
 from fairlead.lab.engine.spec import EngineSpec
 from fairlead.lab.engine.stats import EngineStats
 
-__all__ = ["Engine", "StepResult"]
-
 #: The factor on the duration of a step while the engine hangs.
 _FOREVER = 1e9
 

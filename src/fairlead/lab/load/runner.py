@@ -14,7 +14,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import msgspec
@@ -46,26 +46,20 @@ async def run(
     `on_progress` is called on the loop about every `options.progress_s` and once at the end. Cancelling closes all
     connections. `interruptible`: SIGINT ends the run early; the result has the requests that were answered until then.
     """
-    reactor = Reactor(asyncio.get_running_loop())
-    try:
+    with ExitStack() as stack:
+        reactor = Reactor(asyncio.get_running_loop())
+        stack.callback(reactor.close)
         client = Client(target, options, reactor)
-        try:
-            await client.open()
-            load = _Load(client, workload.calls(), arrivals, options)
-            cpu = time.process_time()
-            if interruptible:
-                client.loop.add_signal_handler(signal.SIGINT, load.interrupt)
-            try:
-                await load.run(on_progress)
-            finally:
-                if interruptible:
-                    client.loop.remove_signal_handler(signal.SIGINT)
-                load.close()
-            cpu = time.process_time() - cpu
-        finally:
-            client.close()
-    finally:
-        reactor.close()
+        stack.callback(client.close)
+        await client.open()
+        load = _Load(client, workload.calls(), arrivals, options)
+        stack.callback(load.close)
+        cpu = time.process_time()
+        if interruptible:
+            client.loop.add_signal_handler(signal.SIGINT, load.interrupt)
+            stack.callback(client.loop.remove_signal_handler, signal.SIGINT)
+        await load.run(on_progress)
+        cpu = time.process_time() - cpu
     return RunResult(
         name=name,
         target=target,

@@ -1,6 +1,5 @@
 """Converts records for both sides of the simulation: `Request` for the scheduler, `EngineRequest` for a server."""
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 from xxhash import xxh3_64_intdigest
@@ -9,6 +8,7 @@ from fairlead.core.request import NO_PREFIX, PrefixChain, Request
 from fairlead.core.tokens import TokenEstimator
 from fairlead.lab.engine.request import EngineRequest
 from fairlead.lab.engine.tokens import root_hash
+from fairlead.lab.simulator.world import World
 from fairlead.lab.workload.describe import Borders, chained, engine_hashes
 from fairlead.lab.workload.record import Record, Workload
 
@@ -16,29 +16,21 @@ from fairlead.lab.workload.record import Record, Workload
 _ENVELOPE = 160
 
 
-@lru_cache(maxsize=8192)
-def _chained(ids: tuple[int, ...], root: int) -> Sequence[int]:
-    """`chained`, with a cache: scheduler and server need the same hashes, and so do later simulations of the same
-    workload."""
-    return chained(ids, root)
+#: Scheduler and server need the same hashes, and so do later simulations of the same workload.
+_chained = lru_cache(maxsize=8192)(chained)
 
 
 class Prompts:
-    """Makes both forms of a record's prompt from the same block ids. `lengths_told`: requests announce the length of
-    their answer. `watched`: the gateway shows responses (see `World`)."""
+    """Makes both forms of a record's prompt from the same block ids."""
 
-    def __init__(
-        self, workload: Workload, bytes_per_token: float, lengths_told: bool = True, watched: bool = True
-    ) -> None:
-        self._rate = bytes_per_token
-        self._watched = watched
-        self._lengths_told = lengths_told
+    def __init__(self, workload: Workload, world: World) -> None:
+        self._world = world
         self._borders: dict[int, Borders] = {}
         self._followers = _followers(workload)
 
     def request(self, index: int, record: Record, now: float, tokens: TokenEstimator) -> Request:
         """The request as the live server would have understood it. Its prompt tokens are an estimate."""
-        size = max(int(record.in_tokens * self._rate), 1)
+        size = max(int(record.in_tokens * self._world.bytes_per_token), 1)
         api = "chat"
         return Request(
             id=index + 1,
@@ -51,7 +43,7 @@ class Prompts:
             body_bytes=size + _ENVELOPE,
             prompt_bytes=size,
             prompt_tokens=tokens.estimate(record.lora or record.model, size, api),
-            max_tokens=record.max_tokens if self._lengths_told else 0,
+            max_tokens=record.max_tokens if self._world.lengths_told else 0,
             sequences=record.n,
             prefix=self._chain(record),
             session=record.session,
@@ -59,7 +51,7 @@ class Prompts:
             fairness_id=record.tenant,
             slo_ttft_ms=record.slo_ttft_ms,
             slo_tpot_ms=record.slo_tpot_ms,
-            blind=not self._watched,
+            blind=not self._world.watched,
         )
 
     def engine_request(
@@ -96,7 +88,7 @@ class Prompts:
             return NO_PREFIX
         borders = self._borders.get(record.block_size)
         if borders is None:
-            borders = self._borders[record.block_size] = Borders(record.block_size, self._rate)
+            borders = self._borders[record.block_size] = Borders(record.block_size, self._world.bytes_per_token)
         hashes = _chained(record.hash_ids, root_hash(record.lora))
         return borders.chain(hashes, min(len(hashes), record.in_tokens // record.block_size))
 

@@ -11,8 +11,8 @@ from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.exact import ExactKnowledge
 from fairlead.core.request import Request, Usage
 from fairlead.lab.engine.blocks import BlockHooks
-from fairlead.lab.engine.engine import Engine, StepResult
-from fairlead.lab.engine.request import EngineRequest
+from fairlead.lab.engine.engine import Engine
+from fairlead.lab.engine.request import EngineRequest, StepResult
 from fairlead.lab.simulator.world import Kernel, Replica, Timer
 
 #: Called with the result of the steps whenever steps ended that affected a request.

@@ -38,8 +38,7 @@ from fairlead.core.instructions import Evict, Instruction, Reject, Route, SetTim
 from fairlead.core.policy import Policy
 from fairlead.core.records import DecisionRecord, OutcomeRecord, StallRecord
 from fairlead.core.request import Usage
-from fairlead.lab.engine.engine import StepResult
-from fairlead.lab.engine.request import EngineRequest
+from fairlead.lab.engine.request import EngineRequest, StepResult
 from fairlead.lab.simulator.prompts import Prompts
 from fairlead.lab.simulator.server import Blocks, Hooks, LateEvents, Server
 from fairlead.lab.simulator.world import WARM_UP, Fault, Job, Kernel, Scenario, Status, Timer
@@ -100,7 +99,7 @@ class Simulation:
         #: The pipeline that receives events now, and its number if there are several (`bench/_replicated.py`).
         self.pipeline, self.number = self.build(Random(f"pipeline/{seed}"), fleet=self.make_fleet()), 0
         self._chance, self._scrape_chance = Random(f"world/{seed}"), Random(f"scrapes/{seed}")
-        self.prompts = Prompts(scenario.workload, world.bytes_per_token, world.lengths_told, world.watched)
+        self.prompts = Prompts(scenario.workload, world)
         self._watch, self._validate = watch, validate
         self.network = world.network_ms * 1e-3
         self.servers = [

@@ -31,16 +31,13 @@ class Kernel:
     """Virtual time in seconds. Timers of the same moment fire in the order of setting, so a run is reproducible."""
 
     def __init__(self, start: float = 0.0) -> None:
+        #: Set only by `run`, and by callers that use no timers.
         self.now = start
         self._order = count()
         self._heap: list[tuple[float, int, Timer]] = []
 
     def time(self) -> float:
         return self.now
-
-    def move_to(self, now: float) -> None:
-        """Set the time, for callers that use no timers."""
-        self.now = now
 
     def call_at(self, when: float, callback: Callable[..., object], /, *args: Any) -> Timer:
         timer = Timer(callback, args)

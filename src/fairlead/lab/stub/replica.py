@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from math import inf
 from typing import TYPE_CHECKING
 
-from fairlead.lab.engine.engine import Engine, StepResult
-from fairlead.lab.engine.request import EngineRequest, Phase
+from fairlead.lab.engine.engine import Engine
+from fairlead.lab.engine.request import EngineRequest, Phase, StepResult
 from fairlead.lab.stub.config import NO_FAULTS, VERSION, Faults, StubConfig, changed
 from fairlead.lab.stub.connection import Connection
 from fairlead.lab.stub.fields import BUSY, DEAD, UNAVAILABLE, ApiError

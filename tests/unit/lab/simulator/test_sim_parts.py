@@ -10,7 +10,7 @@ from fairlead.lab.simulator.prompts import Prompts
 from fairlead.lab.simulator.run import config_from
 from fairlead.lab.simulator.server import Server
 from fairlead.lab.simulator.simulation import Simulation
-from fairlead.lab.simulator.world import Kernel, Replica, Scenario, replicas
+from fairlead.lab.simulator.world import Kernel, Replica, Scenario, World, replicas
 from fairlead.lab.workload.record import Record, Workload
 
 
@@ -50,7 +50,7 @@ def test_a_run_ends_when_nothing_is_left_to_wait_for():
 
 
 def prompts(*records):
-    return Prompts(Workload(name="w", records=list(records)), 4.0)
+    return Prompts(Workload(name="w", records=list(records)), World(bytes_per_token=4.0))
 
 
 def test_the_scheduler_sees_bytes_and_an_estimate_of_tokens():
