@@ -35,22 +35,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with _terminable() as terminated:
         try:
             _run(given)
-        except (ConfigError, PluginError) as error:
-            _complain(error)
-            sys.exit(FAILED if isinstance(error, Unavailable) else WRONG_INPUT)
         except FairleadError as error:
-            _complain(error)
-            sys.exit(FAILED)
+            wrong = isinstance(error, ConfigError | PluginError) and not isinstance(error, Unavailable)
+            _fail(error, WRONG_INPUT if wrong else FAILED)
         except OSError as error:
             if error.errno != ENOSPC:
                 raise
-            _complain(error)
-            sys.exit(FAILED)
+            _fail(error, FAILED)
         except RuntimeError as error:
             if "can't start new thread" not in str(error):
                 raise
-            _complain(FairleadError(PROCESS_LIMIT))
-            sys.exit(FAILED)
+            _fail(PROCESS_LIMIT, FAILED)
         except (KeyboardInterrupt, SystemExit) as ended:
             if isinstance(ended, SystemExit) and ended.code != INTERRUPTED:
                 raise
@@ -96,10 +91,11 @@ def _run(given: list[str]) -> None:
     typer.main.get_command(build_app())(args=given, prog_name="fairlead")
 
 
-def _complain(error: Exception) -> None:
+def _fail(problem: str | Exception, code: int) -> NoReturn:
     from fairlead.cli.options import complain
 
-    complain(error)
+    complain(problem)
+    sys.exit(code)
 
 
 @contextmanager
