@@ -6,6 +6,7 @@ journal's traffic instead, and fails if a condition is broken (`_gate`). `fairle
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -78,9 +79,8 @@ def _gate(
         failed: list[str] = []
         with busy(f"simulating {against}" if journal is None else "reading journals"):
             preset = engine_argument(engine)
-            before, after, names = _figures(
-                against, journal, policies, failed, load=factor, servers=servers, preset=preset, head=head
-            )
+            simulate = partial(_simulated, load=factor, servers=servers, preset=preset, head=head)
+            before, after, names = _figures(against, journal, policies, failed, simulate)
     typer.echo(f"{'':12} {names[0][-20:]:>20} {names[1][-20:]:>20}  change")
     for name in FIGURES:
         old, new = before.get(name), after.get(name)
@@ -105,11 +105,7 @@ def _figures(
     journal: Path | None,
     policies: Sequence[str],
     failed: list[str],
-    *,
-    load: float,
-    servers: int,
-    preset: str,
-    head: int,
+    simulate: "Callable[[Run, str], Simulation]",
 ) -> tuple[dict[str, float], dict[str, float], tuple[str, str]]:
     """Return the figures and names of both runs. Policies whose plugins failed are added to `failed`, in words."""
     from fairlead.lab.simulator.journal import one_run
@@ -128,7 +124,7 @@ def _figures(
     names = "recorded policy", policies[0]
     figures = []
     for name, policy in zip(names, ("", policies[0]), strict=True):
-        simulation = _simulated(base, policy, load, servers, preset, head)
+        simulation = simulate(base, policy)
         figures.append(of_jobs(simulation.jobs))
         if errors := simulation.plugin_errors:
             failed.append(f"{name}: {_not_its_own(len(errors), str(errors[0]))}")
