@@ -1,7 +1,5 @@
 """`fairlead stub`: model servers without a model or a GPU, for trying out and testing a gateway."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,39 +15,31 @@ if TYPE_CHECKING:
 
 
 class KvEncoding(StrEnum):
-    """Encodings of KV events; several can be combined."""
+    """Encodings of KV events, and the fields of `lab.stub.kv_publisher.Encoding` that each changes. Several can be
+    combined."""
 
-    MAP = "map"
-    ARRAY = "array"
-    V0_9 = "v0.9"
-    V0_11 = "v0.11"
-    V0_16 = "v0.16"
-    V0_18 = "v0.18"
-    V0_20 = "v0.20"
-    V0_23 = "v0.23"
-    MAP_BATCH = "map-batch"
-    NO_RANK = "no-rank"
-    SIGNED = "signed"
-    BYTES = "bytes"
-    BIN = "bin"
+    fields: dict[str, Any]
+
+    def __new__(cls, name: str, fields: dict[str, Any]) -> "KvEncoding":
+        made = str.__new__(cls, name)
+        made._value_, made.fields = name, fields
+        return made
+
+    MAP = "map", {"events": "map"}
+    ARRAY = "array", {"events": "array"}
+    V0_9 = "v0.9", {"events": "array", "fields": 6}
+    V0_11 = "v0.11", {"events": "array", "fields": 7}
+    V0_16 = "v0.16", {"events": "array", "fields": 8}
+    V0_18 = "v0.18", {"events": "array", "fields": 9}
+    V0_20 = "v0.20", {"events": "array", "fields": 10}
+    V0_23 = "v0.23", {"events": "array", "fields": 12}
+    MAP_BATCH = "map-batch", {"batch": "map"}
+    NO_RANK = "no-rank", {"rank": False}
+    SIGNED = "signed", {"hashes": "signed"}
+    BYTES = "bytes", {"hashes": "bytes"}
+    BIN = "bin", {"wrapped": True}
 
 
-#: By encoding: the fields of `lab.stub.kv_publisher.Encoding` that it changes.
-_ENCODINGS: dict[KvEncoding, dict[str, Any]] = {
-    KvEncoding.MAP: {"events": "map"},
-    KvEncoding.ARRAY: {"events": "array"},
-    KvEncoding.V0_9: {"events": "array", "fields": 6},
-    KvEncoding.V0_11: {"events": "array", "fields": 7},
-    KvEncoding.V0_16: {"events": "array", "fields": 8},
-    KvEncoding.V0_18: {"events": "array", "fields": 9},
-    KvEncoding.V0_20: {"events": "array", "fields": 10},
-    KvEncoding.V0_23: {"events": "array", "fields": 12},
-    KvEncoding.MAP_BATCH: {"batch": "map"},
-    KvEncoding.NO_RANK: {"rank": False},
-    KvEncoding.SIGNED: {"hashes": "signed"},
-    KvEncoding.BYTES: {"hashes": "bytes"},
-    KvEncoding.BIN: {"wrapped": True},
-}
 #: vLLM's default port of KV events, and the number of batches that it keeps for replays.
 _KV_PORT, _KV_BUFFER = 5557, 10_000
 
@@ -174,17 +164,20 @@ def stub(
     if engine == "list":
         _list_presets()
         return
-    with exits(WRONG_INPUT, OSError), _refused_values():
-        events = _events(kv_events, host, kv_events_port, kv_events_connect, kv_encoding or [], kv_buffer_steps)
-        config = given(
-            ctx,
-            StubConfig,
-            preset=engine_argument(engine),
-            engine=None,  # the option `--engine` names a preset, not the field of the same name
-            loras=tuple(lora or ()),
-            natural_output=output_tokens,
-            kv_events=_hashed(events, kv_hash, kv_hash_seed),
-        )
+    with exits(WRONG_INPUT, OSError):
+        try:
+            events = _events(kv_events, host, kv_events_port, kv_events_connect, kv_encoding or [], kv_buffer_steps)
+            config = given(
+                ctx,
+                StubConfig,
+                preset=engine_argument(engine),
+                engine=None,  # the option `--engine` names a preset, not the field of the same name
+                loras=tuple(lora or ()),
+                natural_output=output_tokens,
+                kv_events=_hashed(events, kv_hash, kv_hash_seed),
+            )
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
     asyncio.run(serve(config, replicas, host, port, out, typer.echo))
 
 
@@ -200,7 +193,7 @@ def _events(
     host = f"[{host}]" if ":" in host else host
     changes: dict[str, Any] = {}
     for encoding in encodings:
-        changes |= _ENCODINGS[encoding]
+        changes |= encoding.fields
     return KvEventsConfig(
         events=connect or f"tcp://{host}:{port or '*'}",
         replay=f"tcp://{host}:{port + 1 if port else '*'}",
@@ -226,14 +219,6 @@ def _hashed(events: "KvEventsConfig | None", algorithm: str, seed: str) -> "KvEv
     except ValueError as error:
         raise typer.BadParameter(f"--kv-hash: {error}") from None
     return replace(events, hashes=algorithm, hash_seed=seed)
-
-
-@contextmanager
-def _refused_values() -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
 
 
 def _list_presets() -> None:
