@@ -109,10 +109,10 @@ def envoy_config(
     if tls_ca is not None and not tls_ca.is_file():
         raise ConfigError(f"{tls_ca} is not a file", "--tls-ca")
     address = parse_address(listen, "--listen")
+    same = ("admin_port", "ext_proc", "body_limit", "message_timeout", "queue_timeout", "fail_open", "access_log")
     said: dict[str, dict[str, object]] = {
+        **{name: {name: ctx.params[name]} for name in same},
         "listen": {"host": address.host, "port": address.port},
-        "admin_port": {"admin_port": admin_port},
-        "ext_proc": {"ext_proc": ext_proc},
         "als": {"als": "" if als == "none" else als or ext_proc},
         "tls_ca": {"tls": Tls(ca_file=str(tls_ca), server_name=tls_server_name) if tls_ca else None},
         "endpoint": {"endpoints": tuple(endpoint or ())},
@@ -120,11 +120,6 @@ def envoy_config(
         "request_mode": {"request_mode": request_mode.value},
         "response_mode": {"response_mode": response_mode.value},
         "retry": {"retry": retry.value},
-        "body_limit": {"body_limit": body_limit},
-        "message_timeout": {"message_timeout": message_timeout},
-        "queue_timeout": {"queue_timeout": queue_timeout},
-        "fail_open": {"fail_open": fail_open},
-        "access_log": {"access_log": access_log},
     }
     options = _of_file(file) if file is not None else Options()
     for name, fields in said.items():
