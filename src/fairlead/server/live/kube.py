@@ -207,7 +207,7 @@ class KubeLink:
         if self.elector is not None:
             reflectors["leases"] = self.elector.reflector
         for name, writer in self.writers.items():
-            self._metrics.writes.child(name).value = writer.writes
+            self._metrics.wrote(name, writer.writes)
         return reflectors
 
 

@@ -51,6 +51,15 @@ class _Entry:
         self.gone = asyncio.Event()
         self.served: OpenedPool | None = None
 
+    def opened(self, served: OpenedPool) -> None:
+        self.served = served
+        served.changed(self.pool)
+
+    def changed(self, pool: Pool) -> None:
+        self.pool = pool
+        if self.served is not None:
+            self.served.changed(pool)
+
 
 class _Watched(Struct, eq=False):
     """What is followed in one namespace, or in all namespaces. `None` = models or slices are not followed."""
@@ -179,9 +188,7 @@ class KubePools(KubeLink):
             self._tasks.add(serving)
             serving.add_done_callback(self._tasks.discard)
         else:
-            entry.pool = pool
-            if entry.served is not None:
-                entry.served.changed(pool)
+            entry.changed(pool)
         asyncio.get_running_loop().call_soon(self._publish)  # a pool made again keeps its Service
         self._judge()
 
@@ -201,8 +208,7 @@ class KubePools(KubeLink):
             return
         try:
             if not entry.gone.is_set():
-                entry.served = served
-                served.changed(entry.pool)
+                entry.opened(served)
                 watched.pools.follow(key, served.endpoint)
                 if watched.models is not None:
                     watched.models.follow(namespace, name, lambda models: self._defined(served, models))

@@ -319,15 +319,14 @@ class KubeMetrics:
         #: Returns the reflectors by resource (plural name).
         self._followed: Callable[[], Mapping[str, Reflector[Any]]] = dict
         self.leader = gauges("lease")
-        #: Status conditions that were written since the start.
-        self.writes = counters("pool")
+        self._writes = counters("pool")
         text = "1 while the API server answers for this resource."
         registry.follow("gauge", "fairlead_kube_connected", text, lambda: self._each("connected"), "resource")
         registry.follow("gauge", "fairlead_kube_objects", "Objects currently known.", self._objects, "resource")
         for name, text in _KUBE_COUNTS.items():
             registry.follow("counter", f"fairlead_kube_{name}_total", text, partial(self._each, name), "resource")
         registry.show("fairlead_kube_leader", "1 while this replica leads.", self.leader)
-        registry.show("fairlead_kube_status_writes_total", "Status conditions written.", self.writes)
+        registry.show("fairlead_kube_status_writes_total", "Status conditions written.", self._writes)
 
     @property
     def standby(self) -> bool:
@@ -346,6 +345,10 @@ class KubeMetrics:
                 lost.setdefault(stats.trouble or "no answer yet", []).append(resource)
         what = "; ".join(f"changes of {', '.join(resources)} are not seen: {why}" for why, resources in lost.items())
         return f"{what}; the last known state stays in force" if lost else ""
+
+    def wrote(self, pool: str, conditions: int) -> None:
+        """Set how many status conditions were written since the start."""
+        self._writes.child(pool).value = conditions
 
     def _objects(self) -> dict[str, int]:
         return {name: len(reflector.items) for name, reflector in self._followed().items()}

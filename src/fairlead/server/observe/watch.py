@@ -110,8 +110,7 @@ class Watch:
         self._decision_id: Callable[[int], str] | None = None
         self._peers_load = PeersLoad()
         self._alone: Callable[[], bool] = lambda: False
-        #: Whether gateways ask another process; meanwhile the load is not measured.
-        self.standby: Callable[[], bool] = lambda: self.kube.standby
+        self.standby: Callable[[], bool] = lambda: self.kube.standby  # whether gateways ask another process
         self._measured = False, False, 0  # `standby()`, `_alone()`, the breaks of the peers' load at the last reading
         #: Receives every counted record too; `None` = the dashboard has no viewer.
         self.recent: Recent | None = None
@@ -230,6 +229,10 @@ class Watch:
     def watch_peers(self, load: PeersLoad, alone: Callable[[], bool]) -> None:
         """Include the load of the pool's other schedulers. `alone()`: whether there is no link to them now."""
         self._peers_load, self._alone = load, alone
+
+    def watch_lead(self, standby: Callable[[], bool]) -> None:
+        """Measure the load only while `standby()` is false; by default while this pool's own lease is held."""
+        self.standby = standby
 
     def watch_queue(self, flow_controller: FlowController | None) -> None:
         """Show the queues of this flow controller; `None` = flow control is off."""

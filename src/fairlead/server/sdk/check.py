@@ -116,9 +116,17 @@ class Dialogue:
             state.speeds = Speeds(c0=13.0, c_pf=0.043, c_attn=1.6e-6, c_seq=0.026, c_kv=4.5e-5, hold_ms=1e4)
         return state
 
+    def opened(self, stream: SchedulerStream) -> None:
+        """Send to this stream from now on."""
+        self.stream = stream
+
+    def batched(self) -> None:
+        """Count one more batch, which is about to be sent."""
+        self.batch += 1
+
     def ask(self, count: int = 1, state: State | None = None, **fields: Any) -> list[int]:
         """Send a batch of `count` requests. Returns their ids. `fields`: fields of `Asked` for each request."""
-        self.batch += 1
+        self.batched()
         requests = []
         for _ in range(count):
             self._request += 1
@@ -155,7 +163,8 @@ async def talk(address: str, tls: SchedulerTls | None = None) -> AsyncIterator[D
     except (OSError, TimeoutError) as error:
         raise Failed(f"cannot connect to {address}: {error or 'timed out'}") from None
     try:
-        stream = dialogue.stream = SchedulerStream(channel, PATH, address, dialogue.message, dialogue.over)
+        stream = SchedulerStream(channel, PATH, address, dialogue.message, dialogue.over)
+        dialogue.opened(stream)
         yield dialogue
         stream.end("done")
         await stream.closed()
@@ -280,7 +289,7 @@ class Checker:
         """skips fields that it does not know"""
         await say.greet(_pool(2))
         unknown = field(2000, b"later versions add fields") + b"\x98\x7d\x01"
-        say.batch += 1
+        say.batched()
         asked = field(3, b"\x08\x01" + field(3, b"\x08\x07\x28\x10" + unknown) + unknown)
         say.send_bytes(asked + unknown)
         _all_allowed(await say.picks([7]), _names(2))
