@@ -179,8 +179,7 @@ class SharedPage:
 
 
 class Admin(HttpPort):
-    """The admin port. Call `await start()`, then read `port`; `await close()` at the end. `start` raises `OSError` if
-    a port is taken."""
+    """The admin port, used like any `HttpPort`."""
 
     def __init__(
         self,
@@ -342,8 +341,7 @@ class Admin(HttpPort):
         return _one_piece({"segments": [(path.name, path.stat().st_size) for path in self._segments(request)]})
 
     async def _segment(self, request: web.Request) -> web.StreamResponse:
-        """Send a segment of the journal. The operating system copies the file to the socket, so that a large segment
-        does not delay other work."""
+        """Send a segment of the journal. The operating system copies it to the socket, which delays no other work."""
         for path in self._segments(request):
             if path.name == request.match_info["name"]:
                 return web.FileResponse(path)

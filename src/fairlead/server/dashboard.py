@@ -3,8 +3,7 @@
 Rules
 * Each tick, one snapshot is made for all viewers and encoded once. Without viewers there is no tick. If snapshots take
   long to make, there are fewer.
-* A viewer that reads slowly misses snapshots, but never gets old ones. A viewer that reads nothing for `PATIENCE`
-  seconds is disconnected.
+* A slow viewer misses snapshots, but never gets old ones. One that reads nothing for `PATIENCE` s is disconnected.
 * There are at most `viewers` viewers at a time; further ones get 503 and the reason.
 * The page loads nothing from other hosts and runs no inline script: its content security policy allows only its own
   files. The dashboard only reads; it cannot change anything.
@@ -240,8 +239,7 @@ def frame(event: str, value: Any) -> bytes:
 
 
 def encode(value: Any) -> bytes:
-    """JSON in one line. Numbers that are not finite become null. Half of a surrogate pair (in a model name) becomes
-    `?`."""
+    """JSON in one line. Numbers that are not finite become null, and half a surrogate pair (in a model name) `?`."""
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError:

@@ -52,8 +52,7 @@ _NO_HOST = re.compile(r"[@/\\?#]")
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Whether a line of aiohttp's server is about an error of ours. The others quote the bytes of malformed requests,
-    which may hold a token."""
+    """Whether a line of aiohttp's server is about an error of ours. Others quote requests, which may hold tokens."""
     return record.exc_info is None or not isinstance(record.exc_info[1], BadHttpMessage)
 
 
@@ -61,8 +60,7 @@ logging.getLogger("aiohttp.server").addFilter(_is_ours)
 
 
 class Tokens:
-    """The tokens in a file. The constructor raises `ConfigError` if the file is `required` and cannot be read or holds
-    no token."""
+    """The tokens in a file. If it is `required` and unreadable or without tokens, making this raises `ConfigError`."""
 
     def __init__(self, file: str, required: bool = True) -> None:
         self._file = Path(file)
@@ -177,8 +175,7 @@ class _Connections:
 
     def __init__(self, runner: web.AppRunner, busy: Busy) -> None:
         self._runner, self._busy = runner, busy
-        # aiohttp forgets the transport of a connection that it closes, but the transport stays open until its client
-        # has read everything.
+        # aiohttp forgets the transports of closed connections, which stay open until clients have read everything.
         self._open: dict[web.RequestHandler, asyncio.Transport] = {}
 
     def admit(self, transport: asyncio.Transport) -> web.RequestHandler | None:

@@ -1,8 +1,7 @@
 """What a scheduler has to know about the embedded gateway that runs next to it.
 
 The parent passes it to each new scheduler on the command line (`cli.serve`). A new version of Fairlead may be installed
-while a parent runs, so a scheduler must understand parents of any version: fields may be added, and unknown fields are
-ignored.
+meanwhile, so a scheduler must understand parents of any version: fields may be added; unknown fields are ignored.
 """
 
 import signal
@@ -77,8 +76,7 @@ class RunningGateway(Struct, frozen=True):
 
     @property
     def pool_file(self) -> Path | None:
-        """The file with the endpoints that Envoy balances over by itself. Only the first worker writes it; `None` = not
-        this scheduler."""
+        """The file with the endpoints that Envoy balances over by itself. Only the first worker writes it."""
         return Path(self.directory, ENDPOINTS) if self.directory and not self.worker else None
 
     @property

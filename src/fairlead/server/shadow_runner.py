@@ -73,8 +73,7 @@ class ShadowRunner:
         self._failures: dict[str, int] = {}
         self._thread: _Worker | None = None
         self._watch: asyncio.TimerHandle | None = None
-        #: Monotonic seconds when `_look` is due; what the thread was doing then, and by how many seconds `_look` was
-        #: late while it did.
+        #: Monotonic seconds when `_look` is due; what the thread did then, and by how much `_look` was late meanwhile.
         self._due = 0.0
         self._seen: tuple[str, float] | None = None
         self._late = 0.0
@@ -199,8 +198,7 @@ class _Worker:
         self._wanted.set()
 
     def abandon(self) -> None:
-        """End the thread from outside. Otherwise a policy that computes without end would run as long as the
-        process."""
+        """End the thread from outside. A policy that computes without end would run as long as the process."""
         self.stop()
         ident = self._thread.ident
         if ident is not None:

@@ -133,8 +133,7 @@ class StateCounts(Struct):
 
 
 class StateFile:
-    """Call `start`, then `joined` for each endpoint that appears, and `close` at the end. All methods run on the event
-    loop's thread."""
+    """Call `start`, then `joined` for each new endpoint, and `close` at the end, all on the event loop's thread."""
 
     def __init__(
         self,
@@ -166,9 +165,8 @@ class StateFile:
         self.note = ""
 
     async def start(self) -> None:
-        """Read the file, and restore the part that all endpoints share. A worker takes the file of the first worker,
-        which knows what all workers have sent, unless its own file is newer. Its own may be an old one, from an earlier
-        run with more workers."""
+        """Read the file, and restore the part that all endpoints share. A worker takes the file of the first one, which
+        knows what all have sent, unless its own is newer. Its own may be from an earlier run with more workers."""
         path, first = self._path, self._path.with_name(self._path.name.partition(WORKER)[0])
         stored = await self._read(path)
         if first != path:

@@ -4,8 +4,7 @@ Rules
 * A question never changes the index.
 * Long texts, and prompts with many blocks, are prepared in a thread. The index itself is read on the event loop's
   thread, the only one that changes it.
-* A question names pods by an endpoint's id, the part of the id after the last `/`, or its address. The answer uses the
-  names from the question.
+* A question names pods by an endpoint's id, the id's part after the last `/`, or its address. The answer repeats it.
 """
 
 import asyncio
@@ -172,8 +171,7 @@ class IndexService:
 
 
 def _wanted(pods: Sequence[str] | None, endpoints: Sequence[tuple[int, Endpoint]]) -> tuple[dict[str, int], list[str]]:
-    """The slots of the requested endpoints by the names in the question, and the unknown names. `pods`: `None` = all
-    endpoints, by their ids."""
+    """The slots of the requested endpoints by the question's names, and unknown names. `pods`: `None` = all, by id."""
     if pods is None:
         return {endpoint.id: slot for slot, endpoint in endpoints}, []
     known: dict[str, int] = {}

@@ -35,8 +35,7 @@ _LEVEL = 1
 
 
 class Damage(Struct, frozen=True):
-    """Bytes that are no good block. `at_end`: they are at the end of the segment, so they may be a block that the
-    writer has not finished."""
+    """Bytes that are no good block. `at_end`: of the segment, so the writer may not have finished a block there."""
 
     offset: int
     size: int

@@ -105,8 +105,7 @@ class PromptReading:
         return PromptKnown(tokens.total)
 
     def offer(self, known: PromptKnown) -> PromptBlocks | None:
-        """Return the blocks of a prompt that was read; `None` = there are none. Call this when its request is about to
-        arrive in the pipeline."""
+        """The blocks of a prompt that was read; `None` = none. Call this just before its request goes on."""
         return None if self._exact is None else self._exact.offer(*known.blocks)
 
     def _reader(self, targets: Sequence[str]) -> str | None:
@@ -121,8 +120,7 @@ class PromptReading:
         return min(readers, key=lambda reader: (not self._bases(reader), reader))
 
     def _readers(self, model: str) -> set[str]:
-        """The models whose tokenisers read prompts for `model`: itself, or the base models of an adapter without an
-        entry."""
+        """The models whose tokenisers read prompts for `model`: itself, or an adapter's bases if it has no entry."""
         if model in self._settings.models:
             return {model}
         groups = self._bases(model)

@@ -40,8 +40,7 @@ _BURST = 0.05
 
 
 class LiveShadows:
-    """Call `follow(config, …)` at the start and after each reload, `close()` at the end. `feed` receives the verdicts
-    as events."""
+    """Call `follow(config, …)` at the start and after each reload, `close()` at the end. `feed` receives verdicts."""
 
     def __init__(self, fleet: Fleet, feed: Callable[[Event], None]) -> None:
         self._fleet, self._feed = fleet, feed
@@ -116,8 +115,7 @@ class LiveShadows:
 
 
 class RemoteShadow:
-    """A scheduler in another process, on trial. It is asked in a later turn of the event loop, about the state at the
-    time of the decision."""
+    """A scheduler in another process, on trial. It is asked later, about the state at the time of the decision."""
 
     def __init__(
         self,

@@ -423,8 +423,7 @@ def show_state(registry: Registry, counts: StateCounts) -> None:
 
 
 class WarmingCounts(Struct):
-    """Counts of beginnings that were sent to cold endpoints, and of their prompt tokens. `kept`: the beginnings that
-    are kept in memory."""
+    """Counts of beginnings sent to cold endpoints, and of their prompt tokens. `kept`: those in memory."""
 
     kept: Beginnings
     sent: int = 0

@@ -224,8 +224,7 @@ class Registry:
             yield
 
     def parts(self, openmetrics: bool = False) -> Iterator[bytes]:
-        """The metrics page, in pieces of one refresh or some hundred lines, so that a server can do other work in
-        between."""
+        """The metrics page, in pieces of one refresh or some hundred lines, so that other work can go on."""
         return page_of([self], openmetrics)
 
     def render(self) -> bytes:

@@ -29,8 +29,7 @@ Check = Callable[[], str]
 
 
 class Happened:
-    """Says which counters have grown within the last `minute` seconds. The counters never fall. They begin at 0, or
-    where `begin` says."""
+    """Says which counters grew in the last `minute` seconds. They never fall, and begin at 0 or where `begin` says."""
 
     def __init__(self, minute: float = 60.0) -> None:
         self._minute = minute

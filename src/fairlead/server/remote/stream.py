@@ -25,8 +25,7 @@ STOPS_WITHIN = 5.0
 
 
 class SchedulerStream:
-    """A stream. The constructor opens it; the event loop must be running. `send` may be called before the connection is
-    established."""
+    """A stream. The constructor opens it; the event loop must run. `send` may be called before it is connected."""
 
     def __init__(
         self,
