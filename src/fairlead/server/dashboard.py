@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from msgspec import Struct, field
 
 from fairlead.server.http_port import OnError, reported
 from fairlead.server.journal.records import writable
@@ -56,13 +57,12 @@ _GONE = "There is nothing of that name (any more). The dashboard and /debug/endp
 _TOO_MANY = "{} viewers are connected; close one and try again\n"
 
 
-class _Viewer:
+class _Viewer(Struct, eq=False):
     """Holds the newest frame that was not sent to this viewer yet; `None` = there is none."""
 
-    def __init__(self) -> None:
-        self.frame: bytes | None = None
-        self.wake = asyncio.Event()
-        self.closed = False
+    frame: bytes | None = None
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    closed: bool = False
 
     def offer(self, frame: bytes) -> None:
         self.frame = frame

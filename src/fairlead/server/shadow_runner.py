@@ -167,76 +167,71 @@ class _Abandoned(BaseException):
     """The event loop's thread raises this in a worker's thread to end it."""
 
 
-class _Worker:
-    """A thread and its bench."""
+class _Worker(Struct, eq=False):
+    """A thread and its bench. `done` is called on the event loop with each record and its seconds of CPU."""
 
-    def __init__(
-        self,
-        bench: Bench,
-        policies: dict[str, Any],
-        cases: deque[ShadowCase],
-        loop: asyncio.AbstractEventLoop,
-        done: Callable[["_Worker", ShadowRecord, float], None],
-    ) -> None:
-        #: (shadow, monotonic seconds when it was asked) while a shadow decides.
-        self.doing: tuple[str, float] | None = None
-        self._bench = bench
-        self._policies = policies
-        self._cases = cases
-        self._loop = loop
-        self._done = done
-        self._wanted = threading.Event()
-        self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="shadows", daemon=True)
-        self._thread.start()
+    bench: Bench
+    policies: dict[str, Any]
+    cases: deque[ShadowCase]
+    loop: asyncio.AbstractEventLoop
+    done: Callable[["_Worker", ShadowRecord, float], None]
+    #: (shadow, monotonic seconds when it was asked) while a shadow decides.
+    doing: tuple[str, float] | None = None
+    wanted: threading.Event = field(default_factory=threading.Event)
+    stopped: bool = False
+    #: The thread's identifier; 0 = it has not begun yet.
+    ident: int = 0
+
+    def __post_init__(self) -> None:
+        threading.Thread(target=self._run, name="shadows", daemon=True).start()
 
     def wake(self) -> None:
-        self._wanted.set()
+        self.wanted.set()
 
     def stop(self) -> None:
-        self._stopped = True
-        self._wanted.set()
+        self.stopped = True
+        self.wanted.set()
 
     def abandon(self) -> None:
         """End the thread from outside. A policy that computes without end would run as long as the process."""
         self.stop()
-        ident = self._thread.ident
-        if ident is not None:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(_Abandoned))
+        if self.ident:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), ctypes.py_object(_Abandoned))
 
     def drop(self, name: str) -> None:
-        self._policies.pop(name, None)
+        self.policies.pop(name, None)
 
     def _run(self) -> None:
+        self.ident = threading.get_ident()
         try:
-            while not self._stopped:
-                self._wanted.wait()
-                self._wanted.clear()
-                while self._cases and not self._stopped:
-                    self._judge(self._cases.popleft())
+            while not self.stopped:
+                self.wanted.wait()
+                self.wanted.clear()
+                while self.cases and not self.stopped:
+                    self._judge(self.cases.popleft())
         except _Abandoned:
             return
 
     def _judge(self, case: ShadowCase) -> None:
         before = time.thread_time()
         try:
-            self._bench.open(case)
-            verdicts = [self._ask(name, policy) for name, policy in list(self._policies.items())]
-            record = self._bench.record(verdicts)
+            self.bench.open(case)
+            verdicts = [self._ask(name, policy) for name, policy in list(self.policies.items())]
+            record = self.bench.record(verdicts)
         except Exception as error:  # even an error of the bench must not end the thread
             failed = ShadowVerdict("reference", error=f"{type(error).__name__}: {error}"[:200])
             record = ShadowRecord(case.request.id, case.snapshot.at, case.endpoint, verdicts=(failed,))
-        if not self._stopped:
+        if not self.stopped:
             try:
-                self._loop.call_soon_threadsafe(self._done, self, record, time.thread_time() - before)
+                self.loop.call_soon_threadsafe(self.done, self, record, time.thread_time() - before)
             except RuntimeError:
-                self._stopped = True  # the loop is closed
+                self.stopped = True  # the loop is closed
 
     def _ask(self, name: str, policy: Any) -> ShadowVerdict:
         began = time.thread_time()
         self.doing = (name, time.monotonic())
         try:
-            verdict = self._bench.decide(name, policy)
+            verdict = self.bench.decide(name, policy)
         finally:
             self.doing = None
         time.sleep(0)

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 from weakref import WeakValueDictionary
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from fairlead.config.schema import Kubernetes
 from fairlead.core.models import ModelSet
@@ -42,13 +42,12 @@ log = get("kubernetes")
 EVERYWHERE = "*"
 
 
-class _Entry:
+class _Entry(Struct, eq=False):
     """A pool that exists. `served`: its scheduler; `None` = it is not open yet. `gone`: set when it is deleted."""
 
-    def __init__(self, pool: Pool) -> None:
-        self.pool = pool
-        self.gone = asyncio.Event()
-        self.served: OpenedPool | None = None
+    pool: Pool
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    served: OpenedPool | None = None
 
     def opened(self, served: OpenedPool) -> None:
         self.served = served
