@@ -139,12 +139,7 @@ class KubeLink:
 
     def _run(self, stack: AsyncExitStack, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
         task = asyncio.create_task(work(), name=name)
-
-        def ended(task: "asyncio.Task[None]") -> None:
-            if not task.cancelled() and (error := task.exception()) is not None:
-                log.error("watching Kubernetes failed", exc=error, part=name)
-
-        task.add_done_callback(ended)
+        task.add_done_callback(log.failure("watching Kubernetes failed", part=name))
         stack.push_async_callback(cancelled, task)
 
     def _elector(self, health_port: int) -> Elector:

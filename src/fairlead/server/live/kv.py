@@ -231,12 +231,8 @@ class KvListening(Knowledge):
         return allowed
 
     def _begin(self, endpoint: Endpoint, slot: int) -> None:
-        def ended(task: "asyncio.Task[None]") -> None:
-            if not task.cancelled() and (error := task.exception()) is not None:
-                log.error("following an endpoint's KV events failed", exc=error, endpoint=endpoint.id)
-
         task = self._followed[endpoint.id] = self._loop.create_task(self._follow(endpoint, slot))
-        task.add_done_callback(ended)
+        task.add_done_callback(log.failure("following an endpoint's KV events failed", endpoint=endpoint.id))
 
     async def _follow(self, endpoint: Endpoint, slot: int) -> None:
         """Load the endpoint's saved blocks and subscribe to its publisher; then look regularly for another one."""
@@ -306,12 +302,8 @@ class KvListening(Knowledge):
         except (ConfigError, zmq.ZMQError) as error:
             reason = self._refused[endpoint.id] = str(error)
             if refused != reason:
-                log.warning(
-                    "cannot subscribe to KV events; trying again",
-                    endpoint=endpoint.id,
-                    address=source.events,
-                    reason=reason,
-                )
+                text = "cannot subscribe to KV events; trying again"
+                log.warning(text, endpoint=endpoint.id, address=source.events, reason=reason)
             return False
         self._sources[endpoint.id] = source
         self._loaded.pop(slot, None)
@@ -407,10 +399,8 @@ def _keys(settings: KvCurve | None) -> tuple[Curve | None, list[str] | None]:
     """Our CURVE keys, and those of publishers that may connect; `None` = none, or any. Raises `ConfigError`."""
     if settings is None:
         return None, None
-    public, secret = (
-        _words(settings.public_key_file, "publicKeyFile"),
-        _words(settings.secret_key_file, "secretKeyFile"),
-    )
+    public = _words(settings.public_key_file, "publicKeyFile")
+    secret = _words(settings.secret_key_file, "secretKeyFile")
     try:
         curve = Curve("".join(public), "".join(secret), settings.server_key)
     except ConfigError as error:

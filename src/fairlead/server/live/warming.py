@@ -118,6 +118,7 @@ class Warming:
             task = asyncio.get_running_loop().create_task(self._warm(asked.endpoint_id, beginnings))
             self._tasks[asked.endpoint_id] = task
             task.add_done_callback(lambda done: self._done(asked.endpoint_id, done))
+            task.add_done_callback(log.failure("warming an endpoint failed", endpoint=asked.endpoint_id))
 
     async def close(self) -> None:
         await cancelled(*self._tasks.values())
@@ -127,8 +128,6 @@ class Warming:
     def _done(self, endpoint_id: str, task: asyncio.Task[None]) -> None:
         if self._tasks.get(endpoint_id) is task:
             del self._tasks[endpoint_id]
-        if not task.cancelled() and task.exception() is not None:
-            log.error("warming an endpoint failed", endpoint=endpoint_id, exc=task.exception())
 
     async def _warm(self, endpoint_id: str, beginnings: list[Beginning]) -> None:
         began = self._now()

@@ -78,6 +78,15 @@ class Log:
         """Log an error. `exc`: its traceback is added."""
         self._write(logging.ERROR, message, fields, exc)
 
+    def failure(self, message: str, **fields: object) -> Callable[[Any], None]:
+        """A callback for a task (`asyncio.Task`), which logs the exception that it has ended with."""
+
+        def ended(task: Any) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self.error(message, exc=error, **fields)
+
+        return ended
+
     def _write(self, level: int, message: str, fields: Mapping[str, object], exc: BaseException | None = None) -> None:
         if self._logger.isEnabledFor(level):
             self._logger.log(level, "%s", message, extra={"fields": fields}, exc_info=exc)
