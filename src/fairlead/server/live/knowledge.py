@@ -113,11 +113,8 @@ class Knowledge:
             "prompts_without_tokens": self.prompts.without,
         }
         if exact is not None:
-            content["index"] = {
-                "blocks": exact.index.entries,
-                "bytes": exact.index.nbytes,
-                "keys": exact.index.space.name,
-            }
+            index = exact.index
+            content["index"] = {"blocks": index.entries, "bytes": index.nbytes, "keys": index.space.name}
             content["endpoints"] = {
                 name: {
                     "source": exact.source(slot),

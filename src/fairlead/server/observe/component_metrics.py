@@ -59,11 +59,7 @@ class ChooserMetrics:
         show("fairlead_scheduler_connected", "1 while the scheduler is connected.", self._connected)
         show("fairlead_scheduler_breaker", "1 for the current state of the circuit breaker.", self._breaker)
         show("fairlead_scheduler_breaker_opened_total", "How often the circuit breaker opened.", self._opened)
-        show(
-            "fairlead_scheduler_answer_seconds",
-            "Time from question to answer, within the budget.",
-            self._took,
-        )
+        show("fairlead_scheduler_answer_seconds", "Time from question to answer, within the budget.", self._took)
         show("fairlead_canary_decisions_total", "Decisions made here, by the side that made them.", self._canary)
 
     def follow(self, remotes: Mapping[str, RemotePolicy], policy: Policy) -> None:
@@ -251,10 +247,8 @@ class UploadMetrics:
         self._clients: dict[str, int] = {}
         self._reasons: dict[str, int] = {}
         self._logged_at = -inf
-        text = (
-            "Uploads that the embedded gateway ended: memory (it was short of it), paused, slow, address (others from "
-        )
-        text += "the same address held its share of the memory)."
+        text = "Uploads that the embedded gateway ended: memory (it was short of it), paused, slow, address (others "
+        text += "from the same address held its share of the memory)."
         registry.show("fairlead_uploads_ended_total", text, self._ended)
 
     def ended(self, client: str, received: int, reason: str) -> None:

@@ -153,12 +153,8 @@ class KvMetrics:
         show("llm_d_epp_kv_cache_events_messages_received_total", text, self._publishers)
         text = "[ALPHA] Times that a publisher of KV events was connected again."
         show("llm_d_epp_kv_cache_events_subscriber_reconnections_total", text, self._reconnections)
-        follow(
-            "counter",
-            "fairlead_kv_rejected_batches_total",
-            "At the bound socket: unreadable batches, and those of unknown publishers.",
-            rejected,
-        )
+        text = "At the bound socket: unreadable batches, and those of unknown publishers."
+        follow("counter", "fairlead_kv_rejected_batches_total", text, rejected)
         index = self._exact.index
         for name, text, read in (
             ("admissions", "Copies of blocks that were entered into the index.", lambda: index.admitted),

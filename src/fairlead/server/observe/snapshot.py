@@ -41,13 +41,8 @@ def endpoint_rows(
     """One row per endpoint. `out`: those out of use, by id; `wall`: seconds from the clock to the time of day."""
     table, staleness = watch.fleet.table, watch.fleet.staleness
     # Convert whole columns: reading single values from numpy's arrays takes three times as long.
-    sampled, kv, queue, active, leases, ejected, suspicion = (
-        column.tolist()
-        for column in (
-            *(table.sampled_at, table.kv, table.queue, table.active),
-            *(table.inflight, table.ejected_until, table.suspicion),
-        )
-    )
+    sampled, kv, queue, active = (each.tolist() for each in (table.sampled_at, table.kv, table.queue, table.active))
+    leases, ejected, suspicion = table.inflight.tolist(), table.ejected_until.tolist(), table.suspicion.tolist()
     rows = []
     for slot, endpoint in table.slots():
         sample, sums, gone = table.samples[slot], recent.endpoint(endpoint.id), out.get(endpoint.id)
@@ -218,15 +213,12 @@ def shadows(watch: Watch) -> list[shape.ShadowRow]:
     rows = []
     for name in dict.fromkeys([*totals, *cut]):
         counts = totals.get(name, {})
-        agree, differ, refuse, error = (int(counts.get(v, 0)) for v in ("agree", "differ", "refuse", "error"))
-        chosen = agree + differ
+        verdicts = {kind: int(counts.get(kind, 0)) for kind in ("agree", "differ", "refuse", "error")}
+        chosen = verdicts["agree"] + verdicts["differ"]
         rows.append(
             shape.ShadowRow(
                 name=name,
-                agree=agree,
-                differ=differ,
-                refuse=refuse,
-                error=error,
+                **verdicts,
                 regret_ms=_share(counts.get("regret_ms", 0.0), chosen),
                 primary_regret_ms=_share(shadows.primary_regret_ms, shadows.judged),
                 cut=cut.get(name, ""),
@@ -332,10 +324,14 @@ class ModelPast(msgspec.Struct, frozen=True):
     points: list[ModelPoint]
 
 
+#: Functions by name that take a query's parameters and return the answer, or `None` if the requested object does not
+#: exist. They raise `msgspec.ValidationError`.
+Answers = Mapping[str, Callable[[Mapping[str, str]], Any]]
+
+
 class SnapshotMaker:
     """Makes what the dashboard shows. Call `begin` when the first viewer arrives, `take` once per tick for all viewers,
-    and `end` when the last one has left. `answers`: functions by name that take a query's parameters and return the
-    answer, or `None` if the requested object does not exist. They raise `msgspec.ValidationError`.
+    and `end` when the last one has left.
 
     `wall_offset`: seconds to add to the clock of records to get the time of day. `reasons`: why this scheduler is not
     ready. `replicas`: the state of the link to other schedulers; `schedulers`: how many there are.
@@ -364,11 +360,7 @@ class SnapshotMaker:
         self._began = now()
         self.history = History(watch, self._began, wall_offset)
         self.tick = TICK
-        self.answers: Mapping[str, Callable[[Mapping[str, str]], Any]] = {
-            "decisions": self.search,
-            "endpoint": self.endpoint,
-            "model": self.model,
-        }
+        self.answers: Answers = {"decisions": self.search, "endpoint": self.endpoint, "model": self.model}
         self.about = shape.About(
             version=__version__, pool=pool, started=self._began + wall_offset(), tick_s=TICK, point_s=POINT
         )

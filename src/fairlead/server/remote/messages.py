@@ -30,32 +30,16 @@ Slots = NDArray[np.intp]
 Load = tuple[Slots, dict[int, Floats]]
 
 #: Learned factors, as in `fleet.predictor`, by field number.
-FACTORS: Mapping[int, str] = {
-    21: "prefill_factor",
-    22: "step_factor",
-    23: "ttft_factor",
-    24: "tpot_factor",
-    25: "load_factor",
-}
+_FACTORS = ("prefill_factor", "step_factor", "ttft_factor", "tpot_factor", "load_factor")
+FACTORS: Mapping[int, str] = dict(enumerate(_FACTORS, 21))
+_LOAD = (
+    "waiting", "running", "kv", "queue", "active", "inflight", "pending", "pending_tokens", "queued_tokens",
+    "queued_ms", "prefill_since_ms", "kv_tokens", "growth_tokens", "sampled_at", "failures", "errors",
+    "ejected_until", "max_adapters", "capacity_tokens",
+)  # fmt: skip
+_MORE_LOAD = ("max_seqs", "head_ms", "free_cache", "ranks", "long_until_ms")
 #: Columns of `Load` by field number, named as in `fleet.table`; the learned factors come last.
-COLUMNS: Mapping[int, str] = {
-    **dict(
-        enumerate(
-            (
-                "waiting", "running", "kv", "queue", "active", "inflight", "pending", "pending_tokens", "queued_tokens",
-                "queued_ms", "prefill_since_ms", "kv_tokens", "growth_tokens", "sampled_at", "failures", "errors",
-                "ejected_until", "max_adapters", "capacity_tokens",
-            ),
-            2,
-        )
-    ),
-    26: "max_seqs",
-    27: "head_ms",
-    28: "free_cache",
-    29: "ranks",
-    30: "long_until_ms",
-    **FACTORS,
-}  # fmt: skip
+COLUMNS: Mapping[int, str] = {**dict(enumerate(_LOAD, 2)), **dict(enumerate(_MORE_LOAD, 26)), **FACTORS}
 #: The highest slot that is accepted from a peer: columns are as long as the highest slot.
 MAX_SLOT = 65_535
 
