@@ -28,12 +28,12 @@ from fairlead.compat.document import (
     SchedulingProfile,
 )
 from fairlead.compat.locate import KIND
-from fairlead.compat.parameters import FileDiscovery, ProbabilisticAdmitter
+from fairlead.compat.parameters import FileDiscovery
 from fairlead.compat.profiles import Instance, Instances, Profiles
 from fairlead.config.builtins import Kind
 from fairlead.config.check import fields, read
 from fairlead.config.problems import Place, Report, describe, shorten
-from fairlead.config.registry import Registry
+from fairlead.config.registry import RegisteredPlugin, Registry
 from fairlead.config.schema import (
     LONGEST_WAIT,
     BandSettings,
@@ -48,15 +48,7 @@ from fairlead.config.schema import (
     QueueLimits,
     Shedding,
 )
-from fairlead.plugins.flow_control import (
-    ConcurrencyDetectorParams,
-    HoldbackCeilingParams,
-    LeastWork,
-    StartTimeFairness,
-    StaticCeilingParams,
-    UtilizationDetectorParams,
-)
-from fairlead.plugins.params import NoParams, Params
+from fairlead.plugins.flow_control import LeastWork, StartTimeFairness
 from fairlead.plugins.pickers import MaxScore
 
 # Translates the reference's flow control. It is on only with the feature gate `flowControl`. What the document does not
@@ -104,13 +96,6 @@ _TYPES: dict[str, tuple[Kind, str]] = {
 }
 #: Values of feature gates, in any case.
 _ON, _OFF = ("true", "t", "1"), ("false", "f", "0")
-#: By Fairlead's type: the model of its parameters, if it has any.
-_PARAMS: dict[str, type[Params]] = {
-    "utilization-detector": UtilizationDetectorParams,
-    "concurrency-detector": ConcurrencyDetectorParams,
-    "static-usage-limit-policy": StaticCeilingParams,
-    "priority-holdback-policy": HoldbackCeilingParams,
-}
 
 
 class NamedBand(Struct):
@@ -122,136 +107,18 @@ class NamedBand(Struct):
     ordering: Instance | None = None
 
     def says(self) -> tuple[Any, ...]:
-        return self.band.max_requests, self.band.max_bytes, _name(self.fairness), _name(self.ordering)
+        names = [instance.name if instance is not None else "" for instance in (self.fairness, self.ordering)]
+        return self.band.max_requests, self.band.max_bytes, *names
 
 
-class Named(Struct):
-    """The plugins that the document refers to. `bands`: the bands with a priority."""
-
-    default: NamedBand
-    negative: NamedBand | None = None
-    bands: Sequence[NamedBand] = ()
-    saturation: Instance | None = None
-    limit: Instance | None = None
-    admitter: Instance | None = None
-
-
-def flow_spec(flow: FlowControl, named: Named, report: Report) -> FlowSpec:
-    """Translate the document's flow control. What has no counterpart is noted in the report."""
-    report.note(FLOW, OURS)
-    if named.negative is not None and named.negative.says() != named.default.says():
-        report.note(named.negative.place, NO_TEMPLATE)
-    ttl = _ttl(flow.default_request_ttl, _TTL, "defaultRequestTTL", report)
-    empty = _ttl(
-        flow.no_endpoint_request_ttl, ttl if flow.default_request_ttl else _TTL, "noEndpointRequestTTL", report
-    )
-    total = QueueLimit(requests=flow.max_requests or None, bytes=flow.max_bytes or None)
-    eviction = Evicting() if flow.enable_eviction else None
-    if eviction is not None:
-        report.note((*FLOW, "enableEviction"), EVICTS.format(round(eviction.after * 1e3)))
-    settings = FlowSettings(
-        ttl=ttl,
-        no_endpoint_ttl=empty,
-        limits=QueueLimits(total=total, band=_limit(named.default.band)),
-        early_shedding=_shedding(named, report),
-        eviction=eviction,
-    )
-    default = named.default
-    return FlowSpec(
-        settings=settings,
-        fairness=_spec("fairness", default.fairness, report),
-        ordering=_spec("ordering", default.ordering, report),
-        saturation=_spec("saturation", named.saturation, report),
-        ceiling=_spec("ceiling", named.limit, report),
-        bands=_bands(named, report),
-    )
-
-
-def _bands(named: Named, report: Report) -> tuple[BandSpec, ...]:
-    default, bands = named.default, dict[int, BandSpec]()
-    for listed in named.bands:
-        priority = listed.band.priority
-        if priority in bands:
-            report.add((*listed.place, "priority"), f"the band of priority {priority} is there already")
-        fairness, ordering = listed.fairness, listed.ordering
-        bands[priority] = BandSpec(
-            settings=BandSettings(priority=priority, limits=_limit(listed.band)),
-            fairness=_spec("fairness", fairness, report) or _general("fairness", default.fairness, listed, report),
-            ordering=_spec("ordering", ordering, report) or _general("ordering", default.ordering, listed, report),
-        )
-    return tuple(bands.values())
-
-
-def _general(kind: Kind, default: Instance | None, band: NamedBand, report: Report) -> PluginSpec | None:
-    """The plugin of a band that names none: the general default, if `default`, the plugin of `defaultPriorityBand`,
-    would otherwise apply. `None` = the plugin of all bands, which then is the general default."""
-    if default is None:
-        return None
-    cls: Any = StartTimeFairness if kind == "fairness" else LeastWork
-    return PluginSpec(
-        kind=kind, type=cls.type, name=cls.type, given=cls.Params(), path=report.path((*band.place, kind))
-    )
+#: Lists whose entries are checked one by one.
+_LISTS = ("plugins", "schedulingProfiles")
 
 
 def _limit(band: Band) -> QueueLimit:
     """The limits of a band; 0 or absent in the document = Fairlead's default."""
     usual = QueueLimits().band
     return QueueLimit(requests=band.max_requests or usual.requests, bytes=band.max_bytes or usual.bytes)
-
-
-def _shedding(named: Named, report: Report) -> Shedding | None:
-    admitter = named.admitter
-    if admitter is None:
-        return None
-    given: ref.ProbabilisticAdmitter = admitter.parameters
-    detector = named.saturation.parameters if named.saturation is not None else None
-    if (
-        not isinstance(detector, ref.UtilizationDetector)
-        or detector.queue_depth_threshold != given.queue_depth_threshold
-        or detector.kv_cache_util_threshold != given.kv_cache_util_threshold
-    ):
-        report.note(admitter.place, f"{ADMITTER}: {OTHER_LEVEL}")
-    return Shedding(power=given.power, scale=given.k)
-
-
-def _name(instance: Instance | None) -> str:
-    return instance.name if instance is not None else ""
-
-
-def _ttl(said: float | None, default: float, field: str, report: Report) -> float:
-    """A time to live in seconds, at most `LONGEST_WAIT`; 0 in the document = `LONGEST_WAIT`, absent = `default`."""
-    if said is None:
-        return default
-    if not 0.0 < said <= LONGEST_WAIT:
-        report.note((*FLOW, field), LONGEST)
-    return min(said or LONGEST_WAIT, LONGEST_WAIT)
-
-
-def _spec(kind: Kind, instance: Instance | None, report: Report) -> PluginSpec | None:
-    if instance is None:
-        return None
-    role, type = _TYPES.get(instance.type, ("", instance.type))
-    if role != kind:
-        hint = f"types of that kind: {', '.join(name for name, (its, _) in _TYPES.items() if its == kind)}"
-        report.add(
-            instance.place,
-            f"'{shorten(instance.name)}' ({instance.type}) is referred to as {kind} of flow control",
-            hint,
-        )
-        return None
-    return PluginSpec(
-        kind=kind,
-        type=type,
-        name=instance.name,
-        given=narrowed(instance.parameters, _PARAMS.get(type, NoParams)),
-        path=report.path(instance.place),
-        lines=instance.lines,
-        stands_for=instance.type,
-    )
-
-
-#: Lists whose entries are checked one by one.
-_LISTS = ("plugins", "schedulingProfiles")
 
 
 class Translation(Struct):
@@ -289,12 +156,12 @@ class _Translator:
         self._instances.read(self._root.get("plugins"), ("plugins",))
         policy = self._policy()
         parts = self._parts
-        detector = self._top_level_ref(parts.saturation_detector, "saturationDetector", "saturation")
+        detector = self._ref(parts.saturation_detector, ("saturationDetector", "pluginRef"), "saturation")
         control = self._flow(parts.flow_control, detector)
         handler = parts.request_handler
         for i, parser in enumerate((handler.parsers or ()) if handler else ()):
-            self._instances.ref(parser.plugin_ref, ("requestHandler", "parsers", i, "pluginRef"), "parser")
-        self._top_level_ref(parts.parser, "parser", "parser")
+            self._ref(parser, ("requestHandler", "parsers", i, "pluginRef"), "parser")
+        self._ref(parts.parser, ("parser", "pluginRef"), "parser")
         self._note_other_paths()
         endpoints = self._data_layer()
         self._instances.settle(self._picker, self._listed)
@@ -364,50 +231,132 @@ class _Translator:
         if refs and not any(instance is None or instance.type == "passthrough-parser" for instance in named):
             self._report.note(("requestHandler", "parsers") if handler else ("parser",), OTHER_PATHS)
 
-    def _top_level_ref(self, ref: Ref | None, key: str, role: str) -> Instance | None:
-        return None if ref is None else self._instances.ref(ref.plugin_ref, (key, "pluginRef"), role)
+    def _ref(self, named: Ref | str | None, place: Place, role: str) -> Instance | None:
+        name = named.plugin_ref if isinstance(named, Ref) else named
+        return self._instances.ref(name, place, role) if name else None
+
+    # ---- flow control ----
 
     def _flow(self, given: FlowControl | None, detector: Instance | None) -> FlowSpec | None:
         """The flow control; `None` if the feature gate is off, as in the reference. `detector`: the saturation detector
-        that the document names at the deprecated place."""
-        flow = given or FlowControl()
-        named = Named(self._band("defaultPriorityBand", flow.default_priority_band), saturation=detector)
-        if flow.default_negative_priority_band is not None:
-            named.negative = self._band("defaultNegativePriorityBand", flow.default_negative_priority_band)
-        named.bands = [self._band(("priorityBands", i), band) for i, band in enumerate(flow.priority_bands or ())]
+        that the document names at the deprecated place. What has no counterpart is noted."""
+        flow, note = given or FlowControl(), self._report.note
+        default = self._band(("defaultPriorityBand",), flow.default_priority_band)
+        negative = self._band(("defaultNegativePriorityBand",), flow.default_negative_priority_band)
+        bands = [self._band(("priorityBands", i), band) for i, band in enumerate(flow.priority_bands or ())]
+        saturation = detector
         if flow.saturation_detector:
-            place: Place = (*FLOW, "saturationDetector", "pluginRef")
-            named.saturation = self._instances.ref(flow.saturation_detector.plugin_ref, place, "saturation")
-        if flow.usage_limit_policy_plugin_ref:
-            named.limit = self._instances.ref(
-                flow.usage_limit_policy_plugin_ref, (*FLOW, "usageLimitPolicyPluginRef"), "flow"
-            )
+            saturation = self._ref(flow.saturation_detector, (*FLOW, "saturationDetector", "pluginRef"), "saturation")
+        limit = self._ref(flow.usage_limit_policy_plugin_ref, (*FLOW, "usageLimitPolicyPluginRef"), "flow")
         declared = self._instances.by_name.values()
-        named.admitter = next(
-            (instance for instance in declared if isinstance(instance.parameters, ProbabilisticAdmitter)), None
+        admitter = next((each for each in declared if isinstance(each.parameters, ref.ProbabilisticAdmitter)), None)
+        if not self._flow_gate:
+            if given is not None:
+                note(FLOW, "not used: the feature gate flowControl is off, requests are scheduled at once")
+            if detector is not None:
+                note(("saturationDetector",), UNSHED)
+            if admitter is not None:
+                note(admitter.place, f"{ADMITTER}: it sheds requests only with the feature gate flowControl")
+            return None
+        note(FLOW, OURS)
+        if flow.default_negative_priority_band is not None and negative.says() != default.says():
+            note(negative.place, NO_TEMPLATE)
+        ttl = self._ttl(flow.default_request_ttl, _TTL, "defaultRequestTTL")
+        usual = ttl if flow.default_request_ttl else _TTL
+        total = QueueLimit(requests=flow.max_requests or None, bytes=flow.max_bytes or None)
+        settings = FlowSettings(
+            ttl=ttl,
+            no_endpoint_ttl=self._ttl(flow.no_endpoint_request_ttl, usual, "noEndpointRequestTTL"),
+            limits=QueueLimits(total=total, band=_limit(default.band)),
+            eviction=self._eviction(flow.enable_eviction),
+            early_shedding=self._shedding(admitter, saturation),
         )
-        if self._flow_gate:
-            return flow_spec(flow, named, self._report)
-        if given is not None:
-            self._report.note(FLOW, "not used: the feature gate flowControl is off, requests are scheduled at once")
-        if detector is not None:
-            self._report.note(("saturationDetector",), UNSHED)
-        if named.admitter is not None:
-            self._report.note(
-                named.admitter.place,
-                f"{ADMITTER}: it sheds requests only with the feature gate flowControl",
-            )
-        return None
+        return FlowSpec(
+            settings=settings,
+            fairness=self._spec("fairness", default.fairness),
+            ordering=self._spec("ordering", default.ordering),
+            saturation=self._spec("saturation", saturation),
+            ceiling=self._spec("ceiling", limit),
+            bands=self._bands(default, bands),
+        )
 
-    def _band(self, key: str | tuple[str, int], band: Band | None) -> NamedBand:
-        named = NamedBand((*FLOW, key) if isinstance(key, str) else (*FLOW, *key), band or Band())
-        if named.band.fairness_policy_ref:
-            place = (*named.place, "fairnessPolicyRef")
-            named.fairness = self._instances.ref(named.band.fairness_policy_ref, place, "flow")
-        if named.band.ordering_policy_ref:
-            place = (*named.place, "orderingPolicyRef")
-            named.ordering = self._instances.ref(named.band.ordering_policy_ref, place, "flow")
-        return named
+    def _band(self, key: Place, given: Band | None) -> NamedBand:
+        place, band = (*FLOW, *key), given or Band()
+        fairness = self._ref(band.fairness_policy_ref, (*place, "fairnessPolicyRef"), "flow")
+        return NamedBand(
+            place, band, fairness, self._ref(band.ordering_policy_ref, (*place, "orderingPolicyRef"), "flow")
+        )
+
+    def _bands(self, default: NamedBand, listed: Sequence[NamedBand]) -> tuple[BandSpec, ...]:
+        bands = dict[int, BandSpec]()
+        for named in listed:
+            priority = named.band.priority
+            if priority in bands:
+                self._report.add((*named.place, "priority"), f"the band of priority {priority} is there already")
+            bands[priority] = BandSpec(
+                settings=BandSettings(priority=priority, limits=_limit(named.band)),
+                fairness=self._spec("fairness", named.fairness) or self._general("fairness", default.fairness, named),
+                ordering=self._spec("ordering", named.ordering) or self._general("ordering", default.ordering, named),
+            )
+        return tuple(bands.values())
+
+    def _general(self, kind: Kind, default: Instance | None, band: NamedBand) -> PluginSpec | None:
+        """The plugin of a band that names none: the general default, if `default`, the plugin of `defaultPriorityBand`,
+        would otherwise apply. `None` = the plugin of all bands, which then is the general default."""
+        if default is None:
+            return None
+        cls: Any = StartTimeFairness if kind == "fairness" else LeastWork
+        path = self._report.path((*band.place, kind))
+        return PluginSpec(kind=kind, type=cls.type, name=cls.type, given=cls.Params(), path=path)
+
+    def _eviction(self, on: bool) -> Evicting | None:
+        if not on:
+            return None
+        eviction = Evicting()
+        self._report.note((*FLOW, "enableEviction"), EVICTS.format(round(eviction.after * 1e3)))
+        return eviction
+
+    def _shedding(self, admitter: Instance | None, saturation: Instance | None) -> Shedding | None:
+        if admitter is None:
+            return None
+        given: ref.ProbabilisticAdmitter = admitter.parameters
+        detector = saturation.parameters if saturation is not None else None
+        if (
+            not isinstance(detector, ref.UtilizationDetector)
+            or detector.queue_depth_threshold != given.queue_depth_threshold
+            or detector.kv_cache_util_threshold != given.kv_cache_util_threshold
+        ):
+            self._report.note(admitter.place, f"{ADMITTER}: {OTHER_LEVEL}")
+        return Shedding(power=given.power, scale=given.k)
+
+    def _ttl(self, said: float | None, default: float, field: str) -> float:
+        """A time to live in seconds, at most `LONGEST_WAIT`; 0 in the document = `LONGEST_WAIT`, absent = `default`."""
+        if said is None:
+            return default
+        if not 0.0 < said <= LONGEST_WAIT:
+            self._report.note((*FLOW, field), LONGEST)
+        return min(said or LONGEST_WAIT, LONGEST_WAIT)
+
+    def _spec(self, kind: Kind, instance: Instance | None) -> PluginSpec | None:
+        if instance is None:
+            return None
+        role, type = _TYPES.get(instance.type, (None, instance.type))
+        if role != kind:
+            words = f"'{shorten(instance.name)}' ({instance.type}) is referred to as {kind} of flow control"
+            hint = f"types of that kind: {', '.join(name for name, (its, _) in _TYPES.items() if its == kind)}"
+            self._report.add(instance.place, words, hint)
+            return None
+        return PluginSpec(
+            kind=kind,
+            type=type,
+            name=instance.name,
+            given=narrowed(instance.parameters, RegisteredPlugin(kind, type).params),
+            path=self._report.path(instance.place),
+            lines=instance.lines,
+            stands_for=instance.type,
+        )
+
+    # ---- endpoints ----
 
     def _data_layer(self) -> EndpointSource | None:
         layer = self._parts.data_layer
@@ -416,10 +365,9 @@ class _Translator:
         layer_place: Place = ("dataLayer",)
         for i, source in enumerate(layer.sources or ()):
             place: Place = (*layer_place, "sources", i)
-            named = [self._instances.ref(source.plugin_ref, (*place, "pluginRef"), "source")]
+            named = [self._ref(source.plugin_ref, (*place, "pluginRef"), "source")]
             for j, extractor in enumerate(source.extractors or ()):
-                where = (*place, "extractors", j, "pluginRef")
-                named.append(self._instances.ref(extractor.plugin_ref, where, "extractor"))
+                named.append(self._ref(extractor, (*place, "extractors", j, "pluginRef"), "extractor"))
             self._listed += [instance for instance in named if instance is not None]
         if layer.peer_discovery is not None or layer.cross_replica_syncer_plugin_ref:
             key = "peerDiscovery" if layer.peer_discovery is not None else "crossReplicaSyncerPluginRef"
@@ -439,7 +387,7 @@ class _Translator:
         if not name:
             self._report.add(discovery_place, "field 'pluginRef' is missing")
             return None
-        instance = self._instances.ref(name, place, "discovery")
+        instance = self._ref(name, place, "discovery")
         if instance is None or not isinstance(instance.parameters, FileDiscovery):
             return None
         path = instance.parameters.path
