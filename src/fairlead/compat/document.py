@@ -69,12 +69,8 @@ class Band(Section):
 class FlowControl(Section):
     max_bytes: Limit = 0
     max_requests: Limit = 0
-    default_request_ttl: Seconds | None = Field(
-        default=None, validation_alias="defaultRequestTTL", serialization_alias="defaultRequestTTL"
-    )
-    no_endpoint_request_ttl: Seconds | None = Field(
-        default=None, validation_alias="noEndpointRequestTTL", serialization_alias="noEndpointRequestTTL"
-    )
+    default_request_ttl: Seconds | None = Field(default=None, alias="defaultRequestTTL")
+    no_endpoint_request_ttl: Seconds | None = Field(default=None, alias="noEndpointRequestTTL")
     default_priority_band: Band | None = None
     default_negative_priority_band: Band | None = None
     priority_bands: tuple[Band, ...] | None = None

@@ -181,9 +181,7 @@ class PrecisePrefix(Section):
     indexer_config: AnyMapping = None
     kv_events_config: AnyMapping = None
     speculative_indexing: bool = False
-    speculative_ttl: Seconds = Field(
-        default=2.0, validation_alias="speculativeTTL", serialization_alias="speculativeTTL"
-    )
+    speculative_ttl: Seconds = Field(default=2.0, alias="speculativeTTL")
 
 
 class InflightLoad(Section):
@@ -196,7 +194,7 @@ class InflightLoad(Section):
 
 class PredictedLatency(Section):
     slo_buffer_factor: float = Field(default=1.0, gt=0)
-    context_ttl: Seconds = Field(default=300.0, validation_alias="contextTTL", serialization_alias="contextTTL")
+    context_ttl: Seconds = Field(default=300.0, alias="contextTTL")
     streaming_mode: bool = False
     endpoint_role_label: str = ""
     predict_in_produce: bool = True
@@ -204,9 +202,7 @@ class PredictedLatency(Section):
 
 
 class MmProducer(Section):
-    cache_size_in_mb_per_server: Count = Field(
-        default=4096, validation_alias="cacheSizeInMBPerServer", serialization_alias="cacheSizeInMBPerServer"
-    )
+    cache_size_in_mb_per_server: Count = Field(default=4096, alias="cacheSizeInMBPerServer")
 
 
 class SessionIdProducer(Section):

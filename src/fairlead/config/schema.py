@@ -42,11 +42,8 @@ class Section(Params):
     """A mapping in the file."""
 
 
-class Relative:
-    """Marks a path that is relative to the configuration's directory."""
-
-
-RELATIVE = Relative()
+#: Marks a path that is relative to the configuration's directory.
+RELATIVE = "relative"
 RelativePath = Annotated[str, RELATIVE]
 #: Marks a path whose existence is checked elsewhere: the file is written, or has a check of its own.
 CHECKED_ELSEWHERE = "checked elsewhere"
@@ -249,20 +246,22 @@ class ScrapeTls(Section):
     verify: bool = Field(default=True, description="False accepts any certificate.")
 
 
+#: The name of a metric, or several of which the first that a page has is used; `None` = the built-in ones.
+MetricNames = str | list[str] | None
+
+
 class EngineNames(Section):
     """Metric names of one engine. Absent names keep the built-in values. See `fairlead.apis.engine_metrics`."""
 
-    waiting: str | list[str] | None = Field(
+    waiting: MetricNames = Field(
         default=None,
         description="Gauge of waiting requests. Here and below: the name of a metric, `name{label=value}`, or a list "
         "of these; the first one that the page has is used.",
     )
-    running: str | list[str] | None = Field(default=None, description="Gauge of running requests.")
-    kv_usage: str | list[str] | None = Field(default=None, description="Gauge of the share of KV blocks in use.")
-    lora: str | list[str] | None = Field(
-        default=None, description="Gauge whose labels name running and waiting adapters."
-    )
-    cache_info: str | list[str] | None = Field(
+    running: MetricNames = Field(default=None, description="Gauge of running requests.")
+    kv_usage: MetricNames = Field(default=None, description="Gauge of the share of KV blocks in use.")
+    lora: MetricNames = Field(default=None, description="Gauge whose labels name running and waiting adapters.")
+    cache_info: MetricNames = Field(
         default=None, description="Gauge whose labels give the block size and the number of blocks."
     )
     rank_label: str | None = Field(
@@ -270,18 +269,14 @@ class EngineNames(Section):
     )
     block_size_label: str | None = Field(default=None, description="Label of `cacheInfo` with the block size.")
     num_blocks_label: str | None = Field(default=None, description="Label of `cacheInfo` with the number of blocks.")
-    block_size: str | list[str] | None = Field(
+    block_size: MetricNames = Field(
         default=None, description="Gauge of the block size in tokens, if no label gives it."
     )
-    num_blocks: str | list[str] | None = Field(
-        default=None, description="Gauge of the number of blocks, if no label gives it."
-    )
-    prefix_queries: str | list[str] | None = Field(
-        default=None, description="Counter of tokens looked up in the prefix cache."
-    )
-    prefix_hits: str | list[str] | None = Field(default=None, description="Counter of tokens found in that cache.")
-    generation_tokens: str | list[str] | None = Field(default=None, description="Counter of generated tokens.")
-    started: str | list[str] | None = Field(default=None, description="Gauge of the engine's start time.")
+    num_blocks: MetricNames = Field(default=None, description="Gauge of the number of blocks, if no label gives it.")
+    prefix_queries: MetricNames = Field(default=None, description="Counter of tokens looked up in the prefix cache.")
+    prefix_hits: MetricNames = Field(default=None, description="Counter of tokens found in that cache.")
+    generation_tokens: MetricNames = Field(default=None, description="Counter of generated tokens.")
+    started: MetricNames = Field(default=None, description="Gauge of the engine's start time.")
     extra: dict[str, str] = Field(
         default={}, description="More gauges by name, for the plugins `metric` and `metric-limit`."
     )
