@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from textwrap import wrap
-from typing import Any
 
 import msgspec
 
@@ -65,14 +64,8 @@ def _summary(examination: Examination) -> str:
 
 def as_json(examination: Examination) -> str:
     """`{"well", "findings": [...], "checks": [...]}`; see docs/doctor.md."""
-    shown: dict[str, Any] = {
-        "well": examination.well,
-        "findings": [
-            {**msgspec.to_builtins(item), "severity": item.severity.word, "where": list(item.where)}
-            for item in examination.findings
-        ],
-        "checks": [msgspec.to_builtins(item) for item in examination.outcomes],
-    }
+    findings = [{**msgspec.to_builtins(item), "severity": item.severity.word} for item in examination.findings]
+    shown = {"well": examination.well, "findings": findings, "checks": examination.outcomes}
     return msgspec.json.format(msgspec.json.encode(shown), indent=2).decode()
 
 

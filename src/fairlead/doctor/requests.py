@@ -2,7 +2,6 @@
 
 import json
 import secrets
-from collections.abc import Mapping
 
 from msgspec import Struct
 
@@ -58,8 +57,3 @@ def usage(answer: Answer) -> ReportedUsage:
 def shown(answer: Answer) -> str:
     """A short text that describes an error response."""
     return f"{answer.status} {answer.body[:160].decode('utf-8', 'replace')}"
-
-
-def marks() -> Mapping[str, str]:
-    """Headers by which a request can be found in logs and decisions."""
-    return {"x-request-id": f"fairlead-doctor-{secrets.token_hex(6)}"}

@@ -1,18 +1,18 @@
 """Checks of the gateway: its configuration, whether it asks the scheduler, and whether clients can steer it."""
 
 import asyncio
+import secrets
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-from fairlead.config.schema import Config
 from fairlead.core.endpoint import host_port
 from fairlead.core.errors import ConfigError
 from fairlead.core.headers import CONTROL_HEADERS, DESTINATION, PREFILLER
 from fairlead.doctor.http import Answer, Unreached
-from fairlead.doctor.requests import gateway_request, marks, shown
+from fairlead.doctor.requests import gateway_request, shown
 from fairlead.doctor.run import Finding, Kind, Severity, Skipped, check
 from fairlead.doctor.site import Site, tried
 from fairlead.gateway.envoy.admin import GatewayError
@@ -41,15 +41,10 @@ async def gateway(site: Site) -> list[Finding]:
     except GatewayError as error:
         return [NO_ENVOY.at("", str(error).splitlines()[0])]
     try:
-        await asyncio.to_thread(_validate, site.config)
+        await asyncio.to_thread(lambda: validate(render(printed_options(site.config))))
     except (GatewayError, ConfigError) as error:
         return [REFUSED.at("", " ".join(str(error).split())[:300])]
     return []
-
-
-def _validate(config: Config) -> None:
-    """Validate the configuration that `fairlead serve` would start."""
-    validate(render(printed_options(config)))
 
 
 UNANSWERED = Kind(
@@ -79,7 +74,7 @@ _SETTLED = 0.5
 )
 async def asking(site: Site) -> list[Finding]:
     path, body = await gateway_request(site)
-    headers = marks()
+    headers = {"x-request-id": f"fairlead-doctor-{secrets.token_hex(6)}"}  # finds it in logs and decisions
     answer = await tried(site.client.post(site.gateway + path, body, headers, seconds=10.0))
     if isinstance(answer, Unreached):
         return [UNANSWERED.at("gateway", f"{site.gateway}: {answer}")]

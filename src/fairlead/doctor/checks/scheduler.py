@@ -1,6 +1,6 @@
 """Checks of a running scheduler: whether it is ready and fast, spreads load, and finds cached prompts."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable
 from math import inf
 from operator import attrgetter
@@ -149,10 +149,8 @@ async def _notes(site: Site) -> list[str]:
 
 
 async def _errors(site: Site, asked: float) -> list[Finding]:
-    failed = Counter[str]()
-    for labels, count in await site.metric("llm_d_epp_request_error_total"):
-        failed[labels.get("error_code", "")] += int(count)
-    failed = Counter({code: failed[code] for code in _FAILURES if failed[code]})
+    counted = await _sums(site, "llm_d_epp_request_error_total", "error_code")
+    failed = Counter({code: int(counted[code]) for code in _FAILURES if counted[code]})
     if failed.total() <= _MANY_FAIL * asked:
         return []
     codes = ", ".join(f"{code} {count}" for code, count in failed.most_common())
@@ -213,21 +211,17 @@ _MOST = 0.5
 
 async def quantile(site: Site, name: str, share: float) -> tuple[float, float]:
     """(upper bound in seconds of the quantile's bucket; number of observations), over all series."""
-    counts: dict[float, float] = {}
-    for labels, count in await site.metric(f"{name}_bucket"):
-        bound = float(labels.get("le", "inf").replace("+Inf", "inf"))
-        counts[bound] = counts.get(bound, 0.0) + count
+    counts = {float(bound or inf): count for bound, count in (await _sums(site, f"{name}_bucket", "le")).items()}
     total = counts.get(inf, 0.0)
     bounds = sorted(bound for bound, count in counts.items() if count >= share * total)
     return (bounds[0] if bounds else 0.0), total
 
 
-async def _sums(site: Site) -> dict[str, float]:
-    """The total seconds that each plugin has taken, by plugin."""
-    sums: dict[str, float] = {}
-    for labels, seconds in await site.metric("llm_d_epp_plugin_duration_seconds_sum"):
-        name = labels.get("plugin_name", "")
-        sums[name] = sums.get(name, 0.0) + seconds
+async def _sums(site: Site, metric: str, label: str) -> dict[str, float]:
+    """The sum of a metric by the values of a label."""
+    sums = defaultdict[str, float](float)
+    for labels, value in await site.metric(metric):
+        sums[labels.get(label, "")] += value
     return sums
 
 
@@ -241,7 +235,7 @@ async def scheduling(site: Site) -> list[Finding]:
     if decisions < ENOUGH or slowest <= _SLOW:
         return findings
     evidence = f"{_QUANTILE:.0%} of {decisions:g} decisions within {slowest:g} s"
-    sums = await _sums(site)
+    sums = await _sums(site, "llm_d_epp_plugin_duration_seconds_sum", "plugin_name")
     worst = max(sums, key=lambda name: sums[name], default="")
     if worst and sums[worst] > _MOST * sum(sums.values()):
         return [
