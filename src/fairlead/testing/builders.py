@@ -53,17 +53,21 @@ def fleet(*endpoints: Endpoint | str, samples: Mapping[str, Mapping[str, Any]] |
     for item in endpoints or ("e0", "e1", "e2"):
         made.up(endpoint(item) if isinstance(item, str) else item)
     for name, fields in (samples or {}).items():
-        if made.table.slot(name) is None:
-            raise ValueError(f"there is no endpoint {name!r}")
+        _slot(made, name)
         made.sampled(name, 0.0, 0.0, Sample(**fields))
     return made
 
 
-def holds(known: Fleet, name: str, *prompts: Request) -> None:
-    """Make the fleet believe that endpoint `name` has the prompts of these requests in its KV cache."""
+def _slot(known: Fleet, name: str) -> int:
     slot = known.table.slot(name)
     if slot is None:
         raise ValueError(f"there is no endpoint {name!r}")
+    return slot
+
+
+def holds(known: Fleet, name: str, *prompts: Request) -> None:
+    """Make the fleet believe that endpoint `name` has the prompts of these requests in its KV cache."""
+    slot = _slot(known, name)
     for prompt in prompts:
         known.prefix.insert(slot, prompt.prefix)
     known.table.free_cache[slot] = known.prefix.free(slot)
@@ -71,9 +75,7 @@ def holds(known: Fleet, name: str, *prompts: Request) -> None:
 
 def busy(known: Fleet, name: str, requests: Iterable[Request]) -> None:
     """Charge leases for these requests at endpoint `name`, as if they were in flight and before their first token."""
-    slot = known.table.slot(name)
-    if slot is None:
-        raise ValueError(f"there is no endpoint {name!r}")
+    slot = _slot(known, name)
     for sent in requests:
         known.charge(sent, slot, 0.0, 0, 0.0)
 
