@@ -13,6 +13,7 @@ from fairlead.config.builtins import (
     POLICIES,
     SCORERS,
     SELECTION,
+    Entry,
     Kind,
 )
 from fairlead.config.check import fields, read
@@ -102,21 +103,20 @@ class PluginReader(Struct, eq=False):
         weight = self._weight(kind, entry, place, registered)
         if registered is None:
             return None
-        given = self._parameters(kind, entry, place, where)
-        if not (written or given or registered.implied):
-            path = self.report.path(place)
-            return PluginSpec(kind=kind, type=registered.type, name=name, weight=weight, given=None, path=path)
-        parameters = read(
-            registered.params,
-            {**registered.implied, **given},
-            place,
-            self.report,
-            where,
-            hints={"weight": "only scorers have a weight"},
-            siblings=own_keys(kind),
-        )
-        if parameters is None or not isinstance(name, str):
-            return None
+        given, parameters = self._parameters(kind, entry, place, where), None
+        if written or given or registered.implied:
+            parameters = read(
+                registered.params,
+                {**registered.implied, **given},
+                place,
+                self.report,
+                where,
+                hints={"weight": "only scorers have a weight"},
+                siblings=own_keys(kind),
+            )
+            if parameters is None or not isinstance(name, str):
+                return None
+        keys = ["type", *(["weight"] if "weight" in entry else ()), *given] if written else ()
         return PluginSpec(
             kind=kind,
             type=registered.type,
@@ -124,14 +124,8 @@ class PluginReader(Struct, eq=False):
             weight=weight,
             given=parameters,
             path=self.report.path(place),
-            lines=self._lines(entry, given, place, where) if written else {},
+            lines={key: self.report.line(where.get(key, (*place, key))) for key in keys},
         )
-
-    def _lines(
-        self, entry: Mapping[str, Any], given: Mapping[str, Any], place: Place, where: Mapping[str, Place]
-    ) -> dict[str, int]:
-        keys = ["type", *(["weight"] if "weight" in entry else ()), *given]
-        return {key: self.report.line(where.get(key, (*place, key))) for key in keys}
 
     def _find(self, kind: Kind, name: object, place: Place) -> RegisteredPlugin | None:
         if not isinstance(name, str):
@@ -183,11 +177,12 @@ class PluginReader(Struct, eq=False):
 
     # ---- the parts of a policy ----
 
-    def filters(self, node: object, builtin: object) -> list[PluginSpec]:
+    def filters(self, values: Mapping[str, Any], default: tuple[Entry, ...] = ()) -> list[PluginSpec]:
         """The policy's filters: the built-in ability filters that the configured ones do not replace, then these."""
+        builtin = values.get("builtinFilters", True)
         if not isinstance(builtin, bool):
             self.report.add(self.source.place("builtinFilters"), f"expected true or false, got {describe(builtin)}")
-        own = self.plugins("filter", "filters", node)
+        own = self.plugins("filter", "filters", values.get("filters", default))
         if not builtin:
             return own
         taken = {spec.type for spec in own}
@@ -205,7 +200,7 @@ class PluginReader(Struct, eq=False):
         unused = [key for key in ("scorers", "selection") if key in values]
         filters: list[PluginSpec] = []
         if takes_filters(self.registry, spec.type):
-            filters = self.filters(values.get("filters", ()), values.get("builtinFilters", True))
+            filters = self.filters(values)
         else:
             unused += [key for key in ("filters", "builtinFilters") if key in values]
         if unused:
@@ -338,7 +333,7 @@ def _profile(reader: PluginReader, shorthand: str, values: Mapping[str, Any]) ->
     if shorthand != "default":
         values = {**POLICIES[shorthand], **{k: v for k, v in values.items() if k == "builtinFilters"}}
     name = shorthand if shorthand != "default" or not own else "custom"
-    filters = reader.filters(values.get("filters", FILTERS), values.get("builtinFilters", True))
+    filters = reader.filters(values, FILTERS)
     scorers = reader.plugins("scorer", "scorers", values.get("scorers", SCORERS))
     fallback = CUSTOM_SELECTION if "scorers" in values else SELECTION
     picker = reader.picker(values.get("selection", fallback))
@@ -352,7 +347,7 @@ def _default(reader: PluginReader, values: Mapping[str, Any]) -> PolicySpec | No
     work must be saved: at twice the load that the servers of the shared-prefix workload can handle, hits fall from 92 %
     to 83 %.
     """
-    filters = reader.filters(values.get("filters", ()), values.get("builtinFilters", True))
+    filters = reader.filters(values)
     spec = reader.plugin("policy", {"type": DEFAULT_POLICY}, ("policy",), written=False)
     return PolicySpec(name="default", filters=tuple(filters), plugin=spec) if spec else None
 
