@@ -89,15 +89,10 @@ def narrowed(params: Params, model: type[Model]) -> Model:
 # ---- filters, scorers, pickers, profile handlers and deciders ----
 
 
-def _use(kind: Kind, type: str, model: type[Params] = NoParams) -> Callable[[Any, int], list[Use]]:
-    """For an entry that one Fairlead plugin replaces, with the parameters that have the same names."""
-    return lambda params, block: [Use(kind, type, narrowed(params, model))]
-
-
 def _same(kind: Kind, type: str, model: type[Params] = NoParams, params: Any = None, **more: Any) -> Entry:
-    """An entry that one Fairlead plugin replaces. `params`: the reference's model, if it has more parameters than
-    `model`."""
-    return Entry("profile", type, params or model, use=_use(kind, type, model), **more)
+    """An entry that one Fairlead plugin replaces, with the parameters that have the same names. `params`: the
+    reference's model, if it has more parameters than `model`."""
+    return Entry("profile", type, params or model, use=lambda p, block: [Use(kind, type, narrowed(p, model))], **more)
 
 
 def _refused(role: Role, way_out: str) -> Entry:

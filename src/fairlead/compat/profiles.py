@@ -100,7 +100,10 @@ class Instances:
                 if key in _PRODUCER_REFS and name:
                     self.ref(name, (*instance.place, "parameters", key), "producer")
             if instance.entry is not None and instance.entry.use is not None:
-                self._translate(instance, block)
+                try:
+                    instance.uses = tuple(instance.entry.use(instance.parameters, block))
+                except (ValueError, TypeError) as error:
+                    self._report.add((*instance.place, "parameters"), str(error))
 
     def ref(self, name: str, place: Place, role: str = "") -> Instance | None:
         """The plugin of that name; `None` after reporting that there is none, or that it does not fit the role. `role`:
@@ -110,7 +113,8 @@ class Instances:
         instance = self.by_name.get(name)
         if instance is None:
             if name not in self._broken:
-                self._report.unknown(place, "plugin", name, self.by_name, self._declare_hint(name))
+                hint = f"declare it under plugins: {{type: {name}}}" if name in CATALOGUE else ""
+                self._report.unknown(place, "plugin", name, self.by_name, hint)
             return None
         if role and not instance.fits(role):
             self._report.add(
@@ -118,9 +122,6 @@ class Instances:
             )
             return None
         return instance
-
-    def _declare_hint(self, name: str) -> str:
-        return f"declare it under plugins: {{type: {name}}}" if name in CATALOGUE else ""
 
     def _declare(self, item: object, place: Place) -> None:
         plugin = read(Plugin, item, place, self._report)
@@ -234,13 +235,6 @@ class Instances:
                 tokens = instance.parameters.token_processor_config
                 return max(tokens.block_size_tokens or tokens.block_size or 0, LEAST_BLOCK)
         return LEAST_BLOCK
-
-    def _translate(self, instance: Instance, block: int) -> None:
-        assert instance.entry is not None and instance.entry.use is not None
-        try:
-            instance.uses = tuple(instance.entry.use(instance.parameters, block))
-        except (ValueError, TypeError) as error:
-            self._report.add((*instance.place, "parameters"), str(error))
 
 
 # ---- profiles ----

@@ -26,7 +26,7 @@ from fairlead.core.binding import PairBinder, WaitingRules
 from fairlead.core.clock import Clock
 from fairlead.core.errors import ConfigError, PluginError
 from fairlead.core.fleet import Fleet
-from fairlead.core.flow import Ceiling, Fairness, FlowRule, Limit, Limits, Ordering, Times
+from fairlead.core.flow import Fairness, FlowRule, Limit, Limits, Ordering, Times
 from fairlead.core.flow_control import Eviction, FlowControl, FlowController, Gate
 from fairlead.core.gates import EarlyShedding, LedgerGate, PoolGate
 from fairlead.core.policy import Filter, Policy
@@ -249,7 +249,7 @@ def build_flow_controller(
         _times(flow),
         window=settings.window,
         shares=Shares({band.settings.priority: band.settings.share for band in flow.bands}),
-        ceiling=_ceiling(flow.ceiling, registry, on_plugin_error),
+        ceiling=_guarded(flow.ceiling, registry, GuardedCeiling, on_plugin_error) if flow.ceiling else None,
         shedding=EarlyShedding(shedding.power, shedding.scale) if shedding else None,
         drains=flow.implied,
     )
@@ -324,10 +324,6 @@ def _gate(spec: PluginSpec | None, registry: Registry, report: OnPluginError) ->
         return LedgerGate()
     plugin = _guarded(spec, registry, GuardedSaturation, report)
     return PoolGate(plugin.name, plugin.level)
-
-
-def _ceiling(spec: PluginSpec | None, registry: Registry, report: OnPluginError) -> Ceiling | None:
-    return None if spec is None else _guarded(spec, registry, GuardedCeiling, report)
 
 
 def _guarded(spec: PluginSpec, registry: Registry, guard: Callable[..., Any], report: OnPluginError) -> Any:

@@ -22,7 +22,8 @@ def as_text(examination: Examination, colour: bool = False, width: int = 0) -> s
 def _lines(findings: tuple[Finding, ...], colour: bool, width: int) -> Iterator[str]:
     for finding in findings:
         word = f"{finding.severity.word:8}"
-        yield f"{_painted(word, finding.severity) if colour else word}  {finding.code}: {plain(finding.what)}"
+        word = f"\033[{_COLOURS[finding.severity]}m{word}\033[0m" if colour else word
+        yield f"{word}  {finding.code}: {plain(finding.what)}"
         details = {"where": _places(finding.where), "seen": finding.evidence, "do": finding.fix, "read": finding.docs}
         yield from (_wrapped(f"          {name:6}", plain(text), width) for name, text in details.items() if text)
         yield ""
@@ -33,10 +34,6 @@ def _wrapped(heading: str, text: str, width: int) -> str:
     left = width - len(heading)
     lines = wrap(text, left, break_long_words=False, break_on_hyphens=False) if left > 0 else [text]
     return heading + f"\n{' ' * len(heading)}".join(lines)
-
-
-def _painted(text: str, severity: Severity) -> str:
-    return f"\033[{_COLOURS[severity]}m{text}\033[0m"
 
 
 def _places(where: tuple[str, ...]) -> str:
