@@ -104,11 +104,10 @@ class Site:
         gateway_admin: str = "",
         *,
         probe: bool = False,
-        tokeniser: PromptTokeniser | None = None,
     ) -> None:
         """`admin`: URL of a running scheduler's admin port; empty = as configured, and the scheduler need not run.
         `gateway`: URL for clients; empty = not to be examined. `gateway_admin`: URL of Envoy's admin page; empty = as
-        configured for the embedded gateway. `tokeniser`: used instead of the configured ones."""
+        configured for the embedded gateway."""
         self.config = config
         self.gateway = gateway.rstrip("/")
         own = config.gateway.admin_port if config.gateway.mode == "embedded" else 0
@@ -128,7 +127,6 @@ class Site:
         #: whether there are further schedulers of this pool.
         self.workers: list[str] = []
         self.elsewhere = False
-        self._lent = tokeniser
         self.engines = engine_table(config.metrics)
         self._known: dict[Hashable, asyncio.Future[Any]] = {}
         self._stack = contextlib.AsyncExitStack()
@@ -161,7 +159,6 @@ class Site:
         self._stack.push_async_callback(cleanup)
 
     def has(self, need: Need) -> bool:
-        """Whether the site has what a check needs."""
         config = self.config
         return {
             "endpoints": bool(self.endpoints),
@@ -170,7 +167,7 @@ class Site:
             "any-gateway": bool(self.gateway or self.gateway_admin),
             "probe": self.probe,
             "events": config.kv_events.enabled and not config.kv_events.indexer.url,
-            "tokens": bool(config.tokens.models) or self._lent is not None,
+            "tokens": bool(config.tokens.models),
             "embedded": config.gateway.mode == "embedded",
         }[need]
 
@@ -220,7 +217,6 @@ class Site:
         return f"http{'s' * bool(settings.tls)}://{access}{host_port(dialled(settings.host), settings.port)}"
 
     def lack(self, need: Need) -> str:
-        """Why the site does not have what a check needs."""
         return self._refusal if need == "admin" and self._refusal else NEEDS[need]
 
     async def _look_for_workers(self) -> None:
@@ -402,6 +398,4 @@ class Site:
 
     async def tokeniser(self) -> PromptTokeniser:
         """Load the configured tokenisers: takes seconds for each large vocabulary."""
-        if self._lent is not None:
-            return self._lent
         return await self.once("tokeniser", lambda: asyncio.to_thread(load_tokeniser, self.config.tokens))

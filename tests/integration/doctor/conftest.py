@@ -112,9 +112,13 @@ class World:
         """All checks but that of the Envoy binary, unless `only` some; every one must have come to its end."""
         file = self.directory / "fairlead.yaml"
         near = {"host": "127.0.0.1", **config.get("extProc", {})}
+        if tokeniser is not None:
+            config = {**config, "tokens": {"models": {"*": {"modelPath": "lent"}}}}
         file.write_text(json.dumps({"admin": {"port": 0}, "gateway": "none", **config, "extProc": near}))
         checks = [one for one in CHECKS if (one.name in only if only else one.name != "gateway")]
-        async with Site(load(file), tokeniser=tokeniser, **options) as site:
+        async with Site(load(file), **options) as site:
+            if tokeniser is not None:
+                await site.once("tokeniser", lambda: asyncio.sleep(0, tokeniser))
             found = await examine(site, checks)
         assert [one for one in found.outcomes if one.state in ("failed", "unfinished")] == []
         return found
