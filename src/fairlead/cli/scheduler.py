@@ -102,7 +102,6 @@ def proto() -> None:
 
 
 def contract() -> str:
-    """The text of the .proto file."""
     import fairlead
 
     return (Path(fairlead.__file__).parent / "server/remote/proto/fairlead/scheduler/v1/scheduler.proto").read_text(

@@ -38,7 +38,6 @@ def _counted(count: int, what: str) -> str:
 
 
 def _keys_problems(config: "Config") -> list[str]:
-    """The problems in the file of API keys."""
     from fairlead.core.errors import ConfigError
 
     if config.gateway.keys is None:

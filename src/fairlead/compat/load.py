@@ -271,7 +271,6 @@ class _Assembly(Struct, eq=False):
             self.report.add((FLOW_CONTROL,), f"requests that wait cannot be split as '{SPLITTING}' does it", hint)
 
     def _check_endpoints_file(self, path: str, settings: Settings, policy: PolicySpec | None) -> None:
-        """Report problems in an endpoints file."""
         if not path:
             return
         place = ("endpoints", "file") if "endpoints" in self.root else ("dataLayer", "discovery")

@@ -33,7 +33,6 @@ class Located(Struct):
 
 
 def document_fields() -> tuple[str, ...]:
-    """The top-level fields of a document."""
     from fairlead.compat.document import Document
 
     return tuple(fields(Document))

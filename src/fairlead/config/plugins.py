@@ -47,7 +47,6 @@ def build_policy(
 
 
 def check_made(specs: Iterable[PluginSpec], registry: Registry, report: Report) -> None:
-    """Report plugins that cannot be built."""
     for spec in specs:
         more: dict[str, Any] = {}
         if spec.kind == "policy" and takes_filters(registry, spec.type):

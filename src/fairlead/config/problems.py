@@ -107,7 +107,6 @@ class Report:
         self._prefix = prefix
 
     def path(self, place: Place) -> str:
-        """The JSON path of a place."""
         return show((*self._prefix, *place))
 
     def take(self, inner: "Report") -> None:

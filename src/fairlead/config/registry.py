@@ -41,7 +41,6 @@ class RegisteredPlugin(Struct, frozen=True):
 
     @property
     def params(self) -> Any:
-        """The model of the plugin's parameters."""
         return declared(self.cls, "Params", NoParams)
 
 
@@ -79,7 +78,6 @@ class Registry:
         return RegisteredPlugin(kind, name, foreign=foreign)
 
     def kind_of(self, name: str) -> Kind | None:
-        """The kind for which `name` exists."""
         return next((kind for kind in METHODS if self.find(kind, name) is not None), None)
 
     def types(self, kind: Kind) -> set[str]:

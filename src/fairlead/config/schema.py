@@ -1006,7 +1006,6 @@ class PolicySpec(Struct, frozen=True, kw_only=True):
     plugin: PluginSpec | None = None
 
     def plugins(self) -> tuple[PluginSpec, ...]:
-        """All plugins of the policy."""
         return (*self.filters, *self.scorers, *(spec for spec in (self.picker, self.plugin) if spec is not None))
 
     @property

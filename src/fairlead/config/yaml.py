@@ -86,7 +86,6 @@ class Tree(Struct):
         return [line for line, _ in self._way(place)][-1]
 
     def node(self, place: Place) -> Node | None:
-        """The value at `place`; `None` = there is none."""
         nodes = [node for _, node in self._way(place)]
         return nodes[-1] if len(nodes) > len(place) else None
 

@@ -110,7 +110,6 @@ class KvListening:
         return [head for cache in self.caches(slot) for head in cache.stores()]
 
     def event_count(self, slot: int) -> int:
-        """The number of events of an endpoint so far."""
         return sum(subscription.feed.count.events for subscription in self.subscriptions(slot))
 
     def has_more_events(self, slot: int, count: int) -> bool:
