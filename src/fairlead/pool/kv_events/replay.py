@@ -8,10 +8,10 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from fairlead.pool.aio import set_within
+from fairlead.pool.aio import cancelled, set_within
 from fairlead.pool.kv_events.discovery import Curve, Limits
 from fairlead.pool.kv_events.feed import Feed, Sync
-from fairlead.pool.kv_events.wire import END, replay_request, replayed
+from fairlead.pool.kv_events.wire import END, bounded, replay_request, replayed
 
 #: A connection attempt that hangs is given up after this time, in ms: the engine may be restarting.
 _CONNECT_TIMEOUT = 3_000
@@ -186,11 +186,8 @@ class Replayer:
         if frames is None:
             return False
         self._received.set()
-        if sum(map(len, frames)) > self._limits.max_batch:
-            self._feed.unreadable()
-            return True
         try:
-            reply = replayed(frames)
+            reply = replayed(bounded(frames, self._limits.max_batch))
         except ValueError:
             self._feed.unreadable()
             return True
@@ -204,10 +201,7 @@ class Replayer:
     async def close(self) -> None:
         if self._retry is not None:
             self._retry.cancel()
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+        await cancelled(self._task)
 
     async def _run(self) -> None:
         feed, limits = self._feed, self._limits

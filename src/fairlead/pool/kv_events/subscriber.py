@@ -18,7 +18,7 @@ from fairlead.pool.kv_events.discovery import Curve, KvSource, Limits, rank_addr
 from fairlead.pool.kv_events.feed import Count, Feed, Sync
 from fairlead.pool.kv_events.pump import Pump
 from fairlead.pool.kv_events.replay import Context, Monitor, Replayer, bound_to, receive, receive_from, subscriber
-from fairlead.pool.kv_events.wire import BatchDecoder, live, topic_of
+from fairlead.pool.kv_events.wire import BatchDecoder, bounded, live, topic_of
 
 
 class Subscription:
@@ -116,11 +116,8 @@ class Subscription:
         del self._monitor, self._replayer  # break reference cycles: garbage collection may be rare
 
     def _take(self, frames: list[bytes]) -> None:
-        if sum(map(len, frames)) > self._limits.max_batch:
-            self.feed.unreadable()
-            return
         try:
-            received = live(frames)
+            received = live(bounded(frames, self._limits.max_batch))
         except ValueError:
             self.feed.unreadable()
             return
@@ -456,11 +453,8 @@ class Hub:
         del self._monitor  # breaks a reference cycle
 
     def _take(self, frames: list[bytes], descriptor: int) -> None:
-        if sum(map(len, frames)) > self._limits.max_batch:
-            self.rejected += 1
-            return
         try:
-            received = live(frames)
+            received = live(bounded(frames, self._limits.max_batch))
             decoder = self._decoders.get(received.topic) or BatchDecoder()
             batch = decoder.decode(received.payload)
         except ValueError:

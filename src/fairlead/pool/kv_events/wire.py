@@ -41,6 +41,13 @@ class Topic(Struct, frozen=True):
 END = Frames(b"", _LAST, b"")
 
 
+def bounded(frames: list[bytes], most: int) -> list[bytes]:
+    """Return a message's frames. Raises `ValueError` if they have more than `most` bytes together."""
+    if sum(map(len, frames)) > most:
+        raise ValueError(f"a message of more than {most} bytes")
+    return frames
+
+
 def live(frames: Sequence[bytes]) -> Frames:
     """Read a live batch. Raises `ValueError` unless there are three frames with a sequence number in the second."""
     if len(frames) != 3:
