@@ -1,7 +1,7 @@
 """Model names: how operators define them, and which target, priority and latency a request for a name gets."""
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from math import inf
@@ -105,6 +105,10 @@ class InferenceModelRewrite(Struct, frozen=True, kw_only=True):
     rules: tuple[RewriteRule, ...] = ()
 
 
+#: An object of any of the three kinds.
+Noun = InferenceModel | InferenceObjective | InferenceModelRewrite
+
+
 class ModelSet(Struct, frozen=True):
     """All objects that are defined at one time."""
 
@@ -114,11 +118,11 @@ class ModelSet(Struct, frozen=True):
 
     def of_pool(self, pool: str = "", namespace: str = "") -> "ModelSet":
         """Return the objects of the namespace that apply to the pool. An empty name matches all."""
-        return ModelSet(
-            tuple(item for item in self.models if item.origin.is_for(pool, namespace)),
-            tuple(item for item in self.objectives if item.origin.is_for(pool, namespace)),
-            tuple(item for item in self.rewrites if item.origin.is_for(pool, namespace)),
-        )
+        return self.where(lambda item: item.origin.is_for(pool, namespace))
+
+    def where(self, kept: Callable[[Noun], bool]) -> "ModelSet":
+        kinds = self.models, self.objectives, self.rewrites
+        return ModelSet(*(tuple(filter(kept, items)) for items in kinds))  # type: ignore[arg-type]
 
     def __add__(self, other: "ModelSet") -> "ModelSet":
         return ModelSet(self.models + other.models, self.objectives + other.objectives, self.rewrites + other.rewrites)

@@ -8,9 +8,7 @@ Rules
 """
 
 import asyncio
-import os
 import socket
-import stat
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from itertools import chain
@@ -19,12 +17,11 @@ from pathlib import Path
 from fairlead.config.endpoint_list import Listed, Listing, parse_endpoints_text
 from fairlead.config.problems import Problem
 from fairlead.config.schema import EndpointSource
-from fairlead.config.yaml import MAX_BYTES
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.errors import ConfigError
 from fairlead.core.events import EndpointDown, EndpointUp
 from fairlead.pool.aio import Turns, call_consumer, cancelled, set_within
-from fairlead.pool.watched_files import WatchedFiles
+from fairlead.pool.watched_files import WatchedFiles, read_regular
 
 # Keeps a set of endpoints as listed: differences become events, and host names become addresses.
 #
@@ -270,7 +267,7 @@ class EndpointsFile:
     async def _load(self) -> Listing | None:
         """Read the file and apply it if it has changed. `None` = it could not be read, or is unchanged."""
         try:
-            text = await asyncio.to_thread(self._read)
+            text = await asyncio.to_thread(read_regular, self._path)
         except OSError as error:
             self._watched.retry()
             self._complain(f"cannot read {self._path}: {error.strerror or error}")
@@ -290,12 +287,6 @@ class EndpointsFile:
             return listing
         self._set.apply(listing)
         return listing
-
-    def _read(self) -> bytes:
-        if not stat.S_ISREG(os.stat(self._path).st_mode):
-            raise OSError("not a regular file")  # opening a pipe would wait for its writer
-        with open(self._path, "rb") as file:
-            return file.read(MAX_BYTES + 1)
 
     def _complain(self, message: str) -> None:
         if message != self._complaint:

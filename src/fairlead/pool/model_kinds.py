@@ -35,11 +35,12 @@ from fairlead.core.models import (
     InferenceObjective,
     Latency,
     ModelSet,
+    Noun,
     Origin,
     RewriteRule,
     Target,
 )
-from fairlead.pool.kube.status import ACCEPTED, Condition
+from fairlead.pool.kube.status import ACCEPTED, Condition, accepted_conditions
 
 # ---- one object ----
 
@@ -58,7 +59,6 @@ SERVED = {plural: _VERSIONS[kind] for plural, kind in KINDS.items()}
 Named = Annotated[str, Field(min_length=1, max_length=253)]
 Weight = Annotated[int, Field(ge=0, le=1_000_000)]
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
-Noun = InferenceModel | InferenceObjective | InferenceModelRewrite
 
 
 class Metadata(Section):
@@ -405,14 +405,14 @@ def read_model_object(value: Mapping[str, Any], kind: str, version: str) -> Mode
     report = Report(lambda place: 0)
     noun = read_object(dict(value), report, (), kind, version)
     report.close()
-    metadata, status = value.get("metadata"), value.get("status")
+    metadata = value.get("metadata")
     metadata = metadata if isinstance(metadata, dict) else {}
     item = {
         "apiVersion": value.get("apiVersion") or version,
         "kind": value.get("kind") or kind,
         "metadata": {key: metadata.get(key) for key in ("name", "namespace", "generation")},
         "spec": {"pools": _pools(value)},
-        "status": {"conditions": [condition for condition in _conditions(status) if condition.get("type") == ACCEPTED]},
+        "status": {"conditions": accepted_conditions(value)},
     }
     problems = tuple(str(problem) for problem in report.problems[:_SHOWN])
     return ModelObject(kind, item, noun, problems, tuple(str(note) for note in report.notes[:_SHOWN]))
@@ -457,10 +457,3 @@ def _pools(value: Mapping[str, Any]) -> list[str]:
     several = spec.get("poolRefs")
     refs = [spec.get("poolRef"), *(several if isinstance(several, list) else ())]
     return [ref["name"] for ref in refs if isinstance(ref, dict) and isinstance(ref.get("name"), str)]
-
-
-def _conditions(status: object) -> list[dict[str, Any]]:
-    conditions = status.get("conditions") if isinstance(status, dict) else None
-    return (
-        [condition for condition in conditions if isinstance(condition, dict)] if isinstance(conditions, list) else []
-    )

@@ -15,6 +15,7 @@ import os
 import stat
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
+from functools import partial
 from itertools import starmap
 from pathlib import Path
 
@@ -22,19 +23,10 @@ from msgspec.structs import replace
 
 from fairlead.config.problems import Problem
 from fairlead.config.schema import Models
-from fairlead.config.yaml import MAX_BYTES
 from fairlead.core.errors import ConfigError
-from fairlead.core.models import (
-    InferenceModel,
-    InferenceModelRewrite,
-    InferenceObjective,
-    Latency,
-    ModelSet,
-    Origin,
-    Target,
-)
+from fairlead.core.models import InferenceModel, Latency, ModelSet, Noun, Origin, Target
 from fairlead.pool.model_kinds import Manifests, read_manifests
-from fairlead.pool.watched_files import WatchedFiles
+from fairlead.pool.watched_files import WatchedFiles, read_regular
 
 SUFFIXES = (".yaml", ".yml", ".json")
 MAX_FILES = 1000
@@ -122,7 +114,7 @@ class ModelsFile:
     def _joined(self) -> ModelSet:
         owners: dict[tuple[type, str], str] = {}
 
-        def first(name: str, noun: InferenceModel | InferenceObjective | InferenceModelRewrite) -> bool:
+        def first(name: str, noun: Noun) -> bool:
             owner = owners.setdefault((type(noun), str(noun.origin)), name)
             if owner != name:
                 message = f"{type(noun).__name__} {noun.origin} stands in {owner} too, which counts"
@@ -131,12 +123,7 @@ class ModelsFile:
 
         joined = ModelSet()
         for name in sorted(self._used):
-            models = self._used[name].models
-            joined += ModelSet(
-                tuple(item for item in models.models if first(name, item)),
-                tuple(item for item in models.objectives if first(name, item)),
-                tuple(item for item in models.rewrites if first(name, item)),
-            )
+            joined += self._used[name].models.where(partial(first, name))
         return joined
 
     def _complain(self, message: str) -> None:
@@ -157,13 +144,7 @@ def files_of(path: Path) -> list[str]:
 
 def read_files(path: Path) -> dict[str, bytes]:
     """The content of each file, by name. Raises `OSError` if any file cannot be read."""
-    texts: dict[str, bytes] = {}
-    for name in files_of(path):
-        if not stat.S_ISREG(os.stat(name).st_mode):
-            raise OSError(0, "not a regular file", name)  # opening a pipe would wait for its writer
-        with open(name, "rb") as file:
-            texts[name] = file.read(MAX_BYTES + 1)
-    return texts
+    return {name: read_regular(name) for name in files_of(path)}
 
 
 async def follow_models(

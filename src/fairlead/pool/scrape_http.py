@@ -47,10 +47,6 @@ class PageConnection(asyncio.BufferedProtocol):
     def open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    @property
-    def waiting(self) -> bool:
-        return self._sink is not None
-
     def get(self, request: bytes, sink: PageSink) -> None:
         """Send `request`; `sink` gets the result. The connection must be open and have no request in flight."""
         assert self._transport is not None and self._sink is None

@@ -14,15 +14,27 @@ Rules
 
 import asyncio
 import os
+import stat
 from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
+from fairlead.config.yaml import MAX_BYTES
 from fairlead.pool.aio import cancelled
 
 SETTLE_S = 0.1
 
 _Stamp = tuple[tuple[str, int, int, int, int], ...]
+
+
+def read_regular(path: str | Path) -> bytes:
+    """The content of a file, cut at `MAX_BYTES` + 1. Raises `OSError`, also for what is no regular file: opening a pipe
+    would wait for its writer."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(0, "not a regular file", str(path))
+    with open(path, "rb") as file:
+        return file.read(MAX_BYTES + 1)
 
 
 class WatchedFiles:

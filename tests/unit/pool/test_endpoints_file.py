@@ -255,7 +255,7 @@ async def test_a_file_that_could_not_be_read_is_tried_again(
     path.write_text(text_of(("a", "10.0.0.1")))
     await follow(path).start()
     with monkeypatch.context() as unreadable:
-        unreadable.setattr(endpoints_file, "open", _refuse, raising=False)
+        unreadable.setattr(watched_files, "open", _refuse, raising=False)
         path.write_text(text_of(("a", "10.0.0.2")))
         await heard.until(lambda: heard.problems)
     await heard.until(lambda: len(heard.events) == 2)

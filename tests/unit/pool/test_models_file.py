@@ -11,7 +11,7 @@ import pytest
 from fairlead.config.problems import Problem
 from fairlead.config.schema import Models
 from fairlead.core.models import ModelSet
-from fairlead.pool import models_file, watched_files
+from fairlead.pool import watched_files
 from fairlead.pool.models_file import ModelsFile, check_models
 
 
@@ -108,7 +108,7 @@ async def test_a_file_that_could_not_be_read_is_tried_again(
     path.write_text(model("a"))
     await follow(path).start()
     with monkeypatch.context() as unreadable:
-        unreadable.setattr(models_file, "open", _refuse, raising=False)
+        unreadable.setattr(watched_files, "open", _refuse, raising=False)
         path.write_text(model("b"))
         await heard.until(lambda: heard.problems)
     await heard.until(lambda: heard.sets[1:] == ["b=t"])

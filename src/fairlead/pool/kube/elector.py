@@ -227,8 +227,7 @@ class LeaderWatch:
         """Close the connection."""
         task = self._task
         self.follow("")
-        if task is not None:
-            await asyncio.gather(task, return_exceptions=True)
+        await cancelled(task)
 
     async def _run(self, address: str) -> None:
         host, _, port = address.rpartition(":")

@@ -31,12 +31,11 @@ class Condition(Struct, frozen=True):
     status: bool
     reason: str
     message: str
-    type: str = ACCEPTED
 
 
 def stands(wanted: Condition, item: dict[str, Any]) -> bool:
     """Whether the object already has this condition, for its present generation."""
-    current = _current(item, wanted.type)
+    current = _current(item)
     return (
         current.get("status") == _word(wanted)
         and current.get("reason") == wanted.reason
@@ -47,7 +46,7 @@ def stands(wanted: Condition, item: dict[str, Any]) -> bool:
 
 def status_patch(wanted: Condition, item: dict[str, Any], wall: float) -> dict[str, Any]:
     """The body of a server-side apply to the object's `status`. `wall`: seconds since 1970."""
-    current = _current(item, wanted.type)
+    current = _current(item)
     since = current.get("lastTransitionTime") if current.get("status") == _word(wanted) else None
     metadata = item.get("metadata") or {}
     return {
@@ -57,7 +56,7 @@ def status_patch(wanted: Condition, item: dict[str, Any], wall: float) -> dict[s
         "status": {
             "conditions": [
                 {
-                    "type": wanted.type,
+                    "type": ACCEPTED,
                     "status": _word(wanted),
                     "reason": wanted.reason,
                     "message": wanted.message[:MAX_MESSAGE],
@@ -79,13 +78,16 @@ def _generation(item: dict[str, Any]) -> int:
     return generation if isinstance(generation, int) else 0
 
 
-def _current(item: dict[str, Any], kind: str) -> dict[str, Any]:
+def accepted_conditions(item: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The conditions `Accepted` in an object's status, as far as it can be read."""
     status = item.get("status")
     conditions = status.get("conditions") if isinstance(status, dict) else None
-    for condition in conditions if isinstance(conditions, list) else ():
-        if isinstance(condition, dict) and condition.get("type") == kind:
-            return condition
-    return {}
+    listed = conditions if isinstance(conditions, list) else []
+    return [condition for condition in listed if isinstance(condition, dict) and condition.get("type") == ACCEPTED]
+
+
+def _current(item: dict[str, Any]) -> dict[str, Any]:
+    return next(iter(accepted_conditions(item)), {})
 
 
 def _time(wall: float) -> str:
