@@ -99,7 +99,8 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(slot=slots)
     def clear(self, slot: int) -> None:
         if self.known(slot):
-            self.index.clear(slot)
+            self.index.drop_slot(slot)
+            self.index.add_slot(slot, self.model.capacity[slot])
             self.model.slots[slot].clear()
 
     @rule(slot=slots, capacity=st.sampled_from([-5, 0, 7, 36, 64, 200]))

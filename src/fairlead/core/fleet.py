@@ -17,7 +17,7 @@ from fairlead.core.exact import ExactKnowledge
 from fairlead.core.learned import Common, EndpointLearned, Look, Part, PrefixesLearned
 from fairlead.core.ledger import Lease, Ledger
 from fairlead.core.predictor import HANDOVER_MOST, HANDOVER_SHARE, Predictor
-from fairlead.core.prefix import DEFAULT_CAPACITY, PrefixIndex
+from fairlead.core.prefix import PrefixIndex
 from fairlead.core.records import Forecast
 from fairlead.core.request import Request
 from fairlead.core.stalls import OVERDUE_S, Stalls
@@ -735,6 +735,3 @@ def _computed(sample: Sample) -> float:
 def _gauge(value: float | None, older: float) -> float:
     """Return a reading clipped to 0..`MOST`; the older one if there is none, or it is NaN or infinite."""
     return float(min(max(value, 0.0), MOST)) if value is not None and value < inf else float(older)
-
-
-__all__ = ["DEFAULT_CAPACITY", "Fleet"]

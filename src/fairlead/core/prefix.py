@@ -126,14 +126,6 @@ class PrefixIndex:
         self._capacity[slot] = capacity
         self._trim(slot)
 
-    def clear(self, slot: int) -> None:
-        """Forget all blocks of one endpoint. O(its blocks)."""
-        for block in self._lru[slot]:
-            self._unmark(block, slot)
-        self._entries -= len(self._lru[slot])
-        self._lru[slot].clear()
-        self._free[slot] = self._capacity[slot]
-
     def _sweep(self) -> None:
         """Remove up to `_SWEEP` blocks of the endpoint that left first."""
         slot, lru = next(iter(self._leaving.items()))

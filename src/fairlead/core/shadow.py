@@ -111,8 +111,7 @@ class Bench:
         self._able = able
         self._rng = rng
         self._replica = Replica()
-        self._case: ShadowCase | None = None
-        self._terms: Terms | None = None
+        self._opened: Opened | None = None
 
     def open(self, case: ShadowCase) -> Restored:
         """Begin with this case. Return the fleet as it was."""
@@ -126,22 +125,21 @@ class Bench:
         held = None if case.held is None else case.held * request.prompt_tokens
         ttft = expected_cost(request.prompt_tokens, held, fleet, now, case.loading).ttft
         lowest = float(cost[allowed].min()) if allowed.any() else 0.0
-        self._case, self._terms = case, Terms(cost, ttft, allowed, lowest)
+        self._opened = case, Terms(cost, ttft, allowed, lowest)
         return fleet
 
     @property
     def opened(self) -> Opened:
         """The open case, for a later `reopen`."""
-        assert self._case is not None and self._terms is not None
-        return self._case, self._terms
+        assert self._opened is not None
+        return self._opened
 
     def reopen(self, opened: Opened) -> None:
-        self._case, self._terms = opened
+        self._opened = opened
 
     def decide(self, name: str, policy: Policy) -> ShadowVerdict:
         """Return the verdict on what a policy would have done. Never raises."""
-        case = self._case
-        assert case is not None
+        case, _ = self.opened
         try:
             fleet = self._replica.fleet(case)
             context = Context(case.snapshot.at, self._rng, trace=False)
@@ -160,8 +158,7 @@ class Bench:
             return ShadowVerdict(name, error=str(error)[:_MAX_ERROR], took_us=took_us)
 
     def _answered(self, name: str, pick: RemotePick) -> ShadowVerdict:
-        case = self._case
-        assert case is not None
+        case, _ = self.opened
         if pick.outcome == Outcome.PASSED:
             return ShadowVerdict(name, error="passed")
         if pick.outcome != Outcome.PICKED:
@@ -176,8 +173,7 @@ class Bench:
     def verdict(self, name: str, slot: int, prefill_slot: int = -1, handover_ms: float = -1.0) -> ShadowVerdict:
         """Return the verdict on a choice; `slot` -1 = it would have refused the request. The rest is as in `Picked`.
         Raise `ValueError` or `TypeError` for an invalid choice."""
-        case, terms = self._case, self._terms
-        assert case is not None and terms is not None
+        case, terms = self.opened
         slot, prefill_slot = index(slot), index(prefill_slot)
         for picked in (slot, prefill_slot):
             if not -1 <= picked < len(terms.cost):
@@ -202,17 +198,16 @@ class Bench:
 
     def _ttft(self, slot: int, prefill_slot: int, handover_ms: float) -> float:
         """Return the TTFT forecast of a choice in milliseconds; NaN = it is a pair, and its handover is unknown."""
-        assert self._terms is not None
+        ttft = self.opened[1].ttft
         if prefill_slot < 0:
-            return float(self._terms.ttft[slot])
-        return float(self._terms.ttft[prefill_slot]) + handover_ms if handover_ms >= 0.0 else nan
+            return float(ttft[slot])
+        return float(ttft[prefill_slot]) + handover_ms if handover_ms >= 0.0 else nan
 
     def record(self, verdicts: Sequence[ShadowVerdict]) -> ShadowRecord:
-        case = self._case
-        assert case is not None
+        case, _ = self.opened
         regret = self._regret(case.slot, case.prefill_slot)
         return ShadowRecord(case.request.id, case.snapshot.at, case.endpoint, regret, tuple(verdicts))
 
     def _regret(self, slot: int, prefill_slot: int) -> float:
-        assert self._terms is not None
-        return max(float(self._terms.cost[slot]) - self._terms.lowest, 0.0) if prefill_slot < 0 else 0.0
+        terms = self.opened[1]
+        return max(float(terms.cost[slot]) - terms.lowest, 0.0) if prefill_slot < 0 else 0.0

@@ -25,16 +25,12 @@ class PrefixAwareParams(Params):
     )
 
 
-class PrefixAware:
+class PrefixAware(Plain):
     """The share of the prompt, from its beginning, that is cached: 0..1."""
 
     type = "prefix-aware"
     Params = PrefixAwareParams
     weight = 100.0
-
-    def __init__(self, params: PrefixAwareParams, name: str = type) -> None:
-        self.name = name
-        self.params = params
 
     def score(self, request: Request, fleet: FleetView, cycle: Cycle) -> FloatColumn | None:
         return prefix_share(request, fleet, cycle)
