@@ -136,7 +136,6 @@ class Adapters:
             self.activate_ms = known
 
     def restore(self, activate_ms: float, load_ms: float) -> None:
-        """Restore the learned times."""
         self.activate_ms, self.load_ms = min(activate_ms, MOST_MS), min(load_ms, MOST_MS)
 
     # ---- what is known ----

@@ -238,9 +238,8 @@ class Terms(Struct, frozen=True):
     model_ttft: FloatColumn
     ttft: FloatColumn
     kappa: FloatColumn
-    #: Waiting for a sequence slot of the engine; transfer of the KV cache from another endpoint; loading the adapter.
+    #: Waiting for a sequence slot of the engine; loading the adapter.
     slots: FloatColumn = _ZERO
-    transfer: FloatColumn = _ZERO
     loading: FloatColumn = _ZERO
     #: How long the answer may pause for long prompts that come later; not multiplied with `kappa`.
     pauses: FloatColumn = _ZERO
@@ -348,7 +347,7 @@ def parts(terms: Terms, weights: Weights, fleet: Known) -> list[tuple[str, Float
         ("decode", weights.decode * learned.answer_steps * terms.step),
         ("memory", np.zeros(len(table)) if memory is None else memory),
     ]
-    own = (("slots", terms.slots), ("transfer", terms.transfer), ("loading", terms.loading))
+    own = (("slots", terms.slots), ("loading", terms.loading))
     listed += [(name, terms.kappa * term) for name, term in own if np.any(term)]
     listed += [("pauses", weights.decode * terms.pauses)] if np.any(terms.pauses) else []
     listed += [("topology", table.distance_ms)] if table.distant else []

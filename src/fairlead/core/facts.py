@@ -196,7 +196,6 @@ class Dictionary:
         self._before: dict[int, tuple[PrefixChain, int]] = {}
 
     def begin(self) -> None:
-        """Begin a new generation."""
         self._before, self.blocks, self.size = self.blocks, {}, 0
 
     def add(self, chain: PrefixChain, depth: int) -> None:

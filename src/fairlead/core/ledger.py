@@ -374,7 +374,6 @@ class Ledger:
         return iter(self._leases)
 
     def charge(self, lease: Lease) -> None:
-        """Add a lease and its load."""
         assert not lease.held, "a lease is charged once"
         lease.held = True
         self._leases[lease] = None

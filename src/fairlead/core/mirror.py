@@ -33,8 +33,6 @@ class _Charge(Struct):
 
 
 class MirrorFleet(Fleet):
-    """The copy of one sender's fleet."""
-
     def __init__(self) -> None:
         super().__init__()
         self._reported = np.zeros((len(FLOATS), 0))
@@ -75,7 +73,6 @@ class MirrorFleet(Fleet):
             self.down(endpoint.id)
 
     def forget(self) -> None:
-        """Forget all endpoints and charges."""
         for slot in list(self._here):
             self.leave(slot)
         self._charges.clear()

@@ -137,7 +137,6 @@ class View(Struct, eq=False):
         self.unusable = self.newest
 
     def received(self, sequences: set[int]) -> None:
-        """Record that these batches arrived."""
         self.beyond |= sequences
         while self.sequence + 1 in self.beyond:
             self.sequence += 1

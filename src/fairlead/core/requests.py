@@ -29,8 +29,6 @@ from fairlead.core.request import Request, Usage
 
 
 class RequestState(IntEnum):
-    """See the module's rules."""
-
     COLLECTING = 0
     UNDERSTOOD = 1
     ASKING_KNOWLEDGE = 2

@@ -20,8 +20,6 @@ from fairlead.core.table import FLOATS, EndpointTable
 
 
 class Snapshots:
-    """Takes snapshots of one fleet."""
-
     def __init__(self) -> None:
         self._version = -1
         self._endpoints: tuple[Endpoint | None, ...] = ()

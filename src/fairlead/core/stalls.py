@@ -137,7 +137,6 @@ class Stalls:
         self.retried.discard(slot)
 
     def take_changes(self) -> list[StallRecord]:
-        """Return the changed levels since the last call."""
         changes = self.changes.copy()
         self.changes.clear()
         return changes

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fairlead.core.columns import BoolColumn, FloatColumn, read_only
-from fairlead.core.endpoint import MODEL_LABEL, NOT_LISTED, ROLE_LABEL, BaseModels, Endpoint, Sample
+from fairlead.core.endpoint import MODEL_LABEL, NOT_LISTED, BaseModels, Endpoint, Sample
 
 FLOATS = (
     "waiting", "running", "kv", "queue", "active", "inflight", "pending", "pending_tokens", "queued_tokens",
@@ -170,7 +170,6 @@ class EndpointTable:
         return len({endpoint.pod for _, endpoint in self.slots()})
 
     def add(self, endpoint: Endpoint) -> int:
-        """Add an endpoint and return its slot."""
         slot = heappop(self._free) if self._free else self._grow()
         self._slots[endpoint.id] = slot
         self.count += 1
@@ -401,10 +400,6 @@ class EndpointTable:
         self.version += 1
         self.judge_trouble()
 
-    def role(self, slot: int) -> str:
-        endpoint = self.endpoints[slot]
-        return endpoint.labels.get(ROLE_LABEL, "") if endpoint else ""
-
     def _know_labels(self, endpoint: Endpoint) -> None:
         self.know(endpoint.promised | {endpoint.labels.get(MODEL_LABEL, "")})
 
@@ -428,7 +423,6 @@ class EndpointTable:
         self._changed()
 
     def _grow(self) -> int:
-        """Add a slot and return it."""
         slot = len(self)
         self.endpoints.append(None)
         self._names.append("")

@@ -36,8 +36,6 @@ _TOLERANCE = 0.1
 
 
 class Trust:
-    """The trust in one endpoint's events."""
-
     __slots__ = ("_row", "_window", "distrusted", "proven")
 
     def __init__(self) -> None:

@@ -311,8 +311,6 @@ def _documents(text: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 class _Reader:
-    """Reads documents one after another."""
-
     def __init__(self) -> None:
         self._nouns: dict[tuple[str, str], tuple[str, Noun]] = {}
         self._problems: list[Problem] = []

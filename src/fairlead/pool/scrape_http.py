@@ -32,8 +32,6 @@ class PageSink(Protocol):
 
 
 class PageConnection(asyncio.BufferedProtocol):
-    """A connection to a server."""
-
     def __init__(self, buffer: memoryview, max_page: int) -> None:
         """`buffer` may be shared: received bytes are consumed before another connection reads."""
         self._received = buffer

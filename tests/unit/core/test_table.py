@@ -142,13 +142,12 @@ def test_further_gauges_keep_the_last_value() -> None:
     assert np.isnan(table.extra("x")[2])
 
 
-def test_role() -> None:
-    table = table_of(1)
-    assert table.role(0) == ""
-    table.replace(0, endpoint(0, **{"llm-d.ai/role": "decode"}))
-    assert table.role(0) == "decode"
+def test_labels_are_those_of_the_present_endpoint() -> None:
+    table, decoding = table_of(1), endpoint(0, **{"llm-d.ai/role": "decode"})
+    table.replace(0, decoding)
+    assert table.endpoints == [decoding]
     table.remove(0)
-    assert table.role(0) == ""
+    assert table.endpoints == [None]
 
 
 def test_names_that_endpoints_had_are_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:

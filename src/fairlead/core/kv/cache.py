@@ -179,7 +179,6 @@ class RankCache(Struct, eq=False):
             del self.sizes[next(known for known in self.sizes if known not in (size, self.block_size))]
 
     def note_emptied(self) -> None:
-        """Its engine has just emptied it."""
         self.emptied = _EMPTIED_FOR
 
     @property
@@ -246,9 +245,6 @@ class Orphans:
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    def has(self, shelf: Shelf, digest: int) -> bool:
-        return (shelf.number, digest) in self._entries
 
     def waiting(self, scope: str, parent: int) -> bool:
         """Whether an orphan waits for this parent."""

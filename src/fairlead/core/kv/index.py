@@ -114,7 +114,6 @@ class KvIndex:
         return self._caches[slot].values()
 
     def clear(self, slot: int) -> None:
-        """Forget all blocks of one endpoint."""
         for cache in self._caches[slot].values():
             self.clear_rank(cache)
 
@@ -147,7 +146,6 @@ class KvIndex:
         cache.lives = self.lives[cache.slot]
 
     def know_adapters(self, names: Iterable[str]) -> None:
-        """Add names of adapters."""
         for name in names:
             self.adapters.pop(name, None)
             self.adapters[name] = None

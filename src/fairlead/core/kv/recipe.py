@@ -80,5 +80,4 @@ class Recipe:
 
 
 def new_index(recipe: Recipe, max_blocks: int = 4_000_000) -> KvIndex:
-    """Return an index with keys of that recipe."""
     return KvIndex(max_blocks, recipe.space())

@@ -158,18 +158,6 @@ def _depths(index: KvIndex, keys: bytes) -> bytes:
     return depths.astype("<u2").tobytes()
 
 
-def load(
-    index: KvIndex, content: bytes, slots: Mapping[str, int], place: Callable[[RankCache, Place], None]
-) -> Iterator[int]:
-    """Load a snapshot into an index that already has the slots. Yield the number of blocks loaded in each step.
-
-    `place` receives for each rank the event after which its feed should continue. Raise `ValueError` before the first
-    step if the snapshot cannot be used.
-    """
-    parts = _read(index, content)
-    return _enter(index, parts, slots, place)
-
-
 class Shelved:
     """A snapshot whose endpoints join the pool one by one. Raises `ValueError` for an invalid snapshot."""
 
@@ -180,8 +168,31 @@ class Shelved:
             self._parts.setdefault(part.endpoint, []).append(part)
 
     def enter(self, endpoint: str, slot: int, place: Callable[[RankCache, Place], None]) -> Iterator[int]:
-        """Load the blocks of one endpoint; see `load`. This works once per endpoint."""
-        return _enter(self._index, self._parts.pop(endpoint, []), {endpoint: slot}, place)
+        """Load the blocks of one endpoint, whose slot the index has. Yield the number of blocks loaded in each step.
+        This works once per endpoint. `place` receives for each rank the event after which its feed should continue."""
+        index = self._index
+        for part in self._parts.pop(endpoint, []):
+            if part.last < 0:
+                continue
+            cache = index.rank(slot, part.rank, part.model)
+            cache.provisional = True
+            cache.indexable(part.group, part.kind)
+            cache.numbered |= part.numbered
+            block_size = cache.block_size or max(part.block_size, 0)
+            for size, tier in part.sizes.items():
+                if size > 0 and tier in list(Tier):
+                    cache.note_size(size, Tier(tier))
+            cache.block_size = block_size
+            place(cache, Place(part.last, part.last_ts, part.provisional))
+            shelf = index.shelf(cache, part.group, Tier(part.tier))
+            hashes = np.frombuffer(part.hashes, "<u8").tolist()
+            keys = np.frombuffer(part.keys, "<u8").tolist()
+            copies = np.frombuffer(part.copies, "<u2").tolist()
+            depths = np.frombuffer(part.depths, "<u2").tolist()
+            for start in range(0, len(hashes), _STEP):
+                for entry in range(start, min(start + _STEP, len(hashes))):
+                    index.restore(shelf, hashes[entry], keys[entry], depths[entry], copies[entry])
+                yield min(_STEP, len(hashes) - start)
 
 
 def _read(index: KvIndex, content: bytes) -> list[_ShelfPart]:
@@ -204,31 +215,3 @@ def _read(index: KvIndex, content: bytes) -> list[_ShelfPart]:
             raise ValueError("the snapshot of the KV index is damaged: columns of unequal length")
     index.know_adapters(snapshot.adapters)
     return snapshot.parts
-
-
-def _enter(
-    index: KvIndex, parts: list[_ShelfPart], slots: Mapping[str, int], place: Callable[[RankCache, Place], None]
-) -> Iterator[int]:
-    for part in parts:
-        slot = slots.get(part.endpoint)
-        if slot is None or part.last < 0:
-            continue
-        cache = index.rank(slot, part.rank, part.model)
-        cache.provisional = True
-        cache.indexable(part.group, part.kind)
-        cache.numbered |= part.numbered
-        block_size = cache.block_size or max(part.block_size, 0)
-        for size, tier in part.sizes.items():
-            if size > 0 and tier in list(Tier):
-                cache.note_size(size, Tier(tier))
-        cache.block_size = block_size
-        place(cache, Place(part.last, part.last_ts, part.provisional))
-        shelf = index.shelf(cache, part.group, Tier(part.tier))
-        hashes = np.frombuffer(part.hashes, "<u8").tolist()
-        keys = np.frombuffer(part.keys, "<u8").tolist()
-        copies = np.frombuffer(part.copies, "<u2").tolist()
-        depths = np.frombuffer(part.depths, "<u2").tolist()
-        for start in range(0, len(hashes), _STEP):
-            for entry in range(start, min(start + _STEP, len(hashes))):
-                index.restore(shelf, hashes[entry], keys[entry], depths[entry], copies[entry])
-            yield min(_STEP, len(hashes) - start)

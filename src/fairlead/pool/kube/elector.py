@@ -224,7 +224,6 @@ class LeaderWatch:
         self._task = asyncio.create_task(self._run(address), name="leader watch") if address else None
 
     async def close(self) -> None:
-        """Close the connection."""
         task = self._task
         self.follow("")
         await cancelled(task)

@@ -26,8 +26,6 @@ MAX_MESSAGE = 32768
 
 
 class Condition(Struct, frozen=True):
-    """A desired condition."""
-
     status: bool
     reason: str
     message: str

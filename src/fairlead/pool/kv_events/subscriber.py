@@ -310,7 +310,6 @@ class KvSubscriber:
         return [*feeds, *self._hub_feeds.get(slot, {}).values()]
 
     def counts(self, slot: int) -> list[Count]:
-        """The counts of an endpoint's `feeds`."""
         return [feed.count for feed in self.feeds(slot)]
 
     @contextlib.contextmanager

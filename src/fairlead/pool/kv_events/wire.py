@@ -10,7 +10,7 @@ import re
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, overload
+from typing import Annotated, Any, Generic, TypeVar, overload
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -368,25 +368,18 @@ class _ArrayCleared(_MapCleared, tag="AllBlocksCleared", array_like=True):
 
 _MapEvent = _MapStored | _MapRemoved | _MapCleared
 _ArrayEvent = _ArrayStored | _ArrayRemoved | _ArrayCleared
+_Event = TypeVar("_Event")
 _RawEvent = _MapStored | _MapRemoved | _MapCleared | Raw
 
 
-class _MapBatchOfMaps(Struct):
+class _StrictMapBatch(Struct, Generic[_Event]):
     ts: float
-    events: Annotated[list[_MapEvent], _NOT_ENDLESS]
+    events: Annotated[list[_Event], _NOT_ENDLESS]
     data_parallel_rank: int | None = None
 
 
-class _ArrayBatchOfMaps(Struct, array_like=True):
-    ts: float
-    events: Annotated[list[_MapEvent], _NOT_ENDLESS]
-    data_parallel_rank: int | None = None
-
-
-class _ArrayBatchOfArrays(Struct, array_like=True):
-    ts: float
-    events: Annotated[list[_ArrayEvent], _NOT_ENDLESS]
-    data_parallel_rank: int | None = None
+class _StrictArrayBatch(_StrictMapBatch[_Event], array_like=True):
+    pass
 
 
 class _ArrayBatch(Struct, array_like=True):
@@ -416,7 +409,8 @@ class _Plain(Struct):
 
 
 _STRICT: tuple[msgspec.msgpack.Decoder[Any], ...] = tuple(
-    msgspec.msgpack.Decoder(kind) for kind in (_ArrayBatchOfMaps, _ArrayBatchOfArrays, _MapBatchOfMaps)
+    msgspec.msgpack.Decoder(kind)
+    for kind in (_StrictArrayBatch[_MapEvent], _StrictArrayBatch[_ArrayEvent], _StrictMapBatch[_MapEvent])
 )
 _LOOSE: tuple[msgspec.msgpack.Decoder[Any], ...] = tuple(
     msgspec.msgpack.Decoder(kind) for kind in (_ArrayBatch, _MapBatch)

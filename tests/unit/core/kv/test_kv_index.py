@@ -13,7 +13,7 @@ from fairlead.core.kv.events import STEP, AllCleared, BlocksRemoved, BlocksStore
 from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.keys import EngineSpace, prompt_keys
 from fairlead.core.kv.match import BlockChain, KvMatch
-from fairlead.core.kv.snapshot import Place, load, save
+from fairlead.core.kv.snapshot import Place, Shelved, save
 from fairlead.core.kv.tiers import Tier, tier_of
 
 BLOCK = 4
@@ -467,7 +467,10 @@ def test_snapshot_and_warm_start() -> None:
     two.index.drop_slot(2)
     two.index.add_slot(7)
     places = {}
-    entered = sum(load(two.index, content, {"a": 7, "b": 0}, lambda cache, at: places.update({cache.slot: at})))
+    shelved = Shelved(two.index, content)
+    entered = 0
+    for name, slot in (("a", 7), ("b", 0)):
+        entered += sum(shelved.enter(name, slot, lambda cache, at: places.update({cache.slot: at})))
     assert entered == 2012 == two.index.entries and places == {7: Place(41, 1.5), 0: Place(42, 1.5)}
     found = two.index.look_up(
         BlockChain(prompt_keys(two.index.space.root("m", ""), tokens(*range(2000)), BLOCK), BLOCK), 8
@@ -491,7 +494,7 @@ def test_snapshots_of_former_versions_do_not_say_whether_history_is_missing() ->
     packed = msgspec.msgpack.encode([space, [part[:13] for part in parts]])
     places: list[Place] = []
     former = head + xxh3_64_digest(packed) + packed
-    assert sum(load(Fixture().index, former, {"a": 0}, lambda cache, place: places.append(place))) == 10
+    assert sum(Shelved(Fixture().index, former).enter("a", 0, lambda cache, place: places.append(place))) == 10
     assert places == [Place(41, 1.5, True)]
 
 
@@ -503,7 +506,9 @@ def test_a_snapshot_with_sizes_that_cannot_be_is_loaded_without_them() -> None:
     sizes = {-1: 0, 8: 99, 32: 1} | dict.fromkeys(range(100, 110), 3)
     packed = msgspec.msgpack.encode([space, [[*part[:-1], sizes] for part in parts], adapters])
     two = Fixture()
-    assert sum(load(two.index, head + xxh3_64_digest(packed) + packed, {"a": 0}, lambda cache, place: None)) == 10
+    assert (
+        sum(Shelved(two.index, head + xxh3_64_digest(packed) + packed).enter("a", 0, lambda cache, place: None)) == 10
+    )
     assert two.cache().block_size == BLOCK
     assert len(two.cache().sizes) == MOST_SIZES and not {-1, 8} & two.cache().sizes.keys()
 
@@ -512,7 +517,7 @@ def test_blocks_are_not_saved_if_it_is_unknown_what_came_later() -> None:
     one = Fixture()
     one.store(range(10))
     content = b"".join(save(one.index, {0: "a"}, lambda cache: held(Place())))
-    assert list(load(Fixture().index, content, {"a": 0}, lambda cache, place: None)) == []
+    assert list(Shelved(Fixture().index, content).enter("a", 0, lambda cache, place: None)) == []
 
 
 def test_damaged_snapshots_load_nothing() -> None:
@@ -522,7 +527,7 @@ def test_damaged_snapshots_load_nothing() -> None:
     two = Fixture()
     for bad in (b"", content[:30], content[:-1], b"x" + content, content[:60] + b"\0" + content[61:]):
         with pytest.raises(ValueError):
-            load(two.index, bad, {"a": 0}, lambda cache, place: None)
+            Shelved(two.index, bad).enter("a", 0, lambda cache, place: None)
     with pytest.raises(ValueError, match="engine-1"):
-        load(KvIndex(space=EngineSpace()), content, {"a": 0}, lambda cache, place: None)
+        Shelved(KvIndex(space=EngineSpace()), content).enter("a", 0, lambda cache, place: None)
     assert two.index.entries == 0

@@ -114,7 +114,7 @@ def test_copies_add_up(name: str) -> None:
                         copies[digest] -= 1
         shelf = engine.cache.shelves.get((0, Tier.GPU))
         for digest, count in copies.items():
-            orphan = shelf is not None and engine.index.orphans.has(shelf, digest)
+            orphan = shelf is not None and digest in shelf.orphans
             assert orphan or (copies_of(shelf, digest) if shelf is not None else 0) == count
     assert engine.cache.blocks + len(engine.index.orphans) == sum(1 for count in copies.values() if count)
 

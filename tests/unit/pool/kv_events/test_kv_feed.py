@@ -12,7 +12,7 @@ from fairlead.core.kv.cache import RankCache
 from fairlead.core.kv.events import AllCleared, BlocksRemoved, BlocksStored
 from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.keys import EngineSpace, KeySpace, OwnSpace
-from fairlead.core.kv.snapshot import Place, load, save
+from fairlead.core.kv.snapshot import Place, Shelved, save
 from fairlead.lab.stub.kv_publisher import encode_batch
 from fairlead.pool.kv_events.feed import Feed, Sync
 from fairlead.pool.kv_events.wire import Frames
@@ -340,7 +340,7 @@ def test_a_snapshot_that_is_made_while_events_go_on_counts_no_copy_twice() -> No
     case.live(*following)
     other = Case(can_replay=True)
     places: list[Place] = []
-    for _ in load(other.index, b"".join(pieces), {"a": 0}, lambda cache, place: places.append(place)):
+    for _ in Shelved(other.index, b"".join(pieces)).enter("a", 0, lambda cache, place: places.append(place)):
         pass
     other.feed.resume(places[0])
     assert other.replay(history) >= 1500
@@ -358,7 +358,7 @@ def test_a_snapshot_keeps_that_history_is_missing() -> None:
     for _ in range(2):
         content = b"".join(save(case.index, {0: "a"}, lambda cache, case=case: hold(case, cache)))
         case = Case(can_replay=True)
-        for _ in load(case.index, content, {"a": 0}, lambda cache, place: places.append(place)):
+        for _ in Shelved(case.index, content).enter("a", 0, lambda cache, place: places.append(place)):
             pass
         case.feed.resume(places[-1])
     case.replay(history)
@@ -372,7 +372,7 @@ def test_confirming_a_snapshot_does_not_bring_back_what_a_full_index_dropped() -
     for missing in (False, True):
         content = b"".join(save(case.index, {0: "a"}, lambda cache, case=case: hold(case, cache)))
         case = Case(can_replay=True, max_blocks=4000)
-        for _ in load(case.index, content, {"a": 0}, lambda cache, place: places.append(place)):
+        for _ in Shelved(case.index, content).enter("a", 0, lambda cache, place: places.append(place)):
             pass
         case.feed.resume(places[-1])
         assert places[-1].provisional is missing
