@@ -94,15 +94,15 @@ class EnvoyAdmin:
 
     async def asks_scheduler(self, count: int = 1) -> bool:
         """Whether Envoy considers `count` schedulers healthy, and would query one. False if Envoy does not answer."""
-        try:
-            return sum((await self.stats(_HEALTHY)).values()) >= count
-        except (TimeoutError, OSError):
-            return False
+        return await self._total(_HEALTHY) >= count
 
     async def pool_size(self) -> int:
         """How many endpoints Envoy balances over by itself; 0 if it does not answer."""
+        return await self._total(_POOL)
+
+    async def _total(self, pattern: str) -> int:
         try:
-            return sum((await self.stats(_POOL)).values())
+            return sum((await self.stats(pattern)).values())
         except (TimeoutError, OSError):
             return 0
 

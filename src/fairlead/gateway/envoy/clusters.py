@@ -39,8 +39,7 @@ def assignment(addresses: Iterable[str]) -> dict[str, Any]:
 
 
 def _lb_endpoint(address: str) -> dict[str, Any]:
-    parsed = parse_endpoint(address)
-    return {"endpoint": {"address": {"socket_address": {"address": parsed.host, "port_value": parsed.port}}}}
+    return {"endpoint": {"address": envoy_address(parse_endpoint(address))}}
 
 
 def render(lb_endpoints: Iterable[str], version: int) -> str:
@@ -182,12 +181,14 @@ def seconds(value: float) -> str:
 
 
 def clusters(options: Options) -> list[Json]:
-    usual = _http2(options) if options.upstream_http2 else _http1(options)
+    common = {"common_http_protocol_options": {"idle_timeout": seconds(options.upstream_idle_timeout)}}
+    http2 = _protocol({"http2_protocol_options": {}}, common)
+    usual = http2 if options.upstream_http2 else _protocol({"http_protocol_options": {}}, common)
     listed = [
         *_destinations(usual, DESTINATION_CLUSTER, FALLBACK_DESTINATION, EITHER, options.retry != "connect"),
         _pool(options, POOL, usual),
-        *_destinations(_http2(options), GRPC_DESTINATION, GRPC_FALLBACK, GRPC_EITHER),
-        _pool(options, GRPC_POOL, _http2(options)),
+        *_destinations(http2, GRPC_DESTINATION, GRPC_FALLBACK, GRPC_EITHER),
+        _pool(options, GRPC_POOL, http2),
         _ext_proc(options),
     ]
     if options.request_mode == "whole":
@@ -340,34 +341,21 @@ def _pool(options: Options, name: str, protocol: Json) -> Json:
 
 def _uploads() -> Json:
     there = {"endpoint": {"address": {"envoy_internal_address": {"server_listener_name": UPLOADS}}}}
-    explicit = {"http2_protocol_options": {"initial_stream_window_size": 65_536}}
     return {
         "name": UPLOADS,
         "connect_timeout": "1s",
         "circuit_breakers": _WIDE,
         "load_assignment": {"cluster_name": UPLOADS, "endpoints": [{"lb_endpoints": [there]}]},
-        "typed_extension_protocol_options": {
-            _HTTP_OPTIONS: {"@type": f"type.googleapis.com/{_HTTP_OPTIONS}", "explicit_http_config": explicit}
-        },
+        "typed_extension_protocol_options": _protocol(
+            {"http2_protocol_options": {"initial_stream_window_size": 65_536}}
+        ),
     }
 
 
-def _http1(options: Options) -> Json:
-    return _protocol(options, {"http_protocol_options": {}})
-
-
-def _http2(options: Options) -> Json:
-    return _protocol(options, {"http2_protocol_options": {}})
-
-
-def _protocol(options: Options, explicit: Json) -> Json:
-    return {
-        _HTTP_OPTIONS: {
-            "@type": f"type.googleapis.com/{_HTTP_OPTIONS}",
-            "common_http_protocol_options": {"idle_timeout": seconds(options.upstream_idle_timeout)},
-            "explicit_http_config": explicit,
-        }
-    }
+def _protocol(explicit: Json, common: Json | None = None) -> Json:
+    """The protocol that a cluster speaks. `common`: options of every protocol."""
+    typed = {"@type": f"type.googleapis.com/{_HTTP_OPTIONS}", **(common or {}), "explicit_http_config": explicit}
+    return {_HTTP_OPTIONS: typed}
 
 
 def _ext_proc(options: Options) -> Json:
@@ -444,12 +432,7 @@ def _dialled(name: str, addresses: list[Address], tls: Tls | None, explicit: Jso
         "type": "STATIC" if address.literal else "STRICT_DNS",
         "connect_timeout": "1s",
         "lb_policy": "LEAST_REQUEST",
-        "typed_extension_protocol_options": {
-            _HTTP_OPTIONS: {
-                "@type": f"type.googleapis.com/{_HTTP_OPTIONS}",
-                "explicit_http_config": explicit,
-            }
-        },
+        "typed_extension_protocol_options": _protocol(explicit),
         "load_assignment": {
             "cluster_name": name,
             "endpoints": [{"lb_endpoints": [{"endpoint": {"address": envoy_address(each)}} for each in addresses]}],
