@@ -248,26 +248,21 @@ class Incoming:
 
     def subset(self) -> frozenset[str] | None:
         """The gateway's subset hint: addresses to choose from; `None` = no hint, or the hint is not a list."""
-        metadata = self.beside.metadata
-        if not metadata or _SUBSET_KEY not in metadata:
-            return None
-        for namespace, values in _namespaces(metadata):
-            if namespace == SUBSET_NAMESPACE:
-                hint = values.get(SUBSET_KEY)
-                if isinstance(hint, list):
-                    return frozenset(entry.strip() for entry in hint if isinstance(entry, str))
-        return None
+        hint = self._metadata(SUBSET_NAMESPACE, SUBSET_KEY, _SUBSET_KEY)
+        return frozenset(entry.strip() for entry in hint if isinstance(entry, str)) if isinstance(hint, list) else None
 
     def served(self) -> str:
         """`ip:port` of the endpoint that served, from the gateway's metadata beside a response; empty = not stated."""
+        served = self._metadata(LB_NAMESPACE, SERVED_KEY, _SERVED_KEY)
+        return served if isinstance(served, str) else ""
+
+    def _metadata(self, namespace: str, key: str, encoded: bytes) -> Json:
+        """The gateway's value of `key` (as bytes: `encoded`) in a namespace; `None` = not sent."""
         metadata = self.beside.metadata
-        if not metadata or _SERVED_KEY not in metadata:
-            return ""
-        for namespace, values in _namespaces(metadata):
-            if namespace == LB_NAMESPACE:
-                served = values.get(SERVED_KEY)
-                return served if isinstance(served, str) else ""
-        return ""
+        if not metadata or encoded not in metadata:
+            return None
+        sent = (values[key] for name, values in _namespaces(metadata) if name == namespace and key in values)
+        return next(sent, None)
 
 
 def opens_tunnel(headers: Mapping[str, str], ended: bool) -> bool:
