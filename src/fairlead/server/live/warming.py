@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from fairlead.apis.beginning import beginning
 from fairlead.apis.splice import splice_model
+from fairlead.config.schema import Config
 from fairlead.core.beginnings import Beginning, Beginnings
 from fairlead.core.endpoint import Endpoint
 from fairlead.core.errors import ClientError
@@ -90,20 +91,12 @@ class _Client:
 
 
 class Warming:
-    """Warms endpoints. `tokens`: at most this many prompt tokens are sent to one endpoint.
-    `token`: what they require."""
+    """Warms endpoints, each with at most `warming.tokens` prompt tokens."""
 
-    def __init__(
-        self,
-        tokens: int,
-        token: TokenFile,
-        fleet: Fleet,
-        understanding: Noticing,
-        feed: Callable[[Event], None],
-        now: Callable[[], float],
-    ) -> None:
-        self._most, self._fleet, self._understanding = tokens, fleet, understanding
-        self._feed, self._now, self._token = feed, now, token
+    def __init__(self, config: Config, fleet: Fleet, understanding: Noticing, feed: Callable[[Event], None]) -> None:
+        self._most, self._token = config.warming.tokens, TokenFile(config.gateway.upstream_token_file)
+        self._fleet, self._understanding, self._feed = fleet, understanding, feed
+        self._now = asyncio.get_running_loop().time
         self.counts = WarmingCounts(understanding.beginnings)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._session: aiohttp.ClientSession | None = None

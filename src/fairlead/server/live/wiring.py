@@ -47,7 +47,7 @@ from fairlead.gateway.driver import Driver, Handlers
 from fairlead.gateway.host import Host
 from fairlead.gateway.session import Inspection
 from fairlead.gateway.understand import Understanding
-from fairlead.pool.scrape import Pace, ScrapeOptions, Scraper, TokenFile
+from fairlead.pool.scrape import Pace, ScrapeOptions, Scraper
 from fairlead.pool.served_models import ServedModels
 from fairlead.server.files import Held
 from fairlead.server.journal.recorder import RecordedDriver, Recorder, StillClock
@@ -211,8 +211,7 @@ class Core:
         #: Sends shared beginnings to cold endpoints; `None` = warming is off.
         self.warming: Warming | None = None
         if isinstance(understanding, Noticing):
-            tokens, token = config.warming.tokens, TokenFile(config.gateway.upstream_token_file)
-            self.warming = Warming(tokens, token, self.fleet, understanding, self._feed, self._clock.time)
+            self.warming = Warming(config, self.fleet, understanding, self._feed)
             show_warming(registry, self.warming.counts)
         self.driver = self._driver(adopt, refuse)
         #: The link to other replicas that schedule for the same pool; `None` = facts are not shared.

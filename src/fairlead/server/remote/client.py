@@ -29,7 +29,6 @@ from fairlead.pool.aio import cancelled
 from fairlead.server.remote.messages import (
     COLUMNS,
     FACTORS,
-    PATH,
     VERSION,
     Answer,
     Ask,
@@ -153,7 +152,7 @@ class RemoteClient:
             return f"cannot connect to {address}: {error or 'timed out'}"
         deadline = self._loop.call_later(WELCOME_WITHIN, self._unwelcome)
         try:
-            self._opened(SchedulerStream(self._channel, PATH, address, self._message, self._over))
+            self._opened(SchedulerStream(self._channel, address, self._message, self._over))
             why: str = await ended
         finally:
             deadline.cancel()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fairlead.config.schema import SchedulerTls
 from fairlead.core.errors import ConfigError
 from fairlead.pool.authorities import trusting
+from fairlead.server.remote.messages import PATH
 
 if TYPE_CHECKING:
     import grpc.aio
@@ -30,13 +31,12 @@ class SchedulerStream:
     def __init__(
         self,
         channel: "grpc.aio.Channel",
-        path: str,
         address: str,
         on_message: Callable[[bytes], None],
         on_end: Callable[[str], None],
     ) -> None:
         """`address` is used only in the texts of reasons."""
-        self._call = channel.stream_stream(path)()
+        self._call = channel.stream_stream(PATH)()
         self._address = address
         self._on_message, self._on_end = on_message, on_end
         self._pending: list[bytes] = []

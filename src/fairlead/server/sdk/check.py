@@ -20,7 +20,6 @@ from fairlead.core.request import Request
 from fairlead.gateway.protobuf import field
 from fairlead.server.remote.messages import (
     COLUMNS,
-    PATH,
     Answer,
     Ask,
     Asked,
@@ -161,7 +160,7 @@ async def talk(address: str, tls: SchedulerTls | None = None) -> AsyncIterator[D
     except (OSError, TimeoutError) as error:
         raise Failed(f"cannot connect to {address}: {error or 'timed out'}") from None
     try:
-        stream = SchedulerStream(channel, PATH, address, dialogue.message, dialogue.over)
+        stream = SchedulerStream(channel, address, dialogue.message, dialogue.over)
         dialogue.opened(stream)
         yield dialogue
         stream.end("done")

@@ -32,7 +32,7 @@ class Deaf:
 async def test_closing_does_not_wait_for_a_call_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "STOPS_WITHIN", 0.01)
     channel, ends = Deaf(), list[str]()
-    opened = SchedulerStream(channel, "/path", "10.0.0.1:9", lambda message: None, ends.append)
+    opened = SchedulerStream(channel, "10.0.0.1:9", lambda message: None, ends.append)
     await asyncio.sleep(0)
     opened.end("closed")
     async with asyncio.timeout(60.0):
