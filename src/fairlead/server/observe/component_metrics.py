@@ -101,8 +101,8 @@ class ShadowMetrics:
     def __init__(
         self,
         registry: Registry,
-        skipped: Callable[[], Mapping[tuple[str, str], int]] = dict,
-        cut: Callable[[], Mapping[str, str]] = dict,
+        skipped: Callable[[], Mapping[tuple[str, str], int]],
+        cut: Callable[[], Mapping[str, str]],
     ) -> None:
         self.skipped = skipped
         self.cut = cut

@@ -2,7 +2,7 @@
 
 Rules
 * Gauges are set from the queues at every rendering; the counter and the histogram with each decision.
-* Clients choose tenants and models. They are shown as `labels` returns them: `other` without own series (`metrics`).
+* Clients choose tenants and models. `SchedulerMetrics.labels` says how they are shown: `other` without own series.
 * `requests_total` and the histogram count every request that flow control has seen, including those sent immediately.
 * Published names and their deprecated twins are as in `request_families`; `fairlead_flow_*` are our own.
 """
@@ -21,7 +21,7 @@ from fairlead.core.request import Request
 from fairlead.server.observe import instruments as buckets
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.instruments import counters, gauges, histograms
-from fairlead.server.observe.metrics import RequestLabels, grouped
+from fairlead.server.observe.metrics import SchedulerMetrics, grouped
 
 #: Decisions that agree in these fields are counted together.
 _KIND = attrgetter("outcome", "queued_ms", "request.model", "request.target", "request.fairness_id", "request.priority")
@@ -43,21 +43,13 @@ _OTHERWISE = ("RejectedOther", "EvictedOther")
 
 
 class FlowMetrics:
-    """Metrics of flow control. `flow_controller`: `None` = flow control is off. `labels` returns the labels that
-    metrics show for a request."""
+    """Metrics of flow control. `flow_controller`: `None` = flow control is off."""
 
-    def __init__(
-        self,
-        registry: Registry,
-        pool: str,
-        fleet: Fleet,
-        now: Callable[[], float],
-        labels: Callable[[Request], RequestLabels],
-    ) -> None:
+    def __init__(self, metrics: SchedulerMetrics, pool: str, fleet: Fleet, now: Callable[[], float]) -> None:
         self.flow_controller: FlowController | None = None
         self._fleet = fleet
         self._now = now
-        self._labels = labels
+        self._labels = metrics.labels
         self._requests = counters("outcome", "priority", cap=256, fold=("priority",))
         self._waits = histograms(*_FLOW, "outcome", bounds=buckets.QUEUE)
         self._size = gauges(*_FLOW)
@@ -68,8 +60,8 @@ class FlowMetrics:
         self._flow_age = gauges(*_FLOW)
         self._delays = gauges("priority", cap=256, fold=("priority",))
         self._cold_starts = histograms(bounds=_COLD)
-        registry.before(self._refresh)
-        self._show(registry, {"constant": {"inference_pool": pool}})
+        metrics.registry.before(self._refresh)
+        self._show(metrics.registry, {"constant": {"inference_pool": pool}})
 
     def on_decisions(self, records: Sequence[DecisionRecord]) -> None:
         if self.flow_controller is None:

@@ -56,10 +56,8 @@ _ERROR_CODES = {429: "InferencePoolResourceExhausted", 503: "ServiceUnavailable"
 _REQUEST_ID, _ENDPOINT, _OVERLOADED = attrgetter("request.id"), attrgetter("endpoint"), attrgetter("overloaded")
 _POLICY, _PLACE, _PREFILL = attrgetter("policy"), attrgetter("endpoint", "address"), attrgetter("prefill")
 _REWRITTEN_BY = attrgetter("request.rewritten_by")
-_LABELS = attrgetter("request.model", "request.target", "request.fairness_id", "request.priority")
-_LABELS_AND_STREAM = attrgetter(
-    "request.model", "request.target", "request.fairness_id", "request.priority", "request.stream"
-)
+_NAMES = ("request.model", "request.target", "request.fairness_id", "request.priority")
+_LABELS, _LABELS_AND_STREAM = attrgetter(*_NAMES), attrgetter(*_NAMES, "request.stream")
 _END, _UNREACHED, _SLO = attrgetter("status", "cause"), attrgetter("unreached"), attrgetter("request.slo_ttft_ms")
 _DURATION, _TTFT = attrgetter("duration_ms"), attrgetter("ttft_ms")
 _REQUEST_BYTES, _RESPONSE_BYTES = attrgetter("request.body_bytes"), attrgetter("response_bytes")

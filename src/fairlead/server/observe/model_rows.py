@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
+from itertools import chain
 from math import inf
 
 from msgspec import Struct
@@ -76,9 +77,8 @@ def model_rows(watch: Watch, traffic: Iterable[TrafficRow], served: Served, now:
     by_model: dict[str, list[TrafficRow]] = defaultdict(list)
     for row in traffic:
         by_model[row.model].append(row)
-    bases, adapters = served
     sent_to = {row.target for rows in by_model.values() for row in rows}
-    for name in (*bases, *adapters):
+    for name in chain(*served):
         if name not in sent_to:
             by_model.setdefault(name, [])
     # With many ends, the newest of them reach back less far.
@@ -90,19 +90,14 @@ def model_rows(watch: Watch, traffic: Iterable[TrafficRow], served: Served, now:
             ends[record.request.model[:MAX_LABEL]].append(record)
     for name in ends.keys() - by_model.keys():
         ends[OTHER] += ends[name]
-    return [_row(model, rows, ends[model], span, bases, adapters, watch) for model, rows in by_model.items()]
+    return [_row(model, rows, ends[model], span, served, watch) for model, rows in by_model.items()]
 
 
 def _row(
-    model: str,
-    rows: list[TrafficRow],
-    ends: list[OutcomeRecord],
-    span: float,
-    bases: Counter[str],
-    adapters: Counter[str],
-    watch: Watch,
+    model: str, rows: list[TrafficRow], ends: list[OutcomeRecord], span: float, served: Served, watch: Watch
 ) -> ModelRow:
     """`ends`: those of the last `span` seconds."""
+    bases, adapters = served
     by_target: Counter[str] = Counter()
     for row in rows:
         by_target[row.target or model] += row.requests

@@ -83,7 +83,7 @@ class Watch:
             constant={"inference_pool": pool} if one_of_several else None,
         )
         self._demand, self._out_of_reach_logged = Demand(objective), False
-        self.queue = FlowMetrics(self.metrics.registry, pool, fleet, now, self.metrics.labels)
+        self.queue = FlowMetrics(self.metrics, pool, fleet, now)
         self.metrics.on_forget = self.queue.forget
         self.choosers = ChooserMetrics(self.metrics.registry)
         self.shadows = ShadowMetrics(self.metrics.registry, skipped, cut)
