@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
-from msgspec import Struct
+from msgspec import Struct, field
 
 from fairlead.core.errors import ADMIN_PORT
 from fairlead.gateway.accept import OPENMETRICS_TYPE, TEXT_TYPE, wants_openmetrics
@@ -135,19 +135,18 @@ async def _elsewhere(request: web.Request, handler: Handler) -> web.StreamRespon
     return await handler(request)
 
 
-class SharedPage:
+class SharedPage(Struct, eq=False):
     """A page that is made once for all clients that asked before its making began, so that no client gets an old one.
 
     While pages that are still being sent hold `MOST_SENT` bytes, the last one is served again. It is no older than
     `SEND_S` seconds, because its readers are disconnected by then.
     """
 
-    def __init__(self, pieces: Callable[[], Iterable[bytes]], refresh: Callable[[], Awaitable[None]] | None) -> None:
-        self._pieces = pieces
-        self._refresh = refresh
-        self._next: asyncio.Task[_Page] | None = None
-        self._making = asyncio.Lock()
-        self._sent: list[_Page] = []
+    _pieces: Callable[[], Iterable[bytes]]
+    _refresh: Callable[[], Awaitable[None]] | None
+    _next: asyncio.Task[_Page] | None = None
+    _making: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _sent: list[_Page] = []
 
     @asynccontextmanager
     async def read(self) -> AsyncIterator[list[bytes]]:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from math import inf
 from pathlib import Path
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from fairlead.config.schema import StateSettings
@@ -132,37 +132,29 @@ class StateCounts(Struct):
     endpoints: int = 0
 
 
-class StateFile:
+class StateFile(Struct, eq=False):
     """Call `start`, then `joined` for each new endpoint, and `close` at the end, all on the event loop's thread."""
 
-    def __init__(
-        self,
-        path: Path,
-        settings: StateSettings,
-        pipeline: Pipeline,
-        cut: ChainHasher,
-        feed: Callable[[Event], object],
-        now: Callable[[], float],
-    ) -> None:
-        """`now`: the pipeline's clock, in seconds."""
-        #: The file that is written, and the file that was read.
-        self._path = self._source = path
-        self._settings = settings
-        self._fleet = pipeline.fleet
-        self._tokens = pipeline.tokens
-        self._cut = cut
-        self._feed = feed
-        self._now = now
-        self._stored = Stored()
-        self._joined: deque[str] = deque()
-        self._restoring: asyncio.Task[None] | None = None
-        self._writing: asyncio.Task[None] | None = None
-        self._lock = -1
-        self.counts = StateCounts()
-        #: Why the file cannot be written; empty = it can.
-        self.problem = ""
-        #: A line that says what was restored; empty = nothing.
-        self.note = ""
+    #: The file that is written.
+    _path: Path
+    _settings: StateSettings
+    _pipeline: Pipeline
+    _cut: ChainHasher
+    _feed: Callable[[Event], object]
+    #: The pipeline's clock, in seconds.
+    _now: Callable[[], float]
+    #: What was read, and from which file.
+    _stored: Stored = field(default_factory=Stored)
+    _source: Path = Path()
+    _joined: deque[str] = field(default_factory=deque)
+    _restoring: asyncio.Task[None] | None = None
+    _writing: asyncio.Task[None] | None = None
+    _lock: int = -1
+    counts: StateCounts = field(default_factory=StateCounts)
+    #: Why the file cannot be written; empty = it can.
+    problem: str = ""
+    #: A line that says what was restored; empty = nothing.
+    note: str = ""
 
     async def start(self) -> None:
         """Read the file, and restore the part that all endpoints share. A worker takes the file of the first one, which
@@ -220,7 +212,7 @@ class StateFile:
         return (parts if age_s <= self._settings.max_age else []), age_s
 
     async def _restore(self) -> None:
-        counts, table, age_s = self.counts, self._fleet.prefix, self._age()
+        counts, table, age_s = self.counts, self._pipeline.fleet.prefix, self._age()
         while self._joined:
             endpoint_id = self._joined.popleft()
             if endpoint_id not in self._stored.endpoints:
@@ -252,7 +244,7 @@ class StateFile:
     def _parts(self) -> Iterator[Head | Part]:
         yield Head(VERSION, time.time(), self._cut.finest, self._cut.growth)
         most_blocks = (self._settings.max_bytes - self._settings.max_bytes // _SPARED) // BLOCK_BYTES
-        yield from taken(self._fleet, self._tokens, self._now(), most_blocks)
+        yield from taken(self._pipeline.fleet, self._pipeline.tokens, self._now(), most_blocks)
         for endpoint_id in list(self._stored.endpoints):
             if endpoint_id not in self._stored.endpoints:
                 continue  # it joined meanwhile, and its state was restored

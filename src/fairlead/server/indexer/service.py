@@ -15,7 +15,7 @@ from time import perf_counter
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-from msgspec import UNSET, Struct, convert
+from msgspec import UNSET, Struct, convert, field
 
 from fairlead.apis.request import parse_request
 from fairlead.apis.tokens import PromptTokeniser, PromptTokens
@@ -48,24 +48,17 @@ class Asked(Struct):
     refused: dict[int, int] = {}
 
 
-class IndexService:
+class IndexService(Struct, eq=False):
     """`endpoints` returns the slot and endpoint of all endpoints, `tokeniser` the present tokenisers. `took` receives
     the seconds that each answer took."""
 
-    def __init__(
-        self,
-        exact: ExactKnowledge,
-        endpoints: Callable[[], Iterable[tuple[int, Endpoint]]],
-        tokeniser: Callable[[], PromptTokeniser],
-        took: Callable[[float], object] = lambda seconds: None,
-    ) -> None:
-        self.asked = Asked(refused={})
-        self._exact = exact
-        self._endpoints = endpoints
-        self._tokeniser = tokeniser
-        self._took = took
-        self._pool = ThreadPoolExecutor(1, "indexer")
-        self._waiting = 0
+    _exact: ExactKnowledge
+    _endpoints: Callable[[], Iterable[tuple[int, Endpoint]]]
+    _tokeniser: Callable[[], PromptTokeniser]
+    _took: Callable[[float], object] = lambda seconds: None
+    asked: Asked = field(default_factory=Asked)
+    _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "indexer"))
+    _waiting: int = 0
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

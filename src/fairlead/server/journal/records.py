@@ -187,13 +187,12 @@ class Detail(Struct, frozen=True):
     trace: Trace
 
 
-class Packer:
+class Packer(Struct, eq=False):
     """Packs the details of one block, in order."""
 
-    def __init__(self) -> None:
-        self._before: Any = None
-        self._roster: Any = None
-        self._waiting: tuple[frozenset[str], ...] = ()
+    _before: Any = None
+    _roster: Any = None
+    _waiting: tuple[frozenset[str], ...] = ()
 
     def pack(self, record: DecisionRecord) -> dict[str, Any]:
         trace = record.trace
@@ -244,18 +243,17 @@ class Packer:
 _Names = tuple[frozenset[str] | None, ...]
 
 
-class Unpacker:
+class Unpacker(Struct, eq=False):
     """The reverse of `Packer`. Unpack the details of one block in their order."""
 
-    def __init__(self) -> None:
-        self._before: Any = None
-        self._rows = 0
-        self._gauges: list[str] = []
-        self._endpoints: tuple[Endpoint | None, ...] = ()
-        self._adapters: _Names = ()
-        self._listed: _Names = ()
-        self._based: tuple[BaseModels, ...] = ()
-        self._waiting: tuple[frozenset[str], ...] = ()
+    _before: Any = None
+    _rows: int = 0
+    _gauges: list[str] = []
+    _endpoints: tuple[Endpoint | None, ...] = ()
+    _adapters: _Names = ()
+    _listed: _Names = ()
+    _based: tuple[BaseModels, ...] = ()
+    _waiting: tuple[frozenset[str], ...] = ()
 
     def unpack(self, packed: dict[str, Any]) -> Detail:
         """Raises `ValueError` if `packed` is not a detail."""

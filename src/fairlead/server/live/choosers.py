@@ -9,6 +9,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from msgspec import Struct
+
 from fairlead.config.building import schedulers
 from fairlead.config.schema import Config, SchedulerSettings
 from fairlead.core.events import Event
@@ -21,14 +23,13 @@ from fairlead.server.remote.stream import check_tls
 log = get("scheduler")
 
 
-class Connections:
+class Connections(Struct, eq=False):
     """Call `follow(config)` at the start and after each reload, `await close()` at the end."""
 
-    def __init__(self, fleet: Fleet, feed: Callable[[Event], None]) -> None:
-        self._fleet = fleet
-        self._feed = feed
-        self._open: dict[str, tuple[SchedulerSettings, RemoteClient]] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+    _fleet: Fleet
+    _feed: Callable[[Event], None]
+    _open: dict[str, tuple[SchedulerSettings, RemoteClient]] = {}
+    _closing: set[asyncio.Task[None]] = set()
 
     def ask(self, question: AskRemote) -> None:
         """Send a question to its scheduler. Without a connection of that name, its deadline passes."""

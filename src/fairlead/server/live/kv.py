@@ -16,6 +16,7 @@ from pathlib import Path
 
 import aiohttp
 import zmq
+from msgspec import Struct
 
 from fairlead.config.schema import Config, KvCurve
 from fairlead.core.endpoint import Endpoint
@@ -44,17 +45,16 @@ from fairlead.server.observe.log import get
 What = tuple[KvIndex, Mapping[int, str], Hold]
 
 
-class Keeper:
+class Keeper(Struct, eq=False):
     """Keeps a snapshot of the index in a file, so that a restarted scheduler starts warm. It is written atomically,
-    every `interval` seconds and at the end. `what` returns the state to write."""
+    every `_interval` seconds and at the end. `_what` returns the state to write."""
 
-    def __init__(self, path: Path, interval: float, what: Callable[[], What]) -> None:
-        self._path = path
-        self._interval = interval
-        self._what = what
-        #: Why the last save failed; empty = it succeeded, or none was tried yet.
-        self.problem = ""
-        self._task: asyncio.Task[None] | None = None
+    _path: Path
+    _interval: float
+    _what: Callable[[], What]
+    #: Why the last save failed; empty = it succeeded, or none was tried yet.
+    problem: str = ""
+    _task: asyncio.Task[None] | None = None
 
     async def read(self) -> bytes:
         """The bytes of the last snapshot; empty = there is none, or it cannot be read."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from random import Random
 
 import numpy as np
+from msgspec import Struct
 
 from fairlead.config.building import able_by, computes_by
 from fairlead.config.plugins import build_policy
@@ -39,16 +40,16 @@ _MAX_OPEN, _PATIENCE = 256, 10.0
 _BURST = 0.05
 
 
-class LiveShadows:
+class LiveShadows(Struct, eq=False):
     """Call `follow(config, …)` at the start and after each reload, `close()` at the end. `feed` receives verdicts."""
 
-    def __init__(self, fleet: Fleet, feed: Callable[[Event], None]) -> None:
-        self._fleet, self._feed = fleet, feed
-        #: The policies that run now. Following the same object again changes nothing.
-        self._on_trial: Mapping[str, Policy] | None = None
-        self._runner: ShadowRunner | None = None
-        self._remotes: list[RemoteShadow] = []
-        self._closing: set[asyncio.Task[None]] = set()
+    _fleet: Fleet
+    _feed: Callable[[Event], None]
+    #: The policies that run now. Following the same object again changes nothing.
+    _on_trial: Mapping[str, Policy] | None = None
+    _runner: ShadowRunner | None = None
+    _remotes: "list[RemoteShadow]" = []
+    _closing: set[asyncio.Task[None]] = set()
 
     def follow(self, config: Config, on_trial: Mapping[str, Policy]) -> None:
         """Run the shadows of `config` instead of the present ones. `on_trial`: the built-in shadow policies that were

@@ -12,6 +12,8 @@ from contextlib import suppress
 from math import inf
 from pathlib import Path
 
+from msgspec import Struct
+
 from fairlead.server.observe.exposition import Registry
 from fairlead.server.observe.log import Written, get
 
@@ -28,13 +30,12 @@ _FEW_LEFT = 0.9
 Check = Callable[[], str]
 
 
-class Happened:
-    """Says which counters grew in the last `minute` seconds. They never fall, and begin at 0 or where `begin` says."""
+class Happened(Struct, eq=False):
+    """Says which counters grew in the last `_minute` seconds. They never fall, and begin at 0 or where `begin` says."""
 
-    def __init__(self, minute: float = 60.0) -> None:
-        self._minute = minute
-        #: Counter's name → its last value, and when it last grew (clock seconds).
-        self._seen: dict[str, tuple[float, float]] = {}
+    _minute: float
+    #: Counter's name → its last value, and when it last grew (clock seconds).
+    _seen: dict[str, tuple[float, float]] = {}
 
     def begin(self, name: str, count: float) -> None:
         self._seen[name] = count, -inf
