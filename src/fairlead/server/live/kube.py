@@ -157,6 +157,9 @@ class KubeLink:
             self.client, settings, self._leads, self._rng, on_trouble=lambda why: self._on_trouble("leases", why)
         )
 
+    def _pool_models(self, namespace: str, writer: StatusWriter, on_trouble: Callable[[str, str], None]) -> PoolModels:
+        return PoolModels(self.client, namespace, writer, self._rng, on_trouble=on_trouble, report=report_unreadable)
+
     # ---- callbacks ----
 
     def _leads(self, leading: bool, holder: str) -> None:
@@ -233,14 +236,7 @@ class Kube(KubeLink):
         writer = self.writers[settings.pool] = StatusWriter(self.client, self._may_write, log.warning)
         self.models: PoolModels | None = None
         if settings.models and settings.pool:
-            self.models = PoolModels(
-                self.client,
-                self.namespace,
-                writer,
-                self._rng,
-                on_trouble=self._on_trouble,
-                report=report_unreadable,
-            )
+            self.models = self._pool_models(self.namespace, writer, self._on_trouble)
 
             def defined(model_set: ModelSet) -> None:
                 models(model_set)

@@ -113,9 +113,7 @@ class KubePools(KubeLink):
         self.work.append((pools.run, _named("pools", namespace)))
         models = slices = None
         if settings.models:
-            models = PoolModels(
-                self.client, namespace, writer, self._rng, on_trouble=on_trouble, report=report_unreadable
-            )
+            models = self._pool_models(namespace, writer, on_trouble)
             self.work.append((models.run, _named("models", namespace)))
         if self._place is not None:
             slices = Reflector(
