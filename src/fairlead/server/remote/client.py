@@ -12,8 +12,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import asdict
+from numpy.typing import NDArray
 
 from fairlead import __version__
 from fairlead.config.schema import SchedulerSettings
@@ -271,16 +272,15 @@ _NEW[-len(FACTORS) :] = 1.0
 _SAME = 0.01
 
 
-class StateFeed:
+class StateFeed(Struct, eq=False):
     """The state that was sent on one stream. Each stream needs one of its own."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-        self._version = 0
-        self._last_sent: list[tuple[Endpoint, frozenset[str] | None] | None] = []
-        self._table_version = -1
-        self._sent = np.zeros((len(COLUMNS), 0))
-        self._speeds = Speeds()
+    _fleet: Fleet
+    _version: int = 0
+    _last_sent: list[tuple[Endpoint, frozenset[str] | None] | None] = []
+    _table_version: int = -1
+    _sent: NDArray[np.float64] = field(default_factory=lambda: np.zeros((len(COLUMNS), 0)))
+    _speeds: Speeds = Speeds()
 
     def changes(self, settled: int, snapshot: Snapshot | None = None) -> State | None:
         """The changes since the last call; `None` = there are none. `settled`: the number of the last batch whose picks
