@@ -1,6 +1,7 @@
 """The built-in plugins: their table, their aliases, and the defaults that apply if the file does not set them."""
 
-from collections.abc import Iterator, Mapping
+from collections import UserDict
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, Literal
 
@@ -24,124 +25,97 @@ METHODS: Mapping[Kind, str] = {
 }
 
 
-class Builtins(Mapping[str, Any]):
-    """Classes by type. A class is imported when it is needed, because a configuration names only a few of them."""
-
-    def __init__(self, places: Mapping[str, str]) -> None:
-        """`places`: type → `module:Class`, below `fairlead.plugins`."""
-        self._places = places
+class Builtins(UserDict[str, Any]):
+    """Classes by type, from `module:Class` below `fairlead.plugins`. A class is imported when it is needed, because a
+    configuration names only a few of them."""
 
     def __getitem__(self, name: str) -> Any:
-        module, _, cls = self._places[name].partition(":")
+        module, _, cls = self.data[name].partition(":")
         return vars(import_module(f"fairlead.plugins.{module}"))[cls]
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._places  # does not import it
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-
-BUILTINS: Mapping[Kind, Mapping[str, Any]] = {
-    "filter": Builtins(
-        {
-            "role": "filters.ability:Role",
-            "subset": "filters.ability:Subset",
-            "model-compatibility": "filters.ability:ModelCompatibility",
-            "health": "filters.availability:Health",
-            "queue-depth": "filters.load:QueueDepth",
-            "memory-pressure": "filters.load:MemoryPressure",
-            "label-selector": "filters.ability:LabelSelector",
-            "by-label": "filters.ability:ByLabel",
-            "context-length": "filters.ability:ContextLength",
-            "prefix-affinity": "filters.availability:PrefixAffinity",
-            "slo-tier": "filters.availability:SloTier",
-            "utilization": "filters.availability:Utilization",
-            "concurrency": "filters.load:Concurrency",
-            "metric-limit": "filters.load:MetricLimit",
-        }
-    ),
-    "scorer": Builtins(
-        {
-            "prefix-aware": "scorers.prefix:PrefixAware",
-            "load-aware": "scorers.load:LoadAware",
-            "kv-utilization": "scorers.load:KvUtilization",
-            "inflight-tokens": "scorers.load:InflightTokens",
-            "lora-aware": "scorers.lora:LoraAware",
-            "session-affinity": "scorers.session_affinity:SessionAffinity",
-            "queue": "scorers.load:Queue",
-            "running-requests": "scorers.load:RunningRequests",
-            "queue-threshold": "scorers.load:QueueThreshold",
-            "active-requests": "scorers.load:ActiveRequests",
-            "lora-affinity": "scorers.lora:LoraAffinity",
-            "no-hit-lru": "scorers.prefix:NoHitLru",
-            "prefix-length": "scorers.prefix:PrefixLength",
-            "context-length": "scorers.metric:ContextLengthScorer",
-            "slo-headroom": "scorers.latency:SloHeadroom",
-            "predicted-latency": "scorers.latency:PredictedLatency",
-            "metric": "scorers.metric:Metric",
-        }
-    ),
-    "picker": Builtins(
-        {
-            "max-score": "pickers:MaxScore",
-            "top-k": "pickers:TopK",
-            "weighted-random": "pickers:WeightedRandom",
-            "round-robin": "pickers:RoundRobin",
-            "random": "pickers:Uniform",
-        }
-    ),
-    "policy": Builtins(
-        {
-            "cost-model": "policies.cost_model:CostModel",
-            "least-requests": "policies.by_load:LeastRequests",
-            "power-of-two": "policies.by_load:PowerOfTwo",
-            "lpwl": "policies.by_load:Lpwl",
-            "lmetric": "policies.by_load:Lmetric",
-            "weights-322": "policies.by_prefix:Weights322",
-            "sticky-until-saturated": "policies.by_prefix:StickyUntilSaturated",
-            "remaining-work": "policies.by_load:RemainingWork",
-            "sglang-cache-aware": "policies.by_prefix:SglangCacheAware",
-            "aibrix-prefix-cache": "policies.by_prefix:AibrixPrefixCache",
-            "consistent-hashing-bounded": "policies.by_prefix:ConsistentHashingBounded",
-            "dynamo-linear": "policies.by_load:DynamoLinear",
-            "dynamic-weights": "policies.by_prefix:DynamicWeights",
-            SPLITTING: "policies.prefill_decode:PrefillDecode",
-        }
-    ),
-    "metric-source": Builtins({}),
-    "parser": Builtins({}),
-    "fairness": Builtins(
-        {
-            "start-time-fair": "flow_control:StartTimeFairness",
-            "round-robin": "flow_control:RoundRobinFairness",
-            "global-strict": "flow_control:GlobalStrict",
-        }
-    ),
-    "ordering": Builtins(
-        {
-            "least-work": "flow_control:LeastWork",
-            "fcfs": "flow_control:Fcfs",
-            "edf": "flow_control:EarliestDeadline",
-        }
-    ),
-    "saturation": Builtins(
-        {
-            "utilization-detector": "flow_control:UtilizationDetector",
-            "concurrency-detector": "flow_control:ConcurrencyDetector",
-        }
-    ),
-    "ceiling": Builtins(
-        {
-            "static-usage-limit-policy": "flow_control:StaticCeiling",
-            "priority-holdback-policy": "flow_control:HoldbackCeiling",
-            "soft-reflective-ceiling-policy": "flow_control:ReflectiveCeiling",
-        }
-    ),
+_PLACES: Mapping[Kind, Mapping[str, str]] = {
+    "filter": {
+        "role": "filters.ability:Role",
+        "subset": "filters.ability:Subset",
+        "model-compatibility": "filters.ability:ModelCompatibility",
+        "health": "filters.availability:Health",
+        "queue-depth": "filters.load:QueueDepth",
+        "memory-pressure": "filters.load:MemoryPressure",
+        "label-selector": "filters.ability:LabelSelector",
+        "by-label": "filters.ability:ByLabel",
+        "context-length": "filters.ability:ContextLength",
+        "prefix-affinity": "filters.availability:PrefixAffinity",
+        "slo-tier": "filters.availability:SloTier",
+        "utilization": "filters.availability:Utilization",
+        "concurrency": "filters.load:Concurrency",
+        "metric-limit": "filters.load:MetricLimit",
+    },
+    "scorer": {
+        "prefix-aware": "scorers.prefix:PrefixAware",
+        "load-aware": "scorers.load:LoadAware",
+        "kv-utilization": "scorers.load:KvUtilization",
+        "inflight-tokens": "scorers.load:InflightTokens",
+        "lora-aware": "scorers.lora:LoraAware",
+        "session-affinity": "scorers.session_affinity:SessionAffinity",
+        "queue": "scorers.load:Queue",
+        "running-requests": "scorers.load:RunningRequests",
+        "queue-threshold": "scorers.load:QueueThreshold",
+        "active-requests": "scorers.load:ActiveRequests",
+        "lora-affinity": "scorers.lora:LoraAffinity",
+        "no-hit-lru": "scorers.prefix:NoHitLru",
+        "prefix-length": "scorers.prefix:PrefixLength",
+        "context-length": "scorers.metric:ContextLengthScorer",
+        "slo-headroom": "scorers.latency:SloHeadroom",
+        "predicted-latency": "scorers.latency:PredictedLatency",
+        "metric": "scorers.metric:Metric",
+    },
+    "picker": {
+        "max-score": "pickers:MaxScore",
+        "top-k": "pickers:TopK",
+        "weighted-random": "pickers:WeightedRandom",
+        "round-robin": "pickers:RoundRobin",
+        "random": "pickers:Uniform",
+    },
+    "policy": {
+        "cost-model": "policies.cost_model:CostModel",
+        "least-requests": "policies.by_load:LeastRequests",
+        "power-of-two": "policies.by_load:PowerOfTwo",
+        "lpwl": "policies.by_load:Lpwl",
+        "lmetric": "policies.by_load:Lmetric",
+        "weights-322": "policies.by_prefix:Weights322",
+        "sticky-until-saturated": "policies.by_prefix:StickyUntilSaturated",
+        "remaining-work": "policies.by_load:RemainingWork",
+        "sglang-cache-aware": "policies.by_prefix:SglangCacheAware",
+        "aibrix-prefix-cache": "policies.by_prefix:AibrixPrefixCache",
+        "consistent-hashing-bounded": "policies.by_prefix:ConsistentHashingBounded",
+        "dynamo-linear": "policies.by_load:DynamoLinear",
+        "dynamic-weights": "policies.by_prefix:DynamicWeights",
+        SPLITTING: "policies.prefill_decode:PrefillDecode",
+    },
+    "metric-source": {},
+    "parser": {},
+    "fairness": {
+        "start-time-fair": "flow_control:StartTimeFairness",
+        "round-robin": "flow_control:RoundRobinFairness",
+        "global-strict": "flow_control:GlobalStrict",
+    },
+    "ordering": {
+        "least-work": "flow_control:LeastWork",
+        "fcfs": "flow_control:Fcfs",
+        "edf": "flow_control:EarliestDeadline",
+    },
+    "saturation": {
+        "utilization-detector": "flow_control:UtilizationDetector",
+        "concurrency-detector": "flow_control:ConcurrencyDetector",
+    },
+    "ceiling": {
+        "static-usage-limit-policy": "flow_control:StaticCeiling",
+        "priority-holdback-policy": "flow_control:HoldbackCeiling",
+        "soft-reflective-ceiling-policy": "flow_control:ReflectiveCeiling",
+    },
 }
+BUILTINS: Mapping[Kind, Mapping[str, Any]] = {kind: Builtins(places) for kind, places in _PLACES.items()}
 
 #: Other names of built-ins with the same meaning, and the parameters that they imply. Names of other pickers with a
 #: different formula (`lora-affinity-scorer`, `load-aware-scorer`) are left out on purpose.
