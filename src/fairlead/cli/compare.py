@@ -312,7 +312,11 @@ def results_of(cells: list[Cell], out: Path, fresh: bool, processes: int, cluste
     earlier = {result.key for result in read_kept(kept)}
     with ExitStack() as stack:
         runner = stack.enter_context(on_cluster(cluster)) if cluster else None
-        progress = stack.enter_context(progress_bar(len(cells)))
+        update = stack.enter_context(bar("simulating", len(cells), everywhere=True))
+
+        def progress(result: CellResult, done: int, _: int) -> None:
+            update(completed=done, description=f"{result.scenario}: {result.policy}")
+
         results = run_grid(cells, processes=processes, kept=kept, progress=progress, runner=runner)
     if reused := sum(result.key in earlier for result in results):
         typer.echo(
@@ -427,10 +431,3 @@ def _labels(sources: Iterable[str]) -> dict[str, str]:
     names = {name: Path(name).stem if Path(name).suffix and Path(name).is_file() else name for name in sources}
     times = Counter(names.values())
     return {source: name if times[name] == 1 else source for source, name in names.items()}
-
-
-@contextmanager
-def progress_bar(total: int) -> Iterator[Callable[[CellResult, int, int], None]]:
-    """Show a progress bar on stderr if it is a terminal, otherwise a line now and then."""
-    with bar("simulating", total, everywhere=True) as update:
-        yield lambda result, done, _: update(completed=done, description=f"{result.scenario}: {result.policy}")

@@ -80,21 +80,20 @@ NO_TOKENS = Kind(
 _CAUSES = {WRONG_SIZE: SIZE, WRONG_SEED: SEED, WRONG_ALGORITHM: ALGORITHM}
 
 
-def by_hashes(kv: KvListening, slot: int) -> Finding | None:
+def _by_hashes(kv: KvListening, slot: int) -> list[Finding]:
     """A finding if the hashes of recently stored blocks do not match the configured algorithm, seed or block size."""
     diagnosis = diagnose(kv.recipe, Case(b"", 0, "", "", 0, 0, -1), kv.heads(slot))
     kind = _CAUSES.get(diagnosis.cause)
-    return kind.at(kv.endpoints[slot].id, diagnosis.detail) if kind is not None else None
+    return [kind.at(kv.endpoints[slot].id, diagnosis.detail)] if kind is not None else []
 
 
-async def _size(site: Site, kv: KvListening, slot: int) -> Finding | None:
+async def _size(site: Site, kv: KvListening, slot: int) -> list[Finding]:
     """A finding if the block size on the metrics page, known before any block is stored, is not the configured one."""
-    configured = kv.recipe.block_size
-    reading = await site.reading(kv.endpoints[slot])
+    configured, reading = kv.recipe.block_size, await site.reading(kv.endpoints[slot])
     reported = reading.sample.block_size if reading is not None else 0
-    if configured and reported and configured != reported:
-        return SIZE.at(kv.endpoints[slot].id, f"kvEvents.blockSize is {configured}, its metrics page says {reported}")
-    return None
+    if not (configured and reported) or configured == reported:
+        return []
+    return [SIZE.at(kv.endpoints[slot].id, f"kvEvents.blockSize is {configured}, its metrics page says {reported}")]
 
 
 def _topic(site: Site, kv: KvListening, slot: int) -> list[Finding]:
@@ -110,16 +109,14 @@ def _topic(site: Site, kv: KvListening, slot: int) -> list[Finding]:
 
 async def _kv_events_of(site: Site, kv: KvListening, slot: int) -> list[Finding]:
     name, source = kv.endpoints[slot].id, kv.sources[slot]
-    size = await _size(site, kv, slot)
-    findings = [size] if size is not None else []
+    findings = await _size(site, kv, slot)
     if source.source is None:
         # The check `endpoints` reports an endpoint that does not answer.
         return findings if source.away else [*findings, OFF.at(name, source.reason)]
     if not kv.linked(slot):
         return [*findings, UNCONNECTED.at(name, f"no connection to {source.source.events}")]
-    wrong = by_hashes(kv, slot)
-    if wrong is not None and wrong.code not in {finding.code for finding in findings}:
-        findings.append(wrong)
+    known = {finding.code for finding in findings}
+    findings += [finding for finding in _by_hashes(kv, slot) if finding.code not in known]
     counts = [subscription.feed.count for subscription in kv.subscriptions(slot)]
     bad = sum(count.bad_events + count.bad_batches for count in counts)
     if bad:
