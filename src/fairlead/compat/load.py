@@ -314,11 +314,10 @@ class _Assembly(Struct, eq=False):
         return read_policy(self._scheduling(), self.report, self.registry)
 
     def _foreign(self, located: Located) -> PolicySpec | None:
-        from fairlead.compat.translate import translate
+        from fairlead.compat.translate import Translator
 
-        translation = translate(located.values, located.report, self.registry, self.base)
-        self.translation = translation
-        return translation.policy
+        self.translation = Translator(located.values, located.report, self.registry, self.base).translation()
+        return self.translation.policy
 
     def _scheduling(self) -> Source:
         """The keys of the scheduling part, from the top level of the file or from the chart's values."""

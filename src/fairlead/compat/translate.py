@@ -132,12 +132,9 @@ class Translation(Struct):
     flow: FlowSpec | None = None
 
 
-def translate(root: dict[str, Any], report: Report, registry: Registry, base: Path | None) -> Translation:
-    """Translate a document. `root` has the fields of a `Document`. If problems are reported, `policy` is `None`."""
-    return _Translator(root, report, registry, base).translation()
+class Translator:
+    """Translates a document. `root` has the fields of a `Document`."""
 
-
-class _Translator:
     def __init__(self, root: dict[str, Any], report: Report, registry: Registry, base: Path | None) -> None:
         self._root = root
         self._report = report
@@ -150,6 +147,7 @@ class _Translator:
         self._parts = self._read()
 
     def translation(self) -> Translation:
+        """If problems are reported, its `policy` is `None`."""
         before = len(self._report.problems)
         self._identity()
         self._gates()

@@ -697,11 +697,9 @@ class FlowSettings(Section):
 # ---- other deciders: a scheduler in another process, a canary, shadows ----
 
 
-class SchedulerTls(Section):
+class SchedulerTls(ScrapeTls):
     """TLS to a scheduler, with PEM files. Empty = the system's authorities, and no client certificate."""
 
-    ca_file: RelativePath = Field(default="", description="PEM bundle; empty = the system's.")
-    verify: bool = Field(default=True, description="False accepts any certificate.")
     server_name: str = Field(default="", description="Name in its certificate; empty = the host of `address`.")
     cert_dir: RelativePath = Field(default="", description="Directory with Fairlead's own `tls.crt` and `tls.key`.")
 

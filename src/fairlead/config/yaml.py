@@ -17,6 +17,7 @@ Rules
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from itertools import count
 from typing import Any, Union
 
 import yaml
@@ -313,28 +314,22 @@ def parse(text: str | bytes) -> Document:
     """Parse a text. Never raises: errors are in `problems`. An empty text has the value None."""
     try:
         tree = parse_yaml(text)
-        value = _Expander().expand(tree.root, 0)
+        value = _expanded(tree.root, 0, count(1))
     except YamlError as error:
         return Document(None, Tree(Node("", 0), []), [error.problem])
     return Document(value, tree, tree.faults)
 
 
-class _Expander:
-    """Converts nodes to values."""
-
-    def __init__(self) -> None:
-        self._values = 0
-
-    def expand(self, node: Node, depth: int) -> Any:
-        self._values += 1
-        if self._values > MAX_UNFOLDED or depth > MAX_DEPTH:
-            raise YamlError("the document is too large once its aliases are unfolded", node.line)
-        value = node.value
-        if isinstance(value, list):
-            return [self.expand(item, depth + 1) for item in value]
-        if isinstance(value, dict):
-            return {key: self.expand(item, depth + 1) for key, item in value.items()}
-        return scalar(node)
+def _expanded(node: Node, depth: int, values: Iterator[int]) -> Any:
+    """The value of a node. `values` counts all values of the document from 1."""
+    if next(values) > MAX_UNFOLDED or depth > MAX_DEPTH:
+        raise YamlError("the document is too large once its aliases are unfolded", node.line)
+    value = node.value
+    if isinstance(value, list):
+        return [_expanded(item, depth + 1, values) for item in value]
+    if isinstance(value, dict):
+        return {key: _expanded(item, depth + 1, values) for key, item in value.items()}
+    return scalar(node)
 
 
 def scalar(node: Node) -> str | int | float | bool | None:
