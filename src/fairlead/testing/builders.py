@@ -1,14 +1,13 @@
 """Builders of requests, endpoints and fleets in one line each, and a clock with virtual time."""
 
-import heapq
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import count
 from random import Random
 from typing import Any
 
-from msgspec import Struct
 from msgspec.structs import replace
 
+from fairlead.core.clock import VirtualClock
 from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.fleet import Fleet
 from fairlead.core.policy import Context, Cycle
@@ -85,40 +84,17 @@ def cycle(now: float = 0.0, seed: int = 0) -> Cycle:
     return Cycle(Context(now, Random(seed)))
 
 
-class _Timer(Struct, eq=False):
-    callback: Callable[..., object]
-    args: tuple[Any, ...]
-    cancelled: bool = False
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-
-class SimClock:
+class SimClock(VirtualClock):
     """A clock that starts at 1,000,000 s, so that code which confuses it with another clock fails visibly.
 
     Timers due at the same moment fire in the order in which they were set.
     """
 
     def __init__(self, start: float = 1_000_000.0) -> None:
-        self._now = start
-        self._order = count()
-        self._heap: list[tuple[float, int, _Timer]] = []
-
-    def time(self) -> float:
-        return self._now
-
-    def call_at(self, when: float, callback: Callable[..., object], /, *args: Any) -> _Timer:
-        timer = _Timer(callback, args)
-        heapq.heappush(self._heap, (when, next(self._order), timer))
-        return timer
+        super().__init__(start)
 
     def advance(self, seconds: float) -> None:
         """Advance the time and fire the timers that are due, each at its own moment."""
-        until = self._now + seconds
-        while self._heap and self._heap[0][0] <= until:
-            when, _, timer = heapq.heappop(self._heap)
-            if not timer.cancelled:
-                self._now = max(self._now, when)
-                timer.callback(*timer.args)
-        self._now = until
+        until = self.now + seconds
+        self.run(lambda: True, until)
+        self.now = until

@@ -6,6 +6,7 @@ from random import Random
 import numpy as np
 from msgspec import Struct
 
+from fairlead.core.clock import Timer
 from fairlead.core.columns import FloatColumn
 from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.exact import ExactKnowledge
@@ -13,7 +14,7 @@ from fairlead.core.request import Request, Usage
 from fairlead.lab.engine.blocks import BlockHooks
 from fairlead.lab.engine.engine import Engine
 from fairlead.lab.engine.request import EngineRequest, StepResult
-from fairlead.lab.simulator.world import Kernel, Replica, Timer
+from fairlead.lab.simulator.world import Kernel, Replica
 
 #: Called with the result of the steps whenever steps ended that affected a request.
 Watcher = Callable[[StepResult], None]

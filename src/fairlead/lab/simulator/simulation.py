@@ -31,6 +31,7 @@ from fairlead.config.building import build_pipeline, given
 from fairlead.config.registry import Registry
 from fairlead.config.schema import Config
 from fairlead.core import events as ev
+from fairlead.core.clock import Timer
 from fairlead.core.endpoint import Sample
 from fairlead.core.errors import PluginError
 from fairlead.core.fleet import Fleet
@@ -41,7 +42,7 @@ from fairlead.core.request import Usage
 from fairlead.lab.engine.request import EngineRequest, StepResult
 from fairlead.lab.simulator.prompts import Prompts
 from fairlead.lab.simulator.server import Blocks, Hooks, LateEvents, Server
-from fairlead.lab.simulator.world import WARM_UP, Fault, Job, Kernel, Scenario, Status, Timer
+from fairlead.lab.simulator.world import WARM_UP, Fault, Job, Kernel, Scenario, Status
 
 #: Kernel seconds at which a run begins; the workload begins `WARM_UP` later. Not 0, so that no code can confuse it with
 #: "never" or a wall clock.

@@ -1,14 +1,13 @@
 """The parts of a simulation: time, replicas, delays, faults, and the requests in progress."""
 
-import heapq
-from collections.abc import Callable, Mapping, Sequence
-from itertools import count
+from collections.abc import Mapping, Sequence
 from random import Random
-from typing import Any, Literal
+from typing import Literal
 
 from msgspec import Struct, field
 from msgspec.structs import astuple, replace
 
+from fairlead.core.clock import VirtualClock
 from fairlead.core.cost import PRIOR, StepModel
 from fairlead.core.request import Request
 from fairlead.lab.engine.presets import DEFAULT_PRESET, PRESETS, Preset, preset
@@ -17,46 +16,12 @@ from fairlead.lab.engine.spec import EngineSpec
 from fairlead.lab.workload.record import Record, Workload
 
 
-class Timer(Struct, eq=False):
-    """A timer set by `Kernel.call_at`. Cancelling it after it fired does nothing."""
+class Kernel(VirtualClock):
+    """The time of a simulation."""
 
-    callback: Callable[..., object] | None
-    args: tuple[Any, ...]
-
-    def cancel(self) -> None:
-        self.callback = None
-
-
-class Kernel:
-    """Virtual time in seconds. Timers of the same moment fire in the order of setting, so a run is reproducible."""
-
-    def __init__(self, start: float = 0.0) -> None:
-        #: Set only by `run`, and by callers that use no timers.
-        self.now = start
-        self._order = count()
-        self._heap: list[tuple[float, int, Timer]] = []
-
-    def time(self) -> float:
-        return self.now
-
-    def call_at(self, when: float, callback: Callable[..., object], /, *args: Any) -> Timer:
-        timer = Timer(callback, args)
-        heapq.heappush(self._heap, (when, next(self._order), timer))
-        return timer
-
-    def run(self, going: Callable[[], bool], until: float) -> bool:
-        """Fire timers while `going()`; False if `until` or the last timer was reached first."""
-        heap = self._heap
-        while going():
-            if not heap or heap[0][0] > until:
-                return False
-            when, _, timer = heapq.heappop(heap)
-            callback = timer.callback
-            if callback is not None:
-                # A timer set for a past moment fires now, because time never goes backwards.
-                self.now = max(self.now, when)
-                callback(*timer.args)
-        return True
+    def move_to(self, now: float) -> None:
+        """Set the time, for callers that use no timers."""
+        self.now = now
 
 
 #: Limit of a prompt and its answer for built-in presets, in tokens: the longest prompt of the Mooncake traces (126,195
