@@ -37,7 +37,6 @@ QUIET_S, ANSWER_S = 10.0, 8.0
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 APPLY = "application/apply-patch+yaml"
-MERGE = "application/merge-patch+json"
 
 
 class KubeError(FairleadError):
@@ -101,8 +100,8 @@ class KubeClient:
             self._session = None
             await asyncio.sleep(0)  # aborted connections close in the loop's next turn
 
-    async def get(self, resource: Resource, query: Mapping[str, str], verb: str = "list") -> bytes:
-        return await self._request("GET", resource.path, resource, verb, query)
+    async def get(self, resource: Resource, query: Mapping[str, str]) -> bytes:
+        return await self._request("GET", resource.path, resource, "list", query)
 
     async def read(self, resource: Resource, name: str) -> bytes:
         return await self._request("GET", f"{resource.path}/{name}", resource, "get")
@@ -113,18 +112,10 @@ class KubeClient:
             return await self._request("POST", resource.path, resource, "create", body=value)
         return await self._request("PUT", f"{resource.path}/{name}", resource, "update", body=value)
 
-    async def patch(
-        self,
-        resource: Resource,
-        name: str,
-        value: object,
-        kind: str = MERGE,
-        part: str = "",
-        query: Mapping[str, str] | None = None,
-    ) -> bytes:
-        """Patch an object. `kind`: content type of the patch. `part`: a subresource such as `status`."""
-        path = f"{resource.path}/{name}/{part}" if part else f"{resource.path}/{name}"
-        return await self._request("PATCH", path, resource, "patch", query, value, kind, part)
+    async def patch(self, resource: Resource, name: str, value: object, query: Mapping[str, str]) -> bytes:
+        """Apply a patch to an object's status on the server's side."""
+        path = f"{resource.path}/{name}/status"
+        return await self._request("PATCH", path, resource, "patch", query, value, APPLY, "status")
 
     async def probe(self, path: str) -> bytes | None:
         """Get a page such as `/apis/llm-d.ai/v1alpha2`; `None` = it does not exist."""

@@ -254,7 +254,6 @@ class PoolEndpoints:
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """The endpoints that are up."""
         return self._pod_endpoints.endpoints
 
     async def run(self) -> None:
@@ -297,7 +296,7 @@ class PoolEndpoints:
             self._pods_changed,
             self._rng,
             query={"labelSelector": selector_text(pool.selector)},
-            synced=self._pods_listed,
+            synced=lambda: self._tell(True),
             on_trouble=lambda trouble: self._on_trouble("pods", trouble),
             report=self._report,
             items=known,
@@ -305,9 +304,6 @@ class PoolEndpoints:
         self._pods_task = asyncio.create_task(self._pods.run(), name="pods")
 
     # ---- pods ----
-
-    def _pods_listed(self) -> None:
-        self._tell(True)
 
     def _tell(self, listed: bool | None) -> None:
         """Once the events so far were sent: note whether the pods are listed (`None` = as before), call `changed`."""

@@ -129,15 +129,14 @@ class Reflector(Generic[T]):
                     pause = self._backoff.pause()
                 else:
                     self._backoff.reset()
-            except Gone:
+            except (Gone, KubeError) as error:
                 self._version = ""
                 pause = self._backoff.pause()
-            except KubeError as error:
-                self._version = ""
-                self.forbidden = error.code == 403
-                self._lost(str(error))
-                pause = _REFUSED_PAUSE_S * self._rng.uniform(0.5, 1.0) if error.code in (403, 404) else 0.0
-                pause = max(pause, self._backoff.pause())
+                if isinstance(error, KubeError) and error.code != _GONE:
+                    self.forbidden = error.code == 403
+                    self._lost(str(error))
+                    if error.code in (403, 404):
+                        pause = max(pause, _REFUSED_PAUSE_S * self._rng.uniform(0.5, 1.0))
             except Unreachable as error:
                 if "Too large resource version" in str(error):  # etcd was restored from an older state
                     self._version = ""
@@ -174,10 +173,6 @@ class Reflector(Generic[T]):
             query["continue"] = token
         try:
             page = read_page(await self._client.get(self.resource, query))
-        except KubeError as error:
-            if error.code == _GONE:
-                raise Gone from None
-            raise
         except Unreadable as error:
             raise Unreachable(f"the list of {self.resource.plural} cannot be read: {error}") from None
         if not page.metadata.resource_version:
@@ -220,9 +215,7 @@ class Reflector(Generic[T]):
                             self._event(line)
                             self._backoff.reset()
         except KubeError as error:
-            if error.code == _GONE:
-                raise Gone from None
-            self._watch_refused = True
+            self._watch_refused |= error.code != _GONE
             raise
 
     def _event(self, line: bytes) -> None:

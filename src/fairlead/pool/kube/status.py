@@ -16,7 +16,7 @@ from typing import Any
 from msgspec import Struct
 
 from fairlead.pool.aio import set_within
-from fairlead.pool.kube.client import APPLY, KubeClient, KubeError, Resource, Unreachable
+from fairlead.pool.kube.client import KubeClient, KubeError, Resource, Unreachable
 from fairlead.pool.kube.objects import Unreadable, read_plain
 
 ACCEPTED = "Accepted"
@@ -183,7 +183,7 @@ class StatusWriter:
         body = status_patch(desired.condition, desired.item, self._wall())
         query = {"fieldManager": FIELD_MANAGER, "force": "true"}
         try:
-            answer = await self._client.patch(resource, name, body, APPLY, "status", query)
+            answer = await self._client.patch(resource, name, body, query)
         except KubeError as error:
             if error.code == 403:
                 return f"no status is written: {error}", _REFUSED_PAUSE_S

@@ -157,10 +157,10 @@ class Replayer:
         self._retry: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
 
-    def look(self) -> bool:
-        """Start a replay if the feed wants one and none is in progress. Return true if no replay is possible now, so
-        the feed continues without it."""
-        if self._feed.sync is not Sync.WANTED or self._task is not None:
+    def _look(self) -> bool:
+        """Start a replay if the feed wants one. Return true if no replay is possible now, so the feed continues without
+        it."""
+        if self._feed.sync is not Sync.WANTED:
             return False
         if self._loop.time() < self._cool_until:
             self._feed.give_up()
@@ -172,13 +172,11 @@ class Replayer:
         """The publisher has just come up, so a replay is likely to succeed: end the cool-down."""
         self._cool_until, self._cooldown = 0.0, self._limits.replay_cooldown
 
-    @property
-    def under_way(self) -> bool:
-        """Whether a replay is in progress. It is read to its end even if its rest is ignored."""
-        return self._task is not None
-
     def step(self) -> bool:
-        """Pass a reply to the feed; only if the feed is not busy. Return false if there is no reply yet."""
+        """Start a replay, or pass a reply of the present one to the feed; only if the feed is not busy. Return false if
+        there is nothing to do yet. A replay is read to its end even if its rest is ignored."""
+        if self._task is None:
+            return self._look()
         socket = self._socket
         if socket is None or self._over:
             return False

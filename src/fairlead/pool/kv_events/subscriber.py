@@ -72,11 +72,7 @@ class Subscription:
             self._take(frames)
             if feed.sync is Sync.LIVE:
                 return True
-        if self._replayer is None:
-            return False
-        if self._replayer.under_way:
-            return self._replayer.step()
-        return self._replayer.look()
+        return self._replayer is not None and self._replayer.step()
 
     def sweep(self) -> None:
         """Check for events whose wake-up was lost, and connect again if libzmq does not: it gives up a publisher whose
