@@ -661,8 +661,7 @@ class Eviction:
 
     def look_at(self, flow: FlowControl) -> float:
         """Return the clock seconds before which no request is evicted; `inf` = no request waits."""
-        oldest = min((band.oldest() for band in flow.queues.bands() if band.count), default=inf)
-        return max(oldest + self._after, self._last + GRACE)
+        return max(flow.oldest() + self._after, self._last + GRACE)
 
 
 # The flow controller: turns decisions about waiting requests into instructions, and sets the timers.
@@ -771,8 +770,6 @@ class FlowController:
     def drain_s(self, priority: float = -inf) -> float:
         """Return the seconds until all waiting requests of this or a higher priority are dispatched, at the pace of the
         last dispatches. Another request of this priority would wait that long."""
-        if priority == -inf:
-            return len(self.flow) * self._gap
         return sum(band.count for band in self.flow.queues.bands() if band.priority >= priority) * self._gap
 
     def wanted(self, table: EndpointTable, now: float) -> int:

@@ -229,13 +229,6 @@ class Queues:
             insort(self._order, -priority)
         return band
 
-    def _flow(self, band: Band, key: FlowKey, now: float) -> Flow:
-        self._flows_made += 1
-        rule = self.limits.rule(key.model, key.tenant)
-        made = Flow(key, self._flows_made, now, rule.limit or self.limits.flow, rule.weight)
-        flow = band.flows[key] = self._idle[key] = made
-        return flow
-
     def _forget_idle(self, now: float) -> None:
         idle = self._idle
         for _ in range(_SWEEP):
@@ -268,7 +261,12 @@ class Queues:
     def named(self, key: FlowKey, now: float) -> tuple[Band, Flow]:
         band = self._band(key.priority)
         flow = band.flows.get(key)
-        return band, self._flow(band, key, now) if flow is None else flow  # not `or`: an empty flow is false
+        if flow is None:
+            self._flows_made += 1
+            rule = self.limits.rule(key.model, key.tenant)
+            flow = Flow(key, self._flows_made, now, rule.limit or self.limits.flow, rule.weight)
+            band.flows[key] = self._idle[key] = flow
+        return band, flow
 
     def served_elsewhere(self, key: FlowKey, ms: float, now: float) -> None:
         """Account for `ms` of work that another scheduler gave to the flow, unless it has one priority too many."""

@@ -6,7 +6,7 @@ The contracts of filters, scorers, pickers and policies are in `core.policy`, th
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import isfinite, isinf
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from fairlead.apis.parsed import ParsedRequest, unread
 from fairlead.apis.request import parse_request
@@ -193,12 +193,17 @@ def _tell(report: Report, name: str, error: BaseException) -> None:
         report(PluginError(name, described(error)))
 
 
-class GuardedOrdering:
-    def __init__(self, inner: Ordering, report: Report) -> None:
+T = TypeVar("T", bound=Ordering | Ceiling | Saturation)
+
+
+class _Guarded(Generic[T]):
+    def __init__(self, inner: T, report: Report) -> None:
         self.name = inner.name
         self._inner = inner
         self._report = report
 
+
+class GuardedOrdering(_Guarded[Ordering]):
     def key(self, waiting: Waiting) -> float:
         try:
             key = float(self._inner.key(waiting))
@@ -279,12 +284,7 @@ class GuardedFairness:
         _tell(self._report, self.name, error)
 
 
-class GuardedCeiling:
-    def __init__(self, inner: Ceiling, report: Report) -> None:
-        self.name = inner.name
-        self._inner = inner
-        self._report = report
-
+class GuardedCeiling(_Guarded[Ceiling]):
     def allowed(self, level: float, priorities: Sequence[int]) -> list[bool]:
         try:
             allowed = [bool(may) for may in self._inner.allowed(level, priorities)]
@@ -296,12 +296,7 @@ class GuardedCeiling:
             return [True] * len(priorities)
 
 
-class GuardedSaturation:
-    def __init__(self, inner: Saturation, report: Report) -> None:
-        self.name = inner.name
-        self._inner = inner
-        self._report = report
-
+class GuardedSaturation(_Guarded[Saturation]):
     def level(self, fleet: FleetView, now: float) -> float:
         try:
             level = float(guarded(fleet, self._inner.level, fleet, now))
