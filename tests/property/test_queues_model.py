@@ -85,7 +85,7 @@ class QueuesAgainstAList(RuleBasedStateMachine):
     def go_at_once(self, tenant, priority, ms):
         band, flow = self.queues.of(Request(id=0, arrived=self.now, priority=priority, fairness_id=tenant), self.now)
         charge = Charge(flow, 0, self.now, ms, 0.0, ms, band.demand.light(flow, ms))
-        self.queues.sent(flow, charge, 13.0)
+        self.queues.sent(charge, 13.0)
         self.sent.append(charge)
 
     @precondition(lambda self: self.sent)

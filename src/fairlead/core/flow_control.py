@@ -307,9 +307,8 @@ class FlowControl:
 
     def sent(self, request: Request, slot: int, uncached: float, output: float, fleet: Fleet, now: float) -> Charge:
         """Charge the flow of a request that is sent without waiting. The caller must `settle` the charge at its end."""
-        band, flow = self.queues.of(request, now)
-        charge, step_ms = self._charge(band, flow, request, slot, uncached, output, fleet, now)
-        self.queues.sent(flow, charge, step_ms)
+        charge, step_ms = self._charge(request, slot, uncached, output, fleet, now)
+        self.queues.sent(charge, step_ms)
         self.tally.sent()
         return charge
 
@@ -329,17 +328,10 @@ class FlowControl:
         return prompt_ms + output * token_ms, prompt_ms, token_ms, step_ms
 
     def _charge(
-        self,
-        band: Band,
-        flow: Flow,
-        request: Request,
-        slot: int,
-        uncached: float,
-        output: float,
-        fleet: Fleet,
-        now: float,
+        self, request: Request, slot: int, uncached: float, output: float, fleet: Fleet, now: float
     ) -> tuple[Charge, float]:
         """Return the charge, and the milliseconds of a decode-only step at the slot."""
+        band, flow = self.queues.of(request, now)
         ms, prompt_ms, token_ms, step_ms = self._work(request, slot, uncached, output, fleet)
         light = band.fair and band.demand.light(flow, ms) and band.fairness.due(flow)
         return Charge(flow, slot, now, prompt_ms, token_ms, ms, light), step_ms
@@ -370,10 +362,9 @@ class FlowControl:
         bound = self._next(fleet, now)
         if bound is None:
             return None
-        waiting, request = bound.waiting, bound.waiting.request
-        band, flow = self.queues.of(request, now)
-        charge, step_ms = self._charge(band, flow, request, bound.slot, bound.cost, waiting.output, fleet, now)
-        self._shares.spent(self.queues.bands(), band.priority, charge.ms)
+        waiting = bound.waiting
+        charge, step_ms = self._charge(waiting.request, bound.slot, bound.cost, waiting.output, fleet, now)
+        self._shares.spent(self.queues.bands(), charge.flow.key.priority, charge.ms)
         self.queues.dispatch(waiting, charge, step_ms)
         if bound.trace is not None:
             bound.trace.waited = self.tally.of(waiting, now, *self._among)

@@ -277,8 +277,9 @@ class Queues:
         band.fairness.spent(flow, ms)
         flow.served -= ms
 
-    def sent(self, flow: Flow, charge: Charge, step_ms: float) -> None:
+    def sent(self, charge: Charge, step_ms: float) -> None:
         """Charge the flow for a request that is sent to an endpoint now. See `Demand.charge`; `settle` ends it."""
+        flow = charge.flow
         band = self._bands[flow.key.priority]
         band.fairness.spent(flow, charge.ms)
         band.demand.charge(charge, step_ms)
@@ -299,11 +300,9 @@ class Queues:
 
     def dispatch(self, waiting: Waiting, charge: Charge, step_ms: float) -> None:
         """Take the request out of its queue and charge its flow: it is sent to an endpoint now."""
-        flow = waiting.flow
-        assert flow is not None
         waiting.charge = charge
-        self.sent(flow, charge, step_ms)
-        flow.dispatched += 1
+        self.sent(charge, step_ms)
+        charge.flow.dispatched += 1
         self.remove(waiting)
 
     def remove(self, waiting: Waiting) -> None:

@@ -259,7 +259,7 @@ def test_what_a_band_keeps_for_its_light_requests_is_kept_from_lower_bands_where
     charges = [Charge(light, slot, at, 0.0, 0.0, 1.0, True) for slot in (1, 2)]
     charges += [Charge(heavy, slot, at, 100.0, 0.0, 100.0, False) for slot in (0, 1, 2)]
     for charge in charges:
-        flow.queues.sent(charge.flow, charge, 10.0)
+        flow.queues.sent(charge, 10.0)
     flow_controller.arrive(subset=frozenset({"10.0.0.1:80"}))
     sheddable = [flow_controller.arrive(priority=-10)[0].id for _ in range(2)]
     assert flow_controller.dispatch() == [(sheddable[0], 2)]

@@ -157,7 +157,7 @@ def demand_of(queues: Queues) -> Demand:
 def sent(queues: Queues, tenant: str, ms: float = 10.0, slot: int = 0, now: float = 0.0) -> Charge:
     flow = flow_of(queues, tenant)
     charge = Charge(flow, slot, now, ms, 0.0, ms, demand_of(queues).light(flow, ms))
-    queues.sent(flow, charge, 13.0)
+    queues.sent(charge, 13.0)
     return charge
 
 
