@@ -30,7 +30,7 @@ from msgspec import Struct, field
 from fairlead.core.columns import FloatColumn
 from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.match import BlockChain, KvMatch
-from fairlead.core.kv.recipe import Recipe, TokenIds, new_index
+from fairlead.core.kv.recipe import Recipe, TokenIds
 from fairlead.core.kv.speculation import Guess
 from fairlead.core.kv.tiers import TRANSFER_MS
 from fairlead.core.request import Request, Usage
@@ -91,7 +91,7 @@ class ExactKnowledge:
 
     def __init__(self, recipe: Recipe | None = None, index: KvIndex | None = None) -> None:
         self.recipe = recipe or Recipe()
-        self.index = index if index is not None else new_index(self.recipe)
+        self.index = index if index is not None else KvIndex(space=self.recipe.space())
         self.check = SelfCheck(self.index, self.recipe)
         self._slots: set[int] = set()
         self._sources = np.zeros(0, np.int8)

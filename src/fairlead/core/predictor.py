@@ -357,7 +357,7 @@ class Predictor:
 
     def restore_own(self, slot: int, own: OwnLearned, age_s: float, now: float) -> None:
         """Restore what was learned of an endpoint whose engine is still the same. `age_s`: seconds since the saving."""
-        self.rates.restore_own(slot, own.mean, own.weight, own.ratio, own.idle_s + age_s, now)
+        self.rates.restore_own(slot, own, own.idle_s + age_s, now)
         self.kappa[slot] = min(max(own.kappa, KAPPA[0]), KAPPA[1])
         self.tpot_kappa[slot] = min(max(own.tpot_kappa, TPOT_KAPPA[0]), TPOT_KAPPA[1])
         self._table.stale.add(slot)

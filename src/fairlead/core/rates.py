@@ -50,7 +50,7 @@ from msgspec import Struct
 
 from fairlead.core.columns import FloatColumn
 from fairlead.core.cost import PRIOR, StepModel
-from fairlead.core.learned import ClassLearned, Look, SpeedsLearned
+from fairlead.core.learned import ClassLearned, Look, OwnLearned, SpeedsLearned
 
 # Error bands: how far off forecasts are. Quantiles of log(observed / forecast) over the last `WINDOW` forecasts. No
 # distribution is assumed, so 90 % of the values really are in the band. Each own value replaces an initial one:
@@ -531,15 +531,15 @@ class Rates:
         own = self._own[slot]
         return own.mean, own.weight, float(self._ratios[slot]), max(now - own.renewed, 0.0)
 
-    def restore_own(self, slot: int, mean: float, weight: float, ratio: float, idle_s: float, now: float) -> None:
+    def restore_own(self, slot: int, learned: OwnLearned, idle_s: float, now: float) -> None:
         """Restore what was learned of an endpoint. `idle_s`: seconds since its evidence was renewed, including the time
         when no scheduler ran. The ratio is decayed here and computed again with later stretches."""
         own, alike = self._own[slot], self._classes[self._looks[slot]]
         own.count(alike, -1.0)
-        own.mean, own.weight = min(max(mean, -_MOST_OWN), _MOST_OWN), min(weight, 1.0 / FORGET)
+        own.mean, own.weight = min(max(learned.mean, -_MOST_OWN), _MOST_OWN), min(learned.weight, 1.0 / FORGET)
         own.renewed = now - idle_s
         own.count(alike, 1.0)
-        self._ratios[slot] = min(max(ratio, 1.0 / SLOWEST), SLOWEST) ** 0.5 ** (idle_s / HALF_LIFE)
+        self._ratios[slot] = min(max(learned.ratio, 1.0 / SLOWEST), SLOWEST) ** 0.5 ** (idle_s / HALF_LIFE)
         self._write(slot, alike)
 
     def validate(self) -> None:

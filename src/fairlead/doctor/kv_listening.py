@@ -14,7 +14,8 @@ from fairlead.core.endpoint import Endpoint
 from fairlead.core.errors import ConfigError
 from fairlead.core.exact import ExactKnowledge
 from fairlead.core.kv.cache import Head, RankCache
-from fairlead.core.kv.recipe import ANY_MODEL, Recipe, new_index
+from fairlead.core.kv.index import KvIndex
+from fairlead.core.kv.recipe import ANY_MODEL, Recipe
 from fairlead.doctor.http import Answer, Unreached
 from fairlead.doctor.site import MOST_FOLLOWED, Site, tried
 from fairlead.pool.kv_events import discovery
@@ -45,7 +46,7 @@ class KvListening:
         settings = site.config.kv_events
         self.site = site
         self.recipe = Recipe(settings.keys, settings.hash_algorithm, settings.hash_seed, settings.block_size)
-        self.exact = ExactKnowledge(self.recipe, new_index(self.recipe, settings.max_blocks))
+        self.exact = ExactKnowledge(self.recipe, KvIndex(settings.max_blocks, self.recipe.space()))
         self.endpoints = site.endpoints[:MOST_FOLLOWED]
         self.sources: dict[int, Source] = {}
 

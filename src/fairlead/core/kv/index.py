@@ -109,6 +109,9 @@ class KvIndex:
                 if model is None or cache.model == model:
                     yield cache
 
+    def shelves(self, model: str | None = None) -> list[Shelf]:
+        return [shelf for cache in self.caches(model) for shelf in cache.shelves.values()]
+
     def caches_of(self, slot: int) -> Collection[RankCache]:
         """Return the ranks of one endpoint that have sent events."""
         return self._caches[slot].values()
@@ -235,8 +238,7 @@ class KvIndex:
     @property
     def nbytes(self) -> int:
         """The estimated memory in use, in bytes."""
-        shelves = [shelf for cache in self.caches() for shelf in cache.shelves.values()]
-        tables = sum(shelf.table.nbytes + 1000 for shelf in (*shelves, *self._dead))
+        tables = sum(shelf.table.nbytes + 1000 for shelf in (*self.shelves(), *self._dead))
         return tables + self.blocks.nbytes + self.orphans.nbytes + self.speculation.nbytes
 
     @property
@@ -287,11 +289,8 @@ class KvIndex:
         if not holders.wide_enough(shelf.unit, shelf.tier):
             holders.widen(shelf.unit, shelf.tier)
             self.matcher.changed()
-            for shelf_with_bit in (
-                *self._dead,
-                *(cache_shelf for cache in self.caches() for cache_shelf in cache.shelves.values()),
-            ):
-                shelf_with_bit.bit = holders.bit(shelf_with_bit.unit, shelf_with_bit.tier)
+            for moved in (*self._dead, *self.shelves()):
+                moved.bit = holders.bit(moved.unit, moved.tier)
         shelf.bit = holders.bit(shelf.unit, shelf.tier)
         self.matcher.hold_unit(shelf.unit)
 
@@ -303,7 +302,7 @@ class KvIndex:
             if self._dead:
                 self._take_apart()
                 continue
-            shelves = [shelf for cache in self.caches() for shelf in cache.shelves.values()]
+            shelves = self.shelves()
             loser = newest
             if newest.table.live <= self.max_blocks // len(shelves):
                 loser = max(shelves, key=lambda shelf: shelf.table.live)
@@ -320,10 +319,9 @@ class KvIndex:
 
     def validate(self) -> None:
         """Raise `AssertionError` if shelves and holder sets disagree or a bound is exceeded. O(all blocks)."""
-        shelves = [shelf for cache in self.caches() for shelf in cache.shelves.values()]
         marks: dict[int, int] = {}
         copies = 0
-        for shelf in (*shelves, *self._dead):
+        for shelf in (*self.shelves(), *self._dead):
             for segment in range(shelf.reclaimed, shelf.table.segments):
                 _, positions = shelf.table.of_segment(segment)
                 for key in spread_many(shelf.table.vectors[0][positions]).tolist():
@@ -358,8 +356,7 @@ def keys_of(index: KvIndex, hashes: Sequence[int], model: str) -> Keys:
     if index.space.self_contained:
         return np.array(hashes, np.uint64) ^ np.uint64(index.space.root(model, ""))
     wanted = np.array(hashes, np.uint64)
-    shelves = [shelf for cache in index.caches(model) for shelf in cache.shelves.values() if not shelf.dead]
-    shelves.sort(key=lambda shelf: -shelf.table.live)
+    shelves = sorted(index.shelves(model), key=lambda shelf: -shelf.table.live)
     keys: list[Keys] = []
     start = 0
     while start < len(wanted):

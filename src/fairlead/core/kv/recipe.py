@@ -12,7 +12,6 @@ from typing import Literal, Protocol
 import numpy as np
 
 from fairlead.core.kv.hashing import EngineHasher
-from fairlead.core.kv.index import KvIndex
 from fairlead.core.kv.keys import EngineSpace, KeySpace, OwnSpace, prompt_keys
 from fairlead.core.kv.match import BlockChain
 
@@ -77,7 +76,3 @@ class Recipe:
         ids = np.frombuffer(tokens.ids, "<u4").tolist()
         hashes = self.hasher.hashes(ids, block_size, salt=tokens.salt if salted else None)
         return BlockChain(np.array(hashes, np.uint64) ^ np.uint64(space.root(ANY_MODEL, "")), block_size)
-
-
-def new_index(recipe: Recipe, max_blocks: int = 4_000_000) -> KvIndex:
-    return KvIndex(max_blocks, recipe.space())

@@ -14,28 +14,16 @@ class Tier(IntEnum):
 
 
 #: The engines' names of media, in lower case. An empty or absent name means GPU ("GPU" even on CPU builds of vLLM).
-MEDIA = {
-    "": Tier.GPU,
-    "gpu": Tier.GPU,
-    "device": Tier.GPU,
-    "hbm": Tier.GPU,
-    "cpu": Tier.HOST,
-    "host": Tier.HOST,
-    "dram": Tier.HOST,
-    "cpu_pinned": Tier.HOST,
-    "host_pinned": Tier.HOST,
-    "disk": Tier.DISK,
-    "ssd": Tier.DISK,
-    "nvme": Tier.DISK,
-    "fs": Tier.DISK,
-    "storage": Tier.DISK,
-    "shared_storage": Tier.DISK,
-    "object_store": Tier.DISK,
+_MEDIA = {
+    Tier.GPU: ("", "gpu", "device", "hbm"),
+    Tier.HOST: ("cpu", "host", "dram", "cpu_pinned", "host_pinned"),
+    Tier.DISK: ("disk", "ssd", "nvme", "fs", "storage", "shared_storage", "object_store"),
 }
+_TIERS = {name: tier for tier, names in _MEDIA.items() for name in names}
 
 
 def tier_of(medium: str | None) -> Tier:
-    return MEDIA.get(medium.strip().lower(), Tier.OTHER) if medium else Tier.GPU
+    return _TIERS.get(medium.strip().lower(), Tier.OTHER) if medium else Tier.GPU
 
 
 #: Milliseconds to bring one token's KV from each tier to the GPU: from the host's memory over PCIe, from a fast disk.

@@ -22,7 +22,8 @@ from fairlead.core.events import EndpointDown, EndpointUp
 from fairlead.core.exact import ExactKnowledge
 from fairlead.core.fleet import Fleet
 from fairlead.core.kv.answered import AnsweredIndex
-from fairlead.core.kv.recipe import ANY_MODEL, Recipe, new_index
+from fairlead.core.kv.index import KvIndex
+from fairlead.core.kv.recipe import ANY_MODEL, Recipe
 from fairlead.core.request import Request
 from fairlead.core.trust import TEMPLATE, TOKENISER, Finding, Verdict
 from fairlead.gateway.host import Inspect
@@ -178,7 +179,7 @@ def exact_knowledge(config: Config) -> ExactKnowledge | None:
     recipe = recipe_of(events)
     if events.indexer.url:
         return ExactKnowledge(recipe, AnsweredIndex(ANY_MODEL, recipe.space()))
-    return ExactKnowledge(recipe, new_index(recipe, events.max_blocks))
+    return ExactKnowledge(recipe, KvIndex(events.max_blocks, recipe.space()))
 
 
 def recipe_of(settings: KvEvents) -> Recipe:

@@ -11,7 +11,8 @@ from fairlead.core.endpoint import Endpoint, Sample
 from fairlead.core.errors import PluginError
 from fairlead.core.exact import ExactKnowledge
 from fairlead.core.fleet import Fleet
-from fairlead.core.kv.recipe import Recipe, new_index
+from fairlead.core.kv.index import KvIndex
+from fairlead.core.kv.recipe import Recipe
 from fairlead.core.records import OutcomeRecord
 from fairlead.core.request import Request
 from fairlead.core.trust import ALGORITHM, BLOCK_SIZE, Finding
@@ -290,7 +291,7 @@ class EventScene(Scene):
     def __init__(self, names: str) -> None:
         super().__init__(names)
         recipe = Recipe()
-        self.exact = self.fleet.exact = ExactKnowledge(recipe, new_index(recipe, 1000))
+        self.exact = self.fleet.exact = ExactKnowledge(recipe, KvIndex(1000, recipe.space()))
         for slot in range(len(names)):
             self.exact.add_slot(slot)
 
