@@ -167,7 +167,7 @@ class Player:
             self.config = self._configured(event.document)
             self._heed(event.document)
             event = Reconfigured(self.config)
-        self._clock.now = time_s
+        self._clock.move_to(time_s)
         if self._head is not None:
             head, self._head = self._head, None
             for endpoint in head.endpoints:
