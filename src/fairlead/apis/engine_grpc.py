@@ -6,7 +6,6 @@ from typing import NamedTuple
 from fairlead.apis.body import MAX_COUNT
 from fairlead.apis.parsed import MAX_N, Parsed, ParsedRequest, unread
 from fairlead.apis.prompt import MEDIA_BYTES
-from fairlead.core.apis import GRPC, GRPC_EMBED
 from fairlead.core.errors import ClientError
 
 # A reader of protobuf messages that yields one field at a time and builds no objects for the others.
@@ -123,17 +122,8 @@ class _Fields:
         self.hashes: list[bytes] = []
 
 
-def parse_grpc_generate(body: bytes, content_type: str = "") -> Parsed:
-    """Parse a body of `Generate`. Raises `ClientError`."""
-    return _parse(GRPC, body)
-
-
-def parse_grpc_embed(body: bytes, content_type: str = "") -> Parsed:
-    """Parse a body of `Embed`. Raises `ClientError`."""
-    return _parse(GRPC_EMBED, body)
-
-
-def _parse(api: str, body: bytes) -> ParsedRequest:
+def parse_grpc(api: str, body: bytes, content_type: str = "") -> Parsed:
+    """Parse a body of `Generate` or `Embed`. Raises `ClientError`."""
     if len(body) < FRAME_HEAD or int.from_bytes(body[1:FRAME_HEAD], "big") != len(body) - FRAME_HEAD or body[0] > 1:
         raise ClientError("The request body is not one gRPC frame.")
     if body[0]:

@@ -18,9 +18,10 @@ The same holds for the other APIs. Their parsers are in this folder; docs/apis.m
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from fairlead.apis.anthropic import parse_count, parse_messages
-from fairlead.apis.engine_grpc import parse_grpc_embed, parse_grpc_generate
+from fairlead.apis.engine_grpc import parse_grpc
 from fairlead.apis.generate import parse_generate, parse_sglang, parse_sglang_stream
 from fairlead.apis.multipart import parse_audio, parse_images
 from fairlead.apis.openai import (
@@ -63,8 +64,8 @@ _PARSERS: Mapping[str, Parser] = {
     apis.AUDIO: parse_audio,
     apis.IMAGES: parse_images,
     apis.GENERATE: parse_generate,
-    apis.GRPC: parse_grpc_generate,
-    apis.GRPC_EMBED: parse_grpc_embed,
+    apis.GRPC: partial(parse_grpc, apis.GRPC),
+    apis.GRPC_EMBED: partial(parse_grpc, apis.GRPC_EMBED),
     apis.TOKENIZE: parse_tokenize,
     apis.RENDER: parse_render,
 }
