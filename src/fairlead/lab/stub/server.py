@@ -208,24 +208,6 @@ class _Delayed:
         """Nothing has been written yet."""
 
 
-# Loading and unloading adapters at run time, and the list of models.
-
-_MAX_ADAPTERS = 1000
-
-
-def load_adapter(body: Body, models: Models, now: int) -> str:
-    """Load an adapter and return the success message. Raises `ApiError`."""
-    name, path = fields.string(body, "lora_name"), fields.string(body, "lora_path")
-    if not name or not path:
-        raise ApiError("Both 'lora_name' and 'lora_path' must be provided.")
-    if len(models.loras) >= _MAX_ADAPTERS:
-        raise ApiError(f"No more than {_MAX_ADAPTERS} adapters can be loaded.")
-    if name in models.loras or name == models.base:
-        raise ApiError(f"The lora adapter '{name}' has already been loaded.")
-    models.loras[name] = (path, now)
-    return f"Success: LoRA adapter '{name}' added successfully."
-
-
 def model_list(models: Models, max_model_len: int, rng: random.Random) -> bytes:
     """The body of /v1/models."""
     base = _card(models.base, models.base, None, max_model_len, models.created, rng)
@@ -337,6 +319,8 @@ def detokenize(site: ReplicaServer, connection: Connection, request: HttpRequest
 
 # ---------------------------------------------------------------- models and adapters
 
+_MAX_ADAPTERS = 1000
+
 
 def models(site: ReplicaServer, connection: Connection, request: HttpRequest) -> None:
     replica = site.replica
@@ -344,7 +328,16 @@ def models(site: ReplicaServer, connection: Connection, request: HttpRequest) ->
 
 
 def load_lora(site: ReplicaServer, connection: Connection, request: HttpRequest) -> None:
-    message = load_adapter(_body(request), site.replica.models, int(time.time()))
+    body, models = _body(request), site.replica.models
+    name, path = fields.string(body, "lora_name"), fields.string(body, "lora_path")
+    if not name or not path:
+        raise ApiError("Both 'lora_name' and 'lora_path' must be provided.")
+    if len(models.loras) >= _MAX_ADAPTERS:
+        raise ApiError(f"No more than {_MAX_ADAPTERS} adapters can be loaded.")
+    if name in models.loras or name == models.base:
+        raise ApiError(f"The lora adapter '{name}' has already been loaded.")
+    models.loras[name] = (path, int(time.time()))
+    message = f"Success: LoRA adapter '{name}' added successfully."
     connection.reply(200, message.encode("utf-8", "replace"), content_type=b"")
 
 
@@ -393,8 +386,8 @@ def faults(site: ReplicaServer, connection: Connection, request: HttpRequest) ->
 # ---------------------------------------------------------------- KV events
 
 _Count = Annotated[int, Meta(ge=0, le=100_000)]
-#: The default configuration of vLLM's publisher, also used by the stub's sockets.
-_HWM = _QUEUE = 100_000
+#: The limit of messages and of batches in the default configuration of vLLM's publisher.
+_QUEUE = 100_000
 
 
 class KvFaults(Struct, forbid_unknown_fields=True):
@@ -425,7 +418,7 @@ def kv_event_sources(site: ReplicaServer, connection: Connection, request: HttpR
         "endpoint": publisher.events_address,
         "replay_endpoint": publisher.replay_address or None,
         "buffer_steps": config.buffer_steps,
-        "hwm": _HWM,
+        "hwm": _QUEUE,
         "max_queue_size": _QUEUE,
         "topic": "" if config.topic == "-" else config.topic,
     }
