@@ -90,7 +90,6 @@ class Run(Struct):
 
     def items(self, faults: Faults | None = None) -> Iterator[Item]:
         """All records except the segments' heads, details as `Detail`. Records of an unknown kind are left out."""
-        faults = Faults() if faults is None else faults
         for path, _ in self.segments:
             for item in _items(path.read_bytes(), faults):
                 if item[0] != SEGMENT:
@@ -99,7 +98,7 @@ class Run(Struct):
     def until(self) -> float:
         """When its last record was made, in seconds since 1970."""
         path, head = self.segments[-1]
-        return head.epoch + max((time_s for _, time_s, _ in _items(path.read_bytes(), Faults())), default=0.0)
+        return head.epoch + max((time_s for _, time_s, _ in _items(path.read_bytes())), default=0.0)
 
     def since(self) -> float:
         """When the first record that the journal still has was made, in seconds since 1970."""
@@ -151,12 +150,13 @@ _HEAD_BYTES = 16 << 20
 def _head(path: Path) -> Segment | None:
     with path.open("rb") as file:
         data = file.read(_HEAD_BYTES)
-    for kind, _, body in _items(data, Faults()):
+    for kind, _, body in _items(data):
         return body if kind == SEGMENT and isinstance(body, Segment) else None
     return None
 
 
-def _items(data: bytes, faults: Faults) -> Iterator[Item]:
+def _items(data: bytes, faults: Faults | None = None) -> Iterator[Item]:
+    faults = Faults() if faults is None else faults
     for block in blocks(data):
         if isinstance(block, Damage):
             if block.at_end:
@@ -291,7 +291,7 @@ class _Decisions:
         """Add the records of further segments until the decision of this request is complete, and return it as complete
         as it is; `None` = there is none."""
         for path, _ in segments:
-            for item in _items(path.read_bytes(), Faults()):
+            for item in _items(path.read_bytes()):
                 entry = self.add(*item)
                 if entry is not None and entry.decision.request.id == request_id:
                     return entry
@@ -341,7 +341,7 @@ def _in_run(run: Run, wanted: str | int) -> JournaledDecision | None:
 def _newest(made: _Decisions, path: Path, wanted: str | int) -> JournaledDecision | None:
     """Add a segment's records, or as many as are needed. Returns the newest of its decisions that `wanted` names."""
     newest, number = None, wanted if isinstance(wanted, int) else inf
-    for kind, time_s, body in _items(path.read_bytes(), Faults()):
+    for kind, time_s, body in _items(path.read_bytes()):
         entry = made.add(kind, time_s, body)
         if entry is not None and _is_named(entry.decision.request, wanted):
             newest = max(entry, newest or entry, key=_order)
