@@ -33,8 +33,6 @@ _AFTER_DELIMITER = re.compile(rb"--|[ \t]{0,64}\r\n")
 
 
 class Form(NamedTuple):
-    """The content of a form."""
-
     #: The text of each field, by name.
     fields: dict[str, memoryview]
     #: Sizes of the files, in bytes.

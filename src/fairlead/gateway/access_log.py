@@ -450,5 +450,4 @@ class AccessLogStream:
 
 
 def factory(logs: AccessLogs) -> HandlerFactory:
-    """The handler factory for `PATH`."""
     return lambda stream, metadata: AccessLogStream(stream, logs)

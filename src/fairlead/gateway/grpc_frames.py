@@ -96,7 +96,6 @@ class MessageReader:
 
 
 def prefixed(message: bytes) -> bytes:
-    """A message with its prefix."""
     return PREFIX.pack(0, len(message)) + message
 
 

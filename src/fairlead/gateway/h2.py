@@ -59,7 +59,6 @@ class ErrorCode(IntEnum):
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """Encode a frame."""
     return HEAD.pack(len(payload) << 8 | kind, flags, stream) + payload
 
 

@@ -136,7 +136,6 @@ class ByteBudget:
 
     @property
     def waiting(self) -> int:
-        """The number of messages that wait for room."""
         return len(self._waiting)
 
     def pressed(self) -> bool:

@@ -69,7 +69,6 @@ class H2Server:
 
     @property
     def connections(self) -> frozenset[H2Control]:
-        """The open connections."""
         return frozenset(self._connections)
 
     # ---- listening ----

@@ -62,7 +62,6 @@ class HealthService:
 
     @property
     def watchers(self) -> int:
-        """The number of open watch streams."""
         return len(self._watchers)
 
     def routes(self) -> Routes:

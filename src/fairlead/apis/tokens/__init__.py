@@ -1,15 +1,7 @@
 """Turn prompts into the token ids that the engine makes of them.
 
-The whole API, for callers:
-
-    tokeniser: PromptTokeniser                   # made by fairlead.pool.model_files.load_tokeniser(config.tokens)
-    tokeniser.tokens_of(parsed, body, model)     # -> PromptTokens
-    tokeniser.state                              # text: "fastokens", "none (…)"; with several models, one for each
-    tokeniser.knows(model)                       # False: only requests that carry token ids get ids
-    tokeniser.in_thread(parsed, model)           # True: too long for the event loop, asyncio.to_thread(tokens_of, …)
-
-`parsed` is the result of `parse_request(body)`, `model` the target model (after rewrites), of an adapter without an
-entry its base model. `tokens_of` never raises and is safe to call from several threads.
+`fairlead.pool.model_files.load_tokeniser(config.tokens)` makes a `PromptTokeniser`. `parsed` is the result of
+`parse_request(body)`, `model` the target model (after rewrites), of an adapter without an entry its base model.
 
     found = tokeniser.tokens_of(parsed, body, model)
     if not found.reason:

@@ -89,7 +89,6 @@ class PromptTokens(Struct, frozen=True, gc=False):
 
     @property
     def count(self) -> int:
-        """Tokens in `ids`."""
         return len(self.ids) // TOKEN_BYTES
 
     def extras(self, block_size: int) -> list[tuple[str, ...]] | None:

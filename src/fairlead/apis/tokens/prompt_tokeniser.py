@@ -167,7 +167,7 @@ class PromptTokeniser:
 
     @property
     def state(self) -> str:
-        """One line for people: the state of each model by name, or of the only model."""
+        """One line for people: `fastokens`, `none (…)`; with several models, the state of each by name."""
         if not self._models:
             return "none (no tokeniser is configured; prompts are matched by their bytes)"
         if len(self._models) == 1:
@@ -179,7 +179,7 @@ class PromptTokeniser:
         return dict(self._models)
 
     def knows(self, model: str) -> bool:
-        """Whether texts for `model` can be tokenised."""
+        """Whether texts for `model` can be tokenised. If not, only requests that carry token ids get ids."""
         tokens = self._model(model)
         return tokens is not None and tokens.tokeniser is not None
 

@@ -317,8 +317,6 @@ _END = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class ChatTemplate:
-    """A compiled template."""
-
     def __init__(self, source: str, now: Callable[[], datetime], variables: Mapping[str, Any]) -> None:
         """`variables`: passed to every rendering, such as `bos_token`. Raises `ValueError` for an unusable template."""
         if len(source) > MAX_TEMPLATE:

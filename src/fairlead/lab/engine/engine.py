@@ -180,7 +180,6 @@ class Engine:
         return len(self._incoming) + len(self._next) + len(self._waiting) + len(self._deferred)
 
     def running(self) -> int:
-        """Requests in the batch."""
         return len(self._decoding.members) + len(self._chunks)
 
     # ---------------------------------------------------------------- steps that only decode

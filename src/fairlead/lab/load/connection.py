@@ -173,7 +173,6 @@ class Connection:
             self._end(_connect_error(code), monotonic())
 
     def on_event(self, events: int, now: float) -> None:
-        """Handle the events of the socket."""
         if self._socket is None:
             return
         if (events & WRITABLE or self._connecting) and not self._write(now):

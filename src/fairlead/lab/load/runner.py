@@ -80,8 +80,6 @@ def _plain(value: object) -> Any:
 
 
 class _Load:
-    """The state of one run."""
-
     def __init__(
         self, client: Client, calls: Iterator[Call], arrivals: OpenLoop | ClosedLoop, options: Options
     ) -> None:

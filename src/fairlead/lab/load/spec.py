@@ -143,8 +143,6 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Progress(msgspec.Struct):
-    """The state of a run in progress."""
-
     done: int
     #: Requests of the whole run; 0 = unknown, because the run is bounded by time.
     total: int
@@ -160,8 +158,6 @@ class Progress(msgspec.Struct):
 
 
 class RunResult(msgspec.Struct, kw_only=True):
-    """All measurements of a run."""
-
     name: str = ""
     target: str = ""
     records: list[Record]

@@ -96,8 +96,6 @@ CHAT_PATH = "/v1/chat/completions"
 
 
 class Call(msgspec.Struct, frozen=True):
-    """One request to send."""
-
     body: bytes = b""
     path: str = CHAT_PATH
     method: str = "POST"

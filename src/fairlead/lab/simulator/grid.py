@@ -36,8 +36,6 @@ from fairlead.lab.simulator.world import unknowing
 
 
 class Cell(Struct, frozen=True, kw_only=True):
-    """One simulation to run."""
-
     scenario: ScenarioSpec
     policy: str
     #: The policy's configuration.

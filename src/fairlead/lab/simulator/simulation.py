@@ -454,7 +454,6 @@ class Simulation:
     # makes the request fail, as in the reference's sidecar.
 
     def _send_prefill(self, job: Job, prefill_address: str) -> None:
-        """Send the request to the prefill server first."""
         job.prefill_server = self._by_address[prefill_address]
         # From the gateway to the decoder's sidecar, and from there to the prefill server.
         self.kernel.call_at(self.kernel.now + 2 * self.network, self._prefill, job)

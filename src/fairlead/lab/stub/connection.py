@@ -127,8 +127,6 @@ class Server(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """The asyncio protocol of one client connection."""
-
     __slots__ = (
         "_began", "_busy", "_chunked", "_close_after", "_parser", "_refused", "_request", "_server", "_transport",
         "_turning", "active_at", "exchange", "paused", "request_id", "responded",

@@ -108,7 +108,6 @@ class StubPool:
         return self._running(index).replica
 
     def connections(self, index: int) -> int:
-        """Open client connections."""
         return self._running(index).connections
 
     def held(self, index: int) -> list[Held]:

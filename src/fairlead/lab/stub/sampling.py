@@ -34,8 +34,6 @@ class Stop(NamedTuple):
 
 
 class StopStrings:
-    """The stop strings of one request."""
-
     __slots__ = ("_include", "_places", "_strings", "hold")
 
     def __init__(self, strings: Sequence[str], include: bool) -> None:

@@ -112,7 +112,6 @@ def ideal_hit(workload: Workload) -> float:
 
 
 def describe(workload: Workload) -> list[str]:
-    """A description for people."""
     records = workload.records
     if not records:
         return [f"{workload.name}: no requests"]

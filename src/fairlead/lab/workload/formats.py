@@ -190,7 +190,6 @@ def read_native(data: bytes, source: str = "workload", name: str = "workload") -
 
 
 def write_native(workload: Workload) -> bytes:
-    """Write everything of a workload."""
     return lines([NativeHeader(name=workload.name, dispatch=workload.dispatch), *workload.records])
 
 
